@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "base/export.h"
+
+namespace multiring {
+
+/// What went wrong. The values are part of the C ABI (multiring.h) and of the record that ranks share.
+enum class ErrorKind : std::uint8_t {
+  kUsage = 1,
+  kMismatch = 2,
+  kTimeout = 3,
+  kPeerLost = 4,
+  kAborted = 5,
+  kInternal = 6,
+};
+
+MULTIRING_API const char* error_kind_name(ErrorKind kind);
+
+/// What is known about the cause; mirrored as attributes of the Python exceptions.
+struct ErrorContext {
+  int rank = -1;
+  int peer = -1;
+  std::string host;
+  std::string operation;
+  std::string tensor;
+  std::int64_t bytes = -1;
+  double elapsed = -1.0;  ///< seconds since the operation started
+};
+
+/// Root of all errors of multiring; `kind` tells the branches of the tree apart, so that an error can be
+/// stored, sent to a peer and raised again without knowing its class.
+class MULTIRING_API Error : public std::runtime_error {
+ public:
+  Error(ErrorKind kind, const std::string& message, ErrorContext context = {})
+      : std::runtime_error(message), kind_(kind), context_(std::move(context)) {}
+
+  ErrorKind kind() const { return kind_; }
+  const ErrorContext& context() const { return context_; }
+
+ private:
+  ErrorKind kind_;
+  ErrorContext context_;
+};
+
+/// Raises an internal error that names the failing system call and errno's text.
+[[noreturn]] MULTIRING_API void throw_errno(const std::string& call);
+
+}  // namespace multiring

@@ -1,0 +1,101 @@
+#include "base/reduction.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "base/cpu.h"
+#include "base/reduce_kernels.h"
+
+namespace multiring {
+namespace {
+
+constexpr const char* kOpNames[kReduceOpCount] = {"sum", "average", "min", "max", "product"};
+
+const ReduceKernels* compiled_kernels(Isa isa) {
+  switch (isa) {
+    case Isa::kPlain: return plain_kernels();
+    case Isa::kAvx2: return avx2_kernels();
+    case Isa::kAvx512: return avx512_kernels();
+  }
+  return nullptr;
+}
+
+const ReduceKernels& best_kernels() {
+  static const ReduceKernels& kernels = *compiled_kernels(best_isa());
+  return kernels;
+}
+
+void check(DType dtype, const Reduction& reduction, std::span<const void* const> inputs) {
+  reduce_op_name(reduction.op);  // throws for an unknown one
+  if (inputs.empty()) throw std::invalid_argument("reduce() needs at least one input");
+  if (dtype != DType::kBool) return;
+  if (reduction.op == ReduceOp::kAverage) {
+    throw std::invalid_argument("the average of bool is not defined; convert to another dtype first");
+  }
+  if (reduction.prescale != 1.0 || reduction.postscale != 1.0) {
+    throw std::invalid_argument("bool cannot be scaled; convert to another dtype first");
+  }
+}
+
+void copy(const void* input, std::span<void* const> outputs, std::size_t bytes) {
+  if (bytes == 0) return;
+  for (void* output : outputs) {
+    if (output != input) std::memcpy(output, input, bytes);
+  }
+}
+
+void run(const ReduceKernels& kernels, DType dtype, const Reduction& reduction,
+         std::span<const void* const> inputs, std::span<void* const> outputs, std::size_t count) {
+  check(dtype, reduction, inputs);
+  const std::size_t bytes = count * dtype_size(dtype);
+  if (bytes == 0 || outputs.empty()) return;
+  if (inputs.size() == 1 && reduction.prescale == 1.0 && reduction.postscale == 1.0) {
+    copy(inputs[0], outputs, bytes);
+    return;
+  }
+  const ReduceJob job{.inputs = inputs.data(),
+                      .input_count = inputs.size(),
+                      .outputs = outputs.data(),
+                      .output_count = outputs.size(),
+                      .count = count,
+                      .prescale = reduction.prescale,
+                      .postscale = reduction.postscale,
+                      .divisor = reduction.op == ReduceOp::kAverage ? inputs.size() : 1};
+  const StandardFloatMode standard_float_mode;
+  kernels.table[static_cast<int>(dtype)][static_cast<int>(reduction.op)](job);
+}
+
+}  // namespace
+
+const char* reduce_op_name(ReduceOp op) {
+  const int index = static_cast<int>(op);
+  if (index >= kReduceOpCount) {
+    throw std::invalid_argument("unknown reduction number " + std::to_string(index));
+  }
+  return kOpNames[index];
+}
+
+bool has_kernels(Isa isa) { return compiled_kernels(isa) != nullptr && cpu_supports(isa); }
+
+Isa best_isa() {
+  if (has_kernels(Isa::kAvx512)) return Isa::kAvx512;
+  if (has_kernels(Isa::kAvx2)) return Isa::kAvx2;
+  return Isa::kPlain;
+}
+
+void reduce(DType dtype, const Reduction& reduction, std::span<const void* const> inputs,
+            std::span<void* const> outputs, std::size_t count) {
+  run(best_kernels(), dtype, reduction, inputs, outputs, count);
+}
+
+void reduce_with(Isa isa, DType dtype, const Reduction& reduction, std::span<const void* const> inputs,
+                 std::span<void* const> outputs, std::size_t count) {
+  if (!has_kernels(isa)) {
+    throw std::invalid_argument(std::string("no reduction kernels for ") + isa_name(isa) +
+                                " in this build or on this processor");
+  }
+  run(*compiled_kernels(isa), dtype, reduction, inputs, outputs, count);
+}
+
+}  // namespace multiring

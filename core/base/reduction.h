@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "base/dtype.h"
+#include "base/export.h"
+
+namespace multiring {
+
+/// Reductions. The values are part of the C ABI (multiring.h).
+enum class ReduceOp : std::uint8_t { kSum = 0, kAverage = 1, kMin = 2, kMax = 3, kProduct = 4 };
+inline constexpr int kReduceOpCount = 5;
+
+MULTIRING_API const char* reduce_op_name(ReduceOp op);
+
+/// What is done to the elements: out = postscale * op(prescale * in[0], prescale * in[1], ...).
+///
+/// Average is the sum divided by the number of inputs (a true division: the average of equal values is that
+/// value). Integers: scale factors multiply in double and truncate toward zero, the average truncates toward
+/// zero, sums wrap. Bool: sum and max are "or", product and min are "and", average is not defined.
+/// NaN: min and max give NaN if any input is NaN.
+struct Reduction {
+  ReduceOp op = ReduceOp::kSum;
+  double prescale = 1.0;
+  double postscale = 1.0;
+};
+
+/// Reduces `inputs` element by element and writes the result to every one of `outputs`.
+///
+/// The order of operations is the canonical one: a balanced binary tree over the index of the input,
+/// tree(lo, hi) = tree(lo, lo + p) op tree(lo + p, hi) with p the largest power of two below hi - lo.
+/// float16 and bfloat16 are widened to float32 at the leaves and rounded (to nearest even) once, at the end.
+/// The bits of out[i] depend on the i-th elements and the number of inputs only: not on `count`, alignment
+/// or the processor.
+///
+/// An output may be the same buffer as an input; buffers must not overlap otherwise. `count` may be 0.
+MULTIRING_API void reduce(DType dtype, const Reduction& reduction, std::span<const void* const> inputs,
+                          std::span<void* const> outputs, std::size_t count);
+
+}  // namespace multiring

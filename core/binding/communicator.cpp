@@ -1,0 +1,138 @@
+#include "binding/communicator.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "binding/interrupt.h"
+#include "binding/operation.h"
+#include "binding/result.h"
+#include "engine/communicator.h"
+
+namespace py = pybind11;
+
+namespace multiring::binding {
+
+const std::function<void()>& check_signals() {
+  static const std::function<void()> check = [] {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  };
+  return check;
+}
+
+namespace {
+
+/// A handle to work, for Python.
+struct PyWork {
+  std::shared_ptr<Work> work;
+};
+
+/// Arrays held by work may be let go on the progress thread.
+std::shared_ptr<void> keep_alive(std::shared_ptr<std::vector<ArrayView>> views) {
+  auto* held = new std::shared_ptr<std::vector<ArrayView>>(std::move(views));
+  return {held->get(), [held](void*) {
+            const py::gil_scoped_acquire gil;
+            delete held;
+          }};
+}
+
+bool run_allreduce(Communicator& self, py::handle input, py::handle output, ReduceOp op,
+                   std::string_view name, double prescale, double postscale, double timeout) {
+  PyOperation prepared;
+  if (!prepare_allreduce(prepared, input, output, op, name, prescale, postscale)) return false;
+  const py::gil_scoped_release release;
+  self.run(prepared.operation, call_options(timeout));
+  return true;
+}
+
+void run(Communicator& self, PyOperation& prepared, double timeout) {
+  const py::gil_scoped_release release;
+  self.run(prepared.operation, call_options(timeout));
+}
+
+PyWork submit(Communicator& self, PyOperation& prepared, int priority) {
+  auto views = keep_alive(std::move(prepared.views));
+  const py::gil_scoped_release release;
+  return {self.submit(std::move(prepared.operation), priority, std::move(views))};
+}
+
+/// The NumPy array of this rank's part; it keeps the memory mapped.
+py::array symmetric_empty(Communicator& self, const std::vector<std::uint64_t>& shape, const py::dtype& dtype,
+                          double timeout) {
+  std::size_t bytes = static_cast<std::size_t>(dtype.itemsize());
+  for (const std::uint64_t extent : shape) bytes *= extent;
+  std::shared_ptr<SymmetricRegion> region;
+  {
+    const py::gil_scoped_release release;
+    region = self.allocate_symmetric(bytes, call_options(timeout));
+  }
+  auto* held = new std::shared_ptr<SymmetricRegion>(region);
+  const py::capsule owner(
+      held, [](void* pointer) { delete static_cast<std::shared_ptr<SymmetricRegion>*>(pointer); });
+  return py::array(dtype, shape, region->part(self.rank()), owner);
+}
+
+void bind_work(py::module_& module) {
+  py::class_<PyWork>(module, "Work", "An asynchronous operation in progress.")
+      .def("done", [](const PyWork& self) { return self.work->done(); })
+      .def(
+          "wait",
+          [](const PyWork& self, double timeout) {
+            if (self.work->done()) {  // no need to let go of the GIL
+              return self.work->wait(Deadline::never(), {});
+            }
+            const py::gil_scoped_release release;
+            self.work->wait(timeout < 0 ? Deadline::never() : Deadline::after(timeout), check_signals());
+          },
+          py::arg("timeout"))
+      .def("result", [](const PyWork& self) { return Result(self.work->take_result()); });
+}
+
+}  // namespace
+
+void bind_communicator(py::module_& module) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  bind_work(module);
+  py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator", "A group of ranks.")
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
+      .def_property_readonly("name", &Communicator::name)
+      .def_property_readonly("host", &Communicator::host)
+      .def_property_readonly("is_broken", &Communicator::is_broken)
+      .def("allreduce", &run_allreduce, py::arg("input"), py::arg("output"), py::arg("op"), py::arg("name"),
+           py::arg("prescale"), py::arg("postscale"), py::arg("timeout"),
+           "False: an array is not contiguous, nothing was done.")
+      .def("run", &run, py::arg("operation"), py::arg("timeout"))
+      .def("submit", &submit, py::arg("operation"), py::arg("priority"))
+      .def(
+          "send",
+          [](Communicator& self, PyOperation& prepared, std::int64_t tag, double timeout) {
+            const py::gil_scoped_release release;
+            self.send(prepared.operation, tag, call_options(timeout));
+          },
+          py::arg("operation"), py::arg("tag"), py::arg("timeout"))
+      .def(
+          "recv",
+          [](Communicator& self, PyOperation& prepared, std::int64_t tag, double timeout) {
+            const py::gil_scoped_release release;
+            self.receive(prepared.operation, tag, call_options(timeout));
+          },
+          py::arg("operation"), py::arg("tag"), py::arg("timeout"))
+      .def(
+          "split",
+          [](Communicator& self, std::int64_t color, std::int64_t key, double timeout) {
+            const py::gil_scoped_release release;
+            return self.split(color, key, call_options(timeout));
+          },
+          py::arg("color"), py::arg("key"), py::arg("timeout"))
+      .def("symmetric_empty", &symmetric_empty, py::arg("shape"), py::arg("dtype"), py::arg("timeout"))
+      .def("abort", &Communicator::abort, py::arg("message"), Released())
+      .def("abandon", &Communicator::abandon, "To be called in a forked child.")
+      .def("close", &Communicator::close, Released());
+}
+
+}  // namespace multiring::binding

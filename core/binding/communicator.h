@@ -1,0 +1,10 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace multiring::binding {
+
+void bind_communicator(pybind11::module_& module);
+void bind_connect(pybind11::module_& module);
+
+}  // namespace multiring::binding

@@ -1,0 +1,15 @@
+#include <pybind11/pybind11.h>
+
+#include "binding/communicator.h"
+#include "binding/errors.h"
+#include "binding/operation.h"
+#include "binding/result.h"
+
+PYBIND11_MODULE(_core, module) {
+  module.doc() = "The native core of multiring. Use the multiring package instead.";
+  multiring::binding::register_errors();
+  multiring::binding::bind_operation(module);
+  multiring::binding::bind_result(module);
+  multiring::binding::bind_communicator(module);
+  multiring::binding::bind_connect(module);
+}

@@ -1,0 +1,136 @@
+#include "binding/operation.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include "binding/dlpack.h"
+#include "binding/result.h"
+
+namespace multiring::binding {
+namespace {
+
+const char* required_contiguous =
+    "the native core takes contiguous arrays only; the Python face copies others first";
+
+}  // namespace
+
+void PyOperation::set_input(py::handle array) {
+  ArrayView view(array, false);
+  if (!view.contiguous()) throw_usage(required_contiguous);
+  Descriptor& descriptor = operation.descriptor;
+  view.describe_in(descriptor);
+  operation.input = view.data();
+  switch (descriptor.key.kind) {
+    case OpKind::kAllgather:
+    case OpKind::kGather:
+    case OpKind::kAlltoall: {  // ranks may have different numbers of rows, but rows of the same size
+      std::uint64_t row = 1;
+      for (int dim = 1; dim < view.dims(); ++dim) row *= view.extent(dim);
+      descriptor.key.count = row;
+      break;
+    }
+    case OpKind::kScatter:
+      descriptor.key.count = 0;  // known to the root only
+      break;
+    default:
+      descriptor.key.count = view.count();
+  }
+  views->push_back(std::move(view));
+}
+
+void PyOperation::set_output(py::handle array) {
+  ArrayView view(array, true);
+  if (!view.contiguous()) throw_usage(required_contiguous);
+  Descriptor& descriptor = operation.descriptor;
+  if (operation.input == nullptr && views->empty()) {  // recv: the output tells what is expected
+    view.describe_in(descriptor);
+    descriptor.key.count = view.count();
+  } else if (view.dtype() != descriptor.dtype) {
+    throw_usage(std::string("out has dtype ") + dtype_name(view.dtype()) + ", the input " +
+                dtype_name(descriptor.dtype));
+  }
+  const bool same_size =
+      descriptor.key.kind == OpKind::kBroadcast || descriptor.key.kind == OpKind::kAllreduce;
+  if (same_size && view.bytes() != descriptor.bytes)
+    throw_usage("out has " + std::to_string(view.count()) + " elements, the input " +
+                std::to_string(descriptor.key.count));
+  operation.output = view.data();
+  operation.output_bytes = view.bytes();
+  views->push_back(std::move(view));
+}
+
+bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle output, ReduceOp op,
+                       std::string_view name, double prescale, double postscale) {
+  ArrayView in(input, false);
+  const bool in_place = output.is(input);
+  ArrayView out = in_place ? ArrayView() : ArrayView(output, true);
+  if (!in.contiguous() || !out.contiguous()) return false;
+  Descriptor& descriptor = prepared.operation.descriptor;
+  in.describe_in(descriptor);
+  descriptor.key.kind = OpKind::kAllreduce;
+  descriptor.key.count = in.count();
+  descriptor.key.op = op;
+  descriptor.key.prescale = prescale;
+  descriptor.key.postscale = postscale;
+  descriptor.set_name(name);
+  if (!in_place && out.dtype() != in.dtype())
+    throw_usage(std::string("out has dtype ") + dtype_name(out.dtype()) + ", the input " +
+                dtype_name(in.dtype()));
+  if (!in_place && out.count() != in.count())
+    throw_usage("out has " + std::to_string(out.count()) + " elements, the input " +
+                std::to_string(in.count()));
+  prepared.operation.input = in.data();
+  prepared.operation.output = in_place ? in.data() : out.data();
+  prepared.operation.output_bytes = in.bytes();
+  prepared.views->push_back(std::move(in));
+  if (!in_place) prepared.views->push_back(std::move(out));
+  return true;
+}
+
+void bind_operation(py::module_& module) {
+  py::enum_<OpKind>(module, "OpKind")
+      .value("ALLREDUCE", OpKind::kAllreduce)
+      .value("REDUCE_SCATTER", OpKind::kReduceScatter)
+      .value("ALLGATHER", OpKind::kAllgather)
+      .value("BROADCAST", OpKind::kBroadcast)
+      .value("ALLTOALL", OpKind::kAlltoall)
+      .value("GATHER", OpKind::kGather)
+      .value("SCATTER", OpKind::kScatter)
+      .value("BARRIER", OpKind::kBarrier)
+      .value("SEND", OpKind::kSend)
+      .value("RECV", OpKind::kReceive);
+  py::enum_<ReduceOp>(module, "ReduceOp")
+      .value("SUM", ReduceOp::kSum)
+      .value("AVERAGE", ReduceOp::kAverage)
+      .value("MIN", ReduceOp::kMin)
+      .value("MAX", ReduceOp::kMax)
+      .value("PRODUCT", ReduceOp::kProduct);
+  py::class_<PyOperation>(module, "Operation", "One collective call being put together.")
+      .def(py::init([](OpKind kind, const std::string& name, int root) {
+             PyOperation made;
+             made.operation.descriptor.key.kind = kind;
+             made.operation.descriptor.key.root = root;
+             made.operation.descriptor.set_name(name);
+             return made;
+           }),
+           py::arg("kind"), py::arg("name") = "", py::arg("root") = -1)
+      .def("set_input", &PyOperation::set_input, py::arg("array"))
+      .def("set_output", &PyOperation::set_output, py::arg("array"))
+      .def(
+          "set_reduction",
+          [](PyOperation& self, ReduceOp op, double prescale, double postscale) {
+            self.operation.descriptor.key.op = op;
+            self.operation.descriptor.key.prescale = prescale;
+            self.operation.descriptor.key.postscale = postscale;
+          },
+          py::arg("op"), py::arg("prescale"), py::arg("postscale"))
+      .def(
+          "set_splits",
+          [](PyOperation& self, std::vector<std::uint64_t> splits) {
+            self.operation.splits = std::move(splits);
+          },
+          py::arg("splits"))
+      .def("result", [](PyOperation& self) { return Result(self.operation); });
+}
+
+}  // namespace multiring::binding

@@ -1,0 +1,50 @@
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "collective/collectives.h"
+#include "collective/gathers.h"
+#include "collective/staged_copy.h"
+
+namespace multiring {
+
+// The first round carries everybody's splits in staging memory, the following ones the rows, one lane for
+// each reader.
+void alltoall(Exchange& exchange, const Call& call, Operation& operation) {
+  const auto size = static_cast<std::size_t>(exchange.size());
+  const auto self = static_cast<std::size_t>(exchange.rank());
+  const std::size_t row_bytes = operation.descriptor.key.count * operation.element_size();
+  const std::size_t table_bytes = size * sizeof(std::uint64_t);
+  if (table_bytes > exchange.transport().staging_bytes())
+    throw Error(ErrorKind::kUsage,
+                "MULTIRING_STAGING_BYTES is too small for an alltoall of " + std::to_string(size) + " ranks");
+
+  std::vector<StagedCopy::Outgoing> outgoing(size);
+  const std::byte* place = operation.input;
+  for (std::size_t rank = 0; rank < size; ++rank) {
+    outgoing[rank] = {place, operation.splits[rank] * row_bytes};
+    place += outgoing[rank].bytes;
+  }
+  exchange.begin(operation.descriptor);
+  std::memcpy(exchange.staging(exchange.rank()), operation.splits.data(), table_bytes);
+  exchange.synchronise(call);
+  exchange.require_match(call);
+
+  std::uint64_t longest = 0;
+  std::vector<std::uint64_t> to_me(size);
+  std::vector<std::uint64_t> splits(size);
+  for (std::size_t rank = 0; rank < size; ++rank) {
+    std::memcpy(splits.data(), exchange.staging(static_cast<int>(rank)), table_bytes);
+    to_me[rank] = splits[self];
+    longest = std::max(longest, *std::max_element(splits.begin(), splits.end()));
+  }
+  const std::vector<StagedCopy::Incoming> incoming = join_rows(exchange, call, operation, to_me, row_bytes);
+  if (longest * row_bytes == 0) return;
+  StagedCopy copy(exchange, call, outgoing);
+  exchange.begin(call.descriptor);
+  copy.fill_first();
+  exchange.synchronise(call);
+  copy.run(incoming, longest * row_bytes);
+}
+
+}  // namespace multiring

@@ -1,0 +1,11 @@
+#include "collective/collectives.h"
+
+namespace multiring {
+
+void barrier(Exchange& exchange, const Call& call) {
+  exchange.begin(call.descriptor);
+  exchange.synchronise(call);
+  exchange.require_match(call);
+}
+
+}  // namespace multiring

@@ -1,0 +1,26 @@
+#include <cstring>
+#include <vector>
+
+#include "collective/collectives.h"
+#include "collective/staged_copy.h"
+
+namespace multiring {
+
+void broadcast(Exchange& exchange, const Call& call, Operation& operation) {
+  const int root = operation.descriptor.key.root;
+  const std::size_t bytes = operation.descriptor.bytes;
+  const bool is_root = exchange.rank() == root;
+  const StagedCopy::Outgoing outgoing[] = {{operation.input, is_root ? bytes : 0}};
+  StagedCopy copy(exchange, call, outgoing);
+  exchange.begin(operation.descriptor);
+  copy.fill_first();
+  exchange.synchronise(call);
+  exchange.require_match(call);
+  std::vector<StagedCopy::Incoming> incoming(static_cast<std::size_t>(exchange.size()));
+  if (!is_root) incoming[static_cast<std::size_t>(root)] = {operation.output, bytes};
+  copy.run(incoming, bytes);
+  if (is_root && operation.output != operation.input && bytes > 0)
+    std::memcpy(operation.output, operation.input, bytes);
+}
+
+}  // namespace multiring

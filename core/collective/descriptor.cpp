@@ -1,0 +1,51 @@
+#include "collective/descriptor.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace multiring {
+
+const char* op_kind_name(OpKind kind) {
+  static constexpr const char* kNames[kOpKindCount] = {
+      "allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall", "gather",
+      "scatter",   "barrier",        "send",      "recv",      "split",    "symmetric_empty"};
+  const auto index = static_cast<std::size_t>(kind);
+  return index < kOpKindCount ? kNames[index] : "unknown operation";
+}
+
+void Descriptor::set_name(std::string_view text) {
+  key.name_hash = text.empty() ? 0 : hash_name(text);
+  const std::size_t length = std::min(text.size(), kNameBytes - 1);
+  std::memcpy(name.data(), text.data(), length);
+  name[length] = '\0';
+}
+
+std::string_view Descriptor::name_view() const { return {name.data(), ::strnlen(name.data(), kNameBytes)}; }
+
+std::uint64_t hash_name(std::string_view name) {
+  std::uint64_t hash = 0xcbf29ce484222325ULL;  // FNV-1a
+  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ULL;
+  return hash == 0 ? 1 : hash;  // 0 means no name
+}
+
+bool same_key(const MatchKey& a, const MatchKey& b) { return std::memcmp(&a, &b, sizeof a) == 0; }
+
+std::string describe(const Descriptor& descriptor) {
+  std::string text = op_kind_name(descriptor.key.kind);
+  if (!descriptor.name_view().empty()) text += " '" + std::string(descriptor.name_view()) + "'";
+  if (descriptor.key.fused > 1) text += " (" + std::to_string(descriptor.key.fused) + " fused)";
+  const OpKind kind = descriptor.key.kind;
+  if (kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter) {
+    text += std::string(" ") + reduce_op_name(descriptor.key.op);
+    if (descriptor.key.prescale != 1.0) text += " prescale " + std::to_string(descriptor.key.prescale);
+    if (descriptor.key.postscale != 1.0) text += " postscale " + std::to_string(descriptor.key.postscale);
+  }
+  if (descriptor.key.root >= 0) text += " root " + std::to_string(descriptor.key.root);
+  if (kind == OpKind::kBarrier || kind == OpKind::kSplit) return text;
+  text += std::string(" ") + dtype_name(descriptor.dtype) + "[";
+  for (int dim = 0; dim < descriptor.dims; ++dim)
+    text += (dim > 0 ? ", " : "") + std::to_string(descriptor.shape[static_cast<std::size_t>(dim)]);
+  return text + "]";
+}
+
+}  // namespace multiring

@@ -1,0 +1,198 @@
+#include "collective/exchange.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <vector>
+
+namespace multiring {
+
+static_assert(sizeof(Descriptor) <= Transport::kHeaderBytes);
+
+namespace {
+
+/// "rank 3" or "ranks 0-2, 5".
+std::string rank_list(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size();) {
+    std::size_t last = i;
+    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
+    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+    if (last > i) text += (last > i + 1 ? "-" : ", ") + std::to_string(ranks[last]);
+    i = last + 1;
+  }
+  return text;
+}
+
+std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", seconds);
+  return text;
+}
+
+}  // namespace
+
+void Exchange::begin(const Descriptor& descriptor) {
+  ++round_;
+  auto* header = reinterpret_cast<Descriptor*>(transport_.header(rank(), round_));
+  *header = descriptor;
+  header->round = round_;
+}
+
+void Exchange::synchronise(const Call& call) {
+  transport_.arrive(round_);
+  const WaitResult result = transport_.await_all(round_, call.waiting);
+  if (!result.ok()) throw_for(call, result);
+}
+
+bool Exchange::all_match() const {
+  const MatchKey& mine = descriptor(rank()).key;
+  for (int peer = 0; peer < size(); ++peer)
+    if (peer != rank() && !same_key(mine, descriptor(peer).key)) return false;
+  return true;
+}
+
+void Exchange::require_match(const Call& call) const {
+  if (all_match()) return;
+  std::uint64_t least = descriptor(0).submitted;
+  bool alike = true;
+  for (int peer = 0; peer < size(); ++peer) {
+    const Descriptor& theirs = descriptor(peer);
+    if (!theirs.asynchronous) throw_mismatch(call);
+    alike = alike && theirs.submitted == least;
+    least = std::min(least, theirs.submitted);
+  }
+  if (alike) throw_mismatch(call);
+  throw NotYetAgreed{least};
+}
+
+void Exchange::throw_mismatch(const Call& call) const {
+  std::map<std::string, std::vector<int>> asked;
+  int other = -1;
+  for (int peer = 0; peer < size(); ++peer) {
+    asked[describe(descriptor(peer))].push_back(peer);
+    if (other < 0 && !same_key(descriptor(rank()).key, descriptor(peer).key)) other = peer;
+  }
+  std::string text = "the ranks of communicator '" + communicator_ + "' asked for different operations: ";
+  bool first = true;
+  for (const auto& [what, ranks] : asked) {
+    text += (first ? "" : "; ") + rank_list(ranks) + " asked for " + what;
+    first = false;
+  }
+  if (asked.size() == 1) text += " (names alike at the start, but different in all their length)";
+  text +=
+      ". Every rank has to issue the same operations in the same order; look for a branch, a shape or a "
+      "loop length that depends on the rank. (raised on " +
+      where(call) + ")";
+  throw Error(ErrorKind::kMismatch, text, context(call, other));
+}
+
+void Exchange::throw_for(const Call& call, const WaitResult& result) const {
+  switch (result.outcome) {
+    case WaitResult::Outcome::kTimeout:
+      throw_timeout(call);
+    case WaitResult::Outcome::kPeerLost:
+      throw_lost(call, result.peer, result.peer_left);
+    case WaitResult::Outcome::kAborted:
+      throw_if_aborted(call);
+      break;
+    case WaitResult::Outcome::kCancelled:
+      throw Error(ErrorKind::kAborted, "communicator '" + communicator_ + "' was closed on " + where(call),
+                  context(call, -1));
+    case WaitResult::Outcome::kArrived:
+      break;
+  }
+  throw Error(ErrorKind::kInternal, "a wait failed for no known reason on " + where(call), context(call, -1));
+}
+
+void Exchange::throw_for_peer(const Call& call, const WaitResult& result, int peer) const {
+  if (result.outcome != WaitResult::Outcome::kTimeout) throw_for(call, result);
+  throw Error(
+      ErrorKind::kTimeout,
+      where(call) + " waited " + seconds_text(seconds_between(call.start, Clock::now())) + " for rank " +
+          std::to_string(peer) + " (process " + std::to_string(transport_.process_id(peer)) +
+          "), which has not done its part. Does it call the matching send or recv? MULTIRING_TIMEOUT or "
+          "the timeout argument set how long to wait.",
+      context(call, peer));
+}
+
+std::vector<int> Exchange::missing() const {
+  std::vector<int> ranks;
+  for (int peer = 0; peer < size(); ++peer)
+    if (transport_.arrived(peer) < round_) ranks.push_back(peer);
+  return ranks;
+}
+
+std::string Exchange::describe_wait(const Call& call, double waited) const {
+  const std::vector<int> absent = missing();
+  std::string text = where(call) + " has waited " + seconds_text(waited);
+  if (!absent.empty()) text += " for " + rank_list(absent);
+  return text + "; set MULTIRING_STALL_WARNING to change or silence this warning";
+}
+
+void Exchange::throw_timeout(const Call& call) const {
+  const std::vector<int> absent = missing();
+  std::vector<int> came;
+  for (int peer = 0; peer < size(); ++peer)
+    if (transport_.arrived(peer) >= round_) came.push_back(peer);
+  std::string text = where(call) + " waited " + seconds_text(seconds_between(call.start, Clock::now())) +
+                     " for " + rank_list(absent) + "; " + rank_list(came) + " came and waited as well. ";
+  for (const int peer : absent)
+    text += "Rank " + std::to_string(peer) + " (process " + std::to_string(transport_.process_id(peer)) +
+            ", alive) was last in " + doing(peer) + ". ";
+  text +=
+      "See where it is with `py-spy dump --pid`; MULTIRING_TIMEOUT or the timeout argument set how long to "
+      "wait.";
+  throw Error(ErrorKind::kTimeout, text, context(call, absent.empty() ? -1 : absent.front()));
+}
+
+void Exchange::throw_lost(const Call& call, int peer, bool left) const {
+  throw Error(ErrorKind::kPeerLost,
+              where(call) + " lost rank " + std::to_string(peer) + " on " + transport_.host(peer) +
+                  " (process " + std::to_string(transport_.process_id(peer)) + "): " +
+                  (left ? "it has shut down or exited while others still needed it"
+                        : "its process has died (killed, crashed or out of memory)") +
+                  ". It was last in " + doing(peer) + ". Look at that rank's output.",
+              context(call, peer));
+}
+
+void Exchange::throw_if_aborted(const Call& call) const {
+  AbortRecord record;
+  if (transport_.aborted(&record)) throw_aborted(call, record);
+}
+
+void Exchange::throw_aborted(const Call& call, const AbortRecord& record) const {
+  const bool own = record.origin == rank();
+  throw Error(record.kind,
+              (own ? std::string() : "rank " + std::to_string(record.origin) + " stopped all ranks: ") +
+                  record.message + (own ? std::string() : " (noticed on " + where(call) + ")"),
+              context(call, own ? -1 : record.origin));
+}
+
+std::string Exchange::where(const Call& call) const {
+  return "rank " + std::to_string(rank()) + " on " + transport_.host(rank()) + ", in " +
+         describe(call.descriptor) + " (" + std::to_string(call.descriptor.bytes) +
+         " bytes) of communicator '" + communicator_ + "',";
+}
+
+std::string Exchange::doing(int peer) const {
+  // A peer that lags is exactly one round behind; it writes the other of its two headers next, so this is
+  // stable.
+  const std::uint64_t round = transport_.arrived(peer);
+  return round == 0 ? "init" : describe(*reinterpret_cast<const Descriptor*>(transport_.header(peer, round)));
+}
+
+ErrorContext Exchange::context(const Call& call, int peer) const {
+  ErrorContext context;
+  context.rank = rank();
+  context.peer = peer;
+  context.host = transport_.host(rank());
+  context.operation = op_kind_name(call.descriptor.key.kind);
+  context.tensor = call.descriptor.name_view();
+  context.bytes = static_cast<std::int64_t>(call.descriptor.bytes);
+  context.elapsed = seconds_between(call.start, Clock::now());
+  return context;
+}
+
+}  // namespace multiring

@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "collective/descriptor.h"
+#include "transport/transport.h"
+
+namespace multiring {
+
+/// One operation in progress: how it waits and what its errors say.
+struct Call {
+  const Descriptor& descriptor;
+  Waiting waiting;
+  Clock::time_point start = Clock::now();
+};
+
+/// All ranks are to choose anew among their first `submitted` asynchronous operations.
+struct NotYetAgreed {
+  std::uint64_t submitted;
+};
+
+/// A rank's walk through the rounds of a transport: every collective is a sequence of rounds, the first of
+/// which compares what the ranks asked for. Turns a wait that failed into an error that says who, where,
+/// what.
+class Exchange {
+ public:
+  Exchange(Transport& transport, std::string communicator)
+      : transport_(transport), communicator_(std::move(communicator)) {}
+
+  int rank() const { return transport_.rank(); }
+  int size() const { return transport_.size(); }
+  Transport& transport() const { return transport_; }
+  std::uint64_t round() const { return round_; }
+
+  /// Enters the next round: from here on this rank's staging memory of it may be written. Its header says
+  /// what the rank does, to be compared in an operation's first round and told in errors in all.
+  void begin(const Descriptor& descriptor);
+  /// Arrives and waits for all ranks. Raises timeout, peer lost or aborted.
+  void synchronise(const Call& call);
+
+  /// Staging memory and descriptor of a rank in the current round.
+  std::byte* staging(int rank) const { return transport_.staging(rank, round_); }
+  const Descriptor& descriptor(int rank) const {
+    return *reinterpret_cast<const Descriptor*>(transport_.header(rank, round_));
+  }
+  /// Returns when all ranks asked for the same in the current round. Raises NotYetAgreed where the difference
+  /// may come from ranks having submitted different numbers of asynchronous operations so far, else a
+  /// mismatch error that says who asked for what. All ranks come to the same verdict, for they read the same
+  /// headers.
+  void require_match(const Call& call) const;
+
+  /// Turns a wait on one peer (a mailbox) that failed into an error.
+  [[noreturn]] void throw_for_peer(const Call& call, const WaitResult& result, int peer) const;
+  /// Raises the error that a peer told of, if there is one.
+  void throw_if_aborted(const Call& call) const;
+  /// Who is waited for, for a warning.
+  std::string describe_wait(const Call& call, double waited) const;
+
+ private:
+  bool all_match() const;
+  [[noreturn]] void throw_mismatch(const Call& call) const;
+  [[noreturn]] void throw_for(const Call& call, const WaitResult& result) const;
+  [[noreturn]] void throw_timeout(const Call& call) const;
+  [[noreturn]] void throw_lost(const Call& call, int peer, bool left) const;
+  [[noreturn]] void throw_aborted(const Call& call, const AbortRecord& record) const;
+  std::vector<int> missing() const;
+  std::string where(const Call& call) const;
+  std::string doing(int rank) const;
+  ErrorContext context(const Call& call, int peer) const;
+
+  Transport& transport_;
+  std::string communicator_;
+  std::uint64_t round_ = 0;
+};
+
+}  // namespace multiring

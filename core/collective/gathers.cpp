@@ -1,0 +1,68 @@
+#include "collective/gathers.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "collective/collectives.h"
+
+namespace multiring {
+
+std::vector<StagedCopy::Incoming> join_rows(const Exchange& exchange, const Call&, Operation& operation,
+                                            const std::vector<std::uint64_t>& rows, std::size_t row_bytes) {
+  operation.received = rows;
+  const std::size_t total = std::accumulate(rows.begin(), rows.end(), std::size_t{0}) * row_bytes;
+  if (operation.output == nullptr) {
+    operation.result.allocate(total);
+    operation.output = operation.result.data();
+  } else if (operation.output_bytes != total) {
+    // The peers go on with the operation, so this rank has to break it for all.
+    throw Error(ErrorKind::kUsage,
+                "rank " + std::to_string(exchange.rank()) + ": out of " + describe(operation.descriptor) +
+                    " has " + std::to_string(operation.output_bytes) + " bytes where the ranks send " +
+                    std::to_string(total) + " together; leave out away to have it allocated");
+  }
+  std::vector<StagedCopy::Incoming> incoming;
+  std::byte* place = operation.output;
+  for (const std::uint64_t count : rows) {
+    incoming.push_back({place, count * row_bytes});
+    place += count * row_bytes;
+  }
+  return incoming;
+}
+
+namespace {
+
+std::vector<std::uint64_t> rows_of_all(const Exchange& exchange) {
+  std::vector<std::uint64_t> rows;
+  for (int rank = 0; rank < exchange.size(); ++rank) rows.push_back(exchange.descriptor(rank).rows);
+  return rows;
+}
+
+/// Allgather and gather: every rank stages its piece; all ranks, or the root only, take all pieces.
+void gather_pieces(Exchange& exchange, const Call& call, Operation& operation, bool wanted) {
+  const StagedCopy::Outgoing outgoing[] = {{operation.input, operation.descriptor.bytes}};
+  StagedCopy copy(exchange, call, outgoing);
+  exchange.begin(operation.descriptor);
+  copy.fill_first();
+  exchange.synchronise(call);
+  exchange.require_match(call);
+  const std::vector<std::uint64_t> rows = rows_of_all(exchange);
+  // key.count is the number of elements in a row.
+  const std::size_t row_bytes = operation.descriptor.key.count * operation.element_size();
+  const std::size_t longest = *std::max_element(rows.begin(), rows.end()) * row_bytes;
+  std::vector<StagedCopy::Incoming> incoming(rows.size());
+  if (wanted) incoming = join_rows(exchange, call, operation, rows, row_bytes);
+  copy.run(incoming, longest);
+}
+
+}  // namespace
+
+void allgather(Exchange& exchange, const Call& call, Operation& operation) {
+  gather_pieces(exchange, call, operation, true);
+}
+
+void gather(Exchange& exchange, const Call& call, Operation& operation) {
+  gather_pieces(exchange, call, operation, exchange.rank() == operation.descriptor.key.root);
+}
+
+}  // namespace multiring

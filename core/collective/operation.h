@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "collective/descriptor.h"
+#include "transport/transport.h"
+
+namespace multiring {
+
+/// Memory for a result whose size is known only when all ranks have come.
+class ResultBuffer {
+ public:
+  void allocate(std::size_t bytes) {
+    bytes_ = bytes;
+    data_.reset(
+        static_cast<std::byte*>(std::aligned_alloc(64, (std::max<std::size_t>(bytes, 1) + 63) / 64 * 64)));
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  std::byte* data() const { return data_.get(); }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  struct Free {
+    void operator()(std::byte* data) const { std::free(data); }
+  };
+  std::unique_ptr<std::byte, Free> data_;
+  std::size_t bytes_ = 0;
+};
+
+/// One collective call of one rank: what to do, on which memory, and what came out.
+///
+/// `descriptor.rows` and `descriptor.key.count` give the extents: allreduce and broadcast see one flat array;
+/// reduce_scatter, allgather, alltoall, gather and scatter split or join along rows (axis 0).
+struct Operation {
+  Descriptor descriptor;
+  const std::byte* input = nullptr;
+  /// Null: the collective allocates `result` (not for allreduce and broadcast).
+  std::byte* output = nullptr;
+  std::size_t output_bytes = 0;         ///< room at `output`
+  std::vector<std::uint64_t> splits;    ///< alltoall: rows for each rank
+  std::vector<std::uint64_t> received;  ///< allgather, alltoall, gather: rows that came from each rank
+  ResultBuffer result;
+  // Kept so that the memory stays mapped while peers use it.
+  std::shared_ptr<SymmetricRegion> input_region;
+  std::shared_ptr<SymmetricRegion> output_region;
+
+  std::size_t element_size() const { return dtype_size(descriptor.dtype); }
+  Reduction reduction() const {
+    return {descriptor.key.op, descriptor.key.prescale, descriptor.key.postscale};
+  }
+};
+
+}  // namespace multiring

@@ -1,0 +1,107 @@
+#include "collective/point_to_point.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "topology/chunks.h"
+
+namespace multiring {
+
+/// Header of a message's first chunk.
+struct PointToPoint::Envelope {
+  Descriptor descriptor;
+  std::int64_t tag = 0;
+};
+
+PointToPoint::PointToPoint(Exchange& exchange)
+    : exchange_(exchange),
+      sent_(static_cast<std::size_t>(exchange.size())),
+      received_(static_cast<std::size_t>(exchange.size())) {
+  static_assert(sizeof(Envelope) <= Transport::kHeaderBytes);
+}
+
+void PointToPoint::send(const Call& call, const Operation& operation, std::int64_t tag) {
+  Transport& transport = exchange_.transport();
+  const int destination = operation.descriptor.key.root;
+  Lane& lane = sent_[static_cast<std::size_t>(destination)];
+  const std::lock_guard lock(lane.mutex);
+  const std::size_t chunk_bytes = transport.mailbox_chunk_bytes();
+  const std::size_t segments =
+      std::max<std::size_t>(1, segment_count(operation.descriptor.bytes, chunk_bytes));
+  for (std::size_t segment = 0; segment < segments; ++segment) {
+    const std::uint64_t chunk = ++lane.chunks;
+    const std::uint64_t free_after =
+        chunk > Transport::kMailboxChunks ? chunk - Transport::kMailboxChunks : 0;
+    const WaitResult result = transport.await_read(destination, free_after, call.waiting);
+    if (!result.ok()) exchange_.throw_for_peer(call, result, destination);
+    if (segment == 0) {
+      const Envelope envelope{operation.descriptor, tag};
+      std::memcpy(transport.mailbox_header(exchange_.rank(), destination, chunk), &envelope, sizeof envelope);
+    }
+    const Range range = segment_range(operation.descriptor.bytes, chunk_bytes, segment);
+    if (!range.empty())
+      std::memcpy(transport.mailbox_payload(exchange_.rank(), destination, chunk),
+                  operation.input + range.begin, range.size());
+    transport.mailbox_written(destination, chunk);
+  }
+}
+
+void PointToPoint::receive(const Call& call, Operation& operation, std::int64_t tag) {
+  Transport& transport = exchange_.transport();
+  const int source = operation.descriptor.key.root;
+  Lane& lane = received_[static_cast<std::size_t>(source)];
+  const std::lock_guard lock(lane.mutex);
+  std::size_t segments = 1;
+  for (std::size_t segment = 0; segment < segments; ++segment) {
+    const std::uint64_t chunk = ++lane.chunks;
+    const WaitResult result = transport.await_written(source, chunk, call.waiting);
+    if (!result.ok()) exchange_.throw_for_peer(call, result, source);
+    if (segment == 0) {
+      Envelope envelope;
+      std::memcpy(static_cast<void*>(&envelope), transport.mailbox_header(source, exchange_.rank(), chunk),
+                  sizeof envelope);
+      accept(call, operation, envelope, tag);
+      segments = std::max<std::size_t>(
+          1, segment_count(operation.descriptor.bytes, transport.mailbox_chunk_bytes()));
+    }
+    const Range range = segment_range(operation.descriptor.bytes, transport.mailbox_chunk_bytes(), segment);
+    if (!range.empty())
+      std::memcpy(operation.output + range.begin, transport.mailbox_payload(source, exchange_.rank(), chunk),
+                  range.size());
+    transport.mailbox_read(source, chunk);
+  }
+}
+
+void PointToPoint::accept(const Call& call, Operation& operation, const Envelope& envelope,
+                          std::int64_t tag) const {
+  const Descriptor& sent = envelope.descriptor;
+  const bool expects = operation.output != nullptr;
+  const Descriptor& wanted = operation.descriptor;
+  if (envelope.tag != tag || (expects && (sent.dtype != wanted.dtype || sent.bytes != wanted.bytes))) {
+    ErrorContext context;
+    context.rank = exchange_.rank();
+    context.peer = wanted.key.root;
+    context.host = exchange_.transport().host(exchange_.rank());
+    context.operation = op_kind_name(wanted.key.kind);
+    context.bytes = static_cast<std::int64_t>(wanted.bytes);
+    context.elapsed = seconds_between(call.start, Clock::now());
+    throw Error(ErrorKind::kMismatch,
+                "rank " + std::to_string(wanted.key.root) + " sent tag " + std::to_string(envelope.tag) +
+                    " " + describe(sent) + " where rank " + std::to_string(exchange_.rank()) +
+                    " expects tag " + std::to_string(tag) +
+                    (expects ? " " + describe(wanted) : std::string()) +
+                    ". Messages between two ranks are received in the order in which they were sent.",
+                context);
+  }
+  operation.descriptor.dtype = sent.dtype;
+  operation.descriptor.bytes = sent.bytes;
+  operation.descriptor.rows = sent.rows;
+  operation.descriptor.dims = sent.dims;
+  operation.descriptor.shape = sent.shape;
+  if (!expects) {
+    operation.result.allocate(sent.bytes);
+    operation.output = operation.result.data();
+  }
+}
+
+}  // namespace multiring

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "base/export.h"
+#include "collective/exchange.h"
+#include "collective/operation.h"
+
+namespace multiring {
+
+/// Messages between two ranks, through the mailbox of the pair. Messages of a pair arrive in the order in
+/// which they were sent; the tag is compared, not searched for. A message of at most two chunks (128 KiB) is
+/// buffered: its send returns at once when the mailbox is empty; a longer one returns when the receiver has
+/// taken all but the last chunks of it.
+class PointToPoint {
+ public:
+  explicit PointToPoint(Exchange& exchange);
+
+  /// key.root is the destination, key.count the elements, `tag` any number.
+  void send(const Call& call, const Operation& operation, std::int64_t tag);
+  /// key.root is the source. With `operation.output` null takes dtype and shape from the message and
+  /// allocates the result, else raises a mismatch error unless dtype and count are as expected.
+  void receive(const Call& call, Operation& operation, std::int64_t tag);
+
+ private:
+  struct Envelope;
+  struct Lane {
+    std::mutex mutex;  // one message of a direction at a time; no other lock is taken while it is held
+    std::uint64_t chunks = 0;
+  };
+
+  void accept(const Call& call, Operation& operation, const Envelope& envelope, std::int64_t tag) const;
+
+  Exchange& exchange_;
+  std::vector<Lane> sent_;
+  std::vector<Lane> received_;
+};
+
+}  // namespace multiring

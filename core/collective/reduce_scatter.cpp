@@ -1,0 +1,98 @@
+// Reduce-scatter among ranks that share memory: rank i keeps block i of the rows (numpy.array_split's rule).
+// Inputs in symmetric memory are read where they lie; others travel through staging memory, one lane a block.
+
+#include <cstring>
+#include <vector>
+
+#include "collective/collectives.h"
+#include "topology/chunks.h"
+
+namespace multiring {
+namespace {
+
+constexpr std::size_t kDirectFrom = 16 * 1024;
+
+bool all_symmetric(const Exchange& exchange) {
+  for (int rank = 0; rank < exchange.size(); ++rank) {
+    const std::uint32_t region = exchange.descriptor(rank).input_region;
+    if (region == 0 || region != exchange.descriptor(0).input_region) return false;
+  }
+  return true;
+}
+
+/// Byte ranges of the ranks' blocks.
+std::vector<Range> blocks_of(const Operation& operation, int size) {
+  const std::size_t rows = operation.descriptor.rows;
+  const std::size_t row_bytes = rows > 0 ? operation.descriptor.bytes / rows : 0;
+  std::vector<Range> blocks;
+  for (int rank = 0; rank < size; ++rank) {
+    const Range block = block_range(rows, static_cast<std::size_t>(size), static_cast<std::size_t>(rank));
+    blocks.push_back({block.begin * row_bytes, block.end * row_bytes});
+  }
+  return blocks;
+}
+
+void reduce_block(const Operation& operation, const std::vector<const void*>& inputs, std::byte* output,
+                  std::size_t bytes) {
+  void* const outputs[] = {output};
+  reduce(operation.descriptor.dtype, operation.reduction(), inputs, outputs,
+         bytes / operation.element_size());
+}
+
+}  // namespace
+
+void reduce_scatter(Exchange& exchange, const Call& call, Operation& operation) {
+  const auto size = static_cast<std::size_t>(exchange.size());
+  const auto self = static_cast<std::size_t>(exchange.rank());
+  const std::vector<Range> blocks = blocks_of(operation, exchange.size());
+  const std::size_t lane_bytes = exchange.transport().staging_bytes() / size / 64 * 64;
+  if (lane_bytes == 0)
+    throw Error(ErrorKind::kUsage,
+                "MULTIRING_STAGING_BYTES is too small for " + std::to_string(size) + " ranks");
+  operation.received.assign(1, block_range(operation.descriptor.rows, size, self).size());
+  if (operation.output == nullptr) {
+    operation.result.allocate(blocks[self].size());
+    operation.output = operation.result.data();
+  }
+  const auto fill = [&](std::size_t segment) {
+    for (std::size_t rank = 0; rank < size; ++rank) {
+      const Range range = segment_range(blocks[rank].size(), lane_bytes, segment);
+      if (range.empty()) continue;
+      std::memcpy(exchange.staging(exchange.rank()) + rank * lane_bytes,
+                  operation.input + blocks[rank].begin + range.begin, range.size());
+    }
+  };
+  std::vector<const void*> inputs(size);
+
+  const bool want_direct = operation.descriptor.bytes > kDirectFrom && operation.descriptor.input_region != 0;
+  exchange.begin(operation.descriptor);
+  if (!want_direct) fill(0);
+  exchange.synchronise(call);
+  exchange.require_match(call);
+  if (operation.descriptor.bytes > kDirectFrom && all_symmetric(exchange)) {
+    for (std::size_t rank = 0; rank < size; ++rank)
+      inputs[rank] = operation.input_region->part(static_cast<int>(rank)) +
+                     exchange.descriptor(static_cast<int>(rank)).input_offset + blocks[self].begin;
+    reduce_block(operation, inputs, operation.output, blocks[self].size());
+    exchange.begin(call.descriptor);
+    return exchange.synchronise(call);
+  }
+  if (operation.descriptor.bytes > kDirectFrom) {  // ranks with symmetric inputs have not staged anything yet
+    exchange.begin(call.descriptor);
+    fill(0);
+    exchange.synchronise(call);
+  }
+  const std::size_t segments = segment_count(blocks[0].size(), lane_bytes);  // block 0 is the longest
+  for (std::size_t segment = 0; segment < segments; ++segment) {
+    const Range range = segment_range(blocks[self].size(), lane_bytes, segment);
+    for (std::size_t rank = 0; rank < size; ++rank)
+      inputs[rank] = exchange.staging(static_cast<int>(rank)) + self * lane_bytes;
+    if (!range.empty()) reduce_block(operation, inputs, operation.output + range.begin, range.size());
+    if (segment + 1 == segments) break;
+    exchange.begin(call.descriptor);
+    fill(segment + 1);
+    exchange.synchronise(call);
+  }
+}
+
+}  // namespace multiring

@@ -1,0 +1,45 @@
+#include <vector>
+
+#include "collective/collectives.h"
+#include "collective/staged_copy.h"
+#include "topology/chunks.h"
+
+namespace multiring {
+
+// The root alone knows what is scattered: the others take dtype and shape from its descriptor, and this
+// rank's descriptor is filled in for the caller.
+void scatter(Exchange& exchange, const Call& call, Operation& operation) {
+  const auto size = static_cast<std::size_t>(exchange.size());
+  const int root = operation.descriptor.key.root;
+  std::vector<StagedCopy::Outgoing> outgoing(size);
+  if (exchange.rank() == root) {
+    const std::size_t rows = operation.descriptor.rows;
+    const std::size_t row_bytes = rows > 0 ? operation.descriptor.bytes / rows : 0;
+    for (std::size_t rank = 0; rank < size; ++rank) {
+      const Range block = block_range(rows, size, rank);
+      outgoing[rank] = {operation.input + block.begin * row_bytes, block.size() * row_bytes};
+    }
+  }
+  StagedCopy copy(exchange, call, outgoing);
+  exchange.begin(operation.descriptor);
+  copy.fill_first();
+  exchange.synchronise(call);
+  exchange.require_match(call);
+
+  const Descriptor sent = exchange.descriptor(root);
+  const std::size_t row_bytes = sent.rows > 0 ? sent.bytes / sent.rows : 0;
+  const std::size_t rows = block_range(sent.rows, size, static_cast<std::size_t>(exchange.rank())).size();
+  operation.descriptor.dtype = sent.dtype;
+  operation.descriptor.dims = sent.dims;
+  operation.descriptor.shape = sent.shape;
+  operation.descriptor.rows = rows;
+  operation.descriptor.shape[0] = rows;
+  operation.received.assign(1, rows);
+  operation.result.allocate(rows * row_bytes);
+  operation.output = operation.result.data();
+  std::vector<StagedCopy::Incoming> incoming(size);
+  incoming[static_cast<std::size_t>(root)] = {operation.output, rows * row_bytes};
+  copy.run(incoming, block_range(sent.rows, size, 0).size() * row_bytes);  // block 0 is the longest
+}
+
+}  // namespace multiring

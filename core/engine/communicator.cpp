@@ -1,0 +1,461 @@
+#include "engine/communicator.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "topology/chunks.h"
+
+namespace multiring {
+namespace {
+
+constexpr std::chrono::milliseconds kTick(50);
+
+Error usage_error(const std::string& message, const Operation& operation) {
+  ErrorContext context;
+  context.operation = op_kind_name(operation.descriptor.key.kind);
+  context.tensor = operation.descriptor.name_view();
+  return Error(ErrorKind::kUsage, describe(operation.descriptor) + ": " + message, context);
+}
+
+bool may_fuse(const Operation& operation, std::size_t below) {
+  return operation.descriptor.key.kind == OpKind::kAllreduce && operation.descriptor.bytes < below;
+}
+
+bool same_reduction(const MatchKey& a, const MatchKey& b) {
+  return a.dtype == b.dtype && a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale;
+}
+
+}  // namespace
+
+/// The right to drive the exchange, taken when all earlier asynchronous operations are done.
+class Communicator::Turn {
+ public:
+  Turn(Communicator& owner, const CallOptions& options) : owner_(owner) {
+    std::unique_lock lock(owner_.mutex_);
+    while (owner_.turn_taken_ || !owner_.queue_.empty()) {
+      owner_.throw_if_unusable();
+      owner_.changed_.wait_for(lock, kTick);
+      if (options.interrupt == nullptr || !*options.interrupt) continue;
+      lock.unlock();
+      (*options.interrupt)();
+      lock.lock();
+    }
+    owner_.throw_if_unusable();
+    owner_.turn_taken_ = true;
+  }
+  ~Turn() {
+    {
+      const std::lock_guard lock(owner_.mutex_);
+      owner_.turn_taken_ = false;
+    }
+    owner_.changed_.notify_all();
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  Communicator& owner_;
+};
+
+Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOptions options)
+    : options_(std::move(options)),
+      transport_(std::move(transport)),
+      exchange_(*transport_, options_.name),
+      mail_(exchange_),
+      symmetric_(transport_->rank()) {}
+
+Communicator::~Communicator() { close(); }
+
+void Communicator::run(Operation& operation, const CallOptions& options) {
+  throw_if_abandoned();
+  complete(operation);
+  validate(operation);
+  const Turn turn(*this, options);
+  execute(operation, options);
+}
+
+void Communicator::execute(Operation& operation, const CallOptions& options) {
+  std::function<void(double)> stalled;
+  const Call call = make_call(operation.descriptor, options, stalled);
+  try {
+    if (transport_->aborted(nullptr)) exchange_.throw_if_aborted(call);
+    dispatch(call, operation);
+  } catch (...) {
+    fail(std::current_exception(), describe(operation.descriptor));
+    throw;
+  }
+}
+
+// Every collective passes here, on whichever thread: the place for tracing.
+void Communicator::dispatch(const Call& call, Operation& operation) {
+  switch (operation.descriptor.key.kind) {
+    case OpKind::kAllreduce:
+      return allreduce(exchange_, call, operation);
+    case OpKind::kReduceScatter:
+      return reduce_scatter(exchange_, call, operation);
+    case OpKind::kAllgather:
+    case OpKind::kSplit:
+      return allgather(exchange_, call, operation);
+    case OpKind::kBroadcast:
+      return broadcast(exchange_, call, operation);
+    case OpKind::kAlltoall:
+      return alltoall(exchange_, call, operation);
+    case OpKind::kGather:
+      return gather(exchange_, call, operation);
+    case OpKind::kScatter:
+      return scatter(exchange_, call, operation);
+    case OpKind::kBarrier:
+    case OpKind::kAllocate:
+      return barrier(exchange_, call);
+    case OpKind::kSend:
+    case OpKind::kReceive:
+      break;
+  }
+  throw Error(ErrorKind::kInternal, "no collective: " + describe(operation.descriptor));
+}
+
+Call Communicator::make_call(const Descriptor& descriptor, const CallOptions& options,
+                             std::function<void(double)>& stalled) {
+  Call call{descriptor, {}};
+  call.waiting.deadline = Deadline::after(options.timeout >= 0 ? options.timeout : options_.timeout);
+  call.waiting.interrupt = options.interrupt;
+  call.waiting.cancelled = &closing_;
+  if (options_.warn && options_.stall_warning > 0) {
+    stalled = [this, &descriptor](double waited) {
+      options_.warn(exchange_.describe_wait(Call{descriptor, {}}, waited));
+    };
+    call.waiting.stalled = &stalled;
+    call.waiting.stall_after = options_.stall_warning;
+  }
+  return call;
+}
+
+void Communicator::complete(Operation& operation) const {
+  Descriptor& descriptor = operation.descriptor;
+  const OpKind kind = descriptor.key.kind;
+  const bool everybody_has_dtype = kind != OpKind::kScatter && kind != OpKind::kBarrier;
+  descriptor.key.dtype = everybody_has_dtype ? static_cast<std::uint8_t>(descriptor.dtype) : 0;
+  if (kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter) symmetric_.place(operation);
+}
+
+void Communicator::validate(const Operation& operation) const {
+  const Descriptor& descriptor = operation.descriptor;
+  const OpKind kind = descriptor.key.kind;
+  const bool has_root = kind == OpKind::kBroadcast || kind == OpKind::kGather || kind == OpKind::kScatter ||
+                        kind == OpKind::kSend || kind == OpKind::kReceive;
+  if (has_root && (descriptor.key.root < 0 || descriptor.key.root >= size()))
+    throw usage_error("rank " + std::to_string(descriptor.key.root) + " is not in communicator '" + name() +
+                          "' of size " + std::to_string(size()),
+                      operation);
+  if (descriptor.key.op == ReduceOp::kAverage && descriptor.dtype == DType::kBool)
+    throw usage_error("bool has no average; use max (or) or min (and)", operation);
+  if (kind == OpKind::kReduceScatter && operation.output != nullptr && descriptor.rows > 0) {
+    const Range block =
+        block_range(descriptor.rows, static_cast<std::size_t>(size()), static_cast<std::size_t>(rank()));
+    if (operation.output_bytes != block.size() * (descriptor.bytes / descriptor.rows))
+      throw usage_error("out has " + std::to_string(operation.output_bytes) +
+                            " bytes, but the block of rank " + std::to_string(rank()) + " has " +
+                            std::to_string(block.size()) + " of " + std::to_string(descriptor.rows) + " rows",
+                        operation);
+  }
+  if (kind == OpKind::kAlltoall) {
+    const auto total = std::accumulate(operation.splits.begin(), operation.splits.end(), std::uint64_t{0});
+    if (operation.splits.size() != static_cast<std::size_t>(size()) || total != descriptor.rows)
+      throw usage_error("splits must be " + std::to_string(size()) + " numbers that add up to the " +
+                            std::to_string(descriptor.rows) + " rows",
+                        operation);
+  }
+}
+
+std::shared_ptr<Work> Communicator::submit(Operation operation, int priority,
+                                           std::shared_ptr<void> keep_alive) {
+  throw_if_abandoned();
+  complete(operation);
+  validate(operation);
+  operation.descriptor.asynchronous = true;
+  std::shared_ptr<Work> work;
+  {
+    const std::lock_guard lock(mutex_);
+    throw_if_unusable();
+    work = std::make_shared<Work>(std::move(operation), priority, ++submitted_, std::move(keep_alive));
+    queue_.push_back(work);
+    if (!progress_thread_.joinable()) progress_thread_ = std::thread([this] { progress(); });
+  }
+  changed_.notify_all();
+  return work;
+}
+
+void Communicator::progress() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] {
+      return closing_.load(std::memory_order_relaxed) || (!queue_.empty() && !turn_taken_);
+    });
+    if (closing_.load(std::memory_order_relaxed)) return;
+    turn_taken_ = true;
+    lock.unlock();
+    execute_chosen();
+    lock.lock();
+    turn_taken_ = false;
+    changed_.notify_all();
+  }
+}
+
+// Ranks may have submitted different numbers of operations when they come here, and so choose differently.
+// Each puts its number into its header; where the choices differ, all choose anew among the least of these
+// numbers.
+void Communicator::execute_chosen() {
+  std::uint64_t limit;
+  {
+    const std::lock_guard lock(mutex_);
+    limit = submitted_;
+  }
+  for (;;) {
+    std::vector<std::shared_ptr<Work>> chosen;
+    {
+      const std::lock_guard lock(mutex_);
+      chosen = choose(limit);
+    }
+    if (chosen.empty()) return;  // the communicator broke meanwhile
+    try {
+      run_chosen(chosen, limit);
+      return retire(chosen);
+    } catch (const NotYetAgreed& agreement) {
+      limit = agreement.submitted;
+    } catch (...) {
+      return fail(std::current_exception(), describe(chosen.front()->operation().descriptor));
+    }
+  }
+}
+
+std::vector<std::shared_ptr<Work>> Communicator::choose(std::uint64_t limit) const {
+  std::vector<std::shared_ptr<Work>> candidates;
+  for (const auto& work : queue_)
+    if (work->index() <= limit) candidates.push_back(work);
+  std::stable_sort(candidates.begin(), candidates.end(),
+                   [](const auto& a, const auto& b) { return a->priority() > b->priority(); });
+  if (candidates.empty() || !may_fuse(candidates[0]->operation(), options_.fuse_below)) {
+    candidates.resize(std::min<std::size_t>(candidates.size(), 1));
+    return candidates;
+  }
+  std::size_t bytes = 0;
+  std::size_t fused = 0;
+  while (fused < candidates.size() && may_fuse(candidates[fused]->operation(), options_.fuse_below) &&
+         same_reduction(candidates[fused]->operation().descriptor.key,
+                        candidates[0]->operation().descriptor.key) &&
+         bytes + candidates[fused]->operation().descriptor.bytes <= transport_->staging_bytes())
+    bytes += candidates[fused++]->operation().descriptor.bytes;
+  candidates.resize(std::max<std::size_t>(fused, 1));
+  return candidates;
+}
+
+void Communicator::run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, std::uint64_t submitted) {
+  std::function<void(double)> stalled;
+  if (chosen.size() == 1) {
+    Operation& operation = chosen[0]->operation();
+    operation.descriptor.submitted = submitted;
+    const Call call = make_call(operation.descriptor, {}, stalled);
+    return dispatch(call, operation);
+  }
+  std::vector<Operation*> operations;
+  for (const auto& work : chosen) operations.push_back(&work->operation());
+  Descriptor fused = fused_descriptor(operations);
+  fused.submitted = submitted;
+  fused_allreduce(exchange_, make_call(fused, {}, stalled), operations);
+}
+
+void Communicator::retire(const std::vector<std::shared_ptr<Work>>& chosen) {
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(queue_, [&](const auto& work) {
+      return std::find(chosen.begin(), chosen.end(), work) != chosen.end();
+    });
+  }
+  for (const auto& work : chosen) work->finish();
+}
+
+void Communicator::fail(const std::exception_ptr& error, const std::string& what) {
+  Error stored(ErrorKind::kInternal, "unknown error in " + what);
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& known) {
+    stored = known;
+  } catch (const std::bad_alloc&) {
+    stored = Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) + " is out of memory in " + what);
+  } catch (...) {  // raised by an interrupt callback: Ctrl-C
+    stored = Error(ErrorKind::kAborted,
+                   "rank " + std::to_string(rank()) + " on " + host() + " was interrupted in " + what);
+  }
+  std::deque<std::shared_ptr<Work>> pending;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!first_error_) first_error_ = stored;
+    pending.swap(queue_);
+  }
+  // A usage error of one rank in the middle of an operation is not the peers' own.
+  transport_->abort(stored.kind() == ErrorKind::kUsage ? ErrorKind::kAborted : stored.kind(), stored.what());
+  for (const auto& work : pending) work->fail(std::make_exception_ptr(stored));
+  changed_.notify_all();
+}
+
+void Communicator::throw_if_unusable() const {
+  if (first_error_) {
+    ErrorContext context = first_error_->context();
+    context.rank = rank();
+    throw Error(ErrorKind::kAborted,
+                "communicator '" + name() + "' is broken on rank " + std::to_string(rank()) +
+                    " by its first error (" + error_kind_name(first_error_->kind()) +
+                    "): " + first_error_->what() + " Call multiring.shutdown() and init() to start anew.",
+                context);
+  }
+  if (closed_ || closing_.load(std::memory_order_relaxed))
+    throw Error(ErrorKind::kAborted, "communicator '" + name() + "' is closed");
+}
+
+template <class Body>
+void Communicator::point_to_point(Operation& operation, const CallOptions& options, const Body& body) {
+  throw_if_abandoned();
+  validate(operation);
+  if (operation.descriptor.key.root == rank())
+    throw usage_error("a rank cannot send to or receive from itself", operation);
+  {
+    const std::lock_guard lock(mutex_);
+    throw_if_unusable();
+  }
+  std::function<void(double)> stalled;
+  Call call = make_call(operation.descriptor, options, stalled);
+  call.waiting.stalled = nullptr;  // its text speaks of rounds
+  try {
+    exchange_.throw_if_aborted(call);
+    body(call);
+  } catch (...) {
+    fail(std::current_exception(), describe(operation.descriptor));
+    throw;
+  }
+}
+
+void Communicator::send(Operation& operation, std::int64_t tag, const CallOptions& options) {
+  point_to_point(operation, options, [&](const Call& call) { mail_.send(call, operation, tag); });
+}
+
+void Communicator::receive(Operation& operation, std::int64_t tag, const CallOptions& options) {
+  point_to_point(operation, options, [&](const Call& call) { mail_.receive(call, operation, tag); });
+}
+
+std::shared_ptr<Communicator> Communicator::split(std::int64_t color, std::int64_t key,
+                                                  const CallOptions& options) {
+  const std::int64_t mine[2] = {color, key};
+  std::vector<std::int64_t> all(2 * static_cast<std::size_t>(size()));
+  Operation operation;
+  operation.descriptor.key.kind = OpKind::kSplit;
+  operation.descriptor.key.count = 2;
+  operation.descriptor.dtype = DType::kInt64;
+  operation.descriptor.rows = 1;
+  operation.descriptor.bytes = sizeof mine;
+  operation.input = reinterpret_cast<const std::byte*>(mine);
+  operation.output = reinterpret_cast<std::byte*>(all.data());
+  operation.output_bytes = all.size() * sizeof(std::int64_t);
+  throw_if_abandoned();
+  complete(operation);
+  const Turn turn(*this, options);
+  execute(operation, options);
+  ++splits_;
+  if (color < 0) return nullptr;
+  std::vector<int> members;
+  for (int peer = 0; peer < size(); ++peer)
+    if (all[2 * static_cast<std::size_t>(peer)] == color) members.push_back(peer);
+  std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
+    return all[2 * static_cast<std::size_t>(a) + 1] < all[2 * static_cast<std::size_t>(b) + 1];
+  });
+  CommunicatorOptions child = options_;
+  child.name = name() + "/" + std::to_string(splits_) + "." + std::to_string(color);
+  std::function<void(double)> stalled;
+  const Call call = make_call(operation.descriptor, options, stalled);
+  try {
+    const std::uint64_t tag =
+        (splits_ << 32) + static_cast<std::uint64_t>(*std::min_element(members.begin(), members.end()));
+    return std::make_shared<Communicator>(transport_->subgroup(members, tag, call.waiting), std::move(child));
+  } catch (...) {
+    fail(std::current_exception(), describe(operation.descriptor));
+    throw;
+  }
+}
+
+std::shared_ptr<SymmetricRegion> Communicator::allocate_symmetric(std::size_t bytes,
+                                                                  const CallOptions& options) {
+  Operation operation;
+  operation.descriptor.key.kind = OpKind::kAllocate;
+  operation.descriptor.key.count = bytes;
+  operation.descriptor.dims = 1;
+  operation.descriptor.shape[0] = bytes;
+  throw_if_abandoned();
+  complete(operation);
+  const Turn turn(*this, options);
+  execute(operation, options);
+  std::function<void(double)> stalled;
+  const Call call = make_call(operation.descriptor, options, stalled);
+  try {
+    auto region = transport_->allocate(bytes, ++regions_, call.waiting);
+    symmetric_.add(region);
+    return region;
+  } catch (...) {
+    fail(std::current_exception(), describe(operation.descriptor));
+    throw;
+  }
+}
+
+void Communicator::abort(const std::string& message) {
+  fail(std::make_exception_ptr(Error(ErrorKind::kAborted, message)), "abort");
+}
+
+bool Communicator::is_broken() const {
+  const std::lock_guard lock(mutex_);
+  return first_error_.has_value() || transport_->aborted(nullptr);
+}
+
+void Communicator::throw_if_abandoned() const {
+  // Before any lock is taken: in a forked child a lock may be held by a thread that does not exist there.
+  if (abandoned_.load(std::memory_order_acquire))
+    throw Error(ErrorKind::kUsage,
+                "communicator '" + options_.name +
+                    "' belongs to the parent process: a forked child must not use it (start "
+                    "data loaders before multiring.init() or leave communication to the parent)");
+}
+
+void Communicator::abandon() {
+  closing_.store(true, std::memory_order_release);
+  abandoned_.store(true, std::memory_order_release);
+  transport_->abandon();
+}
+
+void Communicator::close() {
+  if (abandoned_.load(std::memory_order_acquire)) {
+    // The thread does not exist in a forked child: its handle can be neither joined nor destroyed.
+    if (progress_thread_.joinable()) new std::thread(std::move(progress_thread_));
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    closing_.store(true, std::memory_order_release);
+  }
+  transport_->wake();
+  changed_.notify_all();
+  if (progress_thread_.joinable()) progress_thread_.join();
+  std::deque<std::shared_ptr<Work>> pending;
+  {
+    // A call in another thread ends at its next look at closing_.
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return !turn_taken_; });
+    pending.swap(queue_);
+  }
+  for (const auto& work : pending)
+    work->fail(std::make_exception_ptr(
+        Error(ErrorKind::kAborted, "communicator '" + name() + "' was closed before " +
+                                       describe(work->operation().descriptor) + " ran")));
+  transport_->leave();
+}
+
+}  // namespace multiring

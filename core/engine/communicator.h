@@ -1,0 +1,120 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/export.h"
+#include "collective/collectives.h"
+#include "collective/exchange.h"
+#include "collective/operation.h"
+#include "collective/point_to_point.h"
+#include "engine/symmetric_registry.h"
+#include "engine/work.h"
+#include "transport/transport.h"
+
+namespace multiring {
+
+/// How one blocking call waits.
+struct CallOptions {
+  /// Seconds; negative: the communicator's default.
+  double timeout = -1.0;
+  /// Called from time to time in the calling thread; may throw. May be null.
+  const std::function<void()>* interrupt = nullptr;
+};
+
+struct CommunicatorOptions {
+  std::string name = "world";
+  double timeout = 300.0;                        ///< seconds that an operation waits for its peers
+  double stall_warning = 30.0;                   ///< seconds after which a wait is warned of; 0: never
+  std::size_t fuse_below = 64 * 1024;            ///< asynchronous allreduces of fewer bytes are fused
+  std::function<void(const std::string&)> warn;  ///< takes warnings, from any thread
+};
+
+/// A group of ranks that run collectives together: the engine over one transport.
+///
+/// Operations run one at a time, in the same order on all ranks. A synchronous one runs in the calling
+/// thread, after all asynchronous ones submitted before it; asynchronous ones run on a progress thread, which
+/// sleeps when there are none, highest priority first among those that all ranks have submitted. The first
+/// error breaks the communicator: it is stored, told to all peers and raised by all pending and later calls.
+///
+/// Thread-safe; but operations issued from several threads of one rank have an order that the peers must
+/// share.
+class MULTIRING_API Communicator : public std::enable_shared_from_this<Communicator> {
+ public:
+  Communicator(std::shared_ptr<Transport> transport, CommunicatorOptions options);
+  ~Communicator();
+
+  int rank() const { return transport_->rank(); }
+  int size() const { return transport_->size(); }
+  const std::string& name() const { return options_.name; }
+  std::string host() const { return transport_->host(rank()); }
+
+  /// Runs a collective in this thread.
+  void run(Operation& operation, const CallOptions& call);
+  /// Queues a collective. `keep_alive` is held until the work is destroyed.
+  std::shared_ptr<Work> submit(Operation operation, int priority, std::shared_ptr<void> keep_alive);
+  void send(Operation& operation, std::int64_t tag, const CallOptions& call);
+  void receive(Operation& operation, std::int64_t tag, const CallOptions& call);
+
+  /// Splits into groups of equal color, ranked by key and then by rank here. Collective. Null for a negative
+  /// color.
+  std::shared_ptr<Communicator> split(std::int64_t color, std::int64_t key, const CallOptions& call);
+  /// Memory that all ranks have mapped. Collective, with the same `bytes` everywhere.
+  std::shared_ptr<SymmetricRegion> allocate_symmetric(std::size_t bytes, const CallOptions& call);
+
+  /// Breaks the communicator on all ranks.
+  void abort(const std::string& message);
+  /// Ends this rank's part: pending work fails, peers that still need it learn that it left. Idempotent.
+  void close();
+  bool is_broken() const;
+  /// To be called in a forked child: the communicator belongs to the parent alone, and every call here fails.
+  void abandon();
+
+ private:
+  class Turn;
+
+  void validate(const Operation& operation) const;
+  void complete(Operation& operation) const;
+  Call make_call(const Descriptor& descriptor, const CallOptions& options,
+                 std::function<void(double)>& stalled);
+  void execute(Operation& operation, const CallOptions& options);
+  void dispatch(const Call& call, Operation& operation);
+  void progress();
+  void execute_chosen();
+  std::vector<std::shared_ptr<Work>> choose(std::uint64_t limit) const;
+  void run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, std::uint64_t submitted);
+  void retire(const std::vector<std::shared_ptr<Work>>& chosen);
+  void fail(const std::exception_ptr& error, const std::string& what);
+  void throw_if_unusable() const;
+  void throw_if_abandoned() const;
+  template <class Body>
+  void point_to_point(Operation& operation, const CallOptions& options, const Body& body);
+
+  const CommunicatorOptions options_;
+  const std::shared_ptr<Transport> transport_;
+  Exchange exchange_;  // driven by whoever has the turn
+  PointToPoint mail_;
+  SymmetricRegistry symmetric_;
+  std::atomic<bool> closing_{false};
+  std::atomic<bool> abandoned_{false};
+  std::uint64_t splits_ = 0;   // with the turn
+  std::uint32_t regions_ = 0;  // with the turn
+
+  mutable std::mutex mutex_;  // guards all below; no other lock is taken while it is held
+  std::condition_variable changed_;
+  bool turn_taken_ = false;  // an operation is in progress
+  std::deque<std::shared_ptr<Work>> queue_;
+  std::uint64_t submitted_ = 0;
+  std::optional<Error> first_error_;
+  bool closed_ = false;
+  std::thread progress_thread_;
+};
+
+}  // namespace multiring

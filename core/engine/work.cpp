@@ -1,0 +1,42 @@
+#include "engine/work.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/futex.h"
+
+namespace multiring {
+
+void Work::wait(const Deadline& deadline, const std::function<void()>& interrupt) {
+  constexpr double kTick = 0.05;
+  while (!done()) {
+    futex_wait(state_, kPending, std::min(kTick, deadline.remaining()));
+    if (done()) break;
+    if (interrupt) interrupt();
+    if (deadline.expired()) {
+      ErrorContext context;
+      context.operation = op_kind_name(operation_.descriptor.key.kind);
+      context.tensor = operation_.descriptor.name_view();
+      context.elapsed = deadline.elapsed();
+      throw Error(ErrorKind::kTimeout,
+                  describe(operation_.descriptor) + " was not complete after " +
+                      std::to_string(deadline.allowed()) +
+                      " s of waiting; it goes on, wait again or give more time",
+                  context);
+    }
+  }
+  if (state_.load(std::memory_order_acquire) == kFailed) std::rethrow_exception(error_);
+}
+
+void Work::finish() {
+  state_.store(kDone, std::memory_order_release);
+  futex_wake_all(state_);
+}
+
+void Work::fail(std::exception_ptr error) {
+  error_ = std::move(error);
+  state_.store(kFailed, std::memory_order_release);
+  futex_wake_all(state_);
+}
+
+}  // namespace multiring

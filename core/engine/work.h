@@ -1,0 +1,51 @@
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <memory>
+
+#include "base/deadline.h"
+#include "base/export.h"
+#include "collective/operation.h"
+
+namespace multiring {
+
+/// An asynchronous operation: the only handle to its completion, its result and its error.
+class MULTIRING_API Work {
+ public:
+  Work(Operation operation, int priority, std::uint64_t index, std::shared_ptr<void> keep_alive)
+      : operation_(std::move(operation)),
+        priority_(priority),
+        index_(index),
+        keep_alive_(std::move(keep_alive)) {}
+
+  bool done() const { return state_.load(std::memory_order_acquire) != kPending; }
+  /// Returns when the operation is complete; raises its error, or a timeout error (the operation goes on).
+  void wait(const Deadline& deadline, const std::function<void()>& interrupt);
+
+  const Operation& operation() const { return operation_; }
+  /// The finished operation, for its result to be taken out of it.
+  Operation& take_result() { return operation_; }
+
+ private:
+  friend class Communicator;
+  static constexpr std::uint32_t kPending = 0;
+  static constexpr std::uint32_t kDone = 1;
+  static constexpr std::uint32_t kFailed = 2;
+
+  Operation& operation() { return operation_; }
+  int priority() const { return priority_; }
+  std::uint64_t index() const { return index_; }
+  void finish();
+  void fail(std::exception_ptr error);
+
+  Operation operation_;
+  int priority_;
+  std::uint64_t index_;  // 1 for the first asynchronous operation of the communicator
+  std::shared_ptr<void> keep_alive_;
+  std::exception_ptr error_;  // written before state_ becomes kFailed (release), read after (acquire)
+  std::atomic<std::uint32_t> state_{kPending};
+};
+
+}  // namespace multiring

@@ -1,0 +1,78 @@
+"""The exceptions of multiring: one tree, mirrored from the native core.
+
+Every exception carries what is known about its cause as attributes, so that a program need not parse the
+message.
+"""
+
+from __future__ import annotations
+
+import builtins
+
+__all__ = [
+    "AbortedError",
+    "InternalError",
+    "MismatchError",
+    "MultiringError",
+    "PeerLostError",
+    "TimeoutError",
+    "UsageError",
+]
+
+
+class MultiringError(Exception):
+    """Root of all errors raised by multiring.
+
+    Attributes:
+        rank: Rank that raised the error, or None where there is no communicator.
+        peer: Rank that caused it, or None.
+        host: Name of the host of `rank`, or None.
+        operation: Collective in progress ("allreduce"), or None.
+        tensor: Name of the tensor or operation as given by the caller, or None.
+        nbytes: Bytes this rank contributed to the operation, or None.
+        elapsed: Seconds from the start of the operation to the error, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        peer: int | None = None,
+        host: str | None = None,
+        operation: str | None = None,
+        tensor: str | None = None,
+        nbytes: int | None = None,
+        elapsed: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.peer = peer
+        self.host = host
+        self.operation = operation
+        self.tensor = tensor
+        self.nbytes = nbytes
+        self.elapsed = elapsed
+
+
+class UsageError(MultiringError, ValueError):
+    """An argument or the state it is used in is wrong; nothing was sent and the communicator still works."""
+
+
+class MismatchError(MultiringError):
+    """The ranks asked for different things; raised on every rank, says who asked for what."""
+
+
+class TimeoutError(MultiringError, builtins.TimeoutError):
+    """A rank did not come before the deadline; says which ranks are missing."""
+
+
+class PeerLostError(MultiringError, ConnectionError):
+    """A rank died or left while others still needed it."""
+
+
+class AbortedError(MultiringError):
+    """The communicator is broken by an earlier error, or was aborted on purpose."""
+
+
+class InternalError(MultiringError):
+    """A defect of multiring or a failing system call."""

@@ -1,0 +1,13 @@
+"""What the public functions take and return."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+__all__ = ["Array", "ReduceOpName"]
+
+Array: TypeAlias = Any
+"""An array: anything with the buffer protocol or DLPack in host memory (NumPy arrays, Torch CPU tensors that do
+not require a gradient, `array.array`), of dtype bool, (u)int8 to (u)int64, float16, bfloat16, float32 or float64."""
+
+ReduceOpName: TypeAlias = Literal["sum", "average", "min", "max", "product"]

@@ -1,0 +1,173 @@
+"""The world: the communicator of all ranks of the job, one for the process."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from urllib.parse import urlsplit
+
+from multiring import _core, config, launch_environment
+from multiring.communicator import Communicator
+from multiring.errors import UsageError
+from multiring.launch_environment import Placement
+from multiring.store import FileStore, Store, open_store
+
+__all__ = [
+    "cross_rank",
+    "cross_size",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+    "world",
+]
+
+_log = logging.getLogger("multiring")
+
+_lock = threading.Lock()
+_world: Communicator | None = None
+# How often this process has called init: every rank of a job calls it equally often, so the number keeps the
+# addresses of one generation apart from those of the one before.
+_generation = 0
+
+
+class _Generation(Store):
+    """A store seen through a prefix, so that each initialisation has keys of its own."""
+
+    def __init__(self, store: Store, number: int) -> None:
+        self._store = store
+        self._prefix = f"generation-{number}/"
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        return self._store.get(self._prefix + key, timeout)
+
+
+def init() -> Communicator:
+    """Joins the job that this process was launched in and returns the world, the communicator of all its ranks.
+
+    Rank, size and meeting point come from the launcher (`multiring run`, torchrun, mpirun, srun); without one,
+    this process is a world of size 1. Collective. Calling it again returns the same world.
+
+    Raises:
+        UsageError: The launcher's variables or a MULTIRING_ variable are wrong.
+        TimeoutError: Ranks are missing after MULTIRING_TIMEOUT seconds; says which.
+    """
+    global _world, _generation
+    with _lock:
+        if _world is not None:
+            return _world
+        settings = config.load()
+        _configure_log(settings.log_level)
+        place = launch_environment.detect()
+        _generation += 1
+        core = _connect(place, settings)
+        _world = Communicator(core, cross_rank=place.cross_rank, cross_size=place.cross_size)
+        return _world
+
+
+def _connect(place: Placement, settings: config.Settings) -> _core.Communicator:
+    options = _core.WorldOptions()
+    options.rank = place.rank
+    options.size = place.size
+    options.staging_bytes = settings.staging_bytes
+    options.spin_microseconds = -1.0 if settings.spin_microseconds is None else settings.spin_microseconds
+    options.timeout = settings.timeout
+    options.stall_warning = settings.stall_warning
+    options.warn = _log.warning
+    if place.size == 1:
+        return _core.connect(None, options)
+    with open_store(place.store_url, place.secret) as store:
+        if isinstance(store, FileStore):
+            options.socket_directory = urlsplit(place.store_url).path
+        core = _core.connect(_Generation(store, _generation), options)
+        if isinstance(store, FileStore) and place.launcher != "multiring":
+            # Nobody else removes the meeting place. All ranks have found each other after a barrier.
+            core.run(_core.Operation(_core.OpKind.BARRIER), -1.0)
+            if place.rank == 0:
+                store.remove()
+        return core
+
+
+def _configure_log(level: str) -> None:
+    _log.setLevel(level.upper())
+
+
+def shutdown() -> None:
+    """Leaves the job: closes the world and every communicator split from it. Idempotent; called at exit.
+
+    No collective: peers that still need this rank raise `PeerLostError`. `init` may be called again afterwards,
+    by all ranks.
+    """
+    global _world
+    with _lock:
+        if _world is not None:
+            _world.close()
+            _world = None
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called and `shutdown` has not."""
+    return _world is not None
+
+
+def world() -> Communicator:
+    """The world.
+
+    Raises:
+        UsageError: `init` has not been called.
+    """
+    if _world is None:
+        raise UsageError("multiring is not initialised: call multiring.init() first")
+    return _world
+
+
+def rank() -> int:
+    """Rank of this process in the world."""
+    return world().rank
+
+
+def size() -> int:
+    """Number of ranks in the world."""
+    return world().size
+
+
+def local_rank() -> int:
+    """Rank of this process among those of its host."""
+    return world().local_rank
+
+
+def local_size() -> int:
+    """Number of ranks on this host."""
+    return world().local_size
+
+
+def cross_rank() -> int:
+    """Number of this host."""
+    return world().cross_rank
+
+
+def cross_size() -> int:
+    """Number of hosts."""
+    return world().cross_size
+
+
+def _forget_in_child() -> None:
+    """A forked child (a data loader, say) has no part in the job: its copies of descriptors are closed, so that
+    peers notice the parent's end, and its exit says no goodbye in the parent's name."""
+    global _world, _lock
+    _lock = threading.Lock()  # another thread may have held it
+    if _world is not None:
+        _world._forget_in_child()
+        _world = None
+
+
+atexit.register(shutdown)
+os.register_at_fork(after_in_child=_forget_in_child)

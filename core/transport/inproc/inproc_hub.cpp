@@ -1,0 +1,110 @@
+#include "transport/inproc/inproc_hub.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <thread>
+
+namespace multiring {
+namespace {
+
+class HeapBlock final : public SharedBlock {
+ public:
+  explicit HeapBlock(std::size_t bytes)
+      : data_(static_cast<std::byte*>(
+            std::aligned_alloc(GroupLayout::kPage, GroupLayout::round_up(bytes, GroupLayout::kPage)))) {
+    if (data_ == nullptr) throw std::bad_alloc();
+    std::memset(data_, 0, GroupLayout::round_up(bytes, GroupLayout::kPage));
+  }
+  ~HeapBlock() override { std::free(data_); }
+  HeapBlock(const HeapBlock&) = delete;
+  HeapBlock& operator=(const HeapBlock&) = delete;
+  std::byte* data() const override { return data_; }
+
+ private:
+  std::byte* data_;
+};
+
+}  // namespace
+
+class InprocLink final : public HostLink {
+ public:
+  InprocLink(std::shared_ptr<InprocHub> hub, int rank) : hub_(std::move(hub)), rank_(rank) {}
+  int rank() const override { return rank_; }
+  int size() const override { return hub_->size(); }
+  std::string host() const override { return "inproc"; }
+  std::int64_t process_id(int rank) const override { return rank; }
+  std::shared_ptr<SharedBlock> share(std::size_t bytes, std::span<const int> members, std::uint64_t tag,
+                                     const Waiting&) override {
+    return hub_->block(tag, members[0], bytes);
+  }
+  bool is_lost(int rank) override {
+    return hub_->faults_[static_cast<std::size_t>(rank)].broken.load(std::memory_order_acquire);
+  }
+  int cores() const override { return hub_->options_.cores; }
+  void abandon() override {}
+  InprocHub& hub() const { return *hub_; }
+
+ private:
+  std::shared_ptr<InprocHub> hub_;
+  int rank_;
+};
+
+class InprocTransport final : public SharedTransport {
+ public:
+  InprocTransport(const std::shared_ptr<InprocLink>& link, std::vector<int> members, std::uint64_t tag,
+                  const SharedTransportOptions& options, const Waiting& waiting)
+      : SharedTransport(link, std::move(members), tag, options, waiting),
+        faults_(link->hub().faults_[static_cast<std::size_t>(link->rank())]) {}
+
+  void arrive(std::uint64_t round) override {
+    const std::int64_t delay = faults_.delay_microseconds.load(std::memory_order_acquire);
+    if (delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay));
+    if (faults_.dropped.load(std::memory_order_acquire)) return;
+    SharedTransport::arrive(round);
+  }
+
+  std::shared_ptr<Transport> subgroup(std::span<const int> chosen, std::uint64_t tag,
+                                      const Waiting& waiting) override {
+    return std::make_shared<InprocTransport>(std::static_pointer_cast<InprocLink>(link()),
+                                             world_ranks(chosen), subgroup_tag(tag), options(), waiting);
+  }
+
+ private:
+  InprocHub::Faults& faults_;  // owned by the hub, which the link keeps
+};
+
+InprocHub::InprocHub(int size, const Options& options)
+    : options_(options), faults_(static_cast<std::size_t>(size)) {}
+
+std::shared_ptr<Transport> InprocHub::connect(int rank, const Waiting& waiting) {
+  std::vector<int> members(static_cast<std::size_t>(size()));
+  std::iota(members.begin(), members.end(), 0);
+  return std::make_shared<InprocTransport>(std::make_shared<InprocLink>(shared_from_this(), rank),
+                                           std::move(members), 1, options_.transport, waiting);
+}
+
+void InprocHub::delay(int rank, std::chrono::microseconds by) {
+  faults_[static_cast<std::size_t>(rank)].delay_microseconds.store(by.count(), std::memory_order_release);
+}
+
+void InprocHub::drop(int rank) {
+  faults_[static_cast<std::size_t>(rank)].dropped.store(true, std::memory_order_release);
+}
+
+void InprocHub::break_rank(int rank) {
+  faults_[static_cast<std::size_t>(rank)].broken.store(true, std::memory_order_release);
+}
+
+std::shared_ptr<SharedBlock> InprocHub::block(std::uint64_t tag, int leader, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  auto& known = blocks_[{tag, leader}];
+  auto block = known.lock();
+  if (block == nullptr) {
+    block = std::make_shared<HeapBlock>(bytes);
+    known = block;
+  }
+  return block;
+}
+
+}  // namespace multiring

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "base/export.h"
+#include "transport/shared/shared_transport.h"
+
+namespace multiring {
+
+/// Ranks as threads of one process, over heap memory: for tests and simulation. Faults are injected per rank.
+class MULTIRING_API InprocHub : public std::enable_shared_from_this<InprocHub> {
+ public:
+  struct Options {
+    SharedTransportOptions transport;
+    int cores = 1;
+  };
+
+  InprocHub(int size, const Options& options);
+
+  int size() const { return static_cast<int>(faults_.size()); }
+  /// The world's transport of `rank`.
+  std::shared_ptr<Transport> connect(int rank, const Waiting& waiting);
+
+  /// From now on `rank` arrives at every round later by this much.
+  void delay(int rank, std::chrono::microseconds by);
+  /// From now on nobody learns of the arrivals of `rank`.
+  void drop(int rank);
+  /// The process of `rank` is gone, as its peers see it.
+  void break_rank(int rank);
+
+ private:
+  friend class InprocLink;
+  friend class InprocTransport;
+  struct Faults {
+    std::atomic<std::int64_t> delay_microseconds{0};
+    std::atomic<bool> dropped{false};
+    std::atomic<bool> broken{false};
+  };
+  std::shared_ptr<SharedBlock> block(std::uint64_t tag, int leader, std::size_t bytes);
+
+  Options options_;
+  std::vector<Faults> faults_;
+  std::mutex mutex_;  // guards blocks_; never held while another lock is taken
+  std::map<std::pair<std::uint64_t, int>, std::weak_ptr<SharedBlock>> blocks_;
+};
+
+}  // namespace multiring

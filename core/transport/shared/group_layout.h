@@ -1,0 +1,73 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "transport/shared/wait_point.h"
+#include "transport/transport.h"
+
+namespace multiring {
+
+// The shared block of a transport, in this order; all parts start on 128-byte boundaries, so that a line that
+// one rank writes (and the line the processor prefetches with it) is never written by another.
+//
+//   GroupControl | RankState[size] | headers[size][2] | mailboxes[size][size] | staging[size][2]
+//
+// A zero-filled block is a valid initial state.
+
+struct GroupControl {
+  WaitPoint rounds;                                       ///< where ranks sleep for a round
+  alignas(128) std::atomic<std::uint32_t> abort_claimed;  ///< 1: someone writes the record
+  std::atomic<std::uint32_t> abort_published;             ///< 1: the record below is complete
+  std::uint8_t abort_kind;
+  std::int32_t abort_origin;
+  char abort_message[4096];
+};
+
+/// Written by one rank, read by all.
+struct RankState {
+  alignas(128) std::atomic<std::uint64_t> arrived;
+  alignas(128) std::atomic<std::uint32_t> left;
+  WaitPoint mail;  ///< where this rank sleeps for its mailboxes; notified by its peers
+};
+
+struct MailboxState {
+  alignas(128) std::atomic<std::uint64_t> written;  ///< by the source
+  alignas(128) std::atomic<std::uint64_t> read;     ///< by the destination
+};
+
+/// Offsets of the parts in the block.
+struct GroupLayout {
+  static constexpr std::size_t kPage = 4096;
+  static constexpr std::size_t kMailboxChunkBytes = 64 * 1024;
+
+  GroupLayout(int ranks, std::size_t staging)
+      : size(static_cast<std::size_t>(ranks)), staging_bytes(staging) {
+    states = round_up(sizeof(GroupControl), kPage);
+    headers = round_up(states + size * sizeof(RankState), kPage);
+    mailboxes = round_up(headers + size * 2 * Transport::kHeaderBytes, kPage);
+    staging_begin = round_up(mailboxes + size * size * mailbox_stride(), kPage);
+    bytes = staging_begin + size * 2 * staging_stride();
+  }
+
+  static constexpr std::size_t round_up(std::size_t value, std::size_t to) {
+    return (value + to - 1) / to * to;
+  }
+  static constexpr std::size_t mailbox_stride() {
+    return round_up(
+        sizeof(MailboxState) + Transport::kMailboxChunks * (Transport::kHeaderBytes + kMailboxChunkBytes),
+        kPage);
+  }
+  std::size_t staging_stride() const { return round_up(staging_bytes, kPage); }
+
+  std::size_t size;
+  std::size_t staging_bytes;
+  std::size_t states;
+  std::size_t headers;
+  std::size_t mailboxes;
+  std::size_t staging_begin;
+  std::size_t bytes;
+};
+
+}  // namespace multiring

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "transport/transport.h"
+
+namespace multiring {
+
+/// A block of memory shared by some ranks of a host; zero-filled when new.
+class SharedBlock {
+ public:
+  virtual ~SharedBlock() = default;
+  virtual std::byte* data() const = 0;
+};
+
+/// How the ranks of one host share memory and notice each other's death. Ranks here are those of the world.
+class MULTIRING_API HostLink {
+ public:
+  virtual ~HostLink() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual std::string host() const = 0;
+  virtual std::int64_t process_id(int rank) const = 0;
+
+  /// A block that all `members` map. Collective among them; members[0] creates it. `tag` names it among all
+  /// blocks that these members ever share.
+  virtual std::shared_ptr<SharedBlock> share(std::size_t bytes, std::span<const int> members,
+                                             std::uint64_t tag, const Waiting& waiting) = 0;
+  /// Whether the process of `rank` has ended. Costs a system call.
+  virtual bool is_lost(int rank) = 0;
+  /// See Transport::abandon.
+  virtual void abandon() = 0;
+  /// Cores that the ranks of this host may use together: more ranks than that must not spin.
+  virtual int cores() const = 0;
+};
+
+}  // namespace multiring

@@ -1,0 +1,316 @@
+#include "transport/shared/shared_transport.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+namespace multiring {
+namespace {
+
+// A sleeping rank looks around (peer dead? deadline? Ctrl-C?) at these intervals.
+constexpr double kFirstTick = 0.005;
+constexpr double kLongestTick = 0.05;
+
+// A pause instruction takes 10 to 60 ns, depending on the processor; the budget need not be exact.
+constexpr double kTurnsPerMicrosecond = 25.0;
+constexpr double kDefaultSpinMicroseconds = 40.0;
+
+SpinBudget spin_budget(const SharedTransportOptions& options, std::size_t ranks, int cores) {
+  double most = options.spin_microseconds;
+  if (most < 0) most = ranks <= static_cast<std::size_t>(cores) ? kDefaultSpinMicroseconds : 0.0;
+  const double least = std::min(most, 1.0);
+  return {static_cast<std::uint32_t>(least * kTurnsPerMicrosecond),
+          static_cast<std::uint32_t>(most * kTurnsPerMicrosecond)};
+}
+
+class SharedSymmetricRegion final : public SymmetricRegion {
+ public:
+  SharedSymmetricRegion(std::shared_ptr<SharedBlock> block, std::size_t stride, std::size_t bytes,
+                        std::uint32_t id)
+      : block_(std::move(block)), stride_(stride), bytes_(bytes), id_(id) {}
+  std::byte* part(int rank) const override {
+    return block_->data() + static_cast<std::size_t>(rank) * stride_;
+  }
+  std::size_t bytes_per_rank() const override { return bytes_; }
+  std::uint32_t id() const override { return id_; }
+
+ private:
+  std::shared_ptr<SharedBlock> block_;
+  std::size_t stride_;
+  std::size_t bytes_;
+  std::uint32_t id_;
+};
+
+// Blocks that the same ranks share are told apart by tags: a transport's own block has number 0, its regions
+// follow, and a subgroup's tag is derived from its parent's.
+std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {
+  std::uint64_t x = a * 0x9e3779b97f4a7c15ULL + b;
+  x ^= x >> 32;
+  x *= 0xd6e8feb86659fd93ULL;
+  return x ^ (x >> 32);
+}
+constexpr std::uint64_t kBlocks = 1;
+constexpr std::uint64_t kSubgroups = 2;
+
+std::uint64_t block_tag(std::uint64_t transport_tag, std::uint32_t number) {
+  return mixed(transport_tag, mixed(kBlocks, number));
+}
+
+/// The condition that ranks [0, size) except one have arrived at a round.
+struct Arrivals {
+  const RankState* const states;
+  const int size;
+  const int self;
+  const std::uint64_t round;
+
+  bool pending(int rank) const {
+    // seq_cst pairs with the store in arrive() (see WaitPoint); it also orders the reads of what was
+    // published.
+    return rank != self && states[rank].arrived.load(std::memory_order_seq_cst) < round;
+  }
+  bool operator()() const {
+    for (int rank = 0; rank < size; ++rank)
+      if (pending(rank)) return false;
+    return true;
+  }
+};
+
+/// The condition that a counter of one peer has reached a value.
+struct PeerCounter {
+  const std::atomic<std::uint64_t>& counter;
+  const int peer;
+  const std::uint64_t value;
+
+  bool pending(int rank) const { return rank == peer && !(*this)(); }
+  bool operator()() const { return counter.load(std::memory_order_seq_cst) >= value; }
+};
+
+}  // namespace
+
+SharedTransport::SharedTransport(std::shared_ptr<HostLink> link, std::vector<int> members, std::uint64_t tag,
+                                 const SharedTransportOptions& options, const Waiting& waiting)
+    : link_(std::move(link)),
+      members_(std::move(members)),
+      tag_(tag),
+      options_(options),
+      layout_(static_cast<int>(members_.size()), options.staging_bytes),
+      spin_(spin_budget(options, members_.size(), link_->cores())) {
+  const auto self = std::find(members_.begin(), members_.end(), link_->rank());
+  if (self == members_.end())
+    throw Error(ErrorKind::kInternal, "a rank builds a transport it is not part of");
+  rank_ = static_cast<int>(self - members_.begin());
+  block_ = link_->share(layout_.bytes, members_, block_tag(tag_, 0), waiting);
+  control_ = reinterpret_cast<GroupControl*>(block_->data());
+}
+
+SharedTransport::~SharedTransport() { SharedTransport::leave(); }
+
+std::string SharedTransport::host(int) const { return link_->host(); }
+
+std::int64_t SharedTransport::process_id(int rank) const {
+  return link_->process_id(members_[static_cast<std::size_t>(rank)]);
+}
+
+RankState& SharedTransport::state(int rank) const {
+  return reinterpret_cast<RankState*>(block_->data() + layout_.states)[rank];
+}
+
+MailboxState& SharedTransport::mailbox(int source, int destination) const {
+  const std::size_t index =
+      static_cast<std::size_t>(source) * layout_.size + static_cast<std::size_t>(destination);
+  return *reinterpret_cast<MailboxState*>(block_->data() + layout_.mailboxes +
+                                          index * GroupLayout::mailbox_stride());
+}
+
+std::byte* SharedTransport::header(int rank, std::uint64_t round) const {
+  return block_->data() + layout_.headers + (static_cast<std::size_t>(rank) * 2 + round % 2) * kHeaderBytes;
+}
+
+std::byte* SharedTransport::staging(int rank, std::uint64_t round) const {
+  return block_->data() + layout_.staging_begin +
+         (static_cast<std::size_t>(rank) * 2 + round % 2) * layout_.staging_stride();
+}
+
+std::byte* SharedTransport::mailbox_header(int source, int destination, std::uint64_t chunk) const {
+  auto* begin = reinterpret_cast<std::byte*>(&mailbox(source, destination)) + sizeof(MailboxState);
+  return begin + (chunk % kMailboxChunks) * (kHeaderBytes + GroupLayout::kMailboxChunkBytes);
+}
+
+std::byte* SharedTransport::mailbox_payload(int source, int destination, std::uint64_t chunk) const {
+  return mailbox_header(source, destination, chunk) + kHeaderBytes;
+}
+
+void SharedTransport::arrive(std::uint64_t round) {
+  // seq_cst: see WaitPoint. It also releases what this rank wrote for the round.
+  state(rank_).arrived.store(round, std::memory_order_seq_cst);
+  if (!control_->rounds.has_sleepers()) return;
+  // Only the last to arrive wakes the sleepers: one wake per rank and round, however many ranks there are. Of
+  // ranks that arrive at the same time, the one whose store comes last in the total order sees all others'.
+  if (Arrivals{&state(0), size(), rank_, round}()) control_->rounds.notify_all();
+}
+
+std::uint64_t SharedTransport::arrived(int rank) const {
+  return state(rank).arrived.load(std::memory_order_acquire);
+}
+
+WaitResult SharedTransport::await_all(std::uint64_t round, const Waiting& waiting) {
+  return wait(control_->rounds, Arrivals{&state(0), size(), rank_, round}, waiting);
+}
+
+void SharedTransport::mailbox_written(int destination, std::uint64_t chunk) {
+  mailbox(rank_, destination).written.store(chunk, std::memory_order_seq_cst);
+  state(destination).mail.notify();
+}
+
+void SharedTransport::mailbox_read(int source, std::uint64_t chunk) {
+  mailbox(source, rank_).read.store(chunk, std::memory_order_seq_cst);
+  state(source).mail.notify();
+}
+
+WaitResult SharedTransport::await_written(int source, std::uint64_t chunk, const Waiting& waiting) {
+  return wait(state(rank_).mail, PeerCounter{mailbox(source, rank_).written, source, chunk}, waiting);
+}
+
+WaitResult SharedTransport::await_read(int destination, std::uint64_t chunk, const Waiting& waiting) {
+  return wait(state(rank_).mail, PeerCounter{mailbox(rank_, destination).read, destination, chunk}, waiting);
+}
+
+template <class Ready>
+WaitResult SharedTransport::wait(WaitPoint& point, const Ready& ready, const Waiting& waiting) {
+  if (ready()) return {};
+  const std::uint32_t turns = spin_.turns();
+  for (std::uint32_t turn = 0; turn < turns; ++turn) {
+    cpu_relax();
+    if (ready()) {
+      spin_.was_enough();
+      return {};
+    }
+  }
+  if (turns > 0) spin_.was_not_enough();
+  return sleep(point, ready, waiting);
+}
+
+template <class Ready>
+WaitResult SharedTransport::sleep(WaitPoint& point, const Ready& ready, const Waiting& waiting) {
+  struct Count {
+    std::atomic<std::uint32_t>& sleepers;
+    explicit Count(std::atomic<std::uint32_t>& s) : sleepers(s) {
+      sleepers.fetch_add(1, std::memory_order_seq_cst);
+    }
+    ~Count() { sleepers.fetch_sub(1, std::memory_order_seq_cst); }
+  };
+  const Clock::time_point start = Clock::now();
+  bool stall_told = waiting.stall_after <= 0 || waiting.stalled == nullptr;
+  double tick = kFirstTick;
+  for (;;) {
+    WaitResult trouble;
+    {
+      const Count count(point.sleepers);
+      const std::uint32_t epoch = point.epoch.load(std::memory_order_seq_cst);
+      if (ready()) return {};
+      trouble = look_for_trouble(ready, waiting);
+      if (trouble.ok()) {
+        futex_wait(point.epoch, epoch, std::min(tick, waiting.deadline.remaining()));
+        if (ready()) return {};
+      }
+    }
+    // A peer may have arrived and then died or reported a later error: what has arrived counts.
+    if (!trouble.ok()) return ready() ? WaitResult{} : trouble;
+    tick = std::min(tick * 2, kLongestTick);
+    waiting.check_interrupt();
+    const double waited = seconds_between(start, Clock::now());
+    if (!stall_told && waited >= waiting.stall_after) {
+      stall_told = true;
+      (*waiting.stalled)(waited);
+    }
+  }
+}
+
+template <class Ready>
+WaitResult SharedTransport::look_for_trouble(const Ready& ready, const Waiting& waiting) {
+  using Outcome = WaitResult::Outcome;
+  if (control_->abort_published.load(std::memory_order_acquire) != 0) return {Outcome::kAborted, -1, false};
+  if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
+    return {Outcome::kCancelled, -1, false};
+  const WaitResult lost = find_lost_peer(ready);
+  if (!lost.ok()) return lost;
+  if (waiting.deadline.expired()) return {Outcome::kTimeout, -1, false};
+  return {};
+}
+
+template <class Ready>
+WaitResult SharedTransport::find_lost_peer(const Ready& ready) {
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank == rank_ || !ready.pending(rank)) continue;
+    const bool left = state(rank).left.load(std::memory_order_acquire) != 0;
+    const bool lost = left || link_->is_lost(members_[static_cast<std::size_t>(rank)]);
+    // It may have arrived between the first look and its end.
+    if (lost && ready.pending(rank)) return {WaitResult::Outcome::kPeerLost, rank, left};
+  }
+  return {};
+}
+
+std::shared_ptr<SymmetricRegion> SharedTransport::allocate(std::size_t bytes_per_rank, std::uint32_t id,
+                                                           const Waiting& waiting) {
+  const std::size_t stride =
+      GroupLayout::round_up(std::max<std::size_t>(bytes_per_rank, 1), GroupLayout::kPage);
+  auto block = link_->share(stride * layout_.size, members_, block_tag(tag_, id), waiting);
+  return std::make_shared<SharedSymmetricRegion>(std::move(block), stride, bytes_per_rank, id);
+}
+
+std::shared_ptr<Transport> SharedTransport::subgroup(std::span<const int> members, std::uint64_t tag,
+                                                     const Waiting& waiting) {
+  return std::make_shared<SharedTransport>(link_, world_ranks(members), subgroup_tag(tag), options_, waiting);
+}
+
+std::vector<int> SharedTransport::world_ranks(std::span<const int> members) const {
+  std::vector<int> ranks;
+  for (const int member : members) ranks.push_back(members_[static_cast<std::size_t>(member)]);
+  return ranks;
+}
+
+std::uint64_t SharedTransport::subgroup_tag(std::uint64_t tag) const {
+  return mixed(tag_, mixed(kSubgroups, tag));
+}
+
+void SharedTransport::abort(ErrorKind kind, const std::string& message) {
+  if (control_->abort_claimed.exchange(1, std::memory_order_acq_rel) == 0) {
+    control_->abort_kind = static_cast<std::uint8_t>(kind);
+    control_->abort_origin = rank_;
+    const std::size_t length = std::min(message.size(), sizeof(control_->abort_message) - 1);
+    std::memcpy(control_->abort_message, message.data(), length);
+    control_->abort_message[length] = '\0';
+    control_->abort_published.store(1, std::memory_order_seq_cst);
+  }
+  control_->rounds.notify();
+  for (int rank = 0; rank < size(); ++rank) state(rank).mail.notify();
+}
+
+bool SharedTransport::aborted(AbortRecord* record) const {
+  if (control_->abort_published.load(std::memory_order_acquire) == 0) return false;
+  if (record != nullptr) {
+    record->kind = static_cast<ErrorKind>(control_->abort_kind);
+    record->origin = control_->abort_origin;
+    record->message = control_->abort_message;
+  }
+  return true;
+}
+
+void SharedTransport::abandon() {
+  abandoned_.store(true, std::memory_order_release);
+  link_->abandon();
+}
+
+void SharedTransport::leave() {
+  if (block_ == nullptr || abandoned_.load(std::memory_order_acquire) ||
+      state(rank_).left.exchange(1, std::memory_order_seq_cst) != 0)
+    return;
+  SharedTransport::wake();
+}
+
+void SharedTransport::wake() {
+  control_->rounds.notify();
+  for (int rank = 0; rank < size(); ++rank) state(rank).mail.notify();
+}
+
+}  // namespace multiring

@@ -1,0 +1,91 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/shared/group_layout.h"
+#include "transport/shared/host_link.h"
+#include "transport/transport.h"
+
+namespace multiring {
+
+struct SharedTransportOptions {
+  std::size_t staging_bytes = 256 * 1024;
+  /// Microseconds a wait may spin before it sleeps; negative: chosen from ranks and cores.
+  double spin_microseconds = -1.0;
+};
+
+/// The transport of ranks that share memory, over any HostLink.
+class MULTIRING_API SharedTransport : public Transport {
+ public:
+  /// `members`: ranks of the link's world in the order of their ranks here. Collective among them.
+  SharedTransport(std::shared_ptr<HostLink> link, std::vector<int> members, std::uint64_t tag,
+                  const SharedTransportOptions& options, const Waiting& waiting);
+  ~SharedTransport() override;
+
+  int rank() const override { return rank_; }
+  int size() const override { return static_cast<int>(members_.size()); }
+  std::string host(int rank) const override;
+  std::int64_t process_id(int rank) const override;
+
+  std::byte* header(int rank, std::uint64_t round) const override;
+  std::byte* staging(int rank, std::uint64_t round) const override;
+  std::size_t staging_bytes() const override { return layout_.staging_bytes; }
+  void arrive(std::uint64_t round) override;
+  WaitResult await_all(std::uint64_t round, const Waiting& waiting) override;
+  std::uint64_t arrived(int rank) const override;
+
+  std::size_t mailbox_chunk_bytes() const override { return GroupLayout::kMailboxChunkBytes; }
+  std::byte* mailbox_header(int source, int destination, std::uint64_t chunk) const override;
+  std::byte* mailbox_payload(int source, int destination, std::uint64_t chunk) const override;
+  void mailbox_written(int destination, std::uint64_t chunk) override;
+  void mailbox_read(int source, std::uint64_t chunk) override;
+  WaitResult await_written(int source, std::uint64_t chunk, const Waiting& waiting) override;
+  WaitResult await_read(int destination, std::uint64_t chunk, const Waiting& waiting) override;
+
+  std::shared_ptr<SymmetricRegion> allocate(std::size_t bytes_per_rank, std::uint32_t id,
+                                            const Waiting& waiting) override;
+  std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
+                                      const Waiting& waiting) override;
+
+  void abort(ErrorKind kind, const std::string& message) override;
+  bool aborted(AbortRecord* record) const override;
+  void leave() override;
+  void abandon() override;
+  void wake() override;
+
+ protected:
+  const std::shared_ptr<HostLink>& link() const { return link_; }
+  const std::vector<int>& members() const { return members_; }
+  const SharedTransportOptions& options() const { return options_; }
+  /// World ranks of `members` of this transport.
+  std::vector<int> world_ranks(std::span<const int> members) const;
+  /// A tag that no other transport of the same ranks has.
+  std::uint64_t subgroup_tag(std::uint64_t tag) const;
+
+ private:
+  RankState& state(int rank) const;
+  MailboxState& mailbox(int source, int destination) const;
+  template <class Ready>
+  WaitResult wait(WaitPoint& point, const Ready& ready, const Waiting& waiting);
+  template <class Ready>
+  WaitResult sleep(WaitPoint& point, const Ready& ready, const Waiting& waiting);
+  template <class Ready>
+  WaitResult look_for_trouble(const Ready& ready, const Waiting& waiting);
+  template <class Ready>
+  WaitResult find_lost_peer(const Ready& ready);
+
+  std::shared_ptr<HostLink> link_;
+  std::vector<int> members_;
+  int rank_ = 0;
+  std::uint64_t tag_;
+  SharedTransportOptions options_;
+  GroupLayout layout_;
+  std::shared_ptr<SharedBlock> block_;
+  GroupControl* control_ = nullptr;
+  std::atomic<bool> abandoned_{false};
+  SpinBudget spin_;
+};
+
+}  // namespace multiring

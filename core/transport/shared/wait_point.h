@@ -1,0 +1,48 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "base/futex.h"
+
+namespace multiring {
+
+/// Where ranks sleep for a condition on shared atomics. The waker changes the condition first (a seq_cst
+/// store), then calls `notify`; the sleeper counts itself in, reads the epoch, looks at the condition again
+/// and only then sleeps. In the single total order of these seq_cst operations either the sleeper sees the
+/// changed condition or the waker sees the sleeper, so no wake is lost.
+struct alignas(128) WaitPoint {
+  std::atomic<std::uint32_t> epoch;
+  std::atomic<std::uint32_t> sleepers;
+
+  bool has_sleepers() const { return sleepers.load(std::memory_order_seq_cst) != 0; }
+  void notify_all() {
+    epoch.fetch_add(1, std::memory_order_seq_cst);
+    futex_wake_all(epoch);
+  }
+  void notify() {
+    if (has_sleepers()) notify_all();
+  }
+};
+
+/// How long a wait spins before it sleeps: doubles when spinning was enough, halves when it was not, so that
+/// waits that are short (a peer a microsecond behind) never pay for a system call and waits that are long
+/// (a peer that computes, ranks that outnumber the cores) leave the core to others.
+class SpinBudget {
+ public:
+  SpinBudget(std::uint32_t least, std::uint32_t most) : least_(least), most_(most), now_(most) {}
+  std::uint32_t turns() const { return now_.load(std::memory_order_relaxed); }
+  // Relaxed: a heuristic; a lost update only makes the next wait spin differently.
+  void was_enough() { now_.store(grown(), std::memory_order_relaxed); }
+  void was_not_enough() { now_.store(shrunk(), std::memory_order_relaxed); }
+
+ private:
+  std::uint32_t grown() const { return turns() >= most_ / 2 ? most_ : turns() * 2; }
+  std::uint32_t shrunk() const { return turns() / 2 < least_ ? least_ : turns() / 2; }
+
+  std::uint32_t least_;
+  std::uint32_t most_;
+  std::atomic<std::uint32_t> now_;
+};
+
+}  // namespace multiring

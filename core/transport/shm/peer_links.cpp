@@ -1,0 +1,349 @@
+#include "transport/shm/peer_links.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include "transport/shm/host_identity.h"
+
+namespace multiring {
+namespace {
+
+constexpr std::uint32_t kMagic = 0x4d52494e;  // "MRIN"
+constexpr std::uint32_t kVersion = 1;
+constexpr int kPollMilliseconds = 50;
+
+/// The listening socket's file and, if it was made here, its directory; both go when the mesh stands.
+class SocketPath {
+ public:
+  explicit SocketPath(const std::string& directory, int rank) : directory_(directory) {
+    if (directory_.empty() || path_in(directory_, rank).size() >= sizeof(sockaddr_un{}.sun_path)) {
+      const char* base = std::getenv("TMPDIR");
+      std::string name = std::string(base != nullptr ? base : "/tmp") + "/multiring-XXXXXX";
+      if (path_in(name, rank).size() >= sizeof(sockaddr_un{}.sun_path)) name = "/tmp/multiring-XXXXXX";
+      if (::mkdtemp(name.data()) == nullptr) throw_errno("mkdtemp " + name);
+      directory_ = name;
+      made_ = true;
+    }
+    path_ = path_in(directory_, rank);
+  }
+  ~SocketPath() {
+    ::unlink(path_.c_str());
+    if (made_) ::rmdir(directory_.c_str());
+  }
+  SocketPath(const SocketPath&) = delete;
+  SocketPath& operator=(const SocketPath&) = delete;
+  const std::string& path() const { return path_; }
+
+ private:
+  // The process id keeps a re-initialisation apart from a socket that its predecessor left half open.
+  static std::string path_in(const std::string& directory, int rank) {
+    return directory + "/" + std::to_string(rank) + "-" + std::to_string(::getpid()) + ".sock";
+  }
+  std::string directory_;
+  std::string path_;
+  bool made_ = false;
+};
+
+sockaddr_un address_of(const std::string& path) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path, path.c_str(), path.size() + 1);
+  return address;
+}
+
+UniqueFd new_socket() {
+  // SEQPACKET keeps message boundaries and reports the peer's end.
+  UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (!socket) throw_errno("socket");
+  return socket;
+}
+
+UniqueFd listen_at(const std::string& path, int backlog) {
+  UniqueFd listener = new_socket();
+  ::unlink(path.c_str());
+  const sockaddr_un address = address_of(path);
+  if (::bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0)
+    throw_errno("bind " + path);
+  if (::listen(listener.get(), backlog) != 0) throw_errno("listen " + path);
+  return listener;
+}
+
+UniqueFd open_process([[maybe_unused]] std::int64_t pid) {
+#ifdef SYS_pidfd_open
+  if (pid > 0) return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+#endif
+  return UniqueFd();
+}
+
+std::string join_numbers(const std::vector<int>& numbers) {
+  std::string text;
+  for (const int number : numbers) text += (text.empty() ? "" : ", ") + std::to_string(number);
+  return text;
+}
+
+[[noreturn]] void throw_missing(const PeerLinks::Options& options, const std::vector<int>& missing,
+                                double waited) {
+  ErrorContext context;
+  context.rank = options.rank;
+  context.peer = missing.empty() ? -1 : missing.front();
+  context.host = host_name();
+  context.operation = "init";
+  context.elapsed = waited;
+  throw Error(
+      ErrorKind::kTimeout,
+      "rank " + std::to_string(options.rank) + " on " + host_name() + " waited " +
+          std::to_string(static_cast<int>(waited)) + " s in init for rank(s) " + join_numbers(missing) +
+          " of " + std::to_string(options.size) +
+          ": they have not started, have failed before init, or were given another store. Look at their "
+          "output; MULTIRING_TIMEOUT sets how long to wait.",
+      context);
+}
+
+}  // namespace
+
+struct PeerLinks::Hello {
+  std::uint32_t magic;
+  std::uint32_t version;
+  std::int32_t rank;
+  std::int32_t size;
+  std::uint64_t settings;
+  cpu_set_t cpus;
+};
+
+PeerLinks::PeerLinks(Store& store, const Options& options, const Waiting& waiting)
+    : options_(options), peers_(static_cast<std::size_t>(options.size)) {
+  CPU_ZERO(&cpus_);
+  ::sched_getaffinity(0, sizeof cpus_, &cpus_);
+  peers_[static_cast<std::size_t>(options.rank)].process_id = ::getpid();
+  if (options.size > 1) connect_all(store, waiting);
+  cores_ = std::min(std::max(1, CPU_COUNT(&cpus_)), cpu_quota());
+}
+
+void PeerLinks::connect_all(Store& store, const Waiting& waiting) {
+  const SocketPath path(options_.socket_directory, options_.rank);
+  const UniqueFd listener = listen_at(path.path(), options_.size);
+  store.set("shm/" + std::to_string(options_.rank), host_identity() + "\n" + path.path());
+  // Every rank connects to all lower ones and greets them before it waits for any answer: a lower rank
+  // answers only when it has found its own lower ones.
+  std::vector<UniqueFd> called;
+  for (int peer = 0; peer < options_.rank; ++peer) called.push_back(call(peer, find(store, peer, waiting)));
+  for (int peer = 0; peer < options_.rank; ++peer) {
+    UniqueFd& socket = called[static_cast<std::size_t>(peer)];
+    await_readable(socket, waiting);
+    if (welcome(std::move(socket)) != peer)
+      throw Error(ErrorKind::kPeerLost, "rank " + std::to_string(peer) + " closed its connection to rank " +
+                                            std::to_string(options_.rank) +
+                                            " in init: it has failed, look at its output");
+  }
+  accept_from_higher(listener, waiting);
+}
+
+std::string PeerLinks::find(Store& store, int peer, const Waiting& waiting) const {
+  std::string value;
+  try {
+    value = store.get("shm/" + std::to_string(peer), waiting.deadline.remaining());
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kTimeout) throw;
+    throw_missing(options_, absent(store), waiting.deadline.elapsed());
+  }
+  const std::size_t line_end = value.find('\n');
+  if (value.substr(0, line_end) != host_identity())
+    throw Error(ErrorKind::kUsage, "rank " + std::to_string(peer) + " runs on another host than rank " +
+                                       std::to_string(options_.rank) +
+                                       ": this version of multiring joins ranks of one host only");
+  return value.substr(line_end + 1);
+}
+
+std::vector<int> PeerLinks::absent(Store& store) const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < options_.size; ++rank) {
+    try {
+      store.get("shm/" + std::to_string(rank), 0.0);
+    } catch (const Error&) {
+      ranks.push_back(rank);
+    }
+  }
+  return ranks;
+}
+
+void PeerLinks::await_readable(const UniqueFd& socket, const Waiting& waiting) const {
+  pollfd readable{socket.get(), POLLIN, 0};
+  while (::poll(&readable, 1, kPollMilliseconds) <= 0) {
+    waiting.check_interrupt();
+    if (waiting.deadline.expired()) throw_missing(options_, missing(), waiting.deadline.elapsed());
+  }
+}
+
+PeerLinks::Hello PeerLinks::my_hello() const {
+  Hello hello{kMagic, kVersion, options_.rank, options_.size, options_.settings, {}};
+  ::sched_getaffinity(0, sizeof hello.cpus, &hello.cpus);
+  return hello;
+}
+
+UniqueFd PeerLinks::call(int peer, const std::string& path) const {
+  UniqueFd socket = new_socket();
+  const sockaddr_un address = address_of(path);
+  if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0)
+    throw Error(ErrorKind::kPeerLost, "rank " + std::to_string(options_.rank) + " cannot connect to rank " +
+                                          std::to_string(peer) + " at " + path + ": " + std::strerror(errno) +
+                                          ". Has it failed? Look at its output.");
+  const Hello hello = my_hello();
+  if (::send(socket.get(), &hello, sizeof hello, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof hello))
+    throw_errno("send");
+  return socket;
+}
+
+void PeerLinks::accept_from_higher(const UniqueFd& listener, const Waiting& waiting) {
+  while (!missing().empty()) {
+    waiting.check_interrupt();
+    if (waiting.deadline.expired()) throw_missing(options_, missing(), waiting.deadline.elapsed());
+    pollfd poll_listener{listener.get(), POLLIN, 0};
+    if (::poll(&poll_listener, 1, kPollMilliseconds) <= 0) continue;
+    UniqueFd socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!socket) throw_errno("accept");
+    const Hello hello = my_hello();
+    if (::send(socket.get(), &hello, sizeof hello, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof hello))
+      continue;
+    welcome(std::move(socket));
+  }
+}
+
+int PeerLinks::welcome(UniqueFd socket) {
+  ucred credentials{};
+  socklen_t length = sizeof credentials;
+  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0)
+    throw_errno("SO_PEERCRED");
+  if (credentials.uid != ::geteuid()) return -1;
+  // The greeting is sent right after connecting or accepting; a stranger that sends none must not hold us up.
+  timeval limit{5, 0};
+  ::setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+  Hello hello{};
+  if (::recv(socket.get(), &hello, sizeof hello, 0) != static_cast<ssize_t>(sizeof hello)) return -1;
+  if (hello.magic != kMagic || hello.version != kVersion || hello.size != options_.size ||
+      hello.settings != options_.settings)
+    throw Error(ErrorKind::kUsage, "rank " + std::to_string(hello.rank) +
+                                       " runs another version of multiring or other settings than rank " +
+                                       std::to_string(options_.rank) + " (size " +
+                                       std::to_string(hello.size) + " against " +
+                                       std::to_string(options_.size) + "): compare `multiring env` on both");
+  if (hello.rank < 0 || hello.rank >= options_.size || hello.rank == options_.rank ||
+      peers_[static_cast<std::size_t>(hello.rank)].socket)
+    throw Error(ErrorKind::kUsage, "two processes say that they are rank " + std::to_string(hello.rank) +
+                                       " of this job: has the launcher given every process its own rank?");
+  ::fcntl(socket.get(), F_SETFL, O_NONBLOCK);
+  CPU_OR(&cpus_, &cpus_, &hello.cpus);
+  Peer& peer = peers_[static_cast<std::size_t>(hello.rank)];
+  peer.socket = std::move(socket);
+  peer.process_id = credentials.pid;
+  peer.process = open_process(credentials.pid);
+  return hello.rank;
+}
+
+std::vector<int> PeerLinks::missing() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < options_.size; ++rank)
+    if (rank != options_.rank && !peers_[static_cast<std::size_t>(rank)].socket) ranks.push_back(rank);
+  return ranks;
+}
+
+bool PeerLinks::is_lost(int rank) const {
+  if (rank == options_.rank) return false;
+  const Peer& peer = peers_[static_cast<std::size_t>(rank)];
+  // The pidfd tells at once, also of a process not yet reaped and one whose forked children hold the socket
+  // open.
+  pollfd ends[2] = {{peer.socket.get(), POLLRDHUP, 0}, {peer.process.get(), POLLIN, 0}};
+  if (::poll(ends, peer.process ? 2 : 1, 0) <= 0) return false;
+  return (ends[0].revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0 || (ends[1].revents & POLLIN) != 0;
+}
+
+void PeerLinks::abandon() {
+  for (Peer& peer : peers_) {
+    peer.socket.reset();
+    peer.process.reset();
+  }
+}
+
+void PeerLinks::send_file(int peer, std::uint64_t tag, const UniqueFd& file) {
+  iovec data{&tag, sizeof tag};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof(int));
+  const int fd = file.get();
+  std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
+  // The socket's queue holds far more files than one rank is ever behind; a full one means the peer is stuck.
+  while (::sendmsg(peers_[static_cast<std::size_t>(peer)].socket.get(), &message, MSG_NOSIGNAL) < 0) {
+    if (errno == EPIPE || errno == ECONNRESET) return;  // it is gone; the next wait for it tells so
+    if (errno != EAGAIN && errno != EINTR) throw_errno("sendmsg of shared memory");
+    pollfd writable{peers_[static_cast<std::size_t>(peer)].socket.get(), POLLOUT, 0};
+    ::poll(&writable, 1, kPollMilliseconds);
+  }
+}
+
+UniqueFd PeerLinks::receive_file(int peer, std::uint64_t tag, const Waiting& waiting) {
+  for (;;) {
+    {
+      const std::lock_guard lock(mutex_);
+      while (receive_one(peer)) {
+      }
+      const auto found = files_.find({peer, tag});
+      if (found != files_.end()) {
+        UniqueFd file = std::move(found->second);
+        files_.erase(found);
+        return file;
+      }
+    }
+    waiting.check_interrupt();
+    const bool lost = is_lost(peer);
+    if (lost || waiting.deadline.expired()) {
+      ErrorContext context;
+      context.rank = options_.rank;
+      context.peer = peer;
+      context.host = host_name();
+      throw Error(lost ? ErrorKind::kPeerLost : ErrorKind::kTimeout,
+                  "rank " + std::to_string(options_.rank) + " on " + host_name() +
+                      " waited for shared memory from rank " + std::to_string(peer) +
+                      (lost ? ", which is gone" : ", which did not come in time"),
+                  context);
+    }
+    // Another thread may take our file from the socket and keep it for us: look again soon either way.
+    pollfd readable{peers_[static_cast<std::size_t>(peer)].socket.get(), POLLIN, 0};
+    ::poll(&readable, 1, 5);
+  }
+}
+
+bool PeerLinks::receive_one(int peer) {
+  std::uint64_t tag = 0;
+  iovec data{&tag, sizeof tag};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  const ssize_t got = ::recvmsg(peers_[static_cast<std::size_t>(peer)].socket.get(), &message,
+                                MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  const cmsghdr* header = got == static_cast<ssize_t>(sizeof tag) ? CMSG_FIRSTHDR(&message) : nullptr;
+  if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return false;
+  int fd = -1;
+  std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
+  files_[{peer, tag}] = UniqueFd(fd);
+  return true;
+}
+
+}  // namespace multiring

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <sched.h>
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/unique_fd.h"
+#include "transport/store.h"
+#include "transport/transport.h"
+
+namespace multiring {
+
+/// Unix sockets between every two ranks of a host: they hand over descriptors of shared memory, and their
+/// closing (with the peer's pidfd, where the kernel gives one) tells that a peer's process has ended.
+class PeerLinks {
+ public:
+  struct Options {
+    int rank = 0;
+    int size = 1;
+    /// Existing directory of mode 0700 for the listening socket; empty: a temporary one is made. Nothing is
+    /// left in it when the constructor returns or throws.
+    std::string socket_directory;
+    /// Has to be the same on all ranks.
+    std::uint64_t settings = 0;
+  };
+
+  /// Connects all ranks through `store`. Collective.
+  PeerLinks(Store& store, const Options& options, const Waiting& waiting);
+
+  std::int64_t process_id(int rank) const { return peers_[static_cast<std::size_t>(rank)].process_id; }
+  bool is_lost(int rank) const;
+  /// Closes this process's copies of all descriptors (it is a fork of the rank's).
+  void abandon();
+  /// Cores that at least one rank may run on.
+  int cores() const { return cores_; }
+
+  void send_file(int peer, std::uint64_t tag, const UniqueFd& file);
+  /// The file that `peer` sent under `tag`; files under other tags are kept for their own receivers.
+  UniqueFd receive_file(int peer, std::uint64_t tag, const Waiting& waiting);
+
+ private:
+  struct Peer {
+    UniqueFd socket;
+    UniqueFd process;  // pidfd; empty where it cannot be had
+    std::int64_t process_id = 0;
+  };
+  struct Hello;
+
+  Hello my_hello() const;
+  void connect_all(Store& store, const Waiting& waiting);
+  std::string find(Store& store, int peer, const Waiting& waiting) const;
+  UniqueFd call(int peer, const std::string& path) const;
+  void await_readable(const UniqueFd& socket, const Waiting& waiting) const;
+  void accept_from_higher(const UniqueFd& listener, const Waiting& waiting);
+  int welcome(UniqueFd socket);
+  /// Ranks not connected yet, and ranks that have not even told their address.
+  std::vector<int> missing() const;
+  std::vector<int> absent(Store& store) const;
+  bool receive_one(int peer);
+
+  Options options_;
+  std::vector<Peer> peers_;
+  cpu_set_t cpus_;
+  int cores_ = 1;
+  std::mutex mutex_;  // guards files_ and the order of receives; never held while another lock is taken
+  std::map<std::pair<int, std::uint64_t>, UniqueFd> files_;
+};
+
+}  // namespace multiring

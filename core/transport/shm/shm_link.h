@@ -1,0 +1,23 @@
+#pragma once
+
+#include <memory>
+
+#include "base/export.h"
+#include "transport/shared/shared_transport.h"
+#include "transport/shm/peer_links.h"
+#include "transport/store.h"
+
+namespace multiring {
+
+struct ShmOptions {
+  int rank = 0;
+  int size = 1;
+  std::string socket_directory;  ///< see PeerLinks::Options
+  SharedTransportOptions transport;
+};
+
+/// The world's transport of the processes of one host. Collective.
+MULTIRING_API std::shared_ptr<Transport> connect_shm(Store& store, const ShmOptions& options,
+                                                     const Waiting& waiting);
+
+}  // namespace multiring

@@ -1,0 +1,125 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "base/export.h"
+
+namespace multiring {
+
+/// How a blocking call waits: until when, and what else may end it.
+struct Waiting {
+  Deadline deadline = Deadline::never();
+  /// Called every few tens of milliseconds from the waiting thread; may throw (Ctrl-C). May be null.
+  const std::function<void()>* interrupt = nullptr;
+  /// Called once when the wait has lasted `stall_after` seconds (0: never). May be null.
+  const std::function<void(double waited)>* stalled = nullptr;
+  double stall_after = 0.0;
+  /// Ends the wait when set (the communicator is being closed). May be null.
+  const std::atomic<bool>* cancelled = nullptr;
+
+  void check_interrupt() const {
+    if (interrupt != nullptr && *interrupt) (*interrupt)();
+  }
+};
+
+/// Why a wait ended.
+struct WaitResult {
+  enum class Outcome : std::uint8_t { kArrived, kTimeout, kPeerLost, kAborted, kCancelled };
+  Outcome outcome = Outcome::kArrived;
+  int peer = -1;           ///< kPeerLost: who
+  bool peer_left = false;  ///< kPeerLost: it said goodbye (shutdown or exit) rather than died
+  bool ok() const { return outcome == Outcome::kArrived; }
+};
+
+/// The first error of a transport's ranks, as all of them can read it.
+struct AbortRecord {
+  ErrorKind kind = ErrorKind::kAborted;
+  int origin = -1;
+  std::string message;
+};
+
+/// Memory that every rank of the transport has mapped: one part of `bytes_per_rank` for each rank.
+class MULTIRING_API SymmetricRegion {
+ public:
+  virtual ~SymmetricRegion() = default;
+  virtual std::byte* part(int rank) const = 0;
+  virtual std::size_t bytes_per_rank() const = 0;
+  /// The same on all ranks.
+  virtual std::uint32_t id() const = 0;
+};
+
+/// What the collectives need from a group of ranks that can read each other's memory.
+///
+/// Ranks advance through numbered *rounds*, 1, 2, 3, ...: each writes its header and staging memory of the
+/// round, calls `arrive`, and after `await_all` reads what the others wrote. Header and staging are double
+/// buffered by the round's parity, and a rank arrives at round r + 1 only when it has read all it wants of
+/// round r; so the memory of round r may be written again in round r + 2 without another synchronisation.
+/// One thread of a rank at a time drives the rounds.
+///
+/// *Mailboxes* carry point-to-point messages: one per ordered pair of ranks, each a queue of chunks that the
+/// source fills and the destination empties, independent of the rounds.
+class MULTIRING_API Transport {
+ public:
+  static constexpr std::size_t kHeaderBytes = 512;
+  static constexpr std::size_t kMailboxChunks = 2;
+
+  virtual ~Transport() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  /// Name of the host of `rank` and its process id, for messages.
+  virtual std::string host(int rank) const = 0;
+  virtual std::int64_t process_id(int rank) const = 0;
+
+  // Rounds.
+  virtual std::byte* header(int rank, std::uint64_t round) const = 0;
+  virtual std::byte* staging(int rank, std::uint64_t round) const = 0;
+  /// Bytes of staging memory of one rank in one round.
+  virtual std::size_t staging_bytes() const = 0;
+  virtual void arrive(std::uint64_t round) = 0;
+  virtual WaitResult await_all(std::uint64_t round, const Waiting& waiting) = 0;
+  /// The last round at which `rank` has arrived.
+  virtual std::uint64_t arrived(int rank) const = 0;
+
+  // Mailboxes. Chunks of a pair are numbered 1, 2, 3, ...; chunk c lies in the place c % kMailboxChunks.
+  virtual std::size_t mailbox_chunk_bytes() const = 0;
+  /// Header (kHeaderBytes) and payload (mailbox_chunk_bytes) of a place in a pair's mailbox.
+  virtual std::byte* mailbox_header(int source, int destination, std::uint64_t chunk) const = 0;
+  virtual std::byte* mailbox_payload(int source, int destination, std::uint64_t chunk) const = 0;
+  virtual void mailbox_written(int destination, std::uint64_t chunk) = 0;
+  virtual void mailbox_read(int source, std::uint64_t chunk) = 0;
+  virtual WaitResult await_written(int source, std::uint64_t chunk, const Waiting& waiting) = 0;
+  /// Waits until chunk `chunk` (0: none) sent to `destination` has been read.
+  virtual WaitResult await_read(int destination, std::uint64_t chunk, const Waiting& waiting) = 0;
+
+  /// Memory that all ranks have mapped. Collective; every rank passes the same `bytes_per_rank` and `id`.
+  virtual std::shared_ptr<SymmetricRegion> allocate(std::size_t bytes_per_rank, std::uint32_t id,
+                                                    const Waiting& waiting) = 0;
+  /// A transport among `members` (ranks of this one, in their new order, this rank among them). Collective
+  /// among the members; `tag` is the same on all members and never used twice.
+  virtual std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
+                                              const Waiting& waiting) = 0;
+
+  /// Tells all ranks of an error: their waits end. The first one wins.
+  virtual void abort(ErrorKind kind, const std::string& message) = 0;
+  /// The first error any rank told of; false if there is none.
+  virtual bool aborted(AbortRecord* record) const = 0;
+  /// Says goodbye: peers that still wait for this rank learn that it left. Idempotent.
+  virtual void leave() = 0;
+  /// This process is a fork of the rank's: lets go of what would keep peers from noticing the rank's end, and
+  /// never says goodbye in its name. Async-signal-safe apart from closing descriptors; takes no lock.
+  virtual void abandon() = 0;
+  /// Wakes this process's own waits so that they look at `Waiting::cancelled`.
+  virtual void wake() = 0;
+};
+
+}  // namespace multiring
