@@ -253,13 +253,13 @@ std::vector<std::shared_ptr<Work>> Communicator::choose(std::uint64_t limit) con
 void Communicator::run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, std::uint64_t submitted) {
   std::function<void(double)> stalled;
   if (chosen.size() == 1) {
-    Operation& operation = chosen[0]->operation();
+    Operation& operation = chosen[0]->running();
     operation.descriptor.submitted = submitted;
     const Call call = make_call(operation.descriptor, {}, stalled);
     return dispatch(call, operation);
   }
   std::vector<Operation*> operations;
-  for (const auto& work : chosen) operations.push_back(&work->operation());
+  for (const auto& work : chosen) operations.push_back(&work->running());
   Descriptor fused = fused_descriptor(operations);
   fused.submitted = submitted;
   fused_allreduce(exchange_, make_call(fused, {}, stalled), operations);

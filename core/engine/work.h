@@ -34,7 +34,7 @@ class MULTIRING_API Work {
   static constexpr std::uint32_t kDone = 1;
   static constexpr std::uint32_t kFailed = 2;
 
-  Operation& operation() { return operation_; }
+  Operation& running() { return operation_; }
   int priority() const { return priority_; }
   std::uint64_t index() const { return index_; }
   void finish();

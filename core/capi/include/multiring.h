@@ -1,0 +1,155 @@
+/* The C ABI of multiring: what everything but Python uses to reach the engine.
+ *
+ * Functions return MR_OK or an error's kind, and describe the error in *error if that is not NULL. Objects are
+ * opaque; each mr_..._free is called once. Functions are thread-safe as the communicator is: operations issued
+ * from several threads of a rank have an order that the peers must share. Structs may grow at their end:
+ * initialise them with the macros, which record the size that the caller was compiled with.
+ */
+#ifndef MULTIRING_H
+#define MULTIRING_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define MR_API __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum mr_status {
+  MR_OK = 0,
+  MR_USAGE = 1,     /* an argument or state is wrong; the communicator still works */
+  MR_MISMATCH = 2,  /* the ranks asked for different things */
+  MR_TIMEOUT = 3,   /* a rank did not come before the deadline */
+  MR_PEER_LOST = 4, /* a rank died or left */
+  MR_ABORTED = 5,   /* broken by an earlier error, aborted or closed */
+  MR_INTERNAL = 6   /* a defect or a failing system call */
+} mr_status;
+
+typedef enum mr_dtype {
+  MR_BOOL = 0,
+  MR_INT8 = 1,
+  MR_UINT8 = 2,
+  MR_INT16 = 3,
+  MR_UINT16 = 4,
+  MR_INT32 = 5,
+  MR_UINT32 = 6,
+  MR_INT64 = 7,
+  MR_UINT64 = 8,
+  MR_FLOAT16 = 9,
+  MR_BFLOAT16 = 10,
+  MR_FLOAT32 = 11,
+  MR_FLOAT64 = 12
+} mr_dtype;
+
+typedef enum mr_reduce_op { MR_SUM = 0, MR_AVERAGE = 1, MR_MIN = 2, MR_MAX = 3, MR_PRODUCT = 4 } mr_reduce_op;
+
+typedef enum mr_kind {
+  MR_ALLREDUCE = 0,
+  MR_REDUCE_SCATTER = 1,
+  MR_ALLGATHER = 2,
+  MR_BROADCAST = 3,
+  MR_ALLTOALL = 4,
+  MR_GATHER = 5,
+  MR_SCATTER = 6,
+  MR_BARRIER = 7,
+  MR_SEND = 8,
+  MR_RECV = 9
+} mr_kind;
+
+typedef struct mr_error {
+  mr_status status;
+  int rank; /* -1: unknown */
+  int peer; /* -1: unknown */
+  char message[2048];
+} mr_error;
+
+typedef struct mr_communicator mr_communicator;
+typedef struct mr_work mr_work;
+typedef struct mr_memory mr_memory;
+
+/* Key-value rendezvous given by the caller. Both return 0 on success. `get` waits up to `seconds` for the key and
+ * copies at most `capacity` bytes of its value, setting *length; it returns 1 if the key did not come in time. */
+typedef struct mr_store {
+  void* context;
+  int (*set)(void* context, const char* key, const char* value, size_t length);
+  int (*get)(void* context, const char* key, double seconds, char* value, size_t capacity, size_t* length);
+} mr_store;
+
+typedef struct mr_world_options {
+  size_t struct_size;
+  int rank;
+  int size;
+  const char* socket_directory; /* existing, mode 0700; NULL: a temporary one */
+  size_t staging_bytes;         /* 0: the default */
+  double timeout;               /* seconds; 0: the default */
+} mr_world_options;
+#define MR_WORLD_OPTIONS_INIT {sizeof(mr_world_options), 0, 1, NULL, 0, 0.0}
+
+/* One operation. Arrays are C-contiguous. `shape` is that of the input (of the expected output for MR_RECV); axis
+ * 0 is split or joined as in the Python functions of the same names. */
+typedef struct mr_operation {
+  size_t struct_size;
+  mr_kind kind;
+  mr_dtype dtype;
+  mr_reduce_op op;
+  int root;               /* broadcast, gather, scatter; the peer of send and recv; -1 otherwise */
+  int64_t tag;            /* send, recv */
+  int priority;           /* mr_submit: higher leaves earlier */
+  double prescale;
+  double postscale;
+  const char* name;       /* NULL: none */
+  const void* input;      /* NULL: none (scatter elsewhere than on the root, barrier, recv) */
+  void* output;           /* NULL: allocated, see mr_work_result (not for allreduce, broadcast, recv) */
+  size_t output_bytes;    /* room at `output` */
+  int dims;               /* at most 8 */
+  const uint64_t* shape;
+  const uint64_t* splits; /* alltoall: rows for each rank; NULL: as equal as possible */
+} mr_operation;
+#define MR_OPERATION_INIT \
+  {sizeof(mr_operation), MR_ALLREDUCE, MR_FLOAT32, MR_SUM, -1, 0, 0, 1.0, 1.0, NULL, NULL, NULL, 0, 0, NULL, NULL}
+
+/* Version of the library, "0.1.0". */
+MR_API const char* mr_version(void);
+
+/* Joins the ranks of one host through shared memory. Collective. */
+MR_API mr_status mr_world_create(const mr_store* store, const mr_world_options* options, mr_communicator** world,
+                                 mr_error* error);
+MR_API int mr_rank(const mr_communicator* communicator);
+MR_API int mr_size(const mr_communicator* communicator);
+/* Splits into groups of equal color, ranked by key. Collective. *child is NULL for a negative color. */
+MR_API mr_status mr_split(mr_communicator* communicator, int64_t color, int64_t key, mr_communicator** child,
+                          mr_error* error);
+/* Breaks the communicator on all ranks. */
+MR_API void mr_abort(mr_communicator* communicator, const char* message);
+/* Leaves the group and frees this rank's handle; memory and finished work taken from it stay valid. */
+MR_API void mr_communicator_free(mr_communicator* communicator);
+
+/* Runs an operation in this thread; `timeout` in seconds, negative for the communicator's. MR_SEND and MR_RECV run
+ * only this way. If `result` is not NULL, *result gets a handle to what was allocated (free it). */
+MR_API mr_status mr_run(mr_communicator* communicator, const mr_operation* operation, double timeout,
+                        mr_work** result, mr_error* error);
+/* Queues an operation. The arrays must live, and not be touched, until it is done. */
+MR_API mr_status mr_submit(mr_communicator* communicator, const mr_operation* operation, mr_work** work,
+                           mr_error* error);
+MR_API int mr_work_done(const mr_work* work);
+/* Waits and reports the operation's error; MR_TIMEOUT after `timeout` seconds (negative: none), the work goes on. */
+MR_API mr_status mr_work_wait(mr_work* work, double timeout, mr_error* error);
+/* Of done work: memory that was allocated for the result, valid until the work is freed, and the rows that came
+ * from each rank (`rows` has room for mr_size numbers, or is NULL). */
+MR_API const void* mr_work_result(const mr_work* work, size_t* bytes, uint64_t* rows);
+/* Lets go of the handle; an operation not yet done goes on. */
+MR_API void mr_work_free(mr_work* work);
+
+/* Memory that all ranks have mapped. Collective, with the same `bytes` on all ranks. */
+MR_API mr_status mr_symmetric_alloc(mr_communicator* communicator, size_t bytes, mr_memory** memory,
+                                    mr_error* error);
+MR_API void* mr_memory_data(const mr_memory* memory);
+MR_API void mr_memory_free(mr_memory* memory);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* MULTIRING_H */
