@@ -1,0 +1,60 @@
+# make demo   installs multiring into .venv and trains a ResNet on real images over two synchronised processes
+# make test   installs what the tests need and runs all of them, with style, types and layers
+# make check  style, types and layers alone
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := ci/constraints.txt
+
+.PHONY: demo test check develop clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	$(BIN)/multiring train -np 2 --depth 8 --data digits --output-dir runs/demo
+
+test: $(VENV)/.develop
+	ci/check.sh
+	ci/install_googletest.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh address,undefined
+	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh thread
+	$(BIN)/python ci/check_wheel.py
+	$(BIN)/pytest
+
+check: $(VENV)/.develop
+	ci/check.sh
+
+develop: $(VENV)/.develop
+
+clean:
+	rm -rf build dist $(VENV)
+
+$(VENV)/.created:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "multiring needs Python 3.11 or newer; try make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	touch $@
+
+# What an installation depends on: native sources, the packaging, and which Python files there are (the text of
+# Python files is read where it lies).
+SOURCES := $(shell find core CMakeLists.txt pyproject.toml -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name 'CMakeLists.txt' -o -name pyproject.toml)
+PYTHON_FILES := $(shell find core/multiring adapters models -name '*.py' -o -name '*.pyi' | sort)
+
+$(VENV)/.python-files: $(VENV)/.created FORCE
+	@echo '$(PYTHON_FILES)' | cmp -s - $@ || echo '$(PYTHON_FILES)' > $@
+
+.PHONY: FORCE
+FORCE:
+
+$(VENV)/.build-tools: $(VENV)/.created $(CONSTRAINTS)
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) scikit-build-core pybind11 'cmake>=3.25' ninja
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.build-tools $(VENV)/.python-files $(SOURCES)
+	$(BIN)/pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[torch,train]'
+	touch $@
+
+$(VENV)/.develop: $(VENV)/.build-tools $(VENV)/.python-files $(SOURCES)
+	$(BIN)/pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[torch,dev]'
+	touch $@ $(VENV)/.demo

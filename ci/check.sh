@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Everything that is checked without running the product: style, types, layers.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PATH="$PWD/.venv/bin:$PATH"
+ruff check .
+ruff format --check .
+git ls-files '*.h' '*.cpp' '*.inc' | xargs clang-format --dry-run --Werror
+mypy
+python ci/check_layers.py

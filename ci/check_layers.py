@@ -1,0 +1,115 @@
+"""Checks that includes and imports go only in the directions of the design.
+
+    base <- topology            base <- transport
+    topology, transport.h <- collective <- engine <- capi, binding
+    binding <- Python face <- adapters <- integrations <- models
+
+Run by hand: python ci/check_layers.py. Exit code 1 and one line for each finding if something is wrong.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# For each folder of core/, the include paths that its files may use (prefixes).
+INCLUDES = {
+    "base": ("base/",),
+    "topology": ("base/", "topology/"),
+    "transport": ("base/", "transport/"),
+    "collective": ("base/", "topology/", "transport/transport.h", "collective/"),
+    "engine": ("base/", "topology/", "transport/transport.h", "collective/", "engine/"),
+    # These two choose the transport, so they see all of them.
+    "capi": ("base/", "topology/", "transport/", "collective/", "engine/", "multiring.h"),
+    "binding": ("base/", "topology/", "transport/", "collective/", "engine/", "binding/"),
+}
+
+FRAMEWORKS = {
+    "torch",
+    "tensorflow",
+    "keras",
+    "chainer",
+    "chainermn",
+    "caffe",
+    "jax",
+    "jaxlib",
+    "pytensor",
+    "cupy",
+}
+ADAPTERS = {"torch", "tensorflow", "chainer", "caffe", "jax", "pytensor", "numpy"}
+OWN_FRAMEWORK = {
+    "tensorflow": {"tensorflow", "keras"},
+    "jax": {"jax", "jaxlib"},
+    "chainer": {"chainer", "chainermn", "cupy"},
+}
+
+
+def include_findings() -> Iterator[str]:
+    for path in sorted((ROOT / "core").rglob("*")):
+        folder = path.relative_to(ROOT / "core").parts[0]
+        if path.suffix not in {".h", ".cpp", ".inc"} or folder not in INCLUDES:
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            match = re.match(r'\s*#include "([^"]+)"', line)
+            if match and not match[1].startswith(INCLUDES[folder]):
+                yield f"{path.relative_to(ROOT)}:{number}: {folder} must not include {match[1]}"
+            if re.search(r"\b(" + "|".join(FRAMEWORKS) + r")\b", line, re.IGNORECASE):
+                yield f"{path.relative_to(ROOT)}:{number}: core names a framework"
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything that a module imports, `from a import b` as `a.b`."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def import_findings() -> Iterator[str]:
+    for path in sorted(ROOT.glob("core/multiring/**/*.py")):
+        for number, name in imports(path):
+            parts = name.split(".")
+            if parts[0] in FRAMEWORKS or parts[0] == "tests":
+                yield f"{path.relative_to(ROOT)}:{number}: the Python face imports {name}"
+            if (
+                parts[0] == "multiring"
+                and len(parts) > 1
+                and parts[1] in ADAPTERS | {"models", "integrations"}
+            ):
+                yield f"{path.relative_to(ROOT)}:{number}: the Python face imports {name}, which stands on it"
+    for folder in sorted((ROOT / "adapters").iterdir()):
+        own = OWN_FRAMEWORK.get(folder.name, {folder.name})
+        for path in sorted(folder.rglob("*.py")):
+            for number, name in imports(path):
+                yield from adapter_findings(path, number, name, folder.name, own)
+    for path in [*ROOT.glob("models/**/*.py"), *ROOT.glob("integrations/**/*.py")]:
+        for number, name in imports(path):
+            if name.split(".")[0] == "tests":
+                yield f"{path.relative_to(ROOT)}:{number}: imports {name}"
+
+
+def adapter_findings(path: Path, number: int, name: str, adapter: str, own: set[str]) -> Iterator[str]:
+    parts = name.split(".")
+    place = f"{path.relative_to(ROOT)}:{number}"
+    if parts[0] in FRAMEWORKS - own:
+        yield f"{place}: the {adapter} adapter imports {name}, another framework"
+    if parts[0] == "tests" or parts[:2] in (["multiring", "models"], ["multiring", "integrations"]):
+        yield f"{place}: an adapter imports {name}, which stands on it"
+    if parts[0] == "multiring" and len(parts) > 1 and parts[1] in ADAPTERS - {adapter}:
+        yield f"{place}: the {adapter} adapter imports {name}, another adapter"
+
+
+def main() -> int:
+    findings = [*include_findings(), *import_findings()]
+    print("\n".join(findings) if findings else "layers: every include and import goes the right way")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
