@@ -1,5 +1,5 @@
-"""Builds the wheel as a user would, in isolation, and checks what is promised of it: small, no framework linked
-or included, works with NumPy alone. Prints the time of the build and of the import."""
+"""Builds the wheel as a user would, in isolation, and checks what is promised: small, no framework linked or
+included, works with NumPy alone. Prints the time of the build and of the import."""
 
 from __future__ import annotations
 

@@ -4,27 +4,13 @@
 #include <numeric>
 #include <utility>
 
-#include "topology/chunks.h"
+#include "engine/choose_work.h"
+#include "engine/validate.h"
 
 namespace multiring {
 namespace {
 
 constexpr std::chrono::milliseconds kTick(50);
-
-Error usage_error(const std::string& message, const Operation& operation) {
-  ErrorContext context;
-  context.operation = op_kind_name(operation.descriptor.key.kind);
-  context.tensor = operation.descriptor.name_view();
-  return Error(ErrorKind::kUsage, describe(operation.descriptor) + ": " + message, context);
-}
-
-bool may_fuse(const Operation& operation, std::size_t below) {
-  return operation.descriptor.key.kind == OpKind::kAllreduce && operation.descriptor.bytes < below;
-}
-
-bool same_reduction(const MatchKey& a, const MatchKey& b) {
-  return a.dtype == b.dtype && a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale;
-}
 
 }  // namespace
 
@@ -70,7 +56,7 @@ Communicator::~Communicator() { close(); }
 void Communicator::run(Operation& operation, const CallOptions& options) {
   throw_if_abandoned();
   complete(operation);
-  validate(operation);
+  validate(operation, rank(), size(), name());
   const Turn turn(*this, options);
   execute(operation, options);
 }
@@ -139,40 +125,11 @@ void Communicator::complete(Operation& operation) const {
   if (kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter) symmetric_.place(operation);
 }
 
-void Communicator::validate(const Operation& operation) const {
-  const Descriptor& descriptor = operation.descriptor;
-  const OpKind kind = descriptor.key.kind;
-  const bool has_root = kind == OpKind::kBroadcast || kind == OpKind::kGather || kind == OpKind::kScatter ||
-                        kind == OpKind::kSend || kind == OpKind::kReceive;
-  if (has_root && (descriptor.key.root < 0 || descriptor.key.root >= size()))
-    throw usage_error("rank " + std::to_string(descriptor.key.root) + " is not in communicator '" + name() +
-                          "' of size " + std::to_string(size()),
-                      operation);
-  if (descriptor.key.op == ReduceOp::kAverage && descriptor.dtype == DType::kBool)
-    throw usage_error("bool has no average; use max (or) or min (and)", operation);
-  if (kind == OpKind::kReduceScatter && operation.output != nullptr && descriptor.rows > 0) {
-    const Range block =
-        block_range(descriptor.rows, static_cast<std::size_t>(size()), static_cast<std::size_t>(rank()));
-    if (operation.output_bytes != block.size() * (descriptor.bytes / descriptor.rows))
-      throw usage_error("out has " + std::to_string(operation.output_bytes) +
-                            " bytes, but the block of rank " + std::to_string(rank()) + " has " +
-                            std::to_string(block.size()) + " of " + std::to_string(descriptor.rows) + " rows",
-                        operation);
-  }
-  if (kind == OpKind::kAlltoall) {
-    const auto total = std::accumulate(operation.splits.begin(), operation.splits.end(), std::uint64_t{0});
-    if (operation.splits.size() != static_cast<std::size_t>(size()) || total != descriptor.rows)
-      throw usage_error("splits must be " + std::to_string(size()) + " numbers that add up to the " +
-                            std::to_string(descriptor.rows) + " rows",
-                        operation);
-  }
-}
-
 std::shared_ptr<Work> Communicator::submit(Operation operation, int priority,
                                            std::shared_ptr<void> keep_alive) {
   throw_if_abandoned();
   complete(operation);
-  validate(operation);
+  validate(operation, rank(), size(), name());
   operation.descriptor.asynchronous = true;
   std::shared_ptr<Work> work;
   {
@@ -215,7 +172,7 @@ void Communicator::execute_chosen() {
     std::vector<std::shared_ptr<Work>> chosen;
     {
       const std::lock_guard lock(mutex_);
-      chosen = choose(limit);
+      chosen = choose_work(queue_, limit, options_.fuse_below, transport_->staging_bytes());
     }
     if (chosen.empty()) return;  // the communicator broke meanwhile
     try {
@@ -227,27 +184,6 @@ void Communicator::execute_chosen() {
       return fail(std::current_exception(), describe(chosen.front()->operation().descriptor));
     }
   }
-}
-
-std::vector<std::shared_ptr<Work>> Communicator::choose(std::uint64_t limit) const {
-  std::vector<std::shared_ptr<Work>> candidates;
-  for (const auto& work : queue_)
-    if (work->index() <= limit) candidates.push_back(work);
-  std::stable_sort(candidates.begin(), candidates.end(),
-                   [](const auto& a, const auto& b) { return a->priority() > b->priority(); });
-  if (candidates.empty() || !may_fuse(candidates[0]->operation(), options_.fuse_below)) {
-    candidates.resize(std::min<std::size_t>(candidates.size(), 1));
-    return candidates;
-  }
-  std::size_t bytes = 0;
-  std::size_t fused = 0;
-  while (fused < candidates.size() && may_fuse(candidates[fused]->operation(), options_.fuse_below) &&
-         same_reduction(candidates[fused]->operation().descriptor.key,
-                        candidates[0]->operation().descriptor.key) &&
-         bytes + candidates[fused]->operation().descriptor.bytes <= transport_->staging_bytes())
-    bytes += candidates[fused++]->operation().descriptor.bytes;
-  candidates.resize(std::max<std::size_t>(fused, 1));
-  return candidates;
 }
 
 void Communicator::run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, std::uint64_t submitted) {
@@ -316,9 +252,9 @@ void Communicator::throw_if_unusable() const {
 template <class Body>
 void Communicator::point_to_point(Operation& operation, const CallOptions& options, const Body& body) {
   throw_if_abandoned();
-  validate(operation);
+  validate(operation, rank(), size(), name());
   if (operation.descriptor.key.root == rank())
-    throw usage_error("a rank cannot send to or receive from itself", operation);
+    throw_usage(operation, "a rank cannot send to or receive from itself");
   {
     const std::lock_guard lock(mutex_);
     throw_if_unusable();

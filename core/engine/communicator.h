@@ -80,7 +80,6 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
  private:
   class Turn;
 
-  void validate(const Operation& operation) const;
   void complete(Operation& operation) const;
   Call make_call(const Descriptor& descriptor, const CallOptions& options,
                  std::function<void(double)>& stalled);
@@ -88,7 +87,6 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   void dispatch(const Call& call, Operation& operation);
   void progress();
   void execute_chosen();
-  std::vector<std::shared_ptr<Work>> choose(std::uint64_t limit) const;
   void run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, std::uint64_t submitted);
   void retire(const std::vector<std::shared_ptr<Work>>& chosen);
   void fail(const std::exception_ptr& error, const std::string& what);

@@ -25,6 +25,9 @@ class MULTIRING_API Work {
   void wait(const Deadline& deadline, const std::function<void()>& interrupt);
 
   const Operation& operation() const { return operation_; }
+  int priority() const { return priority_; }
+  /// 1 for the first asynchronous operation of the communicator.
+  std::uint64_t index() const { return index_; }
   /// The finished operation, for its result to be taken out of it.
   Operation& take_result() { return operation_; }
 
@@ -35,14 +38,12 @@ class MULTIRING_API Work {
   static constexpr std::uint32_t kFailed = 2;
 
   Operation& running() { return operation_; }
-  int priority() const { return priority_; }
-  std::uint64_t index() const { return index_; }
   void finish();
   void fail(std::exception_ptr error);
 
   Operation operation_;
   int priority_;
-  std::uint64_t index_;  // 1 for the first asynchronous operation of the communicator
+  std::uint64_t index_;
   std::shared_ptr<void> keep_alive_;
   std::exception_ptr error_;  // written before state_ becomes kFailed (release), read after (acquire)
   std::atomic<std::uint32_t> state_{kPending};

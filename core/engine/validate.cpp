@@ -1,0 +1,44 @@
+#include "engine/validate.h"
+
+#include <cstddef>
+#include <numeric>
+
+#include "topology/chunks.h"
+
+namespace multiring {
+
+void throw_usage(const Operation& operation, const std::string& message) {
+  ErrorContext context;
+  context.operation = op_kind_name(operation.descriptor.key.kind);
+  context.tensor = operation.descriptor.name_view();
+  throw Error(ErrorKind::kUsage, describe(operation.descriptor) + ": " + message, context);
+}
+
+void validate(const Operation& operation, int rank, int size, const std::string& communicator) {
+  const Descriptor& descriptor = operation.descriptor;
+  const OpKind kind = descriptor.key.kind;
+  const bool has_root = kind == OpKind::kBroadcast || kind == OpKind::kGather || kind == OpKind::kScatter ||
+                        kind == OpKind::kSend || kind == OpKind::kReceive;
+  if (has_root && (descriptor.key.root < 0 || descriptor.key.root >= size))
+    throw_usage(operation, "rank " + std::to_string(descriptor.key.root) + " is not in communicator '" +
+                               communicator + "' of size " + std::to_string(size));
+  if (descriptor.key.op == ReduceOp::kAverage && descriptor.dtype == DType::kBool)
+    throw_usage(operation, "bool has no average; use max (or) or min (and)");
+  if (kind == OpKind::kReduceScatter && operation.output != nullptr && descriptor.rows > 0) {
+    const Range block =
+        block_range(descriptor.rows, static_cast<std::size_t>(size), static_cast<std::size_t>(rank));
+    if (operation.output_bytes != block.size() * (descriptor.bytes / descriptor.rows))
+      throw_usage(operation, "out has " + std::to_string(operation.output_bytes) +
+                                 " bytes, but the block of rank " + std::to_string(rank) + " has " +
+                                 std::to_string(block.size()) + " of " + std::to_string(descriptor.rows) +
+                                 " rows");
+  }
+  if (kind == OpKind::kAlltoall) {
+    const auto total = std::accumulate(operation.splits.begin(), operation.splits.end(), std::uint64_t{0});
+    if (operation.splits.size() != static_cast<std::size_t>(size) || total != descriptor.rows)
+      throw_usage(operation, "splits must be " + std::to_string(size) + " numbers that add up to the " +
+                                 std::to_string(descriptor.rows) + " rows");
+  }
+}
+
+}  // namespace multiring
