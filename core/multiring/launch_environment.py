@@ -1,0 +1,313 @@
+"""Finds this process's place in its job from what a launcher has put into the environment.
+
+Recognised, the first that fits: `multiring run`, torchrun, Open MPI, MPICH (and others that use its Hydra),
+Slurm's srun. Foreign launchers bring no store of ours, so their ranks meet in a directory whose name every
+rank of the job derives alike and that no other job, nor another run of the same job, derives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from multiring import config
+from multiring.errors import UsageError
+from multiring.store.file import job_directory_prefix
+
+__all__ = ["Placement", "detect"]
+
+# Steps with such numbers are Slurm's own: the batch script, the shell of salloc, the external processes.
+_FIRST_SPECIAL_SLURM_STEP = 0xFFFF0000
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A process's place in its job.
+
+    Attributes:
+        rank: 0 to size - 1.
+        size: Number of ranks of the job.
+        local_rank: Rank among the ranks of this host.
+        local_size: Number of ranks on this host.
+        cross_rank: Number of this host.
+        cross_size: Number of hosts.
+        launcher: "multiring", "torchrun", "openmpi", "mpich", "slurm" or "none".
+        store_url: Where the ranks meet; empty where there is only one and no launcher.
+        secret: The job's secret, or None where the launcher gives none.
+        job_id: The same on all ranks of a job, different for every other job.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    launcher: str
+    store_url: str
+    secret: bytes | None
+    job_id: str
+
+
+def detect(
+    environ: Mapping[str, str] = os.environ,
+    launcher_process: Callable[[str], str] | None = None,
+) -> Placement:
+    """Returns the place that `environ` gives to this process; one rank alone where there is no launcher.
+
+    Args:
+        environ: The environment.
+        launcher_process: Names the process that started all ranks of this host, given a variable that only
+            ranks have; found in /proc by default.
+
+    Raises:
+        UsageError: The variables of the launcher contradict each other or are incomplete, a variable of
+            multiring has a value that is not accepted, or the job spans several hosts.
+    """
+    settings = config.load(environ)
+    recognisers = (_from_multiring, _from_torchrun, _from_openmpi, _from_mpich, _from_slurm)
+    for recognise in recognisers:
+        placement = recognise(environ, settings, launcher_process or _launcher_process)
+        if placement is not None:
+            return _checked(placement)
+    return Placement(0, 1, 0, 1, 0, 1, "none", "", None, f"none-{os.getpid()}")
+
+
+def _checked(place: Placement) -> Placement:
+    pairs = (
+        ("rank", place.rank, place.size),
+        ("local rank", place.local_rank, place.local_size),
+        ("cross rank", place.cross_rank, place.cross_size),
+    )
+    for name, index, count in pairs:
+        if not 0 <= index < count:
+            raise UsageError(
+                f"launcher {place.launcher}: {name} {index} of {count} cannot be: are variables left over "
+                "from another job in the environment?"
+            )
+    if place.cross_size > 1 or place.local_size != place.size:
+        raise UsageError(
+            f"launcher {place.launcher}: the job has {place.size} ranks, {place.local_size} of them on this "
+            "host, but this version of multiring works on one host: start all ranks on one host"
+        )
+    return place
+
+
+def _from_multiring(
+    environ: Mapping[str, str], settings: config.Settings, _: Callable[[str], str]
+) -> Placement | None:
+    given = {
+        "MULTIRING_RANK": settings.rank,
+        "MULTIRING_SIZE": settings.size,
+        "MULTIRING_LOCAL_RANK": settings.local_rank,
+        "MULTIRING_LOCAL_SIZE": settings.local_size,
+        "MULTIRING_CROSS_RANK": settings.cross_rank,
+        "MULTIRING_CROSS_SIZE": settings.cross_size,
+    }
+    if settings.rank is None and settings.size is None:
+        return None
+    missing = [name for name, value in given.items() if value is None]
+    if not settings.store:
+        missing.append("MULTIRING_STORE")
+    if missing:
+        raise UsageError(
+            f"MULTIRING_RANK or MULTIRING_SIZE is set but {', '.join(missing)} is not: start the program "
+            "with `multiring run`, or set all of them, or none"
+        )
+    rank, size, local_rank, local_size, cross_rank, cross_size = (value or 0 for value in given.values())
+    return Placement(
+        *(rank, size, local_rank, local_size, cross_rank, cross_size),
+        launcher="multiring",
+        store_url=settings.store,
+        secret=settings.secret,
+        job_id=settings.job_id or "unnamed",
+    )
+
+
+def _from_torchrun(
+    environ: Mapping[str, str], settings: config.Settings, _: Callable[[str], str]
+) -> Placement | None:
+    if "TORCHELASTIC_RUN_ID" not in environ or "RANK" not in environ:
+        return None
+    number = _Numbers("torchrun", environ)
+    size = number("WORLD_SIZE")
+    local_size = number("LOCAL_WORLD_SIZE", size)
+    # The error file lies in a directory with a random name, per attempt, per local rank:
+    # /tmp/torchelastic_x1b2/<run id>_a3c4/attempt_0/<local rank>/error.json
+    attempt = os.path.dirname(os.path.dirname(environ.get("TORCHELASTIC_ERROR_FILE", "")))
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    return _foreign(
+        settings,
+        "torchrun",
+        (number("RANK"), size, number("LOCAL_RANK"), local_size),
+        (number("GROUP_RANK", 0), number("GROUP_WORLD_SIZE", _hosts(size, local_size))),
+        [environ.get(name, "") for name in names] + [attempt],
+    )
+
+
+def _from_openmpi(
+    environ: Mapping[str, str], settings: config.Settings, launcher_process: Callable[[str], str]
+) -> Placement | None:
+    if "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    number = _Numbers("openmpi", environ)
+    size = number("OMPI_COMM_WORLD_SIZE")
+    local_size = number("OMPI_COMM_WORLD_LOCAL_SIZE", size)
+    rank = number("OMPI_COMM_WORLD_RANK")
+    # The namespace names host, process and job of mpirun, the URI the port that it listens on.
+    names = ("PMIX_NAMESPACE", "PMIX_SERVER_URI2", "PMIX_SERVER_TMPDIR", "OMPI_MCA_ess_base_jobid")
+    key = [environ.get(name, "") for name in names]
+    if not any(key):
+        key = [launcher_process("OMPI_COMM_WORLD_RANK")]
+    return _foreign(
+        settings,
+        "openmpi",
+        (rank, size, number("OMPI_COMM_WORLD_LOCAL_RANK", rank), local_size),
+        (0, _hosts(size, local_size)),
+        key,
+    )
+
+
+def _from_mpich(
+    environ: Mapping[str, str], settings: config.Settings, launcher_process: Callable[[str], str]
+) -> Placement | None:
+    # PMI_RANK alone can be Slurm's; Hydra, which starts MPICH's and Intel's ranks, adds the local ones.
+    if "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ:
+        return None
+    number = _Numbers("mpich", environ)
+    size = number("PMI_SIZE")
+    local_size = number("MPI_LOCALNRANKS", size)
+    return _foreign(
+        settings,
+        "mpich",
+        (number("PMI_RANK"), size, number("MPI_LOCALRANKID"), local_size),
+        (0, _hosts(size, local_size)),
+        [launcher_process("MPI_LOCALRANKID")],  # Hydra gives a job no name
+    )
+
+
+def _from_slurm(
+    environ: Mapping[str, str], settings: config.Settings, _: Callable[[str], str]
+) -> Placement | None:
+    # A batch script and a shell of salloc see the job's number of tasks and SLURM_PROCID=0 without being one
+    # of those tasks: only what srun has started is part of a numbered step.
+    if not {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} <= environ.keys():
+        return None
+    number = _Numbers("slurm", environ)
+    if number("SLURM_STEP_ID") >= _FIRST_SPECIAL_SLURM_STEP:
+        return None
+    size = number("SLURM_STEP_NUM_TASKS")
+    hosts = number("SLURM_STEP_NUM_NODES", number("SLURM_NNODES", 1))
+    host = number("SLURM_NODEID", 0)
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return _foreign(
+        settings,
+        "slurm",
+        (
+            number("SLURM_PROCID"),
+            size,
+            number("SLURM_LOCALID", number("SLURM_PROCID")),
+            _slurm_local_size(tasks, host) or size // hosts,
+        ),
+        (host, hosts),
+        [environ.get(name, "") for name in names],
+    )
+
+
+def _slurm_local_size(tasks_per_node: str, host: int) -> int | None:
+    """The number of tasks on the host with number `host` in Slurm's notation: "4" or "2(x3),1"."""
+    counts: list[int] = []
+    try:
+        for part in filter(None, tasks_per_node.split(",")):
+            count, _, repeat = part.rstrip(")").partition("(x")
+            counts += [int(count)] * int(repeat or 1)
+        return counts[host]
+    except (ValueError, IndexError):
+        return None
+
+
+class _Numbers:
+    """Reads a launcher's variables as integers."""
+
+    def __init__(self, launcher: str, environ: Mapping[str, str]) -> None:
+        self._launcher = launcher
+        self._environ = environ
+
+    def __call__(self, name: str, default: int | None = None) -> int:
+        text = self._environ.get(name)
+        if text is None and default is not None:
+            return default
+        try:
+            return int(text or "")
+        except ValueError:
+            raise UsageError(
+                f"launcher {self._launcher}: environment variable {name} should be a number and is "
+                f"{'missing' if text is None else repr(text)}"
+            ) from None
+
+
+def _hosts(size: int, local_size: int) -> int:
+    return -(-size // max(1, local_size))
+
+
+def _foreign(
+    settings: config.Settings,
+    launcher: str,
+    ranks: tuple[int, int, int, int],
+    hosts: tuple[int, int],
+    key: list[str],
+) -> Placement:
+    digest = hashlib.sha256("\0".join([launcher, *key]).encode()).hexdigest()[:16]
+    directory = Path(tempfile.gettempdir()).absolute() / (job_directory_prefix() + digest)
+    return Placement(
+        *ranks,
+        *hosts,
+        launcher,
+        settings.store or directory.as_uri(),
+        settings.secret,
+        settings.job_id or f"{launcher}-{digest}",
+    )
+
+
+def _launcher_process(rank_variable: str) -> str:
+    """Names the nearest ancestor that is not part of a rank itself, as no other process was or will be named.
+
+    A rank may have been started through a shell script or `numactl`, so the parent is not always the
+    launcher; but those in between carry the rank's variables and the launcher does not.
+    """
+    pid = os.getppid()
+    while (parent := _parent(pid)) is not None and _has_variable(pid, rank_variable):
+        pid = parent
+    boot = _read("/proc/sys/kernel/random/boot_id").strip()
+    return f"{boot} {pid} {_start_time(pid)}"
+
+
+def _has_variable(pid: int, name: str) -> bool:
+    return any(entry.startswith(name + "=") for entry in _read(f"/proc/{pid}/environ").split("\0"))
+
+
+def _parent(pid: int) -> int | None:
+    fields = _stat_fields(pid)
+    return int(fields[1]) if fields and int(fields[1]) > 0 else None
+
+
+def _start_time(pid: int) -> str:
+    fields = _stat_fields(pid)
+    return fields[19] if fields else ""
+
+
+def _stat_fields(pid: int) -> list[str]:
+    # The second field of /proc/pid/stat is the name in brackets and may hold anything; count after it.
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:  # another user's process, or gone: then it says nothing about itself
+        return ""

@@ -1,0 +1,66 @@
+"""Tidies up after a job, however its launcher has ended. Run as a program of its own, without the package.
+
+The launcher holds the writing end of our stdin. When that closes, because the job is over or because the
+launcher was killed, every process of the job that is left is killed and the job's directory is removed.
+Processes of the job are those that carry its id in their environment and those in the session of a rank; the
+launcher writes the ranks' process ids to the pipe.
+
+Usage: guardian.py JOB_ID DIRECTORY < pipe
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+
+_TRY_SECONDS = 5.0
+
+
+def processes_of_job(mark: bytes, sessions: set[int]) -> list[int]:
+    """Living processes, zombies left out, with `mark` in their environment or in one of `sessions`."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+            if state in (b"Z", b"X"):
+                continue
+            if int(session) not in sessions:
+                with open(f"/proc/{name}/environ", "rb") as file:
+                    if mark not in file.read().split(b"\0"):
+                        continue
+        except (OSError, ValueError):
+            continue  # gone meanwhile, or another user's
+        found.append(int(name))
+    return found
+
+
+def end_processes(mark: bytes, sessions: set[int]) -> None:
+    """Kills every process of the job until none is left."""
+    deadline = time.monotonic() + _TRY_SECONDS
+    while (found := processes_of_job(mark, sessions)) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def main() -> None:
+    """Waits for the end of the job and tidies up."""
+    job_id, directory = sys.argv[1:]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
+        signal.signal(number, signal.SIG_IGN)
+    os.chdir("/")
+    sessions = {int(line) for line in sys.stdin.buffer.read().split()}
+    end_processes(b"MULTIRING_JOB_ID=" + job_id.encode(), sessions)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""`multiring run`: starts the ranks of a job on this host and sees it through."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from multiring import config, machine
+from multiring.launcher import binding
+from multiring.launcher.directory import Guard, job_directory
+from multiring.launcher.multiplexer import Multiplexer
+from multiring.launcher.process import RankProcess, signal_name
+from multiring.launcher.report import RankEnd, blame, exit_code, failure_report
+from multiring.launcher.supervisor import ArrivedSignals, Outcome, Supervisor, passed_on_signals
+
+__all__ = ["EXIT_NOT_EXECUTABLE", "EXIT_NOT_FOUND", "EXIT_TIMED_OUT", "JobOptions", "ProgramError", "run_job"]
+
+EXIT_TIMED_OUT = 124
+EXIT_NOT_EXECUTABLE = 126
+EXIT_NOT_FOUND = 127
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What to start and how.
+
+    Attributes:
+        ranks: Number of ranks.
+        program: The program and its arguments; a name that ends in ".py" is a Python script.
+        module: The module to run instead of a program; `program` then holds only its arguments.
+        bind: "core", "none", or None for "core" where every rank can have a processor.
+        timeout: Seconds the job may take, or None.
+        output_dir: Where to write each rank's output as well, or None.
+        tag_output: Whether lines begin with their rank; None means where there are several.
+        environment: Variables to set for the ranks.
+    """
+
+    ranks: int
+    program: Sequence[str]
+    module: str | None = None
+    bind: str | None = None
+    timeout: float | None = None
+    output_dir: Path | None = None
+    tag_output: bool | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class ProgramError(Exception):
+    """The program cannot be started; `code` is the exit code that a shell gives in this case."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def run_job(options: JobOptions) -> int:
+    """Runs the job to its end and returns the launcher's exit code.
+
+    Raises:
+        UsageError: An option or a variable of multiring has a value that is not accepted.
+        ProgramError: The program cannot be started.
+    """
+    _open_missing_standard_descriptors()
+    environ = {**os.environ, **options.environment}
+    config.load(environ)
+    for name, meant in config.unknown_variables(environ).items():
+        _say([f"environment variable {name} is not known" + (f"; is {meant} meant?" if meant else "")])
+    command = _command(options, environ)
+    cpus = machine.allowed_cpus()
+    shares = binding.shares(cpus, options.ranks, options.bind)
+    environ |= binding.thread_environment(machine.core_allowance(), options.ranks, environ)
+    job_id = secrets.token_hex(8)
+    with (
+        passed_on_signals() as signals,
+        selectors.PollSelector() as selector,
+        job_directory(job_id) as (directory, guard),
+    ):
+        rank_environ = _rank_environments(options.ranks, environ, directory, job_id)
+
+        def start(rank: int, piped: bool) -> RankProcess:
+            share = None if shares is None else shares[rank]
+            stdin = rank == 0 and _may_read_stdin()
+            return RankProcess(rank, command, rank_environ(rank), cpus=share, stdin=stdin, piped=piped)
+
+        return _Job(options, start, signals, selector, guard).run()
+
+
+class _Job:
+    """One run: the started ranks and the judgement at the end."""
+
+    def __init__(
+        self,
+        options: JobOptions,
+        start: Callable[[int, bool], RankProcess],
+        signals: ArrivedSignals,
+        selector: selectors.BaseSelector,
+        guard: Guard,
+    ) -> None:
+        self._options = options
+        self._start = start
+        self._guard = guard
+        tagged = options.ranks > 1 if options.tag_output is None else options.tag_output
+        # A lone rank without tags keeps the terminal itself, so that it looks as it does without us.
+        self._piped = options.ranks > 1 or tagged or options.output_dir is not None
+        self._outputs = Multiplexer(
+            selector,
+            tagged=tagged,
+            directory=options.output_dir,
+            warn=lambda message: _say([message]),
+        )
+        self._ranks: list[RankProcess] = []
+        self._supervisor = Supervisor(self._ranks, self._outputs, selector, signals, guard.finish)
+
+    def run(self) -> int:
+        began = time.monotonic()
+        oom_kills = machine.oom_kills()
+        try:
+            failure = self._start_ranks()
+            if failure is not None:
+                self._supervisor.end(Outcome.FAILED)
+            self._supervisor.run(self._options.timeout)
+        finally:
+            # Only an error of ours comes here with ranks still running.
+            for rank in self._ranks:
+                rank.signal_group(signal.SIGKILL)
+            self._guard.join()
+            ends = {rank.rank: self._end_of(rank) for rank in self._ranks}
+            for rank in self._ranks:
+                rank.release()
+        if failure is not None:
+            raise failure
+        return self._judge(ends, time.monotonic() - began, machine.oom_kills() - oom_kills)
+
+    def _start_ranks(self) -> ProgramError | None:
+        for number in range(self._options.ranks):
+            try:
+                rank = self._start(number, self._piped)
+                self._guard.watch(rank.pid)
+                self._ranks.append(rank)
+                for name, descriptor in rank.outputs().items():
+                    self._outputs.add(number, name, descriptor)
+            except OSError as error:
+                code = EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
+                why = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+                limited = error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+                hint = "; see what `multiring doctor` says about limits" if limited else ""
+                return ProgramError(f"rank {number} cannot be started: {why}{hint}", code)
+        return None
+
+    def _end_of(self, rank: RankProcess) -> RankEnd:
+        by_launcher = rank in self._supervisor.ended_by_us
+        return RankEnd(rank.rank, rank.pid, rank.code, by_launcher, self._outputs.tail(rank.rank))
+
+    def _judge(self, ends: dict[int, RankEnd], seconds: float, oom_kills: int) -> int:
+        supervisor = self._supervisor
+        if supervisor.outcome is Outcome.FAILED:
+            culprit = blame([ends[rank.rank] for rank in supervisor.failures])
+            others = [ends[rank] for rank in sorted(ends)]
+            host = socket.gethostname()
+            _say(failure_report(culprit, others, host=host, seconds=seconds, oom_kills=oom_kills))
+            return exit_code(culprit.code or 0)
+        stuck = [end for end in ends.values() if end.code is None]
+        if stuck:
+            _say([f"rank {end.rank} (process {end.pid}) {end.how()}" for end in stuck])
+        if supervisor.outcome is Outcome.INTERRUPTED:
+            _say([f"{signal_name(supervisor.signal)} received after {seconds:.1f} s; all ranks have ended"])
+            return 128 + supervisor.signal
+        if supervisor.outcome is Outcome.TIMED_OUT:
+            late = ", ".join(
+                str(rank) for rank in sorted(end.rank for end in ends.values() if end.by_launcher)
+            )
+            _say([f"the job took longer than --timeout {self._options.timeout:g}; ended by it: ranks {late}"])
+            return EXIT_TIMED_OUT
+        return 128 + signal.SIGPIPE if supervisor.outcome is Outcome.UNREAD else 0
+
+
+def _command(options: JobOptions, environ: Mapping[str, str]) -> list[str]:
+    if options.module is not None:
+        return [sys.executable, "-u", "-m", options.module, *options.program]
+    program, *arguments = options.program
+    if program.endswith(".py"):
+        if not Path(program).is_file():
+            raise ProgramError(f"there is no script {program} in {Path.cwd()}", EXIT_NOT_FOUND)
+        return [sys.executable, "-u", program, *arguments]
+    if shutil.which(program, path=environ.get("PATH")) is None:
+        if "/" in program and Path(program).exists():
+            raise ProgramError(
+                f"{program} is not executable: run `chmod +x {program}`, or name the interpreter before it",
+                EXIT_NOT_EXECUTABLE,
+            )
+        raise ProgramError(f"there is no program {program}", EXIT_NOT_FOUND)
+    return [program, *arguments]
+
+
+def _rank_environments(
+    ranks: int, environ: Mapping[str, str], directory: Path, job_id: str
+) -> Callable[[int], dict[str, str]]:
+    shared = {
+        # Without these a rank's output comes late and a crash in native code leaves no trace.
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        **environ,
+        "MULTIRING_SIZE": str(ranks),
+        "MULTIRING_LOCAL_SIZE": str(ranks),
+        "MULTIRING_CROSS_RANK": "0",
+        "MULTIRING_CROSS_SIZE": "1",
+        "MULTIRING_STORE": directory.as_uri(),
+        "MULTIRING_SECRET": secrets.token_hex(32),
+        "MULTIRING_JOB_ID": job_id,
+    }
+    return lambda rank: {**shared, "MULTIRING_RANK": str(rank), "MULTIRING_LOCAL_RANK": str(rank)}
+
+
+def _may_read_stdin() -> bool:
+    """Whether rank 0 may have our stdin: not from a terminal whose input belongs to another job."""
+    if not os.isatty(0):
+        return True
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _open_missing_standard_descriptors() -> None:
+    # Where one is closed, the next file opened would take its number and get the output meant for it.
+    while True:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+        if descriptor > 2:
+            os.close(descriptor)
+            return
+        os.set_inheritable(descriptor, True)
+
+
+def _say(lines: Sequence[str]) -> None:
+    """Writes a message of the launcher itself to stderr."""
+    text = "".join(f"multiring: {line}\n" for line in lines)
+    with contextlib.suppress(OSError):  # nobody listens
+        os.write(2, text.encode(errors="replace"))

@@ -1,0 +1,132 @@
+"""The command line of `multiring run`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+from multiring.errors import UsageError
+from multiring.launcher.job import JobOptions, ProgramError, run_job
+
+__all__ = ["add_arguments", "main"]
+
+_EXAMPLES = """\
+examples:
+  multiring run -np 4 train.py --epochs 10
+  multiring run -np 2 -m my_package.train --epochs 10
+  multiring run -np 2 --timeout 3600 --output-dir logs -- ./my_program -v
+
+A program whose name ends in ".py" is run by this Python. What comes after the program belongs to the program.
+
+exit code:
+  0    every rank ended with 0
+  N    the code of the rank that failed first; 128 + signal if a signal ended it
+  124  --timeout has passed
+  126  the program cannot be executed; 127 there is no such program
+  130  Ctrl-C; likewise 128 + signal for SIGTERM (143) and SIGHUP (129)
+  2    the command line or an environment variable of multiring is wrong
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `multiring run`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
+    parser.usage = "multiring run -np N [options] program [arguments ...]\n       "
+    parser.usage += "multiring run -np N [options] -m module [arguments ...]"
+    parser.add_argument(
+        "-np", "-n", dest="ranks", type=_ranks, required=True, metavar="N", help="number of ranks to start"
+    )
+    parser.add_argument(
+        "--bind",
+        choices=("core", "none"),
+        help="core: give each rank an equal share of the processors; none: leave that to the kernel "
+        "(default: core if there is a processor for each rank)",
+    )
+    parser.add_argument(
+        "--timeout", type=_seconds, metavar="S", help="end the job, with exit code 124, after so many seconds"
+    )
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        metavar="D",
+        help="write each rank's output to D/rank.K.stdout and D/rank.K.stderr as well",
+    )
+    parser.add_argument(
+        "--tag-output",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help='begin each line with its "[rank]" (default: if there are several ranks)',
+    )
+    parser.add_argument(
+        "--env",
+        action="append",
+        type=_assignment,
+        default=[],
+        metavar="K=V",
+        help="set a variable for the ranks; may be repeated",
+    )
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="module ...", help="run a Python module"
+    )
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="program ...", help="what to run")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the job that `args` describes; returns the exit code.
+
+    Raises:
+        UsageError: No program is named, or a variable of multiring has a value that is not accepted.
+    """
+    program: list[str] = args.program
+    module: str | None = None
+    if args.module is not None:
+        module, *program = args.module or [""]
+    elif program[:1] == ["--"]:
+        program = program[1:]
+    if not (module or program):
+        raise UsageError("name the program that the ranks run, as in: multiring run -np 2 train.py")
+    options = JobOptions(
+        ranks=args.ranks,
+        program=program,
+        module=module,
+        bind=args.bind,
+        timeout=args.timeout,
+        output_dir=args.output_dir,
+        tag_output=args.tag_output,
+        environment=dict(args.env),
+    )
+    try:
+        return run_job(options)
+    except ProgramError as error:
+        print(f"multiring: {error}", file=sys.stderr)
+        return error.code
+
+
+def _ranks(text: str) -> int:
+    try:
+        ranks = int(text)
+    except ValueError:
+        ranks = 0
+    if ranks < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: give an integer of at least 1")
+    return ranks
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: give seconds, more than 0")
+    return seconds
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not (name and separator):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value

@@ -1,0 +1,132 @@
+"""One rank as a process of this host."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+__all__ = ["RankProcess", "signal_name"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, as "SIGKILL"."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class RankProcess:
+    """Starts the process of one rank in a session and process group of its own.
+
+    It dies with the launcher, even if that is killed with SIGKILL. Its process id stays reserved until
+    `release`, so that signals to its group can never hit strangers.
+
+    Args:
+        rank: The rank.
+        command: Program and arguments.
+        environ: Its environment.
+        cpus: Processors it may run on, or None for those of the launcher.
+        stdin: Whether it gets our stdin; otherwise /dev/null.
+        piped: Whether stdout and stderr are pipes to us; otherwise they are our own.
+
+    Raises:
+        OSError: The program cannot be started.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        cpus: frozenset[int] | None,
+        stdin: bool,
+        piped: bool,
+    ) -> None:
+        self.rank = rank
+        self.code: int | None = None  # exit code, or minus the signal that ended it; None while it runs
+        output = subprocess.PIPE if piped else None
+        with warnings.catch_warnings():
+            # Python warns of running code between fork and exec where native libraries have made threads;
+            # ours only makes system calls there.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process = subprocess.Popen(
+                command,
+                env=environ,
+                bufsize=0,
+                stdin=None if stdin else subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=_before_exec(os.getpid(), cpus),
+            )
+        self.pid = self._process.pid
+
+    def outputs(self) -> dict[str, int]:
+        """The reading ends of its pipes "stdout" and "stderr", if it has any; the caller closes them."""
+
+        def give_away(stream: IO[bytes] | None) -> int:
+            assert stream is not None
+            descriptor = os.dup(stream.fileno())
+            stream.close()
+            return descriptor
+
+        if self._process.stdout is None:
+            return {}
+        return {"stdout": give_away(self._process.stdout), "stderr": give_away(self._process.stderr)}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it had not ended when `look` was last called."""
+        return self.code is None
+
+    def look(self) -> bool:
+        """Whether it has ended since the last look."""
+        if self.code is not None:
+            return False
+        # WNOWAIT leaves the zombie, which keeps the process id and with it the group's number from being
+        # reused.
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return False
+        self.code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        return True
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process alone."""
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def signal_group(self, number: int) -> None:
+        """Sends a signal to the process and to what it has started in its group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def release(self) -> None:
+        """Collects the ended process; from then on it cannot be signalled."""
+        if self.code is not None:
+            self._process.wait()
+
+
+def _before_exec(launcher: int, cpus: frozenset[int] | None) -> Callable[[], None]:
+    """What the child does between fork and exec; everything it needs is looked up here, before the fork."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != launcher:  # the launcher died before the line above
+            os._exit(1)
+        if cpus is not None:
+            os.sched_setaffinity(0, cpus)
+
+    return prepare

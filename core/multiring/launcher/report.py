@@ -1,0 +1,117 @@
+"""Which rank is to blame when a job fails, and what to tell about it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from multiring.launcher.process import signal_name
+
+__all__ = ["RankEnd", "blame", "exit_code", "failure_report"]
+
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "killed from outside; most often by the kernel's out-of-memory killer: look at `dmesg`, "
+    "use fewer ranks or a smaller batch, or raise the memory limit",
+    signal.SIGSEGV: "native code touched memory that is not there; stacks of Python threads are in stderr",
+    signal.SIGBUS: "a memory mapping lost its backing: a full file system or a memory limit of the container",
+    signal.SIGABRT: "native code gave up; the reason is in stderr",
+    signal.SIGILL: "an instruction that this processor lacks: a library was built for another one; with "
+    "MULTIRING_SIMD=plain multiring uses none of them",
+    signal.SIGTERM: "asked to end by somebody other than the launcher",
+}
+
+# How Python begins the message of the exception that ends it, and what a rank raises because another one
+# failed.
+_EXCEPTION = re.compile(r"(?<!\w)(\w*(?:Error|Exception|Interrupt|Exit))(?=:|$)")
+_SECONDARY = ("PeerLostError", "AbortedError")
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended.
+
+    Attributes:
+        rank: The rank.
+        pid: Its process id.
+        code: Exit code, minus the signal that ended it, or None if it cannot be ended.
+        by_launcher: Whether it ended after the launcher had told it to.
+        stderr: The last lines of its stderr.
+    """
+
+    rank: int
+    pid: int
+    code: int | None
+    by_launcher: bool
+    stderr: Sequence[str]
+
+    @property
+    def is_secondary(self) -> bool:
+        """Whether its last words are that another rank was lost."""
+        names = [found[1] for line in self.stderr if (found := _EXCEPTION.search(line))]
+        return names[-1:] in ([name] for name in _SECONDARY)
+
+    def how(self) -> str:
+        """ "exit code 3" or "signal SIGKILL"."""
+        if self.code is None:
+            return "cannot be ended (stuck in the kernel)"
+        return f"signal {signal_name(-self.code)}" if self.code < 0 else f"exit code {self.code}"
+
+
+def blame(failures: Sequence[RankEnd]) -> RankEnd:
+    """The rank that failed first, of `failures` in the order they were seen.
+
+    Those that failed because another had come within milliseconds of it and may be seen first; a signal is
+    never such a consequence, and their last line gives away the others.
+    """
+
+    def likelihood(place: int) -> tuple[bool, bool, int]:
+        end = failures[place]
+        return (end.is_secondary, (end.code or 0) > 0, place)
+
+    return failures[min(range(len(failures)), key=likelihood)]
+
+
+def exit_code(code: int) -> int:
+    """A process's end as a shell gives it: 128 plus the signal."""
+    return 128 - code if code < 0 else code
+
+
+def failure_report(
+    culprit: RankEnd, others: Sequence[RankEnd], *, host: str, seconds: float, oom_kills: int
+) -> list[str]:
+    """The lines that tell which rank failed and how, without the launcher's name before them."""
+    who = f"rank {culprit.rank} (process {culprit.pid} on {host})"
+    lines = [f"{who} failed with {culprit.how()} after {seconds:.1f} s"]
+    if culprit.code is not None and culprit.code < 0:
+        hint = _HINTS.get(-culprit.code)
+        if oom_kills and culprit.code == -signal.SIGKILL:
+            hint = (
+                "the kernel's out-of-memory killer struck in this container during the job: use fewer ranks "
+                "or a smaller batch, or raise the memory limit"
+            )
+        lines += [f"  {hint}"] if hint else []
+    if culprit.stderr:
+        lines.append(f"last lines of rank {culprit.rank}'s stderr:")
+        lines += [f"  | {line}" for line in culprit.stderr]
+    lines += _others(culprit, others)
+    return lines
+
+
+def _others(culprit: RankEnd, others: Sequence[RankEnd]) -> list[str]:
+    groups: dict[str, list[int]] = {}
+    for end in others:
+        if end.rank == culprit.rank:
+            continue
+        if end.code == 0:
+            how = "had ended with exit code 0" if not end.by_launcher else "ended when told to"
+        elif end.by_launcher:
+            how = f"ended by the launcher ({end.how()})" if end.code is not None else end.how()
+        else:
+            how = f"failed as well ({end.how()})"
+        groups.setdefault(how, []).append(end.rank)
+    return [
+        f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}: {how}"
+        for how, ranks in groups.items()
+    ]

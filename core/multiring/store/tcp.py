@@ -1,0 +1,317 @@
+"""A store behind one TCP port, for ranks that share no directory.
+
+Both ends prove that they know the job's secret (the HMAC challenge of `multiprocessing.connection`, in both
+directions) before anything else is read; messages are plain bytes with bounded sizes and are never unpickled.
+What follows the challenge is neither encrypted nor signed, so the port belongs in a network that can be
+trusted with the training data as well.
+
+A request is: operation (1 byte), milliseconds to wait (4 bytes), length of the key (2 bytes), key, value. A
+reply is a status byte and, after `get`, the value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import struct
+import threading
+import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from types import TracebackType
+from typing import Self
+
+from multiring import errors
+from multiring.errors import PeerLostError, UsageError
+from multiring.store.base import MAX_KEY_BYTES, MAX_VALUE_BYTES, Store, check_key, check_value, no_such_key
+
+__all__ = ["TcpStore", "TcpStoreServer"]
+
+_REQUEST = struct.Struct("!BIH")
+_MAX_REQUEST = _REQUEST.size + MAX_KEY_BYTES + MAX_VALUE_BYTES
+_MAX_REPLY = 1 + MAX_VALUE_BYTES
+_SET, _GET = 1, 2
+_OK, _ABSENT = b"\x01", b"\x00"
+
+# A stranger holds a thread and a descriptor for so long at most, and there are so many of these at most; then
+# the oldest goes, so that a flood of them cannot lock out a rank.
+_HANDSHAKE_SECONDS = 10.0
+_MAX_STRANGERS = 128
+
+# A client asks anew so often, so that no server thread waits long for a client that is gone.
+_GET_SLICE = 0.5
+_REPLY_GRACE = 20.0
+
+
+class TcpStoreServer:
+    """Serves a store on one port until it is closed; runs in threads of its own.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0 lets the system choose.
+        secret: The job's secret; not empty.
+
+    Attributes:
+        host: The address.
+        port: The port.
+
+    Raises:
+        UsageError: The secret is empty or the address cannot be listened on.
+    """
+
+    def __init__(self, host: str, port: int = 0, secret: bytes = b"") -> None:
+        if not secret:
+            raise UsageError("a TCP store needs a secret that is not empty: anybody can reach its port")
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family, backlog=512)
+        except (OSError, OverflowError) as error:
+            raise UsageError(f"the store cannot listen on {host}:{port}: {error}") from error
+        self._listener.settimeout(1.0)
+        self.host = host
+        self.port: int = self._listener.getsockname()[1]
+        self._secret = secret
+        self._values: dict[bytes, bytes] = {}
+        self._changed = threading.Condition()
+        self._closed = False  # guarded by _changed, like _values
+        self._peers: dict[_Peer, None] = {}  # in order of arrival
+        self._peers_lock = threading.Lock()  # never held together with _changed
+        self._acceptor = threading.Thread(target=self._accept, name="multiring-store", daemon=True)
+        self._acceptor.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops serving and closes every connection; clients get PeerLostError. May be called again."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join()
+        self._listener.close()
+        with self._peers_lock:
+            peers = list(self._peers)
+        for peer in peers:
+            peer.hang_up()
+        for peer in peers:
+            peer.thread.join()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                accepted, _ = self._listener.accept()
+            except TimeoutError:
+                pass
+            except OSError:
+                # Out of descriptors, or a connection that was reset in the queue: neither ends the service.
+                time.sleep(0.01)
+            else:
+                self._start(accepted)
+            self._dismiss_strangers()
+
+    def _start(self, accepted: socket.socket) -> None:
+        try:
+            peer = _Peer(accepted)
+            peer.thread = threading.Thread(target=self._serve, args=(peer,), daemon=True)
+            with self._peers_lock:
+                self._peers[peer] = None
+            peer.thread.start()
+        except (OSError, RuntimeError):  # no descriptor or no thread left: the client asks again
+            accepted.close()
+
+    def _dismiss_strangers(self) -> None:
+        now = time.monotonic()
+        with self._peers_lock:
+            strangers = [peer for peer in self._peers if not peer.trusted]
+        for place, peer in enumerate(strangers):
+            if now - peer.arrived > _HANDSHAKE_SECONDS or place < len(strangers) - _MAX_STRANGERS:
+                peer.hang_up()
+
+    def _serve(self, peer: _Peer) -> None:
+        try:
+            peer.greet(self._secret)
+            while True:
+                peer.connection.send_bytes(self._answer(peer.connection.recv_bytes(_MAX_REQUEST)))
+        except (OSError, EOFError, AuthenticationError, AssertionError, ValueError, struct.error):
+            pass  # gone, or not one of ours
+        finally:
+            with self._peers_lock:
+                self._peers.pop(peer, None)
+            peer.close()
+
+    def _answer(self, request: bytes) -> bytes:
+        operation, milliseconds, key_length = _REQUEST.unpack_from(request)
+        end = _REQUEST.size + key_length
+        key, value = request[_REQUEST.size : end], request[end:]
+        if len(key) != key_length:
+            raise ValueError("truncated request")
+        with self._changed:
+            if operation == _SET:
+                self._values[key] = value
+                self._changed.notify_all()
+                return _OK
+            if operation != _GET:
+                raise ValueError("unknown operation")
+            wait = min(milliseconds / 1000, 2 * _GET_SLICE)
+            self._changed.wait_for(lambda: self._closed or key in self._values, wait)
+            found = self._values.get(key)
+        return _ABSENT if found is None else _OK + found
+
+
+class _Peer:
+    """One accepted connection."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self._socket = accepted
+        _limit_waits(accepted, receive=_HANDSHAKE_SECONDS, send=_HANDSHAKE_SECONDS)
+        self.connection = _connection(accepted)
+        self.arrived = time.monotonic()
+        self.trusted = False
+        self.thread: threading.Thread
+
+    def greet(self, secret: bytes) -> None:
+        deliver_challenge(self.connection, secret)
+        answer_challenge(self.connection, secret)
+        self.trusted = True
+        _limit_waits(self._socket, receive=0.0, send=_REPLY_GRACE)
+
+    def hang_up(self) -> None:
+        # Wakes the thread that reads from it, which then closes it; closing here could hit a reused number.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.connection.close()
+        self._socket.close()
+
+
+def _limit_waits(sock: socket.socket, *, receive: float, send: float) -> None:
+    """Lets reads and writes fail after so many seconds; 0 means never."""
+    sock.settimeout(None)
+    for option, seconds in ((socket.SO_RCVTIMEO, receive), (socket.SO_SNDTIMEO, send)):
+        fraction, whole = math.modf(seconds)
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(fraction * 1e6)))
+
+
+def _connection(sock: socket.socket) -> Connection:
+    """A message connection over a duplicate of the socket's descriptor, closed apart from the socket."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return Connection(os.dup(sock.fileno()))
+
+
+class TcpStore(Store):
+    """A client of `TcpStoreServer`; may be used by several threads.
+
+    Args:
+        host: Address of the server.
+        port: Port of the server.
+        secret: The job's secret.
+        connect_timeout: Seconds to go on trying, because the server may start after its clients.
+
+    Raises:
+        UsageError: The server has another secret.
+        TimeoutError: The server cannot be reached.
+    """
+
+    def __init__(self, host: str, port: int, secret: bytes, connect_timeout: float = 30.0) -> None:
+        self.host = host
+        self.port = port
+        self._secret = secret
+        self._connect_timeout = connect_timeout
+        self._lock = threading.Lock()
+        self._closed = False  # guarded by _lock
+        # One for each request that is under way at the same time, kept for the next; guarded by _lock.
+        self._idle: list[Connection] = [self._connect()]
+
+    def __str__(self) -> str:
+        return f"store tcp://{self.host}:{self.port}"
+
+    def set(self, key: str, value: bytes) -> None:
+        encoded = check_key(key)
+        check_value(key, value)
+        self._ask(_SET, 0.0, encoded, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        encoded = check_key(key)
+        deadline = time.monotonic() + timeout
+        while True:
+            remaining = max(0.0, deadline - time.monotonic())
+            reply = self._ask(_GET, min(_GET_SLICE, remaining), encoded)
+            if reply[:1] == _OK:
+                return reply[1:]
+            if time.monotonic() >= deadline:
+                raise no_such_key(key, str(self), timeout)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            while self._idle:
+                self._idle.pop().close()
+
+    def _connect(self) -> Connection:
+        deadline = time.monotonic() + self._connect_timeout
+        while True:
+            try:
+                return self._try_to_connect(max(0.1, deadline - time.monotonic()))
+            except (AuthenticationError, AssertionError) as error:
+                raise UsageError(
+                    f"the {self} does not know this job's secret: MULTIRING_SECRET differs between ranks, or "
+                    "the port belongs to another job"
+                ) from error
+            except (OSError, EOFError) as error:
+                if time.monotonic() >= deadline:
+                    raise errors.TimeoutError(
+                        f"the {self} cannot be reached within {self._connect_timeout:g} s "
+                        f"({error or 'it hung up'}): check that rank 0 runs and that no firewall is between",
+                        elapsed=self._connect_timeout,
+                    ) from error
+            time.sleep(0.05)
+
+    def _try_to_connect(self, timeout: float) -> Connection:
+        with socket.create_connection((self.host, self.port), timeout=timeout) as sock:
+            _limit_waits(sock, receive=min(timeout, _HANDSHAKE_SECONDS), send=_REPLY_GRACE)
+            connection = _connection(sock)
+            try:
+                answer_challenge(connection, self._secret)
+                deliver_challenge(connection, self._secret)
+                _limit_waits(sock, receive=0.0, send=_REPLY_GRACE)
+            except BaseException:
+                connection.close()
+                raise
+            return connection
+
+    def _ask(self, operation: int, wait: float, key: bytes, value: bytes = b"") -> bytes:
+        request = _REQUEST.pack(operation, math.ceil(wait * 1000), len(key)) + key + value
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        connection = connection or self._connect()
+        try:
+            connection.send_bytes(request)
+            if not connection.poll(wait + _REPLY_GRACE):
+                raise OSError(f"no answer within {wait + _REPLY_GRACE:g} s")
+            reply = connection.recv_bytes(_MAX_REPLY)
+        except (OSError, EOFError) as error:
+            connection.close()
+            raise PeerLostError(
+                f"the {self} is gone ({error or 'it hung up'}): the process that serves it, rank 0 or "
+                "the launcher, has ended; look at its output"
+            ) from error
+        except BaseException:
+            connection.close()  # the reply to this request would be taken for the next one's
+            raise
+        with self._lock:
+            if self._closed:
+                connection.close()
+            else:
+                self._idle.append(connection)
+        return reply
