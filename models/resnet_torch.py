@@ -1,0 +1,143 @@
+"""The ResNet specification built in Torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from multiring.errors import UsageError
+from multiring.models.resnet_spec import (
+    INPUT,
+    Add,
+    BatchNorm,
+    Conv,
+    Dense,
+    GlobalAveragePool,
+    Layer,
+    MaxPool,
+    Relu,
+    ResNetSpec,
+)
+from torch import nn
+
+__all__ = ["TorchResNet", "load_weights", "read_weights"]
+
+
+class TorchResNet(nn.Module):
+    """A network that runs the layers of a specification in order.
+
+    Parameters and running statistics bear the names of the specification
+    (`stage1.block1.conv1.weight`), so weights are loaded by name.
+
+    Args:
+        spec: The network.
+        dtype: Floating-point type of the parameters and of the images.
+    """
+
+    def __init__(self, spec: ResNetSpec, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.spec = spec
+        self._released = spec.last_uses()
+        for layer in spec.layers:
+            _attach(self, layer.name, _module(layer, dtype))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Class scores `(batch, classes)` of images `(batch, channels, height, width)`."""
+        values = {INPUT: images}
+        for layer, released in zip(self.spec.layers, self._released, strict=True):
+            # Looked up each time, since a conversion of the batch normalisation replaces modules.
+            module = self.get_submodule(layer.name)
+            values[layer.name] = module(*[values[name] for name in layer.inputs])
+            for name in released:
+                del values[name]
+        return values[self.spec.output]
+
+
+class _Sum(nn.Module):
+    def forward(self, branch: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
+        return branch + shortcut
+
+
+class _SpatialMean(nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value.mean(dim=(2, 3))
+
+
+def _module(layer: Layer, dtype: torch.dtype) -> nn.Module:
+    # One branch per kind of layer: the table of what each becomes in Torch.
+    if isinstance(layer, Conv):
+        return nn.Conv2d(
+            layer.in_channels,
+            layer.out_channels,
+            layer.kernel,
+            stride=layer.stride,
+            padding=layer.padding,
+            bias=False,
+            dtype=dtype,
+        )
+    if isinstance(layer, BatchNorm):
+        return nn.BatchNorm2d(layer.channels, eps=layer.eps, momentum=layer.momentum, dtype=dtype)
+    if isinstance(layer, Relu):
+        return nn.ReLU()
+    if isinstance(layer, MaxPool):
+        return nn.MaxPool2d(layer.kernel, stride=layer.stride, padding=layer.padding)
+    if isinstance(layer, Add):
+        return _Sum()
+    if isinstance(layer, GlobalAveragePool):
+        return _SpatialMean()
+    if isinstance(layer, Dense):
+        return nn.Linear(layer.in_features, layer.out_features, dtype=dtype)
+    raise UsageError(f"layer {layer.name} is of a kind that the Torch network does not know")
+
+
+def _attach(root: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, leaf = path.split(".")
+    for name in parents:
+        if name not in root._modules:
+            root.add_module(name, nn.Module())
+        root = root.get_submodule(name)
+    root.add_module(leaf, module)
+
+
+def _named_tensors(model: nn.Module, spec: ResNetSpec) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names = [parameter.name for parameter in spec.parameters()] + list(spec.state_shapes())
+    return {name: tensors[name] for name in names}
+
+
+def load_weights(model: TorchResNet, weights: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Copy weights into the network by name, converting to the network's dtype.
+
+    Args:
+        model: The network; also after a conversion of its batch normalisation.
+        weights: All parameters and running statistics, as `initial_weights` returns them.
+
+    Raises:
+        UsageError: A name is missing, unknown, or its shape differs; nothing was copied.
+    """
+    tensors = _named_tensors(model, model.spec)
+    if missing := sorted(tensors.keys() - weights.keys()):
+        raise UsageError(
+            f"weights lack {len(missing)} of {len(tensors)} tensors of the network, first {missing[0]}"
+        )
+    if unknown := sorted(weights.keys() - tensors.keys()):
+        raise UsageError(f"weights hold {len(unknown)} tensors that the network lacks, first {unknown[0]}")
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != weights[name].shape:
+            raise UsageError(
+                f"{name} has shape {tuple(tensor.shape)} but the weights hold {weights[name].shape}"
+            )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
+
+
+def read_weights(model: TorchResNet) -> dict[str, npt.NDArray[Any]]:
+    """Copies of all parameters and running statistics by name, as `load_weights` takes them."""
+    return {
+        name: tensor.detach().cpu().numpy().copy()
+        for name, tensor in _named_tensors(model, model.spec).items()
+    }

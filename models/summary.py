@@ -1,0 +1,84 @@
+"""The end of a training: what was done, with what result, and where it lies."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from multiring.models import outputs
+from multiring.models.driver import Job, Result
+from multiring.models.outputs import DirectoryOutputs
+
+__all__ = ["describe", "summarise"]
+
+
+def describe(job: Job) -> str:
+    """One paragraph on what is about to be trained, for the start."""
+    lines = _description(job)
+    end = f"{job.last_step} steps, {job.last_step / job.per_epoch:.4g} epochs"
+    return f"training {lines['network']}\n  on {lines['data']}\n  with {lines['ranks']}, {end}"
+
+
+def summarise(job: Job, result: Result, seconds: float, written: DirectoryOutputs) -> str:
+    """Draw the curve, write `summary.json` and describe the training; called by rank 0.
+
+    Args:
+        job: The training.
+        result: What came out.
+        seconds: Wall time of the command so far.
+        written: The outputs of rank 0.
+
+    Returns:
+        The description, several lines.
+    """
+    speed = result.trained_images / result.seconds if result.seconds else 0.0
+    lines = _description(job) | {
+        "training": f"{result.steps / job.per_epoch:.4g} epochs, {result.steps} steps, "
+        f"{result.seconds:.1f} s at {speed:.0f} images/s; {seconds:.1f} s in all",
+        "test": _tested(result),
+    }
+    if job.options.report:
+        lines["curve"] = str(
+            written.draw(f"ResNet-{job.spec.depth}, {job.dataset.description}, {_ranks(job)}")
+        )
+        lines["log"] = f"tensorboard --logdir {job.output_dir / outputs.TENSORBOARD}"
+    lines["metrics"] = str(job.output_dir / outputs.METRICS)
+    lines["checkpoint"] = str(result.checkpoint) if result.checkpoint else "none was due"
+    values: dict[str, Any] = {
+        "ranks": job.comm.size,
+        "global_batch": job.global_batch,
+        "steps": result.steps,
+        "train_seconds": result.seconds,
+        "total_seconds": seconds,
+        "images_per_second": speed,
+        "test_accuracy": result.test.accuracy if result.test.count else None,
+        "test_loss": result.test.mean_loss if result.test.count else None,
+        "fingerprint": result.fingerprint,
+    }
+    (job.output_dir / outputs.SUMMARY).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return "\n".join(["trained", *(f"  {name:<11}{text}" for name, text in lines.items())])
+
+
+def _description(job: Job) -> dict[str, str]:
+    data, spec = job.dataset, job.spec
+    normalised = "over the global batch" if job.options.sync_bn else "per rank"
+    return {
+        "data": f"{data.description}: {data.count('train')} training and {data.count('test')} test images, "
+        f"{data.classes} classes, {data.channels}x{data.image_size}x{data.image_size}",
+        "network": f"ResNet-{spec.depth} ({spec.stem} stem), {spec.count_parameters():,} parameters, "
+        f"{job.options.dtype}, normalised {normalised}",
+        "ranks": _ranks(job),
+    }
+
+
+def _tested(result: Result) -> str:
+    test = result.test
+    if not test.count:
+        return "not evaluated"
+    share = f"{100 * test.accuracy:.2f} % ({test.correct} of {test.count})"
+    return f"accuracy {share}, loss {test.mean_loss:.4f}"
+
+
+def _ranks(job: Job) -> str:
+    plural = "s" if job.comm.size > 1 else ""
+    return f"{job.comm.size} rank{plural} of batch {job.options.batch_size} (global batch {job.global_batch})"

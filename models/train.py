@@ -1,0 +1,211 @@
+"""`multiring train`: trains a ResNet on real images over all ranks of the job.
+
+Runs under any launcher (`multiring run -np 2 multiring train`), and starts its own ranks when asked to
+(`multiring train -np 2`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+
+import multiring
+from multiring import Communicator, launch_environment
+from multiring.errors import MultiringError, UsageError
+from multiring.models import checkpoint, outputs
+from multiring.models.checkpoint import Checkpoint
+from multiring.models.data import open_dataset
+from multiring.models.driver import Driver, Job, Result
+from multiring.models.errors import CheckpointError
+from multiring.models.options import TrainOptions, add_arguments
+from multiring.models.outputs import DirectoryOutputs, NoOutputs, Outputs
+from multiring.models.progress import Progress, SilentProgress, open_progress
+from multiring.models.recipe import Recipe
+from multiring.models.resnet_spec import resnet
+from multiring.models.sharding import steps_per_epoch
+from multiring.models.summary import describe, summarise
+from multiring.models.trainer import Trainer
+
+__all__ = ["add_arguments", "main", "train"]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command.
+
+    Args:
+        args: What a parser with `add_arguments` gives.
+
+    Returns:
+        Exit code: 0, or 2 for a wrong option. Other errors are raised, so that the launcher ends the job.
+    """
+    started = time.perf_counter()
+    try:
+        options = TrainOptions.from_namespace(args)
+        if options.np is not None and launch_environment.detect().launcher == "none":
+            return _relaunch(options)
+    except UsageError as error:
+        print(f"multiring train: {error}", file=sys.stderr)
+        return 2
+    comm = multiring.init()
+    try:
+        if options.np not in (None, comm.size):
+            raise UsageError(f"-np {options.np} was given inside a job of {comm.size} ranks; leave it out")
+        train(options, comm, started=started)
+    except (MultiringError, OSError) as error:
+        if comm.rank == 0 or not isinstance(error, multiring.AbortedError):
+            print(f"multiring train: rank {comm.rank}: {error}", file=sys.stderr)
+        # The others may be waiting in a collective that this rank will not join.
+        comm.abort(f"rank {comm.rank}: {error}")
+        return 2 if isinstance(error, UsageError) else 1
+    except BaseException as error:
+        comm.abort(f"rank {comm.rank}: {type(error).__name__}: {error}")
+        raise
+    finally:
+        multiring.shutdown()
+    return 0
+
+
+def _relaunch(options: TrainOptions) -> int:
+    command = [sys.executable, "-m", "multiring", "run", "-np", str(options.np)]
+    # The launcher reads the ranks' output through a pipe; rank 0 draws its bar on the terminal itself.
+    terminal = os.ttyname(sys.stdout.fileno()) if sys.stdout.isatty() else None
+    inner = replace(options, np=None, progress_terminal=terminal)
+    sys.stdout.flush()
+    os.execv(sys.executable, [*command, "-m", "multiring.models.train", *inner.to_arguments()])
+
+
+def train(options: TrainOptions, comm: Communicator, *, started: float | None = None) -> Result:
+    """Train, evaluate and report; called by all ranks of `comm` with the same options.
+
+    Args:
+        options: What to train and how.
+        comm: The ranks.
+        started: `time.perf_counter()` when the command began, for the total time in the summary.
+
+    Returns:
+        The result, equal on all ranks but for the path of the checkpoint.
+
+    Raises:
+        UsageError: Options contradict each other or the state of the output directory.
+        DataError: The images cannot be read.
+        CheckpointError: The checkpoint to resume from, or one to write, is unusable.
+        DivergenceError: The loss is not finite, or ranks hold different bits.
+    """
+    started = time.perf_counter() if started is None else started
+    job = _make_job(options, comm)
+    state = _read_checkpoint(job)
+    driver_outputs: Outputs = NoOutputs()
+    with ExitStack() as stack:
+        progress: Progress = SilentProgress()
+        if comm.rank == 0:
+            resume_step = None if state is None else state.step
+            config = {"options": asdict(options), "resolved": asdict(job.resolved), "ranks": comm.size}
+            outputs.prepare_directory(
+                job.output_dir, resume_step=resume_step, overwrite=options.overwrite, config=config
+            )
+            shown = open_progress(job.last_step, resume_step or 0, options.progress_terminal)
+            progress = stack.enter_context(shown)
+            written = DirectoryOutputs(
+                job.output_dir, progress, resume_step=resume_step, report=options.report
+            )
+            stack.callback(written.close)
+            progress.line(describe(job))
+            driver_outputs = written
+        trainer = stack.enter_context(closing(_make_trainer(job)))
+        driver = Driver(job, trainer, driver_outputs)
+        if state is not None:
+            driver.resume(state)
+        result = driver.run()
+    if comm.rank == 0:
+        print("\n" + summarise(job, result, time.perf_counter() - started, written), flush=True)
+    return result
+
+
+def _make_job(options: TrainOptions, comm: Communicator) -> Job:
+    resolved = options.resolve()
+    dataset = open_dataset(
+        options.data, image_size=resolved.image_size, classes=resolved.classes, workers=options.workers
+    )
+    spec = resnet(resolved.depth, classes=dataset.classes, in_channels=dataset.channels, stem=resolved.stem)
+    spec.shapes(dataset.image_size)
+    global_batch = options.batch_size * comm.size
+    per_epoch = steps_per_epoch(dataset.count("train"), global_batch)
+    recipe = Recipe(
+        base_lr=resolved.lr,
+        global_batch=global_batch,
+        total_steps=per_epoch * resolved.epochs,
+        warmup_steps=round(per_epoch * resolved.warmup_epochs),
+        decay=resolved.decay,
+        momentum=options.momentum,
+        nesterov=resolved.nesterov,
+        weight_decay=resolved.weight_decay,
+    )
+    # Rank 0 alone looks at the clock and the disk, or ranks could disagree.
+    chosen = comm.broadcast_object(_output_dir(options, resolved.depth) if comm.rank == 0 else None, root=0)
+    return Job(options, resolved, dataset, spec, recipe, comm, Path(chosen))
+
+
+def _output_dir(options: TrainOptions, depth: int) -> str:
+    if options.output_dir is not None:
+        return options.output_dir
+    if options.resume == "auto":
+        raise UsageError("--resume without a path looks for checkpoints in --output-dir; give one of the two")
+    if options.resume is not None:
+        folder = checkpoint.locate(options.resume).resolve().parent
+        return str(folder.parent if folder.name == outputs.CHECKPOINTS else folder)
+    data = options.data if options.data in ("digits", "synthetic") else Path(options.data).resolve().name
+    return f"runs/{data}-resnet{depth}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _read_checkpoint(job: Job) -> Checkpoint | None:
+    """Rank 0 reads, since other hosts need not see its disk; all ranks raise what it met."""
+    if job.options.resume is None:
+        return None
+    found: Checkpoint | CheckpointError | None = None
+    if job.comm.rank == 0:
+        try:
+            if job.options.resume == "auto":
+                path = checkpoint.latest(job.checkpoints)
+            else:
+                path = checkpoint.locate(job.options.resume)
+            found = None if path is None else checkpoint.read(path)
+        except CheckpointError as error:
+            found = error
+    found = job.comm.broadcast_object(found, root=0)
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
+
+
+def _make_trainer(job: Job) -> Trainer:
+    # The driver needs no framework, so that a framework that is not installed does not stand in its way.
+    try:
+        import torch
+    except ImportError as error:
+        raise UsageError("--framework torch needs PyTorch; pip install 'multiring[torch]'") from error
+
+    from multiring.models.train_torch import TorchTrainer
+
+    if job.options.threads is not None:
+        torch.set_num_threads(job.options.threads)
+    return TorchTrainer(
+        job.spec,
+        job.recipe,
+        job.comm,
+        seed=job.options.seed,
+        dtype=job.options.dtype,
+        sync_bn=job.options.sync_bn,
+        zero_residual=job.resolved.zero_residual,
+    )
+
+
+if __name__ == "__main__":
+    command = argparse.ArgumentParser(prog="python -m multiring.models.train", allow_abbrev=False)
+    add_arguments(command)
+    sys.exit(main(command.parse_args()))

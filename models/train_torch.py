@@ -1,0 +1,158 @@
+"""The training step in Torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import multiring.torch
+import numpy.typing as npt
+import torch
+from multiring import Communicator
+from multiring.models.errors import CheckpointError
+from multiring.models.loader import Batch
+from multiring.models.recipe import Recipe
+from multiring.models.resnet_spec import ResNetSpec
+from multiring.models.resnet_torch import TorchResNet, load_weights, read_weights
+from multiring.models.trainer import Sums, hash_arrays
+from multiring.models.weights import initial_weights
+from torch.nn import functional
+
+__all__ = ["TorchTrainer"]
+
+Array = npt.NDArray[Any]
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+MODEL, MOMENTUM, GENERATOR = "model/", "optimizer/momentum/", "rng/torch"
+
+
+class TorchTrainer:
+    """A ResNet under stochastic gradient descent, its gradients averaged over the ranks by hooks.
+
+    Args:
+        spec: The network.
+        recipe: Optimizer settings; the learning rate comes with each step.
+        comm: The ranks that train together.
+        seed: Seed of the weights, the same on every rank.
+        dtype: "float32" or "float64".
+        sync_bn: Normalise over the global batch instead of over each rank's part of it.
+        zero_residual: See `initial_weights`.
+    """
+
+    def __init__(
+        self,
+        spec: ResNetSpec,
+        recipe: Recipe,
+        comm: Communicator,
+        *,
+        seed: int,
+        dtype: str = "float32",
+        sync_bn: bool = True,
+        zero_residual: bool = False,
+    ) -> None:
+        torch.manual_seed(seed)
+        self._comm = comm
+        self._sync_bn = sync_bn and comm.size > 1
+        self._dtype = DTYPES[dtype]
+        model = TorchResNet(spec, self._dtype)
+        load_weights(model, initial_weights(spec, seed, dtype=dtype, zero_residual=zero_residual))
+        if self._sync_bn:
+            multiring.torch.convert_sync_batchnorm(model, comm=comm)
+        self._model = model
+        multiring.torch.broadcast_parameters(model, root=0, comm=comm)
+        self._hooks = multiring.torch.register_gradient_hooks(model, comm=comm)
+        named = dict(model.named_parameters())
+        decaying = [named[parameter.name] for parameter in spec.parameters() if parameter.decays]
+        others = [named[parameter.name] for parameter in spec.parameters() if not parameter.decays]
+        self._optimizer = torch.optim.SGD(
+            [
+                {"params": decaying, "weight_decay": recipe.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=recipe.peak_lr,
+            momentum=recipe.momentum,
+            nesterov=recipe.nesterov,
+        )
+
+    def step(self, batch: Batch, lr: float) -> Sums:
+        """Train on one global batch; see `Trainer.step`."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.zero_grad()
+        self._model.train()
+        images, labels = self._tensors(batch)
+        if len(labels) == 0 and not self._sync_bn:
+            # Nothing to compute and nothing that the others wait for but the gradients: contribute zeros.
+            nothing = torch.stack([parameter.sum() for parameter in self._model.parameters()]).sum() * 0.0
+            torch.autograd.backward(nothing)
+            self._optimizer.step()
+            return Sums()
+        scores = self._model(images)
+        loss = functional.cross_entropy(scores, labels, reduction="sum")
+        # Averaged over ranks this is the sum over the global batch divided by its samples, for any split.
+        torch.autograd.backward(loss * (self._comm.size / batch.global_count))
+        self._optimizer.step()
+        return _sums(scores, labels, loss)
+
+    def evaluate(self, batch: Batch) -> Sums:
+        """Score a batch; see `Trainer.evaluate`."""
+        self._model.eval()
+        images, labels = self._tensors(batch)
+        with torch.no_grad():
+            scores = self._model(images)
+            return _sums(scores, labels, functional.cross_entropy(scores, labels, reduction="sum"))
+
+    def synchronise(self) -> None:
+        """Average the running statistics that ranks without synchronised normalisation gather separately."""
+        if self._sync_bn or self._comm.size == 1:
+            return
+        buffers = [self._model.get_buffer(name) for name in self._model.spec.state_shapes()]
+        joined = torch.cat(buffers)
+        self._comm.allreduce(joined, op="average", out=joined, name="running statistics")
+        for buffer, part in zip(buffers, torch.split(joined, [len(b) for b in buffers]), strict=True):
+            buffer.copy_(part)
+
+    def state(self) -> dict[str, Array]:
+        """Copies of model, momentum and generator; see `Trainer.state`."""
+        state = {MODEL + name: value for name, value in read_weights(self._model).items()}
+        for name, parameter in self._model.named_parameters():
+            momentum = self._optimizer.state[parameter].get("momentum_buffer")
+            if momentum is not None:
+                state[MOMENTUM + name] = momentum.detach().cpu().numpy().copy()
+        state[GENERATOR] = torch.get_rng_state().numpy().copy()
+        return state
+
+    def load_state(self, state: Mapping[str, Array]) -> None:
+        """Take over a state; see `Trainer.load_state`."""
+        weights = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
+        try:
+            load_weights(self._model, weights)
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint is of another network: {error}") from error
+        for name, parameter in self._model.named_parameters():
+            self._optimizer.state[parameter].clear()
+            if (momentum := state.get(MOMENTUM + name)) is not None:
+                tensor = torch.from_numpy(momentum.copy()).to(parameter.device, parameter.dtype)
+                self._optimizer.state[parameter]["momentum_buffer"] = tensor
+        torch.set_rng_state(torch.from_numpy(state[GENERATOR].copy()))
+
+    def fingerprint(self) -> str:
+        """Hash of parameters and momentum, and of the running statistics where they are synchronised."""
+        own = (
+            ()
+            if self._sync_bn or self._comm.size == 1
+            else tuple(MODEL + n for n in self._model.spec.state_shapes())
+        )
+        return hash_arrays({name: value for name, value in self.state().items() if name not in own})
+
+    def close(self) -> None:
+        """Take the hooks off the network."""
+        self._hooks.remove()
+
+    def _tensors(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.from_numpy(batch.images).to(self._dtype), torch.from_numpy(batch.labels)
+
+
+def _sums(scores: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor) -> Sums:
+    correct = int((scores.detach().argmax(dim=1) == labels).sum())
+    return Sums(float(loss.detach()), correct, len(labels))
