@@ -1,12 +1,12 @@
-"""Synchronous data-parallel training for every deep-learning framework over one native multi-ring allreduce core.
+"""Synchronous data-parallel training for every deep-learning framework over one native allreduce core.
 
     import multiring
 
     comm = multiring.init()
     total = comm.allreduce(array)
 
-Start it on several processes with `multiring run -np 4 python train.py`. Adapters: `multiring.torch` and so on,
-each imported on its own.
+Start it on several processes with `multiring run -np 4 python train.py`. Adapters: `multiring.torch` and so
+on, each imported on its own.
 """
 
 from importlib.metadata import version as _version

@@ -3,57 +3,94 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from multiring import _core
+from multiring.errors import UsageError
 from multiring.types import Array
 
-__all__ = ["as_array", "contiguous", "copy_into", "empty_like", "like"]
+__all__ = ["as_array", "contiguous", "copy_into", "empty_like", "like", "target_for"]
+
+_PLAIN = (bool, int, float, complex, list, tuple)
+_BYTES = (bytes, bytearray, memoryview)
 
 
-def _library(x: Array) -> ModuleType | None:
-    """The top-level module that an array's type comes from, which is imported if the array exists."""
-    return sys.modules.get(type(x).__module__.partition(".")[0])
+def _maker(x: Array, name: str) -> Any:
+    """The function `name` of the library that the type of `x`, or the nearest of its bases, comes from."""
+    for base in type(x).__mro__:
+        # The library is imported, or its array would not exist.
+        made = getattr(sys.modules.get(base.__module__.partition(".")[0]), name, None)
+        if made is not None:
+            return made
+    return None
 
 
 def as_array(x: Any) -> Array:
     """Python numbers and sequences as NumPy arrays; arrays as they are."""
-    return np.asarray(x) if isinstance(x, bool | int | float | list | tuple) else x
+    if not isinstance(x, _PLAIN):
+        return x
+    try:
+        return np.asarray(x)
+    except ValueError as error:
+        raise UsageError(f"a {type(x).__name__} does not make an array: {error}") from None
 
 
 def contiguous(x: Array) -> Array:
     """`x` itself if its elements lie in C order, else a copy that does."""
     if isinstance(x, np.ndarray | np.generic):
         return x if x.flags.c_contiguous else np.ascontiguousarray(x)
-    if hasattr(x, "is_contiguous"):
-        return x if x.is_contiguous() else x.contiguous()
     if isinstance(x, memoryview):
         return x if x.c_contiguous else np.ascontiguousarray(x)
+    if hasattr(x, "is_contiguous"):
+        try:
+            return x if x.is_contiguous() else x.contiguous()
+        except RuntimeError:  # a sparse tensor: the native core says what is wrong with it
+            return x
     return x
 
 
+def target_for(out: Array) -> Array:
+    """Where a result for `out` goes: `out` itself if its elements lie in C order, else memory to be copied
+    into it afterwards.
+
+    Raises:
+        UsageError: `out` is read-only.
+    """
+    target = contiguous(out)
+    if target is not out and (out.readonly if isinstance(out, memoryview) else _is_read_only(out)):
+        raise UsageError(f"cannot write to an array of type {type(out).__name__}: is it read-only?")
+    return target
+
+
+def _is_read_only(x: Array) -> bool:
+    return isinstance(x, np.ndarray | np.generic) and not x.flags.writeable
+
+
 def empty_like(x: Array) -> Array:
-    """A new C-ordered array of the kind, shape and dtype of the C-ordered `x`; NumPy for kinds that make none."""
+    """A new C-ordered array of the kind, shape and dtype of the C-ordered `x`; of NumPy where a kind makes
+    none."""
     if isinstance(x, np.ndarray | np.generic):
         return np.empty(x.shape, x.dtype)
-    make = getattr(_library(x), "empty_like", None)
+    make = _maker(x, "empty_like")
     if make is not None:
         return make(x)
-    return np.empty_like(np.asarray(x))
+    # NumPy would take bytes for a text.
+    return np.empty_like(np.asarray(memoryview(x) if isinstance(x, _BYTES) else x))
 
 
 def copy_into(out: Array, x: Array) -> None:
     """Copies `x` into the (perhaps strided) `out` of the same shape."""
+    if isinstance(out, memoryview):
+        out = np.asarray(out)
     out[...] = x
 
 
 def like(x: Array, result: _core.Result) -> Array:
     """The memory of `result` as an array of the kind of `x`, without a copy."""
     if not isinstance(x, np.ndarray | np.generic):
-        take = getattr(_library(x), "from_dlpack", None)
+        take = _maker(x, "from_dlpack")
         if take is not None:
             return take(result)
     array = result.numpy()

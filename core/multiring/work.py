@@ -6,8 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from multiring import _core
+from multiring.errors import UsageError
 
-__all__ = ["Work"]
+__all__ = ["Work", "seconds"]
+
+
+def seconds(timeout: float | None) -> float:
+    """A timeout as the native core takes it: negative for the default."""
+    if timeout is None:
+        return -1.0
+    if not timeout >= 0:  # NaN included
+        raise UsageError(f"timeout is {timeout}; expected seconds, at least 0, or None for the default")
+    return timeout
 
 
 class Work:
@@ -17,12 +27,14 @@ class Work:
     output not be read, before that.
     """
 
-    __slots__ = ("_core", "_finish", "_result")
+    __slots__ = ("_communicator", "_core", "_finish", "_result")
 
-    def __init__(self, core: _core.Work, finish: Callable[[_core.Work], Any]) -> None:
+    def __init__(self, core: _core.Work, finish: Callable[[_core.Work], Any], communicator: object) -> None:
         self._core = core
         self._finish: Callable[[_core.Work], Any] | None = finish
         self._result: Any = None
+        # A communicator that is let go of fails what is still pending in it.
+        self._communicator = communicator
 
     def done(self) -> bool:
         """Whether the operation is complete, with success or not. Never blocks."""
@@ -36,10 +48,12 @@ class Work:
                 communicator's own deadline.
 
         Raises:
+            UsageError: `timeout` is negative, or this process is a fork of the one that submitted the
+                operation.
             TimeoutError: `timeout` has passed; the operation goes on.
             MismatchError, PeerLostError, TimeoutError, AbortedError: The operation failed.
         """
-        self._core.wait(-1.0 if timeout is None else timeout)
+        self._core.wait(seconds(timeout))
         if self._finish is not None:
             self._result = self._finish(self._core)
             self._finish = None

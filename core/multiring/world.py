@@ -34,6 +34,8 @@ _world: Communicator | None = None
 # How often this process has called init: every rank of a job calls it equally often, so the number keeps the
 # addresses of one generation apart from those of the one before.
 _generation = 0
+# In a process that was forked from a rank: who that is.
+_parent: str | None = None
 
 
 class _Generation(Store):
@@ -51,19 +53,23 @@ class _Generation(Store):
 
 
 def init() -> Communicator:
-    """Joins the job that this process was launched in and returns the world, the communicator of all its ranks.
+    """Joins the job that this process was launched in and returns the world, the communicator of all its
+    ranks.
 
-    Rank, size and meeting point come from the launcher (`multiring run`, torchrun, mpirun, srun); without one,
-    this process is a world of size 1. Collective. Calling it again returns the same world.
+    Rank, size and meeting point come from the launcher (`multiring run`, torchrun, mpirun, srun); without
+    one, this process is a world of size 1. Collective. Calling it again returns the same world.
 
     Raises:
-        UsageError: The launcher's variables or a MULTIRING_ variable are wrong.
+        UsageError: The launcher's variables or a MULTIRING_ variable are wrong, or this process is a fork of
+            one that is a rank.
         TimeoutError: Ranks are missing after MULTIRING_TIMEOUT seconds; says which.
     """
     global _world, _generation
     with _lock:
         if _world is not None:
             return _world
+        if _parent is not None:
+            raise UsageError(_child_cannot(_parent))
         settings = config.load()
         _configure_log(settings.log_level)
         place = launch_environment.detect()
@@ -103,8 +109,8 @@ def _configure_log(level: str) -> None:
 def shutdown() -> None:
     """Leaves the job: closes the world and every communicator split from it. Idempotent; called at exit.
 
-    No collective: peers that still need this rank raise `PeerLostError`. `init` may be called again afterwards,
-    by all ranks.
+    No collective: peers that still need this rank raise `PeerLostError`. `init` may be called again
+    afterwards, by all ranks.
     """
     global _world
     with _lock:
@@ -124,6 +130,8 @@ def world() -> Communicator:
     Raises:
         UsageError: `init` has not been called.
     """
+    if _world is None and _parent is not None:
+        raise UsageError(_child_cannot(_parent))
     if _world is None:
         raise UsageError("multiring is not initialised: call multiring.init() first")
     return _world
@@ -159,12 +167,21 @@ def cross_size() -> int:
     return world().cross_size
 
 
+def _child_cannot(parent: str) -> str:
+    return (
+        f"this process was forked from {parent}, which alone is part of the job: leave communication to it, "
+        "or fork before multiring.init()"
+    )
+
+
 def _forget_in_child() -> None:
-    """A forked child (a data loader, say) has no part in the job: its copies of descriptors are closed, so that
-    peers notice the parent's end, and its exit says no goodbye in the parent's name."""
-    global _world, _lock
+    """A forked child (a data loader, say) has no part in the job: its copies of descriptors are closed, so
+    that peers notice the parent's end, and its exit says no goodbye in the parent's name."""
+    global _world, _lock, _parent
     _lock = threading.Lock()  # another thread may have held it
     if _world is not None:
+        if _world.size > 1:
+            _parent = f"rank {_world.rank} of {_world.size} (process {os.getppid()})"
         _world._forget_in_child()
         _world = None
 

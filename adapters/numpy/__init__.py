@@ -1,0 +1,20 @@
+"""The reference adapter: models whose gradients are NumPy arrays.
+
+It is the simplest user of the shared gradient machinery, useful for a hand-written model, and what the
+adapters of frameworks are compared with.
+
+    gradients = multiring.numpy.GradientBuckets(weights)
+    for x, y in batches:
+        gradients.zero()
+        for name, gradient in backward(weights, x, y):  # last layer first
+            gradients.ready(name, gradient)             # travels while the others are computed
+        for name, gradient in gradients.synchronize().items():
+            weights[name] -= rate * gradient
+"""
+
+from __future__ import annotations
+
+from multiring.numpy.gradients import GradientBuckets
+from multiring.numpy.state import average_metrics, broadcast_object, broadcast_parameters
+
+__all__ = ["GradientBuckets", "average_metrics", "broadcast_object", "broadcast_parameters"]

@@ -1,0 +1,151 @@
+"""Explicit gradient arrays in symmetric buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import multiring
+from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
+from multiring.errors import UsageError
+from multiring.gradient_reducer import GradientReducer, ReducerOptions
+from multiring.numpy.state import broadcast_parameters
+
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["GradientBuckets"]
+
+Array = NDArray[Any]
+
+
+class GradientBuckets:
+    """The gradients of one model, reduced while others are still computed. Creation is collective."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Array],
+        comm: Communicator | None = None,
+        *,
+        average: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> None:
+        """Allocate the buckets.
+
+        Args:
+            parameters: Arrays of dtype float16, float32 or float64 by name, in the same order on every rank;
+                only their shapes and dtypes are looked at.
+            comm: Ranks that train together; the world by default.
+            average: Divide by the number of ranks that have data; otherwise gradients are added.
+            bucket_bytes: Limit of a bucket, in bytes.
+            first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
+            prescale: Factor applied before the reduction.
+            postscale: Factor applied after it.
+
+        Raises:
+            UsageError: No parameters, or a dtype that cannot be reduced.
+            MismatchError: The ranks pass different names, shapes, dtypes or options.
+        """
+        self._comm = multiring.world() if comm is None else comm
+        specs = [ParameterSpec(name, a.shape, a.dtype.name) for name, a in parameters.items()]
+        options = ReducerOptions(
+            "average" if average else "sum", bucket_bytes, first_bucket_bytes, prescale, postscale
+        )
+        self._index = {spec.name: index for index, spec in enumerate(specs)}
+        self._reducer = GradientReducer(self._comm, specs, options)
+        self._present = [False] * len(specs)
+        self._views = self._make_views()
+
+    def add(self, name: str, gradient: Array) -> None:
+        """Add to a gradient of this step; more is to come, in this step or in `ready`."""
+        index = self._find(name)
+        if self._present[index]:
+            self._views[index] += gradient
+        else:
+            self._views[index][...] = gradient
+        self._present[index] = True
+        self._reducer.mark_produced(index)
+
+    def ready(self, name: str, gradient: Array | None = None) -> None:
+        """A gradient is complete and may leave.
+
+        Args:
+            name: Name of the parameter.
+            gradient: Array of the parameter's shape to add; None if `add` has had everything.
+
+        Raises:
+            UsageError: Unknown name, or the gradient has already left in this round.
+        """
+        if gradient is not None:
+            self.add(name, gradient)
+        index = self._find(name)
+        if not self._present[index]:
+            raise UsageError(f"rank {self._comm.rank}: '{name}' is said to be ready but has no gradient yet")
+        self._reducer.mark_ready(index)
+
+    def synchronize(self) -> dict[str, Array]:
+        """End the round: send what has not left, wait. Collective.
+
+        Returns:
+            The gradients that exist: reduced where any rank had a new one, as they were otherwise. The
+            arrays are views of the buckets and change with the next round.
+        """
+        generation, before = self._reducer.generation, self._views
+        self._reducer.finish(self)
+        if self._reducer.generation != generation:
+            self._views = self._make_views()
+            for old, new in zip(before, self._views, strict=True):
+                new[...] = old
+        return {name: self._views[index] for name, index in self._index.items() if self._present[index]}
+
+    def zero(self) -> None:
+        """Forget the gradients: the next `add` sets instead of adding."""
+        self._present = [False] * len(self._present)
+
+    @contextmanager
+    def join(self, parameters: Mapping[str, Array]) -> Iterator[None]:
+        """Context of a loop that may have fewer iterations on some ranks than on others.
+
+        A rank that leaves it answers the rounds of the others with zeros until all have left; averages
+        divide by the number of ranks that still have data. At the end all ranks take over the parameters of
+        one that had data to the last. Every rank has to use it, and `synchronize` is the only collective
+        inside.
+
+        Args:
+            parameters: Arrays to overwrite in the end, by name.
+        """
+        yield
+        root = self._reducer.join()
+        self.zero()
+        self._views = self._make_views()
+        broadcast_parameters(parameters, root, self._comm)
+
+    def close(self) -> None:
+        """Release the buckets. Arrays that `synchronize` returned must not be used afterwards."""
+        self._views = []
+        self._reducer.close()
+
+    def store(self, index: int) -> bool:
+        """Part of `GradientSource`: gradients are always in their slots."""
+        return self._present[index]
+
+    def publish(self, index: int) -> None:
+        """Part of `GradientSource`: another rank had a gradient that this rank had not."""
+        self._present[index] = True
+
+    def _find(self, name: str) -> int:
+        if name not in self._index:
+            raise UsageError(f"rank {self._comm.rank}: there is no parameter '{name}'")
+        return self._index[name]
+
+    def _make_views(self) -> list[Array]:
+        return [
+            self._reducer.slot(index).view(spec.dtype).reshape(spec.shape)
+            for index, spec in enumerate(self._reducer.specs)
+        ]

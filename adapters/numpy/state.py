@@ -1,0 +1,62 @@
+"""State and metrics of NumPy models over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
+
+import multiring
+from multiring import metrics as shared_metrics
+from multiring.state_sync import StateBuffer, broadcast_state
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["average_metrics", "broadcast_object", "broadcast_parameters"]
+
+T = TypeVar("T")
+
+
+def broadcast_parameters(
+    parameters: Mapping[str, NDArray[Any]], root: int = 0, comm: Communicator | None = None
+) -> None:
+    """Overwrite the arrays of all ranks with those of `root`. Collective.
+
+    Args:
+        parameters: Writable arrays of any dtype and shape, by name, in the same order on every rank.
+        root: Rank whose values everyone gets.
+        comm: Ranks that take part; the world by default.
+
+    Raises:
+        UsageError: `root` is not a rank.
+        MismatchError: The ranks pass different names, shapes or dtypes.
+    """
+    comm = multiring.world() if comm is None else comm
+    flat = {name: np.ascontiguousarray(array) for name, array in parameters.items()}
+    buffers = [
+        StateBuffer(
+            name, array.reshape(-1).view(np.uint8), f"{parameters[name].dtype} {parameters[name].shape}"
+        )
+        for name, array in flat.items()
+    ]
+    broadcast_state(comm, buffers, root)
+    for name, array in flat.items():
+        if not np.shares_memory(array, parameters[name]):
+            parameters[name][...] = array.reshape(parameters[name].shape)
+
+
+def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:
+    """Return `root`'s object on every rank; it has to be picklable. Collective."""
+    comm = multiring.world() if comm is None else comm
+    received: T = comm.broadcast_object(obj, root)
+    return received
+
+
+def average_metrics(
+    metrics: Mapping[str, SupportsFloat], count: float, comm: Communicator | None = None
+) -> dict[str, float]:
+    """Average metrics over ranks, weighted by `count` samples; see `multiring.metrics.average_metrics`."""
+    return shared_metrics.average_metrics(multiring.world() if comm is None else comm, metrics, count)

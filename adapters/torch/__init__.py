@@ -1,0 +1,38 @@
+"""The Torch adapter.
+
+import multiring.torch
+
+comm = multiring.init()
+multiring.torch.broadcast_parameters(model)
+multiring.torch.register_gradient_hooks(model)
+...
+loss.backward()   # p.grad is now the average over all ranks
+optimizer.step()
+"""
+
+from __future__ import annotations
+
+from multiring.torch.clipping import clip_grad_norm_
+from multiring.torch.hooks import GradientHooks
+from multiring.torch.optimizer import DistributedOptimizer
+from multiring.torch.registration import register_gradient_hooks
+from multiring.torch.state import (
+    average_metrics,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from multiring.torch.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+
+__all__ = [
+    "DistributedOptimizer",
+    "GradientHooks",
+    "SyncBatchNorm",
+    "average_metrics",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "clip_grad_norm_",
+    "convert_sync_batchnorm",
+    "register_gradient_hooks",
+]

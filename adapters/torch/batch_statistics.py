@@ -1,0 +1,115 @@
+"""Mean and variance over the batches of all ranks, and the normalisation that uses them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["Normalise", "Statistics", "global_statistics"]
+
+Tensor = torch.Tensor
+
+
+class Statistics(NamedTuple):
+    """Of the batches of all ranks: number of samples per channel, mean and biased variance; float64."""
+
+    samples: float
+    mean: Tensor
+    variance: Tensor
+
+
+def global_statistics(x: Tensor, comm: Communicator, label: str) -> Statistics:
+    """Statistics of the batches of all ranks, the same bits on each. Collective."""
+    channels = x.shape[1]
+    row = torch.zeros((1, 2 * channels + 1), dtype=torch.float64)
+    count = x.numel() // channels if channels else 0
+    if count:
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        variance, mean = torch.var_mean(x.to(_working_dtype(x)), axes, correction=0)
+        row[0, 0] = count
+        row[0, 1 : channels + 1] = mean
+        row[0, channels + 1 :] = variance.double() * count
+    rows: Tensor = comm.allgather(row, name=f"{label} forward")
+    total = _combine(rows)
+    return Statistics(
+        float(total[0]), total[1 : channels + 1], total[channels + 1 :] / max(float(total[0]), 1.0)
+    )
+
+
+def _combine(rows: Tensor) -> Tensor:
+    """Fold rows of (count, means, sums of squared deviations) in a balanced tree. Shape (2*channels + 1,)."""
+    if len(rows) == 1:
+        return rows[0]
+    half = 1 << ((len(rows) - 1).bit_length() - 1)
+    left, right = _combine(rows[:half]), _combine(rows[half:])
+    count = left[0] + right[0]
+    if left[0] == 0 or right[0] == 0:
+        return right if left[0] == 0 else left
+    channels = (len(left) - 1) // 2
+    difference = right[1 : channels + 1] - left[1 : channels + 1]
+    mean = left[1 : channels + 1] + difference * (right[0] / count)
+    squares = left[channels + 1 :] + right[channels + 1 :] + difference**2 * (left[0] * right[0] / count)
+    return torch.cat([count.reshape(1), mean, squares])
+
+
+class Normalise(torch.autograd.Function):
+    """Normalisation with given statistics, whose dependence on the input the backward pass accounts for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        statistics: Statistics,
+        eps: float,
+        comm: Communicator,
+        label: str,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.statistics, ctx.eps, ctx.comm, ctx.label = statistics, eps, comm, label
+        if x.numel() == 0:
+            return torch.empty_like(x)
+        dtype = _working_dtype(x)
+        mean, variance = statistics.mean.to(dtype), statistics.variance.to(dtype)
+        weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
+        return functional.batch_norm(x.to(dtype), mean, variance, weight, bias, False, 0.0, eps).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        statistics: Statistics = ctx.statistics
+        dtype = _working_dtype(x)
+        scale = (statistics.variance + ctx.eps).rsqrt()
+        deviation = x.to(dtype) - _per_channel(statistics.mean.to(dtype), x)
+        gradient = gradient.to(dtype)
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        # Sums over this rank's batch: of the gradient, and of the gradient times the normalised input.
+        sums = torch.stack([gradient.sum(axes).double(), (gradient * deviation).sum(axes).double() * scale])
+        grad_weight = sums[1].to(weight.dtype, copy=True) if ctx.needs_input_grad[1] else None
+        grad_bias = sums[0].to(weight.dtype, copy=True) if ctx.needs_input_grad[2] else None
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, grad_bias, None, None, None, None
+        ctx.comm.allreduce(sums, op="sum", out=sums, name=f"{ctx.label} backward")
+        means = sums / max(statistics.samples, 1.0)
+        factor = scale if weight is None else scale * weight.double()
+        # factor * (gradient - mean of gradients - normalised * mean of (gradient * normalised))
+        deviation.mul_(_per_channel((-factor * scale * means[1]).to(dtype), x))
+        deviation.addcmul_(gradient, _per_channel(factor.to(dtype), x))
+        deviation.sub_(_per_channel((factor * means[0]).to(dtype), x))
+        return deviation.to(x.dtype), grad_weight, grad_bias, None, None, None, None
+
+
+def _working_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(1, -1, *([1] * (like.dim() - 2)))

@@ -1,0 +1,240 @@
+"""Gradient hooks: gradients are reduced over ranks while the backward pass still runs.
+
+A backward call is a *pass*. The first gradient that arrives in a pass queues a callback with the autograd
+engine, which runs before `backward()` returns; there the round of the shared reducer ends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from multiring.errors import UsageError
+from multiring.gradient_reducer import ReducerOptions
+from multiring.torch.slots import ParameterSlots
+from multiring.torch.state import broadcast_optimizer_state, broadcast_parameters
+from multiring.torch.sync_batchnorm import SyncBatchNorm
+
+import torch
+from torch.autograd import Variable
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["GradientHooks"]
+
+
+class _Arrival:
+    """The hook of one parameter."""
+
+    __slots__ = ("_hooks", "_position")
+
+    def __init__(self, hooks: GradientHooks, position: int) -> None:
+        self._hooks = hooks
+        self._position = position
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self._hooks._arrived(self._position, parameter)
+
+
+class _Pass:
+    """One backward pass. The engine holds it until the pass has ended, or was aborted by an exception."""
+
+    def __init__(self, hooks: GradientHooks, reduce: bool) -> None:
+        self.reduce = reduce
+        self._hooks = hooks
+        self._flushed = False
+        self._inner: torch.utils.hooks.RemovableHandle | None = None
+
+    def queue(self, *_: object) -> None:
+        """Have the engine call this object at the end of the backward pass."""
+        if self._inner is not None:
+            self._inner.remove()  # the node may live on, but this object must not if the pass is aborted
+            self._inner = None
+        Variable._execution_engine.queue_callback(self)
+
+    def __call__(self) -> None:
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            # Only a backward pass inside of another has ended (a checkpoint with use_reentrant=True), whose
+            # node is still at work; from that node's post hook the callback reaches the outer pass.
+            self._inner = node.register_hook(self.queue)
+        elif self.reduce and not self._flushed:
+            # Callbacks of other models run in between, so that all have sent before any waits.
+            self._flushed = True
+            self._hooks._flush()
+            self.queue()
+        else:
+            self._hooks._end_pass(self.reduce)
+
+
+class GradientHooks:
+    """Handle of the gradient hooks on the parameters of a model; see `register_gradient_hooks`.
+
+    Attributes:
+        rounds: Number of times that gradients were reduced.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        comm: Communicator,
+        options: ReducerOptions,
+        *,
+        sparse: Collection[str] = (),
+        passes_per_round: int = 1,
+        module: torch.nn.Module | None = None,
+    ) -> None:
+        """Compare the model over ranks, allocate buckets, register hooks. Collective.
+
+        Args:
+            parameters: Parameters by name, in the same order on every rank. Those that do not require a
+                gradient are watched: they take part as soon as they do, on all ranks.
+            comm: Ranks that train together.
+            options: How to reduce.
+            sparse: Names of the parameters whose gradients stay sparse.
+            passes_per_round: Backward passes whose gradients are added up before they are reduced.
+            module: The model, whose state `join` hands to ranks that ran out of data.
+        """
+        if passes_per_round < 1:
+            raise UsageError(
+                f"rank {comm.rank}: {passes_per_round} backward passes per step; at least 1 is needed"
+            )
+        floating = {name: p for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
+        for name, parameter in floating.items():
+            _check_unhooked(comm.rank, name, parameter)
+        self.rounds = 0
+        self._comm = comm
+        # Weak, as all references to the model from here; see `ParameterSlots`.
+        self._module = None if module is None else weakref.ref(module)
+        self._passes_per_round, self._passes = passes_per_round, 0
+        self._enabled = True
+        self._pass: weakref.ref[_Pass] | None = None
+        self._slots = ParameterSlots(floating, comm, options, sparse)
+        # With one rank and no scaling there is nothing to do: gradients stay where autograd puts them.
+        self._is_local = comm.size == 1 and options.scale == 1.0
+        self._handles = (
+            [] if self._is_local else [_register(self, k, p) for k, p in enumerate(self._parameters)]
+        )
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether this rank has gradients that were not reduced yet."""
+        return not self._is_local and self._slots.reducer.has_unreduced
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context of backward calls whose gradients stay local; the next call outside reduces their sum."""
+        before, self._enabled = self._enabled, False
+        try:
+            yield
+        finally:
+            self._enabled = before
+
+    def synchronize(self) -> None:
+        """Reduce what gradients there are. Collective.
+
+        Only needed where no backward call does it: after `no_sync()`, or on a rank whose loss did not
+        involve the model while that of other ranks did.
+        """
+        if self._is_local:
+            return
+        if self._pass is None or self._pass() is None:
+            self._slots.cancel()
+        self._slots.follow_trainable()
+        self._end_pass(True)
+
+    @contextmanager
+    def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+        """Context of a loop that may have fewer iterations on some ranks than on others.
+
+        A rank that leaves it answers the backward passes of the others with zeros until all have left;
+        averages divide by the number of ranks that still have data. Then all ranks take over parameters and
+        buffers (and optimizer state, if given) from one that had data to the last. Every rank has to enter
+        it; gradients that were not reduced when a rank leaves are dropped. Other collectives must not be
+        used inside.
+
+        Args:
+            optimizer: Optimizer whose state to hand over as well.
+
+        Raises:
+            UsageError: The model has synchronised batch normalisation, which needs all ranks in every
+                iteration.
+        """
+        module = None if self._module is None else self._module()
+        if module is not None and any(isinstance(part, SyncBatchNorm) for part in module.modules()):
+            raise UsageError(
+                f"rank {self._comm.rank}: join() cannot be used with SyncBatchNorm, whose statistics need "
+                "all ranks in every iteration; give ranks without data empty batches instead"
+            )
+        yield
+        if self._is_local:
+            return
+        root = self._slots.join()
+        self._passes = 0
+        broadcast_parameters(self._slots.named() if module is None else module, root, self._comm)
+        if optimizer is not None:
+            broadcast_optimizer_state(optimizer, root, self._comm)
+
+    def remove(self) -> None:
+        """Remove the hooks and release the buckets. May be called twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._slots.close()
+
+    def _arrived(self, position: int, parameter: torch.Tensor) -> None:
+        """A gradient has been accumulated in `parameter.grad`."""
+        current = self._current_pass()
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            raise UsageError(
+                f"rank {self._comm.rank}: backward(create_graph=True) cannot differentiate through the "
+                "reduction over ranks; use torch.autograd.grad for higher derivatives"
+            )
+        if current.reduce:
+            self._slots.mark_ready(position)
+        else:
+            self._slots.mark_produced(position)
+
+    def _current_pass(self) -> _Pass:
+        current = None if self._pass is None else self._pass()
+        if current is None:
+            self._slots.cancel()
+            self._slots.follow_trainable()
+            current = _Pass(self, self._enabled and self._passes + 1 >= self._passes_per_round)
+            self._pass = weakref.ref(current)
+            current.queue()
+        return current
+
+    def _flush(self) -> None:
+        self._slots.flush()
+
+    def _end_pass(self, reduce: bool) -> None:
+        self._pass = None
+        if reduce:
+            self._passes = 0
+            self._slots.finish()
+            self.rounds += 1
+        elif self._enabled:
+            self._passes += 1
+
+
+def _check_unhooked(rank: int, name: str, parameter: torch.Tensor) -> None:
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    if any(isinstance(hook, _Arrival) for hook in hooks.values()):
+        raise UsageError(
+            f"rank {rank}: parameter '{name}' already has gradient hooks; remove() their handle first"
+        )
+
+
+def _register(
+    hooks: GradientHooks, position: int, parameter: torch.Tensor
+) -> torch.utils.hooks.RemovableHandle:
+    required = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch takes hooks on no others; they stay when it is switched off again
+    handle: torch.utils.hooks.RemovableHandle
+    handle = parameter.register_post_accumulate_grad_hook(_Arrival(hooks, position))  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(required)
+    return handle

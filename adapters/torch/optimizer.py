@@ -1,0 +1,205 @@
+"""An optimizer that steps with gradients reduced over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import multiring
+from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from multiring.errors import UsageError
+from multiring.gradient_reducer import ReducerOptions
+from multiring.torch.hooks import GradientHooks
+from multiring.torch.registration import named_parameters
+from multiring.torch.sparse import sparse_parameters
+from multiring.torch.state import NamedTensors
+
+import torch
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["DistributedOptimizer"]
+
+Closure = Callable[[], Any]
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer: gradients are reduced during backward, and `step()` makes sure that they are.
+
+    The wrapper holds the given optimizer and hands everything on to it: parameter groups, state and
+    defaults are the wrapped optimizer's own. It is a `torch.optim.Optimizer` by type, because learning-rate
+    schedulers insist on one; schedulers may be given the wrapper or the wrapped optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model_or_named_parameters: NamedTensors | None = None,
+        comm: Communicator | None = None,
+        *,
+        op: Literal["average", "sum"] = "average",
+        backward_passes_per_step: int = 1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        sparse_parameters: Iterable[str] = (),
+    ) -> None:
+        """Wrap `optimizer` and register hooks on the parameters that it updates. Collective.
+
+        Args:
+            optimizer: Any optimizer, built alike on every rank.
+            model_or_named_parameters: Where the names in error messages come from: the model, or its
+                `named_parameters()`. Without it parameters are called by group and position.
+            comm: Ranks that train together; the world by default.
+            op: "average" or "sum" of the gradients.
+            backward_passes_per_step: Backward calls whose gradients are added up, as always in torch, and
+                reduced after the last; divide the loss by it to get their mean.
+            prescale: Factor applied before the reduction.
+            postscale: Factor applied after it.
+            bucket_bytes: Limit of a bucket, in bytes.
+            first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
+            sparse_parameters: Names of parameters whose gradients are sparse; known already for
+                `torch.nn.Embedding(sparse=True)` when the model is given.
+
+        Raises:
+            UsageError: Parameters of the optimizer are not among the named ones, or have hooks already.
+            MismatchError: The ranks have different parameters or options.
+        """
+        self._wrapped = optimizer
+        self._source = model_or_named_parameters
+        self._comm = multiring.world() if comm is None else comm
+        self._options = ReducerOptions(op, bucket_bytes, first_bucket_bytes, prescale, postscale)
+        self._passes, self._sparse = backward_passes_per_step, frozenset(sparse_parameters)
+        if not isinstance(self._source, torch.nn.Module | Mapping | None):
+            self._source = dict(self._source)  # an iterator would be used up
+        self._skip = False
+        self._register()
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Update the parameters with reduced gradients.
+
+        Args:
+            closure: Re-evaluates the model, for optimizers such as LBFGS. The loss it returns is averaged
+                over ranks, so that all ranks decide alike.
+
+        Returns:
+            What the wrapped optimizer returns.
+        """
+        if closure is None:
+            if not self._skip:
+                self.synchronize()
+            result = self._wrapped.step()
+        else:
+            result = self._wrapped.step(self._synchronised(closure))
+        self._stepped_at = self._hooks.rounds
+        return result
+
+    def synchronize(self) -> None:
+        """Reduce gradients unless that has happened since the last step, as it does in backward. Collective.
+
+        Only needed before a step is prepared by other means (clipping, unscaling) in a place where backward
+        has been called less than `backward_passes_per_step` times, or did not involve the parameters on
+        this rank.
+        """
+        if self._hooks.has_unreduced or self._hooks.rounds == self._stepped_at:
+            self._hooks.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Context in which `step()` takes gradients as they are."""
+        before, self._skip = self._skip, True
+        try:
+            yield
+        finally:
+            self._skip = before
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context of backward calls whose gradients stay local; see `GradientHooks.no_sync`."""
+        return self._hooks.no_sync()
+
+    def join(self) -> AbstractContextManager[None]:
+        """Context of a loop with uneven data, see `GradientHooks.join`; hands over optimizer state too."""
+        return self._hooks.join(self._wrapped)
+
+    def remove(self) -> None:
+        """Remove the hooks and release the buckets; the wrapped optimizer goes on with local gradients."""
+        self._hooks.remove()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients; see `torch.optim.Optimizer.zero_grad`."""
+        self._wrapped.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the wrapped optimizer."""
+        return self._wrapped.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the wrapped optimizer."""
+        self._wrapped.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the wrapped optimizer; buckets are planned anew. Collective."""
+        self._wrapped.add_param_group(param_group)
+        self._hooks.remove()
+        self._register()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Parameter groups of the wrapped optimizer, not a copy."""
+        return self._wrapped.param_groups
+
+    @property
+    def wrapped(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer."""
+        return self._wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the wrapped optimizer's: state, defaults, hooks, attributes of its own."""
+        if name == "_wrapped":
+            raise AttributeError(name)
+        return getattr(self._wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """GradScaler leaves its findings on the optimizer whose step is to use them."""
+        target = self._wrapped if name in ("grad_scale", "found_inf") else self
+        object.__setattr__(target, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        target = self._wrapped if name in ("grad_scale", "found_inf") else self
+        object.__delattr__(target, name)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self._wrapped!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError("a DistributedOptimizer cannot be copied or pickled; save its state_dict() instead")
+
+    def _register(self) -> None:
+        model = self._source if isinstance(self._source, torch.nn.Module) else None
+        names = named_parameters(self._source, self._wrapped, self._comm.rank)
+        marked = set() if model is None else sparse_parameters(model)
+        sparse = {name for name, p in names.items() if id(p) in marked or name in self._sparse}
+        self._hooks = GradientHooks(
+            names, self._comm, self._options, sparse=sparse, passes_per_round=self._passes, module=model
+        )
+        self._stepped_at = 0
+
+    def _synchronised(self, closure: Closure) -> Closure:
+        """The closure, followed by what makes its result the same on every rank."""
+
+        def evaluate() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            if not self._skip:
+                self.synchronize()
+            self._stepped_at = self._hooks.rounds
+            if self._comm.size == 1 or loss is None:
+                return loss
+            value = torch.as_tensor(loss).detach().to("cpu", torch.float64).reshape(1)
+            self._comm.allreduce(value, op="average", out=value, name="loss of the closure")
+            return value[0].to(loss.dtype) if isinstance(loss, torch.Tensor) else float(value[0])
+
+        return evaluate

@@ -1,0 +1,190 @@
+"""The parameters that take part, and their gradients in the slots of the shared reducer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from multiring.errors import UsageError
+from multiring.gradient_reducer import GradientReducer, ReducerOptions, RoundResult
+from multiring.torch.buffers import as_tensor, gradient_view, specification
+from multiring.torch.sparse import reduce_rows
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["ParameterSlots"]
+
+
+class ParameterSlots:
+    """Moves gradients between parameters and buckets; the reducer's `GradientSource`.
+
+    A gradient is copied into its slot when it arrives, and from then on `parameter.grad` is a view of the
+    slot. (Autograd computes a gradient in memory of its own in any case; handing it a zeroed slot to add to would cost
+    more memory traffic than the copy.)
+
+    Parameters are referred to weakly: their hooks lead here, through memory that the garbage collector cannot see,
+    so a strong reference would keep a dropped model for ever.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        comm: Communicator,
+        options: ReducerOptions,
+        sparse: Collection[str],
+    ) -> None:
+        """Compare the model over ranks and allocate buckets for what requires a gradient. Collective."""
+        self._names = list(parameters)
+        self._parameters = [TensorWeakRef(parameter) for parameter in parameters.values()]
+        self._required = [True] * len(self._names)
+        self._comm, self._options, self._sparse = comm, options, frozenset(sparse)
+        self._reducer: GradientReducer | None = None
+        self._plan()
+
+    @property
+    def reducer(self) -> GradientReducer:
+        """The shared machinery at work.
+
+        Raises:
+            UsageError: The slots have been released.
+        """
+        if self._reducer is None:
+            raise UsageError(
+                f"rank {self._comm.rank}: the gradient hooks have been removed; register them again"
+            )
+        return self._reducer
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The parameters that still exist, by name."""
+        found = ((name, ref()) for name, ref in zip(self._names, self._parameters, strict=True))
+        return {name: parameter for name, parameter in found if parameter is not None}
+
+    def follow_trainable(self) -> None:
+        """Plan anew if parameters were frozen or thawed since. Collective then."""
+        if self._requirements() != self._required:
+            self._plan()
+
+    def mark_produced(self, position: int) -> None:
+        """A gradient was accumulated that a later round is to contain."""
+        self.reducer.mark_produced(self._index[position])
+
+    def mark_ready(self, position: int) -> None:
+        """A gradient of this round is in `parameter.grad`: it may leave."""
+        index = self._index[position]
+        self.store(index)
+        self.reducer.mark_ready(index)
+
+    def flush(self) -> None:
+        """Send all buckets that have not left."""
+        self.reducer.flush(self)
+
+    def finish(self) -> None:
+        """End the round. Collective."""
+        self._reduce_sparse(self.reducer.finish(self), joined=False)
+        self._refresh_views()
+
+    def cancel(self) -> None:
+        """Forget the round of a backward pass that was aborted by an exception."""
+        if self.reducer.is_open:
+            self.reducer.cancel()
+            self._refresh_views()
+
+    def join(self) -> int:
+        """Answer the rounds of ranks that still have data; returns one that had to the end. Collective."""
+        for parameter in self.named().values():
+            parameter.grad = None
+        root = self.reducer.join(lambda result: self._reduce_sparse(result, joined=True))
+        self._refresh_views()
+        return root
+
+    def close(self) -> None:
+        """Release the buckets; gradients go on in memory of their own. May be called twice."""
+        if self._reducer is None:
+            return
+        for parameter in self.named().values():
+            if parameter.grad is not None and parameter.grad.layout == torch.strided:
+                parameter.grad = parameter.grad.clone()
+        self._views.clear()
+        self._reducer.close()
+        self._reducer = None
+
+    def store(self, index: int) -> bool:
+        """Part of `GradientSource`: put what gradient there is in the slot and make the slot the gradient."""
+        parameter, view = self._trainable[index](), self._views.get(index)
+        gradient = None if parameter is None else parameter.grad
+        if parameter is None or gradient is None:
+            return False
+        if view is None or gradient is view:  # sparse, or there already
+            return True
+        if gradient.dtype != view.dtype or gradient.shape != view.shape:
+            name = self.reducer.specs[index].name
+            raise UsageError(
+                f"rank {self._comm.rank}: parameter '{name}' has become {gradient.dtype} "
+                f"{tuple(gradient.shape)}, it was {view.dtype} {tuple(view.shape)} when its hook was "
+                "registered; remove() the hooks before changing a model and register them again"
+            )
+        view.copy_(gradient if gradient.layout == torch.strided else gradient.to_dense())
+        parameter.grad = view
+        return True
+
+    def publish(self, index: int) -> None:
+        """Part of `GradientSource`: another rank had a gradient where this one had none."""
+        parameter = self._trainable[index]()
+        if parameter is not None and index in self._views:
+            parameter.grad = self._views[index]
+
+    def _plan(self) -> None:
+        """Make a reducer for the parameters that require a gradient now. Collective."""
+        self._required = self._requirements()
+        alive = self.named()
+        places = [k for k, name in enumerate(self._names) if self._required[k] and name in alive]
+        parameters = {self._names[place]: alive[self._names[place]] for place in places}
+        specs = [specification(name, p, name in self._sparse) for name, p in parameters.items()]
+        unreduced: set[str] = set()
+        if self._reducer is not None:
+            old = self._reducer
+            unreduced = {spec.name for index, spec in enumerate(old.specs) if old.is_produced(index)}
+            self.close()
+        self._reducer = GradientReducer(self._comm, specs, self._options, as_array=as_tensor)
+        self._index = {place: index for index, place in enumerate(places)}
+        self._trainable = [self._parameters[place] for place in places]
+        self._forms = [(parameter.shape, parameter.dtype) for parameter in parameters.values()]
+        self._generation = -1
+        self._refresh_views()
+        for index, spec in enumerate(specs):
+            if spec.name in unreduced:
+                self._reducer.mark_produced(index)
+
+    def _requirements(self) -> list[bool]:
+        """Per parameter: it requires a gradient. One that exists no more counts as it did, on every rank alike."""
+        return [
+            before if (parameter := ref()) is None else parameter.requires_grad
+            for ref, before in zip(self._parameters, self._required, strict=True)
+        ]
+
+    def _refresh_views(self) -> None:
+        """Views of the slots, if these have moved."""
+        if self._generation != self.reducer.generation:
+            self._generation = self.reducer.generation
+            parameters = self.named()
+            self._views = {
+                index: gradient_view(self.reducer.slot(index), parameters[spec.name])
+                for index, spec in enumerate(self.reducer.specs)
+                if not spec.sparse and spec.name in parameters
+            }
+
+    def _reduce_sparse(self, result: RoundResult, joined: bool) -> None:
+        active = int(result.active.sum())
+        for index, spec in enumerate(self.reducer.specs):
+            if spec.sparse and result.produced[index]:
+                parameter = self._trainable[index]()
+                local = None if parameter is None else parameter.grad
+                gradient = reduce_rows(
+                    self.reducer.comm, local, *self._forms[index], spec.name, self._options, active
+                )
+                if parameter is not None:
+                    parameter.grad = None if joined else gradient

@@ -1,0 +1,273 @@
+"""
+The native core of multiring. Use the multiring package instead.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import typing
+
+import numpy
+
+__all__: list[str] = [
+    "Communicator",
+    "OpKind",
+    "Operation",
+    "ReduceOp",
+    "Result",
+    "Work",
+    "WorldOptions",
+    "connect",
+]
+
+class Result:
+    """
+    Memory that the core allocated for a result.
+    """
+    def __dlpack__(
+        self,
+        *,
+        stream: typing.Any = None,
+        max_version: typing.Any = None,
+        dl_device: typing.Any = None,
+        copy: typing.Any = None,
+    ) -> typing.Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+    def numpy(self) -> numpy.ndarray:
+        """
+        A NumPy array over the memory; bfloat16 as uint16.
+        """
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def received(self) -> list[int]:
+        """
+        Rows that came from each rank.
+        """
+    @property
+    def shape(self) -> list[int]: ...
+
+class OpKind:
+    """
+    Members:
+
+      ALLREDUCE
+
+      REDUCE_SCATTER
+
+      ALLGATHER
+
+      BROADCAST
+
+      ALLTOALL
+
+      GATHER
+
+      SCATTER
+
+      BARRIER
+
+      SEND
+
+      RECV
+    """
+
+    ALLGATHER: typing.ClassVar[OpKind]
+    ALLREDUCE: typing.ClassVar[OpKind]
+    ALLTOALL: typing.ClassVar[OpKind]
+    BARRIER: typing.ClassVar[OpKind]
+    BROADCAST: typing.ClassVar[OpKind]
+    GATHER: typing.ClassVar[OpKind]
+    RECV: typing.ClassVar[OpKind]
+    REDUCE_SCATTER: typing.ClassVar[OpKind]
+    SCATTER: typing.ClassVar[OpKind]
+    SEND: typing.ClassVar[OpKind]
+    __members__: typing.ClassVar[dict[str, OpKind]]
+    @typing.overload
+    def __eq__(self, other: OpKind) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: OpKind) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class ReduceOp:
+    """
+    Members:
+
+      SUM
+
+      AVERAGE
+
+      MIN
+
+      MAX
+
+      PRODUCT
+    """
+
+    AVERAGE: typing.ClassVar[ReduceOp]
+    MAX: typing.ClassVar[ReduceOp]
+    MIN: typing.ClassVar[ReduceOp]
+    PRODUCT: typing.ClassVar[ReduceOp]
+    SUM: typing.ClassVar[ReduceOp]
+    __members__: typing.ClassVar[dict[str, ReduceOp]]
+    @typing.overload
+    def __eq__(self, other: ReduceOp) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: ReduceOp) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class Operation:
+    """
+    One collective call being put together.
+    """
+    def __init__(
+        self, kind: OpKind, name: str = "", root: typing.SupportsInt | typing.SupportsIndex = -1
+    ) -> None: ...
+    def result(self) -> Result: ...
+    def set_input(self, array: typing.Any) -> None: ...
+    def set_output(self, array: typing.Any) -> None: ...
+    def set_reduction(
+        self,
+        op: ReduceOp,
+        prescale: typing.SupportsFloat | typing.SupportsIndex,
+        postscale: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None: ...
+    def set_splits(
+        self, splits: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]
+    ) -> None: ...
+
+class Work:
+    """
+    An asynchronous operation in progress.
+    """
+    def done(self) -> bool: ...
+    def result(self) -> Result: ...
+    def wait(self, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+
+class Communicator:
+    """
+    A group of ranks.
+    """
+    def abandon(self) -> None:
+        """
+        To be called in a forked child.
+        """
+    def abort(self, message: str) -> None: ...
+    def allreduce(
+        self,
+        input: typing.Any,
+        output: typing.Any,
+        op: ReduceOp,
+        name: str,
+        prescale: typing.SupportsFloat | typing.SupportsIndex,
+        postscale: typing.SupportsFloat | typing.SupportsIndex,
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> bool:
+        """
+        False: an array is not contiguous, nothing was done.
+        """
+    def close(self) -> None: ...
+    def recv(
+        self,
+        operation: Operation,
+        tag: typing.SupportsInt | typing.SupportsIndex,
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None: ...
+    def run(self, operation: Operation, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    def send(
+        self,
+        operation: Operation,
+        tag: typing.SupportsInt | typing.SupportsIndex,
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None: ...
+    def split(
+        self,
+        color: typing.SupportsInt | typing.SupportsIndex,
+        key: typing.SupportsInt | typing.SupportsIndex,
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> Communicator | None: ...
+    def submit(self, operation: Operation, priority: typing.SupportsInt | typing.SupportsIndex) -> Work: ...
+    def symmetric_empty(
+        self,
+        shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        dtype: numpy.dtype[typing.Any],
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> numpy.ndarray: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def is_broken(self) -> bool: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+class WorldOptions:
+    """
+    Who this rank is, and how its communicator behaves.
+    """
+
+    socket_directory: str
+    warn: typing.Any
+    def __init__(self) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @rank.setter
+    def rank(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def size(self) -> int: ...
+    @size.setter
+    def size(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def spin_microseconds(self) -> float: ...
+    @spin_microseconds.setter
+    def spin_microseconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def staging_bytes(self) -> int: ...
+    @staging_bytes.setter
+    def staging_bytes(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def stall_warning(self) -> float: ...
+    @stall_warning.setter
+    def stall_warning(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def timeout(self) -> float: ...
+    @timeout.setter
+    def timeout(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+
+def connect(store: typing.Any, options: WorldOptions) -> Communicator:
+    """
+    Joins the ranks of one host through shared memory and returns the world. Collective.
+    """

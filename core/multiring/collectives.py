@@ -1,0 +1,357 @@
+"""The collectives of a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from multiring import _core as native
+from multiring.arrays import as_array, contiguous, copy_into, empty_like, like, target_for
+from multiring.errors import UsageError
+from multiring.types import Array, ReduceOpName
+from multiring.work import Work, seconds
+
+__all__ = ["Collectives", "Finish", "into"]
+
+_OPS = {
+    "sum": native.ReduceOp.SUM,
+    "average": native.ReduceOp.AVERAGE,
+    "min": native.ReduceOp.MIN,
+    "max": native.ReduceOp.MAX,
+    "product": native.ReduceOp.PRODUCT,
+}
+
+Finish = Callable[[native.Operation | native.Work], Any]
+
+
+def _op(name: str) -> native.ReduceOp:
+    try:
+        return _OPS[name]
+    except (KeyError, TypeError):
+        raise UsageError(f"op is {name!r}; accepted: {', '.join(_OPS)}") from None
+
+
+class Collectives:
+    """What the ranks of a group do together; `Communicator` is the class to use.
+
+    Attributes:
+        rank: Rank of this process in the group, 0 to size - 1.
+        size: Number of ranks in the group.
+    """
+
+    rank: int
+    size: int
+    _core: native.Communicator
+
+    # The operation that everything depends on has a path of its own, with as few steps as possible.
+
+    def allreduce(
+        self,
+        x: Array,
+        op: ReduceOpName = "sum",
+        out: Array | None = None,
+        name: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        timeout: float | None = None,
+    ) -> Array:
+        """Reduces `x` element by element over all ranks; every rank gets the result.
+
+        Args:
+            x: Array of any shape, the same number of elements and dtype on all ranks.
+            op: "sum", "average" (true division; integers truncate toward zero), "min", "max" or "product".
+            out: Array for the result, of the same dtype and number of elements; may be `x` itself. A new one
+                of the kind of `x` if None.
+            name: Name in messages; has to be the same on all ranks.
+            prescale: Factor for each input before the reduction.
+            postscale: Factor for the result.
+            timeout: Seconds to wait for the other ranks.
+
+        Returns:
+            `out`, or the new array.
+        """
+        x = as_array(x)
+        if out is None:
+            x = contiguous(x)
+            out = empty_like(x)
+        if not self._core.allreduce(x, out, _op(op), name or "", prescale, postscale, seconds(timeout)):
+            source, target = contiguous(x), target_for(out)
+            self._core.allreduce(source, target, _op(op), name or "", prescale, postscale, seconds(timeout))
+            if target is not out:
+                copy_into(out, target)
+        return out
+
+    def allreduce_async(
+        self,
+        x: Array,
+        op: ReduceOpName = "sum",
+        out: Array | None = None,
+        name: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        priority: int = 0,
+    ) -> Work:
+        """Like `allreduce`, without waiting. Of the operations that all ranks have submitted, those of higher
+        `priority` run first; small ones run together."""
+        x = as_array(x)
+        source = contiguous(x)
+        target = empty_like(source) if out is None else target_for(out)
+        operation = self._operation("ALLREDUCE", name)
+        operation.set_reduction(_op(op), prescale, postscale)
+        operation.set_input(source)
+        operation.set_output(target)
+        return self._submit(operation, into(out, target), priority)
+
+    def reduce_scatter(
+        self,
+        x: Array,
+        op: ReduceOpName = "sum",
+        out: Array | None = None,
+        name: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        timeout: float | None = None,
+    ) -> Array:
+        """Reduces `x` over all ranks; rank i gets block i of the result.
+
+        Axis 0 is split as `numpy.array_split` does: the first `len(x) % size` blocks are one row longer.
+
+        Args:
+            x: Array of the same shape and dtype on all ranks, at least one-dimensional.
+            out: Array for this rank's block; a new one if None.
+
+        The other arguments are those of `allreduce`.
+
+        Returns:
+            This rank's block, shape (rows of the block, *x.shape[1:]).
+        """
+        return self._run(*self._reduce_scatter(x, op, out, name, prescale, postscale), timeout)
+
+    def reduce_scatter_async(
+        self,
+        x: Array,
+        op: ReduceOpName = "sum",
+        out: Array | None = None,
+        name: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        priority: int = 0,
+    ) -> Work:
+        """Like `reduce_scatter`, without waiting."""
+        return self._submit(*self._reduce_scatter(x, op, out, name, prescale, postscale), priority)
+
+    def _reduce_scatter(
+        self, x: Array, op: str, out: Array | None, name: str | None, prescale: float, postscale: float
+    ) -> tuple[native.Operation, Finish]:
+        operation = self._operation("REDUCE_SCATTER", name)
+        operation.set_reduction(_op(op), prescale, postscale)
+        return operation, self._join(operation, x, out)
+
+    def allgather(
+        self, x: Array, out: Array | None = None, name: str | None = None, timeout: float | None = None
+    ) -> Array:
+        """Joins the arrays of all ranks along axis 0, in the order of the ranks.
+
+        Args:
+            x: Array; ranks may have different lengths along axis 0, all other extents and the dtype are the
+                same. A zero-dimensional array counts as one row.
+            out: Array for the result; a new one if None.
+            name: Name in messages; has to be the same on all ranks.
+            timeout: Seconds to wait for the other ranks.
+
+        Returns:
+            The joined array, shape (sum of lengths, *x.shape[1:]).
+        """
+        return self._run(*self._allgather(x, out, name), timeout)
+
+    def allgather_async(
+        self, x: Array, out: Array | None = None, name: str | None = None, priority: int = 0
+    ) -> Work:
+        """Like `allgather`, without waiting."""
+        return self._submit(*self._allgather(x, out, name), priority)
+
+    def _allgather(self, x: Array, out: Array | None, name: str | None) -> tuple[native.Operation, Finish]:
+        operation = self._operation("ALLGATHER", name)
+        return operation, self._join(operation, x, out)
+
+    def broadcast(
+        self,
+        x: Array,
+        root: int = 0,
+        out: Array | None = None,
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> Array:
+        """Gives every rank the array of rank `root`.
+
+        Args:
+            x: Array of the same number of elements and dtype on all ranks; its values count on `root` only.
+            root: Rank that has the data.
+            out: Array for the result, `x` itself to work in place; a new one if None.
+            name: Name in messages; has to be the same on all ranks.
+            timeout: Seconds to wait for the other ranks.
+
+        Returns:
+            `out`, or the new array.
+        """
+        return self._run(*self._broadcast(x, root, out, name), timeout)
+
+    def broadcast_async(
+        self, x: Array, root: int = 0, out: Array | None = None, name: str | None = None, priority: int = 0
+    ) -> Work:
+        """Like `broadcast`, without waiting."""
+        return self._submit(*self._broadcast(x, root, out, name), priority)
+
+    def _broadcast(
+        self, x: Array, root: int, out: Array | None, name: str | None
+    ) -> tuple[native.Operation, Finish]:
+        x = as_array(x)
+        source = contiguous(x)
+        target = empty_like(source) if out is None else target_for(out)
+        operation = self._operation("BROADCAST", name, root)
+        operation.set_input(source)
+        operation.set_output(target)
+        return operation, into(out, target)
+
+    def alltoall(
+        self,
+        x: Array,
+        splits: Sequence[int] | None = None,
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> Array | tuple[Array, npt.NDArray[np.int64]]:
+        """Sends block i of `x` to rank i; every rank joins what it receives along axis 0.
+
+        Args:
+            x: Array, at least one-dimensional; all extents but the first and the dtype are the same on all
+                ranks.
+            splits: Rows for each rank, adding up to `len(x)`; None splits axis 0 as `numpy.array_split` does.
+            name: Name in messages; has to be the same on all ranks.
+            timeout: Seconds to wait for the other ranks.
+
+        Returns:
+            The received rows; with `splits` given, also the number of rows from each rank (int64, shape
+            (size,)).
+        """
+        return self._run(*self._alltoall(x, splits, name), timeout)
+
+    def alltoall_async(
+        self, x: Array, splits: Sequence[int] | None = None, name: str | None = None, priority: int = 0
+    ) -> Work:
+        """Like `alltoall`, without waiting."""
+        return self._submit(*self._alltoall(x, splits, name), priority)
+
+    def _alltoall(
+        self, x: Array, splits: Sequence[int] | None, name: str | None
+    ) -> tuple[native.Operation, Finish]:
+        x = contiguous(as_array(x))
+        operation = self._operation("ALLTOALL", name)
+        operation.set_input(x)
+        rows = x.shape[0] if len(x.shape) > 0 else 1
+        even = [rows // self.size + (rank < rows % self.size) for rank in range(self.size)]
+        operation.set_splits(even if splits is None else self._checked_splits(splits))
+
+        def finish(done: native.Operation | native.Work) -> Any:
+            result = done.result()
+            joined = like(x, result)
+            return joined if splits is None else (joined, np.array(result.received, np.int64))
+
+        return operation, finish
+
+    def _checked_splits(self, splits: Sequence[int]) -> list[int]:
+        rows = [int(split) for split in splits]
+        if any(count < 0 for count in rows):
+            raise UsageError(f"splits are {rows}; expected {self.size} numbers of at least 0")
+        return rows
+
+    def gather(
+        self, x: Array, root: int = 0, name: str | None = None, timeout: float | None = None
+    ) -> Array | None:
+        """Like `allgather`, but rank `root` alone gets the result; the others get None."""
+        return self._run(*self._gather(x, root, name), timeout)
+
+    def gather_async(self, x: Array, root: int = 0, name: str | None = None, priority: int = 0) -> Work:
+        """Like `gather`, without waiting."""
+        return self._submit(*self._gather(x, root, name), priority)
+
+    def _gather(self, x: Array, root: int, name: str | None) -> tuple[native.Operation, Finish]:
+        operation = self._operation("GATHER", name, root)
+        finish = self._join(operation, x, None)
+        return operation, finish if self.rank == root else lambda done: None
+
+    def scatter(
+        self, x: Array | None, root: int = 0, name: str | None = None, timeout: float | None = None
+    ) -> Array:
+        """Gives rank i block i of the array of rank `root`.
+
+        Args:
+            x: On `root` the array, split along axis 0 as `numpy.array_split` does; ignored (None) elsewhere.
+            root: Rank that has the data.
+            name: Name in messages; has to be the same on all ranks.
+            timeout: Seconds to wait for the other ranks.
+
+        Returns:
+            This rank's block: of the kind of `x` where one is given, a NumPy array elsewhere.
+        """
+        return self._run(*self._scatter(x, root, name), timeout)
+
+    def scatter_async(
+        self, x: Array | None, root: int = 0, name: str | None = None, priority: int = 0
+    ) -> Work:
+        """Like `scatter`, without waiting."""
+        return self._submit(*self._scatter(x, root, name), priority)
+
+    def _scatter(self, x: Array | None, root: int, name: str | None) -> tuple[native.Operation, Finish]:
+        operation = self._operation("SCATTER", name, root)
+        if self.rank == root:
+            if x is None:
+                raise UsageError(f"rank {root} is the root of a scatter and has to give an array")
+            x = contiguous(as_array(x))
+            operation.set_input(x)
+        return operation, lambda done: like(x, done.result())
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Returns when all ranks have called it."""
+        self._core.run(self._operation("BARRIER", None), seconds(timeout))
+
+    def barrier_async(self, priority: int = 0) -> Work:
+        """Like `barrier`, without waiting."""
+        return self._submit(self._operation("BARRIER", None), lambda done: None, priority)
+
+    # Shared by the collectives.
+
+    def _operation(self, kind: str, name: str | None, root: int = -1) -> native.Operation:
+        return native.Operation(getattr(native.OpKind, kind), name or "", root)
+
+    def _join(self, operation: native.Operation, x: Array, out: Array | None) -> Finish:
+        """Sets input and output of an operation whose result has other extents than its input."""
+        source = contiguous(as_array(x))
+        operation.set_input(source)
+        if out is None:
+            return lambda done: like(source, done.result())
+        target = target_for(out)
+        operation.set_output(target)
+        return into(out, target)
+
+    def _run(self, operation: native.Operation, finish: Finish, timeout: float | None) -> Any:
+        self._core.run(operation, seconds(timeout))
+        return finish(operation)
+
+    def _submit(self, operation: native.Operation, finish: Finish, priority: int) -> Work:
+        return Work(self._core.submit(operation, priority), finish, self)
+
+
+def into(out: Array | None, target: Array) -> Finish:
+    """Returns `out`, filled from the contiguous `target` where that is another array."""
+
+    def finish(done: Any) -> Array:
+        if out is None:
+            return target
+        if target is not out:
+            copy_into(out, target)
+        return out
+
+    return finish

@@ -1,0 +1,396 @@
+"""The gradients of one model, reduced over ranks while the backward pass still runs.
+
+An adapter tells which parameters there are (`ParameterSpec`), puts each gradient in its slot and says when
+it is there (`mark_ready`). The reducer sends a bucket as soon as its last gradient is there, but never
+before the buckets in front of it: the order of collectives is the same on every rank whatever the timing.
+One pass over all buckets is a *round*; `finish` ends it. A gradient that a rank lacks counts as zeros.
+
+After the first round the buckets are planned anew in the order in which gradients really arrived on rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multiring.bucket_memory import BucketMemory, Bytes, numpy_array
+from multiring.bucketing import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    Bucket,
+    ParameterSpec,
+    Plan,
+    itemsize,
+    plan_buckets,
+)
+from multiring.errors import UsageError
+from multiring.model_check import check_same
+
+if TYPE_CHECKING:
+    from multiring import Communicator, Work
+
+__all__ = ["GradientReducer", "GradientSource", "ReducerOptions", "RoundResult"]
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """How gradients are reduced; has to be the same on every rank.
+
+    Attributes:
+        op: "average" divides by the number of ranks that have data, "sum" does not.
+        bucket_bytes: Limit of a bucket, in bytes.
+        first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
+        prescale: Factor applied before the reduction.
+        postscale: Factor applied after it.
+        name: What error messages call the buckets.
+    """
+
+    op: Literal["average", "sum"] = "average"
+    bucket_bytes: int = BUCKET_BYTES
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES
+    prescale: float = 1.0
+    postscale: float = 1.0
+    name: str = "gradients"
+
+    @property
+    def scale(self) -> float:
+        """Product of both factors."""
+        return self.prescale * self.postscale
+
+
+class GradientSource(Protocol):
+    """What the reducer asks an adapter for when a round ends. Parameters are given by their index."""
+
+    def store(self, index: int) -> bool:
+        """Put this rank's gradient in its slot; False if there is none."""
+
+    def publish(self, index: int) -> None:
+        """Show the slot as the gradient: another rank had one where this rank had none."""
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """Who took part in a round; the same on every rank.
+
+    Attributes:
+        produced: Per parameter, whether any rank had a new gradient. Shape (parameters,).
+        active: Per rank, whether it had data (see `GradientReducer.join`). Shape (ranks,).
+    """
+
+    produced: NDArray[np.bool_]
+    active: NDArray[np.bool_]
+
+
+@dataclass
+class _Round:
+    """State of the round that is under way."""
+
+    ready: bytearray  # per parameter: its gradient is in its slot and new
+    pending: list[int]  # per bucket: slots that wait for their gradient
+    works: list[Work | None] = field(default_factory=list)  # of the buckets that have left
+    kept: dict[int, Bytes] = field(default_factory=dict)  # gradients of earlier rounds that take part
+    absent: list[int] = field(default_factory=list)  # parameters without a gradient on this rank
+    order: tuple[NDArray[np.int64], Work] | None = None  # broadcast of the order of arrival
+
+
+class GradientReducer:
+    """Plans buckets in symmetric memory and reduces them. Creation and `close` are collective.
+
+    The reducer works on a communicator of its own, so that several models, and whatever else the program
+    sends meanwhile, cannot get between its buckets. With one rank nothing is sent.
+
+    Attributes:
+        specs: The parameters.
+        options: How they are reduced.
+        plan: The current buckets.
+        generation: Grows by one when the buckets are planned anew; slots have moved then.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        specs: Sequence[ParameterSpec],
+        options: ReducerOptions | None = None,
+        *,
+        as_array: Callable[[Bytes, str], Any] = numpy_array,
+    ) -> None:
+        """Compare the model over ranks and allocate the buckets.
+
+        Args:
+            comm: Ranks that train together.
+            specs: The parameters, in the same order on every rank.
+            options: How to reduce.
+            as_array: Makes an array that `comm.allreduce` accepts (and that has `*=`) of bytes and a dtype.
+
+        Raises:
+            UsageError: No parameters, names that repeat, a dtype that cannot be reduced, an impossible scale.
+            MismatchError: The ranks have different parameters or options.
+        """
+        self.options = options or ReducerOptions()
+        self.specs = tuple(specs)
+        _check_arguments(comm.rank, self.specs, self.options)
+        entries = [(spec.name, spec.describe()) for spec in self.specs]
+        check_same(comm, [*entries, ("options", repr(asdict(self.options)))], "parameters of the model")
+        self._rank, self._size = comm.rank, comm.size
+        self._comm = comm.split(0) if comm.size > 1 else None
+        self._as_array = as_array
+        self._produced = bytearray(len(self.specs))
+        self._arrivals: list[int] | None = []
+        self._round: _Round | None = None
+        self._active = np.ones(self._size, dtype=np.bool_)
+        # Layers are usually registered in forward order, so gradients arrive last to first.
+        self.plan = self._make_plan(range(len(self.specs) - 1, -1, -1))
+        self.generation = 0
+        self._allocate()
+
+    @property
+    def comm(self) -> Communicator | None:
+        """The reducer's own communicator; None with one rank."""
+        return self._comm
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round has begun and not ended."""
+        return self._round is not None
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether this rank has gradients that no finished round contains."""
+        return any(self._produced)
+
+    def is_produced(self, index: int) -> bool:
+        """Whether this rank has a gradient of this parameter that no finished round contains."""
+        return bool(self._produced[index])
+
+    def slot(self, index: int) -> Bytes:
+        """Memory of one gradient. Valid until `generation` changes. Shape (nbytes,)."""
+        return self._memory.slot(index)
+
+    def mark_produced(self, index: int) -> None:
+        """A gradient was accumulated, but not in its slot: the next round fetches it by `store`."""
+        self._produced[index] = 1
+
+    def mark_ready(self, index: int) -> None:
+        """The gradient is in its slot, and final for this round. Sends the buckets that are complete.
+
+        Raises:
+            UsageError: It has already been sent in this round.
+        """
+        current = self._round or self._begin()
+        bucket = self._bucket_of[index]
+        self._produced[index] = 1
+        if current.ready[index]:
+            if bucket < len(current.works):
+                raise UsageError(self._second_gradient(index), rank=self._rank, tensor=self.specs[index].name)
+            return
+        current.ready[index] = 1
+        current.pending[bucket] -= 1
+        if self._arrivals is not None:
+            self._arrivals.append(index)
+        while len(current.works) < len(current.pending) and not current.pending[len(current.works)]:
+            self._send(current, active=True)
+
+    def flush(self, source: GradientSource | None) -> None:
+        """Send all buckets that have not left, with what `source` has for them.
+
+        A program with several reducers flushes all before it finishes one: ranks may then finish them in
+        any order.
+
+        Args:
+            source: The adapter; None where this rank has joined and contributes zeros.
+        """
+        current = self._round or self._begin()
+        for bucket in self.plan.buckets[len(current.works) :]:
+            self._complete(current, bucket, source)
+            self._send(current, active=source is not None)
+        if self._comm is not None and self._arrivals is not None:
+            rest = sorted(set(range(len(self.specs))) - set(self._arrivals), reverse=True)
+            order = np.array([*self._arrivals, *rest], dtype=np.int64)
+            name = f"{self.options.name}: order of arrival"
+            current.order = (order, self._comm.broadcast_async(order, root=0, out=order, name=name))
+        self._arrivals = None
+
+    def finish(self, source: GradientSource | None) -> RoundResult:
+        """End the round: `flush` and wait for all buckets. Collective.
+
+        Afterwards slots hold reduced gradients; where no rank had a new gradient, what this rank had is
+        unchanged.
+
+        Raises:
+            MultiringError: The communication failed; the round is over and the gradients are undefined.
+        """
+        try:
+            self.flush(source)
+            current = self._round or self._begin()
+            result = self._collect(current)
+        finally:
+            self._round = None
+            self._produced = bytearray(len(self.specs))
+        for index, kept in current.kept.items():
+            if not result.produced[index]:
+                self.slot(index)[:] = kept
+        if source is not None:
+            for index in current.absent:
+                if result.produced[index]:
+                    source.publish(index)
+        if result.active.any():
+            self._active = result.active
+        if current.order is not None:
+            self._follow(*current.order)
+        return result
+
+    def join(self, after_round: Callable[[RoundResult], None] | None = None) -> int:
+        """Answer the rounds of the ranks that still have data, with zeros, until no rank has. Collective.
+
+        Args:
+            after_round: Called after each round, to answer what the adapter itself sends then.
+
+        Returns:
+            A rank that had data to the end: the one to copy the state from. The same on every rank.
+        """
+        if self._comm is None:
+            return 0
+        while True:
+            last = int(np.argmax(self._active))
+            result = self.finish(None)
+            if after_round is not None:
+                after_round(result)
+            if not result.active.any():
+                self._active = np.ones(self._size, dtype=np.bool_)
+                return last
+
+    def cancel(self) -> None:
+        """Forget the gradients of an aborted backward pass, so that the next one starts afresh.
+
+        Buckets that have already left are waited for: their memory is in use until then.
+        """
+        current, self._round = self._round, None
+        self._produced = bytearray(len(self.specs))
+        if self._arrivals is not None:
+            self._arrivals = []
+        if current is None:
+            return
+        for work in current.works:
+            if work is not None:
+                work.wait()
+        if current.order is not None:
+            self._follow(*current.order)
+
+    def close(self) -> None:
+        """Release the communicator and the buckets. May be called twice."""
+        self._round = None
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            del self._memory
+            comm.close()
+
+    def _make_plan(self, order: Sequence[int]) -> Plan:
+        return plan_buckets(
+            self.specs,
+            order,
+            size=self._size,
+            bucket_bytes=self.options.bucket_bytes,
+            first_bucket_bytes=self.options.first_bucket_bytes,
+        )
+
+    def _allocate(self) -> None:
+        """Memory for the current plan; views of the old one stay valid but are no longer reduced."""
+        self._bucket_of = {
+            slot.index: k for k, bucket in enumerate(self.plan.buckets) for slot in bucket.slots
+        }
+        self._memory = BucketMemory(
+            self._comm,
+            self.plan,
+            self.specs,
+            title=self.options.name,
+            scale=self.options.scale,
+            as_array=self._as_array,
+        )
+
+    def _begin(self) -> _Round:
+        self._round = _Round(bytearray(len(self.specs)), [len(bucket.slots) for bucket in self.plan.buckets])
+        return self._round
+
+    def _send(self, current: _Round, *, active: bool) -> None:
+        """Raise the flags of the next bucket and let it leave."""
+        number, options = len(current.works), self.options
+        bucket, array = self.plan.buckets[number], self._memory.arrays[number]
+        self._memory.raise_flags(number, [current.ready[slot.index] for slot in bucket.slots], active)
+        if self._comm is None:
+            if options.scale != 1.0:
+                array *= options.scale
+            current.works.append(None)
+            return
+        work = self._comm.allreduce_async(
+            array,
+            op=options.op,
+            out=array,
+            name=self._memory.names[number],
+            prescale=options.prescale,
+            postscale=options.postscale,
+        )
+        current.works.append(work)
+
+    def _complete(self, current: _Round, bucket: Bucket, source: GradientSource | None) -> None:
+        """Fill the slots whose gradient did not arrive in this round."""
+        for slot in bucket.slots:
+            index = slot.index
+            if current.ready[index]:
+                continue
+            if source is None or not source.store(index):
+                self.slot(index)[:] = 0
+                current.absent.append(index)
+            elif self._produced[index]:
+                current.ready[index] = 1
+            else:
+                # A gradient of an earlier round that the program keeps. It takes part, because another rank
+                # may add to it now; if none does, these bits come back untouched by averaging.
+                current.kept[index] = self.slot(index).copy()
+
+    def _collect(self, current: _Round) -> RoundResult:
+        """Wait for the buckets, read their flags, and correct the average where ranks have joined."""
+        produced = np.zeros(len(self.specs), dtype=np.bool_)
+        active = np.ones(self._size, dtype=np.bool_)
+        for number, work in enumerate(current.works):
+            if work is not None:
+                work.wait()
+            slots, active = self._memory.read_flags(number)
+            produced[[slot.index for slot in self.plan.buckets[number].slots]] = slots
+            count = int(np.count_nonzero(active))
+            if self.options.op == "average" and 0 < count < self._size:
+                # The core divided by the number of all ranks.
+                self._memory.arrays[number] *= self._size / count
+        return RoundResult(produced, active)
+
+    def _follow(self, order: NDArray[np.int64], work: Work) -> None:
+        """After the first round: order the buckets as gradients arrived on rank 0."""
+        work.wait()
+        plan = self._make_plan(order.tolist())
+        if plan != self.plan:
+            self.plan = plan
+            self.generation += 1
+            self._allocate()
+
+    def _second_gradient(self, index: int) -> str:
+        return (
+            f"rank {self._rank}: parameter '{self.specs[index].name}' received a second gradient after the "
+            "first one had been sent; put all backward passes of a step but the last into no_sync(), and "
+            "checkpoint a part that occurs several times with use_reentrant=False"
+        )
+
+
+def _check_arguments(rank: int, specs: Sequence[ParameterSpec], options: ReducerOptions) -> None:
+    names = [spec.name for spec in specs]
+    if not names:
+        raise UsageError(f"rank {rank}: there are no parameters to reduce gradients of")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"rank {rank}: parameter name '{twice}' occurs twice; names have to be unique")
+    if options.op not in ("average", "sum"):
+        raise UsageError(f"rank {rank}: op is '{options.op}'; gradients take 'average' or 'sum'")
+    for spec in specs:
+        itemsize(spec.dtype)

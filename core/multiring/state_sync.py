@@ -1,0 +1,88 @@
+"""State from one rank to all: many small arrays travel as few large broadcasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multiring.bucketing import BUCKET_BYTES
+from multiring.errors import UsageError
+from multiring.model_check import check_same
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["StateBuffer", "broadcast_state", "check_root"]
+
+
+@dataclass(frozen=True)
+class StateBuffer:
+    """One array of the state.
+
+    Attributes:
+        name: Unique name, the same on every rank.
+        data: Its memory as writable bytes, shape (nbytes,). Bytes, so that every dtype travels alike.
+        description: Dtype and shape, compared across ranks.
+    """
+
+    name: str
+    data: NDArray[np.uint8]
+    description: str = ""
+
+
+def check_root(comm: Communicator, root: int) -> None:
+    """Raise UsageError unless `root` is a rank of `comm`."""
+    if not 0 <= root < comm.size:
+        raise UsageError(f"rank {comm.rank}: root is {root}; pass a rank from 0 to {comm.size - 1}")
+
+
+def broadcast_state(
+    comm: Communicator, buffers: Sequence[StateBuffer], root: int = 0, pack_bytes: int = BUCKET_BYTES
+) -> None:
+    """Overwrite the buffers of all ranks with those of `root`. Collective.
+
+    Buffers of `pack_bytes` or more travel from where they are; smaller ones are packed together.
+
+    Raises:
+        UsageError: `root` is not a rank.
+        MismatchError: The ranks pass different names, sizes or descriptions.
+    """
+    check_root(comm, root)
+    if comm.size == 1:
+        return
+    entries = [(item.name, f"{item.description} {item.data.nbytes} bytes") for item in buffers]
+    check_same(comm, entries, "state to broadcast")
+    for number, pack in enumerate(_packs(buffers, pack_bytes)):
+        name = f"state[{number}]: {pack[0].name}" + (f" and {len(pack) - 1} more" if len(pack) > 1 else "")
+        if len(pack) == 1:
+            comm.broadcast(pack[0].data, root=root, out=pack[0].data, name=name)
+        else:
+            _broadcast_packed(comm, pack, root, name)
+
+
+def _packs(buffers: Sequence[StateBuffer], limit: int) -> Iterator[list[StateBuffer]]:
+    pack: list[StateBuffer] = []
+    filled = 0
+    for item in buffers:
+        if item.data.nbytes == 0:
+            continue
+        if pack and filled + item.data.nbytes > limit:
+            yield pack
+            pack, filled = [], 0
+        pack.append(item)
+        filled += item.data.nbytes
+    if pack:
+        yield pack
+
+
+def _broadcast_packed(comm: Communicator, pack: Sequence[StateBuffer], root: int, name: str) -> None:
+    packed = np.concatenate([item.data for item in pack])
+    comm.broadcast(packed, root=root, out=packed, name=name)
+    if comm.rank != root:
+        ends = np.cumsum([item.data.nbytes for item in pack])
+        for item, end in zip(pack, ends, strict=True):
+            item.data[:] = packed[end - item.data.nbytes : end]
