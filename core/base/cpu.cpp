@@ -10,8 +10,8 @@ namespace {
 
 // The control register of floating point: rounding mode, flushing of denormals, exceptions that trap.
 #if defined(__x86_64__)
-constexpr unsigned long long kStandardControl = 0x1f80;    // to nearest, denormals kept, every exception masked
-constexpr unsigned long long kControlMask = 0xffc0;        // the low six bits are sticky flags, not control
+constexpr unsigned long long kStandardControl = 0x1f80;  // to nearest, denormals kept, every exception masked
+constexpr unsigned long long kControlMask = 0xffc0;      // the low six bits are sticky flags, not control
 unsigned long long read_control() { return _mm_getcsr(); }
 void write_control(unsigned long long value) { _mm_setcsr(static_cast<unsigned>(value)); }
 #elif defined(__aarch64__)
@@ -47,9 +47,12 @@ bool has_avx512() {
 
 const char* isa_name(Isa isa) {
   switch (isa) {
-    case Isa::kAvx2: return "avx2";
-    case Isa::kAvx512: return "avx512";
-    case Isa::kPlain: break;
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512:
+      return "avx512";
+    case Isa::kPlain:
+      break;
   }
   return "plain";
 }

@@ -14,9 +14,12 @@ constexpr const char* kOpNames[kReduceOpCount] = {"sum", "average", "min", "max"
 
 const ReduceKernels* compiled_kernels(Isa isa) {
   switch (isa) {
-    case Isa::kPlain: return plain_kernels();
-    case Isa::kAvx2: return avx2_kernels();
-    case Isa::kAvx512: return avx512_kernels();
+    case Isa::kPlain:
+      return plain_kernels();
+    case Isa::kAvx2:
+      return avx2_kernels();
+    case Isa::kAvx512:
+      return avx512_kernels();
   }
   return nullptr;
 }

@@ -1,5 +1,6 @@
 #include "binding/array_view.h"
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -162,14 +163,15 @@ void ArrayView::take_buffer(py::handle object, bool writable) {
 }
 
 void ArrayView::take_dlpack(py::handle object) {
-  const auto device = object.attr("__dlpack_device__")().cast<py::tuple>();
-  if (device[0].cast<std::int32_t>() != dlpack::kCpu) throw_device(object);
+  bool on_host = false;
   try {
-    owner_ = object.attr("__dlpack__")();
+    on_host = object.attr("__dlpack_device__")().cast<py::tuple>()[0].cast<std::int32_t>() == dlpack::kCpu;
+    if (on_host) owner_ = object.attr("__dlpack__")();
   } catch (py::error_already_set& error) {
     throw_usage("cannot take an array of type " + type_name(object) + ": " + std::string(error.what()) +
                 ". A tensor that requires a gradient is passed as tensor.detach().");
   }
+  if (!on_host) throw_device(object);
   auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(owner_.ptr(), "dltensor"));
   if (managed == nullptr) throw py::error_already_set();
   const dlpack::Tensor& tensor = managed->tensor;
@@ -196,10 +198,23 @@ void ArrayView::take_array_interface(py::handle object, bool writable) {
   set_layout(static_cast<int>(shape.size()), shape.data(), strides.data());
 }
 
+// An operation tells "no output given" by a null pointer, which an empty array may have as well.
+std::byte* ArrayView::place_of_nothing() {
+  static std::byte nothing{};
+  return &nothing;
+}
+
+bool overlap_in_part(const ArrayView& a, const ArrayView& b) {
+  if (a.data() == b.data() || a.bytes() == 0 || b.bytes() == 0) return false;
+  const std::less<const std::byte*> before;
+  return before(a.data(), b.data() + b.bytes()) && before(b.data(), a.data() + a.bytes());
+}
+
 void ArrayView::set_layout(int dims, const std::int64_t* shape, const std::int64_t* byte_strides) {
   if (dims > Descriptor::kMaxDims)
     throw_usage("arrays of more than " + std::to_string(Descriptor::kMaxDims) +
                 " dimensions are not supported; reshape it");
+  if (data_ == nullptr) data_ = place_of_nothing();
   dims_ = dims;
   count_ = 1;
   for (int dim = 0; dim < dims; ++dim) {

@@ -48,6 +48,7 @@ class ArrayView {
   void take_array_interface(py::handle object, bool writable);
   void set_layout(int dims, const std::int64_t* shape, const std::int64_t* byte_strides);
   void release();
+  static std::byte* place_of_nothing();
 
   Py_buffer buffer_{};  // held if buffer_.obj is set
   py::object owner_;    // DLPack capsule or array, held otherwise
@@ -58,6 +59,9 @@ class ArrayView {
   std::uint64_t count_ = 0;
   bool contiguous_ = true;
 };
+
+/// Whether two arrays share memory without beginning at the same element.
+bool overlap_in_part(const ArrayView& a, const ArrayView& b);
 
 [[noreturn]] void throw_usage(const std::string& message);
 

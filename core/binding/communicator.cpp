@@ -2,8 +2,11 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
+#include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -24,11 +27,25 @@ const std::function<void()>& check_signals() {
   return check;
 }
 
+std::shared_ptr<Communicator> held_by_python(std::shared_ptr<Communicator> communicator) {
+  Communicator* const plain = communicator.get();
+  if (plain == nullptr) return nullptr;
+  auto* const held = new std::shared_ptr<Communicator>(std::move(communicator));
+  return {plain, [held, process = ::getpid()](Communicator*) {
+            // In a forked child the progress thread is not there, and what it waits on cannot be destroyed.
+            if (process != ::getpid()) return;
+            // The progress thread, which is joined, may need the GIL to let go of arrays.
+            const py::gil_scoped_release release;
+            delete held;
+          }};
+}
+
 namespace {
 
 /// A handle to work, for Python.
 struct PyWork {
   std::shared_ptr<Work> work;
+  pid_t process = ::getpid();
 };
 
 /// Arrays held by work may be let go on the progress thread.
@@ -60,11 +77,21 @@ PyWork submit(Communicator& self, PyOperation& prepared, int priority) {
   return {self.submit(std::move(prepared.operation), priority, std::move(views))};
 }
 
+/// Bytes of an array; a usage error where they cannot be counted.
+std::size_t array_bytes(const std::vector<std::uint64_t>& shape, const py::dtype& dtype) {
+  if (dtype.attr("hasobject").cast<bool>() || dtype.itemsize() == 0)
+    throw_usage("an array of dtype " + std::string(py::str(dtype)) + " cannot lie in symmetric memory");
+  auto bytes = static_cast<std::size_t>(dtype.itemsize());
+  for (const std::uint64_t extent : shape)
+    if (__builtin_mul_overflow(bytes, extent, &bytes) || bytes > std::numeric_limits<std::int64_t>::max())
+      throw_usage("the shape asks for more memory than there are addresses");
+  return bytes;
+}
+
 /// The NumPy array of this rank's part; it keeps the memory mapped.
 py::array symmetric_empty(Communicator& self, const std::vector<std::uint64_t>& shape, const py::dtype& dtype,
                           double timeout) {
-  std::size_t bytes = static_cast<std::size_t>(dtype.itemsize());
-  for (const std::uint64_t extent : shape) bytes *= extent;
+  const std::size_t bytes = array_bytes(shape, dtype);
   std::shared_ptr<SymmetricRegion> region;
   {
     const py::gil_scoped_release release;
@@ -85,6 +112,10 @@ void bind_work(py::module_& module) {
             if (self.work->done()) {  // no need to let go of the GIL
               return self.work->wait(Deadline::never(), {});
             }
+            if (self.process != ::getpid())
+              throw_usage(
+                  "the operation belongs to the parent process: a forked child cannot wait for it, because "
+                  "the thread that runs it is not there");
             const py::gil_scoped_release release;
             self.work->wait(timeout < 0 ? Deadline::never() : Deadline::after(timeout), check_signals());
           },
@@ -103,7 +134,7 @@ void bind_communicator(py::module_& module) {
       .def_property_readonly("name", &Communicator::name)
       .def_property_readonly("host", &Communicator::host)
       .def_property_readonly("is_broken", &Communicator::is_broken)
-      .def("allreduce", &run_allreduce, py::arg("input"), py::arg("output"), py::arg("op"), py::arg("name"),
+      .def("allreduce", &run_allreduce, py::arg("x"), py::arg("out"), py::arg("op"), py::arg("name"),
            py::arg("prescale"), py::arg("postscale"), py::arg("timeout"),
            "False: an array is not contiguous, nothing was done.")
       .def("run", &run, py::arg("operation"), py::arg("timeout"))
@@ -124,9 +155,11 @@ void bind_communicator(py::module_& module) {
           py::arg("operation"), py::arg("tag"), py::arg("timeout"))
       .def(
           "split",
-          [](Communicator& self, std::int64_t color, std::int64_t key, double timeout) {
+          [](Communicator& self, std::int64_t color, std::int64_t key,
+             double timeout) -> std::optional<std::shared_ptr<Communicator>> {
             const py::gil_scoped_release release;
-            return self.split(color, key, call_options(timeout));
+            auto group = held_by_python(self.split(color, key, call_options(timeout)));
+            return group == nullptr ? std::nullopt : std::optional(std::move(group));
           },
           py::arg("color"), py::arg("key"), py::arg("timeout"))
       .def("symmetric_empty", &symmetric_empty, py::arg("shape"), py::arg("dtype"), py::arg("timeout"))

@@ -28,6 +28,13 @@ const char* class_name(ErrorKind kind) {
   return "InternalError";
 }
 
+/// A name that was cut to its room in a descriptor may end inside a character.
+py::object text(const std::string& bytes) {
+  PyObject* decoded = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");
+  if (decoded == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(decoded);
+}
+
 template <class Value>
 py::object known(bool is_known, const Value& value) {
   return is_known ? py::cast(value) : py::none();
@@ -38,13 +45,13 @@ void raise(const Error& error) {
   py::dict attributes;
   attributes["rank"] = known(context.rank >= 0, context.rank);
   attributes["peer"] = known(context.peer >= 0, context.peer);
-  attributes["host"] = known(!context.host.empty(), context.host);
-  attributes["operation"] = known(!context.operation.empty(), context.operation);
-  attributes["tensor"] = known(!context.tensor.empty(), context.tensor);
+  attributes["host"] = context.host.empty() ? py::none() : text(context.host);
+  attributes["operation"] = context.operation.empty() ? py::none() : text(context.operation);
+  attributes["tensor"] = context.tensor.empty() ? py::none() : text(context.tensor);
   attributes["nbytes"] = known(context.bytes >= 0, context.bytes);
   attributes["elapsed"] = known(context.elapsed >= 0, context.elapsed);
   const py::object type = py::module_::import("multiring.errors").attr(class_name(error.kind()));
-  const py::object exception = type(std::string(error.what()), **attributes);
+  const py::object exception = type(text(error.what()), **attributes);
   PyErr_SetObject(type.ptr(), exception.ptr());
 }
 

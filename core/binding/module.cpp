@@ -8,8 +8,9 @@
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The native core of multiring. Use the multiring package instead.";
   multiring::binding::register_errors();
-  multiring::binding::bind_operation(module);
+  // In this order each signature names classes that are known already.
   multiring::binding::bind_result(module);
+  multiring::binding::bind_operation(module);
   multiring::binding::bind_communicator(module);
   multiring::binding::bind_connect(module);
 }

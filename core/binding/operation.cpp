@@ -9,16 +9,27 @@
 namespace multiring::binding {
 namespace {
 
-const char* required_contiguous =
+constexpr const char* kContiguousOnly =
     "the native core takes contiguous arrays only; the Python face copies others first";
+
+void require_apart(const ArrayView& in, const ArrayView& out) {
+  if (overlap_in_part(in, out))
+    throw_usage("out overlaps the input in part; give the input itself to work in place, or other memory");
+}
+
+void require_scalable(const Descriptor& descriptor) {
+  if (descriptor.dtype == DType::kBool && (descriptor.key.prescale != 1.0 || descriptor.key.postscale != 1.0))
+    throw_usage("bool has no prescale and postscale; convert to another dtype first");
+}
 
 }  // namespace
 
 void PyOperation::set_input(py::handle array) {
   ArrayView view(array, false);
-  if (!view.contiguous()) throw_usage(required_contiguous);
+  if (!view.contiguous()) throw_usage(kContiguousOnly);
   Descriptor& descriptor = operation.descriptor;
   view.describe_in(descriptor);
+  require_scalable(descriptor);
   operation.input = view.data();
   switch (descriptor.key.kind) {
     case OpKind::kAllgather:
@@ -40,7 +51,7 @@ void PyOperation::set_input(py::handle array) {
 
 void PyOperation::set_output(py::handle array) {
   ArrayView view(array, true);
-  if (!view.contiguous()) throw_usage(required_contiguous);
+  if (!view.contiguous()) throw_usage(kContiguousOnly);
   Descriptor& descriptor = operation.descriptor;
   if (operation.input == nullptr && views->empty()) {  // recv: the output tells what is expected
     view.describe_in(descriptor);
@@ -49,6 +60,7 @@ void PyOperation::set_output(py::handle array) {
     throw_usage(std::string("out has dtype ") + dtype_name(view.dtype()) + ", the input " +
                 dtype_name(descriptor.dtype));
   }
+  if (!views->empty()) require_apart(views->front(), view);
   const bool same_size =
       descriptor.key.kind == OpKind::kBroadcast || descriptor.key.kind == OpKind::kAllreduce;
   if (same_size && view.bytes() != descriptor.bytes)
@@ -61,8 +73,8 @@ void PyOperation::set_output(py::handle array) {
 
 bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle output, ReduceOp op,
                        std::string_view name, double prescale, double postscale) {
-  ArrayView in(input, false);
   const bool in_place = output.is(input);
+  ArrayView in(input, in_place);
   ArrayView out = in_place ? ArrayView() : ArrayView(output, true);
   if (!in.contiguous() || !out.contiguous()) return false;
   Descriptor& descriptor = prepared.operation.descriptor;
@@ -79,6 +91,8 @@ bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle outpu
   if (!in_place && out.count() != in.count())
     throw_usage("out has " + std::to_string(out.count()) + " elements, the input " +
                 std::to_string(in.count()));
+  require_scalable(descriptor);
+  if (!in_place) require_apart(in, out);
   prepared.operation.input = in.data();
   prepared.operation.output = in_place ? in.data() : out.data();
   prepared.operation.output_bytes = in.bytes();

@@ -96,7 +96,14 @@ void bind_result(py::module_& module) {
       .def_property_readonly("shape", &Result::shape)
       .def_property_readonly("dtype", &Result::dtype)
       .def("numpy", &Result::numpy, "A NumPy array over the memory; bfloat16 as uint16.")
-      .def("__dlpack__", [](const Result& self, const py::kwargs&) { return self.dlpack(); })
+      .def(
+          "__dlpack__",
+          // What a consumer asks for changes nothing: the memory is on the host, new and nobody else's.
+          [](const Result& self, const py::object&, const py::object&, const py::object&, const py::object&) {
+            return self.dlpack();
+          },
+          py::kw_only(), py::arg("stream") = py::none(), py::arg("max_version") = py::none(),
+          py::arg("dl_device") = py::none(), py::arg("copy") = py::none())
       .def("__dlpack_device__", [](const Result&) { return py::make_tuple(dlpack::kCpu, 0); });
 }
 

@@ -180,7 +180,9 @@ Descriptor fused_descriptor(std::span<Operation* const> operations) {
     const Descriptor& one = operation->descriptor;
     names += (names.empty() ? "" : ", ") + std::string(one.name_view()) + "[" +
              std::to_string(one.key.count) + "]";
-    hash = (hash ^ one.key.name_hash) * 0x100000001b3ULL + one.key.count;
+    // The sequence of each: nameless ones of the same count must not be taken for each other.
+    hash =
+        ((hash ^ one.key.name_hash) * 0x100000001b3ULL ^ one.key.sequence) * 0x100000001b3ULL + one.key.count;
     count += one.key.count;
   }
   fused.set_name(names);

@@ -11,18 +11,19 @@ namespace multiring {
 // Each runs one collective in the calling thread and returns when this rank may use its result and change its
 // input. All raise mismatch, timeout, peer lost or aborted errors.
 
-void allreduce(Exchange& exchange, const Call& call, Operation& operation);
-void reduce_scatter(Exchange& exchange, const Call& call, Operation& operation);
-void allgather(Exchange& exchange, const Call& call, Operation& operation);
-void gather(Exchange& exchange, const Call& call, Operation& operation);
-void broadcast(Exchange& exchange, const Call& call, Operation& operation);
-void scatter(Exchange& exchange, const Call& call, Operation& operation);
-void alltoall(Exchange& exchange, const Call& call, Operation& operation);
-void barrier(Exchange& exchange, const Call& call);
+MULTIRING_API void allreduce(Exchange& exchange, const Call& call, Operation& operation);
+MULTIRING_API void reduce_scatter(Exchange& exchange, const Call& call, Operation& operation);
+MULTIRING_API void allgather(Exchange& exchange, const Call& call, Operation& operation);
+MULTIRING_API void gather(Exchange& exchange, const Call& call, Operation& operation);
+MULTIRING_API void broadcast(Exchange& exchange, const Call& call, Operation& operation);
+MULTIRING_API void scatter(Exchange& exchange, const Call& call, Operation& operation);
+MULTIRING_API void alltoall(Exchange& exchange, const Call& call, Operation& operation);
+MULTIRING_API void barrier(Exchange& exchange, const Call& call);
 
 /// Several small allreduces of the same dtype and reduction in one round; together at most the staging
 /// memory. `call.descriptor` is fused_descriptor() of them.
-void fused_allreduce(Exchange& exchange, const Call& call, std::span<Operation* const> operations);
-Descriptor fused_descriptor(std::span<Operation* const> operations);
+MULTIRING_API void fused_allreduce(Exchange& exchange, const Call& call,
+                                   std::span<Operation* const> operations);
+MULTIRING_API Descriptor fused_descriptor(std::span<Operation* const> operations);
 
 }  // namespace multiring

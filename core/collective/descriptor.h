@@ -37,6 +37,9 @@ struct MatchKey {
   std::uint64_t count = 0;  ///< elements in all; of one row where ranks may have different numbers of rows
   double prescale = 0.0;
   double postscale = 0.0;
+  /// Asynchronous operations are matched by the order of submission: 1 for the first of the communicator,
+  /// ...; 0: a synchronous one.
+  std::uint64_t sequence = 0;
   std::int32_t root = -1;
   std::uint32_t fused = 1;  ///< operations fused into this one
   OpKind kind = OpKind::kBarrier;
@@ -44,7 +47,7 @@ struct MatchKey {
   ReduceOp op = ReduceOp::kSum;
   std::array<std::uint8_t, 5> unused{};
 };
-static_assert(sizeof(MatchKey) == 48, "compared as bytes: no padding");
+static_assert(sizeof(MatchKey) == 56, "compared as bytes: no padding");
 
 /// What one rank asked for, as it lies in the header of a round for all to read. Trivially copyable.
 struct MULTIRING_API Descriptor {

@@ -31,6 +31,11 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
+std::string describe_request(const Descriptor& descriptor) {
+  if (!descriptor.asynchronous) return describe(descriptor);
+  return describe(descriptor) + " (asynchronous operation " + std::to_string(descriptor.key.sequence) + ")";
+}
+
 }  // namespace
 
 void Exchange::begin(const Descriptor& descriptor) {
@@ -71,7 +76,7 @@ void Exchange::throw_mismatch(const Call& call) const {
   std::map<std::string, std::vector<int>> asked;
   int other = -1;
   for (int peer = 0; peer < size(); ++peer) {
-    asked[describe(descriptor(peer))].push_back(peer);
+    asked[describe_request(descriptor(peer))].push_back(peer);
     if (other < 0 && !same_key(descriptor(rank()).key, descriptor(peer).key)) other = peer;
   }
   std::string text = "the ranks of communicator '" + communicator_ + "' asked for different operations: ";

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "base/export.h"
 #include "collective/descriptor.h"
 #include "transport/transport.h"
 
@@ -24,7 +25,7 @@ struct NotYetAgreed {
 /// A rank's walk through the rounds of a transport: every collective is a sequence of rounds, the first of
 /// which compares what the ranks asked for. Turns a wait that failed into an error that says who, where,
 /// what.
-class Exchange {
+class MULTIRING_API Exchange {
  public:
   Exchange(Transport& transport, std::string communicator)
       : transport_(transport), communicator_(std::move(communicator)) {}

@@ -10,26 +10,15 @@
 namespace multiring {
 namespace {
 
-constexpr std::chrono::milliseconds kTick(50);
+constexpr std::chrono::duration<double> kTick(0.05);
 
 }  // namespace
 
-/// The right to drive the exchange, taken when all earlier asynchronous operations are done.
+/// The right to drive the exchange, held while it lives.
 class Communicator::Turn {
  public:
-  Turn(Communicator& owner, const CallOptions& options) : owner_(owner) {
-    std::unique_lock lock(owner_.mutex_);
-    while (owner_.turn_taken_ || !owner_.queue_.empty()) {
-      owner_.throw_if_unusable();
-      owner_.changed_.wait_for(lock, kTick);
-      if (options.interrupt == nullptr || !*options.interrupt) continue;
-      lock.unlock();
-      (*options.interrupt)();
-      lock.lock();
-    }
-    owner_.throw_if_unusable();
-    owner_.turn_taken_ = true;
-  }
+  Turn(Communicator& owner, const Operation& operation, const CallOptions& options)
+      : owner_(owner), options_(owner.take_turn(operation, options)) {}
   ~Turn() {
     {
       const std::lock_guard lock(owner_.mutex_);
@@ -39,9 +28,12 @@ class Communicator::Turn {
   }
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
+  /// Those of the call, with the time that is left.
+  const CallOptions& options() const { return options_; }
 
  private:
   Communicator& owner_;
+  const CallOptions options_;
 };
 
 Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOptions options)
@@ -57,8 +49,58 @@ void Communicator::run(Operation& operation, const CallOptions& options) {
   throw_if_abandoned();
   complete(operation);
   validate(operation, rank(), size(), name());
-  const Turn turn(*this, options);
-  execute(operation, options);
+  const Turn turn(*this, operation, options);
+  execute(operation, turn.options());
+}
+
+// Returns when all asynchronous operations submitted before are done; those have deadlines of their own, the
+// call's counts only if one was given. Where it gives up, the peers will wait for an operation that this rank
+// leaves out, so that is an error like one in the middle of the operation.
+CallOptions Communicator::take_turn(const Operation& operation, const CallOptions& options) {
+  const Deadline deadline = options.timeout >= 0 ? Deadline::after(options.timeout) : Deadline::never();
+  std::unique_lock lock(mutex_);
+  while (turn_taken_ || !queue_.empty()) {
+    throw_if_unusable();
+    changed_.wait_for(lock, std::min(kTick, std::chrono::duration<double>(deadline.remaining())));
+    if (!turn_taken_ && queue_.empty()) break;
+    const std::shared_ptr<Work> before = queue_.empty() ? nullptr : queue_.front();
+    lock.unlock();
+    try {
+      if (options.interrupt != nullptr && *options.interrupt) (*options.interrupt)();
+      if (deadline.expired()) throw_late_turn(operation, before.get(), deadline);
+    } catch (...) {
+      fail(std::current_exception(), describe(operation.descriptor));
+      throw;
+    }
+    lock.lock();
+  }
+  throw_if_unusable();
+  turn_taken_ = true;
+  return {options.timeout >= 0 ? deadline.remaining() : options.timeout, options.interrupt};
+}
+
+void Communicator::throw_late_turn(const Operation& operation, const Work* before,
+                                   const Deadline& deadline) const {
+  ErrorContext context;
+  context.rank = rank();
+  context.host = host();
+  context.operation = op_kind_name(operation.descriptor.key.kind);
+  context.tensor = operation.descriptor.name_view();
+  context.bytes = static_cast<std::int64_t>(operation.descriptor.bytes);
+  context.elapsed = deadline.elapsed();
+  std::string what = "an operation of another thread";
+  if (before != nullptr) {  // its kind and name only: the rest may change while it runs
+    const Descriptor& first = before->operation().descriptor;
+    what = std::string("what was submitted before it, first ") + op_kind_name(first.key.kind) + " '" +
+           std::string(first.name_view()) + "'";
+  }
+  throw Error(ErrorKind::kTimeout,
+              "rank " + std::to_string(rank()) + " on " + host() + ", in " + describe(operation.descriptor) +
+                  " of communicator '" + name() + "', waited " + std::to_string(deadline.elapsed()) +
+                  " s for " + what +
+                  ", which is not complete. Have all ranks submitted it? MULTIRING_TIMEOUT or the timeout "
+                  "argument set how long to wait.",
+              context);
 }
 
 void Communicator::execute(Operation& operation, const CallOptions& options) {
@@ -120,6 +162,8 @@ Call Communicator::make_call(const Descriptor& descriptor, const CallOptions& op
 void Communicator::complete(Operation& operation) const {
   Descriptor& descriptor = operation.descriptor;
   const OpKind kind = descriptor.key.kind;
+  descriptor.asynchronous = false;
+  descriptor.key.sequence = 0;
   const bool everybody_has_dtype = kind != OpKind::kScatter && kind != OpKind::kBarrier;
   descriptor.key.dtype = everybody_has_dtype ? static_cast<std::uint8_t>(descriptor.dtype) : 0;
   if (kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter) symmetric_.place(operation);
@@ -135,7 +179,8 @@ std::shared_ptr<Work> Communicator::submit(Operation operation, int priority,
   {
     const std::lock_guard lock(mutex_);
     throw_if_unusable();
-    work = std::make_shared<Work>(std::move(operation), priority, ++submitted_, std::move(keep_alive));
+    operation.descriptor.key.sequence = ++submitted_;
+    work = std::make_shared<Work>(std::move(operation), priority, submitted_, std::move(keep_alive));
     queue_.push_back(work);
     if (!progress_thread_.joinable()) progress_thread_ = std::thread([this] { progress(); });
   }
@@ -172,16 +217,19 @@ void Communicator::execute_chosen() {
     std::vector<std::shared_ptr<Work>> chosen;
     {
       const std::lock_guard lock(mutex_);
-      chosen = choose_work(queue_, limit, options_.fuse_below, transport_->staging_bytes());
+      if (!first_error_)
+        chosen = choose_work(queue_, limit, options_.fuse_below, transport_->staging_bytes());
+      if (!chosen.empty()) running_ = chosen;
     }
-    if (chosen.empty()) return;  // the communicator broke meanwhile
+    if (chosen.empty()) return fail_running();  // the communicator broke meanwhile
     try {
       run_chosen(chosen, limit);
       return retire(chosen);
     } catch (const NotYetAgreed& agreement) {
       limit = agreement.submitted;
     } catch (...) {
-      return fail(std::current_exception(), describe(chosen.front()->operation().descriptor));
+      fail(std::current_exception(), describe(chosen.front()->operation().descriptor));
+      return fail_running();
     }
   }
 }
@@ -204,49 +252,10 @@ void Communicator::run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, 
 void Communicator::retire(const std::vector<std::shared_ptr<Work>>& chosen) {
   {
     const std::lock_guard lock(mutex_);
-    std::erase_if(queue_, [&](const auto& work) {
-      return std::find(chosen.begin(), chosen.end(), work) != chosen.end();
-    });
+    std::erase_if(queue_, [this](const auto& work) { return is_running(work); });
+    running_.clear();
   }
   for (const auto& work : chosen) work->finish();
-}
-
-void Communicator::fail(const std::exception_ptr& error, const std::string& what) {
-  Error stored(ErrorKind::kInternal, "unknown error in " + what);
-  try {
-    std::rethrow_exception(error);
-  } catch (const Error& known) {
-    stored = known;
-  } catch (const std::bad_alloc&) {
-    stored = Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) + " is out of memory in " + what);
-  } catch (...) {  // raised by an interrupt callback: Ctrl-C
-    stored = Error(ErrorKind::kAborted,
-                   "rank " + std::to_string(rank()) + " on " + host() + " was interrupted in " + what);
-  }
-  std::deque<std::shared_ptr<Work>> pending;
-  {
-    const std::lock_guard lock(mutex_);
-    if (!first_error_) first_error_ = stored;
-    pending.swap(queue_);
-  }
-  // A usage error of one rank in the middle of an operation is not the peers' own.
-  transport_->abort(stored.kind() == ErrorKind::kUsage ? ErrorKind::kAborted : stored.kind(), stored.what());
-  for (const auto& work : pending) work->fail(std::make_exception_ptr(stored));
-  changed_.notify_all();
-}
-
-void Communicator::throw_if_unusable() const {
-  if (first_error_) {
-    ErrorContext context = first_error_->context();
-    context.rank = rank();
-    throw Error(ErrorKind::kAborted,
-                "communicator '" + name() + "' is broken on rank " + std::to_string(rank()) +
-                    " by its first error (" + error_kind_name(first_error_->kind()) +
-                    "): " + first_error_->what() + " Call multiring.shutdown() and init() to start anew.",
-                context);
-  }
-  if (closed_ || closing_.load(std::memory_order_relaxed))
-    throw Error(ErrorKind::kAborted, "communicator '" + name() + "' is closed");
 }
 
 template <class Body>
@@ -294,8 +303,8 @@ std::shared_ptr<Communicator> Communicator::split(std::int64_t color, std::int64
   operation.output_bytes = all.size() * sizeof(std::int64_t);
   throw_if_abandoned();
   complete(operation);
-  const Turn turn(*this, options);
-  execute(operation, options);
+  const Turn turn(*this, operation, options);
+  execute(operation, turn.options());
   ++splits_;
   if (color < 0) return nullptr;
   std::vector<int> members;
@@ -307,7 +316,7 @@ std::shared_ptr<Communicator> Communicator::split(std::int64_t color, std::int64
   CommunicatorOptions child = options_;
   child.name = name() + "/" + std::to_string(splits_) + "." + std::to_string(color);
   std::function<void(double)> stalled;
-  const Call call = make_call(operation.descriptor, options, stalled);
+  const Call call = make_call(operation.descriptor, turn.options(), stalled);
   try {
     const std::uint64_t tag =
         (splits_ << 32) + static_cast<std::uint64_t>(*std::min_element(members.begin(), members.end()));
@@ -327,10 +336,10 @@ std::shared_ptr<SymmetricRegion> Communicator::allocate_symmetric(std::size_t by
   operation.descriptor.shape[0] = bytes;
   throw_if_abandoned();
   complete(operation);
-  const Turn turn(*this, options);
-  execute(operation, options);
+  const Turn turn(*this, operation, options);
+  execute(operation, turn.options());
   std::function<void(double)> stalled;
-  const Call call = make_call(operation.descriptor, options, stalled);
+  const Call call = make_call(operation.descriptor, turn.options(), stalled);
   try {
     auto region = transport_->allocate(bytes, ++regions_, call.waiting);
     symmetric_.add(region);
@@ -339,59 +348,6 @@ std::shared_ptr<SymmetricRegion> Communicator::allocate_symmetric(std::size_t by
     fail(std::current_exception(), describe(operation.descriptor));
     throw;
   }
-}
-
-void Communicator::abort(const std::string& message) {
-  fail(std::make_exception_ptr(Error(ErrorKind::kAborted, message)), "abort");
-}
-
-bool Communicator::is_broken() const {
-  const std::lock_guard lock(mutex_);
-  return first_error_.has_value() || transport_->aborted(nullptr);
-}
-
-void Communicator::throw_if_abandoned() const {
-  // Before any lock is taken: in a forked child a lock may be held by a thread that does not exist there.
-  if (abandoned_.load(std::memory_order_acquire))
-    throw Error(ErrorKind::kUsage,
-                "communicator '" + options_.name +
-                    "' belongs to the parent process: a forked child must not use it (start "
-                    "data loaders before multiring.init() or leave communication to the parent)");
-}
-
-void Communicator::abandon() {
-  closing_.store(true, std::memory_order_release);
-  abandoned_.store(true, std::memory_order_release);
-  transport_->abandon();
-}
-
-void Communicator::close() {
-  if (abandoned_.load(std::memory_order_acquire)) {
-    // The thread does not exist in a forked child: its handle can be neither joined nor destroyed.
-    if (progress_thread_.joinable()) new std::thread(std::move(progress_thread_));
-    return;
-  }
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) return;
-    closed_ = true;
-    closing_.store(true, std::memory_order_release);
-  }
-  transport_->wake();
-  changed_.notify_all();
-  if (progress_thread_.joinable()) progress_thread_.join();
-  std::deque<std::shared_ptr<Work>> pending;
-  {
-    // A call in another thread ends at its next look at closing_.
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return !turn_taken_; });
-    pending.swap(queue_);
-  }
-  for (const auto& work : pending)
-    work->fail(std::make_exception_ptr(
-        Error(ErrorKind::kAborted, "communicator '" + name() + "' was closed before " +
-                                       describe(work->operation().descriptor) + " ran")));
-  transport_->leave();
 }
 
 }  // namespace multiring

@@ -81,6 +81,9 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   class Turn;
 
   void complete(Operation& operation) const;
+  CallOptions take_turn(const Operation& operation, const CallOptions& options);
+  [[noreturn]] void throw_late_turn(const Operation& operation, const Work* before,
+                                    const Deadline& deadline) const;
   Call make_call(const Descriptor& descriptor, const CallOptions& options,
                  std::function<void(double)>& stalled);
   void execute(Operation& operation, const CallOptions& options);
@@ -89,7 +92,10 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   void execute_chosen();
   void run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, std::uint64_t submitted);
   void retire(const std::vector<std::shared_ptr<Work>>& chosen);
+  /// Stores and tells the first error, and fails all work but that in progress.
   void fail(const std::exception_ptr& error, const std::string& what);
+  void fail_running();
+  bool is_running(const std::shared_ptr<Work>& work) const;  // with mutex_ held
   void throw_if_unusable() const;
   void throw_if_abandoned() const;
   template <class Body>
@@ -109,6 +115,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   std::condition_variable changed_;
   bool turn_taken_ = false;  // an operation is in progress
   std::deque<std::shared_ptr<Work>> queue_;
+  std::vector<std::shared_ptr<Work>> running_;  // what the progress thread is at, a part of the queue
   std::uint64_t submitted_ = 0;
   std::optional<Error> first_error_;
   bool closed_ = false;

@@ -24,6 +24,10 @@ void validate(const Operation& operation, int rank, int size, const std::string&
                                communicator + "' of size " + std::to_string(size));
   if (descriptor.key.op == ReduceOp::kAverage && descriptor.dtype == DType::kBool)
     throw_usage(operation, "bool has no average; use max (or) or min (and)");
+  const bool scales = descriptor.key.prescale != 1.0 || descriptor.key.postscale != 1.0;
+  if ((kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter) && scales &&
+      descriptor.dtype == DType::kBool)
+    throw_usage(operation, "bool cannot be scaled");
   if (kind == OpKind::kReduceScatter && operation.output != nullptr && descriptor.rows > 0) {
     const Range block =
         block_range(descriptor.rows, static_cast<std::size_t>(size), static_cast<std::size_t>(rank));

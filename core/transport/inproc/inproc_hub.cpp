@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <thread>
 
@@ -36,7 +37,7 @@ class InprocLink final : public HostLink {
   std::int64_t process_id(int rank) const override { return rank; }
   std::shared_ptr<SharedBlock> share(std::size_t bytes, std::span<const int> members, std::uint64_t tag,
                                      const Waiting&) override {
-    return hub_->block(tag, members[0], bytes);
+    return hub_->block(tag, members, bytes);
   }
   bool is_lost(int rank) override {
     return hub_->faults_[static_cast<std::size_t>(rank)].broken.load(std::memory_order_acquire);
@@ -60,8 +61,17 @@ class InprocTransport final : public SharedTransport {
   void arrive(std::uint64_t round) override {
     const std::int64_t delay = faults_.delay_microseconds.load(std::memory_order_acquire);
     if (delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay));
-    if (faults_.dropped.load(std::memory_order_acquire)) return;
-    SharedTransport::arrive(round);
+    if (!dropped()) SharedTransport::arrive(round);
+  }
+  WaitResult await_all(std::uint64_t round, const Waiting& waiting) override {
+    // What is dropped never came, so the round ends for nobody: the rank must not run ahead of the others.
+    return SharedTransport::await_all(dropped() ? std::numeric_limits<std::uint64_t>::max() : round, waiting);
+  }
+  void mailbox_written(int destination, std::uint64_t chunk) override {
+    if (!dropped()) SharedTransport::mailbox_written(destination, chunk);
+  }
+  void mailbox_read(int source, std::uint64_t chunk) override {
+    if (!dropped()) SharedTransport::mailbox_read(source, chunk);
   }
 
   std::shared_ptr<Transport> subgroup(std::span<const int> chosen, std::uint64_t tag,
@@ -71,6 +81,8 @@ class InprocTransport final : public SharedTransport {
   }
 
  private:
+  bool dropped() const { return faults_.dropped.load(std::memory_order_acquire); }
+
   InprocHub::Faults& faults_;  // owned by the hub, which the link keeps
 };
 
@@ -93,17 +105,17 @@ void InprocHub::drop(int rank) {
 }
 
 void InprocHub::break_rank(int rank) {
+  drop(rank);
   faults_[static_cast<std::size_t>(rank)].broken.store(true, std::memory_order_release);
 }
 
-std::shared_ptr<SharedBlock> InprocHub::block(std::uint64_t tag, int leader, std::size_t bytes) {
+std::shared_ptr<SharedBlock> InprocHub::block(std::uint64_t tag, std::span<const int> members,
+                                              std::size_t bytes) {
   const std::lock_guard lock(mutex_);
-  auto& known = blocks_[{tag, leader}];
-  auto block = known.lock();
-  if (block == nullptr) {
-    block = std::make_shared<HeapBlock>(bytes);
-    known = block;
-  }
+  Offer& offer = blocks_[{tag, members[0]}];
+  if (offer.block == nullptr) offer.block = std::make_shared<HeapBlock>(bytes);
+  auto block = offer.block;
+  if (++offer.taken == members.size()) blocks_.erase({tag, members[0]});
   return block;
 }
 

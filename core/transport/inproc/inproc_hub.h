@@ -28,9 +28,10 @@ class MULTIRING_API InprocHub : public std::enable_shared_from_this<InprocHub> {
 
   /// From now on `rank` arrives at every round later by this much.
   void delay(int rank, std::chrono::microseconds by);
-  /// From now on nobody learns of the arrivals of `rank`.
+  /// From now on nobody learns what `rank` does: neither its arrivals nor its messages come through, and it
+  /// waits in vain itself.
   void drop(int rank);
-  /// The process of `rank` is gone, as its peers see it.
+  /// The process of `rank` is gone, as its peers see it, in the middle of whatever it does.
   void break_rank(int rank);
 
  private:
@@ -41,12 +42,17 @@ class MULTIRING_API InprocHub : public std::enable_shared_from_this<InprocHub> {
     std::atomic<bool> dropped{false};
     std::atomic<bool> broken{false};
   };
-  std::shared_ptr<SharedBlock> block(std::uint64_t tag, int leader, std::size_t bytes);
+  /// Memory that waits for those of its members that have not taken it yet.
+  struct Offer {
+    std::shared_ptr<SharedBlock> block;
+    std::size_t taken = 0;
+  };
+  std::shared_ptr<SharedBlock> block(std::uint64_t tag, std::span<const int> members, std::size_t bytes);
 
   Options options_;
   std::vector<Faults> faults_;
   std::mutex mutex_;  // guards blocks_; never held while another lock is taken
-  std::map<std::pair<std::uint64_t, int>, std::weak_ptr<SharedBlock>> blocks_;
+  std::map<std::pair<std::uint64_t, int>, Offer> blocks_;
 };
 
 }  // namespace multiring

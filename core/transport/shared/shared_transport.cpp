@@ -15,6 +15,9 @@ constexpr double kLongestTick = 0.05;
 constexpr double kTurnsPerMicrosecond = 25.0;
 constexpr double kDefaultSpinMicroseconds = 40.0;
 
+// Collectives cut staging memory into cache lines.
+constexpr std::size_t kLeastStagingBytes = 64;
+
 SpinBudget spin_budget(const SharedTransportOptions& options, std::size_t ranks, int cores) {
   double most = options.spin_microseconds;
   if (most < 0) most = ranks <= static_cast<std::size_t>(cores) ? kDefaultSpinMicroseconds : 0.0;
@@ -98,6 +101,9 @@ SharedTransport::SharedTransport(std::shared_ptr<HostLink> link, std::vector<int
   const auto self = std::find(members_.begin(), members_.end(), link_->rank());
   if (self == members_.end())
     throw Error(ErrorKind::kInternal, "a rank builds a transport it is not part of");
+  if (options.staging_bytes < kLeastStagingBytes)
+    throw Error(ErrorKind::kUsage, "MULTIRING_STAGING_BYTES is " + std::to_string(options.staging_bytes) +
+                                       ": at least " + std::to_string(kLeastStagingBytes) + " are needed");
   rank_ = static_cast<int>(self - members_.begin());
   block_ = link_->share(layout_.bytes, members_, block_tag(tag_, 0), waiting);
   control_ = reinterpret_cast<GroupControl*>(block_->data());
@@ -254,13 +260,30 @@ std::shared_ptr<SymmetricRegion> SharedTransport::allocate(std::size_t bytes_per
                                                            const Waiting& waiting) {
   const std::size_t stride =
       GroupLayout::round_up(std::max<std::size_t>(bytes_per_rank, 1), GroupLayout::kPage);
-  auto block = link_->share(stride * layout_.size, members_, block_tag(tag_, id), waiting);
+  const std::function<void()> look = [&] { look_for_abort(waiting); };
+  Waiting watched = waiting;
+  watched.interrupt = &look;
+  auto block = link_->share(stride * layout_.size, members_, block_tag(tag_, id), watched);
   return std::make_shared<SharedSymmetricRegion>(std::move(block), stride, bytes_per_rank, id);
 }
 
 std::shared_ptr<Transport> SharedTransport::subgroup(std::span<const int> members, std::uint64_t tag,
                                                      const Waiting& waiting) {
-  return std::make_shared<SharedTransport>(link_, world_ranks(members), subgroup_tag(tag), options_, waiting);
+  const std::function<void()> look = [&] { look_for_abort(waiting); };
+  Waiting watched = waiting;
+  watched.interrupt = &look;
+  return std::make_shared<SharedTransport>(link_, world_ranks(members), subgroup_tag(tag), options_, watched);
+}
+
+// The rank that is to hand over memory may have failed to make it, and is alive all the same.
+void SharedTransport::look_for_abort(const Waiting& waiting) const {
+  waiting.check_interrupt();
+  AbortRecord record;
+  if (aborted(&record))
+    throw Error(record.kind,
+                "rank " + std::to_string(record.origin) + " stopped all ranks: " + record.message);
+  if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
+    throw Error(ErrorKind::kAborted, "the communicator was closed while it waited for shared memory");
 }
 
 std::vector<int> SharedTransport::world_ranks(std::span<const int> members) const {

@@ -75,6 +75,8 @@ class MULTIRING_API SharedTransport : public Transport {
   WaitResult look_for_trouble(const Ready& ready, const Waiting& waiting);
   template <class Ready>
   WaitResult find_lost_peer(const Ready& ready);
+  /// For waits that are not on shared atomics: raises what would end one of those.
+  void look_for_abort(const Waiting& waiting) const;
 
   std::shared_ptr<HostLink> link_;
   std::vector<int> members_;

@@ -297,6 +297,7 @@ void PeerLinks::send_file(int peer, std::uint64_t tag, const UniqueFd& file) {
 
 UniqueFd PeerLinks::receive_file(int peer, std::uint64_t tag, const Waiting& waiting) {
   for (;;) {
+    const bool lost = is_lost(peer);  // before the look: what it sent before its end counts
     {
       const std::lock_guard lock(mutex_);
       while (receive_one(peer)) {
@@ -309,7 +310,6 @@ UniqueFd PeerLinks::receive_file(int peer, std::uint64_t tag, const Waiting& wai
       }
     }
     waiting.check_interrupt();
-    const bool lost = is_lost(peer);
     if (lost || waiting.deadline.expired()) {
       ErrorContext context;
       context.rank = options_.rank;
@@ -338,6 +338,10 @@ bool PeerLinks::receive_one(int peer) {
   message.msg_controllen = sizeof control;
   const ssize_t got = ::recvmsg(peers_[static_cast<std::size_t>(peer)].socket.get(), &message,
                                 MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  if (got > 0 && (message.msg_flags & MSG_CTRUNC) != 0)
+    throw Error(ErrorKind::kInternal, "rank " + std::to_string(options_.rank) + " on " + host_name() +
+                                          " has no descriptor left for shared memory from rank " +
+                                          std::to_string(peer) + ": raise `ulimit -n`");
   const cmsghdr* header = got == static_cast<ssize_t>(sizeof tag) ? CMSG_FIRSTHDR(&message) : nullptr;
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return false;
   int fd = -1;

@@ -1,0 +1,119 @@
+// How a communicator ends: its first error, abort, close, and a fork of its process.
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/communicator.h"
+
+namespace multiring {
+
+void Communicator::fail(const std::exception_ptr& error, const std::string& what) {
+  Error stored(ErrorKind::kInternal, "unknown error in " + what);
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& known) {
+    stored = known;
+  } catch (const std::bad_alloc&) {
+    stored = Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) + " is out of memory in " + what);
+  } catch (...) {  // raised by an interrupt callback: Ctrl-C
+    stored = Error(ErrorKind::kAborted,
+                   "rank " + std::to_string(rank()) + " on " + host() + " was interrupted in " + what);
+  }
+  std::deque<std::shared_ptr<Work>> pending;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!first_error_) first_error_ = stored;
+    pending.swap(queue_);
+    // What is in progress still uses its caller's memory: it fails when the thread that drives it is out of
+    // it.
+    std::erase_if(pending, [this](const auto& work) { return is_running(work); });
+  }
+  // A usage error of one rank in the middle of an operation is not the peers' own.
+  transport_->abort(stored.kind() == ErrorKind::kUsage ? ErrorKind::kAborted : stored.kind(), stored.what());
+  for (const auto& work : pending) work->fail(std::make_exception_ptr(stored));
+  changed_.notify_all();
+}
+
+bool Communicator::is_running(const std::shared_ptr<Work>& work) const {
+  return std::find(running_.begin(), running_.end(), work) != running_.end();
+}
+
+void Communicator::fail_running() {
+  std::vector<std::shared_ptr<Work>> running;
+  std::exception_ptr error;
+  {
+    const std::lock_guard lock(mutex_);
+    running.swap(running_);
+    if (first_error_) error = std::make_exception_ptr(*first_error_);
+  }
+  for (const auto& work : running) work->fail(error);
+}
+
+void Communicator::throw_if_unusable() const {
+  if (first_error_) {
+    ErrorContext context = first_error_->context();
+    context.rank = rank();
+    throw Error(ErrorKind::kAborted,
+                "communicator '" + name() + "' is broken on rank " + std::to_string(rank()) +
+                    " by its first error (" + error_kind_name(first_error_->kind()) +
+                    "): " + first_error_->what() + " Call multiring.shutdown() and init() to start anew.",
+                context);
+  }
+  if (closed_ || closing_.load(std::memory_order_relaxed))
+    throw Error(ErrorKind::kAborted, "communicator '" + name() + "' is closed");
+}
+
+void Communicator::abort(const std::string& message) {
+  fail(std::make_exception_ptr(Error(ErrorKind::kAborted, message)), "abort");
+}
+
+bool Communicator::is_broken() const {
+  const std::lock_guard lock(mutex_);
+  return first_error_.has_value() || transport_->aborted(nullptr);
+}
+
+void Communicator::throw_if_abandoned() const {
+  // Before any lock is taken: in a forked child a lock may be held by a thread that does not exist there.
+  if (abandoned_.load(std::memory_order_acquire))
+    throw Error(ErrorKind::kUsage,
+                "communicator '" + options_.name +
+                    "' belongs to the parent process: a forked child must not use it (start "
+                    "data loaders before multiring.init() or leave communication to the parent)");
+}
+
+void Communicator::abandon() {
+  closing_.store(true, std::memory_order_release);
+  abandoned_.store(true, std::memory_order_release);
+  transport_->abandon();
+}
+
+void Communicator::close() {
+  if (abandoned_.load(std::memory_order_acquire)) {
+    // The thread does not exist in a forked child: its handle can be neither joined nor destroyed.
+    if (progress_thread_.joinable()) new std::thread(std::move(progress_thread_));
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    closing_.store(true, std::memory_order_release);
+  }
+  transport_->wake();
+  changed_.notify_all();
+  if (progress_thread_.joinable()) progress_thread_.join();
+  std::deque<std::shared_ptr<Work>> pending;
+  {
+    // A call in another thread ends at its next look at closing_.
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return !turn_taken_; });
+    pending.swap(queue_);
+  }
+  for (const auto& work : pending)
+    work->fail(std::make_exception_ptr(
+        Error(ErrorKind::kAborted, "communicator '" + name() + "' was closed before " +
+                                       describe(work->operation().descriptor) + " ran")));
+  transport_->leave();
+}
+
+}  // namespace multiring
