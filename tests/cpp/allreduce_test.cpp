@@ -1,0 +1,179 @@
+// Every way of an allreduce gives the bits of the canonical tree, on all ranks.
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "collective/collectives.h"
+#include "support/operations.h"
+#include "support/rank_group.h"
+#include "support/reduce_oracle.h"
+
+namespace multiring {
+namespace {
+
+using testing::Bytes;
+using testing::GroupCase;
+using testing::Mode;
+using testing::RankGroup;
+
+struct Problem {
+  DType dtype;
+  Reduction reduction;
+  std::size_t count;
+  std::vector<Bytes> inputs;  // of each rank
+  Bytes expected;
+
+  std::string text() const {
+    return std::string(reduce_op_name(reduction.op)) + " of " + std::to_string(count) + " " +
+           dtype_name(dtype);
+  }
+};
+
+Problem make_problem(DType dtype, const Reduction& reduction, std::size_t count, int size) {
+  Problem problem{dtype, reduction, count, {}, {}};
+  const auto seed = static_cast<std::uint32_t>(count * 131 + static_cast<std::size_t>(dtype) * 17);
+  for (int rank = 0; rank < size; ++rank)
+    problem.inputs.push_back(
+        testing::random_elements(dtype, count, seed + static_cast<std::uint32_t>(rank), true));
+  problem.expected = testing::reduce_oracle(dtype, reduction, problem.inputs);
+  return problem;
+}
+
+class AllreduceTest : public ::testing::TestWithParam<GroupCase> {
+ protected:
+  AllreduceTest() : group_(GetParam().options()) {}
+  int size() const { return group_.size(); }
+
+  /// In place and out of place, synchronous and asynchronous.
+  void expect_all_right(const std::vector<Problem>& problems) {
+    group_.run([&](Communicator& communicator) {
+      for (const Problem& problem : problems) {
+        const Bytes& input = problem.inputs[static_cast<std::size_t>(communicator.rank())];
+        for (const Mode mode : testing::kModes) {
+          Bytes in_place = input;
+          Operation operation = testing::allreduce_of(problem.dtype, problem.count, in_place.data(),
+                                                      in_place.data(), "in place", problem.reduction);
+          perform(communicator, operation, mode);
+          EXPECT_TRUE(in_place == problem.expected)
+              << problem.text() << " in place on rank " << communicator.rank();
+          Bytes output(input.size(), 0xcd);
+          const Bytes before = input;
+          operation = testing::allreduce_of(problem.dtype, problem.count, input.data(), output.data(),
+                                            "out of place", problem.reduction);
+          perform(communicator, operation, mode);
+          EXPECT_TRUE(output == problem.expected) << problem.text() << " on rank " << communicator.rank();
+          EXPECT_TRUE(input == before) << "the input of " << problem.text() << " has changed";
+        }
+      }
+    });
+  }
+
+  RankGroup group_;
+};
+
+TEST_P(AllreduceTest, EveryDtypeReductionAndFewElements) {
+  std::vector<Problem> problems;
+  for (const DType dtype : testing::kAllDTypes) {
+    for (const ReduceOp op : testing::kAllReduceOps) {
+      if (dtype == DType::kBool && op == ReduceOp::kAverage) continue;
+      for (const std::size_t count : {0, 1, 37}) problems.push_back(make_problem(dtype, {op}, count, size()));
+    }
+  }
+  expect_all_right(problems);
+}
+
+TEST_P(AllreduceTest, EveryDtypeInManySegments) {
+  std::vector<Problem> problems;
+  std::size_t turn = 0;
+  for (const DType dtype : testing::kAllDTypes) {
+    // Eleven segments and a bit: seven ranks read more than the one-shot way may.
+    const std::size_t count = (11 * testing::kSmallStaging + 24) / dtype_size(dtype) + 1;
+    problems.push_back(make_problem(dtype, {ReduceOp::kSum}, count, size()));
+    ReduceOp other = testing::kAllReduceOps[1 + turn++ % 4];
+    if (dtype == DType::kBool && other == ReduceOp::kAverage) other = ReduceOp::kMin;
+    problems.push_back(make_problem(dtype, {other}, count, size()));
+  }
+  expect_all_right(problems);
+}
+
+TEST_P(AllreduceTest, ScaleFactors) {
+  std::vector<Problem> problems;
+  for (const DType dtype :
+       {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64, DType::kInt32}) {
+    for (const std::size_t count : {37, 3000}) {
+      problems.push_back(make_problem(dtype, {ReduceOp::kSum, 0.3, 1.0}, count, size()));
+      problems.push_back(make_problem(dtype, {ReduceOp::kAverage, 1.5, 0.7}, count, size()));
+      problems.push_back(make_problem(dtype, {ReduceOp::kMax, -1.0, 3.0}, count, size()));
+    }
+  }
+  expect_all_right(problems);
+}
+
+// Counts around the ends of slices, segments and cache lines.
+TEST_P(AllreduceTest, CountsAroundEveryBoundary) {
+  std::vector<Problem> problems;
+  for (const std::size_t bytes : {64, 64 * 7, 4096, 2 * 4096, 16 * 1024, 37440, 40960}) {
+    for (const std::size_t more : {0, 1, 2}) {
+      problems.push_back(make_problem(DType::kBFloat16, {ReduceOp::kSum}, bytes / 2 - 1 + more, size()));
+      problems.push_back(make_problem(DType::kFloat64, {ReduceOp::kSum}, bytes / 8 - 1 + more, size()));
+    }
+  }
+  expect_all_right(problems);
+}
+
+// Several small ones in one round, at places that are not aligned for the processor.
+TEST_P(AllreduceTest, FusedHasTheSameBits) {
+  const std::size_t counts[] = {3, 0, 1, 129, 37, 500, 2};
+  std::vector<Problem> problems;
+  for (const DType dtype : testing::kAllDTypes)
+    for (const std::size_t count : counts)
+      problems.push_back(make_problem(dtype, {ReduceOp::kSum}, count, size()));
+  group_.run_transports([&](const std::shared_ptr<Transport>& transport) {
+    Exchange exchange(*transport, "world");
+    const auto rank = static_cast<std::size_t>(transport->rank());
+    for (std::size_t begin = 0; begin < problems.size(); begin += std::size(counts)) {
+      std::vector<Bytes> arrays;
+      std::vector<Operation> operations;
+      for (std::size_t i = 0; i < std::size(counts); ++i) {
+        const Problem& problem = problems[begin + i];
+        if (problem.count * dtype_size(problem.dtype) > 2000) continue;
+        arrays.push_back(problem.inputs[rank]);
+        operations.push_back(testing::allreduce_of(problem.dtype, problem.count, arrays.back().data(),
+                                                   arrays.back().data(), "part", problem.reduction));
+      }
+      std::vector<Operation*> pointers;
+      for (Operation& operation : operations) pointers.push_back(&operation);
+      const Descriptor fused = fused_descriptor(pointers);
+      fused_allreduce(exchange, Call{fused, {}}, pointers);
+      std::size_t at = 0;
+      for (std::size_t i = 0; i < std::size(counts); ++i) {
+        const Problem& problem = problems[begin + i];
+        if (problem.count * dtype_size(problem.dtype) > 2000) continue;
+        EXPECT_TRUE(arrays[at++] == problem.expected) << problem.text() << " fused, on rank " << rank;
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Groups, AllreduceTest, ::testing::ValuesIn(testing::all_group_cases()),
+                         [](const auto& info) { return testing::case_name(info.param); });
+
+using DefaultStaging = AllreduceTest;
+
+TEST_P(DefaultStaging, SeveralSegments) {
+  const std::size_t bytes = testing::kDefaultStaging * 5 / 2;
+  expect_all_right({make_problem(DType::kFloat32, {ReduceOp::kSum}, bytes / 4 + 1, size()),
+                    make_problem(DType::kBFloat16, {ReduceOp::kAverage}, bytes / 2 + 1, size()),
+                    make_problem(DType::kFloat64, {ReduceOp::kMax}, bytes / 8 + 1, size()),
+                    make_problem(DType::kFloat32, {ReduceOp::kSum}, 37, size())});
+}
+
+INSTANTIATE_TEST_SUITE_P(Groups, DefaultStaging,
+                         ::testing::ValuesIn(testing::group_cases({1, 2, 7}, {testing::kDefaultStaging})),
+                         [](const auto& info) { return testing::case_name(info.param); });
+
+}  // namespace
+}  // namespace multiring

@@ -1,0 +1,186 @@
+// Thousands of operations back to back, to shake out what the double buffering of rounds could get wrong: a
+// rank that runs ahead, kinds that alternate, staging memory that is written again too early.
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "support/operations.h"
+#include "support/rank_group.h"
+
+namespace multiring {
+namespace {
+
+using testing::RankGroup;
+using testing::Request;
+using testing::TransportKind;
+
+struct StressCase {
+  TransportKind transport;
+  int size;
+  double spin_microseconds;  // 0: waits sleep at once
+};
+
+class StressTest : public ::testing::TestWithParam<StressCase> {
+ protected:
+  StressTest() : group_(options()) {}
+
+  static testing::GroupOptions options() {
+    testing::GroupOptions options(GetParam().transport, GetParam().size, testing::kSmallStaging);
+    options.spin_microseconds = GetParam().spin_microseconds;
+    return options;
+  }
+  /// As many repeats as take a second or so.
+  static int repeats(int of_two_ranks) {
+    return static_cast<int>(of_two_ranks * 2 / GetParam().size / (testing::kSlowness > 1 ? 4 : 1));
+  }
+
+  RankGroup group_;
+};
+
+/// Now and then a rank comes late, at its own times.
+class Dawdler {
+ public:
+  explicit Dawdler(int rank) : random_(static_cast<std::uint32_t>(rank) * 97 + 1) {}
+  void maybe() {
+    if (random_() % 64 == 0) std::this_thread::yield();
+    if (random_() % 512 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random_() % 200));
+  }
+
+ private:
+  std::mt19937 random_;
+};
+
+std::int64_t sum_of_ranks(int size) { return static_cast<std::int64_t>(size) * (size - 1) / 2; }
+
+TEST_P(StressTest, SmallAllreducesBackToBack) {
+  group_.run([&](Communicator& communicator) {
+    Dawdler dawdler(communicator.rank());
+    const int size = communicator.size();
+    for (int i = 0; i < repeats(20000); ++i) {
+      std::int64_t value = communicator.rank() + i;
+      Operation operation = testing::allreduce_of(DType::kInt64, 1, &value, &value);
+      communicator.run(operation, {});
+      ASSERT_EQ(value, sum_of_ranks(size) + static_cast<std::int64_t>(i) * size);
+      dawdler.maybe();
+    }
+  });
+}
+
+// The kinds in turn, in an order drawn by chance (the same on all ranks), with counts of zero to many
+// segments.
+TEST_P(StressTest, AlternatingKinds) {
+  group_.run([&](Communicator& communicator) {
+    Dawdler dawdler(communicator.rank());
+    std::mt19937 random(5);
+    const int size = communicator.size();
+    const int rank = communicator.rank();
+    const auto region = communicator.allocate_symmetric(64 * 1024, {});
+    for (int i = 0; i < repeats(10000); ++i) {
+      const std::uint64_t counts[] = {0, 1, 5, 64, 600, 3000};
+      const std::uint64_t count = counts[random() % 6];
+      const auto root = static_cast<int>(random() % static_cast<unsigned>(size));
+      std::vector<std::int64_t> array(count, rank + i);
+      const std::int64_t sum = sum_of_ranks(size) + static_cast<std::int64_t>(i) * size;
+      Request request{.dtype = DType::kInt64, .rows = count, .input = array.data()};
+      switch (random() % 6) {
+        case 0: {
+          request.output = array.data();
+          Operation operation = make_operation(request);
+          communicator.run(operation, {});
+          ASSERT_EQ(array, std::vector<std::int64_t>(count, sum)) << i;
+          break;
+        }
+        case 1: {
+          request.kind = OpKind::kBroadcast;
+          request.output = array.data();
+          request.root = root;
+          Operation operation = make_operation(request);
+          communicator.run(operation, {});
+          ASSERT_EQ(array, std::vector<std::int64_t>(count, root + i)) << i;
+          break;
+        }
+        case 2: {
+          request.kind = OpKind::kAllgather;
+          Operation operation = make_operation(request);
+          communicator.run(operation, {});
+          const auto* all = reinterpret_cast<const std::int64_t*>(operation.result.data());
+          for (std::uint64_t at = 0; at < count * static_cast<std::uint64_t>(size); ++at)
+            ASSERT_EQ(all[at], static_cast<std::int64_t>(at / count) + i) << i;
+          break;
+        }
+        case 3: {
+          request.kind = OpKind::kReduceScatter;
+          Operation operation = make_operation(request);
+          communicator.run(operation, {});
+          const auto* block = reinterpret_cast<const std::int64_t*>(operation.result.data());
+          for (std::size_t at = 0; at < operation.result.bytes() / 8; ++at) ASSERT_EQ(block[at], sum) << i;
+          break;
+        }
+        case 4: {
+          Operation operation = testing::barrier_operation();
+          communicator.run(operation, {});
+          break;
+        }
+        default: {
+          auto* place = reinterpret_cast<std::int64_t*>(region->part(rank));
+          if (count > 0) std::memcpy(place, array.data(), count * 8);
+          request.input = request.output = place;
+          Operation operation = make_operation(request);
+          communicator.run(operation, {});
+          ASSERT_EQ(std::vector<std::int64_t>(place, place + count), std::vector<std::int64_t>(count, sum))
+              << i;
+        }
+      }
+      dawdler.maybe();
+    }
+  });
+}
+
+// Asynchronous operations of mixed sizes, submitted in bursts; the ranks are at different places of the
+// burst.
+TEST_P(StressTest, BurstsOfAsynchronousAllreduces) {
+  group_.run([&](Communicator& communicator) {
+    Dawdler dawdler(communicator.rank());
+    std::mt19937 random(11);
+    const int size = communicator.size();
+    for (int burst = 0; burst < repeats(300); ++burst) {
+      std::vector<std::vector<std::int64_t>> arrays(20);
+      std::vector<std::shared_ptr<Work>> works;
+      for (std::size_t i = 0; i < arrays.size(); ++i) {
+        const std::size_t counts[] = {0, 1, 9, 100, 2000};
+        arrays[i].assign(counts[random() % 5], communicator.rank() + static_cast<int>(i));
+        const auto priority = static_cast<int>(random() % 3);
+        works.push_back(communicator.submit(
+            testing::allreduce_of(DType::kInt64, arrays[i].size(), arrays[i].data(), arrays[i].data()),
+            priority, nullptr));
+        dawdler.maybe();
+      }
+      for (std::size_t i = 0; i < arrays.size(); ++i) {
+        works[i]->wait(Deadline::never(), {});
+        const std::int64_t sum = sum_of_ranks(size) + static_cast<std::int64_t>(i) * size;
+        ASSERT_EQ(arrays[i], std::vector<std::int64_t>(arrays[i].size(), sum));
+      }
+    }
+  });
+}
+
+std::vector<StressCase> stress_cases() {
+  std::vector<StressCase> cases;
+  for (const TransportKind transport : testing::kTransports)
+    for (const int size : {2, 3, 7})
+      for (const double spin : {0.0, 50.0}) cases.push_back({transport, size, spin});
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(Groups, StressTest, ::testing::ValuesIn(stress_cases()), [](const auto& info) {
+  return std::string(testing::transport_name(info.param.transport)) + "_" + std::to_string(info.param.size) +
+         (info.param.spin_microseconds > 0 ? "_ranks_spinning" : "_ranks_sleeping");
+});
+
+}  // namespace
+}  // namespace multiring

@@ -1,0 +1,81 @@
+#include "support/operations.h"
+
+namespace multiring::testing {
+
+Operation make_operation(const Request& request) {
+  Operation operation;
+  Descriptor& descriptor = operation.descriptor;
+  descriptor.key.kind = request.kind;
+  descriptor.key.root = request.root;
+  if (request.kind == OpKind::kAllreduce || request.kind == OpKind::kReduceScatter) {
+    descriptor.key.op = request.reduction.op;
+    descriptor.key.prescale = request.reduction.prescale;
+    descriptor.key.postscale = request.reduction.postscale;
+  }
+  descriptor.dtype = request.dtype;
+  descriptor.rows = request.rows;
+  descriptor.bytes = request.rows * request.row * dtype_size(request.dtype);
+  descriptor.dims = 2;
+  descriptor.shape[0] = request.rows;
+  descriptor.shape[1] = request.row;
+  descriptor.set_name(request.name);
+  switch (request.kind) {
+    case OpKind::kAllgather:
+    case OpKind::kGather:
+    case OpKind::kAlltoall:
+      descriptor.key.count = request.row;
+      break;
+    case OpKind::kScatter:
+      descriptor.key.count = 0;
+      break;
+    default:
+      descriptor.key.count = request.rows * request.row;
+  }
+  operation.input = static_cast<const std::byte*>(request.input);
+  operation.output = static_cast<std::byte*>(request.output);
+  operation.output_bytes = request.output_bytes;
+  operation.splits = request.splits;
+  return operation;
+}
+
+Operation allreduce_of(DType dtype, std::size_t count, const void* input, void* output, std::string_view name,
+                       const Reduction& reduction) {
+  Request request{.dtype = dtype, .rows = count, .input = input, .output = output};
+  request.output_bytes = count * dtype_size(dtype);
+  request.reduction = reduction;
+  request.name = name;
+  return make_operation(request);
+}
+
+Operation barrier_operation(std::string_view name) {
+  return make_operation({.kind = OpKind::kBarrier, .name = std::string(name)});
+}
+
+void perform(Communicator& communicator, Operation& operation, Mode mode) {
+  if (mode == Mode::kSync) return communicator.run(operation, {});
+  const auto work = communicator.submit(std::move(operation), 0, nullptr);
+  work->wait(Deadline::never(), {});
+  operation = std::move(work->take_result());
+}
+
+Bytes result_of(const Operation& operation) {
+  const auto* begin = reinterpret_cast<const std::uint8_t*>(operation.result.data());
+  return {begin, begin + operation.result.bytes()};
+}
+
+std::vector<GroupCase> group_cases(const std::vector<int>& sizes, const std::vector<std::size_t>& stagings) {
+  std::vector<GroupCase> cases;
+  for (const TransportKind transport : kTransports)
+    for (const int size : sizes)
+      for (const std::size_t staging : stagings) cases.push_back({transport, size, staging});
+  return cases;
+}
+
+std::vector<GroupCase> all_group_cases() { return group_cases({1, 2, 3, 4, 7}, {kSmallStaging}); }
+
+std::string case_name(const GroupCase& group) {
+  return std::string(transport_name(group.transport)) + "_" + std::to_string(group.size) + "_ranks_" +
+         std::to_string(group.staging_bytes);
+}
+
+}  // namespace multiring::testing

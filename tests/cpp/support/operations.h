@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "collective/operation.h"
+#include "engine/communicator.h"
+#include "support/rank_group.h"
+#include "support/reduce_oracle.h"
+
+namespace multiring::testing {
+
+inline constexpr DType kAllDTypes[] = {DType::kBool,   DType::kInt8,    DType::kUInt8,    DType::kInt16,
+                                       DType::kUInt16, DType::kInt32,   DType::kUInt32,   DType::kInt64,
+                                       DType::kUInt64, DType::kFloat16, DType::kBFloat16, DType::kFloat32,
+                                       DType::kFloat64};
+inline constexpr ReduceOp kAllReduceOps[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin,
+                                             ReduceOp::kMax, ReduceOp::kProduct};
+
+/// A collective call as its callers think of it.
+struct Request {
+  OpKind kind = OpKind::kAllreduce;
+  DType dtype = DType::kFloat32;
+  std::uint64_t rows = 0;
+  std::uint64_t row = 1;  ///< elements in a row
+  const void* input = nullptr;
+  void* output = nullptr;
+  std::size_t output_bytes = 0;
+  int root = -1;
+  Reduction reduction = {};
+  std::string name = {};
+  std::vector<std::uint64_t> splits = {};
+};
+Operation make_operation(const Request& request);
+
+/// An allreduce of `count` elements; `output` may be `input`.
+Operation allreduce_of(DType dtype, std::size_t count, const void* input, void* output,
+                       std::string_view name = {}, const Reduction& reduction = {});
+Operation barrier_operation(std::string_view name = {});
+
+enum class Mode { kSync, kAsync };
+inline constexpr Mode kModes[] = {Mode::kSync, Mode::kAsync};
+/// Runs `operation` in this thread, or submits it and waits.
+void perform(Communicator& communicator, Operation& operation, Mode mode = Mode::kSync);
+
+/// The memory that the collective allocated for its result.
+Bytes result_of(const Operation& operation);
+
+/// A kind of group, as the parameter of a test.
+struct GroupCase {
+  TransportKind transport;
+  int size;
+  std::size_t staging_bytes;
+
+  GroupOptions options() const { return {transport, size, staging_bytes}; }
+};
+/// Staging memory in which a few kilobytes are many segments.
+inline constexpr std::size_t kSmallStaging = 4096;
+inline constexpr std::size_t kDefaultStaging = SharedTransportOptions{}.staging_bytes;
+
+/// Both transports with each of `sizes` and each of `stagings`.
+std::vector<GroupCase> group_cases(const std::vector<int>& sizes, const std::vector<std::size_t>& stagings);
+/// Both transports, 1, 2, 3, 4 and 7 ranks, small staging memory.
+std::vector<GroupCase> all_group_cases();
+/// "shm_7_ranks_4096"
+std::string case_name(const GroupCase& group);
+
+}  // namespace multiring::testing

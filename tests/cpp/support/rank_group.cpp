@@ -1,0 +1,157 @@
+#include "support/rank_group.h"
+
+#include <gtest/gtest.h>
+
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+
+#include "transport/shm/shm_link.h"
+
+namespace multiring::testing {
+namespace {
+
+/// Ends the process when it has lived too long.
+class Watchdog {
+ public:
+  Watchdog(double seconds, std::function<std::string()> state)
+      : thread_([this, seconds, state = std::move(state)] {
+          std::unique_lock lock(mutex_);
+          if (over_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return done_; })) return;
+          std::fprintf(stderr, "the ranks hang: after %.0f s there still run %s\n", seconds, state().c_str());
+          std::abort();
+        }) {}
+  ~Watchdog() {
+    {
+      const std::lock_guard lock(mutex_);
+      done_ = true;
+    }
+    over_.notify_all();
+    thread_.join();
+  }
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
+
+ private:
+  std::mutex mutex_;  // guards done_
+  std::condition_variable over_;
+  bool done_ = false;
+  std::thread thread_;
+};
+
+void rethrow_first(const std::vector<std::exception_ptr>& raised, int first) {
+  if (first >= 0) std::rethrow_exception(raised[static_cast<std::size_t>(first)]);
+}
+
+}  // namespace
+
+const char* transport_name(TransportKind kind) { return kind == TransportKind::kInproc ? "inproc" : "shm"; }
+
+RankGroup::RankGroup(const GroupOptions& options) : options_(options) {
+  if (options_.transport != TransportKind::kInproc) return;
+  InprocHub::Options hub;
+  hub.transport.staging_bytes = options_.staging_bytes;
+  hub.transport.spin_microseconds = options_.spin_microseconds;
+  hub_ = std::make_shared<InprocHub>(options_.size, hub);
+}
+
+std::shared_ptr<Transport> RankGroup::connect(int rank, Store& store) const {
+  Waiting waiting;
+  waiting.deadline = Deadline::after(options_.communicator.timeout);
+  if (hub_ != nullptr) return hub_->connect(rank, waiting);
+  ShmOptions shm;
+  shm.rank = rank;
+  shm.size = options_.size;
+  shm.transport.staging_bytes = options_.staging_bytes;
+  shm.transport.spin_microseconds = options_.spin_microseconds;
+  return connect_shm(store, shm, waiting);
+}
+
+std::vector<std::exception_ptr> RankGroup::run_threads(const std::function<void(int)>& body,
+                                                       int* first) const {
+  std::vector<std::exception_ptr> raised(static_cast<std::size_t>(options_.size));
+  std::mutex mutex;  // guards all below
+  std::vector<bool> running(raised.size(), true);
+  *first = -1;
+  const Watchdog watchdog(options_.time_limit, [&] {
+    const std::lock_guard lock(mutex);
+    std::string ranks;
+    for (std::size_t rank = 0; rank < running.size(); ++rank)
+      if (running[rank]) ranks += (ranks.empty() ? "rank " : ", ") + std::to_string(rank);
+    return ranks;
+  });
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < options_.size; ++rank) {
+    threads.emplace_back([&, rank] {
+      std::exception_ptr error;
+      try {
+        body(rank);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      const std::lock_guard lock(mutex);
+      running[static_cast<std::size_t>(rank)] = false;
+      raised[static_cast<std::size_t>(rank)] = error;
+      if (error && *first < 0) *first = rank;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return raised;
+}
+
+std::vector<std::exception_ptr> RankGroup::run_communicators(const Body& body, int* first) {
+  InprocStore store;
+  std::vector<std::shared_ptr<Communicator>> all(static_cast<std::size_t>(options_.size));
+  return run_threads(
+      [&](int rank) {
+        auto& communicator = all[static_cast<std::size_t>(rank)];
+        communicator = std::make_shared<Communicator>(connect(rank, store), options_.communicator);
+        try {
+          body(*communicator);
+          if (::testing::Test::HasFatalFailure()) communicator->abort("an assertion of the test failed");
+        } catch (const Error&) {
+          throw;  // the ranks know already
+        } catch (...) {
+          communicator->abort("the test failed on rank " + std::to_string(rank));
+          throw;
+        }
+      },
+      first);
+}
+
+void RankGroup::run(const Body& body) {
+  int first = -1;
+  rethrow_first(run_communicators(body, &first), first);
+}
+
+std::vector<std::optional<Error>> RankGroup::outcomes(const Body& body) {
+  int first = -1;
+  std::vector<std::optional<Error>> result;
+  for (const std::exception_ptr& raised : run_communicators(body, &first)) {
+    result.emplace_back();
+    try {
+      if (raised) std::rethrow_exception(raised);
+    } catch (const Error& error) {
+      result.back() = error;
+    }
+  }
+  return result;
+}
+
+void RankGroup::run_transports(const TransportBody& body) {
+  InprocStore store;
+  std::vector<std::shared_ptr<Transport>> all(static_cast<std::size_t>(options_.size));
+  int first = -1;
+  rethrow_first(run_threads(
+                    [&](int rank) {
+                      auto& transport = all[static_cast<std::size_t>(rank)];
+                      transport = connect(rank, store);
+                      body(transport);
+                    },
+                    &first),
+                first);
+}
+
+}  // namespace multiring::testing

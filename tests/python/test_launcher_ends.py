@@ -1,0 +1,346 @@
+"""`multiring run`: failures, signals and time limits, and that nothing is left however a job ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import subprocess
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import Job, process_exists, run_job, start_job, wait_until
+
+# A rank that has said where it is and then does nothing. MODE decides how it takes signals.
+IDLE = """
+import os, pathlib, signal, subprocess, sys, time
+
+rank = os.environ["MULTIRING_RANK"]
+directory = pathlib.Path(os.environ["TEST_DIRECTORY"])
+
+def tell(name, text):
+    part = directory / f".{name}.{rank}"
+    part.write_text(str(text))
+    part.rename(directory / name)
+
+def await_file(name):
+    while not (directory / name).exists():
+        time.sleep(0.005)
+
+def everybody():
+    for peer in range(int(os.environ["MULTIRING_SIZE"])):
+        await_file(f"ready-{peer}")
+
+"""
+READY_AND_SLEEP = """
+tell(f"ready-{rank}", os.getpid())
+time.sleep(600)
+"""
+DEAF = """
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+"""
+# A child in the rank's session, one in a session of its own, both deaf and holding the output open.
+FAMILY = """
+for number, apart in enumerate((False, True)):
+    code = ("import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)];"
+            "print('child is here', flush=True); time.sleep(600)")
+    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=apart)
+    tell(f"child-{rank}-{number}", child.pid)
+"""
+
+ENDS_IN_TIME = 5.0 + 5.0  # the promise is 5 s; the rest is for a busy machine to start and to look
+
+
+def ranks_of(job: Job, n: int) -> list[int]:
+    """Process ids of the ranks, once all are there."""
+    return [int(job.wait_for_file(f"ready-{rank}")) for rank in range(n)]
+
+
+def ended(job: Job, began: float) -> subprocess.CompletedProcess[str]:
+    """The result, after checking that it came in time and that nothing is left."""
+    result = job.finish()
+    assert time.monotonic() - began < ENDS_IN_TIME
+    job.assert_nothing_left()
+    return result
+
+
+@pytest.mark.parametrize("deaf", ["", DEAF], ids=["listening", "deaf"])
+def test_when_a_rank_fails_the_others_are_ended_and_it_is_blamed(deaf: str) -> None:
+    script = (
+        IDLE
+        + deaf
+        + """
+if rank == "1":
+    everybody()
+    print("some output")
+    for number in range(30):
+        print("line", number, file=sys.stderr)
+    sys.exit(7)
+""".replace("everybody()", "tell('ready-1', 0); everybody()")
+        + READY_AND_SLEEP
+    )
+    with start_job(3, script) as job:
+        job.wait_for_file("ready-1")
+        result = ended(job, time.monotonic())
+    assert result.returncode == 7
+    assert "multiring: rank 1 (process" in result.stderr
+    assert "failed with exit code 7" in result.stderr
+    assert "  | line 29\n" in result.stderr
+    assert "  | line 5\n" not in result.stderr
+    number = "SIGKILL" if deaf else "SIGTERM"
+    assert f"ranks 0, 2: ended by the launcher (signal {number})" in result.stderr
+    assert "[1] some output" in result.stdout
+
+
+def test_an_exception_is_shown_with_its_traceback() -> None:
+    script = IDLE + "if rank == '2': raise ValueError('this one')\n" + READY_AND_SLEEP
+    result = run_job(3, script)
+    assert result.returncode == 1
+    assert "rank 2 (process" in result.stderr
+    assert "  | ValueError: this one" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGTERM]
+)
+def test_a_rank_that_a_signal_ends_is_blamed_with_its_name(number: signal.Signals) -> None:
+    with start_job(2, IDLE + READY_AND_SLEEP) as job:
+        pids = ranks_of(job, 2)
+        os.kill(pids[0], number)
+        result = ended(job, time.monotonic())
+    assert result.returncode == 128 + number
+    assert f"rank 0 (process {pids[0]} on" in result.stderr
+    assert f"failed with signal {number.name}" in result.stderr
+
+
+def test_ranks_that_fail_because_of_another_are_not_blamed() -> None:
+    # Rank 0 fails first, and only says that it has lost rank 1, which fails with a reason of its own.
+    script = (
+        IDLE
+        + """
+if rank == "0":
+    print("multiring.errors.PeerLostError: rank 1 is gone", file=sys.stderr)
+    tell("lost", 0)
+    sys.exit(1)
+if rank == "1":
+    await_file("lost")
+    sys.exit(9)
+"""
+        + READY_AND_SLEEP
+    )
+    result = run_job(3, script)
+    assert result.returncode == 9
+    assert "rank 1 (process" in result.stderr
+    assert "rank 0: failed as well (exit code 1)" in result.stderr
+
+
+def test_children_of_ranks_end_with_the_job() -> None:
+    script = IDLE + FAMILY + "tell(f'ready-{rank}', 0)\nif rank == '0':\n    everybody()\n    sys.exit(3)\n"
+    with start_job(2, script + "time.sleep(600)\n") as job:
+        children = [
+            int(job.wait_for_file(f"child-{rank}-{number}")) for rank in range(2) for number in range(2)
+        ]
+        result = ended(job, time.monotonic())
+    assert result.returncode == 3
+    assert not any(process_exists(pid) for pid in children)
+
+
+def test_children_do_not_hold_up_a_job_that_went_well() -> None:
+    with start_job(2, IDLE + FAMILY) as job:
+        result = ended(job, time.monotonic())
+    assert result.returncode == 0
+
+
+@pytest.mark.parametrize("family", ["", FAMILY], ids=["alone", "family"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_nothing_is_left_when_the_launcher_is_killed(n: int, family: str) -> None:
+    with start_job(n, IDLE + DEAF + family + READY_AND_SLEEP) as job:
+        ranks_of(job, n)
+        job.process.kill()
+        job.process.wait()
+        job.assert_nothing_left()
+
+
+def test_nothing_is_left_when_the_guardian_is_killed() -> None:
+    with start_job(2, IDLE + "tell(f'ready-{rank}', 0)\nawait_file('go')\n") as job:
+        ranks_of(job, 2)
+        guards = [
+            pid for pid in job.processes() if b"guardian.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        assert len(guards) == 1
+        os.kill(guards[0], signal.SIGKILL)
+        (job.directory / "go").touch()
+        assert ended(job, time.monotonic()).returncode == 0
+
+
+def test_a_launcher_killed_while_it_starts_leaves_nothing() -> None:
+    for delay in (0.05, 0.1, 0.15, 0.2):  # wherever these happen to hit, nothing may be left
+        with start_job(4, IDLE + READY_AND_SLEEP) as job:
+            time.sleep(delay)
+            job.process.kill()
+            job.process.wait()
+            job.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)],
+)
+def test_signals_are_passed_on_and_give_the_exit_code(number: signal.Signals, code: int) -> None:
+    script = (
+        IDLE
+        + f"""
+def note(number, frame):
+    tell(f"got-{{rank}}", signal.Signals(number).name)
+    sys.exit(0)
+signal.signal({int(number)}, note)
+"""
+        + READY_AND_SLEEP
+    )
+    with start_job(2, script) as job:
+        ranks_of(job, 2)
+        job.process.send_signal(number)
+        result = ended(job, time.monotonic())
+        for rank in range(2):
+            assert (job.directory / f"got-{rank}").read_text() == number.name
+    assert result.returncode == code
+    assert number.name in result.stderr
+
+
+def test_user_signals_reach_the_ranks_and_end_nothing() -> None:
+    script = (
+        IDLE
+        + """
+signal.signal(signal.SIGUSR1, lambda *_: tell(f"got-{rank}", 1))
+"""
+        + READY_AND_SLEEP
+    )
+    with start_job(2, script) as job:
+        ranks_of(job, 2)
+        job.process.send_signal(signal.SIGUSR1)
+        for rank in range(2):
+            job.wait_for_file(f"got-{rank}")
+        job.process.terminate()
+        assert ended(job, time.monotonic()).returncode == 143
+
+
+def test_a_second_signal_kills_at_once() -> None:
+    with start_job(2, IDLE + DEAF + READY_AND_SLEEP) as job:
+        ranks_of(job, 2)
+        began = time.monotonic()
+        job.process.send_signal(signal.SIGINT)
+        # Signals that arrive together count as one; this one is seen when the launcher has slept again.
+        wait_until(lambda: not pending(job.process.pid), "the first signal to be taken")
+        job.process.send_signal(signal.SIGINT)
+        result = ended(job, began)
+    assert result.returncode == 130
+
+
+def pending(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return any(int(bits, 16) for bits in re.findall(r"(?:Shd|Sig)Pnd:\s*(\w+)", status))
+
+
+def test_ranks_that_do_not_listen_are_killed_after_a_signal() -> None:
+    with start_job(2, IDLE + DEAF + READY_AND_SLEEP) as job:
+        ranks_of(job, 2)
+        job.process.terminate()
+        result = ended(job, time.monotonic())
+    assert result.returncode == 143
+
+
+def test_signals_that_were_ignored_at_the_start_stay_ignored() -> None:
+    script = IDLE + "tell(f'ready-{rank}', 0)\nawait_file('go')\n"
+    with start_job(1, script, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as job:
+        job.wait_for_file("ready-0")
+        job.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: not pending(job.process.pid), "the signal to be dropped")
+        (job.directory / "go").touch()
+        assert job.finish().returncode == 0
+
+
+def test_a_job_that_takes_too_long_is_ended() -> None:
+    with start_job(2, IDLE + READY_AND_SLEEP, launcher_args=["--timeout", "1.5"]) as job:
+        result = ended(job, time.monotonic() + 1.5)
+    assert result.returncode == 124
+    assert "--timeout 1.5" in result.stderr
+    assert "ranks 0, 1" in result.stderr
+
+
+def test_stopping_and_continuing_the_launcher_does_so_to_the_ranks() -> None:
+    with start_job(2, IDLE + READY_AND_SLEEP, launcher_args=["--timeout", "300"]) as job:
+        pids = [*ranks_of(job, 2), job.process.pid]
+        job.process.send_signal(signal.SIGTSTP)
+        wait_until(lambda: [state(pid) for pid in pids] == ["T"] * 3, "all to stop")
+        job.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: "T" not in [state(pid) for pid in pids], "all to go on")
+        job.process.terminate()
+        assert ended(job, time.monotonic()).returncode == 143
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_stopped_ranks_are_ended_too() -> None:
+    with start_job(2, IDLE + READY_AND_SLEEP) as job:
+        pids = ranks_of(job, 2)
+        os.kill(pids[1], signal.SIGSTOP)
+        os.kill(pids[0], signal.SIGKILL)
+        assert ended(job, time.monotonic()).returncode == 137
+
+
+def test_when_nobody_reads_the_output_the_job_ends() -> None:
+    script = IDLE + "while True: print('line')\n"
+    with start_job(2, script) as job:
+        assert job.process.stdout is not None
+        job.process.stdout.readline()
+        job.process.stdout.close()
+        job.process.stdout = None
+        assert ended(job, time.monotonic()).returncode == 141
+
+
+def test_a_reader_that_stops_does_not_keep_a_failed_job_from_ending_its_ranks() -> None:
+    script = (
+        IDLE
+        + """
+if rank == "0":
+    tell("ready-0", os.getpid())
+    while True: print("x" * 1000)
+await_file("ready-0")
+time.sleep(0.2)
+os.kill(os.getpid(), 9)
+"""
+    )
+    with start_job(2, script) as job:  # nobody reads stdout for now
+        pid = int(job.wait_for_file("ready-0"))
+        wait_until(lambda: not process_exists(pid), "the end of the rank that writes")
+        assert job.finish().returncode == 137
+        job.assert_nothing_left()
+
+
+def test_on_a_terminal_ctrl_c_ends_the_job_and_prompts_are_shown() -> None:
+    script = IDLE + "print('what? ', end='', flush=True) if rank == '0' else None\n" + READY_AND_SLEEP
+    controller, terminal = pty.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    options = {"stdin": terminal, "stdout": terminal, "stderr": terminal, "start_new_session": True}
+    with start_job(2, script, preexec_fn=take_terminal, env={"TERM": "xterm"}, **options) as job:
+        os.close(terminal)
+        ranks_of(job, 2)
+        shown = b""
+        while b"what? " not in shown:
+            shown += os.read(controller, 1000)
+        assert b"\x1b[36m[0]\x1b[0m what? " in shown
+        os.write(controller, b"\x03")
+        assert job.process.wait(30) == 130
+        job.assert_nothing_left()
+    os.close(controller)

@@ -1,0 +1,122 @@
+"""Pure parts of the launcher: shares of processors, thread counts, blame."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from multiring.errors import UsageError
+from multiring.launcher import binding
+from multiring.launcher.report import RankEnd, blame, exit_code, failure_report
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_shares_are_equal_contiguous_and_apart(ranks: int) -> None:
+    cpus = [8, 9, 1, 2, 30, 31, 32, 5]
+    found = binding.shares(cpus, ranks, None)
+    assert found is not None
+    assert len(found) == ranks
+    assert {len(share) for share in found} == {len(cpus) // ranks}
+    each = len(cpus) // ranks
+    assert [sorted(share) for share in found] == [
+        sorted(cpus[r * each : (r + 1) * each]) for r in range(ranks)
+    ]
+
+
+def test_more_ranks_than_processors_are_not_bound() -> None:
+    assert binding.shares([0, 1], 3, None) is None
+    assert binding.shares([0, 1], 1, "none") is None
+    with pytest.raises(UsageError, match="--bind none"):
+        binding.shares([0, 1], 3, "core")
+
+
+def test_thread_counts_share_the_cores() -> None:
+    found = binding.thread_environment(8, 3, {})
+    assert set(found) == set(binding.THREAD_VARIABLES)
+    assert set(found.values()) == {"2"}
+    assert binding.thread_environment(2, 7, {})["OMP_NUM_THREADS"] == "1"
+
+
+def test_thread_counts_of_the_user_stay() -> None:
+    assert binding.thread_environment(8, 2, {"OMP_NUM_THREADS": "3"}) == {}
+    assert "MKL_NUM_THREADS" not in binding.thread_environment(8, 2, {"MKL_NUM_THREADS": "3"})
+
+
+LOST = (
+    "Traceback (most recent call last):",
+    '  File "x.py", line 1',
+    "multiring.errors.PeerLostError: rank 1",
+)
+ABORTED = ("AbortedError: broken since rank 1 ...", "some farewell of an exit handler")
+OWN = ("ValueError: bad", "During handling ...", "KeyError: 3")
+
+
+def end(rank: int, code: int | None, stderr: tuple[str, ...] = (), *, by_launcher: bool = False) -> RankEnd:
+    return RankEnd(rank, 1000 + rank, code, by_launcher, stderr)
+
+
+def test_the_first_that_failed_is_blamed() -> None:
+    assert blame([end(2, 1), end(0, 1)]).rank == 2
+
+
+def test_a_signal_is_blamed_before_an_exit_code() -> None:
+    assert blame([end(2, 1), end(0, -9)]).rank == 0
+
+
+def test_a_rank_that_only_lost_its_peer_is_not_blamed() -> None:
+    assert blame([end(0, 1, LOST), end(1, 3, OWN)]).rank == 1
+    assert blame([end(0, 1, ABORTED), end(1, 3)]).rank == 1
+    assert blame([end(0, -6, LOST), end(1, 3)]).rank == 1
+    assert blame([end(0, 1, ("train: rank 0: AbortedError: rank 1: KeyError: 3",)), end(1, 3)]).rank == 1
+    assert blame([end(0, 1, ("AbortedError: seen", "RuntimeError: own")), end(1, 3)]).rank == 0
+    assert blame([end(0, 1, LOST)]).rank == 0
+
+
+@pytest.mark.parametrize(("code", "wanted"), [(0, 0), (3, 3), (-9, 137), (-15, 143), (-11, 139)])
+def test_exit_codes_are_those_of_a_shell(code: int, wanted: int) -> None:
+    assert exit_code(code) == wanted
+
+
+def report(culprit: RankEnd, *others: RankEnd, oom_kills: int = 0) -> str:
+    lines = failure_report(culprit, [culprit, *others], host="box", seconds=1.25, oom_kills=oom_kills)
+    return "\n".join(lines)
+
+
+def test_the_report_says_who_how_and_shows_the_last_words() -> None:
+    text = report(
+        end(1, 3, OWN),
+        end(0, 1, LOST),
+        end(2, 0),
+        end(3, -15, by_launcher=True),
+        end(4, None, by_launcher=True),
+    )
+    assert "rank 1 (process 1001 on box) failed with exit code 3 after 1.2 s" in text
+    assert "  | KeyError: 3" in text
+    assert "rank 0: failed as well (exit code 1)" in text
+    assert "rank 2: had ended with exit code 0" in text
+    assert "rank 3: ended by the launcher (signal SIGTERM)" in text
+    assert "rank 4: cannot be ended" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [
+        (signal.SIGKILL, "out-of-memory"),
+        (signal.SIGSEGV, "memory"),
+        (signal.SIGBUS, "mapping"),
+        (signal.SIGILL, "MULTIRING_SIMD"),
+        (signal.SIGABRT, "native"),
+    ],
+)
+def test_signals_come_with_a_hint(number: signal.Signals, hint: str) -> None:
+    text = report(end(0, -number))
+    assert f"signal {number.name}" in text
+    assert hint in text
+
+
+def test_a_memory_limit_that_struck_is_named() -> None:
+    assert "struck in this container" in report(end(0, -9), oom_kills=1)
+
+
+def test_signals_without_a_name_are_numbers() -> None:
+    assert "signal 40" in report(end(0, -40))

@@ -1,0 +1,92 @@
+"""What the machine and control groups allow, read from made-up trees."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from multiring import machine
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+V2 = {"proc/self/cgroup": "0::/a/b\n", "proc/meminfo": "MemTotal: 1000000 kB\n"}
+V1 = {
+    "proc/self/cgroup": "4:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n2:pids:/docker/x\n",
+    "proc/meminfo": "MemTotal: 1000000 kB\n",
+}
+
+
+def test_the_tightest_limit_of_version_2_counts(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        V2
+        | {
+            "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/a/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/a/b/memory.max": "500000000\n",
+            "sys/fs/cgroup/a/memory.max": "max\n",
+            "sys/fs/cgroup/a/b/pids.max": "100\n",
+            "sys/fs/cgroup/a/b/memory.events": "low 0\noom 2\noom_kill 3\n",
+        },
+    )
+    assert machine.cpu_quota(root) == 1.5
+    assert machine.core_allowance(root) == 1
+    assert machine.memory_limit(root) == 500_000_000
+    assert machine.process_limit(root) == 100
+    assert machine.oom_kills(root) == 3
+
+
+def test_version_1_in_a_container_sees_its_group_as_the_root(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        V1
+        | {
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "250000\n",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "700000000\n",
+            "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
+        },
+    )
+    assert machine.cpu_quota(root) == 2.5
+    assert machine.memory_limit(root) == 700_000_000
+    assert machine.oom_kills(root) == 1
+
+
+def test_no_limit_is_none(tmp_path: Path) -> None:
+    unlimited = {
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    for root in (tree(tmp_path / "1", V1 | unlimited), tmp_path / "nothing"):
+        assert machine.cpu_quota(root) is None
+        assert machine.memory_limit(root) is None
+        assert machine.process_limit(root) is None
+        assert machine.oom_kills(root) == 0
+        assert machine.core_allowance(root) == len(os.sched_getaffinity(0))
+
+
+def test_hardware_threads_of_a_core_are_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two packages of two cores with two threads each, the second threads numbered after all first ones.
+    files = {}
+    for cpu in range(8):
+        topology = f"sys/devices/system/cpu/cpu{cpu}/topology"
+        files[f"{topology}/physical_package_id"] = f"{cpu % 4 // 2}\n"
+        files[f"{topology}/core_id"] = f"{cpu % 2}\n"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert machine.allowed_cpus(tree(tmp_path, files)) == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def test_this_machine_can_be_read() -> None:
+    assert machine.processor_name()
+    assert set(machine.allowed_cpus()) == os.sched_getaffinity(0)
+    assert (machine.memory_total() or 0) > 1 << 20
+    assert "avx512f" in machine.processor_flags(Path("/")) or isinstance(machine.processor_flags(), list)

@@ -1,0 +1,148 @@
+"""`multiring train` over several ranks: learning, agreement, resuming elsewhere, and errors on every rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from multiring import Communicator
+from multiring.models.errors import CheckpointError, DivergenceError
+from multiring.models.options import TrainOptions, add_arguments
+from multiring.models.recipe import Recipe
+from multiring.models.resnet_spec import resnet
+from multiring.models.train import train
+from multiring.models.train_torch import TorchTrainer
+from multiring.models.trainer import hash_arrays
+from PIL import Image
+
+from tests.rank_pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+SMALL = ["--image-size=8", "--threads=1", "--no-report", "--batch-size=16"]
+
+
+def train_here(comm: Communicator, directory: str, *arguments: str) -> tuple[int, str, float]:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    parsed = parser.parse_args([*SMALL, f"--output-dir={directory}", *arguments])
+    result = train(TrainOptions.from_namespace(parsed), comm)
+    comm.barrier()
+    return result.steps, result.fingerprint, result.test.accuracy
+
+
+def train_with_a_rank_gone_astray(comm: Communicator, directory: str) -> None:
+    honest = TorchTrainer.fingerprint
+    if comm.rank == 1:
+        TorchTrainer.fingerprint = lambda self: "other bits"  # type: ignore[method-assign]
+    try:
+        train_here(comm, directory, "--limit-steps=2", "--verify-every=1")
+    finally:
+        TorchTrainer.fingerprint = honest  # type: ignore[method-assign]
+
+
+def running_statistics(comm: Communicator, sync_bn: bool) -> list[str]:
+    """Hashes of the whole state before and after `synchronise`, each rank having seen other images."""
+    import multiring.models.loader as loader
+
+    spec = resnet(8, classes=10, in_channels=1)
+    recipe = Recipe(0.1, global_batch=8, total_steps=10)
+    trainer = TorchTrainer(spec, recipe, comm, seed=0, sync_bn=sync_bn)
+    generator = np.random.default_rng(comm.rank)
+    images = generator.standard_normal((4, 1, 8, 8), dtype=np.float32)
+    trainer.step(loader.Batch(images, generator.integers(0, 10, size=4), 4 * comm.size), lr=0.1)
+    before = hash_arrays(trainer.state())
+    trainer.synchronise()
+    after = hash_arrays(trainer.state())
+    trainer.close()
+    return [before, after]
+
+
+def multiring_train(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "multiring", "train", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_two_ranks_learn_to_read_digits(tmp_path: Path) -> None:
+    done = multiring_train("-np", "2", "--epochs=8", f"--output-dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["ranks"] == 2
+    assert summary["global_batch"] == 64
+    assert summary["test_accuracy"] >= 0.97
+    for name in ("curve.png", "metrics.jsonl", "checkpoints", "tensorboard"):
+        assert (tmp_path / name).exists()
+        assert str(tmp_path / name) in done.stdout
+
+
+def test_a_job_goes_on_with_other_ranks_and_the_same_global_batch(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(train_here, str(tmp_path), "--limit-steps=5")
+    steps, _, _ = ranks(1).run(train_here, str(tmp_path), "--limit-steps=9", "--resume", "--batch-size=32")[0]
+    assert steps == 9
+
+
+@pytest.mark.parametrize("sync_bn", [True, False])
+def test_running_statistics_are_equal_where_they_are_used(ranks: Ranks, sync_bn: bool) -> None:
+    before, after = zip(*ranks(2).run(running_statistics, sync_bn), strict=True)
+    assert len(set(after)) == 1
+    assert len(set(before)) == (1 if sync_bn else 2)
+
+
+def test_ranks_that_hold_other_bits_are_found_out(ranks: Ranks, tmp_path: Path) -> None:
+    for error in ranks(2).run_expecting_errors(train_with_a_rank_gone_astray, str(tmp_path)):
+        assert isinstance(error, DivergenceError)
+        assert "after step 1 other bits than on rank 0 are on rank 1" in str(error)
+
+
+def test_every_rank_learns_that_the_checkpoint_is_damaged(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "step-000000001.npz").write_bytes(b"rubbish")
+    arguments = (f"--resume={tmp_path}", "--limit-steps=2")
+    with tempfile.TemporaryDirectory() as directory:
+        errors = ranks(2).run_expecting_errors(train_here, directory, *arguments)
+    for error in errors:
+        assert isinstance(error, CheckpointError)
+        assert "step-000000001.npz is damaged" in str(error)
+
+
+def test_a_damaged_image_that_one_rank_meets_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    generator: Any = np.random.default_rng(0)
+    for split in ("train", "val"):
+        folder = tmp_path / "images" / split / "only"
+        folder.mkdir(parents=True)
+        for number in range(8):
+            pixels = generator.integers(0, 255, size=(20, 20, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{number}.png")
+    bad = tmp_path / "images" / "train" / "only" / "3.png"
+    bad.write_bytes(bad.read_bytes()[:100])
+    done = multiring_train(
+        *("-np", "2", f"--data={tmp_path / 'images'}", "--depth=8", "--epochs=2", "--batch-size=2"),
+        *("--image-size=16", f"--output-dir={tmp_path / 'out'}", "--no-report"),
+    )
+    assert done.returncode == 1
+    assert f"cannot read image {bad}" in done.stderr
+
+
+def test_a_number_of_ranks_that_is_not_the_jobs_is_refused(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "multiring",
+        "run",
+        "-np",
+        "2",
+        "-m",
+        "multiring.models.train",
+        "-np",
+        "3",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "-np 3 was given inside a job of 2 ranks; leave it out" in done.stderr

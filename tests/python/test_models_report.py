@@ -1,0 +1,133 @@
+"""Metrics file, TensorBoard log, curve and progress."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import pty
+import time
+from pathlib import Path
+
+import pytest
+from multiring.models.errors import DataError
+from multiring.models.progress import BarProgress, LineProgress, SilentProgress, open_progress
+from multiring.models.report import EventLog, MetricsFile, plot_curve, read_metrics
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+RECORDS = [
+    {"kind": "step", "step": 5, "position": 0.5, "loss": 2.0},
+    {"kind": "epoch", "step": 10, "position": 1.0, "train_loss": 1.5, "train_accuracy": 0.5},
+    {
+        "kind": "epoch",
+        "step": 20,
+        "position": 2.0,
+        "train_loss": 0.5,
+        "train_accuracy": 1.0,
+        "test_loss": 0.6,
+        "test_accuracy": 0.9,
+    },
+]
+
+
+def test_metrics_keep_every_bit(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics.write({"kind": "step", "step": 1, "loss": math.pi / 3})
+    # Readable at once, for whoever follows a training.
+    assert read_metrics(path) == [{"kind": "step", "step": 1, "loss": math.pi / 3}]
+    metrics.close()
+
+
+def test_metrics_of_lost_steps_are_dropped_on_a_return(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path)
+    for step in range(1, 6):
+        first.write({"step": step})
+    first.close()
+    with path.open("a") as file:
+        file.write('{"step": 6, "lo')
+    again = MetricsFile(path, resume_step=3)
+    again.write({"step": 4, "new": True})
+    again.close()
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "new": True}]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+    MetricsFile(path).close()
+    assert read_metrics(path) == []
+    MetricsFile(tmp_path / "moved.jsonl", resume_step=3).close()
+
+
+def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(DataError, match=rf"{path}, line 2 is damaged"):
+        read_metrics(path)
+
+
+def test_tensorboard_reads_the_log(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "tensorboard")
+    for step in (10, 20):
+        log.scalars(step, {"loss/train": 1 / step, "accuracy/test": 0.5})
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["accuracy/test", "loss/train"]
+    read = [(event.step, event.value) for event in events.Scalars("loss/train")]
+    assert read == [(10, pytest.approx(0.1)), (20, pytest.approx(0.05))]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_the_curve_is_drawn_from_any_number_of_records(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "curve.png"
+    plot_curve(RECORDS[:count], path, "a title")
+    with Image.open(path) as image:
+        assert image.size == (1320, 540)
+        colours = image.convert("RGB").getcolors(1 << 20)
+    assert colours is not None
+    seen = {colour for _, colour in colours}
+    # The lines of training and test, in their colours.
+    assert ((0x1F, 0x4E, 0x9C) in seen) == (count >= 2)
+    assert ((0xD1, 0x60, 0x0A) in seen) == (count >= 3)
+
+
+def test_plain_lines_are_rare_but_epochs_always_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stream = io.StringIO()
+    with LineProgress(100, stream) as shown:
+        for step in range(1, 101):
+            now += 0.25
+            shown.advance(step, "loss 1")
+        shown.line("epoch 1")
+    lines = stream.getvalue().splitlines()
+    assert lines == [f"step {step}/100  loss 1" for step in (20, 40, 60, 80, 100)] + ["epoch 1"]
+
+
+def test_a_pipe_gets_lines_and_a_terminal_a_bar() -> None:
+    assert isinstance(open_progress(10, 0, None), LineProgress)
+    assert isinstance(open_progress(10, 0, "/nowhere/at/all"), LineProgress)
+    assert isinstance(open_progress(10, 0, os.devnull), LineProgress)
+    master, slave = pty.openpty()
+    shown = open_progress(10, 2, os.ttyname(slave))
+    assert isinstance(shown, BarProgress)
+    with shown:
+        shown.advance(5, "loss 1.25")
+        shown.line("epoch 1 [not markup]")
+    os.set_blocking(master, False)
+    written = ""
+    with contextlib.suppress(BlockingIOError):
+        while part := os.read(master, 1 << 16):
+            written += part.decode()
+    assert "epoch 1 [not markup]" in written
+    assert "5/10" in written
+    assert "loss 1.25" in written
+    for descriptor in (master, slave):
+        os.close(descriptor)
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with SilentProgress() as shown:
+        shown.advance(1, "text")
+        shown.line("text")
+    assert capsys.readouterr() == ("", "")

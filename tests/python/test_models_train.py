@@ -1,0 +1,253 @@
+"""`multiring train` with one rank: options, the loop, resuming, and what goes wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import multiring
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from multiring import Communicator
+from multiring.errors import UsageError
+from multiring.models import checkpoint, train
+from multiring.models.driver import Result
+from multiring.models.errors import CheckpointError, DivergenceError
+from multiring.models.options import TrainOptions, add_arguments
+from multiring.models.report import read_metrics
+
+SMALL = ["--image-size=8", "--threads=1", "--no-report", "--batch-size=64"]
+
+
+def parse(*arguments: str) -> TrainOptions:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return TrainOptions.from_namespace(parser.parse_args(list(arguments)))
+
+
+@pytest.fixture(scope="module")
+def comm() -> Iterator[Communicator]:
+    yield multiring.init()
+    multiring.shutdown()
+
+
+def run(comm: Communicator, directory: Path, *arguments: str) -> Result:
+    return train.train(parse(*SMALL, f"--output-dir={directory}", *arguments), comm)
+
+
+def test_digits_get_the_recipe_that_was_tried() -> None:
+    resolved = parse().resolve()
+    assert (resolved.depth, resolved.stem, resolved.image_size) == (8, "cifar", 16)
+    assert (resolved.epochs, resolved.lr, resolved.decay, resolved.nesterov) == (20, 0.4, "cosine", True)
+
+
+def test_image_folders_get_the_usual_recipe_of_resnet50() -> None:
+    resolved = parse("--data", "/data/imagenet").resolve()
+    assert (resolved.depth, resolved.stem, resolved.image_size) == (50, "imagenet", 224)
+    assert (resolved.epochs, resolved.lr, resolved.warmup_epochs) == (90, 0.1, 5)
+    assert (resolved.decay, resolved.nesterov, resolved.weight_decay) == ("step", False, 1e-4)
+    assert resolved.zero_residual
+
+
+def test_given_options_win() -> None:
+    resolved = parse(
+        "--data=x", "--depth=8", "--lr=3", "--nesterov", "--no-zero-residual", "--stem=imagenet"
+    ).resolve()
+    assert (resolved.depth, resolved.lr, resolved.nesterov, resolved.stem) == (8, 3.0, True, "imagenet")
+    assert not resolved.zero_residual
+
+
+def test_synthetic_images_suit_the_depth() -> None:
+    small, large = parse("--data=synthetic").resolve(), parse("--data=synthetic", "--depth=50").resolve()
+    assert (small.image_size, small.classes, large.image_size, large.classes) == (32, 10, 224, 1000)
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "np": st.integers(1, 9),
+            "data": st.sampled_from(["digits", "-odd path", "a b"]),
+            "depth": st.sampled_from([8, 20, 50, 101]),
+            "lr": st.floats(0, 10),
+            "nesterov": st.booleans(),
+            "sync_bn": st.booleans(),
+            "resume": st.sampled_from(["auto", "some where"]),
+            "limit_steps": st.integers(1, 99),
+            "seed": st.integers(0, 2**60),
+            "progress_terminal": st.just("/dev/pts/0"),
+        },
+    )
+)
+def test_a_relaunch_passes_on_every_option(changes: dict[str, Any]) -> None:
+    options = TrainOptions(**changes)
+    assert parse(*options.to_arguments()) == options
+
+
+def test_resume_without_a_path_means_auto() -> None:
+    assert parse("--resume").resume == "auto"
+    assert parse().resume is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--epochs=0"], "--epochs must be at least 1, not 0"),
+        (["-np", "0"], "--np must be at least 1"),
+        (["--seed=-1"], "--seed must not be negative, but is -1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse(*arguments)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert train.main(parser.parse_args(arguments)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_short_training_leaves_everything_it_says(
+    comm: Communicator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run(comm, tmp_path / "out", "--epochs=2", "--report", "--log-every=4", "--checkpoint-every=1")
+    assert result.steps == 46
+    assert result.trained_images == 2 * 1433
+    assert result.test.count == 364
+    output = capsys.readouterr().out
+    for text in (
+        "1433 training and 364 test images",
+        "ResNet-8",
+        "1 rank of batch 64",
+        f"({result.test.correct} of 364)",
+    ):
+        assert text in output
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == [
+        "checkpoints",
+        "config.json",
+        "curve.png",
+        "metrics.jsonl",
+        "summary.json",
+        "tensorboard",
+    ]
+    for name in ("checkpoints/step-000000046.npz", "curve.png", "metrics.jsonl", "tensorboard"):
+        assert str(tmp_path / "out" / name) in output
+    records = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert [record["step"] for record in records if record["kind"] == "step"] == list(range(4, 47, 4))
+    epochs = [record for record in records if record["kind"] == "epoch"]
+    assert [record["position"] for record in epochs] == [1.0, 2.0]
+    assert epochs[1]["train_loss"] < epochs[0]["train_loss"]
+    assert epochs[1]["test_accuracy"] == result.test.accuracy
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["fingerprint"] == result.fingerprint
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["ranks"] == 1
+
+
+def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(comm: Communicator, tmp_path: Path) -> None:
+    whole = run(comm, tmp_path / "whole", "--epochs=2", "--log-every=1")
+    # Stops within an epoch, then at its end.
+    run(comm, tmp_path / "parts", "--epochs=2", "--log-every=1", "--limit-steps=9")
+    run(comm, tmp_path / "parts", "--epochs=2", "--log-every=1", "--limit-steps=23", "--resume")
+    last = run(comm, tmp_path / "parts", "--epochs=2", "--log-every=1", "--resume", str(tmp_path / "parts"))
+    assert last.fingerprint == whole.fingerprint
+    assert last.test == whole.test
+    records = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts")]
+    steps = [[(r["step"], r["loss"]) for r in found if r["kind"] == "step"] for found in records]
+    assert steps[0] == steps[1]
+    final = [found[-1] for found in records]
+    assert all(final[0][key] == final[1][key] for key in ("train_loss", "train_accuracy", "test_loss"))
+
+
+def test_a_return_to_an_earlier_checkpoint_drops_what_came_after(comm: Communicator, tmp_path: Path) -> None:
+    arguments = ("--epochs=3", "--checkpoint-every=1", "--log-every=10")
+    whole = run(comm, tmp_path, *arguments)
+    first = tmp_path / "checkpoints" / "step-000000023.npz"
+    stopped = run(comm, tmp_path, *arguments, f"--resume={first}", "--limit-steps=30")
+    assert stopped.steps == 30
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["step-000000023.npz", "step-000000030.npz"]
+    assert max(record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")) == 30
+    assert run(comm, tmp_path, *arguments, "--resume").fingerprint == whole.fingerprint
+
+
+def test_resuming_where_nothing_is_starts_afresh(comm: Communicator, tmp_path: Path) -> None:
+    assert run(comm, tmp_path / "new", "--resume", "--limit-steps=1").steps == 1
+
+
+def test_a_finished_training_is_only_evaluated_again(comm: Communicator, tmp_path: Path) -> None:
+    first = run(comm, tmp_path, "--limit-steps=2")
+    again = run(comm, tmp_path, "--limit-steps=2", "--resume")
+    assert (again.fingerprint, again.test, again.trained_images) == (first.fingerprint, first.test, 0)
+
+
+def test_another_training_cannot_be_continued(comm: Communicator, tmp_path: Path) -> None:
+    run(comm, tmp_path, "--limit-steps=2")
+    with pytest.raises(
+        CheckpointError, match=r"depth is 20, the checkpoint has 8.*seed is 3, the checkpoint has 0"
+    ):
+        run(comm, tmp_path, "--resume", "--depth=20", "--seed=3")
+
+
+def test_a_damaged_checkpoint_is_an_error(comm: Communicator, tmp_path: Path) -> None:
+    run(comm, tmp_path, "--limit-steps=2")
+    path = checkpoint.locate(tmp_path)
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match=rf"{path} is damaged"):
+        run(comm, tmp_path, "--resume")
+
+
+def test_results_are_not_overwritten_unasked(comm: Communicator, tmp_path: Path) -> None:
+    run(comm, tmp_path, "--limit-steps=2")
+    with pytest.raises(UsageError, match="holds the results of an earlier training; give --resume"):
+        run(comm, tmp_path, "--limit-steps=1")
+    (tmp_path / "mine.txt").touch()
+    run(comm, tmp_path, "--limit-steps=1", "--overwrite")
+    assert checkpoint.read(checkpoint.locate(tmp_path)).step == 1
+    assert (tmp_path / "mine.txt").exists()
+
+
+def test_resuming_needs_to_know_where(comm: Communicator) -> None:
+    with pytest.raises(UsageError, match="--resume without a path"):
+        train.train(parse(*SMALL, "--resume"), comm)
+
+
+def test_a_loss_that_is_not_finite_stops_the_training(comm: Communicator, tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError, match=r"loss is (nan|inf) at step \d+ .*lower --lr"):
+        run(comm, tmp_path, "--lr=1e30", "--warmup-epochs=0", "--log-every=1")
+
+
+def test_evaluation_and_checkpoints_can_be_left_out(comm: Communicator, tmp_path: Path) -> None:
+    result = run(comm, tmp_path, "--limit-steps=1", "--eval-every=0", "--checkpoint-every=0")
+    assert (result.test.count, result.checkpoint) == (0, None)
+    assert json.loads((tmp_path / "summary.json").read_text())["test_accuracy"] is None
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_missing_images_are_an_error_with_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    multiring.shutdown()
+    assert train.main(parser.parse_args([f"--data={tmp_path / 'nowhere'}"])) == 1
+    assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--dtype=float64"], ["--no-sync-bn"], ["--depth=20"], ["--data=synthetic"]]
+)
+def test_variants_train(comm: Communicator, tmp_path: Path, arguments: list[str]) -> None:
+    result = run(comm, tmp_path, "--limit-steps=2", "--verify-every=1", *arguments)
+    assert result.steps == 2
+    state = checkpoint.read(checkpoint.locate(tmp_path))
+    expected = np.float64 if "--dtype=float64" in arguments else np.float32
+    assert {value.dtype for name, value in state.arrays.items() if name.startswith("model/")} == {
+        np.dtype(expected)
+    }

@@ -1,0 +1,134 @@
+"""The pool of ranks that other tests use."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from multiring import Communicator
+from multiring.errors import AbortedError, MultiringError
+
+from tests.rank_pool import RankPool, RanksFailed, RanksTimedOut
+from tests.support import process_exists, wait_until
+
+Ranks = Callable[[int], RankPool]
+
+
+def total(comm: Communicator, offset: float, *, factor: float = 1.0) -> tuple[int, float]:
+    return os.getpid(), float(comm.allreduce(np.array([comm.rank + offset]))[0]) * factor
+
+
+def fail_on_rank_1(comm: Communicator) -> int:
+    if comm.rank == 1:
+        raise ValueError("only here")
+    comm.barrier()
+    return comm.rank
+
+
+def refuse(comm: Communicator) -> int:
+    if comm.rank == 1:
+        raise LookupError("refused")
+    return comm.rank
+
+
+def answer_with_code(comm: Communicator) -> Any:
+    return lambda: None
+
+
+class OddError(Exception):
+    """Cannot be made from its arguments alone, as unpickling wants to."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__("odd")
+
+
+def raise_odd_error(comm: Communicator) -> None:
+    raise OddError(1, 2)
+
+
+def sleep_on_rank_0(comm: Communicator) -> None:
+    if comm.rank == 0:
+        time.sleep(600)
+
+
+def end_on_rank_0(comm: Communicator) -> None:
+    if comm.rank == 0:
+        os._exit(3)
+    time.sleep(600)
+
+
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as own:
+        yield own
+
+
+def test_every_rank_runs_the_function_in_a_process_that_stays(ranks: Ranks) -> None:
+    first = ranks(2).run(total, 1.0)
+    second = ranks(2).run(partial(total, offset=2.0), factor=10.0)
+    assert [value for _, value in first] == [3.0, 3.0]
+    assert [value for _, value in second] == [50.0, 50.0]
+    assert [pid for pid, _ in first] == [pid for pid, _ in second] == ranks(2).pids()
+
+
+def test_a_failure_shows_every_rank_and_the_pool_goes_on(ranks: Ranks) -> None:
+    pids = ranks(3).pids()
+    with pytest.raises(RanksFailed, match="ValueError: only here") as caught:
+        ranks(3).run(fail_on_rank_1)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert sorted(caught.value.errors) == [0, 1, 2]
+    assert isinstance(caught.value.errors[0], MultiringError)
+    assert [value for _, value in ranks(3).run(total, 0.0)] == [3.0] * 3
+    assert ranks(3).pids() == pids
+
+
+def test_expected_errors_come_back_in_place_of_values(ranks: Ranks) -> None:
+    found = ranks(3).run_expecting_errors(refuse)
+    assert [found[0], found[2]] == [0, 2]
+    assert isinstance(found[1], LookupError)
+
+
+def test_what_cannot_be_sent_is_told(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailed, match="value of rank 0 cannot be sent"):
+        ranks(2).run(answer_with_code)
+    with pytest.raises(RanksFailed, match="OddError: odd"):
+        ranks(2).run(raise_odd_error)
+    assert [value for _, value in ranks(2).run(total, 0.0)] == [1.0, 1.0]
+
+
+def test_a_function_that_ranks_cannot_import_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(TypeError, match="top level"):
+        ranks(2).run(lambda comm: None)
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack_and_the_pool_starts_anew(pool: RankPool) -> None:
+    pids = pool.pids()
+    with pytest.raises(RanksTimedOut, match="no answer from rank 0 of 2") as caught:
+        pool.run(sleep_on_rank_0, timeout=1.0)
+    assert "in sleep_on_rank_0" in str(caught.value)
+    assert not any(process_exists(pid) for pid in pids)
+    assert [value for _, value in pool.run(total, 0.0)] == [1.0, 1.0]
+
+
+def test_a_rank_that_ends_is_told_and_the_pool_starts_anew(pool: RankPool) -> None:
+    with pytest.raises(AssertionError, match="failed with exit code 3"):
+        pool.run(end_on_rank_0)
+    assert [value for _, value in pool.run(total, 0.0)] == [1.0, 1.0]
+
+
+def test_closing_ends_the_ranks(pool: RankPool) -> None:
+    pids = pool.pids()
+    pool.close()
+    wait_until(lambda: not any(process_exists(pid) for pid in pids), "the end of the ranks")
+
+
+def test_aborted_errors_are_not_taken_for_the_cause() -> None:
+    from tests.rank_pool import _first_cause
+
+    errors: dict[int, BaseException] = {0: AbortedError("because of 1"), 1: KeyError("cause")}
+    assert isinstance(_first_cause(errors), KeyError)

@@ -1,0 +1,276 @@
+"""Stores: what all of them promise, and what each kind adds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from multiring import errors
+from multiring.errors import PeerLostError, UsageError
+from multiring.store import MAX_VALUE_BYTES, FileStore, Store, TcpStore, TcpStoreServer, open_store
+from multiring.store.file import job_directory_prefix
+
+from tests.support import no_new_descriptors
+
+SECRET = b"a secret of the job"
+
+Opener = Callable[[], Store]
+
+
+@pytest.fixture(params=["file", "tcp"])
+def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
+    """Opens the same store as often as it is called, as several ranks do."""
+    with no_new_descriptors():
+        opened: list[Store] = []
+
+        def open_again(url: str) -> Store:
+            opened.append(open_store(url, SECRET))
+            return opened[-1]
+
+        if request.param == "file":
+            yield lambda: open_again((tmp_path / "a store").as_uri())
+            for store in opened:
+                store.close()
+        else:
+            with TcpStoreServer("127.0.0.1", 0, SECRET) as server:
+                yield lambda: open_again(f"tcp://127.0.0.1:{server.port}")
+                for store in opened:
+                    store.close()
+
+
+def test_a_value_set_by_one_is_read_by_another(opener: Opener) -> None:
+    one, other = opener(), opener()
+    one.set("key", b"value")
+    assert other.get("key", 5.0) == b"value"
+    assert one.get("key", 0.0) == b"value"
+
+
+def test_a_key_can_be_set_again(opener: Opener) -> None:
+    store = opener()
+    store.set("key", b"first")
+    store.set("key", b"second")
+    assert store.get("key", 0.0) == b"second"
+
+
+@pytest.mark.parametrize(
+    "key", ["a/b/../c", ".", "..", "/", "with space", "naïve ☃", "%2F", "\0\n", "x" * 4096, "part-1"]
+)
+def test_any_text_is_a_key(opener: Opener, key: str) -> None:
+    store = opener()
+    store.set(key, key.encode())
+    store.set(key + "." if len(key) < 4096 else "y", b"other")
+    assert store.get(key, 0.0) == key.encode()
+
+
+@pytest.mark.parametrize("value", [b"", b"\0" * 3, bytes(range(256)) * 5000])
+def test_any_bytes_are_a_value(opener: Opener, value: bytes) -> None:
+    store = opener()
+    store.set("key", value)
+    assert store.get("key", 0.0) == value
+
+
+def test_get_waits_until_somebody_has_set_the_key(opener: Opener) -> None:
+    store, other = opener(), opener()
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(store.get, "late", 30.0)
+        other.set("unrelated", b"")
+        other.set("late", b"here")
+        assert waiting.result() == b"here"
+
+
+def test_a_key_that_nobody_sets_is_a_timeout_that_says_so(opener: Opener) -> None:
+    store = opener()
+    began = time.monotonic()
+    with pytest.raises(errors.TimeoutError, match="missing-key") as caught:
+        store.get("missing-key", 0.2)
+    assert time.monotonic() - began >= 0.2
+    assert str(store) in str(caught.value)
+    assert "MULTIRING_TIMEOUT" in str(caught.value)
+    assert isinstance(caught.value, TimeoutError)
+
+
+def test_keys_and_values_have_limits(opener: Opener) -> None:
+    store = opener()
+    for key, value in (("", b""), ("k" * 5000, b""), ("key", bytes(MAX_VALUE_BYTES + 1))):
+        with pytest.raises(UsageError):
+            store.set(key, value)
+    with pytest.raises(UsageError):
+        store.get("", 0.0)
+
+
+def test_many_ranks_meet(opener: Opener) -> None:
+    stores = [opener() for _ in range(12)]
+
+    def meet(rank: int) -> list[bytes]:
+        stores[rank].set(f"rank-{rank}", b"%d" % rank)
+        return [stores[rank].get(f"rank-{peer}", 30.0) for peer in range(len(stores))]
+
+    with ThreadPoolExecutor(len(stores)) as threads:
+        found = list(threads.map(meet, range(len(stores))))
+    assert found == [[b"%d" % rank for rank in range(len(stores))]] * len(stores)
+
+
+def test_a_reader_never_sees_half_a_value(opener: Opener) -> None:
+    writer, reader = opener(), opener()
+    values = [bytes([letter]) * 200_000 for letter in b"ab"]
+    writer.set("key", values[0])
+    done = threading.Event()
+
+    def write() -> None:
+        for turn in range(60):
+            writer.set("key", values[turn % 2])
+        done.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(write)
+        while not done.is_set():
+            assert reader.get("key", 5.0) in values
+        writing.result()
+
+
+def test_ctrl_c_ends_a_wait_and_the_store_goes_on_working(opener: Opener) -> None:
+    store = opener()
+    timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        store.get("never", 60.0)
+    timer.join()
+    store.set("key", b"value")
+    assert store.get("key", 5.0) == b"value"
+
+
+# --- files
+
+
+def test_the_directory_is_for_its_owner_only(tmp_path: Path) -> None:
+    with FileStore(tmp_path / "new" / "store"):
+        assert (tmp_path / "new" / "store").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_a_directory_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store").chmod(mode)
+    with pytest.raises(UsageError, match="chmod 700"):
+        FileStore(tmp_path / "store")
+
+
+def test_what_is_no_directory_of_our_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch(0o600)
+    (tmp_path / "own").mkdir(0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    for name in ("file", "link"):
+        with pytest.raises(UsageError, match="not a directory"):
+            FileStore(tmp_path / name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir(0o700)
+    os.chown(tmp_path / "store", 12345, -1)
+    with pytest.raises(UsageError, match="belongs to user 12345"):
+        FileStore(tmp_path / "store")
+
+
+def test_a_place_that_cannot_be_made_is_a_usage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="MULTIRING_STORE"):
+        FileStore(tmp_path / "file" / "store")
+
+
+@pytest.mark.parametrize("leave", [FileStore.close, FileStore.remove])
+def test_the_last_one_to_leave_removes_the_directory(
+    tmp_path: Path, leave: Callable[[FileStore], None]
+) -> None:
+    first, second = FileStore(tmp_path / "store"), FileStore(tmp_path / "store")
+    first.set("key", b"value")
+    leave(first)
+    assert second.get("key", 0.0) == b"value"
+    third = FileStore(tmp_path / "store")
+    leave(second)
+    assert third.get("key", 0.0) == b"value"
+    leave(third)
+    leave(third)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_process_that_is_killed_counts_as_one_that_has_left(tmp_path: Path) -> None:
+    script = "import os, sys, multiring.store as s; x = s.FileStore(sys.argv[1]); os.kill(os.getpid(), 9)"
+    command = [sys.executable, "-c", script, str(tmp_path / "store")]
+    survivor = FileStore(tmp_path / "store")
+    assert subprocess.run(command, check=False).returncode == -9
+    survivor.close()
+    assert not (tmp_path / "store").exists()
+
+
+def test_coming_and_leaving_at_the_same_time_is_safe(tmp_path: Path) -> None:
+    def come_and_go(who: int) -> None:
+        for turn in range(50):
+            with FileStore(tmp_path / "store") as store:
+                store.set(f"{who}-{turn}", b"x")
+                assert store.get(f"{who}-{turn}", 0.0) == b"x"
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(come_and_go, range(4)))
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_directory_that_vanishes_ends_those_who_wait(tmp_path: Path) -> None:
+    with FileStore(tmp_path / "store") as store, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(store.get, "key", 60.0)
+        shutil.rmtree(tmp_path / "store")
+        with pytest.raises(PeerLostError, match="was removed"):
+            waiting.result()
+        with pytest.raises(PeerLostError, match="was removed"):
+            store.set("key", b"")
+
+
+def test_directories_of_dead_jobs_are_removed_and_no_others(tmp_path: Path) -> None:
+    prefix = job_directory_prefix()
+    used = FileStore(tmp_path / (prefix + "used"))
+    for name in (prefix + "dead", prefix + "young", "multiring-other"):
+        (tmp_path / name).mkdir(0o700)
+        (tmp_path / name / "key-x").touch()
+    earlier = time.time() - 3600
+    for name in (prefix + "dead", prefix + "used", "multiring-other"):
+        os.utime(tmp_path / name, (earlier, earlier))
+    with FileStore(tmp_path / (prefix + "new")):
+        found = sorted(path.name for path in tmp_path.iterdir())
+    used.close()
+    assert found == sorted(["multiring-other", prefix + "new", prefix + "used", prefix + "young"])
+
+
+# --- URLs
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "/tmp/x", "file://host/x", "file:x", "tcp://host", "tcp://:1", "tcp://host:99999999", "http://h:1"],
+)
+def test_a_url_that_is_not_understood_is_a_usage_error(url: str) -> None:
+    with pytest.raises(UsageError, match="is not understood"):
+        open_store(url, SECRET)
+
+
+def test_a_tcp_store_needs_a_secret() -> None:
+    with pytest.raises(UsageError, match="MULTIRING_SECRET"):
+        open_store("tcp://127.0.0.1:1", None)
+    with pytest.raises(UsageError, match="secret"):
+        TcpStoreServer("127.0.0.1")
+
+
+def test_a_tcp_store_of_another_job_is_refused() -> None:
+    with (
+        TcpStoreServer("127.0.0.1", 0, SECRET) as server,
+        pytest.raises(UsageError, match="MULTIRING_SECRET differs"),
+    ):
+        TcpStore("127.0.0.1", server.port, b"another secret")

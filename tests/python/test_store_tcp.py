@@ -1,0 +1,198 @@
+"""The TCP store among strangers and failures."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+import pytest
+from multiring import errors
+from multiring.errors import PeerLostError, UsageError
+from multiring.store import TcpStore, TcpStoreServer, tcp
+
+from tests.support import no_new_descriptors
+
+SECRET = b"a secret of the job"
+
+
+@pytest.fixture
+def server() -> Iterator[TcpStoreServer]:
+    with no_new_descriptors(), TcpStoreServer("127.0.0.1", 0, SECRET) as started:
+        yield started
+
+
+def stranger(server: TcpStoreServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=30)
+
+
+def read_to_the_end(sock: socket.socket) -> None:
+    """Waits until the server has hung up, politely or not."""
+    with contextlib.suppress(ConnectionResetError):
+        while sock.recv(4096):
+            pass
+
+
+def trusted(server: TcpStoreServer) -> Connection:
+    """A connection that has proved to know the secret and will now do something else than `TcpStore`."""
+    sock = stranger(server)
+    sock.settimeout(None)
+    connection = Connection(sock.detach())
+    answer_challenge(connection, SECRET)
+    deliver_challenge(connection, SECRET)
+    return connection
+
+
+def assert_serves(server: TcpStoreServer) -> None:
+    with TcpStore("127.0.0.1", server.port, SECRET) as store:
+        store.set("key", b"value")
+        assert store.get("key", 5.0) == b"value"
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\0" * 100,
+        b"\xff" * 100,
+        struct.pack("!i", 20) + b"x" * 20,
+        struct.pack("!i", -1) + struct.pack("!Q", 1 << 60),
+        struct.pack("!i", 0x7FFFFFFF) + b"x" * 10,
+    ],
+    ids=["nothing", "http", "zeros", "ones", "message", "huge", "large"],
+)
+def test_garbage_is_hung_up_on_and_harms_nobody(server: TcpStoreServer, greeting: bytes) -> None:
+    with stranger(server) as strange:
+        strange.sendall(greeting)
+        with contextlib.suppress(OSError):  # the server may have hung up already
+            strange.shutdown(socket.SHUT_WR)
+        read_to_the_end(strange)
+    assert_serves(server)
+
+
+def test_silent_strangers_delay_nobody(server: TcpStoreServer) -> None:
+    silent = [stranger(server) for _ in range(20)]
+    assert_serves(server)
+    for one in silent:
+        one.close()
+
+
+def test_a_stranger_that_stays_is_dismissed(server: TcpStoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "_HANDSHAKE_SECONDS", 0.2)
+    with stranger(server) as strange:
+        read_to_the_end(strange)
+    assert_serves(server)
+
+
+def test_a_flood_of_strangers_cannot_lock_out_a_rank(
+    server: TcpStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "_MAX_STRANGERS", 5)
+    with TcpStore("127.0.0.1", server.port, SECRET) as store:
+        crowd = [stranger(server) for _ in range(30)]
+        assert_serves(server)
+        for early in crowd[:20]:
+            read_to_the_end(early)
+        store.set("still", b"here")
+        assert store.get("still", 5.0) == b"here"
+        for one in crowd:
+            one.close()
+
+
+def test_a_reset_connection_harms_nobody(server: TcpStoreServer) -> None:
+    for _ in range(5):
+        strange = stranger(server)
+        strange.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        strange.close()
+    assert_serves(server)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [b"", b"\x01", b"\x09" + bytes(6), struct.pack("!BIH", 1, 0, 500) + b"short"],
+    ids=["empty", "header cut off", "operation unknown", "key cut off"],
+)
+def test_nonsense_from_a_trusted_client_ends_that_client_only(
+    server: TcpStoreServer, request_bytes: bytes
+) -> None:
+    connection = trusted(server)
+    connection.send_bytes(request_bytes)
+    with pytest.raises((EOFError, ConnectionError)):
+        connection.recv_bytes()
+    connection.close()
+    assert_serves(server)
+
+
+def test_a_client_that_vanishes_while_waiting_harms_nobody(server: TcpStoreServer) -> None:
+    connection = trusted(server)
+    connection.send_bytes(struct.pack("!BIH", 2, 60_000, 5) + b"never")
+    connection.close()
+    assert_serves(server)
+
+
+def test_a_server_that_ends_is_a_lost_peer() -> None:
+    server = TcpStoreServer("127.0.0.1", 0, SECRET)
+    store = TcpStore("127.0.0.1", server.port, SECRET)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(store.get, "never", 60.0)
+        time.sleep(0.05)  # either way the answer is the same; usually this hits the wait itself
+        server.close()
+        with pytest.raises(PeerLostError, match="is gone"):
+            waiting.result()
+    server.close()
+    store.close()
+
+
+def test_a_client_waits_for_a_server_that_starts_later() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with ThreadPoolExecutor(1) as threads:
+        connecting = threads.submit(TcpStore, "127.0.0.1", port, SECRET)
+        time.sleep(0.1)  # lets the first attempts fail; without it the test is easier, not wrong
+        with TcpStoreServer("127.0.0.1", port, SECRET), connecting.result() as store:
+            store.set("key", b"value")
+
+
+def test_a_server_that_never_comes_is_a_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(errors.TimeoutError, match=f"tcp://127.0.0.1:{port} cannot be reached"):
+        TcpStore("127.0.0.1", port, SECRET, connect_timeout=0.2)
+
+
+def test_a_server_that_says_nothing_is_a_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        began = time.monotonic()
+        with pytest.raises(errors.TimeoutError, match="cannot be reached"):
+            TcpStore("127.0.0.1", mute.getsockname()[1], SECRET, connect_timeout=0.3)
+        assert time.monotonic() - began < 10
+
+
+def test_a_port_in_use_is_a_usage_error(server: TcpStoreServer) -> None:
+    with pytest.raises(UsageError, match="cannot listen"):
+        TcpStoreServer("127.0.0.1", server.port, SECRET)
+
+
+def test_one_client_serves_several_threads(server: TcpStoreServer) -> None:
+    with TcpStore("127.0.0.1", server.port, SECRET) as store, ThreadPoolExecutor(4) as threads:
+        waits = [threads.submit(store.get, f"key-{n}", 30.0) for n in range(3)]
+        for n in range(3):
+            store.set(f"key-{n}", b"%d" % n)
+        assert [wait.result() for wait in waits] == [b"0", b"1", b"2"]
+
+
+def test_threads_end_with_the_server() -> None:
+    before = threading.active_count()
+    with (
+        TcpStoreServer("127.0.0.1", 0, SECRET) as server,
+        TcpStore("127.0.0.1", server.port, SECRET),
+        stranger(server),
+    ):
+        assert_serves(server)
+    assert threading.active_count() == before

@@ -1,0 +1,123 @@
+"""One rank of a `RankPool`: does what the pool asks until the pool is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import multiring
+from multiring import errors
+
+from tests.rank_pool import UnpicklableError
+
+
+def main() -> None:
+    """Joins the pool at the address in argv[1]."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the pool asks for stacks when a rank is late
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(sys.argv[1])
+    connection = Connection(client.detach())
+    _send(connection, (int(os.environ["MULTIRING_RANK"]), os.getpid()))
+    _send(connection, _attempt(_init))
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            _send(connection, _obey(pickle.loads(connection.recv_bytes())))
+    multiring.shutdown()
+
+
+def _send(connection: Connection, message: Any) -> None:
+    connection.send_bytes(pickle.dumps(message))
+
+
+def _obey(request: dict[str, Any]) -> dict[str, Any]:
+    if request["kind"] == "reset":
+        return _attempt(_reset)
+
+    def call() -> Any:
+        sys.path[:] = request["path"]
+        _load(request["module"], request["file"])
+        function, args, kwargs = pickle.loads(request["call"])
+        return function(multiring.world(), *args, **kwargs)
+
+    answer = _attempt(call)
+    if request["abort"] and isinstance(answer["error"], Exception):
+        # Without this the other ranks would wait for this one until the deadline.
+        _abort(answer["error"])
+    answer["broken"] = not multiring.is_initialized() or multiring.world().is_broken
+    return _portable(answer)
+
+
+def _attempt(call: Any) -> dict[str, Any]:
+    """The outcome of a call: value, error and its traceback."""
+    answer: dict[str, Any] = {"value": None, "error": None, "trace": "", "broken": False}
+    try:
+        answer["value"] = call()
+    except Exception as error:
+        answer["error"] = error
+        answer["trace"] = traceback.format_exc()
+    return answer
+
+
+def _portable(answer: dict[str, Any]) -> dict[str, Any]:
+    """The same answer with what cannot be pickled replaced by an error that says so."""
+    if answer["error"] is not None:
+        answer["error"] = answer["error"].with_traceback(None)
+        answer["error"].__cause__ = answer["error"].__context__ = None
+    try:
+        pickle.loads(pickle.dumps(answer))
+    except Exception as failure:
+        what = "error" if answer["error"] is not None else "value"
+        rank = os.environ["MULTIRING_RANK"]
+        text = f"the {what} of rank {rank} cannot be sent: {failure!r}\n{answer['trace']}"
+        answer |= {"value": None, "error": UnpicklableError(text), "trace": text}
+    return answer
+
+
+def _abort(error: Exception) -> None:
+    if isinstance(error, errors.MultiringError) and not isinstance(error, errors.UsageError):
+        return  # the communicator is broken already and the others know
+    with contextlib.suppress(errors.MultiringError):
+        multiring.world().abort(f"test function failed: {error!r}")
+
+
+def _init() -> None:
+    multiring.init()
+
+
+def _reset() -> None:
+    with contextlib.suppress(errors.MultiringError):
+        multiring.shutdown()
+    multiring.init()
+
+
+def _load(name: str, file: str | None) -> None:
+    """Imports the module that defines a test function, under the name it has in the pool's process."""
+    if name in sys.modules:
+        return
+    if file is not None and importlib.util.find_spec(name.partition(".")[0]) is None:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        return
+    importlib.import_module(name)
+    found = getattr(sys.modules[name], "__file__", None)
+    if file is not None and found is not None and not Path(found).samefile(file):
+        raise ImportError(f"{name} is {found} here and {file} in the test")
+
+
+if __name__ == "__main__":
+    main()

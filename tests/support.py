@@ -1,0 +1,220 @@
+"""Starting jobs in tests, and seeing that nothing is left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Job", "open_descriptors", "process_exists", "run_job", "start_job", "wait_until"]
+
+_MARK = "TEST_JOB_MARK"
+DIRECTORY = "TEST_DIRECTORY"  # tells a script the directory of `Job.directory`
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout: float = 30.0) -> Any:
+    """Returns what `condition` returns as soon as that is true; fails after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout:g} s in vain for: {what}"
+        time.sleep(0.005)
+    return result
+
+
+def process_exists(pid: int) -> bool:
+    """Whether a process lives (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def open_descriptors(pid: int | None = None) -> dict[int, str]:
+    """The open descriptors of a process (default: this one) and what they are."""
+    directory = Path(f"/proc/{pid or os.getpid()}/fd")
+    found = {}
+    for entry in directory.iterdir():
+        with contextlib.suppress(OSError):  # the one that reads the directory is gone already
+            found[int(entry.name)] = os.readlink(entry)
+    return found
+
+
+class Job:
+    """A command that a test has started, with a temporary directory of its own and a mark on its processes.
+
+    Attributes:
+        process: The launcher.
+        directory: A directory for the test's own files; scripts find it in the variable TEST_DIRECTORY.
+    """
+
+    def __init__(
+        self,
+        command: Callable[[Path], Sequence[str]],
+        env: Mapping[str, str] | None = None,
+        **popen: Any,
+    ) -> None:
+        # Not pytest's tmp_path: its long names leave no room for Unix sockets.
+        self._root = Path(tempfile.mkdtemp(prefix="mrt-", dir="/tmp"))
+        self.directory = self._root / "d"
+        self._tmp = self._root / "t"
+        self.directory.mkdir()
+        self._tmp.mkdir()
+        self._mark = uuid.uuid4().hex
+        environ = {
+            **os.environ,
+            "TMPDIR": str(self._tmp),
+            _MARK: self._mark,
+            DIRECTORY: str(self.directory),
+            **(env or {}),
+        }
+        self.command = list(command(self._root))
+        options: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "stdin": subprocess.DEVNULL,
+        }
+        self.process: subprocess.Popen[str] = subprocess.Popen(
+            self.command, env=environ, text=True, errors="surrogateescape", **(options | popen)
+        )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
+
+    def processes(self) -> list[int]:
+        """All living processes of the job, the launcher and its helpers included."""
+        wanted = f"{_MARK}={self._mark}".encode()
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0") and process_exists(
+                    int(name)
+                ):
+                    found.append(int(name))
+        return found
+
+    def wait_for_file(self, name: str, timeout: float = 30.0) -> str:
+        """Waits until a rank has written `directory/name` (to be written under another name and renamed)."""
+        path = self.directory / name
+
+        def there() -> bool:
+            assert path.exists() or self.process.poll() is None, (
+                f"the job ended: {self.process.communicate()}"
+            )
+            return path.exists()
+
+        wait_until(there, f"the file {name}", timeout)
+        return path.read_text()
+
+    def finish(self, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Waits for the launcher; its code and output. After `timeout` seconds fails and ends the job."""
+        try:
+            stdout, stderr = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            stacks = self._stacks()
+            self._kill()
+            stdout, stderr = self.process.communicate()
+            raise AssertionError(
+                f"{' '.join(self.command)} did not end in {timeout:g} s\n{stacks}\n"
+                f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
+            ) from None
+        return subprocess.CompletedProcess(self.command, self.process.returncode, stdout, stderr)
+
+    def assert_nothing_left(self, timeout: float = 10.0) -> None:
+        """Fails unless all processes of the job end and all its temporary files vanish."""
+        wait_until(lambda: not self.processes(), f"the end of the processes of {self.command}", timeout)
+        left = [path for path in self._tmp.rglob("*") if "multiring" in str(path.relative_to(self._tmp))]
+        assert not left, f"files left in the temporary directory: {left}"
+
+    def destroy(self) -> None:
+        """Ends whatever is left and removes the directories."""
+        self._kill()
+        if self.process.stdin is not None and self.process.stdin.closed:
+            self.process.stdin = None  # or communicate() would try to flush it
+        self.process.communicate()
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _kill(self) -> None:
+        while pids := self.processes():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+
+    def _stacks(self) -> str:
+        lines = []
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                lines.append(
+                    f"process {pid} in {Path(f'/proc/{pid}/wchan').read_text()}: {' '.join(words)[:200]}"
+                )
+        return "\n".join(lines)
+
+
+def start_job(
+    n: int,
+    script: str | Path,
+    *args: object,
+    env: Mapping[str, str] | None = None,
+    launcher_args: Sequence[str] = (),
+    **popen: Any,
+) -> Job:
+    """Starts `multiring run` and returns at once; use the result as a context manager.
+
+    Args:
+        n: Number of ranks.
+        script: A path, or, if it holds a line break, the text of a Python script.
+        args: The script's arguments.
+        env: Variables to set besides those of this process.
+        launcher_args: Options of `multiring run`.
+        popen: Arguments of `subprocess.Popen`.
+    """
+
+    def command(root: Path) -> list[str]:
+        path = script
+        if isinstance(script, str) and "\n" in script:
+            path = root / "script.py"
+            path.write_text(script)
+        launcher = [sys.executable, "-m", "multiring", "run", "-np", str(n), *launcher_args]
+        return [*launcher, str(path), *map(str, args)]
+
+    return Job(command, env, **popen)
+
+
+def run_job(
+    n: int,
+    script: str | Path,
+    *args: object,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    launcher_args: Sequence[str] = (),
+    **popen: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script under `multiring run` to its end and checks that nothing is left; see `start_job`."""
+    with start_job(n, script, *args, env=env, launcher_args=launcher_args, **popen) as job:
+        result = job.finish(timeout)
+        job.assert_nothing_left()
+        return result
+
+
+@contextlib.contextmanager
+def no_new_descriptors() -> Iterator[None]:
+    """Fails if the block leaves descriptors of this process open."""
+    before = open_descriptors()
+    yield
+    left = {number: what for number, what in open_descriptors().items() if number not in before}
+    assert not left, f"descriptors left open: {left}"
