@@ -18,9 +18,11 @@ MULTIRING_API const char* reduce_op_name(ReduceOp op);
 /// What is done to the elements: out = postscale * op(prescale * in[0], prescale * in[1], ...).
 ///
 /// Average is the sum divided by the number of inputs (a true division: the average of equal values is that
-/// value). Integers: scale factors multiply in double and truncate toward zero, the average truncates toward
-/// zero, sums wrap. Bool: sum and max are "or", product and min are "and", average is not defined.
-/// NaN: min and max give NaN if any input is NaN.
+/// value). Scale factors are rounded to the type that is computed in. Integers: scale factors multiply in double,
+/// truncate toward zero and saturate (NaN gives 0), the average truncates toward zero, sums wrap. Bool: sum and
+/// max are "or", product and min are "and"; average and scale factors are not defined. Min and max give NaN if any
+/// input is NaN, and the lower input of equal ones (+0 and -0). A NaN that is computed is the positive quiet one
+/// of its type, since which payload an addition keeps differs between processors.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;
@@ -34,6 +36,9 @@ struct Reduction {
 /// float16 and bfloat16 are widened to float32 at the leaves and rounded (to nearest even) once, at the end.
 /// The bits of out[i] depend on the i-th elements and the number of inputs only: not on `count`, alignment
 /// or the processor.
+///
+/// Rounding mode and denormals are those of the standard while it runs, whatever the thread has set.
+/// Raises std::invalid_argument for no inputs and for what is not defined for bool.
 ///
 /// An output may be the same buffer as an input; buffers must not overlap otherwise. `count` may be 0.
 MULTIRING_API void reduce(DType dtype, const Reduction& reduction, std::span<const void* const> inputs,

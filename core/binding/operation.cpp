@@ -17,11 +17,6 @@ void require_apart(const ArrayView& in, const ArrayView& out) {
     throw_usage("out overlaps the input in part; give the input itself to work in place, or other memory");
 }
 
-void require_scalable(const Descriptor& descriptor) {
-  if (descriptor.dtype == DType::kBool && (descriptor.key.prescale != 1.0 || descriptor.key.postscale != 1.0))
-    throw_usage("bool has no prescale and postscale; convert to another dtype first");
-}
-
 }  // namespace
 
 void PyOperation::set_input(py::handle array) {
@@ -29,7 +24,6 @@ void PyOperation::set_input(py::handle array) {
   if (!view.contiguous()) throw_usage(kContiguousOnly);
   Descriptor& descriptor = operation.descriptor;
   view.describe_in(descriptor);
-  require_scalable(descriptor);
   operation.input = view.data();
   switch (descriptor.key.kind) {
     case OpKind::kAllgather:
@@ -91,7 +85,6 @@ bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle outpu
   if (!in_place && out.count() != in.count())
     throw_usage("out has " + std::to_string(out.count()) + " elements, the input " +
                 std::to_string(in.count()));
-  require_scalable(descriptor);
   if (!in_place) require_apart(in, out);
   prepared.operation.input = in.data();
   prepared.operation.output = in_place ? in.data() : out.data();
@@ -144,6 +137,9 @@ void bind_operation(py::module_& module) {
             self.operation.splits = std::move(splits);
           },
           py::arg("splits"))
+      .def_property_readonly(
+          "rows", [](const PyOperation& self) { return self.operation.descriptor.rows; },
+          "Extent of the input along axis 0.")
       .def("result", [](PyOperation& self) { return Result(self.operation); });
 }
 

@@ -24,6 +24,10 @@ void validate(const Operation& operation, int rank, int size, const std::string&
                                communicator + "' of size " + std::to_string(size));
   if (descriptor.key.op == ReduceOp::kAverage && descriptor.dtype == DType::kBool)
     throw_usage(operation, "bool has no average; use max (or) or min (and)");
+  const bool reduces = kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter;
+  if (reduces && descriptor.dtype == DType::kBool &&
+      (descriptor.key.prescale != 1.0 || descriptor.key.postscale != 1.0))
+    throw_usage(operation, "bool cannot be scaled");
   const bool scales = descriptor.key.prescale != 1.0 || descriptor.key.postscale != 1.0;
   if ((kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter) && scales &&
       descriptor.dtype == DType::kBool)

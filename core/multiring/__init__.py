@@ -9,9 +9,10 @@ Start it on several processes with `multiring run -np 4 python train.py`. Adapte
 on, each imported on its own.
 """
 
+from importlib import import_module as _import_module
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
 
-from multiring.communicator import Communicator
 from multiring.errors import (
     AbortedError,
     InternalError,
@@ -21,21 +22,51 @@ from multiring.errors import (
     TimeoutError,
     UsageError,
 )
-from multiring.work import Work
-from multiring.world import (
-    cross_rank,
-    cross_size,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-    world,
-)
+
+if TYPE_CHECKING:
+    from multiring.communicator import Communicator
+    from multiring.initialization import (
+        cross_rank,
+        cross_size,
+        init,
+        is_initialized,
+        local_rank,
+        local_size,
+        rank,
+        shutdown,
+        size,
+        world,
+    )
+    from multiring.work import Work
 
 __version__ = _version("multiring")
+
+# Taken from their modules on first use: the launcher, and `multiring doctor`, which has to work where the
+# native library does not load, need neither it nor NumPy.
+_HOMES = {
+    "Communicator": "multiring.communicator",
+    "Work": "multiring.work",
+    "cross_rank": "multiring.initialization",
+    "cross_size": "multiring.initialization",
+    "init": "multiring.initialization",
+    "is_initialized": "multiring.initialization",
+    "local_rank": "multiring.initialization",
+    "local_size": "multiring.initialization",
+    "rank": "multiring.initialization",
+    "shutdown": "multiring.initialization",
+    "size": "multiring.initialization",
+    "world": "multiring.initialization",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_import_module(home), name)
+    globals()[name] = value
+    return value
+
 
 __all__ = [
     "AbortedError",

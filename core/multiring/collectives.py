@@ -250,7 +250,7 @@ class Collectives:
         x = contiguous(as_array(x))
         operation = self._operation("ALLTOALL", name)
         operation.set_input(x)
-        rows = x.shape[0] if len(x.shape) > 0 else 1
+        rows = operation.rows
         even = [rows // self.size + (rank < rows % self.size) for rank in range(self.size)]
         operation.set_splits(even if splits is None else self._checked_splits(splits))
 

@@ -35,7 +35,6 @@ class Settings:
             None means chosen from the number of cores.
         staging_bytes: Size in bytes of each rank's staging segment.
         stall_warning: Seconds after which a wait is reported in the log; 0 means never.
-        simd: "auto", "plain", "avx2" or "avx512": the reduction kernels to use.
     """
 
     rank: int | None = None
@@ -52,7 +51,6 @@ class Settings:
     spin_microseconds: int | None = None
     staging_bytes: int = 1 << 20
     stall_warning: float = 30.0
-    simd: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -222,15 +220,6 @@ VARIABLES: tuple[Variable, ...] = (
         "A wait that lasts longer is reported, with the ranks that are missing.",
         False,
         _seconds,
-    ),
-    Variable(
-        "MULTIRING_SIMD",
-        "simd",
-        "auto",
-        "auto, plain, avx2 or avx512",
-        "Reduction kernels to use; auto: the best that the processor has.",
-        False,
-        _choice("auto", "plain", "avx2", "avx512"),
     ),
 )
 

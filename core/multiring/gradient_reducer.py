@@ -12,77 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multiring.bucket_memory import BucketMemory, Bytes, numpy_array
-from multiring.bucketing import (
-    BUCKET_BYTES,
-    FIRST_BUCKET_BYTES,
-    Bucket,
-    ParameterSpec,
-    Plan,
-    itemsize,
-    plan_buckets,
-)
-from multiring.errors import UsageError
+from multiring.bucketing import Bucket, ParameterSpec, Plan, plan_buckets
+from multiring.errors import AbortedError, UsageError
+from multiring.gradient_source import GradientSource, ReducerOptions, RoundResult, check_arguments
 from multiring.model_check import check_same
 
 if TYPE_CHECKING:
     from multiring import Communicator, Work
 
-__all__ = ["GradientReducer", "GradientSource", "ReducerOptions", "RoundResult"]
-
-
-@dataclass(frozen=True)
-class ReducerOptions:
-    """How gradients are reduced; has to be the same on every rank.
-
-    Attributes:
-        op: "average" divides by the number of ranks that have data, "sum" does not.
-        bucket_bytes: Limit of a bucket, in bytes.
-        first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
-        prescale: Factor applied before the reduction.
-        postscale: Factor applied after it.
-        name: What error messages call the buckets.
-    """
-
-    op: Literal["average", "sum"] = "average"
-    bucket_bytes: int = BUCKET_BYTES
-    first_bucket_bytes: int = FIRST_BUCKET_BYTES
-    prescale: float = 1.0
-    postscale: float = 1.0
-    name: str = "gradients"
-
-    @property
-    def scale(self) -> float:
-        """Product of both factors."""
-        return self.prescale * self.postscale
-
-
-class GradientSource(Protocol):
-    """What the reducer asks an adapter for when a round ends. Parameters are given by their index."""
-
-    def store(self, index: int) -> bool:
-        """Put this rank's gradient in its slot; False if there is none."""
-
-    def publish(self, index: int) -> None:
-        """Show the slot as the gradient: another rank had one where this rank had none."""
-
-
-@dataclass(frozen=True)
-class RoundResult:
-    """Who took part in a round; the same on every rank.
-
-    Attributes:
-        produced: Per parameter, whether any rank had a new gradient. Shape (parameters,).
-        active: Per rank, whether it had data (see `GradientReducer.join`). Shape (ranks,).
-    """
-
-    produced: NDArray[np.bool_]
-    active: NDArray[np.bool_]
+__all__ = ["GradientReducer"]
 
 
 @dataclass
@@ -132,7 +76,7 @@ class GradientReducer:
         """
         self.options = options or ReducerOptions()
         self.specs = tuple(specs)
-        _check_arguments(comm.rank, self.specs, self.options)
+        check_arguments(comm.rank, self.specs, self.options)
         entries = [(spec.name, spec.describe()) for spec in self.specs]
         check_same(comm, [*entries, ("options", repr(asdict(self.options)))], "parameters of the model")
         self._rank, self._size = comm.rank, comm.size
@@ -169,6 +113,10 @@ class GradientReducer:
     def slot(self, index: int) -> Bytes:
         """Memory of one gradient. Valid until `generation` changes. Shape (nbytes,)."""
         return self._memory.slot(index)
+
+    def is_ready(self, index: int) -> bool:
+        """Whether the gradient is ready in the round under way: its slot may be in use."""
+        return self._round is not None and bool(self._round.ready[index])
 
     def mark_produced(self, index: int) -> None:
         """A gradient was accumulated, but not in its slot: the next round fetches it by `store`."""
@@ -274,9 +222,7 @@ class GradientReducer:
             self._arrivals = []
         if current is None:
             return
-        for work in current.works:
-            if work is not None:
-                work.wait()
+        _wait_for(current.works)
         if current.order is not None:
             self._follow(*current.order)
 
@@ -325,14 +271,18 @@ class GradientReducer:
                 array *= options.scale
             current.works.append(None)
             return
-        work = self._comm.allreduce_async(
-            array,
-            op=options.op,
-            out=array,
-            name=self._memory.names[number],
-            prescale=options.prescale,
-            postscale=options.postscale,
-        )
+        try:
+            work = self._comm.allreduce_async(
+                array,
+                op=options.op,
+                out=array,
+                name=self._memory.names[number],
+                prescale=options.prescale,
+                postscale=options.postscale,
+            )
+        except AbortedError:
+            _wait_for(current.works)  # raises what broke the communicator if an earlier bucket has met it
+            raise
         current.works.append(work)
 
     def _complete(self, current: _Round, bucket: Bucket, source: GradientSource | None) -> None:
@@ -383,14 +333,7 @@ class GradientReducer:
         )
 
 
-def _check_arguments(rank: int, specs: Sequence[ParameterSpec], options: ReducerOptions) -> None:
-    names = [spec.name for spec in specs]
-    if not names:
-        raise UsageError(f"rank {rank}: there are no parameters to reduce gradients of")
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UsageError(f"rank {rank}: parameter name '{twice}' occurs twice; names have to be unique")
-    if options.op not in ("average", "sum"):
-        raise UsageError(f"rank {rank}: op is '{options.op}'; gradients take 'average' or 'sum'")
-    for spec in specs:
-        itemsize(spec.dtype)
+def _wait_for(works: Sequence[Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()

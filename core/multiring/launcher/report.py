@@ -17,8 +17,7 @@ _HINTS: dict[int, str] = {
     signal.SIGSEGV: "native code touched memory that is not there; stacks of Python threads are in stderr",
     signal.SIGBUS: "a memory mapping lost its backing: a full file system or a memory limit of the container",
     signal.SIGABRT: "native code gave up; the reason is in stderr",
-    signal.SIGILL: "an instruction that this processor lacks: a library was built for another one; with "
-    "MULTIRING_SIMD=plain multiring uses none of them",
+    signal.SIGILL: "an instruction that this processor lacks: a library was built for another one",
     signal.SIGTERM: "asked to end by somebody other than the launcher",
 }
 

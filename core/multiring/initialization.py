@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 import threading
-from urllib.parse import urlsplit
 
 from multiring import _core, config, launch_environment
 from multiring.communicator import Communicator
@@ -92,14 +91,8 @@ def _connect(place: Placement, settings: config.Settings) -> _core.Communicator:
         return _core.connect(None, options)
     with open_store(place.store_url, place.secret) as store:
         if isinstance(store, FileStore):
-            options.socket_directory = urlsplit(place.store_url).path
-        core = _core.connect(_Generation(store, _generation), options)
-        if isinstance(store, FileStore) and place.launcher != "multiring":
-            # Nobody else removes the meeting place. All ranks have found each other after a barrier.
-            core.run(_core.Operation(_core.OpKind.BARRIER), -1.0)
-            if place.rank == 0:
-                store.remove()
-        return core
+            options.socket_directory = str(store.directory)
+        return _core.connect(_Generation(store, _generation), options)
 
 
 def _configure_log(level: str) -> None:

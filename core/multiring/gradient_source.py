@@ -1,0 +1,78 @@
+"""What an adapter and the gradient reducer tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec, itemsize
+from multiring.errors import UsageError
+
+__all__ = ["GradientSource", "ReducerOptions", "RoundResult", "check_arguments"]
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """How gradients are reduced; has to be the same on every rank.
+
+    Attributes:
+        op: "average" divides by the number of ranks that have data, "sum" does not.
+        bucket_bytes: Limit of a bucket, in bytes.
+        first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
+        prescale: Factor applied before the reduction.
+        postscale: Factor applied after it.
+        name: What error messages call the buckets.
+    """
+
+    op: Literal["average", "sum"] = "average"
+    bucket_bytes: int = BUCKET_BYTES
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES
+    prescale: float = 1.0
+    postscale: float = 1.0
+    name: str = "gradients"
+
+    @property
+    def scale(self) -> float:
+        """Product of both factors."""
+        return self.prescale * self.postscale
+
+
+class GradientSource(Protocol):
+    """What the reducer asks an adapter for when a round ends. Parameters are given by their index."""
+
+    def store(self, index: int) -> bool:
+        """Put this rank's gradient in its slot; False if there is none."""
+
+    def publish(self, index: int) -> None:
+        """Show the slot as the gradient: another rank had one where this rank had none."""
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """Who took part in a round; the same on every rank.
+
+    Attributes:
+        produced: Per parameter, whether any rank had a new gradient. Shape (parameters,).
+        active: Per rank, whether it had data (see `GradientReducer.join`). Shape (ranks,).
+    """
+
+    produced: NDArray[np.bool_]
+    active: NDArray[np.bool_]
+
+
+def check_arguments(rank: int, specs: Sequence[ParameterSpec], options: ReducerOptions) -> None:
+    """Raise UsageError unless gradients of these parameters can be reduced in this way."""
+    names = [spec.name for spec in specs]
+    if not names:
+        raise UsageError(f"rank {rank}: there are no parameters to reduce gradients of")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"rank {rank}: parameter name '{twice}' occurs twice; names have to be unique")
+    if options.op not in ("average", "sum"):
+        raise UsageError(f"rank {rank}: op is '{options.op}'; gradients take 'average' or 'sum'")
+    for spec in specs:
+        itemsize(spec.dtype)
