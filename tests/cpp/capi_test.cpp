@@ -1,0 +1,199 @@
+// The C ABI, used as a C program would: a store by callbacks, ranks as threads of this process.
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "multiring.h"
+#include "transport/store.h"
+
+namespace {
+
+using multiring::InprocStore;
+
+mr_store callbacks(InprocStore& store) {
+  mr_store made;
+  made.context = &store;
+  made.set = [](void* context, const char* key, const char* value, size_t length) {
+    static_cast<InprocStore*>(context)->set(key, std::string(value, length));
+    return 0;
+  };
+  made.get = [](void* context, const char* key, double seconds, char* value, size_t capacity,
+                size_t* length) {
+    try {
+      const std::string found = static_cast<InprocStore*>(context)->get(key, seconds);
+      if (found.size() > capacity) return 2;
+      std::memcpy(value, found.data(), found.size());
+      *length = found.size();
+      return 0;
+    } catch (const multiring::Error&) {
+      return 1;
+    }
+  };
+  return made;
+}
+
+/// Runs `body` on `size` ranks, each with a world of its own.
+void on_ranks(int size, const std::function<void(mr_communicator*)>& body) {
+  InprocStore store;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank)
+    threads.emplace_back([&, rank] {
+      const mr_store rendezvous = callbacks(store);
+      mr_world_options options = MR_WORLD_OPTIONS_INIT;
+      options.rank = rank;
+      options.size = size;
+      options.timeout = 60.0;
+      mr_communicator* world = nullptr;
+      mr_error error;
+      ASSERT_EQ(mr_world_create(&rendezvous, &options, &world, &error), MR_OK) << error.message;
+      EXPECT_EQ(mr_rank(world), rank);
+      EXPECT_EQ(mr_size(world), size);
+      body(world);
+      mr_communicator_free(world);
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+struct Vector {
+  std::vector<float> values;
+  std::uint64_t extent;
+  explicit Vector(std::vector<float> filled) : values(std::move(filled)), extent(values.size()) {}
+
+  mr_operation operation(mr_kind kind, const char* name) {
+    mr_operation made = MR_OPERATION_INIT;
+    made.kind = kind;
+    made.name = name;
+    made.input = values.data();
+    made.output = values.data();
+    made.output_bytes = values.size() * sizeof(float);
+    made.dims = 1;
+    made.shape = &extent;
+    return made;
+  }
+};
+
+TEST(CApi, VersionIsThatOfTheBuild) { EXPECT_STREQ(mr_version(), "0.1.0"); }
+
+TEST(CApi, RunsAnAllreduceInPlace) {
+  on_ranks(3, [](mr_communicator* world) {
+    Vector x(std::vector<float>(1001, static_cast<float>(mr_rank(world) + 1)));
+    const mr_operation sum = x.operation(MR_ALLREDUCE, "x");
+    mr_error error;
+    ASSERT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_OK) << error.message;
+    EXPECT_EQ(x.values, std::vector<float>(1001, 6.0F));
+  });
+}
+
+TEST(CApi, AllocatesTheResultOfAnUnevenAllgather) {
+  on_ranks(3, [](mr_communicator* world) {
+    const auto rank = static_cast<std::size_t>(mr_rank(world));
+    Vector x(std::vector<float>(rank, static_cast<float>(rank)));
+    mr_operation gather = x.operation(MR_ALLGATHER, "x");
+    gather.output = nullptr;
+    mr_work* result = nullptr;
+    ASSERT_EQ(mr_run(world, &gather, -1.0, &result, nullptr), MR_OK);
+    size_t bytes = 0;
+    uint64_t rows[3] = {};
+    const auto* joined = static_cast<const float*>(mr_work_result(result, &bytes, rows));
+    ASSERT_EQ(bytes, 3 * sizeof(float));
+    EXPECT_EQ(std::vector<float>(joined, joined + 3), (std::vector<float>{1, 2, 2}));
+    EXPECT_EQ(std::vector<uint64_t>(rows, rows + 3), (std::vector<uint64_t>{0, 1, 2}));
+    mr_work_free(result);
+  });
+}
+
+TEST(CApi, SubmitsManyAndWaitsForEach) {
+  on_ranks(2, [](mr_communicator* world) {
+    std::vector<Vector> vectors(20, Vector(std::vector<float>(17, 1.0F)));
+    std::vector<mr_work*> works(vectors.size());
+    for (std::size_t i = 0; i < vectors.size(); ++i) {
+      const mr_operation sum = vectors[i].operation(MR_ALLREDUCE, "x");
+      ASSERT_EQ(mr_submit(world, &sum, &works[i], nullptr), MR_OK);
+    }
+    for (std::size_t i = 0; i < vectors.size(); ++i) {
+      mr_error error;
+      ASSERT_EQ(mr_work_wait(works[i], 60.0, &error), MR_OK) << error.message;
+      EXPECT_EQ(mr_work_done(works[i]), 1);
+      EXPECT_EQ(vectors[i].values[16], 2.0F);
+      mr_work_free(works[i]);
+    }
+  });
+}
+
+TEST(CApi, SplitsAndReducesSymmetricMemory) {
+  on_ranks(3, [](mr_communicator* world) {
+    mr_communicator* group = nullptr;
+    ASSERT_EQ(mr_split(world, mr_rank(world) == 1 ? -1 : 0, 0, &group, nullptr), MR_OK);
+    ASSERT_EQ(group == nullptr, mr_rank(world) == 1);
+    if (group == nullptr) return;
+    constexpr std::uint64_t kCount = 100000;
+    mr_memory* memory = nullptr;
+    ASSERT_EQ(mr_symmetric_alloc(group, kCount * sizeof(float), &memory, nullptr), MR_OK);
+    auto* values = static_cast<float*>(mr_memory_data(memory));
+    std::fill_n(values, kCount, 2.0F);
+    mr_operation sum = MR_OPERATION_INIT;
+    sum.input = sum.output = values;
+    sum.output_bytes = kCount * sizeof(float);
+    sum.dims = 1;
+    sum.shape = &kCount;
+    mr_error error;
+    ASSERT_EQ(mr_run(group, &sum, -1.0, nullptr, &error), MR_OK) << error.message;
+    EXPECT_EQ(values[kCount - 1], 4.0F);
+    mr_memory_free(memory);
+    mr_communicator_free(group);
+  });
+}
+
+TEST(CApi, SendsAndReceives) {
+  on_ranks(2, [](mr_communicator* world) {
+    Vector x(std::vector<float>(5, static_cast<float>(mr_rank(world))));
+    mr_operation message = x.operation(mr_rank(world) == 0 ? MR_SEND : MR_RECV, nullptr);
+    message.root = 1 - mr_rank(world);
+    message.tag = 7;
+    mr_error error;
+    ASSERT_EQ(mr_run(world, &message, -1.0, nullptr, &error), MR_OK) << error.message;
+    EXPECT_EQ(x.values, std::vector<float>(5, 0.0F));
+  });
+}
+
+TEST(CApi, ReportsAMismatchOnEveryRank) {
+  on_ranks(2, [](mr_communicator* world) {
+    Vector x(std::vector<float>(static_cast<std::size_t>(4 + mr_rank(world)), 1.0F));
+    const mr_operation sum = x.operation(MR_ALLREDUCE, "x");
+    mr_error error;
+    EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_MISMATCH);
+    EXPECT_EQ(error.status, MR_MISMATCH);
+    EXPECT_EQ(error.rank, mr_rank(world));
+    EXPECT_NE(std::string(error.message).find("float32[5]"), std::string::npos) << error.message;
+    EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, nullptr), MR_ABORTED);
+  });
+}
+
+TEST(CApi, RefusesWhatIsWrongWithoutBreaking) {
+  on_ranks(1, [](mr_communicator* world) {
+    Vector x(std::vector<float>(4, 1.0F));
+    mr_operation sum = x.operation(MR_ALLREDUCE, "x");
+    mr_error error;
+    sum.struct_size = 8;
+    EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_USAGE);
+    sum = x.operation(MR_ALLREDUCE, "x");
+    sum.output = nullptr;
+    EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_USAGE);
+    sum = x.operation(static_cast<mr_kind>(99), "x");
+    EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_USAGE);
+    sum = x.operation(MR_BROADCAST, "x");
+    sum.root = 1;
+    EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_USAGE);
+    EXPECT_NE(std::string(error.message).find("size 1"), std::string::npos) << error.message;
+    sum = x.operation(MR_ALLREDUCE, "x");
+    EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, nullptr), MR_OK);
+  });
+}
+
+}  // namespace
