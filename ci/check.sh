@@ -6,5 +6,5 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
 git ls-files '*.h' '*.cpp' '*.inc' | xargs clang-format --dry-run --Werror
-mypy
+ci/check_types.sh
 python ci/check_layers.py

@@ -250,7 +250,8 @@ class Driver:
         others = [rank for rank, value in enumerate(prints) if value != prints[0]]
         if others:
             raise DivergenceError(
-                f"after step {self._step} other bits than on rank 0 are on rank {', '.join(map(str, others))}; "
+                f"after step {self._step} other bits than on rank 0 are on rank "
+                f"{', '.join(map(str, others))}; "
                 "training on would give a different network on each"
             )
         return own

@@ -173,8 +173,8 @@ class ResolvedOptions:
         )
 
 
-# Image folders follow the usual recipe of ResNet-50 on ImageNet. Digits were tried: over ten seeds the test
-# accuracy is 99 % and more.
+# Image folders follow the usual recipe of ResNet-50 on ImageNet. Digits were tried with three seeds, on one
+# rank and on two: the test accuracy ended at 99.2 to 99.5 %.
 PRESETS: dict[str, dict[str, Any]] = {
     "digits": {
         "image_size": 16,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,9 +46,19 @@ class DirectoryOutputs:
         progress: What the user sees.
         resume_step: Step that the training goes on from; None starts afresh.
         report: Whether to write a TensorBoard log and the curve.
+
+    Raises:
+        UsageError: What the report is made with is not installed.
     """
 
     def __init__(self, directory: Path, progress: Progress, *, resume_step: int | None, report: bool) -> None:
+        lacking = [name for name in ("matplotlib", "tensorboard") if report and find_spec(name) is None]
+        if lacking:
+            # Said before the training, not after it.
+            raise UsageError(
+                f"the report needs {' and '.join(lacking)}; run pip install "
+                "'multiring[train]', or give --no-report"
+            )
         self._directory = directory
         self._progress = progress
         self._metrics = MetricsFile(directory / METRICS, resume_step)

@@ -34,6 +34,9 @@ from multiring.models.trainer import Trainer
 
 __all__ = ["add_arguments", "main", "train"]
 
+# Exit code of a command that Ctrl-C ended, as shells have it.
+INTERRUPTED = 130
+
 
 def main(args: argparse.Namespace) -> int:
     """Run the command.
@@ -42,7 +45,8 @@ def main(args: argparse.Namespace) -> int:
         args: What a parser with `add_arguments` gives.
 
     Returns:
-        Exit code: 0, or 2 for a wrong option. Other errors are raised, so that the launcher ends the job.
+        Exit code: 0; 1 for an error and 2 for a wrong option, which are reported on stderr; 130 after Ctrl-C.
+        Every code but 0 makes the launcher end the other ranks.
     """
     started = time.perf_counter()
     try:
@@ -63,6 +67,9 @@ def main(args: argparse.Namespace) -> int:
         # The others may be waiting in a collective that this rank will not join.
         comm.abort(f"rank {comm.rank}: {error}")
         return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        comm.abort(f"rank {comm.rank}: interrupted")
+        return INTERRUPTED
     except BaseException as error:
         comm.abort(f"rank {comm.rank}: {type(error).__name__}: {error}")
         raise

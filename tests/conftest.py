@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.rank_pool import RankPool
+
+
+def pytest_configure() -> None:
+    # What ends a test run from outside (`timeout`, a CI system) should let fixtures tidy up, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -241,7 +241,9 @@ class RankPool:
         for rank in late:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], signal.SIGUSR1)  # writes the stacks to its stderr
-        time.sleep(1.0)
+        patience = time.monotonic() + 5.0
+        while self._output().count("(most recent call first)") < len(late) and time.monotonic() < patience:
+            time.sleep(0.02)
         traces = [f"--- rank {rank}\n{answers[rank]['trace']}" for rank in answers if answers[rank]["trace"]]
         message = f"no answer from rank {', '.join(map(str, late))} of {self.n} within {timeout:g} s"
         output = self._output()

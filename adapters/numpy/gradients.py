@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import multiring
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
 from multiring.errors import UsageError
-from multiring.gradient_reducer import GradientReducer, ReducerOptions
+from multiring.gradient_reducer import GradientReducer
+from multiring.gradient_source import ReducerOptions
 from multiring.numpy.state import broadcast_parameters
-
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -63,8 +63,17 @@ class GradientBuckets:
         self._views = self._make_views()
 
     def add(self, name: str, gradient: Array) -> None:
-        """Add to a gradient of this step; more is to come, in this step or in `ready`."""
+        """Add to a gradient of this step; more is to come, by `add` or by `ready`.
+
+        Raises:
+            UsageError: Unknown name, or the gradient was said to be ready in this round.
+        """
         index = self._find(name)
+        if self._reducer.is_ready(index):
+            raise UsageError(
+                f"rank {self._comm.rank}: '{name}' was said to be ready in this round; call synchronize() "
+                "before the next gradient"
+            )
         if self._present[index]:
             self._views[index] += gradient
         else:
@@ -80,7 +89,7 @@ class GradientBuckets:
             gradient: Array of the parameter's shape to add; None if `add` has had everything.
 
         Raises:
-            UsageError: Unknown name, or the gradient has already left in this round.
+            UsageError: Unknown name, no gradient, or said to be ready already in this round.
         """
         if gradient is not None:
             self.add(name, gradient)
@@ -96,12 +105,10 @@ class GradientBuckets:
             The gradients that exist: reduced where any rank had a new one, as they were otherwise. The
             arrays are views of the buckets and change with the next round.
         """
-        generation, before = self._reducer.generation, self._views
+        generation = self._reducer.generation
         self._reducer.finish(self)
         if self._reducer.generation != generation:
             self._views = self._make_views()
-            for old, new in zip(before, self._views, strict=True):
-                new[...] = old
         return {name: self._views[index] for name, index in self._index.items() if self._present[index]}
 
     def zero(self) -> None:

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import multiring
+import numpy as np
 from multiring import metrics as shared_metrics
 from multiring.state_sync import StateBuffer, broadcast_state
-
-import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:

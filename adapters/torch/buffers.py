@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from multiring.bucketing import ParameterSpec
-from multiring.errors import UsageError
 from numpy.typing import NDArray
 
 import torch
+from multiring.bucketing import ParameterSpec
+from multiring.errors import UsageError
 
 __all__ = ["as_tensor", "byte_view", "gradient_view", "specification"]
 
@@ -29,8 +29,12 @@ def specification(name: str, parameter: torch.Tensor, sparse: bool) -> Parameter
     Complex numbers are reduced as pairs of reals.
 
     Raises:
-        UsageError: The parameter is not on the CPU or its dtype cannot be reduced.
+        UsageError: The parameter is lazy, not on the CPU, or of a dtype that cannot be reduced.
     """
+    if torch.nn.parameter.is_lazy(parameter):
+        raise UsageError(
+            f"parameter '{name}' is lazy and has no shape yet; run a batch through the model first"
+        )
     if parameter.device.type != "cpu":
         raise UsageError(
             f"parameter '{name}' is on device {parameter.device}; gradients are reduced on the CPU only: "

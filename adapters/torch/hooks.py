@@ -11,13 +11,12 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from multiring.errors import UsageError
-from multiring.gradient_reducer import ReducerOptions
+from multiring.gradient_source import ReducerOptions
 from multiring.torch.slots import ParameterSlots
 from multiring.torch.state import broadcast_optimizer_state, broadcast_parameters
 from multiring.torch.sync_batchnorm import SyncBatchNorm
-
-import torch
 from torch.autograd import Variable
 
 if TYPE_CHECKING:
@@ -45,7 +44,8 @@ class _Pass:
     def __init__(self, hooks: GradientHooks, reduce: bool) -> None:
         self.reduce = reduce
         self._hooks = hooks
-        self._flushed = False
+        # Callbacks of other models run in between, so that all have sent before any waits.
+        self._steps = iter((hooks._slots.flush, hooks._slots.send_values) if reduce else ())
         self._inner: torch.utils.hooks.RemovableHandle | None = None
 
     def queue(self, *_: object) -> None:
@@ -61,10 +61,8 @@ class _Pass:
             # Only a backward pass inside of another has ended (a checkpoint with use_reentrant=True), whose
             # node is still at work; from that node's post hook the callback reaches the outer pass.
             self._inner = node.register_hook(self.queue)
-        elif self.reduce and not self._flushed:
-            # Callbacks of other models run in between, so that all have sent before any waits.
-            self._flushed = True
-            self._hooks._flush()
+        elif (step := next(self._steps, None)) is not None:
+            step()
             self.queue()
         else:
             self._hooks._end_pass(self.reduce)
@@ -116,7 +114,7 @@ class GradientHooks:
         # With one rank and no scaling there is nothing to do: gradients stay where autograd puts them.
         self._is_local = comm.size == 1 and options.scale == 1.0
         self._handles = (
-            [] if self._is_local else [_register(self, k, p) for k, p in enumerate(self._parameters)]
+            [] if self._is_local else [_register(self, k, p) for k, p in enumerate(floating.values())]
         )
 
     @property
@@ -144,6 +142,7 @@ class GradientHooks:
         if self._pass is None or self._pass() is None:
             self._slots.cancel()
         self._slots.follow_trainable()
+        self._slots.flush()
         self._end_pass(True)
 
     @contextmanager
@@ -207,9 +206,6 @@ class GradientHooks:
             self._pass = weakref.ref(current)
             current.queue()
         return current
-
-    def _flush(self) -> None:
-        self._slots.flush()
 
     def _end_pass(self, reduce: bool) -> None:
         self._pass = None

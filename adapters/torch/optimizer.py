@@ -7,15 +7,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import multiring
+import torch
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.errors import UsageError
-from multiring.gradient_reducer import ReducerOptions
+from multiring.gradient_source import ReducerOptions
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.registration import named_parameters
 from multiring.torch.sparse import sparse_parameters
 from multiring.torch.state import NamedTensors
-
-import torch
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -127,6 +126,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def remove(self) -> None:
         """Remove the hooks and release the buckets; the wrapped optimizer goes on with local gradients."""
         self._hooks.remove()
+        self._skip = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients; see `torch.optim.Optimizer.zero_grad`."""

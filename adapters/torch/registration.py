@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import multiring
+import torch
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.errors import UsageError
-from multiring.gradient_reducer import ReducerOptions
+from multiring.gradient_source import ReducerOptions
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.sparse import sparse_parameters as find_sparse_parameters
 from multiring.torch.state import NamedTensors
-
-import torch
 
 if TYPE_CHECKING:
     from multiring import Communicator

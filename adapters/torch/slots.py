@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from multiring.errors import UsageError
-from multiring.gradient_reducer import GradientReducer, ReducerOptions, RoundResult
-from multiring.torch.buffers import as_tensor, gradient_view, specification
-from multiring.torch.sparse import reduce_rows
-
 import torch
+from multiring.errors import UsageError
+from multiring.gradient_reducer import GradientReducer
+from multiring.gradient_source import ReducerOptions, RoundResult
+from multiring.torch.buffers import as_tensor, gradient_view, specification
+from multiring.torch.sparse import RowExchange
 from torch.utils.weak import TensorWeakRef
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ class ParameterSlots:
     """Moves gradients between parameters and buckets; the reducer's `GradientSource`.
 
     A gradient is copied into its slot when it arrives, and from then on `parameter.grad` is a view of the
-    slot. (Autograd computes a gradient in memory of its own in any case; handing it a zeroed slot to add to would cost
-    more memory traffic than the copy.)
+    slot. (Autograd computes a gradient in memory of its own in any case; handing it a zeroed slot to add to
+    would cost more memory traffic than the copy.)
 
-    Parameters are referred to weakly: their hooks lead here, through memory that the garbage collector cannot see,
-    so a strong reference would keep a dropped model for ever.
+    Parameters are referred to weakly: their hooks lead here, through memory that the garbage collector
+    cannot see, so a strong reference would keep a dropped model for ever.
     """
 
     def __init__(
@@ -41,6 +41,8 @@ class ParameterSlots:
         self._names = list(parameters)
         self._parameters = [TensorWeakRef(parameter) for parameter in parameters.values()]
         self._required = [True] * len(self._names)
+        self._exchanges: dict[int, RowExchange] = {}
+        self._views: dict[int, torch.Tensor] = {}
         self._comm, self._options, self._sparse = comm, options, frozenset(sparse)
         self._reducer: GradientReducer | None = None
         self._plan()
@@ -79,17 +81,28 @@ class ParameterSlots:
         self.reducer.mark_ready(index)
 
     def flush(self) -> None:
-        """Send all buckets that have not left."""
+        """First step of the end of a round: send what has not left, and the rows of sparse gradients.
+
+        With several models, all take a step before any takes the next; their order does not matter.
+        """
         self.reducer.flush(self)
+        self._exchanges = self._send_rows()
+
+    def send_values(self) -> None:
+        """Second step: send the values of sparse gradients, now that the rows of all ranks are known."""
+        for exchange in self._exchanges.values():
+            exchange.send_values()
 
     def finish(self) -> None:
-        """End the round. Collective."""
-        self._reduce_sparse(self.reducer.finish(self), joined=False)
+        """Last step: wait for everything."""
+        exchanges, self._exchanges = self._exchanges, {}
+        self._settle(self.reducer.finish(self), exchanges)
         self._refresh_views()
 
     def cancel(self) -> None:
         """Forget the round of a backward pass that was aborted by an exception."""
         if self.reducer.is_open:
+            self._exchanges = {}
             self.reducer.cancel()
             self._refresh_views()
 
@@ -97,7 +110,9 @@ class ParameterSlots:
         """Answer the rounds of ranks that still have data; returns one that had to the end. Collective."""
         for parameter in self.named().values():
             parameter.grad = None
-        root = self.reducer.join(lambda result: self._reduce_sparse(result, joined=True))
+        root = self.reducer.join(lambda result: self._settle(result, self._send_rows()))
+        for parameter in self.named().values():
+            parameter.grad = None
         self._refresh_views()
         return root
 
@@ -105,7 +120,7 @@ class ParameterSlots:
         """Release the buckets; gradients go on in memory of their own. May be called twice."""
         if self._reducer is None:
             return
-        for parameter in self.named().values():
+        for parameter in self.named().values() if self._comm.size > 1 else ():
             if parameter.grad is not None and parameter.grad.layout == torch.strided:
                 parameter.grad = parameter.grad.clone()
         self._views.clear()
@@ -153,38 +168,51 @@ class ParameterSlots:
         self._index = {place: index for index, place in enumerate(places)}
         self._trainable = [self._parameters[place] for place in places]
         self._forms = [(parameter.shape, parameter.dtype) for parameter in parameters.values()]
-        self._generation = -1
+        self._generation, self._views = -1, {}
         self._refresh_views()
         for index, spec in enumerate(specs):
             if spec.name in unreduced:
                 self._reducer.mark_produced(index)
 
     def _requirements(self) -> list[bool]:
-        """Per parameter: it requires a gradient. One that exists no more counts as it did, on every rank alike."""
+        """Per parameter: it requires a gradient. One that exists no more counts as it did."""
         return [
             before if (parameter := ref()) is None else parameter.requires_grad
             for ref, before in zip(self._parameters, self._required, strict=True)
         ]
 
     def _refresh_views(self) -> None:
-        """Views of the slots, if these have moved."""
-        if self._generation != self.reducer.generation:
-            self._generation = self.reducer.generation
-            parameters = self.named()
-            self._views = {
-                index: gradient_view(self.reducer.slot(index), parameters[spec.name])
-                for index, spec in enumerate(self.reducer.specs)
-                if not spec.sparse and spec.name in parameters
-            }
+        """Views of the slots, if these have moved; gradients move along."""
+        if self._generation == self.reducer.generation:
+            return
+        self._generation = self.reducer.generation
+        parameters, before = self.named(), self._views
+        self._views = {
+            index: gradient_view(self.reducer.slot(index), parameters[spec.name])
+            for index, spec in enumerate(self.reducer.specs)
+            if not spec.sparse and spec.name in parameters
+        }
+        for index, view in self._views.items():
+            parameter = parameters[self.reducer.specs[index].name]
+            if parameter.grad is not None and parameter.grad is before.get(index):
+                parameter.grad = view
 
-    def _reduce_sparse(self, result: RoundResult, joined: bool) -> None:
-        active = int(result.active.sum())
+    def _send_rows(self) -> dict[int, RowExchange]:
+        exchanges = {}
         for index, spec in enumerate(self.reducer.specs):
-            if spec.sparse and result.produced[index]:
+            if spec.sparse:
                 parameter = self._trainable[index]()
-                local = None if parameter is None else parameter.grad
-                gradient = reduce_rows(
-                    self.reducer.comm, local, *self._forms[index], spec.name, self._options, active
-                )
-                if parameter is not None:
-                    parameter.grad = None if joined else gradient
+                gradient = None if parameter is None else parameter.grad
+                form = self._forms[index]
+                exchanges[index] = RowExchange(self.reducer.comm, gradient, *form, spec.name, self._options)
+        return exchanges
+
+    def _settle(self, result: RoundResult, exchanges: dict[int, RowExchange]) -> None:
+        """Wait for the sparse gradients and keep those that any rank has produced."""
+        for exchange in exchanges.values():
+            exchange.send_values()
+        for index, exchange in exchanges.items():
+            gradient = exchange.wait(int(result.active.sum()))
+            parameter = self._trainable[index]()
+            if result.produced[index] and parameter is not None:
+                parameter.grad = gradient

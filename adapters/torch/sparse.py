@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from multiring.gradient_reducer import ReducerOptions
-from multiring.sparse_rows import union_of_rows
 from numpy.typing import NDArray
 
 import torch
+from multiring.gradient_source import ReducerOptions
+from multiring.sparse_rows import SparseReduction
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["reduce_rows", "sparse_parameters"]
+__all__ = ["RowExchange", "sparse_parameters"]
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:
@@ -23,49 +23,58 @@ def sparse_parameters(module: torch.nn.Module) -> set[int]:
     return {id(part.weight) for part in module.modules() if isinstance(part, kinds) and part.sparse}
 
 
-def reduce_rows(
-    comm: Communicator | None,
-    gradient: torch.Tensor | None,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    name: str,
-    options: ReducerOptions,
-    active: int,
-) -> torch.Tensor:
-    """Reduce a gradient that is sparse in its first dimension. Collective.
+class RowExchange:
+    """The reduction of one gradient that is sparse in its first dimension. Every step is collective."""
 
-    Args:
-        comm: Ranks that train together; None with one rank.
-        gradient: This rank's gradient, sparse or dense; None if it has none.
-        shape: Shape of the parameter.
-        dtype: Its dtype.
-        name: Name of the parameter.
-        options: How to reduce.
-        active: Number of ranks that have data: what averages divide by.
+    def __init__(
+        self,
+        comm: Communicator | None,
+        gradient: torch.Tensor | None,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        name: str,
+        options: ReducerOptions,
+    ) -> None:
+        """Begin.
 
-    Returns:
-        The reduced gradient, sparse and coalesced, with the same bits on every rank.
-    """
-    rows, values = _rows_and_values(gradient, shape, dtype)
-    if comm is None:
-        union, total = rows, values * options.scale
-    else:
-        union, positions = union_of_rows(comm, rows, name)
-        total = torch.zeros((len(union), *shape[1:]), dtype=dtype)
-        total[torch.from_numpy(positions)] = values
-        flat = (torch.view_as_real(total) if total.is_complex() else total).view(-1)
-        comm.allreduce(
-            flat,
-            op=options.op,
-            out=flat,
-            name=f"values of {name}",
-            prescale=options.prescale,
-            postscale=options.postscale,
+        Args:
+            comm: Ranks that train together; None with one rank.
+            gradient: This rank's gradient, sparse or dense; None if it has none.
+            shape: Shape of the parameter.
+            dtype: Its dtype.
+            name: Its name.
+            options: How to reduce.
+        """
+        self._shape, self._dtype, self._scale = shape, dtype, options.scale
+        self._rows, self._values = _rows_and_values(gradient, shape, dtype)
+        self._reduction = (
+            None if comm is None else SparseReduction(comm, self._rows, self._scatter, name, options)
         )
-        if options.op == "average" and 0 < active < comm.size:
-            total *= comm.size / active
-    indices = torch.from_numpy(union).unsqueeze(0)
-    return torch.sparse_coo_tensor(indices, total, shape, is_coalesced=True, check_invariants=False)
+
+    def send_values(self) -> None:
+        """Second step: wait for the rows of all ranks and send the values."""
+        if self._reduction is not None:
+            self._reduction.send_values()
+
+    def wait(self, active: int) -> torch.Tensor:
+        """The reduced gradient, sparse and coalesced, with the same bits on every rank.
+
+        Args:
+            active: Number of ranks that have data: what averages divide by.
+        """
+        rows, values = self._rows, self._values * self._scale
+        if self._reduction is not None:
+            rows, values = self._reduction.wait(active)
+            values = torch.view_as_complex(values) if self._dtype.is_complex else values
+        indices = torch.from_numpy(rows).unsqueeze(0)
+        return torch.sparse_coo_tensor(
+            indices, values, self._shape, is_coalesced=True, check_invariants=False
+        )
+
+    def _scatter(self, count: int, positions: NDArray[np.intp]) -> torch.Tensor:
+        spread = torch.zeros((count, *self._shape[1:]), dtype=self._dtype)
+        spread[torch.from_numpy(positions)] = self._values
+        return torch.view_as_real(spread) if self._dtype.is_complex else spread
 
 
 def _rows_and_values(

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import multiring
+import torch
 from multiring import metrics as shared_metrics
 from multiring.state_sync import StateBuffer, broadcast_state, check_root
 from multiring.torch.buffers import byte_view
-
-import torch
 
 if TYPE_CHECKING:
     from multiring import Communicator

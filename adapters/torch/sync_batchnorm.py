@@ -6,11 +6,10 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import multiring
+import torch
 from multiring.derived import derived
 from multiring.errors import UsageError
 from multiring.torch.batch_statistics import Normalise, Statistics, global_statistics
-
-import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 if TYPE_CHECKING:
@@ -88,14 +87,20 @@ class SyncBatchNorm(_BatchNorm):
                 f"{self.label}: input has shape {tuple(input.shape)}; expected "
                 f"(batch, {self.num_features}, ...)"
             )
-        if not self.training or self._group.parent().size == 1:
-            return super().forward(input)
-        comm = derived(self._group.parent(), "sync_batchnorm")
+        return self._train(input) if self.training else super().forward(input)
+
+    # The public torch.compiler.disable would import the compiler along with this module.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _train(self, x: Tensor) -> Tensor:
+        parent = self._group.parent()
+        if parent.size == 1:
+            return super().forward(x)
+        comm = derived(parent, "sync_batchnorm")
         with torch.no_grad():
-            statistics = global_statistics(input, comm, self.label)
+            statistics = global_statistics(x, comm, self.label)
             self._track(statistics, comm.rank)
         normalised: Tensor = Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, statistics, self.eps, comm, self.label
+            x, self.weight, self.bias, statistics, self.eps, comm, self.label
         )
         return normalised
 

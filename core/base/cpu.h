@@ -15,9 +15,9 @@ MULTIRING_API bool cpu_supports(Isa isa);
 
 /// While it lives, floating point in this thread rounds to nearest even and keeps denormals.
 ///
-/// Applications change this per thread (torch.set_flush_denormal, libraries linked with -ffast-math), and an
-/// operation may run in the caller's thread or in the engine's: the same inputs must give the same bits in
-/// both.
+/// Applications change this per thread (switches that flush denormals, libraries linked with -ffast-math),
+/// and an operation may run in the caller's thread or in the engine's: the same inputs must give the same
+/// bits in both.
 class StandardFloatMode {
  public:
   StandardFloatMode();

@@ -18,11 +18,11 @@ MULTIRING_API const char* reduce_op_name(ReduceOp op);
 /// What is done to the elements: out = postscale * op(prescale * in[0], prescale * in[1], ...).
 ///
 /// Average is the sum divided by the number of inputs (a true division: the average of equal values is that
-/// value). Scale factors are rounded to the type that is computed in. Integers: scale factors multiply in double,
-/// truncate toward zero and saturate (NaN gives 0), the average truncates toward zero, sums wrap. Bool: sum and
-/// max are "or", product and min are "and"; average and scale factors are not defined. Min and max give NaN if any
-/// input is NaN, and the lower input of equal ones (+0 and -0). A NaN that is computed is the positive quiet one
-/// of its type, since which payload an addition keeps differs between processors.
+/// value). Scale factors are rounded to the type that is computed in. Integers: scale factors multiply in
+/// double, truncate toward zero and saturate (NaN gives 0), the average truncates toward zero, sums wrap.
+/// Bool: sum and max are "or", product and min are "and"; average and scale factors are not defined. Min and
+/// max give NaN if any input is NaN, and the lower input of equal ones (+0 and -0). A NaN that is computed is
+/// the positive quiet one of its type, since which payload an addition keeps differs between processors.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;

@@ -1,5 +1,7 @@
 #include "binding/array_view.h"
 
+#include <pybind11/stl.h>
+
 #include <functional>
 #include <optional>
 #include <string>
@@ -205,7 +207,7 @@ std::byte* ArrayView::place_of_nothing() {
 }
 
 bool overlap_in_part(const ArrayView& a, const ArrayView& b) {
-  if (a.data() == b.data() || a.bytes() == 0 || b.bytes() == 0) return false;
+  if (a.bytes() == 0 || b.bytes() == 0 || (a.data() == b.data() && a.bytes() == b.bytes())) return false;
   const std::less<const std::byte*> before;
   return before(a.data(), b.data() + b.bytes()) && before(b.data(), a.data() + a.bytes());
 }

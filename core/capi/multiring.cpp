@@ -62,6 +62,8 @@ mr_status guarded(mr_error* error, const Body& body) {
     return report(error, failure.kind(), failure.what(), failure.context());
   } catch (const std::exception& failure) {
     return report(error, ErrorKind::kInternal, failure.what(), {});
+  } catch (...) {
+    return report(error, ErrorKind::kInternal, "unknown error", {});
   }
 }
 
@@ -87,6 +89,13 @@ class CallbackStore final : public Store {
  private:
   const mr_store store_;
 };
+
+/// Product of extents and the element's size; a usage error if it does not fit.
+void check_extent(const mr_operation& asked, std::size_t element_size) {
+  std::uint64_t bytes = element_size;
+  for (int dim = 0; dim < asked.dims; ++dim)
+    if (__builtin_mul_overflow(bytes, asked.shape[dim], &bytes)) refuse("the shape is too large for memory");
+}
 
 void set_count(Operation& operation, const mr_operation& asked) {
   Descriptor& descriptor = operation.descriptor;
@@ -114,7 +123,9 @@ Operation convert(const mr_operation& asked, int size) {
   if (asked.op < MR_SUM || asked.op > MR_PRODUCT) refuse("unknown reduction " + std::to_string(asked.op));
   if (asked.dims < 0 || asked.dims > Descriptor::kMaxDims || (asked.dims > 0 && asked.shape == nullptr))
     refuse("dims must be 0 to 8, with a shape");
-  const bool needs_output = asked.kind == MR_ALLREDUCE || asked.kind == MR_BROADCAST;
+  check_extent(asked, dtype_size(static_cast<DType>(asked.dtype)));
+  const bool needs_output = asked.kind == MR_ALLREDUCE || asked.kind == MR_BROADCAST || asked.kind == MR_RECV;
+  const bool needs_input = asked.kind != MR_SCATTER && asked.kind != MR_BARRIER && asked.kind != MR_RECV;
   Operation operation;
   Descriptor& descriptor = operation.descriptor;
   descriptor.dtype = static_cast<DType>(asked.dtype);
@@ -135,6 +146,8 @@ Operation convert(const mr_operation& asked, int size) {
   if (descriptor.bytes > 0 && needs_output &&
       (asked.output == nullptr || asked.output_bytes != descriptor.bytes))
     refuse(describe(descriptor) + " needs an output of " + std::to_string(descriptor.bytes) + " bytes");
+  if (descriptor.bytes > 0 && needs_input && asked.input == nullptr)
+    refuse(describe(descriptor) + " needs an input");
   if (asked.kind == MR_ALLTOALL)
     for (int rank = 0; rank < size; ++rank)
       operation.splits.push_back(
@@ -187,7 +200,7 @@ mr_status mr_split(mr_communicator* communicator, int64_t color, int64_t key, mr
 }
 
 void mr_abort(mr_communicator* communicator, const char* message) {
-  communicator->communicator->abort(message);
+  guarded(nullptr, [&] { communicator->communicator->abort(message != nullptr ? message : "aborted"); });
 }
 
 void mr_communicator_free(mr_communicator* communicator) {

@@ -159,7 +159,10 @@ void allreduce(Exchange& exchange, const Call& call, Operation& operation) {
   exchange.require_match(call);
   if (operation.descriptor.bytes > kDirectFrom) {
     const Placement placement = symmetric_placement(exchange);
-    if (placement == Placement::kAll) return reduce_direct(exchange, call, operation);
+    if (placement == Placement::kAll) {
+      exchange.throw_if_aborted(call);  // do not write into buffers of a peer that has given up meanwhile
+      return reduce_direct(exchange, call, operation);
+    }
     if (placement == Placement::kSome) {  // those with symmetric buffers have not staged anything yet
       exchange.begin(call.descriptor);
       staged.fill(0);

@@ -115,7 +115,7 @@ void Exchange::throw_for_peer(const Call& call, const WaitResult& result, int pe
   if (result.outcome != WaitResult::Outcome::kTimeout) throw_for(call, result);
   throw Error(
       ErrorKind::kTimeout,
-      where(call) + " waited " + seconds_text(seconds_between(call.start, Clock::now())) + " for rank " +
+      where(call) + ", waited " + seconds_text(seconds_between(call.start, Clock::now())) + " for rank " +
           std::to_string(peer) + " (process " + std::to_string(transport_.process_id(peer)) +
           "), which has not done its part. Does it call the matching send or recv? MULTIRING_TIMEOUT or "
           "the timeout argument set how long to wait.",
@@ -131,7 +131,7 @@ std::vector<int> Exchange::missing() const {
 
 std::string Exchange::describe_wait(const Call& call, double waited) const {
   const std::vector<int> absent = missing();
-  std::string text = where(call) + " has waited " + seconds_text(waited);
+  std::string text = where(call) + ", has waited " + seconds_text(waited);
   if (!absent.empty()) text += " for " + rank_list(absent);
   return text + "; set MULTIRING_STALL_WARNING to change or silence this warning";
 }
@@ -141,7 +141,7 @@ void Exchange::throw_timeout(const Call& call) const {
   std::vector<int> came;
   for (int peer = 0; peer < size(); ++peer)
     if (transport_.arrived(peer) >= round_) came.push_back(peer);
-  std::string text = where(call) + " waited " + seconds_text(seconds_between(call.start, Clock::now())) +
+  std::string text = where(call) + ", waited " + seconds_text(seconds_between(call.start, Clock::now())) +
                      " for " + rank_list(absent) + "; " + rank_list(came) + " came and waited as well. ";
   for (const int peer : absent)
     text += "Rank " + std::to_string(peer) + " (process " + std::to_string(transport_.process_id(peer)) +
@@ -154,7 +154,7 @@ void Exchange::throw_timeout(const Call& call) const {
 
 void Exchange::throw_lost(const Call& call, int peer, bool left) const {
   throw Error(ErrorKind::kPeerLost,
-              where(call) + " lost rank " + std::to_string(peer) + " on " + transport_.host(peer) +
+              where(call) + ", lost rank " + std::to_string(peer) + " on " + transport_.host(peer) +
                   " (process " + std::to_string(transport_.process_id(peer)) + "): " +
                   (left ? "it has shut down or exited while others still needed it"
                         : "its process has died (killed, crashed or out of memory)") +
@@ -178,7 +178,7 @@ void Exchange::throw_aborted(const Call& call, const AbortRecord& record) const 
 std::string Exchange::where(const Call& call) const {
   return "rank " + std::to_string(rank()) + " on " + transport_.host(rank()) + ", in " +
          describe(call.descriptor) + " (" + std::to_string(call.descriptor.bytes) +
-         " bytes) of communicator '" + communicator_ + "',";
+         " bytes) of communicator '" + communicator_ + "'";
 }
 
 std::string Exchange::doing(int peer) const {

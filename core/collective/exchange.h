@@ -51,6 +51,7 @@ class MULTIRING_API Exchange {
   /// mismatch error that says who asked for what. All ranks come to the same verdict, for they read the same
   /// headers.
   void require_match(const Call& call) const;
+  [[noreturn]] void throw_mismatch(const Call& call) const;
 
   /// Turns a wait on one peer (a mailbox) that failed into an error.
   [[noreturn]] void throw_for_peer(const Call& call, const WaitResult& result, int peer) const;
@@ -61,7 +62,6 @@ class MULTIRING_API Exchange {
 
  private:
   bool all_match() const;
-  [[noreturn]] void throw_mismatch(const Call& call) const;
   [[noreturn]] void throw_for(const Call& call, const WaitResult& result) const;
   [[noreturn]] void throw_timeout(const Call& call) const;
   [[noreturn]] void throw_lost(const Call& call, int peer, bool left) const;

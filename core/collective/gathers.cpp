@@ -16,7 +16,7 @@ std::vector<StagedCopy::Incoming> join_rows(const Exchange& exchange, const Call
     operation.output = operation.result.data();
   } else if (operation.output_bytes != total) {
     // The peers go on with the operation, so this rank has to break it for all.
-    throw Error(ErrorKind::kUsage,
+    throw Error(ErrorKind::kMismatch,
                 "rank " + std::to_string(exchange.rank()) + ": out of " + describe(operation.descriptor) +
                     " has " + std::to_string(operation.output_bytes) + " bytes where the ranks send " +
                     std::to_string(total) + " together; leave out away to have it allocated");

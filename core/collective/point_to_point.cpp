@@ -13,6 +13,41 @@ struct PointToPoint::Envelope {
   std::int64_t tag = 0;
 };
 
+/// The right to use a lane. Another thread may hold it for as long as its own call waits, so this waits like
+/// any call.
+class PointToPoint::Passage {
+ public:
+  Passage(const Exchange& exchange, Lane& lane, const Call& call, int peer) : lane_(lane) {
+    constexpr std::chrono::milliseconds kTick(50);
+    std::unique_lock lock(lane.mutex);
+    while (lane.busy) {
+      lane.idle.wait_for(lock, kTick);
+      if (!lane.busy) break;
+      lock.unlock();
+      call.waiting.check_interrupt();
+      exchange.throw_if_aborted(call);
+      const bool cancelled = call.waiting.cancelled != nullptr && call.waiting.cancelled->load();
+      if (cancelled) exchange.throw_for_peer(call, {WaitResult::Outcome::kCancelled, peer, false}, peer);
+      if (call.waiting.deadline.expired())
+        exchange.throw_for_peer(call, {WaitResult::Outcome::kTimeout, peer, false}, peer);
+      lock.lock();
+    }
+    lane.busy = true;
+  }
+  ~Passage() {
+    {
+      const std::lock_guard lock(lane_.mutex);
+      lane_.busy = false;
+    }
+    lane_.idle.notify_one();
+  }
+  Passage(const Passage&) = delete;
+  Passage& operator=(const Passage&) = delete;
+
+ private:
+  Lane& lane_;
+};
+
 PointToPoint::PointToPoint(Exchange& exchange)
     : exchange_(exchange),
       sent_(static_cast<std::size_t>(exchange.size())),
@@ -24,7 +59,7 @@ void PointToPoint::send(const Call& call, const Operation& operation, std::int64
   Transport& transport = exchange_.transport();
   const int destination = operation.descriptor.key.root;
   Lane& lane = sent_[static_cast<std::size_t>(destination)];
-  const std::lock_guard lock(lane.mutex);
+  const Passage passage(exchange_, lane, call, destination);
   const std::size_t chunk_bytes = transport.mailbox_chunk_bytes();
   const std::size_t segments =
       std::max<std::size_t>(1, segment_count(operation.descriptor.bytes, chunk_bytes));
@@ -50,7 +85,7 @@ void PointToPoint::receive(const Call& call, Operation& operation, std::int64_t 
   Transport& transport = exchange_.transport();
   const int source = operation.descriptor.key.root;
   Lane& lane = received_[static_cast<std::size_t>(source)];
-  const std::lock_guard lock(lane.mutex);
+  const Passage passage(exchange_, lane, call, source);
   std::size_t segments = 1;
   for (std::size_t segment = 0; segment < segments; ++segment) {
     const std::uint64_t chunk = ++lane.chunks;

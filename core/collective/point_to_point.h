@@ -1,5 +1,6 @@
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <mutex>
 #include <vector>
@@ -26,10 +27,14 @@ class PointToPoint {
 
  private:
   struct Envelope;
+  /// Messages to or from one peer, one at a time.
   struct Lane {
-    std::mutex mutex;  // one message of a direction at a time; no other lock is taken while it is held
-    std::uint64_t chunks = 0;
+    std::mutex mutex;  // guards busy; no other lock is taken while it is held
+    std::condition_variable idle;
+    bool busy = false;
+    std::uint64_t chunks = 0;  // of whoever made it busy
   };
+  class Passage;
 
   void accept(const Call& call, Operation& operation, const Envelope& envelope, std::int64_t tag) const;
 

@@ -69,6 +69,8 @@ void reduce_scatter(Exchange& exchange, const Call& call, Operation& operation) 
   if (!want_direct) fill(0);
   exchange.synchronise(call);
   exchange.require_match(call);
+  for (int rank = 0; rank < exchange.size(); ++rank)  // blocks are of rows: (3, 4) is not (4, 3)
+    if (exchange.descriptor(rank).rows != operation.descriptor.rows) exchange.throw_mismatch(call);
   if (operation.descriptor.bytes > kDirectFrom && all_symmetric(exchange)) {
     for (std::size_t rank = 0; rank < size; ++rank)
       inputs[rank] = operation.input_region->part(static_cast<int>(rank)) +

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <system_error>
 #include <utility>
 
 #include "engine/choose_work.h"
@@ -61,9 +62,12 @@ CallOptions Communicator::take_turn(const Operation& operation, const CallOption
   std::unique_lock lock(mutex_);
   while (turn_taken_ || !queue_.empty()) {
     throw_if_unusable();
+    if (turn_taken_ && turn_owner_ == std::this_thread::get_id())
+      throw_usage(operation,
+                  "called from a signal handler that interrupts another operation of '" + name() + "'");
     changed_.wait_for(lock, std::min(kTick, std::chrono::duration<double>(deadline.remaining())));
     if (!turn_taken_ && queue_.empty()) break;
-    const std::shared_ptr<Work> before = queue_.empty() ? nullptr : queue_.front();
+    std::shared_ptr<Work> before = queue_.empty() ? nullptr : queue_.front();
     lock.unlock();
     try {
       if (options.interrupt != nullptr && *options.interrupt) (*options.interrupt)();
@@ -72,10 +76,12 @@ CallOptions Communicator::take_turn(const Operation& operation, const CallOption
       fail(std::current_exception(), describe(operation.descriptor));
       throw;
     }
+    before.reset();  // perhaps the last reference, and what it keeps alive may take other locks to let go
     lock.lock();
   }
   throw_if_unusable();
   turn_taken_ = true;
+  turn_owner_ = std::this_thread::get_id();
   return {options.timeout >= 0 ? deadline.remaining() : options.timeout, options.interrupt};
 }
 
@@ -107,7 +113,7 @@ void Communicator::execute(Operation& operation, const CallOptions& options) {
   std::function<void(double)> stalled;
   const Call call = make_call(operation.descriptor, options, stalled);
   try {
-    if (transport_->aborted(nullptr)) exchange_.throw_if_aborted(call);
+    exchange_.throw_if_aborted(call);
     dispatch(call, operation);
   } catch (...) {
     fail(std::current_exception(), describe(operation.descriptor));
@@ -179,13 +185,25 @@ std::shared_ptr<Work> Communicator::submit(Operation operation, int priority,
   {
     const std::lock_guard lock(mutex_);
     throw_if_unusable();
-    operation.descriptor.key.sequence = ++submitted_;
-    work = std::make_shared<Work>(std::move(operation), priority, submitted_, std::move(keep_alive));
+    start_progress();
+    operation.descriptor.key.sequence = submitted_ + 1;
+    work = std::make_shared<Work>(std::move(operation), priority, submitted_ + 1, std::move(keep_alive));
     queue_.push_back(work);
-    if (!progress_thread_.joinable()) progress_thread_ = std::thread([this] { progress(); });
+    ++submitted_;
   }
   changed_.notify_all();
   return work;
+}
+
+void Communicator::start_progress() {
+  if (progress_thread_.joinable()) return;
+  try {
+    progress_thread_ = std::thread([this] { progress(); });
+  } catch (const std::system_error& error) {
+    throw Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) +
+                                          " cannot start its progress thread: " + error.what() +
+                                          ". Is a limit of processes reached (ulimit -u)?");
+  }
 }
 
 void Communicator::progress() {
@@ -196,6 +214,7 @@ void Communicator::progress() {
     });
     if (closing_.load(std::memory_order_relaxed)) return;
     turn_taken_ = true;
+    turn_owner_ = std::this_thread::get_id();
     lock.unlock();
     execute_chosen();
     lock.lock();
@@ -240,13 +259,16 @@ void Communicator::run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, 
     Operation& operation = chosen[0]->running();
     operation.descriptor.submitted = submitted;
     const Call call = make_call(operation.descriptor, {}, stalled);
+    exchange_.throw_if_aborted(call);
     return dispatch(call, operation);
   }
   std::vector<Operation*> operations;
   for (const auto& work : chosen) operations.push_back(&work->running());
   Descriptor fused = fused_descriptor(operations);
   fused.submitted = submitted;
-  fused_allreduce(exchange_, make_call(fused, {}, stalled), operations);
+  const Call call = make_call(fused, {}, stalled);
+  exchange_.throw_if_aborted(call);
+  fused_allreduce(exchange_, call, operations);
 }
 
 void Communicator::retire(const std::vector<std::shared_ptr<Work>>& chosen) {
@@ -306,25 +328,31 @@ std::shared_ptr<Communicator> Communicator::split(std::int64_t color, std::int64
   const Turn turn(*this, operation, options);
   execute(operation, turn.options());
   ++splits_;
-  if (color < 0) return nullptr;
   std::vector<int> members;
   for (int peer = 0; peer < size(); ++peer)
-    if (all[2 * static_cast<std::size_t>(peer)] == color) members.push_back(peer);
+    if (color >= 0 && all[2 * static_cast<std::size_t>(peer)] == color) members.push_back(peer);
   std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
     return all[2 * static_cast<std::size_t>(a) + 1] < all[2 * static_cast<std::size_t>(b) + 1];
   });
-  CommunicatorOptions child = options_;
-  child.name = name() + "/" + std::to_string(splits_) + "." + std::to_string(color);
   std::function<void(double)> stalled;
   const Call call = make_call(operation.descriptor, turn.options(), stalled);
   try {
-    const std::uint64_t tag =
-        (splits_ << 32) + static_cast<std::uint64_t>(*std::min_element(members.begin(), members.end()));
-    return std::make_shared<Communicator>(transport_->subgroup(members, tag, call.waiting), std::move(child));
+    std::shared_ptr<Communicator> child = color >= 0 ? make_child(members, color, call.waiting) : nullptr;
+    barrier(exchange_, call);  // a rank that could not join its group raises here on all
+    return child;
   } catch (...) {
     fail(std::current_exception(), describe(operation.descriptor));
     throw;
   }
+}
+
+std::shared_ptr<Communicator> Communicator::make_child(const std::vector<int>& members, std::int64_t color,
+                                                       const Waiting& waiting) {
+  CommunicatorOptions options = options_;
+  options.name = name() + "/" + std::to_string(splits_) + "." + std::to_string(color);
+  const std::uint64_t tag =
+      (splits_ << 32) + static_cast<std::uint64_t>(*std::min_element(members.begin(), members.end()));
+  return std::make_shared<Communicator>(transport_->subgroup(members, tag, waiting), std::move(options));
 }
 
 std::shared_ptr<SymmetricRegion> Communicator::allocate_symmetric(std::size_t bytes,
@@ -342,6 +370,7 @@ std::shared_ptr<SymmetricRegion> Communicator::allocate_symmetric(std::size_t by
   const Call call = make_call(operation.descriptor, turn.options(), stalled);
   try {
     auto region = transport_->allocate(bytes, ++regions_, call.waiting);
+    barrier(exchange_, call);  // a rank that could not map it raises here on all
     symmetric_.add(region);
     return region;
   } catch (...) {

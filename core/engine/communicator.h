@@ -88,7 +88,10 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
                  std::function<void(double)>& stalled);
   void execute(Operation& operation, const CallOptions& options);
   void dispatch(const Call& call, Operation& operation);
+  void start_progress();
   void progress();
+  std::shared_ptr<Communicator> make_child(const std::vector<int>& members, std::int64_t color,
+                                           const Waiting& waiting);
   void execute_chosen();
   void run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, std::uint64_t submitted);
   void retire(const std::vector<std::shared_ptr<Work>>& chosen);
@@ -113,12 +116,14 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
 
   mutable std::mutex mutex_;  // guards all below; no other lock is taken while it is held
   std::condition_variable changed_;
+  std::thread::id turn_owner_;
   bool turn_taken_ = false;  // an operation is in progress
   std::deque<std::shared_ptr<Work>> queue_;
   std::vector<std::shared_ptr<Work>> running_;  // what the progress thread is at, a part of the queue
   std::uint64_t submitted_ = 0;
   std::optional<Error> first_error_;
-  bool closed_ = false;
+  bool closed_ = false;    // no more operations
+  bool finished_ = false;  // close has done all it has to
   std::thread progress_thread_;
 };
 

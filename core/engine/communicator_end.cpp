@@ -15,6 +15,12 @@ void Communicator::fail(const std::exception_ptr& error, const std::string& what
     stored = known;
   } catch (const std::bad_alloc&) {
     stored = Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) + " is out of memory in " + what);
+  } catch (const std::runtime_error& other) {
+    stored =
+        Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) + " in " + what + ": " + other.what());
+  } catch (const std::logic_error& other) {
+    stored =
+        Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) + " in " + what + ": " + other.what());
   } catch (...) {  // raised by an interrupt callback: Ctrl-C
     stored = Error(ErrorKind::kAborted,
                    "rank " + std::to_string(rank()) + " on " + host() + " was interrupted in " + what);
@@ -28,9 +34,12 @@ void Communicator::fail(const std::exception_ptr& error, const std::string& what
     // it.
     std::erase_if(pending, [this](const auto& work) { return is_running(work); });
   }
-  // A usage error of one rank in the middle of an operation is not the peers' own.
-  transport_->abort(stored.kind() == ErrorKind::kUsage ? ErrorKind::kAborted : stored.kind(), stored.what());
-  for (const auto& work : pending) work->fail(std::make_exception_ptr(stored));
+  // Of a rank that is closing the peers learn that it has left. A usage error of one rank in the middle of an
+  // operation is not the peers' own.
+  if (!closing_.load(std::memory_order_acquire))
+    transport_->abort(stored.kind() == ErrorKind::kUsage ? ErrorKind::kAborted : stored.kind(),
+                      stored.what());
+  for (const auto& work : pending) work->fail(stored);
   changed_.notify_all();
 }
 
@@ -40,13 +49,13 @@ bool Communicator::is_running(const std::shared_ptr<Work>& work) const {
 
 void Communicator::fail_running() {
   std::vector<std::shared_ptr<Work>> running;
-  std::exception_ptr error;
+  std::optional<Error> error;
   {
     const std::lock_guard lock(mutex_);
     running.swap(running_);
-    if (first_error_) error = std::make_exception_ptr(*first_error_);
+    error = first_error_;
   }
-  for (const auto& work : running) work->fail(error);
+  for (const auto& work : running) work->fail(*error);
 }
 
 void Communicator::throw_if_unusable() const {
@@ -64,10 +73,12 @@ void Communicator::throw_if_unusable() const {
 }
 
 void Communicator::abort(const std::string& message) {
+  throw_if_abandoned();
   fail(std::make_exception_ptr(Error(ErrorKind::kAborted, message)), "abort");
 }
 
 bool Communicator::is_broken() const {
+  if (abandoned_.load(std::memory_order_acquire)) return true;
   const std::lock_guard lock(mutex_);
   return first_error_.has_value() || transport_->aborted(nullptr);
 }
@@ -93,14 +104,22 @@ void Communicator::close() {
     if (progress_thread_.joinable()) new std::thread(std::move(progress_thread_));
     return;
   }
+  bool interrupts_own_operation;
   {
     const std::lock_guard lock(mutex_);
-    if (closed_) return;
     closed_ = true;
     closing_.store(true, std::memory_order_release);
+    interrupts_own_operation = turn_taken_ && turn_owner_ == std::this_thread::get_id();
   }
   transport_->wake();
   changed_.notify_all();
+  // A signal handler closes while the operation that it interrupts waits below it on the same stack: that one
+  // ends when the handler returns, and the destructor does the rest.
+  if (interrupts_own_operation) return transport_->leave();
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(finished_, true)) return;
+  }
   if (progress_thread_.joinable()) progress_thread_.join();
   std::deque<std::shared_ptr<Work>> pending;
   {
@@ -110,9 +129,8 @@ void Communicator::close() {
     pending.swap(queue_);
   }
   for (const auto& work : pending)
-    work->fail(std::make_exception_ptr(
-        Error(ErrorKind::kAborted, "communicator '" + name() + "' was closed before " +
-                                       describe(work->operation().descriptor) + " ran")));
+    work->fail(Error(ErrorKind::kAborted, "communicator '" + name() + "' was closed before " +
+                                              describe(work->operation().descriptor) + " ran"));
   transport_->leave();
 }
 

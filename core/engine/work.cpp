@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "base/error.h"
 #include "base/futex.h"
 
 namespace multiring {
@@ -25,7 +24,9 @@ void Work::wait(const Deadline& deadline, const std::function<void()>& interrupt
                   context);
     }
   }
-  if (state_.load(std::memory_order_acquire) == kFailed) std::rethrow_exception(error_);
+  // Every waiter gets an exception of its own: nothing of it is shared between threads.
+  if (state_.load(std::memory_order_acquire) == kFailed)
+    throw Error(error_->kind(), error_->what(), error_->context());
 }
 
 void Work::finish() {
@@ -33,8 +34,8 @@ void Work::finish() {
   futex_wake_all(state_);
 }
 
-void Work::fail(std::exception_ptr error) {
-  error_ = std::move(error);
+void Work::fail(const Error& error) {
+  error_.emplace(error.kind(), error.what(), error.context());
   state_.store(kFailed, std::memory_order_release);
   futex_wake_all(state_);
 }

@@ -1,11 +1,12 @@
 #pragma once
 
 #include <atomic>
-#include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "base/deadline.h"
+#include "base/error.h"
 #include "base/export.h"
 #include "collective/operation.h"
 
@@ -39,13 +40,13 @@ class MULTIRING_API Work {
 
   Operation& running() { return operation_; }
   void finish();
-  void fail(std::exception_ptr error);
+  void fail(const Error& error);
 
   Operation operation_;
   int priority_;
   std::uint64_t index_;
   std::shared_ptr<void> keep_alive_;
-  std::exception_ptr error_;  // written before state_ becomes kFailed (release), read after (acquire)
+  std::optional<Error> error_;  // written before state_ becomes kFailed (release), read after (acquire)
   std::atomic<std::uint32_t> state_{kPending};
 };
 

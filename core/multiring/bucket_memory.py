@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multiring.bucketing import Bucket, ParameterSpec, Plan, flag_bits, itemsize
+from multiring.bucketing import Bucket, ParameterSpec, Plan, capacity, flag_bits, itemsize
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -29,6 +29,7 @@ class BucketMemory:
     Attributes:
         arrays: Per bucket, the array to reduce: all slots and flags, shape (elements,).
         names: Per bucket, what error messages call it; the same on every rank.
+        bucket_of: Per parameter, the number of its bucket.
     """
 
     def __init__(
@@ -51,18 +52,37 @@ class BucketMemory:
             scale: Factor that a reduction multiplies with.
             as_array: Makes an array for the reduction of bytes and a dtype.
         """
-        self._plan = plan
-        self._rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+        self._rank, self._size = (0, 1) if comm is None else (comm.rank, comm.size)
+        self._specs, self._title, self._scale, self._as_array = specs, title, scale, as_array
+        nbytes = capacity(specs, self._size)
         if comm is None:
-            self._arena: Bytes = np.zeros(plan.nbytes, dtype=np.uint8)
+            self._arena: Bytes = np.zeros(nbytes, dtype=np.uint8)
         else:
-            self._arena = comm.symmetric_empty((plan.nbytes,), np.uint8)
+            self._arena = comm.symmetric_empty((nbytes,), np.uint8)
             self._arena[:] = 0  # no stray NaN in the padding, and pages come from this rank's memory node
+        self._lay_out(plan)
+
+    def rearrange(self, plan: Plan) -> None:
+        """Move all slots to where another plan has them, with their contents. Local.
+
+        To be called when no bucket is on its way.
+        """
+        contents = {index: self.slot(index).copy() for index in self._slots}
+        self._arena[:] = 0
+        self._lay_out(plan)
+        for index, content in contents.items():
+            self.slot(index)[:] = content
+
+    def _lay_out(self, plan: Plan) -> None:
+        self._plan = plan
         self._slots = {slot.index: slot for bucket in plan.buckets for slot in bucket.slots}
+        self.bucket_of = {slot.index: k for k, bucket in enumerate(plan.buckets) for slot in bucket.slots}
         self._flags = [self._flag_view(bucket) for bucket in plan.buckets]
-        self._raised = [flag_bits(bucket.dtype, scale, size) for bucket in plan.buckets]
-        self.arrays = [as_array(self._arena[b.offset : b.offset + b.nbytes], b.dtype) for b in plan.buckets]
-        self.names = [_bucket_name(title, k, bucket, specs) for k, bucket in enumerate(plan.buckets)]
+        self._raised = [flag_bits(bucket.dtype, self._scale, self._size) for bucket in plan.buckets]
+        self.arrays = [
+            self._as_array(self._arena[b.offset : b.offset + b.nbytes], b.dtype) for b in plan.buckets
+        ]
+        self.names = [_bucket_name(self._title, k, b, self._specs) for k, b in enumerate(plan.buckets)]
 
     def slot(self, index: int) -> Bytes:
         """Memory of one gradient. Shape (nbytes,)."""

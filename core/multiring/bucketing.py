@@ -26,6 +26,7 @@ __all__ = [
     "ParameterSpec",
     "Plan",
     "Slot",
+    "capacity",
     "flag_bits",
     "itemsize",
     "plan_buckets",
@@ -144,6 +145,12 @@ def flag_bits(dtype: str, scale: float, size: int) -> int:
             f"prescale * postscale is {scale:g}, which {dtype} gradients on {size} ranks do not survive"
         )
     return (exponent + kind.bias) << kind.mantissa
+
+
+def capacity(specs: Sequence[ParameterSpec], size: int) -> int:
+    """Bytes that suffice for the arena of any plan, whatever the order of the gradients and the limits."""
+    flags = _aligned((1 + size) * max(kind.itemsize for kind in _FLOATS.values()))
+    return sum(_aligned(spec.nbytes) + flags for spec in specs)
 
 
 def plan_buckets(

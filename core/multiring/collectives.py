@@ -79,7 +79,10 @@ class Collectives:
             out = empty_like(x)
         if not self._core.allreduce(x, out, _op(op), name or "", prescale, postscale, seconds(timeout)):
             source, target = contiguous(x), target_for(out)
-            self._core.allreduce(source, target, _op(op), name or "", prescale, postscale, seconds(timeout))
+            if not self._core.allreduce(
+                source, target, _op(op), name or "", prescale, postscale, seconds(timeout)
+            ):
+                raise UsageError("cannot make a contiguous copy of an array that is not; pass a contiguous one")
             if target is not out:
                 copy_into(out, target)
         return out

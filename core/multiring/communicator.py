@@ -42,7 +42,14 @@ class Communicator(Collectives):
       call raises `AbortedError` naming the first error.
     """
 
-    def __init__(self, core: _core.Communicator, *, cross_rank: int = 0, cross_size: int = 1) -> None:
+    def __init__(
+        self,
+        core: _core.Communicator,
+        *,
+        cross_rank: int = 0,
+        cross_size: int = 1,
+        enclosing: Sequence[weakref.WeakSet[Communicator]] = (),
+    ) -> None:
         self._core = core
         self.rank: int = core.rank
         """Rank of this process in the group, 0 to size - 1."""
@@ -56,7 +63,11 @@ class Communicator(Collectives):
         """Number of this host among the group's hosts."""
         self.cross_size: int = cross_size
         """Number of the group's hosts."""
-        self._children: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        # All that were split from this one, and from those in turn; and the sets that this one is part of.
+        self._descendants: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        self._enclosing = tuple(enclosing)
+        for group in self._enclosing:
+            group.add(self)
 
     @property
     def name(self) -> str:
@@ -145,9 +156,12 @@ class Communicator(Collectives):
         core = self._core.split(-1 if color is None else color, key, -1.0)
         if core is None:
             return None
-        child = Communicator(core, cross_rank=self.cross_rank, cross_size=self.cross_size)
-        self._children.add(child)
-        return child
+        return Communicator(
+            core,
+            cross_rank=self.cross_rank,
+            cross_size=self.cross_size,
+            enclosing=[*self._enclosing, self._descendants],
+        )
 
     def process_set(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of some ranks, in the order given; collective over this group, with the same `ranks`
@@ -189,12 +203,12 @@ class Communicator(Collectives):
     def close(self) -> None:
         """Ends this rank's part in the group and in those split from it. Pending work fails; peers that still
         need this rank raise `PeerLostError`. Idempotent, and no collective: no rank waits for another."""
-        for child in list(self._children):
-            child.close()
+        for descendant in list(self._descendants):
+            descendant._core.close()
         self._core.close()
 
     def _forget_in_child(self) -> None:
         """Called in a forked child, where the group belongs to the parent."""
-        for child in list(self._children):
-            child._forget_in_child()
+        for descendant in list(self._descendants):
+            descendant._core.abandon()
         self._core.abandon()

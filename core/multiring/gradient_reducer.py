@@ -51,7 +51,7 @@ class GradientReducer:
         specs: The parameters.
         options: How they are reduced.
         plan: The current buckets.
-        generation: Grows by one when the buckets are planned anew; slots have moved then.
+        generation: Grows when the buckets are planned anew; slots have moved then, with their contents.
     """
 
     def __init__(
@@ -81,7 +81,6 @@ class GradientReducer:
         check_same(comm, [*entries, ("options", repr(asdict(self.options)))], "parameters of the model")
         self._rank, self._size = comm.rank, comm.size
         self._comm = comm.split(0) if comm.size > 1 else None
-        self._as_array = as_array
         self._produced = bytearray(len(self.specs))
         self._arrivals: list[int] | None = []
         self._round: _Round | None = None
@@ -89,7 +88,14 @@ class GradientReducer:
         # Layers are usually registered in forward order, so gradients arrive last to first.
         self.plan = self._make_plan(range(len(self.specs) - 1, -1, -1))
         self.generation = 0
-        self._allocate()
+        self._memory = BucketMemory(
+            self._comm,
+            self.plan,
+            self.specs,
+            title=self.options.name,
+            scale=self.options.scale,
+            as_array=as_array,
+        )
 
     @property
     def comm(self) -> Communicator | None:
@@ -129,7 +135,7 @@ class GradientReducer:
             UsageError: It has already been sent in this round.
         """
         current = self._round or self._begin()
-        bucket = self._bucket_of[index]
+        bucket = self._memory.bucket_of[index]
         self._produced[index] = 1
         if current.ready[index]:
             if bucket < len(current.works):
@@ -243,20 +249,6 @@ class GradientReducer:
             first_bucket_bytes=self.options.first_bucket_bytes,
         )
 
-    def _allocate(self) -> None:
-        """Memory for the current plan; views of the old one stay valid but are no longer reduced."""
-        self._bucket_of = {
-            slot.index: k for k, bucket in enumerate(self.plan.buckets) for slot in bucket.slots
-        }
-        self._memory = BucketMemory(
-            self._comm,
-            self.plan,
-            self.specs,
-            title=self.options.name,
-            scale=self.options.scale,
-            as_array=self._as_array,
-        )
-
     def _begin(self) -> _Round:
         self._round = _Round(bytearray(len(self.specs)), [len(bucket.slots) for bucket in self.plan.buckets])
         return self._round
@@ -323,7 +315,7 @@ class GradientReducer:
         if plan != self.plan:
             self.plan = plan
             self.generation += 1
-            self._allocate()
+            self._memory.rearrange(plan)
 
     def _second_gradient(self, index: int) -> str:
         return (

@@ -28,11 +28,13 @@ __all__ = [
 
 _log = logging.getLogger("multiring")
 
-_lock = threading.Lock()
+# Reentrant: a signal handler may call shutdown while init or shutdown waits below it.
+_lock = threading.RLock()
 _world: Communicator | None = None
 # How often this process has called init: every rank of a job calls it equally often, so the number keeps the
 # addresses of one generation apart from those of the one before.
 _generation = 0
+_joining = False
 # In a process that was forked from a rank: who that is.
 _parent: str | None = None
 
@@ -63,17 +65,23 @@ def init() -> Communicator:
             one that is a rank.
         TimeoutError: Ranks are missing after MULTIRING_TIMEOUT seconds; says which.
     """
-    global _world, _generation
+    global _world, _generation, _joining
     with _lock:
         if _world is not None:
             return _world
+        if _joining:
+            raise UsageError("multiring.init() was called by a signal handler that interrupts init() itself")
         if _parent is not None:
             raise UsageError(_child_cannot(_parent))
         settings = config.load()
         _configure_log(settings.log_level)
         place = launch_environment.detect()
         _generation += 1
-        core = _connect(place, settings)
+        _joining = True
+        try:
+            core = _connect(place, settings)
+        finally:
+            _joining = False
         _world = Communicator(core, cross_rank=place.cross_rank, cross_size=place.cross_size)
         return _world
 
@@ -107,9 +115,9 @@ def shutdown() -> None:
     """
     global _world
     with _lock:
-        if _world is not None:
-            _world.close()
-            _world = None
+        leaving, _world = _world, None
+        if leaving is not None:
+            leaving.close()
 
 
 def is_initialized() -> bool:
@@ -171,7 +179,7 @@ def _forget_in_child() -> None:
     """A forked child (a data loader, say) has no part in the job: its copies of descriptors are closed, so
     that peers notice the parent's end, and its exit says no goodbye in the parent's name."""
     global _world, _lock, _parent
-    _lock = threading.Lock()  # another thread may have held it
+    _lock = threading.RLock()  # another thread may have held it
     if _world is not None:
         if _world.size > 1:
             _parent = f"rank {_world.rank} of {_world.size} (process {os.getppid()})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -27,12 +28,13 @@ class Work:
     output not be read, before that.
     """
 
-    __slots__ = ("_communicator", "_core", "_finish", "_result")
+    __slots__ = ("_communicator", "_core", "_finish", "_lock", "_result")
 
     def __init__(self, core: _core.Work, finish: Callable[[_core.Work], Any], communicator: object) -> None:
         self._core = core
         self._finish: Callable[[_core.Work], Any] | None = finish
         self._result: Any = None
+        self._lock = threading.Lock()
         # A communicator that is let go of fails what is still pending in it.
         self._communicator = communicator
 
@@ -54,7 +56,8 @@ class Work:
             MismatchError, PeerLostError, TimeoutError, AbortedError: The operation failed.
         """
         self._core.wait(seconds(timeout))
-        if self._finish is not None:
-            self._result = self._finish(self._core)
-            self._finish = None
+        with self._lock:  # the result is taken out of the core once, whichever thread comes first
+            if self._finish is not None:
+                self._result = self._finish(self._core)
+                self._finish = None
         return self._result

@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
-import multiring
 import numpy as np
 import pytest
-from multiring import Communicator
-from multiring.errors import AbortedError, MismatchError, PeerLostError
 from numpy.typing import NDArray
 
+import multiring
+from multiring import Communicator
+from multiring.errors import AbortedError, MismatchError, PeerLostError
 from tests.rank_pool import RankPool
 
 __all__ = ["INPUTS", "OUTPUTS", "AdapterContract", "AdapterUnderTest", "oracle", "starting_weights"]
@@ -171,8 +171,9 @@ class AdapterContract:
         ranks(size).run(average_metrics, self.adapter)
 
     @pytest.mark.parametrize("size", [1, 2, 4])
-    def test_uneven_data(self, ranks: Pool, size: int) -> None:
-        ranks(size).run(join_with_uneven_data, self.adapter)
+    @pytest.mark.parametrize("fewest", [0, 2])
+    def test_uneven_data(self, ranks: Pool, size: int, fewest: int) -> None:
+        ranks(size).run(join_with_uneven_data, self.adapter, fewest)
 
     @pytest.mark.parametrize("odd", ["shape", "name", "missing"])
     def test_different_models_are_refused(self, ranks: Pool, odd: str) -> None:
@@ -322,18 +323,18 @@ def average_metrics(comm: Communicator, make: Make) -> None:
     model.close()
 
 
-def join_with_uneven_data(comm: Communicator, make: Make) -> None:
-    """Rank r has 2 + r batches; averages divide by the ranks that still have one."""
+def join_with_uneven_data(comm: Communicator, make: Make, fewest: int) -> None:
+    """Rank r has `fewest` + r batches; averages divide by the ranks that still have one."""
     expected = starting_weights()
     model = make(comm, starting_weights(), 100)
     for epoch in range(2):
-        for step in range(comm.size + 1):
-            active = [rank for rank in range(comm.size) if step < 2 + rank]
+        for step in range(fewest + comm.size - 1):
+            active = [rank for rank in range(comm.size) if step < fewest + rank]
             gradients = [oracle(expected, *batch(100 * epoch + 10 * step + rank, 3))[1] for rank in active]
             average = mean(gradients, len(active))
             expected = {name: value - RATE * average[name] for name, value in expected.items()}
         with model.join():
-            for step in range(2 + comm.rank):
+            for step in range(fewest + comm.rank):
                 model.zero_grad()
                 model.backward(*batch(100 * epoch + 10 * step + comm.rank, 3))
                 model.step(RATE)

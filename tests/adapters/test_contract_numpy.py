@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import multiring.numpy
-from multiring import Communicator
+import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+import multiring.numpy
+from multiring import Communicator
+from multiring.errors import UsageError
 from tests.adapters.contract import AdapterContract, oracle
+from tests.rank_pool import RankPool
+
+Pool = Callable[[int], RankPool]
 
 Array = NDArray[Any]
 
@@ -63,3 +69,73 @@ class NumpyAdapter:
 
 class TestNumpyAdapter(AdapterContract):
     adapter = NumpyAdapter
+
+
+def buckets_in_detail(comm: Communicator) -> None:
+    weights = {
+        "half": np.zeros(3, np.float16),
+        "single": np.zeros((2, 2), np.float32),
+        "none": np.zeros((), np.float64),
+    }
+    buckets = multiring.numpy.GradientBuckets(weights, comm, average=False, postscale=0.5)
+    for step in range(2):
+        buckets.zero()
+        buckets.add("half", np.full(3, comm.rank))
+        buckets.ready("half", np.full(3, 1.0))
+        if comm.rank == comm.size - 1:
+            buckets.ready("single", np.full((2, 2), step))
+        found = buckets.synchronize()
+        assert set(found) == {"half", "single"}
+        assert found["half"].dtype == np.float16
+        np.testing.assert_array_equal(found["half"], 0.5 * sum(range(comm.size + 1)))
+        np.testing.assert_array_equal(found["single"], 0.5 * step)
+    buckets.close()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_sums_of_mixed_dtypes(ranks: Pool, size: int) -> None:
+    ranks(size).run(buckets_in_detail)
+
+
+def refused(comm: Communicator) -> None:
+    with pytest.raises(UsageError, match="no parameters"):
+        multiring.numpy.GradientBuckets({}, comm)
+    with pytest.raises(UsageError, match="dtype int64 cannot be reduced"):
+        multiring.numpy.GradientBuckets({"a": np.zeros(2, np.int64)}, comm)
+    buckets = multiring.numpy.GradientBuckets({"a": np.zeros(2), "b": np.zeros(2)}, comm)
+    with pytest.raises(UsageError, match="no parameter 'c'"):
+        buckets.add("c", np.zeros(2))
+    with pytest.raises(UsageError, match="'a' is said to be ready but has no gradient"):
+        buckets.ready("a")
+    buckets.ready("a", np.ones(2))
+    with pytest.raises(UsageError, match="call synchronize"):
+        buckets.ready("a", np.ones(2))
+    np.testing.assert_array_equal(buckets.synchronize()["a"], 1.0)
+    buckets.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_refused(ranks: Pool, size: int) -> None:
+    ranks(size).run(refused)
+
+
+def state_of_all_kinds(comm: Communicator) -> None:
+    def make(rank: int) -> dict[str, Array]:
+        draw = np.random.default_rng(rank)
+        big = draw.integers(0, 255, (4, 6)).astype(np.uint8)
+        return {
+            "bool": big > 100,
+            "number": np.array(draw.random()),
+            "gaps": big[:, ::2],
+            "names": big.astype("S3"),
+        }
+
+    state, wanted = make(comm.rank), make(1)
+    multiring.numpy.broadcast_parameters(state, 1, comm)
+    for name, value in state.items():
+        np.testing.assert_array_equal(value, wanted[name])
+    assert multiring.numpy.broadcast_object(comm.rank, 1) == 1
+
+
+def test_state_of_all_kinds(ranks: Pool) -> None:
+    ranks(2).run(state_of_all_kinds)

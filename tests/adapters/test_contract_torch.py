@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import multiring.torch
 import numpy as np
 import torch
-from multiring import Communicator
 from numpy.typing import NDArray
 
+import multiring.torch
+from multiring import Communicator
 from tests.adapters.contract import AdapterContract
 
 Array = NDArray[Any]

@@ -31,7 +31,7 @@ STEPS = 30
 # Verifying at every step raises on every rank where the bits of any two differ.
 OPTIONS = [
     *("--depth=8", "--data=digits", "--image-size=8", "--dtype=float64", "--threads=1", "--no-report"),
-    *("--epochs=4", "--log-every=1", "--verify-every=1", "--checkpoint-every=100"),
+    *("--epochs=4", "--warmup-epochs=0", "--log-every=1", "--verify-every=1", "--checkpoint-every=100"),
 ]
 
 
@@ -75,6 +75,14 @@ def test_ranks_train_like_one_rank_with_the_whole_batch(ranks: Ranks, size: int,
     assert sum(one["losses"][-5:]) < 0.8 * sum(one["losses"][:5])
     assert several["test"][1:] == one["test"][1:]
     assert several["test"][0] == pytest.approx(one["test"][0], rel=1e-8)
+
+
+def test_agreement_is_no_accident(ranks: Ranks) -> None:
+    """Where each rank normalises for itself, two ranks compute something else, and the losses show it."""
+    arguments = ("--limit-steps=3", "--no-sync-bn")
+    several = train_on(ranks, 2, f"--batch-size={BATCH}", *arguments)
+    one = train_on(ranks, 1, f"--batch-size={2 * BATCH}", *arguments)
+    assert several["losses"] != pytest.approx(one["losses"], rel=1e-3, abs=0)
 
 
 def test_uneven_and_empty_parts_of_a_batch_are_weighted_by_their_samples(ranks: Ranks) -> None:

@@ -2,45 +2,23 @@
 
 #include <gtest/gtest.h>
 
-#include <cstring>
 #include <memory>
 #include <vector>
 
 #include "collective/collectives.h"
 #include "support/operations.h"
+#include "support/problem.h"
 #include "support/rank_group.h"
-#include "support/reduce_oracle.h"
 
 namespace multiring {
 namespace {
 
 using testing::Bytes;
 using testing::GroupCase;
+using testing::make_problem;
 using testing::Mode;
 using testing::RankGroup;
-
-struct Problem {
-  DType dtype;
-  Reduction reduction;
-  std::size_t count;
-  std::vector<Bytes> inputs;  // of each rank
-  Bytes expected;
-
-  std::string text() const {
-    return std::string(reduce_op_name(reduction.op)) + " of " + std::to_string(count) + " " +
-           dtype_name(dtype);
-  }
-};
-
-Problem make_problem(DType dtype, const Reduction& reduction, std::size_t count, int size) {
-  Problem problem{dtype, reduction, count, {}, {}};
-  const auto seed = static_cast<std::uint32_t>(count * 131 + static_cast<std::size_t>(dtype) * 17);
-  for (int rank = 0; rank < size; ++rank)
-    problem.inputs.push_back(
-        testing::random_elements(dtype, count, seed + static_cast<std::uint32_t>(rank), true));
-  problem.expected = testing::reduce_oracle(dtype, reduction, problem.inputs);
-  return problem;
-}
+using testing::ReduceProblem;
 
 class AllreduceTest : public ::testing::TestWithParam<GroupCase> {
  protected:
@@ -48,9 +26,9 @@ class AllreduceTest : public ::testing::TestWithParam<GroupCase> {
   int size() const { return group_.size(); }
 
   /// In place and out of place, synchronous and asynchronous.
-  void expect_all_right(const std::vector<Problem>& problems) {
+  void expect_all_right(const std::vector<ReduceProblem>& problems) {
     group_.run([&](Communicator& communicator) {
-      for (const Problem& problem : problems) {
+      for (const ReduceProblem& problem : problems) {
         const Bytes& input = problem.inputs[static_cast<std::size_t>(communicator.rank())];
         for (const Mode mode : testing::kModes) {
           Bytes in_place = input;
@@ -75,7 +53,7 @@ class AllreduceTest : public ::testing::TestWithParam<GroupCase> {
 };
 
 TEST_P(AllreduceTest, EveryDtypeReductionAndFewElements) {
-  std::vector<Problem> problems;
+  std::vector<ReduceProblem> problems;
   for (const DType dtype : testing::kAllDTypes) {
     for (const ReduceOp op : testing::kAllReduceOps) {
       if (dtype == DType::kBool && op == ReduceOp::kAverage) continue;
@@ -86,7 +64,7 @@ TEST_P(AllreduceTest, EveryDtypeReductionAndFewElements) {
 }
 
 TEST_P(AllreduceTest, EveryDtypeInManySegments) {
-  std::vector<Problem> problems;
+  std::vector<ReduceProblem> problems;
   std::size_t turn = 0;
   for (const DType dtype : testing::kAllDTypes) {
     // Eleven segments and a bit: seven ranks read more than the one-shot way may.
@@ -100,7 +78,7 @@ TEST_P(AllreduceTest, EveryDtypeInManySegments) {
 }
 
 TEST_P(AllreduceTest, ScaleFactors) {
-  std::vector<Problem> problems;
+  std::vector<ReduceProblem> problems;
   for (const DType dtype :
        {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64, DType::kInt32}) {
     for (const std::size_t count : {37, 3000}) {
@@ -114,7 +92,7 @@ TEST_P(AllreduceTest, ScaleFactors) {
 
 // Counts around the ends of slices, segments and cache lines.
 TEST_P(AllreduceTest, CountsAroundEveryBoundary) {
-  std::vector<Problem> problems;
+  std::vector<ReduceProblem> problems;
   for (const std::size_t bytes : {64, 64 * 7, 4096, 2 * 4096, 16 * 1024, 37440, 40960}) {
     for (const std::size_t more : {0, 1, 2}) {
       problems.push_back(make_problem(DType::kBFloat16, {ReduceOp::kSum}, bytes / 2 - 1 + more, size()));
@@ -127,7 +105,7 @@ TEST_P(AllreduceTest, CountsAroundEveryBoundary) {
 // Several small ones in one round, at places that are not aligned for the processor.
 TEST_P(AllreduceTest, FusedHasTheSameBits) {
   const std::size_t counts[] = {3, 0, 1, 129, 37, 500, 2};
-  std::vector<Problem> problems;
+  std::vector<ReduceProblem> problems;
   for (const DType dtype : testing::kAllDTypes)
     for (const std::size_t count : counts)
       problems.push_back(make_problem(dtype, {ReduceOp::kSum}, count, size()));
@@ -138,7 +116,7 @@ TEST_P(AllreduceTest, FusedHasTheSameBits) {
       std::vector<Bytes> arrays;
       std::vector<Operation> operations;
       for (std::size_t i = 0; i < std::size(counts); ++i) {
-        const Problem& problem = problems[begin + i];
+        const ReduceProblem& problem = problems[begin + i];
         if (problem.count * dtype_size(problem.dtype) > 2000) continue;
         arrays.push_back(problem.inputs[rank]);
         operations.push_back(testing::allreduce_of(problem.dtype, problem.count, arrays.back().data(),
@@ -150,7 +128,7 @@ TEST_P(AllreduceTest, FusedHasTheSameBits) {
       fused_allreduce(exchange, Call{fused, {}}, pointers);
       std::size_t at = 0;
       for (std::size_t i = 0; i < std::size(counts); ++i) {
-        const Problem& problem = problems[begin + i];
+        const ReduceProblem& problem = problems[begin + i];
         if (problem.count * dtype_size(problem.dtype) > 2000) continue;
         EXPECT_TRUE(arrays[at++] == problem.expected) << problem.text() << " fused, on rank " << rank;
       }

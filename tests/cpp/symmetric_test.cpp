@@ -5,12 +5,11 @@
 
 #include <cstring>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "support/operations.h"
+#include "support/problem.h"
 #include "support/rank_group.h"
-#include "support/reduce_oracle.h"
 
 namespace multiring {
 namespace {
@@ -18,31 +17,18 @@ namespace {
 using testing::Bytes;
 using testing::GroupCase;
 using testing::RankGroup;
+using testing::ReduceProblem;
 
 constexpr std::size_t kRegionBytes = 256 * 1024;
 // From here on the direct way is taken (allreduce.cpp, reduce_scatter.cpp).
 constexpr std::size_t kDirectFrom = 16 * 1024;
 
-struct Problem {
-  DType dtype;
-  std::size_t count;
-  std::vector<Bytes> inputs;
-  Bytes expected;
-  std::size_t bytes() const { return expected.size(); }
-  std::string text() const { return std::to_string(count) + " " + dtype_name(dtype); }
-};
-
-Problem make_problem(DType dtype, std::size_t bytes, int size) {
-  Problem problem{dtype, bytes / dtype_size(dtype), {}, {}};
-  for (int rank = 0; rank < size; ++rank)
-    problem.inputs.push_back(testing::random_elements(
-        dtype, problem.count, static_cast<std::uint32_t>(bytes + static_cast<unsigned>(rank)), true));
-  problem.expected = testing::reduce_oracle(dtype, {ReduceOp::kSum}, problem.inputs);
-  return problem;
+ReduceProblem make_problem(DType dtype, std::size_t bytes, int size) {
+  return testing::make_problem(dtype, {ReduceOp::kSum}, bytes / dtype_size(dtype), size);
 }
 
-std::vector<Problem> make_problems(int size) {
-  std::vector<Problem> problems;
+std::vector<ReduceProblem> make_problems(int size) {
+  std::vector<ReduceProblem> problems;
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat64, DType::kInt8})
     for (const std::size_t bytes : {0, 8, 4096, 16 * 1024, 16 * 1024 + 8, 65000})
       problems.push_back(make_problem(dtype, bytes, size));
@@ -61,25 +47,25 @@ std::byte* copied_in(const Bytes& bytes, std::byte* to) {
   return to;
 }
 
-void expect_holds(const Problem& problem, const std::byte* at, int rank) {
+void expect_holds(const ReduceProblem& problem, const std::byte* at, int rank) {
   EXPECT_TRUE(problem.bytes() == 0 || std::memcmp(at, problem.expected.data(), problem.bytes()) == 0)
       << problem.text() << " on rank " << rank;
 }
 
-void allreduce(Communicator& communicator, const Problem& problem, const std::byte* input,
+void allreduce(Communicator& communicator, const ReduceProblem& problem, const std::byte* input,
                std::byte* output) {
   Operation operation = testing::allreduce_of(problem.dtype, problem.count, input, output);
   communicator.run(operation, {});
 }
 
 TEST_P(SymmetricTest, AllreduceInPlaceAndOutOfPlaceAtOffsetsOfItsOwn) {
-  const std::vector<Problem> problems = make_problems(size());
+  const std::vector<ReduceProblem> problems = make_problems(size());
   group_.run([&](Communicator& communicator) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
     const auto region = communicator.allocate_symmetric(kRegionBytes, {});
     ASSERT_EQ(region->bytes_per_rank(), kRegionBytes);
     std::byte* const part = region->part(communicator.rank());
-    for (const Problem& problem : problems) {
+    for (const ReduceProblem& problem : problems) {
       // Not aligned to cache lines, and on every rank elsewhere.
       std::byte* input = copied_in(problem.inputs[rank], part + 8 * rank);
       std::byte* output = part + 128 * 1024 + 1024 * rank;
@@ -94,7 +80,7 @@ TEST_P(SymmetricTest, AllreduceInPlaceAndOutOfPlaceAtOffsetsOfItsOwn) {
 }
 
 TEST_P(SymmetricTest, AllreduceUpToTheLastByteOfARegion) {
-  const Problem problem = make_problem(DType::kFloat32, 32 * 1024 + 4, size());
+  const ReduceProblem problem = make_problem(DType::kFloat32, 32 * 1024 + 4, size());
   group_.run([&](Communicator& communicator) {
     const auto region = communicator.allocate_symmetric(problem.bytes(), {});
     std::byte* part = copied_in(problem.inputs[static_cast<std::size_t>(communicator.rank())],
@@ -109,9 +95,9 @@ enum class Place { kOrdinary, kFirstRegion, kSecondRegion };
 
 // Every mixture of places over the ranks: all must take the same way through the rounds.
 TEST_P(SymmetricTest, AllreduceWithOrdinaryAndSymmetricBuffersMixed) {
-  const Problem problems[] = {make_problem(DType::kFloat32, kDirectFrom + 4, size()),
-                              make_problem(DType::kFloat16, 45000, size()),
-                              make_problem(DType::kFloat32, 1000, size())};
+  const ReduceProblem problems[] = {make_problem(DType::kFloat32, kDirectFrom + 4, size()),
+                                    make_problem(DType::kFloat16, 45000, size()),
+                                    make_problem(DType::kFloat32, 1000, size())};
   group_.run([&](Communicator& communicator) {
     const auto rank = static_cast<unsigned>(communicator.rank());
     const auto first = communicator.allocate_symmetric(kRegionBytes, {});
@@ -131,7 +117,7 @@ TEST_P(SymmetricTest, AllreduceWithOrdinaryAndSymmetricBuffersMixed) {
     for (unsigned mixture = 0; mixture < 27; ++mixture) {
       unsigned digits = mixture;  // in base 3, one for each rank; ranks beyond the third repeat them
       for (unsigned i = 0; i < rank % 3; ++i) digits /= 3;
-      for (const Problem& problem : problems) {
+      for (const ReduceProblem& problem : problems) {
         std::byte* input = copied_in(problem.inputs[rank], at(digits));
         std::byte* output = at(digits / 3) + 128 * 1024;
         allreduce(communicator, problem, input, output);
@@ -144,7 +130,7 @@ TEST_P(SymmetricTest, AllreduceWithOrdinaryAndSymmetricBuffersMixed) {
 }
 
 TEST_P(SymmetricTest, AsynchronousAllreducesOfViewsOfOneRegion) {
-  const std::vector<Problem> problems = {
+  const std::vector<ReduceProblem> problems = {
       make_problem(DType::kFloat32, 20000, size()), make_problem(DType::kFloat32, 40, size()),
       make_problem(DType::kFloat32, 64000, size()), make_problem(DType::kFloat32, 16384, size())};
   group_.run([&](Communicator& communicator) {
@@ -154,7 +140,7 @@ TEST_P(SymmetricTest, AsynchronousAllreducesOfViewsOfOneRegion) {
       std::vector<std::shared_ptr<Work>> works;
       std::vector<std::byte*> places;
       std::byte* place = region->part(communicator.rank());
-      for (const Problem& problem : problems) {
+      for (const ReduceProblem& problem : problems) {
         places.push_back(copied_in(problem.inputs[rank], place));
         works.push_back(communicator.submit(
             testing::allreduce_of(problem.dtype, problem.count, place, place, "view"), 0, nullptr));
@@ -170,7 +156,7 @@ TEST_P(SymmetricTest, AsynchronousAllreducesOfViewsOfOneRegion) {
 
 // The ranks let go of a region at different times; whoever has it already gone stages instead.
 TEST_P(SymmetricTest, RegionsThatOnlySomeRanksStillHold) {
-  const Problem problem = make_problem(DType::kFloat32, 30000, size());
+  const ReduceProblem problem = make_problem(DType::kFloat32, 30000, size());
   group_.run([&](Communicator& communicator) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
     std::vector<std::byte> ordinary(problem.bytes());
@@ -188,7 +174,7 @@ TEST_P(SymmetricTest, RegionsThatOnlySomeRanksStillHold) {
 
 // Work holds the memory it uses, whatever its submitter lets go.
 TEST_P(SymmetricTest, WorkKeepsItsRegionMapped) {
-  const Problem problem = make_problem(DType::kFloat32, 60000, size());
+  const ReduceProblem problem = make_problem(DType::kFloat32, 60000, size());
   group_.run([&](Communicator& communicator) {
     auto region = communicator.allocate_symmetric(problem.bytes(), {});
     std::byte* place = copied_in(problem.inputs[static_cast<std::size_t>(communicator.rank())],

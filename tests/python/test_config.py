@@ -32,7 +32,6 @@ def test_values_are_read() -> None:
             "MULTIRING_SPIN_MICROSECONDS": "0",
             "MULTIRING_STAGING_BYTES": "4 MiB",
             "MULTIRING_STALL_WARNING": "0",
-            "MULTIRING_SIMD": "avx2",
         }
     )
     assert (settings.rank, settings.size) == (1, 2)
@@ -42,7 +41,6 @@ def test_values_are_read() -> None:
     assert settings.spin_microseconds == 0
     assert settings.staging_bytes == 4 << 20
     assert settings.stall_warning == 0.0
-    assert settings.simd == "avx2"
 
 
 def test_an_empty_value_counts_as_absent() -> None:
@@ -74,7 +72,6 @@ def test_sizes_understand_binary_units(text: str, size: int) -> None:
         ("MULTIRING_STAGING_BYTES", "1TB"),
         ("MULTIRING_STAGING_BYTES", "mib"),
         ("MULTIRING_STALL_WARNING", "-1"),
-        ("MULTIRING_SIMD", "mmx"),
     ],
 )
 def test_a_bad_value_is_named_with_what_is_accepted(name: str, text: str) -> None:
@@ -97,7 +94,7 @@ def test_a_secret_is_never_shown(text: str) -> None:
 def test_describe_names_the_source() -> None:
     found = {item.variable.name: item for item in config.describe({"MULTIRING_TIMEOUT": "7"})}
     assert (found["MULTIRING_TIMEOUT"].text, found["MULTIRING_TIMEOUT"].source) == ("7", "environment")
-    assert (found["MULTIRING_SIMD"].text, found["MULTIRING_SIMD"].source) == ("auto", "default")
+    assert (found["MULTIRING_LOG_LEVEL"].text, found["MULTIRING_LOG_LEVEL"].source) == ("warning", "default")
 
 
 def test_unknown_variables_are_found_with_what_may_be_meant() -> None:

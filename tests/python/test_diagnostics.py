@@ -37,7 +37,7 @@ def test_env_as_json_holds_everything() -> None:
         "17",
         "environment",
     )
-    assert settings["MULTIRING_SIMD"]["source"] == "default"
+    assert settings["MULTIRING_LOG_LEVEL"]["source"] == "default"
     assert found["unknown_variables"] == {"MULTIRING_TIMOUT": "MULTIRING_TIMEOUT"}
 
 

@@ -104,7 +104,7 @@ def test_the_report_says_who_how_and_shows_the_last_words() -> None:
         (signal.SIGKILL, "out-of-memory"),
         (signal.SIGSEGV, "memory"),
         (signal.SIGBUS, "mapping"),
-        (signal.SIGILL, "MULTIRING_SIMD"),
+        (signal.SIGILL, "processor"),
         (signal.SIGABRT, "native"),
     ],
 )

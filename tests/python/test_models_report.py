@@ -11,7 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from multiring.errors import UsageError
+from multiring.models import outputs
 from multiring.models.errors import DataError
+from multiring.models.outputs import DirectoryOutputs
 from multiring.models.progress import BarProgress, LineProgress, SilentProgress, open_progress
 from multiring.models.report import EventLog, MetricsFile, plot_curve, read_metrics
 from PIL import Image
@@ -131,3 +134,14 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
         shown.advance(1, "text")
         shown.line("text")
     assert capsys.readouterr() == ("", "")
+
+
+def test_missing_packages_are_told_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "find_spec", lambda name: None)
+    with pytest.raises(
+        UsageError, match=r"needs matplotlib and tensorboard; run pip install 'multiring\[train\]'"
+    ):
+        DirectoryOutputs(tmp_path, SilentProgress(), resume_step=None, report=True)
+    DirectoryOutputs(tmp_path, SilentProgress(), resume_step=None, report=False).close()

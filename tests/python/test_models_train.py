@@ -30,7 +30,7 @@ def parse(*arguments: str) -> TrainOptions:
     return TrainOptions.from_namespace(parser.parse_args(list(arguments)))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def comm() -> Iterator[Communicator]:
     yield multiring.init()
     multiring.shutdown()
@@ -235,7 +235,6 @@ def test_missing_images_are_an_error_with_exit_code_1(
 ) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    multiring.shutdown()
     assert train.main(parser.parse_args([f"--data={tmp_path / 'nowhere'}"])) == 1
     assert "there is no folder" in capsys.readouterr().err
 

@@ -2,8 +2,8 @@
  *
  * Functions return MR_OK or an error's kind, and describe the error in *error if that is not NULL. Objects are
  * opaque; each mr_..._free is called once. Functions are thread-safe as the communicator is: operations issued
- * from several threads of a rank have an order that the peers must share. Structs may grow at their end:
- * initialise them with the macros, which record the size that the caller was compiled with.
+ * from several threads of a rank have an order that the peers must share. Initialise structs with the macros: they
+ * record the size that the caller was compiled with, and a library of another version refuses it.
  */
 #ifndef MULTIRING_H
 #define MULTIRING_H

@@ -297,6 +297,7 @@ std::uint64_t SharedTransport::subgroup_tag(std::uint64_t tag) const {
 }
 
 void SharedTransport::abort(ErrorKind kind, const std::string& message) {
+  if (abandoned_.load(std::memory_order_acquire)) return;
   if (control_->abort_claimed.exchange(1, std::memory_order_acq_rel) == 0) {
     control_->abort_kind = static_cast<std::uint8_t>(kind);
     control_->abort_origin = rank_;

@@ -139,7 +139,7 @@ void PeerLinks::connect_all(Store& store, const Waiting& waiting) {
   for (int peer = 0; peer < options_.rank; ++peer) {
     UniqueFd& socket = called[static_cast<std::size_t>(peer)];
     await_readable(socket, waiting);
-    if (welcome(std::move(socket)) != peer)
+    if (welcome(std::move(socket), false) != peer)
       throw Error(ErrorKind::kPeerLost, "rank " + std::to_string(peer) + " closed its connection to rank " +
                                             std::to_string(options_.rank) +
                                             " in init: it has failed, look at its output");
@@ -209,15 +209,13 @@ void PeerLinks::accept_from_higher(const UniqueFd& listener, const Waiting& wait
     pollfd poll_listener{listener.get(), POLLIN, 0};
     if (::poll(&poll_listener, 1, kPollMilliseconds) <= 0) continue;
     UniqueFd socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!socket && (errno == EINTR || errno == ECONNABORTED)) continue;
     if (!socket) throw_errno("accept");
-    const Hello hello = my_hello();
-    if (::send(socket.get(), &hello, sizeof hello, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof hello))
-      continue;
-    welcome(std::move(socket));
+    welcome(std::move(socket), true);
   }
 }
 
-int PeerLinks::welcome(UniqueFd socket) {
+int PeerLinks::welcome(UniqueFd socket, bool answer) {
   ucred credentials{};
   socklen_t length = sizeof credentials;
   if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0)
@@ -227,7 +225,14 @@ int PeerLinks::welcome(UniqueFd socket) {
   timeval limit{5, 0};
   ::setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
   Hello hello{};
-  if (::recv(socket.get(), &hello, sizeof hello, 0) != static_cast<ssize_t>(sizeof hello)) return -1;
+  ssize_t got = -1;
+  do got = ::recv(socket.get(), &hello, sizeof hello, 0);
+  while (got < 0 && errno == EINTR);
+  if (got != static_cast<ssize_t>(sizeof hello)) return -1;
+  // Answered before it is looked at, so that both sides tell of settings that differ.
+  const Hello mine = my_hello();
+  if (answer && ::send(socket.get(), &mine, sizeof mine, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof mine))
+    return -1;
   if (hello.magic != kMagic || hello.version != kVersion || hello.size != options_.size ||
       hello.settings != options_.settings)
     throw Error(ErrorKind::kUsage, "rank " + std::to_string(hello.rank) +

@@ -55,7 +55,9 @@ class PeerLinks {
   UniqueFd call(int peer, const std::string& path) const;
   void await_readable(const UniqueFd& socket, const Waiting& waiting) const;
   void accept_from_higher(const UniqueFd& listener, const Waiting& waiting);
-  int welcome(UniqueFd socket);
+  /// Takes the greeting at the other end of `socket`, answers it if asked to, and enters the peer; its rank,
+  /// or -1 for a stranger.
+  int welcome(UniqueFd socket, bool answer);
   /// Ranks not connected yet, and ranks that have not even told their address.
   std::vector<int> missing() const;
   std::vector<int> absent(Store& store) const;

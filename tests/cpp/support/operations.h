@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <ostream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -66,5 +67,6 @@ std::vector<GroupCase> group_cases(const std::vector<int>& sizes, const std::vec
 std::vector<GroupCase> all_group_cases();
 /// "shm_7_ranks_4096"
 std::string case_name(const GroupCase& group);
+inline void PrintTo(const GroupCase& group, std::ostream* out) { *out << case_name(group); }
 
 }  // namespace multiring::testing

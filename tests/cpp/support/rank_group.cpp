@@ -1,7 +1,5 @@
 #include "support/rank_group.h"
 
-#include <gtest/gtest.h>
-
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -40,10 +38,6 @@ class Watchdog {
   bool done_ = false;
   std::thread thread_;
 };
-
-void rethrow_first(const std::vector<std::exception_ptr>& raised, int first) {
-  if (first >= 0) std::rethrow_exception(raised[static_cast<std::size_t>(first)]);
-}
 
 }  // namespace
 
@@ -110,7 +104,6 @@ std::vector<std::exception_ptr> RankGroup::run_communicators(const Body& body, i
         communicator = std::make_shared<Communicator>(connect(rank, store), options_.communicator);
         try {
           body(*communicator);
-          if (::testing::Test::HasFatalFailure()) communicator->abort("an assertion of the test failed");
         } catch (const Error&) {
           throw;  // the ranks know already
         } catch (...) {
@@ -123,7 +116,8 @@ std::vector<std::exception_ptr> RankGroup::run_communicators(const Body& body, i
 
 void RankGroup::run(const Body& body) {
   int first = -1;
-  rethrow_first(run_communicators(body, &first), first);
+  const auto raised = run_communicators(body, &first);
+  if (first >= 0) std::rethrow_exception(raised[static_cast<std::size_t>(first)]);
 }
 
 std::vector<std::optional<Error>> RankGroup::outcomes(const Body& body) {
@@ -144,14 +138,14 @@ void RankGroup::run_transports(const TransportBody& body) {
   InprocStore store;
   std::vector<std::shared_ptr<Transport>> all(static_cast<std::size_t>(options_.size));
   int first = -1;
-  rethrow_first(run_threads(
-                    [&](int rank) {
-                      auto& transport = all[static_cast<std::size_t>(rank)];
-                      transport = connect(rank, store);
-                      body(transport);
-                    },
-                    &first),
-                first);
+  const auto raised = run_threads(
+      [&](int rank) {
+        auto& transport = all[static_cast<std::size_t>(rank)];
+        transport = connect(rank, store);
+        body(transport);
+      },
+      &first);
+  if (first >= 0) std::rethrow_exception(raised[static_cast<std::size_t>(first)]);
 }
 
 }  // namespace multiring::testing

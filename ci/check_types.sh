@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# mypy (strict) over the package as it is installed: the folders that pyproject.toml maps into it, laid together.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+tree=build/types
+rm -rf "$tree"
+mkdir -p "$tree/multiring"
+ln -s "$PWD"/core/multiring/* "$tree/multiring/"
+for adapter in adapters/*/; do ln -s "$PWD/$adapter" "$tree/multiring/$(basename "$adapter")"; done
+ln -s "$PWD/models" "$tree/multiring/models"
+MYPYPATH=$tree mypy --config-file pyproject.toml -p multiring

@@ -1,0 +1,136 @@
+"""The shared reducer under generated models, orders of arrival and missing gradients, against a plain sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from multiring import Communicator
+from multiring.bucketing import ParameterSpec
+from multiring.errors import MismatchError
+from multiring.gradient_reducer import GradientReducer
+from multiring.gradient_source import ReducerOptions
+from multiring.model_check import check_same
+from tests.rank_pool import RankPool
+
+Pool = Callable[[int], RankPool]
+RANKS = 3
+DTYPES = ("float16", "float32", "float64")
+
+
+class Source:
+    """Gradients of one rank: small integers, so that every dtype adds them without rounding."""
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self.reducer = reducer
+        self.late: dict[int, float] = {}
+        self.published: list[int] = []
+
+    def write(self, index: int, value: float) -> None:
+        self.reducer.slot(index).view(self.reducer.specs[index].dtype)[:] = value
+
+    def store(self, index: int) -> bool:
+        if index in self.late:
+            self.write(index, self.late[index])
+        return index in self.late
+
+    def publish(self, index: int) -> None:
+        self.published.append(index)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> dict[str, Any]:
+    """A model and, per round and rank, what arrives in order and what is fetched at the end."""
+    sizes = draw(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(DTYPES)), min_size=1, max_size=8))
+    every = list(range(len(sizes)))
+    rounds = []
+    for _ in range(draw(st.integers(1, 4))):
+        ranks = []
+        for _ in range(RANKS):
+            order = draw(st.permutations(every))
+            cuts = sorted((draw(st.integers(0, len(every))), draw(st.integers(0, len(every)))))
+            ranks.append({"arrive": order[: cuts[0]], "late": order[cuts[0] : cuts[1]]})
+        rounds.append(ranks)
+    limits = draw(st.tuples(st.integers(1, 400), st.integers(1, 400)))
+    return {
+        "sizes": sizes,
+        "rounds": rounds,
+        "limits": limits,
+        "op": draw(st.sampled_from(("average", "sum"))),
+    }
+
+
+def value_of(number: int, rank: int, index: int) -> float:
+    return float(6 * (1 + (number + 2 * rank + 3 * index) % 7))
+
+
+def reduce_in_rounds(comm: Communicator, job: dict[str, Any]) -> list[Any]:
+    specs = [ParameterSpec(f"p{k}", (size,), dtype) for k, (size, dtype) in enumerate(job["sizes"])]
+    options = ReducerOptions(job["op"], *job["limits"])
+    reducer = GradientReducer(comm, specs, options)
+    plans = []
+    for number, ranks in enumerate(job["rounds"]):
+        source = Source(reducer)
+        mine = ranks[comm.rank]
+        for index in mine["late"]:
+            source.late[index] = value_of(number, comm.rank, index)
+            reducer.mark_produced(index)
+        for index in mine["arrive"]:
+            source.write(index, value_of(number, comm.rank, index))
+            reducer.mark_ready(index)
+        result = reducer.finish(source)
+        for index, spec in enumerate(specs):
+            who = [rank for rank in range(comm.size) if index in ranks[rank]["arrive"] + ranks[rank]["late"]]
+            assert result.produced[index] == bool(who)
+            if who:
+                total = sum(value_of(number, rank, index) for rank in who)
+                wanted = total / comm.size if job["op"] == "average" else total
+                np.testing.assert_array_equal(
+                    reducer.slot(index).view(spec.dtype), np.dtype(spec.dtype).type(wanted)
+                )
+        missing = set(range(len(specs))) - set(mine["arrive"]) - set(mine["late"])
+        assert sorted(source.published) == sorted(index for index in missing if result.produced[index])
+        assert result.active.all()
+        assert not reducer.has_unreduced
+        plans.append(reducer.plan)
+    reducer.close()
+    return plans
+
+
+# The examples share the pool of ranks, on purpose; each is a few milliseconds of several processes.
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(job=jobs())
+def test_any_order_of_arrival_and_any_gradient_missing(ranks: Pool, job: dict[str, Any]) -> None:
+    results = ranks(RANKS).run(reduce_in_rounds, job)
+    assert results[0] == results[1] == results[2], "ranks have different plans"
+
+
+def compare_lists(comm: Communicator, lists: list[list[tuple[str, str]]]) -> str:
+    try:
+        check_same(comm, lists[comm.rank], "words")
+    except MismatchError as error:
+        return str(error).partition(": ")[2]
+    return "same"
+
+
+@pytest.mark.parametrize(
+    ("lists", "text"),
+    [
+        ([[("a", "1")], [("a", "1")], [("a", "1")]], "same"),
+        ([[], [], []], "same"),
+        ([[("a", "1")], [("a", "2")], [("a", "1")]], "entry 0 is 'a' 1 on ranks 0, 2, but 'a' 2 on rank 1"),
+        ([[("a", "1")], [("a", "1")], []], "entry 0 is 'a' 1 on ranks 0, 1, but nothing on rank 2"),
+        (
+            [[("a", ""), ("b", "")], [("a", ""), ("c", "")], [("a", ""), ("d", "")]],
+            "entry 1 is 'b' on rank 0, but 'c' on rank 1, but 'd' on rank 2",
+        ),
+    ],
+)
+def test_the_first_difference_is_named(ranks: Pool, lists: list[Any], text: str) -> None:
+    for answer in ranks(RANKS).run(compare_lists, lists):
+        assert text in answer

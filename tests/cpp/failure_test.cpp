@@ -1,0 +1,235 @@
+// Ranks that die, hang, leave, abort or are interrupted in the middle of every kind of operation: all others
+// get an error that says so, soon.
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/activities.h"
+#include "support/operations.h"
+#include "support/rank_group.h"
+
+namespace multiring {
+namespace {
+
+using testing::Activity;
+using testing::RankGroup;
+using testing::TransportKind;
+
+constexpr int kSize = 4;
+constexpr int kVictim = 2;
+// Peers have to be told of within this time.
+constexpr double kSoon = 2.0 * testing::kSlowness;
+
+testing::GroupOptions group_options(TransportKind transport) {
+  testing::GroupOptions options(transport, kSize, testing::kSmallStaging);
+  options.communicator.timeout = 60 * testing::kSlowness;  // what ends a wait is not this
+  options.time_limit = 50 * testing::kSlowness;
+  return options;
+}
+
+/// What a rank got, and when.
+struct End {
+  std::optional<Error> error;
+  Clock::time_point at;
+};
+
+/// How often all ranks have done an activity.
+class Progress {
+ public:
+  void count() { done_.fetch_add(1, std::memory_order_relaxed); }
+  void await(int times) const {
+    while (done_.load(std::memory_order_relaxed) < times) std::this_thread::yield();
+  }
+
+ private:
+  std::atomic<int> done_{0};
+};
+
+/// Does `activity` again and again until it raises.
+End repeat_until_error(Communicator& communicator, const Activity& activity, Progress& progress) {
+  try {
+    for (;;) {
+      activity.once(communicator, {});
+      progress.count();
+    }
+  } catch (const Error& error) {
+    return {error, Clock::now()};
+  }
+}
+
+void expect_text(const Error& error, const std::string& fragment) {
+  EXPECT_NE(std::string(error.what()).find(fragment), std::string::npos)
+      << "no '" << fragment << "' in: " << error.what();
+}
+
+/// Both transports with every activity.
+struct FailureCase {
+  TransportKind transport;
+  Activity activity;
+};
+void PrintTo(const FailureCase& failure, std::ostream* out) {
+  *out << testing::transport_name(failure.transport) << ' ' << failure.activity.name;
+}
+
+std::vector<FailureCase> failure_cases(const std::vector<TransportKind>& transports) {
+  std::vector<FailureCase> cases;
+  for (const TransportKind transport : transports)
+    for (const Activity& activity : testing::all_activities()) cases.push_back({transport, activity});
+  return cases;
+}
+
+std::string failure_name(const ::testing::TestParamInfo<FailureCase>& info) {
+  return std::string(testing::transport_name(info.param.transport)) + "_" + info.param.activity.name;
+}
+
+class FailureTest : public ::testing::TestWithParam<FailureCase> {
+ protected:
+  FailureTest() : group_(group_options(GetParam().transport)), ends_(kSize) {}
+
+  /// All ranks are at the activity when `fault` strikes, in a thread of its own.
+  void strike(const std::function<void()>& fault) {
+    std::thread striker([&] {
+      progress_.await(3 * kSize);
+      struck_ = Clock::now();
+      fault();
+    });
+    group_.run([&](Communicator& communicator) {
+      {
+        const std::lock_guard lock(mutex_);
+        communicators_[static_cast<std::size_t>(communicator.rank())] = communicator.shared_from_this();
+      }
+      const auto rank = static_cast<std::size_t>(communicator.rank());
+      ends_[rank] = repeat_until_error(communicator, GetParam().activity, progress_);
+      EXPECT_TRUE(communicator.is_broken() || communicator.rank() == kVictim);
+    });
+    striker.join();
+  }
+
+  /// The striker's own reference: the ranks may be through before it is.
+  std::shared_ptr<Communicator> communicator(int rank) {
+    const std::lock_guard lock(mutex_);
+    return communicators_[static_cast<std::size_t>(rank)];
+  }
+
+  void expect_all(ErrorKind kind, const std::string& fragment, bool of_victim) {
+    for (int rank = 0; rank < kSize; ++rank) {
+      if (rank == kVictim && !of_victim) continue;
+      const End& end = ends_[static_cast<std::size_t>(rank)];
+      ASSERT_TRUE(end.error.has_value());
+      EXPECT_EQ(end.error->kind(), kind) << end.error->what();
+      expect_text(*end.error, fragment);
+      EXPECT_LT(seconds_between(struck_, end.at), kSoon) << "on rank " << rank;
+    }
+  }
+
+  RankGroup group_;
+  Progress progress_;
+  std::vector<End> ends_;
+  Clock::time_point struck_;
+
+ private:
+  std::mutex mutex_;  // guards communicators_
+  std::array<std::shared_ptr<Communicator>, kSize> communicators_;
+};
+
+// The other transport's ranks can die for good: see process_test.cpp.
+using InprocFailureTest = FailureTest;
+
+TEST_P(InprocFailureTest, DeathReachesAllOthers) {
+  strike([&] { group_.hub().break_rank(kVictim); });
+  expect_all(ErrorKind::kPeerLost, "rank 2", false);
+  bool died = false;
+  for (const End& end : ends_)
+    died = died || std::string(end.error->what()).find("its process has died") != std::string::npos;
+  EXPECT_TRUE(died);
+}
+
+INSTANTIATE_TEST_SUITE_P(Activities, InprocFailureTest,
+                         ::testing::ValuesIn(failure_cases({TransportKind::kInproc})), failure_name);
+
+TEST_P(FailureTest, AbortFromAnotherThreadReachesAll) {
+  strike([&] { communicator(kVictim)->abort("the user wants to stop"); });
+  expect_all(ErrorKind::kAborted, "the user wants to stop", true);
+  for (int rank = 0; rank < kSize; ++rank)
+    if (rank != kVictim)
+      expect_text(*ends_[static_cast<std::size_t>(rank)].error, "rank 2 stopped all ranks");
+}
+
+// Closing ends this rank's own call; the others learn of that, or that the rank has left.
+TEST_P(FailureTest, CloseFromAnotherThreadEndsTheCall) {
+  strike([&] { communicator(kVictim)->close(); });
+  for (int rank = 0; rank < kSize; ++rank) {
+    const End& end = ends_[static_cast<std::size_t>(rank)];
+    const bool left = end.error->kind() == ErrorKind::kPeerLost;
+    EXPECT_TRUE(left || end.error->kind() == ErrorKind::kAborted) << end.error->what();
+    expect_text(*end.error, left ? "shut down" : "closed");
+    EXPECT_LT(seconds_between(struck_, end.at), kSoon);
+  }
+}
+
+TEST_P(FailureTest, LeavingReachesAllWhoWait) {
+  group_.run([&](Communicator& communicator) {
+    const auto rank = static_cast<std::size_t>(communicator.rank());
+    GetParam().activity.once(communicator, {});
+    if (communicator.rank() == kVictim) {
+      struck_ = Clock::now();
+      return communicator.close();
+    }
+    ends_[rank] = repeat_until_error(communicator, GetParam().activity, progress_);
+  });
+  for (int rank = 0; rank < kSize; ++rank) {
+    if (rank == kVictim) continue;
+    const End& end = ends_[static_cast<std::size_t>(rank)];
+    EXPECT_EQ(end.error->kind(), ErrorKind::kPeerLost) << end.error->what();
+    expect_text(*end.error, "it has shut down or exited while others still needed it");
+    expect_text(*end.error, "lost rank 2");
+    EXPECT_LT(seconds_between(struck_, end.at), kSoon);
+  }
+}
+
+// One rank does not come: the others' deadline ends the operation on all, and the message says who is
+// missing.
+TEST_P(FailureTest, DeadlineNamesTheMissingRank) {
+  CallOptions options;
+  options.timeout = 0.15;
+  if (GetParam().activity.name.ends_with("_async")) return;  // has its communicator's: see ErrorsTest
+  const bool messages = GetParam().activity.name == "send_receive";
+  group_.run([&](Communicator& communicator) {
+    const auto rank = static_cast<std::size_t>(communicator.rank());
+    if (communicator.rank() == kVictim) {
+      while (!communicator.is_broken()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      ends_[rank] = repeat_until_error(communicator, GetParam().activity, progress_);
+      return;
+    }
+    try {
+      GetParam().activity.once(communicator, options);
+      while (!communicator.is_broken()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      GetParam().activity.once(communicator, options);
+    } catch (const Error& error) {
+      ends_[rank].error = error;
+    }
+  });
+  for (int rank = 0; rank < kSize; ++rank) {
+    const Error& error = *ends_[static_cast<std::size_t>(rank)].error;
+    EXPECT_EQ(error.kind(), ErrorKind::kTimeout) << error.what();
+    expect_text(error, messages ? "for rank " : "for rank 2; ranks 0, 1, 3 came and waited as well");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Activities, FailureTest,
+                         ::testing::ValuesIn(failure_cases({TransportKind::kInproc, TransportKind::kShm})),
+                         failure_name);
+
+}  // namespace
+}  // namespace multiring

@@ -1,0 +1,210 @@
+// Sub-communicators: splits of splits, many at once, from several threads, and what is left of them.
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/operations.h"
+#include "support/rank_group.h"
+
+namespace multiring {
+namespace {
+
+using testing::GroupCase;
+using testing::Mode;
+using testing::RankGroup;
+
+/// The sum over the ranks of `communicator` of `value`.
+std::int64_t sum(Communicator& communicator, std::int64_t value, std::size_t count = 1,
+                 Mode mode = Mode::kSync) {
+  std::vector<std::int64_t> array(count, value);
+  Operation operation = testing::allreduce_of(DType::kInt64, count, array.data(), array.data());
+  perform(communicator, operation, mode);
+  EXPECT_EQ(array, std::vector<std::int64_t>(count, array[0]));
+  return array[0];
+}
+
+class SplitTest : public ::testing::TestWithParam<GroupCase> {
+ protected:
+  SplitTest() : group_(GetParam().options()) {}
+  RankGroup group_;
+};
+
+TEST_P(SplitTest, GroupsByColorRankedByKeyThenRank) {
+  group_.run([](Communicator& world) {
+    const int rank = world.rank();
+    const int size = world.size();
+    const auto reversed = world.split(0, -rank, {});
+    EXPECT_EQ(reversed->size(), size);
+    EXPECT_EQ(reversed->rank(), size - 1 - rank);
+    const auto same_key = world.split(7, 3, {});
+    EXPECT_EQ(same_key->rank(), rank);
+    const auto parity = world.split(rank % 2, rank, {});
+    EXPECT_EQ(parity->size(), (size + 1 - rank % 2) / 2);
+    EXPECT_EQ(parity->rank(), rank / 2);
+    EXPECT_NE(parity->name().find("world/3"), std::string::npos) << parity->name();
+    std::int64_t expected = 0;
+    for (int peer = rank % 2; peer < size; peer += 2) expected += peer + 1;
+    EXPECT_EQ(sum(*parity, rank + 1, 3000), expected);
+    EXPECT_EQ(sum(*reversed, rank), size * (size - 1) / 2);
+  });
+}
+
+TEST_P(SplitTest, NegativeColorIsLeftOut) {
+  group_.run([](Communicator& world) {
+    const auto others = world.split(world.rank() == 0 ? -1 : 4, 0, {});
+    EXPECT_EQ(others == nullptr, world.rank() == 0);
+    const std::int64_t count = others ? sum(*others, 1) : world.size() - 1;
+    EXPECT_EQ(count, world.size() - 1);
+    const auto nobody = world.split(-5, 0, {});
+    EXPECT_EQ(nobody, nullptr);
+    EXPECT_EQ(sum(world, 1), world.size());
+  });
+}
+
+// Down to one rank, every level in use at the same time.
+TEST_P(SplitTest, SplitsOfSplits) {
+  group_.run([](Communicator& world) {
+    std::vector<std::shared_ptr<Communicator>> levels;
+    for (Communicator* current = &world; current->size() > 1; current = levels.back().get())
+      levels.push_back(current->split(current->rank() * 2 / current->size(), -current->rank(), {}));
+    for (int repeat = 0; repeat < 5; ++repeat) {
+      for (const auto& level : levels)
+        EXPECT_EQ(sum(*level, 1, 700, testing::kModes[repeat % 2]), level->size());
+      EXPECT_EQ(sum(world, 1), world.size());
+    }
+  });
+}
+
+TEST_P(SplitTest, SeventyAliveAtOnce) {
+  group_.run([](Communicator& world) {
+    std::vector<std::shared_ptr<Communicator>> all;
+    for (int i = 0; i < 70; ++i) all.push_back(world.split(world.rank() % (i % 3 + 1), 0, {}));
+    for (int repeat = 0; repeat < 2; ++repeat)
+      for (const auto& communicator : all) EXPECT_EQ(sum(*communicator, 1), communicator->size());
+    for (std::size_t i = 0; i < all.size(); i += 2) all[i].reset();
+    for (std::size_t i = 1; i < all.size(); i += 2) EXPECT_EQ(sum(*all[i], 1), all[i]->size());
+  });
+}
+
+TEST_P(SplitTest, EachDrivenByAThreadOfItsOwn) {
+  group_.run([](Communicator& world) {
+    std::vector<std::shared_ptr<Communicator>> all;
+    for (int i = 0; i < 4; ++i)
+      all.push_back(world.split(i == 3 ? world.rank() % 2 : 0, i % 2 ? -world.rank() : 0, {}));
+    std::vector<std::thread> threads;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      threads.emplace_back([&, i] {
+        for (int repeat = 0; repeat < 40; ++repeat) {
+          const Mode mode = testing::kModes[(static_cast<std::size_t>(repeat) + i) % 2];
+          EXPECT_EQ(sum(*all[i], static_cast<std::int64_t>(i) + 1, 100 * i + 1, mode),
+                    static_cast<std::int64_t>(i + 1) * all[i]->size());
+        }
+      });
+    }
+    for (int repeat = 0; repeat < 40; ++repeat) EXPECT_EQ(sum(world, 1), world.size());
+    for (std::thread& thread : threads) thread.join();
+  });
+}
+
+// Several threads split communicators of their own at the same time: shared memory of one may come to
+// another's thread, which has to keep it for the right one.
+TEST_P(SplitTest, SplitAndAllocateFromSeveralThreadsAtOnce) {
+  group_.run([](Communicator& world) {
+    std::vector<std::shared_ptr<Communicator>> parents;
+    for (int i = 0; i < 3; ++i) parents.push_back(world.split(0, 0, {}));
+    std::vector<std::thread> threads;
+    for (const auto& parent : parents) {
+      threads.emplace_back([&parent] {
+        for (int i = 0; i < 10; ++i) {
+          const auto child = parent->split(parent->rank() % 2, 0, {});
+          const auto region = child->allocate_symmetric(20000, {});
+          auto* array = reinterpret_cast<std::int64_t*>(region->part(child->rank()));
+          std::fill(array, array + 2500, i);
+          Operation operation = testing::allreduce_of(DType::kInt64, 2500, array, array);
+          child->run(operation, {});
+          EXPECT_EQ(array[2499], i * child->size());
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  });
+}
+
+TEST_P(SplitTest, LivesOnWhenItsParentIsClosedOrBroken) {
+  group_.run([](Communicator& world) {
+    const auto parent = world.split(0, 0, {});
+    const auto child = parent->split(0, 0, {});
+    const auto sibling = parent->split(0, 0, {});
+    sibling->abort("this one only");
+    EXPECT_TRUE(sibling->is_broken());
+    EXPECT_FALSE(parent->is_broken());
+    EXPECT_EQ(sum(*parent, 1), world.size());
+    parent->close();
+    EXPECT_EQ(sum(*child, 1, 2000), world.size());
+    EXPECT_EQ(sum(*child, 1, 2000, Mode::kAsync), world.size());
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Groups, SplitTest, ::testing::ValuesIn(testing::all_group_cases()),
+                         [](const auto& info) { return testing::case_name(info.param); });
+
+std::ptrdiff_t open_descriptors() {
+  const std::filesystem::directory_iterator all("/proc/self/fd");
+  return std::distance(begin(all), end(all));
+}
+
+std::ptrdiff_t shared_mappings() {
+  std::ifstream maps("/proc/self/maps");
+  std::ptrdiff_t count = 0;
+  for (std::string line; std::getline(maps, line);)
+    count += line.find("memfd:multiring") != std::string::npos;
+  return count;
+}
+
+TEST(Leaks, NoDescriptorOrMappingIsLeft) {
+  const std::ptrdiff_t descriptors = open_descriptors();
+  EXPECT_EQ(shared_mappings(), 0);
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    RankGroup group(testing::GroupOptions(testing::TransportKind::kShm, 3));
+    group.run([&](Communicator& world) {
+      std::vector<std::shared_ptr<SymmetricRegion>> regions;
+      for (int i = 0; i < 5; ++i) {
+        const auto child = world.split(world.rank() % 2, 0, {});
+        regions.push_back(child->allocate_symmetric(10000, {}));
+        EXPECT_EQ(sum(*child, 1, 10, Mode::kAsync), child->size());
+      }
+      if (repeat == 1) world.abort("broken ones leave nothing either");
+    });
+  }
+  EXPECT_EQ(open_descriptors(), descriptors);
+  EXPECT_EQ(shared_mappings(), 0);
+}
+
+// The descriptors of shared memory are closed as soon as it is mapped.
+TEST(Leaks, SplitsAndRegionsKeepNoDescriptor) {
+  RankGroup group(testing::GroupOptions(testing::TransportKind::kShm, 2));
+  group.run([](Communicator& world) {
+    // One rank counts, while nothing else opens anything.
+    Operation barrier = testing::barrier_operation();
+    const auto count = [&] {
+      world.run(barrier, {});
+      const std::ptrdiff_t descriptors = world.rank() == 0 ? open_descriptors() : 0;
+      world.run(barrier, {});
+      return descriptors;
+    };
+    const std::ptrdiff_t before = count();
+    const auto child = world.split(0, 0, {});
+    const auto region = child->allocate_symmetric(10000, {});
+    EXPECT_EQ(count(), before);
+  });
+}
+
+}  // namespace
+}  // namespace multiring

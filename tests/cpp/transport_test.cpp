@@ -1,0 +1,217 @@
+// The transports below the collectives: connecting, symmetric memory that cannot be had, rounds, mailboxes.
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/rank_group.h"
+#include "transport/shm/shm_link.h"
+
+namespace multiring {
+namespace {
+
+using testing::GroupOptions;
+using testing::RankGroup;
+using testing::TransportKind;
+
+Waiting wait_for(double seconds) {
+  Waiting waiting;
+  waiting.deadline = Deadline::after(seconds);
+  return waiting;
+}
+
+template <class Body>
+Error error_of(ErrorKind kind, const Body& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    EXPECT_EQ(error_kind_name(error.kind()), std::string(error_kind_name(kind))) << error.what();
+    return error;
+  }
+  ADD_FAILURE() << "nothing was raised";
+  return Error(ErrorKind::kInternal, "");
+}
+
+void expect_text(const Error& error, const std::string& fragment) {
+  EXPECT_NE(std::string(error.what()).find(fragment), std::string::npos)
+      << "no '" << fragment << "' in: " << error.what();
+}
+
+ShmOptions shm_options(int rank, int size) {
+  ShmOptions options;
+  options.rank = rank;
+  options.size = size;
+  return options;
+}
+
+TEST(ShmConnect, DeadlineNamesWhoHasNotCome) {
+  InprocStore store;
+  std::vector<std::thread> ranks;
+  for (const int rank : {0, 2}) {
+    ranks.emplace_back([&store, rank] {
+      const Error error =
+          error_of(ErrorKind::kTimeout, [&] { connect_shm(store, shm_options(rank, 3), wait_for(0.3)); });
+      expect_text(error, "init for rank(s) 1 of 3");
+      EXPECT_EQ(error.context().peer, 1);
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+}
+
+TEST(ShmConnect, InterruptEndsIt) {
+  InprocStore store;
+  const std::function<void()> interrupt = [] { throw std::runtime_error("Ctrl-C"); };
+  Waiting waiting = wait_for(30);
+  waiting.interrupt = &interrupt;
+  EXPECT_THROW(connect_shm(store, shm_options(0, 2), waiting), std::runtime_error);
+}
+
+TEST(ShmConnect, OtherSettingsAreRefused) {
+  InprocStore store;
+  std::thread first([&] {
+    ShmOptions options = shm_options(0, 2);
+    options.transport.staging_bytes = 8192;
+    expect_text(error_of(ErrorKind::kUsage, [&] { connect_shm(store, options, wait_for(20)); }),
+                "other settings");
+  });
+  try {
+    connect_shm(store, shm_options(1, 2), wait_for(20));
+    ADD_FAILURE() << "connected";
+  } catch (const Error& error) {  // refused by this rank, or cut off by the other's refusal
+    EXPECT_TRUE(error.kind() == ErrorKind::kUsage || error.kind() == ErrorKind::kPeerLost) << error.what();
+  }
+  first.join();
+}
+
+TEST(ShmConnect, LeavesNothingInTheSocketDirectory) {
+  std::string directory = (std::filesystem::temp_directory_path() / "multiring-test-XXXXXX").string();
+  ASSERT_NE(::mkdtemp(directory.data()), nullptr);
+  InprocStore store;
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks.emplace_back([&, rank] {
+      ShmOptions options = shm_options(rank, 3);
+      options.socket_directory = directory;
+      connect_shm(store, options, wait_for(20));
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  EXPECT_TRUE(std::filesystem::is_empty(directory));
+  std::filesystem::remove(directory);
+}
+
+class TransportTest : public ::testing::TestWithParam<TransportKind> {
+ protected:
+  static GroupOptions options(int size) { return {GetParam(), size, 4096}; }
+};
+
+TEST_P(TransportTest, HeadersAndStagingAreZeroAtFirstAndSeenByAll) {
+  RankGroup group(options(4));
+  group.run_transports([](const std::shared_ptr<Transport>& transport) {
+    const int rank = transport->rank();
+    for (std::uint64_t round = 1; round <= 5; ++round) {
+      EXPECT_TRUE(round > 2 || *transport->header(rank, round) == std::byte{0});
+      EXPECT_TRUE(round > 2 || *transport->staging(rank, round) == std::byte{0});
+      const auto mark = static_cast<int>(round) * 10 + rank;
+      std::memset(transport->header(rank, round), mark, Transport::kHeaderBytes);
+      std::memset(transport->staging(rank, round), mark, transport->staging_bytes());
+      transport->arrive(round);
+      ASSERT_TRUE(transport->await_all(round, wait_for(20)).ok());
+      for (int peer = 0; peer < transport->size(); ++peer) {
+        const auto theirs = static_cast<std::byte>(static_cast<int>(round) * 10 + peer);
+        EXPECT_GE(transport->arrived(peer), round);
+        EXPECT_EQ(transport->header(peer, round)[Transport::kHeaderBytes - 1], theirs);
+        EXPECT_EQ(transport->staging(peer, round)[transport->staging_bytes() - 1], theirs);
+      }
+    }
+  });
+}
+
+TEST_P(TransportTest, StagingMemoryIsAtLeastACacheLine) {
+  GroupOptions tiny = options(2);
+  tiny.staging_bytes = 63;
+  RankGroup group(tiny);
+  error_of(ErrorKind::kUsage, [&] { group.run_transports([](const std::shared_ptr<Transport>&) {}); });
+}
+
+// The first rank to come may be gone again when the last one comes: its farewell has to be there for that
+// one.
+TEST_P(TransportTest, WhoLeavesAtOnceIsKnownToHaveLeft) {
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    RankGroup group(options(3));
+    group.run_transports([](const std::shared_ptr<Transport>& transport) {
+      const std::vector<int> members = {2, 0, 1};
+      auto child = transport->subgroup(members, 1, wait_for(20));
+      if (transport->rank() != 1) return child.reset();
+      child->arrive(1);
+      const WaitResult result = child->await_all(1, wait_for(20));
+      EXPECT_EQ(result.outcome, WaitResult::Outcome::kPeerLost);
+      EXPECT_TRUE(result.peer_left);
+    });
+  }
+}
+
+TEST_P(TransportTest, FirstAbortWinsAndIsCutToItsRecord) {
+  RankGroup group(options(3));
+  group.run_transports([](const std::shared_ptr<Transport>& transport) {
+    if (transport->rank() == 1) transport->abort(ErrorKind::kTimeout, std::string(10000, 'x'));
+    transport->arrive(1);
+    transport->await_all(1, wait_for(20));
+    transport->abort(ErrorKind::kMismatch, "late");
+    AbortRecord record;
+    ASSERT_TRUE(transport->aborted(&record));
+    EXPECT_EQ(record.kind, ErrorKind::kTimeout);
+    EXPECT_EQ(record.origin, 1);
+    EXPECT_EQ(record.message, std::string(4095, 'x'));
+  });
+}
+
+// The receiver of a message of many chunks takes some of them and is no more.
+TEST_P(TransportTest, PeerThatLeavesInTheMiddleOfAMessage) {
+  RankGroup group(options(2));
+  group.run_transports([](const std::shared_ptr<Transport>& transport) {
+    if (transport->rank() == 1) {
+      for (std::uint64_t chunk = 1; chunk <= 3; ++chunk) {
+        ASSERT_TRUE(transport->await_written(0, chunk, wait_for(20)).ok());
+        transport->mailbox_read(0, chunk);
+      }
+      return transport->leave();
+    }
+    WaitResult result;
+    std::uint64_t chunk = 0;
+    while (result.ok()) {
+      ++chunk;
+      result = transport->await_read(1, chunk > 2 ? chunk - 2 : 0, wait_for(20));
+      if (result.ok()) transport->mailbox_written(1, chunk);
+    }
+    EXPECT_EQ(result.outcome, WaitResult::Outcome::kPeerLost);
+    EXPECT_EQ(result.peer, 1);
+    EXPECT_TRUE(result.peer_left);
+    EXPECT_EQ(chunk, 6u);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, TransportTest, ::testing::ValuesIn(testing::kTransports),
+                         [](const auto& info) { return testing::transport_name(info.param); });
+
+// The rank that makes the memory fails; the others wait for a descriptor that never comes.
+TEST(ShmAllocate, FailureOfTheRankThatMakesTheMemoryReachesAll) {
+  RankGroup group(GroupOptions(TransportKind::kShm, 2));
+  const auto start = Clock::now();
+  const auto outcomes = group.outcomes(
+      [](Communicator& communicator) { communicator.allocate_symmetric(std::size_t{1} << 62, {}); });
+  EXPECT_LT(seconds_between(start, Clock::now()), 2.0 * testing::kSlowness);
+  for (const auto& outcome : outcomes) {
+    ASSERT_TRUE(outcome.has_value());
+    EXPECT_EQ(outcome->kind(), ErrorKind::kInternal);
+    expect_text(*outcome, "shared memory");
+  }
+}
+
+}  // namespace
+}  // namespace multiring

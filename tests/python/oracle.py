@@ -1,0 +1,126 @@
+"""What the collectives have to give, computed with NumPy on one process from the inputs of all ranks.
+
+Values are NumPy arrays; those of dtype "bfloat16", for which NumPy has no name, are held as the uint16 of their
+bits. `Values` pairs the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64"),
+)
+OPS = ("sum", "average", "min", "max", "product")
+
+Bits = npt.NDArray[Any]
+
+
+def storage(dtype: str) -> np.dtype[Any]:
+    """The NumPy dtype that holds values of `dtype`."""
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+
+
+def random_bits(seed: int, shape: Sequence[int], dtype: str) -> Bits:
+    """Values of all magnitudes that occur in gradients, zeros and negative ones included; integers of all
+    sizes."""
+    generator = np.random.default_rng(seed)
+    if dtype == "bool":
+        return generator.integers(0, 2, shape).astype(bool)
+    if dtype in ("float16", "bfloat16", "float32", "float64"):
+        exponents = generator.integers(-6, 7, shape).astype(np.float64)
+        values = generator.standard_normal(shape) * 2.0**exponents * (generator.random(shape) > 0.05)
+        values += 0.0  # no negative zeros: which of two zeros is the lesser is not defined
+        return narrowed(values.astype(np.float32), dtype) if dtype != "float64" else values
+    info = np.iinfo(dtype)
+    return generator.integers(info.min, info.max, shape, dtype, endpoint=True)
+
+
+def widened(bits: Bits, dtype: str) -> Bits:
+    """Values in the type in which they are reduced: float32 for the half types."""
+    if dtype == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.astype(np.float32) if dtype == "float16" else bits
+
+
+def narrowed(values: Bits, dtype: str) -> Bits:
+    """The inverse of `widened`, rounding to nearest even."""
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):
+            return values.astype(dtype)
+    word = np.asarray(values, np.float32).view(np.uint32)
+    rounded = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One way to reduce."""
+
+    op: str = "sum"
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    def apply(self, inputs: Sequence[Bits], dtype: str) -> Bits:
+        """The canonical reduction of the inputs of ranks 0, 1, ..."""
+        with np.errstate(all="ignore"):
+            leaves = [_scaled(widened(bits, dtype), self.prescale) for bits in inputs]
+            result = _tree(leaves, _combine(self.op, dtype))
+            if self.op == "average":
+                result = _divided(result, len(inputs))
+            result = _scaled(result, self.postscale)
+            if result.dtype.kind == "f":  # there is one NaN only
+                result = np.where(np.isnan(result), result.dtype.type(np.nan), result)
+            return narrowed(result, dtype)
+
+
+def _tree(values: Sequence[Bits], combine: Callable[[Bits, Bits], Bits]) -> Bits:
+    if len(values) == 1:
+        return values[0]
+    left = 1
+    while left * 2 < len(values):
+        left *= 2
+    return combine(_tree(values[:left], combine), _tree(values[left:], combine))
+
+
+def _combine(op: str, dtype: str) -> Callable[[Bits, Bits], Bits]:
+    if dtype == "bool":
+        return np.logical_or if op in ("sum", "max") else np.logical_and
+    return {
+        "sum": np.add,
+        "average": np.add,
+        "product": np.multiply,
+        "min": np.minimum,
+        "max": np.maximum,
+    }[op]
+
+
+def _scaled(values: Bits, factor: float) -> Bits:
+    if factor == 1.0:
+        return values
+    if values.dtype.kind == "f":
+        return np.multiply(values, values.dtype.type(factor))
+    info = np.iinfo(values.dtype)
+    product = values.astype(np.float64) * factor
+    limited = np.clip(np.trunc(product), float(info.min), float(info.max))
+    # The largest 64-bit integers have no float64 of their own.
+    at_top = limited >= float(info.max)
+    return np.where(at_top, info.max, np.where(at_top, 0, limited).astype(values.dtype)).astype(values.dtype)
+
+
+def _divided(values: Bits, count: int) -> Bits:
+    if values.dtype.kind == "f":
+        return np.divide(values, values.dtype.type(count))
+    quotient = np.abs(values.astype(object)) // count  # Python's integers: exact, and no overflow
+    return np.asarray(np.where(values < 0, -quotient, quotient), values.dtype)
+
+
+def blocks(bits: Bits, size: int) -> list[Bits]:
+    """Blocks of axis 0 as `numpy.array_split` makes them."""
+    return np.array_split(bits, size)
