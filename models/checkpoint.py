@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+
 from multiring.errors import UsageError
 from multiring.models.errors import CheckpointError
 

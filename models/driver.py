@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from multiring import Communicator
 from multiring.models import checkpoint
 from multiring.models.checkpoint import Checkpoint

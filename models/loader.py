@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+
 from multiring.models.data import Dataset, Images, Labels
 from multiring.models.sharding import (
     Indices,

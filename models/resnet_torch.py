@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
+
 from multiring.errors import UsageError
 from multiring.models.resnet_spec import (
     INPUT,
@@ -21,7 +23,6 @@ from multiring.models.resnet_spec import (
     Relu,
     ResNetSpec,
 )
-from torch import nn
 
 __all__ = ["TorchResNet", "load_weights", "read_weights"]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import multiring.torch
 import numpy.typing as npt
 import torch
+from torch.nn import functional
+
+import multiring.torch
 from multiring import Communicator
 from multiring.models.errors import CheckpointError
 from multiring.models.loader import Batch
@@ -16,7 +18,6 @@ from multiring.models.resnet_spec import ResNetSpec
 from multiring.models.resnet_torch import TorchResNet, load_weights, read_weights
 from multiring.models.trainer import Sums, hash_arrays
 from multiring.models.weights import initial_weights
-from torch.nn import functional
 
 __all__ = ["TorchTrainer"]
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
 from multiring.models.loader import Batch
 
 __all__ = ["Sums", "Trainer"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from multiring.models.resnet_spec import BatchNorm, ResNetSpec
 
 __all__ = ["initial_weights", "to_channels_last"]

@@ -26,7 +26,6 @@ from types import FunctionType
 from typing import Any
 
 from multiring.errors import AbortedError, PeerLostError
-
 from tests.support import REPOSITORY, Job
 
 __all__ = ["RankPool", "RanksFailed", "RanksTimedOut", "UnpicklableError"]

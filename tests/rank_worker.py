@@ -18,7 +18,6 @@ from typing import Any
 
 import multiring
 from multiring import errors
-
 from tests.rank_pool import UnpicklableError
 
 

@@ -86,7 +86,7 @@ class ParameterSlots:
         With several models, all take a step before any takes the next; their order does not matter.
         """
         self.reducer.flush(self)
-        self._exchanges = self._send_rows()
+        self._exchanges = self._send_rows(joined=False)
 
     def send_values(self) -> None:
         """Second step: send the values of sparse gradients, now that the rows of all ranks are known."""
@@ -108,9 +108,7 @@ class ParameterSlots:
 
     def join(self) -> int:
         """Answer the rounds of ranks that still have data; returns one that had to the end. Collective."""
-        for parameter in self.named().values():
-            parameter.grad = None
-        root = self.reducer.join(lambda result: self._settle(result, self._send_rows()))
+        root = self.reducer.join(lambda result: self._settle(result, self._send_rows(joined=True)))
         for parameter in self.named().values():
             parameter.grad = None
         self._refresh_views()
@@ -197,12 +195,12 @@ class ParameterSlots:
             if parameter.grad is not None and parameter.grad is before.get(index):
                 parameter.grad = view
 
-    def _send_rows(self) -> dict[int, RowExchange]:
+    def _send_rows(self, *, joined: bool) -> dict[int, RowExchange]:
         exchanges = {}
         for index, spec in enumerate(self.reducer.specs):
             if spec.sparse:
                 parameter = self._trainable[index]()
-                gradient = None if parameter is None else parameter.grad
+                gradient = None if parameter is None or joined else parameter.grad
                 form = self._forms[index]
                 exchanges[index] = RowExchange(self.reducer.comm, gradient, *form, spec.name, self._options)
         return exchanges

@@ -27,19 +27,6 @@ const std::function<void()>& check_signals() {
   return check;
 }
 
-std::shared_ptr<Communicator> held_by_python(std::shared_ptr<Communicator> communicator) {
-  Communicator* const plain = communicator.get();
-  if (plain == nullptr) return nullptr;
-  auto* const held = new std::shared_ptr<Communicator>(std::move(communicator));
-  return {plain, [held, process = ::getpid()](Communicator*) {
-            // In a forked child the progress thread is not there, and what it waits on cannot be destroyed.
-            if (process != ::getpid()) return;
-            // The progress thread, which is joined, may need the GIL to let go of arrays.
-            const py::gil_scoped_release release;
-            delete held;
-          }};
-}
-
 namespace {
 
 /// A handle to work, for Python.
@@ -128,7 +115,9 @@ void bind_work(py::module_& module) {
 void bind_communicator(py::module_& module) {
   using Released = py::call_guard<py::gil_scoped_release>;
   bind_work(module);
-  py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator", "A group of ranks.")
+  // The destructor joins the progress thread, which may need the GIL to let go of arrays.
+  py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator", "A group of ranks.",
+                                                          py::release_gil_before_calling_cpp_dtor())
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("name", &Communicator::name)
@@ -158,13 +147,20 @@ void bind_communicator(py::module_& module) {
           [](Communicator& self, std::int64_t color, std::int64_t key,
              double timeout) -> std::optional<std::shared_ptr<Communicator>> {
             const py::gil_scoped_release release;
-            auto group = held_by_python(self.split(color, key, call_options(timeout)));
+            auto group = self.split(color, key, call_options(timeout));
             return group == nullptr ? std::nullopt : std::optional(std::move(group));
           },
           py::arg("color"), py::arg("key"), py::arg("timeout"))
       .def("symmetric_empty", &symmetric_empty, py::arg("shape"), py::arg("dtype"), py::arg("timeout"))
       .def("abort", &Communicator::abort, py::arg("message"), Released())
-      .def("abandon", &Communicator::abandon, "To be called in a forked child.")
+      .def(
+          "abandon",
+          [](std::shared_ptr<Communicator> self) {
+            self->abandon();
+            // Never destroyed: its thread is not there to leave what it waits on.
+            new std::shared_ptr<Communicator>(std::move(self));
+          },
+          "To be called in a forked child.")
       .def("close", &Communicator::close, Released());
 }
 

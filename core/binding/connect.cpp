@@ -58,8 +58,7 @@ std::shared_ptr<Communicator> connect(const py::object& store, const WorldOption
   Waiting waiting;
   waiting.deadline = Deadline::after(options.timeout);
   waiting.interrupt = &check_signals();
-  return held_by_python(
-      std::make_shared<Communicator>(connect_shm(rendezvous, shm, waiting), std::move(communicator)));
+  return std::make_shared<Communicator>(connect_shm(rendezvous, shm, waiting), std::move(communicator));
 }
 
 }  // namespace

@@ -165,6 +165,11 @@ class Operation:
     def set_splits(
         self, splits: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]
     ) -> None: ...
+    @property
+    def rows(self) -> int:
+        """
+        Extent of the input along axis 0.
+        """
 
 class Work:
     """
@@ -185,8 +190,8 @@ class Communicator:
     def abort(self, message: str) -> None: ...
     def allreduce(
         self,
-        input: typing.Any,
-        output: typing.Any,
+        x: typing.Any,
+        out: typing.Any,
         op: ReduceOp,
         name: str,
         prescale: typing.SupportsFloat | typing.SupportsIndex,

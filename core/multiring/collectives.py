@@ -82,7 +82,9 @@ class Collectives:
             if not self._core.allreduce(
                 source, target, _op(op), name or "", prescale, postscale, seconds(timeout)
             ):
-                raise UsageError("cannot make a contiguous copy of an array that is not; pass a contiguous one")
+                raise UsageError(
+                    "cannot make a contiguous copy of an array that is not; pass a contiguous one"
+                )
             if target is not out:
                 copy_into(out, target)
         return out

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
 from multiring.errors import UsageError
 from multiring.models.data.base import Images, Labels, Split
 from multiring.models.errors import DataError

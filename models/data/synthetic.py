@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from multiring.errors import UsageError
 from multiring.models.data.base import Images, Labels, Split
 from multiring.models.sharding import Indices

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from multiring import Communicator
 from multiring.models.options import TrainOptions, add_arguments
 from multiring.models.report import read_metrics
 from multiring.models.train import train
-
 from tests.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]

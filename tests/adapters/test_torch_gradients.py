@@ -238,6 +238,28 @@ def test_a_model_of_sparse_parameters_alone(ranks: Pool, size: int) -> None:
     ranks(size).run(sparse_alone)
 
 
+def two_sparse_models(comm: Communicator) -> None:
+    """Ranks differentiate them in different order; neither waits for the other."""
+    tables = [nn.Embedding(4, 2, sparse=True, dtype=torch.float64) for _ in range(2)]
+    handles = [multiring.torch.register_gradient_hooks(table, comm) for table in tables]
+    for step in range(3):
+        losses = []
+        for table in tables if comm.rank == 0 else reversed(tables):
+            table.zero_grad()
+            losses.append(table(torch.tensor([comm.rank, 3])).sum() * (step + 1))
+        torch.autograd.backward(losses[0] + losses[1])
+        for table in tables:
+            assert table.weight.grad is not None
+            wanted = torch.tensor([0.5, 0.5, 0.0, 1.0], dtype=torch.float64) * (step + 1)
+            assert torch.equal(table.weight.grad.to_dense()[:, 0], wanted)
+    for hooks in handles:
+        hooks.remove()
+
+
+def test_two_models_of_sparse_parameters(ranks: Pool) -> None:
+    ranks(2).run(two_sparse_models)
+
+
 def undeclared_sparse(comm: Communicator) -> None:
     """A sparse gradient nobody announced becomes dense; an announced one that comes dense becomes sparse."""
     table = nn.ParameterDict({"table": torch.zeros(6, 2)})

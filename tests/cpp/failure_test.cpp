@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -17,6 +18,7 @@
 
 #include "support/activities.h"
 #include "support/operations.h"
+#include "support/problem.h"
 #include "support/rank_group.h"
 
 namespace multiring {
@@ -230,6 +232,51 @@ TEST_P(FailureTest, DeadlineNamesTheMissingRank) {
 INSTANTIATE_TEST_SUITE_P(Activities, FailureTest,
                          ::testing::ValuesIn(failure_cases({TransportKind::kInproc, TransportKind::kShm})),
                          failure_name);
+
+// Ranks that come late at every round, each by its own time, change nothing but the time.
+TEST(Delays, DoNotChangeResults) {
+  RankGroup group(group_options(TransportKind::kInproc));
+  const auto staged = testing::make_problem(DType::kBFloat16, {ReduceOp::kSum}, 9000, kSize);
+  const auto direct = testing::make_problem(DType::kFloat32, {ReduceOp::kAverage}, 9000, kSize);
+  for (int late = 0; late < kSize; ++late) {
+    for (int rank = 0; rank < kSize; ++rank)
+      group.hub().delay(rank, std::chrono::microseconds(rank == late ? 300 : 40 * rank));
+    group.run([&](Communicator& communicator) {
+      const auto rank = static_cast<std::size_t>(communicator.rank());
+      const auto region = communicator.allocate_symmetric(direct.bytes(), {});
+      for (int repeat = 0; repeat < 3; ++repeat) {
+        testing::Bytes array = staged.inputs[rank];
+        Operation operation = testing::allreduce_of(staged.dtype, staged.count, array.data(), array.data());
+        perform(communicator, operation, testing::kModes[repeat % 2]);
+        EXPECT_EQ(array, staged.expected);
+        std::byte* place = region->part(communicator.rank());
+        std::memcpy(place, direct.inputs[rank].data(), direct.bytes());
+        operation =
+            testing::allreduce_of(direct.dtype, direct.count, place, place, "direct", direct.reduction);
+        perform(communicator, operation, testing::kModes[repeat % 2]);
+        EXPECT_EQ(std::memcmp(place, direct.expected.data(), direct.bytes()), 0);
+      }
+    });
+  }
+}
+
+// Nobody learns what a rank does: all, this one too, wait until the deadline, and the missing one is named.
+TEST(Drops, EndInTimeoutsThatNameTheDroppedRank) {
+  for (const Activity& activity : testing::all_activities()) {
+    const bool messages = activity.name == "send_receive";
+    testing::GroupOptions options = group_options(TransportKind::kInproc);
+    options.communicator.timeout = 0.1;
+    RankGroup group(options);
+    group.hub().drop(kVictim);
+    const auto outcomes = group.outcomes([&](Communicator& communicator) {
+      for (;;) activity.once(communicator, {});
+    });
+    for (const auto& outcome : outcomes) {
+      EXPECT_EQ(outcome->kind(), ErrorKind::kTimeout) << activity.name << ": " << outcome->what();
+      expect_text(*outcome, messages ? "for rank " : "for rank 2");
+    }
+  }
+}
 
 }  // namespace
 }  // namespace multiring

@@ -65,6 +65,7 @@ std::vector<Difference> differences() {
       {"RootOfGather", gather, [](Request& r) { r.root = 1; }, "gather root 0", "gather root 1"},
       {"RowsOfAllgather", allgather, [](Request& r) { r.row = 3; }, "float32[5, 2]", "float32[5, 3]"},
       {"CountOfReduceScatter", reduce_scatter, [](Request& r) { r.rows = 15; }, "[14, 1]", "[15, 1]"},
+      {"RowsOfReduceScatter", reduce_scatter, [](Request& r) { r.rows = 7, r.row = 2; }, "[14, 1]", "[7, 2]"},
   };
 }
 

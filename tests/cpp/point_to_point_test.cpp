@@ -158,6 +158,27 @@ TEST_P(PointToPointTest, BesideCollectives) {
   });
 }
 
+// A thread that waits behind another one for the same peer has its own deadline.
+TEST_P(PointToPointTest, DeadlineBehindAnotherThread) {
+  group_.outcomes([&](Communicator& communicator) {
+    if (communicator.rank() != 0) return;
+    std::thread patient([&] { EXPECT_THROW(receive(communicator, 1), Error); });
+    std::byte byte{};
+    Operation operation =
+        testing::make_operation({.kind = OpKind::kReceive, .rows = 1, .output = &byte, .root = 1});
+    CallOptions options;
+    options.timeout = 0.05;
+    try {
+      communicator.receive(operation, 0, options);
+      ADD_FAILURE() << "received what nobody sent";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kTimeout) << error.what();
+      EXPECT_LT(error.context().elapsed, 5 * testing::kSlowness);
+    }
+    patient.join();
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Groups, PointToPointTest,
                          ::testing::ValuesIn(testing::group_cases({2, 3, 4, 7}, {testing::kSmallStaging})),
                          [](const auto& info) { return testing::case_name(info.param); });

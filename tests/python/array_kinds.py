@@ -123,11 +123,12 @@ KINDS = {
         ArrayKind("bytearray", lambda bits, _: bytearray(bits), dtypes=("uint8",), flat=True),
         ArrayKind("bytes", lambda bits, _: bytes(bits), dtypes=("uint8",), writable=False, flat=True),
         ArrayKind(
-            "array.array", _array, flat=True, dtypes=("int8", "int32", "int64", "uint16", "float32", "float64")
+            "array.array",
+            _array,
+            flat=True,
+            dtypes=("int8", "int32", "int64", "uint16", "float32", "float64"),
         ),
-        ArrayKind(
-            "list", lambda bits, _: bits.tolist(), dtypes=("bool", "int64", "float64"), writable=False
-        ),
+        ArrayKind("list", lambda bits, _: bits.tolist(), dtypes=("bool", "int64", "float64"), writable=False),
         ArrayKind("torch", _tensor, **_TENSOR),
         ArrayKind("torch strided", _strided_tensor, **_TENSOR),
         ArrayKind("torch parameter", _parameter, **_TENSOR),

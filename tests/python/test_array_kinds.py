@@ -24,7 +24,8 @@ _PARAMETERS = [
         kind,
         collective,
         marks=pytest.mark.skipif(
-            importlib.util.find_spec(KINDS[kind].package) is None, reason=f"{KINDS[kind].package} not installed"
+            importlib.util.find_spec(KINDS[kind].package) is None,
+            reason=f"{KINDS[kind].package} not installed",
         ),
     )
     for kind in KINDS

@@ -9,6 +9,7 @@ import sys
 import types
 
 import pytest
+
 from multiring import cli
 from multiring.errors import InternalError, UsageError
 

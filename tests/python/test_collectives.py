@@ -68,7 +68,18 @@ def test_scales(ranks: Pools, size: int) -> None:
 def check_special_values(comm: Communicator) -> None:
     for dtype in ("float16", "float32", "float64"):
         info = np.finfo(dtype)
-        specials = [0.0, -0.0, 1.0, np.nan, np.inf, -np.inf, info.max, info.tiny, info.smallest_subnormal, -info.max]
+        specials = [
+            0.0,
+            -0.0,
+            1.0,
+            np.nan,
+            np.inf,
+            -np.inf,
+            info.max,
+            info.tiny,
+            info.smallest_subnormal,
+            -info.max,
+        ]
         values = np.array(specials, dtype)
         # Every pair of values meets on every pair of ranks.
         inputs = [np.roll(np.tile(values, len(values)), rank) for rank in range(comm.size)]
@@ -159,7 +170,9 @@ def check_alltoall_splits(comm: Communicator) -> None:
         inputs = [random_bits(rank, (rows + rank, 3), "float32") for rank in range(comm.size)]
         splits = [uneven_splits(rank, comm.size, rows + rank) for rank in range(comm.size)]
         starts = [np.cumsum([0, *counts]) for counts in splits]
-        wanted = [bits[begin[comm.rank] : begin[comm.rank + 1]] for bits, begin in zip(inputs, starts, strict=True)]
+        wanted = [
+            bits[begin[comm.rank] : begin[comm.rank + 1]] for bits, begin in zip(inputs, starts, strict=True)
+        ]
         joined, received = comm.alltoall(inputs[comm.rank], splits[comm.rank])
         assert_same_bits(joined, np.concatenate(wanted))
         assert_same_bits(received, np.array([len(part) for part in wanted], np.int64))

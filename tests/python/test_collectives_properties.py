@@ -113,7 +113,9 @@ def check_rows(comm: Communicator, rows: Sequence[int], tail: tuple[int, ...], d
 
 @given(st.data(), sizes, tails, dtypes)
 @examples
-def test_unequal_rows(ranks: Pools, data: st.DataObject, size: int, tail: tuple[int, ...], dtype: str) -> None:
+def test_unequal_rows(
+    ranks: Pools, data: st.DataObject, size: int, tail: tuple[int, ...], dtype: str
+) -> None:
     rows = data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
     ranks(size).run(check_rows, rows, tail, dtype, data.draw(st.integers(0, size - 1)))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+
 from multiring import config
 from multiring.errors import UsageError
-
 from tests.support import REPOSITORY
 
 

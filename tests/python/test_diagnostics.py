@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from multiring import config, machine
 from multiring.diagnostics import checks, doctor, environment
 from multiring.diagnostics.checks import Finding, Status
-
 from tests.support import Job
 
 

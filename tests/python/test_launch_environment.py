@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from multiring import launch_environment
 from multiring.errors import UsageError
 from multiring.launch_environment import Placement
 from multiring.store.file import job_directory_prefix
-
 from tests.support import Job, run_job
 
 MULTIRING = {

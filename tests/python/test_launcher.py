@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multiring.launcher.binding import THREAD_VARIABLES
 
+from multiring.launcher.binding import THREAD_VARIABLES
 from tests.support import REPOSITORY, Job, run_job, start_job
 
 # Scripts here use the standard library only: what is tested is the launcher.

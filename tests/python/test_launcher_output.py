@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from multiring.errors import UsageError
 from multiring.launcher.multiplexer import Multiplexer
 from multiring.launcher.output import Console, LineSplitter, Sink, Tail

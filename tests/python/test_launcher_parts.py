@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+
 from multiring.errors import UsageError
 from multiring.launcher import binding
 from multiring.launcher.report import RankEnd, blame, exit_code, failure_report

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from multiring.errors import UsageError
 from multiring.models import checkpoint
 from multiring.models.checkpoint import Checkpoint

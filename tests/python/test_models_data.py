@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
+from sklearn.datasets import load_digits, load_sample_images
+
 from multiring.errors import UsageError
 from multiring.models.data import Digits, ImageFolder, Synthetic, open_dataset
 from multiring.models.data.image_folder import DEVIATION, MEAN
 from multiring.models.errors import DataError
 from multiring.models.loader import training_batches
-from PIL import Image
-from sklearn.datasets import load_digits, load_sample_images
 
 PER_CLASS = {"train": 6, "val": 3}
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
+
 from multiring import Communicator
 from multiring.models.errors import CheckpointError, DivergenceError
 from multiring.models.options import TrainOptions, add_arguments
@@ -21,8 +23,6 @@ from multiring.models.resnet_spec import resnet
 from multiring.models.train import train
 from multiring.models.train_torch import TorchTrainer
 from multiring.models.trainer import hash_arrays
-from PIL import Image
-
 from tests.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from multiring.errors import UsageError
 from multiring.models.recipe import Recipe
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from multiring.errors import UsageError
 from multiring.models.data import Synthetic
 from multiring.models.loader import evaluation_batches, training_batches

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from multiring.errors import UsageError
 from multiring.models import resnet_spec
 from multiring.models.resnet_spec import (

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import multiring
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+import multiring
 from multiring import Communicator
 from multiring.errors import UsageError
 from multiring.models import checkpoint, train

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from multiring import Communicator
 from multiring.errors import AbortedError, MultiringError
-
 from tests.rank_pool import RankPool, RanksFailed, RanksTimedOut
 from tests.support import process_exists, wait_until
 

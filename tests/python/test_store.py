@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from multiring import errors
 from multiring.errors import PeerLostError, UsageError
 from multiring.store import MAX_VALUE_BYTES, FileStore, Store, TcpStore, TcpStoreServer, open_store
 from multiring.store.file import job_directory_prefix
-
 from tests.support import no_new_descriptors
 
 SECRET = b"a secret of the job"

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 import pytest
+
 from multiring import errors
 from multiring.errors import PeerLostError, UsageError
 from multiring.store import TcpStore, TcpStoreServer, tcp
-
 from tests.support import no_new_descriptors
 
 SECRET = b"a secret of the job"

@@ -1,9 +1,10 @@
 /* The C ABI of multiring: what everything but Python uses to reach the engine.
  *
- * Functions return MR_OK or an error's kind, and describe the error in *error if that is not NULL. Objects are
- * opaque; each mr_..._free is called once. Functions are thread-safe as the communicator is: operations issued
- * from several threads of a rank have an order that the peers must share. Initialise structs with the macros: they
- * record the size that the caller was compiled with, and a library of another version refuses it.
+ * Functions return MR_OK or an error's kind, and describe the error in *error if that is not NULL. Objects
+ * are opaque; each mr_..._free is called once. Functions are thread-safe as the communicator is: operations
+ * issued from several threads of a rank have an order that the peers must share. Initialise structs with the
+ * macros: they record the size that the caller was compiled with, and a library of another version refuses
+ * it.
  */
 #ifndef MULTIRING_H
 #define MULTIRING_H
@@ -69,8 +70,9 @@ typedef struct mr_communicator mr_communicator;
 typedef struct mr_work mr_work;
 typedef struct mr_memory mr_memory;
 
-/* Key-value rendezvous given by the caller. Both return 0 on success. `get` waits up to `seconds` for the key and
- * copies at most `capacity` bytes of its value, setting *length; it returns 1 if the key did not come in time. */
+/* Key-value rendezvous given by the caller. Both return 0 on success. `get` waits up to `seconds` for the key
+ * and copies at most `capacity` bytes of its value, setting *length; it returns 1 if the key did not come in
+ * time. */
 typedef struct mr_store {
   void* context;
   int (*set)(void* context, const char* key, const char* value, size_t length);
@@ -87,35 +89,50 @@ typedef struct mr_world_options {
 } mr_world_options;
 #define MR_WORLD_OPTIONS_INIT {sizeof(mr_world_options), 0, 1, NULL, 0, 0.0}
 
-/* One operation. Arrays are C-contiguous. `shape` is that of the input (of the expected output for MR_RECV); axis
- * 0 is split or joined as in the Python functions of the same names. */
+/* One operation. Arrays are C-contiguous. `shape` is that of the input (of the expected output for MR_RECV);
+ * axis 0 is split or joined as in the Python functions of the same names. */
 typedef struct mr_operation {
   size_t struct_size;
   mr_kind kind;
   mr_dtype dtype;
   mr_reduce_op op;
-  int root;               /* broadcast, gather, scatter; the peer of send and recv; -1 otherwise */
-  int64_t tag;            /* send, recv */
-  int priority;           /* mr_submit: higher leaves earlier */
+  int root;     /* broadcast, gather, scatter; the peer of send and recv; -1 otherwise */
+  int64_t tag;  /* send, recv */
+  int priority; /* mr_submit: higher leaves earlier */
   double prescale;
   double postscale;
-  const char* name;       /* NULL: none */
-  const void* input;      /* NULL: none (scatter elsewhere than on the root, barrier, recv) */
-  void* output;           /* NULL: allocated, see mr_work_result (not for allreduce, broadcast, recv) */
-  size_t output_bytes;    /* room at `output` */
-  int dims;               /* at most 8 */
+  const char* name;    /* NULL: none */
+  const void* input;   /* NULL: none (scatter elsewhere than on the root, barrier, recv) */
+  void* output;        /* NULL: allocated, see mr_work_result (not for allreduce, broadcast, recv) */
+  size_t output_bytes; /* room at `output` */
+  int dims;            /* at most 8 */
   const uint64_t* shape;
   const uint64_t* splits; /* alltoall: rows for each rank; NULL: as equal as possible */
 } mr_operation;
 #define MR_OPERATION_INIT \
-  {sizeof(mr_operation), MR_ALLREDUCE, MR_FLOAT32, MR_SUM, -1, 0, 0, 1.0, 1.0, NULL, NULL, NULL, 0, 0, NULL, NULL}
+  {sizeof(mr_operation),  \
+   MR_ALLREDUCE,          \
+   MR_FLOAT32,            \
+   MR_SUM,                \
+   -1,                    \
+   0,                     \
+   0,                     \
+   1.0,                   \
+   1.0,                   \
+   NULL,                  \
+   NULL,                  \
+   NULL,                  \
+   0,                     \
+   0,                     \
+   NULL,                  \
+   NULL}
 
 /* Version of the library, "0.1.0". */
 MR_API const char* mr_version(void);
 
 /* Joins the ranks of one host through shared memory. Collective. */
-MR_API mr_status mr_world_create(const mr_store* store, const mr_world_options* options, mr_communicator** world,
-                                 mr_error* error);
+MR_API mr_status mr_world_create(const mr_store* store, const mr_world_options* options,
+                                 mr_communicator** world, mr_error* error);
 MR_API int mr_rank(const mr_communicator* communicator);
 MR_API int mr_size(const mr_communicator* communicator);
 /* Splits into groups of equal color, ranked by key. Collective. *child is NULL for a negative color. */
@@ -126,18 +143,20 @@ MR_API void mr_abort(mr_communicator* communicator, const char* message);
 /* Leaves the group and frees this rank's handle; memory and finished work taken from it stay valid. */
 MR_API void mr_communicator_free(mr_communicator* communicator);
 
-/* Runs an operation in this thread; `timeout` in seconds, negative for the communicator's. MR_SEND and MR_RECV run
- * only this way. If `result` is not NULL, *result gets a handle to what was allocated (free it). */
+/* Runs an operation in this thread; `timeout` in seconds, negative for the communicator's. MR_SEND and
+ * MR_RECV run only this way. If `result` is not NULL, *result gets a handle to what was allocated (free it).
+ */
 MR_API mr_status mr_run(mr_communicator* communicator, const mr_operation* operation, double timeout,
                         mr_work** result, mr_error* error);
 /* Queues an operation. The arrays must live, and not be touched, until it is done. */
 MR_API mr_status mr_submit(mr_communicator* communicator, const mr_operation* operation, mr_work** work,
                            mr_error* error);
 MR_API int mr_work_done(const mr_work* work);
-/* Waits and reports the operation's error; MR_TIMEOUT after `timeout` seconds (negative: none), the work goes on. */
+/* Waits and reports the operation's error; MR_TIMEOUT after `timeout` seconds (negative: none), the work goes
+ * on. */
 MR_API mr_status mr_work_wait(mr_work* work, double timeout, mr_error* error);
-/* Of done work: memory that was allocated for the result, valid until the work is freed, and the rows that came
- * from each rank (`rows` has room for mr_size numbers, or is NULL). */
+/* Of done work: memory that was allocated for the result, valid until the work is freed, and the rows that
+ * came from each rank (`rows` has room for mr_size numbers, or is NULL). */
 MR_API const void* mr_work_result(const mr_work* work, size_t* bytes, uint64_t* rows);
 /* Lets go of the handle; an operation not yet done goes on. */
 MR_API void mr_work_free(mr_work* work);

@@ -1,0 +1,166 @@
+"""A rank is killed: the others raise PeerLostError within two seconds, whatever they are doing."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import threading
+import time
+import zlib
+
+import numpy as np
+import pytest
+
+import multiring
+from multiring import AbortedError, Communicator, PeerLostError
+from tests.faults.operations import OPERATIONS
+from tests.nursery import Nursery, Outcome, note
+
+SECONDS = 2.0
+VICTIM = 1
+
+
+def die() -> None:
+    note("killed")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def process_of(comm: Communicator, rank: int) -> int:
+    """A descriptor that becomes readable when the process of a rank ends."""
+    return os.pidfd_open(int(comm.allgather(np.array([os.getpid()]))[rank]))
+
+
+def fail_with(step: object) -> None:
+    """Repeats the operation until it fails, then finds the communicator broken."""
+    assert callable(step)
+    try:
+        while True:
+            step()
+    except PeerLostError:
+        assert multiring.world().is_broken
+        try:
+            multiring.world().barrier()
+        except AbortedError as error:
+            assert f"lost rank {VICTIM}" in str(error)
+            assert "Call multiring.shutdown() and init() to start anew" in str(error)
+        else:
+            pytest.fail("a broken communicator has to say so")
+        raise
+
+
+def absent(comm: Communicator, name: str) -> None:
+    """The victim dies before it comes; the others wait for it."""
+    step = OPERATIONS[name](comm)
+    comm.barrier()
+    if comm.rank == VICTIM:
+        die()
+    fail_with(step)
+
+
+def waiting(comm: Communicator, name: str) -> None:
+    """The victim dies while it is waiting inside the operation for rank 0, which comes when it is dead."""
+    step = OPERATIONS[name](comm)
+    process = process_of(comm, VICTIM)
+    if comm.rank == VICTIM:
+        threading.Timer(0.03, die).start()
+    if comm.rank == 0:
+        select.select([process], [], [])
+    fail_with(step)
+
+
+def busy(comm: Communicator, name: str, delay: float) -> None:
+    """The victim dies at some moment while all repeat the operation as fast as they can."""
+    step = OPERATIONS[name](comm)
+    comm.barrier()
+    if comm.rank == VICTIM:
+        threading.Timer(delay, die).start()
+    fail_with(step)
+
+
+def check(outcomes: list[Outcome], name: str) -> None:
+    victim = outcomes[VICTIM]
+    assert victim.status == -signal.SIGKILL
+    survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != VICTIM]
+    for outcome in survivors:
+        assert isinstance(outcome.error, PeerLostError), outcome.trace or outcome
+        assert f"lost rank {VICTIM} on {os.uname().nodename} (process " in str(outcome.error)
+        assert "its process has died" in str(outcome.error)
+        assert outcome.error.rank == outcomes.index(outcome)
+        assert outcome.status == 0
+        assert outcome.ended is not None
+        assert outcome.ended - victim.notes["killed"] < SECONDS
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_before_it_comes(nursery: Nursery, name: str) -> None:
+    check(nursery.run(3, absent, name), name)
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if not name.startswith("send and recv")])
+def test_while_it_waits(nursery: Nursery, name: str) -> None:
+    check(nursery.run(3, waiting, name), name)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_in_the_middle(nursery: Nursery, name: str) -> None:
+    # Any moment will do; a different one for each operation.
+    delay = random.Random(zlib.crc32(name.encode())).uniform(0.01, 0.06)
+    check(nursery.run(3, busy, name, delay), name)
+
+
+def start_anew(comm: Communicator) -> float:
+    """After the error the survivors leave; that they can join again is what test_reinit_after_error shows."""
+    group = comm.split(0)
+    assert group is not None
+    comm.barrier()
+    if comm.rank == VICTIM:
+        die()
+    with pytest.raises(PeerLostError, match=f"lost rank {VICTIM}"):
+        group.allreduce(np.ones(3))
+    with pytest.raises(PeerLostError, match=f"lost rank {VICTIM}"):
+        comm.allreduce(np.ones(3))
+    start = time.monotonic()
+    multiring.shutdown()
+    return time.monotonic() - start
+
+
+def test_groups_and_shutdown(nursery: Nursery) -> None:
+    for rank, outcome in enumerate(nursery.run(4, start_anew)):
+        if rank != VICTIM:
+            assert outcome.error is None, outcome.trace
+            assert outcome.value < SECONDS
+
+
+def exits_early(comm: Communicator) -> None:
+    comm.barrier()
+    if comm.rank == VICTIM:
+        raise SystemExit(0)
+    comm.allreduce(np.ones(3), name="grad")
+
+
+def test_a_rank_that_exits(nursery: Nursery) -> None:
+    """A clean exit says goodbye, so it is told apart from a death."""
+    for rank, outcome in enumerate(nursery.run(3, exits_early)):
+        if rank != VICTIM:
+            assert isinstance(outcome.error, PeerLostError), outcome.trace
+            assert "it has shut down or exited while others still needed it" in str(outcome.error)
+            assert "allreduce 'grad' sum float64[3]" in str(outcome.error)
+
+
+def several_victims(comm: Communicator) -> None:
+    comm.barrier()
+    if comm.rank in (1, 3, 4):
+        die()
+    comm.allgather(np.ones(100_000))
+
+
+def test_several_at_once(nursery: Nursery) -> None:
+    outcomes = nursery.run(5, several_victims)
+    killed = max(outcomes[rank].notes["killed"] for rank in (1, 3, 4))
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank].error, PeerLostError), outcomes[rank].trace
+        ended = outcomes[rank].ended
+        assert ended is not None
+        assert ended - killed < SECONDS

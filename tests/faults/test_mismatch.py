@@ -1,0 +1,297 @@
+"""Ranks that ask for different things: an error on every rank, before data moves, that says who asked for what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import multiring
+from multiring import AbortedError, Communicator, MismatchError
+from tests.rank_pool import RankPool
+
+Pools = Callable[[int], RankPool]
+Call = Callable[[Communicator], Any]
+
+X = np.ones((4, 3), np.float32)
+LONG = "encoder.layer." * 20
+
+
+def _root(comm: Communicator, root: int) -> Any:
+    return comm.scatter(X if comm.rank == root else None, root)
+
+
+# What ranks 0 and 2 ask for, what rank 1 asks for, and how each is described.
+CASES: dict[str, tuple[Call, Call, str, str]] = {
+    "name": (
+        lambda comm: comm.allreduce(X, name="conv1"),
+        lambda comm: comm.allreduce(X, name="conv2"),
+        "allreduce 'conv1' sum float32[4, 3]",
+        "allreduce 'conv2' sum float32[4, 3]",
+    ),
+    "name and no name": (
+        lambda comm: comm.broadcast(X, name="conv1"),
+        lambda comm: comm.broadcast(X),
+        "broadcast 'conv1' root 0 float32[4, 3]",
+        "broadcast root 0 float32[4, 3]",
+    ),
+    "end of a long name": (
+        lambda comm: comm.allreduce(X, name=LONG + "a"),
+        lambda comm: comm.allreduce(X, name=LONG + "b"),
+        "encoder.layer.encoder",
+        "names alike at the start, but different in all their length",
+    ),
+    "non-ASCII name": (
+        lambda comm: comm.allreduce(X, name="é" * 100),
+        lambda comm: comm.allreduce(X, name="ü" * 100),
+        "allreduce 'éé",
+        "allreduce 'üü",
+    ),
+    "kind": (
+        lambda comm: comm.allreduce(X),
+        lambda comm: comm.allgather(X),
+        "allreduce sum float32[4, 3]",
+        "allgather float32[4, 3]",
+    ),
+    "kind of another": (
+        lambda comm: comm.gather(X),
+        lambda comm: comm.scatter(X),
+        "gather root 0 float32[4, 3]",
+        "scatter root 0",
+    ),
+    "barrier": (lambda comm: comm.barrier(), lambda comm: comm.allreduce(X), "barrier", "allreduce sum float32[4, 3]"),
+    "dtype": (
+        lambda comm: comm.allreduce(X),
+        lambda comm: comm.allreduce(X.astype(np.float64)),
+        "allreduce sum float32[4, 3]",
+        "allreduce sum float64[4, 3]",
+    ),
+    "dtype of the same size": (
+        lambda comm: comm.allgather(X),
+        lambda comm: comm.allgather(X.view(np.int32)),
+        "allgather float32[4, 3]",
+        "allgather int32[4, 3]",
+    ),
+    "count": (
+        lambda comm: comm.allreduce(X),
+        lambda comm: comm.allreduce(X[:3]),
+        "allreduce sum float32[4, 3]",
+        "allreduce sum float32[3, 3]",
+    ),
+    "count in a broadcast": (
+        lambda comm: comm.broadcast(X, 2),
+        lambda comm: comm.broadcast(X[:3], 2),
+        "broadcast root 2 float32[4, 3]",
+        "broadcast root 2 float32[3, 3]",
+    ),
+    "count in a reduce_scatter": (
+        lambda comm: comm.reduce_scatter(X),
+        lambda comm: comm.reduce_scatter(np.ones((0, 3), np.float32)),
+        "reduce_scatter sum float32[4, 3]",
+        "reduce_scatter sum float32[0, 3]",
+    ),
+    "rows of another length in an allgather": (
+        lambda comm: comm.allgather(X),
+        lambda comm: comm.allgather(X.T),
+        "allgather float32[4, 3]",
+        "allgather float32[3, 4]",
+    ),
+    "rows of another length in a gather": (
+        lambda comm: comm.gather(X),
+        lambda comm: comm.gather(X.T),
+        "gather root 0 float32[4, 3]",
+        "gather root 0 float32[3, 4]",
+    ),
+    "rows of another length in an alltoall": (
+        lambda comm: comm.alltoall(X),
+        lambda comm: comm.alltoall(X.T),
+        "alltoall float32[4, 3]",
+        "alltoall float32[3, 4]",
+    ),
+    "root of a broadcast": (
+        lambda comm: comm.broadcast(X, 0),
+        lambda comm: comm.broadcast(X, 1),
+        "broadcast root 0 float32[4, 3]",
+        "broadcast root 1 float32[4, 3]",
+    ),
+    "root of a gather": (
+        lambda comm: comm.gather(X, 0),
+        lambda comm: comm.gather(X, 1),
+        "gather root 0 float32[4, 3]",
+        "gather root 1 float32[4, 3]",
+    ),
+    "root of a scatter": (
+        lambda comm: _root(comm, 0),
+        lambda comm: _root(comm, 1),
+        "scatter root 0",
+        "scatter root 1 float32[4, 3]",
+    ),
+    "reduction": (
+        lambda comm: comm.allreduce(X, "sum"),
+        lambda comm: comm.allreduce(X, "average"),
+        "allreduce sum float32[4, 3]",
+        "allreduce average float32[4, 3]",
+    ),
+    "reduction of a reduce_scatter": (
+        lambda comm: comm.reduce_scatter(X, "min"),
+        lambda comm: comm.reduce_scatter(X, "max"),
+        "reduce_scatter min float32[4, 3]",
+        "reduce_scatter max float32[4, 3]",
+    ),
+    "prescale": (
+        lambda comm: comm.allreduce(X, prescale=0.5),
+        lambda comm: comm.allreduce(X, prescale=0.25),
+        "allreduce sum prescale 0.500000 float32[4, 3]",
+        "allreduce sum prescale 0.250000 float32[4, 3]",
+    ),
+    "postscale": (
+        lambda comm: comm.allreduce(X),
+        lambda comm: comm.allreduce(X, postscale=2.0),
+        "allreduce sum float32[4, 3]",
+        "allreduce sum postscale 2.000000 float32[4, 3]",
+    ),
+    "large": (
+        lambda comm: comm.allreduce(np.ones(2_000_000)),
+        lambda comm: comm.allreduce(np.ones(2_000_001)),
+        "allreduce sum float64[2000000]",
+        "allreduce sum float64[2000001]",
+    ),
+    "symmetric memory": (
+        lambda comm: comm.symmetric_empty(1000, np.int8),
+        lambda comm: comm.symmetric_empty(1001, np.int8),
+        "symmetric_empty uint8[1000]",
+        "symmetric_empty uint8[1001]",
+    ),
+    "split": (
+        lambda comm: comm.split(0),
+        lambda comm: comm.symmetric_empty(3, np.int8),
+        "split",
+        "symmetric_empty uint8[3]",
+    ),
+    "process set": (
+        lambda comm: comm.process_set([0, 1, 2]),
+        lambda comm: comm.process_set([2, 1, 0]),
+        "barrier 'process_set [0, 1, 2]'",
+        "barrier 'process_set [2, 1, 0]'",
+    ),
+    "object": (
+        lambda comm: comm.broadcast_object(1),
+        lambda comm: comm.allgather_object(1),
+        "broadcast 'broadcast_object.length' root 0 int64[1]",
+        "allgather 'allgather_object.lengths' int64[1]",
+    ),
+    "asynchronous and synchronous": (
+        lambda comm: comm.allreduce_async(X).wait(),
+        lambda comm: comm.allreduce(X),
+        "allreduce sum float32[4, 3] (asynchronous operation ",
+        "rank 1 asked for allreduce sum float32[4, 3]",
+    ),
+    "order of asynchronous ones": (
+        lambda comm: _in_order(comm, ["a", "b"]),
+        lambda comm: _in_order(comm, ["b", "a"]),
+        "'a",
+        "'b",
+    ),
+    "asynchronous ones left out": (
+        lambda comm: _in_order(comm, ["a", "b", "c"]),
+        lambda comm: _in_order(comm, ["a", "c"]),
+        "'b",
+        "'c",
+    ),
+}
+
+
+def _in_order(comm: Communicator, names: list[str]) -> None:
+    large = np.ones(30_000)  # too large to run together with others
+    for work in [comm.allreduce_async(large, name=name) for name in names]:
+        work.wait()
+
+
+def ask(comm: Communicator, case: str) -> Any:
+    most, other, _, _ = CASES[case]
+    try:
+        return (other if comm.rank == 1 else most)(comm)
+    except MismatchError as error:
+        with pytest.raises(AbortedError, match="broken on rank . by its first error .mismatch.") as caught:
+            comm.allreduce(X)
+        assert str(error) in str(caught.value)
+        raise
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mismatch(ranks: Pools, case: str) -> None:
+    _, _, most, other = CASES[case]
+    for rank, error in enumerate(ranks(3).run_expecting_errors(ask, case)):
+        assert isinstance(error, MismatchError), error
+        text = str(error)
+        assert "the ranks of communicator 'world' asked for different operations: " in text
+        assert most in text
+        assert other in text
+        assert f"raised on rank {rank} on " in text
+        assert "Every rank has to issue the same operations in the same order" in text
+        assert error.rank == rank
+        assert error.host is not None
+        assert error.operation is not None
+
+
+def test_who_asked_for_what(ranks: Pools) -> None:
+    for rank, error in enumerate(ranks(3).run_expecting_errors(ask, "name")):
+        assert "; rank 1 asked for allreduce 'conv2' sum float32[4, 3]" in str(error)
+        assert "ranks 0, 2 asked for allreduce 'conv1' sum float32[4, 3]" in str(error)
+        assert (error.rank, error.peer) == (rank, 0 if rank == 1 else 1)
+        assert error.tensor == ("conv2" if rank == 1 else "conv1")
+        assert error.nbytes == X.nbytes
+        assert error.elapsed >= 0
+
+
+def test_the_others_need_not_look_at_data(ranks: Pools) -> None:
+    """What the ranks would have received is not touched."""
+    ranks(2).run(check_untouched)
+
+
+def check_untouched(comm: Communicator) -> None:
+    out = np.full(3 + comm.rank, 7.0)
+    with pytest.raises(MismatchError):
+        comm.allreduce(np.ones(3 + comm.rank), out=out)
+    assert (out == 7).all()
+
+
+def wrong_message(comm: Communicator, case: str) -> Any:
+    if comm.rank == 0:
+        comm.send(X, 1, tag=5)
+    elif case == "tag":
+        comm.recv(0, tag=6)
+    elif case == "dtype":
+        comm.recv(0, out=X.astype(np.int32), tag=5)
+    else:
+        comm.recv(0, out=X[:2].copy(), tag=5)
+    comm.barrier()
+
+
+@pytest.mark.parametrize(
+    ("case", "wanted"),
+    [
+        ("tag", "expects tag 6"),
+        ("dtype", "expects tag 5 recv root 0 int32[4, 3]"),
+        ("count", "expects tag 5 recv root 0 float32[2, 3]"),
+    ],
+)
+def test_messages(ranks: Pools, case: str, wanted: str) -> None:
+    receiver = ranks(2).run_expecting_errors(wrong_message, case)[1]
+    assert isinstance(receiver, MismatchError)
+    assert "rank 0 sent tag 5 send root 1 float32[4, 3] where rank 1 " + wanted in str(receiver)
+    assert (receiver.rank, receiver.peer) == (1, 0)
+
+
+def bad_out(comm: Communicator) -> None:
+    out = np.empty(5 if comm.rank == 0 else 6)
+    comm.allgather(np.ones(2), out=out)
+
+
+def test_an_out_that_does_not_fit_what_the_others_send(ranks: Pools) -> None:
+    """Known only when all have come, so the others are in the operation already."""
+    errors = ranks(3).run_expecting_errors(bad_out)
+    assert isinstance(errors[0], multiring.MultiringError)
+    assert "has 40 bytes where the ranks send 48 together" in str(errors[0])

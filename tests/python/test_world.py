@@ -1,0 +1,158 @@
+"""Joining and leaving the job, again and again; one rank without a launcher; what an import costs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import multiring
+from multiring import Communicator, UsageError
+from tests.rank_pool import RankPool
+from tests.support import run_job
+
+Pools = Callable[[int], RankPool]
+
+FRAMEWORKS = {"torch", "tensorflow", "jax", "chainer", "cupy", "pytensor", "mpi4py", "matplotlib", "sklearn"}
+
+
+def run_python(*args: str) -> subprocess.CompletedProcess[str]:
+    """A Python of its own, which no launcher has started."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MULTIRING_")}
+    command = [sys.executable, *args]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
+
+
+def check_world(comm: Communicator) -> None:
+    assert multiring.is_initialized()
+    assert multiring.world() is comm
+    assert multiring.init() is comm
+    assert (multiring.rank(), multiring.size()) == (comm.rank, comm.size)
+    assert (multiring.local_rank(), multiring.local_size()) == (comm.rank, comm.size)
+    assert (multiring.cross_rank(), multiring.cross_size()) == (0, 1)
+    assert comm.name == "world"
+    assert comm.host == os.uname().nodename
+    assert repr(comm) == f"<multiring.Communicator 'world' rank {comm.rank} of {comm.size}>"
+    assert comm.allgather(np.array([comm.rank])).tolist() == list(range(comm.size))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_world(ranks: Pools, size: int) -> None:
+    ranks(size).run(check_world)
+
+
+def check_again(comm: Communicator) -> None:
+    for number in range(5):
+        comm = multiring.init()
+        group = comm.split(0)
+        assert group is not None
+        assert comm.allreduce_async(np.array([number])).wait()[0] == number * comm.size
+        multiring.shutdown()
+        multiring.shutdown()
+        assert not multiring.is_initialized()
+        for old in (comm, group):
+            with pytest.raises(multiring.AbortedError, match="is closed"):
+                old.barrier()
+        with pytest.raises(UsageError, match="call multiring.init"):
+            multiring.rank()
+    multiring.init()
+
+
+def test_init_after_shutdown(ranks: Pools) -> None:
+    ranks(3).run(check_again)
+
+
+HUNDRED = """
+import numpy as np
+import multiring
+
+for number in range(100):
+    comm = multiring.init()
+    assert comm.allreduce(np.array([comm.rank + number]))[0] == sum(range(comm.size)) + number * comm.size
+    multiring.shutdown()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_hundred_times(size: int) -> None:
+    result = run_job(size, HUNDRED)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("done") == size
+
+
+ALONE = """
+import numpy as np
+import multiring
+
+comm = multiring.init()
+assert (comm.rank, comm.size, comm.local_rank, comm.local_size, comm.cross_rank, comm.cross_size) == (0, 1, 0, 1, 0, 1)
+x = np.arange(5.0)
+for result in (
+    comm.allreduce(x, "average"),
+    comm.reduce_scatter(x),
+    comm.allgather(x),
+    comm.broadcast(x),
+    comm.alltoall(x),
+    comm.gather(x),
+    comm.scatter(x),
+    comm.allreduce_async(x).wait(),
+    comm.allreduce(x, out=comm.symmetric_empty(5, float)),
+    comm.split(0).allreduce(x),
+    comm.process_set([0]).allreduce(x),
+    comm.broadcast_object(x),
+    comm.allgather_object(x)[0],
+):
+    assert result.tolist() == x.tolist()
+comm.barrier()
+multiring.shutdown()
+assert multiring.init() is not comm
+print("done")
+"""
+
+
+def test_alone_without_a_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    result = run_python(str(script))
+    assert result.stdout == "done\n", result.stderr
+    assert result.returncode == 0
+
+
+def test_an_import_brings_no_framework() -> None:
+    result = run_python(
+        "-X", "importtime", "-c", "import numpy; import multiring; import sys; print(*sys.modules)"
+    )
+    assert result.returncode == 0, result.stderr
+    loaded = {name.partition(".")[0] for name in result.stdout.split()}
+    assert "multiring" in loaded
+    assert not loaded & FRAMEWORKS
+    assert not loaded & {"pytest", "hypothesis", "rich", "multiprocessing", "asyncio"}
+    # Columns: microseconds of the module alone, microseconds with what it imports, name.
+    total = re.search(r"\|\s*(\d+) \| multiring$", result.stderr, re.MULTILINE)
+    assert total is not None
+    print(f"import multiring takes {int(total[1]) / 1000:.0f} ms beyond NumPy")
+
+
+def test_the_public_names() -> None:
+    for name in multiring.__all__:
+        assert hasattr(multiring, name)
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", multiring.__version__)
+    for name in (
+        "UsageError",
+        "MismatchError",
+        "TimeoutError",
+        "PeerLostError",
+        "AbortedError",
+        "InternalError",
+    ):
+        assert issubclass(getattr(multiring, name), multiring.MultiringError)
+    assert issubclass(multiring.TimeoutError, TimeoutError)
+    assert issubclass(multiring.PeerLostError, ConnectionError)
+    assert issubclass(multiring.UsageError, ValueError)
