@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
         train(options, comm, started=started)
     except (MultiringError, OSError) as error:
         if comm.rank == 0 or not isinstance(error, multiring.AbortedError):
-            print(f"multiring train: rank {comm.rank}: {error}", file=sys.stderr)
+            print(f"multiring train: rank {comm.rank}: {type(error).__name__}: {error}", file=sys.stderr)
         # The others may be waiting in a collective that this rank will not join.
         comm.abort(f"rank {comm.rank}: {error}")
         return 2 if isinstance(error, UsageError) else 1

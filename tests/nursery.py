@@ -1,9 +1,10 @@
-"""Ranks that are forked from a process that has imported everything: cheap enough to be killed by the hundred.
+"""Ranks that are forked from a process that has imported everything: cheap, to be killed by the hundred.
 
     outcomes = nursery.run(3, scenario, 10)
 
-with, at the top level of a module, `def scenario(comm, count): ...`. A scenario runs in a fresh process for each
-rank and may do to it whatever it likes; no launcher watches. `RankPool` is the choice for ranks that stay alive.
+with, at the top level of a module, `def scenario(comm, count): ...`. A scenario runs in a fresh process for
+each rank and may do to it whatever it likes; no launcher watches. `RankPool` is the choice for ranks that
+stay alive.
 """
 
 from __future__ import annotations
@@ -168,6 +169,9 @@ class _Rank:
             time.sleep(0.2)
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
+        self.close()
+
+    def close(self) -> None:
         os.close(self.process)
         if self.report is not None:
             self.report.close()
@@ -189,7 +193,9 @@ def _serve(connection: Connection) -> None:
             **env,
         }
         # No handler here: a forked rank leaves by an exception through this frame.
-        ranks = [_fork(connection, rank, n, environ, init, scenario, args) for rank in range(n)]
+        ranks: list[_Rank] = []
+        while len(ranks) < n:
+            ranks.append(_fork(connection, ranks, n, environ, init, scenario, args))
         _watch(ranks, time.monotonic() + timeout)
         shutil.rmtree(directory, ignore_errors=True)  # the last rank to leave a store removes it
         connection.send_bytes(pickle.dumps([rank.outcome for rank in ranks]))
@@ -208,7 +214,7 @@ def _watch(ranks: list[_Rank], deadline: float) -> None:
 
 def _fork(
     connection: Connection,
-    rank: int,
+    elder: list[_Rank],
     n: int,
     environ: Mapping[str, str],
     init: bool,
@@ -221,8 +227,11 @@ def _fork(
     if pid != 0:
         theirs.close()
         return _Rank(pid, Connection(ours.detach()))
+    rank = len(elder)
     ours.close()
     connection.close()
+    for other in elder:
+        other.close()
     _report = Connection(theirs.detach())
     # A shell that puts pytest into the background has interrupts ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)

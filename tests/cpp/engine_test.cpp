@@ -210,7 +210,7 @@ class HeldUp {
       std::vector<std::byte> array(testing::kSmallStaging + 64);
       if (!second) waiting_.wait();
       const auto first = communicator.submit(
-          testing::allreduce_of(DType::kUInt8, array.size(), array.data(), array.data(), "first"), 0,
+          testing::allreduce_of(DType::kUInt8, array.size(), array.data(), array.data(), "first"), 1000,
           nullptr);
       submit(communicator);
       submitted_.count_down();

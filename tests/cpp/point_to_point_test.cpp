@@ -72,6 +72,8 @@ TEST_P(PointToPointTest, EveryDtypeAndLengthAroundTheRing) {
     const int previous = (rank + size - 1) % size;
     for (const DType dtype : testing::kAllDTypes) {
       for (const std::size_t bytes : byte_counts) {
+        if (bytes > kChunkBytes + 8 && dtype_size(dtype) != 4)
+          continue;  // what is new there is not the dtype's
         const std::size_t count = bytes / dtype_size(dtype);
         const Bytes mine = message(rank, next, dtype, count);
         const Bytes expected = message(previous, rank, dtype, count);

@@ -1,8 +1,8 @@
 """Every operation that can wait for a peer, registered once, for the tests that let a peer fail.
 
 An operation is a function that gets the communicator, makes what it needs (before anything goes wrong) and
-returns a function to be called again and again. `LARGE` ones take many segments, so that a fault hits them in the
-middle.
+returns a function to be called again and again. `LARGE` ones take many segments, so that a fault hits them
+in the middle.
 """
 
 from __future__ import annotations

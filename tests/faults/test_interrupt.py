@@ -13,6 +13,7 @@ import pytest
 
 import multiring
 from multiring import AbortedError, Communicator, MultiringError
+from tests.faults.interrupts import interrupt_inside, tell
 from tests.faults.operations import OPERATIONS
 from tests.nursery import Nursery, Outcome, note
 
@@ -33,8 +34,9 @@ def waiting(comm: Communicator, name: str) -> None:
     step = OPERATIONS[name](comm)
     comm.barrier()
     if comm.rank == 1:
-        interrupt_soon(0.05)
+        tell(comm, 0)
     if comm.rank == 0:
+        interrupt_inside(comm, 1)
         while not comm.is_broken:
             time.sleep(0.005)
     while True:
@@ -45,14 +47,14 @@ def check(outcomes: list[Outcome]) -> None:
     interrupted = outcomes[1]
     assert isinstance(interrupted.error, KeyboardInterrupt), interrupted.trace or interrupted
     assert interrupted.ended is not None
-    assert interrupted.ended - interrupted.notes["interrupted"] < SECONDS
+    assert interrupted.ended - outcomes[0].notes["interrupted"] < SECONDS
     for rank in (0, 2):
         outcome = outcomes[rank]
         assert isinstance(outcome.error, AbortedError), outcome.trace or outcome
         assert "rank 1 on " in str(outcome.error)
         assert "was interrupted in" in str(outcome.error)
         assert outcome.ended is not None
-        assert outcome.ended - interrupted.notes["interrupted"] < 2.0
+        assert outcome.ended - outcomes[0].notes["interrupted"] < 2.0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,13 +85,15 @@ def waiting_for_work(comm: Communicator) -> None:
     comm.barrier()
     if comm.rank == 1:
         work = comm.allreduce_async(np.ones(3))
-        interrupt_soon(0.05)
+        tell(comm, 0)
         with pytest.raises(KeyboardInterrupt):
             work.wait()
         note("raised")
         assert not comm.is_broken  # it is the wait that was interrupted; the operation goes on
         other.barrier()
     else:
+        if comm.rank == 0:
+            interrupt_inside(comm, 1)
         other.barrier()
         work = comm.allreduce_async(np.ones(3))
     assert work.wait().tolist() == [3.0] * 3
@@ -99,8 +103,7 @@ def test_while_waiting_for_work(nursery: Nursery) -> None:
     outcomes = nursery.run(3, waiting_for_work)
     for outcome in outcomes:
         assert outcome.error is None, outcome.trace
-    notes = outcomes[1].notes
-    assert notes["raised"] - notes["interrupted"] < SECONDS
+    assert outcomes[1].notes["raised"] - outcomes[0].notes["interrupted"] < SECONDS
 
 
 def in_init(rank: int) -> None:
@@ -138,7 +141,7 @@ def shut_down_after_interrupt(comm: Communicator) -> bool:
     process = os.pidfd_open(int(comm.allgather(np.array([os.getpid()]))[1]))
     comm.barrier()
     if comm.rank == 1:
-        interrupt_soon(0.05)
+        tell(comm, 0)
         with pytest.raises(KeyboardInterrupt):
             comm.barrier()
         with pytest.raises(AbortedError, match="was interrupted in barrier"):
@@ -146,6 +149,7 @@ def shut_down_after_interrupt(comm: Communicator) -> bool:
         multiring.shutdown()
         return multiring.is_initialized()
     if comm.rank == 0:
+        interrupt_inside(comm, 1)
         select.select([process], [], [])
     with pytest.raises(AbortedError, match="rank 1 .*was interrupted in barrier"):
         comm.barrier()

@@ -1,4 +1,4 @@
-"""Ranks that ask for different things: an error on every rank, before data moves, that says who asked for what."""
+"""Ranks that ask for different things: every rank raises an error that says who asked for what."""
 
 from __future__ import annotations
 
@@ -61,7 +61,12 @@ CASES: dict[str, tuple[Call, Call, str, str]] = {
         "gather root 0 float32[4, 3]",
         "scatter root 0",
     ),
-    "barrier": (lambda comm: comm.barrier(), lambda comm: comm.allreduce(X), "barrier", "allreduce sum float32[4, 3]"),
+    "barrier": (
+        lambda comm: comm.barrier(),
+        lambda comm: comm.allreduce(X),
+        "barrier",
+        "allreduce sum float32[4, 3]",
+    ),
     "dtype": (
         lambda comm: comm.allreduce(X),
         lambda comm: comm.allreduce(X.astype(np.float64)),

@@ -18,7 +18,7 @@ class Collective:
 
     Attributes:
         name: Its name; the asynchronous form is called `name`_async.
-        expected: `(inputs of all ranks, this rank, dtype)` to its result on this rank, None where there is none.
+        expected: `(inputs of all ranks, this rank, dtype)` to its result on this rank, or None without one.
         arguments: Positional arguments after the array.
         rows: Rows of a rank's input, or None for any number that is the same everywhere.
         takes_out: Whether it has an argument `out`.

@@ -1,7 +1,7 @@
 """What the collectives have to give, computed with NumPy on one process from the inputs of all ranks.
 
-Values are NumPy arrays; those of dtype "bfloat16", for which NumPy has no name, are held as the uint16 of their
-bits. `Values` pairs the two.
+Values are NumPy arrays; those of dtype "bfloat16", for which NumPy has no name, are held as the uint16 of
+their bits, so the functions are told the dtype.
 """
 
 from __future__ import annotations

@@ -11,6 +11,5 @@ from tests.support import REPOSITORY
 def test_the_stub_is_up_to_date() -> None:
     command = [sys.executable, str(REPOSITORY / "ci" / "update_stubs.py"), "--check"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, (
-        f"run `python ci/update_stubs.py`, look at the difference and commit it\n{result.stdout}{result.stderr}"
-    )
+    shown = f"{result.stdout}{result.stderr}"
+    assert result.returncode == 0, f"run `python ci/update_stubs.py` and look at the difference\n{shown}"

@@ -92,7 +92,8 @@ import numpy as np
 import multiring
 
 comm = multiring.init()
-assert (comm.rank, comm.size, comm.local_rank, comm.local_size, comm.cross_rank, comm.cross_size) == (0, 1, 0, 1, 0, 1)
+assert (comm.rank, comm.local_rank, comm.cross_rank) == (0, 0, 0)
+assert (comm.size, comm.local_size, comm.cross_size) == (1, 1, 1)
 x = np.arange(5.0)
 for result in (
     comm.allreduce(x, "average"),
@@ -125,19 +126,25 @@ def test_alone_without_a_launcher(tmp_path: Path) -> None:
     assert result.returncode == 0
 
 
+IMPORT = """
+import sys, time
+import numpy
+start = time.perf_counter()
+import multiring
+multiring.init  # the face is lazy: this takes in the native core
+print(round(1000 * (time.perf_counter() - start)), *sys.modules)
+"""
+
+
 def test_an_import_brings_no_framework() -> None:
-    result = run_python(
-        "-X", "importtime", "-c", "import numpy; import multiring; import sys; print(*sys.modules)"
-    )
+    result = run_python("-c", IMPORT)
     assert result.returncode == 0, result.stderr
-    loaded = {name.partition(".")[0] for name in result.stdout.split()}
-    assert "multiring" in loaded
+    milliseconds, *modules = result.stdout.split()
+    loaded = {name.partition(".")[0] for name in modules}
+    assert "multiring._core" in modules
     assert not loaded & FRAMEWORKS
-    assert not loaded & {"pytest", "hypothesis", "rich", "multiprocessing", "asyncio"}
-    # Columns: microseconds of the module alone, microseconds with what it imports, name.
-    total = re.search(r"\|\s*(\d+) \| multiring$", result.stderr, re.MULTILINE)
-    assert total is not None
-    print(f"import multiring takes {int(total[1]) / 1000:.0f} ms beyond NumPy")
+    assert not loaded & {"pytest", "hypothesis", "rich", "asyncio"}
+    print(f"multiring takes {milliseconds} ms to import beyond NumPy")
 
 
 def test_the_public_names() -> None:
