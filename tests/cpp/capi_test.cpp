@@ -185,7 +185,7 @@ TEST(CApi, RefusesWhatIsWrongWithoutBreaking) {
     sum = x.operation(MR_ALLREDUCE, "x");
     sum.output = nullptr;
     EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_USAGE);
-    sum = x.operation(static_cast<mr_kind>(99), "x");
+    sum.kind = 99;
     EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_USAGE);
     sum = x.operation(MR_BROADCAST, "x");
     sum.root = 1;

@@ -93,9 +93,9 @@ typedef struct mr_world_options {
  * axis 0 is split or joined as in the Python functions of the same names. */
 typedef struct mr_operation {
   size_t struct_size;
-  mr_kind kind;
-  mr_dtype dtype;
-  mr_reduce_op op;
+  int kind;     /* mr_kind */
+  int dtype;    /* mr_dtype */
+  int op;       /* mr_reduce_op */
   int root;     /* broadcast, gather, scatter; the peer of send and recv; -1 otherwise */
   int64_t tag;  /* send, recv */
   int priority; /* mr_submit: higher leaves earlier */
