@@ -1,6 +1,8 @@
 // Where errors go: to all pending work, to later calls, to the message; and what is no error of the
 // communicator.
 
+#include "support/errors.h"
+
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -11,7 +13,6 @@
 #include <thread>
 #include <vector>
 
-#include "support/activities.h"
 #include "support/latch.h"
 #include "support/operations.h"
 #include "support/rank_group.h"
@@ -19,65 +20,15 @@
 namespace multiring {
 namespace {
 
+using testing::error_of;
+using testing::expect_text;
 using testing::GroupOptions;
 using testing::Latch;
+using testing::Pending;
 using testing::RankGroup;
 using testing::Request;
+using testing::run_barrier;
 using testing::TransportKind;
-
-/// The error that `body` raises, of the kind expected.
-template <class Body>
-Error error_of(ErrorKind kind, const Body& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    EXPECT_EQ(error_kind_name(error.kind()), std::string(error_kind_name(kind))) << error.what();
-    return error;
-  }
-  ADD_FAILURE() << "nothing was raised";
-  return Error(ErrorKind::kInternal, "");
-}
-
-void expect_text(const Error& error, const std::string& fragment) {
-  EXPECT_NE(std::string(error.what()).find(fragment), std::string::npos)
-      << "no '" << fragment << "' in: " << error.what();
-}
-
-void run_barrier(Communicator& communicator, const CallOptions& options = {}) {
-  Operation barrier = testing::barrier_operation();
-  communicator.run(barrier, options);
-}
-
-/// What an interrupt raises.
-struct CtrlC : std::exception {};
-
-/// Twenty operations that not all ranks submit.
-class Pending {
- public:
-  explicit Pending(Communicator& communicator) : arrays_(20, std::vector<float>(3000, 1.0f)) {
-    for (auto& array : arrays_) {
-      try {
-        works_.push_back(communicator.submit(
-            testing::allreduce_of(DType::kFloat32, array.size(), array.data(), array.data(), "pending"), 0,
-            nullptr));
-      } catch (const Error&) {
-        if (works_.empty()) throw;
-        break;  // the first ones have failed already
-      }
-    }
-  }
-  void expect_all(ErrorKind kind, const std::string& fragment) {
-    for (const auto& work : works_) {
-      for (int repeat = 0; repeat < 2; ++repeat)
-        expect_text(error_of(kind, [&] { work->wait(Deadline::never(), {}); }), fragment);
-      EXPECT_TRUE(work->done());
-    }
-  }
-
- private:
-  std::vector<std::vector<float>> arrays_;
-  std::vector<std::shared_ptr<Work>> works_;
-};
 
 class ErrorsTest : public ::testing::TestWithParam<TransportKind> {
  protected:
@@ -111,11 +62,12 @@ TEST_P(ErrorsTest, AbortReachesAllPendingWork) {
 
 TEST_P(ErrorsTest, TimeoutOfAsynchronousWorkReachesAllPending) {
   GroupOptions short_wait = options(3);
-  short_wait.communicator.timeout = 0.1;
+  short_wait.communicator.timeout = 0.3;
   RankGroup group(short_wait);
   group.run([](Communicator& communicator) {
+    run_barrier(communicator);
     if (communicator.rank() == 1) {
-      while (!communicator.is_broken()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      testing::await_broken(communicator);
       expect_text(error_of(ErrorKind::kTimeout, [&] { run_barrier(communicator); }), "for rank 1");
     } else {
       Pending pending(communicator);
@@ -142,7 +94,30 @@ TEST_P(ErrorsTest, CloseFailsPendingWorkAndEndsAll) {
   });
 }
 
-// Work in progress fails when the engine no longer uses its memory, not before.
+// What waits in the queue fails at once; work in progress when the engine is out of its memory, not before.
+TEST_P(ErrorsTest, WorkInProgressFailsWhenItsMemoryIsFree) {
+  Latch in_progress(1);
+  Latch aborted(1);
+  GroupOptions with_warning = options(2);
+  with_warning.communicator.stall_warning = 1e-3;
+  with_warning.communicator.warn = [&](const std::string&) {  // holds the progress thread up in the operation
+    in_progress.count_down();
+    aborted.wait();
+  };
+  RankGroup group(with_warning);
+  group.run([&](Communicator& communicator) {
+    if (communicator.rank() == 1) return testing::await_broken(communicator);
+    Pending pending(communicator);
+    in_progress.wait();
+    communicator.abort("now");
+    EXPECT_TRUE(pending.last().done());
+    EXPECT_FALSE(pending.first().done());
+    aborted.count_down();
+    pending.expect_all(ErrorKind::kAborted, "now");
+  });
+}
+
+// The same with the sanitizers as the judges.
 TEST_P(ErrorsTest, MemoryOfFailedWorkIsTheCallersAgain) {
   for (int repeat = 0; repeat < 20; ++repeat) {
     RankGroup group(options(3));
@@ -176,7 +151,7 @@ TEST_P(ErrorsTest, DeadlineOfACallBehindWorkThatIsStuck) {
   RankGroup group(options(2));
   group.run([](Communicator& communicator) {
     if (communicator.rank() == 1) {
-      while (!communicator.is_broken()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      testing::await_broken(communicator);
       return;
     }
     Pending pending(communicator);
@@ -196,7 +171,7 @@ TEST_P(ErrorsTest, DeadlineZero) {
   none.timeout = 0;
   group.run([&](Communicator& communicator) {
     if (communicator.rank() == 1) {
-      while (!communicator.is_broken()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      testing::await_broken(communicator);
       return;
     }
     const Error error = error_of(ErrorKind::kTimeout, [&] { run_barrier(communicator, none); });
@@ -209,84 +184,6 @@ TEST_P(ErrorsTest, DeadlineZero) {
     run_barrier(communicator, none);
     EXPECT_NE(communicator.split(0, 0, none), nullptr);
     EXPECT_NE(communicator.allocate_symmetric(10, none), nullptr);
-  });
-}
-
-// What the callback raises comes out unchanged; the others learn that this rank was interrupted.
-TEST_P(ErrorsTest, InterruptBreaksTheCommunicatorForAll) {
-  for (const testing::Activity& activity : testing::all_activities()) {
-    if (activity.name.ends_with("_async")) continue;
-    RankGroup group(options(3));
-    const std::function<void()> interrupt = [] { throw CtrlC(); };
-    group.run([&](Communicator& communicator) {
-      CallOptions with_interrupt;
-      if (communicator.rank() == 0) with_interrupt.interrupt = &interrupt;
-      if (communicator.rank() == 2) {
-        while (!communicator.is_broken()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        return;
-      }
-      if (communicator.rank() == 0)
-        EXPECT_THROW(activity.once(communicator, with_interrupt), CtrlC) << activity.name;
-      else
-        expect_text(error_of(ErrorKind::kAborted, [&] { activity.once(communicator, {}); }),
-                    "rank 0 stopped all ranks: rank 0 on");
-      expect_text(error_of(ErrorKind::kAborted, [&] { run_barrier(communicator); }), "interrupted");
-    });
-  }
-}
-
-// A signal handler that calls the communicator which it interrupts is refused; the operation goes on.
-TEST_P(ErrorsTest, InterruptThatCallsBack) {
-  RankGroup group(options(2));
-  Latch refused(1);
-  group.run([&](Communicator& communicator) {
-    const std::function<void()> interrupt = [&] {
-      expect_text(error_of(ErrorKind::kUsage, [&] { run_barrier(communicator); }), "signal handler");
-      refused.count_down();
-    };
-    CallOptions with_interrupt;
-    if (communicator.rank() == 0) with_interrupt.interrupt = &interrupt;
-    if (communicator.rank() == 1) refused.wait();
-    run_barrier(communicator, with_interrupt);
-    EXPECT_FALSE(communicator.is_broken());
-    run_barrier(communicator);
-  });
-}
-
-TEST_P(ErrorsTest, InterruptThatCloses) {
-  RankGroup group(options(2));
-  Latch closed(1);
-  group.run([&](Communicator& communicator) {
-    const std::function<void()> interrupt = [&] { communicator.close(); };
-    CallOptions with_interrupt;
-    with_interrupt.interrupt = &interrupt;
-    if (communicator.rank() == 0) {
-      expect_text(error_of(ErrorKind::kAborted, [&] { run_barrier(communicator, with_interrupt); }),
-                  "closed");
-      return closed.count_down();
-    }
-    closed.wait();
-    const auto body = [&] {
-      run_barrier(communicator);  // rank 0 has come to the first one
-      run_barrier(communicator);
-    };
-    expect_text(error_of(ErrorKind::kPeerLost, body), "lost rank 0");
-  });
-}
-
-TEST_P(ErrorsTest, InterruptWhileWaitingForEarlierWork) {
-  RankGroup group(options(2));
-  group.run([](Communicator& communicator) {
-    if (communicator.rank() == 1) {
-      while (!communicator.is_broken()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      return;
-    }
-    Pending pending(communicator);
-    const std::function<void()> interrupt = [] { throw CtrlC(); };
-    CallOptions options;
-    options.interrupt = &interrupt;
-    EXPECT_THROW(run_barrier(communicator, options), CtrlC);
-    pending.expect_all(ErrorKind::kAborted, "interrupted");
   });
 }
 

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "support/activities.h"
+#include "support/errors.h"
 #include "support/operations.h"
 #include "support/problem.h"
 #include "support/rank_group.h"
@@ -25,6 +26,7 @@ namespace multiring {
 namespace {
 
 using testing::Activity;
+using testing::expect_text;
 using testing::RankGroup;
 using testing::TransportKind;
 
@@ -68,11 +70,6 @@ End repeat_until_error(Communicator& communicator, const Activity& activity, Pro
   } catch (const Error& error) {
     return {error, Clock::now()};
   }
-}
-
-void expect_text(const Error& error, const std::string& fragment) {
-  EXPECT_NE(std::string(error.what()).find(fragment), std::string::npos)
-      << "no '" << fragment << "' in: " << error.what();
 }
 
 /// Both transports with every activity.
@@ -209,14 +206,15 @@ TEST_P(FailureTest, DeadlineNamesTheMissingRank) {
   const bool messages = GetParam().activity.name == "send_receive";
   group_.run([&](Communicator& communicator) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
+    testing::run_barrier(communicator);
     if (communicator.rank() == kVictim) {
-      while (!communicator.is_broken()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      testing::await_broken(communicator);
       ends_[rank] = repeat_until_error(communicator, GetParam().activity, progress_);
       return;
     }
     try {
       GetParam().activity.once(communicator, options);
-      while (!communicator.is_broken()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      testing::await_broken(communicator);
       GetParam().activity.once(communicator, options);
     } catch (const Error& error) {
       ends_[rank].error = error;
@@ -225,7 +223,8 @@ TEST_P(FailureTest, DeadlineNamesTheMissingRank) {
   for (int rank = 0; rank < kSize; ++rank) {
     const Error& error = *ends_[static_cast<std::size_t>(rank)].error;
     EXPECT_EQ(error.kind(), ErrorKind::kTimeout) << error.what();
-    expect_text(error, messages ? "for rank " : "for rank 2; ranks 0, 1, 3 came and waited as well");
+    expect_text(error,
+                messages ? "for rank " : "Rank 2 (process ");  // whoever else is late on a busy machine
   }
 }
 
@@ -263,9 +262,10 @@ TEST(Delays, DoNotChangeResults) {
 // Nobody learns what a rank does: all, this one too, wait until the deadline, and the missing one is named.
 TEST(Drops, EndInTimeoutsThatNameTheDroppedRank) {
   for (const Activity& activity : testing::all_activities()) {
+    if (activity.name.ends_with("_async")) continue;  // the same rounds
     const bool messages = activity.name == "send_receive";
     testing::GroupOptions options = group_options(TransportKind::kInproc);
-    options.communicator.timeout = 0.1;
+    options.communicator.timeout = 0.15;
     RankGroup group(options);
     group.hub().drop(kVictim);
     const auto outcomes = group.outcomes([&](Communicator& communicator) {
@@ -273,7 +273,7 @@ TEST(Drops, EndInTimeoutsThatNameTheDroppedRank) {
     });
     for (const auto& outcome : outcomes) {
       EXPECT_EQ(outcome->kind(), ErrorKind::kTimeout) << activity.name << ": " << outcome->what();
-      expect_text(*outcome, messages ? "for rank " : "for rank 2");
+      expect_text(*outcome, messages ? "for rank " : "Rank 2 (process ");
     }
   }
 }

@@ -63,6 +63,7 @@ def waiting(comm: Communicator, name: str) -> None:
     """The victim dies while it is waiting inside the operation for rank 0, which comes when it is dead."""
     step = OPERATIONS[name](comm)
     process = process_of(comm, VICTIM)
+    comm.barrier()
     if comm.rank == VICTIM:
         threading.Timer(0.03, die).start()
     if comm.rank == 0:

@@ -1,7 +1,7 @@
 #include "transport/inproc/inproc_hub.h"
 
-#include <cstdlib>
-#include <cstring>
+#include <sys/mman.h>
+
 #include <limits>
 #include <numeric>
 #include <thread>
@@ -9,21 +9,23 @@
 namespace multiring {
 namespace {
 
-class HeapBlock final : public SharedBlock {
+/// Zero-filled, and backed by memory only where it is touched: most mailboxes of many ranks never are.
+class PrivateBlock final : public SharedBlock {
  public:
-  explicit HeapBlock(std::size_t bytes)
-      : data_(static_cast<std::byte*>(
-            std::aligned_alloc(GroupLayout::kPage, GroupLayout::round_up(bytes, GroupLayout::kPage)))) {
-    if (data_ == nullptr) throw std::bad_alloc();
-    std::memset(data_, 0, GroupLayout::round_up(bytes, GroupLayout::kPage));
+  explicit PrivateBlock(std::size_t bytes)
+      : data_(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+                     0)),
+        bytes_(bytes) {
+    if (data_ == MAP_FAILED) throw_errno("mmap of " + std::to_string(bytes) + " bytes of memory");
   }
-  ~HeapBlock() override { std::free(data_); }
-  HeapBlock(const HeapBlock&) = delete;
-  HeapBlock& operator=(const HeapBlock&) = delete;
-  std::byte* data() const override { return data_; }
+  ~PrivateBlock() override { ::munmap(data_, bytes_); }
+  PrivateBlock(const PrivateBlock&) = delete;
+  PrivateBlock& operator=(const PrivateBlock&) = delete;
+  std::byte* data() const override { return static_cast<std::byte*>(data_); }
 
  private:
-  std::byte* data_;
+  void* data_;
+  std::size_t bytes_;
 };
 
 }  // namespace
@@ -113,7 +115,7 @@ std::shared_ptr<SharedBlock> InprocHub::block(std::uint64_t tag, std::span<const
                                               std::size_t bytes) {
   const std::lock_guard lock(mutex_);
   Offer& offer = blocks_[{tag, members[0]}];
-  if (offer.block == nullptr) offer.block = std::make_shared<HeapBlock>(bytes);
+  if (offer.block == nullptr) offer.block = std::make_shared<PrivateBlock>(bytes);
   auto block = offer.block;
   if (++offer.taken == members.size()) blocks_.erase({tag, members[0]});
   return block;

@@ -1,0 +1,116 @@
+// Callbacks that end a wait (Ctrl-C), and what they may do.
+
+#include <gtest/gtest.h>
+
+#include <exception>
+#include <functional>
+
+#include "support/activities.h"
+#include "support/errors.h"
+#include "support/latch.h"
+#include "support/operations.h"
+#include "support/rank_group.h"
+
+namespace multiring {
+namespace {
+
+using testing::error_of;
+using testing::expect_text;
+using testing::GroupOptions;
+using testing::Latch;
+using testing::Pending;
+using testing::RankGroup;
+using testing::run_barrier;
+using testing::TransportKind;
+
+/// What an interrupt raises.
+struct CtrlC : std::exception {};
+
+class InterruptTest : public ::testing::TestWithParam<TransportKind> {
+ protected:
+  static GroupOptions options(int size) { return {GetParam(), size, testing::kSmallStaging}; }
+};
+
+// What the callback raises comes out unchanged; the others learn that this rank was interrupted.
+TEST_P(InterruptTest, InterruptBreaksTheCommunicatorForAll) {
+  for (const testing::Activity& activity : testing::all_activities()) {
+    if (activity.name.ends_with("_async")) continue;
+    RankGroup group(options(3));
+    const std::function<void()> interrupt = [] { throw CtrlC(); };
+    group.run([&](Communicator& communicator) {
+      CallOptions with_interrupt;
+      if (communicator.rank() == 0) with_interrupt.interrupt = &interrupt;
+      if (communicator.rank() == 2) {
+        testing::await_broken(communicator);
+        return;
+      }
+      if (communicator.rank() == 0)
+        EXPECT_THROW(activity.once(communicator, with_interrupt), CtrlC) << activity.name;
+      else
+        expect_text(error_of(ErrorKind::kAborted, [&] { activity.once(communicator, {}); }),
+                    "rank 0 stopped all ranks: rank 0 on");
+      expect_text(error_of(ErrorKind::kAborted, [&] { run_barrier(communicator); }), "interrupted");
+    });
+  }
+}
+
+// A signal handler that calls the communicator which it interrupts is refused; the operation goes on.
+TEST_P(InterruptTest, InterruptThatCallsBack) {
+  RankGroup group(options(2));
+  Latch refused(1);
+  group.run([&](Communicator& communicator) {
+    const std::function<void()> interrupt = [&] {
+      expect_text(error_of(ErrorKind::kUsage, [&] { run_barrier(communicator); }), "signal handler");
+      refused.count_down();
+    };
+    CallOptions with_interrupt;
+    if (communicator.rank() == 0) with_interrupt.interrupt = &interrupt;
+    if (communicator.rank() == 1) refused.wait();
+    run_barrier(communicator, with_interrupt);
+    EXPECT_FALSE(communicator.is_broken());
+    run_barrier(communicator);
+  });
+}
+
+TEST_P(InterruptTest, InterruptThatCloses) {
+  RankGroup group(options(2));
+  Latch closed(1);
+  group.run([&](Communicator& communicator) {
+    const std::function<void()> interrupt = [&] { communicator.close(); };
+    CallOptions with_interrupt;
+    with_interrupt.interrupt = &interrupt;
+    if (communicator.rank() == 0) {
+      expect_text(error_of(ErrorKind::kAborted, [&] { run_barrier(communicator, with_interrupt); }),
+                  "closed");
+      return closed.count_down();
+    }
+    closed.wait();
+    const auto body = [&] {
+      run_barrier(communicator);  // rank 0 has come to the first one
+      run_barrier(communicator);
+    };
+    expect_text(error_of(ErrorKind::kPeerLost, body), "lost rank 0");
+  });
+}
+
+TEST_P(InterruptTest, InterruptWhileWaitingForEarlierWork) {
+  RankGroup group(options(2));
+  group.run([](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      testing::await_broken(communicator);
+      return;
+    }
+    Pending pending(communicator);
+    const std::function<void()> interrupt = [] { throw CtrlC(); };
+    CallOptions options;
+    options.interrupt = &interrupt;
+    EXPECT_THROW(run_barrier(communicator, options), CtrlC);
+    pending.expect_all(ErrorKind::kAborted, "interrupted");
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, InterruptTest, ::testing::ValuesIn(testing::kTransports),
+                         [](const auto& info) { return testing::transport_name(info.param); });
+
+}  // namespace
+}  // namespace multiring

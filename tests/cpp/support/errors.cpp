@@ -1,0 +1,55 @@
+#include "support/errors.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <thread>
+
+#include "support/operations.h"
+
+namespace multiring::testing {
+
+void expect_kind(const Error& error, ErrorKind kind) {
+  EXPECT_STREQ(error_kind_name(error.kind()), error_kind_name(kind)) << error.what();
+}
+
+void expect_text(const Error& error, const std::string& fragment) {
+  EXPECT_NE(std::string(error.what()).find(fragment), std::string::npos)
+      << "no '" << fragment << "' in: " << error.what();
+}
+
+Error nothing_raised() {
+  ADD_FAILURE() << "nothing was raised";
+  return Error(ErrorKind::kInternal, "");
+}
+
+void run_barrier(Communicator& communicator, const CallOptions& options) {
+  Operation barrier = barrier_operation();
+  communicator.run(barrier, options);
+}
+
+void await_broken(Communicator& communicator) {
+  while (!communicator.is_broken()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+Pending::Pending(Communicator& communicator) : arrays_(20, std::vector<float>(3000, 1.0f)) {
+  for (auto& array : arrays_) {
+    try {
+      works_.push_back(communicator.submit(
+          allreduce_of(DType::kFloat32, array.size(), array.data(), array.data(), "pending"), 0, nullptr));
+    } catch (const Error&) {
+      if (works_.empty()) throw;
+      break;  // the first ones have failed already
+    }
+  }
+}
+
+void Pending::expect_all(ErrorKind kind, const std::string& fragment) {
+  for (const auto& work : works_) {
+    for (int repeat = 0; repeat < 2; ++repeat)
+      expect_text(error_of(kind, [&] { work->wait(Deadline::never(), {}); }), fragment);
+    EXPECT_TRUE(work->done());
+  }
+}
+
+}  // namespace multiring::testing
