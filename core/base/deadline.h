@@ -17,30 +17,51 @@ class Deadline {
  public:
   /// A deadline `seconds` from now; infinity and anything beyond 30 years mean never.
   static Deadline after(double seconds) {
-    constexpr double kForever = 30.0 * 365 * 24 * 3600;
+    Deadline deadline = from_first_look(seconds);
+    deadline.start();
+    return deadline;
+  }
+  /// A deadline that begins to run when it is first looked at: an operation that never has to wait does not
+  /// pay for the clock.
+  static Deadline from_first_look(double seconds) {
     Deadline deadline;
-    deadline.start_ = Clock::now();
     deadline.seconds_ = std::max(seconds, 0.0);
-    deadline.at_ = seconds < kForever
-                       ? deadline.start_ + std::chrono::duration_cast<Clock::duration>(
-                                               std::chrono::duration<double>(deadline.seconds_))
-                       : Clock::time_point::max();
     return deadline;
   }
   static Deadline never() { return after(std::numeric_limits<double>::infinity()); }
 
-  bool expired() const { return at_ != Clock::time_point::max() && Clock::now() >= at_; }
+  bool expired() const {
+    start();
+    return at_ != Clock::time_point::max() && Clock::now() >= at_;
+  }
   double remaining() const {
+    start();
     return at_ == Clock::time_point::max() ? std::numeric_limits<double>::infinity()
                                            : std::max(0.0, seconds_between(Clock::now(), at_));
   }
   /// Seconds allowed at the start, and seconds passed since.
   double allowed() const { return seconds_; }
-  double elapsed() const { return seconds_between(start_, Clock::now()); }
+  double elapsed() const {
+    start();
+    return seconds_between(start_, Clock::now());
+  }
 
  private:
-  Clock::time_point start_;
-  Clock::time_point at_;
+  static constexpr double kForever = 30.0 * 365 * 24 * 3600;
+
+  void start() const {
+    if (started_) return;
+    started_ = true;
+    start_ = Clock::now();
+    at_ = seconds_ < kForever
+              ? start_ + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds_))
+              : Clock::time_point::max();
+  }
+
+  // Written by the first look, which the one thread that waits takes.
+  mutable bool started_ = false;
+  mutable Clock::time_point start_;
+  mutable Clock::time_point at_;
   double seconds_ = 0.0;
 };
 

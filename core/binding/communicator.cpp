@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "binding/interrupt.h"
+#include "binding/numpy_call.h"
 #include "binding/operation.h"
 #include "binding/result.h"
 #include "engine/communicator.h"
@@ -75,7 +76,16 @@ std::size_t array_bytes(const std::vector<std::uint64_t>& shape, const py::dtype
   return bytes;
 }
 
-/// The NumPy array of this rank's part; it keeps the memory mapped.
+/// A NumPy array in symmetric memory, which it keeps mapped.
+py::array array_in(const std::shared_ptr<SymmetricRegion>& region, const std::byte* data,
+                   const py::dtype& dtype, const std::vector<std::uint64_t>& shape) {
+  auto* held = new std::shared_ptr<SymmetricRegion>(region);
+  const py::capsule owner(
+      held, [](void* pointer) { delete static_cast<std::shared_ptr<SymmetricRegion>*>(pointer); });
+  return py::array(dtype, shape, data, owner);
+}
+
+/// This rank's part of new memory.
 py::array symmetric_empty(Communicator& self, const std::vector<std::uint64_t>& shape, const py::dtype& dtype,
                           double timeout) {
   const std::size_t bytes = array_bytes(shape, dtype);
@@ -84,10 +94,23 @@ py::array symmetric_empty(Communicator& self, const std::vector<std::uint64_t>& 
     const py::gil_scoped_release release;
     region = self.allocate_symmetric(bytes, call_options(timeout));
   }
-  auto* held = new std::shared_ptr<SymmetricRegion>(region);
-  const py::capsule owner(
-      held, [](void* pointer) { delete static_cast<std::shared_ptr<SymmetricRegion>*>(pointer); });
-  return py::array(dtype, shape, region->part(self.rank()), owner);
+  return array_in(region, region->part(self.rank()), dtype, shape);
+}
+
+/// The array of another rank that corresponds to a symmetric one of this rank.
+py::array symmetric_peer(const Communicator& self, const py::array& mine, int peer) {
+  if (peer < 0 || peer >= self.size())
+    throw_usage("rank is " + std::to_string(peer) + "; expected 0 to " + std::to_string(self.size() - 1));
+  if ((mine.flags() & py::array::c_style) == 0)
+    throw_usage("the elements of the array do not lie in C order");
+  std::uint64_t offset = 0;
+  const auto region = self.locate_symmetric(static_cast<const std::byte*>(mine.data()),
+                                            static_cast<std::size_t>(mine.nbytes()), &offset);
+  if (region == nullptr)
+    throw_usage("the array does not lie in symmetric memory of '" + self.name() +
+                "'; make it with symmetric_empty");
+  const std::vector<std::uint64_t> shape(mine.shape(), mine.shape() + mine.ndim());
+  return array_in(region, region->part(peer) + offset, mine.dtype(), shape);
 }
 
 void bind_work(py::module_& module) {
@@ -126,6 +149,10 @@ void bind_communicator(py::module_& module) {
       .def("allreduce", &run_allreduce, py::arg("x"), py::arg("out"), py::arg("op"), py::arg("name"),
            py::arg("prescale"), py::arg("postscale"), py::arg("timeout"),
            "False: an array is not contiguous, nothing was done.")
+      .def("numpy_allreduce", &make_numpy_allreduce,
+           "A function (x, out, op, name, prescale, postscale, timeout) -> bool that does the same for "
+           "C-ordered "
+           "NumPy arrays, faster; False: an argument is not plain enough, nothing was done.")
       .def("run", &run, py::arg("operation"), py::arg("timeout"))
       .def("submit", &submit, py::arg("operation"), py::arg("priority"))
       .def(
@@ -152,6 +179,7 @@ void bind_communicator(py::module_& module) {
           },
           py::arg("color"), py::arg("key"), py::arg("timeout"))
       .def("symmetric_empty", &symmetric_empty, py::arg("shape"), py::arg("dtype"), py::arg("timeout"))
+      .def("symmetric_peer", &symmetric_peer, py::arg("array"), py::arg("rank"))
       .def("abort", &Communicator::abort, py::arg("message"), Released())
       .def(
           "abandon",

@@ -94,6 +94,32 @@ bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle outpu
   return true;
 }
 
+namespace {
+
+/// The reduction kernel alone, without ranks.
+void reduce_arrays(const std::vector<py::object>& inputs, const std::vector<py::object>& outputs,
+                   ReduceOp op) {
+  std::vector<ArrayView> views;
+  for (const auto& input : inputs) views.emplace_back(input, false);
+  for (const auto& output : outputs) views.emplace_back(output, true);
+  if (inputs.empty() || outputs.empty()) throw_usage("expected at least one input and one output");
+  std::vector<const void*> from;
+  std::vector<void*> to;
+  for (const ArrayView& view : views) {
+    if (!view.contiguous()) throw_usage(kContiguousOnly);
+    if (view.dtype() != views[0].dtype() || view.count() != views[0].count())
+      throw_usage("the arrays differ in dtype or number of elements");
+    if (from.size() < inputs.size())
+      from.push_back(view.data());
+    else
+      to.push_back(view.data());
+  }
+  const py::gil_scoped_release release;
+  reduce(views[0].dtype(), {.op = op}, from, to, views[0].count());
+}
+
+}  // namespace
+
 void bind_operation(py::module_& module) {
   py::enum_<OpKind>(module, "OpKind")
       .value("ALLREDUCE", OpKind::kAllreduce)
@@ -112,6 +138,8 @@ void bind_operation(py::module_& module) {
       .value("MIN", ReduceOp::kMin)
       .value("MAX", ReduceOp::kMax)
       .value("PRODUCT", ReduceOp::kProduct);
+  module.def("reduce", &reduce_arrays, py::arg("inputs"), py::arg("outputs"), py::arg("op"),
+             "Reduces arrays element by element into every output, as a collective does, without ranks.");
   py::class_<PyOperation>(module, "Operation", "One collective call being put together.")
       .def(py::init([](OpKind kind, const std::string& name, int root) {
              PyOperation made;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <span>
 
 #include "base/export.h"
@@ -7,6 +8,9 @@
 #include "collective/operation.h"
 
 namespace multiring {
+
+/// No collective looks at where smaller buffers lie.
+inline constexpr std::size_t kLeastSymmetricBytes = 512;
 
 // Each runs one collective in the calling thread and returns when this rank may use its result and change its
 // input. All raise mismatch, timeout, peer lost or aborted errors.

@@ -115,7 +115,7 @@ void Exchange::throw_for_peer(const Call& call, const WaitResult& result, int pe
   if (result.outcome != WaitResult::Outcome::kTimeout) throw_for(call, result);
   throw Error(
       ErrorKind::kTimeout,
-      where(call) + ", waited " + seconds_text(seconds_between(call.start, Clock::now())) + " for rank " +
+      where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + " for rank " +
           std::to_string(peer) + " (process " + std::to_string(transport_.process_id(peer)) +
           "), which has not done its part. Does it call the matching send or recv? MULTIRING_TIMEOUT or "
           "the timeout argument set how long to wait.",
@@ -141,8 +141,8 @@ void Exchange::throw_timeout(const Call& call) const {
   std::vector<int> came;
   for (int peer = 0; peer < size(); ++peer)
     if (transport_.arrived(peer) >= round_) came.push_back(peer);
-  std::string text = where(call) + ", waited " + seconds_text(seconds_between(call.start, Clock::now())) +
-                     " for " + rank_list(absent) + "; " + rank_list(came) + " came and waited as well. ";
+  std::string text = where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + " for " +
+                     rank_list(absent) + "; " + rank_list(came) + " came and waited as well. ";
   for (const int peer : absent)
     text += "Rank " + std::to_string(peer) + " (process " + std::to_string(transport_.process_id(peer)) +
             ", alive) was last in " + doing(peer) + ". ";
@@ -196,7 +196,7 @@ ErrorContext Exchange::context(const Call& call, int peer) const {
   context.operation = op_kind_name(call.descriptor.key.kind);
   context.tensor = call.descriptor.name_view();
   context.bytes = static_cast<std::int64_t>(call.descriptor.bytes);
-  context.elapsed = seconds_between(call.start, Clock::now());
+  context.elapsed = call.waiting.deadline.elapsed();
   return context;
 }
 

@@ -14,7 +14,6 @@ namespace multiring {
 struct Call {
   const Descriptor& descriptor;
   Waiting waiting;
-  Clock::time_point start = Clock::now();
 };
 
 /// All ranks are to choose anew among their first `submitted` asynchronous operations.

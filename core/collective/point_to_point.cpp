@@ -119,7 +119,7 @@ void PointToPoint::accept(const Call& call, Operation& operation, const Envelope
     context.host = exchange_.transport().host(exchange_.rank());
     context.operation = op_kind_name(wanted.key.kind);
     context.bytes = static_cast<std::int64_t>(wanted.bytes);
-    context.elapsed = seconds_between(call.start, Clock::now());
+    context.elapsed = call.waiting.deadline.elapsed();
     throw Error(ErrorKind::kMismatch,
                 "rank " + std::to_string(wanted.key.root) + " sent tag " + std::to_string(envelope.tag) +
                     " " + describe(sent) + " where rank " + std::to_string(exchange_.rank()) +

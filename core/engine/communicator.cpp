@@ -152,7 +152,8 @@ void Communicator::dispatch(const Call& call, Operation& operation) {
 Call Communicator::make_call(const Descriptor& descriptor, const CallOptions& options,
                              std::function<void(double)>& stalled) {
   Call call{descriptor, {}};
-  call.waiting.deadline = Deadline::after(options.timeout >= 0 ? options.timeout : options_.timeout);
+  call.waiting.deadline =
+      Deadline::from_first_look(options.timeout >= 0 ? options.timeout : options_.timeout);
   call.waiting.interrupt = options.interrupt;
   call.waiting.cancelled = &closing_;
   if (options_.warn && options_.stall_warning > 0) {
@@ -172,7 +173,9 @@ void Communicator::complete(Operation& operation) const {
   descriptor.key.sequence = 0;
   const bool everybody_has_dtype = kind != OpKind::kScatter && kind != OpKind::kBarrier;
   descriptor.key.dtype = everybody_has_dtype ? static_cast<std::uint8_t>(descriptor.dtype) : 0;
-  if (kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter) symmetric_.place(operation);
+  if (descriptor.bytes >= kLeastSymmetricBytes &&
+      (kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter))
+    symmetric_.place(operation);
 }
 
 std::shared_ptr<Work> Communicator::submit(Operation operation, int priority,

@@ -68,6 +68,12 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   std::shared_ptr<Communicator> split(std::int64_t color, std::int64_t key, const CallOptions& call);
   /// Memory that all ranks have mapped. Collective, with the same `bytes` everywhere.
   std::shared_ptr<SymmetricRegion> allocate_symmetric(std::size_t bytes, const CallOptions& call);
+  /// The symmetric memory that `bytes` at `data` lie in, and where in this rank's part; null where they lie
+  /// elsewhere.
+  std::shared_ptr<SymmetricRegion> locate_symmetric(const std::byte* data, std::size_t bytes,
+                                                    std::uint64_t* offset) const {
+    return symmetric_.locate(data, bytes, offset);
+  }
 
   /// Breaks the communicator on all ranks.
   void abort(const std::string& message);

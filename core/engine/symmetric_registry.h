@@ -34,6 +34,13 @@ class SymmetricRegistry {
     descriptor.output_region = operation.output_region == nullptr ? 0 : operation.output_region->id();
   }
 
+  /// The region that `bytes` at `data` lie in, and where in this rank's part; null where they lie elsewhere.
+  std::shared_ptr<SymmetricRegion> locate(const std::byte* data, std::size_t bytes,
+                                          std::uint64_t* offset) const {
+    const std::lock_guard lock(mutex_);
+    return find(data, bytes, offset);
+  }
+
  private:
   std::shared_ptr<SymmetricRegion> find(const std::byte* data, std::size_t bytes,
                                         std::uint64_t* offset) const {

@@ -18,6 +18,7 @@ __all__: list[str] = [
     "Work",
     "WorldOptions",
     "connect",
+    "reduce",
 ]
 
 class Result:
@@ -202,6 +203,10 @@ class Communicator:
         False: an array is not contiguous, nothing was done.
         """
     def close(self) -> None: ...
+    def numpy_allreduce(self) -> typing.Any:
+        """
+        A function (x, out, op, name, prescale, postscale, timeout) -> bool that does the same for C-ordered NumPy arrays, faster; False: an argument is not plain enough, nothing was done.
+        """
     def recv(
         self,
         operation: Operation,
@@ -227,6 +232,9 @@ class Communicator:
         shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         dtype: numpy.dtype[typing.Any],
         timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> numpy.ndarray: ...
+    def symmetric_peer(
+        self, array: numpy.ndarray, rank: typing.SupportsInt | typing.SupportsIndex
     ) -> numpy.ndarray: ...
     @property
     def host(self) -> str: ...
@@ -275,4 +283,11 @@ class WorldOptions:
 def connect(store: typing.Any, options: WorldOptions) -> Communicator:
     """
     Joins the ranks of one host through shared memory and returns the world. Collective.
+    """
+
+def reduce(
+    inputs: collections.abc.Sequence[typing.Any], outputs: collections.abc.Sequence[typing.Any], op: ReduceOp
+) -> None:
+    """
+    Reduces arrays element by element into every output, as a collective does, without ranks.
     """

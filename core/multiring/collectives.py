@@ -45,6 +45,7 @@ class Collectives:
     rank: int
     size: int
     _core: native.Communicator
+    _numpy_allreduce: Callable[..., bool]
 
     # The operation that everything depends on has a path of its own, with as few steps as possible.
 
@@ -73,10 +74,14 @@ class Collectives:
         Returns:
             `out`, or the new array.
         """
+        if out is not None and self._numpy_allreduce(x, out, op, name, prescale, postscale, timeout):
+            return out
         x = as_array(x)
         if out is None:
             x = contiguous(x)
             out = empty_like(x)
+            if self._numpy_allreduce(x, out, op, name, prescale, postscale, timeout):
+                return out
         if not self._core.allreduce(x, out, _op(op), name or "", prescale, postscale, seconds(timeout)):
             source, target = contiguous(x), target_for(out)
             if not self._core.allreduce(

@@ -51,6 +51,7 @@ class Communicator(Collectives):
         enclosing: Sequence[weakref.WeakSet[Communicator]] = (),
     ) -> None:
         self._core = core
+        self._numpy_allreduce = core.numpy_allreduce()
         self.rank: int = core.rank
         """Rank of this process in the group, 0 to size - 1."""
         self.size: int = core.size
@@ -195,6 +196,20 @@ class Communicator(Collectives):
         if any(extent < 0 for extent in extents):
             raise UsageError(f"shape {extents} has a negative extent")
         return self._core.symmetric_empty(extents, np.dtype(dtype), -1.0)
+
+    def symmetric_peer(self, x: npt.NDArray[Any], rank: int) -> npt.NDArray[Any]:
+        """The array of rank `rank` that corresponds to this rank's `x`: the same memory, seen from here.
+
+        Reads and writes are not synchronised with that rank; put barriers around them.
+
+        Args:
+            x: An array of `symmetric_empty`, or a C-ordered view of one.
+            rank: Any rank of the group, this one included.
+
+        Raises:
+            UsageError: `x` does not lie in this group's symmetric memory, or there is no such rank.
+        """
+        return self._core.symmetric_peer(x, rank)
 
     def abort(self, message: str) -> None:
         """Breaks the communicator on all ranks: their pending and later calls raise `AbortedError`."""

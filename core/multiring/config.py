@@ -49,7 +49,7 @@ class Settings:
     timeout: float = 300.0
     log_level: str = "warning"
     spin_microseconds: int | None = None
-    staging_bytes: int = 1 << 20
+    staging_bytes: int = 1 << 18
     stall_warning: float = 30.0
 
 
@@ -206,7 +206,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "MULTIRING_STAGING_BYTES",
         "staging_bytes",
-        "1048576",
+        "262144",
         "bytes, at least 4096; 256KiB and 4MiB are understood",
         "Size of the segment through which each rank stages tensors that are not in symmetric buffers.",
         False,

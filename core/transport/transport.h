@@ -80,6 +80,10 @@ class MULTIRING_API Transport {
   virtual std::string host(int rank) const = 0;
   virtual std::int64_t process_id(int rank) const = 0;
 
+  /// Whether ranks outnumber the cores that they may run on: then a wait should leave its core to others. The
+  /// same on all ranks.
+  virtual bool crowded() const = 0;
+
   // Rounds.
   virtual std::byte* header(int rank, std::uint64_t round) const = 0;
   virtual std::byte* staging(int rank, std::uint64_t round) const = 0;

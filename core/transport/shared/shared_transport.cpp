@@ -18,9 +18,9 @@ constexpr double kDefaultSpinMicroseconds = 40.0;
 // Collectives cut staging memory into cache lines.
 constexpr std::size_t kLeastStagingBytes = 64;
 
-SpinBudget spin_budget(const SharedTransportOptions& options, std::size_t ranks, int cores) {
+SpinBudget spin_budget(const SharedTransportOptions& options, bool crowded) {
   double most = options.spin_microseconds;
-  if (most < 0) most = ranks <= static_cast<std::size_t>(cores) ? kDefaultSpinMicroseconds : 0.0;
+  if (most < 0) most = crowded ? 0.0 : kDefaultSpinMicroseconds;
   const double least = std::min(most, 1.0);
   return {static_cast<std::uint32_t>(least * kTurnsPerMicrosecond),
           static_cast<std::uint32_t>(most * kTurnsPerMicrosecond)};
@@ -96,8 +96,9 @@ SharedTransport::SharedTransport(std::shared_ptr<HostLink> link, std::vector<int
       members_(std::move(members)),
       tag_(tag),
       options_(options),
+      crowded_(static_cast<int>(members_.size()) > link_->cores()),
       layout_(static_cast<int>(members_.size()), options.staging_bytes),
-      spin_(spin_budget(options, members_.size(), link_->cores())) {
+      spin_(spin_budget(options, crowded_)) {
   const auto self = std::find(members_.begin(), members_.end(), link_->rank());
   if (self == members_.end())
     throw Error(ErrorKind::kInternal, "a rank builds a transport it is not part of");

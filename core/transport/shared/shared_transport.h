@@ -28,6 +28,7 @@ class MULTIRING_API SharedTransport : public Transport {
   int size() const override { return static_cast<int>(members_.size()); }
   std::string host(int rank) const override;
   std::int64_t process_id(int rank) const override;
+  bool crowded() const override { return crowded_; }
 
   std::byte* header(int rank, std::uint64_t round) const override;
   std::byte* staging(int rank, std::uint64_t round) const override;
@@ -83,6 +84,7 @@ class MULTIRING_API SharedTransport : public Transport {
   int rank_ = 0;
   std::uint64_t tag_;
   SharedTransportOptions options_;
+  bool crowded_;
   GroupLayout layout_;
   std::shared_ptr<SharedBlock> block_;
   GroupControl* control_ = nullptr;

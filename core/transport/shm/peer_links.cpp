@@ -18,7 +18,7 @@ namespace multiring {
 namespace {
 
 constexpr std::uint32_t kMagic = 0x4d52494e;  // "MRIN"
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 constexpr int kPollMilliseconds = 50;
 
 /// The listening socket's file and, if it was made here, its directory; both go when the mesh stands.
@@ -116,16 +116,21 @@ struct PeerLinks::Hello {
   std::int32_t rank;
   std::int32_t size;
   std::uint64_t settings;
+  std::int32_t cpu_quota;  ///< cores that the rank's control group allows it
   cpu_set_t cpus;
 };
 
 PeerLinks::PeerLinks(Store& store, const Options& options, const Waiting& waiting)
-    : options_(options), peers_(static_cast<std::size_t>(options.size)) {
-  CPU_ZERO(&cpus_);
-  ::sched_getaffinity(0, sizeof cpus_, &cpus_);
+    : options_(options),
+      peers_(static_cast<std::size_t>(options.size)),
+      own_quota_(cpu_quota()),
+      cores_(own_quota_) {
+  CPU_ZERO(&own_cpus_);
+  ::sched_getaffinity(0, sizeof own_cpus_, &own_cpus_);
+  cpus_ = own_cpus_;
   peers_[static_cast<std::size_t>(options.rank)].process_id = ::getpid();
   if (options.size > 1) connect_all(store, waiting);
-  cores_ = std::min(std::max(1, CPU_COUNT(&cpus_)), cpu_quota());
+  cores_ = std::min(std::max(1, CPU_COUNT(&cpus_)), cores_);
 }
 
 void PeerLinks::connect_all(Store& store, const Waiting& waiting) {
@@ -184,9 +189,7 @@ void PeerLinks::await_readable(const UniqueFd& socket, const Waiting& waiting) c
 }
 
 PeerLinks::Hello PeerLinks::my_hello() const {
-  Hello hello{kMagic, kVersion, options_.rank, options_.size, options_.settings, {}};
-  ::sched_getaffinity(0, sizeof hello.cpus, &hello.cpus);
-  return hello;
+  return {kMagic, kVersion, options_.rank, options_.size, options_.settings, own_quota_, own_cpus_};
 }
 
 UniqueFd PeerLinks::call(int peer, const std::string& path) const {
@@ -246,6 +249,7 @@ int PeerLinks::welcome(UniqueFd socket, bool answer) {
                                        " of this job: has the launcher given every process its own rank?");
   ::fcntl(socket.get(), F_SETFL, O_NONBLOCK);
   CPU_OR(&cpus_, &cpus_, &hello.cpus);
+  cores_ = std::min(cores_, hello.cpu_quota);
   Peer& peer = peers_[static_cast<std::size_t>(hello.rank)];
   peer.socket = std::move(socket);
   peer.process_id = credentials.pid;

@@ -34,7 +34,8 @@ class PeerLinks {
   bool is_lost(int rank) const;
   /// Closes this process's copies of all descriptors (it is a fork of the rank's).
   void abandon();
-  /// Cores that at least one rank may run on.
+  /// Cores that at least one rank may run on, or fewer where a quota says so. The same on all ranks: what
+  /// each says of itself at the start counts.
   int cores() const { return cores_; }
 
   void send_file(int peer, std::uint64_t tag, const UniqueFd& file);
@@ -65,8 +66,10 @@ class PeerLinks {
 
   Options options_;
   std::vector<Peer> peers_;
-  cpu_set_t cpus_;
-  int cores_ = 1;
+  cpu_set_t own_cpus_;
+  cpu_set_t cpus_;  // of all ranks
+  int own_quota_;
+  int cores_;
   std::mutex mutex_;  // guards files_ and the order of receives; never held while another lock is taken
   std::map<std::pair<int, std::uint64_t>, UniqueFd> files_;
 };

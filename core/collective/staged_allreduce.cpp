@@ -1,0 +1,149 @@
+#include "collective/staged_allreduce.h"
+
+#include <cstring>
+
+#include "collective/rank_pointers.h"
+
+namespace multiring {
+namespace {
+
+constexpr std::size_t kCacheLine = 64;
+
+// Where a rank reads no more bytes of its peers than this, a second synchronisation costs more than that
+// everybody adds everything. Where ranks outnumber the cores, each synchronisation is a change of processes.
+constexpr std::size_t kWholeReads = 1024;
+constexpr std::size_t kWholeReadsCrowded = 256 * 1024;
+
+// What is taken out of staging memory makes room for what comes in, in pieces that stay in the first cache
+// between the two. Smaller pieces break the processor's prefetching, which goes by pages.
+constexpr std::size_t kPiece = 4096;
+
+/// Calls body(operation, offset, place, bytes) for each operation's share of `range`, where the operations
+/// lie one after the other: `offset` in the operation, `place` relative to the range's begin.
+template <class Body>
+void for_each_share(std::span<Operation* const> operations, Range range, const Body& body) {
+  std::size_t begin = 0;
+  for (Operation* operation : operations) {
+    const Range own{begin, begin + operation->descriptor.bytes};
+    const Range share = intersect(range, own);
+    if (!share.empty()) body(*operation, share.begin - own.begin, share.begin - range.begin, share.size());
+    begin = own.end;
+  }
+}
+
+void reduce_bytes(const Operation& operation, std::span<const void* const> inputs,
+                  std::span<void* const> outputs, std::size_t bytes) {
+  reduce(operation.descriptor.dtype, operation.reduction(), inputs, outputs,
+         bytes / operation.element_size());
+}
+
+}  // namespace
+
+StagedAllreduce::StagedAllreduce(Exchange& exchange, const Call& call, std::span<Operation* const> operations)
+    : exchange_(exchange),
+      call_(call),
+      operations_(operations),
+      single_(operations.size() == 1),
+      segment_bytes_(exchange.transport().staging_bytes() / kCacheLine * kCacheLine) {
+  for (const Operation* operation : operations) bytes_ += operation->descriptor.bytes;
+  const std::size_t most = exchange.transport().crowded() ? kWholeReadsCrowded : kWholeReads;
+  whole_ = bytes_ <= segment_bytes_ && bytes_ * static_cast<std::size_t>(exchange.size() - 1) <= most;
+}
+
+Range StagedAllreduce::slice_of(Range segment, int rank) const {
+  return aligned_block_range(segment.size(), static_cast<std::size_t>(exchange_.size()),
+                             static_cast<std::size_t>(rank), kCacheLine);
+}
+
+template <class Body>
+void StagedAllreduce::for_each_staged(Range segment, const Body& body) const {
+  // Of a single operation the rank's own slice is read and written where it is.
+  const Range mine = single_ ? slice_of(segment, exchange_.rank()) : Range{};
+  for (const Range part : {Range{0, mine.begin}, Range{mine.end, segment.size()}})
+    if (!part.empty()) body(part);
+}
+
+void StagedAllreduce::stage(std::byte* staging, Range segment, Range part) const {
+  const Range range{segment.begin + part.begin, segment.begin + part.end};
+  for_each_share(operations_, range,
+                 [&](const Operation& operation, std::size_t offset, std::size_t place, std::size_t bytes) {
+                   std::memcpy(staging + part.begin + place, operation.input + offset, bytes);
+                 });
+}
+
+void StagedAllreduce::take(std::byte* staging, Range segment, Range part) const {
+  const Range range{segment.begin + part.begin, segment.begin + part.end};
+  for_each_share(operations_, range,
+                 [&](const Operation& operation, std::size_t offset, std::size_t place, std::size_t bytes) {
+                   std::memcpy(operation.output + offset, staging + part.begin + place, bytes);
+                 });
+}
+
+void StagedAllreduce::stage_first() {
+  std::byte* staging = exchange_.staging(exchange_.rank());
+  const Range first = segment(0);
+  if (whole_) return stage(staging, first, {0, bytes_});
+  for_each_staged(first, [&](Range part) { stage(staging, first, part); });
+}
+
+void StagedAllreduce::run() {
+  if (whole_) return reduce_whole();
+  const std::size_t segments = segment_count(bytes_, segment_bytes_);
+  for (std::size_t index = 1; index <= segments; ++index) {
+    exchange_.begin(call_.descriptor);
+    take_and_stage(index);
+    reduce_slice(index - 1);
+    exchange_.synchronise(call_);
+  }
+  std::byte* staging = exchange_.transport().staging(exchange_.rank(), exchange_.round() - 1);
+  const Range last = segment(segments - 1);
+  for_each_staged(last, [&](Range part) { take(staging, last, part); });
+}
+
+/// In the round of segment `index`: takes the sums of the segment before the last, stages this one.
+void StagedAllreduce::take_and_stage(std::size_t index) const {
+  std::byte* staging = exchange_.staging(exchange_.rank());
+  const Range in = segment(index);
+  const Range out = index >= 2 ? segment(index - 2) : Range{};
+  if (in.size() != out.size()) {  // other slices as well
+    for_each_staged(out, [&](Range part) { take(staging, out, part); });
+    for_each_staged(in, [&](Range part) { stage(staging, in, part); });
+    return;
+  }
+  for_each_staged(in, [&](Range part) {
+    for (std::size_t begin = part.begin; begin < part.end; begin += kPiece) {
+      const Range piece{begin, std::min(begin + kPiece, part.end)};
+      take(staging, out, piece);
+      stage(staging, in, piece);
+    }
+  });
+}
+
+/// Adds this rank's slice of a segment that all staged in the round before.
+void StagedAllreduce::reduce_slice(std::size_t index) const {
+  const Range whole = segment(index);
+  const Range slice = slice_of(whole, exchange_.rank());
+  RankPointers<const void*> inputs(exchange_.size());
+  RankPointers<void*> outputs(exchange_.size());
+  for (int rank = 0; rank < exchange_.size(); ++rank)
+    inputs[rank] = outputs[rank] = exchange_.transport().staging(rank, exchange_.round() - 1) + slice.begin;
+  const Operation& first = *operations_[0];
+  if (single_) {
+    inputs[exchange_.rank()] = first.input + whole.begin + slice.begin;
+    outputs[exchange_.rank()] = first.output + whole.begin + slice.begin;
+  }
+  reduce_bytes(first, inputs.all(), outputs.all(), slice.size());
+}
+
+/// Adds all that every rank has staged in this round.
+void StagedAllreduce::reduce_whole() const {
+  RankPointers<const void*> inputs(exchange_.size());
+  const auto body = [&](const Operation& operation, std::size_t, std::size_t place, std::size_t bytes) {
+    for (int rank = 0; rank < exchange_.size(); ++rank) inputs[rank] = exchange_.staging(rank) + place;
+    void* const outputs[] = {operation.output};
+    reduce_bytes(operation, inputs.all(), outputs, bytes);
+  };
+  for_each_share(operations_, {0, bytes_}, body);
+}
+
+}  // namespace multiring
