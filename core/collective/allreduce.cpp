@@ -17,7 +17,7 @@ namespace {
 // From here on two synchronisations cost less than to stage. Where ranks outnumber the cores, a
 // synchronisation is a change of processes.
 constexpr std::size_t kDirectFrom = kLeastSymmetricBytes;
-constexpr std::size_t kDirectFromCrowded = 64 * 1024;
+constexpr std::size_t kDirectFromCrowded = 8 * 1024;
 constexpr std::size_t kCacheLine = 64;
 
 bool large_enough(const Exchange& exchange, const Operation& operation) {

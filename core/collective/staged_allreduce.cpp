@@ -12,7 +12,7 @@ constexpr std::size_t kCacheLine = 64;
 // Where a rank reads no more bytes of its peers than this, a second synchronisation costs more than that
 // everybody adds everything. Where ranks outnumber the cores, each synchronisation is a change of processes.
 constexpr std::size_t kWholeReads = 1024;
-constexpr std::size_t kWholeReadsCrowded = 256 * 1024;
+constexpr std::size_t kWholeReadsCrowded = 24 * 1024;
 
 // What is taken out of staging memory makes room for what comes in, in pieces that stay in the first cache
 // between the two. Smaller pieces break the processor's prefetching, which goes by pages.

@@ -32,7 +32,7 @@ class Settings:
         timeout: Deadline in seconds of a rendezvous and of each collective that sets none itself.
         log_level: "debug", "info", "warning" or "error".
         spin_microseconds: How long a wait spins before it sleeps in the kernel, in microseconds;
-            None means chosen from the number of cores.
+            None means the native core's default.
         staging_bytes: Size in bytes of each rank's staging segment.
         stall_warning: Seconds after which a wait is reported in the log; 0 means never.
     """
@@ -199,7 +199,7 @@ VARIABLES: tuple[Variable, ...] = (
         "spin_microseconds",
         "",
         "integer, at least 0",
-        "How long a wait spins before it sleeps in the kernel; empty: chosen from ranks and cores.",
+        "How long a wait spins (yields, where ranks outnumber cores) before it sleeps; empty: 40.",
         False,
         _integer(0),
     ),

@@ -224,7 +224,7 @@ TEST_P(SymmetricTest, EmptyAndManyRegions) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Groups, SymmetricTest, ::testing::ValuesIn(testing::all_group_cases()),
+INSTANTIATE_TEST_SUITE_P(Groups, SymmetricTest, ::testing::ValuesIn(testing::crowded_and_roomy_cases()),
                          [](const auto& info) { return testing::case_name(info.param); });
 
 }  // namespace

@@ -12,7 +12,8 @@ namespace multiring {
 
 struct SharedTransportOptions {
   std::size_t staging_bytes = 256 * 1024;
-  /// Microseconds a wait may spin before it sleeps; negative: chosen from ranks and cores.
+  /// Microseconds a wait may spin before it sleeps, or yield its core where ranks outnumber cores; negative:
+  /// the default.
   double spin_microseconds = -1.0;
 };
 

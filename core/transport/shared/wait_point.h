@@ -26,8 +26,8 @@ struct alignas(128) WaitPoint {
 };
 
 /// How long a wait spins before it sleeps: doubles when spinning was enough, halves when it was not, so that
-/// waits that are short (a peer a microsecond behind) never pay for a system call and waits that are long
-/// (a peer that computes, ranks that outnumber the cores) leave the core to others.
+/// waits that are short (a peer a microsecond behind) do not pay for sleeping and waking, and waits that are
+/// long (a peer that computes) leave the core to others.
 class SpinBudget {
  public:
   SpinBudget(std::uint32_t least, std::uint32_t most) : least_(least), most_(most), now_(most) {}

@@ -67,15 +67,21 @@ std::vector<GroupCase> group_cases(const std::vector<int>& sizes, const std::vec
   std::vector<GroupCase> cases;
   for (const TransportKind transport : kTransports)
     for (const int size : sizes)
-      for (const std::size_t staging : stagings) cases.push_back({transport, size, staging});
+      for (const std::size_t staging : stagings) cases.push_back({transport, size, staging, false});
   return cases;
 }
 
 std::vector<GroupCase> all_group_cases() { return group_cases({1, 2, 3, 4, 7}, {kSmallStaging}); }
 
+std::vector<GroupCase> crowded_and_roomy_cases() {
+  std::vector<GroupCase> cases = all_group_cases();
+  for (const int size : {2, 3, 4, 7}) cases.push_back({TransportKind::kInproc, size, kSmallStaging, true});
+  return cases;
+}
+
 std::string case_name(const GroupCase& group) {
-  return std::string(transport_name(group.transport)) + "_" + std::to_string(group.size) + "_ranks_" +
-         std::to_string(group.staging_bytes);
+  return std::string(transport_name(group.transport)) + (group.roomy ? "_roomy_" : "_") +
+         std::to_string(group.size) + "_ranks_" + std::to_string(group.staging_bytes);
 }
 
 }  // namespace multiring::testing

@@ -54,8 +54,14 @@ struct GroupCase {
   TransportKind transport;
   int size;
   std::size_t staging_bytes;
+  bool roomy =
+      false;  ///< inproc only: a core for each rank, which changes what is small (Transport::crowded)
 
-  GroupOptions options() const { return {transport, size, staging_bytes}; }
+  GroupOptions options() const {
+    GroupOptions options(transport, size, staging_bytes);
+    options.cores = roomy ? size : 1;
+    return options;
+  }
 };
 /// Staging memory in which a few kilobytes are many segments.
 inline constexpr std::size_t kSmallStaging = 4096;
@@ -65,6 +71,8 @@ inline constexpr std::size_t kDefaultStaging = SharedTransportOptions{}.staging_
 std::vector<GroupCase> group_cases(const std::vector<int>& sizes, const std::vector<std::size_t>& stagings);
 /// Both transports, 1, 2, 3, 4 and 7 ranks, small staging memory.
 std::vector<GroupCase> all_group_cases();
+/// These, and inproc with a core for each rank.
+std::vector<GroupCase> crowded_and_roomy_cases();
 /// "shm_7_ranks_4096"
 std::string case_name(const GroupCase& group);
 inline void PrintTo(const GroupCase& group, std::ostream* out) { *out << case_name(group); }

@@ -48,6 +48,7 @@ RankGroup::RankGroup(const GroupOptions& options) : options_(options) {
   InprocHub::Options hub;
   hub.transport.staging_bytes = options_.staging_bytes;
   hub.transport.spin_microseconds = options_.spin_microseconds;
+  hub.cores = options_.cores;
   hub_ = std::make_shared<InprocHub>(options_.size, hub);
 }
 

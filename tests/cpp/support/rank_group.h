@@ -33,6 +33,7 @@ struct GroupOptions {
   int size = 2;
   std::size_t staging_bytes = SharedTransportOptions{}.staging_bytes;
   double spin_microseconds = -1.0;
+  int cores = 1;  ///< that the ranks believe they have; inproc only
   /// Of the communicators; its timeout is far below the group's limit.
   CommunicatorOptions communicator;
   /// Seconds that the ranks may take; then the process ends, for a thread that hangs cannot be stopped.
