@@ -186,25 +186,26 @@ class GradientHooks:
 
     def _arrived(self, position: int, parameter: torch.Tensor) -> None:
         """A gradient has been accumulated in `parameter.grad`."""
-        current = self._current_pass()
-        if parameter.grad is not None and parameter.grad.requires_grad:
+        current = None if self._pass is None else self._pass()
+        if current is None:
+            current = self._begin_pass()
+        gradient = parameter.grad
+        if gradient is not None and gradient.requires_grad:
             raise UsageError(
                 f"rank {self._comm.rank}: backward(create_graph=True) cannot differentiate through the "
                 "reduction over ranks; use torch.autograd.grad for higher derivatives"
             )
         if current.reduce:
-            self._slots.mark_ready(position)
+            self._slots.mark_ready(position, parameter, gradient)
         else:
             self._slots.mark_produced(position)
 
-    def _current_pass(self) -> _Pass:
-        current = None if self._pass is None else self._pass()
-        if current is None:
-            self._slots.cancel()
-            self._slots.follow_trainable()
-            current = _Pass(self, self._enabled and self._passes + 1 >= self._passes_per_round)
-            self._pass = weakref.ref(current)
-            current.queue()
+    def _begin_pass(self) -> _Pass:
+        self._slots.cancel()
+        self._slots.follow_trainable()
+        current = _Pass(self, self._enabled and self._passes + 1 >= self._passes_per_round)
+        self._pass = weakref.ref(current)
+        current.queue()
         return current
 
     def _end_pass(self, reduce: bool) -> None:

@@ -74,10 +74,10 @@ class ParameterSlots:
         """A gradient was accumulated that a later round is to contain."""
         self.reducer.mark_produced(self._index[position])
 
-    def mark_ready(self, position: int) -> None:
+    def mark_ready(self, position: int, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """A gradient of this round is in `parameter.grad`: it may leave."""
         index = self._index[position]
-        self.store(index)
+        self._put(index, parameter, gradient)
         self.reducer.mark_ready(index)
 
     def flush(self) -> None:
@@ -127,10 +127,13 @@ class ParameterSlots:
 
     def store(self, index: int) -> bool:
         """Part of `GradientSource`: put what gradient there is in the slot and make the slot the gradient."""
-        parameter, view = self._trainable[index](), self._views.get(index)
-        gradient = None if parameter is None else parameter.grad
-        if parameter is None or gradient is None:
+        parameter = self._trainable[index]()
+        return parameter is not None and self._put(index, parameter, parameter.grad)
+
+    def _put(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+        if gradient is None:
             return False
+        view = self._views.get(index)
         if view is None or gradient is view:  # sparse, or there already
             return True
         if gradient.dtype != view.dtype or gradient.shape != view.shape:
