@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from multiring.arrays import STREAMING_BYTES, copy_large
 from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
 from multiring.gradient_source import ReducerOptions, RoundResult
@@ -43,6 +44,7 @@ class ParameterSlots:
         self._required = [True] * len(self._names)
         self._exchanges: dict[int, RowExchange] = {}
         self._views: dict[int, torch.Tensor] = {}
+        self._large: set[int] = set()
         self._comm, self._options, self._sparse = comm, options, frozenset(sparse)
         self._reducer: GradientReducer | None = None
         self._plan()
@@ -143,7 +145,10 @@ class ParameterSlots:
                 f"{tuple(gradient.shape)}, it was {view.dtype} {tuple(view.shape)} when its hook was "
                 "registered; remove() the hooks before changing a model and register them again"
             )
-        view.copy_(gradient if gradient.layout == torch.strided else gradient.to_dense())
+        if index in self._large and gradient.layout == torch.strided and gradient.is_contiguous():
+            copy_large(view, gradient)
+        else:
+            view.copy_(gradient if gradient.layout == torch.strided else gradient.to_dense())
         parameter.grad = view
         return True
 
@@ -192,6 +197,11 @@ class ParameterSlots:
             index: gradient_view(self.reducer.slot(index), parameters[spec.name])
             for index, spec in enumerate(self.reducer.specs)
             if not spec.sparse and spec.name in parameters
+        }
+        self._large = {
+            index
+            for index, view in self._views.items()
+            if view.nbytes >= STREAMING_BYTES and view.is_floating_point() and view.is_contiguous()
         }
         for index, view in self._views.items():
             parameter = parameters[self.reducer.specs[index].name]

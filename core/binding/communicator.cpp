@@ -150,9 +150,9 @@ void bind_communicator(py::module_& module) {
            py::arg("prescale"), py::arg("postscale"), py::arg("timeout"),
            "False: an array is not contiguous, nothing was done.")
       .def("numpy_allreduce", &make_numpy_allreduce,
-           "A function (x, out, op, name, prescale, postscale, timeout) -> bool that does the same for "
-           "C-ordered "
-           "NumPy arrays, faster; False: an argument is not plain enough, nothing was done.")
+           "A quicker allreduce for C-ordered NumPy arrays, as a function:\n"
+           "(x, out, op, name, prescale, postscale, timeout) -> bool.\n"
+           "False: an argument is not plain enough, nothing was done.")
       .def("run", &run, py::arg("operation"), py::arg("timeout"))
       .def("submit", &submit, py::arg("operation"), py::arg("priority"))
       .def(

@@ -3,6 +3,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include "base/streaming_copy.h"
 #include "binding/dlpack.h"
 #include "binding/result.h"
 
@@ -118,9 +119,23 @@ void reduce_arrays(const std::vector<py::object>& inputs, const std::vector<py::
   reduce(views[0].dtype(), {.op = op}, from, to, views[0].count());
 }
 
+/// Fills `out` from `x` without bringing it into the caches.
+void copy_array_streaming(py::handle out, py::handle x) {
+  const ArrayView to(out, true);
+  const ArrayView from(x, false);
+  if (!to.contiguous() || !from.contiguous()) throw_usage(kContiguousOnly);
+  if (to.dtype() != from.dtype() || to.count() != from.count())
+    throw_usage("the arrays differ in dtype or number of elements");
+  require_apart(from, to);
+  const py::gil_scoped_release release;
+  copy_streaming(to.data(), from.data(), from.bytes());
+}
+
 }  // namespace
 
 void bind_operation(py::module_& module) {
+  module.def("copy_streaming", &copy_array_streaming, py::arg("out"), py::arg("x"),
+             "Copies an array past the caches: for large ones that are not read again soon.");
   py::enum_<OpKind>(module, "OpKind")
       .value("ALLREDUCE", OpKind::kAllreduce)
       .value("REDUCE_SCATTER", OpKind::kReduceScatter)

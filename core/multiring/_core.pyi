@@ -18,6 +18,7 @@ __all__: list[str] = [
     "Work",
     "WorldOptions",
     "connect",
+    "copy_streaming",
     "reduce",
 ]
 
@@ -205,7 +206,9 @@ class Communicator:
     def close(self) -> None: ...
     def numpy_allreduce(self) -> typing.Any:
         """
-        A function (x, out, op, name, prescale, postscale, timeout) -> bool that does the same for C-ordered NumPy arrays, faster; False: an argument is not plain enough, nothing was done.
+        A quicker allreduce for C-ordered NumPy arrays, as a function:
+        (x, out, op, name, prescale, postscale, timeout) -> bool.
+        False: an argument is not plain enough, nothing was done.
         """
     def recv(
         self,
@@ -283,6 +286,11 @@ class WorldOptions:
 def connect(store: typing.Any, options: WorldOptions) -> Communicator:
     """
     Joins the ranks of one host through shared memory and returns the world. Collective.
+    """
+
+def copy_streaming(out: typing.Any, x: typing.Any) -> None:
+    """
+    Copies an array past the caches: for large ones that are not read again soon.
     """
 
 def reduce(

@@ -11,7 +11,20 @@ from multiring import _core
 from multiring.errors import UsageError
 from multiring.types import Array
 
-__all__ = ["as_array", "contiguous", "copy_into", "empty_like", "like", "target_for"]
+__all__ = [
+    "STREAMING_BYTES",
+    "as_array",
+    "contiguous",
+    "copy_into",
+    "copy_large",
+    "empty_like",
+    "like",
+    "target_for",
+]
+
+# From here on an array that is copied is not worth a place in the caches: with the buckets of a model whose
+# gradients are this large it would be gone before it is read.
+STREAMING_BYTES = 256 * 1024
 
 _PLAIN = (bool, int, float, complex, list, tuple)
 _BYTES = (bytes, bytearray, memoryview)
@@ -85,6 +98,16 @@ def copy_into(out: Array, x: Array) -> None:
     if isinstance(out, memoryview):
         out = np.asarray(out)
     out[...] = x
+
+
+def copy_large(out: Array, x: Array) -> None:
+    """Copies `x` into `out` past the caches.
+
+    Args:
+        out: C-ordered array of the same dtype and number of elements, in other memory.
+        x: C-ordered array; of `STREAMING_BYTES` or more, or it is faster to copy it otherwise.
+    """
+    _core.copy_streaming(out, x)
 
 
 def like(x: Array, result: _core.Result) -> Array:

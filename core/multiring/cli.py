@@ -35,6 +35,11 @@ class Command:
 COMMANDS = {
     "run": Command("multiring.launcher.options", "start a program as several ranks on this host"),
     "train": Command("multiring.models.train", "train a ResNet on real images", extras="torch,train"),
+    "bench": Command(
+        "multiring.models.bench.command",
+        "measure collectives and training beside other libraries",
+        extras="bench",
+    ),
     "env": Command("multiring.diagnostics.environment", "print versions, machine, launcher and settings"),
     "doctor": Command("multiring.diagnostics.doctor", "check that this machine can run a job"),
 }

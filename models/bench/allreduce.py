@@ -1,0 +1,157 @@
+"""`multiring bench allreduce`: latency and bandwidth over sizes, beside the peers and the machine's limit."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Sequence
+from datetime import datetime
+
+from multiring import Communicator
+from multiring.models.bench.contenders import PEERS, make_contenders
+from multiring.models.bench.measure import Meeting, Pace, Sample, measure
+from multiring.models.bench.progress import open_progress
+from multiring.models.bench.results import LIMIT_BYTES, Machine, Report, Row
+from multiring.models.bench.table import size_text, time_text
+
+__all__ = ["DEFAULT_SIZES", "add_arguments", "run"]
+
+DEFAULT_SIZES = [4**power for power in range(1, 15)]
+ITEM = 4  # bytes of a float32
+UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+_EXPLANATION = f"""\
+what is measured:
+  Every rank has an array of float32 and gets the sum of all ranks' arrays, in place. The ranks are processes
+  of this host, and each stays on one processor.
+
+  multiring symmetric  multiring on memory that all ranks have mapped (`Communicator.symmetric_empty`), as the
+                       adapters use it for gradients
+  multiring            multiring on ordinary memory of NumPy's
+  limit                the additions and the memory traffic without any synchronisation: every rank adds up
+                       its share of all ranks' arrays and writes it to all of them
+  Gloo                 torch.distributed over Gloo (--peers gloo)
+  Open MPI, MPICH ...  MPI_Allreduce of the library that mpi4py loads (--peers mpi)
+
+how the time is taken:
+  All contenders take turns of a few iterations within one run, so that what else the machine does meets all
+  of them alike. Before every iteration each rank writes its array anew, as a backward pass does, and all
+  ranks meet at a barrier that belongs to no contender. An iteration lasts from when the last rank enters the
+  call to when the last rank leaves it. Results are checked.
+
+columns:
+  size            of the array on each rank; 1 KiB = 1024 B
+  library         see above
+  latency us      microseconds of one allreduce: the median, and in brackets the 10th and the 90th percentile
+  algorithm GB/s  algorithm bandwidth: size / median; 1 GB = 10^9 B
+  bus GB/s        bus bandwidth: algorithm bandwidth * 2 (n - 1) / n for n ranks, which is what each rank
+                  would have to send and to receive if a ring did it; comparable over numbers of ranks
+  x Gloo ...      how many times as long that library takes: its median / multiring's; above 1 multiring is
+                  faster
+  of limit        how much of the limit multiring reaches: the limit's median / multiring's; from
+                  {LIMIT_BYTES // 1024} KiB on, since below the call from Python takes longest
+
+examples:
+  multiring bench allreduce
+  multiring bench allreduce -np 4 --sizes 4,64KiB,16MiB --peers gloo --json results.json --plot results.png
+  mpirun -n 2 multiring bench allreduce
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options, and explains the table."""
+    parser.epilog = _EXPLANATION
+    parser.add_argument(
+        "--sizes",
+        type=_sizes,
+        default=DEFAULT_SIZES,
+        metavar="LIST",
+        help="sizes of the array, such as 4,1KiB,64KiB,1MiB [4 B to 256 MiB in powers of four]",
+    )
+    parser.add_argument(
+        "--peers",
+        type=_peers,
+        default=None,  # not that of all benchmarks, which is no peers
+        metavar="LIST",
+        help=f"other libraries: {', '.join(PEERS)}, or none [those that are installed]",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=0.5,
+        metavar="S",
+        help="time for each contender and size; a few iterations are made even if they take longer [0.5]",
+    )
+
+
+def run(comm: Communicator, args: argparse.Namespace) -> Report:
+    """Measures all sizes; see `command.Benchmark`.
+
+    Raises:
+        UsageError: MPI was not started by its own launcher.
+        InternalError: A contender's result is wrong, or a rank does not come back from it.
+    """
+    contenders = make_contenders(comm, args.peers)
+    names = [contender.name for contender in contenders]
+    meeting = Meeting(comm)
+    pace = Pace(seconds=args.seconds)
+    rows: list[Row] = []
+    with open_progress(len(args.sizes), args.progress_terminal, shown=comm.rank == 0) as progress:
+        for size in args.sizes:
+            progress.begin(size_text(size))
+            samples = measure(comm, contenders, size // ITEM, pace, meeting)
+            rows += [Row(name, size, sample) for name, sample in zip(names, samples, strict=True)]
+            progress.done(f"{size_text(size)}: {_line(names, samples)}")
+    for contender in contenders:
+        contender.close()
+    return Report(
+        command=args.shown_as,
+        launcher=args.launcher,
+        machine=Machine.here(args.cores, mpi="mpi" in args.peers),
+        ranks=comm.size,
+        date=comm.broadcast_object(datetime.now().astimezone().isoformat(timespec="seconds")),
+        rows=tuple(rows),
+    )
+
+
+def _line(names: Sequence[str], samples: Sequence[Sample]) -> str:
+    found = zip(names, samples, strict=True)
+    return ", ".join(f"{name} {time_text(sample.median)} us" for name, sample in found)
+
+
+def _sizes(text: str) -> list[int]:
+    return list(dict.fromkeys(_size(part) for part in text.split(",")))
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+) ?([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: give bytes, as 4, 64KiB, 1MiB or 1GiB")
+    size = int(match[1]) * UNITS[match[2]]
+    if size == 0 or size % ITEM:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size of an array of float32: give a multiple of {ITEM} bytes, at least {ITEM}"
+        )
+    return size
+
+
+def _peers(text: str) -> list[str]:
+    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    if names == ["none"]:
+        return []
+    for name in names:
+        if name not in PEERS:
+            known = " and ".join(f"{peer} (in the package {PEERS[peer][0]})" for peer in PEERS)
+            raise argparse.ArgumentTypeError(f"there is no peer {name!r}: known are {known}; or give none")
+    return names
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: give seconds, more than 0")
+    return seconds

@@ -1,0 +1,197 @@
+"""What is measured: multiring on two kinds of memory, the limit of the machine, and the libraries that one
+could use instead. Each sums float32 arrays over the ranks, in place."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from multiring import Communicator, _core
+from multiring.errors import UsageError
+
+__all__ = ["PEERS", "Contender", "make_contenders"]
+
+FloatArray = npt.NDArray[np.float32]
+Call = Callable[[], object]
+
+
+class Contender(Protocol):
+    """Something that sums an array over the ranks.
+
+    Attributes:
+        name: In tables and plots.
+        exact: Whether the result is the sum; the limit leaves out the waiting, and so may not see all input.
+    """
+
+    name: str
+    exact: bool
+
+    def prepare(self, count: int) -> tuple[FloatArray, Call]:
+        """An array of `count` elements, and the call that sums it over the ranks in place. Collective."""
+
+    def close(self) -> None:
+        """Ends the library's part, where it needs that."""
+
+
+class Ordinary:
+    """multiring on memory of NumPy's."""
+
+    name = "multiring"
+    exact = True
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def prepare(self, count: int) -> tuple[FloatArray, Call]:
+        x = np.zeros(count, np.float32)
+        allreduce = self._comm.allreduce
+        return x, lambda: allreduce(x, out=x)
+
+    def close(self) -> None:
+        pass
+
+
+class Symmetric:
+    """multiring on memory that every rank has mapped, as the adapters use it for gradients."""
+
+    name = "multiring symmetric"
+    exact = True
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._array: FloatArray | None = None
+
+    def array(self, count: int) -> FloatArray:
+        """A symmetric array of `count` elements; the same one as long as `count` is. Collective."""
+        if self._array is None or self._array.size != count:
+            self._array = self._comm.symmetric_empty(count)
+            self._array.fill(0)
+        return self._array
+
+    def prepare(self, count: int) -> tuple[FloatArray, Call]:
+        x = self.array(count)
+        allreduce = self._comm.allreduce
+        return x, lambda: allreduce(x, out=x)
+
+    def close(self) -> None:
+        pass
+
+
+class Limit:
+    """The same kernel on the same memory without any synchronisation: every rank reads its slice of all
+    inputs and writes it to all outputs."""
+
+    name = "limit"
+    exact = False
+
+    def __init__(self, comm: Communicator, symmetric: Symmetric) -> None:
+        self._comm = comm
+        self._symmetric = symmetric
+
+    def prepare(self, count: int) -> tuple[FloatArray, Call]:
+        # The very memory of the symmetric contender: which pages an array has can make a difference.
+        x = self._symmetric.array(count)
+        rank, size = self._comm.rank, self._comm.size
+        line = 16  # elements of a cache line
+        lines = -(-count // line)
+        begin = min(count, lines * rank // size * line)
+        end = min(count, lines * (rank + 1) // size * line)
+        slices = [self._comm.symmetric_peer(x, peer)[begin:end] for peer in range(size)]
+        reduce, op = _core.reduce, _core.ReduceOp.SUM
+        return x, lambda: reduce(slices, slices, op)
+
+    def close(self) -> None:
+        pass
+
+
+class Gloo:
+    """torch.distributed over Gloo, on the loopback interface where all ranks are on one host."""
+
+    name = "Gloo"
+    exact = True
+
+    def __init__(self, comm: Communicator) -> None:
+        join_gloo(comm)
+
+    def prepare(self, count: int) -> tuple[FloatArray, Call]:
+        import torch
+        from torch import distributed
+
+        x = torch.zeros(count)
+        all_reduce = distributed.all_reduce
+        return x.numpy(), lambda: all_reduce(x)
+
+    def close(self) -> None:
+        from torch import distributed
+
+        distributed.destroy_process_group()
+
+
+def join_gloo(comm: Communicator) -> None:
+    """Makes torch.distributed's default group of the ranks of `comm`, over Gloo."""
+    import torch
+    from torch import distributed
+    from torch._C._distributed_c10d import FileStore
+
+    torch.set_num_threads(1)
+    if comm.cross_size == 1 and Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    directory = tempfile.mkdtemp(prefix="multiring-bench-") if comm.rank == 0 else None
+    directory = comm.broadcast_object(directory)
+    path = Path(directory) / "store"
+    store = FileStore(str(path), comm.size)
+    distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    distributed.barrier()
+    if comm.rank == 0:  # all have connected
+        path.unlink(missing_ok=True)
+        Path(directory).rmdir()
+
+
+class Mpi:
+    """The MPI library that mpi4py finds."""
+
+    exact = True
+
+    def __init__(self, comm: Communicator) -> None:
+        from mpi4py import MPI
+
+        self._world: Any = MPI.COMM_WORLD
+        if self._world.Get_size() != comm.size:
+            raise UsageError(
+                f"MPI sees {self._world.Get_size()} ranks instead of {comm.size}: start the benchmark with "
+                "the mpirun of the MPI library that mpi4py finds, or leave MPI out with --peers gloo"
+            )
+        self.name = MPI.get_vendor()[0]
+
+    def prepare(self, count: int) -> tuple[FloatArray, Call]:
+        from mpi4py import MPI
+
+        x = np.zeros(count, np.float32)
+        reduce, buffer, in_place, op = self._world.Allreduce, [x, MPI.FLOAT], MPI.IN_PLACE, MPI.SUM
+        return x, lambda: reduce(in_place, buffer, op)
+
+    def close(self) -> None:
+        pass
+
+
+PEERS: dict[str, tuple[str, type[Gloo] | type[Mpi]]] = {"gloo": ("torch", Gloo), "mpi": ("mpi4py", Mpi)}
+"""For each peer the package it comes in."""
+
+
+def installed_peers() -> list[str]:
+    """The peers whose packages are there."""
+    return [name for name, (package, _) in PEERS.items() if importlib.util.find_spec(package) is not None]
+
+
+def make_contenders(comm: Communicator, peers: list[str]) -> list[Contender]:
+    """All that are measured, in the order of the table."""
+    symmetric = Symmetric(comm)
+    contenders: list[Contender] = [symmetric, Ordinary(comm), Limit(comm, symmetric)]
+    return contenders + [PEERS[name][1](comm) for name in peers]

@@ -1,0 +1,125 @@
+"""What `multiring bench gradients` has measured, what follows from it, and its file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from multiring.models.bench.measure import Sample
+from multiring.models.bench.results import Machine
+from multiring.models.errors import DataError
+
+__all__ = ["GradientsReport", "Memory", "StepRow"]
+
+KIND = "multiring bench gradients"
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One kind of training step.
+
+    Attributes:
+        name: Its name.
+        sample: Seconds that a step took.
+    """
+
+    name: str
+    sample: Sample
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a rank in bytes, with model and gradients: after some steps, and at its highest."""
+
+    held: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class GradientsReport:
+    """Everything that one run has measured. In each list the first row is without synchronisation.
+
+    Attributes:
+        command: The command line.
+        launcher: What had started the ranks, as `launch_environment.Placement.launcher`.
+        machine: Where, and with what.
+        ranks: How many.
+        date: When, in ISO format with the offset from UTC.
+        bytes: Size of ResNet-50's gradients.
+        batch: Images of a rank in a step of the training.
+        gradients: Steps that write and reduce ResNet-50's gradients.
+        training: Steps of the small training.
+        memory: With ResNet-50's gradients, by the name of the kind.
+    """
+
+    command: str
+    launcher: str
+    machine: Machine
+    ranks: int
+    date: str
+    bytes: int
+    batch: int
+    gradients: tuple[StepRow, ...]
+    training: tuple[StepRow, ...]
+    memory: dict[str, Memory]
+
+    def communication(self, row: StepRow) -> float:
+        """Seconds that a step of `row` takes longer than one without synchronisation."""
+        return row.sample.median - self.gradients[0].sample.median
+
+    def more_memory(self, row: StepRow) -> Memory:
+        """Bytes that `row` takes beyond model and gradients."""
+        base = self.memory[self.gradients[0].name].held
+        own = self.memory[row.name]
+        return Memory(own.held - base, own.peak - base)
+
+    def images_per_second(self, row: StepRow) -> float:
+        """Of all ranks together."""
+        return self.ranks * self.batch / row.sample.median
+
+    def efficiency(self, row: StepRow) -> float:
+        """Images per second over those without synchronisation."""
+        return self.training[0].sample.median / row.sample.median
+
+    def to_json(self) -> str:
+        """Everything measured and, under "derived", what follows from it."""
+        derived = {
+            "communication": {row.name: self.communication(row) for row in self.gradients[1:]},
+            "more_memory": {row.name: asdict(self.more_memory(row)) for row in self.gradients[1:]},
+            "images_per_second": {row.name: self.images_per_second(row) for row in self.training},
+            "efficiency": {row.name: self.efficiency(row) for row in self.training},
+        }
+        return json.dumps({"kind": KIND, **asdict(self), "derived": derived}, indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> GradientsReport:
+        """The report that `to_json` has written.
+
+        Raises:
+            DataError: The text is something else.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            if fields.pop("kind") != KIND:
+                raise ValueError(f"it is no {KIND!r}")
+            del fields["derived"]
+            for name in ("gradients", "training"):
+                fields[name] = tuple(StepRow(r["name"], Sample(**r["sample"])) for r in fields[name])
+            fields["memory"] = {name: Memory(**memory) for name, memory in fields["memory"].items()}
+            return cls(machine=Machine(**fields.pop("machine")), **fields)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"no results of `{KIND}`: {error!r}") from error
+
+    def render(self, style: str, columns: int | None) -> str:
+        """A text to print; see `multiring.models.bench.gradient_table`."""
+        from multiring.models.bench.gradient_table import markdown, rich
+
+        return rich(self, columns) if style == "rich" else markdown(self)
+
+    def draw(self, path: Path) -> None:
+        """Writes a PNG; see `multiring.models.bench.gradient_plot`."""
+        from multiring.models.bench.gradient_plot import draw
+
+        draw(self, path)

@@ -1,0 +1,85 @@
+"""The results of `multiring bench gradients` as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from multiring.models.bench.gradient_report import GradientsReport, StepRow
+from multiring.models.bench.measure import Sample
+
+__all__ = ["markdown", "rich", "tables"]
+
+MIB = 2**20
+Table = tuple[str, list[str], list[list[str]]]
+
+
+def tables(report: GradientsReport) -> list[Table]:
+    """Title, columns and cells of each table."""
+    return [_gradients(report), _training(report)]
+
+
+def _gradients(report: GradientsReport) -> Table:
+    columns = ["ResNet-50's gradients", "step", "communication", "bandwidth", "memory", "peak"]
+    rows = [[row.name, _milliseconds(row.sample), *_costs(report, row)] for row in report.gradients]
+    return f"{report.bytes / 1e6:.1f} MB of gradients, {report.ranks} ranks", columns, rows
+
+
+def _costs(report: GradientsReport, row: StepRow) -> list[str]:
+    if row is report.gradients[0]:
+        return ["", "", "", ""]
+    seconds, more = report.communication(row), report.more_memory(row)
+    # A step may come out shorter than without synchronisation where there is next to nothing to do.
+    bandwidth = f"{report.bytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
+    return [
+        f"{seconds * 1e3:.1f} ms",
+        bandwidth,
+        f"{more.held / MIB:+.1f} MiB",
+        f"{more.peak / MIB:+.1f} MiB",
+    ]
+
+
+def _training(report: GradientsReport) -> Table:
+    columns = ["training of ResNet-20", "step", "images/s", "efficiency"]
+    rows = [
+        [
+            row.name,
+            _milliseconds(row.sample),
+            f"{report.images_per_second(row):.0f}",
+            f"{report.efficiency(row):.3f}",
+        ]
+        for row in report.training
+    ]
+    return f"batch {report.batch} a rank, {report.ranks} ranks", columns, rows
+
+
+def _milliseconds(sample: Sample) -> str:
+    return f"{sample.median * 1e3:.1f} ms [{sample.low * 1e3:.1f}..{sample.high * 1e3:.1f}]"
+
+
+def markdown(report: GradientsReport) -> str:
+    """Tables as GitHub shows them, below each other."""
+    return "\n\n".join(_markdown(columns, rows) for _, columns, rows in tables(report))
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(columns) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows))
+
+
+def rich(report: GradientsReport, columns: int | None) -> str:
+    """Tables for a terminal of so many columns; None: plain, for a file."""
+    import io
+
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    stream = io.StringIO()
+    console = Console(file=stream, width=columns or 120, force_terminal=columns is not None)
+    for title, names, rows in tables(report):
+        table = RichTable(title=title, title_justify="left")
+        for index, name in enumerate(names):
+            table.add_column(name, justify="right" if index else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    return stream.getvalue().rstrip("\n")

@@ -1,0 +1,158 @@
+"""How the time of a collective is taken.
+
+All contenders are measured in one run, in turns of a few iterations each, so that what else the machine does
+meets all of them alike. Before every iteration every rank writes its input anew (as a backward pass does, so
+that the data lies in the caches of the rank that wrote it), and all meet at a barrier that belongs to no
+contender. The clock is the host's: an iteration lasts from when the last rank enters the call to when the
+last rank leaves it, so that how exactly they start together does not count.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from multiring import Communicator
+from multiring.errors import InternalError
+from multiring.models.bench.contenders import Contender, FloatArray
+
+__all__ = ["Meeting", "Pace", "Sample", "measure"]
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often an operation is measured.
+
+    Attributes:
+        seconds: Time that the iterations of one contender may take for one size, as far as `least` allows.
+        least: Iterations at least.
+        most: Iterations at most.
+        turn: Iterations of one contender before the next has its turn; one more comes first, unmeasured.
+    """
+
+    seconds: float = 0.5
+    least: int = 6
+    most: int = 400
+    turn: int = 10
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds that an operation took: median, and the tenth and ninetieth percentile."""
+
+    median: float
+    low: float
+    high: float
+    iterations: int
+
+    @classmethod
+    def of(cls, seconds: npt.NDArray[np.float64]) -> Sample:
+        """The sample of single times."""
+        low, median, high = np.percentile(seconds, [10, 50, 90])
+        return cls(float(median), float(low), float(high), len(seconds))
+
+
+class Meeting:
+    """A barrier of the benchmark's own: flags in shared memory that Python reads and writes."""
+
+    def __init__(self, comm: Communicator) -> None:
+        mine = comm.symmetric_empty(1, np.int64)
+        mine.fill(0)
+        comm.barrier()
+        self._mine = mine.data
+        self._theirs = [comm.symmetric_peer(mine, r).data for r in range(comm.size) if r != comm.rank]
+        self._round = 0
+
+    def __call__(self) -> None:
+        """Returns when all ranks have called it."""
+        self._round = here = self._round + 1
+        self._mine[0] = here
+        deadline = time.monotonic() + 300
+        for flag in self._theirs:
+            while flag[0] < here:
+                # A contender's own thread may have to run on this very core before the peer can come.
+                os.sched_yield()
+                if time.monotonic() > deadline:
+                    raise InternalError("a rank has not come back from a contender for 300 s")
+
+
+class _Race:
+    """One size: every contender's array and call, and the times so far."""
+
+    def __init__(
+        self, comm: Communicator, meeting: Meeting, contenders: Sequence[Contender], count: int
+    ) -> None:
+        self.comm = comm
+        self.meeting = meeting
+        self.contenders = contenders
+        self.prepared = [contender.prepare(count) for contender in contenders]
+        self.times: list[list[tuple[int, int]]] = [[] for _ in contenders]
+        self.iteration = 0
+
+    def iterate(self, index: int) -> tuple[int, int]:
+        """One iteration of a contender; when this rank entered and left it, in nanoseconds."""
+        x, call = self.prepared[index]
+        self.iteration += 1
+        value = float(self.iteration % 64 + self.comm.rank)
+        x.fill(value)
+        self.meeting()
+        begin = time.perf_counter_ns()
+        call()
+        end = time.perf_counter_ns()
+        if self.contenders[index].exact:
+            self.check(x, self.iteration, index)
+        else:  # nothing has kept the peers from being at work on this rank's array still
+            self.meeting()
+        return begin, end
+
+    def check(self, x: FloatArray, iteration: int, index: int) -> None:
+        """Looks at a few elements of the result."""
+        size = self.comm.size
+        expected = size * (iteration % 64) + size * (size - 1) // 2
+        if x.size and not (x[0] == x[x.size // 2] == x[-1] == expected):
+            raise InternalError(
+                f"{self.contenders[index].name} on rank {self.comm.rank}: the sum of {x.size} elements is "
+                f"{x[0]}, {x[x.size // 2]}, {x[-1]} where {expected} is right"
+            )
+
+    def iterations(self, index: int, pace: Pace) -> int:
+        """Iterations that fit into the time; the same on all ranks."""
+        self.iterate(index)
+        begin, end = self.iterate(index)
+        seconds = self.comm.allreduce(np.array([(end - begin) / 1e9]), op="max")[0]
+        return int(np.clip(pace.seconds / max(seconds, 1e-7), pace.least, pace.most))
+
+    def turn(self, index: int, iterations: int) -> None:
+        """Some iterations of a contender, after one that warms up what the others have cooled down."""
+        self.iterate(index)
+        self.times[index] += [self.iterate(index) for _ in range(iterations)]
+
+
+def measure(
+    comm: Communicator, contenders: Sequence[Contender], count: int, pace: Pace, meeting: Meeting
+) -> list[Sample]:
+    """Measures all contenders on `count` elements; the same result on all ranks. Collective."""
+    race = _Race(comm, meeting, contenders, count)
+    left = [race.iterations(index, pace) for index in range(len(contenders))]
+    while any(left):
+        for index in range(len(contenders)):
+            now = min(left[index], pace.turn)
+            if now > 0:
+                race.turn(index, now)
+                left[index] -= now
+    return [Sample.of(_durations(comm, times)) for times in race.times]
+
+
+def _durations(comm: Communicator, times: list[tuple[int, int]]) -> npt.NDArray[np.float64]:
+    """Seconds from when the last rank entered to when the last rank left, for each iteration."""
+    mine = np.array(times, np.int64)
+    begin = comm.allreduce(np.ascontiguousarray(mine[:, 0]), op="max")
+    end = comm.allreduce(np.ascontiguousarray(mine[:, 1]), op="max")
+    return np.asarray(end - begin, np.float64) / 1e9

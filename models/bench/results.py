@@ -1,0 +1,206 @@
+"""What `multiring bench allreduce` has measured, what follows from it, and its file."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from multiring import machine
+from multiring.models.bench.contenders import Limit, Ordinary, Symmetric
+from multiring.models.bench.measure import Sample
+from multiring.models.errors import DataError
+
+__all__ = ["LIMIT", "LIMIT_BYTES", "OURS", "Machine", "Report", "Row"]
+
+OURS = (Symmetric.name, Ordinary.name)
+LIMIT = Limit.name
+# Below, calling the kernel from Python takes longer than the kernel, and says nothing about the machine.
+LIMIT_BYTES = 64 * 1024
+
+KIND = "multiring bench allreduce"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it was measured, and with what.
+
+    Attributes:
+        processor: The processor's name.
+        cores: Processors that the ranks had together.
+        memory: Bytes of memory, or of what a container may use; None if unknown.
+        kernel: System and release.
+        python: Version.
+        versions: Versions of libraries by their names.
+    """
+
+    processor: str
+    cores: int
+    memory: int | None
+    kernel: str
+    python: str
+    versions: dict[str, str]
+
+    @classmethod
+    def here(cls, cores: int, *, mpi: bool) -> Machine:
+        """This machine.
+
+        Args:
+            cores: Processors that the ranks have together.
+            mpi: Whether MPI is loaded, and its version wanted.
+        """
+        return cls(
+            processor=machine.processor_name(),
+            cores=cores,
+            memory=machine.memory_limit() or machine.memory_total(),
+            kernel=f"{platform.system()} {platform.release()}",
+            python=platform.python_version(),
+            versions=_versions(mpi=mpi),
+        )
+
+
+def _versions(*, mpi: bool) -> dict[str, str]:
+    found = {}
+    for name in ("multiring", "numpy", "torch"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if mpi:
+        from mpi4py import MPI
+
+        vendor, number = MPI.get_vendor()
+        found[vendor] = ".".join(map(str, number))
+    return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender on one size.
+
+    Attributes:
+        contender: Its name.
+        bytes: Size of the array.
+        sample: Seconds that one allreduce took.
+    """
+
+    contender: str
+    bytes: int
+    sample: Sample
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes of the array per second."""
+        return self.bytes / self.sample.median
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that one run has measured.
+
+    Attributes:
+        command: The command line.
+        launcher: What had started the ranks, as `launch_environment.Placement.launcher`.
+        machine: Where, and with what.
+        ranks: How many.
+        date: When, in ISO format with the offset from UTC.
+        rows: By size, then in the order of the contenders.
+    """
+
+    command: str
+    launcher: str
+    machine: Machine
+    ranks: int
+    date: str
+    rows: tuple[Row, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes in bytes, in their order."""
+        return list(dict.fromkeys(row.bytes for row in self.rows))
+
+    @property
+    def contenders(self) -> list[str]:
+        """The names of all contenders, in their order."""
+        return list(dict.fromkeys(row.contender for row in self.rows))
+
+    @property
+    def peers(self) -> list[str]:
+        """The names of the other libraries, in their order."""
+        return [name for name in self.contenders if name not in (*OURS, LIMIT)]
+
+    def of_size(self, size: int) -> list[Row]:
+        """The rows of one size in bytes."""
+        return [row for row in self.rows if row.bytes == size]
+
+    def row(self, contender: str, size: int) -> Row | None:
+        """The row of a contender and a size in bytes, if there is one."""
+        found = [row for row in self.of_size(size) if row.contender == contender]
+        return found[0] if found else None
+
+    def bus_bandwidth(self, row: Row) -> float:
+        """Bytes per second that each rank would have to send and to receive if a ring did the allreduce."""
+        return row.algorithm_bandwidth * 2 * (self.ranks - 1) / self.ranks
+
+    def ratio(self, row: Row, peer: str) -> float | None:
+        """How many times as long as `row` the peer takes; None unless `row` is multiring's."""
+        other = self.row(peer, row.bytes)
+        if row.contender not in OURS or other is None:
+            return None
+        return other.sample.median / row.sample.median
+
+    def of_limit(self, row: Row) -> float | None:
+        """The fraction of the limit that `row` reaches; None unless it is multiring's, from 64 KiB on."""
+        limit = self.row(LIMIT, row.bytes)
+        if row.contender not in OURS or limit is None or row.bytes < LIMIT_BYTES:
+            return None
+        return limit.sample.median / row.sample.median
+
+    def to_json(self) -> str:
+        """Everything measured and, under "derived", what follows from it."""
+        fields = {name: value for name, value in asdict(self).items() if name != "rows"}
+        rows = [{**asdict(row), "derived": self._derived(row)} for row in self.rows]
+        return json.dumps({"kind": KIND, **fields, "rows": rows}, indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The report that `to_json` has written.
+
+        Raises:
+            DataError: The text is something else.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            if fields.pop("kind") != KIND:
+                raise ValueError(f"it is no {KIND!r}")
+            rows = [
+                Row(row["contender"], row["bytes"], Sample(**row["sample"])) for row in fields.pop("rows")
+            ]
+            return cls(machine=Machine(**fields.pop("machine")), rows=tuple(rows), **fields)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"no results of `{KIND}`: {error!r}") from error
+
+    def render(self, style: str, columns: int | None) -> str:
+        """A text to print; see `multiring.models.bench.table`."""
+        from multiring.models.bench import table
+
+        if style == "rich":
+            return table.rich(self, columns)
+        return table.markdown(self) if style == "markdown" else table.compact(self)
+
+    def draw(self, path: Path) -> None:
+        """Writes a PNG; see `multiring.models.bench.plot`."""
+        from multiring.models.bench import plot
+
+        plot.draw(self, path)
+
+    def _derived(self, row: Row) -> dict[str, Any]:
+        return {
+            "algorithm_bandwidth": row.algorithm_bandwidth,
+            "bus_bandwidth": self.bus_bandwidth(row),
+            "ratios": {peer: self.ratio(row, peer) for peer in self.peers},
+            "of_limit": self.of_limit(row),
+        }

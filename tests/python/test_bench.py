@@ -1,0 +1,378 @@
+"""`multiring bench allreduce`: options, what follows from the times, tables, the picture, and a real run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from multiring import cli
+from multiring.errors import UsageError
+from multiring.models.bench import allreduce, command, results, table
+from multiring.models.bench.measure import Sample
+from multiring.models.bench.progress import open_progress
+from multiring.models.bench.results import Machine, Report, Row
+from multiring.models.errors import DataError
+from tests.support import Job
+
+MACHINE = Machine(
+    "A Processor", 4, 16 * 2**30, "Linux 6.1", "3.11.7", {"multiring": "0.1.0", "Gnu MPI": "1.2"}
+)
+# Median microseconds of every contender on 4 B and on 1 MiB.
+MEDIANS = {
+    "multiring symmetric": (2.0, 50.0),
+    "multiring": (1.0, 100.0),
+    "limit": (0.5, 40.0),
+    "Gloo": (100.0, 1000.0),
+    "Gnu MPI": (1.5, 400.0),
+}
+SIZES = (4, 2**20)
+
+
+def made_up(ranks: int = 4, contenders: tuple[str, ...] = tuple(MEDIANS)) -> Report:
+    rows = [
+        Row(
+            name, size, Sample(1e-6 * MEDIANS[name][k], 0.9e-6 * MEDIANS[name][k], 2e-6 * MEDIANS[name][k], 7)
+        )
+        for k, size in enumerate(SIZES)
+        for name in contenders
+    ]
+    when = "2026-01-02T03:04:05+00:00"
+    return Report("multiring bench allreduce -np 4", "openmpi", MACHINE, ranks, when, tuple(rows))
+
+
+def row(report: Report, contender: str, size: int) -> Row:
+    found = report.row(contender, size)
+    assert found is not None
+    return found
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return command._parse("allreduce", command._load("allreduce"), list(words))
+
+
+# ---- What follows from the times.
+
+
+def test_bandwidths_are_those_of_the_definitions() -> None:
+    report = made_up()
+    mine = row(report, "multiring symmetric", 2**20)
+    assert mine.algorithm_bandwidth == pytest.approx(2**20 / 50e-6)
+    assert report.bus_bandwidth(mine) == pytest.approx(2**20 / 50e-6 * 1.5)
+    assert made_up(ranks=2).bus_bandwidth(mine) == pytest.approx(mine.algorithm_bandwidth)
+    assert made_up(ranks=1).bus_bandwidth(mine) == 0
+
+
+def test_a_ratio_above_one_means_that_multiring_is_faster() -> None:
+    report = made_up()
+    assert report.peers == ["Gloo", "Gnu MPI"]
+    assert report.ratio(row(report, "multiring symmetric", 4), "Gnu MPI") == pytest.approx(0.75)
+    assert report.ratio(row(report, "multiring", 4), "Gnu MPI") == pytest.approx(1.5)
+    assert report.ratio(row(report, "multiring symmetric", 2**20), "Gloo") == pytest.approx(20)
+    for name in ("limit", "Gloo", "Gnu MPI"):
+        assert report.ratio(row(report, name, 4), "Gloo") is None
+    assert report.ratio(row(report, "multiring", 4), "nobody") is None
+
+
+def test_the_limit_counts_from_64_kib_on_and_for_multiring_only() -> None:
+    report = made_up()
+    assert report.of_limit(row(report, "multiring symmetric", 2**20)) == pytest.approx(0.8)
+    assert report.of_limit(row(report, "multiring", 2**20)) == pytest.approx(0.4)
+    assert report.of_limit(row(report, "multiring", 4)) is None
+    assert report.of_limit(row(report, "Gloo", 2**20)) is None
+    assert report.of_limit(row(report, "limit", 2**20)) is None
+    without = made_up(contenders=("multiring", "Gloo"))
+    assert without.of_limit(row(without, "multiring", 2**20)) is None
+
+
+def test_json_keeps_everything_and_adds_what_follows() -> None:
+    report = made_up()
+    text = report.to_json()
+    assert Report.from_json(text) == report
+    first = json.loads(text)["rows"][0]
+    assert first["contender"] == "multiring symmetric"
+    assert first["derived"]["ratios"] == {"Gloo": 50.0, "Gnu MPI": 0.75}
+    assert first["derived"]["of_limit"] is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"kind": "another"}', '{"kind": "multiring bench allreduce"}']
+)
+def test_other_files_are_refused(text: str) -> None:
+    with pytest.raises(DataError, match="no results of `multiring bench allreduce`"):
+        Report.from_json(text)
+
+
+def test_the_machine_is_described() -> None:
+    here = Machine.here(2, mpi=False)
+    assert here.cores == 2
+    assert here.processor
+    assert here.memory is not None
+    assert {"multiring", "numpy"} <= here.versions.keys()
+
+
+# ---- Tables and the picture.
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(4, "4 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (2**20, "1 MiB"), (2**28, "256 MiB"), (2**31, "2 GiB")],
+)
+def test_sizes_have_the_unit_that_suits_them(size: int, text: str) -> None:
+    assert table.size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.51e-6, "0.510"),
+        (1.234e-6, "1.23"),
+        (99.96e-6, "100.0"),
+        (0.123456, "123456"),
+        (1e-12, "0.00000100"),
+    ],
+)
+def test_times_have_three_digits_that_count(seconds: float, text: str) -> None:
+    assert table.time_text(seconds) == text
+
+
+def markdown_rows(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_markdown_has_a_line_for_each_size_and_contender() -> None:
+    report = made_up()
+    header, rule, *rows = markdown_rows(report.render("markdown", None))
+    assert header == [
+        *("size", "library", "latency us [10 %..90 %]", "algorithm GB/s", "bus GB/s"),
+        *("x Gloo", "x Gnu MPI", "of limit"),
+    ]
+    assert rule == ["--:", ":--", *["--:"] * 6]
+    assert len(rows) == 10
+    assert rows[5] == [
+        *("1 MiB", "multiring symmetric", "50.0 [45.0..100]", "21.0", "31.5", "20.0", "8.00", "80 %"),
+    ]
+    assert rows[0][5:] == ["50.0", "0.750", ""]
+    assert rows[8][5:] == ["", "", ""]
+    last = report.render("markdown", None).splitlines()[-1]
+    assert "`multiring bench allreduce -np 4`" in last
+    assert "4 ranks on A Processor, 4 processors, 16 GiB" in last
+
+
+def test_the_compact_table_has_a_line_for_each_size() -> None:
+    header, _, *rows = markdown_rows(made_up().render("compact", None))
+    assert header == [
+        *("size", "multiring symmetric us", "GB/s", "of limit", "multiring us", "GB/s"),
+        *("Gloo us", "GB/s", "Gnu MPI us", "GB/s", "best x Gloo", "best x Gnu MPI"),
+    ]
+    assert [cells[0] for cells in rows] == ["4 B", "1 MiB"]
+    assert rows[1][1:6] == ["50.0", "21.0", "80 %", "100", "10.5"]
+    assert rows[0][-2:] == ["100", "1.50"]  # those of the faster one of the two
+    assert rows[1][-2:] == ["20.0", "8.00"]
+
+
+def test_without_peers_there_are_no_columns_for_them() -> None:
+    report = made_up(contenders=("multiring symmetric", "multiring", "limit"))
+    for style in ("rich", "markdown", "compact"):
+        text = report.render(style, None)
+        assert "Gloo" not in text
+        assert "x " not in text.splitlines()[0]
+
+
+def test_the_table_in_a_file_is_plain_and_whole() -> None:
+    text = made_up().render("rich", None)
+    assert "\x1b" not in text
+    assert "…" not in text
+    for cell in ("multiring symmetric", "x Gnu MPI", "50.0 [45.0..100]", "80 %"):
+        assert cell in text
+    lines = [line for line in text.splitlines() if line[0] in "╭│├╰"]
+    assert len({len(line) for line in lines}) == 1
+    assert len([line for line in lines if line[0] == "├"]) == 2  # under the header, and between the sizes
+
+
+def test_a_terminal_gets_colours_and_nothing_is_cut_where_it_is_narrow() -> None:
+    text = made_up().render("rich", 40)
+    assert "\x1b[" in text
+    assert "…" not in text
+    assert "multiring symmetric" in text
+
+
+@pytest.mark.parametrize("contenders", [tuple(MEDIANS), ("multiring",), ("limit", *"abcde")])
+def test_the_picture_is_a_png(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contenders: tuple[str, ...]
+) -> None:
+    for name in contenders:
+        monkeypatch.setitem(MEDIANS, name, MEDIANS.get(name, (3.0, 300.0)))
+    path = tmp_path / "picture.tmp"
+    made_up(contenders=contenders).draw(path)
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        assert image.size == (1560, 672)
+        colours = image.convert("RGB").getcolors(1 << 20)
+    assert colours is not None
+    assert len(colours) > 50
+
+
+# ---- Options.
+
+
+def test_the_defaults_are_those_of_the_help() -> None:
+    options = parse()
+    assert options.sizes == [4**power for power in range(1, 15)]
+    assert options.sizes[-1] == 256 * 2**20
+    assert (options.ranks, options.peers, options.seconds, options.format) == (None, None, 0.5, "rich")
+    assert options.shown_as == "multiring bench allreduce"
+
+
+def test_options_are_understood() -> None:
+    options = parse(
+        "-np", "3", "--sizes=4,1KiB, 64kib,1MiB,1GiB,8B,4", "--peers", "mpi,gloo,mpi", "--json=a b"
+    )
+    assert options.ranks == 3
+    assert options.sizes == [4, 2**10, 2**16, 2**20, 2**30, 8]
+    assert options.peers == ["mpi", "gloo"]
+    assert options.shown_as.startswith("multiring bench allreduce -np 3 ")
+    assert options.shown_as.endswith("'--json=a b'")
+    assert parse("--peers", "none").peers == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sizes", "6"], "'6' is not a size of an array of float32: give a multiple of 4 bytes"),
+        (["--sizes", "0"], "at least 4"),
+        (["--sizes", "4,,8"], "'' is not a size"),
+        (["--sizes", "1KB"], "'1KB' is not a size: give bytes, as 4, 64KiB, 1MiB or 1GiB"),
+        (["--sizes", "-4"], "'-4' is not a size"),
+        (["--peers", "nccl"], "there is no peer 'nccl': known are gloo (in the package torch) and mpi"),
+        (["--peers", "none,gloo"], "there is no peer 'none'"),
+        (["--seconds", "0"], "'0' is not a time"),
+        (["--seconds", "nan"], "'nan' is not a time"),
+        (["-np", "0"], "'0' is not a number of ranks"),
+        (["-np", "two"], "'two' is not a number of ranks"),
+        (["--format", "html"], "invalid choice: 'html'"),
+        (["what"], "unrecognized arguments: what"),
+    ],
+)
+def test_wrong_options_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "allreduce", *words])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--plot", "results.jpg"], "has to end in .png: results.jpg"),
+        (["--json", "."], "--json . is a directory"),
+        (["--json", "/no/such/place/x.json"], "/no/such/place is no directory that can be written to"),
+        (["--plot", "/no/such/place/x.png"], "/no/such/place is no directory that can be written to"),
+    ],
+)
+def test_places_that_cannot_be_written_are_told_before_the_measuring(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "allreduce", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_packages_are_told_before_the_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"need rich and matplotlib: run pip install 'multiring\[bench\]'"):
+        command._check_outputs(parse("--plot", "x.png"))
+    command._check_outputs(parse("--format", "markdown"))
+
+
+def test_a_benchmark_whose_framework_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> Any:
+        raise ModuleNotFoundError("no", name="torch.nn")
+
+    monkeypatch.setattr(command.importlib, "import_module", fail)
+    with pytest.raises(UsageError, match=r"needs torch.nn, .* pip install 'multiring\[bench,torch\]'"):
+        command._load("gradients")
+
+
+def test_help_names_the_benchmarks_and_explains_every_column(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in ("allreduce", "gradients"))
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "allreduce", "--help"])
+    shown = capsys.readouterr().out
+    for text in ("latency us", "algorithm GB/s", "bus GB/s", "2 (n - 1) / n", "x Gloo", "of limit"):
+        assert text in shown
+    assert "--shown-as" not in shown
+    assert max(map(len, allreduce._EXPLANATION.splitlines())) <= 110
+
+
+# ---- Writing, progress, and a real run.
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+
+    def fail(beside: Path) -> None:
+        beside.write_text("half")
+        raise OSError("disk full")
+
+    command.write_whole(path, lambda beside: beside.write_text("first"))
+    with pytest.raises(OSError, match="disk full"):
+        command.write_whole(path, fail)
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_progress_is_a_line_for_every_size_on_rank_0_only(capsys: pytest.CaptureFixture[str]) -> None:
+    for shown in (True, False):
+        with open_progress(2, "/nowhere", shown=shown) as progress:
+            progress.begin("4 B")
+            progress.done("4 B: fast")
+    assert capsys.readouterr() == ("", "4 B: fast\n")
+
+
+def bench(*words: str) -> Callable[[Path], list[str]]:
+    return lambda root: [
+        *(sys.executable, "-m", "multiring", "bench", "allreduce"),
+        *(word.replace("DIR", str(root / "d")) for word in words),
+    ]
+
+
+def test_a_run_measures_prints_and_writes_and_leaves_nothing() -> None:
+    words = ["-np", "2", "--sizes", "4,64KiB", "--peers", "gloo", "--seconds", "0.02"]
+    with Job(bench(*words, "--json", "DIR/r.json", "--plot", "DIR/r.png")) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+        assert done.returncode == 0, done.stderr
+        report = Report.from_json((job.directory / "r.json").read_text())
+        assert sorted(path.name for path in job.directory.iterdir()) == ["r.json", "r.png"]
+        with Image.open(job.directory / "r.png") as image:
+            assert image.format == "PNG"
+    assert (report.ranks, report.launcher, report.sizes) == (2, "multiring", [4, 64 * 1024])
+    assert report.contenders == ["multiring symmetric", "multiring", "limit", "Gloo"]
+    assert report.command.startswith("multiring bench allreduce -np 2 --sizes 4,64KiB --peers gloo")
+    assert all(0 < r.sample.low <= r.sample.median <= r.sample.high for r in report.rows)
+    assert all(r.sample.iterations >= 6 for r in report.rows)
+    assert done.stdout == report.render("rich", None) + "\n"
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("4 B: ", "64 KiB: "))]
+    assert len(lines) == 2
+    assert results.LIMIT in lines[0]
+
+
+def test_ranks_are_not_started_inside_ranks() -> None:
+    launcher = [sys.executable, "-m", "multiring", "run", "-np", "2"]
+    with Job(
+        lambda root: [*launcher, "-m", "multiring", *bench("-np", "3", "--peers", "none")(root)[3:]]
+    ) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 2
+    assert "-np 3 was given inside a job of 2 ranks; leave it out" in done.stderr
