@@ -97,27 +97,34 @@ bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle outpu
 
 namespace {
 
-/// The reduction kernel alone, without ranks.
-void reduce_arrays(const std::vector<py::object>& inputs, const std::vector<py::object>& outputs,
-                   ReduceOp op) {
-  std::vector<ArrayView> views;
-  for (const auto& input : inputs) views.emplace_back(input, false);
-  for (const auto& output : outputs) views.emplace_back(output, true);
-  if (inputs.empty() || outputs.empty()) throw_usage("expected at least one input and one output");
-  std::vector<const void*> from;
-  std::vector<void*> to;
-  for (const ArrayView& view : views) {
-    if (!view.contiguous()) throw_usage(kContiguousOnly);
-    if (view.dtype() != views[0].dtype() || view.count() != views[0].count())
-      throw_usage("the arrays differ in dtype or number of elements");
-    if (from.size() < inputs.size())
-      from.push_back(view.data());
-    else
-      to.push_back(view.data());
+/// The reduction kernel on given arrays, without ranks, ready to be called again and again.
+class ArrayReduction {
+ public:
+  ArrayReduction(const std::vector<py::object>& inputs, const std::vector<py::object>& outputs, ReduceOp op)
+      : op_(op) {
+    if (inputs.empty() || outputs.empty()) throw_usage("expected at least one input and one output");
+    for (const auto& input : inputs) from_.push_back(add(input, false));
+    for (const auto& output : outputs) to_.push_back(add(output, true));
   }
-  const py::gil_scoped_release release;
-  reduce(views[0].dtype(), {.op = op}, from, to, views[0].count());
-}
+  void run() const {
+    const py::gil_scoped_release release;
+    reduce(views_[0].dtype(), {.op = op_}, from_, to_, views_[0].count());
+  }
+
+ private:
+  std::byte* add(const py::object& array, bool writable) {
+    const ArrayView& view = views_.emplace_back(array, writable);
+    if (!view.contiguous()) throw_usage(kContiguousOnly);
+    if (view.dtype() != views_[0].dtype() || view.count() != views_[0].count())
+      throw_usage("the arrays differ in dtype or number of elements");
+    return view.data();
+  }
+
+  ReduceOp op_;
+  std::vector<ArrayView> views_;
+  std::vector<const void*> from_;
+  std::vector<void*> to_;
+};
 
 /// Fills `out` from `x` without bringing it into the caches.
 void copy_array_streaming(py::handle out, py::handle x) {
@@ -153,8 +160,12 @@ void bind_operation(py::module_& module) {
       .value("MIN", ReduceOp::kMin)
       .value("MAX", ReduceOp::kMax)
       .value("PRODUCT", ReduceOp::kProduct);
-  module.def("reduce", &reduce_arrays, py::arg("inputs"), py::arg("outputs"), py::arg("op"),
-             "Reduces arrays element by element into every output, as a collective does, without ranks.");
+  py::class_<ArrayReduction>(module, "ArrayReduction",
+                             "Reduces arrays element by element into every output, as a collective does, but "
+                             "without ranks.")
+      .def(py::init<const std::vector<py::object>&, const std::vector<py::object>&, ReduceOp>(),
+           py::arg("inputs"), py::arg("outputs"), py::arg("op"))
+      .def("__call__", &ArrayReduction::run);
   py::class_<PyOperation>(module, "Operation", "One collective call being put together.")
       .def(py::init([](OpKind kind, const std::string& name, int root) {
              PyOperation made;

@@ -10,6 +10,7 @@ import typing
 import numpy
 
 __all__: list[str] = [
+    "ArrayReduction",
     "Communicator",
     "OpKind",
     "Operation",
@@ -19,7 +20,6 @@ __all__: list[str] = [
     "WorldOptions",
     "connect",
     "copy_streaming",
-    "reduce",
 ]
 
 class Result:
@@ -147,6 +147,18 @@ class ReduceOp:
     def name(self) -> str: ...
     @property
     def value(self) -> int: ...
+
+class ArrayReduction:
+    """
+    Reduces arrays element by element into every output, as a collective does, but without ranks.
+    """
+    def __call__(self) -> None: ...
+    def __init__(
+        self,
+        inputs: collections.abc.Sequence[typing.Any],
+        outputs: collections.abc.Sequence[typing.Any],
+        op: ReduceOp,
+    ) -> None: ...
 
 class Operation:
     """
@@ -291,11 +303,4 @@ def connect(store: typing.Any, options: WorldOptions) -> Communicator:
 def copy_streaming(out: typing.Any, x: typing.Any) -> None:
     """
     Copies an array past the caches: for large ones that are not read again soon.
-    """
-
-def reduce(
-    inputs: collections.abc.Sequence[typing.Any], outputs: collections.abc.Sequence[typing.Any], op: ReduceOp
-) -> None:
-    """
-    Reduces arrays element by element into every output, as a collective does, without ranks.
     """

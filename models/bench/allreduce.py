@@ -94,7 +94,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
     """
     contenders = make_contenders(comm, args.peers)
     names = [contender.name for contender in contenders]
-    meeting = Meeting(comm)
+    meeting = Meeting(comm, args.cores)
     pace = Pace(seconds=args.seconds)
     rows: list[Row] = []
     with open_progress(len(args.sizes), args.progress_terminal, shown=comm.rank == 0) as progress:

@@ -104,8 +104,7 @@ class Limit:
         begin = min(count, lines * rank // size * line)
         end = min(count, lines * (rank + 1) // size * line)
         slices = [self._comm.symmetric_peer(x, peer)[begin:end] for peer in range(size)]
-        reduce, op = _core.reduce, _core.ReduceOp.SUM
-        return x, lambda: reduce(slices, slices, op)
+        return x, _core.ArrayReduction(slices, slices, _core.ReduceOp.SUM)
 
     def close(self) -> None:
         pass

@@ -85,7 +85,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> GradientsReport:
     torch.set_num_threads(1)
     kinds = list(KINDS)
     gloo = Gloo(comm)
-    meeting = Meeting(comm)
+    meeting = Meeting(comm, args.cores)
     shapes = gradient_shapes()
     memory = [_memory(comm, kind, lambda: GradientsOnly(shapes)) for kind in kinds]
     keep_freed_memory()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,10 @@ from multiring.models.bench.contenders import Contender, FloatArray
 
 __all__ = ["Meeting", "Pace", "Sample", "measure"]
 
-Report = Callable[[str], None]
+# A look takes some 50 ns: ranks that are a few microseconds apart do not sleep.
+_LOOKS = 4000
+_SLEEP = 20e-6  # seconds
+_PATIENCE = 300.0  # seconds that a contender may take at least
 
 
 @dataclass(frozen=True)
@@ -62,25 +65,34 @@ class Sample:
 class Meeting:
     """A barrier of the benchmark's own: flags in shared memory that Python reads and writes."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, cores: int) -> None:
         mine = comm.symmetric_empty(1, np.int64)
         mine.fill(0)
         comm.barrier()
         self._mine = mine.data
         self._theirs = [comm.symmetric_peer(mine, r).data for r in range(comm.size) if r != comm.rank]
+        self._crowded = comm.size > cores
         self._round = 0
 
     def __call__(self) -> None:
         """Returns when all ranks have called it."""
         self._round = here = self._round + 1
         self._mine[0] = here
-        deadline = time.monotonic() + 300
         for flag in self._theirs:
+            looks = 0
             while flag[0] < here:
-                # A contender's own thread may have to run on this very core before the peer can come.
-                os.sched_yield()
-                if time.monotonic() > deadline:
-                    raise InternalError("a rank has not come back from a contender for 300 s")
+                looks += 1
+                if looks > _LOOKS:
+                    self._sleep(looks)
+                elif self._crowded:
+                    os.sched_yield()
+
+    def _sleep(self, looks: int) -> None:
+        """Leaves the processor: a contender's own thread may have to run on it before the peer can come, and
+        would wait for the end of this thread's time slice."""
+        time.sleep(_SLEEP)
+        if looks * _SLEEP > _PATIENCE:
+            raise InternalError(f"a rank has not come back from a contender for {_PATIENCE:.0f} s")
 
 
 class _Race:
