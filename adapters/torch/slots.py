@@ -44,7 +44,7 @@ class ParameterSlots:
         self._required = [True] * len(self._names)
         self._exchanges: dict[int, RowExchange] = {}
         self._views: dict[int, torch.Tensor] = {}
-        self._large: set[int] = set()
+        self._addresses: dict[int, int] = {}
         self._comm, self._options, self._sparse = comm, options, frozenset(sparse)
         self._reducer: GradientReducer | None = None
         self._plan()
@@ -145,8 +145,9 @@ class ParameterSlots:
                 f"{tuple(gradient.shape)}, it was {view.dtype} {tuple(view.shape)} when its hook was "
                 "registered; remove() the hooks before changing a model and register them again"
             )
-        if index in self._large and gradient.layout == torch.strided and gradient.is_contiguous():
-            copy_large(view, gradient)
+        address = self._addresses.get(index)
+        if address is not None and _is_plain(gradient):
+            copy_large(address, gradient.data_ptr(), gradient.nbytes)
         else:
             view.copy_(gradient if gradient.layout == torch.strided else gradient.to_dense())
         parameter.grad = view
@@ -198,8 +199,9 @@ class ParameterSlots:
             for index, spec in enumerate(self.reducer.specs)
             if not spec.sparse and spec.name in parameters
         }
-        self._large = {
-            index
+        # Of the slots that are so large that gradients are copied past the caches.
+        self._addresses = {
+            index: view.data_ptr()
             for index, view in self._views.items()
             if view.nbytes >= STREAMING_BYTES and view.is_floating_point() and view.is_contiguous()
         }
@@ -227,3 +229,13 @@ class ParameterSlots:
             parameter = self._trainable[index]()
             if result.produced[index] and parameter is not None:
                 parameter.grad = gradient
+
+
+def _is_plain(gradient: torch.Tensor) -> bool:
+    """Whether the elements lie in memory in their order and as they are."""
+    return (
+        gradient.layout == torch.strided
+        and gradient.is_contiguous()
+        and not gradient.is_neg()
+        and not gradient.requires_grad
+    )

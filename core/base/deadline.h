@@ -28,7 +28,7 @@ class Deadline {
     deadline.seconds_ = std::max(seconds, 0.0);
     return deadline;
   }
-  static Deadline never() { return after(std::numeric_limits<double>::infinity()); }
+  static Deadline never() { return from_first_look(std::numeric_limits<double>::infinity()); }
 
   bool expired() const {
     start();
@@ -46,9 +46,7 @@ class Deadline {
     return seconds_between(start_, Clock::now());
   }
 
- private:
-  static constexpr double kForever = 30.0 * 365 * 24 * 3600;
-
+  /// Begins to run, if it has not yet.
   void start() const {
     if (started_) return;
     started_ = true;
@@ -57,6 +55,9 @@ class Deadline {
               ? start_ + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds_))
               : Clock::time_point::max();
   }
+
+ private:
+  static constexpr double kForever = 30.0 * 365 * 24 * 3600;
 
   // Written by the first look, which the one thread that waits takes.
   mutable bool started_ = false;

@@ -110,7 +110,9 @@ py::array symmetric_peer(const Communicator& self, const py::array& mine, int pe
     throw_usage("the array does not lie in symmetric memory of '" + self.name() +
                 "'; make it with symmetric_empty");
   const std::vector<std::uint64_t> shape(mine.shape(), mine.shape() + mine.ndim());
-  return array_in(region, region->part(peer) + offset, mine.dtype(), shape);
+  py::array theirs = array_in(region, region->part(peer) + offset, mine.dtype(), shape);
+  if (!mine.writeable()) theirs.attr("flags").attr("writeable") = false;
+  return theirs;
 }
 
 void bind_work(py::module_& module) {

@@ -1,5 +1,6 @@
 #include "binding/numpy_call.h"
 
+#include <cxxabi.h>
 #include <pybind11/numpy.h>
 
 #include <optional>
@@ -110,7 +111,7 @@ bool take_arguments(PyObject* const* args, Operation* operation, double* timeout
   if (in.data != out.data && in.data < out.data + out.bytes() && out.data < in.data + in.bytes())
     return false;
   Descriptor& descriptor = operation->descriptor;
-  std::string_view name;
+  std::string_view name = "";
   *timeout = -1.0;
   if (!take_op(args[2], &descriptor.key.op) || !take_text(args[3], &name) ||
       !take_number(args[4], &descriptor.key.prescale) || !take_number(args[5], &descriptor.key.postscale) ||
@@ -161,6 +162,10 @@ PyObject* numpy_allreduce(PyObject* capsule, PyObject* const* args, Py_ssize_t c
     Py_RETURN_TRUE;
   } catch (py::error_already_set& error) {
     error.restore();
+#ifdef __GLIBCXX__
+  } catch (abi::__forced_unwind&) {  // the thread is being ended
+    throw;
+#endif
   } catch (...) {
     py::detail::try_translate_exceptions();
   }

@@ -3,6 +3,8 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "base/streaming_copy.h"
 #include "binding/dlpack.h"
 #include "binding/result.h"
@@ -105,6 +107,9 @@ class ArrayReduction {
     if (inputs.empty() || outputs.empty()) throw_usage("expected at least one input and one output");
     for (const auto& input : inputs) from_.push_back(add(input, false));
     for (const auto& output : outputs) to_.push_back(add(output, true));
+    for (std::size_t a = 0; a < views_.size(); ++a)
+      for (std::size_t b = std::max(a + 1, inputs.size()); b < views_.size(); ++b)
+        require_apart(views_[a], views_[b]);
   }
   void run() const {
     const py::gil_scoped_release release;
@@ -126,23 +131,17 @@ class ArrayReduction {
   std::vector<void*> to_;
 };
 
-/// Fills `out` from `x` without bringing it into the caches.
-void copy_array_streaming(py::handle out, py::handle x) {
-  const ArrayView to(out, true);
-  const ArrayView from(x, false);
-  if (!to.contiguous() || !from.contiguous()) throw_usage(kContiguousOnly);
-  if (to.dtype() != from.dtype() || to.count() != from.count())
-    throw_usage("the arrays differ in dtype or number of elements");
-  require_apart(from, to);
+/// Addresses, not arrays: to take two tensors by DLPack would cost more than a gradient's other bookkeeping.
+void copy_addresses_streaming(std::uintptr_t to, std::uintptr_t from, std::size_t bytes) {
   const py::gil_scoped_release release;
-  copy_streaming(to.data(), from.data(), from.bytes());
+  copy_streaming(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
 }
 
 }  // namespace
 
 void bind_operation(py::module_& module) {
-  module.def("copy_streaming", &copy_array_streaming, py::arg("out"), py::arg("x"),
-             "Copies an array past the caches: for large ones that are not read again soon.");
+  module.def("copy_streaming", &copy_addresses_streaming, py::arg("to"), py::arg("source"), py::arg("nbytes"),
+             "Copies memory, given by addresses, past the caches.");
   py::enum_<OpKind>(module, "OpKind")
       .value("ALLREDUCE", OpKind::kAllreduce)
       .value("REDUCE_SCATTER", OpKind::kReduceScatter)

@@ -20,6 +20,7 @@ class PointToPoint::Passage {
   Passage(const Exchange& exchange, Lane& lane, const Call& call, int peer) : lane_(lane) {
     constexpr std::chrono::milliseconds kTick(50);
     std::unique_lock lock(lane.mutex);
+    if (lane.busy) call.waiting.deadline.start();
     while (lane.busy) {
       lane.idle.wait_for(lock, kTick);
       if (!lane.busy) break;

@@ -240,7 +240,7 @@ void Communicator::execute_chosen() {
     {
       const std::lock_guard lock(mutex_);
       if (!first_error_)
-        chosen = choose_work(queue_, limit, options_.fuse_below, transport_->staging_bytes());
+        chosen = choose_work(queue_, limit, options_.fuse_below, transport_->staging_bytes() / 64 * 64);
       if (!chosen.empty()) running_ = chosen;
     }
     if (chosen.empty()) return fail_running();  // the communicator broke meanwhile

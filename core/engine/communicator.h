@@ -72,6 +72,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// elsewhere.
   std::shared_ptr<SymmetricRegion> locate_symmetric(const std::byte* data, std::size_t bytes,
                                                     std::uint64_t* offset) const {
+    throw_if_abandoned();
     return symmetric_.locate(data, bytes, offset);
   }
 

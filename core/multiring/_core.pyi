@@ -300,7 +300,11 @@ def connect(store: typing.Any, options: WorldOptions) -> Communicator:
     Joins the ranks of one host through shared memory and returns the world. Collective.
     """
 
-def copy_streaming(out: typing.Any, x: typing.Any) -> None:
+def copy_streaming(
+    to: typing.SupportsInt | typing.SupportsIndex,
+    source: typing.SupportsInt | typing.SupportsIndex,
+    nbytes: typing.SupportsInt | typing.SupportsIndex,
+) -> None:
     """
-    Copies an array past the caches: for large ones that are not read again soon.
+    Copies memory, given by addresses, past the caches.
     """

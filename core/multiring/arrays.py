@@ -100,14 +100,15 @@ def copy_into(out: Array, x: Array) -> None:
     out[...] = x
 
 
-def copy_large(out: Array, x: Array) -> None:
-    """Copies `x` into `out` past the caches.
+def copy_large(out: int, x: int, nbytes: int) -> None:
+    """Copies memory past the caches.
 
     Args:
-        out: C-ordered array of the same dtype and number of elements, in other memory.
-        x: C-ordered array; of `STREAMING_BYTES` or more, or it is faster to copy it otherwise.
+        out: Address to copy to.
+        x: Address to copy from; the two ranges must not overlap.
+        nbytes: Bytes, `STREAMING_BYTES` or more, or it is faster to copy them otherwise.
     """
-    _core.copy_streaming(out, x)
+    _core.copy_streaming(out, x, nbytes)
 
 
 def like(x: Array, result: _core.Result) -> Array:

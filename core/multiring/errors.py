@@ -29,7 +29,7 @@ class MultiringError(Exception):
         operation: Collective in progress ("allreduce"), or None.
         tensor: Name of the tensor or operation as given by the caller, or None.
         nbytes: Bytes this rank contributed to the operation, or None.
-        elapsed: Seconds from the start of the operation to the error, or None.
+        elapsed: Seconds from when the operation first had to wait to the error, or None.
     """
 
     def __init__(

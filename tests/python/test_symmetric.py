@@ -228,3 +228,49 @@ def test_sizes_that_differ(ranks: Pools) -> None:
         assert isinstance(error, MismatchError)
         text = "rank 0 asked for symmetric_empty uint8[10]; rank 1 asked for symmetric_empty uint8[11]"
         assert text in str(error)
+
+
+def check_peers(comm: Communicator) -> None:
+    x = comm.symmetric_empty((3, 1000), np.int32)
+    x[...] = comm.rank
+    comm.barrier()
+    for rank in range(comm.size):
+        theirs = comm.symmetric_peer(x, rank)
+        assert theirs.shape == x.shape
+        assert theirs.dtype == x.dtype
+        assert (theirs == rank).all()
+        part = comm.symmetric_peer(x[1, 10:20], rank)
+        assert part.shape == (10,)
+        assert (part == rank).all()
+    comm.barrier()
+    comm.symmetric_peer(x, (comm.rank + 1) % comm.size)[2, 5] = 100 + comm.rank
+    comm.barrier()
+    assert x[2, 5] == 100 + (comm.rank - 1) % comm.size
+    x.flags.writeable = False
+    assert not comm.symmetric_peer(x, 0).flags.writeable
+    theirs = comm.symmetric_peer(x, 0)
+    first = x[0, 0] if comm.rank == 0 else 0
+    comm.barrier()
+    del x
+    gc.collect()
+    assert theirs[0, 0] == first  # the memory of all ranks stays mapped
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_arrays_of_peers(ranks: Pools, size: int) -> None:
+    ranks(size).run(check_peers)
+
+
+def check_no_peers(comm: Communicator) -> None:
+    x = comm.symmetric_empty((10, 10))
+    for rank in (-1, comm.size):
+        with pytest.raises(UsageError, match=rf"rank is {rank}; expected 0 to {comm.size - 1}"):
+            comm.symmetric_peer(x, rank)
+    with pytest.raises(UsageError, match="does not lie in symmetric memory of 'world'"):
+        comm.symmetric_peer(np.zeros(3), 0)
+    with pytest.raises(UsageError, match="C order"):
+        comm.symmetric_peer(x[:, ::2], 0)
+
+
+def test_arrays_that_have_no_peers(ranks: Pools) -> None:
+    ranks(2).run(check_no_peers)

@@ -13,20 +13,41 @@ namespace {
 constexpr double kFirstTick = 0.005;
 constexpr double kLongestTick = 0.05;
 
-// A pause instruction takes 10 to 60 ns, depending on the processor, and a yield that finds nobody else to
-// run some 400 ns; the budget need not be exact.
-constexpr double kPausesPerMicrosecond = 25.0;
-constexpr double kYieldsPerMicrosecond = 2.5;
+// A pause instruction takes 10 to 60 ns, depending on the processor; the budget need not be exact.
+constexpr double kTurnsPerMicrosecond = 25.0;
 constexpr double kDefaultSpinMicroseconds = 40.0;
 
 // Collectives cut staging memory into cache lines.
 constexpr std::size_t kLeastStagingBytes = 64;
 
-SpinBudget spin_budget(const SharedTransportOptions& options, bool crowded) {
+SpinBudget spin_budget(const SharedTransportOptions& options) {
   const double most = options.spin_microseconds < 0 ? kDefaultSpinMicroseconds : options.spin_microseconds;
   const double least = std::min(most, 1.0);
-  const double rate = crowded ? kYieldsPerMicrosecond : kPausesPerMicrosecond;
-  return {static_cast<std::uint32_t>(least * rate), static_cast<std::uint32_t>(most * rate)};
+  return {static_cast<std::uint32_t>(least * kTurnsPerMicrosecond),
+          static_cast<std::uint32_t>(most * kTurnsPerMicrosecond)};
+}
+
+/// Whether the condition came true within so many turns of a pause.
+template <class Ready>
+bool spin(const Ready& ready, std::uint32_t turns) {
+  for (std::uint32_t turn = 0; turn < turns; ++turn) {
+    cpu_relax();
+    if (ready()) return true;
+  }
+  return false;
+}
+
+/// The same where ranks outnumber the cores: a peer may need this very core to come, and gets it without the
+/// cost of sleeping and waking. Who else gets it may keep it for milliseconds, so the time counts.
+template <class Ready>
+bool yield(const Ready& ready, std::uint32_t turns) {
+  const auto until =
+      Clock::now() + std::chrono::nanoseconds(static_cast<std::int64_t>(1e3 * turns / kTurnsPerMicrosecond));
+  do {
+    ::sched_yield();
+    if (ready()) return true;
+  } while (Clock::now() < until);
+  return false;
 }
 
 class SharedSymmetricRegion final : public SymmetricRegion {
@@ -99,9 +120,9 @@ SharedTransport::SharedTransport(std::shared_ptr<HostLink> link, std::vector<int
       members_(std::move(members)),
       tag_(tag),
       options_(options),
-      crowded_(static_cast<int>(members_.size()) > link_->cores()),
+      crowded_(link_->size() > link_->cores()),
       layout_(static_cast<int>(members_.size()), options.staging_bytes),
-      spin_(spin_budget(options, crowded_)) {
+      spin_(spin_budget(options)) {
   const auto self = std::find(members_.begin(), members_.end(), link_->rank());
   if (self == members_.end())
     throw Error(ErrorKind::kInternal, "a rank builds a transport it is not part of");
@@ -189,18 +210,13 @@ template <class Ready>
 WaitResult SharedTransport::wait(WaitPoint& point, const Ready& ready, const Waiting& waiting) {
   if (ready()) return {};
   const std::uint32_t turns = spin_.turns();
-  for (std::uint32_t turn = 0; turn < turns; ++turn) {
-    // A peer may need this very core to come: then it gets it, without the cost of sleeping and waking.
-    if (crowded_)
-      ::sched_yield();
-    else
-      cpu_relax();
-    if (ready()) {
+  if (turns > 0) {
+    if (crowded_ ? yield(ready, turns) : spin(ready, turns)) {
       spin_.was_enough();
       return {};
     }
+    spin_.was_not_enough();
   }
-  if (turns > 0) spin_.was_not_enough();
   return sleep(point, ready, waiting);
 }
 
@@ -213,6 +229,7 @@ WaitResult SharedTransport::sleep(WaitPoint& point, const Ready& ready, const Wa
     }
     ~Count() { sleepers.fetch_sub(1, std::memory_order_seq_cst); }
   };
+  waiting.deadline.start();
   const Clock::time_point start = Clock::now();
   bool stall_told = waiting.stall_after <= 0 || waiting.stalled == nullptr;
   double tick = kFirstTick;
@@ -269,6 +286,7 @@ std::shared_ptr<SymmetricRegion> SharedTransport::allocate(std::size_t bytes_per
   const std::size_t stride =
       GroupLayout::round_up(std::max<std::size_t>(bytes_per_rank, 1), GroupLayout::kPage);
   const std::function<void()> look = [&] { look_for_abort(waiting); };
+  waiting.deadline.start();  // or the copy's clock alone would run
   Waiting watched = waiting;
   watched.interrupt = &look;
   auto block = link_->share(stride * layout_.size, members_, block_tag(tag_, id), watched);
@@ -278,6 +296,7 @@ std::shared_ptr<SymmetricRegion> SharedTransport::allocate(std::size_t bytes_per
 std::shared_ptr<Transport> SharedTransport::subgroup(std::span<const int> members, std::uint64_t tag,
                                                      const Waiting& waiting) {
   const std::function<void()> look = [&] { look_for_abort(waiting); };
+  waiting.deadline.start();  // or the copy's clock alone would run
   Waiting watched = waiting;
   watched.interrupt = &look;
   return std::make_shared<SharedTransport>(link_, world_ranks(members), subgroup_tag(tag), options_, watched);

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 
@@ -117,6 +118,7 @@ struct PeerLinks::Hello {
   std::int32_t size;
   std::uint64_t settings;
   std::int32_t cpu_quota;  ///< cores that the rank's control group allows it
+  std::int32_t unused;
   cpu_set_t cpus;
 };
 
@@ -189,7 +191,7 @@ void PeerLinks::await_readable(const UniqueFd& socket, const Waiting& waiting) c
 }
 
 PeerLinks::Hello PeerLinks::my_hello() const {
-  return {kMagic, kVersion, options_.rank, options_.size, options_.settings, own_quota_, own_cpus_};
+  return {kMagic, kVersion, options_.rank, options_.size, options_.settings, own_quota_, 0, own_cpus_};
 }
 
 UniqueFd PeerLinks::call(int peer, const std::string& path) const {
@@ -231,13 +233,14 @@ int PeerLinks::welcome(UniqueFd socket, bool answer) {
   ssize_t got = -1;
   do got = ::recv(socket.get(), &hello, sizeof hello, 0);
   while (got < 0 && errno == EINTR);
-  if (got != static_cast<ssize_t>(sizeof hello)) return -1;
+  // Other versions may send more or less, but begin alike.
+  if (got < static_cast<ssize_t>(offsetof(Hello, settings))) return -1;
   // Answered before it is looked at, so that both sides tell of settings that differ.
   const Hello mine = my_hello();
   if (answer && ::send(socket.get(), &mine, sizeof mine, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof mine))
     return -1;
-  if (hello.magic != kMagic || hello.version != kVersion || hello.size != options_.size ||
-      hello.settings != options_.settings)
+  if (got != static_cast<ssize_t>(sizeof hello) || hello.magic != kMagic || hello.version != kVersion ||
+      hello.size != options_.size || hello.settings != options_.settings)
     throw Error(ErrorKind::kUsage, "rank " + std::to_string(hello.rank) +
                                        " runs another version of multiring or other settings than rank " +
                                        std::to_string(options_.rank) + " (size " +

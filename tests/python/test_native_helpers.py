@@ -1,0 +1,50 @@
+"""What the native module offers besides communicators."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from multiring import UsageError, _core
+from multiring.arrays import copy_large
+
+SHARED = np.zeros(4)
+
+
+def test_reduction_without_ranks() -> None:
+    inputs = [np.arange(1000, dtype=np.float32) + k for k in range(3)]
+    outputs = [np.zeros(1000, np.float32) for _ in range(2)]
+    call = _core.ArrayReduction(inputs, outputs, _core.ReduceOp.MAX)
+    for _ in range(2):
+        call()
+        for output in outputs:
+            np.testing.assert_array_equal(output, inputs[2])
+        inputs[2] += 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "text"),
+    [
+        ([], [np.zeros(3)], "at least one"),
+        ([np.zeros(3)], [], "at least one"),
+        ([np.zeros(3)], [np.zeros(4)], "differ"),
+        ([np.zeros(3), np.zeros(3, np.float32)], [np.zeros(3)], "differ"),
+        ([np.zeros(6)[::2]], [np.zeros(3)], "contiguous"),
+        ([SHARED[:3]], [SHARED[1:4]], "overlaps"),
+        ([np.zeros(3)], [SHARED[:3], SHARED[1:4]], "overlaps"),
+    ],
+)
+def test_reductions_that_cannot_be(inputs: list[np.ndarray], outputs: list[np.ndarray], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        _core.ArrayReduction(inputs, outputs, _core.ReduceOp.SUM)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 15, 16, 63, 64, 65])
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 127, 1000, 100_003])
+def test_copies_past_the_caches(count: int, offset: int) -> None:
+    x = np.random.default_rng(count).integers(0, 256, count + 3, dtype=np.uint8)[3:]
+    memory = np.full(count + 200, 7, np.uint8)
+    copy_large(memory.ctypes.data + offset, x.ctypes.data, count)
+    np.testing.assert_array_equal(memory[offset : offset + count], x)
+    assert (memory[:offset] == 7).all()
+    assert (memory[offset + count :] == 7).all()
