@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from multiring.arrays import STREAMING_BYTES, copy_large
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from multiring import Communicator
 
 __all__ = ["ParameterSlots"]
+
+
+class _Place(NamedTuple):
+    """Where a gradient goes, at hand when it arrives."""
+
+    view: torch.Tensor
+    dtype: torch.dtype
+    shape: torch.Size
+    address: int  # 0 unless the gradient is so large that it is copied past the caches
 
 
 class ParameterSlots:
@@ -44,7 +53,7 @@ class ParameterSlots:
         self._required = [True] * len(self._names)
         self._exchanges: dict[int, RowExchange] = {}
         self._views: dict[int, torch.Tensor] = {}
-        self._addresses: dict[int, int] = {}
+        self._places: dict[int, _Place] = {}
         self._comm, self._options, self._sparse = comm, options, frozenset(sparse)
         self._reducer: GradientReducer | None = None
         self._plan()
@@ -124,6 +133,7 @@ class ParameterSlots:
             if parameter.grad is not None and parameter.grad.layout == torch.strided:
                 parameter.grad = parameter.grad.clone()
         self._views.clear()
+        self._places.clear()
         self._reducer.close()
         self._reducer = None
 
@@ -135,18 +145,18 @@ class ParameterSlots:
     def _put(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
         if gradient is None:
             return False
-        view = self._views.get(index)
-        if view is None or gradient is view:  # sparse, or there already
+        place = self._places.get(index)
+        if place is None or gradient is place.view:  # sparse, or there already
             return True
-        if gradient.dtype != view.dtype or gradient.shape != view.shape:
+        view, dtype, shape, address = place
+        if gradient.dtype != dtype or gradient.shape != shape:
             name = self.reducer.specs[index].name
             raise UsageError(
                 f"rank {self._comm.rank}: parameter '{name}' has become {gradient.dtype} "
                 f"{tuple(gradient.shape)}, it was {view.dtype} {tuple(view.shape)} when its hook was "
                 "registered; remove() the hooks before changing a model and register them again"
             )
-        address = self._addresses.get(index)
-        if address is not None and _is_plain(gradient):
+        if address and _is_plain(gradient):
             copy_large(address, gradient.data_ptr(), gradient.nbytes)
         else:
             view.copy_(gradient if gradient.layout == torch.strided else gradient.to_dense())
@@ -199,11 +209,9 @@ class ParameterSlots:
             for index, spec in enumerate(self.reducer.specs)
             if not spec.sparse and spec.name in parameters
         }
-        # Of the slots that are so large that gradients are copied past the caches.
-        self._addresses = {
-            index: view.data_ptr()
+        self._places = {
+            index: _Place(view, view.dtype, view.shape, view.data_ptr() if _is_large(view) else 0)
             for index, view in self._views.items()
-            if view.nbytes >= STREAMING_BYTES and view.is_floating_point() and view.is_contiguous()
         }
         for index, view in self._views.items():
             parameter = parameters[self.reducer.specs[index].name]
@@ -229,6 +237,10 @@ class ParameterSlots:
             parameter = self._trainable[index]()
             if result.produced[index] and parameter is not None:
                 parameter.grad = gradient
+
+
+def _is_large(view: torch.Tensor) -> bool:
+    return view.nbytes >= STREAMING_BYTES and view.is_floating_point() and view.is_contiguous()
 
 
 def _is_plain(gradient: torch.Tensor) -> bool:

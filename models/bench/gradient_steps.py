@@ -30,6 +30,9 @@ class Step(Protocol):
     def __call__(self) -> None:
         """One step: gradients from nothing, reduced where the kind does that."""
 
+    def release(self) -> None:
+        """Lets go of the gradients."""
+
     def close(self) -> None:
         """Takes hooks off and lets go of the model."""
 
@@ -96,9 +99,12 @@ class _Base:
     def _plain(self) -> nn.Module:
         return self.model
 
-    def __call__(self) -> None:
+    def release(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None
+
+    def __call__(self) -> None:
+        self.release()
         if self._optimizer is None:
             torch.autograd.backward(self.model())
             return

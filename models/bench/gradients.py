@@ -35,7 +35,7 @@ from multiring.models.bench.gradient_steps import (
     training_model,
 )
 from multiring.models.bench.measure import Meeting, Sample
-from multiring.models.bench.memory import PeakMemory, keep_freed_memory, proportional_bytes
+from multiring.models.bench.memory import PeakMemory, proportional_bytes, return_freed_memory
 from multiring.models.bench.results import Machine
 
 __all__ = ["add_arguments", "run"]
@@ -88,7 +88,6 @@ def run(comm: Communicator, args: argparse.Namespace) -> GradientsReport:
     meeting = Meeting(comm, args.cores)
     shapes = gradient_shapes()
     memory = [_memory(comm, kind, lambda: GradientsOnly(shapes)) for kind in kinds]
-    keep_freed_memory()
     gradients = _times(comm, meeting, kinds, lambda: GradientsOnly(shapes), args.steps, 1)
     training = _times(comm, meeting, kinds, training_model, args.steps, TRAINING_TURN)
     gloo.close()
@@ -149,10 +148,15 @@ def _times(
 
 
 def _turn(meeting: Meeting, step: Step, count: int) -> tuple[int, int]:
-    """When this rank began and ended `count` steps, in nanoseconds; one more comes first, unmeasured."""
-    step()
+    """When this rank began and ended `count` steps, in nanoseconds; a few more come first, unmeasured."""
+    for _ in range(WARM_UP):
+        step()
     meeting()
     begin = time.perf_counter_ns()
     for _ in range(count):
         step()
-    return begin, time.perf_counter_ns()
+    end = time.perf_counter_ns()
+    meeting()
+    step.release()
+    return_freed_memory()
+    return begin, end

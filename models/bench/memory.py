@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["PeakMemory", "keep_freed_memory", "proportional_bytes"]
+__all__ = ["PeakMemory", "proportional_bytes", "return_freed_memory"]
 
 ROLLUP = Path("/proc/self/smaps_rollup")
 
@@ -22,16 +22,13 @@ def proportional_bytes() -> int:
     raise OSError(f"{ROLLUP} has no Pss line")
 
 
-def keep_freed_memory() -> None:
-    """Has the C library keep what is freed. Otherwise every step may fetch its gradients' memory from the
-    kernel anew, page by page, or not, as it happens, which takes longer than all else in a step."""
-    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+def return_freed_memory() -> None:
+    """Has the C library give back what is freed, so that what something else has used before makes no
+    difference."""
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        ctypes.CDLL(None).malloc_trim(0)
     except AttributeError:  # not the GNU C library
         return
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(mmap_threshold, 32 * 2**20)
 
 
 class PeakMemory:
