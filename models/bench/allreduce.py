@@ -97,6 +97,8 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
     meeting = Meeting(comm, args.cores)
     pace = Pace(seconds=args.seconds)
     rows: list[Row] = []
+    # What happens once only, in any of the libraries, and what their threads still do from the start.
+    measure(comm, contenders, args.sizes[0] // ITEM, Pace(seconds=min(args.seconds, 0.2)), meeting)
     with open_progress(len(args.sizes), args.progress_terminal, shown=comm.rank == 0) as progress:
         for size in args.sizes:
             progress.begin(size_text(size))

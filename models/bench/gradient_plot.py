@@ -31,5 +31,5 @@ def draw(report: GradientsReport, path: Path) -> None:
     right.set_xlabel("images/s, more is better")
     for axes in (left, right):
         axes.invert_yaxis()
-        axes.margins(x=0.2)
+        axes.margins(x=0.25)
     figure.savefig(path, format="png", dpi=150)
