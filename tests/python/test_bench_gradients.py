@@ -16,7 +16,7 @@ from multiring.models.bench.measure import Sample
 from multiring.models.bench.memory import PeakMemory, proportional_bytes
 from multiring.models.bench.results import Machine
 from multiring.models.errors import DataError
-from tests.support import Job
+from tests.support import Job, wait_until
 
 
 def sample(seconds: float) -> Sample:
@@ -94,6 +94,7 @@ def test_memory_is_seen() -> None:
     with PeakMemory() as peak:
         held = bytearray(64 << 20)
         held[::4096] = b"x" * len(held[::4096])
+        wait_until(lambda: peak.bytes - before > 60 << 20, "a look at the memory")
         del held
     assert peak.bytes - before > 60 << 20
 
