@@ -39,7 +39,7 @@ $(VENV)/.created:
 
 # What an installation depends on: native sources, the packaging, and which Python files there are (the text of
 # Python files is read where it lies).
-SOURCES := $(shell find core CMakeLists.txt pyproject.toml -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name 'CMakeLists.txt' -o -name pyproject.toml)
+SOURCES := $(shell find core adapters CMakeLists.txt pyproject.toml -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name 'CMakeLists.txt' -o -name pyproject.toml)
 PYTHON_FILES := $(shell find core/multiring adapters models -name '*.py' -o -name '*.pyi' | sort)
 
 $(VENV)/.python-files: $(VENV)/.created FORCE
@@ -49,7 +49,7 @@ $(VENV)/.python-files: $(VENV)/.created FORCE
 FORCE:
 
 $(VENV)/.build-tools: $(VENV)/.created $(CONSTRAINTS)
-	$(BIN)/pip install --quiet -c $(CONSTRAINTS) scikit-build-core pybind11 'cmake>=3.25' ninja
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) scikit-build-core pybind11 'cmake>=3.25' ninja setuptools wheel
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.build-tools $(VENV)/.python-files $(SOURCES)
@@ -57,5 +57,5 @@ $(VENV)/.demo: $(VENV)/.build-tools $(VENV)/.python-files $(SOURCES)
 	touch $@
 
 $(VENV)/.develop: $(VENV)/.build-tools $(VENV)/.python-files $(SOURCES)
-	$(BIN)/pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[torch,dev]'
+	$(BIN)/pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@ $(VENV)/.demo

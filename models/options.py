@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiring.errors import UsageError
+from multiring.models.frameworks import FRAMEWORKS
 from multiring.models.recipe import Decay
 from multiring.models.resnet_spec import DEPTHS, Stem
 
@@ -36,7 +37,7 @@ class TrainOptions:
     np: int | None = _option(
         None, "start this many ranks on this host (under a launcher: leave out)", type=int
     )
-    framework: str = _option("torch", "framework that trains", choices=["torch"])
+    framework: str = _option("torch", "framework that trains", choices=list(FRAMEWORKS))
     depth: int | None = _option(
         None, "depth of the ResNet [digits, synthetic: 8, folder: 50]", type=int, choices=DEPTHS
     )

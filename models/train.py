@@ -23,6 +23,7 @@ from multiring.models.checkpoint import Checkpoint
 from multiring.models.data import open_dataset
 from multiring.models.driver import Driver, Job, Result
 from multiring.models.errors import CheckpointError
+from multiring.models.frameworks import find_framework
 from multiring.models.options import TrainOptions, add_arguments
 from multiring.models.outputs import DirectoryOutputs, NoOutputs, Outputs
 from multiring.models.progress import Progress, SilentProgress, open_progress
@@ -191,17 +192,10 @@ def _read_checkpoint(job: Job) -> Checkpoint | None:
 
 
 def _make_trainer(job: Job) -> Trainer:
-    # The driver needs no framework, so that a framework that is not installed does not stand in its way.
-    try:
-        import torch
-    except ImportError as error:
-        raise UsageError("--framework torch needs PyTorch; pip install 'multiring[torch]'") from error
-
-    from multiring.models.train_torch import TorchTrainer
-
+    framework = find_framework(job.options.framework)
     if job.options.threads is not None:
-        torch.set_num_threads(job.options.threads)
-    return TorchTrainer(
+        framework.set_threads(job.options.threads)
+    return framework.make_trainer(
         job.spec,
         job.recipe,
         job.comm,

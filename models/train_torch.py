@@ -16,15 +16,20 @@ from multiring.models.loader import Batch
 from multiring.models.recipe import Recipe
 from multiring.models.resnet_spec import ResNetSpec
 from multiring.models.resnet_torch import TorchResNet, load_weights, read_weights
-from multiring.models.trainer import Sums, hash_arrays
+from multiring.models.trainer import Probe, Sums, hash_arrays
 from multiring.models.weights import initial_weights
 
-__all__ = ["TorchTrainer"]
+__all__ = ["TorchTrainer", "set_threads"]
 
 Array = npt.NDArray[Any]
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 MODEL, MOMENTUM, GENERATOR = "model/", "optimizer/momentum/", "rng/torch"
+
+
+def set_threads(count: int) -> None:
+    """Let Torch compute with `count` threads."""
+    torch.set_num_threads(count)
 
 
 class TorchTrainer:
@@ -102,6 +107,19 @@ class TorchTrainer:
         with torch.no_grad():
             scores = self._model(images)
             return _sums(scores, labels, functional.cross_entropy(scores, labels, reduction="sum"))
+
+    def probe(self, batch: Batch) -> Probe:
+        """Scores and gradients of a batch; see `Trainer.probe`."""
+        images, labels = self._tensors(batch)
+        statistics = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        self._model.train()
+        scores = self._model(images)
+        names, parameters = zip(*self._model.named_parameters(), strict=True)
+        gradients = torch.autograd.grad(functional.cross_entropy(scores, labels), parameters)
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(statistics[name])
+        found = {name: gradient.numpy() for name, gradient in zip(names, gradients, strict=True)}
+        return Probe(scores.detach().numpy(), found)
 
     def synchronise(self) -> None:
         """Average the running statistics that ranks without synchronised normalisation gather separately."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from multiring.models.loader import Batch
 
-__all__ = ["Sums", "Trainer"]
+__all__ = ["Probe", "Sums", "Trainer", "hash_arrays"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,20 @@ class Sums:
         return self.correct / self.count if self.count else 0.0
 
 
+@dataclass(frozen=True)
+class Probe:
+    """What a network makes of a batch, for comparison with other frameworks.
+
+    Attributes:
+        scores: Class scores in training mode, `(n, classes)`.
+        gradients: Of the mean loss over the batch, by the names and in the shapes of the specification
+            (channels first).
+    """
+
+    scores: npt.NDArray[Any]
+    gradients: dict[str, npt.NDArray[Any]]
+
+
 class Trainer(Protocol):
     """One rank's network and optimizer in one framework.
 
@@ -65,6 +79,10 @@ class Trainer(Protocol):
 
     def evaluate(self, batch: Batch) -> Sums:
         """Score a batch with the running statistics; no communication, nothing is changed."""
+
+    def probe(self, batch: Batch) -> Probe:
+        """Forward in training mode and backward over this rank's batch, with nothing changed (running
+        statistics neither). Only for trainers of a single rank."""
 
     def synchronise(self) -> None:
         """Make state that ranks gather separately equal on all of them (running statistics); called before
