@@ -26,6 +26,9 @@ from multiring.models.trainer import Sums, Trainer
 
 __all__ = ["Driver", "Job", "Result"]
 
+# Fewest and most samples of a batch in an evaluation.
+EVALUATION_BATCH = (64, 256)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -43,6 +46,11 @@ class Job:
     def global_batch(self) -> int:
         """Samples per step over all ranks."""
         return self.recipe.global_batch
+
+    @property
+    def rank_batch(self) -> int:
+        """Most samples per step of one rank."""
+        return -(-self.global_batch // self.comm.size)
 
     @property
     def per_epoch(self) -> int:
@@ -218,7 +226,7 @@ class Driver:
         comm = self._job.comm
         self._trainer.synchronise()
         sums = Sums()
-        batch = max(self._job.options.batch_size, 64)
+        batch = min(max(self._job.rank_batch, EVALUATION_BATCH[0]), EVALUATION_BATCH[1])
         for part in evaluation_batches(self._job.dataset, batch=batch, rank=comm.rank, size=comm.size):
             sums += self._trainer.evaluate(part)
         return self._reduce(sums)

@@ -10,13 +10,14 @@ from typing import Any
 from multiring.errors import UsageError
 from multiring.models.frameworks import FRAMEWORKS
 from multiring.models.recipe import Decay
+from multiring.models.recipes import RECIPES
 from multiring.models.resnet_spec import DEPTHS, Stem
 
 __all__ = ["ResolvedOptions", "TrainOptions", "add_arguments"]
 
 
 POSITIVE = (
-    *("np", "image_size", "classes", "epochs", "batch_size", "limit_steps", "threads"),
+    *("np", "image_size", "classes", "epochs", "batch_size", "global_batch", "limit_steps", "threads"),
     *("log_every", "keep"),
 )
 NOT_NEGATIVE = ("seed", "eval_every", "checkpoint_every", "verify_every", "workers", "warmup_epochs")
@@ -37,6 +38,16 @@ class TrainOptions:
     np: int | None = _option(
         None, "start this many ranks on this host (under a launcher: leave out)", type=int
     )
+    recipe: str | None = _option(
+        None,
+        "a whole training by name; other options override its choices (docs/recipes.md)",
+        choices=list(RECIPES),
+    )
+    dry_run: bool = _option(
+        False,
+        "train nothing: check data and memory, and estimate the time from measured steps",
+        action="store_true",
+    )
     framework: str = _option("torch", "framework that trains", choices=list(FRAMEWORKS))
     depth: int | None = _option(
         None, "depth of the ResNet [digits, synthetic: 8, folder: 50]", type=int, choices=DEPTHS
@@ -52,7 +63,10 @@ class TrainOptions:
         None, "classes of synthetic data [10 or, for depths 50 and 101, 1000]", type=int
     )
     epochs: int | None = _option(None, "passes over the training data [digits: 20, folder: 90]", type=int)
-    batch_size: int = _option(32, "samples per rank and step", type=int)
+    batch_size: int | None = _option(None, "samples per rank and step [32]", type=int)
+    global_batch: int | None = _option(
+        None, "samples per step over all ranks, in place of --batch-size", type=int
+    )
     lr: float | None = _option(
         None, "learning rate for a global batch of 256 [digits: 0.4, else: 0.1]", type=float
     )
@@ -105,6 +119,8 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise UsageError(f"{_flag(name)} must not be negative, but is {value}")
+        if self.batch_size is not None and self.global_batch is not None:
+            raise UsageError("--batch-size (per rank) and --global-batch (over all ranks) exclude each other")
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> TrainOptions:
@@ -118,7 +134,9 @@ class TrainOptions:
             value = getattr(self, field.name)
             if value == field.default:
                 continue
-            if isinstance(value, bool):
+            if field.name == "dry_run":
+                arguments.append("--dry-run")
+            elif isinstance(value, bool):
                 arguments.append(_flag(field.name) if value else _flag(field.name).replace("--", "--no-", 1))
             else:
                 # One word, so that a value that begins with a dash is not taken for an option.
@@ -145,12 +163,14 @@ class ResolvedOptions:
     nesterov: bool
     weight_decay: float
     zero_residual: bool
+    batch_size: int
+    global_batch: int | None
 
     @classmethod
     def of(cls, options: TrainOptions) -> ResolvedOptions:
-        """Choose by the kind of data, then by depth and stem."""
+        """Choose by the recipe or the kind of data, then by depth and stem."""
         kind = options.data if options.data in PRESETS else "folder"
-        preset = PRESETS[kind]
+        preset = PRESETS[kind] if options.recipe is None else RECIPES[options.recipe].preset()
 
         def chosen(name: str, otherwise: Any) -> Any:
             given = getattr(options, name)
@@ -171,7 +191,13 @@ class ResolvedOptions:
             nesterov=chosen("nesterov", False),
             weight_decay=chosen("weight_decay", 1e-4),
             zero_residual=chosen("zero_residual", deep),
+            batch_size=chosen("batch_size", 32),
+            global_batch=chosen("global_batch", None) if options.batch_size is None else None,
         )
+
+    def samples_per_step(self, ranks: int) -> int:
+        """Samples of a step over `ranks` ranks."""
+        return self.global_batch or self.batch_size * ranks
 
 
 # Image folders follow the usual recipe of ResNet-50 on ImageNet. Digits were tried with three seeds, on one

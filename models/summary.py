@@ -81,4 +81,4 @@ def _tested(result: Result) -> str:
 
 def _ranks(job: Job) -> str:
     plural = "s" if job.comm.size > 1 else ""
-    return f"{job.comm.size} rank{plural} of batch {job.options.batch_size} (global batch {job.global_batch})"
+    return f"{job.comm.size} rank{plural} of batch {job.rank_batch} (global batch {job.global_batch})"

@@ -22,6 +22,7 @@ from multiring.models import checkpoint, outputs
 from multiring.models.checkpoint import Checkpoint
 from multiring.models.data import open_dataset
 from multiring.models.driver import Driver, Job, Result
+from multiring.models.dry_run import check, render
 from multiring.models.errors import CheckpointError
 from multiring.models.frameworks import find_framework
 from multiring.models.options import TrainOptions, add_arguments
@@ -61,6 +62,8 @@ def main(args: argparse.Namespace) -> int:
     try:
         if options.np not in (None, comm.size):
             raise UsageError(f"-np {options.np} was given inside a job of {comm.size} ranks; leave it out")
+        if options.dry_run:
+            return dry_run(options, comm)
         train(options, comm, started=started)
     except (MultiringError, OSError) as error:
         if comm.rank == 0 or not isinstance(error, multiring.AbortedError):
@@ -135,6 +138,19 @@ def train(options: TrainOptions, comm: Communicator, *, started: float | None = 
     return result
 
 
+def dry_run(options: TrainOptions, comm: Communicator) -> int:
+    """Check data and memory, and estimate the time; called by all ranks. Rank 0 prints.
+
+    Returns:
+        Exit code: 0, or 1 where the training could not be done like this.
+    """
+    job = _make_job(options, comm)
+    findings = check(job, lambda: _make_trainer(job))
+    if comm.rank == 0:
+        print(f"dry run of {describe(job)}\n{render(findings)}", flush=True)
+    return 1 if any(finding.status == "fail" for finding in findings) else 0
+
+
 def _make_job(options: TrainOptions, comm: Communicator) -> Job:
     resolved = options.resolve()
     dataset = open_dataset(
@@ -142,7 +158,7 @@ def _make_job(options: TrainOptions, comm: Communicator) -> Job:
     )
     spec = resnet(resolved.depth, classes=dataset.classes, in_channels=dataset.channels, stem=resolved.stem)
     spec.shapes(dataset.image_size)
-    global_batch = options.batch_size * comm.size
+    global_batch = resolved.samples_per_step(comm.size)
     per_epoch = steps_per_epoch(dataset.count("train"), global_batch)
     recipe = Recipe(
         base_lr=resolved.lr,
