@@ -25,8 +25,17 @@ INCLUDES = {
     "collective": ("base/", "topology/", "transport/transport.h", "collective/"),
     "engine": ("base/", "topology/", "transport/transport.h", "collective/", "engine/"),
     # These two choose the transport, so they see all of them.
-    "capi": ("base/", "topology/", "transport/", "collective/", "engine/", "multiring.h"),
-    "binding": ("base/", "topology/", "transport/", "collective/", "engine/", "binding/"),
+    "capi": ("base/", "topology/", "transport/", "collective/", "engine/", "capi/", "multiring.h"),
+    # capi/queue.h: Python hands named queues on to native code.
+    "binding": (
+        "base/",
+        "topology/",
+        "transport/",
+        "collective/",
+        "engine/",
+        "binding/",
+        "capi/queue.h",
+    ),
 }
 
 FRAMEWORKS = {

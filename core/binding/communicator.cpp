@@ -2,7 +2,6 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
-#include <unistd.h>
 
 #include <limits>
 #include <memory>
@@ -14,6 +13,7 @@
 #include "binding/numpy_call.h"
 #include "binding/operation.h"
 #include "binding/result.h"
+#include "binding/work.h"
 #include "engine/communicator.h"
 
 namespace py = pybind11;
@@ -28,15 +28,6 @@ const std::function<void()>& check_signals() {
   return check;
 }
 
-namespace {
-
-/// A handle to work, for Python.
-struct PyWork {
-  std::shared_ptr<Work> work;
-  pid_t process = ::getpid();
-};
-
-/// Arrays held by work may be let go on the progress thread.
 std::shared_ptr<void> keep_alive(std::shared_ptr<std::vector<ArrayView>> views) {
   auto* held = new std::shared_ptr<std::vector<ArrayView>>(std::move(views));
   return {held->get(), [held](void*) {
@@ -44,6 +35,8 @@ std::shared_ptr<void> keep_alive(std::shared_ptr<std::vector<ArrayView>> views) 
             delete held;
           }};
 }
+
+namespace {
 
 bool run_allreduce(Communicator& self, py::handle input, py::handle output, ReduceOp op,
                    std::string_view name, double prescale, double postscale, double timeout) {

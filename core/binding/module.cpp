@@ -12,5 +12,6 @@ PYBIND11_MODULE(_core, module) {
   multiring::binding::bind_result(module);
   multiring::binding::bind_operation(module);
   multiring::binding::bind_communicator(module);
+  multiring::binding::bind_named_queue(module);
   multiring::binding::bind_connect(module);
 }

@@ -56,7 +56,8 @@ class MULTIRING_API Exchange {
   [[noreturn]] void throw_for_peer(const Call& call, const WaitResult& result, int peer) const;
   /// Raises the error that a peer told of, if there is one.
   void throw_if_aborted(const Call& call) const;
-  /// Who is waited for, for a warning.
+  /// The ranks that have not come to the current round, and the same as text for a warning.
+  std::vector<int> missing() const;
   std::string describe_wait(const Call& call, double waited) const;
 
  private:
@@ -65,7 +66,6 @@ class MULTIRING_API Exchange {
   [[noreturn]] void throw_timeout(const Call& call) const;
   [[noreturn]] void throw_lost(const Call& call, int peer, bool left) const;
   [[noreturn]] void throw_aborted(const Call& call, const AbortRecord& record) const;
-  std::vector<int> missing() const;
   std::string where(const Call& call) const;
   std::string doing(int rank) const;
   ErrorContext context(const Call& call, int peer) const;

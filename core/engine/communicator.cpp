@@ -178,24 +178,34 @@ void Communicator::complete(Operation& operation) const {
     symmetric_.place(operation);
 }
 
-std::shared_ptr<Work> Communicator::submit(Operation operation, int priority,
-                                           std::shared_ptr<void> keep_alive) {
+void Communicator::prepare(Operation& operation) const {
   throw_if_abandoned();
   complete(operation);
   validate(operation, rank(), size(), name());
   operation.descriptor.asynchronous = true;
-  std::shared_ptr<Work> work;
+}
+
+std::shared_ptr<Work> Communicator::submit(Operation operation, int priority,
+                                           std::shared_ptr<void> keep_alive) {
+  prepare(operation);
+  const QueuedWork queued{std::make_shared<Work>(std::move(operation), std::move(keep_alive)), priority};
+  enqueue({&queued, 1});
+  return queued.work;
+}
+
+void Communicator::enqueue(std::span<const QueuedWork> queued) {
+  throw_if_abandoned();
   {
     const std::lock_guard lock(mutex_);
     throw_if_unusable();
     start_progress();
-    operation.descriptor.key.sequence = submitted_ + 1;
-    work = std::make_shared<Work>(std::move(operation), priority, submitted_ + 1, std::move(keep_alive));
-    queue_.push_back(work);
-    ++submitted_;
+    for (const auto& [work, priority] : queued) {
+      work->priority_ = priority;
+      work->index_ = work->running().descriptor.key.sequence = ++submitted_;
+      queue_.push_back(work);
+    }
   }
   changed_.notify_all();
-  return work;
 }
 
 void Communicator::start_progress() {
@@ -315,6 +325,17 @@ void Communicator::receive(Operation& operation, std::int64_t tag, const CallOpt
 
 std::shared_ptr<Communicator> Communicator::split(std::int64_t color, std::int64_t key,
                                                   const CallOptions& options) {
+  return split_into(color, key, "", options, {});
+}
+
+std::shared_ptr<Communicator> Communicator::duplicate(const std::string& purpose, const CallOptions& options,
+                                                      const Adjust& adjust) {
+  return split_into(0, 0, purpose, options, adjust);
+}
+
+std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::int64_t key,
+                                                       const std::string& purpose, const CallOptions& options,
+                                                       const Adjust& adjust) {
   const std::int64_t mine[2] = {color, key};
   std::vector<std::int64_t> all(2 * static_cast<std::size_t>(size()));
   Operation operation;
@@ -323,6 +344,7 @@ std::shared_ptr<Communicator> Communicator::split(std::int64_t color, std::int64
   operation.descriptor.dtype = DType::kInt64;
   operation.descriptor.rows = 1;
   operation.descriptor.bytes = sizeof mine;
+  operation.descriptor.set_name(purpose);
   operation.input = reinterpret_cast<const std::byte*>(mine);
   operation.output = reinterpret_cast<std::byte*>(all.data());
   operation.output_bytes = all.size() * sizeof(std::int64_t);
@@ -337,10 +359,15 @@ std::shared_ptr<Communicator> Communicator::split(std::int64_t color, std::int64
   std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
     return all[2 * static_cast<std::size_t>(a) + 1] < all[2 * static_cast<std::size_t>(b) + 1];
   });
+  CommunicatorOptions child_options = options_;
+  child_options.name =
+      name() + "/" + (purpose.empty() ? std::to_string(splits_) + "." + std::to_string(color) : purpose);
+  if (adjust) adjust(child_options);
   std::function<void(double)> stalled;
   const Call call = make_call(operation.descriptor, turn.options(), stalled);
   try {
-    std::shared_ptr<Communicator> child = color >= 0 ? make_child(members, color, call.waiting) : nullptr;
+    std::shared_ptr<Communicator> child =
+        color >= 0 ? make_child(members, std::move(child_options), call.waiting) : nullptr;
     barrier(exchange_, call);  // a rank that could not join its group raises here on all
     return child;
   } catch (...) {
@@ -349,10 +376,8 @@ std::shared_ptr<Communicator> Communicator::split(std::int64_t color, std::int64
   }
 }
 
-std::shared_ptr<Communicator> Communicator::make_child(const std::vector<int>& members, std::int64_t color,
-                                                       const Waiting& waiting) {
-  CommunicatorOptions options = options_;
-  options.name = name() + "/" + std::to_string(splits_) + "." + std::to_string(color);
+std::shared_ptr<Communicator> Communicator::make_child(const std::vector<int>& members,
+                                                       CommunicatorOptions options, const Waiting& waiting) {
   const std::uint64_t tag =
       (splits_ << 32) + static_cast<std::uint64_t>(*std::min_element(members.begin(), members.end()));
   return std::make_shared<Communicator>(transport_->subgroup(members, tag, waiting), std::move(options));

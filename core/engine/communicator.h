@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,6 +28,12 @@ struct CallOptions {
   double timeout = -1.0;
   /// Called from time to time in the calling thread; may throw. May be null.
   const std::function<void()>* interrupt = nullptr;
+};
+
+/// Work to be queued.
+struct QueuedWork {
+  std::shared_ptr<Work> work;
+  int priority = 0;
 };
 
 struct CommunicatorOptions {
@@ -55,17 +62,31 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   int size() const { return transport_->size(); }
   const std::string& name() const { return options_.name; }
   std::string host() const { return transport_->host(rank()); }
+  /// Process id of a rank, for messages.
+  std::int64_t process_id(int rank) const { return transport_->process_id(rank); }
+  const CommunicatorOptions& options() const { return options_; }
+  /// The ranks that an operation of this rank in progress still waits for. To be called by the thread that
+  /// runs it (in CallOptions::interrupt).
+  std::vector<int> waited_for() const { return exchange_.missing(); }
 
   /// Runs a collective in this thread.
   void run(Operation& operation, const CallOptions& call);
   /// Queues a collective. `keep_alive` is held until the work is destroyed.
   std::shared_ptr<Work> submit(Operation operation, int priority, std::shared_ptr<void> keep_alive);
+  /// Makes `operation` one that can be queued; raises what is wrong with it.
+  void prepare(Operation& operation) const;
+  /// Queues work of prepared operations, all or (where it raises) none.
+  void enqueue(std::span<const QueuedWork> queued);
   void send(Operation& operation, std::int64_t tag, const CallOptions& call);
   void receive(Operation& operation, std::int64_t tag, const CallOptions& call);
 
   /// Splits into groups of equal color, ranked by key and then by rank here. Collective. Null for a negative
   /// color.
   std::shared_ptr<Communicator> split(std::int64_t color, std::int64_t key, const CallOptions& call);
+  /// A group of the same ranks, called `name() + "/" + purpose`. Collective, with the same `purpose`
+  /// everywhere. `adjust` may change what the new group takes over from this one.
+  std::shared_ptr<Communicator> duplicate(const std::string& purpose, const CallOptions& call,
+                                          const std::function<void(CommunicatorOptions&)>& adjust = {});
   /// Memory that all ranks have mapped. Collective, with the same `bytes` everywhere.
   std::shared_ptr<SymmetricRegion> allocate_symmetric(std::size_t bytes, const CallOptions& call);
   /// The symmetric memory that `bytes` at `data` lie in, and where in this rank's part; null where they lie
@@ -78,6 +99,8 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
 
   /// Breaks the communicator on all ranks.
   void abort(const std::string& message);
+  /// The same with an error of any kind, which becomes the first error of all ranks.
+  void abort_with(const Error& error);
   /// Ends this rank's part: pending work fails, peers that still need it learn that it left. Idempotent.
   void close();
   bool is_broken() const;
@@ -97,7 +120,10 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   void dispatch(const Call& call, Operation& operation);
   void start_progress();
   void progress();
-  std::shared_ptr<Communicator> make_child(const std::vector<int>& members, std::int64_t color,
+  using Adjust = std::function<void(CommunicatorOptions&)>;
+  std::shared_ptr<Communicator> split_into(std::int64_t color, std::int64_t key, const std::string& purpose,
+                                           const CallOptions& options, const Adjust& adjust);
+  std::shared_ptr<Communicator> make_child(const std::vector<int>& members, CommunicatorOptions options,
                                            const Waiting& waiting);
   void execute_chosen();
   void run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, std::uint64_t submitted);

@@ -72,9 +72,11 @@ void Communicator::throw_if_unusable() const {
     throw Error(ErrorKind::kAborted, "communicator '" + name() + "' is closed");
 }
 
-void Communicator::abort(const std::string& message) {
+void Communicator::abort(const std::string& message) { abort_with(Error(ErrorKind::kAborted, message)); }
+
+void Communicator::abort_with(const Error& error) {
   throw_if_abandoned();
-  fail(std::make_exception_ptr(Error(ErrorKind::kAborted, message)), "abort");
+  fail(std::make_exception_ptr(error), "abort");
 }
 
 bool Communicator::is_broken() const {

@@ -32,12 +32,15 @@ void Work::wait(const Deadline& deadline, const std::function<void()>& interrupt
 void Work::finish() {
   state_.store(kDone, std::memory_order_release);
   futex_wake_all(state_);
+  if (observer_ != nullptr) observer_->ended(nullptr);
 }
 
 void Work::fail(const Error& error) {
   error_.emplace(error.kind(), error.what(), error.context());
+  if (observer_ != nullptr) observer_->failing(*error_);
   state_.store(kFailed, std::memory_order_release);
   futex_wake_all(state_);
+  if (observer_ != nullptr) observer_->ended(&*error_);
 }
 
 }  // namespace multiring

@@ -12,14 +12,25 @@
 
 namespace multiring {
 
+/// Is told how work ends, on the thread that ends it, while no lock is held. Must not throw.
+class WorkObserver {
+ public:
+  virtual ~WorkObserver() = default;
+  /// Before anybody can see that the work has failed.
+  virtual void failing(const Error& error) = 0;
+  /// After everybody can see that the work has ended; with the error if it failed.
+  virtual void ended(const Error* error) = 0;
+};
+
 /// An asynchronous operation: the only handle to its completion, its result and its error.
 class MULTIRING_API Work {
  public:
-  Work(Operation operation, int priority, std::uint64_t index, std::shared_ptr<void> keep_alive)
+  /// Work that is still to be queued: Communicator::enqueue.
+  Work(Operation operation, std::shared_ptr<void> keep_alive,
+       std::shared_ptr<WorkObserver> observer = nullptr)
       : operation_(std::move(operation)),
-        priority_(priority),
-        index_(index),
-        keep_alive_(std::move(keep_alive)) {}
+        keep_alive_(std::move(keep_alive)),
+        observer_(std::move(observer)) {}
 
   bool done() const { return state_.load(std::memory_order_acquire) != kPending; }
   /// Returns when the operation is complete; raises its error, or a timeout error (the operation goes on).
@@ -34,6 +45,7 @@ class MULTIRING_API Work {
 
  private:
   friend class Communicator;
+  friend class Submission;
   static constexpr std::uint32_t kPending = 0;
   static constexpr std::uint32_t kDone = 1;
   static constexpr std::uint32_t kFailed = 2;
@@ -43,9 +55,10 @@ class MULTIRING_API Work {
   void fail(const Error& error);
 
   Operation operation_;
-  int priority_;
-  std::uint64_t index_;
+  int priority_ = 0;         // written when it is queued
+  std::uint64_t index_ = 0;  // likewise
   std::shared_ptr<void> keep_alive_;
+  const std::shared_ptr<WorkObserver> observer_;  // may be null
   std::optional<Error> error_;  // written before state_ becomes kFailed (release), read after (acquire)
   std::atomic<std::uint32_t> state_{kPending};
 };

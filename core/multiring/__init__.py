@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         size,
         world,
     )
+    from multiring.named_queue import NamedQueue
     from multiring.work import Work
 
 __version__ = _version("multiring")
@@ -45,6 +46,7 @@ __version__ = _version("multiring")
 # native library does not load, need neither it nor NumPy.
 _HOMES = {
     "Communicator": "multiring.communicator",
+    "NamedQueue": "multiring.named_queue",
     "Work": "multiring.work",
     "cross_rank": "multiring.initialization",
     "cross_size": "multiring.initialization",
@@ -74,6 +76,7 @@ __all__ = [
     "InternalError",
     "MismatchError",
     "MultiringError",
+    "NamedQueue",
     "PeerLostError",
     "TimeoutError",
     "UsageError",

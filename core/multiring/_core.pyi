@@ -12,6 +12,7 @@ import numpy
 __all__: list[str] = [
     "ArrayReduction",
     "Communicator",
+    "NamedQueue",
     "OpKind",
     "Operation",
     "ReduceOp",
@@ -255,6 +256,41 @@ class Communicator:
     def host(self) -> str: ...
     @property
     def is_broken(self) -> bool: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+class NamedQueue:
+    """
+    Operations matched by name.
+    """
+    def __init__(
+        self, communicator: Communicator, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex
+    ) -> None:
+        """
+        Collective.
+        """
+    def abandon(self) -> None:
+        """
+        To be called in a forked child.
+        """
+    def abort(self, message: str) -> None: ...
+    def close(self) -> None: ...
+    def submit(
+        self, name: str, operation: Operation, priority: typing.SupportsInt | typing.SupportsIndex
+    ) -> Work: ...
+    @property
+    def address(self) -> int:
+        """
+        The mr_queue* of the C ABI, good until the process ends.
+        """
+    @property
+    def is_broken(self) -> bool: ...
+    @property
+    def is_closed(self) -> bool: ...
     @property
     def name(self) -> str: ...
     @property

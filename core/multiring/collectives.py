@@ -14,7 +14,7 @@ from multiring.errors import UsageError
 from multiring.types import Array, ReduceOpName
 from multiring.work import Work, seconds
 
-__all__ = ["Collectives", "Finish", "into"]
+__all__ = ["Collectives", "Finish", "into", "reduce_op"]
 
 _OPS = {
     "sum": native.ReduceOp.SUM,
@@ -27,7 +27,8 @@ _OPS = {
 Finish = Callable[[native.Operation | native.Work], Any]
 
 
-def _op(name: str) -> native.ReduceOp:
+def reduce_op(name: str) -> native.ReduceOp:
+    """The native counterpart of a reduction's name; raises UsageError if there is none."""
     try:
         return _OPS[name]
     except (KeyError, TypeError):
@@ -82,10 +83,10 @@ class Collectives:
             out = empty_like(x)
             if self._numpy_allreduce(x, out, op, name, prescale, postscale, timeout):
                 return out
-        if not self._core.allreduce(x, out, _op(op), name or "", prescale, postscale, seconds(timeout)):
+        if not self._core.allreduce(x, out, reduce_op(op), name or "", prescale, postscale, seconds(timeout)):
             source, target = contiguous(x), target_for(out)
             if not self._core.allreduce(
-                source, target, _op(op), name or "", prescale, postscale, seconds(timeout)
+                source, target, reduce_op(op), name or "", prescale, postscale, seconds(timeout)
             ):
                 raise UsageError(
                     "cannot make a contiguous copy of an array that is not; pass a contiguous one"
@@ -110,7 +111,7 @@ class Collectives:
         source = contiguous(x)
         target = empty_like(source) if out is None else target_for(out)
         operation = self._operation("ALLREDUCE", name)
-        operation.set_reduction(_op(op), prescale, postscale)
+        operation.set_reduction(reduce_op(op), prescale, postscale)
         operation.set_input(source)
         operation.set_output(target)
         return self._submit(operation, into(out, target), priority)
@@ -157,7 +158,7 @@ class Collectives:
         self, x: Array, op: str, out: Array | None, name: str | None, prescale: float, postscale: float
     ) -> tuple[native.Operation, Finish]:
         operation = self._operation("REDUCE_SCATTER", name)
-        operation.set_reduction(_op(op), prescale, postscale)
+        operation.set_reduction(reduce_op(op), prescale, postscale)
         return operation, self._join(operation, x, out)
 
     def allgather(

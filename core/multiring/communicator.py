@@ -15,6 +15,7 @@ from multiring import _core
 from multiring.arrays import as_array, contiguous, target_for
 from multiring.collectives import Collectives, into
 from multiring.errors import UsageError
+from multiring.named_queue import NamedQueue
 from multiring.types import Array
 from multiring.work import seconds
 
@@ -66,6 +67,7 @@ class Communicator(Collectives):
         """Number of the group's hosts."""
         # All that were split from this one, and from those in turn; and the sets that this one is part of.
         self._descendants: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        self._queues: list[_core.NamedQueue] = []
         self._enclosing = tuple(enclosing)
         for group in self._enclosing:
             group.add(self)
@@ -179,6 +181,19 @@ class Communicator(Collectives):
         inside = self.rank in members
         return self.split(0 if inside else None, members.index(self.rank) if inside else 0)
 
+    def named_queue(self, name: str = "queue") -> NamedQueue:
+        """A new queue for operations that are matched by name, in any order; collective over this group.
+
+        The queue has communicators of its own, so that it never gets between the group's other operations.
+
+        Args:
+            name: Name of the queue in messages; has to be the same on all ranks.
+        """
+        core = _core.NamedQueue(self._core, name, -1.0)
+        self._queues = [queue for queue in self._queues if not queue.is_closed]
+        self._queues.append(core)
+        return NamedQueue(core, self)
+
     def symmetric_empty(
         self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32
     ) -> npt.NDArray[Any]:
@@ -212,18 +227,26 @@ class Communicator(Collectives):
         return self._core.symmetric_peer(x, rank)
 
     def abort(self, message: str) -> None:
-        """Breaks the communicator on all ranks: their pending and later calls raise `AbortedError`."""
-        self._core.abort(f"rank {self.rank} on {self.host} aborted: {message}")
+        """Breaks the communicator and its named queues on all ranks: their pending and later calls raise
+        `AbortedError`."""
+        text = f"rank {self.rank} on {self.host} aborted: {message}"
+        for queue in self._queues:
+            if not queue.is_closed:
+                queue.abort(text)
+        self._core.abort(text)
 
     def close(self) -> None:
-        """Ends this rank's part in the group and in those split from it. Pending work fails; peers that still
-        need this rank raise `PeerLostError`. Idempotent, and no collective: no rank waits for another."""
-        for descendant in list(self._descendants):
-            descendant._core.close()
-        self._core.close()
+        """Ends this rank's part in the group, its named queues and the groups split from it. Pending work
+        fails; peers that still need this rank raise `PeerLostError`. Idempotent, and no collective: no rank
+        waits for another."""
+        for communicator in [*self._descendants, self]:
+            for queue in communicator._queues:
+                queue.close()
+            communicator._core.close()
 
     def _forget_in_child(self) -> None:
         """Called in a forked child, where the group belongs to the parent."""
-        for descendant in list(self._descendants):
-            descendant._core.abandon()
-        self._core.abandon()
+        for communicator in [*self._descendants, self]:
+            for queue in communicator._queues:
+                queue.abandon()
+            communicator._core.abandon()

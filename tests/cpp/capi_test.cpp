@@ -2,8 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <condition_variable>
 #include <cstring>
 #include <functional>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -193,6 +195,135 @@ TEST(CApi, RefusesWhatIsWrongWithoutBreaking) {
     EXPECT_NE(std::string(error.message).find("size 1"), std::string::npos) << error.message;
     sum = x.operation(MR_ALLREDUCE, "x");
     EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, nullptr), MR_OK);
+  });
+}
+
+/// What `done` was told.
+struct Told {
+  std::mutex mutex;  // guards all below
+  std::condition_variable changed;
+  std::vector<mr_status> statuses;
+  std::vector<std::string> messages;
+
+  static void done(void* context, mr_status status, const mr_error* error, mr_work* const*) {
+    auto* told = static_cast<Told*>(context);
+    const std::lock_guard lock(told->mutex);
+    told->statuses.push_back(status);
+    told->messages.emplace_back(error != nullptr ? error->message : "");
+    told->changed.notify_all();
+  }
+  mr_status await(std::size_t count) {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return statuses.size() >= count; });
+    return statuses[count - 1];
+  }
+};
+
+mr_queue* queue_over(mr_communicator* world) {
+  mr_queue* queue = nullptr;
+  mr_error error;
+  EXPECT_EQ(mr_queue_create(world, &queue, &error), MR_OK) << error.message;
+  return queue;
+}
+
+TEST(CApi, QueuesMatchByName) {
+  on_ranks(3, [](mr_communicator* world) {
+    mr_queue* queue = queue_over(world);
+    EXPECT_EQ(mr_queue_rank(queue), mr_rank(world));
+    EXPECT_EQ(mr_queue_size(queue), 3);
+    const char* names[] = {"a", "b", "c"};
+    std::vector<Vector> vectors;
+    for (int i = 0; i < 3; ++i) vectors.emplace_back(std::vector<float>(5, static_cast<float>(i)));
+    Told told;
+    for (int i = 0; i < 3; ++i) {
+      const int mine = (i + mr_rank(world)) % 3;
+      const mr_operation sum = vectors[static_cast<std::size_t>(mine)].operation(MR_ALLREDUCE, nullptr);
+      mr_error error;
+      ASSERT_EQ(mr_queue_submit(queue, names[mine], &sum, 1, 0, Told::done, &told, &error), MR_OK)
+          << error.message;
+    }
+    told.await(3);
+    EXPECT_EQ(told.statuses, std::vector<mr_status>(3, MR_OK));
+    for (int i = 0; i < 3; ++i)
+      EXPECT_EQ(vectors[static_cast<std::size_t>(i)].values,
+                std::vector<float>(5, 3.0F * static_cast<float>(i)));
+    mr_queue_free(queue);
+  });
+}
+
+TEST(CApi, QueuesGiveGroupsAndWhatWasAllocated) {
+  on_ranks(2, [](mr_communicator* world) {
+    mr_queue* queue = queue_over(world);
+    Vector x(std::vector<float>(static_cast<std::size_t>(mr_rank(world) + 1), 1.0F));
+    Vector y(std::vector<float>(4, 2.0F));
+    mr_operation operations[] = {x.operation(MR_ALLGATHER, nullptr), y.operation(MR_ALLREDUCE, "y")};
+    operations[0].output = nullptr;
+    struct Answer {
+      Told told;
+      std::vector<float> joined;
+      std::vector<uint64_t> rows;
+    } answer;
+    const mr_done done = [](void* context, mr_status status, const mr_error* error, mr_work* const* works) {
+      auto* to = static_cast<Answer*>(context);
+      to->rows.resize(2);
+      size_t bytes = 0;
+      const auto* data = static_cast<const float*>(mr_work_result(works[0], &bytes, to->rows.data()));
+      to->joined.assign(data, data + bytes / sizeof(float));
+      Told::done(&to->told, status, error, works);
+    };
+    ASSERT_EQ(mr_queue_submit(queue, "group", operations, 2, 0, done, &answer, nullptr), MR_OK);
+    EXPECT_EQ(answer.told.await(1), MR_OK);
+    EXPECT_EQ(answer.joined, std::vector<float>(3, 1.0F));
+    EXPECT_EQ(answer.rows, (std::vector<uint64_t>{1, 2}));
+    EXPECT_EQ(y.values, std::vector<float>(4, 4.0F));
+    mr_queue_free(queue);
+  });
+}
+
+TEST(CApi, QueuesReportErrorsToDone) {
+  on_ranks(2, [](mr_communicator* world) {
+    mr_queue* queue = queue_over(world);
+    Vector x(std::vector<float>(static_cast<std::size_t>(4 + mr_rank(world)), 1.0F));
+    mr_operation sum = x.operation(MR_ALLREDUCE, nullptr);
+    mr_error error;
+    EXPECT_EQ(mr_queue_submit(queue, nullptr, &sum, 1, 0, nullptr, nullptr, &error), MR_USAGE);
+    EXPECT_EQ(mr_queue_submit(queue, "x", &sum, 0, 0, nullptr, nullptr, &error), MR_USAGE);
+    sum.kind = MR_SEND;
+    EXPECT_EQ(mr_queue_submit(queue, "x", &sum, 1, 0, nullptr, nullptr, &error), MR_USAGE);
+    sum = x.operation(MR_ALLREDUCE, nullptr);
+    Told told;
+    ASSERT_EQ(mr_queue_submit(queue, "weights", &sum, 1, 0, Told::done, &told, nullptr), MR_OK);
+    EXPECT_EQ(told.await(1), MR_MISMATCH);
+    EXPECT_NE(told.messages[0].find("allreduce 'weights' sum float32[5]"), std::string::npos)
+        << told.messages[0];
+    EXPECT_EQ(mr_queue_submit(queue, "more", &sum, 1, 0, Told::done, &told, &error), MR_ABORTED);
+    EXPECT_NE(std::string(error.message).find("first error"), std::string::npos) << error.message;
+    mr_queue_free(queue);
+    EXPECT_EQ(told.statuses.size(), 1U);
+  });
+}
+
+TEST(CApi, QueuesEndWithTheirCommunicator) {
+  on_ranks(2, [](mr_communicator* world) {
+    mr_communicator* group = nullptr;
+    ASSERT_EQ(mr_split(world, 0, 0, &group, nullptr), MR_OK);
+    mr_queue* queue = queue_over(group);
+    Vector x(std::vector<float>(4, 1.0F));
+    const mr_operation sum = x.operation(MR_ALLREDUCE, nullptr);
+    Told told;
+    const std::string name = mr_rank(world) == 0 ? "a" : "b";
+    ASSERT_EQ(mr_queue_submit(queue, name.c_str(), &sum, 1, 0, Told::done, &told, nullptr), MR_OK);
+    mr_communicator_free(group);
+    ASSERT_EQ(told.statuses.size(), 1U);
+    EXPECT_TRUE(told.statuses[0] == MR_ABORTED || told.statuses[0] == MR_PEER_LOST) << told.messages[0];
+    mr_error error;
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      EXPECT_EQ(mr_queue_submit(queue, "c", &sum, 1, 0, Told::done, &told, &error), MR_ABORTED);
+      EXPECT_NE(std::string(error.message).find(" is closed on rank "), std::string::npos) << error.message;
+      mr_queue_close(queue);
+    }
+    EXPECT_EQ(mr_queue_size(queue), 2);
+    mr_queue_free(queue);
   });
 }
 

@@ -69,6 +69,7 @@ typedef struct mr_error {
 typedef struct mr_communicator mr_communicator;
 typedef struct mr_work mr_work;
 typedef struct mr_memory mr_memory;
+typedef struct mr_queue mr_queue;
 
 /* Key-value rendezvous given by the caller. Both return 0 on success. `get` waits up to `seconds` for the key
  * and copies at most `capacity` bytes of its value, setting *length; it returns 1 if the key did not come in
@@ -166,6 +167,30 @@ MR_API mr_status mr_symmetric_alloc(mr_communicator* communicator, size_t bytes,
                                     mr_error* error);
 MR_API void* mr_memory_data(const mr_memory* memory);
 MR_API void mr_memory_free(mr_memory* memory);
+
+/* Operations matched by name: ranks may submit them in any order, several in flight, from any thread.
+ *
+ * Called exactly once for each accepted submission, on a thread of the queue or inside mr_queue_close, never
+ * inside mr_queue_submit: MR_OK, or the status of the first operation that failed. `error` is NULL, or valid
+ * during the call. works[i] belongs to operations[i] and is valid during the call only (for mr_work_result of
+ * what was allocated). It may submit; what it waits for must not need this queue. */
+typedef void (*mr_done)(void* context, mr_status status, const mr_error* error, mr_work* const* works);
+/* Collective over the communicator. The queue has communicators of its own, so that it never gets between the
+ * communicator's other operations. It ends with the communicator. */
+MR_API mr_status mr_queue_create(mr_communicator* communicator, mr_queue** queue, mr_error* error);
+MR_API int mr_queue_rank(const mr_queue* queue);
+MR_API int mr_queue_size(const mr_queue* queue);
+/* Queues `count` operations under one name (at most 4096 bytes), matched with the peers' submission of that
+ * name. A name may be submitted again: the k-th submission of a name on one rank meets the k-th on the others.
+ * Higher `priority` leaves earlier; rank 0's counts. Never waits for another rank. Arrays must live, and not
+ * be touched, until `done` (NULL: none). Not for send and recv. */
+MR_API mr_status mr_queue_submit(mr_queue* queue, const char* name, const mr_operation* operations, int count,
+                                 int priority, mr_done done, void* context, mr_error* error);
+/* Ends this rank's part: pending submissions fail (done is called), later ones are refused with MR_ABORTED.
+ * Inside `done` it only begins the end. */
+MR_API void mr_queue_close(mr_queue* queue);
+/* Closes, and frees the handle. */
+MR_API void mr_queue_free(mr_queue* queue);
 
 #ifdef __cplusplus
 }

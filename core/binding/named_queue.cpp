@@ -1,0 +1,87 @@
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "binding/communicator.h"
+#include "binding/interrupt.h"
+#include "binding/operation.h"
+#include "binding/work.h"
+#include "capi/queue.h"
+#include "engine/communicator.h"
+
+namespace py = pybind11;
+
+namespace multiring::binding {
+namespace {
+
+/// The queue, for Python. Its handle is never freed: native code may have been given the address.
+class PyNamedQueue {
+ public:
+  explicit PyNamedQueue(mr_queue* handle) : handle_(handle) {}
+  ~PyNamedQueue() { handle_->close(); }
+  PyNamedQueue(const PyNamedQueue&) = delete;
+  PyNamedQueue& operator=(const PyNamedQueue&) = delete;
+  mr_queue& handle() const { return *handle_; }
+
+ private:
+  mr_queue* const handle_;
+};
+
+std::unique_ptr<PyNamedQueue> create(Communicator& communicator, const std::string& name, double timeout) {
+  const py::gil_scoped_release release;
+  return std::make_unique<PyNamedQueue>(
+      new mr_queue(NamedQueue::create(communicator, name, call_options(timeout))));
+}
+
+PyWork submit(const PyNamedQueue& self, std::string name, PyOperation& prepared, int priority) {
+  NamedRequest request;
+  request.name = std::move(name);
+  request.priority = priority;
+  request.keep_alive = keep_alive(std::move(prepared.views));
+  request.operations.push_back(std::move(prepared.operation));
+  const py::gil_scoped_release release;
+  return {self.handle().get()->submit(std::move(request)).front()};
+}
+
+bool is_broken(const PyNamedQueue& self) {
+  try {
+    return self.handle().get()->is_broken();
+  } catch (const Error&) {  // closed
+    return true;
+  }
+}
+
+}  // namespace
+
+void bind_named_queue(py::module_& module) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  // The destructor joins threads, which may need the GIL to let go of arrays.
+  py::class_<PyNamedQueue>(module, "NamedQueue", "Operations matched by name.",
+                           py::release_gil_before_calling_cpp_dtor())
+      .def(py::init(&create), py::arg("communicator"), py::arg("name"), py::arg("timeout"), "Collective.")
+      .def_property_readonly("rank", [](const PyNamedQueue& self) { return self.handle().rank(); })
+      .def_property_readonly("size", [](const PyNamedQueue& self) { return self.handle().size(); })
+      .def_property_readonly("name", [](const PyNamedQueue& self) { return self.handle().name(); })
+      .def_property_readonly("is_broken", py::cpp_function(&is_broken, Released()))
+      .def_property_readonly("is_closed", [](const PyNamedQueue& self) { return self.handle().is_closed(); })
+      .def_property_readonly(
+          "address",
+          [](const PyNamedQueue& self) { return reinterpret_cast<std::uintptr_t>(&self.handle()); },
+          "The mr_queue* of the C ABI, good until the process ends.")
+      .def("submit", &submit, py::arg("name"), py::arg("operation"), py::arg("priority"))
+      .def(
+          "abort",
+          [](const PyNamedQueue& self, const std::string& message) {
+            self.handle().get()->abort(Error(ErrorKind::kAborted, message));
+          },
+          py::arg("message"), Released())
+      .def(
+          "abandon", [](const PyNamedQueue& self) { self.handle().abandon(); },
+          "To be called in a forked child.")
+      .def("close", [](const PyNamedQueue& self) { self.handle().close(); }, Released());
+}
+
+}  // namespace multiring::binding

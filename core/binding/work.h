@@ -1,0 +1,22 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <memory>
+#include <vector>
+
+#include "binding/array_view.h"
+#include "engine/work.h"
+
+namespace multiring::binding {
+
+/// A handle to work, for Python.
+struct PyWork {
+  std::shared_ptr<Work> work;
+  pid_t process = ::getpid();
+};
+
+/// Arrays held by work may be let go on the progress thread.
+std::shared_ptr<void> keep_alive(std::shared_ptr<std::vector<ArrayView>> views);
+
+}  // namespace multiring::binding

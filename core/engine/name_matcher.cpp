@@ -1,0 +1,141 @@
+#include "engine/name_matcher.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+
+#include "base/error.h"
+#include "collective/rank_list.h"
+
+namespace multiring {
+namespace {
+
+/// How an announcement lies in a message. The name follows where it has no number.
+struct Entry {
+  std::uint32_t number;
+  std::int32_t priority;
+  std::uint32_t operations;
+  std::uint32_t name_bytes;
+};
+static_assert(sizeof(Entry) == 16, "copied as bytes: no padding");
+
+void append(std::vector<std::byte>& to, const void* data, std::size_t bytes) {
+  const auto* begin = static_cast<const std::byte*>(data);
+  to.insert(to.end(), begin, begin + bytes);
+}
+
+[[noreturn]] void throw_garbled(int rank) {
+  throw Error(ErrorKind::kInternal, "the message of rank " + std::to_string(rank) +
+                                        " about its named operations makes no sense: do all ranks run the "
+                                        "same version of multiring?");
+}
+
+}  // namespace
+
+std::vector<std::byte> NameMatcher::encode(std::span<const Announcement> announcements) const {
+  std::vector<std::byte> message;
+  for (const Announcement& announcement : announcements) {
+    const auto known = names_.find(std::string(announcement.name));
+    Entry entry{known == names_.end() ? 0 : known->second.number, announcement.priority,
+                announcement.operations, 0};
+    if (entry.number == 0) entry.name_bytes = static_cast<std::uint32_t>(announcement.name.size());
+    append(message, &entry, sizeof entry);
+    append(message, announcement.name.data(), entry.name_bytes);
+  }
+  return message;
+}
+
+void NameMatcher::take(int rank, std::span<const std::byte> message) {
+  while (!message.empty()) {
+    Entry entry;
+    if (message.size() < sizeof entry) throw_garbled(rank);
+    std::memcpy(&entry, message.data(), sizeof entry);
+    message = message.subspan(sizeof entry);
+    if (message.size() < entry.name_bytes || entry.number > numbered_.size() || entry.operations == 0)
+      throw_garbled(rank);
+    const Announcement announcement{{}, entry.priority, entry.operations};
+    if (entry.number > 0)
+      announce(rank, numbered_[entry.number - 1], announcement);
+    else
+      announce(rank, {reinterpret_cast<const char*>(message.data()), entry.name_bytes}, announcement);
+    message = message.subspan(entry.name_bytes);
+  }
+}
+
+void NameMatcher::announce(int rank, const std::string& name, const Announcement& announcement) {
+  const auto place = static_cast<std::size_t>(rank);
+  Name& entry = names_[name];
+  entry.counts.resize(size_);
+  const std::size_t index = static_cast<std::size_t>(entry.counts[place]++ - entry.matched);
+  if (index == entry.open.size()) {
+    entry.open.push_back({std::vector<std::uint32_t>(size_), 0, 0, 0});
+    ++open_;
+  }
+  Open& open = entry.open[index];
+  open.operations[place] = announcement.operations;
+  if (rank == 0) {
+    open.priority = announcement.priority;
+    open.order = ++order_;
+  }
+  // A rank's k-th submission is never announced before its (k-1)-th, so the front is complete first.
+  if (++open.present == size_) complete(name, entry);
+}
+
+void NameMatcher::complete(const std::string& name, Name& entry) {
+  complete_.push_back({name, std::move(entry.open.front())});
+  entry.open.pop_front();
+  --open_;
+  ++entry.matched;
+  if (entry.number == 0 && numbered_.size() < numbered_names_) {
+    numbered_.push_back(name);
+    entry.number = static_cast<std::uint32_t>(numbered_.size());
+  }
+  if (entry.number == 0 && entry.open.empty()) names_.erase(name);
+}
+
+std::vector<Match> NameMatcher::matched() {
+  std::sort(complete_.begin(), complete_.end(),
+            [](const Complete& a, const Complete& b) { return a.open.order < b.open.order; });
+  std::vector<Match> matches;
+  for (Complete& complete : complete_) {
+    const auto& operations = complete.open.operations;
+    if (std::any_of(operations.begin(), operations.end(), [&](auto n) { return n != operations[0]; }))
+      throw_mismatch(complete);
+    matches.push_back({std::move(complete.name), complete.open.priority});
+  }
+  complete_.clear();
+  return matches;
+}
+
+void NameMatcher::throw_mismatch(const Complete& complete) {
+  std::map<std::uint32_t, std::vector<int>> asked;
+  for (std::size_t rank = 0; rank < complete.open.operations.size(); ++rank)
+    asked[complete.open.operations[rank]].push_back(static_cast<int>(rank));
+  std::string text =
+      "the ranks submitted different numbers of operations under the name '" + complete.name + "': ";
+  bool first = true;
+  for (const auto& [operations, ranks] : asked) {
+    text += (first ? "" : "; ") + rank_list(ranks) + " submitted " + std::to_string(operations);
+    first = false;
+  }
+  ErrorContext context;
+  context.tensor = complete.name;
+  throw Error(ErrorKind::kMismatch, text + ". Every rank has to group the same operations under a name.",
+              context);
+}
+
+std::vector<Unmatched> NameMatcher::unmatched() const {
+  std::vector<Unmatched> found;
+  for (const auto& [name, entry] : names_)
+    for (const Open& open : entry.open) {
+      Unmatched one{name, {}, {}};
+      for (std::size_t rank = 0; rank < size_; ++rank)
+        (open.operations[rank] > 0 ? one.announced : one.missing).push_back(static_cast<int>(rank));
+      found.push_back(std::move(one));
+    }
+  std::sort(found.begin(), found.end(),
+            [](const Unmatched& a, const Unmatched& b) { return a.name < b.name; });
+  return found;
+}
+
+}  // namespace multiring

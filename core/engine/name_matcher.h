@@ -1,0 +1,93 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "base/export.h"
+
+namespace multiring {
+
+/// What a rank tells of one submission: its name, the operations in it, and how soon it should leave.
+struct Announcement {
+  std::string_view name;
+  std::int32_t priority = 0;
+  std::uint32_t operations = 1;
+};
+
+/// A submission that all ranks have announced.
+struct Match {
+  std::string name;
+  std::int32_t priority = 0;  ///< rank 0's
+};
+
+/// A submission that some ranks have announced and others have not.
+struct Unmatched {
+  std::string name;
+  std::vector<int> announced;
+  std::vector<int> missing;
+};
+
+/// Matches submissions by name: the k-th of a name on one rank with the k-th of it on the others.
+///
+/// In each round every rank writes a message of what is new on it, and takes the messages of all ranks in the
+/// order of the ranks. All state here, and the order of what is matched, is a function of these messages
+/// alone, so it is the same on all ranks. A name is written out until it has been matched for the first time;
+/// from then on its number stands for it.
+class MULTIRING_API NameMatcher {
+ public:
+  /// Names beyond these are written out always, so that names that never come again cost no memory.
+  static constexpr std::size_t kNumberedNames = 16384;
+
+  explicit NameMatcher(int size, std::size_t numbered_names = kNumberedNames)
+      : size_(static_cast<std::size_t>(size)), numbered_names_(numbered_names) {}
+
+  /// This rank's message.
+  std::vector<std::byte> encode(std::span<const Announcement> announcements) const;
+  /// Takes rank `rank`'s message; raises an internal error if it is no such message.
+  void take(int rank, std::span<const std::byte> message);
+  /// What has been matched since the last call, in the order in which rank 0 announced it. Raises a mismatch
+  /// error if the ranks announced different numbers of operations under one name.
+  std::vector<Match> matched();
+  /// What has been announced, but not by all ranks, in the order of the names.
+  std::vector<Unmatched> unmatched() const;
+  bool has_unmatched() const { return open_ > 0; }
+
+ private:
+  /// The k-th submission of a name, for one k.
+  struct Open {
+    std::vector<std::uint32_t> operations;  // of each rank; 0: has not announced it
+    std::size_t present = 0;
+    std::int32_t priority = 0;
+    std::uint64_t order = 0;  // among what rank 0 announced
+  };
+  struct Name {
+    std::uint32_t number = 0;           // 0: none
+    std::vector<std::uint64_t> counts;  // submissions that each rank has announced
+    std::uint64_t matched = 0;          // submissions before open.front()
+    std::deque<Open> open;
+  };
+  struct Complete {
+    std::string name;
+    Open open;
+  };
+
+  void announce(int rank, const std::string& name, const Announcement& announcement);
+  void complete(const std::string& name, Name& entry);
+  [[noreturn]] static void throw_mismatch(const Complete& complete);
+
+  const std::size_t size_;
+  const std::size_t numbered_names_;
+  std::unordered_map<std::string, Name> names_;
+  std::vector<std::string> numbered_;  // [number - 1]
+  std::vector<Complete> complete_;
+  std::uint64_t order_ = 0;
+  std::size_t open_ = 0;
+};
+
+}  // namespace multiring

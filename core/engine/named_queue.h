@@ -1,0 +1,102 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "base/export.h"
+#include "engine/communicator.h"
+#include "engine/name_matcher.h"
+#include "engine/submission.h"
+
+namespace multiring {
+
+/// Operations that are matched by name: the ranks may submit them in any order, from any thread.
+///
+/// The queue has two communicators of its own. While something that this rank has submitted is not matched, a
+/// control thread takes part in rounds, each one allgather of what is new on every rank (see NameMatcher);
+/// what all ranks have submitted is then queued in the other communicator, in the same order on all ranks,
+/// and runs on its progress thread. A rank of which nothing waits sleeps, and its peers wait for it.
+///
+/// Each submission has the communicator's timeout to be matched. The first error breaks the queue on all
+/// ranks: it is stored, ends all that is pending and is raised by all later calls.
+class MULTIRING_API NamedQueue {
+ public:
+  using Works = std::vector<std::shared_ptr<Work>>;
+
+  /// Collective over `parent`, with the same `name` everywhere.
+  static std::shared_ptr<NamedQueue> create(Communicator& parent, const std::string& name,
+                                            const CallOptions& call);
+  /// Closes. Not inside a `done`, whose thread it waits for.
+  ~NamedQueue();
+  NamedQueue(const NamedQueue&) = delete;
+  NamedQueue& operator=(const NamedQueue&) = delete;
+
+  int rank() const { return data_->rank(); }
+  int size() const { return data_->size(); }
+  const std::string& name() const { return data_->name(); }
+
+  /// Queues the operations of a request and returns their works. Never waits for anybody; `done` is called on
+  /// a thread of the queue or inside close(), never in here. If it raises, nothing was queued.
+  Works submit(NamedRequest request);
+  /// Breaks the queue on all ranks.
+  void abort(const Error& error);
+  /// Ends this rank's part: what is pending fails, peers that still need it learn that it left. Idempotent.
+  /// Called by a `done` it returns at once, false, and only the next call from elsewhere or the destructor
+  /// ends the threads.
+  bool close();
+  bool is_broken() const;
+  /// To be called in a forked child: the queue belongs to the parent alone, and every call here fails.
+  void abandon();
+
+ private:
+  NamedQueue(std::shared_ptr<Communicator> control, std::shared_ptr<Communicator> data);
+
+  void prepare(NamedRequest& request) const;
+  void throw_if_abandoned() const;
+  void throw_if_unusable() const;  // with mutex_ held
+  void start_control();            // likewise
+  void negotiate();
+  bool round();
+  std::vector<std::byte> news();
+  bool exchange(std::vector<std::byte> message);
+  std::vector<QueuedWork> take_matched(std::vector<std::shared_ptr<Submission>>& taken);
+  /// Looked at while waiting and after each round, by the control thread: deadlines, warnings, close.
+  void watch();
+  /// What waits for whom, as far as this rank knows.
+  std::string describe_unmatched() const;
+  Error late_error(const Submission& late) const;
+  Error with_names(const std::exception_ptr& raised) const;
+  void break_with(const Error& error);
+  std::vector<std::shared_ptr<Submission>> take_waiting();  // with mutex_ held
+  Error closed_error() const;
+
+  const std::shared_ptr<Communicator> control_;
+  const std::shared_ptr<Communicator> data_;
+  std::atomic<bool> closing_{false};  // written with mutex_ held
+  std::atomic<bool> abandoned_{false};
+
+  // The control thread's own.
+  NameMatcher matcher_;
+  std::vector<std::string> announcing_;  // in the round in progress
+  Clock::time_point watched_ = Clock::now();
+
+  std::mutex close_mutex_;  // of those who close; mutex_ is taken while it is held
+  bool closed_ = false;     // guarded by close_mutex_
+
+  mutable std::mutex mutex_;  // guards all below; no other lock is taken while it is held
+  std::condition_variable changed_;
+  std::unordered_map<std::string, std::deque<std::shared_ptr<Submission>>> waiting_;  // to be matched
+  std::deque<std::shared_ptr<Submission>> fresh_;  // those of them that are not announced yet
+  std::optional<Error> first_error_;
+  std::thread control_thread_;
+};
+
+}  // namespace multiring

@@ -1,0 +1,252 @@
+// How a named queue ends: deadlines, its first error, close, and a fork of its process; and what it says
+// then.
+
+#include <algorithm>
+#include <cstdio>
+#include <iterator>
+#include <utility>
+
+#include "collective/rank_list.h"
+#include "engine/named_queue.h"
+
+namespace multiring {
+namespace {
+
+constexpr std::chrono::milliseconds kWatchInterval(5);
+constexpr std::size_t kMostListed = 6;
+
+std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", seconds);
+  return text;
+}
+
+/// "rank 0 submitted 'a' and waits for rank 1, which has not submitted it"
+std::string sentence(const Unmatched& unmatched) {
+  const bool one = unmatched.announced.size() == 1;
+  return rank_list(unmatched.announced) + " submitted '" + unmatched.name + "' and " +
+         (one ? "waits" : "wait") + " for " + rank_list(unmatched.missing) + ", which " +
+         (unmatched.missing.size() == 1 ? "has" : "have") + " not submitted it";
+}
+
+}  // namespace
+
+void NamedQueue::watch() {
+  if (closing_.load(std::memory_order_acquire)) throw closed_error();
+  const Clock::time_point now = Clock::now();
+  if (now - watched_ < kWatchInterval) return;
+  watched_ = now;
+  const CommunicatorOptions& options = data_->options();
+  std::shared_ptr<Submission> late;
+  double stalled = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    for (auto& [name, submissions] : waiting_)
+      for (const auto& submission : submissions) {
+        const double waited = submission->waited();
+        if (waited >= options.timeout && (late == nullptr || waited > late->waited())) late = submission;
+        if (options.stall_warning <= 0 || waited < options.stall_warning || submission->warned) continue;
+        submission->warned = true;
+        stalled = std::max(stalled, waited);
+      }
+  }
+  if (late != nullptr) throw late_error(*late);
+  if (stalled > 0 && options.warn)
+    options.warn("rank " + std::to_string(rank()) + " on " + data_->host() + ", in named queue '" + name() +
+                 "', has waited " + seconds_text(stalled) + ": " + describe_unmatched() +
+                 "; set MULTIRING_STALL_WARNING to change or silence this warning");
+}
+
+Error NamedQueue::late_error(const Submission& late) const {
+  ErrorContext context;
+  context.rank = rank();
+  context.host = data_->host();
+  context.tensor = late.name();
+  context.elapsed = late.waited();
+  const std::vector<int> absent = control_->waited_for();
+  if (!absent.empty()) context.peer = absent.front();
+  std::string text = "rank " + std::to_string(rank()) + " on " + data_->host() + ", in named queue '" +
+                     name() + "', waited " + seconds_text(late.waited()) + " for '" + late.name() +
+                     "' to be submitted on all ranks: " + describe_unmatched() + ". ";
+  for (const int peer : absent)
+    text += "Rank " + std::to_string(peer) + " (process " + std::to_string(control_->process_id(peer)) +
+            ", alive) waits for nothing in this queue; see where it is with `py-spy dump --pid`. ";
+  return Error(
+      ErrorKind::kTimeout,
+      text +
+          "Every rank has to submit the same names equally often, in any order; look for a branch or "
+          "a loop length that depends on the rank. MULTIRING_TIMEOUT sets how long to wait.",
+      context);
+}
+
+std::string NamedQueue::describe_unmatched() const {
+  std::vector<Unmatched> all = matcher_.unmatched();
+  const std::vector<int> absent = control_->waited_for();
+  std::vector<int> others;
+  for (int peer = 0; peer < size(); ++peer)
+    if (peer != rank()) others.push_back(peer);
+  // What this rank announces in the round in progress is not in the matcher yet.
+  for (const std::string& name : announcing_) {
+    const auto known = std::find_if(all.begin(), all.end(), [&](const Unmatched& one) {
+      return one.name == name && std::count(one.missing.begin(), one.missing.end(), rank()) > 0;
+    });
+    if (known == all.end()) {
+      all.push_back({name, {rank()}, absent.empty() ? others : absent});
+      continue;
+    }
+    std::erase(known->missing, rank());
+    if (known->missing.empty()) {
+      all.erase(known);  // matched when the round is over
+      continue;
+    }
+    known->announced.insert(std::upper_bound(known->announced.begin(), known->announced.end(), rank()),
+                            rank());
+  }
+  // Who has come to the round in progress may have announced anything in it: speak of those who have not.
+  for (Unmatched& one : all) {
+    std::vector<int> known_missing;
+    std::set_intersection(one.missing.begin(), one.missing.end(), absent.begin(), absent.end(),
+                          std::back_inserter(known_missing));
+    if (!known_missing.empty()) one.missing = std::move(known_missing);
+  }
+  std::stable_partition(all.begin(), all.end(), [this](const Unmatched& one) {
+    return std::count(one.announced.begin(), one.announced.end(), rank()) > 0;
+  });
+  std::string text;
+  for (std::size_t i = 0; i < std::min(all.size(), kMostListed); ++i)
+    text += (i > 0 ? "; " : "") + sentence(all[i]);
+  if (all.size() > kMostListed) text += "; and " + std::to_string(all.size() - kMostListed) + " more";
+  return text;
+}
+
+// An error of the control communicator, with the operations that it keeps from being matched.
+Error NamedQueue::with_names(const std::exception_ptr& raised) const {
+  std::string first;
+  std::size_t waiting = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    const Submission* oldest = nullptr;
+    for (const auto& [name, submissions] : waiting_)
+      for (const auto& submission : submissions) {
+        ++waiting;
+        if (oldest == nullptr || submission->waited() > oldest->waited()) oldest = submission.get();
+      }
+    if (oldest != nullptr) first = oldest->name();
+  }
+  ErrorKind kind = ErrorKind::kInternal;
+  ErrorContext context;
+  std::string text;
+  try {
+    std::rethrow_exception(raised);
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kTimeout || error.kind() == ErrorKind::kMismatch) return error;
+    kind = error.kind();
+    context = error.context();
+    text = error.what();
+  } catch (const std::exception& error) {
+    text = "rank " + std::to_string(rank()) + ": " + error.what();
+  }
+  context.tensor = first;
+  if (waiting > 0)
+    text = "named queue '" + name() + "' waited for '" + first + "'" +
+           (waiting > 1 ? " and " + std::to_string(waiting - 1) + " more" : "") + ": " + text;
+  return Error(kind, text, context);
+}
+
+std::vector<std::shared_ptr<Submission>> NamedQueue::take_waiting() {
+  std::vector<std::shared_ptr<Submission>> taken;
+  for (auto& [name, submissions] : waiting_)
+    for (auto& submission : submissions) taken.push_back(std::move(submission));
+  waiting_.clear();
+  fresh_.clear();
+  return taken;
+}
+
+void NamedQueue::break_with(const Error& error) {
+  std::vector<std::shared_ptr<Submission>> pending;
+  bool first;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closing_.load(std::memory_order_relaxed)) return;  // close() ends what is pending
+    first = !first_error_;
+    if (first) first_error_ = error;
+    pending = take_waiting();
+  }
+  changed_.notify_all();
+  if (first) {
+    control_->abort_with(error);
+    data_->abort_with(error);
+  }
+  for (const auto& submission : pending) submission->fail(error);
+}
+
+void NamedQueue::abort(const Error& error) {
+  throw_if_abandoned();
+  break_with(error);
+}
+
+bool NamedQueue::is_broken() const {
+  if (abandoned_.load(std::memory_order_acquire)) return true;
+  {
+    const std::lock_guard lock(mutex_);
+    if (first_error_) return true;
+  }
+  return control_->is_broken() || data_->is_broken();
+}
+
+Error NamedQueue::closed_error() const {
+  return Error(ErrorKind::kAborted,
+               "named queue '" + name() + "' is closed on rank " + std::to_string(rank()) +
+                   " (by its close(), that of its communicator or multiring.shutdown())");
+}
+
+void NamedQueue::throw_if_unusable() const {
+  if (closing_.load(std::memory_order_relaxed)) throw closed_error();
+  if (!first_error_) return;
+  ErrorContext context = first_error_->context();
+  context.rank = rank();
+  throw Error(ErrorKind::kAborted,
+              "named queue '" + name() + "' is broken on rank " + std::to_string(rank()) +
+                  " by its first error (" + error_kind_name(first_error_->kind()) +
+                  "): " + first_error_->what() + " Call multiring.shutdown() and init() to start anew.",
+              context);
+}
+
+void NamedQueue::throw_if_abandoned() const {
+  // Before any lock is taken: in a forked child a lock may be held by a thread that does not exist there.
+  if (abandoned_.load(std::memory_order_acquire))
+    throw Error(ErrorKind::kUsage,
+                "the named queue belongs to the parent process: a forked child must not use it");
+}
+
+void NamedQueue::abandon() {
+  abandoned_.store(true, std::memory_order_release);
+  control_->abandon();
+  data_->abandon();
+}
+
+bool NamedQueue::close() {
+  if (abandoned_.load(std::memory_order_acquire)) return false;
+  {
+    const std::lock_guard lock(mutex_);
+    closing_.store(true, std::memory_order_release);
+  }
+  changed_.notify_all();
+  if (Submission::inside(this)) return false;  // this thread cannot wait for its own end
+  const std::lock_guard closers(close_mutex_);
+  if (std::exchange(closed_, true)) return true;
+  control_->close();
+  if (control_thread_.joinable()) control_thread_.join();
+  data_->close();
+  std::vector<std::shared_ptr<Submission>> pending;
+  {
+    const std::lock_guard lock(mutex_);
+    pending = take_waiting();
+  }
+  for (const auto& submission : pending)
+    submission->fail(Error(ErrorKind::kAborted, "named queue '" + name() + "' was closed before '" +
+                                                    submission->name() + "' was matched"));
+  return true;
+}
+
+}  // namespace multiring

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "base/export.h"
+#include "engine/work.h"
+
+namespace multiring {
+
+/// What a rank submits under one name.
+struct NamedRequest {
+  /// Called once when all operations have ended, with the error of the first that failed, while no lock is
+  /// held.
+  using Done = std::function<void(const Error* error, std::span<const std::shared_ptr<Work>> works)>;
+
+  std::string name;
+  std::vector<Operation> operations;
+  int priority = 0;
+  std::shared_ptr<void> keep_alive;  ///< held until the last of the works is destroyed
+  Done done;                         ///< may be empty
+};
+
+/// The operations of one NamedRequest on their way.
+class MULTIRING_API Submission final : public WorkObserver {
+ public:
+  /// Called with every error before anybody else learns of it, and with what `done` raises.
+  using Failed = std::function<void(const Error& error)>;
+
+  /// `owner` stands for the queue in `inside`. `request.operations` are prepared for a communicator.
+  static std::shared_ptr<Submission> make(NamedRequest request, const void* owner, Failed failed);
+
+  const std::string& name() const { return name_; }
+  int priority() const { return priority_; }
+  const std::vector<std::shared_ptr<Work>>& works() const { return works_; }
+  double waited() const { return seconds_between(made_, Clock::now()); }
+  /// Ends all its work, none of which has been queued.
+  void fail(const Error& error);
+  /// Whether this thread is in a `done` of that owner.
+  static bool inside(const void* owner);
+
+  bool warned = false;  ///< with the queue's lock held
+
+ private:
+  Submission() = default;
+  void failing(const Error& error) override { failed_(error); }
+  void ended(const Error* error) override;
+  void all_ended();
+
+  std::string name_;
+  int priority_ = 0;
+  std::vector<std::shared_ptr<Work>> works_;  // until all have ended
+  NamedRequest::Done done_;
+  Failed failed_;
+  const void* owner_ = nullptr;
+  Clock::time_point made_ = Clock::now();
+  std::mutex mutex_;  // guards all below; no other lock is taken while it is held
+  std::size_t unfinished_ = 0;
+  std::optional<Error> first_error_;
+};
+
+}  // namespace multiring

@@ -1,0 +1,294 @@
+// How a named queue ends: mismatches, what one rank leaves out, ranks that leave or die, close.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/errors.h"
+#include "support/latch.h"
+#include "support/named.h"
+#include "support/rank_group.h"
+
+namespace multiring {
+namespace {
+
+using testing::Array;
+using testing::error_of;
+using testing::error_of_work;
+using testing::expect_kind;
+using testing::expect_text;
+using testing::GroupOptions;
+using testing::Latch;
+using testing::numbered;
+using testing::queue_over;
+using testing::RankGroup;
+using testing::submit;
+using testing::sum_of;
+using testing::TransportKind;
+using testing::wait;
+
+GroupOptions impatient(int size, double timeout) {
+  GroupOptions options(TransportKind::kInproc, size, testing::kSmallStaging);
+  options.communicator.timeout = timeout * testing::kSlowness;
+  return options;
+}
+
+TEST(NamedQueueErrors, AMismatchReachesEveryRank) {
+  RankGroup group(impatient(3, 20));
+  group.run([](Communicator& communicator) {
+    const auto queue = queue_over(communicator);
+    Array other(7, 1);
+    Array array(communicator.rank() == 1 ? 5 : 4, 1);
+    const auto pending = submit(*queue, other, numbered("pending ", communicator.rank()));
+    const Error error = error_of_work(ErrorKind::kMismatch, submit(*queue, array, "weights"));
+    expect_text(error, "rank 1 asked for allreduce 'weights' sum int64[5, 1]");
+    expect_text(error, "ranks 0, 2 asked for allreduce 'weights' sum int64[4, 1]");
+    error_of_work(ErrorKind::kMismatch, pending);  // fails with the first error
+    EXPECT_TRUE(queue->is_broken());
+    const Error later = error_of(ErrorKind::kAborted, [&] { submit(*queue, array, "more"); });
+    expect_text(later, numbered("is broken on rank ", communicator.rank()));
+    EXPECT_FALSE(communicator.is_broken());
+  });
+}
+
+TEST(NamedQueueErrors, GroupsOfDifferentLengthAreAMismatch) {
+  RankGroup group(impatient(2, 20));
+  group.run([](Communicator& communicator) {
+    const auto queue = queue_over(communicator);
+    Array array(4, 1);
+    NamedRequest request = sum_of(array, "bucket");
+    if (communicator.rank() == 1) request.operations.push_back(testing::barrier_operation());
+    const auto works = queue->submit(std::move(request));
+    for (const auto& work : works)
+      expect_text(error_of_work(ErrorKind::kMismatch, work),
+                  "'bucket': rank 0 submitted 1; rank 1 submitted 2");
+  });
+}
+
+// The ranks go on with rounds, for each has something that waits.
+TEST(NamedQueueErrors, DifferentNamesTimeOutAndSaySo) {
+  RankGroup group(impatient(3, 0.3));
+  group.run([](Communicator& communicator) {
+    const auto queue = queue_over(communicator);
+    Array array(4, 1);
+    const int rank = communicator.rank();
+    const auto work = submit(*queue, array, rank == 1 ? "grad/b" : "grad/a");
+    const Error error = error_of_work(ErrorKind::kTimeout, work);
+    expect_text(error, "ranks 0, 2 submitted 'grad/a' and wait for rank 1, which has not submitted it");
+    expect_text(error, "rank 1 submitted 'grad/b' and waits for ranks 0, 2, which have not submitted it");
+    error_of(ErrorKind::kAborted, [&] { submit(*queue, array, "grad/c"); });
+  });
+}
+
+// The others sleep, for nothing of theirs waits.
+TEST(NamedQueueErrors, AnAbsentRankIsWaitedForAndNamed) {
+  RankGroup group(impatient(3, 0.3));
+  Latch over(1);
+  group.run([&](Communicator& communicator) {
+    const auto queue = queue_over(communicator);
+    Array array(4, 1);
+    if (communicator.rank() == 2) {
+      over.wait();
+      const auto late = submit(*queue, array, "other");
+      expect_text(error_of_work(ErrorKind::kTimeout, late), "stopped all ranks");
+      return;
+    }
+    const auto work = submit(*queue, array, "grad/a");
+    const Error error = error_of_work(ErrorKind::kTimeout, work);
+    expect_text(error, "submitted 'grad/a' and wait");
+    expect_text(error, "for rank 2, which has not submitted it");
+    expect_text(error, "Rank 2 (process 2, alive) waits for nothing in this queue");
+    over.count_down();
+  });
+}
+
+TEST(NamedQueueErrors, StallsAreWarnedOfOnce) {
+  std::mutex mutex;
+  std::vector<std::string> warnings;
+  GroupOptions options = impatient(2, 20);
+  options.communicator.stall_warning = 0.05;
+  Latch warned(1);
+  options.communicator.warn = [&](const std::string& text) {
+    const std::lock_guard lock(mutex);
+    warnings.push_back(text);
+    warned.count_down();
+  };
+  RankGroup group(options);
+  group.run([&](Communicator& communicator) {
+    const auto queue = queue_over(communicator);
+    Array array(4, 1);
+    if (communicator.rank() == 1) {
+      warned.wait();
+      std::this_thread::sleep_for(std::chrono::milliseconds(150));
+    }
+    wait(submit(*queue, array, "slow"));
+    EXPECT_EQ(array, Array(4, 2));
+  });
+  ASSERT_EQ(warnings.size(), 1u);
+  EXPECT_NE(warnings[0].find("rank 0 submitted 'slow' and waits for rank 1"), std::string::npos)
+      << warnings[0];
+  EXPECT_NE(warnings[0].find("MULTIRING_STALL_WARNING"), std::string::npos) << warnings[0];
+}
+
+TEST(NamedQueueErrors, ARankThatLeavesOrDies) {
+  for (const bool dies : {false, true}) {
+    RankGroup group(impatient(3, 60));
+    Latch submitted(2);
+    Latch over(2);
+    group.run([&](Communicator& communicator) {
+      const auto queue = queue_over(communicator);
+      Array array(4, 1);
+      if (communicator.rank() == 1) {
+        submitted.wait();
+        if (dies) {
+          group.hub().break_rank(1);
+          return over.wait();  // a dead rank closes nothing
+        }
+        queue->close();
+        queue->close();
+        const Error error = error_of(ErrorKind::kAborted, [&] { submit(*queue, array, "x"); });
+        return expect_text(error, "is closed on rank 1");
+      }
+      const auto work = submit(*queue, array, "grad/a");
+      submitted.count_down();
+      const Error error = error_of_work(ErrorKind::kPeerLost, work);
+      expect_text(error, "lost rank 1");
+      expect_text(error, "'grad/a'");
+      expect_text(error, dies ? "died" : "shut down or exited");
+      over.count_down();
+    });
+  }
+}
+
+TEST(NamedQueueErrors, AbortReachesEveryRank) {
+  RankGroup group(impatient(3, 60));
+  group.run([&](Communicator& communicator) {
+    const auto queue = queue_over(communicator);
+    Array array(4, 1);
+    const auto work = submit(*queue, array, numbered("x", communicator.rank()));
+    if (communicator.rank() == 2) queue->abort(Error(ErrorKind::kAborted, "enough"));
+    expect_text(error_of_work(ErrorKind::kAborted, work), "enough");
+  });
+}
+
+TEST(NamedQueueErrors, CloseEndsWhatIsPending) {
+  RankGroup group(impatient(2, 60));
+  group.run([&](Communicator& communicator) {
+    const auto queue = queue_over(communicator);
+    Array array(4, 1);
+    int ended = 0;
+    std::optional<Error> raised;
+    queue->submit(sum_of(array, numbered("x", communicator.rank()), [&](const Error* error, auto) {
+      ++ended;
+      ASSERT_NE(error, nullptr);
+      raised = *error;
+      EXPECT_FALSE(queue->close());  // only begins, here
+    }));
+    testing::run_barrier(communicator);
+    if (communicator.rank() == 0) {
+      EXPECT_TRUE(queue->close());
+      ASSERT_EQ(ended, 1);
+      expect_kind(*raised, ErrorKind::kAborted);
+      expect_text(*raised, "was closed before 'x0' was matched");
+    }
+    testing::run_barrier(communicator);
+    queue->close();
+    ASSERT_EQ(ended, 1);
+    if (communicator.rank() == 1 && raised->kind() != ErrorKind::kAborted)
+      expect_kind(*raised, ErrorKind::kPeerLost);
+  });
+}
+
+TEST(NamedQueueErrors, WhatACallbackRaisesBreaksTheQueue) {
+  RankGroup group(impatient(2, 20));
+  group.run([&](Communicator& communicator) {
+    const auto queue = queue_over(communicator);
+    Array array(4, 1);
+    Array other(4, 1);
+    Latch ended(1);  // its arrays are in use until then
+    queue->submit(sum_of(array, "bad", [&](const Error*, auto) {
+      ended.count_down();
+      if (communicator.rank() == 1) throw std::runtime_error("no such kernel");
+    }));
+    const Error error =
+        error_of_work(ErrorKind::kInternal, submit(*queue, other, numbered("y", communicator.rank())));
+    expect_text(error, "the completion callback of 'bad' raised: no such kernel");
+    ended.wait();
+    queue->close();
+  });
+}
+
+TEST(NamedQueueErrors, UsageErrorsBreakNothing) {
+  RankGroup group(impatient(2, 20));
+  group.run([&](Communicator& communicator) {
+    error_of(ErrorKind::kUsage, [&] { NamedQueue::create(communicator, "", {}); });
+    const auto queue = queue_over(communicator);
+    Array array(4, 1);
+    error_of(ErrorKind::kUsage, [&] { submit(*queue, array, ""); });
+    error_of(ErrorKind::kUsage, [&] { submit(*queue, array, std::string(5000, 'n')); });
+    NamedRequest request = sum_of(array, "x");
+    request.operations[0].descriptor.key.kind = OpKind::kSend;
+    error_of(ErrorKind::kUsage, [&] { queue->submit(std::move(request)); });
+    request = sum_of(array, "x");
+    request.operations[0].descriptor.key.kind = OpKind::kBroadcast;
+    request.operations[0].descriptor.key.root = 2;
+    error_of(ErrorKind::kUsage, [&] { queue->submit(std::move(request)); });
+    request = sum_of(array, "x");
+    request.operations.clear();
+    error_of(ErrorKind::kUsage, [&] { queue->submit(std::move(request)); });
+    wait(submit(*queue, array, "x"));
+    EXPECT_EQ(array, Array(4, 2));
+  });
+}
+
+TEST(NamedQueueErrors, QueuesOfDifferentNamesAreAMismatch) {
+  RankGroup group(impatient(2, 20));
+  const auto outcomes = group.outcomes([&](Communicator& communicator) {
+    NamedQueue::create(communicator, communicator.rank() == 0 ? "a" : "b", {});
+  });
+  for (const auto& outcome : outcomes) {
+    ASSERT_TRUE(outcome.has_value());
+    expect_kind(*outcome, ErrorKind::kMismatch);
+  }
+}
+
+// Queues closed and destroyed at any moment, with and without something in flight.
+TEST(NamedQueueErrors, AnyMomentIsGoodToEnd) {
+  RankGroup group(impatient(3, 60));
+  group.run([&](Communicator& communicator) {
+    for (int repeat = 0; repeat < 40; ++repeat) {
+      const auto queue = queue_over(communicator);
+      std::vector<Array> arrays(20, Array(300, 1));
+      std::vector<std::shared_ptr<Work>> works;
+      std::atomic<int> ended{0};
+      int accepted = 0;
+      std::thread closer([&] {
+        std::this_thread::sleep_for(std::chrono::microseconds(repeat * 20 * (1 + communicator.rank())));
+        queue->close();
+      });
+      for (std::size_t i = 0; i < arrays.size(); ++i) {
+        try {
+          queue->submit(sum_of(arrays[i],
+                               numbered("n", (i * 7 + static_cast<std::size_t>(repeat)) % arrays.size()),
+                               [&](const Error*, auto) { ++ended; }));
+          ++accepted;
+        } catch (const Error&) {
+          break;
+        }
+      }
+      closer.join();
+      EXPECT_EQ(ended, accepted);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace multiring
