@@ -1,0 +1,95 @@
+"""State and metrics of PyTensor models over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
+
+import numpy as np
+
+import multiring
+from multiring import metrics as shared_metrics
+from multiring.errors import UsageError
+from multiring.state_sync import StateBuffer, broadcast_state, check_root
+from pytensor.compile.sharedvalue import SharedVariable
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["average_metrics", "broadcast_object", "broadcast_parameters", "names_of"]
+
+T = TypeVar("T")
+
+
+def names_of(variables: Sequence[SharedVariable], rank: int) -> list[str]:
+    """Unique names: a variable's own, or its place where it has none.
+
+    Raises:
+        UsageError: Not a shared variable, or two of one name.
+    """
+    names: list[str] = []
+    for place, variable in enumerate(variables):
+        if not isinstance(variable, SharedVariable):
+            raise UsageError(f"rank {rank}: item {place} is {variable!r}; pass shared variables")
+        name = variable.name or f"shared[{place}]"
+        if name in names:
+            raise UsageError(
+                f"rank {rank}: two shared variables are called '{name}'; names have to be unique"
+            )
+        names.append(name)
+    return names
+
+
+def broadcast_parameters(
+    variables: Iterable[SharedVariable], root: int = 0, comm: Communicator | None = None
+) -> None:
+    """Set the shared variables of all ranks to the values of `root`. Collective.
+
+    To be called once before training, with everything that has to start alike: parameters, running
+    statistics, the optimizer's state. Values that are no arrays (the generators of random streams) travel as
+    pickles.
+
+    Args:
+        variables: Shared variables in the same order on every rank.
+        root: Rank whose values everyone gets.
+        comm: Ranks that take part; the world by default.
+
+    Raises:
+        UsageError: `root` is not a rank, not a shared variable, or two of one name.
+        MismatchError: The ranks pass different names, shapes or dtypes.
+    """
+    comm = multiring.world() if comm is None else comm
+    check_root(comm, root)
+    shared = list(variables)
+    named = dict(zip(names_of(shared, comm.rank), shared, strict=True))
+    if comm.size == 1:
+        return
+    values: dict[str, Any] = {name: variable.get_value(borrow=False) for name, variable in named.items()}
+    arrays = {name: np.ascontiguousarray(v) for name, v in values.items() if isinstance(v, np.ndarray)}
+    objects = {name: value for name, value in values.items() if name not in arrays}
+    buffers = [
+        StateBuffer(name, array.reshape(-1).view(np.uint8), f"{array.dtype} {np.shape(values[name])}")
+        for name, array in arrays.items()
+    ]
+    broadcast_state(comm, buffers, root)
+    if objects:
+        objects = comm.broadcast_object(objects, root)
+    if comm.rank != root:
+        for name, array in arrays.items():
+            named[name].set_value(array.reshape(np.shape(values[name])), borrow=True)
+        for name, value in objects.items():
+            named[name].set_value(value, borrow=True)
+
+
+def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:
+    """Return `root`'s object on every rank; it has to be picklable. Collective."""
+    comm = multiring.world() if comm is None else comm
+    received: T = comm.broadcast_object(obj, root)
+    return received
+
+
+def average_metrics(
+    metrics: Mapping[str, SupportsFloat], count: float, comm: Communicator | None = None
+) -> dict[str, float]:
+    """Average metrics over ranks, weighted by `count` samples; see `multiring.metrics.average_metrics`."""
+    return shared_metrics.average_metrics(multiring.world() if comm is None else comm, metrics, count)
