@@ -236,8 +236,10 @@ def _refuse_to_vectorize(op: PerformOp, node: Apply, *inputs: Variable) -> Apply
     raise UsageError(f"{op} cannot be vectorised: it would communicate once for each element")
 
 
-# Every linker asks for "minimum_compile". Behind all rewrites that merge or inline, before those in place.
-optdb.register(
-    "multiring_order", OrderBlockingOps(), "minimum_compile", "fast_run", "fast_compile", position=49.2
-)
+# Every linker asks for "minimum_compile". Once before everything that simplifies: of two modes one may find
+# out that a result is multiplied by zero and drop its collective, but not when the next one wants its token.
+# And once before the rewrites in place, for what has been inlined meanwhile.
+_TAGS = ("minimum_compile", "fast_run", "fast_compile", "multiring_order")
+optdb.register("multiring_order_early", OrderBlockingOps(), *_TAGS, position=-0.005)
+optdb.register("multiring_order_late", OrderBlockingOps(), *_TAGS, position=49.2)
 optdb.register("multiring_refuse", RefuseForeignLinkers(), "jax", "mlx", position=-1)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-import pytensor.tensor as pt
 from multiring.derived import derived
 from multiring.errors import UsageError
 from multiring.pytensor.blocking import BlockingOp
@@ -112,7 +111,7 @@ class Allreduce(Collective):
     ) -> list[Variable]:
         """The reduction of the cotangents: the derivative of the sum of all ranks' costs.
 
-        Where only some of several arrays are needed, zeros stand for the cotangents of the others.
+        Only those of several arrays that the cost depends on are reduced.
         """
         if self.op not in LINEAR:
             comment = f"Only {' and '.join(LINEAR)} have a gradient, {self.op} has none."
@@ -120,11 +119,12 @@ class Allreduce(Collective):
                 *(grad_undefined(self, place, inputs[place], comment) for place in range(self.count)),
                 disconnected_type(),
             ]
-        wanted = [place for place in range(self.count) if _is_float(inputs[place])]
-        tensors = [
-            pt.zeros_like(outputs[place]) if _is_disconnected(cotangents[place]) else cotangents[place]
-            for place in wanted
+        wanted = [
+            place
+            for place in range(self.count)
+            if _is_float(inputs[place]) and not _is_disconnected(cotangents[place])
         ]
+        tensors = [cotangents[place] for place in wanted]
         result: list[Variable] = [disconnected_type() for _ in inputs]
         found = self.derivative(tensors, f"{self.name}/gradient") if wanted else []
         for place, gradient in zip(wanted, found, strict=True):
