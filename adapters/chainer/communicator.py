@@ -1,0 +1,286 @@
+"""ChainerMN's communicator over the core, without MPI."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import pickle
+import weakref
+from typing import Any, SupportsFloat
+
+import chainermn
+import numpy as np
+
+import chainer
+from multiring import Communicator
+from multiring.chainer import array_collectives as arrays
+from multiring.chainer.gradients import GradientSlots, fill_with_zeros, named_parameters
+from multiring.chainer.groups import Group, plain_communicator
+from multiring.chainer.messages import Mailbox
+from multiring.chainer.state import average_metrics, broadcast_arrays, parameter_arrays
+from multiring.chainer.without_mpi import keep_mpi_out
+from multiring.errors import UsageError
+from multiring.gradient_source import ReducerOptions
+
+__all__ = ["ChainerCommunicator", "create_communicator"]
+
+
+def create_communicator(
+    comm: Group = None, mpi_comm: Any = None, *, batched_copy: bool = True, allreduce_grad_dtype: Any = None
+) -> ChainerCommunicator:
+    """A communicator for everything in `chainermn`; takes the place of `chainermn.create_communicator`.
+
+    Args:
+        comm: Ranks that train together; the world by default, which is initialised if it is not yet.
+        mpi_comm: A communicator of mpi4py with the same ranks, for the program's own use: it is kept as
+            `mpi_comm` and split along. Nothing of multiring needs it.
+        batched_copy: Accepted as by ChainerMN, and kept in the configuration; there is no other way of
+            copying here.
+        allreduce_grad_dtype: Has to be None: gradients travel as they are.
+
+    Raises:
+        UsageError: An argument is of another kind, or `mpi_comm` has other ranks.
+    """
+    if isinstance(comm, str):
+        raise UsageError(
+            f"create_communicator('{comm}'): there is one kind of communicator here; leave the name out"
+        )
+    if allreduce_grad_dtype is not None:
+        raise UsageError(
+            f"allreduce_grad_dtype={allreduce_grad_dtype!r}: gradients travel in their own dtype"
+        )
+    keep_mpi_out()
+    communicator = ChainerCommunicator(plain_communicator(comm), mpi_comm)
+    communicator.set_config("batched_copy", batched_copy)
+    return communicator
+
+
+class ChainerCommunicator(chainermn.CommunicatorBase):
+    """The contract of `chainermn.CommunicatorBase`; made by `create_communicator`.
+
+    Semantics are ChainerMN's, with these differences:
+
+    - What does not fit together is an error on every rank that names ranks and arrays, and no call hangs.
+    - Arrays may be of any dtype of the core (bool, integers, float16 to float64); sums have the same bits on
+      every rank and in every run.
+    - Where ranks differ in which parameters have a gradient, those that lack one count as zeros.
+    - Arrays of CuPy travel through host memory.
+
+    Attributes:
+        plain: The `multiring.Communicator` at work.
+        mpi_comm: What was passed for it.
+    """
+
+    def __init__(self, comm: Communicator, mpi_comm: Any = None, *, owned: bool = False) -> None:
+        super().__init__()
+        if mpi_comm is not None and (mpi_comm.size, mpi_comm.rank) != (comm.size, comm.rank):
+            raise UsageError(
+                f"rank {comm.rank} of {comm.size} is rank {mpi_comm.rank} of {mpi_comm.size} in mpi_comm; "
+                "pass one with the same ranks"
+            )
+        self.plain = comm
+        self.mpi_comm = mpi_comm
+        self._owned = owned
+        self._configs: dict[str, Any] = {}  # of this object; the base class has one dictionary for all
+        self._mailbox = Mailbox(comm)
+        self._slots: weakref.WeakKeyDictionary[chainer.Link, _ModelSlots] = weakref.WeakKeyDictionary()
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the communicator."""
+        return self.plain.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.plain.size
+
+    @property
+    def intra_rank(self) -> int:
+        """Rank among those on this host."""
+        return self.plain.local_rank
+
+    @property
+    def intra_size(self) -> int:
+        """Number of ranks on this host."""
+        return self.plain.local_size
+
+    @property
+    def inter_rank(self) -> int:
+        """Number of this host."""
+        return self.plain.cross_rank
+
+    @property
+    def inter_size(self) -> int:
+        """Number of hosts."""
+        return self.plain.cross_size
+
+    def set_config(self, name: str, value: Any = True, **kwargs: Any) -> None:
+        """Keep a setting: "batched_copy", or "allreduce_grad_dtype", which has to be None.
+
+        Raises:
+            ValueError: There is no such setting, or no such value.
+        """
+        if name == "allreduce_grad_dtype" and value is not None:
+            raise UsageError(f"allreduce_grad_dtype={value!r}: gradients travel in their own dtype")
+        if name not in ("batched_copy", "allreduce_grad_dtype"):
+            super().set_config(name, **kwargs)
+        self._configs[name] = value
+
+    def split(self, color: int | None, key: int) -> ChainerCommunicator | None:
+        """One communicator for each color, as `MPI_Comm_split`; None where `color` is None. Collective."""
+        child = self.plain.split(color, key)
+        mpi_child = None if self.mpi_comm is None else _split_mpi(self.mpi_comm, color, key)
+        return None if child is None else ChainerCommunicator(child, mpi_child, owned=True)
+
+    def finalize(self) -> None:
+        """Release buckets, and the ranks' connections if this communicator comes from `split`."""
+        for slots in self._slots.values():
+            slots.slots.close()
+        self._slots.clear()
+        if self._owned:
+            self.plain.close()
+
+    # Arrays.
+
+    def alltoall(self, xs: Any) -> tuple[Any, ...]:
+        """Send `xs[i]` to rank i; the tuple of what the ranks have sent. Shapes may differ."""
+        return arrays.alltoall(self.plain, xs)
+
+    def send(self, data: Any, dest: int, tag: int = 0) -> None:
+        """Send an array, or a tuple of arrays of one dtype, to rank `dest`, which has to call `recv`."""
+        self._mailbox.send_arrays(data, dest, tag)
+
+    def recv(self, source: int, tag: int | None = None) -> Any:
+        """Receive what `source` has sent with `tag` (with any tag if None): an array or a tuple of them."""
+        return self._mailbox.receive_arrays(source, None if tag is None or tag < 0 else tag)
+
+    def bcast(self, x: Any, root: int = 0) -> Any:
+        """The array of `root`, on every rank; what others pass is ignored."""
+        return arrays.bcast(self.plain, x, root)
+
+    def gather(self, x: Any, root: int = 0) -> tuple[Any, ...] | None:
+        """The arrays of all ranks on `root`, None elsewhere. Shapes may differ."""
+        return arrays.gather(self.plain, x, root)
+
+    def allgather(self, x: Any) -> tuple[Any, ...]:
+        """The arrays of all ranks on every rank. Shapes may differ."""
+        return arrays.allgather(self.plain, x)
+
+    def allreduce(self, data: Any) -> Any:
+        """Sum of the arrays of all ranks, which are of the same shape and dtype."""
+        return arrays.allreduce(self.plain, data)
+
+    def scatter(self, xs: Any, root: int = 0) -> Any:
+        """Array i of `root`'s tuple, or row i of its array, on rank i; what others pass is ignored."""
+        return arrays.scatter(self.plain, xs, root)
+
+    # Objects, which have to be picklable.
+
+    def send_obj(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Send an object to rank `dest`, which has to call `recv_obj`."""
+        self._mailbox.send_object(obj, dest, tag)
+
+    def recv_obj(self, source: int, status: Any = None, tag: int | None = None) -> Any:
+        """Receive the object that `source` has sent with `tag` (with any tag if None)."""
+        if status is not None:
+            raise UsageError(f"rank {self.rank}: recv_obj has no use for an MPI status; leave it out")
+        return self._mailbox.receive_object(source, None if tag is None or tag < 0 else tag)
+
+    def bcast_obj(self, obj: Any, max_buf_len: int | None = None, root: int = 0) -> Any:
+        """The object of `root`, on every rank; there is no limit that `max_buf_len` would serve."""
+        return self.plain.broadcast_object(obj, root)
+
+    def gather_obj(self, obj: Any, root: int = 0) -> list[Any] | None:
+        """The objects of all ranks on `root`, None elsewhere."""
+        data = np.frombuffer(pickle.dumps(obj), np.uint8)
+        lengths = self.plain.gather(np.array([data.size]), root, name="chainer gather_obj lengths")
+        joined = self.plain.gather(data, root, name="chainer gather_obj")
+        if lengths is None or joined is None:
+            return None
+        return [pickle.loads(part.tobytes()) for part in np.split(joined, np.cumsum(lengths)[:-1])]
+
+    def allreduce_obj(self, obj: Any) -> Any:
+        """Sum (`+`) of the objects of all ranks, in the order of the ranks."""
+        return functools.reduce(operator.add, self.plain.allgather_object(obj))
+
+    def scatter_obj(self, objs: Any, root: int = 0) -> Any:
+        """Object i of `root`'s sequence on rank i; what others pass is ignored."""
+        parts = [b""] * self.size
+        if self.rank == root:
+            if len(objs) != self.size:
+                raise UsageError(f"rank {root}: scatter_obj of {len(objs)} objects to {self.size} ranks")
+            parts = [pickle.dumps(obj) for obj in objs]
+        data = np.frombuffer(b"".join(parts), np.uint8)
+        received = self.plain.alltoall(data, [len(part) for part in parts], name="chainer scatter_obj")
+        return pickle.loads(received[0].tobytes())
+
+    # Models.
+
+    def bcast_data(self, model: chainer.Link) -> None:
+        """Give all ranks the parameters of rank 0. Collective.
+
+        Raises:
+            MismatchError: The ranks have different parameters, or have initialised others.
+        """
+        broadcast_arrays(parameter_arrays(model), 0, self)
+
+    def multi_node_mean_grad(self, model: chainer.Link, zero_fill: bool = False) -> None:
+        """Average the gradients of a model over ranks. Collective.
+
+        Afterwards gradients are views of buckets, which the next call for the same model overwrites.
+
+        Args:
+            model: The model, with the same parameters on every rank.
+            zero_fill: Give parameters that have a gradient on no rank one of zeros; otherwise they are left
+                alone. Parameters that have one on some ranks are averaged in any case.
+
+        Raises:
+            MismatchError: The ranks have different parameters.
+        """
+        parameters = named_parameters(model)
+        found = self._slots.get(model)
+        if found is None or not found.fits(parameters):
+            if found is not None:
+                found.slots.close()
+            found = self._slots[model] = _ModelSlots(parameters, self.plain)
+        if self.size > 1:
+            found.slots.reduce()
+        if zero_fill:
+            fill_with_zeros(parameters)
+
+    def average_metrics(self, metrics: dict[str, SupportsFloat], count: float) -> dict[str, float]:
+        """Average metrics over ranks, weighted by `count` samples. Collective."""
+        return average_metrics(metrics, count, self)
+
+    def _multi_node_mean(self, sendbuf: Any, recvbuf: Any) -> None:
+        """What ChainerMN's batch normalisation and its extension for running statistics call."""
+        arrays.mean(self.plain, sendbuf, recvbuf)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UsageError("a communicator cannot be pickled or copied; keep it out of what is saved")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChainerCommunicator:
+        """A copy of a link that holds the communicator refers to the same one."""
+        return self
+
+
+def _split_mpi(mpi_comm: Any, color: int | None, key: int) -> Any:
+    from mpi4py import MPI  # the program has it, or there would be no communicator of it
+
+    return mpi_comm.Split(MPI.UNDEFINED if color is None else color, key)
+
+
+class _ModelSlots:
+    """Buckets for the gradients of a model, and what they were made for."""
+
+    def __init__(self, parameters: dict[str, chainer.Parameter], comm: Communicator) -> None:
+        self.slots = GradientSlots(parameters, comm, ReducerOptions())
+        self._known = _initialised(parameters)
+
+    def fits(self, parameters: dict[str, chainer.Parameter]) -> bool:
+        return self._known == _initialised(parameters)
+
+
+def _initialised(parameters: dict[str, chainer.Parameter]) -> list[tuple[str, int, bool]]:
+    return [(name, id(p), p.is_initialized) for name, p in parameters.items()]

@@ -1,0 +1,52 @@
+"""Makes Chainer importable with a current NumPy.
+
+Chainer 7.8.1, its last release, uses two names that NumPy 2 has removed: `np.sctypes`, when it is imported,
+and `np.float`, when `resize_images` runs. Both are put back, with the values that they had, before Chainer is
+imported; nothing else is changed, in NumPy or in Chainer, and nothing at all where the names exist.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import numpy as np
+
+__all__ = ["HOW_TO_INSTALL", "import_chainer", "restore_numpy_names"]
+
+HOW_TO_INSTALL = (
+    "Chainer 7.8 needs Python 3.11 or older, NumPy older than 2.4 and setuptools older than 82, and builds "
+    "only without build isolation: pip install 'setuptools<82' wheel 'numpy<2.4', then "
+    "pip install --no-build-isolation 'chainer==7.8.1' (or 'multiring[chainer]')"
+)
+
+# As in NumPy 1.26.
+_SCTYPES = {
+    "int": [np.int8, np.int16, np.int32, np.int64],
+    "uint": [np.uint8, np.uint16, np.uint32, np.uint64],
+    "float": [np.float16, np.float32, np.float64, np.longdouble],
+    "complex": [np.complex64, np.complex128, np.clongdouble],
+    "others": [bool, object, bytes, str, np.void],
+}
+
+
+def restore_numpy_names() -> None:
+    """Put `np.sctypes` and `np.float` back if they are missing."""
+    for name, value in (("sctypes", _SCTYPES), ("float", float)):
+        if name not in vars(np):  # hasattr() would warn about the removed one
+            setattr(np, name, value)
+
+
+def import_chainer() -> None:
+    """Import Chainer and ChainerMN, which is part of it.
+
+    Raises:
+        ImportError: They are missing, or something that they need is; says what to install.
+    """
+    restore_numpy_names()
+    for name in ("chainer", "chainermn"):
+        try:
+            import_module(name)
+        except ImportError as error:
+            missing = isinstance(error, ModuleNotFoundError) and error.name == name
+            what = f"{name} is not installed" if missing else f"{name} cannot be imported: {error}"
+            raise ImportError(f"{what}. {HOW_TO_INSTALL}", name=name) from error

@@ -1,0 +1,103 @@
+"""An optimizer whose gradients travel while the next step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import chainer
+from multiring.chainer.gradients import GradientSlots
+from multiring.chainer.optimizer import MultiNodeOptimizer
+from multiring.errors import UsageError
+
+__all__ = ["DoubleBufferingOptimizer"]
+
+
+class DoubleBufferingOptimizer(MultiNodeOptimizer):
+    """Updates with the gradients of the step before, as ChainerMN's double buffering does.
+
+        step           1            2                          3
+        gradients      sent         sent                       sent
+        update with    nothing      the averages of step 1     the averages of step 2
+
+    Two sets of buckets take turns, so a step's gradients have the whole next forward and backward pass to
+    travel. When parameters are broadcast or the model changes, what is on its way is dropped.
+
+    Attributes:
+        needs_update: Whether gradients are on their way, so that the next `update` updates.
+    """
+
+    needs_update: bool
+    _other: GradientSlots | None
+    _sent: GradientSlots | None  # whose gradients are on their way
+    _scales: float | None  # the loss scale that they were made with
+
+    def _step(self) -> None:
+        if self._slots is None or self._other is None:
+            return
+        current, previous = self._slots, self._sent
+        sent_with = self.actual_optimizer._loss_scale
+        # Before the older gradients are shown in their place.
+        current.send()
+        if previous is not None:
+            for parameter in previous.parameters:
+                parameter.cleargrad()
+            previous.receive()
+            for parameter in previous.parameters:
+                parameter._loss_scale = self._scales
+            self._update_parameters()
+        self._scales = sent_with
+        self._sent, self.needs_update = current, True
+        self._slots, self._other = self._other, current
+
+    def backward(self, loss: chainer.Variable) -> None:
+        """Refused, as `synchronize` is."""
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Refused: gradients are reduced one step late, and only by `update`."""
+        raise UsageError(
+            f"rank {self.communicator.rank}: with double buffering gradients cannot be had before the next "
+            "update; call backward() of the loss itself, and leave synchronize() out"
+        )
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Refused: ranks that have left would owe an answer to gradients that are still on their way."""
+        raise UsageError(
+            f"rank {self.communicator.rank}: join() cannot be used with double buffering; give every rank "
+            "the same number of batches"
+        )
+        yield
+
+    def close(self) -> None:
+        """Release the buckets; gradients that are on their way are dropped. May be called twice."""
+        self._drop()
+        super().close()
+
+    def _backward(self, loss: chainer.Variable, *, overlap: bool) -> None:
+        super()._backward(loss, overlap=False)
+
+    def _prepare(self) -> bool:
+        stale = super()._prepare()
+        if stale and self._sent is not None:
+            self._sent.cancel()
+            self._sent, self.needs_update = None, False
+        return stale
+
+    def _make_slots(self, parameters: dict[str, chainer.Parameter]) -> None:
+        self._drop()
+        if self._slots is not None:
+            self._slots.close()
+        self._slots = None
+        if any(parameter.is_initialized for parameter in parameters.values()):
+            plain = self.communicator.plain
+            self._slots, self._other = (GradientSlots(parameters, plain, self._options) for _ in range(2))
+
+    def _drop(self) -> None:
+        for name in ("_sent", "_other"):
+            slots = vars(self).get(name)
+            if slots is not None:
+                slots.cancel() if name == "_sent" else slots.close()
+        self._sent = self._other = self._scales = None
+        self.needs_update = False

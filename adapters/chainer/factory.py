@@ -1,0 +1,56 @@
+"""How a program gets a multi-node optimizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import chainer
+from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from multiring.chainer.double_buffering import DoubleBufferingOptimizer
+from multiring.chainer.groups import Group
+from multiring.chainer.optimizer import MultiNodeOptimizer
+from multiring.gradient_source import ReducerOptions
+
+__all__ = ["create_multi_node_optimizer"]
+
+
+def create_multi_node_optimizer(
+    actual_optimizer: chainer.Optimizer,
+    communicator: Group = None,
+    double_buffering: bool = False,
+    zero_fill: bool = True,
+    *,
+    op: Literal["average", "sum"] = "average",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    bucket_bytes: int = BUCKET_BYTES,
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    overlap: bool = True,
+) -> MultiNodeOptimizer:
+    """Wrap an optimizer: its updates use gradients averaged over ranks. Takes the place of ChainerMN's.
+
+    Collective if the optimizer is set up already; otherwise `setup` is.
+
+    Args:
+        actual_optimizer: Any Chainer optimizer, built alike on every rank.
+        communicator: One of `create_communicator`, or a `multiring.Communicator`; the world by default.
+        double_buffering: Update with the gradients of the step before, which travel while this one computes.
+        zero_fill: Give parameters without a gradient on any rank one of zeros before an update. (Chainer's
+            gradient methods do so themselves; it makes a difference to other optimizers.)
+        op: "average" or "sum" of the gradients.
+        prescale: Factor applied before the reduction.
+        postscale: Factor applied after it.
+        bucket_bytes: Limit of a bucket, in bytes.
+        first_bucket_bytes: Limit of the first bucket of each dtype, in bytes; small, to start early.
+        overlap: Let `update(lossfun, ...)` reduce gradients while its backward pass runs.
+
+    Returns:
+        The wrapper: everything that it does not define is the wrapped optimizer's own.
+
+    Raises:
+        UsageError: `communicator` is of another kind, or a dtype cannot be reduced.
+        MismatchError: The ranks have different parameters or options.
+    """
+    options = ReducerOptions(op, bucket_bytes, first_bucket_bytes, prescale, postscale)
+    kind = DoubleBufferingOptimizer if double_buffering else MultiNodeOptimizer
+    return kind(actual_optimizer, communicator, options, zero_fill=zero_fill, overlap=overlap)

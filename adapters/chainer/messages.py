@@ -1,0 +1,113 @@
+"""Messages between two ranks, received by tag.
+
+The core delivers the messages between two ranks in the order in which they were sent. MPI, whose rules
+ChainerMN follows, lets a receiver ask for a tag instead. So a message carries its tag, and one that is not
+asked for yet waits here.
+
+    letter    header                                     then
+    arrays    tag, whether a tuple, its length, place    one message of the core for each array
+    object    tag, the object                            nothing
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from multiring import Communicator
+from multiring.chainer.arrays import check_dtype, check_same_dtype, is_array, on_device, place, to_host
+from multiring.errors import UsageError
+
+__all__ = ["Mailbox"]
+
+
+@dataclass(frozen=True, eq=False)  # equality is identity: contents need not compare
+class _Letter:
+    tag: int
+    is_object: bool
+    content: Any
+
+
+class Mailbox:
+    """Sends and receives; one for each communicator."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._waiting: dict[int, deque[_Letter]] = {}
+
+    def send_arrays(self, data: Any, dest: int, tag: int) -> None:
+        """Send an array, or a tuple or list of arrays of one dtype."""
+        is_tuple = isinstance(data, tuple | list)
+        arrays = list(data) if is_tuple else [data]
+        for x in arrays:
+            if not is_array(x):
+                raise TypeError(
+                    f"send takes an array of NumPy or CuPy, or a tuple of them, not {type(x).__name__}"
+                )
+            check_dtype("send", x)
+        check_same_dtype("send", (x.dtype for x in arrays))
+        if dest == self._comm.rank:
+            copies = tuple(x.copy() for x in arrays)
+            self._keep(dest, _Letter(tag, False, copies if is_tuple else copies[0]))
+            return
+        device = bool(arrays) and on_device(arrays[0])
+        self._send_header((tag, False, is_tuple, len(arrays), device), dest)
+        for x in arrays:
+            self._comm.send(to_host(x), dest)
+
+    def send_object(self, obj: Any, dest: int, tag: int) -> None:
+        """Send anything that can be pickled."""
+        if dest == self._comm.rank:
+            self._keep(dest, _Letter(tag, True, pickle.loads(pickle.dumps(obj))))
+        else:
+            self._send_header((tag, True, obj), dest)
+
+    def receive_arrays(self, source: int, tag: int | None) -> Any:
+        """The oldest message of that tag (any with None), as it was sent."""
+        return self._take(source, tag, False)
+
+    def receive_object(self, source: int, tag: int | None) -> Any:
+        """The oldest object of that tag (any with None)."""
+        return self._take(source, tag, True)
+
+    def _take(self, source: int, tag: int | None, is_object: bool) -> Any:
+        if not 0 <= source < self._comm.size:
+            raise UsageError(
+                f"rank {self._comm.rank}: cannot receive from rank {source}; name one from 0 to "
+                f"{self._comm.size - 1} (there is no receiving from any rank)"
+            )
+        waiting = self._waiting.setdefault(source, deque())
+        letter = next((one for one in waiting if tag is None or one.tag == tag), None)
+        while letter is None:
+            if source == self._comm.rank:
+                raise UsageError(f"rank {source}: nothing with tag {tag} was sent from this rank to itself")
+            arrived = self._receive(source)
+            waiting.append(arrived)
+            if tag is None or arrived.tag == tag:
+                letter = arrived
+        if letter.is_object != is_object:
+            sent, other = ("send_obj", "recv_obj") if letter.is_object else ("send", "recv")
+            raise UsageError(
+                f"rank {self._comm.rank}: the next message from rank {source} with tag {letter.tag} was sent "
+                f"by {sent}; receive it with {other}"
+            )
+        waiting.remove(letter)
+        return letter.content
+
+    def _keep(self, source: int, letter: _Letter) -> None:
+        self._waiting.setdefault(source, deque()).append(letter)
+
+    def _send_header(self, header: tuple[Any, ...], dest: int) -> None:
+        self._comm.send(np.frombuffer(pickle.dumps(header, pickle.HIGHEST_PROTOCOL), np.uint8), dest)
+
+    def _receive(self, source: int) -> _Letter:
+        tag, is_object, *rest = pickle.loads(self._comm.recv(source).tobytes())
+        if is_object:
+            return _Letter(tag, True, rest[0])
+        is_tuple, count, device = rest
+        arrays = tuple(place(self._comm.recv(source), device) for _ in range(count))
+        return _Letter(tag, False, arrays if is_tuple else arrays[0])

@@ -1,0 +1,313 @@
+"""An optimizer that updates with gradients averaged over ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import chainermn
+import numpy as np
+
+import chainer
+from multiring.chainer.arrays import to_host
+from multiring.chainer.communicator import ChainerCommunicator, create_communicator
+from multiring.chainer.gradients import GradientSlots, fill_with_zeros, named_parameters
+from multiring.chainer.groups import Group
+from multiring.chainer.overlap import watched_gradients
+from multiring.chainer.state import broadcast_optimizer_state, broadcast_parameters
+from multiring.chainer.sync_batch_normalization import SyncBatchNormalization
+from multiring.errors import UsageError
+from multiring.gradient_source import ReducerOptions
+from multiring.model_check import check_same
+
+__all__ = ["MultiNodeOptimizer"]
+
+
+class MultiNodeOptimizer:
+    """Wraps a Chainer optimizer; made by `create_multi_node_optimizer`.
+
+    Everything that is not defined here is the wrapped optimizer's own, to read and to set: `target`, `lr`,
+    `add_hook`, `serialize`, `new_epoch`, `loss_scaling` and so on.
+
+    Attributes:
+        actual_optimizer: The wrapped optimizer.
+        communicator: Communicator of the ranks that train together.
+        zero_fill: Whether parameters that have a gradient on no rank get one of zeros before an update.
+        overlap: Whether `update(lossfun, ...)` reduces gradients while its backward pass runs.
+        needs_broadcast: Whether the next update compares the parameters over the ranks, and broadcasts them
+            if they differ; set at the start and when parameters were added or initialised.
+    """
+
+    # What is declared here (and in subclasses) belongs to the wrapper, everything else to what it wraps.
+    actual_optimizer: chainer.Optimizer
+    communicator: ChainerCommunicator
+    zero_fill: bool
+    overlap: bool
+    needs_broadcast: bool
+    _options: ReducerOptions
+    _slots: GradientSlots | None
+    _known: list[tuple[str, int, bool]]  # the parameters that the buckets were made for
+    _incomplete: bool  # some of them have no shape yet
+    _rounds: int  # reductions, and how many there had been at the last update
+    _updated_at: int
+    _joining: bool
+    _failed: bool  # the last backward pass ended with an exception
+
+    def __init__(
+        self,
+        actual_optimizer: chainer.Optimizer,
+        communicator: Group,
+        options: ReducerOptions,
+        *,
+        zero_fill: bool,
+        overlap: bool,
+    ) -> None:
+        """See `create_multi_node_optimizer`."""
+        self.actual_optimizer = actual_optimizer
+        self.communicator = _as_chainer_communicator(communicator)
+        self.zero_fill, self.overlap, self.needs_broadcast = zero_fill, overlap, True
+        self._options = options
+        self._slots = None
+        self._known = []
+        self._incomplete = False
+        self._rounds, self._updated_at = 0, 0
+        self._joining = self._failed = False
+        if getattr(actual_optimizer, "target", None) is not None:
+            self._plan()
+
+    def setup(self, link: chainer.Link) -> MultiNodeOptimizer:
+        """Set the wrapped optimizer up with a link, compared over the ranks. Collective.
+
+        Raises:
+            UsageError: A dtype that cannot be reduced.
+            MismatchError: The ranks have different parameters or options; names the first difference.
+        """
+        self.actual_optimizer.setup(link)
+        self._plan()
+        return self
+
+    def update(self, lossfun: Any = None, *args: Any, **kwds: Any) -> None:
+        """Update the parameters with gradients averaged over ranks. Collective.
+
+        With `lossfun` forward and backward pass are part of it, and gradients are reduced while the backward
+        pass runs; without it, what gradients there are (unless `synchronize` has reduced them).
+
+        Where the ranks turn out to hold different parameters (at the first update, or when parameters were
+        initialised or added since), all take over those of rank 0, and nothing is updated this time: the
+        gradients were those of different models.
+
+        Args:
+            lossfun: Computes the loss, a scalar variable, from `args` and `kwds`.
+            args: Its arguments.
+            kwds: Its keyword arguments.
+        """
+        loss = None if lossfun is None else lossfun(*args, **kwds)
+        if loss is not None:
+            if getattr(self.actual_optimizer, "_use_cleargrads", True):
+                self.target.cleargrads()
+            else:
+                self.target.zerograds()
+        stale = self._prepare()
+        if loss is not None:
+            self._backward(loss, overlap=self.overlap and not stale)
+            del loss
+        if not stale:
+            self._step()
+
+    def backward(self, loss: chainer.Variable) -> None:
+        """Run a backward pass of a loop of one's own, and reduce gradients while it runs. Collective.
+
+        Like `loss.backward()` and `synchronize()`: gradients are added to those that there are, and are
+        averages afterwards.
+
+        Args:
+            loss: A scalar variable.
+        """
+        self._prepare_for_gradients()
+        self._backward(loss, overlap=self.overlap)
+        self._reduce()
+
+    def synchronize(self) -> None:
+        """Reduce gradients now: afterwards `parameter.grad` is the average. Collective.
+
+        Only needed where gradients are looked at before `update()`, which reduces them otherwise. Gradients
+        that exist on no rank stay None.
+        """
+        self._prepare_for_gradients()
+        self._reduce()
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Context of a loop that may have fewer iterations on some ranks than on others. Collective.
+
+        A rank that leaves it answers the updates of the others with zeros until all have left; averages
+        divide by the number of ranks that still have data. Then all ranks take over parameters, persistent
+        values and the optimizer's state from one that had data to the last. Every rank has to enter it, and
+        no other collective may be used inside.
+
+        Raises:
+            UsageError: Parameters are not initialised, or the model has synchronised batch normalisation,
+                which needs all ranks in every iteration.
+        """
+        self._check_joinable()
+        self._prepare()
+        self._joining = True
+        try:
+            yield
+        finally:
+            self._joining = False
+        if self.communicator.size == 1 or self._slots is None:
+            return
+        root = self._slots.join()
+        broadcast_parameters(self.target, root, self.communicator)
+        broadcast_optimizer_state(self.actual_optimizer, root, self.communicator)
+
+    def close(self) -> None:
+        """Release the buckets; gradients go on in memory of their own. May be called twice.
+
+        An update after that makes new buckets, and is collective in that.
+        """
+        if self._slots is not None:
+            self._slots.close()
+            self._slots = None
+        self._known = []
+
+    def __getattr__(self, name: str) -> Any:
+        if _is_own(type(self), name):
+            raise AttributeError(name)
+        return getattr(self.actual_optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Settings are the wrapped optimizer's: `optimizer.lr = 0.1` reaches it."""
+        if _is_own(type(self), name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.actual_optimizer, name, value)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.actual_optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError("a multi-node optimizer cannot be copied or pickled; serialize() it instead")
+
+    def _step(self) -> None:
+        """Make sure that gradients are reduced, and update."""
+        if self._rounds == self._updated_at or (self._slots is not None and self._slots.has_new):
+            self._reduce()
+        self._update_parameters()
+        self._updated_at = self._rounds
+
+    def _reduce(self) -> None:
+        if self._slots is not None:
+            self._slots.reduce()
+        self._rounds += 1
+
+    def _update_parameters(self) -> None:
+        if self.zero_fill:
+            fill_with_zeros(named_parameters(self.target))
+        self.actual_optimizer.update(None)
+
+    def _backward(self, loss: chainer.Variable, *, overlap: bool) -> None:
+        scale = self.actual_optimizer._loss_scale
+        watched: Any = nullcontext()
+        if overlap and self._slots is not None:
+            watched = watched_gradients(loss, self._slots.parameters, self._slots.arrived, scale)
+        try:
+            with watched:
+                loss.backward(loss_scale=scale)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _prepare(self) -> bool:
+        """Follow changes of the model; True if the parameters had to be broadcast. Collective on changes."""
+        self._prepare_for_gradients()
+        if not self.needs_broadcast:
+            return False
+        self.needs_broadcast = False
+        digests = self.communicator.plain.allgather_object(_digest(self.target))
+        if len(set(digests)) == 1:
+            return False
+        self.communicator.bcast_data(self.target)
+        return True
+
+    def _prepare_for_gradients(self) -> None:
+        if getattr(self.actual_optimizer, "target", None) is None:
+            raise UsageError(f"rank {self.communicator.rank}: call setup(link) before the first update")
+        if self._failed and self._slots is not None:
+            self._slots.cancel()  # what a backward pass that was aborted by an exception has left
+        self._failed = False
+        changed = _initialised(self.target) != self._known
+        if changed and self._joining:
+            raise UsageError(f"rank {self.communicator.rank}: the model must not change inside of join()")
+        if self._incomplete and not self._joining:
+            # Ranks may differ in what they have initialised; that is to be an error, and no hang.
+            flag = np.array(changed, np.int8)
+            changed = bool(self.communicator.plain.allreduce(flag, op="max", name="parameters initialised"))
+        if changed:
+            self._plan()
+
+    def _plan(self) -> None:
+        """Compare the model over ranks and make buckets for what is initialised. Collective."""
+        plain = self.communicator.plain
+        parameters = named_parameters(self.target)
+        entries = [(name, _describe(parameter)) for name, parameter in parameters.items()]
+        check_same(plain, entries, "parameters of the model")
+        self._make_slots(parameters)
+        self._known = _initialised(self.target)
+        self._incomplete = not all(known for _, _, known in self._known)
+        self.needs_broadcast = True
+
+    def _make_slots(self, parameters: dict[str, chainer.Parameter]) -> None:
+        if self._slots is not None:
+            self._slots.close()
+        self._slots = None
+        # With one rank and no scaling there is nothing to do: gradients stay where Chainer puts them.
+        is_local = self.communicator.size == 1 and self._options.scale == 1.0
+        if not is_local and any(parameter.is_initialized for parameter in parameters.values()):
+            self._slots = GradientSlots(parameters, self.communicator.plain, self._options)
+
+    def _check_joinable(self) -> None:
+        rank = self.communicator.rank
+        synchronised = SyncBatchNormalization | chainermn.links.MultiNodeBatchNormalization
+        if any(isinstance(link, synchronised) for link in self.target.links()):
+            raise UsageError(
+                f"rank {rank}: join() cannot be used with synchronised batch normalisation, whose statistics "
+                "need all ranks in every iteration; give ranks without data empty batches instead"
+            )
+        if waiting := [name for name, p in named_parameters(self.target).items() if not p.is_initialized]:
+            raise UsageError(
+                f"rank {rank}: '{waiting[0]}' has no shape yet; run a batch through the model before join()"
+            )
+
+
+def _is_own(kind: type, name: str) -> bool:
+    return any(name in vars(base).get("__annotations__", ()) for base in kind.__mro__)
+
+
+def _as_chainer_communicator(communicator: Group) -> ChainerCommunicator:
+    if isinstance(communicator, ChainerCommunicator):
+        return communicator
+    return create_communicator(communicator)
+
+
+def _describe(parameter: chainer.Parameter) -> str:
+    if not parameter.is_initialized:
+        return "not initialised"
+    return f"{parameter.dtype} {tuple(parameter.shape)}"
+
+
+def _initialised(link: chainer.Link) -> list[tuple[str, int, bool]]:
+    return [(name, id(p), p.is_initialized) for name, p in named_parameters(link).items()]
+
+
+def _digest(link: chainer.Link) -> str:
+    """Hash of all initialised parameters."""
+    digest = hashlib.blake2b()
+    for name, parameter in named_parameters(link).items():
+        if parameter.is_initialized:
+            digest.update(f"{name} ".encode())
+            digest.update(to_host(parameter.array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

@@ -1,0 +1,138 @@
+"""State from one rank to all, and metrics over all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, SupportsFloat, TypeVar
+
+import numpy as np
+
+import chainer
+from multiring import metrics as shared_metrics
+from multiring.chainer.arrays import Array, is_array, on_device, place, to_host
+from multiring.chainer.gradients import named_parameters
+from multiring.chainer.groups import Group, plain_communicator
+from multiring.state_sync import StateBuffer, broadcast_state, check_root
+
+__all__ = [
+    "average_metrics",
+    "broadcast_arrays",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "parameter_arrays",
+]
+
+T = TypeVar("T")
+
+
+def broadcast_parameters(
+    link_or_arrays: chainer.Link | Mapping[str, Any], root: int = 0, comm: Group = None
+) -> None:
+    """Overwrite the state of all ranks with that of `root`, in place. Collective.
+
+    Args:
+        link_or_arrays: A link: all its parameters and its persistent values, such as the running statistics
+            of batch normalisation. Or arrays by name, of any dtype, shape and strides.
+        root: Rank whose values everyone gets.
+        comm: Ranks that take part; the world by default.
+
+    Raises:
+        UsageError: `root` is not a rank.
+        MismatchError: The ranks have different names, shapes or dtypes, or have initialised other parameters.
+    """
+    if not isinstance(link_or_arrays, chainer.Link):
+        broadcast_arrays(link_or_arrays, root, comm)
+        return
+    arrays = parameter_arrays(link_or_arrays)
+    others: dict[str, tuple[chainer.Link, str]] = {}
+    for path, link in link_or_arrays.namedlinks():
+        for name in sorted(link._persistent):
+            value = getattr(link, name)
+            if is_array(value) and not isinstance(value, np.generic):
+                arrays[f"{path}/{name}".lstrip("/")] = value
+            else:
+                others[f"{path}/{name}"] = (link, name)
+    broadcast_arrays(arrays, root, comm)
+    values = [getattr(link, name) for link, name in others.values()]
+    received = plain_communicator(comm).broadcast_object(values, root)
+    for (link, name), value in zip(others.values(), received, strict=True):
+        setattr(link, name, value)
+
+
+def parameter_arrays(link: chainer.Link) -> dict[str, Any]:
+    """Arrays of the initialised parameters, by name."""
+    return {name: p.array for name, p in named_parameters(link).items() if p.is_initialized}
+
+
+def broadcast_arrays(arrays: Mapping[str, Any], root: int = 0, comm: Group = None) -> None:
+    """Overwrite arrays, of NumPy or CuPy, with those of `root`. Collective; see `broadcast_parameters`."""
+    plain = plain_communicator(comm)
+    # Arrays of the host without gaps are received where they are; others by way of a copy.
+    staged: dict[str, Array] = {name: to_host(array) for name, array in arrays.items()}
+    buffers = [
+        StateBuffer(name, array.reshape(-1).view(np.uint8), f"{array.dtype} {arrays[name].shape}")
+        for name, array in staged.items()
+    ]
+    broadcast_state(plain, buffers, root)
+    for name, array in arrays.items():
+        if on_device(array) or not np.may_share_memory(staged[name], array):
+            array[...] = place(staged[name].reshape(array.shape), on_device(array))
+
+
+def broadcast_optimizer_state(optimizer: Any, root: int = 0, comm: Group = None) -> None:
+    """Give all ranks the optimizer state of `root`: counts of updates and epochs, and update rules' states.
+
+    Hyperparameters are not part of it, as they are not part of Chainer's snapshots either. Collective.
+
+    Args:
+        optimizer: Optimizer that is set up with the same link on every rank, wrapped or not.
+        root: Rank whose state everyone gets.
+        comm: Ranks that take part; the world by default.
+
+    Raises:
+        UsageError: `root` is not a rank.
+    """
+    plain = plain_communicator(comm)
+    check_root(plain, root)
+    if plain.size == 1:
+        return
+    optimizer = getattr(optimizer, "actual_optimizer", optimizer)
+    rules = {
+        name: parameter.update_rule
+        for name, parameter in named_parameters(optimizer.target).items()
+        if parameter.update_rule is not None
+    }
+    state = None
+    if plain.rank == root:
+        found = {name: (rule.t, _on_host(rule.state)) for name, rule in rules.items()}
+        state = (optimizer.t, optimizer.epoch, found)
+    received = plain.broadcast_object(state, root)
+    if plain.rank == root:
+        return
+    optimizer.t, optimizer.epoch, found = received
+    parameters = named_parameters(optimizer.target)
+    for name, (count, values) in found.items():
+        rules[name].t = count
+        rules[name]._state = _placed(values, on_device(parameters[name].array))
+
+
+def broadcast_object(obj: T, root: int = 0, comm: Group = None) -> T:
+    """Return `root`'s object on every rank; it has to be picklable. Collective."""
+    received: T = plain_communicator(comm).broadcast_object(obj, root)
+    return received
+
+
+def average_metrics(
+    metrics: Mapping[str, SupportsFloat], count: float, comm: Group = None
+) -> dict[str, float]:
+    """Average metrics over ranks, weighted by `count` samples; see `multiring.metrics.average_metrics`."""
+    return shared_metrics.average_metrics(plain_communicator(comm), metrics, count)
+
+
+def _on_host(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if state is None else {k: to_host(v) if is_array(v) else v for k, v in state.items()}
+
+
+def _placed(state: Mapping[str, Any] | None, device: bool) -> dict[str, Any] | None:
+    return None if state is None else {k: place(v, device) if is_array(v) else v for k, v in state.items()}

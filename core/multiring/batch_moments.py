@@ -1,0 +1,60 @@
+"""Mean and variance over the batches of all ranks, from those of each."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["combine_moments", "moments_row"]
+
+Row = NDArray[np.float64]
+
+
+def moments_row(count: int, mean: NDArray[np.float64], variance: NDArray[np.float64]) -> Row:
+    """What a rank sends of its batch: count, means, sums of squared deviations. Shape (1, 2*channels + 1).
+
+    Args:
+        count: Values per channel; with 0 the others are not looked at.
+        mean: Shape (channels,).
+        variance: Biased, shape (channels,).
+    """
+    row = np.zeros((1, 2 * mean.size + 1))
+    if count:
+        row[0, 0] = count
+        row[0, 1 : mean.size + 1] = mean
+        row[0, mean.size + 1 :] = variance * count
+    return row
+
+
+def combine_moments(rows: NDArray[np.float64]) -> tuple[float, Row, Row]:
+    """Count, mean and biased variance of all rows together.
+
+    Rows are folded in a balanced tree over the ranks (Chan, Golub, LeVeque 1979), which loses no digits where
+    the mean is large, and gives the same bits on every rank.
+
+    Args:
+        rows: Those of all ranks, in their order. Shape (ranks, 2*channels + 1).
+
+    Returns:
+        The count, and mean and variance of shape (channels,); zeros where the count is 0.
+    """
+    total = _fold(rows)
+    channels = (len(total) - 1) // 2
+    return float(total[0]), total[1 : channels + 1], total[channels + 1 :] / max(float(total[0]), 1.0)
+
+
+def _fold(rows: NDArray[np.float64]) -> Row:
+    if len(rows) == 1:
+        first: Row = rows[0]
+        return first
+    half = 1 << ((len(rows) - 1).bit_length() - 1)
+    left, right = _fold(rows[:half]), _fold(rows[half:])
+    if left[0] == 0 or right[0] == 0:
+        return right if left[0] == 0 else left
+    channels = (len(left) - 1) // 2
+    count = left[0] + right[0]
+    difference = right[1 : channels + 1] - left[1 : channels + 1]
+    mean = left[1 : channels + 1] + difference * (right[0] / count)
+    squares = left[channels + 1 :] + right[channels + 1 :] + difference**2 * (left[0] * right[0] / count)
+    folded: Row = np.concatenate([[count], mean, squares])
+    return folded
