@@ -12,6 +12,7 @@ import chainermn
 import numpy as np
 
 import chainer
+import multiring
 from multiring import Communicator
 from multiring.chainer import array_collectives as arrays
 from multiring.chainer.gradients import GradientSlots, fill_with_zeros, named_parameters
@@ -50,6 +51,8 @@ def create_communicator(
             f"allreduce_grad_dtype={allreduce_grad_dtype!r}: gradients travel in their own dtype"
         )
     keep_mpi_out()
+    if comm is None:
+        comm = multiring.init()
     communicator = ChainerCommunicator(plain_communicator(comm), mpi_comm)
     communicator.set_config("batched_copy", batched_copy)
     return communicator

@@ -4,9 +4,14 @@ The core delivers the messages between two ranks in the order in which they were
 ChainerMN follows, lets a receiver ask for a tag instead. So a message carries its tag, and one that is not
 asked for yet waits here.
 
-    letter    header                                     then
-    arrays    tag, whether a tuple, its length, place    one message of the core for each array
-    object    tag, the object                            nothing
+    letter          header                                    then
+    object          tag, the object                           nothing
+    small arrays    tag, whether a tuple, place, the arrays   nothing
+    large arrays    tag, whether a tuple, place, how many     one message of the core for each array
+
+The core lets one small message between two ranks leave before it is received, so that two ranks may both send
+first and then receive; with large ones or several, one has to receive first. (ChainerMN over MPI always
+waits for the receiver.)
 """
 
 from __future__ import annotations
@@ -23,6 +28,9 @@ from multiring.chainer.arrays import check_dtype, check_same_dtype, is_array, on
 from multiring.errors import UsageError
 
 __all__ = ["Mailbox"]
+
+# Up to here arrays travel in the header: one message, and well below what the core sends without waiting.
+_SMALL_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True, eq=False)  # equality is identity: contents need not compare
@@ -55,9 +63,13 @@ class Mailbox:
             self._keep(dest, _Letter(tag, False, copies if is_tuple else copies[0]))
             return
         device = bool(arrays) and on_device(arrays[0])
-        self._send_header((tag, False, is_tuple, len(arrays), device), dest)
-        for x in arrays:
-            self._comm.send(to_host(x), dest)
+        staged = [to_host(x) for x in arrays]
+        if sum(x.nbytes for x in staged) <= _SMALL_BYTES:
+            self._send_header((tag, False, is_tuple, device, staged), dest)
+            return
+        self._send_header((tag, False, is_tuple, device, len(staged)), dest)
+        for x in staged:
+            self._comm.send(x, dest)
 
     def send_object(self, obj: Any, dest: int, tag: int) -> None:
         """Send anything that can be pickled."""
@@ -108,6 +120,7 @@ class Mailbox:
         tag, is_object, *rest = pickle.loads(self._comm.recv(source).tobytes())
         if is_object:
             return _Letter(tag, True, rest[0])
-        is_tuple, count, device = rest
-        arrays = tuple(place(self._comm.recv(source), device) for _ in range(count))
+        is_tuple, device, content = rest
+        staged = [self._comm.recv(source) for _ in range(content)] if isinstance(content, int) else content
+        arrays = tuple(place(x, device) for x in staged)
         return _Letter(tag, False, arrays if is_tuple else arrays[0])

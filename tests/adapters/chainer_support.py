@@ -1,0 +1,103 @@
+"""What the tests of the Chainer adapter share: a small model, and gradients computed without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# isort: split
+import chainer
+from chainer import functions, links
+
+from multiring import Communicator
+from tests.rank_pool import RankPool
+
+__all__ = [
+    "SMALL",
+    "Network",
+    "Pool",
+    "assert_gradients",
+    "bits_of",
+    "draw",
+    "expected",
+    "gradients_of",
+    "make_model",
+    "squares",
+]
+
+Pool = Callable[[int], RankPool]
+Array = NDArray[Any]
+SMALL: dict[str, Any] = {"bucket_bytes": 256, "first_bucket_bytes": 64}
+
+
+class Network(chainer.Chain):
+    """Three layers, the last of which may be left without a shape, and one that is used on demand."""
+
+    def __init__(self, inputs: int | None = 6) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.first = links.Linear(inputs, 8)
+            self.middle = links.Linear(8, 8)
+            self.last = links.Linear(None if inputs is None else 8, 3)
+            self.spare = links.Linear(8, 3)
+
+    def forward(self, x: Any, spare: bool = False) -> Any:
+        hidden = functions.tanh(self.middle(functions.tanh(self.first(x))))
+        return self.last(hidden) + (self.spare(hidden) if spare else 0.0)
+
+
+def make_model(seed: int = 0, inputs: int | None = 6) -> Network:
+    before = np.random.get_state()
+    np.random.seed(seed)
+    with chainer.using_config("dtype", np.float64):
+        model = Network(inputs)
+    np.random.set_state(before)
+    return model
+
+
+def draw(seed: int, samples: int = 4) -> Array:
+    return np.random.default_rng(seed).standard_normal((samples, 6))
+
+
+def squares(model: Any, rank: int, **kwargs: Any) -> Any:
+    return functions.mean(model(draw(rank), **kwargs) ** 2)
+
+
+def gradients_of(model: Any) -> dict[str, Array | None]:
+    return {name: None if p.grad is None else p.grad.copy() for name, p in model.namedparams()}
+
+
+def bits_of(model: Any) -> dict[str, bytes]:
+    return {name: p.array.tobytes() for name, p in model.namedparams()}
+
+
+Loss = Callable[[Any, int], Any]
+
+
+def expected(comm: Communicator, loss: Loss = squares) -> dict[str, Array | None]:
+    """Gradients of each rank's loss, computed here in turn and averaged; None where no rank has one."""
+    every = []
+    for rank in range(comm.size):
+        model = make_model()
+        model.cleargrads()
+        loss(model, rank).backward()
+        every.append(gradients_of(model))
+    sums: dict[str, Array | None] = {}
+    for name in every[0]:
+        there = [found[name] for found in every if found[name] is not None]
+        sums[name] = sum(there[1:], there[0]) / comm.size if there else None
+    return sums
+
+
+def assert_gradients(model: Any, wanted: dict[str, Array | None], comm: Communicator) -> None:
+    found = gradients_of(model)
+    for name, one in found.items():
+        other = wanted[name]
+        assert (one is None) == (other is None), name
+        if one is not None:
+            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14, err_msg=name)
+    bits = comm.allgather_object({n: None if g is None else g.tobytes() for n, g in found.items()})
+    assert all(other == bits[0] for other in bits)
