@@ -253,6 +253,8 @@ class MultiNodeOptimizer:
         """Compare the model over ranks and make buckets for what is initialised. Collective."""
         plain = self.communicator.plain
         parameters = named_parameters(self.target)
+        if not parameters:
+            raise UsageError(f"rank {plain.rank}: there are no parameters to reduce gradients of")
         entries = [(name, _describe(parameter)) for name, parameter in parameters.items()]
         check_same(plain, entries, "parameters of the model")
         self._make_slots(parameters)

@@ -16,6 +16,19 @@ from multiring.errors import UsageError
 __all__ = ["SyncBatchNormalization", "convert_sync_batch_normalization"]
 
 
+class _Ranks:
+    """The ranks of a link; a copy of the link refers to the same, a pickle to the world of its reader."""
+
+    def __init__(self, comm: Group) -> None:
+        self.comm = comm
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Ranks, (None,)
+
+
 class SyncBatchNormalization(links.BatchNormalization):
     """Batch normalisation whose mean and variance are those of the batches of all ranks together.
 
@@ -61,18 +74,19 @@ class SyncBatchNormalization(links.BatchNormalization):
         axis = (0,) if size is None else None
         super().__init__(size, decay, eps, dtype, use_gamma, use_beta, axis=axis, **initial)
         self.axis = None
-        self._group = comm
+        self._ranks = _Ranks(comm)
+        self.label = type(self).__name__
 
     def forward(self, x: Any, **kwargs: Any) -> chainer.Variable:
         """Normalise; shape and dtype of the result are those of the input. Takes `finetune` too."""
         if self.avg_mean is None:
             self._initialize_params((x.shape[1],))
-        label = f"{type(self).__name__} {self.name or ''}".rstrip()
+        label = self.label
         if x.ndim < 2 or x.shape[1] != len(self.avg_mean):
             raise UsageError(
                 f"{label}: input has shape {x.shape}; expected (batch, {len(self.avg_mean)}, ...)"
             )
-        parent = plain_communicator(self._group)
+        parent = plain_communicator(self._ranks.comm)
         if not chainer.config.train or (parent.size == 1 and x.size > 0):
             result: chainer.Variable = super().forward(x, **kwargs)
             return result
@@ -103,14 +117,6 @@ class SyncBatchNormalization(links.BatchNormalization):
             running *= decay
             running += place((1.0 - decay) * value, on_device(running)).astype(running.dtype)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNormalization:
-        """A copy that normalises over the same ranks."""
-        copied = self.copy("copy")
-        copied._group = self._group
-        memo[id(self)] = copied
-        result: SyncBatchNormalization = copied
-        return result
-
 
 def convert_sync_batch_normalization(link: chainer.Link, comm: Group = None) -> chainer.Link:
     """Replace every `BatchNormalization` in a link by a `SyncBatchNormalization` with the same parameters.
@@ -128,37 +134,38 @@ def convert_sync_batch_normalization(link: chainer.Link, comm: Group = None) -> 
     Raises:
         UsageError: A link normalises over other axes than all but the channels'.
     """
-    return _convert(link, comm, {})
+    return _convert(link, comm, "", {})
 
 
-def _convert(link: chainer.Link, comm: Group, done: dict[int, chainer.Link]) -> chainer.Link:
+def _convert(link: chainer.Link, comm: Group, path: str, done: dict[int, chainer.Link]) -> chainer.Link:
     if id(link) in done:  # a link that occurs twice remains one link
         return done[id(link)]
     result = link
     if isinstance(link, links.BatchNormalization) and not isinstance(link, SyncBatchNormalization):
-        result = _converted(link, comm)
+        result = _converted(link, comm, path)
     done[id(link)] = result
     if isinstance(link, chainer.ChainList):
         for index, child in enumerate(link):
-            if (converted := _convert(child, comm, done)) is not child:
+            if (converted := _convert(child, comm, f"{path}/{index}".lstrip("/"), done)) is not child:
                 link[index] = converted
     elif isinstance(link, chainer.Chain):
         for child in list(link.children()):
-            if (converted := _convert(child, comm, done)) is not child:
-                name = child.name
+            name = child.name
+            if (converted := _convert(child, comm, f"{path}/{name}".lstrip("/"), done)) is not child:
                 delattr(link, name)
                 with link.init_scope():
                     setattr(link, name, converted)
     return result
 
 
-def _converted(link: links.BatchNormalization, comm: Group) -> SyncBatchNormalization:
+def _converted(link: links.BatchNormalization, comm: Group, path: str) -> SyncBatchNormalization:
     if link.avg_mean is not None and (link.axis is not None or link.avg_mean.ndim != 1):
         raise UsageError(
-            f"'{link.name}' normalises over axes of its own; what normalises per channel can be synchronised"
+            f"'{path}' normalises over axes of its own; what normalises per channel can be synchronised"
         )
     new = SyncBatchNormalization.__new__(SyncBatchNormalization)
     new.__dict__.update(link.__dict__)
     new._params, new._persistent = set(link._params), set(link._persistent)
-    new._group = comm
+    new._ranks = _Ranks(comm)
+    new.label = f"{SyncBatchNormalization.__name__} {path}".rstrip()
     return new

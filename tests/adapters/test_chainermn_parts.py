@@ -335,7 +335,7 @@ def test_snapshots(ranks: Pool, tmp_path: Path) -> None:
 
 def early_stopping(comm: Communicator, out: str) -> None:
     mn = multiring.chainer.create_communicator(comm)
-    trainer, model, optimizer = make_trainer(mn, out, 1)
+    trainer, _, optimizer = make_trainer(mn, out, 1)
     optimizer.lr = 0.0
     trigger = chainermn.extensions.MultiNodeEarlyStoppingTrigger(
         mn, monitor="main/loss", patience=2, check_trigger=(1, "epoch"), max_trigger=(50, "epoch")
