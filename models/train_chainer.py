@@ -1,0 +1,179 @@
+"""The training step in Chainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import multiring.chainer  # isort: skip  # before chainer, which it makes importable
+
+import chainer
+import numpy as np
+import numpy.typing as npt
+from chainer import functions
+
+from multiring import Communicator
+from multiring.models.errors import CheckpointError
+from multiring.models.loader import Batch
+from multiring.models.recipe import Recipe
+from multiring.models.resnet_chainer import (
+    ChainerResNet,
+    load_weights,
+    read_weights,
+    running_statistics,
+    trained_parameters,
+)
+from multiring.models.resnet_spec import ResNetSpec
+from multiring.models.sgd_chainer import VELOCITY, Sgd, decay_weights
+from multiring.models.trainer import Probe, Sums, hash_arrays
+from multiring.models.weights import initial_weights
+
+__all__ = ["ChainerTrainer", "set_threads"]
+
+Array = npt.NDArray[Any]
+
+MODEL, MOMENTUM = "model/", "optimizer/momentum/"
+
+
+def set_threads(count: int) -> None:
+    """Let NumPy's matrix products, on which Chainer computes, run on `count` threads."""
+    from threadpoolctl import threadpool_limits
+
+    threadpool_limits(count)
+
+
+class ChainerTrainer:
+    """A ResNet under stochastic gradient descent, its gradients averaged by a multi-node optimizer.
+
+    Args:
+        spec: The network.
+        recipe: Optimizer settings; the learning rate comes with each step.
+        comm: The ranks that train together.
+        seed: Seed of the weights, the same on every rank.
+        dtype: "float32" or "float64".
+        sync_bn: Normalise over the global batch instead of over each rank's part of it.
+        zero_residual: See `initial_weights`.
+    """
+
+    def __init__(
+        self,
+        spec: ResNetSpec,
+        recipe: Recipe,
+        comm: Communicator,
+        *,
+        seed: int,
+        dtype: str = "float32",
+        sync_bn: bool = True,
+        zero_residual: bool = False,
+    ) -> None:
+        self._comm = comm
+        self._sync_bn = sync_bn and comm.size > 1
+        self._dtype = np.dtype(dtype)
+        model = ChainerResNet(spec, self._dtype)
+        load_weights(model, initial_weights(spec, seed, dtype=dtype, zero_residual=zero_residual))
+        if self._sync_bn:
+            multiring.chainer.convert_sync_batch_normalization(model, comm)
+        self._model = model
+        self._parameters = trained_parameters(model)
+        multiring.chainer.broadcast_parameters(model, comm=comm)
+        self._communicator = multiring.chainer.create_communicator(comm)
+        self._optimizer = multiring.chainer.create_multi_node_optimizer(Sgd(recipe), self._communicator)
+        self._optimizer.setup(model)
+        decay_weights(model, recipe.weight_decay)
+
+    def step(self, batch: Batch, lr: float) -> Sums:
+        """Train on one global batch; see `Trainer.step`."""
+        self._optimizer.lr = lr
+        seen: list[Sums] = []
+        self._optimizer.update(self._loss, batch, seen)
+        return seen[0]
+
+    def evaluate(self, batch: Batch) -> Sums:
+        """Score a batch; see `Trainer.evaluate`."""
+        with chainer.using_config("train", False), chainer.no_backprop_mode():
+            scores = self._model(self._images(batch))
+            return _sums(scores, batch.labels, _summed_loss(scores, batch.labels))
+
+    def probe(self, batch: Batch) -> Probe:
+        """Scores and gradients of a batch; see `Trainer.probe`."""
+        arrays = read_weights(self._model)
+        gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
+        self._model.cleargrads()
+        with chainer.using_config("train", True):
+            scores = self._model(self._images(batch))
+            functions.softmax_cross_entropy(scores, batch.labels).backward()
+        found = {name: np.array(parameter.grad) for name, parameter in self._parameters.items()}
+        load_weights(self._model, arrays)
+        for name, parameter in self._parameters.items():
+            parameter.grad = gradients[name]
+        return Probe(np.array(scores.array), found)
+
+    def synchronise(self) -> None:
+        """Average the running statistics that ranks without synchronised normalisation gather separately."""
+        if self._sync_bn or self._comm.size == 1:
+            return
+        arrays = running_statistics(self._model)
+        joined = np.concatenate(arrays)
+        self._comm.allreduce(joined, op="average", out=joined, name="running statistics")
+        ends = np.cumsum([len(array) for array in arrays])
+        for array, part in zip(arrays, np.split(joined, ends[:-1]), strict=True):
+            array[...] = part
+
+    def state(self) -> dict[str, Array]:
+        """Copies of model and momentum; see `Trainer.state`. Nothing here draws random numbers."""
+        state = {MODEL + name: value for name, value in read_weights(self._model).items()}
+        for name, parameter in self._parameters.items():
+            if parameter.update_rule.state is not None:
+                state[MOMENTUM + name] = parameter.update_rule.state[VELOCITY].copy()
+        return state
+
+    def load_state(self, state: Mapping[str, Array]) -> None:
+        """Take over a state; see `Trainer.load_state`."""
+        weights = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
+        try:
+            load_weights(self._model, weights)
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint is of another network: {error}") from error
+        for name, parameter in self._parameters.items():
+            velocity = state.get(MOMENTUM + name)
+            parameter.update_rule.set_velocity(None if velocity is None else velocity.astype(self._dtype))
+
+    def fingerprint(self) -> str:
+        """Hash of parameters and momentum, and of the running statistics where they are synchronised."""
+        own = (
+            ()
+            if self._sync_bn or self._comm.size == 1
+            else tuple(MODEL + n for n in self._model.spec.state_shapes())
+        )
+        return hash_arrays({name: value for name, value in self.state().items() if name not in own})
+
+    def close(self) -> None:
+        """Release the buckets."""
+        self._optimizer.close()
+        self._communicator.finalize()
+
+    def _loss(self, batch: Batch, seen: list[Sums]) -> chainer.Variable:
+        """Averaged over ranks this is the mean over the global batch, for any split; appends to `seen`."""
+        if len(batch.labels) == 0 and not self._sync_bn:
+            # Nothing to compute and nothing that the others wait for but the gradients: contribute zeros.
+            seen.append(Sums())
+            return sum(functions.sum(parameter) * 0.0 for parameter in self._parameters.values())
+        with chainer.using_config("train", True):
+            scores = self._model(self._images(batch))
+        loss = _summed_loss(scores, batch.labels)
+        seen.append(_sums(scores, batch.labels, loss))
+        return loss * (self._comm.size / batch.global_count)
+
+    def _images(self, batch: Batch) -> Array:
+        return batch.images.astype(self._dtype, copy=False)
+
+
+def _summed_loss(scores: chainer.Variable, labels: Array) -> chainer.Variable:
+    if len(labels) == 0:  # Chainer's cross entropy cannot do without samples
+        return functions.sum(scores)
+    return functions.sum(functions.softmax_cross_entropy(scores, labels, reduce="no"))
+
+
+def _sums(scores: chainer.Variable, labels: Array, loss: chainer.Variable) -> Sums:
+    correct = int((scores.array.argmax(axis=1) == labels).sum())
+    return Sums(float(loss.array), correct, len(labels))
