@@ -1,1 +1,16 @@
-"""Placeholder."""
+"""The Caffe adapter: a solver callback for pycaffe, and for everything of pycaffe's shape.
+
+import multiring.caffe
+
+comm = multiring.init()
+solver = caffe.SGDSolver("solver.prototxt")
+solver.add_callback(*multiring.caffe.SolverCallback(solver))
+solver.step(1000)   # weights come from rank 0, gradients are averaged over all ranks
+"""
+
+from __future__ import annotations
+
+from multiring.caffe.callback import SolverCallback
+from multiring.caffe.state import average_metrics, broadcast_object, broadcast_parameters
+
+__all__ = ["SolverCallback", "average_metrics", "broadcast_object", "broadcast_parameters"]

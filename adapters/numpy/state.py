@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import multiring
-import numpy as np
 from multiring import metrics as shared_metrics
-from multiring.state_sync import StateBuffer, broadcast_state
+from multiring.state_sync import broadcast_arrays
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -34,17 +33,7 @@ def broadcast_parameters(
         MismatchError: The ranks pass different names, shapes or dtypes.
     """
     comm = multiring.world() if comm is None else comm
-    flat = {name: np.ascontiguousarray(array) for name, array in parameters.items()}
-    buffers = [
-        StateBuffer(
-            name, array.reshape(-1).view(np.uint8), f"{parameters[name].dtype} {parameters[name].shape}"
-        )
-        for name, array in flat.items()
-    ]
-    broadcast_state(comm, buffers, root)
-    for name, array in flat.items():
-        if not np.shares_memory(array, parameters[name]):
-            parameters[name][...] = array.reshape(parameters[name].shape)
+    broadcast_arrays(comm, parameters, root)
 
 
 def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:

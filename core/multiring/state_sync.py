@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from multiring.model_check import check_same
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["StateBuffer", "broadcast_state", "check_root"]
+__all__ = ["StateBuffer", "broadcast_arrays", "broadcast_state", "check_root"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,29 @@ def broadcast_state(
             comm.broadcast(pack[0].data, root=root, out=pack[0].data, name=name)
         else:
             _broadcast_packed(comm, pack, root, name)
+
+
+def broadcast_arrays(comm: Communicator, arrays: Mapping[str, NDArray[Any]], root: int = 0) -> None:
+    """Overwrite NumPy arrays of all ranks with those of `root`. Collective.
+
+    Args:
+        comm: Ranks that take part.
+        arrays: Writable arrays of any dtype, shape and strides, by name, in the same order on every rank.
+        root: Rank whose values everyone gets.
+
+    Raises:
+        UsageError: `root` is not a rank.
+        MismatchError: The ranks pass different names, shapes or dtypes.
+    """
+    flat = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    buffers = [
+        StateBuffer(name, array.reshape(-1).view(np.uint8), f"{arrays[name].dtype} {arrays[name].shape}")
+        for name, array in flat.items()
+    ]
+    broadcast_state(comm, buffers, root)
+    for name, array in flat.items():
+        if not np.shares_memory(array, arrays[name]):
+            arrays[name][...] = array.reshape(arrays[name].shape)
 
 
 def _packs(buffers: Sequence[StateBuffer], limit: int) -> Iterator[list[StateBuffer]]:

@@ -1,0 +1,286 @@
+"""The solver callback: weights from one rank at the start, gradients averaged in every iteration.
+
+A backward pass runs the layers from last to first and calls `after_backward` with the number of each. From
+these calls the callback learns which blobs have a new gradient and how many passes an iteration has
+(`iter_size`); with `overlap` the gradients of the last pass leave as soon as their layers are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import multiring
+from multiring.arrays import STREAMING_BYTES, copy_large
+from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
+from multiring.caffe.shape import Array, Parameter, Solver, learned_blobs
+from multiring.caffe.state import broadcast_parameters
+from multiring.errors import UsageError
+from multiring.gradient_reducer import GradientReducer
+from multiring.gradient_source import ReducerOptions
+from multiring.model_check import check_same
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["SolverCallback"]
+
+
+class SolverCallback:
+    """The two callables that `solver.add_callback` takes. Creation and `close` are collective.
+
+        solver.add_callback(*SolverCallback(solver))
+
+    In every iteration `on_start` comes before the first forward pass and `on_gradients_ready` between the
+    last backward pass and the update. After it, every `.diff` is the sum of all ranks divided by their
+    number, with the same bits on all of them.
+    """
+
+    def __init__(
+        self,
+        solver: Solver,
+        comm: Communicator | None = None,
+        *,
+        overlap: bool = False,
+        iter_size: int | None = None,
+        frozen: Collection[str] = (),
+        root: int = 0,
+        average: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> None:
+        """Compare the net over ranks and allocate buckets.
+
+        Args:
+            solver: A solver of pycaffe's shape.
+            comm: Ranks that train together; the world by default.
+            overlap: Reduce layer by layer while the backward pass still runs.
+            iter_size: Backward passes of an iteration, as the solver's prototxt has it. Without it the first
+                iteration is counted, and only the following ones overlap.
+            frozen: Names of layers whose blobs have `lr_mult: 0`; their gradients stay where they are.
+                Those of BatchNorm layers are known.
+            root: Rank whose weights all start from.
+            average: Divide by the number of ranks that have data; otherwise gradients are added.
+            bucket_bytes: Limit of a bucket, in bytes.
+            first_bucket_bytes: Limit of the first bucket of each dtype, in bytes; small, to start early.
+            prescale: Factor applied before the reduction.
+            postscale: Factor applied after it.
+
+        Raises:
+            UsageError: Nothing to reduce, an unknown layer, a dtype that cannot be reduced, or a net that
+                does not call back while `overlap` needs it.
+            MismatchError: The ranks have different nets or options.
+        """
+        self._comm = multiring.world() if comm is None else comm
+        self._solver, self._net, self._root = solver, solver.net, root
+        if iter_size is not None and iter_size < 1:
+            raise UsageError(f"rank {self._comm.rank}: iter_size is {iter_size}; pass 1 or more")
+        self._parameters = self._select(frozen)
+        specs = [self._specification(parameter) for parameter in self._parameters]
+        options = ReducerOptions(
+            "average" if average else "sum", bucket_bytes, first_bucket_bytes, prescale, postscale
+        )
+        self._reducer = GradientReducer(self._comm, specs, options)
+        # With one rank and no scaling there is nothing to do: gradients stay where they are.
+        self._is_local = self._comm.size == 1 and options.scale == 1.0
+        self._overlap, self._expected = overlap, iter_size
+        self._counts_passes = iter_size is None
+        self._passes, self._last_layer = 0, -1
+        self._is_started = False
+        self._produced: frozenset[str] = frozenset()
+        self._generation, self._views = -1, [np.empty(0)]
+        self._is_watching = self._watch()
+
+    def __iter__(self) -> Iterator[Callable[[], None]]:
+        """Unpacks as `on_start, on_gradients_ready`."""
+        return iter((self.on_start, self.on_gradients_ready))
+
+    @property
+    def produced(self) -> frozenset[str]:
+        """Names of the blobs that the last reduction brought a gradient for: those that a backward pass of
+        any rank had reached. All, where the net does not call back after each layer."""
+        return self._produced
+
+    def on_start(self) -> None:
+        """Begin an iteration; collective the first time, when all weights are broadcast.
+
+        Raises:
+            MismatchError: The first time, if ranks are at different iterations.
+        """
+        self._check_open()
+        self._reducer.cancel()  # what an iteration that was aborted by an exception has left
+        self._passes, self._last_layer = 0, -1
+        self._start()
+
+    def on_gradients_ready(self) -> None:
+        """Reduce the gradients in place. Collective.
+
+        Raises:
+            MultiringError: The communication failed; the gradients are undefined.
+        """
+        self._check_open()
+        if not self._is_watching:
+            for index in range(len(self._parameters)):
+                self._reducer.mark_produced(index)
+        passes, self._passes, self._last_layer = self._passes, 0, -1
+        result = self._reducer.finish(self)
+        if self._counts_passes and passes:
+            self._expected = passes
+        self._refresh_views()
+        self._produced = frozenset(
+            parameter.name
+            for parameter, produced in zip(self._parameters, result.produced, strict=True)
+            if produced
+        )
+        if not self._is_local:
+            for index in np.flatnonzero(result.produced):
+                _copy(self._diff(index), self._views[index])
+
+    def broadcast(self, root: int | None = None) -> None:
+        """Overwrite the weights of all ranks with those of `root`. Collective.
+
+        The first iteration does it by itself; call it where only one rank has loaded other weights since.
+        """
+        broadcast_parameters(self._net, self._root if root is None else root, self._comm)
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Context of a loop that may have fewer iterations on some ranks than on others.
+
+        A rank that leaves it answers the reductions of the others with zeros until all have left; averages
+        divide by the number of ranks that still have data. Then all take over the weights of one that had
+        data to the last. Every rank has to enter it, and no other collectives may be used inside. The
+        solver's own history is not handed over: pycaffe does not show it.
+        """
+        self._check_open()
+        self._start()  # here, since a rank may have no iteration at all
+        yield
+        if self._comm.size > 1:
+            root = self._reducer.join()
+            self._refresh_views()
+            self.broadcast(root)
+
+    def close(self) -> None:
+        """Release the buckets; the callables must not be called any more. May be called twice."""
+        self._views, self._is_watching = [], False
+        self._reducer.close()
+        self._closed = True
+
+    def store(self, index: int) -> bool:
+        """Part of `GradientSource`: in Caffe there is always a gradient, if only zeros."""
+        self._put(index)
+        return True
+
+    def publish(self, index: int) -> None:
+        """Part of `GradientSource`: only where `store` has said that there is no gradient."""
+
+    _closed = False
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"rank {self._comm.rank}: this SolverCallback is closed; make another one")
+
+    def _start(self) -> None:
+        if self._is_started:
+            return
+        check_same(self._comm, [("iteration", str(self._solver.iter))], "solver to train")
+        self.broadcast()
+        self._is_started = True
+
+    def _select(self, frozen: Collection[str]) -> list[Parameter]:
+        if unknown := sorted(set(frozen) - {str(name) for name in self._net.params}):
+            raise UsageError(
+                f"rank {self._comm.rank}: frozen names {unknown[0]!r}, but no layer with blobs has that name"
+            )
+        return [p for p in learned_blobs(self._net) if not p.is_statistic and p.layer not in frozen]
+
+    def _specification(self, parameter: Parameter) -> ParameterSpec:
+        diff = self._net.params[parameter.layer][parameter.number].diff
+        return ParameterSpec(parameter.name, diff.shape, diff.dtype.name)
+
+    def _watch(self) -> bool:
+        """Have the net call back after each layer, if it can."""
+        can = hasattr(self._net, "after_backward") and all(p.users for p in self._parameters)
+        if not can:
+            if self._overlap:
+                raise UsageError(
+                    f"rank {self._comm.rank}: overlap=True needs a net with after_backward and _layer_names, "
+                    "which this one lacks; leave it out, or use a newer Caffe"
+                )
+            return False
+        # Per layer: blobs whose gradient is complete after it (it is the first to use them), and all others.
+        self._complete: dict[int, list[int]] = {}
+        self._partial: dict[int, list[int]] = {}
+        for index, parameter in enumerate(self._parameters):
+            self._complete.setdefault(min(parameter.users), []).append(index)
+            for layer in set(parameter.users) - {min(parameter.users)}:
+                self._partial.setdefault(layer, []).append(index)
+        self._net.after_backward(self._after_backward)
+        return True
+
+    def _after_backward(self, layer: int) -> None:
+        """A layer's part of a backward pass is done."""
+        if not self._is_watching:
+            return
+        if layer >= self._last_layer:
+            self._passes += 1
+        self._last_layer = layer
+        for index in self._partial.get(layer, ()):
+            self._check_unsent(index)
+            self._reducer.mark_produced(index)
+        leaves = self._overlap and self._passes == self._expected
+        for index in self._complete.get(layer, ()):
+            self._check_unsent(index)
+            if leaves:
+                self._put(index)
+                self._reducer.mark_ready(index)
+            else:
+                self._reducer.mark_produced(index)
+
+    def _check_unsent(self, index: int) -> None:
+        if self._reducer.is_ready(index):
+            raise UsageError(
+                f"rank {self._comm.rank}: '{self._parameters[index].name}' received a gradient in backward "
+                f"pass {self._passes} of an iteration, but was sent after pass {self._expected}; pass "
+                "SolverCallback the iter_size of the solver",
+                rank=self._comm.rank,
+                tensor=self._parameters[index].name,
+            )
+
+    def _put(self, index: int) -> None:
+        if not self._is_local:
+            self._refresh_views()
+            _copy(self._views[index], self._diff(index))
+
+    def _diff(self, index: int) -> Array:
+        """The gradient; asked for anew each time, since a GPU build copies it to the host then."""
+        parameter, view = self._parameters[index], self._views[index]
+        diff: Array = self._net.params[parameter.layer][parameter.number].diff
+        if diff.shape != view.shape or diff.dtype != view.dtype:
+            raise UsageError(
+                f"rank {self._comm.rank}: blob '{parameter.name}' has become {diff.dtype} {diff.shape}, it "
+                f"was {view.dtype} {view.shape}; close() the callback before changing a net and make another",
+                rank=self._comm.rank,
+                tensor=parameter.name,
+            )
+        return diff
+
+    def _refresh_views(self) -> None:
+        if self._generation != self._reducer.generation:
+            self._generation = self._reducer.generation
+            self._views = [
+                self._reducer.slot(index).view(spec.dtype).reshape(spec.shape)
+                for index, spec in enumerate(self._reducer.specs)
+            ]
+
+
+def _copy(out: Array, x: Array) -> None:
+    if x.nbytes >= STREAMING_BYTES and x.flags.c_contiguous and out.flags.c_contiguous:
+        copy_large(out.ctypes.data, x.ctypes.data, x.nbytes)
+    else:
+        out[...] = x

@@ -1,0 +1,109 @@
+"""A solver of pycaffe's shape in plain NumPy, for the tests of the adapter: no Caffe needed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["FakeBlob", "FakeLayer", "FakeNet", "FakeSolver"]
+
+Array = NDArray[Any]
+
+
+class FakeBlob:
+    """Gives a new array at each access, as pycaffe does."""
+
+    def __init__(self, data: Array, diff: Array | None = None) -> None:
+        self._data = data
+        self._diff = np.zeros_like(data) if diff is None else diff
+
+    @property
+    def data(self) -> Array:
+        return self._data[...]
+
+    @property
+    def diff(self) -> Array:
+        return self._diff[...]
+
+    def share(self) -> FakeBlob:
+        """Another blob over the same memory, as layers have that share weights."""
+        return FakeBlob(self._data, self._diff)
+
+
+class FakeLayer:
+    def __init__(self, kind: str, blobs: Sequence[FakeBlob]) -> None:
+        self.type = kind
+        self.blobs = list(blobs)
+
+
+class FakeNet:
+    """Layers by name, bottom to top. `backward` adds gradients layer by layer, from top to bottom."""
+
+    def __init__(self, layers: Mapping[str, FakeLayer]) -> None:
+        self._layer_names = list(layers)
+        self.layers = list(layers.values())
+        self._callbacks: list[Callable[[int], None]] = []
+
+    @property
+    def params(self) -> OrderedDict[str, list[FakeBlob]]:
+        pairs = zip(self._layer_names, self.layers, strict=True)
+        return OrderedDict((name, layer.blobs) for name, layer in pairs if layer.blobs)
+
+    def after_backward(self, callback: Callable[[int], None]) -> None:
+        self._callbacks.append(callback)
+
+    def clear_param_diffs(self) -> None:
+        for blobs in self.params.values():
+            for blob in blobs:
+                blob.diff[...] = 0
+
+    def backward(self, gradients: Mapping[str, Sequence[Array]], skip: Iterable[str] = ()) -> None:
+        """Run the layers' backward passes; those in `skip` do not run."""
+        for index in range(len(self.layers) - 1, -1, -1):
+            name = self._layer_names[index]
+            if name in skip:
+                continue
+            for blob, gradient in zip(self.layers[index].blobs, gradients.get(name, ()), strict=False):
+                blob.diff[...] += gradient
+            for callback in self._callbacks:
+                callback(index)
+
+
+class FakeSolver:
+    """Calls back in Caffe's order; `update` is the part behind `on_gradients_ready`."""
+
+    def __init__(self, net: FakeNet) -> None:
+        self.net = net
+        self.iter = 0
+        self.test_nets: list[FakeNet] = []
+        self._callbacks: list[tuple[Callable[[], None], Callable[[], None]]] = []
+
+    def add_callback(self, on_start: Callable[[], None], on_gradients_ready: Callable[[], None]) -> None:
+        self._callbacks.append((on_start, on_gradients_ready))
+
+    def start(self) -> None:
+        for on_start, _ in self._callbacks:
+            on_start()
+
+    def gradients_ready(self) -> None:
+        for _, on_gradients_ready in self._callbacks:
+            on_gradients_ready()
+
+    def update(self, rate: float) -> None:
+        for blobs in self.net.params.values():
+            for blob in blobs:
+                blob.data[...] -= rate * blob.diff
+        self.iter += 1
+
+    def step(self, passes: Iterable[Mapping[str, Sequence[Array]]], rate: float = 0.1) -> None:
+        """One iteration whose backward passes have these gradients."""
+        self.net.clear_param_diffs()
+        self.start()
+        for gradients in passes:
+            self.net.backward(gradients)
+        self.gradients_ready()
+        self.update(rate)

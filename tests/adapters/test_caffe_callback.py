@@ -1,0 +1,374 @@
+"""What is particular to Caffe: shared weights, iter_size, statistics, overlap, nets that do not call back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import multiring.caffe
+from multiring import Communicator
+from multiring.errors import MismatchError, UsageError
+from tests.adapters.caffe_support import FakeBlob, FakeLayer, FakeNet, FakeSolver
+from tests.rank_pool import RankPool
+from tests.support import REPOSITORY, start_job
+
+Pool = Callable[[int], RankPool]
+Array = NDArray[Any]
+SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 64}
+
+
+def blob(*shape: int, dtype: Any = np.float32, order: Any = "C") -> FakeBlob:
+    return FakeBlob(np.zeros(shape, dtype, order=order), np.zeros(shape, dtype, order=order))
+
+
+def make_solver() -> FakeSolver:
+    """A net with a bias, a BatchNorm layer, a shared weight, and a blob without elements."""
+    shared = blob(3, 5)
+    return FakeSolver(
+        FakeNet(
+            {
+                "data": FakeLayer("Input", []),
+                "conv": FakeLayer("Convolution", [blob(4, 2, 3, 3), blob(4)]),
+                "norm": FakeLayer("BatchNorm", [blob(4), blob(4), blob(1)]),
+                "twin_a": FakeLayer("InnerProduct", [shared]),
+                "empty": FakeLayer("InnerProduct", [blob(0, 5)]),
+                "twin_b": FakeLayer("InnerProduct", [shared.share()]),
+                "loss": FakeLayer("SoftmaxWithLoss", []),
+            }
+        )
+    )
+
+
+def draw(seed: int) -> dict[str, list[Array]]:
+    """Gradients of every layer in one backward pass; small integers, so that sums are exact."""
+    generator = np.random.default_rng(seed)
+
+    def values(*shape: int) -> Array:
+        return generator.integers(-8, 8, shape).astype(np.float32)
+
+    return {
+        "conv": [values(4, 2, 3, 3), values(4)],
+        "twin_a": [values(3, 5)],
+        "empty": [values(0, 5)],
+        "twin_b": [values(3, 5)],
+    }
+
+
+def expect(net: FakeNet, passes: list[list[dict[str, list[Array]]]]) -> None:
+    """The diffs are the averages over ranks of the sums over passes; shared weights are counted once."""
+    size = len(passes)
+    total = {
+        name: [sum(one[name][k] for rank in passes for one in rank) / size for k in range(len(blobs))]
+        for name, blobs in passes[0][0].items()
+    }
+    twins = total["twin_a"][0] + total["twin_b"][0]
+    np.testing.assert_allclose(net.params["twin_a"][0].diff, twins, rtol=1e-6)
+    np.testing.assert_allclose(net.params["twin_b"][0].diff, twins, rtol=1e-6)
+    for k in (0, 1):
+        np.testing.assert_allclose(net.params["conv"][k].diff, total["conv"][k], rtol=1e-6)
+
+
+def reduce_some(comm: Communicator, overlap: bool, iter_size: int | None, count: int) -> list[bytes]:
+    solver = make_solver()
+    callback = multiring.caffe.SolverCallback(solver, comm, overlap=overlap, iter_size=iter_size, **SMALL)
+    solver.add_callback(*callback)
+    bits = []
+    for step in range(3):
+        passes = [[draw(1000 * step + 10 * rank + k) for k in range(count)] for rank in range(comm.size)]
+        solver.net.params["norm"][0].diff[...] = comm.rank
+        solver.net.clear_param_diffs()
+        solver.start()
+        for gradients in passes[comm.rank]:
+            solver.net.backward(gradients)
+        solver.gradients_ready()
+        expect(solver.net, passes)
+        assert callback.produced == {"conv[0]", "conv[1]", "twin_a", "empty"}
+        bits += [b.diff.tobytes() for blobs in solver.net.params.values() for b in blobs]
+        solver.update(0.1)
+    callback.close()
+    return bits
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("overlap", "iter_size", "count"),
+    [(False, None, 1), (True, 1, 1), (True, None, 1), (True, 3, 3), (True, None, 3), (False, None, 3)],
+)
+def test_gradients_of_an_iteration(
+    ranks: Pool, size: int, overlap: bool, iter_size: int | None, count: int
+) -> None:
+    results = ranks(size).run(reduce_some, overlap, iter_size, count)
+    assert all(result == results[0] for result in results), "ranks have different bits"
+
+
+def watch_overlap(comm: Communicator, passes: int) -> None:
+    """Buckets leave while the last pass is still in lower layers, and no earlier; a shared weight waits."""
+    solver = make_solver()
+    callback = multiring.caffe.SolverCallback(solver, comm, overlap=True, **SMALL)
+    solver.add_callback(*callback)
+    sent: list[tuple[int, int]] = []
+
+    def look(layer: int) -> None:
+        current = callback._reducer._round
+        sent.append((layer, 0 if current is None else sum(current.ready)))
+
+    solver.net.after_backward(look)
+    for step in range(3):
+        sent.clear()
+        solver.step([draw(step)] * passes)
+        first_passes, last = sent[: 7 * (passes - 1)], dict(sent[7 * (passes - 1) :])
+        assert all(ready == 0 for _, ready in first_passes)
+        if step == 0:  # nobody has said how many passes there are
+            assert all(ready == 0 for ready in last.values())
+        else:
+            # twin_b is layer 5 and complete only with twin_a, layer 3; empty is layer 4, conv layer 1.
+            assert [last[layer] for layer in (6, 5, 4, 3, 2, 1, 0)] == [0, 0, 1, 2, 2, 4, 4]
+    callback.close()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_layers_leave_during_the_last_pass(ranks: Pool, passes: int) -> None:
+    ranks(2).run(watch_overlap, passes)
+
+
+def surprise(comm: Communicator) -> None:
+    solver = make_solver()
+    callback = multiring.caffe.SolverCallback(solver, comm, overlap=True, iter_size=2, **SMALL)
+    solver.add_callback(*callback)
+    solver.step([draw(0), draw(1)])
+    with pytest.raises(
+        UsageError, match=r"'twin_a' received a gradient in backward pass 3 .* sent after pass 2; pass Solver"
+    ):
+        solver.step([draw(0), draw(1), draw(2)])
+    # The iteration is lost, the callback is not; fewer passes than announced only overlap less.
+    mine = [[draw(10 * rank)] for rank in range(comm.size)]
+    solver.net.clear_param_diffs()
+    solver.start()
+    solver.net.backward(mine[comm.rank][0])
+    solver.gradients_ready()
+    expect(solver.net, mine)
+    callback.close()
+
+
+def test_an_unexpected_number_of_passes(ranks: Pool) -> None:
+    ranks(2).run(surprise)
+
+
+def start_differently(comm: Communicator) -> None:
+    solver = make_solver()
+    for blobs in solver.net.params.values():
+        for one in blobs:
+            one.data[...] = comm.rank + 1
+    callback = multiring.caffe.SolverCallback(solver, comm, root=1)
+    solver.add_callback(*callback)
+    solver.start()
+    assert all((b.data == 2).all() for blobs in solver.net.params.values() for b in blobs)
+    solver.net.params["conv"][0].data[...] = comm.rank  # nothing is broadcast in later iterations
+    solver.start()
+    assert (solver.net.params["conv"][0].data == comm.rank).all()
+    callback.broadcast(0)
+    assert (solver.net.params["conv"][0].data == 0).all()
+    callback.close()
+
+
+def test_weights_are_broadcast_once(ranks: Pool) -> None:
+    ranks(3).run(start_differently)
+
+
+def restore_on_one_rank(comm: Communicator) -> None:
+    solver = make_solver()
+    solver.iter = 100 if comm.rank == 0 else 0
+    solver.add_callback(*multiring.caffe.SolverCallback(solver, comm))
+    solver.start()
+
+
+def test_ranks_at_different_iterations_are_refused(ranks: Pool) -> None:
+    for error in ranks(2).run_expecting_errors(restore_on_one_rank):
+        assert isinstance(error, MismatchError)
+        assert "'iteration' 100 on rank 0, but 'iteration' 0 on rank 1" in str(error)
+
+
+class QuietNet:
+    """An old net: parameters and nothing else."""
+
+    def __init__(self, params: Mapping[str, list[FakeBlob]]) -> None:
+        self.params = params
+
+
+class QuietSolver:
+    def __init__(self, params: Mapping[str, list[FakeBlob]]) -> None:
+        self.net = QuietNet(params)
+        self.iter = 0
+
+    def add_callback(self, on_start: object, on_gradients_ready: object) -> None: ...
+
+
+def quiet(comm: Communicator) -> None:
+    params = {
+        "large": [blob(300, 700), blob(70001, dtype=np.float64)],
+        "odd": [blob(3, 5, order="F"), blob(7, dtype=np.float16), FakeBlob(np.zeros(9)[::2])],
+        "fixed": [blob(2)],
+    }
+    solver = QuietSolver(params)
+    with pytest.raises(UsageError, match="overlap=True needs a net with after_backward"):
+        multiring.caffe.SolverCallback(solver, comm, overlap=True)
+    callback = multiring.caffe.SolverCallback(
+        solver, comm, frozen=["fixed"], average=False, postscale=0.5, **SMALL
+    )
+    on_start, on_gradients_ready = callback
+    for step in range(2):
+        on_start()
+        for blobs in params.values():
+            for number, one in enumerate(blobs):
+                one.diff[...] = comm.rank + number + step
+        on_gradients_ready()
+        for number in range(3):
+            wanted = 0.5 * sum(rank + number + step for rank in range(comm.size))
+            for name in ("large", "odd"):
+                assert all((one.diff == wanted).all() for one in params[name][number : number + 1])
+        assert (params["fixed"][0].diff == comm.rank + step).all()
+    assert callback.produced == {"large[0]", "large[1]", "odd[0]", "odd[1]", "odd[2]"}
+    callback.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_net_that_does_not_call_back(ranks: Pool, size: int) -> None:
+    ranks(size).run(quiet)
+
+
+def refuse(comm: Communicator) -> None:
+    solver = make_solver()
+    with pytest.raises(UsageError, match="frozen names 'conf', but no layer"):
+        multiring.caffe.SolverCallback(solver, comm, frozen=["conf"])
+    with pytest.raises(UsageError, match="iter_size is 0"):
+        multiring.caffe.SolverCallback(solver, comm, iter_size=0)
+    with pytest.raises(UsageError, match="no parameters"):
+        multiring.caffe.SolverCallback(FakeSolver(FakeNet({"data": FakeLayer("Input", [])})), comm)
+    with pytest.raises(UsageError, match="dtype int32 cannot be reduced"):
+        odd = FakeNet({"odd": FakeLayer("Odd", [blob(2, dtype=np.int32)])})
+        multiring.caffe.SolverCallback(FakeSolver(odd), comm)
+    callback = multiring.caffe.SolverCallback(solver, comm)
+    solver.add_callback(*callback)
+    solver.step([draw(0)])
+    before = solver.net.layers[1].blobs[1]
+    solver.net.layers[1].blobs[1] = blob(5)
+    with pytest.raises(UsageError, match=r"'conv\[1\]' has become float32 \(5,\), it was float32 \(4,\)"):
+        solver.step([{}])
+    solver.net.layers[1].blobs[1] = before
+    callback.close()
+    with pytest.raises(UsageError, match="is closed; make another"):
+        solver.step([draw(0)])
+
+
+def test_refused(ranks: Pool) -> None:
+    ranks(2).run(refuse)
+
+
+def differ(comm: Communicator, what: str) -> None:
+    solver = make_solver()
+    frozen: list[str] = []
+    if what == "bias" and comm.rank == 1:
+        solver.net.layers[1].blobs.pop()
+    if what == "frozen" and comm.rank == 1:
+        frozen = ["empty"]
+    multiring.caffe.SolverCallback(solver, comm, frozen=frozen)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"), [("bias", r"'conv' float32 .*on rank 1"), ("frozen", r"'empty' float32")]
+)
+def test_nets_that_differ(ranks: Pool, what: str, text: str) -> None:
+    for error in ranks(2).run_expecting_errors(differ, what):
+        assert isinstance(error, MismatchError)
+        assert re.search(text, str(error)), error
+
+
+def fail_on_all(comm: Communicator) -> None:
+    """An iteration that ends with an exception half-way leaves nothing behind."""
+    solver = make_solver()
+    callback = multiring.caffe.SolverCallback(solver, comm, overlap=True, iter_size=1, **SMALL)
+    solver.add_callback(*callback)
+    bad = draw(0)
+    bad["conv"] = [np.zeros(7, np.float32)]
+    with pytest.raises(ValueError, match="broadcast"):
+        solver.step([bad])
+    mine = [[draw(10 * rank)] for rank in range(comm.size)]
+    solver.net.clear_param_diffs()
+    solver.start()
+    solver.net.backward(mine[comm.rank][0])
+    solver.gradients_ready()
+    expect(solver.net, mine)
+    callback.close()
+
+
+def test_an_iteration_that_fails_on_all_ranks(ranks: Pool) -> None:
+    ranks(2).run(fail_on_all)
+
+
+def extra_collective_on_one_rank(comm: Communicator) -> None:
+    """Rank 1 is an iteration ahead with another net: names and sizes are compared before data moves."""
+    solver = make_solver()
+    callback = multiring.caffe.SolverCallback(solver, comm)
+    solver.add_callback(*callback)
+    solver.start()
+    if comm.rank == 1:
+        assert callback._reducer.comm is not None
+        callback._reducer.comm.allreduce(np.zeros(3), name="something else")
+    solver.net.backward(draw(0))
+    solver.gradients_ready()
+
+
+def test_a_mismatch_inside_the_loop_is_an_error_on_every_rank(ranks: Pool) -> None:
+    for error in ranks(2).run_expecting_errors(extra_collective_on_one_rank):
+        assert isinstance(error, MismatchError), error
+        assert "something else" in str(error)
+        assert "gradients[0]" in str(error)
+
+
+KILLED = """
+import os, signal, time
+import numpy as np
+import multiring, multiring.caffe
+from tests.adapters.test_caffe_callback import draw, make_solver
+
+comm = multiring.init()
+solver = make_solver()
+solver.add_callback(*multiring.caffe.SolverCallback(solver, overlap=True, bucket_bytes=64))
+
+def die(layer):
+    if comm.rank == 1 and solver.iter == 3 and layer == 3:
+        comm.send(np.zeros(1), 0)  # rank 0 measures from here
+        os.kill(os.getpid(), signal.SIGKILL)
+
+solver.net.after_backward(die)
+start = None
+try:
+    while True:
+        if comm.rank == 0 and solver.iter == 3:
+            comm.recv(1)
+            start = time.monotonic()
+        solver.step([draw(comm.rank)])
+except multiring.MultiringError as error:
+    seconds = time.monotonic() - start
+    path = os.path.join(os.environ["TEST_DIRECTORY"], "seen")
+    with open(path + ".new", "w") as file:
+        file.write(f"{type(error).__name__} {seconds:.3f} {error}")
+    os.rename(path + ".new", path)
+    raise
+"""
+
+
+def test_a_killed_rank_is_reported_within_two_seconds() -> None:
+    with start_job(2, KILLED, env={"PYTHONPATH": str(REPOSITORY)}) as job:
+        name, seconds, text = job.wait_for_file("seen").split(" ", 2)
+        assert name == "PeerLostError", text
+        assert float(seconds) < 2.0
+        assert "rank 1" in text
+        assert "gradients[" in text
+        job.finish()
+        job.assert_nothing_left()
