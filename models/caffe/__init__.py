@@ -1,0 +1,30 @@
+"""A Caffe-style solver: reads Caffe's prototxt files, computes with Torch, and has pycaffe's Python shape.
+
+    solver = SGDSolver("solver.prototxt")
+    solver.add_callback(*multiring.caffe.SolverCallback(solver))
+    solver.solve()
+
+Real Caffe is packaged for no current system; this runs its nets where their layers are among those that a
+ResNet needs. Everything else is refused with its line.
+"""
+
+from __future__ import annotations
+
+from multiring.models.caffe.blob import Blob
+from multiring.models.caffe.net import Net
+from multiring.models.caffe.prototxt import PrototxtError
+from multiring.models.caffe.schema import TEST, TRAIN
+from multiring.models.caffe.solver import AdamSolver, NesterovSolver, SGDSolver, Solver, get_solver
+
+__all__ = [
+    "TEST",
+    "TRAIN",
+    "AdamSolver",
+    "Blob",
+    "NesterovSolver",
+    "Net",
+    "PrototxtError",
+    "SGDSolver",
+    "Solver",
+    "get_solver",
+]

@@ -1,0 +1,123 @@
+"""Blobs: values and their gradient, as NumPy arrays for the user and tensors for the layers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from multiring.errors import UsageError
+
+__all__ = ["Blob", "Shape", "decimal"]
+
+Array = npt.NDArray[Any]
+Shape = tuple[int, ...]
+
+
+class Blob:
+    """Values and gradient of equal shape, allocated when they are first used.
+
+    The arrays of a learned blob stay where they are. A layer gives its results in new memory instead, so
+    take `net.blobs[name].data` anew after each pass.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        self._shape, self.dtype = tuple(shape), dtype
+        self._data: torch.Tensor | None = None
+        self._diff: torch.Tensor | None = None
+
+    @property
+    def data(self) -> Array:
+        """The values: a writable view."""
+        return self.tensor.numpy()
+
+    @property
+    def diff(self) -> Array:
+        """The gradient: a writable view."""
+        return self.gradient.numpy()
+
+    @property
+    def shape(self) -> Shape:
+        """Length of each axis."""
+        return self._shape
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self._shape)
+
+    @property
+    def num(self) -> int:
+        """Length of the first of four axes."""
+        return self._legacy(0)
+
+    @property
+    def channels(self) -> int:
+        """Length of the second of four axes."""
+        return self._legacy(1)
+
+    @property
+    def height(self) -> int:
+        """Length of the third of four axes."""
+        return self._legacy(2)
+
+    @property
+    def width(self) -> int:
+        """Length of the last of four axes."""
+        return self._legacy(3)
+
+    def reshape(self, *shape: int) -> None:
+        """Change the shape; contents are lost if it is another one."""
+        if tuple(shape) != self._shape:
+            self._shape, self._data, self._diff = tuple(int(extent) for extent in shape), None, None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The values."""
+        if self._data is None:
+            self._data = torch.zeros(self._shape, dtype=self.dtype)
+        return self._data
+
+    @tensor.setter
+    def tensor(self, value: torch.Tensor) -> None:
+        if tuple(value.shape) != self._shape:
+            self.reshape(*value.shape)
+        self._data = value
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The gradient."""
+        if self._diff is None:
+            self._diff = torch.zeros(self._shape, dtype=self.dtype)
+        return self._diff
+
+    @gradient.setter
+    def gradient(self, value: torch.Tensor) -> None:
+        self._diff = value
+
+    def share(self, owner: Blob, *, gradient: bool = True) -> None:
+        """Have the memory of another blob with as many elements."""
+        if owner.count != self.count:
+            raise UsageError(f"blobs of shape {self.shape} and {owner.shape} cannot share memory")
+        self._data = owner.tensor.view(self._shape)
+        if gradient:
+            self._diff = owner.gradient.view(self._shape)
+
+    def clear_gradient(self) -> None:
+        """Set the gradient to zeros."""
+        if self._diff is not None:
+            self._diff.zero_()
+
+    def _legacy(self, axis: int) -> int:
+        return self._shape[axis] if axis < len(self._shape) else 1
+
+
+def decimal(value: float) -> float:
+    """The number as it is written in a prototxt.
+
+    Protobuf keeps `0.1` as the float32 next to it; in float64 that would be another learning rate.
+    """
+    return float(str(np.float32(value)))

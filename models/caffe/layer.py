@@ -1,0 +1,148 @@
+"""What a layer is, and the table of all kinds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from multiring.models.caffe.blob import Blob, Shape
+from multiring.models.caffe.fillers import fill
+from multiring.models.caffe.prototxt import Place, PrototxtError
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["LAYERS", "Context", "Gradients", "Layer", "Tensors", "make_layer", "register"]
+
+Tensors = Sequence[torch.Tensor]
+Gradients = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the layers of a net have in common.
+
+    Attributes:
+        phase: `TRAIN` or `TEST`.
+        dtype: Of all blobs.
+        generator: Source of random numbers.
+        seed: Seed of what depends on a sample's number rather than on the generator.
+        shard: This rank and the number of ranks, for data layers in training.
+        comm: Ranks over whose batches BatchNorm normalises; None for this one's alone.
+    """
+
+    phase: int
+    dtype: torch.dtype
+    generator: torch.Generator
+    seed: int = 0
+    shard: tuple[int, int] = (0, 1)
+    comm: Communicator | None = None
+
+
+class Layer:
+    """One layer. `forward` keeps what `backward` needs.
+
+    Attributes:
+        name: Its name.
+        type: Its type, "Convolution" for example.
+        param: Its `LayerParameter`.
+        place: Where it stands in the prototxt.
+        blobs: Its learned blobs.
+    """
+
+    bottoms: tuple[int, int] = (1, 1)  # how many there may be
+    tops: tuple[int, int] = (1, 1)
+    is_loss = False
+    has_backward = True
+
+    def __init__(self, param: Any, place: Place, context: Context) -> None:
+        self.param, self.place, self.context = param, place, context
+        self.name, self.type = str(param.name), str(param.type)
+        self.blobs: list[Blob] = []
+        for count, (least, most), what in (
+            (len(param.bottom), self.bottoms, "bottom"),
+            (len(param.top), self.tops, "top"),
+        ):
+            if not least <= count <= most:
+                wanted = str(least) if least == most else f"{least} to {most}"
+                raise self.error(f"{self.type} takes {wanted} {what} blobs, not {count}")
+
+    def setup(self, bottoms: Sequence[Shape]) -> None:
+        """Check the parameters and make the blobs, given the shapes of the bottoms."""
+
+    def infer(self, bottoms: Sequence[Shape]) -> list[Shape]:
+        """Shapes of the tops."""
+        return [bottoms[0]]
+
+    def forward(self, bottoms: Tensors) -> list[torch.Tensor]:
+        """Values of the tops."""
+        raise NotImplementedError
+
+    def backward(self, gradients: Gradients, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+        """Gradients of the bottoms, and those of the blobs added to `blobs[k].gradient`.
+
+        Args:
+            gradients: Of the tops; None where nothing below the loss reads it.
+            wanted: Per bottom, whether its gradient is used.
+        """
+        raise NotImplementedError
+
+    def error(self, text: str, *path: str | int) -> PrototxtError:
+        """An error that begins with where a field of the layer stands."""
+        return self.place.error(f"layer {self.name!r}: {text}", *path)
+
+    def learns(self, number: int) -> bool:
+        """Whether blob `number` gets a gradient."""
+        return number >= len(self.param.param) or self.param.param[number].lr_mult != 0
+
+    def add_blob(self, shape: Shape, *filler: str) -> Blob:
+        """Append a learned blob, filled by the filler that the fields `filler` lead to."""
+        blob = Blob(shape, self.context.dtype)
+        self.blobs.append(blob)
+        if filler:
+            found = self.param
+            for name in filler:
+                found = getattr(found, name)
+            fill(blob, found, self.place.find(*filler), self.context.generator)
+        return blob
+
+    def axis(self, axis: int, shape: Shape, *path: str) -> int:
+        """An axis of a shape, counted from the front.
+
+        Raises:
+            PrototxtError: There is no such axis.
+        """
+        if not -len(shape) <= axis < len(shape):
+            raise self.error(f"axis {axis} is not one of shape {shape}", *path)
+        return axis % len(shape)
+
+
+LAYERS: dict[str, type[Layer]] = {}
+L = TypeVar("L", bound=type[Layer])
+
+
+def register(name: str) -> Callable[[L], L]:
+    """Add a kind of layer to the table."""
+
+    def add(kind: L) -> L:
+        LAYERS[name] = kind
+        return kind
+
+    return add
+
+
+def make_layer(param: Any, place: Place, context: Context) -> Layer:
+    """A layer of a `LayerParameter`.
+
+    Raises:
+        PrototxtError: Its type is not supported.
+    """
+    if param.type not in LAYERS:
+        kinds = ", ".join(sorted(name for name in LAYERS if name != "Split"))
+        raise place.error(
+            f"layer {param.name!r} has type {param.type!r}, which is not supported; there are {kinds}", "type"
+        )
+    return LAYERS[param.type](param, place, context)

@@ -1,0 +1,379 @@
+"""A net of layers that runs forward and backward one layer at a time, with pycaffe's Python shape."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from multiring.errors import UsageError
+from multiring.models.caffe import layers_basic, layers_loss, layers_norm, layers_vision
+from multiring.models.caffe.blob import Array, Blob
+from multiring.models.caffe.layer import Context, Layer, make_layer
+from multiring.models.caffe.layers_data import DataLayer, MemoryData
+from multiring.models.caffe.learnable import Learnable, collect_learnable
+from multiring.models.caffe.prototxt import Place, read
+from multiring.models.caffe.schema import NetParameter
+from multiring.models.caffe.snapshots import read_net, write_net
+from multiring.models.caffe.splits import entries
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["DTYPES", "Net"]
+
+# Imported for the layers that they register.
+_KINDS = (layers_basic, layers_loss, layers_norm, layers_vision)
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+Callback = Callable[[int], None]
+
+
+class Net:
+    """A net as pycaffe has it.
+
+    Attributes:
+        name: Name of the net.
+        layers: All layers, bottom to top, Splits included; each has `type` and `blobs`.
+        blobs: All blobs by name; take `.data` anew after each pass.
+        inputs: Names of the blobs that the program fills.
+        outputs: Names of the blobs that no layer reads.
+        learnable: Learned blobs with their multipliers, shared ones once.
+        loss: Sum of the weighted losses of the last forward pass.
+    """
+
+    def __init__(
+        self,
+        network_file: str | Path,
+        phase: int,
+        weights: str | Path | None = None,
+        *,
+        level: int = 0,
+        stages: Sequence[str] = (),
+        dtype: str = "float32",
+        seed: int = 0,
+        sync_batch_norm_comm: Communicator | None = None,
+    ) -> None:
+        """Build the net of a prototxt.
+
+        Args:
+            network_file: Path of the prototxt.
+            phase: `TRAIN` or `TEST`.
+            weights: Path of a `.caffemodel` to copy blobs from.
+            level: Level that `include` and `exclude` rules are compared with.
+            stages: Stages that they are compared with.
+            dtype: "float32" or "float64".
+            seed: Seed of the fillers.
+            sync_batch_norm_comm: Ranks over whose batches BatchNorm layers normalise in training. Each
+                then takes a collective in every forward and backward pass.
+
+        Raises:
+            PrototxtError: The file is wrong or asks for what is not supported.
+        """
+        param, place = read(network_file, NetParameter)
+        param.state.phase, param.state.level = phase, level
+        param.state.stage.extend(stages)
+        generator = torch.Generator().manual_seed(seed)
+        context = Context(phase, DTYPES[dtype], generator, seed=seed, comm=sync_batch_norm_comm)
+        self._build(param, place, context)
+        if weights is not None:
+            self.copy_from(weights)
+
+    @classmethod
+    def from_param(cls, param: Any, place: Place, context: Context) -> Net:
+        """A net of a `NetParameter` whose state is set; `place` is where it stands."""
+        net = cls.__new__(cls)
+        net._build(param, place, context)
+        return net
+
+    def _build(self, param: Any, place: Place, context: Context) -> None:
+        self.name, self.phase, self._context = str(param.name), context.phase, context
+        self.layers: list[Layer] = []
+        self.blobs: OrderedDict[str, Blob] = OrderedDict()
+        self.loss = 0.0
+        self._weights: dict[str, float] = {}
+        self._callbacks: dict[str, list[Callback]] = {
+            when: [] for when in ("before_forward", "after_forward", "before_backward", "after_backward")
+        }
+        unread: dict[str, None] = {}
+        with torch.no_grad():
+            for entry in entries(param, place):
+                self._append(make_layer(entry.param, entry.place, context), unread)
+        if not self.layers:
+            raise place.error(f"net {self.name!r} has no layers in this phase")
+        self.inputs = [top for layer in self.layers if layer.type == "Input" for top in layer.param.top]
+        self.outputs = list(unread)
+        self.learnable: list[Learnable] = collect_learnable(self.layers)
+        self._choose_backward(bool(param.force_backward))
+
+    def _append(self, layer: Layer, unread: dict[str, None]) -> None:
+        bottoms = [self.blobs[name].shape for name in layer.param.bottom]
+        layer.setup(bottoms)
+        for number, (top, shape) in enumerate(zip(layer.param.top, layer.infer(bottoms), strict=True)):
+            if top in self.blobs and top not in layer.param.bottom:
+                raise layer.error(f"blob {top!r} is given by an earlier layer already", "top", number)
+            if top not in self.blobs:
+                self.blobs[top] = Blob(shape, self._context.dtype)
+            weight = layer.param.loss_weight[number] if number < len(layer.param.loss_weight) else 0.0
+            self._weights[top] = float(weight)
+        for name in layer.param.bottom:
+            unread.pop(name, None)
+        unread.update(dict.fromkeys(layer.param.top))
+        self.layers.append(layer)
+
+    def _choose_backward(self, force: bool) -> None:
+        """Which layers run backward: those between something that learns and a loss."""
+        needs: dict[str, bool] = {}
+        self._wanted: list[list[bool]] = []
+        for layer in self.layers:
+            wanted = [needs.get(name, False) for name in layer.param.bottom]
+            if force:
+                wanted = [not layer.is_loss or k == 0 for k in range(len(wanted))]
+            given = list(layer.param.propagate_down)
+            if given and len(given) != len(wanted):
+                raise layer.error(
+                    f"{len(wanted)} bottoms have {len(given)} values of propagate_down", "propagate_down"
+                )
+            wanted = given or wanted
+            runs = any(wanted) or any(layer.learns(k) for k in range(len(layer.blobs)))
+            needs.update(dict.fromkeys(layer.param.top, runs and layer.has_backward))
+            self._wanted.append(wanted)
+        self._under_loss: set[str] = {name for name, weight in self._weights.items() if weight}
+        self._runs_backward = [False] * len(self.layers)
+        for index in range(len(self.layers) - 1, -1, -1):
+            layer = self.layers[index]
+            if not layer.has_backward or not self._under_loss & set(layer.param.top):
+                continue
+            self._runs_backward[index] = any(self._wanted[index]) or any(
+                layer.learns(k) for k in range(len(layer.blobs))
+            )
+            self._under_loss |= {
+                name for name, wanted in zip(layer.param.bottom, self._wanted[index], strict=True) if wanted
+            }
+
+    @property
+    def params(self) -> OrderedDict[str, list[Blob]]:
+        """The blobs of every layer that has any, by the layer's name, bottom to top."""
+        return OrderedDict((layer.name, layer.blobs) for layer in self.layers if layer.blobs)
+
+    @property
+    def layer_dict(self) -> OrderedDict[str, Layer]:
+        """The layers by name."""
+        return OrderedDict((layer.name, layer) for layer in self.layers)
+
+    @property
+    def _layer_names(self) -> list[str]:
+        return [layer.name for layer in self.layers]
+
+    @property
+    def _blob_names(self) -> list[str]:
+        return list(self.blobs)
+
+    @property
+    def blob_loss_weights(self) -> OrderedDict[str, float]:
+        """Weight of each blob in the loss, by name."""
+        return OrderedDict((name, self._weights[name]) for name in self.blobs)
+
+    @property
+    def top_names(self) -> OrderedDict[str, list[str]]:
+        """Names of the blobs that each layer gives."""
+        return OrderedDict((layer.name, list(layer.param.top)) for layer in self.layers)
+
+    @property
+    def bottom_names(self) -> OrderedDict[str, list[str]]:
+        """Names of the blobs that each layer reads."""
+        return OrderedDict((layer.name, list(layer.param.bottom)) for layer in self.layers)
+
+    def before_forward(self, callback: Callback) -> None:
+        """Have `callback(index)` called before the forward pass of each layer."""
+        self._callbacks["before_forward"].append(callback)
+
+    def after_forward(self, callback: Callback) -> None:
+        """Have `callback(index)` called after the forward pass of each layer."""
+        self._callbacks["after_forward"].append(callback)
+
+    def before_backward(self, callback: Callback) -> None:
+        """Have `callback(index)` called before the backward pass of each layer."""
+        self._callbacks["before_backward"].append(callback)
+
+    def after_backward(self, callback: Callback) -> None:
+        """Have `callback(index)` called after the backward pass of each layer, from the last to the first;
+        also of layers that have nothing to do there."""
+        self._callbacks["after_backward"].append(callback)
+
+    def forward(
+        self,
+        blobs: Sequence[str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
+        **inputs: Array,
+    ) -> dict[str, Array]:
+        """Run the layers.
+
+        Args:
+            blobs: Names of blobs to return besides the outputs.
+            start: Name of the first layer to run.
+            end: Name of the last one.
+            inputs: Values of all input blobs by name.
+
+        Returns:
+            Values of the outputs (or of the tops of `end`) and of `blobs`, by name.
+        """
+        first = self._find(start) if start is not None else 0
+        last = self._find(end) if end is not None else len(self.layers) - 1
+        if inputs:
+            if set(inputs) != set(self.inputs):
+                raise UsageError(f"the inputs of the net are {self.inputs}, not {sorted(inputs)}")
+            for name, value in inputs.items():
+                self.blobs[name].reshape(*value.shape)
+                self.blobs[name].data[...] = value
+        self.forward_from_to(first, last)
+        names = list(self.layers[last].param.top) if end is not None else self.outputs
+        return {name: self.blobs[name].data for name in [*names, *(blobs or ())]}
+
+    def forward_from_to(self, first: int, last: int) -> float:
+        """Run the layers `first` to `last`; the sum of their weighted losses."""
+        loss = 0.0
+        with torch.no_grad():
+            for index in range(first, last + 1):
+                self._call("before_forward", index)
+                loss += self._forward_layer(self.layers[index])
+                self._call("after_forward", index)
+        self.loss = loss
+        return loss
+
+    def backward(
+        self,
+        diffs: Sequence[str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
+        **gradients: Array,
+    ) -> dict[str, Array]:
+        """Run the layers' backward passes, adding to the gradients of the learned blobs.
+
+        Args:
+            diffs: Names of blobs whose gradients to return besides those of the inputs.
+            start: Name of the layer to start with, the last one by default.
+            end: Name of the layer to end with, the first one by default.
+            gradients: Gradients of output blobs by name.
+
+        Returns:
+            Gradients of the inputs (or of the bottoms of `end`) and of `diffs`, by name.
+        """
+        first = self._find(start) if start is not None else len(self.layers) - 1
+        last = self._find(end) if end is not None else 0
+        for name, value in gradients.items():
+            self.blobs[name].diff[...] = value
+        self.backward_from_to(first, last)
+        names = list(self.layers[last].param.bottom) if end is not None else self.inputs
+        return {name: self.blobs[name].diff for name in [*names, *(diffs or ())]}
+
+    def backward_from_to(self, first: int, last: int) -> None:
+        """Run the backward passes of the layers `first` down to `last`."""
+        with torch.no_grad():
+            for index in range(first, last - 1, -1):
+                self._call("before_backward", index)
+                if self._runs_backward[index]:
+                    self._backward_layer(index)
+                self._call("after_backward", index)
+
+    def clear_param_diffs(self) -> None:
+        """Set the gradients of all learned blobs to zeros."""
+        for learnable in self.learnable:
+            learnable.blob.clear_gradient()
+
+    def reshape(self) -> None:
+        """Give all blobs the shapes that follow from those of the inputs."""
+        for layer in self.layers:
+            shapes = layer.infer([self.blobs[name].shape for name in layer.param.bottom])
+            for name, shape in zip(layer.param.top, shapes, strict=True):
+                if layer.type != "Input":
+                    self.blobs[name].reshape(*shape)
+
+    def set_input_arrays(self, data: Array, labels: Array) -> None:
+        """Give the MemoryData layer at the bottom its samples; see `MemoryData.reset`."""
+        first = self.layers[0]
+        if not isinstance(first, MemoryData):
+            raise UsageError(f"the first layer is of type {first.type}; only MemoryData takes arrays")
+        first.reset(data, labels)
+
+    def copy_from(self, path: str | Path) -> None:
+        """Copy the blobs of a `.caffemodel` into the layers of the same names; other layers stay.
+
+        Raises:
+            CheckpointError: The file cannot be read.
+            UsageError: A layer's blobs have other shapes; nothing was copied then.
+        """
+        found = read_net(Path(path))
+        pairs: list[tuple[Blob, Array]] = []
+        for name, blobs in self.params.items():
+            arrays = found.get(name, [])
+            if not arrays:
+                continue
+            shapes = [blob.shape for blob in blobs]
+            if [array.shape for array in arrays] != shapes:
+                legacy = [array.shape[-len(shape) :] for array, shape in zip(arrays, shapes, strict=False)]
+                if len(arrays) != len(blobs) or legacy != shapes:
+                    raise UsageError(
+                        f"layer {name!r} has blobs of shapes {shapes}, {path} has "
+                        f"{[array.shape for array in arrays]}"
+                    )
+            pairs += zip(blobs, arrays, strict=True)
+        for blob, array in pairs:
+            blob.data[...] = array.reshape(blob.shape)
+
+    def save(self, path: str | Path) -> None:
+        """Write the layers and their blobs as a `.caffemodel`, atomically."""
+        write_net(Path(path), self.name, [(layer.param, layer.blobs) for layer in self.layers])
+
+    def share_with(self, other: Net) -> None:
+        """Have the values of the blobs of layers that another net has under the same names."""
+        theirs = other.params
+        for name, blobs in self.params.items():
+            for mine, their in zip(blobs, theirs.get(name, ()), strict=name in theirs):
+                mine.share(their, gradient=False)
+
+    def seek(self, batches: int) -> None:
+        """Have all data layers go on after so many batches."""
+        for layer in self.layers:
+            if isinstance(layer, DataLayer):
+                layer.seek(batches)
+
+    def _forward_layer(self, layer: Layer) -> float:
+        if layer.type == "Input":
+            return 0.0
+        bottoms = [self.blobs[name].tensor for name in layer.param.bottom]
+        if bottoms:  # shapes may have changed since the last pass
+            layer.infer([tuple(bottom.shape) for bottom in bottoms])
+        results = layer.forward(bottoms)
+        loss = 0.0
+        for name, value in zip(layer.param.top, results, strict=True):
+            blob = self.blobs[name]
+            blob.tensor = value
+            if weight := self._weights[name]:
+                if blob._diff is None:
+                    blob.gradient.fill_(weight)
+                loss += weight * float(value.sum())
+        return loss
+
+    def _backward_layer(self, index: int) -> None:
+        layer = self.layers[index]
+        gradients = [
+            self.blobs[name].gradient if name in self._under_loss else None for name in layer.param.top
+        ]
+        found = layer.backward(gradients, self._wanted[index])
+        for name, wanted, gradient in zip(layer.param.bottom, self._wanted[index], found, strict=True):
+            if wanted and gradient is not None:
+                self.blobs[name].gradient = gradient
+
+    def _call(self, when: str, index: int) -> None:
+        for callback in self._callbacks[when]:
+            callback(index)
+
+    def _find(self, name: str) -> int:
+        names = self._layer_names
+        if name not in names:
+            raise UsageError(f"the net has no layer {name!r}")
+        return names.index(name)

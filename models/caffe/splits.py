@@ -1,0 +1,141 @@
+"""A net as it is built: layers chosen by phase, inputs as layers, copies where a blob is read twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from multiring.models.caffe.layer import LAYERS
+from multiring.models.caffe.prototxt import Place
+from multiring.models.caffe.schema import LayerParameter
+
+__all__ = ["Entry", "entries"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A layer to build: its parameter and where it stands."""
+
+    param: Any
+    place: Place
+
+
+def entries(net: Any, place: Place) -> list[Entry]:
+    """The layers of a `NetParameter` for its `state`, with copies of their parameters.
+
+    Raises:
+        PrototxtError: A rule is contradictory, or a layer reads a blob that no layer before it gives.
+    """
+    chosen = _inputs(net, place)
+    for number, layer in enumerate(net.layer):
+        where = place.find("layer", number)
+        if _is_included(layer, net.state, where):
+            param = LayerParameter()
+            param.CopyFrom(layer)
+            chosen.append(Entry(param, where))
+    return _with_splits(chosen)
+
+
+def _inputs(net: Any, place: Place) -> list[Entry]:
+    """The fields `input`, `input_shape` and `input_dim` of older files as an Input layer."""
+    if not net.input:
+        return []
+    shapes = [list(shape.dim) for shape in net.input_shape]
+    dims = list(net.input_dim)
+    shapes += [dims[k : k + 4] for k in range(0, len(dims), 4)]
+    param = LayerParameter(name="input", type="Input", top=list(net.input))
+    for shape in shapes:
+        param.input_param.shape.add(dim=shape)
+    return [Entry(param, place.find("input"))]
+
+
+def _is_included(layer: Any, state: Any, place: Place) -> bool:
+    if layer.include and layer.exclude:
+        raise place.error(f"layer {layer.name!r} has include and exclude rules; give one kind", "exclude")
+    if layer.include:
+        return any(_meets(rule, state) for rule in layer.include)
+    return not any(_meets(rule, state) for rule in layer.exclude)
+
+
+def _meets(rule: Any, state: Any) -> bool:
+    stages = set(state.stage)
+    return (
+        (not rule.HasField("phase") or rule.phase == state.phase)
+        and (not rule.HasField("min_level") or state.level >= rule.min_level)
+        and (not rule.HasField("max_level") or state.level <= rule.max_level)
+        and set(rule.stage) <= stages
+        and not set(rule.not_stage) & stages
+    )
+
+
+Top = tuple[int, int]  # number of a layer and of one of its tops
+
+
+def _with_splits(chosen: list[Entry]) -> list[Entry]:
+    """Insert a Split layer behind each blob that several layers read, and have each read its own copy."""
+    sources, readers = _connect(chosen)
+    result: list[Entry] = []
+    taken: dict[Top, int] = {}
+    for number, entry in enumerate(chosen):
+        param = entry.param
+        for k in range(len(param.bottom)):
+            source = sources[(number, k)]
+            if readers[source] > 1:
+                param.bottom[k] = _copy_name(chosen, source, taken.setdefault(source, 0))
+                taken[source] += 1
+        result.append(entry)
+        for k in range(len(param.top)):
+            count = readers.get((number, k), 0)
+            if count > 1:
+                result.append(Entry(_split(chosen, (number, k), count, taken), entry.place))
+    return result
+
+
+def _connect(chosen: list[Entry]) -> tuple[dict[Top, Top], dict[Top, int]]:
+    """Which top each bottom reads, and how many read each top (a loss counts as one more)."""
+    latest: dict[str, Top] = {}
+    sources: dict[Top, Top] = {}
+    readers: dict[Top, int] = {}
+    for number, entry in enumerate(chosen):
+        param = entry.param
+        for k, bottom in enumerate(param.bottom):
+            if bottom not in latest:
+                raise entry.place.error(
+                    f"layer {param.name!r} reads blob {bottom!r}, which no layer before it gives", "bottom", k
+                )
+            sources[(number, k)] = latest[bottom]
+            readers[latest[bottom]] = readers.get(latest[bottom], 0) + 1
+        for k, top in enumerate(param.top):
+            latest[top] = (number, k)
+        kind = LAYERS.get(param.type)
+        if not param.loss_weight and kind is not None and kind.is_loss:
+            param.loss_weight.extend([1.0] + [0.0] * (len(param.top) - 1))
+        for k, weight in enumerate(param.loss_weight[: len(param.top)]):
+            if weight and readers.get((number, k)) is None:
+                readers[(number, k)] = 0
+    for number, entry in enumerate(chosen):
+        for k, weight in enumerate(entry.param.loss_weight[: len(entry.param.top)]):
+            if weight and readers[(number, k)]:
+                readers[(number, k)] += 1
+    return sources, readers
+
+
+def _prefix(chosen: list[Entry], source: Top) -> str:
+    param = chosen[source[0]].param
+    return f"{param.top[source[1]]}_{param.name}_{source[1]}_split"
+
+
+def _copy_name(chosen: list[Entry], source: Top, number: int) -> str:
+    return f"{_prefix(chosen, source)}_{number}"
+
+
+def _split(chosen: list[Entry], source: Top, count: int, taken: dict[Top, int]) -> Any:
+    producer = chosen[source[0]].param
+    split = LayerParameter(name=_prefix(chosen, source), type="Split", bottom=[producer.top[source[1]]])
+    split.top.extend(_copy_name(chosen, source, number) for number in range(count))
+    if source[1] < len(producer.loss_weight) and producer.loss_weight[source[1]]:
+        # The first copy is the loss; the others are what the layers read.
+        split.loss_weight.extend([producer.loss_weight[source[1]]] + [0.0] * (count - 1))
+        producer.loss_weight[source[1]] = 0.0
+        taken[source] = 1
+    return split

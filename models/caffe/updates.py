@@ -1,0 +1,143 @@
+"""How Caffe changes weights: learning-rate policies and the update rules of its solvers.
+
+Written after the published behaviour of Caffe's SGDSolver, NesterovSolver and AdamSolver. Mind that Caffe's
+momentum holds the learning rate: `history = momentum * history + rate * gradient`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from multiring.models.caffe.blob import decimal
+from multiring.models.caffe.learnable import Learnable
+from multiring.models.caffe.prototxt import Place
+
+__all__ = ["RULES", "Adam", "Momentum", "Nesterov", "Policy", "Rule"]
+
+POLICIES = ("fixed", "step", "exp", "inv", "multistep", "poly", "sigmoid")
+# Fields of the solver that a policy cannot do without.
+_NEEDED = {"step": ("gamma", "stepsize"), "exp": ("gamma",), "inv": ("gamma", "power"), "poly": ("power",)}
+_NEEDED |= {"multistep": ("gamma", "stepvalue"), "sigmoid": ("gamma", "stepsize")}
+
+
+class Policy:
+    """The learning rate as a function of the iteration.
+
+    Attributes:
+        current_step: Values of `stepvalue` that have passed, kept in snapshots.
+    """
+
+    def __init__(self, param: Any, place: Place) -> None:
+        """Check a `SolverParameter`.
+
+        Raises:
+            PrototxtError: The policy is unknown, or a number that it needs is missing.
+        """
+        self._param = param
+        self.current_step = 0
+        if param.lr_policy not in POLICIES:
+            raise place.error(
+                f"lr_policy {param.lr_policy!r} is unknown; choose one of {', '.join(POLICIES)}", "lr_policy"
+            )
+        for name in _NEEDED.get(param.lr_policy, ()):
+            value = getattr(param, name)
+            if (name == "stepvalue" and not value) or (name != "stepvalue" and not param.HasField(name)):
+                raise place.error(f"lr_policy {param.lr_policy!r} needs {name}", "lr_policy")
+        if param.lr_policy == "step" and param.stepsize < 1:
+            raise place.error("stepsize has to be at least 1", "stepsize")
+
+    def rate(self, iteration: int) -> float:
+        """Learning rate of the update number `iteration`, counted from 0."""
+        param = self._param
+        base, gamma, power = (decimal(getattr(param, name)) for name in ("base_lr", "gamma", "power"))
+        match param.lr_policy:
+            case "step":
+                return base * float(gamma ** (iteration // param.stepsize))
+            case "exp":
+                return base * float(gamma**iteration)
+            case "inv":
+                return base * float((1 + gamma * iteration) ** -power)
+            case "multistep":
+                while (
+                    self.current_step < len(param.stepvalue)
+                    and iteration >= param.stepvalue[self.current_step]
+                ):
+                    self.current_step += 1
+                return base * float(gamma**self.current_step)
+            case "poly":
+                return base * float((1 - iteration / param.max_iter) ** power)
+            case "sigmoid":
+                return base / (1 + math.exp(-gamma * (iteration - param.stepsize)))
+        return base
+
+
+class Rule:
+    """An update rule: turns the gradients of learned blobs into steps to subtract.
+
+    Attributes:
+        history: Arrays that the rule keeps, in the order in which Caffe's snapshots have them.
+    """
+
+    arrays = 1  # per learned blob
+
+    def __init__(self, param: Any, learnable: Sequence[Learnable]) -> None:
+        self._momentum = decimal(param.momentum)
+        self._count = len(learnable)
+        self.history = [torch.zeros_like(one.blob.tensor) for _ in range(self.arrays) for one in learnable]
+
+    def step(self, number: int, gradient: torch.Tensor, rate: float, iteration: int) -> None:
+        """Overwrite the gradient of a learned blob with the step.
+
+        Args:
+            number: Which of the learned blobs.
+            gradient: Its gradient, weight decay included.
+            rate: Learning rate times the blob's `lr_mult`.
+            iteration: Updates done before.
+        """
+        raise NotImplementedError
+
+
+class Momentum(Rule):
+    """Caffe's "SGD": history = momentum * history + rate * gradient; the step is the history."""
+
+    def step(self, number: int, gradient: torch.Tensor, rate: float, iteration: int) -> None:
+        history = self.history[number]
+        history.mul_(self._momentum).add_(gradient, alpha=rate)
+        gradient.copy_(history)
+
+
+class Nesterov(Rule):
+    """Caffe's "Nesterov": the step is (1 + momentum) * new history - momentum * old history."""
+
+    def step(self, number: int, gradient: torch.Tensor, rate: float, iteration: int) -> None:
+        history = self.history[number]
+        before = history.clone()
+        history.mul_(self._momentum).add_(gradient, alpha=rate)
+        torch.mul(history, 1 + self._momentum, out=gradient)
+        gradient.sub_(before, alpha=self._momentum)
+
+
+class Adam(Rule):
+    """Caffe's "Adam": `momentum` and `momentum2` are beta1 and beta2, `delta` is epsilon."""
+
+    arrays = 2
+
+    def __init__(self, param: Any, learnable: Sequence[Learnable]) -> None:
+        super().__init__(param, learnable)
+        self._second, self._delta = decimal(param.momentum2), decimal(param.delta)
+
+    def step(self, number: int, gradient: torch.Tensor, rate: float, iteration: int) -> None:
+        first, second = self._momentum, self._second
+        mean, square = self.history[number], self.history[number + self._count]
+        mean.mul_(first).add_(gradient, alpha=1 - first)
+        square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        correction = math.sqrt(1 - second ** (iteration + 1)) / (1 - first ** (iteration + 1))
+        torch.div(mean, square.sqrt().add_(self._delta), out=gradient)
+        gradient.mul_(rate * correction)
+
+
+RULES: dict[str, type[Rule]] = {"SGD": Momentum, "Nesterov": Nesterov, "Adam": Adam}
