@@ -26,9 +26,10 @@ from multiring.models.resnet_spec import (
     MaxPool,
     Relu,
     ResNetSpec,
+    resnet,
 )
 
-__all__ = ["DATA", "LABEL", "LOSS", "load_weights", "read_weights", "train_val"]
+__all__ = ["DATA", "LABEL", "LOSS", "digits_example", "load_weights", "read_weights", "train_val"]
 
 Array = npt.NDArray[Any]
 DATA, LABEL, LOSS = "data", "label", "loss"
@@ -184,3 +185,40 @@ def read_weights(net: Net, spec: ResNetSpec, *, gradients: bool = False) -> dict
             found[f"{layer.name}.running_mean"] = mean / divisor
             found[f"{layer.name}.running_var"] = variance / divisor
     return found
+
+
+def digits_example() -> dict[str, str]:
+    """The files of `examples/caffe` by name: ResNet-8 on scikit-learn's digits."""
+    data = "\n".join(
+        f'layer {{\n  name: "{DATA}"\n  type: "Data"\n  top: "{DATA}"\n  top: "{LABEL}"\n'
+        f"  include {{ phase: {phase} }}\n"
+        f'  data_param {{ source: "digits" batch_size: {batch} }}\n}}'
+        for phase, batch in (("TRAIN", 32), ("TEST", 52))
+    )
+    solver = """\
+# Train with `multiring caffe train --solver examples/caffe/solver.prototxt -np 2` from the repository's root.
+net: "train_val.prototxt"
+# 7 batches of 52 are the 364 test images.
+test_iter: 7
+test_interval: 60
+test_initialization: false
+base_lr: 0.1
+lr_policy: "poly"
+power: 1.0
+momentum: 0.9
+weight_decay: 0.0001
+type: "Nesterov"
+max_iter: 240
+display: 20
+average_loss: 20
+snapshot: 120
+snapshot_prefix: "resnet8_digits"
+random_seed: 1
+solver_mode: CPU
+"""
+    spec = resnet(8, classes=10, in_channels=1)
+    note = "# Written by models/resnet_caffe.py from the specification that every framework builds.\n"
+    return {
+        "solver.prototxt": solver,
+        "train_val.prototxt": note + train_val(spec, name="ResNet-8 on digits", data=data),
+    }

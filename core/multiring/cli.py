@@ -35,6 +35,9 @@ class Command:
 COMMANDS = {
     "run": Command("multiring.launcher.options", "start a program as several ranks on this host"),
     "train": Command("multiring.models.train", "train a ResNet on real images", extras="torch,train"),
+    "caffe": Command(
+        "multiring.models.caffe.command", "train a net from Caffe's prototxt files", extras="caffe"
+    ),
     "bench": Command(
         "multiring.models.bench.command",
         "measure collectives and training beside other libraries",

@@ -279,6 +279,14 @@ class Net:
                     self._backward_layer(index)
                 self._call("after_backward", index)
 
+    def frozen_layers(self) -> list[str]:
+        """Names of the layers with blobs of which none learns."""
+        return [
+            layer.name
+            for layer in self.layers
+            if layer.blobs and not any(layer.learns(k) for k in range(len(layer.blobs)))
+        ]
+
     def clear_param_diffs(self) -> None:
         """Set the gradients of all learned blobs to zeros."""
         for learnable in self.learnable:

@@ -331,7 +331,7 @@ class Solver:
 
     def _log(self, text: str) -> None:
         if self.is_root:
-            LOG.info(text)
+            LOG.info(text, stacklevel=2)
 
 
 class SGDSolver(Solver):

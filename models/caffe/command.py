@@ -1,0 +1,255 @@
+"""`multiring caffe`: the commands `train`, `test` and `time` of Caffe, on the Caffe-style solver.
+
+multiring caffe train --solver solver.prototxt -np 2
+multiring caffe test --model train_val.prototxt --weights snapshot.caffemodel --iterations 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+import multiring
+import multiring.caffe
+from multiring import Communicator, launch_environment
+from multiring.derived import derived
+from multiring.errors import MultiringError, UsageError
+from multiring.models.caffe.net import Net
+from multiring.models.caffe.requests import ACTIONS, Requests
+from multiring.models.caffe.schema import TEST, TRAIN
+from multiring.models.caffe.solver import LOG, Solver
+
+__all__ = ["add_arguments", "main"]
+
+INTERRUPTED = 130
+_GPU_REFUSED = (
+    "--gpu is not supported: the Caffe-style solver computes on the CPU; leave it out, and give -np the "
+    "number of processes"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the commands."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="action", required=True, metavar="train|test|time")
+    train = commands.add_parser("train", help="train a net, as `caffe train` does", allow_abbrev=False)
+    train.add_argument("--solver", required=True, metavar="FILE", help="the solver's prototxt")
+    train.add_argument("--snapshot", metavar="FILE", help="a .solverstate to continue from")
+    train.add_argument(
+        "--weights", metavar="FILES", help=".caffemodel files to start from, separated by commas"
+    )
+    train.add_argument("-np", "--np", type=int, metavar="N", help="start N ranks (default: one process)")
+    for name, default in (("sigint", "stop"), ("sighup", "snapshot")):
+        train.add_argument(
+            *(f"--{name}_effect", f"--{name}-effect"),
+            choices=ACTIONS,
+            default=default,
+            help=f"what {name.upper()} does; stop takes a snapshot first (default: {default})",
+        )
+    train.add_argument(
+        "--sync-batch-norm", action="store_true", help="normalise over the batches of all ranks"
+    )
+    train.add_argument(
+        "--no-overlap", action="store_true", help="reduce gradients after the backward pass, not during it"
+    )
+    test = commands.add_parser("test", help="score a trained net", allow_abbrev=False)
+    test.add_argument("--weights", required=True, metavar="FILE", help="a .caffemodel")
+    timing = commands.add_parser("time", help="time the layers of a net", allow_abbrev=False)
+    for command in (test, timing):
+        command.add_argument("--model", required=True, metavar="FILE", help="the net's prototxt")
+        command.add_argument("--iterations", type=int, default=50, metavar="N", help="(default: 50)")
+    for command in (train, test, timing):
+        command.add_argument("--gpu", metavar="IDS", help="refused: there is no computing on GPUs")
+        command.add_argument(
+            "--threads", type=int, metavar="N", help="threads of each process (default: Torch's own)"
+        )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run a command.
+
+    Args:
+        args: What a parser with `add_arguments` gives.
+
+    Returns:
+        Exit code: 0; 1 for an error and 2 for a wrong option or prototxt, which are reported on stderr; 130
+        after a second Ctrl-C. A training that Ctrl-C stopped has taken a snapshot and ends with 0.
+    """
+    try:
+        if args.gpu is not None:
+            raise UsageError(_GPU_REFUSED)
+        if args.threads is not None:
+            if args.threads < 1:
+                raise UsageError(f"--threads must be at least 1, not {args.threads}")
+            torch.set_num_threads(args.threads)
+        if args.action == "train":
+            return _train_job(args)
+        if args.iterations < 1:
+            raise UsageError(f"--iterations must be at least 1, not {args.iterations}")
+        with _logging():
+            (_test if args.action == "test" else _time)(args)
+    except UsageError as error:
+        print(f"multiring caffe: {error}", file=sys.stderr)
+        return 2
+    except (MultiringError, OSError) as error:
+        print(f"multiring caffe: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _train_job(args: argparse.Namespace) -> int:
+    if args.snapshot and args.weights:
+        raise UsageError("give --snapshot to continue or --weights to start from, not both")
+    if args.np is not None and args.np < 1:
+        raise UsageError(f"-np must be at least 1, not {args.np}")
+    if args.np is not None and launch_environment.detect().launcher == "none":
+        return _relaunch(args)
+    comm = multiring.init()
+    try:
+        if args.np not in (None, comm.size):
+            raise UsageError(f"-np {args.np} was given inside a job of {comm.size} ranks; leave it out")
+        with _logging():
+            _train(args, comm)
+    except (MultiringError, OSError) as error:
+        if comm.rank == 0 or not isinstance(error, multiring.AbortedError):
+            print(f"multiring caffe: rank {comm.rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        comm.abort(f"rank {comm.rank}: {error}")
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        comm.abort(f"rank {comm.rank}: interrupted")
+        return INTERRUPTED
+    except BaseException as error:
+        comm.abort(f"rank {comm.rank}: {type(error).__name__}: {error}")
+        raise
+    finally:
+        multiring.shutdown()
+    return 0
+
+
+def _relaunch(args: argparse.Namespace) -> int:
+    command = [sys.executable, "-m", "multiring", "run", "-np", str(args.np), "-m", "multiring", "caffe"]
+    command += ["train", "--solver", args.solver]
+    for name in ("snapshot", "weights", "threads", "sigint_effect", "sighup_effect"):
+        if (value := getattr(args, name)) is not None:
+            command += [f"--{name}", str(value)]
+    flags = {"--sync-batch-norm": args.sync_batch_norm, "--no-overlap": args.no_overlap}
+    command += [flag for flag, given in flags.items() if given]
+    sys.stdout.flush()
+    os.execv(sys.executable, command)
+
+
+def _train(args: argparse.Namespace, comm: Communicator) -> None:
+    """Train as one of the ranks; called by all."""
+    solver = Solver(
+        args.solver,
+        shard=(comm.rank, comm.size),
+        sync_batch_norm_comm=comm if args.sync_batch_norm else None,
+    )
+    if not solver.param.max_iter:
+        raise UsageError(f"{args.solver}: max_iter is missing: how long is the training to be?")
+    if args.snapshot:
+        solver.restore(args.snapshot)
+    for path in (args.weights or "").split(","):
+        if path:
+            solver.net.copy_from(path)
+    callback = None
+    if comm.size > 1:
+        callback = multiring.caffe.SolverCallback(
+            solver,
+            comm,
+            overlap=not args.no_overlap,
+            iter_size=solver.param.iter_size,
+            frozen=solver.net.frozen_layers(),
+        )
+        solver.add_callback(*callback)
+    signals = {signal.SIGINT: args.sigint_effect, signal.SIGHUP: args.sighup_effect}
+    with Requests(signals, derived(comm, "requests")) as requests:
+        solver.action = requests.agreed
+        if solver.is_root:
+            LOG.info("Starting Optimization")
+        solver.solve()
+    if callback is not None:
+        callback.close()
+
+
+def _test(args: argparse.Namespace) -> None:
+    net = Net(args.model, TEST, args.weights)
+    LOG.info("Running for %d iterations.", args.iterations)
+    sums = dict.fromkeys(net.outputs, 0.0)
+    loss = 0.0
+    for iteration in range(args.iterations):
+        loss += net.forward_from_to(0, len(net.layers) - 1)
+        for name in net.outputs:
+            value = float(net.blobs[name].data.mean())
+            sums[name] += value
+            LOG.info("Batch %d, %s = %g", iteration, name, value)
+    LOG.info("Loss: %g", loss / args.iterations)
+    for name, total in sums.items():
+        LOG.info("%s = %g", name, total / args.iterations)
+
+
+def _time(args: argparse.Namespace) -> None:
+    net = Net(args.model, TRAIN)
+    last = len(net.layers) - 1
+    begun = 0.0
+    spent = {"forward": [0.0] * (last + 1), "backward": [0.0] * (last + 1)}
+
+    def begin(index: int) -> None:
+        nonlocal begun
+        begun = time.perf_counter()
+
+    def end(which: str, index: int) -> None:
+        spent[which][index] += time.perf_counter() - begun
+
+    LOG.info("Performing Forward")
+    net.forward_from_to(0, last)
+    net.backward_from_to(last, 0)
+    net.before_forward(begin)
+    net.before_backward(begin)
+    net.after_forward(lambda index: end("forward", index))
+    net.after_backward(lambda index: end("backward", index))
+    LOG.info("*** Benchmark begins ***")
+    LOG.info("Testing for %d iterations.", args.iterations)
+    for _ in range(args.iterations):
+        net.forward_from_to(0, last)
+        net.backward_from_to(last, 0)
+    LOG.info("Average time per layer: ")
+    for index, layer in enumerate(net.layers):
+        for which in ("forward", "backward"):
+            LOG.info("%10s\t%s: %g ms.", layer.name, which, spent[which][index] * 1e3 / args.iterations)
+    for which, times in spent.items():
+        LOG.info("Average %s pass: %g ms.", which.capitalize(), sum(times) * 1e3 / args.iterations)
+    LOG.info("*** Benchmark ends ***")
+
+
+class _Format(logging.Formatter):
+    """Lines as Caffe's, so that what reads its logs reads these."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
+        micro = int(record.created % 1 * 1e6)
+        place = f"{Path(record.pathname).name}:{record.lineno}"
+        return f"I{moment}.{micro:06d} {record.process:5d} {place}] {record.getMessage()}"
+
+
+@contextmanager
+def _logging() -> Iterator[None]:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Format())
+    level = LOG.level
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOG.removeHandler(handler)
+        LOG.setLevel(level)
