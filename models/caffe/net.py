@@ -104,7 +104,7 @@ class Net:
         if not self.layers:
             raise place.error(f"net {self.name!r} has no layers in this phase")
         self.inputs = [top for layer in self.layers if layer.type == "Input" for top in layer.param.top]
-        self.outputs = list(unread)
+        self.outputs = sorted(unread)  # as Caffe has them
         self.learnable: list[Learnable] = collect_learnable(self.layers)
         self._choose_backward(bool(param.force_backward))
 

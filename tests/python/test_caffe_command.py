@@ -1,0 +1,136 @@
+"""`multiring caffe`: training over ranks, Ctrl-C, continuing, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from multiring.cli import main
+from multiring.models.caffe import TEST, Net
+from multiring.models.caffe.snapshots import read_net, read_state
+from tests.support import Job, wait_until
+
+NET = """
+layer { name: "data" type: "Data" top: "data" top: "label" data_param { source: "digits" batch_size: 16 } }
+layer { name: "norm" type: "BatchNorm" bottom: "data" top: "data" }
+layer { name: "scores" type: "InnerProduct" bottom: "data" top: "scores"
+  inner_product_param { num_output: 10 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "scores" bottom: "label" top: "loss" }
+layer { name: "accuracy" type: "Accuracy" bottom: "scores" bottom: "label" top: "accuracy"
+  include { phase: TEST } }
+"""
+
+
+def write(directory: Path, *, max_iter: int, batch: int = 16, more: str = "") -> str:
+    (directory / "net.prototxt").write_text(NET.replace("batch_size: 16", f"batch_size: {batch}"))
+    path = directory / "solver.prototxt"
+    path.write_text(
+        f'net: "net.prototxt"\nbase_lr: 0.05\nlr_policy: "fixed"\nmomentum: 0.9\nmax_iter: {max_iter}\n'
+        f'snapshot_prefix: "{directory}/shot"\nrandom_seed: 1\ndisplay: 10\nsolver_mode: CPU\n{more}\n'
+    )
+    return str(path)
+
+
+def caffe(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "multiring", "caffe", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_two_ranks_train_as_one_with_twice_the_batch(tmp_path: Path) -> None:
+    """Ranks take turns in the data, so the same images are in each step."""
+    found = []
+    for ranks, batch in ((1, 16), (2, 8)):
+        directory = tmp_path / str(ranks)
+        directory.mkdir()
+        solver = write(directory, max_iter=20, batch=batch)
+        done = caffe("train", "--solver", solver, "-np", str(ranks), "--threads", "1", "--sync-batch-norm")
+        assert done.returncode == 0, done.stderr
+        assert "Optimization Done." in done.stderr
+        assert re.search(r"I\d{4} [\d:.]+ +\d+ solver.py:\d+\] Iteration 10 \(", done.stderr)
+        found.append(read_net(directory / "shot_iter_20.caffemodel"))
+    for name, arrays in found[0].items():
+        for one, other in zip(arrays, found[1][name], strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
+
+
+def test_ctrl_c_stops_with_a_snapshot_to_continue_from(tmp_path: Path) -> None:
+    solver = write(tmp_path, max_iter=1_000_000, more="snapshot: 5")
+    command = [sys.executable, "-m", "multiring", "caffe", "train", "--solver", solver, "-np", "2"]
+    with Job(lambda _: command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as job:
+        wait_until(lambda: list(tmp_path.glob("shot_iter_*.solverstate")), "the first snapshot", 60)
+        job.process.send_signal(signal.SIGINT)
+        job.finish()
+        job.assert_nothing_left()
+    last = max(tmp_path.glob("shot_iter_*.solverstate"), key=lambda path: read_state(path).iteration)
+    iteration = read_state(last).iteration
+    assert 5 <= iteration < 1_000_000
+    assert last.with_suffix(".caffemodel").exists()
+    assert not list(tmp_path.glob(".shot*"))
+    write(tmp_path, max_iter=iteration + 2)
+    done = caffe("train", "--solver", solver, "--snapshot", str(last), "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    assert read_state(tmp_path / f"shot_iter_{iteration + 2}.solverstate").iteration == iteration + 2
+
+
+def test_a_single_process_stops_well_and_says_so(tmp_path: Path) -> None:
+    solver = write(tmp_path, max_iter=1_000_000, more="snapshot: 5")
+    command = [sys.executable, "-m", "multiring", "caffe", "train", "--solver", solver]
+    with Job(lambda _: command) as job:
+        wait_until(lambda: list(tmp_path.glob("shot_iter_*.solverstate")), "the first snapshot", 60)
+        job.process.send_signal(signal.SIGINT)
+        done = job.finish()
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.rstrip().endswith("Optimization stopped early.")
+
+
+def test_a_trained_net_is_scored_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    solver = write(tmp_path, max_iter=60)
+    assert caffe("train", "--solver", solver, "--threads", "1").returncode == 0
+    model, weights = str(tmp_path / "net.prototxt"), str(tmp_path / "shot_iter_60.caffemodel")
+    assert main(["caffe", "test", "--model", model, "--weights", weights, "--iterations", "10"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    net = Net(model, TEST, weights)
+    wanted = np.mean([float(net.forward()["accuracy"]) for _ in range(10)])
+    assert lines[-2].endswith(f"accuracy = {wanted:g}")
+    assert wanted > 0.3  # guessing gives 0.1
+    assert main(["caffe", "time", "--model", model, "--iterations", "2"]) == 0
+    assert "Average Forward pass:" in capsys.readouterr().err
+
+
+REFUSED = {
+    (
+        "train",
+        "--solver",
+        "SOLVER",
+        "--gpu",
+        "0",
+    ): "--gpu is not supported: the Caffe-style solver computes on",
+    ("train", "--solver", "SOLVER", "-np", "0"): "-np must be at least 1",
+    ("train", "--solver", "SOLVER", "--snapshot", "a", "--weights", "b"): "not both",
+    ("train", "--solver", "SOLVER", "--threads", "0"): "--threads must be at least 1",
+    ("train", "--solver", "nowhere.prototxt"): "nowhere.prototxt:1: cannot be read",
+    ("train", "--solver", "BAD"): r"bad.prototxt:2: field rms_decay of SolverParameter is not supported",
+    ("test", "--model", "SOLVER", "--weights", "b", "--iterations", "0"): "--iterations must be at least 1",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_refused(tmp_path: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.prototxt"
+    bad.write_text("base_lr: 1\nrms_decay: 0.9\n")
+    paths = {"SOLVER": write(tmp_path, max_iter=1), "BAD": str(bad)}
+    assert main(["caffe", *(paths.get(word, word) for word in arguments)]) == 2
+    assert re.search(REFUSED[arguments], capsys.readouterr().err)
+
+
+def test_a_missing_snapshot_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    solver = write(tmp_path, max_iter=5)
+    done = caffe("train", "--solver", solver, "-np", "2", "--snapshot", str(tmp_path / "no.solverstate"))
+    assert done.returncode == 1
+    assert "cannot read" in done.stderr
