@@ -43,6 +43,11 @@ COMMANDS = {
         "measure collectives and training beside other libraries",
         extras="bench",
     ),
+    "regress": Command(
+        "multiring.models.regress.command",
+        "check that all frameworks train alike, on one rank and on several",
+        extras="train",
+    ),
     "env": Command("multiring.diagnostics.environment", "print versions, machine, launcher and settings"),
     "doctor": Command("multiring.diagnostics.doctor", "check that this machine can run a job"),
 }

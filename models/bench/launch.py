@@ -36,6 +36,7 @@ __all__ = [
     "find_mpirun",
     "mpi_environment",
     "pin",
+    "run_mpi",
     "start",
 ]
 
@@ -206,12 +207,12 @@ def start(arguments: Sequence[str], ranks: int, *, mpi: bool) -> int:
     environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if mpi:
         program = [sys.executable, "-u", "-m", MODULE, *arguments]
-        return _run_mpi(find_mpirun().command(ranks, program), mpi_environment({**os.environ, **environ}))
+        return run_mpi(find_mpirun().command(ranks, program), mpi_environment({**os.environ, **environ}))
     options = JobOptions(ranks, arguments, module=MODULE, bind="none", tag_output=False, environment=environ)
     return run_job(options)
 
 
-def _run_mpi(command: Sequence[str], environ: Mapping[str, str]) -> int:
+def run_mpi(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Sees `mpirun` through as `multiring run` does its ranks: signals are passed on, and nothing is left."""
     job_id = secrets.token_hex(8)
     with (

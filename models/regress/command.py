@@ -1,0 +1,283 @@
+"""`multiring regress`: proves that all frameworks train alike, and that nothing has become slower."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+from multiring import machine
+from multiring.errors import UsageError
+from multiring.models.bench import launch
+from multiring.models.bench.command import write_whole
+from multiring.models.bench.results import Machine
+from multiring.models.bench.training_speed import TrainingSpeed
+from multiring.models.frameworks import FRAMEWORKS, Framework
+from multiring.models.peers.table import PEERS, Peer
+from multiring.models.regress import baseline as baselines
+from multiring.models.regress.baseline import Baseline
+from multiring.models.regress.judge import Verdict, judge
+from multiring.models.regress.junit import to_junit
+from multiring.models.regress.live import open_view, summary
+from multiring.models.regress.options import Options, add_arguments, parse
+from multiring.models.regress.outcome import Outcome, Outcomes, State
+from multiring.models.regress.page import to_html
+from multiring.models.regress.plan import Job, Plan, make_plan
+from multiring.models.regress.report import Report, collect_curves, framework_versions
+from multiring.models.regress.runner import Runner
+
+__all__ = ["add_arguments", "main", "regress"]
+
+INTERRUPTED, TERMINATED = 130, 143
+# How often speed is measured before a fall is believed.
+ATTEMPTS = 3
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends everything as Ctrl-C does."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command.
+
+    Returns:
+        Exit code: 0 if every check passed; 1 if one did not, or something became worse than in the baseline;
+        130 after Ctrl-C, 143 after SIGTERM.
+
+    Raises:
+        UsageError: An option is wrong.
+        DataError: The baseline cannot be read.
+    """
+    options = parse(args)
+    with _terminable():
+        return regress(options, FRAMEWORKS, PEERS)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@dataclass
+class _Run:
+    """A run: what is planned, and what has come of it so far."""
+
+    options: Options
+    plan: Plan
+    cpus: list[int]
+    baseline: Baseline | None
+    outcomes: Outcomes
+    interrupted: int = 0
+
+    def verdicts(self, over: bool = True) -> list[Verdict]:
+        return judge(self.plan, self.outcomes, over=over)
+
+
+def regress(options: Options, frameworks: Mapping[str, Framework], peers: Mapping[str, Peer]) -> int:
+    """Check `frameworks`, report and compare; see `main`.
+
+    Args:
+        options: What to check and where to report.
+        frameworks: All that there are, by name.
+        peers: Their own ways to train on several processes, by the framework's name.
+    """
+    began, date = time.monotonic(), datetime.now().astimezone().isoformat(timespec="seconds")
+    _prepare(options)
+    cpus = _cpus()
+    plan, skipped = _plan(options, frameworks, peers, len(cpus))
+    found = _read_baseline(options)
+    run = _Run(options, plan, cpus, found, {})
+    with open_view(sys.stdout, plan.titles) as view:
+
+        def perform(jobs: tuple[Job, ...]) -> None:
+            runner = Runner(jobs, plan.setup, cpus, options.time_limit)
+            runner.outcomes = run.outcomes
+            runner.run(lambda: view.show(run.verdicts(over=False), runner.now()))
+
+        try:
+            perform(plan.jobs)
+            _measure_again(run, perform)
+        except KeyboardInterrupt as signalled:
+            run.interrupted = TERMINATED if isinstance(signalled, _Terminated) else INTERRUPTED
+        view.show(run.verdicts(), {})
+    report = _report(run, skipped, frameworks, date, time.monotonic() - began)
+    summary(report, sys.stdout)
+    _write(report, options)
+    if run.interrupted:
+        return run.interrupted
+    if options.write_baseline and options.baseline is not None:
+        made = baselines.update(found, plan, report.verdicts, len(cpus))
+        options.baseline.parent.mkdir(parents=True, exist_ok=True)
+        _write_text(options.baseline, made.to_json())
+        print(f"{options.baseline} written")
+        return 0
+    return 0 if report.is_good else 1
+
+
+def _read_baseline(options: Options) -> Baseline | None:
+    path = options.baseline
+    may_lack = options.write_baseline or path == baselines.DEFAULT
+    if path is None or (may_lack and not path.exists()):
+        return None
+    return Baseline.read(path)
+
+
+def _cpus() -> list[int]:
+    """The processors that jobs get: no more than a quota lets run at once."""
+    return machine.allowed_cpus()[: machine.core_allowance()]
+
+
+def _prepare(options: Options) -> None:
+    if options.report is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UsageError("--report draws with matplotlib: run pip install 'multiring[train]'")
+        try:
+            options.report.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--report {options.report}: {error.strerror}") from error
+        if not os.access(options.report, os.W_OK | os.X_OK):
+            raise UsageError(f"--report {options.report} cannot be written to")
+
+
+def _plan(
+    options: Options, frameworks: Mapping[str, Framework], peers: Mapping[str, Peer], cores: int
+) -> tuple[Plan, dict[str, str]]:
+    """The plan, and the frameworks that are left out with the reason."""
+    lacking = {name: why for name, each in frameworks.items() if (why := _why_missing(each)) is not None}
+    names = list(frameworks) if options.frameworks in (None, ("all",)) else list(options.frameworks or ())
+    if unknown := [name for name in names if name not in frameworks]:
+        raise UsageError(f"unknown framework {unknown[0]!r}; choose among {', '.join(frameworks)}, or all")
+    skipped: dict[str, str] = {}
+    if options.frameworks is None:
+        skipped = lacking
+        names = [name for name in names if name not in lacking]
+        if not names:
+            raise UsageError("no framework is installed: run pip install 'multiring[torch]'")
+    oracle = next((name for name in frameworks if name not in lacking), None)
+    mpi = False
+    if "speed" in options.checks and any(name in peers and peers[name].mpi for name in names):
+        mpi = _has_mpirun()
+    plan = make_plan(
+        [frameworks[name] for name in names],
+        options.ranks,
+        options.checks,
+        options.setup,
+        cores=cores,
+        missing={name: lacking[name] for name in names if name in lacking},
+        reference=frameworks[oracle] if oracle is not None and oracle not in names else None,
+        peers=peers,
+        mpi=mpi,
+    )
+    return plan, skipped
+
+
+def _why_missing(framework: Framework) -> str | None:
+    if framework.missing:
+        return (
+            f"{' and '.join(framework.missing)} is not installed: run "
+            f"pip install 'multiring[{framework.extra}]'"
+        )
+    if importlib.util.find_spec(framework.module) is None:
+        return f"this installation has no trainer for it ({framework.module})"
+    return None
+
+
+def _has_mpirun() -> bool:
+    if importlib.util.find_spec("mpi4py") is None:
+        return False
+    try:
+        launch.find_mpirun()
+    except UsageError:
+        return False
+    return True
+
+
+def _measure_again(run: _Run, perform: Callable[[tuple[Job, ...]], None]) -> None:
+    """Where speed has fallen it may have been a busy moment: the best of several runs counts."""
+    for _ in range(ATTEMPTS - 1):
+        if run.baseline is None:
+            return
+        slow = baselines.slow_cells(run.baseline, run.plan, run.verdicts(), len(run.cpus))
+        if not slow:
+            return
+        before = {(c.framework, c.ranks, "speed"): run.outcomes[c.framework, c.ranks, "speed"] for c in slow}
+        jobs = tuple(
+            job
+            for job in run.plan.jobs
+            if job.undisturbed and (job.framework.name, job.ranks, "speed") in before
+        )
+        perform(jobs)
+        for key, outcome in before.items():
+            run.outcomes[key] = _better(outcome, run.outcomes[key])
+
+
+def _better(first: Outcome, second: Outcome) -> Outcome:
+    """The one with the higher efficiency."""
+    done = [outcome for outcome in (first, second) if outcome.state is State.DONE]
+    return max(done, key=lambda outcome: TrainingSpeed.from_dict(outcome.values).efficiency)
+
+
+def _report(
+    run: _Run, skipped: dict[str, str], frameworks: Mapping[str, Framework], date: str, seconds: float
+) -> Report:
+    verdicts = run.verdicts()
+    regressions: list[str] = []
+    against = "not compared with a baseline"
+    path = run.options.baseline
+    if run.baseline is not None and path is not None and not run.options.write_baseline:
+        regressions = baselines.compare(run.baseline, run.plan, verdicts, len(run.cpus))
+        against = f"compared with {_shown(path)}"
+    return Report(
+        command=run.options.shown_as,
+        date=date,
+        seconds=seconds,
+        machine=Machine.here(len(run.cpus), mpi=False),
+        setup=run.plan.setup,
+        titles=run.plan.titles,
+        versions=framework_versions(frameworks),
+        oracle=run.plan.oracle,
+        verdicts=tuple(verdicts),
+        skipped=skipped,
+        regressions=tuple(regressions),
+        baseline=against,
+        interrupted=bool(run.interrupted),
+        curves=collect_curves(run.outcomes),
+    )
+
+
+def _shown(path: Path) -> str:
+    return "the committed baseline" if path == baselines.DEFAULT else f"the baseline {path}"
+
+
+def _write(report: Report, options: Options) -> None:
+    directory = options.report
+    if directory is None:
+        return
+    texts = {
+        "report.json": report.to_json() + "\n",
+        "junit.xml": to_junit(report),
+        "index.html": to_html(report),
+    }
+    for name, text in texts.items():
+        _write_text(directory / name, text)
+    print(f"{directory / 'index.html'} shows it; report.json and junit.xml are beside it", flush=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
