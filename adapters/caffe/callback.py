@@ -16,6 +16,7 @@ import numpy as np
 import multiring
 from multiring.arrays import STREAMING_BYTES, copy_large
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
+from multiring.caffe.passes import BackwardPasses
 from multiring.caffe.shape import Array, Parameter, Solver, learned_blobs
 from multiring.caffe.state import broadcast_parameters
 from multiring.errors import UsageError
@@ -88,9 +89,7 @@ class SolverCallback:
         self._reducer = GradientReducer(self._comm, specs, options)
         # With one rank and no scaling there is nothing to do: gradients stay where they are.
         self._is_local = self._comm.size == 1 and options.scale == 1.0
-        self._overlap, self._expected = overlap, iter_size
-        self._counts_passes = iter_size is None
-        self._passes, self._last_layer = 0, -1
+        self._overlap, self._passes = overlap, BackwardPasses(self._parameters, iter_size)
         self._is_started = False
         self._produced: frozenset[str] = frozenset()
         self._generation, self._views = -1, [np.empty(0)]
@@ -114,7 +113,7 @@ class SolverCallback:
         """
         self._check_open()
         self._reducer.cancel()  # what an iteration that was aborted by an exception has left
-        self._passes, self._last_layer = 0, -1
+        self._passes.begin()
         self._start()
 
     def on_gradients_ready(self) -> None:
@@ -127,10 +126,8 @@ class SolverCallback:
         if not self._is_watching:
             for index in range(len(self._parameters)):
                 self._reducer.mark_produced(index)
-        passes, self._passes, self._last_layer = self._passes, 0, -1
+        self._passes.end()
         result = self._reducer.finish(self)
-        if self._counts_passes and passes:
-            self._expected = passes
         self._refresh_views()
         self._produced = frozenset(
             parameter.name
@@ -213,13 +210,6 @@ class SolverCallback:
                     "which this one lacks; leave it out, or use a newer Caffe"
                 )
             return False
-        # Per layer: blobs whose gradient is complete after it (it is the first to use them), and all others.
-        self._complete: dict[int, list[int]] = {}
-        self._partial: dict[int, list[int]] = {}
-        for index, parameter in enumerate(self._parameters):
-            self._complete.setdefault(min(parameter.users), []).append(index)
-            for layer in set(parameter.users) - {min(parameter.users)}:
-                self._partial.setdefault(layer, []).append(index)
         self._net.after_backward(self._after_backward)
         return True
 
@@ -227,27 +217,21 @@ class SolverCallback:
         """A layer's part of a backward pass is done."""
         if not self._is_watching:
             return
-        if layer >= self._last_layer:
-            self._passes += 1
-        self._last_layer = layer
-        for index in self._partial.get(layer, ()):
+        complete, partial = self._passes.advance(layer)
+        leaves = self._overlap and self._passes.is_last
+        for index in (*partial, *complete):
             self._check_unsent(index)
             self._reducer.mark_produced(index)
-        leaves = self._overlap and self._passes == self._expected
-        for index in self._complete.get(layer, ()):
-            self._check_unsent(index)
-            if leaves:
-                self._put(index)
-                self._reducer.mark_ready(index)
-            else:
-                self._reducer.mark_produced(index)
+        for index in complete if leaves else ():
+            self._put(index)
+            self._reducer.mark_ready(index)
 
     def _check_unsent(self, index: int) -> None:
         if self._reducer.is_ready(index):
             raise UsageError(
                 f"rank {self._comm.rank}: '{self._parameters[index].name}' received a gradient in backward "
-                f"pass {self._passes} of an iteration, but was sent after pass {self._expected}; pass "
-                "SolverCallback the iter_size of the solver",
+                f"pass {self._passes.number} of an iteration, but was sent after pass "
+                f"{self._passes.expected}; pass SolverCallback the iter_size of the solver",
                 rank=self._comm.rank,
                 tensor=self._parameters[index].name,
             )
