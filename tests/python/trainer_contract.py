@@ -1,0 +1,200 @@
+"""What every framework's trainer has to do: the same tests, with Torch's as the oracle.
+
+class TestPyTensorTrainer(TrainerContract):
+    framework = "pytensor"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import multiring
+from multiring import Communicator
+from multiring.models.errors import CheckpointError
+from multiring.models.frameworks import find_framework
+from multiring.models.loader import Batch
+from multiring.models.recipe import Recipe
+from multiring.models.resnet_spec import ResNetSpec, Stem, resnet
+from multiring.models.trainer import Trainer
+from tests.rank_pool import RankPool
+
+__all__ = ["SPEC", "TOLERANCE", "TrainerContract", "part_of", "recipe", "relative", "whole_batch", "worst"]
+
+Ranks = Callable[[int], RankPool]
+Array = np.ndarray[Any, Any]
+Outcome = tuple[dict[str, Array], str, float]
+
+SPEC = resnet(8, classes=10, in_channels=1)
+# Relative to the largest value of a tensor; what the regression suite asks for as well.
+TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
+# How each step's global batch is divided: evenly, unevenly, with empty parts.
+PARTS = {
+    1: [(12,)] * 4,
+    2: [(6, 6), (7, 5), (12, 0), (1, 11)],
+    3: [(4, 4, 4), (5, 0, 7), (1, 2, 9), (0, 0, 12)],
+}
+
+
+def recipe(*, nesterov: bool = True) -> Recipe:
+    return Recipe(
+        0.05, global_batch=12, total_steps=9, nesterov=nesterov, reference_batch=12, weight_decay=1e-2
+    )
+
+
+def whole_batch(step: int, count: int = 12, size: int = 8, channels: int = 1) -> Batch:
+    generator = np.random.default_rng(step)
+    images = generator.standard_normal((count, channels, size, size)).astype(np.float32)
+    return Batch(images, generator.integers(0, 10, count), count)
+
+
+def part_of(batch: Batch, counts: Sequence[int], rank: int) -> Batch:
+    start = sum(counts[:rank])
+    chosen = slice(start, start + counts[rank])
+    return Batch(batch.images[chosen], batch.labels[chosen], batch.global_count)
+
+
+def relative(found: Array, expected: Array) -> float:
+    assert found.shape == expected.shape
+    error = float(np.abs(found - expected).max()) / (float(np.abs(expected).max()) or 1.0)
+    assert np.isfinite(error)
+    return error
+
+
+def worst(found: dict[str, Array], expected: dict[str, Array]) -> tuple[float, str]:
+    assert found.keys() == expected.keys()
+    return max((relative(found[name], expected[name]), name) for name in expected)
+
+
+def make(framework: str, comm: Communicator, spec: ResNetSpec = SPEC, **options: Any) -> Trainer:
+    return find_framework(framework).make_trainer(spec, options.pop("recipe", recipe()), comm, **options)
+
+
+def train_in_parts(
+    comm: Communicator,
+    framework: str,
+    dtype: str,
+    sync_bn: bool = True,
+    parts: Sequence[Sequence[int]] | None = None,
+) -> Outcome:
+    """Trains on the parts; the state, the fingerprint, and the summed loss of this rank."""
+    trainer = make(framework, comm, seed=0, dtype=dtype, sync_bn=sync_bn)
+    loss = 0.0
+    for step, counts in enumerate(parts or PARTS[comm.size]):
+        loss += trainer.step(part_of(whole_batch(step), counts, comm.rank), lr=0.05 / (step + 1)).loss
+    trainer.synchronise()
+    result = trainer.state(), trainer.fingerprint(), loss
+    trainer.close()
+    return result
+
+
+def network_state(state: dict[str, Array]) -> dict[str, Array]:
+    """Without what only one framework has, such as its generator."""
+    return {n: value for n, value in state.items() if n.startswith(("model/", "optimizer/momentum/"))}
+
+
+class TrainerContract:
+    """The suite; small images, since what is compared is the arithmetic."""
+
+    framework: ClassVar[str]
+
+    @pytest.fixture
+    def comm(self) -> Iterator[Communicator]:
+        yield multiring.init()
+        multiring.shutdown()
+
+    @pytest.mark.parametrize(("stem", "dtype"), [("cifar", "float32"), ("imagenet", "float64")])
+    def test_scores_and_gradients_are_those_of_torch(
+        self, comm: Communicator, stem: Stem, dtype: str
+    ) -> None:
+        spec, batch = resnet(8, classes=10, in_channels=3, stem=stem), whole_batch(0, size=19, channels=3)
+        trainers = [make(name, comm, spec, seed=3, dtype=dtype) for name in (self.framework, "torch")]
+        before = trainers[0].fingerprint()
+        found, expected = (trainer.probe(batch) for trainer in trainers)
+        assert trainers[0].fingerprint() == before
+        assert found.scores.dtype == dtype
+        assert {gradient.dtype for gradient in found.gradients.values()} == {np.dtype(dtype)}
+        assert relative(found.scores, expected.scores) < TOLERANCE[dtype]
+        assert worst(found.gradients, expected.gradients)[0] < TOLERANCE[dtype]
+        for trainer in trainers:
+            trainer.close()
+
+    @pytest.mark.parametrize("nesterov", [True, False])
+    def test_training_and_evaluation_are_those_of_torch(self, comm: Communicator, nesterov: bool) -> None:
+        trainers = [
+            make(name, comm, recipe=recipe(nesterov=nesterov), seed=1, dtype="float64")
+            for name in (self.framework, "torch")
+        ]
+        for step in range(5):
+            found, expected = (trainer.step(whole_batch(step), 0.1 / (step + 1)) for trainer in trainers)
+            assert found.loss == pytest.approx(expected.loss, rel=1e-9)
+            assert (found.correct, found.count) == (expected.correct, expected.count)
+        found, expected = (trainer.evaluate(whole_batch(9)) for trainer in trainers)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-9)
+        states = [network_state(trainer.state()) for trainer in trainers]
+        # Running statistics and momentum among them.
+        assert any(name.endswith("running_var") for name in states[0])
+        assert any(name.startswith("optimizer/momentum/") for name in states[0])
+        assert worst(states[0], states[1])[0] < 1e-9
+        for trainer in trainers:
+            trainer.close()
+
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_ranks_follow_one_rank_with_all_the_samples(self, ranks: Ranks, size: int) -> None:
+        (one, _, loss) = ranks(1).run(train_in_parts, self.framework, "float64", timeout=180.0)[0]
+        several = ranks(size).run(train_in_parts, self.framework, "float64", timeout=180.0)
+        assert len({fingerprint for _, fingerprint, _ in several}) == 1
+        assert sum(part for _, _, part in several) == pytest.approx(loss, rel=1e-9)
+        assert worst(network_state(several[0][0]), network_state(one))[0] < 1e-9
+
+    def test_float32_follows_too(self, ranks: Ranks) -> None:
+        (one, _, _) = ranks(1).run(train_in_parts, self.framework, "float32", timeout=180.0)[0]
+        several = ranks(2).run(train_in_parts, self.framework, "float32", timeout=180.0)
+        assert len({fingerprint for _, fingerprint, _ in several}) == 1
+        states = network_state(several[0][0]), network_state(one)
+        assert {value.dtype for value in states[0].values()} == {np.dtype(np.float32)}
+        assert worst(*states)[0] < 1e-4
+
+    def test_statistics_of_each_rank_are_averaged_and_empty_parts_count_as_zeros(self, ranks: Ranks) -> None:
+        several = ranks(2).run(train_in_parts, self.framework, "float64", False, timeout=180.0)
+        assert len({fingerprint for _, fingerprint, _ in several}) == 1
+        states = [network_state(state) for state, _, _ in several]
+        assert worst(states[0], states[1])[0] == 0.0
+        one = ranks(1).run(train_in_parts, self.framework, "float64", False, [(12,)], timeout=180.0)[0]
+        empty = ranks(2).run(train_in_parts, self.framework, "float64", False, [(12, 0)], timeout=180.0)[0]
+        found, expected = (
+            {name: value for name, value in network_state(state).items() if "running" not in name}
+            for state in (empty[0], one[0])
+        )
+        assert worst(found, expected)[0] < 1e-9
+
+    def test_a_state_continues_the_training_bit_for_bit(self, comm: Communicator) -> None:
+        whole, first, second = (make(self.framework, comm, seed=seed) for seed in (0, 0, 1))
+        start = first.state()
+        for step in range(4):
+            whole.step(whole_batch(step), 0.05)
+            (first if step < 2 else second).step(whole_batch(step), 0.05)
+            if step == 1:
+                second.load_state(first.state())
+                assert second.fingerprint() == first.fingerprint()
+        assert second.fingerprint() == whole.fingerprint()
+        second.load_state(start)
+        first.load_state(start)
+        assert second.fingerprint() == first.fingerprint() != whole.fingerprint()
+        for trainer in (whole, first, second):
+            trainer.close()
+
+    def test_states_of_other_networks_are_refused(self, comm: Communicator) -> None:
+        trainer = make(self.framework, comm, seed=0)
+        state = trainer.state()
+        other = {"model/head.dense.weight": np.zeros((3, 64), np.float32)}
+        with pytest.raises(CheckpointError, match=r"another network: .*dense.weight has shape \(10, 64\)"):
+            trainer.load_state(state | other)
+        with pytest.raises(CheckpointError, match="lack 1 of"):
+            trainer.load_state({name: state[name] for name in state if name != "model/stem.conv.weight"})
+        with pytest.raises(CheckpointError, match="network lacks, first other"):
+            trainer.load_state(state | {"model/other": np.zeros(1)})
+        trainer.close()
