@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,18 +19,21 @@ from pytensor.tensor.type import TensorType
 
 if TYPE_CHECKING:
     from multiring import Communicator
+    from multiring.named_queue import NamedQueue
     from pytensor.graph.fg import FunctionGraph
 
 __all__ = ["Allgather", "Allreduce", "Broadcast"]
 
 LINEAR = ("sum", "average")
-_queues: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKeyDictionary()
+_queues: dict[Communicator, NamedQueue] = {}
 
 
-def _queue(comm: Communicator) -> Communicator:
-    """What all functions that reduce over `comm` submit to. Collective at the first call."""
+def _queue(comm: Communicator) -> NamedQueue:
+    """The queue of all functions that reduce over `comm`. Collective at the first call."""
     if comm not in _queues:
-        _queues[comm] = derived(comm, "pytensor reductions")
+        for ended in [other for other, queue in _queues.items() if queue.is_broken]:
+            del _queues[ended]
+        _queues[comm] = comm.named_queue("pytensor")
     return _queues[comm]
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import pytensor.tensor as pt
+from multiring.arrays import STREAMING_BYTES, copy_large
 from multiring.bucketing import ParameterSpec
 from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
@@ -130,7 +131,11 @@ class Ready(PerformOp):
                 rank=self.current.rank,
                 tensor=self.name,
             )
-        self.current.views[self.index][...] = gradient
+        target = self.current.views[self.index]
+        if gradient.nbytes >= STREAMING_BYTES and gradient.flags.c_contiguous:
+            copy_large(target.ctypes.data, gradient.ctypes.data, gradient.nbytes)
+        else:
+            target[...] = gradient
         self.current.reducer.mark_ready(self.index)
         output_storage[0][0] = np.array(1, dtype=np.int8)
 
