@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -244,3 +246,17 @@ def state_of_all_kinds(comm: Communicator) -> None:
 
 def test_state_of_all_kinds(ranks: Pool) -> None:
     ranks(2).run(state_of_all_kinds)
+
+
+def test_without_pytensor() -> None:
+    code = "import sys; sys.modules['pytensor'] = None; import multiring.pytensor"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ImportError: multiring.pytensor needs PyTensor" in result.stderr
+    assert "pip install 'multiring[pytensor]'" in result.stderr
+
+
+def test_no_other_framework_is_imported() -> None:
+    """Numba is imported only for a function in its mode: that takes seconds."""
+    code = "import sys, multiring.pytensor; print(sorted({'numba', 'jax', 'torch'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

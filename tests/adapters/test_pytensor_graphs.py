@@ -136,6 +136,36 @@ def test_forward_mode(ranks: Pool) -> None:
     ranks(3).run(forward_mode)
 
 
+def normalise(x: Any, reduce_sum: Any) -> Any:
+    """Batch normalisation as the documentation shows it."""
+    sums = reduce_sum(pt.concatenate([x.sum(axis=0), pt.ones(1) * x.shape[0]]), "mean")
+    count, mean = sums[-1], sums[:-1] / sums[-1]
+    variance = reduce_sum(((x - mean) ** 2).sum(axis=0), "variance") / count
+    return (x - mean) / pt.sqrt(variance + 1e-5)
+
+
+def synchronised_normalisation(comm: Communicator) -> None:
+    """Of parts of 0, 1, 2, ... rows, against one process with all rows."""
+    x, k = pt.matrix("x"), pt.matrix("k")
+    results = []
+    for reduce_sum in (lambda value, name: value, allreduce):
+        y = normalise(pt.tanh(normalise(x, reduce_sum)), reduce_sum)
+        gradient = pytensor.grad((y * k).sum(), x)
+        results.append(pytensor.function([x, k], [y, gradient], mode="FAST_COMPILE"))
+    alone, together = results
+    every = np.concatenate([rows(rank) for rank in range(comm.size)])
+    weights = np.random.default_rng(5).standard_normal(every.shape)
+    start = sum(range(comm.rank))
+    mine = slice(start, start + comm.rank)
+    for found, wanted in zip(together(every[mine], weights[mine]), alone(every, weights), strict=True):
+        np.testing.assert_allclose(found, wanted[mine], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_synchronised_normalisation(ranks: Pool, size: int) -> None:
+    ranks(size).run(synchronised_normalisation)
+
+
 def rewrites(comm: Communicator) -> None:
     x = pt.vector("x")
     same = [allreduce(x, "a"), allreduce(x, "b")]
