@@ -47,10 +47,10 @@ class OnlyFloat32(TorchTrainer):
 
 
 class Raising(TorchTrainer):
-    """One rank of several meets an error in its first step."""
+    """One rank of several meets an error in the first step on images of 8 x 8; larger ones are all right."""
 
     def step(self, batch: Batch, lr: float) -> Sums:
-        if self._comm.rank == self._comm.size - 1 > 0:
+        if self._comm.rank == self._comm.size - 1 > 0 and batch.images.shape[-1] == 8:
             raise ValueError("the batch is upside down")
         return super().step(batch, lr)
 
@@ -65,11 +65,9 @@ class Killed(TorchTrainer):
 
 
 class Hanging(TorchTrainer):
-    """The probe in float32 never comes back, and signals do not help."""
+    """It never comes back from the test images, and signals do not help."""
 
-    def probe(self, batch: Batch) -> Probe:
-        if "float32" in str(self._dtype):
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            while True:
-                time.sleep(1000)
-        return super().probe(batch)
+    def evaluate(self, batch: Batch) -> Sums:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(1000)

@@ -48,7 +48,7 @@ BENCHMARKS = {
         "multiring.models.bench.allreduce", "latency and bandwidth of allreduce over sizes", "bench"
     ),
     "gradients": _Entry(
-        "multiring.models.bench.gradients", "training steps with averaged gradients", "bench,torch"
+        "multiring.models.bench.gradients", "training steps with averaged gradients", "bench"
     ),
 }
 

@@ -1,67 +1,69 @@
-"""`multiring bench gradients`: what it costs to keep gradients in step, in Torch.
+"""`multiring bench gradients`: what it costs to keep gradients in step, in one framework.
 
-Two measurements, each of a training step without synchronisation, with multiring's gradient hooks and with
-Torch's DistributedDataParallel over Gloo, in turns in the same run:
-
-- ResNet-50's 161 gradients, 102 MB, from a backward pass that writes them and does nothing else. What a step
-  takes longer than without synchronisation is its communication.
-- A small training, ResNet-20 on images of 32 x 32 in float32 with plain SGD, whose images per second are set
-  against those without synchronisation: the scaling efficiency.
+Without `--framework` it is Torch's, beside its DistributedDataParallel (`torch_gradients`); with it, what the
+adapter adds to the core's own time (`adapter_gradients`). No framework is loaded before it is chosen.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from datetime import datetime
-
-import numpy as np
-import torch
-from torch import nn
+import importlib.util
+from typing import Any
 
 from multiring import Communicator
-from multiring.models.bench.contenders import Gloo
-from multiring.models.bench.gradient_report import GradientsReport, Memory, StepRow
-from multiring.models.bench.gradient_steps import (
-    BATCH,
-    KINDS,
-    GradientsOnly,
-    Step,
-    gradient_shapes,
-    make_step,
-    training_model,
-)
-from multiring.models.bench.measure import Meeting, Sample
-from multiring.models.bench.memory import PeakMemory, proportional_bytes, return_freed_memory
-from multiring.models.bench.results import Machine
+from multiring.errors import UsageError
+from multiring.models.bench.command import Outcome
+from multiring.models.frameworks import FRAMEWORKS, find_framework
+from multiring.models.peers.table import PEERS
 
 __all__ = ["add_arguments", "run"]
 
-# Steps without a meeting in between: in training, ranks wait for each other only where gradients do.
-TRAINING_TURN = 5
-WARM_UP = 3
-
-_EPILOG = f"""\
+_EPILOG = """\
 how it is measured:
-  Every rank runs on a processor of its own, Torch with one thread. All kinds of step are measured in the same
-  run, in turns; a turn lasts from when the last rank begins to when the last rank is done. Figures are
-  medians, with the tenth and ninetieth percentile.
+  Every rank runs on a processor of its own, its framework with one thread. All kinds of step are measured in
+  the same run, in turns; a turn lasts from when the last rank begins to when the last rank is done. Figures
+  are medians, with the tenth and ninetieth percentile.
 
-columns, for ResNet-50's gradients (161 arrays, 102 MB of float32):
+without --framework (Torch, beside DistributedDataParallel over Gloo):
+  for ResNet-50's gradients (161 arrays, 102 MB of float32):
   step           time of a step: gradients are written, and reduced where the kind does that
   communication  what the step takes longer than without synchronisation
   bandwidth      bytes of the gradients over the communication
   memory         what the rank takes more than without synchronisation, the gradients themselves counted in
                  both; its share of shared memory included (the kernel's proportional set size)
-  peak           the same at its highest, in the first {WARM_UP} steps
-
-columns, for the training of ResNet-20 (batch {BATCH} a rank, images of 32 x 32):
+  peak           the same at its highest, in the first 3 steps
+  for the training of ResNet-20 (batch 32 a rank, images of 32 x 32):
   images/s       of all ranks together
   efficiency     images/s over that without synchronisation
+
+with --framework F:
+  for ResNet-50's gradients, which lie where the framework's backward pass leaves them:
+  core           one allreduce of as many bytes on ordinary memory, through multiring without a framework
+  adapter        the reduction through multiring.F, from gradients that are written to averages that the
+                 optimizer can use
+  overhead       adapter over core: the median of the ratios within a round of turns
+  for the training of ResNet-20, each rank normalising for itself:
+  alone          every rank for itself, at the same time
+  multiring      all ranks in step
+  own way        the framework's own way, if it has one (ChainerMN's is started by mpirun)
+  efficiency     time of a step alone over that of the kind: the median over the rounds
 """
+
+
+class _ChooseFramework(argparse.Action):
+    """Notes the framework, and that MPI has to start the ranks where its own way needs that."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.framework = values
+        peer = PEERS.get(values)
+        # None leaves out what cannot be started, and tells why.
+        namespace.peers = None if peer is not None and peer.mpi and not peer.missing else []
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,9 +71,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument(
+        "--framework",
+        choices=list(FRAMEWORKS),
+        action=_ChooseFramework,
+        help="measure what this framework's adapter costs [Torch beside DistributedDataParallel]",
+    )
+    parser.add_argument(
         "--steps", type=_steps, default=20, metavar="N", help="turns of each kind of step (default: 20)"
     )
-    parser.set_defaults(peers=["gloo"])
+    parser.set_defaults(peers=["gloo"] if importlib.util.find_spec("torch") is not None else [])
 
 
 def _steps(text: str) -> int:
@@ -80,83 +88,26 @@ def _steps(text: str) -> int:
     return int(text)
 
 
-def run(comm: Communicator, args: argparse.Namespace) -> GradientsReport:
-    """Measures; called on all ranks; the same report on all."""
-    torch.set_num_threads(1)
-    kinds = list(KINDS)
-    gloo = Gloo(comm)
-    meeting = Meeting(comm, args.cores)
-    shapes = gradient_shapes()
-    memory = [_memory(comm, kind, lambda: GradientsOnly(shapes)) for kind in kinds]
-    gradients = _times(comm, meeting, kinds, lambda: GradientsOnly(shapes), args.steps, 1)
-    training = _times(comm, meeting, kinds, training_model, args.steps, TRAINING_TURN)
-    gloo.close()
-    names = [kind.name for kind in KINDS.values()]
-    return GradientsReport(
-        command=args.shown_as,
-        launcher=args.launcher,
-        machine=Machine.here(args.cores, mpi=False),
-        ranks=comm.size,
-        date=comm.broadcast_object(datetime.now().astimezone().isoformat(timespec="seconds")),
-        bytes=4 * sum(int(np.prod(shape)) for shape in shapes),
-        batch=BATCH,
-        gradients=tuple(StepRow(*row) for row in zip(names, gradients, strict=True)),
-        training=tuple(StepRow(*row) for row in zip(names, training, strict=True)),
-        memory=dict(zip(names, memory, strict=True)),
-    )
+def run(comm: Communicator, args: argparse.Namespace) -> Outcome:
+    """Measures; called on all ranks; the same report on all.
 
+    Raises:
+        UsageError: The framework is not installed, or its adapter is not measured yet.
+    """
+    if args.framework is None:
+        if importlib.util.find_spec("torch") is None:
+            raise UsageError(
+                "without --framework this measures Torch, which is not installed: name another one, or run "
+                "pip install 'multiring[bench,torch]'"
+            )
+        from multiring.models.bench import torch_gradients
 
-def _memory(comm: Communicator, kind: str, make_model: Callable[[], nn.Module]) -> Memory:
-    """Memory that a kind of step takes with model and gradients, in bytes: of the rank that takes most."""
-    gc.collect()
-    comm.barrier()
-    before = proportional_bytes()
-    with PeakMemory() as peak:
-        step = make_step(kind, make_model, comm)
-        for _ in range(WARM_UP):
-            step()
-        comm.barrier()
-    held = proportional_bytes() - before
-    comm.barrier()  # a peer's share of shared memory changes when a rank lets go of its own
-    step.close()
-    most = comm.allreduce(np.array([held, peak.bytes - before]), op="max")
-    return Memory(int(most[0]), int(most[1]))
+        return torch_gradients.run(comm, args)
+    framework = find_framework(args.framework)
+    module = f"multiring.models.bench.gradients_{framework.name}"
+    framework.set_threads(1)
+    if importlib.util.find_spec(module) is None:
+        raise UsageError(f"the adapter of {framework.title} has no benchmark of its gradients ({module})")
+    from multiring.models.bench import adapter_gradients
 
-
-def _times(
-    comm: Communicator,
-    meeting: Meeting,
-    kinds: Sequence[str],
-    make_model: Callable[[], nn.Module],
-    turns: int,
-    per_turn: int,
-) -> list[Sample]:
-    """Seconds of a step of each kind; the same on all ranks."""
-    with ExitStack() as stack:
-        steps = [make_step(kind, make_model, comm) for kind in kinds]
-        for step in steps:
-            stack.callback(step.close)
-            for _ in range(WARM_UP):
-                step()
-        times = [[_turn(meeting, step, per_turn) for step in steps] for _ in range(turns)]
-        begin, end = (
-            comm.allreduce(np.ascontiguousarray(part), op="max")
-            for part in np.moveaxis(np.array(times, np.int64), 2, 0)
-        )
-    seconds = (end - begin) / 1e9 / per_turn
-    return [Sample.of(seconds[:, kind]) for kind in range(len(kinds))]
-
-
-def _turn(meeting: Meeting, step: Step, count: int) -> tuple[int, int]:
-    """When this rank began and ended `count` steps, in nanoseconds; a few more come first, unmeasured."""
-    for _ in range(WARM_UP):
-        step()
-    meeting()
-    begin = time.perf_counter_ns()
-    for _ in range(count):
-        step()
-    end = time.perf_counter_ns()
-    meeting()
-    step.release()
-    return_freed_memory()
-    return begin, end
+    return adapter_gradients.run(comm, framework, module, args)

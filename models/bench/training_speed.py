@@ -24,7 +24,7 @@ from multiring.models.peers.table import Peer, PeerTrainer
 from multiring.models.recipe import Recipe
 from multiring.models.resnet_spec import ResNetSpec
 
-__all__ = ["TrainingSpeed", "measure_training"]
+__all__ = ["ALONE", "OWN", "TOGETHER", "TrainingSpeed", "measure_training"]
 
 ALONE, TOGETHER, OWN = "alone", "multiring", "own way"
 

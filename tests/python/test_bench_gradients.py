@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from multiring import Communicator
+from multiring.errors import InternalError, UsageError
+from multiring.models.bench import gradients
+from multiring.models.bench.adapter_gradients import measure_reduction
+from multiring.models.bench.adapter_report import AdapterReport
 from multiring.models.bench.gradient_report import GradientsReport, Memory, StepRow
 from multiring.models.bench.gradient_steps import GradientsOnly, gradient_shapes
-from multiring.models.bench.measure import Sample
+from multiring.models.bench.gradients_torch import make_reduction
+from multiring.models.bench.measure import Meeting, Sample
 from multiring.models.bench.memory import PeakMemory, proportional_bytes
 from multiring.models.bench.results import Machine
+from multiring.models.bench.training_speed import TrainingSpeed
 from multiring.models.errors import DataError
+from multiring.models.peers.table import Peer
+from tests.rank_pool import RankPool
 from tests.support import Job, wait_until
 
 
@@ -114,3 +125,110 @@ def test_a_run_measures_prints_and_writes_and_leaves_nothing() -> None:
     assert [row.name for row in report.gradients] == ["no synchronisation", "multiring", "DDP over Gloo"]
     assert report.ranks == 2
     assert done.stdout == report.render("rich", None) + "\n"
+
+
+# ---- With --framework.
+
+
+@pytest.fixture
+def adapter_report() -> AdapterReport:
+    seconds = {"alone": [0.1, 0.1, 0.2], "multiring": [0.125, 0.125, 0.25], "own way": [0.2, 0.2, 0.4]}
+    return AdapterReport(
+        command="multiring bench gradients --framework torch",
+        launcher="multiring",
+        machine=Machine("a processor", 2, 2**30, "Linux 6", "3.11", {"multiring": "0.1"}),
+        ranks=2,
+        date="2026-01-01T00:00:00+00:00",
+        framework="Torch",
+        bytes=102_228_128,
+        core=(0.02, 0.04, 0.03),
+        adapter=(0.022, 0.048, 0.033),
+        training=TrainingSpeed(2, 32, 1, seconds, "DDP over Gloo"),
+    )
+
+
+def test_what_follows_from_the_times_of_an_adapter(adapter_report: AdapterReport) -> None:
+    assert adapter_report.overhead == pytest.approx(1.1)
+    assert adapter_report.training.efficiency == pytest.approx(0.8)
+    assert adapter_report.training.over_own_way == pytest.approx(1.6)
+    assert adapter_report.training.images_per_second("multiring") == pytest.approx(512)
+
+
+def test_an_adapters_json_goes_round(adapter_report: AdapterReport) -> None:
+    text = adapter_report.to_json()
+    assert AdapterReport.from_json(text) == adapter_report
+    assert json.loads(text)["derived"]["overhead"] == pytest.approx(1.1)
+    assert json.loads(text)["training"]["derived"]["efficiency"] == pytest.approx(0.8)
+    for other in ("", "[]", '{"kind": "multiring bench gradients"}'):
+        with pytest.raises(DataError, match="no results of"):
+            AdapterReport.from_json(other)
+
+
+@pytest.mark.parametrize("style", ["rich", "markdown"])
+def test_tables_of_an_adapter_show_overhead_efficiency_and_its_own_way(
+    adapter_report: AdapterReport, style: str
+) -> None:
+    text = adapter_report.render(style, None)
+    for said in ("1.10", "0.800", "512", "DDP over Gloo", "102.2 MB" if style == "rich" else "| core |"):
+        assert said in text
+
+
+def test_an_adapter_is_drawn(adapter_report: AdapterReport, tmp_path: Path) -> None:
+    adapter_report.draw(tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def reduce_and_check(comm: Communicator, astray: bool) -> str:
+    shapes = [(3, 2), (5,), (0,)]
+    reduction = make_reduction(shapes, comm)
+    if astray:
+        honest = reduction.write
+        reduction.write = lambda value: honest(value + comm.rank)  # type: ignore[method-assign]
+    try:
+        core, adapter = measure_reduction(comm, Meeting(comm, 1), reduction, shapes, 3)
+    except InternalError as error:
+        return str(error)
+    finally:
+        reduction.close()
+    assert min(core) > 0
+    assert min(adapter) > 0
+    return f"{len(core)} {len(adapter)}"
+
+
+def test_a_reduction_is_timed_in_turns_with_the_core_and_checked(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(reduce_and_check, False) == ["3 3", "3 3"]
+    for error in ranks(2).run(reduce_and_check, True):
+        assert "does not give" in error
+
+
+def test_the_adapter_of_torch_is_measured() -> None:
+    words = ["--framework=torch", "--steps=1", "--format=markdown"]
+    command = [sys.executable, "-m", "multiring", "bench", "gradients", *words]
+    with Job(lambda root: [*command, f"--json={root / 'd' / 'r.json'}"]) as job:
+        done = job.finish(timeout=120)
+        job.assert_nothing_left()
+        assert done.returncode == 0, done.stderr
+        report = AdapterReport.from_json((job.directory / "r.json").read_text())
+    assert done.stdout == report.render("markdown", None) + "\n"
+    assert report.bytes == 102_228_128
+    assert set(report.training.seconds) == {"alone", "multiring", "own way"}
+
+
+def test_without_torch_another_framework_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients.importlib.util, "find_spec", lambda name: None)
+    parser = argparse.ArgumentParser()
+    gradients.add_arguments(parser)
+    args = parser.parse_args([])
+    assert args.peers == []
+    with pytest.raises(UsageError, match=r"name another one, or run pip install 'multiring\[bench,torch\]'"):
+        gradients.run(None, args)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("framework", "peers"), [("chainer", None), ("torch", []), ("jax", [])])
+def test_mpi_starts_the_ranks_where_the_frameworks_own_way_needs_it(
+    framework: str, peers: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Peer, "missing", ())
+    parser = argparse.ArgumentParser()
+    gradients.add_arguments(parser)
+    assert parser.parse_args([f"--framework={framework}"]).peers == peers

@@ -101,9 +101,11 @@ def test_errors_kills_and_missing_frameworks_are_told_apart_and_the_others_go_on
     gone = replace(fake("Gone"), packages=("not_there",), extra="gone")
     setup = replace(TINY, trainings=("float32",))
     frameworks = [gone, fake("Raising"), fake("Killed")]
-    code, results = run(frameworks, tmp_path, "--ranks=2", "--checks=following", setup=setup)
+    code, results = run(frameworks, tmp_path, "--ranks=2", "--checks=following,accuracy", setup=setup)
     capfd.readouterr()
     assert code == 1
+    # What comes after the failed task was done all the same, though one epoch is too little.
+    assert results.pop(("raising", 2, "accuracy"))[0] == "fail"
     assert {status for status, _ in results.values()} == {"error"}
     raised, killed, missing = (results[name, 2, "following"][1] for name in ("raising", "killed", "gone"))
     assert raised == "train-float32: rank 1: ValueError: the batch is upside down"
@@ -112,17 +114,13 @@ def test_errors_kills_and_missing_frameworks_are_told_apart_and_the_others_go_on
     assert missing == "not_there is not installed: run pip install 'multiring[gone]'"
 
 
-def test_a_hang_ends_in_time_and_the_other_tasks_are_done(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--checks=agreement,accuracy", "--ranks=1", "--time-limit=15")
+def test_a_hang_ends_in_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ("--checks=accuracy", "--ranks=1", "--time-limit=10")
     code, results = run([fake("Hanging")], tmp_path, *words)
     capfd.readouterr()
     assert code == 1
-    hung = ("error", "probe-float32: it took longer than 15 s and was ended")
-    assert results["hanging", 1, "agreement"] == hung
-    # One pass over the images is too little for its accuracy, but it was measured.
-    assert results["hanging", 1, "accuracy"][0] == "fail"
+    hung = "accuracy: it took longer than 10 s and was ended"
+    assert results == {("hanging", 1, "accuracy"): ("error", hung)}
 
 
 def test_low_accuracy_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +199,9 @@ def test_no_relu_comes_close_enough_to_zero_for_rounding_to_decide() -> None:
             super().__init__(*args, **options)
             for module in self._model.modules():
                 if isinstance(module, torch.nn.ReLU):
-                    module.register_forward_pre_hook(lambda _, x: inputs.append(float(x[0].abs().min())))
+                    module.register_forward_pre_hook(
+                        lambda _, x: inputs.append(float(x[0].detach().abs().min()))
+                    )
 
     bench = tasks.Bench(
         _Made(Watched),  # type: ignore[arg-type]
