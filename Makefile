@@ -21,6 +21,7 @@ test: $(VENV)/.develop
 	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh thread
 	$(BIN)/python ci/check_wheel.py
 	$(BIN)/pytest
+	$(BIN)/multiring regress --small
 	$(BIN)/python ci/check_speed.py
 
 check: $(VENV)/.develop
