@@ -1,1 +1,101 @@
-"""Placeholder."""
+"""The TensorFlow and Keras adapter.
+
+import multiring.tensorflow
+
+comm = multiring.init()
+model.compile(multiring.tensorflow.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss=...)
+model.fit(multiring.tensorflow.shard_dataset(dataset).batch(32),
+          callbacks=[multiring.tensorflow.callbacks.BroadcastInitialState()])
+
+Parts are imported when they are used: with Keras on another backend TensorFlow need not be installed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiring.tensorflow import callbacks
+    from multiring.tensorflow.batch_norm import sync_batch_norm
+    from multiring.tensorflow.data import shard_dataset
+    from multiring.tensorflow.errors import translate_errors
+    from multiring.tensorflow.gradients import GradientReduction
+    from multiring.tensorflow.ops import (
+        allgather,
+        allreduce,
+        alltoall,
+        broadcast,
+        grouped_allreduce,
+        grouped_broadcast,
+        reducescatter,
+    )
+    from multiring.tensorflow.optimizer import DistributedOptimizer
+    from multiring.tensorflow.state import average_metrics, broadcast_object, broadcast_variables
+    from multiring.tensorflow.tape import DistributedGradientTape
+
+_HOMES = {
+    "DistributedGradientTape": "tape",
+    "DistributedOptimizer": "optimizer",
+    "GradientReduction": "gradients",
+    "allgather": "ops",
+    "allreduce": "ops",
+    "alltoall": "ops",
+    "average_metrics": "state",
+    "broadcast": "ops",
+    "broadcast_object": "state",
+    "broadcast_variables": "state",
+    "callbacks": "callbacks",
+    "grouped_allreduce": "ops",
+    "grouped_broadcast": "ops",
+    "reducescatter": "ops",
+    "shard_dataset": "data",
+    "sync_batch_norm": "batch_norm",
+    "translate_errors": "errors",
+}
+
+if _find_spec("tensorflow") is None and _find_spec("keras") is None:
+    raise ImportError(
+        "multiring.tensorflow needs TensorFlow or Keras, and neither is installed; run "
+        "pip install 'multiring[tensorflow]'"
+    )
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = _import_module(f"multiring.tensorflow.{home}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("tensorflow", "keras"):
+            raise
+        raise ImportError(
+            f"multiring.tensorflow.{name} needs {error.name}, which is not installed; run "
+            "pip install 'multiring[tensorflow]'"
+        ) from error
+    value = module if home == name else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+__all__ = [
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "GradientReduction",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "average_metrics",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_variables",
+    "callbacks",
+    "grouped_allreduce",
+    "grouped_broadcast",
+    "reducescatter",
+    "shard_dataset",
+    "sync_batch_norm",
+    "translate_errors",
+]

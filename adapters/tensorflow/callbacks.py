@@ -1,0 +1,244 @@
+"""Callbacks for `model.fit()` of Keras 3, on every backend of Keras."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+import multiring
+from multiring import metrics as shared_metrics
+from multiring.errors import UsageError
+from multiring.tensorflow.state import broadcast_object, broadcast_variables
+from multiring.tensorflow.variables import named_variables, to_numpy
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = [
+    "BroadcastInitialState",
+    "LearningRateSchedule",
+    "LearningRateWarmup",
+    "MetricAverage",
+    "RankZeroCheckpoint",
+    "resume",
+]
+
+Logs = dict[str, Any] | None
+
+
+def _world(comm: Communicator | None) -> Communicator:
+    return multiring.world() if comm is None else comm
+
+
+class BroadcastInitialState(keras.callbacks.Callback):
+    """Gives all ranks the weights and the optimizer state of rank `root` when training begins. Collective."""
+
+    def __init__(self, root: int = 0, comm: Communicator | None = None) -> None:
+        super().__init__()
+        self._root, self._comm, self._done = root, comm, False
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Broadcasts, unless the model has no variables yet."""
+        if self.model.built:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Broadcasts after the first batch where the model was built only then."""
+        if not self._done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        comm = _world(self._comm)
+        broadcast_variables(_state_of(self.model), self._root, comm)
+        self._done = True
+
+
+class MetricAverage(keras.callbacks.Callback):
+    """Averages the metrics of an epoch over ranks, in place, so that callbacks behind it see averages.
+    Collective.
+
+    Put it before callbacks that decide by metrics (EarlyStopping, ReduceLROnPlateau): all ranks then decide
+    alike.
+    """
+
+    def __init__(self, weight: float | Callable[[], float] = 1.0, comm: Communicator | None = None) -> None:
+        """Create.
+
+        Args:
+            weight: What this rank counts for, such as the number of its samples; or a function that says so.
+            comm: Ranks that train together; the world by default.
+        """
+        super().__init__()
+        self._weight, self._comm = weight, comm
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Averages all metrics that are numbers."""
+        if not logs:
+            return
+        numbers = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
+        weight = self._weight() if callable(self._weight) else self._weight
+        logs.update(shared_metrics.average_metrics(_world(self._comm), numbers, weight))
+
+
+class LearningRateWarmup(keras.callbacks.Callback):
+    """Raises the learning rate linearly, batch by batch, to the one for the global batch (Goyal et al.
+    2017).
+    """
+
+    def __init__(
+        self, peak: float, steps: int, start: float | None = None, comm: Communicator | None = None
+    ) -> None:
+        """Create.
+
+        Args:
+            peak: Learning rate after the warm-up; usually that of one rank times the number of ranks.
+            steps: Batches until then.
+            start: Learning rate before the first batch; `peak` divided by the number of ranks by default.
+            comm: Ranks that train together; the world by default.
+        """
+        super().__init__()
+        if steps < 1:
+            raise UsageError(f"a warm-up of {steps} steps; at least 1 is needed")
+        self._peak, self._steps, self._start, self._comm, self._done = peak, steps, start, comm, 0
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        """Sets the learning rate until it is at its peak; afterwards it is left alone."""
+        if self._done >= self._steps:
+            return
+        self._done += 1
+        start = self._peak / _world(self._comm).size if self._start is None else self._start
+        _set_learning_rate(self.model, start + (self._peak - start) * (self._done / self._steps))
+
+
+class LearningRateSchedule(keras.callbacks.Callback):
+    """Multiplies a learning rate by a function of the epoch, within a range of epochs."""
+
+    def __init__(
+        self,
+        base: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        """Create.
+
+        Args:
+            base: Learning rate to multiply.
+            multiplier: A factor, or a function of the epoch.
+            start_epoch: First epoch in which the learning rate is set.
+            end_epoch: First epoch in which it is not set any more; None for never.
+            steps_per_epoch: If given, the function is called for every batch, with fractions of an epoch.
+        """
+        super().__init__()
+        self._base, self._multiplier = base, multiplier
+        self._range = start_epoch, end_epoch
+        self._steps, self._epoch = steps_per_epoch, 0
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Sets the learning rate of an epoch."""
+        self._epoch = epoch
+        self._set(float(epoch))
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        """Sets the learning rate of a batch where that is wanted."""
+        if self._steps is not None:
+            self._set(self._epoch + batch / self._steps)
+
+    def _set(self, epoch: float) -> None:
+        start, end = self._range
+        if epoch < start or (end is not None and epoch >= end):
+            return
+        factor = self._multiplier(epoch) if callable(self._multiplier) else self._multiplier
+        _set_learning_rate(self.model, self._base * factor)
+
+
+class RankZeroCheckpoint(keras.callbacks.Callback):
+    """Rank 0 writes weights, optimizer state and the number of finished epochs after every epoch; see
+    `resume`.
+
+    The file is replaced as a whole: a job that dies while it writes leaves the one before.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], comm: Communicator | None = None) -> None:
+        """Create.
+
+        Args:
+            path: File to write, NumPy's npz.
+            comm: Ranks that train together; the world by default.
+        """
+        super().__init__()
+        self._path, self._comm = Path(path), comm
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Writes the file on rank 0."""
+        if _world(self._comm).rank != 0:
+            return
+        arrays = {name: to_numpy(variable) for name, variable in _state_of(self.model).items()}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_name(self._path.name + ".new")
+        with temporary.open("wb") as file:
+            np.savez(file, _epochs=np.array(epoch + 1), **arrays)  # type: ignore[arg-type]
+        temporary.replace(self._path)
+
+
+def resume(model: Any, path: str | os.PathLike[str], comm: Communicator | None = None) -> int:
+    """Give all ranks the state that `RankZeroCheckpoint` wrote. Collective; rank 0 alone reads the file.
+
+    Args:
+        model: A compiled and built model; its optimizer is built here if it is not.
+        path: The file; if there is none, nothing is changed.
+        comm: Ranks that train together; the world by default.
+
+    Returns:
+        Number of finished epochs: `initial_epoch` for `model.fit`; 0 if there is no file.
+
+    Raises:
+        UsageError: The file is of another model. Raised on all ranks.
+    """
+    comm = _world(comm)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    state = _state_of(model)
+    epochs, problem = 0, ""
+    if comm.rank == 0 and Path(path).exists():
+        with np.load(path) as arrays:
+            known = {
+                name: (arrays[name].shape == tuple(v.shape))
+                for name, v in state.items()
+                if name in arrays.files
+            }
+            wrong = [name for name in state if not known.get(name, False)]
+            if wrong or len(arrays.files) != len(state) + 1:
+                first = wrong[0] if wrong else "the number of variables"
+                problem = f"{path} is a checkpoint of another model: {first} differs"
+            else:
+                epochs = int(arrays["_epochs"])
+                for name, variable in state.items():
+                    variable.assign(arrays[name])
+    epochs, problem = broadcast_object((epochs, problem), 0, comm)
+    if problem:
+        raise UsageError(problem)
+    if epochs:
+        broadcast_variables(state, 0, comm)
+    return epochs
+
+
+def _state_of(model: Any) -> dict[str, Any]:
+    """Weights and optimizer variables by unique names."""
+    found = {f"model/{name}": variable for name, variable in named_variables(model.weights).items()}
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        pairs = named_variables(optimizer.variables).items()
+        found |= {f"optimizer/{name}": variable for name, variable in pairs}
+    return found
+
+
+def _set_learning_rate(model: Any, value: float) -> None:
+    model.optimizer.learning_rate = value

@@ -1,0 +1,262 @@
+"""The gradients of one set of variables, reduced in buckets while the backward pass still runs.
+
+A bucket is one grouped op. It starts as soon as its last gradient is there, whatever the other buckets do,
+and matches its peers by name. Beside the buckets travels one small tensor of flags: which gradients this
+rank has, and whether it has data at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+import multiring
+import tensorflow as tf
+from multiring.bucketing import ParameterSpec, plan_buckets
+from multiring.errors import UsageError
+from multiring.gradient_source import ReducerOptions, check_arguments
+from multiring.model_check import check_same
+from multiring.tensorflow.ops import grouped_allreduce
+from multiring.tensorflow.sparse import allreduce_slices
+from multiring.tensorflow.state import broadcast_variables
+from multiring.tensorflow.variables import describe_variables
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["GradientReduction", "kinds_of"]
+
+Gradient = Any
+Kind = Literal["dense", "sparse"] | None
+_numbers = itertools.count()
+
+
+class GradientReduction:
+    """Reduces the gradients of a fixed list of variables, eagerly or in `tf.function`. Creation is
+    collective.
+
+    A gradient that a rank lacks (None) counts as zeros. In eager mode a gradient that no rank has stays
+    None. In a `tf.function` what is None is decided once, when it is traced: gradients that no rank had in
+    the call that `kinds` describes stay None, and any other comes back as a tensor.
+
+    Attributes:
+        comm: The ranks.
+        specs: The variables.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        comm: Communicator | None = None,
+        options: ReducerOptions | None = None,
+        *,
+        kinds: Sequence[Kind] | None = None,
+        uneven: bool = False,
+    ) -> None:
+        """Compare the variables over ranks and plan the buckets.
+
+        Args:
+            variables: TensorFlow or Keras variables, in forward order, the same on every rank.
+            comm: Ranks that train together; the world by default.
+            options: How to reduce.
+            kinds: What gradients this rank has: "dense", "sparse" (`tf.IndexedSlices`) or None. Ranks may
+                differ. Without it all are taken for dense.
+            uneven: Ranks may run out of data at different times, also in `tf.function`; see `join`.
+
+        Raises:
+            UsageError: No variables, names that repeat, a dtype that cannot be reduced.
+            MismatchError: The ranks have different variables or options.
+        """
+        self.comm = multiring.world() if comm is None else comm
+        self._options = options or ReducerOptions()
+        self._uneven = uneven
+        own = list(kinds) if kinds is not None else ["dense"] * len(variables)
+        described = describe_variables(variables)
+        plain = [ParameterSpec(name, shape, dtype) for name, shape, dtype in described]
+        check_arguments(self.comm.rank, plain, self._options)
+        entries = [(spec.name, spec.describe()) for spec in plain]
+        options_entry = ("options", repr((asdict(self._options), uneven)))
+        check_same(self.comm, [*entries, options_entry], "variables of the model")
+        # A number of its own, the same on every rank, keeps the buckets of several models apart.
+        shared = self.comm.allgather_object((next(_numbers), own))
+        self._title = f"{self._options.name} {max(number for number, _ in shared)}"
+        everyone = [set(found) for found in zip(*[found for _, found in shared], strict=True)]
+        self._absent = [found == {None} for found in everyone]
+        self.specs = tuple(
+            ParameterSpec(name, shape, dtype, sparse="sparse" in found)
+            for (name, shape, dtype), found in zip(described, everyone, strict=True)
+        )
+        plan = plan_buckets(
+            self.specs,
+            range(len(self.specs) - 1, -1, -1),  # gradients arrive last layer first
+            size=self.comm.size,
+            bucket_bytes=self._options.bucket_bytes,
+            first_bucket_bytes=self._options.first_bucket_bytes,
+        )
+        members = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
+        self._buckets = [[k for k in bucket if not self.specs[k].sparse] for bucket in members]
+
+    @tf.autograph.experimental.do_not_convert
+    def reduce(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """The gradients reduced over ranks, in the same order. Collective.
+
+        Args:
+            gradients: Tensors, `tf.IndexedSlices` or None, one for each variable.
+
+        Raises:
+            UsageError: Their number or a shape is not that of the variables.
+            tf.errors.OpError: The communication failed.
+        """
+        if len(gradients) != len(self.specs):
+            raise UsageError(f"{len(gradients)} gradients were given for {len(self.specs)} variables")
+        if self.comm.size == 1:
+            return [self._scaled(gradient) for gradient in gradients]
+        present = [gradient is not None for gradient in gradients]
+        reduced, flags = self._round(gradients, present, active=True)
+        if tf.executing_eagerly():
+            produced = flags[: len(self.specs)].numpy()
+            return [value if produced[k] else None for k, value in enumerate(reduced)]
+        return self._without_absent(reduced, present, flags)
+
+    @contextmanager
+    def join(self, variables: Sequence[Any] = ()) -> Iterator[None]:
+        """Context of a loop that may have fewer iterations on some ranks than on others.
+
+        A rank that leaves it answers the rounds of the others with zeros until all have left; averages
+        divide by the number of ranks that still have data. At the end all ranks take over `variables` of one
+        that had data to the last. Every rank has to use it, and `reduce` is the only collective inside.
+
+        Raises:
+            UsageError: Steps run in `tf.function` and `uneven` was not set.
+        """
+        yield
+        if self.comm.size == 1:
+            return
+        answered = 0
+        absent = [False] * len(self.specs)
+        while True:
+            _, flags = self._round([None] * len(self.specs), absent, active=False)
+            if not flags[len(self.specs) :].numpy().any():
+                break
+            answered += 1
+        # Who had data to the last has answered nobody.
+        root = int(np.argmin(self.comm.allgather_object(answered)))
+        if variables:
+            broadcast_variables(variables, root, self.comm)
+
+    def _round(
+        self, gradients: Sequence[Gradient], present: Sequence[bool], *, active: bool
+    ) -> tuple[list[Gradient], Any]:
+        """All gradients and the flags reduced."""
+        own = np.zeros(len(self.specs) + self.comm.size, dtype=np.float32)
+        own[: len(self.specs)] = present
+        own[len(self.specs) + self.comm.rank] = active
+        flags = grouped_allreduce([tf.constant(own)], name=f"{self._title}: flags", comm=self.comm)[0]
+        results: list[Gradient] = [None] * len(self.specs)
+        for number, bucket in enumerate(self._buckets):
+            for index, value in zip(bucket, self._reduce_bucket(number, bucket, gradients), strict=True):
+                results[index] = value
+        for index, spec in enumerate(self.specs):
+            if spec.sparse:
+                results[index] = self._reduce_slices(spec, gradients[index])
+        return self._corrected(results, flags), flags
+
+    def _reduce_bucket(self, number: int, bucket: Sequence[int], gradients: Sequence[Gradient]) -> list[Any]:
+        options = self._options
+        return grouped_allreduce(
+            [self._dense(self.specs[index], gradients[index]) for index in bucket],
+            options.op,
+            name=f"{self._title}[{number}]",
+            labels=[self.specs[index].name for index in bucket],
+            comm=self.comm,
+            prescale=options.prescale,
+            postscale=options.postscale,
+            priority=number,  # the last is needed first in the next step
+        )
+
+    def _dense(self, spec: ParameterSpec, gradient: Gradient) -> Any:
+        if gradient is None:
+            return tf.zeros(spec.shape, spec.dtype)
+        value = tf.convert_to_tensor(gradient)
+        if value.dtype.name != spec.dtype or not value.shape.is_compatible_with(spec.shape):
+            raise UsageError(
+                f"rank {self.comm.rank}: the gradient of '{spec.name}' is {value.dtype.name} {value.shape}, "
+                f"the "
+                f"variable is {spec.describe()}"
+            )
+        return value
+
+    def _reduce_slices(self, spec: ParameterSpec, gradient: Gradient) -> Any:
+        if gradient is None:
+            gradient = tf.IndexedSlices(
+                tf.zeros((0, *spec.shape[1:]), spec.dtype), tf.zeros((0,), tf.int64), tf.constant(spec.shape)
+            )
+        elif not isinstance(gradient, tf.IndexedSlices):
+            rows = tf.range(spec.shape[0], dtype=tf.int64)
+            gradient = tf.IndexedSlices(gradient, rows, tf.constant(spec.shape))
+        name = f"{self._title}: {spec.name}"
+        return allreduce_slices(
+            gradient, self._options.op, name=name, comm=self.comm, scale=self._options.scale
+        )
+
+    def _corrected(self, results: list[Gradient], flags: Any) -> list[Gradient]:
+        """Averages over the ranks that have data, where the core has divided by the number of all."""
+        if self._options.op != "average":
+            return results
+        count = tf.math.count_nonzero(flags[len(self.specs) :], dtype=tf.int32)
+        factor = self.comm.size / tf.maximum(count, 1)
+
+        def scaled() -> list[Gradient]:
+            return [_times(value, factor) for value in results]
+
+        if tf.executing_eagerly():
+            return scaled() if 0 < int(count) < self.comm.size else results
+        if not self._uneven:
+            return results
+        return list(tf.cond(count < self.comm.size, scaled, lambda: [_times(value, 1) for value in results]))
+
+    def _without_absent(self, reduced: list[Gradient], present: Sequence[bool], flags: Any) -> list[Gradient]:
+        """In a traced function: None where no rank has a gradient."""
+        gone = [k for k, absent in enumerate(self._absent) if absent and not present[k]]
+        if not gone:
+            return reduced
+        names = ", ".join(self.specs[k].name for k in gone[:3])
+        check = tf.debugging.assert_equal(
+            tf.gather(flags, gone),
+            0.0,
+            f"multiring: UsageError: a variable that had no gradient on any rank in the first step has one "
+            f"on another "
+            f"rank now ({names}); run the same functions on all ranks",
+        )
+        with tf.control_dependencies([check]):
+            return [None if k in gone else _identity(value) for k, value in enumerate(reduced)]
+
+    def _scaled(self, gradient: Gradient) -> Gradient:
+        scale = self._options.scale
+        return gradient if gradient is None or scale == 1.0 else _times(gradient, scale)
+
+
+def kinds_of(gradients: Sequence[Gradient]) -> list[Kind]:
+    """What each gradient is: "dense", "sparse" or None."""
+    return [
+        None if g is None else "sparse" if isinstance(g, tf.IndexedSlices) else "dense" for g in gradients
+    ]
+
+
+def _map(gradient: Gradient, change: Callable[[Any], Any]) -> Gradient:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
+    return change(gradient)
+
+
+def _identity(gradient: Gradient) -> Gradient:
+    return _map(gradient, tf.identity)
+
+
+def _times(gradient: Gradient, factor: Any) -> Gradient:
+    return _map(gradient, lambda value: value * tf.cast(factor, value.dtype))

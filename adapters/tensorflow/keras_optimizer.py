@@ -1,0 +1,219 @@
+"""Keras 3 optimizers that step with gradients reduced over ranks, on every backend of Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from multiring.errors import UsageError
+from multiring.tensorflow.keras_reduction import LazyReduction, WrapperOptions
+from multiring.tensorflow.keras_xla import keep_xla_off
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["DistributedKerasOptimizer", "DistributedLossScaleOptimizer"]
+
+Tensors = Sequence[Any]
+
+
+@keras.saving.register_keras_serializable(package="multiring")
+class DistributedKerasOptimizer(keras.optimizers.Optimizer):
+    """Holds an optimizer and hands it gradients that were reduced over ranks.
+
+    It is a `keras.optimizers.Optimizer` by type because `compile()` accepts nothing else. Variables,
+    learning rate, iterations and settings are those of `inner_optimizer`: what is saved with one can be
+    loaded with the other.
+    """
+
+    _wrapped = False  # until the inner optimizer is there
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        name: str | None = None,
+        comm: Communicator | None = None,
+        **options: Any,
+    ) -> None:
+        """Wrap an optimizer; see `DistributedOptimizer`."""
+        super().__init__(learning_rate=0.0, name=name or f"distributed_{inner_optimizer.name}")
+        self.inner_optimizer = inner_optimizer
+        self.options = WrapperOptions(**options)
+        self._reduction = LazyReduction(comm, self.options, keras.backend.backend())
+        self._count: Any = None
+        self._accumulators: list[Any] = []
+        if self.options.backward_passes_per_step > 1 and keras.backend.backend() == "jax":
+            raise UsageError(
+                "backward_passes_per_step does not work on Keras's JAX backend; give the optimizer itself "
+                "gradient_accumulation_steps"
+            )
+        self._wrapped = True
+        keep_xla_off()
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Create the variables of the inner optimizer, and accumulators where they are wanted."""
+        if self.built:
+            return
+        self.inner_optimizer.build(variables)
+        super().build(variables)
+        if self.options.backward_passes_per_step > 1:
+            self._count = self.add_variable((), "zeros", "int", name="backward_passes")
+            self._accumulators = [
+                self.add_variable_from_reference(variable, name="gradient_sum") for variable in variables
+            ]
+
+    def apply(self, grads: Tensors, trainable_variables: Sequence[Any] | None = None) -> None:
+        """Reduce gradients over ranks and update variables with them. Collective.
+
+        Raises:
+            MismatchError: The ranks have different variables or options (in the first step).
+        """
+        if len(grads) == 0:
+            return
+        if not self.built:
+            self.build(list(trainable_variables or ()))
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        passes = self.options.backward_passes_per_step
+        if passes == 1:
+            self.inner_optimizer.apply(self._reduction.reduce(grads, variables), trainable_variables)
+            return
+        sums = [self._accumulators[self._get_variable_index(variable)] for variable in variables]
+        for total, gradient in zip(sums, grads, strict=True):
+            if gradient is not None:
+                total.assign_add(keras.ops.convert_to_tensor(gradient))
+        self._count.assign_add(1)
+        missing = [gradient is None for gradient in grads]
+        keras.ops.cond(
+            keras.ops.equal(self._count, passes), lambda: self._step(sums, missing, variables), lambda: None
+        )
+
+    def _step(self, sums: list[Any], missing: list[bool], variables: list[Any]) -> None:
+        passes = self.options.backward_passes_per_step
+        means = [None if gone else total / passes for total, gone in zip(sums, missing, strict=True)]
+        self.inner_optimizer.apply(self._reduction.reduce(means, variables), variables)
+        for total in sums:
+            total.assign(keras.ops.zeros_like(total))
+        self._count.assign(0)
+
+    @property
+    def variables(self) -> list[Any]:
+        """Those of the inner optimizer, and the accumulators if there are any."""
+        own = [] if self._count is None else [self._count, *self._accumulators]
+        return [*self.inner_optimizer.variables, *own]
+
+    @property
+    def iterations(self) -> Any:
+        """Steps of the inner optimizer."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        """Learning rate of the inner optimizer; may be set."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def loss_scale_factor(self) -> Any:
+        """Fixed loss scale of the inner optimizer."""
+        return self.inner_optimizer.loss_scale_factor if self._wrapped else None
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: Any) -> None:
+        if not self._wrapped:
+            return
+        if value is None:
+            # What LossScaleOptimizer does to the optimizer it is given. It decides from this rank's
+            # gradients alone whether to step, so ranks would wait for others that do not come.
+            raise UsageError(
+                "a LossScaleOptimizer has to be inside: "
+                "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(opt)) "
+                "instead of LossScaleOptimizer(DistributedOptimizer(opt)); compile() adds one by itself to "
+                "a model of "
+                "policy mixed_float16"
+            )
+        self.inner_optimizer.loss_scale_factor = value
+
+    def scale_loss(self, loss: Any) -> Any:
+        """The loss as the inner optimizer scales it."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Passed on to the inner optimizer."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Passed on to the inner optimizer."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def get_config(self) -> dict[str, Any]:
+        """What `from_config` needs; the communicator is left out, a loaded optimizer takes the world."""
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        return {"name": self.name, "inner_optimizer": inner, **asdict(self.options)}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> DistributedKerasOptimizer:
+        """Make an optimizer from what `get_config` returned."""
+        rest = dict(config)
+        inner = keras.saving.deserialize_keras_object(
+            rest.pop("inner_optimizer"), custom_objects=custom_objects
+        )
+        return cls(inner, **rest)
+
+
+@keras.saving.register_keras_serializable(package="multiring")
+class DistributedLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+    """A `LossScaleOptimizer` that looks at gradients after they were reduced: all ranks skip the same steps.
+
+    It is one by type, so that `compile()` does not put another one around it.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        initial_scale: float = 2.0**15,
+        dynamic_growth_steps: int = 2000,
+        name: str | None = None,
+        comm: Communicator | None = None,
+        **options: Any,
+    ) -> None:
+        """Like `keras.optimizers.LossScaleOptimizer`; `comm` and options are those of
+        `DistributedOptimizer`.
+        """
+        super().__init__(
+            inner_optimizer,
+            initial_scale,
+            dynamic_growth_steps,
+            name or f"distributed_{inner_optimizer.name}",
+        )
+        self.options = WrapperOptions(**options)
+        if self.options.backward_passes_per_step > 1:
+            raise UsageError(
+                "backward_passes_per_step does not go with a dynamic loss scale; give the inner optimizer "
+                "gradient_accumulation_steps"
+            )
+        self._reduction = LazyReduction(comm, self.options, keras.backend.backend())
+        keep_xla_off()
+
+    def apply(self, grads: Tensors, trainable_variables: Sequence[Any] | None = None) -> None:
+        """Reduce gradients over ranks; then step, or skip the step, as all ranks do. Collective."""
+        if not self.built:
+            self.build(list(trainable_variables or ()))
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        super().apply(self._reduction.reduce(grads, variables), variables)
+
+    def stateless_apply(
+        self, optimizer_variables: Tensors, grads: Tensors, trainable_variables: Tensors
+    ) -> Any:
+        """The same for Keras's JAX backend."""
+        reduced = self._reduction.reduce(grads, self._trainable_variables)
+        return super().stateless_apply(optimizer_variables, reduced, trainable_variables)
+
+    def get_config(self) -> dict[str, Any]:
+        """What `from_config` needs; the communicator is left out, a loaded optimizer takes the world."""
+        return {**super().get_config(), **asdict(self.options)}

@@ -1,0 +1,99 @@
+"""What the optimizer wrappers share: options, accumulation's arithmetic, and the reduction for Keras's
+backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import multiring
+from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from multiring.errors import UsageError
+from multiring.gradient_source import ReducerOptions
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["LazyReduction", "WrapperOptions"]
+
+
+@dataclass(frozen=True)
+class WrapperOptions:
+    """How a wrapped optimizer reduces its gradients; saved along with it.
+
+    Attributes:
+        op: "average" or "sum" of the gradients.
+        prescale: Factor applied before the reduction.
+        postscale: Factor applied after it.
+        backward_passes_per_step: Steps whose gradients are averaged on each rank before they are reduced and
+            applied.
+        bucket_bytes: Limit of a bucket, in bytes.
+        first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
+        sparse_as_dense: Reduce sparse gradients as dense tensors.
+    """
+
+    op: Literal["average", "sum"] = "average"
+    prescale: float = 1.0
+    postscale: float = 1.0
+    backward_passes_per_step: int = 1
+    bucket_bytes: int = BUCKET_BYTES
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES
+    sparse_as_dense: bool = False
+
+    def __post_init__(self) -> None:
+        if self.backward_passes_per_step < 1:
+            raise UsageError(
+                f"{self.backward_passes_per_step} backward passes per step; at least 1 is needed"
+            )
+
+    @property
+    def reducer(self) -> ReducerOptions:
+        """The part that the reduction itself takes."""
+        return ReducerOptions(
+            self.op, self.bucket_bytes, self.first_bucket_bytes, self.prescale, self.postscale
+        )
+
+
+class LazyReduction:
+    """Made for the variables of the first gradients, which is when all ranks are known to train."""
+
+    def __init__(self, comm: Communicator | None, options: WrapperOptions, backend: str) -> None:
+        self._comm, self._options, self._backend = comm, options, backend
+        self._reduction: Any = None
+
+    def __deepcopy__(self, memo: Any) -> LazyReduction:
+        return LazyReduction(self._comm, self._options, self._backend)
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients reduced over ranks. Collective.
+
+        Raises:
+            MismatchError: The ranks have different variables or options (at the first call).
+        """
+        comm = multiring.world() if self._comm is None else self._comm
+        if comm.size == 1 and self._options.prescale * self._options.postscale == 1.0:
+            return list(gradients)
+        if self._backend == "tensorflow":
+            gradients = self._as_dense(gradients)
+        if self._reduction is None:
+            self._reduction = self._make(gradients, variables, comm)
+        reduced: list[Any] = self._reduction.reduce(gradients)
+        return reduced
+
+    def _as_dense(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        import tensorflow as tf
+
+        if not self._options.sparse_as_dense:
+            return gradients
+        return [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+
+    def _make(self, gradients: Sequence[Any], variables: Sequence[Any], comm: Communicator) -> Any:
+        if self._backend == "tensorflow":
+            from multiring.tensorflow.gradients import GradientReduction, kinds_of
+
+            return GradientReduction(variables, comm, self._options.reducer, kinds=kinds_of(gradients))
+        from multiring.tensorflow.host_gradients import HostReduction
+
+        return HostReduction(variables, comm, self._options.reducer)

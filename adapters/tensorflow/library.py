@@ -1,0 +1,94 @@
+"""The native library with the ops, and the queues that the ops submit to."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from multiring import _core
+from multiring.errors import InternalError, UsageError
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["independent", "native_ops", "number_of", "place_of"]
+
+_NAME = "libmultiring_tensorflow.so"
+
+
+class _Library:
+    """The loaded library.
+
+    Attributes:
+        ops: Module with a function for each op.
+        is_asynchronous: Whether operations wait without holding one of TensorFlow's threads.
+        places: Rank and size by the number of each queue.
+    """
+
+    def __init__(self) -> None:
+        # Beside the extension module in every kind of installation; sources may lie elsewhere.
+        path = Path(_core.__file__).parent / "tensorflow" / _NAME
+        if not path.exists():
+            raise InternalError(f"{path} is missing: this installation of multiring is incomplete")
+        self.places: dict[int, tuple[int, int]] = {}
+        self.ops = tf.load_op_library(str(path))
+        self._native = ctypes.CDLL(str(path))
+        self._native.multiring_tensorflow_load_error.restype = ctypes.c_char_p
+        self._native.multiring_tensorflow_register_queue.argtypes = [ctypes.c_void_p]
+        self._native.multiring_tensorflow_register_queue.restype = ctypes.c_int64
+        self.is_asynchronous = bool(self._native.multiring_tensorflow_is_asynchronous())
+        if problem := self._native.multiring_tensorflow_load_error().decode():
+            raise UsageError(f"multiring's ops cannot be used with TensorFlow {tf.__version__}: {problem}")
+
+    def register(self, queue: Any) -> int:
+        """Number under which graphs refer to a queue."""
+        number = int(self._native.multiring_tensorflow_register_queue(queue.address))
+        self.places[number] = queue.rank, queue.size
+        return number
+
+
+@functools.cache
+def _library() -> _Library:
+    return _Library()
+
+
+# Number of the queue of each communicator that has been used. The queue itself is held by the communicator,
+# which it refers to.
+_numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+
+
+def native_ops() -> Any:
+    """Module with a function for each native op."""
+    return _library().ops
+
+
+def number_of(comm: Communicator) -> int:
+    """Number under which graphs refer to the communicator's queue. Collective at the first call."""
+    if comm not in _numbers:
+        _numbers[comm] = _library().register(comm.named_queue("tensorflow"))
+    return _numbers[comm]
+
+
+def place_of(number: int) -> tuple[int, int]:
+    """Rank and size of the communicator with this number."""
+    return _library().places[number]
+
+
+def independent(results: Any) -> Any:
+    """Tells `tf.function` that the op has to run but needs no order among other ops with effects.
+
+    Otherwise it would let them run one after the other only.
+    """
+    first = results[0] if isinstance(results, list | tuple) else results
+    # Operations that hold threads while they wait must keep the order that all ranks share.
+    if not tf.is_symbolic_tensor(first) or not _library().is_asynchronous:
+        return results
+    # Not part of TensorFlow's public interface; without it the ops still work, but one after the other.
+    manager = getattr(first.graph, "experimental_acd_manager", None)
+    if manager is not None and hasattr(manager, "run_independently"):
+        manager.run_independently(first.op)
+    return results

@@ -1,0 +1,39 @@
+#include "queues.h"
+
+#include <mutex>
+#include <vector>
+
+#define MULTIRING_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace multiring::tensorflow {
+namespace {
+
+// Queues stay valid to the end of the process, so entries are never taken back.
+struct Registry {
+  std::mutex mutex;
+  std::vector<mr_queue*> queues;
+};
+
+Registry& registry() {
+  static Registry* const instance = new Registry;  // never destroyed: kernels may run while the process ends
+  return *instance;
+}
+
+}  // namespace
+
+mr_queue* find_queue(int64_t number) {
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  if (number < 1 || static_cast<size_t>(number) > all.queues.size()) return nullptr;
+  return all.queues[static_cast<size_t>(number) - 1];
+}
+
+}  // namespace multiring::tensorflow
+
+/* Registers a queue by its address; returns its number, from 1. Called by the Python part. */
+MULTIRING_EXPORT int64_t multiring_tensorflow_register_queue(void* queue) {
+  auto& all = multiring::tensorflow::registry();
+  const std::lock_guard lock(all.mutex);
+  all.queues.push_back(static_cast<mr_queue*>(queue));
+  return static_cast<int64_t>(all.queues.size());
+}

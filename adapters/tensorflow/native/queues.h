@@ -1,0 +1,14 @@
+#pragma once
+
+#include <cstdint>
+
+#include "multiring.h"
+
+namespace multiring::tensorflow {
+
+/* The queue that was registered under a number; nullptr if there is none. Graphs contain numbers and not
+ * addresses, so that a graph that was saved and loaded by another process finds that process's queue or none.
+ */
+mr_queue* find_queue(int64_t number);
+
+}  // namespace multiring::tensorflow

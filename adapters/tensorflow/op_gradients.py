@@ -1,0 +1,101 @@
+"""Gradients of the ops. Registered when this module is imported."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import tensorflow as tf
+from multiring.errors import UsageError
+from multiring.tensorflow.library import independent, native_ops, place_of
+
+__all__: list[str] = []
+
+Tensor = Any
+_SUM, _AVERAGE = 0, 1
+
+
+def _attributes(op: Any, suffix: str = "gradient") -> dict[str, Any]:
+    name = op.get_attr("tensor_name").decode()
+    return {
+        "tensor_name": f"{name} {suffix}",
+        "communicator": op.get_attr("communicator"),
+        "priority": op.get_attr("priority"),
+    }
+
+
+def _linear(op: Any) -> dict[str, Any]:
+    """Attributes of a reduction, which has to be linear."""
+    number = op.get_attr("reduce_op")
+    if number not in (_SUM, _AVERAGE):
+        raise UsageError(
+            f"'{op.get_attr('tensor_name').decode()}' has no gradient: only 'sum' and 'average' can be "
+            f"differentiated"
+        )
+    names = ("reduce_op", "prescale_bits", "postscale_bits")
+    return {name: op.get_attr(name) for name in names} | _attributes(op)
+
+
+@tf.RegisterGradient("MultiringAllreduce")
+def _allreduce_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
+    # The gradient of integers is None, on every rank alike.
+    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    found: list[Tensor] = [None] * len(gradients)
+    if places:
+        reduced = native_ops().multiring_allreduce(
+            [gradients[place] for place in places], labels=[], **_linear(op)
+        )
+        for place, value in zip(places, independent(reduced), strict=True):
+            found[place] = value
+    return found
+
+
+@tf.RegisterGradient("MultiringBroadcast")
+def _broadcast_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
+    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    found: list[Tensor] = [None] * len(gradients)
+    if places:
+        summed = _summed(op, [gradients[place] for place in places])
+        at_root = _place(op)[0] == op.get_attr("root")
+        for place, value in zip(places, summed, strict=True):
+            found[place] = value if at_root else tf.zeros_like(value)
+    return found
+
+
+@tf.RegisterGradient("MultiringAllgather")
+def _allgather_gradient(op: Any, gradient: Tensor, _: Tensor) -> Tensor:
+    rank = _place(op)[0]
+    rows = op.outputs[1]
+    first = tf.reduce_sum(rows[:rank])
+    own = _summed(op, [gradient])[0][first : first + rows[rank]]
+    return tf.reshape(own, tf.shape(op.inputs[0]))
+
+
+@tf.RegisterGradient("MultiringReduceScatter")
+def _reduce_scatter_gradient(op: Any, gradient: Tensor) -> Tensor:
+    attributes = _linear(op)
+    scale = _double(attributes["prescale_bits"]) * _double(attributes["postscale_bits"])
+    joined = independent(native_ops().multiring_allgather(gradient, **_attributes(op))).joined
+    if attributes["reduce_op"] == _AVERAGE:
+        scale /= _place(op)[1]
+    return joined if scale == 1.0 else joined * tf.cast(scale, joined.dtype)
+
+
+@tf.RegisterGradient("MultiringAlltoall")
+def _alltoall_gradient(op: Any, gradient: Tensor, _: Tensor) -> list[Tensor]:
+    back = native_ops().multiring_alltoall(gradient, op.outputs[1], **_attributes(op))
+    return [independent(back).joined, None]
+
+
+def _summed(op: Any, tensors: list[Tensor]) -> list[Tensor]:
+    one = struct.unpack("<q", struct.pack("<d", 1.0))[0]
+    options = {"reduce_op": _SUM, "prescale_bits": one, "postscale_bits": one, "labels": []}
+    return list(independent(native_ops().multiring_allreduce(tensors, **options, **_attributes(op))))
+
+
+def _place(op: Any) -> tuple[int, int]:
+    return place_of(op.get_attr("communicator"))
+
+
+def _double(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -1,0 +1,219 @@
+"""Collectives as TensorFlow ops: eager, inside `tf.function`, differentiable, any number in flight.
+
+Operations are matched by name, so ranks may run them in any order. Those without a name get one from their
+place in the function that is traced, or, in eager mode, simply the name of their kind.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+import multiring
+import tensorflow as tf
+from multiring.errors import UsageError
+from multiring.tensorflow import op_gradients  # noqa: F401  # registers them
+from multiring.tensorflow.library import independent, native_ops, number_of
+from multiring.tensorflow.naming import operation_name
+from multiring.types import ReduceOpName
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "grouped_allreduce",
+    "grouped_broadcast",
+    "reducescatter",
+]
+
+Tensor = Any
+_OPS = get_args(ReduceOpName)  # in the order of mr_reduce_op
+# Nothing here branches on the values of tensors, so AutoGraph, which would take long, has nothing to do.
+_as_is = tf.autograph.experimental.do_not_convert
+
+
+@_as_is
+def allreduce(
+    tensor: Tensor,
+    op: ReduceOpName = "sum",
+    *,
+    name: str | None = None,
+    comm: Communicator | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Tensor:
+    """Reduces a tensor element by element over all ranks; every rank gets the result.
+
+    Args:
+        tensor: Tensor of any shape, the same shape and dtype on all ranks; or `tf.IndexedSlices`, of which
+            ranks may have different rows ("sum" and "average" only).
+        op: "sum", "average", "min", "max" or "product".
+        name: Name by which the ranks' operations find each other.
+        comm: Ranks that take part; the world by default.
+        prescale: Factor for each input before the reduction.
+        postscale: Factor for the result.
+
+    Returns:
+        The result, with the shape of the input. Differentiable for "sum" and "average": its gradient is
+        reduced in the same way.
+
+    Raises:
+        tf.errors.OpError: The communication failed; see `multiring.tensorflow.translate_errors`.
+    """
+    if isinstance(tensor, tf.IndexedSlices):
+        from multiring.tensorflow.sparse import allreduce_slices
+
+        return allreduce_slices(tensor, op, name=name, comm=comm, scale=prescale * postscale)
+    return grouped_allreduce([tensor], op, name=name, comm=comm, prescale=prescale, postscale=postscale)[0]
+
+
+@_as_is
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    op: ReduceOpName = "sum",
+    *,
+    name: str | None = None,
+    comm: Communicator | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    labels: Sequence[str] = (),
+    priority: int = 0,
+) -> list[Tensor]:
+    """Reduces several tensors, of any dtypes, as one operation; see `allreduce`.
+
+    Where TensorFlow has no other use for an input, its memory takes the result.
+
+    Args:
+        labels: What error messages call the tensors; the same on all ranks.
+        priority: Of the operations that all ranks have submitted, those of higher priority run first.
+    """
+    if op not in _OPS:
+        raise UsageError(f"op is {op!r}; accepted: {', '.join(_OPS)}")
+    if len(tensors) == 0:
+        return []
+    results = native_ops().multiring_allreduce(
+        [tf.convert_to_tensor(tensor) for tensor in tensors],
+        reduce_op=_OPS.index(op),
+        prescale_bits=_bits(prescale),
+        postscale_bits=_bits(postscale),
+        labels=list(labels),
+        **_common("allreduce", name, comm, priority),
+    )
+    return list(independent(results))
+
+
+@_as_is
+def broadcast(
+    tensor: Tensor, root: int = 0, *, name: str | None = None, comm: Communicator | None = None
+) -> Tensor:
+    """Gives every rank the tensor of rank `root`; shapes and dtypes have to be the same on all ranks.
+
+    Differentiable: the gradient is the sum over ranks on the root, and zero elsewhere.
+    """
+    return grouped_broadcast([tensor], root, name=name, comm=comm)[0]
+
+
+@_as_is
+def grouped_broadcast(
+    tensors: Sequence[Tensor], root: int = 0, *, name: str | None = None, comm: Communicator | None = None
+) -> list[Tensor]:
+    """Broadcasts several tensors, of any dtypes, as one operation; see `broadcast`."""
+    if len(tensors) == 0:
+        return []
+    results = native_ops().multiring_broadcast(
+        [tf.convert_to_tensor(tensor) for tensor in tensors], root=root, **_common("broadcast", name, comm)
+    )
+    return list(independent(results))
+
+
+@_as_is
+def allgather(tensor: Tensor, *, name: str | None = None, comm: Communicator | None = None) -> Tensor:
+    """Joins the tensors of all ranks along the first dimension, in the order of the ranks.
+
+    Args:
+        tensor: Ranks may have different first extents (0 too); the others and the dtype have to be the same.
+            A scalar counts as one row.
+        name: Name by which the ranks' operations find each other.
+        comm: Ranks that take part; the world by default.
+
+    Returns:
+        The joined tensor. Differentiable: a rank's gradient is the sum over ranks of what belongs to its
+        rows.
+    """
+    return independent(
+        native_ops().multiring_allgather(tf.convert_to_tensor(tensor), **_common("allgather", name, comm))
+    ).joined
+
+
+@_as_is
+def reducescatter(
+    tensor: Tensor,
+    op: ReduceOpName = "sum",
+    *,
+    name: str | None = None,
+    comm: Communicator | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Tensor:
+    """Reduces a tensor over all ranks; rank i gets block i of the result, as `numpy.array_split` splits it.
+
+    Arguments and errors are those of `allreduce`. Differentiable for "sum" and "average".
+    """
+    if op not in _OPS:
+        raise UsageError(f"op is {op!r}; accepted: {', '.join(_OPS)}")
+    return independent(
+        native_ops().multiring_reduce_scatter(
+            tf.convert_to_tensor(tensor),
+            reduce_op=_OPS.index(op),
+            prescale_bits=_bits(prescale),
+            postscale_bits=_bits(postscale),
+            **_common("reducescatter", name, comm),
+        )
+    )
+
+
+@_as_is
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | None = None,
+    *,
+    name: str | None = None,
+    comm: Communicator | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Sends block i of a tensor to rank i; every rank joins what it receives along the first dimension.
+
+    Args:
+        tensor: At least one-dimensional; all extents but the first and the dtype are the same on all ranks.
+        splits: Rows for each rank, adding up to the first extent, shape (ranks,); None splits evenly.
+        name: Name by which the ranks' operations find each other.
+        comm: Ranks that take part; the world by default.
+
+    Returns:
+        The received rows; with `splits` given, also the number of rows from each rank (int64).
+        Differentiable.
+    """
+    rows = tf.zeros([0], tf.int64) if splits is None else tf.cast(splits, tf.int64)
+    result = independent(
+        native_ops().multiring_alltoall(tf.convert_to_tensor(tensor), rows, **_common("alltoall", name, comm))
+    )
+    return result.joined if splits is None else (result.joined, result.rows)
+
+
+def _common(kind: str, name: str | None, comm: Communicator | None, priority: int = 0) -> dict[str, Any]:
+    """Attributes that all ops have."""
+    number = number_of(multiring.world() if comm is None else comm)
+    return {
+        "tensor_name": operation_name(kind) if name is None else name,
+        "communicator": number,
+        "priority": priority,
+    }
+
+
+def _bits(value: float) -> int:
+    """A double as an integer of the same bits; TensorFlow's own floating attributes have 32."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])

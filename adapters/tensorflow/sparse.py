@@ -1,0 +1,64 @@
+"""Sparse gradients (`tf.IndexedSlices`): only rows that some rank has touched travel.
+
+The row numbers of all ranks are gathered; every rank puts its values at the places of its rows among all of
+them, with zeros elsewhere, and these are reduced. So the sum has the same bits as that of dense gradients,
+which adding up a concatenation of all values would not have.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import multiring
+import tensorflow as tf
+from multiring.errors import UsageError
+from multiring.tensorflow.naming import operation_name
+from multiring.tensorflow.ops import allgather, allreduce
+from multiring.types import ReduceOpName
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["allreduce_slices"]
+
+
+def allreduce_slices(
+    slices: Any,
+    op: ReduceOpName = "sum",
+    *,
+    name: str | None = None,
+    comm: Communicator | None = None,
+    scale: float = 1.0,
+) -> Any:
+    """Reduces `tf.IndexedSlices` over ranks.
+
+    Args:
+        slices: Rows of this rank, in any order and with repetitions, or none at all.
+        op: "sum" or "average".
+        name: Name by which the ranks' operations find each other.
+        comm: Ranks that take part; the world by default.
+        scale: Factor for the result.
+
+    Returns:
+        `tf.IndexedSlices` of the rows that any rank has, ascending and unique; the same bits on every rank.
+
+    Raises:
+        UsageError: Another `op`.
+    """
+    if op not in ("sum", "average"):
+        raise UsageError(f"op is {op!r}; sparse tensors can be reduced by 'sum' and 'average'")
+    comm = multiring.world() if comm is None else comm
+    if comm.size == 1 and scale == 1.0:
+        return slices
+    name = operation_name("allreduce of slices") if name is None else name
+    indices = tf.cast(slices.indices, tf.int64)
+    rows, places = tf.unique(indices, out_idx=tf.int64)
+    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(rows))
+    union = tf.sort(tf.unique(allgather(rows, name=f"{name} rows", comm=comm)).y)
+    spread = tf.scatter_nd(
+        tf.searchsorted(union, rows)[:, None],
+        values,
+        tf.concat([tf.shape(union), tf.shape(values)[1:]], 0),
+    )
+    reduced = allreduce(spread, op, name=f"{name} values", comm=comm, postscale=scale)
+    return tf.IndexedSlices(reduced, tf.cast(union, slices.indices.dtype), slices.dense_shape)

@@ -1,0 +1,121 @@
+"""A gradient tape whose gradients are reduced over ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import multiring
+import tensorflow as tf
+from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from multiring.gradient_source import ReducerOptions
+from multiring.tensorflow.gradients import GradientReduction, kinds_of
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["DistributedGradientTape"]
+
+# A tape lives for one step, its reduction as long as the variables do.
+_Entry = tuple[tuple[weakref.ref[Any], ...], GradientReduction]
+_reductions: weakref.WeakKeyDictionary[Communicator, dict[Any, _Entry]] = weakref.WeakKeyDictionary()
+
+
+class DistributedGradientTape:
+    """Wraps a `tf.GradientTape`: `gradient()` returns gradients reduced over ranks, all else is the tape's
+    own.
+
+    The first call for a list of sources compares these over the ranks (collective); the reduction is kept as
+    long as the sources live, so that wrapping a new tape in each step costs nothing. A call with other
+    sources, such as variables that were created late, makes another one, on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        tape: tf.GradientTape,
+        comm: Communicator | None = None,
+        *,
+        op: Literal["average", "sum"] = "average",
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        sparse_as_dense: bool = False,
+        uneven: bool = False,
+    ) -> None:
+        """Wrap `tape`. Not collective.
+
+        Args:
+            tape: The tape; with `with DistributedGradientTape(tf.GradientTape()) as tape:` it is entered
+                here.
+            comm: Ranks that train together; the world by default.
+            op: "average" or "sum" of the gradients.
+            prescale: Factor applied before the reduction.
+            postscale: Factor applied after it.
+            bucket_bytes: Limit of a bucket, in bytes.
+            first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
+            sparse_as_dense: Reduce `tf.IndexedSlices` as dense tensors.
+            uneven: Ranks may run out of data at different times; see `GradientReduction.join`.
+        """
+        self._tape = tape
+        self._comm = multiring.world() if comm is None else comm
+        self._options = ReducerOptions(op, bucket_bytes, first_bucket_bytes, prescale, postscale)
+        self._dense, self._uneven = sparse_as_dense, uneven
+
+    def __enter__(self) -> DistributedGradientTape:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._tape.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the tape's: watch, stop_recording, jacobian..."""
+        if name == "_tape":
+            raise AttributeError(name)
+        return getattr(self._tape, name)
+
+    @tf.autograph.experimental.do_not_convert
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """Gradients of `target`, reduced over ranks; arguments and structure as in
+        `tf.GradientTape.gradient`.
+
+        Collective. A gradient that this rank lacks counts as zeros, see `GradientReduction`.
+
+        Raises:
+            MismatchError: The ranks have different sources.
+            tf.errors.OpError: The communication failed.
+        """
+        gradients = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
+        variables = tf.nest.flatten(sources)
+        found = tf.nest.flatten(gradients)
+        if self._dense:
+            found = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in found]
+        reduced = self.reduction(variables, found).reduce(found)
+        return tf.nest.pack_sequence_as(gradients, reduced)
+
+    def reduction(
+        self, variables: Sequence[Any], gradients: Sequence[Any] | None = None
+    ) -> GradientReduction:
+        """What reduces the gradients of these variables. Collective when it is asked for the first time.
+
+        Args:
+            variables: Sources of `gradient`.
+            gradients: This rank's gradients, from which it learns which are sparse.
+        """
+        known = _reductions.setdefault(self._comm, {})
+        key = tuple(id(variable) for variable in variables), self._options, self._uneven
+        entry = known.get(key)
+        if entry is None or any(ref() is not v for ref, v in zip(entry[0], variables, strict=True)):
+            kinds = None if gradients is None else kinds_of(gradients)
+            made = GradientReduction(variables, self._comm, self._options, kinds=kinds, uneven=self._uneven)
+            entry = tuple(weakref.ref(variable) for variable in variables), made
+            known[key] = entry
+        return entry[1]

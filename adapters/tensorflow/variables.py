@@ -1,0 +1,61 @@
+"""Variables of TensorFlow and of Keras, told by what they can do: Keras may run on another backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["describe_variables", "named_variables", "to_numpy"]
+
+Variables = Any
+
+
+def named_variables(source: Variables) -> dict[str, Any]:
+    """Variables by unique names.
+
+    Args:
+        source: A model or anything else with `weights` or `variables`, a mapping, or a sequence of variables.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    if not isinstance(source, Iterable):
+        source = getattr(source, "weights", None) or source.variables
+    found = list(source() if callable(source) else source)
+    names = unique_names([_name(variable) for variable in found])
+    return dict(zip(names, found, strict=True))
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """The names; those that have occurred before with a number."""
+    seen: dict[str, int] = {}
+    result = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        result.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return result
+
+
+def describe_variables(variables: Sequence[Any]) -> list[tuple[str, tuple[int, ...], str]]:
+    """Unique name, shape and dtype of each variable."""
+    names = unique_names([_name(variable) for variable in variables])
+    return [
+        (name, tuple(int(extent) for extent in variable.shape), _dtype(variable))
+        for name, variable in zip(names, variables, strict=True)
+    ]
+
+
+def to_numpy(variable: Any) -> np.ndarray[Any, Any]:
+    """A C-ordered copy of a variable's value."""
+    value = variable.numpy() if hasattr(variable, "numpy") else variable
+    return np.array(value, order="C")
+
+
+def _name(variable: Any) -> str:
+    path = getattr(variable, "path", None)  # Keras's own; its `name` is not unique
+    return str(path or getattr(variable, "name", "variable")).removesuffix(":0")
+
+
+def _dtype(variable: Any) -> str:
+    return str(getattr(variable.dtype, "name", variable.dtype)).removeprefix("torch.")

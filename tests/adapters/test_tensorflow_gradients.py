@@ -1,0 +1,172 @@
+"""Gradients through DistributedGradientTape and GradientReduction: what the contract does not cover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import multiring.tensorflow as mt
+from multiring import Communicator
+from multiring.errors import MismatchError, UsageError
+from multiring.gradient_source import ReducerOptions
+from tests.rank_pool import RankPool
+
+Pool = Callable[[int], RankPool]
+
+
+def mixed_dtypes(comm: Communicator) -> None:
+    dtypes = [tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.float32]
+    variables = [tf.Variable(tf.ones([3, k + 1], dtype)) for k, dtype in enumerate(dtypes)]
+
+    @tf.function
+    def step(factor: Any) -> Any:
+        with mt.DistributedGradientTape(tf.GradientTape(), comm, bucket_bytes=32) as tape:
+            loss = tf.add_n([tf.cast(tf.reduce_sum(v), tf.float64) for v in variables]) * factor
+        return tape.gradient(loss, variables)
+
+    for number in range(3):
+        found = step(tf.constant(comm.rank + number, tf.float64))
+        for variable, gradient in zip(variables, found, strict=True):
+            assert gradient.dtype == variable.dtype
+            np.testing.assert_allclose(tf.cast(gradient, tf.float64), (comm.size - 1) / 2 + number)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_mixed_dtypes_in_a_function(ranks: Pool, size: int) -> None:
+    ranks(size).run(mixed_dtypes)
+
+
+def sparse(comm: Communicator, as_dense: bool) -> None:
+    table, dense = tf.Variable(tf.zeros([5, 2])), tf.Variable(tf.ones([2]))
+
+    @tf.function
+    def step(rows: Any) -> Any:
+        with mt.DistributedGradientTape(tf.GradientTape(), comm, sparse_as_dense=as_dense) as tape:
+            loss = tf.reduce_sum(tf.gather(table, rows)) + tf.reduce_sum(dense)
+        return tape.gradient(loss, [table, dense])
+
+    found, other = step(tf.constant([comm.rank, 3, 3]))
+    assert isinstance(found, tf.IndexedSlices) != as_dense
+    wanted = np.zeros((5, 2))
+    for rank in range(comm.size):
+        np.add.at(wanted, [rank, 3, 3], 1.0 / comm.size)
+    np.testing.assert_allclose(tf.convert_to_tensor(found), wanted, rtol=1e-6)
+    np.testing.assert_array_equal(other, 1.0)
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_sparse_gradients(ranks: Pool, as_dense: bool) -> None:
+    ranks(2).run(sparse, as_dense)
+
+
+def sparse_on_some(comm: Communicator) -> None:
+    """One rank has no gradient for the table."""
+    table, dense = tf.Variable(tf.zeros([5, 2])), tf.Variable(tf.ones([2]))
+    with mt.DistributedGradientTape(tf.GradientTape(), comm, op="sum") as tape:
+        loss = tf.reduce_sum(dense)
+        if comm.rank == 1:
+            loss += tf.reduce_sum(tf.gather(table, [4]))
+    found, _ = tape.gradient(loss, [table, dense])
+    np.testing.assert_array_equal(found.indices, [4])
+    np.testing.assert_array_equal(found.values, [[1.0, 1.0]])
+
+
+def test_a_sparse_gradient_is_missing_on_some_ranks(ranks: Pool) -> None:
+    ranks(2).run(sparse_on_some)
+
+
+def late_variables(comm: Communicator) -> None:
+    first, late = tf.Variable([1.0]), None
+    for step in range(4):
+        if step == 2:
+            late = tf.Variable([2.0, 2.0])
+        variables = [first] if late is None else [first, late]
+        with mt.DistributedGradientTape(tf.GradientTape(), comm) as tape:
+            loss = tf.add_n([tf.reduce_sum(v * v) for v in variables]) * (comm.rank + 1.0)
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            np.testing.assert_allclose(gradient, variable * (comm.size + 1))
+
+
+def test_variables_that_are_created_late(ranks: Pool) -> None:
+    ranks(2).run(late_variables)
+
+
+def nested_sources(comm: Communicator) -> None:
+    sources = {"a": tf.Variable(1.0), "b": [tf.Variable(2.0), tf.Variable(3.0)]}
+    with mt.DistributedGradientTape(tf.GradientTape(persistent=True), comm) as tape:
+        loss = sources["a"] * sources["b"][0] * (2.0 * comm.rank)
+    assert not isinstance(tape.gradient(loss, sources)["b"], tf.Tensor)
+    found = tape.gradient(loss, sources)
+    assert float(found["a"]) == 2.0 * (comm.size - 1)
+    assert found["b"][1] is None
+    assert tape.watched_variables()
+
+
+def test_sources_may_be_nested(ranks: Pool) -> None:
+    ranks(2).run(nested_sources)
+
+
+def absent_in_a_function(comm: Communicator) -> None:
+    """Traced with a gradient that no rank has; later one rank has it in another trace."""
+    used, spare = tf.Variable(1.0), tf.Variable(1.0)
+
+    @tf.function
+    def step(with_spare: bool) -> Any:
+        with mt.DistributedGradientTape(tf.GradientTape(), comm) as tape:
+            loss = used * 2.0 + (spare if with_spare else 0.0)
+        return [0.0 if g is None else g for g in tape.gradient(loss, [used, spare])]
+
+    assert [float(g) for g in step(False)] == [2.0, 0.0]
+    with mt.translate_errors():
+        step(comm.rank == 1)
+
+
+def test_a_gradient_that_comes_on_one_rank_later_is_reported(ranks: Pool) -> None:
+    for rank, error in enumerate(ranks(2).run_expecting_errors(absent_in_a_function)):
+        if rank == 0:
+            assert isinstance(error, UsageError), error
+            assert "had no gradient on any rank in the first step" in str(error)
+
+
+def join_in_a_function(comm: Communicator) -> None:
+    variable = tf.Variable([1.0, 2.0])
+    reduction = mt.GradientReduction([variable], comm, uneven=True)
+
+    @tf.function
+    def step(gradient: Any) -> None:
+        variable.assign_sub(reduction.reduce([gradient])[0])
+
+    with reduction.join([variable]):
+        for _ in range(2 + comm.rank):
+            step(tf.ones([2]) * (comm.rank + 1.0))
+    size = comm.size
+    means = [np.mean([r + 1 for r in range(size) if number < 2 + r]) for number in range(1 + size)]
+    np.testing.assert_allclose(variable, np.array([1.0, 2.0]) - sum(means), rtol=1e-6)
+
+
+def test_ranks_may_run_out_of_data_in_a_function(ranks: Pool) -> None:
+    ranks(3).run(join_in_a_function)
+
+
+def refused(comm: Communicator) -> None:
+    variable = tf.Variable([1.0, 2.0])
+    reduction = mt.GradientReduction([variable], comm, ReducerOptions("sum"))
+    with pytest.raises(UsageError, match="2 gradients were given for 1"):
+        reduction.reduce([None, None])
+    with pytest.raises(UsageError, match=r"gradient of 'Variable' is float32 \(3,\)"):
+        reduction.reduce([tf.ones([3])])
+    with pytest.raises(UsageError, match="no parameters"):
+        mt.GradientReduction([], comm)
+    with pytest.raises(UsageError, match="int32 cannot be reduced"):
+        mt.GradientReduction([tf.Variable(1)], comm)
+    mt.GradientReduction([variable], comm, ReducerOptions("sum" if comm.rank else "average"))
+
+
+def test_refused(ranks: Pool) -> None:
+    for error in ranks(2).run_expecting_errors(refused):
+        assert isinstance(error, MismatchError), error
+        assert "'options'" in str(error)

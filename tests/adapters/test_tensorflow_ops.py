@@ -1,0 +1,259 @@
+"""The ops of the TensorFlow adapter: results, shapes, gradients, order, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import multiring.tensorflow as mt
+from multiring import Communicator
+from multiring.errors import MismatchError, UsageError
+from tests.rank_pool import RankPool
+from tests.support import run_job
+
+Pool = Callable[[int], RankPool]
+
+INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+FLOATS = ["float16", "bfloat16", "float32", "float64"]
+
+
+def reductions(comm: Communicator) -> None:
+    own = np.array([[1, 2, 3], [4, 5, 6]])
+    for dtype in INTEGERS + FLOATS:
+        tensor = tf.cast(own + comm.rank, dtype)
+        total = mt.allreduce(tensor, comm=comm)
+        assert total.dtype == tensor.dtype
+        np.testing.assert_array_equal(tf.cast(total, tf.int64), sum(own + rank for rank in range(comm.size)))
+        highest = mt.allreduce(tensor, "max", comm=comm)
+        np.testing.assert_array_equal(tf.cast(highest, tf.int64), own + comm.size - 1)
+    flag = tf.constant([True, comm.rank == 0, False])
+    np.testing.assert_array_equal(mt.allreduce(flag, "max", comm=comm), [True, True, False])
+    np.testing.assert_array_equal(mt.allreduce(flag, "min", comm=comm), [True, comm.size == 1, False])
+    third = mt.allreduce(tf.constant(1.0, tf.float64), "average", comm=comm, prescale=1 / 3, postscale=0.1)
+    assert float(third) == pytest.approx(1 / 30, rel=1e-15)  # factors have all bits of a double
+    for shape in [(0,), (0, 3), (), (1,) * 10 + (2,)]:
+        zeros = mt.allreduce(tf.ones(shape), comm=comm)
+        assert zeros.shape == shape
+        np.testing.assert_array_equal(zeros, np.full(shape, comm.size))
+
+
+def other_ops(comm: Communicator) -> None:
+    rank, size = comm.rank, comm.size
+    rows = tf.fill([rank, 2], rank)  # rank 0 has none
+    np.testing.assert_array_equal(mt.allgather(rows, comm=comm)[:, 0], np.repeat(range(size), range(size)))
+    np.testing.assert_array_equal(mt.allgather(tf.constant(rank), comm=comm), range(size))
+    root = size - 1
+    np.testing.assert_array_equal(mt.broadcast(tf.fill([2, 2], rank), root, comm=comm), np.full((2, 2), root))
+    whole = np.arange(2 * (size + 1)).reshape(size + 1, 2)
+    block = mt.reducescatter(tf.constant(whole), comm=comm)
+    np.testing.assert_array_equal(block, np.array_split(whole * size, size)[rank])
+    even = mt.alltoall(tf.constant(whole + 100 * rank), comm=comm)
+    expected = np.concatenate([np.array_split(whole + 100 * r, size)[rank] for r in range(size)])
+    np.testing.assert_array_equal(even, expected)
+    received, counts = mt.alltoall(tf.fill([size * rank], rank), [rank] * size, comm=comm)
+    np.testing.assert_array_equal(counts, range(size))
+    np.testing.assert_array_equal(received, np.repeat(range(size), range(size)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_results(ranks: Pool, size: int) -> None:
+    ranks(size).run(reductions)
+    ranks(size).run(other_ops)
+
+
+def shapes(comm: Communicator) -> None:
+    @tf.function(input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([]), tf.TensorSpec(None)])
+    def trace(rows: Any, scalar: Any, unknown: Any) -> None:
+        assert mt.allreduce(rows, comm=comm).shape.as_list() == [None, 3]
+        assert mt.broadcast(scalar, comm=comm).shape.as_list() == []
+        assert mt.allgather(tf.ones([4, 3]), comm=comm).shape.as_list() == [None, 3]
+        assert mt.allgather(scalar, comm=comm).shape.as_list() == [None]
+        assert mt.allgather(unknown, comm=comm).shape.rank is None
+        assert mt.reducescatter(rows, comm=comm).shape.as_list() == [None, 3]
+        received, counts = mt.alltoall(rows, [1] * comm.size, comm=comm)
+        assert received.shape.as_list() == [None, 3]
+        assert counts.shape.as_list() == [None]
+        with pytest.raises(ValueError, match="at least rank 1"):
+            mt.reducescatter(scalar, comm=comm)
+
+    trace.get_concrete_function()
+
+
+def test_shapes_are_inferred(ranks: Pool) -> None:
+    ranks(2).run(shapes)
+
+
+def gradients(comm: Communicator) -> None:
+    rank, size = comm.rank, comm.size
+    x = tf.Variable(tf.range(1.0, 2.0 * size + 1) * (rank + 1))
+    weight = tf.range(2.0 * size) + 10.0 * rank  # the gradient that comes back, on this rank
+    weights = [np.arange(2.0 * size) + 10.0 * r for r in range(size)]
+
+    def of(function: Any, factor: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(function(x.value()) * factor)
+        return tape.gradient(loss, x)
+
+    total = np.sum(weights, 0)
+    np.testing.assert_allclose(of(lambda v: mt.allreduce(v, comm=comm, prescale=0.5), weight), 0.5 * total)
+    np.testing.assert_allclose(of(lambda v: mt.allreduce(v, "average", comm=comm), weight), total / size)
+    found = of(lambda v: mt.broadcast(v, 1, comm=comm), weight)
+    np.testing.assert_allclose(found, total if rank == 1 else 0 * total)
+    long = tf.range(2.0 * size * size)
+    np.testing.assert_allclose(
+        of(lambda v: mt.allgather(v, comm=comm), long), size * long[2 * size * rank : 2 * size * (rank + 1)]
+    )
+    joined = np.concatenate([w[:2] for w in weights])
+    scattered = of(lambda v: mt.reducescatter(v, "average", comm=comm, postscale=3.0), weight[:2])
+    np.testing.assert_allclose(scattered, joined * 3 / size, rtol=1e-6)
+    back = of(lambda v: mt.alltoall(v, comm=comm), weight)
+    np.testing.assert_allclose(back, np.concatenate([w[2 * rank : 2 * rank + 2] for w in weights]))
+    with pytest.raises((UsageError, LookupError), match="only 'sum' and 'average'"):
+        of(lambda v: mt.allreduce(v, "max", comm=comm), weight)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients(ranks: Pool, size: int) -> None:
+    ranks(size).run(gradients)
+
+
+def any_order(comm: Communicator) -> None:
+    """Ranks issue the same names in different orders, many at once, and one whose result nobody wants."""
+    order = np.random.default_rng(comm.rank).permutation(20)
+
+    @tf.function
+    def many(x: Any) -> Any:
+        results: dict[int, Any] = {}
+        for number in order:
+            results[number] = mt.allreduce(x * float(number), name=f"number {number}", comm=comm)
+        mt.allreduce(x, name="unused", comm=comm)
+        return [results[number] for number in range(20)], x * 1.0
+
+    for _ in range(5):
+        found, same = many(tf.ones([3]))
+        np.testing.assert_array_equal([value[0] for value in found], np.arange(20.0) * comm.size)
+        np.testing.assert_array_equal(same, 1.0)  # no result went to memory that is still in use
+
+
+def test_ranks_may_issue_operations_in_any_order(ranks: Pool) -> None:
+    ranks(3).run(any_order)
+
+
+def loop_and_retrace(comm: Communicator) -> None:
+    """Names without a given one: in a loop, and in a function that one rank traces more often."""
+
+    @tf.function(reduce_retracing=False)
+    def mean(x: Any) -> Any:
+        total = tf.constant(0.0)
+        for _ in tf.range(3):
+            total += mt.allreduce(tf.reduce_sum(x), comm=comm)
+        return total + mt.allreduce(1.0, comm=comm)
+
+    for step in range(3):
+        rows = 2 if step == 2 and comm.rank == 1 else 1
+        assert float(mean(tf.ones([rows]))) == 3 * (comm.size + (step == 2)) + comm.size
+
+
+def test_names_survive_loops_and_retracing(ranks: Pool) -> None:
+    ranks(2).run(loop_and_retrace)
+
+
+def slices(comm: Communicator, sizes: list[list[int]]) -> None:
+    rows = sizes[comm.rank]
+    values = tf.reshape(tf.range(2.0 * len(rows)), (len(rows), 2)) + 1.0
+    dense = [np.zeros((6, 2), np.float32) for _ in sizes]
+    for r, mine in enumerate(sizes):
+        np.add.at(dense[r], mine, np.arange(2.0 * len(mine)).reshape(len(mine), 2) + 1.0)
+    found = mt.allreduce(
+        tf.IndexedSlices(values, tf.constant(rows, tf.int32), tf.constant([6, 2])), "average", comm=comm
+    )
+    assert found.indices.dtype == tf.int32
+    np.testing.assert_array_equal(found.indices, sorted({row for mine in sizes for row in mine}))
+    np.testing.assert_allclose(tf.convert_to_tensor(found), np.mean(dense, 0), rtol=1e-6)
+    assert len(set(comm.allgather_object(found.values.numpy().tobytes()))) == 1
+
+
+def test_sparse_tensors(ranks: Pool) -> None:
+    ranks(2).run(slices, [[4, 1, 4], [1, 0]])
+    ranks(2).run(slices, [[], [5]])
+    ranks(2).run(slices, [[], []])
+
+
+def refused(comm: Communicator) -> None:
+    with pytest.raises(UsageError, match="op is 'mean'"):
+        mt.allreduce(1.0, "mean", comm=comm)  # type: ignore[arg-type]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="at least rank 1|is a scalar"):
+        mt.reducescatter(tf.constant(1.0), comm=comm)
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"UsageError: splits of 'a' .* 2 numbers .* 3 rows"
+    ):
+        mt.alltoall(tf.ones([3]), [1, 1], name="a", comm=comm)
+    with pytest.raises(UsageError, match="splits of 'a'"), mt.translate_errors():
+        mt.alltoall(tf.ones([3]), [-1, 4], name="a", comm=comm)
+    with pytest.raises((TypeError, ValueError, tf.errors.InvalidArgumentError)):
+        mt.allreduce(tf.constant("text"), comm=comm)
+    assert float(mt.allreduce(1.0, comm=comm)) == comm.size
+
+
+def test_refused(ranks: Pool) -> None:
+    ranks(2).run(refused)
+
+
+def different(comm: Communicator) -> None:
+    child = comm.split(0)  # an error breaks it for good
+    assert child is not None
+    with pytest.raises(
+        tf.errors.FailedPreconditionError, match=r"multiring: MismatchError: .*float32.*"
+    ) as caught:
+        mt.allreduce(tf.ones([2 + comm.rank]), name="weights of the head", comm=child)
+    assert "weights of the head" in str(caught.value)
+    with mt.translate_errors():
+        raise caught.value
+
+
+def test_a_mismatch_is_an_error_of_tensorflow_with_our_message(ranks: Pool) -> None:
+    for error in ranks(2).run_expecting_errors(different):
+        assert isinstance(error, MismatchError), error
+
+
+def unknown_number(comm: Communicator) -> None:
+    from multiring.tensorflow.library import native_ops
+
+    with pytest.raises(tf.errors.FailedPreconditionError, match="'x' belongs to communicator 12345"):
+        native_ops().multiring_allgather(1.0, communicator=12345, tensor_name="x")
+
+
+def test_a_graph_of_another_process_is_refused(ranks: Pool) -> None:
+    ranks(1).run(unknown_number)
+
+
+WAITING = """
+import ctypes
+import tensorflow as tf
+import multiring, multiring.tensorflow as mt
+from multiring.tensorflow import library
+
+comm = multiring.init()
+found = library._library()
+assert found.is_asynchronous
+found._native.multiring_tensorflow_wait_in_compute()
+found.is_asynchronous = False
+
+@tf.function
+def many(x):
+    return [mt.allreduce(x * k, comm=comm) for k in range(40)], mt.allgather(x, comm=comm)
+
+sums, joined = many(tf.ones([5]))
+assert [float(value[0]) for value in sums] == [2.0 * k for k in range(40)]
+assert joined.shape == [10]
+"""
+
+
+def test_it_works_where_done_cannot_be_moved() -> None:
+    """More operations than TensorFlow has threads, each of which holds one while it waits."""
+    result = run_job(2, WAITING, timeout=120.0)
+    assert result.returncode == 0, result.stderr
