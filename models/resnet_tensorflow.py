@@ -1,0 +1,160 @@
+"""The ResNet specification built in TensorFlow: images and weights with channels last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+import multiring.tensorflow
+from multiring import Communicator
+from multiring.errors import UsageError
+from multiring.models.resnet_spec import (
+    INPUT,
+    Add,
+    BatchNorm,
+    Conv,
+    Dense,
+    GlobalAveragePool,
+    MaxPool,
+    Relu,
+    ResNetSpec,
+)
+from multiring.models.weights import to_channels_last
+
+__all__ = ["TensorFlowResNet", "load_weights", "read_weights", "to_channels_first"]
+
+Array = npt.NDArray[Any]
+Tensor = Any
+
+
+class TensorFlowResNet(tf.Module):
+    """A network that runs the layers of a specification in order.
+
+    Args:
+        spec: The network.
+        dtype: Floating-point type of the parameters and of the images.
+        comm: Ranks whose batches are normalised together; None for each rank by itself.
+
+    Attributes:
+        parameters: Trained variables by the names of the specification.
+        statistics: Running statistics by name.
+    """
+
+    def __init__(
+        self, spec: ResNetSpec, dtype: tf.DType = tf.float32, comm: Communicator | None = None
+    ) -> None:
+        super().__init__(name="resnet")
+        self.spec = spec
+        self._comm = comm
+        self._released = spec.last_uses()
+        shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
+        self.parameters = {
+            name: tf.Variable(tf.zeros(_channels_last(shape), dtype), name=name)
+            for name, shape in shapes.items()
+        }
+        self.statistics = {
+            name: tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
+            for name, shape in spec.state_shapes().items()
+        }
+
+    def __call__(self, images: Tensor, *, training: bool) -> Tensor:
+        """Class scores `(batch, classes)` of images `(batch, channels, height, width)`."""
+        values = {INPUT: tf.transpose(images, (0, 2, 3, 1))}
+        for layer, released in zip(self.spec.layers, self._released, strict=True):
+            inputs = [values[name] for name in layer.inputs]
+            values[layer.name] = self._run(layer, inputs, training)
+            for name in released:
+                del values[name]
+        return values[self.spec.output]
+
+    def _run(self, layer: Any, inputs: list[Tensor], training: bool) -> Tensor:
+        # One branch per kind of layer: the table of what each becomes in TensorFlow.
+        x = inputs[0]
+        if isinstance(layer, Conv):
+            # "SAME" would pad the far side alone where the stride is 2.
+            pads = [[0, 0], [layer.padding] * 2, [layer.padding] * 2, [0, 0]]
+            return tf.nn.conv2d(x, self.parameters[f"{layer.name}.weight"], layer.stride, pads)
+        if isinstance(layer, BatchNorm):
+            return self._normalise(layer, x, training)
+        if isinstance(layer, Relu):
+            return tf.nn.relu(x)
+        if isinstance(layer, MaxPool):
+            pads = [[0, 0], [layer.padding] * 2, [layer.padding] * 2, [0, 0]]
+            padded = tf.pad(x, pads, constant_values=x.dtype.min)
+            return tf.nn.max_pool2d(padded, layer.kernel, layer.stride, "VALID")
+        if isinstance(layer, Add):
+            return x + inputs[1]
+        if isinstance(layer, GlobalAveragePool):
+            return tf.reduce_mean(x, (1, 2))
+        if isinstance(layer, Dense):
+            return x @ self.parameters[f"{layer.name}.weight"] + self.parameters[f"{layer.name}.bias"]
+        raise UsageError(f"layer {layer.name} is of a kind that the TensorFlow network does not know")
+
+    def _normalise(self, layer: BatchNorm, x: Tensor, training: bool) -> Tensor:
+        scale, offset = self.parameters[f"{layer.name}.weight"], self.parameters[f"{layer.name}.bias"]
+        running_mean = self.statistics[f"{layer.name}.running_mean"]
+        running_var = self.statistics[f"{layer.name}.running_var"]
+        if not training:
+            return tf.nn.batch_normalization(x, running_mean, running_var, offset, scale, layer.eps)
+        if self._comm is None:
+            mean, variance = tf.nn.moments(x, (0, 1, 2))
+            y = tf.nn.batch_normalization(x, mean, variance, offset, scale, layer.eps)
+            count = tf.cast(tf.reduce_prod(tf.shape(x)[:3]), x.dtype)
+        else:
+            y, mean, variance, count = multiring.tensorflow.sync_batch_norm(
+                x, scale, offset, epsilon=layer.eps, name=layer.name, comm=self._comm
+            )
+        unbiased = variance * (count / tf.maximum(count - 1, 1))
+        for running, value in ((running_mean, mean), (running_var, unbiased)):
+            running.assign((1 - layer.momentum) * running + layer.momentum * tf.cast(value, running.dtype))
+        return y
+
+
+def _channels_last(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) == 4:
+        return (shape[2], shape[3], shape[1], shape[0])
+    return shape[::-1]
+
+
+def to_channels_first(value: Array) -> Array:
+    """The inverse of `to_channels_last`; a contiguous copy."""
+    return np.array(value.transpose(3, 2, 0, 1) if value.ndim == 4 else value.T, order="C")
+
+
+def _named(model: TensorFlowResNet) -> dict[str, Any]:
+    return {**model.parameters, **model.statistics}
+
+
+def load_weights(model: TensorFlowResNet, weights: Mapping[str, Array]) -> None:
+    """Copy weights into the network by name, converting to the network's dtype and layout.
+
+    Args:
+        model: The network.
+        weights: All parameters and running statistics, as `initial_weights` returns them.
+
+    Raises:
+        UsageError: A name is missing, unknown, or its shape differs; nothing was copied.
+    """
+    variables = _named(model)
+    if missing := sorted(variables.keys() - weights.keys()):
+        raise UsageError(
+            f"weights lack {len(missing)} of {len(variables)} tensors of the network, first {missing[0]}"
+        )
+    if unknown := sorted(weights.keys() - variables.keys()):
+        raise UsageError(f"weights hold {len(unknown)} tensors that the network lacks, first {unknown[0]}")
+    for name, variable in variables.items():
+        if tuple(variable.shape) != _channels_last(weights[name].shape):
+            raise UsageError(
+                f"{name} has shape {tuple(variable.shape)} but the weights hold {weights[name].shape}"
+            )
+    for name, variable in variables.items():
+        variable.assign(tf.cast(to_channels_last(weights[name]), variable.dtype))
+
+
+def read_weights(model: TensorFlowResNet) -> dict[str, Array]:
+    """Copies of all parameters and running statistics by name, as `load_weights` takes them."""
+    return {name: to_channels_first(variable.numpy()) for name, variable in _named(model).items()}

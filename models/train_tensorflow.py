@@ -1,0 +1,191 @@
+"""The training step in TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+import multiring.tensorflow
+from multiring import Communicator
+from multiring.models.errors import CheckpointError
+from multiring.models.loader import Batch
+from multiring.models.recipe import Recipe
+from multiring.models.resnet_spec import ResNetSpec
+from multiring.models.resnet_tensorflow import TensorFlowResNet, load_weights, read_weights, to_channels_first
+from multiring.models.trainer import Probe, Sums, hash_arrays
+from multiring.models.weights import initial_weights, to_channels_last
+
+__all__ = ["TensorFlowTrainer", "set_threads"]
+
+Array = npt.NDArray[Any]
+Tensor = Any
+
+DTYPES = {"float32": tf.float32, "float64": tf.float64}
+MODEL, MOMENTUM = "model/", "optimizer/momentum/"
+
+
+def set_threads(count: int) -> None:
+    """Let TensorFlow compute with `count` threads."""
+    tf.config.threading.set_intra_op_parallelism_threads(count)
+    tf.config.threading.set_inter_op_parallelism_threads(max(count, 1))
+
+
+class TensorFlowTrainer:
+    """A ResNet under stochastic gradient descent in one traced function, its gradients averaged over the
+    ranks.
+
+    Args:
+        spec: The network.
+        recipe: Optimizer settings; the learning rate comes with each step.
+        comm: The ranks that train together.
+        seed: Seed of the weights, the same on every rank.
+        dtype: "float32" or "float64".
+        sync_bn: Normalise over the global batch instead of over each rank's part of it.
+        zero_residual: See `initial_weights`.
+    """
+
+    def __init__(
+        self,
+        spec: ResNetSpec,
+        recipe: Recipe,
+        comm: Communicator,
+        *,
+        seed: int,
+        dtype: str = "float32",
+        sync_bn: bool = True,
+        zero_residual: bool = False,
+    ) -> None:
+        self._comm, self._spec, self._recipe = comm, spec, recipe
+        self._sync_bn = sync_bn and comm.size > 1
+        self._dtype = DTYPES[dtype]
+        model = TensorFlowResNet(spec, self._dtype, comm if self._sync_bn else None)
+        load_weights(model, initial_weights(spec, seed, dtype=dtype, zero_residual=zero_residual))
+        self._model = model
+        self._decays = [parameter.decays for parameter in spec.parameters()]
+        self._momentum = {
+            name: tf.Variable(tf.zeros_like(variable), trainable=False)
+            for name, variable in model.parameters.items()
+        }
+        multiring.tensorflow.broadcast_variables(model.parameters | model.statistics, comm=comm)
+        # As XLA cannot run the collectives, it is kept off whatever the environment says.
+        self._step = tf.function(self._train, autograph=False, reduce_retracing=True, jit_compile=False)
+        self._step_without = tf.function(self._train_without, autograph=False, jit_compile=False)
+        self._score = tf.function(
+            self._scores_and_sums, autograph=False, reduce_retracing=True, jit_compile=False
+        )
+
+    def step(self, batch: Batch, lr: float) -> Sums:
+        """Train on one global batch; see `Trainer.step`."""
+        rate = tf.constant(lr, self._dtype)
+        if len(batch.labels) == 0 and not self._sync_bn:
+            # Nothing to compute and nothing that the others wait for but the gradients: contribute zeros.
+            self._step_without(rate)
+            return Sums()
+        images, labels = self._tensors(batch)
+        share = tf.constant(self._comm.size / batch.global_count, self._dtype)
+        loss, correct = self._step(images, labels, share, rate)
+        return Sums(float(loss), int(correct), len(batch.labels))
+
+    def evaluate(self, batch: Batch) -> Sums:
+        """Score a batch; see `Trainer.evaluate`."""
+        images, labels = self._tensors(batch)
+        loss, correct = self._score(images, labels)
+        return Sums(float(loss), int(correct), len(batch.labels))
+
+    def probe(self, batch: Batch) -> Probe:
+        """Scores and gradients of a batch; see `Trainer.probe`."""
+        images, labels = self._tensors(batch)
+        statistics = {name: variable.numpy() for name, variable in self._model.statistics.items()}
+        with tf.GradientTape() as tape:
+            scores = self._model(images, training=True)
+            loss = tf.reduce_mean(_losses(scores, labels))
+        gradients = tape.gradient(loss, self._model.parameters)
+        for name, value in statistics.items():
+            self._model.statistics[name].assign(value)
+        return Probe(scores.numpy(), {name: to_channels_first(g.numpy()) for name, g in gradients.items()})
+
+    def synchronise(self) -> None:
+        """Average the running statistics that ranks without synchronised normalisation gather separately."""
+        if self._sync_bn or self._comm.size == 1:
+            return
+        variables = list(self._model.statistics.values())
+        averages = multiring.tensorflow.grouped_allreduce(
+            variables, "average", name="running statistics", comm=self._comm
+        )
+        for variable, average in zip(variables, averages, strict=True):
+            variable.assign(average)
+
+    def state(self) -> dict[str, Array]:
+        """Copies of model and momentum; see `Trainer.state`."""
+        state = {MODEL + name: value for name, value in read_weights(self._model).items()}
+        for name, variable in self._momentum.items():
+            state[MOMENTUM + name] = to_channels_first(variable.numpy())
+        return state
+
+    def load_state(self, state: Mapping[str, Array]) -> None:
+        """Take over a state; see `Trainer.load_state`."""
+        weights = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
+        try:
+            load_weights(self._model, weights)
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint is of another network: {error}") from error
+        for name, variable in self._momentum.items():
+            momentum = state.get(MOMENTUM + name)
+            # Without momentum (a checkpoint of before the first step) it starts from zero.
+            value = np.zeros(variable.shape) if momentum is None else to_channels_last(momentum)
+            variable.assign(tf.cast(value, variable.dtype))
+
+    def fingerprint(self) -> str:
+        """Hash of parameters and momentum, and of the running statistics where they are synchronised."""
+        separate = not self._sync_bn and self._comm.size > 1
+        own = tuple(MODEL + name for name in self._spec.state_shapes()) if separate else ()
+        return hash_arrays({name: value for name, value in self.state().items() if name not in own})
+
+    def close(self) -> None:
+        """Nothing is held of the communicator that does not end with it."""
+
+    def _tensors(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return tf.constant(batch.images, self._dtype), tf.constant(batch.labels)
+
+    def _train(self, images: Tensor, labels: Tensor, share: Tensor, lr: Tensor) -> tuple[Tensor, Tensor]:
+        parameters = list(self._model.parameters.values())
+        with tf.GradientTape() as tape:
+            scores = self._model(images, training=True)
+            loss = tf.reduce_sum(_losses(scores, labels))
+            # Averaged over ranks this is the sum over the global batch divided by its samples, for any split.
+            scaled = loss * share
+        tape = multiring.tensorflow.DistributedGradientTape(tape, self._comm)
+        self._update(tape.gradient(scaled, parameters), lr)
+        return loss, _correct(scores, labels)
+
+    def _train_without(self, lr: Tensor) -> None:
+        parameters = list(self._model.parameters.values())
+        tape = multiring.tensorflow.DistributedGradientTape(tf.GradientTape(), self._comm)
+        zeros = [tf.zeros_like(variable) for variable in parameters]
+        self._update(tape.reduction(parameters).reduce(zeros), lr)
+
+    def _update(self, gradients: Sequence[Tensor], lr: Tensor) -> None:
+        for variable, momentum, gradient, decays in zip(
+            self._model.parameters.values(), self._momentum.values(), gradients, self._decays, strict=True
+        ):
+            if decays and self._recipe.weight_decay:
+                gradient = gradient + self._recipe.weight_decay * variable
+            momentum.assign(self._recipe.momentum * momentum + gradient)
+            step = gradient + self._recipe.momentum * momentum if self._recipe.nesterov else momentum
+            variable.assign_sub(lr * step)
+
+    def _scores_and_sums(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self._model(images, training=False)
+        return tf.reduce_sum(_losses(scores, labels)), _correct(scores, labels)
+
+
+def _losses(scores: Tensor, labels: Tensor) -> Tensor:
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, scores)
+
+
+def _correct(scores: Tensor, labels: Tensor) -> Tensor:
+    return tf.math.count_nonzero(tf.argmax(scores, 1) == labels)
