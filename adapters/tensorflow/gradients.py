@@ -168,7 +168,7 @@ class GradientReduction:
 
     def _reduce_bucket(self, number: int, bucket: Sequence[int], gradients: Sequence[Gradient]) -> list[Any]:
         options = self._options
-        return grouped_allreduce(
+        reduced: list[Any] = grouped_allreduce(
             [self._dense(self.specs[index], gradients[index]) for index in bucket],
             options.op,
             name=f"{self._title}[{number}]",
@@ -178,6 +178,7 @@ class GradientReduction:
             postscale=options.postscale,
             priority=number,  # the last is needed first in the next step
         )
+        return reduced
 
     def _dense(self, spec: ParameterSpec, gradient: Gradient) -> Any:
         if gradient is None:
