@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import threading
+from collections.abc import Callable
 
 from multiring import _core, config, launch_environment
 from multiring.communicator import Communicator
@@ -14,6 +15,7 @@ from multiring.launch_environment import Placement
 from multiring.store import FileStore, Store, open_store
 
 __all__ = [
+    "at_shutdown",
     "cross_rank",
     "cross_size",
     "init",
@@ -35,6 +37,7 @@ _world: Communicator | None = None
 # addresses of one generation apart from those of the one before.
 _generation = 0
 _joining = False
+_shutdown_callbacks: list[Callable[[], None]] = []
 # In a process that was forked from a rank: who that is.
 _parent: str | None = None
 
@@ -116,8 +119,17 @@ def shutdown() -> None:
     global _world
     with _lock:
         leaving, _world = _world, None
-        if leaving is not None:
-            leaving.close()
+        if leaving is None:
+            return
+        leaving.close()
+        for callback in _shutdown_callbacks:
+            callback()
+
+
+def at_shutdown(callback: Callable[[], None]) -> None:
+    """Calls `callback` whenever the world has been closed: for adapters that keep what belongs to it, such as
+    compiled programs with addresses in them."""
+    _shutdown_callbacks.append(callback)
 
 
 def is_initialized() -> bool:
