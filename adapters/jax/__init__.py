@@ -1,1 +1,67 @@
-"""Placeholder."""
+"""The JAX adapter.
+
+    import multiring.jax
+
+    comm = multiring.init()
+    params = multiring.jax.broadcast_parameters(params)
+    optimizer = multiring.jax.distribute(optax.sgd(0.1))
+    ...
+    updates, state = optimizer.update(gradients, state, params)   # inside of jit
+
+Everything but the broadcasts of state and `average_metrics` works inside of `jit`, `grad`, `vmap` and `scan`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+try:
+    import jax as _jax  # noqa: F401
+except ImportError as _error:
+    raise ImportError("multiring.jax needs JAX: pip install 'multiring[jax]'") from _error
+
+from multiring.jax.batch_norm import BatchStatistics, batch_statistics, sync_batch_norm
+from multiring.jax.collectives import allgather, allreduce, alltoall, broadcast, reducescatter
+from multiring.jax.errors import raise_errors
+from multiring.jax.gradients import (
+    Participation,
+    average_gradients,
+    average_partial_gradients,
+    join,
+    value_and_grad,
+)
+from multiring.jax.state import average_metrics, broadcast_object, broadcast_parameters
+from multiring.jax.trees import grouped_allreduce
+
+if TYPE_CHECKING:
+    from multiring.jax.optimizer import distribute
+
+__all__ = [
+    "BatchStatistics",
+    "Participation",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "average_gradients",
+    "average_metrics",
+    "average_partial_gradients",
+    "batch_statistics",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_parameters",
+    "distribute",
+    "grouped_allreduce",
+    "join",
+    "raise_errors",
+    "reducescatter",
+    "sync_batch_norm",
+    "value_and_grad",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "distribute":  # which alone needs optax
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from multiring.jax.optimizer import distribute
+
+    return distribute

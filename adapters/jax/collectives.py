@@ -1,0 +1,179 @@
+"""Collectives on arrays: outside and inside of jit, grad, vmap and scan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from multiring.errors import UsageError
+from multiring.jax.arguments import as_arrays, check_op, resolve
+from multiring.jax.library import queue_of
+from multiring.jax.primitive import Bucket, Collective, block_rows, run
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reducescatter"]
+
+
+def allreduce(
+    x: Any,
+    op: str = "sum",
+    *,
+    comm: Communicator | None = None,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> jax.Array:
+    """Reduce an array element by element over all ranks; every rank gets the result.
+
+    The gradient of a sum or an average is the sum or the average of the ranks' gradients.
+
+    Args:
+        x: Array of the same shape and dtype on all ranks.
+        op: "sum", "average" (integers truncate toward zero), "min", "max" or "product".
+        comm: Ranks that take part; the world by default.
+        name: What the ranks' calls are matched by, and messages call it. Needed only where several threads
+            of a process use collectives.
+        prescale: Factor before the reduction.
+        postscale: Factor after it.
+
+    Returns:
+        An array of the shape and dtype of `x`.
+
+    Raises:
+        UsageError: The array cannot travel, or there is no such reduction.
+        JaxRuntimeError: The communication failed; the message is that of the exceptions of `multiring`
+            (`multiring.jax.raise_errors` gives those themselves).
+    """
+    comm = resolve(comm)
+    check_op(comm, op)
+    return _run_one("allreduce", x, comm, name, op=op, prescale=float(prescale), postscale=float(postscale))
+
+
+def broadcast(
+    x: Any, root: int = 0, *, comm: Communicator | None = None, name: str | None = None
+) -> jax.Array:
+    """Give every rank the array of rank `root`.
+
+    The gradient arrives, summed over the ranks, on `root`; it is zero elsewhere.
+
+    Args:
+        x: Array of the same shape and dtype on all ranks; its values count on `root` only.
+        root: Rank that has the data.
+        comm: Ranks that take part; the world by default.
+        name: See `allreduce`.
+    """
+    comm = resolve(comm)
+    if not 0 <= root < comm.size:
+        raise UsageError(f"rank {comm.rank}: root is {root}; pass a rank from 0 to {comm.size - 1}")
+    return _run_one("broadcast", x, comm, name, root=root)
+
+
+def allgather(
+    x: Any, lengths: Sequence[int] | None = None, *, comm: Communicator | None = None, name: str | None = None
+) -> jax.Array:
+    """Join the arrays of all ranks along axis 0, in the order of the ranks.
+
+    Args:
+        x: Array; a zero-dimensional one counts as one row.
+        lengths: Rows of each rank, if they differ: shapes have to be known when a program is compiled.
+        comm: Ranks that take part; the world by default.
+        name: See `allreduce`.
+
+    Returns:
+        Array of shape `(sum of lengths, *x.shape[1:])`.
+
+    Raises:
+        UsageError: `lengths` does not fit this rank's array. If it does not fit another rank's, all get a
+            mismatch.
+    """
+    comm = resolve(comm)
+    x = jnp.atleast_1d(x)
+    received = (x.shape[0],) * comm.size if lengths is None else tuple(int(length) for length in lengths)
+    if len(received) != comm.size or received[comm.rank] != x.shape[0]:
+        raise UsageError(
+            f"rank {comm.rank}: lengths are {received}; expected {comm.size} numbers, this rank's being "
+            f"{x.shape[0]}"
+        )
+    return _run_one("allgather", x, comm, name, received=received)
+
+
+def reducescatter(
+    x: Any,
+    op: str = "sum",
+    *,
+    comm: Communicator | None = None,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> jax.Array:
+    """Reduce an array over all ranks; rank i gets block i of the result along axis 0.
+
+    Axis 0 is split as `numpy.array_split` does: the first `len(x) % size` blocks are one row longer.
+
+    Args:
+        x: Array of at least one dimension, of the same shape and dtype on all ranks.
+
+    The other arguments are those of `allreduce`.
+    """
+    comm = resolve(comm)
+    check_op(comm, op)
+    _check_rows(comm, x, "reducescatter")
+    return _run_one(
+        "reducescatter", x, comm, name, op=op, prescale=float(prescale), postscale=float(postscale)
+    )
+
+
+def alltoall(
+    x: Any,
+    splits: Sequence[int] | None = None,
+    received: Sequence[int] | None = None,
+    *,
+    comm: Communicator | None = None,
+    name: str | None = None,
+) -> jax.Array:
+    """Send block i of an array to rank i; every rank joins what it receives along axis 0.
+
+    Args:
+        x: Array of at least one dimension.
+        splits: Rows for each rank. Without them axis 0 is split as `numpy.array_split` does, and all ranks
+            have to pass the same shape.
+        received: Rows from each rank; to be given with `splits`, since shapes have to be known when a
+            program is compiled.
+        comm: Ranks that take part; the world by default.
+        name: See `allreduce`.
+
+    Raises:
+        UsageError: The numbers of rows do not fit. If they do not fit another rank's, all get a mismatch.
+    """
+    comm = resolve(comm)
+    _check_rows(comm, x, "alltoall")
+    rows = jnp.shape(x)[0]
+    if (splits is None) != (received is None):
+        raise UsageError(f"rank {comm.rank}: alltoall needs both splits and received, or neither")
+    sent = block_rows(rows, comm.size) if splits is None else tuple(int(count) for count in splits)
+    got = (sent[comm.rank],) * comm.size if received is None else tuple(int(count) for count in received)
+    if len(sent) != comm.size or len(got) != comm.size or sum(sent) != rows or min(*sent, *got) < 0:
+        raise UsageError(
+            f"rank {comm.rank}: splits are {sent} and received {got}; expected {comm.size} numbers each, "
+            f"splits adding up to {rows}"
+        )
+    return _run_one("alltoall", x, comm, name, sent=sent, received=got)
+
+
+def _check_rows(comm: Communicator, x: Any, what: str) -> None:
+    if jnp.ndim(x) == 0:
+        raise UsageError(f"rank {comm.rank}: {what} takes arrays of at least one dimension")
+
+
+def _run_one(kind: str, x: Any, comm: Communicator, name: str | None, **options: Any) -> jax.Array:
+    label = kind if name is None else name
+    arrays = as_arrays(comm, [x], [label])
+    call = Collective(
+        kind, queue_of(comm).address, comm.rank, comm.size, (Bucket(label, (0,), (label,)),), **options
+    )
+    result: jax.Array = run(call, arrays)[0]
+    return result

@@ -1,0 +1,236 @@
+"""Gradients averaged over ranks, as pure functions of pytrees."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+import jax
+import jax.numpy as jnp
+from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from multiring.errors import UsageError
+from multiring.jax.arguments import as_arrays, resolve
+from multiring.jax.state import broadcast_parameters
+from multiring.jax.trees import Reduction, named_leaves, reduce_arrays
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = [
+    "Participation",
+    "average_gradients",
+    "average_partial_gradients",
+    "gradient_options",
+    "join",
+    "reduce_gradients",
+    "value_and_grad",
+]
+
+
+class Participation(NamedTuple):
+    """Who took part in a reduction; the same on every rank.
+
+    Attributes:
+        produced: A tree of the parameters' structure: whether any rank had this gradient. Booleans,
+            shape ().
+        active: Whether each rank had data. Booleans of shape (ranks,).
+    """
+
+    produced: Any
+    active: jax.Array
+
+    def present(self, gradients: Any) -> Any:
+        """The gradients, None where no rank had one. Not inside of a compiled function."""
+        return jax.tree.map(lambda value, there: value if there else None, gradients, self.produced)
+
+
+def gradient_options(
+    comm: Communicator,
+    op: str,
+    prescale: float,
+    postscale: float,
+    bucket_bytes: int,
+    first_bucket_bytes: int,
+    name: str,
+) -> Reduction:
+    """The options of a reduction of gradients; UsageError if they make no sense."""
+    if op not in ("average", "sum"):
+        raise UsageError(f"rank {comm.rank}: op is {op!r}; gradients take 'average' or 'sum'")
+    return Reduction(op, float(prescale), float(postscale), bucket_bytes, first_bucket_bytes, name)
+
+
+def average_gradients(
+    gradients: Any,
+    *,
+    comm: Communicator | None = None,
+    op: str = "average",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    bucket_bytes: int = BUCKET_BYTES,
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    name: str = "gradients",
+) -> Any:
+    """Average a pytree of gradients over ranks; inside or outside of a compiled function.
+
+    Args:
+        gradients: The same structure, shapes and dtypes on all ranks. Where a leaf is None there is no
+            gradient, on all ranks; `average_partial_gradients` lets ranks differ in that.
+        comm: Ranks that take part; the world by default.
+        op: "average" or "sum".
+        prescale: Factor before the reduction.
+        postscale: Factor after it.
+        bucket_bytes: Limit of a bucket, in bytes.
+        first_bucket_bytes: Limit of the first bucket of each dtype.
+        name: First word of the buckets' names.
+
+    Returns:
+        A tree of the same structure, with the same bits on every rank.
+
+    Raises:
+        UsageError: An array cannot travel, or `op` is another.
+        JaxRuntimeError: The communication failed; see `allreduce`.
+    """
+    comm = resolve(comm)
+    options = gradient_options(comm, op, prescale, postscale, bucket_bytes, first_bucket_bytes, name)
+    return reduce_gradients(comm, gradients, options)
+
+
+def reduce_gradients(comm: Communicator, gradients: Any, options: Reduction) -> Any:
+    """Reduce a pytree in which None stands for no gradient on any rank."""
+    names, leaves, structure = named_leaves(gradients)
+    return structure.unflatten(reduce_arrays(comm, as_arrays(comm, leaves, names), names, options))
+
+
+def average_partial_gradients(
+    gradients: Any,
+    like: Any,
+    active: Any = True,
+    *,
+    comm: Communicator | None = None,
+    op: str = "average",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    bucket_bytes: int = BUCKET_BYTES,
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    name: str = "gradients",
+) -> tuple[Any, Participation]:
+    """Average gradients that some ranks may lack, in part or altogether.
+
+    A gradient that a rank lacks counts as zeros. Averages divide by the number of active ranks.
+
+    Args:
+        gradients: A tree of the structure of `like` with None where this rank has no gradient.
+        like: The parameters, or arrays of the same structure, shapes and dtypes.
+        active: Whether this rank has data: a boolean, or a boolean array of shape (). What an inactive rank
+            passes as gradients does not count.
+
+    The other arguments are those of `average_gradients`.
+
+    Returns:
+        A tree of the structure of `like`, zeros where no rank had a gradient, and who took part.
+    """
+    comm = resolve(comm)
+    options = gradient_options(comm, op, prescale, postscale, bucket_bytes, first_bucket_bytes, name)
+    return reduce_partial(comm, gradients, like, active, options)
+
+
+def reduce_partial(
+    comm: Communicator, gradients: Any, like: Any, active: Any, options: Reduction
+) -> tuple[Any, Participation]:
+    """See `average_partial_gradients`."""
+    names, models, structure = named_leaves(like)
+    present = structure.flatten_up_to(gradients)
+    active = jnp.asarray(active, bool)
+    parts = [
+        jnp.zeros(jnp.shape(model), jnp.result_type(model))
+        if part is None
+        else jnp.where(active, part, jnp.zeros((), jnp.result_type(part)))
+        for part, model in zip(present, models, strict=True)
+    ]
+    ranks = jnp.arange(comm.size) == comm.rank
+    flags = jnp.concatenate([np.array([part is not None for part in present], bool), ranks]) & active
+    told = reduce_arrays(
+        comm,
+        [flags.astype(jnp.int32)],
+        ["who has one"],
+        Reduction("sum", name=f"{options.name}: participation"),
+    )[0]
+    produced, joined = told[: len(names)] > 0, told[len(names) :] > 0
+    sums = reduce_arrays(comm, as_arrays(comm, parts, names), names, options)
+    if options.op == "average" and comm.size > 1:
+        # The core divided by the number of all ranks.
+        count = jnp.sum(joined)
+        whole = (count == comm.size) | (count == 0)
+        sums = [
+            jnp.where(whole, total, total * (comm.size / jnp.maximum(count, 1)).astype(total.dtype))
+            for total in sums
+        ]
+    return structure.unflatten(sums), Participation(structure.unflatten(list(produced)), joined)
+
+
+def join(like: Any, *, comm: Communicator | None = None, **options: Any) -> Any:
+    """Answer the reductions of ranks that still have data, until no rank has. Collective.
+
+    For loops of `average_partial_gradients` (or of `distribute`'s `update(..., active=True)`) that are
+    shorter on some ranks: each rank calls this behind its loop. Nothing else may be sent inside of
+    such a loop.
+
+        for batch in batches:  # fewer on some ranks
+            params, state = step(params, state, batch)
+        params, state = multiring.jax.join(params, state=state)
+
+    Args:
+        like: The parameters.
+        comm: Ranks that take part; the world by default.
+        options: Those of `average_partial_gradients`, the same as in the loop; and `state`, another tree to
+            take over.
+
+    Returns:
+        The parameters of a rank that had data to the end; with `state`, a pair of both.
+    """
+    comm = resolve(comm)
+    state = options.pop("state", None)
+    if comm.size > 1:
+        rounds = 1
+        while np.asarray(_answer(like, comm, tuple(options.items()))).any():
+            rounds += 1
+        # Who has answered least had data for longest.
+        last = int(np.argmin(comm.allgather(np.array([rounds]), name="rounds answered in join")))
+        like, state = broadcast_parameters((like, state), last, comm=comm)
+    return like if state is None else (like, state)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _answer(like: Any, comm: Communicator, options: tuple[tuple[str, Any], ...]) -> jax.Array:
+    """Take part in one reduction without data; tells who has some."""
+    nothing = jax.tree.map(lambda value: None, like)
+    return average_partial_gradients(nothing, like, False, comm=comm, **dict(options))[1].active
+
+
+def value_and_grad(
+    function: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    comm: Communicator | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` whose gradients are averaged over ranks; the value is this rank's own.
+
+    Args:
+        function: What to differentiate.
+        argnums: As in JAX.
+        has_aux: As in JAX.
+        comm: Ranks that take part; the world by default.
+        options: Those of `average_gradients`.
+    """
+    local = jax.value_and_grad(function, argnums=argnums, has_aux=has_aux)
+
+    def averaged(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        value, gradients = local(*args, **kwargs)
+        return value, average_gradients(gradients, comm=comm, **options)
+
+    return averaged

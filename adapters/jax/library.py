@@ -1,0 +1,76 @@
+"""The native handlers: found, registered with XLA, and the queue that they submit to."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+from multiring import _core, initialization
+from multiring.errors import InternalError, UsageError
+from multiring.jax.internals import forget_failed_programs
+
+if TYPE_CHECKING:
+    from multiring import Communicator, NamedQueue
+
+__all__ = ["DONE", "START", "queue_of", "register"]
+
+START, DONE = "multiring_start", "multiring_done"
+
+_leaving = False
+_queues: weakref.WeakKeyDictionary[Communicator, NamedQueue] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def register() -> None:
+    """Make the handlers known to XLA; once per process.
+
+    Raises:
+        InternalError: The library is missing from the installation.
+        UsageError: JAX refuses it, since it speaks another version of the foreign-function interface.
+    """
+    path = Path(_core.__file__).parent / "jax" / "libmultiring_jax.so"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise InternalError(
+            f"the native part of multiring.jax does not load; reinstall multiring: {error}"
+        ) from error
+    for target, symbol in ((START, "multiring_jax_start"), (DONE, "multiring_jax_done")):
+        try:
+            capsule = jax.ffi.pycapsule(getattr(library, symbol))  # type: ignore[no-untyped-call]
+            jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+        except Exception as error:
+            raise UsageError(
+                f"JAX {jax.__version__} does not accept the handlers of this multiring ({error}); update "
+                "multiring, or install an older JAX"
+            ) from error
+    initialization.at_shutdown(_invalidate)
+    # Handlers run in the reverse order: this one before JAX waits for programs, whose errors have been
+    # reported already, and before the world is left.
+    atexit.register(_leave)
+
+
+def queue_of(comm: Communicator) -> NamedQueue:
+    """The queue that collectives of a communicator go through. Collective at the first call."""
+    register()
+    if comm not in _queues:
+        _queues[comm] = comm.named_queue()
+    return _queues[comm]
+
+
+def _invalidate() -> None:
+    """The world ends. Compiled programs hold the addresses of its queues: compile them anew for the next."""
+    forget_failed_programs()
+    if not _leaving:
+        jax.clear_caches()  # type: ignore[no-untyped-call]
+
+
+def _leave() -> None:
+    global _leaving
+    _leaving = True
+    forget_failed_programs()

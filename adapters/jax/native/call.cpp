@@ -1,0 +1,182 @@
+#include "call.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+
+namespace multiring::xla {
+namespace {
+
+constexpr int kMajor = 0, kMinor = 3;  // of the ABI that xla_ffi.h describes
+
+std::vector<const Buffer*> buffers(const Values& values) {
+  std::vector<const Buffer*> found;
+  for (std::int64_t i = 0; i < values.size; ++i) {
+    const auto* buffer = static_cast<const Buffer*>(values.values[i]);
+    if (buffer->dtype != DataType::kToken) found.push_back(buffer);
+  }
+  return found;
+}
+
+/// XLA asks each handler at registration which version of the ABI it speaks, and refuses other major
+/// versions. A newer minor version than the caller's is refused too, so an older caller is answered in its
+/// own: nothing that xla_ffi.h describes has changed since 0.0.
+bool answer_metadata(const CallFrame& frame) {
+  for (auto* extension = frame.extension_start; extension != nullptr; extension = extension->next) {
+    if (extension->type != Extension::kMetadata) continue;
+    auto& metadata = *reinterpret_cast<MetadataExtension*>(extension)->metadata;
+    metadata.version.struct_size = sizeof(ApiVersion);
+    metadata.version.extension_start = nullptr;
+    metadata.version.major_version = kMajor;
+    metadata.version.minor_version = kMinor;
+    if (frame.api != nullptr && frame.api->version.major_version == kMajor)
+      metadata.version.minor_version = std::min(kMinor, frame.api->version.minor_version);
+    metadata.traits = 0;
+    return true;
+  }
+  return false;
+}
+
+ErrorCode error_code(mr_status status) {
+  switch (status) {
+    case MR_USAGE:
+      return ErrorCode::kInvalidArgument;
+    case MR_MISMATCH:
+      return ErrorCode::kFailedPrecondition;
+    case MR_TIMEOUT:
+      return ErrorCode::kDeadlineExceeded;
+    case MR_PEER_LOST:
+      return ErrorCode::kUnavailable;
+    case MR_ABORTED:
+      return ErrorCode::kAborted;
+    default:
+      return ErrorCode::kInternal;
+  }
+}
+
+/// The name of the Python exception; multiring.jax finds it in the message.
+const char* exception_name(mr_status status) {
+  static constexpr const char* kNames[] = {"InternalError", "UsageError",   "MismatchError", "TimeoutError",
+                                           "PeerLostError", "AbortedError", "InternalError"};
+  return kNames[std::clamp(static_cast<int>(status), 0, 6)];
+}
+
+Error* make_error(const CallFrame& frame, mr_status status, const char* message) {
+  const std::string text = std::string("multiring.") + exception_name(status) + ": " + message;
+  ErrorCreateArgs args{sizeof(ErrorCreateArgs), nullptr, text.c_str(), error_code(status)};
+  return frame.api->error_create(&args);
+}
+
+}  // namespace
+
+Call::Call(const CallFrame& frame)
+    : frame_(frame), arguments_(buffers(frame.arguments)), results_(buffers(frame.results)) {}
+
+template <class T>
+const T* Call::find(std::string_view name, AttributeType type) const {
+  const Attributes& attributes = frame_.attributes;
+  for (std::int64_t i = 0; i < attributes.size; ++i)
+    if (std::string_view(attributes.names[i]->data, attributes.names[i]->size) == name) {
+      if (attributes.types[i] != type)
+        throw Failure(MR_INTERNAL, "attribute '" + std::string(name) + "' has another type than expected");
+      return static_cast<const T*>(attributes.values[i]);
+    }
+  return nullptr;
+}
+
+std::int64_t Call::integer(std::string_view name) const {
+  const auto* scalar = find<Scalar>(name, AttributeType::kScalar);
+  if (scalar == nullptr || scalar->dtype != DataType::kInt64)
+    throw Failure(MR_INTERNAL, "there is no 64-bit integer '" + std::string(name) + "'");
+  return *static_cast<const std::int64_t*>(scalar->value);
+}
+
+double Call::real(std::string_view name) const {
+  const auto* scalar = find<Scalar>(name, AttributeType::kScalar);
+  if (scalar == nullptr || scalar->dtype != DataType::kFloat64)
+    throw Failure(MR_INTERNAL, "there is no 64-bit number '" + std::string(name) + "'");
+  return *static_cast<const double*>(scalar->value);
+}
+
+std::string Call::text(std::string_view name) const {
+  const auto* span = find<ByteSpan>(name, AttributeType::kString);
+  if (span == nullptr) throw Failure(MR_INTERNAL, "there is no text '" + std::string(name) + "'");
+  return {span->data, span->size};
+}
+
+std::vector<std::uint64_t> Call::integers(std::string_view name) const {
+  const auto* array = find<Array>(name, AttributeType::kArray);
+  if (array == nullptr) return {};
+  if (array->dtype != DataType::kInt64)
+    throw Failure(MR_INTERNAL, "attribute '" + std::string(name) + "' holds no 64-bit integers");
+  const auto* begin = static_cast<const std::int64_t*>(array->data);
+  return {begin, begin + array->size};
+}
+
+Error* handle(const CallFrame* frame, void (*body)(const Call&)) {
+  if (answer_metadata(*frame) || frame->stage != Stage::kExecute) return nullptr;
+  try {
+    if (frame->struct_size < sizeof(CallFrame) || frame->api->version.major_version != kMajor)
+      throw Failure(MR_USAGE, "XLA speaks another version of its foreign-function interface than " +
+                                  std::to_string(kMajor) + "." + std::to_string(kMinor) +
+                                  "; update multiring or use an older JAX");
+    body(Call(*frame));
+    return nullptr;
+  } catch (const Failure& failure) {
+    return make_error(*frame, failure.status, failure.what());
+  } catch (const std::exception& failure) {
+    return make_error(*frame, MR_INTERNAL, failure.what());
+  }
+}
+
+std::size_t byte_count(const Buffer& buffer) {
+  static constexpr struct {
+    DataType dtype;
+    std::size_t bytes;
+  } kSizes[] = {{DataType::kBool, 1},   {DataType::kInt8, 1},   {DataType::kUInt8, 1},
+                {DataType::kInt16, 2},  {DataType::kUInt16, 2}, {DataType::kFloat16, 2},
+                {DataType::kInt32, 4},  {DataType::kUInt32, 4}, {DataType::kBFloat16, 2},
+                {DataType::kInt64, 8},  {DataType::kUInt64, 8}, {DataType::kFloat32, 4},
+                {DataType::kFloat64, 8}};
+  std::size_t bytes = 0;
+  for (const auto& size : kSizes)
+    if (size.dtype == buffer.dtype) bytes = size.bytes;
+  for (std::int64_t axis = 0; axis < buffer.rank; ++axis)
+    bytes *= static_cast<std::size_t>(buffer.dims[axis]);
+  return bytes;
+}
+
+mr_dtype core_dtype(DataType dtype) {
+  switch (dtype) {
+    case DataType::kBool:
+      return MR_BOOL;
+    case DataType::kInt8:
+      return MR_INT8;
+    case DataType::kUInt8:
+      return MR_UINT8;
+    case DataType::kInt16:
+      return MR_INT16;
+    case DataType::kUInt16:
+      return MR_UINT16;
+    case DataType::kInt32:
+      return MR_INT32;
+    case DataType::kUInt32:
+      return MR_UINT32;
+    case DataType::kInt64:
+      return MR_INT64;
+    case DataType::kUInt64:
+      return MR_UINT64;
+    case DataType::kFloat16:
+      return MR_FLOAT16;
+    case DataType::kBFloat16:
+      return MR_BFLOAT16;
+    case DataType::kFloat32:
+      return MR_FLOAT32;
+    case DataType::kFloat64:
+      return MR_FLOAT64;
+    default:
+      throw Failure(MR_USAGE, "arrays of this dtype cannot travel");
+  }
+}
+
+}  // namespace multiring::xla

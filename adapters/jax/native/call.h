@@ -1,0 +1,50 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "multiring.h"
+#include "xla_ffi.h"
+
+namespace multiring::xla {
+
+/// An error that becomes one of the framework's.
+struct Failure : std::runtime_error {
+  Failure(mr_status status, const std::string& message) : std::runtime_error(message), status(status) {}
+  mr_status status;
+};
+
+/// Read access to a call frame.
+class Call {
+ public:
+  explicit Call(const CallFrame& frame);
+
+  /// Arguments and results that hold data: tokens, which only order calls, are left out.
+  const std::vector<const Buffer*>& arguments() const { return arguments_; }
+  const std::vector<const Buffer*>& results() const { return results_; }
+
+  std::int64_t integer(std::string_view name) const;
+  double real(std::string_view name) const;
+  std::string text(std::string_view name) const;
+  /// Integers; empty if there is no such attribute.
+  std::vector<std::uint64_t> integers(std::string_view name) const;
+
+ private:
+  template <class T>
+  const T* find(std::string_view name, AttributeType type) const;
+  const CallFrame& frame_;
+  std::vector<const Buffer*> arguments_;
+  std::vector<const Buffer*> results_;
+};
+
+/// Runs a handler's body: answers the question for metadata, keeps exceptions out of the C ABI.
+Error* handle(const CallFrame* frame, void (*body)(const Call&));
+
+std::size_t byte_count(const Buffer& buffer);
+mr_dtype core_dtype(DataType dtype);
+
+}  // namespace multiring::xla

@@ -1,0 +1,127 @@
+"""An optax optimizer whose gradients are averaged over ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from multiring.errors import UsageError
+from multiring.jax.arguments import resolve
+from multiring.jax.gradients import gradient_options, reduce_gradients, reduce_partial
+from multiring.jax.trees import named_leaves
+from multiring.model_check import check_same
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+try:
+    import optax
+except ImportError as _error:
+    raise ImportError("multiring.jax.distribute needs optax: pip install 'multiring[jax]'") from _error
+
+__all__ = ["DistributedState", "distribute"]
+
+
+class DistributedState(NamedTuple):
+    """State of an optimizer that reduces every k-th time.
+
+    Attributes:
+        inner: State of the wrapped optimizer.
+        held: Gradients that `sums` holds. int32, shape ().
+        sums: Sums of this rank's gradients.
+    """
+
+    inner: Any
+    held: jax.Array
+    sums: Any
+
+
+def distribute(
+    optimizer: Any,
+    *,
+    comm: Communicator | None = None,
+    op: str = "average",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    every_k: int = 1,
+    bucket_bytes: int = BUCKET_BYTES,
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    name: str = "gradients",
+) -> Any:
+    """Wrap an optax optimizer: its `update` takes this rank's gradients and applies those of all ranks.
+
+    `init` compares the parameters over the ranks and is collective, unless it runs inside of a compiled
+    function. The state is that of the wrapped optimizer as it is where `every_k` is 1.
+
+    Args:
+        optimizer: Any optax gradient transformation.
+        comm: Ranks that train together; the world by default.
+        op: "average" or "sum".
+        prescale: Factor before the reduction.
+        postscale: Factor after it.
+        every_k: Reduce and update every k-th time; in between gradients are added up on this rank and updates
+            are zero. What the optimizer gets is the sum of the k gradients: divide the loss by k for
+            the mean.
+        bucket_bytes: Limit of a bucket, in bytes.
+        first_bucket_bytes: Limit of the first bucket of each dtype.
+        name: First word of the buckets' names; two optimizers in one program may have the same.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs`. Its `update` also takes `active`, a boolean: a rank
+        without data passes False and any gradients; see `average_partial_gradients`. All ranks pass it,
+        or none.
+
+    Raises:
+        UsageError: An option is out of range.
+    """
+    wrapped = optax.with_extra_args_support(optimizer)
+    if every_k < 1:
+        raise UsageError(f"every_k is {every_k}; pass 1 or more")
+    settings = (op, float(prescale), float(postscale), bucket_bytes, first_bucket_bytes, name)
+    gradient_options(resolve(comm), *settings)
+
+    def init(params: Any) -> Any:
+        group = resolve(comm)
+        names, leaves, _ = named_leaves(params)
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            described = [f"{jnp.result_type(leaf).name} {jnp.shape(leaf)}" for leaf in leaves]
+            entries = [*zip(names, described, strict=True), ("options", repr((settings, every_k)))]
+            check_same(group, entries, "parameters of the model")
+        inner = wrapped.init(params)
+        if every_k == 1:
+            return inner
+        return DistributedState(inner, jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+    def apply(updates: Any, state: Any, params: Any, active: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
+        group = resolve(comm)
+        options = gradient_options(group, *settings)
+        if active is None:
+            reduced = reduce_gradients(group, updates, options)
+        else:
+            reduced, _ = reduce_partial(
+                group, updates, updates if params is None else params, active, options
+            )
+        result: tuple[Any, Any] = wrapped.update(reduced, state, params, **extra)
+        return result
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, active: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        if every_k == 1:
+            return apply(updates, state, params, active, extra)
+        sums = jax.tree.map(jnp.add, state.sums, updates)
+        held = state.held + 1
+
+        def now() -> tuple[Any, Any, Any]:
+            return *apply(sums, state.inner, params, active, extra), jax.tree.map(jnp.zeros_like, sums)
+
+        def later() -> tuple[Any, Any, Any]:
+            return jax.tree.map(jnp.zeros_like, sums), state.inner, sums
+
+        # Ranks count alike, so they take the same branch.
+        changes, inner, rest = jax.lax.cond(held == every_k, now, later)
+        return changes, DistributedState(inner, held % every_k, rest)
+
+    return optax.GradientTransformationExtraArgs(init, update)

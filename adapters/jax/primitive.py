@@ -1,0 +1,288 @@
+"""The collectives as a primitive of JAX: how they are traced, compiled, differentiated and batched."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from multiring.errors import UsageError
+from multiring.jax.internals import COLLECTIVE, abstract_token
+from multiring.jax.library import DONE, START
+
+__all__ = ["OPS", "Bucket", "Collective", "Shape", "block_rows", "run"]
+
+Shape = tuple[int, ...]
+
+# As in multiring.h.
+KINDS = {"allreduce": 0, "reducescatter": 1, "allgather": 2, "broadcast": 3, "alltoall": 4}
+OPS = {"sum": 0, "average": 1, "min": 2, "max": 3, "product": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Arrays that are submitted together.
+
+    Attributes:
+        name: What the ranks' submissions are matched by.
+        members: The numbers of the arrays.
+        labels: Their names in messages.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    labels: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Everything about a call but the arrays.
+
+    Attributes:
+        kind: A key of `KINDS`.
+        queue: Address of the queue.
+        rank: This rank.
+        size: Number of ranks.
+        buckets: What is submitted together.
+        op: A key of `OPS`.
+        root: Rank that a broadcast comes from.
+        prescale: Factor before a reduction.
+        postscale: Factor after it.
+        sent: Rows to each rank (alltoall).
+        received: Rows from each rank (allgather, alltoall).
+    """
+
+    kind: str
+    queue: int
+    rank: int
+    size: int
+    buckets: tuple[Bucket, ...]
+    op: str = "sum"
+    root: int = -1
+    prescale: float = 1.0
+    postscale: float = 1.0
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+
+    @property
+    def keeps_shape(self) -> bool:
+        """Whether results have the shapes of the arguments."""
+        return self.kind in ("allreduce", "broadcast")
+
+    def result_shape(self, shape: Shape) -> Shape:
+        """Shape of a result, of the shape of the argument."""
+        if self.keeps_shape:
+            return shape
+        if self.kind == "reducescatter":
+            return (block_rows(shape[0], self.size)[self.rank], *shape[1:])
+        return (sum(self.received), *shape[1:])
+
+    def derived(self, suffix: str, **changes: Any) -> Collective:
+        """The same buckets under other names, with changes; the gradient of a tangent is just a gradient."""
+        buckets = (
+            dataclasses.replace(bucket, name=f"{bucket.name.removesuffix(' (tangent)')} ({suffix})")
+            for bucket in self.buckets
+        )
+        return dataclasses.replace(self, buckets=tuple(buckets), **changes)
+
+    def only(self, kept: Sequence[int]) -> Collective:
+        """Without the arrays that are not in `kept`; the others are numbered anew."""
+        place = {old: new for new, old in enumerate(kept)}
+        buckets = []
+        for bucket in self.buckets:
+            here = [
+                (place[i], label)
+                for i, label in zip(bucket.members, bucket.labels, strict=True)
+                if i in place
+            ]
+            if here:
+                members, labels = zip(*here, strict=True)
+                buckets.append(Bucket(bucket.name, members, labels))
+        return dataclasses.replace(self, buckets=tuple(buckets))
+
+
+def block_rows(rows: int, size: int) -> tuple[int, ...]:
+    """Rows of each rank's block where an axis is split as evenly as possible, larger blocks first."""
+    return tuple(rows // size + (rank < rows % size) for rank in range(size))
+
+
+# JAX leaves primitives untyped.
+collective_p: Any = Primitive("multiring_collective")
+collective_p.multiple_results = True
+
+
+def run(call: Collective, arrays: Sequence[Any]) -> list[Any]:
+    """Bind the primitive: one result for each array."""
+    return list(collective_p.bind(*arrays, call=call))
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(call: Collective) -> Any:
+    return jax.jit(lambda *arrays: run(call, arrays))
+
+
+def _run_now(*arrays: Any, call: Collective) -> Any:
+    """Outside of a compiled function: a compiled function of its own."""
+    return _compiled(call)(*arrays)
+
+
+def _infer(*arrays: Any, call: Collective) -> Any:
+    results = [jax.core.ShapedArray(call.result_shape(array.shape), array.dtype) for array in arrays]
+    return results, {COLLECTIVE}
+
+
+collective_p.def_impl(_run_now)
+collective_p.def_effectful_abstract_eval(_infer)
+
+
+# Derivatives. All collectives but the reductions by minimum, maximum and product are linear.
+
+
+def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, call: Collective) -> Any:
+    results = run(call, primals)
+    found = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+    moving = [i for i, primal in enumerate(primals) if jnp.issubdtype(jnp.result_type(primal), jnp.inexact)]
+    if all(isinstance(tangents[i], ad.Zero) for i in moving):
+        return results, found
+    if call.kind in ("allreduce", "reducescatter") and call.op not in ("sum", "average"):
+        raise UsageError(
+            f"rank {call.rank}: {call.kind} '{call.buckets[0].name}' with op '{call.op}' has no "
+            "derivative; use 'sum' or 'average', or jax.lax.stop_gradient"
+        )
+    # Arrays without a tangent take part with zeros: which ones these are may differ between ranks.
+    parts = [ad.instantiate_zeros(tangents[i]) for i in moving]  # type: ignore[no-untyped-call]
+    for i, tangent in zip(moving, run(call.only(moving).derived("tangent"), parts), strict=True):
+        found[i] = tangent
+    return results, found
+
+
+def _transpose(cotangents: Sequence[Any], *arguments: Any, call: Collective) -> Any:
+    parts = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]  # type: ignore[no-untyped-call]
+    if call.kind == "allreduce":
+        return run(call.derived("gradient"), parts)
+    if call.kind == "broadcast":
+        sums = run(call.derived("gradient", kind="allreduce", op="sum", root=-1), parts)
+        return sums if call.rank == call.root else [jnp.zeros_like(total) for total in sums]
+    shapes = [argument.aval.shape for argument in arguments]
+    if call.kind == "reducescatter":
+        scale = call.prescale * call.postscale / (call.size if call.op == "average" else 1)
+        rows = {block_rows(shape[0], call.size) for shape in shapes}
+        (received,) = rows  # the public function takes one array
+        gathered = run(call.derived("gradient", kind="allgather", received=received), parts)
+        return [part * jnp.asarray(scale, part.dtype) for part in gathered]
+    if call.kind == "alltoall":
+        return run(call.derived("gradient", sent=call.received, received=call.sent), parts)
+    if call.received == block_rows(sum(call.received), call.size):
+        return run(call.derived("gradient", kind="reducescatter", op="sum", received=()), parts)
+    begin = sum(call.received[: call.rank])
+    sums = run(call.derived("gradient", kind="allreduce", op="sum", received=()), parts)
+    return [total[begin : begin + call.received[call.rank]] for total in sums]
+
+
+ad.primitive_jvps[collective_p] = lambda primals, tangents, **params: _differentiate(
+    primals, tangents, **params
+)
+ad.primitive_transposes[collective_p] = _transpose
+
+
+def _batch(arrays: Sequence[Any], axes: Sequence[int | None], *, call: Collective) -> Any:
+    """Under vmap a call takes the arrays of the whole batch. Rows stay in front."""
+    if call.keeps_shape:
+        return run(call, arrays), list(axes)
+    moved = [
+        array if axis is None else jnp.moveaxis(array, axis, 1)
+        for array, axis in zip(arrays, axes, strict=True)
+    ]
+    return run(call, moved), [None if axis is None else 1 for axis in axes]
+
+
+batching.primitive_batchers[collective_p] = _batch
+
+
+# Compilation: all starts, one after the other, then the ends. No end holds up the computation of what a later
+# start sends, since every end comes after the last start.
+
+
+def _ffi_call(
+    ctx: Any,
+    target: str,
+    operands: Sequence[Any],
+    avals_in: Any,
+    avals_out: Any,
+    first: tuple[int, int],
+    **attributes: Any,
+) -> list[Any]:
+    """One call; arrays from operand `first[0]` on share memory with the results from `first[1]` on."""
+    count = len(operands) - first[0]
+    rule = jax.ffi.build_ffi_lowering_function(
+        target,
+        has_side_effect=True,
+        operand_output_aliases={first[0] + i: first[1] + i for i in range(count)}
+        if attributes.pop("alias")
+        else {},
+    )
+    call = rule(ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **attributes)
+    return list(call.results)
+
+
+def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
+    attributes: dict[str, Any] = {
+        "queue": np.int64(call.queue),
+        "kind": np.int64(KINDS[call.kind]),
+        "op": np.int64(OPS[call.op]),
+        "root": np.int64(call.root),
+        "prescale": np.float64(call.prescale),
+        "postscale": np.float64(call.postscale),
+        "alias": call.keeps_shape,
+    }
+    if call.sent:
+        attributes["splits"] = np.array(call.sent, np.int64)
+    ticket = jax.core.ShapedArray((2,), np.dtype(np.uint32))
+    token = ctx.tokens_in.get(COLLECTIVE)
+    flights = []
+    for bucket in call.buckets:
+        members = bucket.members
+        given = [ctx.avals_in[i] for i in members]
+        made = [ctx.avals_out[i] for i in members]
+        results = _ffi_call(
+            ctx,
+            START,
+            [token, *(operands[i] for i in members)],
+            [abstract_token, *given],
+            [abstract_token, ticket, *made],
+            (1, 2),
+            name=bucket.name,
+            labels="\n".join(label.replace("\n", " ") for label in bucket.labels),
+            **attributes,
+        )
+        token = results[0]
+        flights.append((members, made, results[1:]))
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({COLLECTIVE: token})))
+    found: list[Any] = [None] * len(operands)
+    landed = token  # one end after the other: they wait in one of XLA's threads, not in all of them
+    for members, made, values in flights:
+        avals = [abstract_token, ticket, *made]
+        landed, *values = _ffi_call(
+            ctx, DONE, [landed, *values], avals, [abstract_token, *made], (2, 1), alias=True
+        )
+        for i, value in zip(members, values, strict=True):
+            found[i] = value
+    return found
+
+
+def _refuse(ctx: Any, *operands: Any, call: Collective) -> Any:
+    raise UsageError(
+        f"rank {call.rank}: {call.kind} '{call.buckets[0].name}' was called on "
+        f"{ctx.module_context.platforms[0]}; collectives take arrays on the CPU, see jax.default_device"
+    )
+
+
+mlir.register_lowering(collective_p, _lower, platform="cpu")
+mlir.register_lowering(collective_p, _refuse)

@@ -1,0 +1,103 @@
+"""State from one rank to all, and metrics from all: outside of compiled functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, SupportsFloat
+
+import numpy as np
+
+import jax
+import jax.numpy as jnp
+import multiring.metrics
+from multiring.errors import UsageError
+from multiring.jax.arguments import resolve
+from multiring.jax.trees import named_leaves
+from multiring.state_sync import StateBuffer, broadcast_state, check_root
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["average_metrics", "broadcast_object", "broadcast_parameters"]
+
+
+def broadcast_parameters(tree: Any, root: int = 0, *, comm: Communicator | None = None) -> Any:
+    """Give every rank the pytree of rank `root`: parameters, optimizer state, a train state. Collective.
+
+    Args:
+        tree: The same structure, shapes and dtypes on all ranks; random keys (`jax.random.key`), NumPy arrays
+            and Python's numbers included.
+        root: Rank that has the data.
+        comm: Ranks that take part; the world by default.
+
+    Returns:
+        A tree of the same structure, with arrays of JAX; on `root` the tree itself.
+
+    Raises:
+        UsageError: `root` is not a rank, a leaf is no array or number, or this is called inside of a compiled
+            function.
+        MismatchError: The ranks pass different trees.
+    """
+    comm = resolve(comm)
+    check_root(comm, root)
+    names, leaves, structure = named_leaves(tree)
+    copies = [_copy(comm, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+    buffers = [
+        StateBuffer(f"{number}: {name}", copy.reshape(-1).view(np.uint8), f"{copy.dtype.name} {copy.shape}")
+        for number, (name, copy) in enumerate(zip(names, copies, strict=True))
+    ]
+    broadcast_state(comm, buffers, root)
+    if comm.rank == root or comm.size == 1:
+        return tree
+    return structure.unflatten([_like(leaf, copy) for leaf, copy in zip(leaves, copies, strict=True)])
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _copy(comm: Communicator, name: str, leaf: Any) -> np.ndarray[Any, Any]:
+    """A writable copy in host memory."""
+    if isinstance(leaf, jax.core.Tracer):
+        raise UsageError(
+            f"rank {comm.rank}: broadcast_parameters takes values, but '{name}' is being traced; call it "
+            "outside of jit, or use multiring.jax.broadcast"
+        )
+    copy = np.array(jax.random.key_data(leaf) if _is_key(leaf) else leaf, order="C")
+    if copy.dtype == object:
+        raise UsageError(
+            f"rank {comm.rank}: '{name}' is a {type(leaf).__name__}, neither an array nor a number; use "
+            "broadcast_object for it"
+        )
+    return copy
+
+
+def _like(leaf: Any, copy: np.ndarray[Any, Any]) -> Any:
+    if _is_key(leaf):
+        return jax.random.wrap_key_data(jnp.asarray(copy), impl=jax.random.key_impl(leaf))
+    if isinstance(leaf, np.ndarray | np.generic):
+        return copy if isinstance(leaf, np.ndarray) else copy[()]
+    if isinstance(leaf, bool | int | float | complex):
+        return type(leaf)(copy[()])
+    return jnp.asarray(copy)
+
+
+def broadcast_object(obj: Any, root: int = 0, *, comm: Communicator | None = None) -> Any:
+    """Give every rank the picklable object of rank `root`. Collective."""
+    return resolve(comm).broadcast_object(obj, root)
+
+
+def average_metrics(
+    metrics: Mapping[str, SupportsFloat], count: float, *, comm: Communicator | None = None
+) -> dict[str, float]:
+    """Average metrics over ranks, weighted by the number of samples that each has seen. Collective.
+
+    Args:
+        metrics: Averages over this rank's samples, by name: numbers or arrays of shape ().
+        count: Number of samples; with 0 the values do not count.
+        comm: Ranks that take part; the world by default.
+
+    Returns:
+        The averages over all samples; NaN where there are none.
+    """
+    return multiring.metrics.average_metrics(resolve(comm), metrics, count)

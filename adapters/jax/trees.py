@@ -1,0 +1,136 @@
+"""Reduction of pytrees: their arrays travel in buckets, each as it lies in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec, plan_buckets
+from multiring.jax.arguments import as_arrays, check_op, resolve
+from multiring.jax.library import queue_of
+from multiring.jax.primitive import Bucket, Collective, run
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["Reduction", "grouped_allreduce", "named_leaves"]
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How trees are reduced; the same on every rank.
+
+    Attributes:
+        op: As in `allreduce`.
+        prescale: Factor before the reduction.
+        postscale: Factor after it.
+        bucket_bytes: Limit of a bucket, in bytes.
+        first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
+        name: First word of the buckets' names.
+    """
+
+    op: str = "average"
+    prescale: float = 1.0
+    postscale: float = 1.0
+    bucket_bytes: int = BUCKET_BYTES
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES
+    name: str = "gradients"
+
+    @property
+    def scale(self) -> float:
+        """Product of both factors."""
+        return self.prescale * self.postscale
+
+
+def named_leaves(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """Names ("layer.weight") and values of the leaves, and the structure."""
+    found, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") or "array" for path, _ in found]
+    return names, [leaf for _, leaf in found], structure
+
+
+def grouped_allreduce(
+    tree: Any,
+    op: str = "sum",
+    *,
+    comm: Communicator | None = None,
+    name: str = "grouped_allreduce",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    bucket_bytes: int = BUCKET_BYTES,
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+) -> Any:
+    """Reduce all arrays of a pytree over all ranks.
+
+    They travel in buckets of one dtype; a bucket is on its way as soon as its arrays have been computed.
+
+    Args:
+        tree: Arrays of the same shapes and dtypes, in the same structure, on all ranks. None is no leaf.
+        op: As in `allreduce`.
+        comm: Ranks that take part; the world by default.
+        name: First word of the buckets' names, by which the ranks' calls are matched.
+        prescale: Factor before the reduction.
+        postscale: Factor after it.
+        bucket_bytes: Limit of a bucket, in bytes; a larger array gets one for itself.
+        first_bucket_bytes: Limit of the first bucket of each dtype.
+
+    Returns:
+        A tree of the same structure.
+
+    Raises:
+        UsageError: An array cannot travel, or there is no such reduction.
+        JaxRuntimeError: The communication failed; see `allreduce`.
+    """
+    comm = resolve(comm)
+    check_op(comm, op)
+    options = Reduction(op, float(prescale), float(postscale), bucket_bytes, first_bucket_bytes, name)
+    names, leaves, structure = named_leaves(tree)
+    return structure.unflatten(reduce_arrays(comm, as_arrays(comm, leaves, names), names, options))
+
+
+def reduce_arrays(
+    comm: Communicator, arrays: Sequence[jax.Array], names: Sequence[str], options: Reduction
+) -> list[jax.Array]:
+    """Reduce arrays in buckets. With one rank and no scale they come back as they are."""
+    if not arrays or (comm.size == 1 and options.scale == 1.0):
+        return list(arrays)
+    call = Collective(
+        "allreduce",
+        queue_of(comm).address,
+        comm.rank,
+        comm.size,
+        tuple(_buckets(arrays, names, options, comm.size)),
+        op=options.op,
+        prescale=options.prescale,
+        postscale=options.postscale,
+    )
+    return run(call, arrays)
+
+
+def _buckets(
+    arrays: Sequence[jax.Array], names: Sequence[str], options: Reduction, size: int
+) -> list[Bucket]:
+    """Floating arrays in buckets of limited size, last one first, since the backward pass computes it first;
+    behind them the others, one bucket for each dtype."""
+    floats = [i for i, array in enumerate(arrays) if array.dtype.name in FLOATS]
+    specs = [ParameterSpec(names[i], arrays[i].shape, arrays[i].dtype.name) for i in floats]
+    plan = plan_buckets(
+        specs,
+        range(len(specs) - 1, -1, -1),
+        size=size,
+        bucket_bytes=options.bucket_bytes,
+        first_bucket_bytes=options.first_bucket_bytes,
+    )
+    groups = [[floats[slot.index] for slot in bucket.slots] for bucket in plan.buckets]
+    others = sorted({array.dtype.name for array in arrays} - set(FLOATS))
+    groups += [[i for i, array in enumerate(arrays) if array.dtype.name == dtype] for dtype in others]
+    buckets: list[Bucket] = []
+    for members in filter(None, groups):
+        labels = tuple(names[i] for i in members)
+        more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+        buckets.append(Bucket(f"{options.name}[{len(buckets)}]: {labels[0]}{more}", tuple(members), labels))
+    return buckets

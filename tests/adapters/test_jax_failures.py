@@ -1,0 +1,255 @@
+"""What goes wrong in JAX: clear errors on every rank, no hang, and how to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multiring
+import multiring.jax as mj
+from multiring import Communicator
+from multiring.errors import AbortedError, MismatchError, UsageError
+from tests.rank_pool import RankPool
+from tests.support import run_job, start_job
+
+Pool = Callable[[int], RankPool]
+
+
+@contextmanager
+def errors_break_the_queue(comm: Communicator) -> Iterator[None]:
+    """What comes after starts in a new world, with a new queue."""
+    try:
+        with mj.raise_errors():
+            yield
+    finally:
+        comm.barrier()
+        multiring.shutdown()
+
+
+def different_shapes(comm: Communicator) -> None:
+    step = jax.jit(lambda x: mj.allreduce(x * 2, name="loss") + 1)
+    with errors_break_the_queue(comm):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"multiring\.MismatchError: .*'loss'"):
+            jax.block_until_ready(step(jnp.ones(3 + comm.rank)))
+        jax.block_until_ready(step(jnp.ones(3 + comm.rank)))
+
+
+def test_a_mismatch_is_an_error_of_jax_on_every_rank(ranks: Pool) -> None:
+    """And every later call fails with the first error."""
+    for error in ranks(2).run_expecting_errors(different_shapes):
+        assert isinstance(error, MismatchError | AbortedError), error
+        assert "loss" in str(error)
+
+
+def different_trees(comm: Communicator) -> None:
+    tree = {"a": jnp.ones(3), "b": jnp.ones((2, 2) if comm.rank else (5,))}
+    with errors_break_the_queue(comm):
+        jax.block_until_ready(mj.grouped_allreduce(tree))
+
+
+def test_a_mismatch_in_a_tree_names_the_leaf(ranks: Pool) -> None:
+    for error in ranks(2).run_expecting_errors(different_trees):
+        assert isinstance(error, MismatchError), error
+        assert "b[5]" in str(error)
+
+
+def different_rows(comm: Communicator) -> None:
+    with errors_break_the_queue(comm):
+        jax.block_until_ready(mj.allgather(jnp.ones((2 + comm.rank, 3))))
+
+
+def test_rows_that_nobody_announced(ranks: Pool) -> None:
+    for error in ranks(2).run_expecting_errors(different_rows):
+        assert isinstance(error, MismatchError | AbortedError), error
+
+
+def refused(comm: Communicator) -> None:
+    with pytest.raises(UsageError, match=r"op is 'mean'; accepted: sum, average"):
+        mj.allreduce(jnp.ones(2), "mean")
+    with pytest.raises(UsageError, match="gradients take 'average' or 'sum'"):
+        mj.average_gradients({"a": jnp.ones(2)}, op="max")
+    with pytest.raises(UsageError, match="complex64, which cannot travel"):
+        mj.allreduce(jnp.ones(2, jnp.complex64))
+    with pytest.raises(UsageError, match="root is 2; pass a rank from 0 to 1"):
+        mj.broadcast(jnp.ones(2), 2)
+    with pytest.raises(UsageError, match=r"lengths are \(1, 1\)"):
+        mj.allgather(jnp.ones((3, 2)), [1, 1])
+    with pytest.raises(UsageError, match="both splits and received"):
+        mj.alltoall(jnp.ones(4), [2, 2])
+    with pytest.raises(UsageError, match="splits adding up to 4"):
+        mj.alltoall(jnp.ones(4), [2, 1], [2, 2])
+    with pytest.raises(UsageError, match="at least one dimension"):
+        mj.reducescatter(1.0)
+    with pytest.raises(UsageError, match="every_k is 0"):
+        mj.distribute(optax.sgd(0.1), every_k=0)
+    with pytest.raises(UsageError, match="'a' is being traced"):
+        jax.jit(lambda x: mj.broadcast_parameters({"a": x}))(jnp.ones(2))
+    with pytest.raises(UsageError, match="'a' is a object, neither an array nor a number"):
+        mj.broadcast_parameters({"a": object()})
+    np.testing.assert_array_equal(mj.allreduce(jnp.ones(2)), comm.size)  # nothing is broken
+
+
+def test_refused(ranks: Pool) -> None:
+    ranks(2).run(refused)
+
+
+def initialised_again(comm: Communicator) -> int:
+    """A compiled function follows the world that it finds."""
+    step = jax.jit(lambda x: mj.allreduce(x) + 1)
+    compiled = step.lower(jnp.ones(3)).compile()
+    np.testing.assert_array_equal(step(jnp.ones(3)), comm.size + 1)
+    np.testing.assert_array_equal(compiled(jnp.ones(3)), comm.size + 1)
+    comm.barrier()
+    multiring.shutdown()
+    with pytest.raises(UsageError, match="not initialised"):
+        step(jnp.ones(3))
+    multiring.init()
+    np.testing.assert_array_equal(step(jnp.ones(3)), comm.size + 1)
+    with pytest.raises(AbortedError, match=r"closed|shutdown"), mj.raise_errors():
+        jax.block_until_ready(compiled(jnp.ones(3)))
+    np.testing.assert_array_equal(step(jnp.ones(3)), comm.size + 1)
+    return multiring.world().size
+
+
+def test_a_compiled_function_outlives_the_world(ranks: Pool) -> None:
+    assert ranks(2).run(initialised_again) == [2, 2]
+
+
+KILLED = """
+import os, signal, time
+import jax, jax.numpy as jnp, optax
+import multiring, multiring.jax
+
+comm = multiring.init()
+params = {f"layer{i}": jnp.ones((64, 64)) for i in range(4)}
+optimizer = multiring.jax.distribute(optax.sgd(0.01), bucket_bytes=1 << 14, first_bucket_bytes=1 << 12)
+state = optimizer.init(params)
+
+def loss(params, x):
+    for weight in params.values():
+        x = jnp.tanh(x @ weight)
+    return x.sum()
+
+@jax.jit
+def step(params, state, x):
+    updates, state = optimizer.update(jax.grad(loss)(params, x), state, params)
+    return optax.apply_updates(params, updates), state
+
+steps, start = 0, None
+try:
+    while True:
+        if steps == 2 and comm.rank == 1:
+            comm.send(jnp.zeros(1).__array__(), 0)  # rank 0 measures from here
+            os.kill(os.getpid(), signal.SIGKILL)
+        if steps == 2 and comm.rank == 0:
+            comm.recv(1)
+            start = time.monotonic()
+        with multiring.jax.raise_errors():
+            params, state = jax.block_until_ready(step(params, state, jnp.ones((8, 64))))
+        steps += 1
+except multiring.MultiringError as error:
+    seconds = time.monotonic() - start
+    path = os.path.join(os.environ["TEST_DIRECTORY"], "seen")
+    with open(path + ".new", "w") as file:
+        file.write(f"{type(error).__name__} {seconds:.3f} {error}")
+    os.rename(path + ".new", path)
+    raise
+"""
+
+
+def test_a_killed_rank_is_reported_within_two_seconds() -> None:
+    with start_job(2, KILLED) as job:
+        name, seconds, text = job.wait_for_file("seen").split(" ", 2)
+        assert name == "PeerLostError", text
+        assert float(seconds) < 2.0
+        assert "rank 1" in text
+        assert "gradients[" in text or "layer" in text
+        job.finish()
+        job.assert_nothing_left()
+
+
+ONE_THREAD = """
+import os
+os.environ["NPROC"] = "1"
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+import jax, jax.numpy as jnp
+import multiring, multiring.jax
+
+comm = multiring.init()
+
+@jax.jit
+def step(x):
+    # Each rank multiplies another number of matrices between its collectives.
+    found = []
+    for k in range(12):
+        y = x + k
+        for _ in range((comm.rank + k) % 3):
+            y = jnp.tanh(y @ y)
+        found.append(multiring.jax.allreduce(y * 0 + k, name=f"part {k}"))
+    return found
+
+for _ in range(3):
+    assert [float(y[0, 0]) for y in step(jnp.ones((100, 100)))] == [k * comm.size for k in range(12)]
+print("done")
+"""
+
+
+def test_one_thread_of_xla_is_enough() -> None:
+    result = run_job(3, ONE_THREAD)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("done") == 3
+
+
+SHARDED = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+import multiring, multiring.jax
+
+comm = multiring.init()
+mesh = jax.make_mesh((2,), ("x",))
+x = jax.device_put(jnp.ones(4), NamedSharding(mesh, PartitionSpec("x")))
+try:
+    multiring.jax.allreduce(x)
+except multiring.UsageError as error:
+    assert "'allreduce' is spread over 2 devices of this process" in str(error), error
+try:
+    jax.jit(multiring.jax.allreduce)(x)
+except ValueError as error:
+    assert "more than 1 device" in str(error), error
+else:
+    raise AssertionError("no error")
+assert multiring.jax.allreduce(jnp.ones(2)).tolist() == [2.0, 2.0]
+"""
+
+
+def test_arrays_over_several_devices_are_refused() -> None:
+    result = run_job(2, SHARDED)
+    assert result.returncode == 0, result.stderr
+
+
+WITHOUT_OPTAX = """
+import sys
+sys.modules["optax"] = None
+import multiring, multiring.jax, jax.numpy as jnp
+multiring.init()
+assert multiring.jax.allreduce(jnp.ones(2)).tolist() == [1.0, 1.0]
+try:
+    multiring.jax.distribute(None)
+except ImportError as error:
+    assert "pip install 'multiring[jax]'" in str(error), error
+else:
+    raise AssertionError("no error")
+"""
+
+
+def test_everything_but_distribute_works_without_optax() -> None:
+    result = run_job(1, WITHOUT_OPTAX)
+    assert result.returncode == 0, result.stderr
