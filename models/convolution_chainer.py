@@ -67,7 +67,9 @@ class Convolution(chainer.FunctionNode):
         if 1 in target_input_indexes:
             columns, _ = self._columns(x, weight.shape[2])
             # This way round it is a third faster than `rows @ columns.T`, there being few output channels.
-            results.append(chainer.Variable((columns @ rows.T).T.reshape(weight.shape)))
+            # In C order: ChainerMN's own communicators receive into a copy of any other array, and lose it.
+            product = np.ascontiguousarray((columns @ rows.T).T)
+            results.append(chainer.Variable(product.reshape(weight.shape)))
         return tuple(results)
 
     def _columns(self, x: Array, kernel: int) -> tuple[Array, tuple[int, int]]:
