@@ -60,7 +60,7 @@ class _Patchwise(Op):
         self.kernel, self.stride, self.padding = kernel, stride, padding
 
     def _extents(self, height: Any, width: Any) -> tuple[Any, Any]:
-        return tuple(_slide(extent, *self._props()) for extent in (height, width))  # type: ignore[return-value]
+        return _slide(height, *self._props()), _slide(width, *self._props())
 
     def _windows(self, rows: int, columns: int) -> list[tuple[int, slice, slice]]:
         """For each pixel of a patch: its number, and which rows and columns of the padded image are there in
@@ -190,7 +190,8 @@ class MaxPoolGradient(_Patchwise):
     def perform(self, node: Apply, inputs: list[Array], output_storage: list[list[Any]]) -> None:
         gradient, which, shape = inputs
         rows, columns = gradient.shape[1:3]
-        padded = self._zeros(*(int(extent) for extent in shape), gradient.dtype)
+        n, height, width, channels = (int(extent) for extent in shape)
+        padded = self._zeros(n, height, width, channels, gradient.dtype)
         for number, down, across in self._windows(rows, columns):
             padded[:, down, across] += np.where(which == number, gradient, 0)
         output_storage[0][0] = self._unpad(padded)

@@ -181,9 +181,9 @@ MR_API mr_status mr_queue_create(mr_communicator* communicator, mr_queue** queue
 MR_API int mr_queue_rank(const mr_queue* queue);
 MR_API int mr_queue_size(const mr_queue* queue);
 /* Queues `count` operations under one name (at most 4096 bytes), matched with the peers' submission of that
- * name. A name may be submitted again: the k-th submission of a name on one rank meets the k-th on the others.
- * Higher `priority` leaves earlier; rank 0's counts. Never waits for another rank. Arrays must live, and not
- * be touched, until `done` (NULL: none). Not for send and recv. */
+ * name. A name may be submitted again: the k-th submission of a name on one rank meets the k-th on the
+ * others. Higher `priority` leaves earlier; rank 0's counts. Never waits for another rank. Arrays must live,
+ * and not be touched, until `done` (NULL: none). Not for send and recv. */
 MR_API mr_status mr_queue_submit(mr_queue* queue, const char* name, const mr_operation* operations, int count,
                                  int priority, mr_done done, void* context, mr_error* error);
 /* Ends this rank's part: pending submissions fail (done is called), later ones are refused with MR_ABORTED.
