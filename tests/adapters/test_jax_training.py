@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,36 @@ def adam(comm: Communicator, every_k: int) -> None:
 @pytest.mark.parametrize(("size", "every_k"), [(1, 1), (3, 1), (2, 3)])
 def test_an_optimizer_trains_like_one_process(ranks: Pool, size: int, every_k: int) -> None:
     ranks(size).run(adam, every_k)
+
+
+def schedule(comm: Communicator) -> str:
+    """The compiled training step, in the order in which XLA runs it."""
+    optimizer = mj.distribute(optax.sgd(0.1), bucket_bytes=1 << 12, first_bucket_bytes=1 << 10)
+    params = {f"layer{k}": jnp.ones((32, 32)) for k in range(5)}
+    state = optimizer.init(params)
+
+    def deep(params: Tree, x: Any) -> Any:
+        for weight in params.values():
+            x = jnp.tanh(x @ weight)
+        return x.sum()
+
+    def step(params: Tree, state: Any, x: Any) -> Any:
+        changes, state = optimizer.update(jax.grad(deep)(params, x), state, params)
+        return optax.apply_updates(params, changes), state
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, jnp.ones((4, 32))).compile()
+    text: str = compiled.as_text()
+    return text[text.index("ENTRY") :]
+
+
+def test_buckets_leave_during_the_backward_pass_and_are_not_copied(ranks: Pool) -> None:
+    text = ranks(2).run(schedule)[0]
+    calls = re.findall(r'custom_call_target="multiring_(start|done)"| (dot|copy)\(', text)
+    order = [first or second for first, second in calls]
+    assert order.count("start") == order.count("done") == 5
+    assert "copy" not in order
+    assert "dot" in order[order.index("start") :], "every bucket has waited for the whole backward pass"
+    assert "start" not in order[order.index("done") :], "a bucket has waited for another one"
 
 
 def different_models(comm: Communicator) -> None:

@@ -1,0 +1,29 @@
+"""What `multiring bench gradients --framework jax` measures does what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from multiring import Communicator
+from multiring.models.bench.gradients_jax import make_reduction
+from tests.rank_pool import RankPool
+
+Pool = Callable[[int], RankPool]
+
+
+def reduce_twice(comm: Communicator) -> None:
+    reduction = make_reduction([(3, 4), (5,), (), (0, 2)], comm)
+    for step in range(2):
+        reduction.write(comm.rank + step)
+        assert reduction.check(comm.rank + step)
+        reduction.reduce()
+        assert reduction.check((comm.size - 1) / 2 + step)
+        assert not reduction.check(-1.0)
+    reduction.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_become_averages(ranks: Pool, size: int) -> None:
+    ranks(size).run(reduce_twice)
