@@ -11,6 +11,10 @@
 // differ, the handler copies. Should XLA ever move y between the two calls, `done` fails instead of returning
 // what was moved too early. In the other collectives x is copied, since its result has another size.
 //
+// What this does not cover: if something else in the program fails between the two calls (a Python callback
+// that raises), XLA gives y back while the queue may still write to it. Our own errors first wait for what is
+// under way.
+//
 // Order. `start` calls are chained by XLA's tokens in the order of the program, so all ranks submit in the
 // same order, and a `done` depends on no later `start` of any rank: the rank that has submitted least waits
 // only for what all have submitted. So blocking in `done` cannot deadlock, whatever the number of XLA's
