@@ -18,7 +18,7 @@ from multiring.gradient_source import ReducerOptions, RoundResult
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["GradientSlots", "fill_with_zeros", "named_parameters"]
+__all__ = ["GradientSlots", "fill_with_zeros", "named_parameters", "specifications"]
 
 
 def named_parameters(link: chainer.Link) -> dict[str, chainer.Parameter]:
@@ -61,7 +61,7 @@ class GradientSlots:
         ready = {name: p for name, p in parameters.items() if p.is_initialized}
         self.parameters = list(ready.values())
         self._comm = comm
-        specs = [_specification(comm.rank, name, p) for name, p in ready.items()]
+        specs = specifications(comm.rank, ready)
         self.reducer = GradientReducer(comm, specs, options)
         self._generation = -1
         self._views: list[Array] = []
@@ -79,6 +79,15 @@ class GradientSlots:
         Raises:
             UsageError: It has another shape or dtype than the parameter had, or there was one already.
         """
+        if self.reducer.is_ready(index):
+            name = self.reducer.specs[index].name
+            raise UsageError(
+                f"rank {self._comm.rank}: parameter '{name}' received a second gradient in one backward "
+                "pass, as when a function runs a backward pass of its own; create the optimizer with "
+                "overlap=False",
+                rank=self._comm.rank,
+                tensor=name,
+            )
         self._put(index, gradient)
         self.reducer.mark_ready(index)
 
@@ -169,6 +178,15 @@ class GradientSlots:
         for index, parameter in enumerate(self.parameters):
             if self._shown[index] is not None and parameter.grad is self._shown[index]:
                 self._show(index)
+
+
+def specifications(rank: int, parameters: Mapping[str, chainer.Parameter]) -> list[ParameterSpec]:
+    """What the ranks have to agree on for each initialised parameter.
+
+    Raises:
+        UsageError: An array is of ChainerX.
+    """
+    return [_specification(rank, name, p) for name, p in parameters.items() if p.is_initialized]
 
 
 def _specification(rank: int, name: str, parameter: chainer.Parameter) -> ParameterSpec:

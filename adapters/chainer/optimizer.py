@@ -13,13 +13,13 @@ import numpy as np
 import chainer
 from multiring.chainer.arrays import to_host
 from multiring.chainer.communicator import ChainerCommunicator, create_communicator
-from multiring.chainer.gradients import GradientSlots, fill_with_zeros, named_parameters
+from multiring.chainer.gradients import GradientSlots, fill_with_zeros, named_parameters, specifications
 from multiring.chainer.groups import Group
 from multiring.chainer.overlap import watched_gradients
 from multiring.chainer.state import broadcast_optimizer_state, broadcast_parameters
 from multiring.chainer.sync_batch_normalization import SyncBatchNormalization
 from multiring.errors import UsageError
-from multiring.gradient_source import ReducerOptions
+from multiring.gradient_source import ReducerOptions, check_arguments
 from multiring.model_check import check_same
 
 __all__ = ["MultiNodeOptimizer"]
@@ -253,8 +253,8 @@ class MultiNodeOptimizer:
         """Compare the model over ranks and make buckets for what is initialised. Collective."""
         plain = self.communicator.plain
         parameters = named_parameters(self.target)
-        if not parameters:
-            raise UsageError(f"rank {plain.rank}: there are no parameters to reduce gradients of")
+        if not parameters or any(parameter.is_initialized for parameter in parameters.values()):
+            check_arguments(plain.rank, specifications(plain.rank, parameters), self._options)
         entries = [(name, _describe(parameter)) for name, parameter in parameters.items()]
         check_same(plain, entries, "parameters of the model")
         self._make_slots(parameters)

@@ -88,6 +88,10 @@ def refuse(comm: Communicator) -> None:
         link.count = chainer.Parameter(np.zeros(2, np.int32))
     with pytest.raises(UsageError, match="dtype int32 cannot be reduced"):
         make(chainer.optimizers.SGD(), comm).setup(link)
+    with pytest.raises(UsageError, match="op is 'mean'"):
+        make(chainer.optimizers.SGD(), comm, op="mean").setup(make_model())
+    if comm.size == 1:
+        return
     with pytest.raises(UsageError, match="postscale is 0"):
         make(chainer.optimizers.SGD(), comm, postscale=0.0).setup(make_model())
     model = make_model()
@@ -102,7 +106,46 @@ def refuse(comm: Communicator) -> None:
 
 
 def test_refused(ranks: Pool) -> None:
+    ranks(1).run(refuse)
     ranks(2).run(refuse)
+
+
+class _Inner(chainer.Function):  # type: ignore[misc]
+    """Runs a backward pass of its own inside of the outer one, over a layer that both use."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def forward(self, inputs: Any) -> Any:
+        return inputs
+
+    def backward(self, inputs: Any, gradients: Any) -> Any:
+        with chainer.force_backprop_mode():
+            functions.sum(self._layer(inputs[0])).backward()
+        return gradients
+
+
+def nested(comm: Communicator) -> None:
+    """The layer's gradient comes twice: refused; after the pass there is one, which Chainer has chosen."""
+    model = make_model()
+    group = comm.split(0)
+    make = multiring.chainer.create_multi_node_optimizer
+    optimizer = make(chainer.optimizers.SGD(0.0), group, **SMALL).setup(model)
+
+    def loss(model: Any, rank: int) -> Any:
+        x = functions.tanh(model.first(draw(rank)))
+        return functions.mean(model.last(model.middle(_Inner(model.last)(x))) ** 2)
+
+    with pytest.raises(UsageError, match=r"'last/W' received a second gradient .*overlap=False"):
+        optimizer.update(loss, model, comm.rank)
+    optimizer.overlap = False
+    model.cleargrads()
+    optimizer.backward(loss(model, comm.rank))
+    assert_gradients(model, expected(comm, loss), comm)
+
+
+def test_a_backward_pass_inside_of_another(ranks: Pool) -> None:
+    ranks(2).run(nested)
 
 
 def differ(comm: Communicator, what: str) -> None:

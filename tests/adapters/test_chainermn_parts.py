@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,7 @@ from multiring import Communicator
 from tests.adapters.chainer_support import Pool, bits_of, draw, make_model
 from tests.support import run_job
 
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
@@ -382,6 +388,48 @@ def test_mpi_is_not_needed(tmp_path: Path) -> None:
     result = run_job(2, script)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("done") == 2
+
+
+BESIDE_MPI = """
+import sys
+import multiring.chainer
+import chainermn, numpy as np
+
+comm = multiring.chainer.create_communicator()
+layer = chainermn.links.MultiNodeBatchNormalization(3, comm)
+assert "mpi4py.MPI" not in sys.modules
+theirs = chainermn.create_communicator("naive")
+np.testing.assert_array_equal(theirs.allreduce(np.ones(3)), comm.allreduce(np.ones(3)))
+chainermn.links.MultiNodeBatchNormalization(3, theirs)(np.ones((2, 3), np.float32))
+from mpi4py import MPI
+
+both = multiring.chainer.create_communicator(mpi_comm=MPI.COMM_WORLD)
+child = both.split(0, -both.rank)
+assert child.mpi_comm.rank == child.rank == both.size - 1 - both.rank
+assert (both.split(None if both.rank else 0, 0) is None) == bool(both.rank)
+try:
+    chainermn.create_communicator("pure_nccl")
+except RuntimeError as error:
+    assert "NCCL" in str(error)
+print("done")
+"""
+
+
+@pytest.mark.skipif(MPIRUN is None or find_spec("mpi4py") is None, reason="mpirun or mpi4py is missing")
+def test_beside_chainermns_own_communicators(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BESIDE_MPI)
+    variables = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    command = [str(MPIRUN), "-np", "2", sys.executable, "-W", "ignore", str(script)]
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 2
 
 
 EXCEPT_HOOK = """
