@@ -179,7 +179,7 @@ class RankZeroCheckpoint(keras.callbacks.Callback):
         """Writes the file on rank 0."""
         if _world(self._comm).rank != 0:
             return
-        arrays = {name: to_numpy(variable) for name, variable in _state_of(self.model).items()}
+        arrays = {name: to_numpy(variable) for name, variable in _numbered(self.model).items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._path.with_name(self._path.name + ".new")
         with temporary.open("wb") as file:
@@ -205,7 +205,7 @@ def resume(model: Any, path: str | os.PathLike[str], comm: Communicator | None =
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
-    state = _state_of(model)
+    state = _numbered(model)
     epochs, problem = 0, ""
     if comm.rank == 0 and Path(path).exists():
         with np.load(path) as arrays:
@@ -238,6 +238,14 @@ def _state_of(model: Any) -> dict[str, Any]:
         pairs = named_variables(optimizer.variables).items()
         found |= {f"optimizer/{name}": variable for name, variable in pairs}
     return found
+
+
+def _numbered(model: Any) -> dict[str, Any]:
+    """The same by position: Keras numbers its layers by how many the process has made before."""
+    kinds = (name.split("/")[0] for name in _state_of(model))
+    return {
+        f"{kind}/{k}": v for k, (kind, v) in enumerate(zip(kinds, _state_of(model).values(), strict=True))
+    }
 
 
 def _set_learning_rate(model: Any, value: float) -> None:

@@ -120,8 +120,11 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):
 
     @property
     def loss_scale_factor(self) -> Any:
-        """Fixed loss scale of the inner optimizer."""
-        return self.inner_optimizer.loss_scale_factor if self._wrapped else None
+        """Fixed loss scale of the inner optimizer, 1.0 where it has none.
+
+        Never None: TensorFlow's tracking leaves out an assignment of what is there, and the one below counts.
+        """
+        return (self.inner_optimizer.loss_scale_factor if self._wrapped else None) or 1.0
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: Any) -> None:

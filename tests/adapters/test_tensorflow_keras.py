@@ -1,0 +1,287 @@
+"""Keras 3 and tf_keras models under `fit()`: wrapped optimizers, mixed precision, saving."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import multiring.tensorflow as mt
+from multiring import Communicator
+from multiring.errors import MismatchError, UsageError
+from tests.rank_pool import RankPool
+from tests.support import run_job
+
+Pool = Callable[[int], RankPool]
+
+STEPS, BATCH = 4, 12
+
+
+def data() -> tuple[Any, Any]:
+    draw = np.random.default_rng(0)
+    images = draw.standard_normal((STEPS * BATCH, 5)).astype("float32")
+    return images, (images @ draw.standard_normal((5, 3))).argmax(1)
+
+
+def share(comm: Communicator) -> tuple[Any, Any]:
+    """This rank's part of each of the `STEPS` batches."""
+    parts = [value.reshape(STEPS, BATCH, *value.shape[1:]) for value in data()]
+    width = BATCH // comm.size
+    mine = slice(width * comm.rank, width * (comm.rank + 1))
+    images, labels = (part[:, mine].reshape(STEPS * width, *part.shape[2:]) for part in parts)
+    return images, labels
+
+
+def make_model(library: Any = keras, seed: int = 0) -> Any:
+    library.utils.set_random_seed(seed)
+    layers = library.layers
+    return library.Sequential(
+        [layers.Input((5,)), layers.Dense(8, activation="tanh"), layers.Dense(3, dtype="float32")]
+    )
+
+
+def loss_of(library: Any) -> Any:
+    return library.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def weights_of(model: Any) -> list[Any]:
+    return [np.array(value) for value in model.get_weights()]
+
+
+def same_bits(comm: Communicator, model: Any) -> None:
+    bits = comm.allgather_object([value.tobytes() for value in weights_of(model)])
+    assert all(other == bits[0] for other in bits)
+
+
+def fit_like_one(comm: Communicator, name: str, options: dict[str, Any], compiled: dict[str, Any]) -> None:
+    """N ranks with their parts against this process alone with whole batches."""
+    library: Any = {"keras": keras, "tf_keras": tf_keras}[name]
+    passes = options.get("backward_passes_per_step", 1)
+    inner = {"gradient_accumulation_steps": passes} if passes > 1 else {}
+    alone = make_model(library)
+    alone.compile(library.optimizers.Adam(0.01, **inner), loss_of(library), jit_compile=False)
+    alone.fit(*data(), BATCH, epochs=2, shuffle=False, verbose=0)
+    model = make_model(library)
+    model.compile(
+        mt.DistributedOptimizer(library.optimizers.Adam(0.01), comm, **options), loss_of(library), **compiled
+    )
+    assert not model.jit_compile
+    model.fit(*share(comm), BATCH // comm.size, epochs=2, shuffle=False, verbose=0)
+    for found, wanted in zip(weights_of(model), weights_of(alone), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5)
+    same_bits(comm, model)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("compiled", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}])
+def test_ranks_fit_like_one(ranks: Pool, size: int, compiled: dict[str, Any]) -> None:
+    ranks(size).run(fit_like_one, "keras", {}, compiled)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_backward_passes_are_averaged(ranks: Pool, size: int) -> None:
+    ranks(size).run(fit_like_one, "keras", {"backward_passes_per_step": 2}, {})
+
+
+def test_ranks_fit_like_one_with_tf_keras(ranks: Pool) -> None:
+    ranks(2).run(fit_like_one, "tf_keras", {}, {})
+
+
+def compiled_with_xla(comm: Communicator) -> None:
+    """Asked for XLA, Keras says that it is not possible; other models of the program are compiled."""
+    model, other = make_model(), make_model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.compile(
+            mt.DistributedOptimizer(keras.optimizers.SGD(0.1), comm), loss_of(keras), jit_compile=True
+        )
+    assert any("jit_compile" in str(warning.message) for warning in caught)
+    model.fit(*share(comm), 6, verbose=0)
+    other.compile(keras.optimizers.SGD(0.1), loss_of(keras), jit_compile=True)
+    assert other.jit_compile
+
+
+def test_xla_is_kept_off(ranks: Pool) -> None:
+    ranks(2).run(compiled_with_xla)
+
+
+def mixed_precision(comm: Communicator, inside: bool) -> None:
+    """An infinite gradient on one rank makes all ranks skip the step and lower the scale."""
+    policy = keras.config.dtype_policy().name
+    optimizer = keras.optimizers.SGD(0.1)
+    if not inside:
+        keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = make_model()
+        given = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0) if inside else optimizer
+        wrapped = mt.DistributedOptimizer(given, comm)
+        model.compile(wrapped, loss_of(keras))
+        assert model.optimizer is wrapped
+        images, labels = share(comm)
+        model.fit(images, labels, 6, epochs=1, verbose=0)
+        before, scale = weights_of(model), float(wrapped.dynamic_scale)
+        broken = np.full_like(images[:6], np.inf) if comm.rank == 1 else images[:6]
+        model.fit(broken, labels[:6], 6, epochs=1, verbose=0)
+        for found, wanted in zip(weights_of(model), before, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+        assert float(wrapped.dynamic_scale) == scale / 2
+        model.fit(images, labels, 6, epochs=1, verbose=0)
+        assert any((a != b).any() for a, b in zip(weights_of(model), before, strict=True))
+        same_bits(comm, model)
+    finally:
+        keras.config.set_dtype_policy(policy)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_loss_scaling(ranks: Pool, inside: bool) -> None:
+    ranks(2).run(mixed_precision, inside)
+
+
+def loss_scale_of_tf_keras(comm: Communicator) -> None:
+    model = make_model(tf_keras)
+    optimizer = mt.DistributedOptimizer(tf_keras.optimizers.SGD(0.1), comm)
+    model.compile(tf_keras.mixed_precision.LossScaleOptimizer(optimizer), loss_of(tf_keras))
+    images, labels = share(comm)
+    model.fit(images, labels, 6, verbose=0)
+    before = weights_of(model)
+    broken = np.full_like(images[:6], np.inf) if comm.rank == 1 else images[:6]
+    model.fit(broken, labels[:6], 6, verbose=0)
+    for found, wanted in zip(weights_of(model), before, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_loss_scaling_of_tf_keras(ranks: Pool) -> None:
+    ranks(2).run(loss_scale_of_tf_keras)
+
+
+def refused(comm: Communicator) -> None:
+    optimizer = mt.DistributedOptimizer(keras.optimizers.SGD(0.1), comm)
+    with pytest.raises(UsageError, match="LossScaleOptimizer has to be inside"):
+        keras.optimizers.LossScaleOptimizer(optimizer)
+    with pytest.raises(UsageError, match="distributed already"):
+        mt.DistributedOptimizer(optimizer, comm)
+    with pytest.raises(UsageError, match=r"cannot wrap a builtins\.str"):
+        mt.DistributedOptimizer("sgd", comm)
+    with pytest.raises(UsageError, match="0 backward passes"):
+        mt.DistributedOptimizer(keras.optimizers.SGD(0.1), comm, backward_passes_per_step=0)
+    inner = tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.SGD(0.1))
+    with pytest.raises(UsageError, match="has to be outside"):
+        mt.DistributedOptimizer(inner, comm)
+
+
+def test_refused(ranks: Pool) -> None:
+    ranks(1).run(refused)
+
+
+def save_and_load(comm: Communicator, suffix: str) -> None:
+    """What is saved with the wrapper loads as such, and into a model with the plain optimizer."""
+    model = make_model()
+    model.compile(mt.DistributedOptimizer(keras.optimizers.Adam(0.01), comm), loss_of(keras))
+    model.fit(*share(comm), 6, verbose=0, shuffle=False)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / f"model{suffix}"
+        model.save(path)
+        loaded = keras.models.load_model(path)
+    assert type(loaded.optimizer) is type(model.optimizer)
+    assert loaded.optimizer.get_config() == model.optimizer.get_config()
+    pairs = zip(loaded.optimizer.variables, model.optimizer.variables, strict=True)
+    assert all(np.array_equal(found.numpy(), wanted.numpy()) for found, wanted in pairs)
+    for one in (model, loaded):
+        one.fit(*share(comm), 6, verbose=0, shuffle=False)
+    for found, wanted in zip(weights_of(loaded), weights_of(model), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    plain = keras.optimizers.Adam(0.01)
+    plain.build(model.trainable_variables)
+    assert [v.shape for v in plain.variables] == [v.shape for v in model.optimizer.variables]
+
+
+def test_saving_and_loading(ranks: Pool) -> None:
+    ranks(2).run(save_and_load, ".keras")
+
+
+def custom_loop(comm: Communicator) -> None:
+    """With an embedding, whose gradient is sparse, and a learning rate that changes."""
+    keras.utils.set_random_seed(comm.rank)
+    model = keras.Sequential([keras.layers.Input((3,), dtype="int32"), keras.layers.Embedding(7, 4)])
+    optimizer = mt.DistributedOptimizer(keras.optimizers.SGD(1.0), comm)
+    mt.broadcast_variables(model, comm=comm)
+    table = model.weights[0].numpy()
+
+    @tf.function
+    def step(tokens: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tokens))
+        gradients = tape.gradient(loss, model.trainable_weights)
+        optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+
+    step(tf.constant([[0, 1 + comm.rank, 1 + comm.rank]]))
+    counts = np.zeros((7, 1), np.float32)
+    for rank in range(comm.size):
+        np.add.at(counts, [0, 1 + rank, 1 + rank], 1.0 / comm.size)
+    np.testing.assert_allclose(model.weights[0].numpy(), table - counts, rtol=1e-6)
+    optimizer.learning_rate = 0.0
+    assert float(optimizer.inner_optimizer.learning_rate) == 0.0
+    step(tf.constant([[5, 5, 5]]))
+    np.testing.assert_allclose(model.weights[0].numpy(), table - counts, rtol=1e-6)
+    assert int(optimizer.iterations) == 2
+
+
+def test_a_custom_loop_with_sparse_gradients(ranks: Pool) -> None:
+    ranks(2).run(custom_loop)
+
+
+def different_models(comm: Communicator) -> None:
+    model = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(3 + comm.rank)])
+    model.compile(mt.DistributedOptimizer(keras.optimizers.SGD(0.1), comm), loss_of(keras))
+    model.fit(*share(comm), 6, verbose=0)
+
+
+def test_different_models_are_refused(ranks: Pool) -> None:
+    for error in ranks(2).run_expecting_errors(different_models):
+        assert isinstance(error, MismatchError), error
+        assert "kernel" in str(error)
+
+
+OTHER_BACKEND = """
+import sys
+import keras, numpy as np
+import multiring, multiring.tensorflow as mt
+
+assert "tensorflow" not in sys.modules
+comm = multiring.init()
+draw = np.random.default_rng(0)
+images = draw.standard_normal((48, 5)).astype("float32")
+labels = (images @ draw.standard_normal((5, 3))).argmax(1)
+
+def train(wrap, part, batch, **compiled):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(8, activation="tanh"),
+                              keras.layers.Dense(40000, activation="tanh"), keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(wrap(keras.optimizers.SGD(0.1, momentum=0.9)), loss, **compiled)
+    callbacks = [mt.callbacks.BroadcastInitialState(), mt.callbacks.MetricAverage()]
+    model.fit(images[part], labels[part], batch, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    return [keras.ops.convert_to_numpy(weight) for weight in model.weights]
+
+alone = train(lambda optimizer: optimizer, slice(None), 12)
+for compiled in ({}, {"run_eagerly": True}):
+    found = train(mt.DistributedOptimizer, slice(comm.rank, None, comm.size), 12 // comm.size, **compiled)
+    for one, other in zip(found, alone):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+    bits = comm.allgather_object([weight.tobytes() for weight in found])
+    assert bits[0] == bits[1]
+"""
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_the_other_backends_of_keras(backend: str) -> None:
+    result = run_job(2, OTHER_BACKEND, timeout=120.0, env={"KERAS_BACKEND": backend})
+    assert result.returncode == 0, result.stderr
