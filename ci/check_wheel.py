@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_BYTES = 5 * 1024 * 1024
+LIBRARIES = {"libmultiring", "_core", "libmultiring_tensorflow", "libmultiring_jax"}
 ALLOWED_LIBRARIES = {
     "libmultiring.so",
     "libstdc++.so.6",
@@ -75,14 +76,15 @@ def check(wheel: Path, directory: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)
     libraries = list(unpacked.rglob("*.so"))
-    if {library.name.split(".")[0] for library in libraries} != {"libmultiring", "_core"}:
-        findings.append(f"the wheel holds other libraries than libmultiring and _core: {libraries}")
+    names = {library.name.split(".")[0] for library in libraries}
+    if names != LIBRARIES:
+        findings.append(f"the wheel holds the libraries {sorted(names)}; expected {sorted(LIBRARIES)}")
     for library in libraries:
         others = needed_libraries(library) - ALLOWED_LIBRARIES
         if others:
             findings.append(f"{library.name} links {sorted(others)}")
     present = {path.name for path in unpacked.rglob("*")}
-    missing = {"multiring.h", "py.typed", "_core.pyi"} - present
+    missing = {"multiring.h", "py.typed", "_core.pyi", "caffe.proto"} - present
     return findings + [f"the wheel lacks {name}" for name in sorted(missing)]
 
 
