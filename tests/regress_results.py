@@ -31,7 +31,7 @@ def plan_for(
     **options: Any,
 ) -> Plan:
     """A plan for two processors."""
-    settings: dict[str, Any] = {"cores": 2, "missing": {}, "peers": PEERS, "mpi": False} | options
+    settings: dict[str, Any] = {"cores": 2, "missing": {}, "peers": PEERS} | options
     return make_plan(frameworks, ranks, checks, settings.pop("setup", Setup()), **settings)
 
 

@@ -170,9 +170,9 @@ def _plan(
         if not names:
             raise UsageError("no framework is installed: run pip install 'multiring[torch]'")
     oracle = next((name for name in frameworks if name not in lacking), None)
-    mpi = False
+    no_mpi = None
     if "speed" in options.checks and any(name in peers and peers[name].mpi for name in names):
-        mpi = _has_mpirun()
+        no_mpi = _why_no_mpi()
     plan = make_plan(
         [frameworks[name] for name in names],
         options.ranks,
@@ -182,7 +182,7 @@ def _plan(
         missing={name: lacking[name] for name in names if name in lacking},
         reference=frameworks[oracle] if oracle is not None and oracle not in names else None,
         peers=peers,
-        mpi=mpi,
+        no_mpi=no_mpi,
     )
     return plan, skipped
 
@@ -198,14 +198,14 @@ def _why_missing(framework: Framework) -> str | None:
     return None
 
 
-def _has_mpirun() -> bool:
+def _why_no_mpi() -> str | None:
     if importlib.util.find_spec("mpi4py") is None:
-        return False
+        return "mpi4py is not installed"
     try:
         launch.find_mpirun()
-    except UsageError:
-        return False
-    return True
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def _measure_again(run: _Run, perform: Callable[[tuple[Job, ...]], None]) -> None:

@@ -221,10 +221,12 @@ class _Case:
             yield Metric("times its own way", speed.over_own_way, where=speed.own_way or "")
             yield Metric("own way's efficiency", speed.own_efficiency)
             yield Metric("own way's images/s", speed.images_per_second(OWN))
-        elif speed.own_way_missing is not None:
-            self.notes.append(
-                f"efficiency {speed.efficiency:.3f}; {speed.own_way} not measured: {speed.own_way_missing}"
-            )
+            return
+        missing = self.plan.no_own_way.get(self.cell.framework)
+        if speed.own_way_missing is not None:
+            missing = f"{speed.own_way} not measured: {speed.own_way_missing}"
+        if missing is not None:
+            self.notes.append(f"efficiency {speed.efficiency:.3f}; {missing}")
 
     def _mine(self, task: str, ranks: int | None = None) -> Outcome | None:
         """The outcome of a task that is done; None where the framework cannot do it, which is noted."""

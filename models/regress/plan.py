@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from multiring.models.frameworks import Framework
 from multiring.models.peers.table import Peer
@@ -60,6 +60,7 @@ class Plan:
         setup: The setting.
         oracle: Name of the framework that others are compared with; None: none of them can be.
         titles: Of the frameworks, by name.
+        no_own_way: Why a framework's own way is not measured where it has one, by the framework's name.
     """
 
     cells: tuple[Cell, ...]
@@ -68,6 +69,7 @@ class Plan:
     setup: Setup
     oracle: str | None
     titles: Mapping[str, str]
+    no_own_way: Mapping[str, str] = field(default_factory=dict)
 
 
 def make_plan(
@@ -80,7 +82,7 @@ def make_plan(
     missing: Mapping[str, str],
     reference: Framework | None = None,
     peers: Mapping[str, Peer],
-    mpi: bool,
+    no_mpi: str | None = None,
 ) -> Plan:
     """Plan the checks.
 
@@ -93,7 +95,7 @@ def make_plan(
         missing: Names of frameworks that cannot run, with the reason.
         reference: What others are compared with where it is not among `frameworks`.
         peers: Frameworks' own ways, by the framework's name.
-        mpi: Whether MPI's launcher is there.
+        no_mpi: Why MPI cannot start ranks; None: it can.
     """
     several = sorted({count for count in ranks if count > 1})
     deciding = _accuracy_ranks(ranks, cores)
@@ -113,8 +115,12 @@ def make_plan(
     jobs = [job for each in references if (job := _alone(each, checks, setup, several, deciding)) is not None]
     for count in several:
         jobs += [job for each in able if (job := _together(each, count, checks, setup, deciding)) is not None]
+    no_own_way: dict[str, str] = {}
     if "speed" in checks:
-        jobs += [_speed(each, count, peers.get(each.name), mpi) for each in able for count in several]
+        unusable = {name: why for name, peer in peers.items() if (why := _unusable(peer, no_mpi)) is not None}
+        no_own_way = {each.name: unusable[each.name] for each in able if each.name in unusable}
+        usable = {name: peer for name, peer in peers.items() if name not in unusable}
+        jobs += [_speed(each, count, usable.get(each.name)) for each in able for count in several]
     return Plan(
         cells=tuple(cells),
         jobs=tuple(jobs),
@@ -122,6 +128,7 @@ def make_plan(
         setup=setup,
         oracle=references[0].name if references else None,
         titles={framework.name: framework.title for framework in (*frameworks, *references)},
+        no_own_way=no_own_way,
     )
 
 
@@ -155,9 +162,15 @@ def _together(
     return Job(framework, count, tuple(tasks)) if tasks else None
 
 
-def _speed(framework: Framework, count: int, peer: Peer | None, mpi: bool) -> Job:
-    # Without MPI's launcher, and without the package, the rest of the check is still worth having.
-    by_mpi = peer is not None and peer.mpi and not peer.missing and mpi
-    if peer is not None and peer.mpi and not by_mpi:
-        peer = None
+def _unusable(peer: Peer, no_mpi: str | None) -> str | None:
+    """Why it cannot be measured, if so: the rest of the check is still worth having."""
+    if peer.missing:
+        return f"{peer.title} not measured: {' and '.join(peer.missing)} is not installed"
+    if peer.mpi and no_mpi is not None:
+        return f"{peer.title} not measured: {no_mpi}"
+    return None
+
+
+def _speed(framework: Framework, count: int, peer: Peer | None) -> Job:
+    by_mpi = peer is not None and peer.mpi
     return Job(framework, count, ("speed",), peer, mpi=by_mpi, undisturbed=True)

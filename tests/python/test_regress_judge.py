@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from multiring.models.peers.table import Peer
 from multiring.models.regress.checks import CHECKS, SMALL, Setup
 from multiring.models.regress.judge import Status, judge, relative_difference
 from multiring.models.regress.outcome import Outcome, Outcomes, State
@@ -212,6 +213,22 @@ def test_times_are_taken_last_and_undisturbed() -> None:
     peers = {job.framework.name: job.peer for job in FULL.jobs if job.undisturbed}
     assert peers["torch"] is not None
     assert peers["other"] is None
+
+
+def test_an_own_way_that_cannot_be_measured_is_told_and_one_that_needs_mpi_gets_it() -> None:
+    by_mpi = {"other": Peer("Theirs", "multiring.models.peers.torch_ddp", (), mpi=True)}
+    jobs = {job.framework.name: job for job in plan_for(peers=by_mpi).jobs if job.undisturbed}
+    assert (jobs["other"].mpi, jobs["other"].peer) == (True, by_mpi["other"])
+    assert (jobs["torch"].mpi, jobs["torch"].peer) == (False, None)
+    absent = {"other": replace(by_mpi["other"], packages=("not_there",))}
+    for plan, why in (
+        (plan_for(peers=by_mpi, no_mpi="there is no mpirun"), "there is no mpirun"),
+        (plan_for(peers=absent), "not_there is not installed"),
+    ):
+        assert not any(job.mpi or job.peer for job in plan.jobs)
+        verdict = verdict_of(plan, make_outcomes(plan), "other", "speed")
+        assert verdict.status is Status.PASS
+        assert verdict.text == f"efficiency 0.980; Theirs not measured: {why}"
 
 
 def test_a_small_run_takes_few_steps_and_no_times() -> None:
