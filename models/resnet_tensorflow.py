@@ -75,9 +75,7 @@ class TensorFlowResNet(tf.Module):
         # One branch per kind of layer: the table of what each becomes in TensorFlow.
         x = inputs[0]
         if isinstance(layer, Conv):
-            # "SAME" would pad the far side alone where the stride is 2.
-            pads = [[0, 0], [layer.padding] * 2, [layer.padding] * 2, [0, 0]]
-            return tf.nn.conv2d(x, self.parameters[f"{layer.name}.weight"], layer.stride, pads)
+            return _convolve(layer, x, self.parameters[f"{layer.name}.weight"])
         if isinstance(layer, BatchNorm):
             return self._normalise(layer, x, training)
         if isinstance(layer, Relu):
@@ -114,6 +112,19 @@ class TensorFlowResNet(tf.Module):
         return y
 
 
+def _convolve(layer: Conv, x: Tensor, weight: Tensor) -> Tensor:
+    if x.shape[0] == 0:
+        # In float32 TensorFlow gives the result of an empty batch as many channels as the input has. Nothing
+        # is to be computed, but gradients, of zeros, have to reach what came before: its backward pass
+        # communicates.
+        height, width = ((n + 2 * layer.padding - layer.kernel) // layer.stride + 1 for n in x.shape[1:3])
+        nothing = 0.0 * (tf.reduce_sum(x) + tf.reduce_sum(weight))
+        return tf.zeros((0, height, width, layer.out_channels), x.dtype) + nothing
+    # "SAME" would pad the far side alone where the stride is 2.
+    pads = [[0, 0], [layer.padding] * 2, [layer.padding] * 2, [0, 0]]
+    return tf.nn.conv2d(x, weight, layer.stride, pads)
+
+
 def _channels_last(shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(shape) == 4:
         return (shape[2], shape[3], shape[1], shape[0])
@@ -146,11 +157,10 @@ def load_weights(model: TensorFlowResNet, weights: Mapping[str, Array]) -> None:
         )
     if unknown := sorted(weights.keys() - variables.keys()):
         raise UsageError(f"weights hold {len(unknown)} tensors that the network lacks, first {unknown[0]}")
-    for name, variable in variables.items():
-        if tuple(variable.shape) != _channels_last(weights[name].shape):
-            raise UsageError(
-                f"{name} has shape {tuple(variable.shape)} but the weights hold {weights[name].shape}"
-            )
+    shapes = {parameter.name: parameter.shape for parameter in model.spec.parameters()}
+    for name, shape in (shapes | model.spec.state_shapes()).items():
+        if shape != weights[name].shape:
+            raise UsageError(f"{name} has shape {shape} but the weights hold {weights[name].shape}")
     for name, variable in variables.items():
         variable.assign(tf.cast(to_channels_last(weights[name]), variable.dtype))
 

@@ -73,6 +73,8 @@ class TensorFlowTrainer:
         multiring.tensorflow.broadcast_variables(model.parameters | model.statistics, comm=comm)
         # As XLA cannot run the collectives, it is kept off whatever the environment says.
         self._step = tf.function(self._train, autograph=False, reduce_retracing=True, jit_compile=False)
+        # Traced by itself, so that the network knows that there are no images.
+        self._step_empty = tf.function(self._train, autograph=False, jit_compile=False)
         self._step_without = tf.function(self._train_without, autograph=False, jit_compile=False)
         self._score = tf.function(
             self._scores_and_sums, autograph=False, reduce_retracing=True, jit_compile=False
@@ -87,7 +89,8 @@ class TensorFlowTrainer:
             return Sums()
         images, labels = self._tensors(batch)
         share = tf.constant(self._comm.size / batch.global_count, self._dtype)
-        loss, correct = self._step(images, labels, share, rate)
+        run = self._step if len(batch.labels) else self._step_empty
+        loss, correct = run(images, labels, share, rate)
         return Sums(float(loss), int(correct), len(batch.labels))
 
     def evaluate(self, batch: Batch) -> Sums:
