@@ -54,6 +54,16 @@ NamedQueue::Works NamedQueue::submit(NamedRequest request) {
   const auto submission =
       Submission::make(std::move(request), this, [this](const Error& error) { break_with(error); });
   Works works = submission->works();
+  try {
+    hand_over(submission);
+  } catch (...) {
+    submission->discard();
+    throw;
+  }
+  return works;
+}
+
+void NamedQueue::hand_over(const std::shared_ptr<Submission>& submission) {
   {
     const std::lock_guard lock(mutex_);
     throw_if_unusable();
@@ -65,12 +75,11 @@ NamedQueue::Works NamedQueue::submit(NamedRequest request) {
   }
   if (size() > 1) {
     changed_.notify_all();
-    return works;
+    return;
   }
   std::vector<QueuedWork> queued;  // one rank has nobody to agree with
-  for (const auto& work : works) queued.push_back({work, submission->priority()});
+  for (const auto& work : submission->works()) queued.push_back({work, submission->priority()});
   data_->enqueue(queued);
-  return works;
 }
 
 void NamedQueue::prepare(NamedRequest& request) const {

@@ -60,6 +60,9 @@ class MULTIRING_API NamedQueue {
   NamedQueue(std::shared_ptr<Communicator> control, std::shared_ptr<Communicator> data);
 
   void prepare(NamedRequest& request) const;
+  /// To the control thread, or where there is one rank to the data communicator. Throws and keeps nothing if
+  /// the queue is broken or closed.
+  void hand_over(const std::shared_ptr<Submission>& submission);
   void throw_if_abandoned() const;
   void throw_if_unusable() const;  // with mutex_ held
   void start_control();            // likewise

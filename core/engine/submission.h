@@ -43,6 +43,8 @@ class MULTIRING_API Submission final : public WorkObserver {
   double waited() const { return seconds_between(made_, Clock::now()); }
   /// Ends all its work, none of which has been queued.
   void fail(const Error& error);
+  /// Lets go of work that was never queued; `done` is not called.
+  void discard() { works_.clear(); }
   /// Whether this thread is in a `done` of that owner.
   static bool inside(const void* owner);
 
