@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,9 +147,9 @@ multiring.shutdown()
 
 
 def test_the_peer_trains_alike_under_mpirun() -> None:
-    from shutil import which
-
-    mpirun = which("mpirun")
+    # Where an environment is used without being activated, its programs lie beside its Python.
+    places = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    mpirun = shutil.which("mpirun", path=os.pathsep.join(places))
     if mpirun is None:
         pytest.skip("mpirun is not installed")
     pytest.importorskip("mpi4py")
