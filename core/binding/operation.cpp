@@ -99,6 +99,31 @@ bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle outpu
 
 namespace {
 
+DType dtype_named(std::string_view name) {
+  for (int index = 0; index < kDTypeCount; ++index)
+    if (name == dtype_name(static_cast<DType>(index))) return static_cast<DType>(index);
+  throw_usage("unknown dtype " + std::string(name));
+}
+
+/// Addresses, for the same reason as below.
+void set_pieces(PyOperation& prepared, std::string_view dtype, const std::vector<std::uintptr_t>& addresses,
+                const std::vector<std::size_t>& nbytes) {
+  if (addresses.size() != nbytes.size()) throw_usage("as many addresses as numbers of bytes are needed");
+  Operation& operation = prepared.operation;
+  Descriptor& descriptor = operation.descriptor;
+  descriptor.dtype = dtype_named(dtype);
+  descriptor.bytes = 0;
+  operation.pieces.clear();
+  for (std::size_t i = 0; i < addresses.size(); ++i) {
+    if (nbytes[i] % operation.element_size() != 0) throw_usage("a piece does not hold whole elements");
+    auto* const data = reinterpret_cast<std::byte*>(addresses[i]);
+    operation.pieces.push_back({data, data, nbytes[i]});
+    descriptor.bytes += nbytes[i];
+  }
+  descriptor.key.count = descriptor.rows = descriptor.shape[0] = descriptor.bytes / operation.element_size();
+  descriptor.dims = 1;
+}
+
 /// The reduction kernel on given arrays, without ranks, ready to be called again and again.
 class ArrayReduction {
  public:
@@ -175,6 +200,8 @@ void bind_operation(py::module_& module) {
            }),
            py::arg("kind"), py::arg("name") = "", py::arg("root") = -1)
       .def("set_input", &PyOperation::set_input, py::arg("array"))
+      .def("set_pieces", &set_pieces, py::arg("dtype"), py::arg("addresses"), py::arg("nbytes"),
+           "One array, to be reduced in place, that lies in pieces; the caller keeps the memory alive.")
       .def("set_output", &PyOperation::set_output, py::arg("array"))
       .def(
           "set_reduction",

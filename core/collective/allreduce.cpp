@@ -59,9 +59,14 @@ void reduce_direct(Exchange& exchange, const Call& call, const Operation& operat
 }
 
 void reduce_alone(const Operation& operation) {
-  const void* const inputs[] = {operation.input};
-  void* const outputs[] = {operation.output};
-  reduce(operation.descriptor.dtype, operation.reduction(), inputs, outputs, operation.descriptor.key.count);
+  const auto reduce_piece = [&](const Piece& piece) {
+    const void* const inputs[] = {piece.input};
+    void* const outputs[] = {piece.output};
+    reduce(operation.descriptor.dtype, operation.reduction(), inputs, outputs,
+           piece.bytes / operation.element_size());
+  };
+  if (operation.pieces.empty()) reduce_piece({operation.input, operation.output, operation.descriptor.bytes});
+  for (const Piece& piece : operation.pieces) reduce_piece(piece);
 }
 
 }  // namespace

@@ -24,8 +24,8 @@ MULTIRING_API void scatter(Exchange& exchange, const Call& call, Operation& oper
 MULTIRING_API void alltoall(Exchange& exchange, const Call& call, Operation& operation);
 MULTIRING_API void barrier(Exchange& exchange, const Call& call);
 
-/// Several small allreduces of the same dtype and reduction in one round; together at most the staging
-/// memory. `call.descriptor` is fused_descriptor() of them.
+/// Several allreduces of the same dtype and reduction in one pass. `call.descriptor` is fused_descriptor() of
+/// them.
 MULTIRING_API void fused_allreduce(Exchange& exchange, const Call& call,
                                    std::span<Operation* const> operations);
 MULTIRING_API Descriptor fused_descriptor(std::span<Operation* const> operations);

@@ -31,6 +31,13 @@ class ResultBuffer {
   std::size_t bytes_ = 0;
 };
 
+/// A part of an array that does not lie in one run of memory: whole elements.
+struct Piece {
+  const std::byte* input;
+  std::byte* output;  ///< may be the input
+  std::size_t bytes;
+};
+
 /// One collective call of one rank: what to do, on which memory, and what came out.
 ///
 /// `descriptor.rows` and `descriptor.key.count` give the extents: allreduce and broadcast see one flat array;
@@ -41,6 +48,7 @@ struct Operation {
   /// Null: the collective allocates `result` (not for allreduce and broadcast).
   std::byte* output = nullptr;
   std::size_t output_bytes = 0;         ///< room at `output`
+  std::vector<Piece> pieces;            ///< allreduce: the array, where `input` and `output` are null
   std::vector<std::uint64_t> splits;    ///< alltoall: rows for each rank
   std::vector<std::uint64_t> received;  ///< allgather, alltoall, gather: rows that came from each rank
   ResultBuffer result;

@@ -1,5 +1,6 @@
 #include "collective/staged_allreduce.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "collective/rank_pointers.h"
@@ -18,36 +19,45 @@ constexpr std::size_t kWholeReadsCrowded = 24 * 1024;
 // between the two. Smaller pieces break the processor's prefetching, which goes by pages.
 constexpr std::size_t kPiece = 4096;
 
-/// Calls body(operation, offset, place, bytes) for each operation's share of `range`, where the operations
-/// lie one after the other: `offset` in the operation, `place` relative to the range's begin.
-template <class Body>
-void for_each_share(std::span<Operation* const> operations, Range range, const Body& body) {
-  std::size_t begin = 0;
-  for (Operation* operation : operations) {
-    const Range own{begin, begin + operation->descriptor.bytes};
-    const Range share = intersect(range, own);
-    if (!share.empty()) body(*operation, share.begin - own.begin, share.begin - range.begin, share.size());
-    begin = own.end;
-  }
-}
-
-void reduce_bytes(const Operation& operation, std::span<const void* const> inputs,
-                  std::span<void* const> outputs, std::size_t bytes) {
-  reduce(operation.descriptor.dtype, operation.reduction(), inputs, outputs,
-         bytes / operation.element_size());
-}
-
 }  // namespace
 
 StagedAllreduce::StagedAllreduce(Exchange& exchange, const Call& call, std::span<Operation* const> operations)
     : exchange_(exchange),
       call_(call),
-      operations_(operations),
-      single_(operations.size() == 1),
+      first_(*operations[0]),
       segment_bytes_(exchange.transport().staging_bytes() / kCacheLine * kCacheLine) {
-  for (const Operation* operation : operations) bytes_ += operation->descriptor.bytes;
+  if (operations.size() == 1 && first_.pieces.empty()) {
+    one_ = {first_.input, first_.output, first_.descriptor.bytes};
+    bytes_ = one_.bytes;
+  } else {
+    for (const Operation* operation : operations) {
+      if (operation->pieces.empty()) add({operation->input, operation->output, operation->descriptor.bytes});
+      for (const Piece& piece : operation->pieces) add(piece);
+    }
+  }
   const std::size_t most = exchange.transport().crowded() ? kWholeReadsCrowded : kWholeReads;
   whole_ = bytes_ <= segment_bytes_ && bytes_ * static_cast<std::size_t>(exchange.size() - 1) <= most;
+}
+
+void StagedAllreduce::add(const Piece& piece) {
+  if (piece.bytes == 0) return;
+  bytes_ += piece.bytes;
+  many_.push_back(piece);
+  ends_.push_back(bytes_);
+}
+
+template <class Body>
+void StagedAllreduce::for_each_share(Range range, const Body& body) const {
+  if (range.empty()) return;
+  if (many_.empty()) return body(one_, range.begin, 0, range.size());
+  auto index =
+      static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), range.begin) - ends_.begin());
+  for (std::size_t begin = range.begin; begin < range.end; ++index) {
+    const std::size_t end = std::min(ends_[index], range.end);
+    const std::size_t piece_begin = ends_[index] - many_[index].bytes;
+    body(many_[index], begin - piece_begin, begin - range.begin, end - begin);
+    begin = end;
+  }
 }
 
 Range StagedAllreduce::slice_of(Range segment, int rank) const {
@@ -57,26 +67,24 @@ Range StagedAllreduce::slice_of(Range segment, int rank) const {
 
 template <class Body>
 void StagedAllreduce::for_each_staged(Range segment, const Body& body) const {
-  // Of a single operation the rank's own slice is read and written where it is.
-  const Range mine = single_ ? slice_of(segment, exchange_.rank()) : Range{};
+  // The rank's own slice is read and written where it is.
+  const Range mine = slice_of(segment, exchange_.rank());
   for (const Range part : {Range{0, mine.begin}, Range{mine.end, segment.size()}})
     if (!part.empty()) body(part);
 }
 
 void StagedAllreduce::stage(std::byte* staging, Range segment, Range part) const {
   const Range range{segment.begin + part.begin, segment.begin + part.end};
-  for_each_share(operations_, range,
-                 [&](const Operation& operation, std::size_t offset, std::size_t place, std::size_t bytes) {
-                   std::memcpy(staging + part.begin + place, operation.input + offset, bytes);
-                 });
+  for_each_share(range, [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
+    std::memcpy(staging + part.begin + place, piece.input + offset, bytes);
+  });
 }
 
 void StagedAllreduce::take(std::byte* staging, Range segment, Range part) const {
   const Range range{segment.begin + part.begin, segment.begin + part.end};
-  for_each_share(operations_, range,
-                 [&](const Operation& operation, std::size_t offset, std::size_t place, std::size_t bytes) {
-                   std::memcpy(operation.output + offset, staging + part.begin + place, bytes);
-                 });
+  for_each_share(range, [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
+    std::memcpy(piece.output + offset, staging + part.begin + place, bytes);
+  });
 }
 
 void StagedAllreduce::stage_first() {
@@ -125,25 +133,31 @@ void StagedAllreduce::reduce_slice(std::size_t index) const {
   const Range slice = slice_of(whole, exchange_.rank());
   RankPointers<const void*> inputs(exchange_.size());
   RankPointers<void*> outputs(exchange_.size());
-  for (int rank = 0; rank < exchange_.size(); ++rank)
-    inputs[rank] = outputs[rank] = exchange_.transport().staging(rank, exchange_.round() - 1) + slice.begin;
-  const Operation& first = *operations_[0];
-  if (single_) {
-    inputs[exchange_.rank()] = first.input + whole.begin + slice.begin;
-    outputs[exchange_.rank()] = first.output + whole.begin + slice.begin;
-  }
-  reduce_bytes(first, inputs.all(), outputs.all(), slice.size());
+  const Range range{whole.begin + slice.begin, whole.begin + slice.end};
+  for_each_share(range, [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
+    for (int rank = 0; rank < exchange_.size(); ++rank)
+      inputs[rank] = outputs[rank] =
+          exchange_.transport().staging(rank, exchange_.round() - 1) + slice.begin + place;
+    inputs[exchange_.rank()] = piece.input + offset;
+    outputs[exchange_.rank()] = piece.output + offset;
+    reduce_bytes(inputs.all(), outputs.all(), bytes);
+  });
 }
 
 /// Adds all that every rank has staged in this round.
 void StagedAllreduce::reduce_whole() const {
   RankPointers<const void*> inputs(exchange_.size());
-  const auto body = [&](const Operation& operation, std::size_t, std::size_t place, std::size_t bytes) {
+  const auto body = [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
     for (int rank = 0; rank < exchange_.size(); ++rank) inputs[rank] = exchange_.staging(rank) + place;
-    void* const outputs[] = {operation.output};
-    reduce_bytes(operation, inputs.all(), outputs, bytes);
+    void* const outputs[] = {piece.output + offset};
+    reduce_bytes(inputs.all(), outputs, bytes);
   };
-  for_each_share(operations_, {0, bytes_}, body);
+  for_each_share({0, bytes_}, body);
+}
+
+void StagedAllreduce::reduce_bytes(std::span<const void* const> inputs, std::span<void* const> outputs,
+                                   std::size_t bytes) const {
+  reduce(first_.descriptor.dtype, first_.reduction(), inputs, outputs, bytes / first_.element_size());
 }
 
 }  // namespace multiring

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <span>
+#include <vector>
 
 #include "collective/exchange.h"
 #include "collective/operation.h"
@@ -25,10 +26,14 @@ namespace multiring {
 /// much as to write one that the other core owns alone (docs/performance.md has figures).
 ///
 /// Small operations take one synchronisation instead: everybody stages everything and adds everything.
+///
+/// What is added up may lie in many pieces, one after the other: those of one array, or several arrays.
 class StagedAllreduce {
  public:
-  /// `operations`: one, or several of the same reduction that together fit into one segment.
+  /// `operations`: one, or several of the same reduction.
   StagedAllreduce(Exchange& exchange, const Call& call, std::span<Operation* const> operations);
+  StagedAllreduce(const StagedAllreduce&) = delete;
+  StagedAllreduce& operator=(const StagedAllreduce&) = delete;
 
   /// Stages the first segment, in the round that the caller has begun and will synchronise.
   void stage_first();
@@ -42,16 +47,26 @@ class StagedAllreduce {
   /// Calls body(part) for the parts of a segment that pass through this rank's staging memory.
   template <class Body>
   void for_each_staged(Range segment, const Body& body) const;
+  /// Calls body(piece, offset, place, bytes) for each piece's share of `range`: `offset` in the piece,
+  /// `place` relative to the range's begin.
+  template <class Body>
+  void for_each_share(Range range, const Body& body) const;
+  void add(const Piece& piece);
   void take(std::byte* staging, Range segment, Range part) const;
   void stage(std::byte* staging, Range segment, Range part) const;
   void take_and_stage(std::size_t index) const;
   void reduce_slice(std::size_t index) const;
   void reduce_whole() const;
+  void reduce_bytes(std::span<const void* const> inputs, std::span<void* const> outputs,
+                    std::size_t bytes) const;
 
   Exchange& exchange_;
   const Call& call_;
-  std::span<Operation* const> operations_;
-  const bool single_;
+  const Operation& first_;
+  // One piece needs no memory of the heap; the ends of more are in `ends_`.
+  Piece one_{};
+  std::vector<Piece> many_;
+  std::vector<std::size_t> ends_;
   std::size_t bytes_ = 0;
   std::size_t segment_bytes_;
   bool whole_;

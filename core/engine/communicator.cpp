@@ -173,7 +173,7 @@ void Communicator::complete(Operation& operation) const {
   descriptor.key.sequence = 0;
   const bool everybody_has_dtype = kind != OpKind::kScatter && kind != OpKind::kBarrier;
   descriptor.key.dtype = everybody_has_dtype ? static_cast<std::uint8_t>(descriptor.dtype) : 0;
-  if (descriptor.bytes >= kLeastSymmetricBytes &&
+  if (descriptor.bytes >= kLeastSymmetricBytes && operation.pieces.empty() &&
       (kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter))
     symmetric_.place(operation);
 }
@@ -249,8 +249,9 @@ void Communicator::execute_chosen() {
     std::vector<std::shared_ptr<Work>> chosen;
     {
       const std::lock_guard lock(mutex_);
-      if (!first_error_)
-        chosen = choose_work(queue_, limit, options_.fuse_below, transport_->staging_bytes() / 64 * 64);
+      const std::size_t most =
+          options_.fuse_at_most > 0 ? options_.fuse_at_most : transport_->staging_bytes();
+      if (!first_error_) chosen = choose_work(queue_, limit, options_.fuse_below, most);
       if (!chosen.empty()) running_ = chosen;
     }
     if (chosen.empty()) return fail_running();  // the communicator broke meanwhile

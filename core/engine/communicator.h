@@ -40,7 +40,8 @@ struct CommunicatorOptions {
   std::string name = "world";
   double timeout = 300.0;                        ///< seconds that an operation waits for its peers
   double stall_warning = 30.0;                   ///< seconds after which a wait is warned of; 0: never
-  std::size_t fuse_below = 64 * 1024;            ///< asynchronous allreduces of fewer bytes are fused
+  std::size_t fuse_below = 64 * 1024;            ///< asynchronous allreduces of fewer bytes are fused,
+  std::size_t fuse_at_most = 0;                  ///< up to so many bytes; 0: what fits the staging memory
   std::function<void(const std::string&)> warn;  ///< takes warnings, from any thread
 };
 

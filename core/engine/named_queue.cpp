@@ -16,6 +16,11 @@ constexpr std::chrono::microseconds kFirstPause(20);
 constexpr std::chrono::microseconds kLongestPause(1000);
 constexpr std::size_t kLongestName = 4096;
 
+// What comes here lies in memory of a framework's, where each array costs the same steps as in one pass over
+// several: to fill and to empty the staging memory. Only the first of several is done later.
+constexpr std::size_t kFuseBelow = std::size_t{16} << 20;
+constexpr std::size_t kFuseAtMost = std::size_t{64} << 20;
+
 Operation allgather_of(std::span<const std::byte> message) {
   Operation operation;
   Descriptor& descriptor = operation.descriptor;
@@ -37,7 +42,10 @@ std::shared_ptr<NamedQueue> NamedQueue::create(Communicator& parent, const std::
   auto control = parent.duplicate(name + "/names", call, [](CommunicatorOptions& options) {
     options.stall_warning = 0;  // the queue itself warns, in terms of names
   });
-  auto data = parent.duplicate(name, call);
+  auto data = parent.duplicate(name, call, [](CommunicatorOptions& options) {
+    options.fuse_below = kFuseBelow;
+    options.fuse_at_most = kFuseAtMost;
+  });
   return std::shared_ptr<NamedQueue>(new NamedQueue(std::move(control), std::move(data)));
 }
 

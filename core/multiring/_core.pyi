@@ -171,6 +171,15 @@ class Operation:
     def result(self) -> Result: ...
     def set_input(self, array: typing.Any) -> None: ...
     def set_output(self, array: typing.Any) -> None: ...
+    def set_pieces(
+        self,
+        dtype: str,
+        addresses: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        nbytes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+    ) -> None:
+        """
+        One array, to be reduced in place, that lies in pieces; the caller keeps the memory alive.
+        """
     def set_reduction(
         self,
         op: ReduceOp,
