@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import multiring
-from multiring.arrays import STREAMING_BYTES, copy_large
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
 from multiring.caffe.passes import BackwardPasses
 from multiring.caffe.shape import Array, Parameter, Solver, learned_blobs
 from multiring.caffe.state import broadcast_parameters
 from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
-from multiring.gradient_source import ReducerOptions
+from multiring.gradient_source import InPlace, ReducerOptions
 from multiring.model_check import check_same
 
 if TYPE_CHECKING:
@@ -92,6 +91,7 @@ class SolverCallback:
         self._overlap, self._passes = overlap, BackwardPasses(self._parameters, iter_size)
         self._is_started = False
         self._produced: frozenset[str] = frozenset()
+        self._copied: set[int] = set()  # gradients that are in their slots
         self._generation, self._views = -1, [np.empty(0)]
         self._is_watching = self._watch()
 
@@ -134,9 +134,9 @@ class SolverCallback:
             for parameter, produced in zip(self._parameters, result.produced, strict=True)
             if produced
         )
-        if not self._is_local:
-            for index in np.flatnonzero(result.produced):
-                _copy(self._diff(index), self._views[index])
+        copied, self._copied = self._copied, set()
+        for index in copied & set(np.flatnonzero(result.produced).tolist()):
+            self._diff(index)[...] = self._views[index]
 
     def broadcast(self, root: int | None = None) -> None:
         """Overwrite the weights of all ranks with those of `root`. Collective.
@@ -168,10 +168,9 @@ class SolverCallback:
         self._reducer.close()
         self._closed = True
 
-    def store(self, index: int) -> bool:
+    def store(self, index: int) -> InPlace | bool:
         """Part of `GradientSource`: in Caffe there is always a gradient, if only zeros."""
-        self._put(index)
-        return True
+        return self._put(index) or True
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: only where `store` has said that there is no gradient."""
@@ -223,8 +222,7 @@ class SolverCallback:
             self._check_unsent(index)
             self._reducer.mark_produced(index)
         for index in complete if leaves else ():
-            self._put(index)
-            self._reducer.mark_ready(index)
+            self._reducer.mark_ready(index, self._put(index))
 
     def _check_unsent(self, index: int) -> None:
         if self._reducer.is_ready(index):
@@ -236,19 +234,26 @@ class SolverCallback:
                 tensor=self._parameters[index].name,
             )
 
-    def _put(self, index: int) -> None:
-        if not self._is_local:
-            self._refresh_views()
-            _copy(self._views[index], self._diff(index))
+    def _put(self, index: int) -> InPlace | None:
+        """Where the gradient is; copied into its slot where a blob shows no plain array."""
+        if self._is_local:
+            return None
+        diff = self._diff(index)
+        if diff.flags.c_contiguous and diff.flags.writeable:
+            return InPlace(diff.ctypes.data, diff)
+        self._refresh_views()
+        self._views[index][...] = diff
+        self._copied.add(index)
+        return None
 
     def _diff(self, index: int) -> Array:
         """The gradient; asked for anew each time, since a GPU build copies it to the host then."""
-        parameter, view = self._parameters[index], self._views[index]
+        parameter, spec = self._parameters[index], self._reducer.specs[index]
         diff: Array = self._net.params[parameter.layer][parameter.number].diff
-        if diff.shape != view.shape or diff.dtype != view.dtype:
+        if diff.shape != spec.shape or diff.dtype.name != spec.dtype:
             raise UsageError(
                 f"rank {self._comm.rank}: blob '{parameter.name}' has become {diff.dtype} {diff.shape}, it "
-                f"was {view.dtype} {view.shape}; close() the callback before changing a net and make another",
+                f"was {spec.dtype} {spec.shape}; close() the callback before changing a net and make another",
                 rank=self._comm.rank,
                 tensor=parameter.name,
             )
@@ -261,10 +266,3 @@ class SolverCallback:
                 self._reducer.slot(index).view(spec.dtype).reshape(spec.shape)
                 for index, spec in enumerate(self._reducer.specs)
             ]
-
-
-def _copy(out: Array, x: Array) -> None:
-    if x.nbytes >= STREAMING_BYTES and x.flags.c_contiguous and out.flags.c_contiguous:
-        copy_large(out.ctypes.data, x.ctypes.data, x.nbytes)
-    else:
-        out[...] = x

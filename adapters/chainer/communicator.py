@@ -231,7 +231,8 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
     def multi_node_mean_grad(self, model: chainer.Link, zero_fill: bool = False) -> None:
         """Average the gradients of a model over ranks. Collective.
 
-        Afterwards gradients are views of buckets, which the next call for the same model overwrites.
+        Gradients are averaged where they are. Those whose array somebody else has too become views of
+        buckets, which the next call for the same model overwrites.
 
         Args:
             model: The model, with the same parameters on every rank.
@@ -248,7 +249,9 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
                 found.slots.close()
             found = self._slots[model] = _ModelSlots(parameters, self.plain)
         if self.size > 1:
-            found.slots.reduce()
+            scales = (p._loss_scale for p in parameters.values() if p.grad is not None)
+            found.slots.loss_scale = next(scales, None)
+            found.slots.reduce(everything=True)
         if zero_fill:
             fill_with_zeros(parameters)
 

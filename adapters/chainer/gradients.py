@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from multiring.bucketing import ParameterSpec
 from multiring.chainer.arrays import Array, on_device, place, to_host
 from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
-from multiring.gradient_source import ReducerOptions, RoundResult
+from multiring.gradient_source import InPlace, ReducerOptions, RoundResult
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -39,9 +41,15 @@ def fill_with_zeros(parameters: Mapping[str, chainer.Parameter]) -> None:
 class GradientSlots:
     """Moves gradients between parameters and buckets; the reducer's `GradientSource`.
 
-    Chainer computes every gradient in memory of its own. It is copied into its slot, and when it has been
-    reduced `parameter.grad` is a view of the slot (an array on the parameter's device for CuPy). That view
-    tells what has been reduced: a gradient that is any other array is new.
+    Chainer computes every gradient in memory of its own. There it is reduced when the backward pass is over
+    and nobody else has the array. Otherwise it is copied into its slot, and when it has been reduced
+    `parameter.grad` is a view of the slot (an array on the parameter's device for CuPy). What
+    `parameter.grad` is then tells what has been reduced: a gradient that is any other array is new.
+
+    Attributes:
+        parameters: Those that take part.
+        reducer: The shared machinery at work.
+        loss_scale: What the gradients of this rank are scaled with; None: not at all.
     """
 
     def __init__(
@@ -66,15 +74,18 @@ class GradientSlots:
         self._generation = -1
         self._views: list[Array] = []
         self._shown: list[Any] = [None] * len(specs)
+        self._in_place: dict[int, Array] = {}  # of the round under way
+        self.loss_scale: float | None = None
         self._refresh_views()
 
     @property
-    def has_new(self) -> bool:
-        """Whether this rank has gradients that were not reduced yet."""
-        return any(self._is_new(index) for index in range(len(self.parameters)))
+    def new(self) -> list[str]:
+        """Names of the parameters whose gradients on this rank were not reduced yet."""
+        return [spec.name for index, spec in enumerate(self.reducer.specs) if self._is_new(index)]
 
     def arrived(self, index: int, gradient: Any) -> None:
-        """A gradient of this round is final: put it in its slot, from where it may leave.
+        """A gradient of this round is final while the backward pass runs: put it in its slot, from where it
+        may leave.
 
         Raises:
             UsageError: It has another shape or dtype than the parameter had, or there was one already.
@@ -88,33 +99,54 @@ class GradientSlots:
                 rank=self._comm.rank,
                 tensor=name,
             )
+        self._check(index, gradient)
         self._put(index, gradient)
         self.reducer.mark_ready(index)
 
-    def send(self) -> None:
-        """Put all new gradients in their slots, and let everything leave that has not."""
+    def send(self, *, everything: bool = False) -> None:
+        """Let everything leave that has not.
+
+        Args:
+            everything: What was reduced before and is still there takes part as well: a program may have
+                written new gradients into the same arrays.
+        """
+        addresses = Counter(_address(parameter.grad) for parameter in self.parameters)
         for index in range(len(self.parameters) - 1, -1, -1):
-            if not self.reducer.is_ready(index) and self._is_new(index):
-                self.arrived(index, self.parameters[index].grad)
+            gradient = self.parameters[index].grad
+            if self.reducer.is_ready(index) or not (everything or self._is_new(index)) or gradient is None:
+                continue
+            self._check(index, gradient)
+            if gradient is self._views[index]:
+                self.reducer.mark_ready(index)
+            elif addresses[_address(gradient)] == 1 and self._is_alone(index):
+                self._in_place[index] = gradient
+                self.reducer.mark_ready(index, InPlace(gradient.ctypes.data, gradient))
+            else:
+                self._put(index, gradient)
+                self.reducer.mark_ready(index)
         self.reducer.flush(self)
 
     def receive(self) -> RoundResult:
-        """End the round: wait, and make the slots the gradients where any rank had a new one. Collective."""
-        result = self.reducer.finish(self)
+        """End the round: wait, and show the averages where any rank had a new gradient. Collective."""
+        try:
+            result = self.reducer.finish(self)
+        finally:
+            in_place, self._in_place = self._in_place, {}
         self._refresh_views()
         for index in np.flatnonzero(result.produced):
-            self._show(int(index))
+            self._show(int(index), in_place.get(int(index)))
         return result
 
-    def reduce(self) -> RoundResult:
+    def reduce(self, *, everything: bool = False) -> RoundResult:
         """`send` and `receive`. Collective."""
-        self.send()
+        self.send(everything=everything)
         return self.receive()
 
     def cancel(self) -> None:
         """Forget the round of a backward pass that was aborted by an exception."""
         if self.reducer.is_open:
             self.reducer.cancel()
+            self._in_place = {}
             self._refresh_views()
 
     def join(self) -> int:
@@ -128,23 +160,34 @@ class GradientSlots:
     def close(self) -> None:
         """Release the buckets; gradients go on in memory of their own. May be called twice."""
         for index, parameter in enumerate(self.parameters):
-            if self._shown[index] is not None and parameter.grad is self._shown[index]:
-                parameter.grad = self._shown[index].copy()
-        self._views, self._shown = [], [None] * len(self.parameters)
+            if parameter.grad is not None and parameter.grad is self._views[index]:
+                parameter.grad = parameter.grad.copy()
+        self._shown = [None] * len(self.parameters)
         self.reducer.close()
 
-    def store(self, index: int) -> bool:
-        """Part of `GradientSource`: what is not new is in its slot, if it is there at all."""
-        return self.parameters[index].grad is not None
+    def store(self, index: int) -> InPlace | bool:
+        """Part of `GradientSource`: what is not new is where it was reduced."""
+        gradient = self.parameters[index].grad
+        if gradient is None or gradient is self._views[index]:
+            return gradient is not None
+        if isinstance(gradient, np.ndarray) and gradient.flags.c_contiguous and gradient.flags.writeable:
+            self._in_place[index] = gradient
+            return InPlace(gradient.ctypes.data, gradient)
+        self._put(index, gradient)
+        return True
 
     def publish(self, index: int) -> None:
-        """Part of `GradientSource`: `receive` shows all slots at once."""
+        """Part of `GradientSource`: this rank's backward pass has not told how the average is scaled.
+
+        `receive` shows all averages at once.
+        """
+        self.parameters[index]._loss_scale = self.loss_scale
 
     def _is_new(self, index: int) -> bool:
         gradient = self.parameters[index].grad
         return gradient is not None and gradient is not self._shown[index]
 
-    def _put(self, index: int, gradient: Any) -> None:
+    def _check(self, index: int, gradient: Any) -> None:
         view = self._views[index]
         if gradient.dtype != view.dtype or gradient.shape != view.shape:
             name = self.reducer.specs[index].name
@@ -155,15 +198,33 @@ class GradientSlots:
                 rank=self._comm.rank,
                 tensor=name,
             )
+
+    def _put(self, index: int, gradient: Any) -> None:
+        view = self._views[index]
         host = to_host(gradient) if on_device(gradient) else gradient
         if view.nbytes >= STREAMING_BYTES and host.flags.c_contiguous:
             copy_large(view.ctypes.data, host.ctypes.data, view.nbytes)
         else:
             view[...] = host
 
-    def _show(self, index: int) -> None:
+    def _is_alone(self, index: int) -> bool:
+        """Whether the gradient may be reduced where it is: nobody else has the array."""
+        gradient = self.parameters[index].grad
+        if not (
+            isinstance(gradient, np.ndarray) and gradient.flags.c_contiguous and gradient.flags.writeable
+        ):
+            return False
+        base = gradient.base
+        if base is None:
+            is_whole = gradient.flags.owndata
+        else:  # that of the gradient, of this function and of the argument
+            is_whole = isinstance(base, np.ndarray) and sys.getrefcount(base) <= 3
+        # The caller's, this function's, the argument's, what is shown, and two of Chainer's.
+        return is_whole and sys.getrefcount(gradient) <= 5 + (gradient is self._shown[index])
+
+    def _show(self, index: int, in_place: Array | None = None) -> None:
         parameter = self.parameters[index]
-        shown = place(self._views[index], on_device(parameter.array))
+        shown = place(self._views[index], on_device(parameter.array)) if in_place is None else in_place
         parameter.grad = self._shown[index] = shown
 
     def _refresh_views(self) -> None:
@@ -171,13 +232,18 @@ class GradientSlots:
         if self._generation == self.reducer.generation:
             return
         self._generation = self.reducer.generation
+        before: Sequence[Array | None] = self._views or [None] * len(self.parameters)
         self._views = [
             self.reducer.slot(index).view(spec.dtype).reshape(spec.shape)
             for index, spec in enumerate(self.reducer.specs)
         ]
         for index, parameter in enumerate(self.parameters):
-            if self._shown[index] is not None and parameter.grad is self._shown[index]:
+            if parameter.grad is not None and parameter.grad is before[index]:
                 self._show(index)
+
+
+def _address(gradient: Any) -> int:
+    return gradient.ctypes.data if isinstance(gradient, np.ndarray) and gradient.size > 0 else id(gradient)
 
 
 def specifications(rank: int, parameters: Mapping[str, chainer.Parameter]) -> list[ParameterSpec]:

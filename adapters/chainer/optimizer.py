@@ -134,6 +134,8 @@ class MultiNodeOptimizer:
 
         Only needed where gradients are looked at before `update()`, which reduces them otherwise. Gradients
         that exist on no rank stay None.
+
+        Change them in place afterwards, as in clipping: what is another array counts as new.
         """
         self._prepare_for_gradients()
         self._reduce()
@@ -194,14 +196,23 @@ class MultiNodeOptimizer:
 
     def _step(self) -> None:
         """Make sure that gradients are reduced, and update."""
-        if self._rounds == self._updated_at or (self._slots is not None and self._slots.has_new):
-            self._reduce()
+        if self._rounds == self._updated_at:
+            self._reduce(everything=True)
+        elif self._slots is not None and (new := self._slots.new):
+            raise UsageError(
+                f"rank {self.communicator.rank}: the gradient of '{new[0]}' was replaced after it had been "
+                "averaged; write into the array (`parameter.grad[...] = value`), or call synchronize() again "
+                "on all ranks to average what is new",
+                rank=self.communicator.rank,
+                tensor=new[0],
+            )
         self._update_parameters()
         self._updated_at = self._rounds
 
-    def _reduce(self) -> None:
+    def _reduce(self, *, everything: bool = False) -> None:
         if self._slots is not None:
-            self._slots.reduce()
+            self._slots.loss_scale = self.actual_optimizer._loss_scale
+            self._slots.reduce(everything=everything)
         self._rounds += 1
 
     def _update_parameters(self) -> None:

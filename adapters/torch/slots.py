@@ -6,10 +6,9 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from multiring.arrays import STREAMING_BYTES, copy_large
 from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
-from multiring.gradient_source import ReducerOptions, RoundResult
+from multiring.gradient_source import InPlace, ReducerOptions, RoundResult
 from multiring.torch.buffers import as_tensor, gradient_view, specification
 from multiring.torch.sparse import RowExchange
 from torch.utils.weak import TensorWeakRef
@@ -21,20 +20,20 @@ __all__ = ["ParameterSlots"]
 
 
 class _Place(NamedTuple):
-    """Where a gradient goes, at hand when it arrives."""
+    """The slot of a gradient, at hand when it arrives."""
 
     view: torch.Tensor
     dtype: torch.dtype
     shape: torch.Size
-    address: int  # 0 unless the gradient is so large that it is copied past the caches
 
 
 class ParameterSlots:
     """Moves gradients between parameters and buckets; the reducer's `GradientSource`.
 
-    A gradient is copied into its slot when it arrives, and from then on `parameter.grad` is a view of the
-    slot. (Autograd computes a gradient in memory of its own in any case; handing it a zeroed slot to add to
-    would cost more memory traffic than the copy.)
+    Autograd computes a gradient in memory of its own, and it is reduced there. A gradient that the program
+    keeps for the next backward pass to add to (`zero_grad(set_to_none=False)`) moves into its slot in
+    symmetric memory, once: from then on `parameter.grad` is a view of the slot, and nothing is copied to or
+    from the peers. So does one whose elements lie in another order than those of the parameter.
 
     Parameters are referred to weakly: their hooks lead here, through memory that the garbage collector
     cannot see, so a strong reference would keep a dropped model for ever.
@@ -54,6 +53,7 @@ class ParameterSlots:
         self._exchanges: dict[int, RowExchange] = {}
         self._views: dict[int, torch.Tensor] = {}
         self._places: dict[int, _Place] = {}
+        self._last: dict[int, TensorWeakRef] = {}  # what was reduced where it lay
         self._comm, self._options, self._sparse = comm, options, frozenset(sparse)
         self._reducer: GradientReducer | None = None
         self._plan()
@@ -88,8 +88,8 @@ class ParameterSlots:
     def mark_ready(self, position: int, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """A gradient of this round is in `parameter.grad`: it may leave."""
         index = self._index[position]
-        self._put(index, parameter, gradient)
-        self.reducer.mark_ready(index)
+        place = self._put(index, parameter, gradient)
+        self.reducer.mark_ready(index, place if isinstance(place, InPlace) else None)
 
     def flush(self) -> None:
         """First step of the end of a round: send what has not left, and the rows of sparse gradients.
@@ -129,26 +129,28 @@ class ParameterSlots:
         """Release the buckets; gradients go on in memory of their own. May be called twice."""
         if self._reducer is None:
             return
+        views = {id(view) for view in self._views.values()}
         for parameter in self.named().values() if self._comm.size > 1 else ():
-            if parameter.grad is not None and parameter.grad.layout == torch.strided:
+            if parameter.grad is not None and id(parameter.grad) in views:
                 parameter.grad = parameter.grad.clone()
         self._views.clear()
         self._places.clear()
+        self._last.clear()
         self._reducer.close()
         self._reducer = None
 
-    def store(self, index: int) -> bool:
-        """Part of `GradientSource`: put what gradient there is in the slot and make the slot the gradient."""
+    def store(self, index: int) -> InPlace | bool:
+        """Part of `GradientSource`: where the gradient is, if there is one."""
         parameter = self._trainable[index]()
         return parameter is not None and self._put(index, parameter, parameter.grad)
 
-    def _put(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+    def _put(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor | None) -> InPlace | bool:
         if gradient is None:
             return False
         place = self._places.get(index)
         if place is None or gradient is place.view:  # sparse, or there already
             return True
-        view, dtype, shape, address = place
+        view, dtype, shape = place
         if gradient.dtype != dtype or gradient.shape != shape:
             name = self.reducer.specs[index].name
             raise UsageError(
@@ -156,10 +158,11 @@ class ParameterSlots:
                 f"{tuple(gradient.shape)}, it was {view.dtype} {tuple(view.shape)} when its hook was "
                 "registered; remove() the hooks before changing a model and register them again"
             )
-        if address and _is_plain(gradient):
-            copy_large(address, gradient.data_ptr(), gradient.nbytes)
-        else:
-            view.copy_(gradient if gradient.layout == torch.strided else gradient.to_dense())
+        last = self._last.get(index)
+        if (last is None or last() is not gradient) and _is_plain(gradient, view):
+            self._last[index] = TensorWeakRef(gradient)
+            return InPlace(gradient.data_ptr(), gradient)
+        view.copy_(gradient if gradient.layout == torch.strided else gradient.to_dense())
         parameter.grad = view
         return True
 
@@ -209,10 +212,7 @@ class ParameterSlots:
             for index, spec in enumerate(self.reducer.specs)
             if not spec.sparse and spec.name in parameters
         }
-        self._places = {
-            index: _Place(view, view.dtype, view.shape, view.data_ptr() if _is_large(view) else 0)
-            for index, view in self._views.items()
-        }
+        self._places = {index: _Place(view, view.dtype, view.shape) for index, view in self._views.items()}
         for index, view in self._views.items():
             parameter = parameters[self.reducer.specs[index].name]
             if parameter.grad is not None and parameter.grad is before.get(index):
@@ -239,15 +239,21 @@ class ParameterSlots:
                 parameter.grad = gradient
 
 
-def _is_large(view: torch.Tensor) -> bool:
-    return view.nbytes >= STREAMING_BYTES and view.is_floating_point() and view.is_contiguous()
-
-
-def _is_plain(gradient: torch.Tensor) -> bool:
-    """Whether the elements lie in memory in their order and as they are."""
+def _is_plain(gradient: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether the elements lie in memory as they do in the slot, and belong to this gradient alone."""
     return (
         gradient.layout == torch.strided
-        and gradient.is_contiguous()
+        and (gradient.stride() == view.stride() or (gradient.is_contiguous() and view.is_contiguous()))
         and not gradient.is_neg()
+        and not gradient.is_conj()
         and not gradient.requires_grad
+        and _storage_users(gradient) == _ALONE
     )
+
+
+def _storage_users(tensor: torch.Tensor) -> int:
+    """References to the memory; of what autograd still needs for other gradients there are more."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_ALONE = _storage_users(torch.zeros(1))

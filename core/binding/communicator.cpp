@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "binding/interrupt.h"
 #include "binding/numpy_call.h"
@@ -28,9 +29,9 @@ const std::function<void()>& check_signals() {
   return check;
 }
 
-std::shared_ptr<void> keep_alive(std::shared_ptr<std::vector<ArrayView>> views) {
-  auto* held = new std::shared_ptr<std::vector<ArrayView>>(std::move(views));
-  return {held->get(), [held](void*) {
+std::shared_ptr<void> keep_alive(std::shared_ptr<std::vector<ArrayView>> views, py::object owners) {
+  auto* held = new std::pair(std::move(views), std::move(owners));
+  return {held, [held](void*) {
             const py::gil_scoped_acquire gil;
             delete held;
           }};
@@ -53,7 +54,7 @@ void run(Communicator& self, PyOperation& prepared, double timeout) {
 }
 
 PyWork submit(Communicator& self, PyOperation& prepared, int priority) {
-  auto views = keep_alive(std::move(prepared.views));
+  auto views = keep_alive(std::move(prepared.views), std::move(prepared.owners));
   const py::gil_scoped_release release;
   return {self.submit(std::move(prepared.operation), priority, std::move(views))};
 }

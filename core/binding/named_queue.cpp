@@ -40,7 +40,7 @@ PyWork submit(const PyNamedQueue& self, std::string name, PyOperation& prepared,
   NamedRequest request;
   request.name = std::move(name);
   request.priority = priority;
-  request.keep_alive = keep_alive(std::move(prepared.views));
+  request.keep_alive = keep_alive(std::move(prepared.views), std::move(prepared.owners));
   request.operations.push_back(std::move(prepared.operation));
   const py::gil_scoped_release release;
   return {self.handle().get()->submit(std::move(request)).front()};

@@ -107,13 +107,14 @@ DType dtype_named(std::string_view name) {
 
 /// Addresses, for the same reason as below.
 void set_pieces(PyOperation& prepared, std::string_view dtype, const std::vector<std::uintptr_t>& addresses,
-                const std::vector<std::size_t>& nbytes) {
+                const std::vector<std::size_t>& nbytes, py::object owners) {
   if (addresses.size() != nbytes.size()) throw_usage("as many addresses as numbers of bytes are needed");
   Operation& operation = prepared.operation;
   Descriptor& descriptor = operation.descriptor;
   descriptor.dtype = dtype_named(dtype);
   descriptor.bytes = 0;
   operation.pieces.clear();
+  prepared.owners = std::move(owners);
   for (std::size_t i = 0; i < addresses.size(); ++i) {
     if (nbytes[i] % operation.element_size() != 0) throw_usage("a piece does not hold whole elements");
     auto* const data = reinterpret_cast<std::byte*>(addresses[i]);
@@ -201,7 +202,7 @@ void bind_operation(py::module_& module) {
            py::arg("kind"), py::arg("name") = "", py::arg("root") = -1)
       .def("set_input", &PyOperation::set_input, py::arg("array"))
       .def("set_pieces", &set_pieces, py::arg("dtype"), py::arg("addresses"), py::arg("nbytes"),
-           "One array, to be reduced in place, that lies in pieces; the caller keeps the memory alive.")
+           py::arg("owners"), "One array, to be reduced in place, that lies in pieces.")
       .def("set_output", &PyOperation::set_output, py::arg("array"))
       .def(
           "set_reduction",

@@ -15,6 +15,7 @@ namespace multiring::binding {
 struct PyOperation {
   Operation operation;
   std::shared_ptr<std::vector<ArrayView>> views = std::make_shared<std::vector<ArrayView>>();
+  py::object owners;  ///< of the pieces
 
   void set_input(py::handle array);
   void set_output(py::handle array);

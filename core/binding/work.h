@@ -17,6 +17,6 @@ struct PyWork {
 };
 
 /// Arrays held by work may be let go on the progress thread.
-std::shared_ptr<void> keep_alive(std::shared_ptr<std::vector<ArrayView>> views);
+std::shared_ptr<void> keep_alive(std::shared_ptr<std::vector<ArrayView>> views, py::object owners = {});
 
 }  // namespace multiring::binding

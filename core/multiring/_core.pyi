@@ -176,9 +176,10 @@ class Operation:
         dtype: str,
         addresses: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         nbytes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        owners: typing.Any,
     ) -> None:
         """
-        One array, to be reduced in place, that lies in pieces; the caller keeps the memory alive.
+        One array, to be reduced in place, that lies in pieces.
         """
     def set_reduction(
         self,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multiring.bucketing import Bucket, ParameterSpec, Plan, capacity, flag_bits, itemsize
+from multiring.gradient_source import InPlace
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["BucketMemory", "Bytes", "numpy_array"]
+__all__ = ["BucketMemory", "Bytes", "bytes_at", "numpy_array"]
 
 Bytes = NDArray[np.uint8]
 
@@ -23,8 +25,18 @@ def numpy_array(data: Bytes, dtype: str) -> Any:
     return data.view(np.dtype(dtype))
 
 
+def bytes_at(address: int, nbytes: int) -> Bytes:
+    """Memory that others own, as bytes. Shape (nbytes,)."""
+    if nbytes == 0:
+        return np.empty(0, dtype=np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
 class BucketMemory:
     """Symmetric memory laid out by a plan; ordinary memory where there is one rank. Creation is collective.
+
+    No page of it takes memory before it is written to: the slots of gradients that are reduced elsewhere
+    never do.
 
     Attributes:
         arrays: Per bucket, the array to reduce: all slots and flags, shape (elements,).
@@ -55,20 +67,22 @@ class BucketMemory:
         self._rank, self._size = (0, 1) if comm is None else (comm.rank, comm.size)
         self._specs, self._title, self._scale, self._as_array = specs, title, scale, as_array
         nbytes = capacity(specs, self._size)
-        if comm is None:
-            self._arena: Bytes = np.zeros(nbytes, dtype=np.uint8)
-        else:
-            self._arena = comm.symmetric_empty((nbytes,), np.uint8)
-            self._arena[:] = 0  # no stray NaN in the padding, and pages come from this rank's memory node
+        # New memory is all zeros.
+        self._arena: Bytes = (
+            np.zeros(nbytes, dtype=np.uint8) if comm is None else comm.symmetric_empty((nbytes,), np.uint8)
+        )
         self._lay_out(plan)
 
-    def rearrange(self, plan: Plan) -> None:
+    def rearrange(self, plan: Plan, unused: Collection[int] = ()) -> None:
         """Move all slots to where another plan has them, with their contents. Local.
 
         To be called when no bucket is on its way.
+
+        Args:
+            plan: What lies where from now on.
+            unused: Parameters whose slots have no content.
         """
-        contents = {index: self.slot(index).copy() for index in self._slots}
-        self._arena[:] = 0
+        contents = {index: self.slot(index).copy() for index in self._slots if index not in unused}
         self._lay_out(plan)
         for index, content in contents.items():
             self.slot(index)[:] = content
@@ -88,6 +102,30 @@ class BucketMemory:
         """Memory of one gradient. Shape (nbytes,)."""
         place = self._slots[index]
         return self._arena[place.offset : place.offset + place.nbytes]
+
+    def pieces(self, number: int, elsewhere: Mapping[int, InPlace]) -> tuple[list[int], list[int]]:
+        """A bucket of which some gradients lie elsewhere: addresses, and bytes at each of them.
+
+        The pieces are as long together as the bucket, and in its order.
+        """
+        bucket = self._plan.buckets[number]
+        arena = self._arena.ctypes.data
+        addresses: list[int] = []
+        lengths: list[int] = []
+        done = bucket.offset
+        for slot in bucket.slots:
+            place = elsewhere.get(slot.index)
+            if place is None or slot.nbytes == 0:
+                continue
+            if slot.offset > done:
+                addresses.append(arena + done)
+                lengths.append(slot.offset - done)
+            addresses.append(place.address)
+            lengths.append(slot.nbytes)
+            done = slot.offset + slot.nbytes
+        addresses.append(arena + done)  # the flags at least
+        lengths.append(bucket.offset + bucket.nbytes - done)
+        return addresses, lengths
 
     def raise_flags(self, number: int, produced: Sequence[int], active: bool) -> None:
         """Set this rank's flags of a bucket before it leaves.

@@ -116,6 +116,34 @@ class Collectives:
         operation.set_output(target)
         return self._submit(operation, into(out, target), priority)
 
+    def allreduce_pieces_async(
+        self,
+        dtype: str,
+        addresses: Sequence[int],
+        lengths: Sequence[int],
+        owners: object,
+        op: ReduceOpName,
+        name: str | None,
+        prescale: float,
+        postscale: float,
+    ) -> Work:
+        """`allreduce_async`, in place, of an array that lies in pieces; for adapters.
+
+        Ranks may cut differently, and give a whole array of as many elements to `allreduce_async`.
+
+        Args:
+            dtype: Of the elements.
+            addresses: Of the pieces, in the order of the elements.
+            lengths: Bytes at each address, a multiple of the element's.
+            owners: Keeps the memory alive; held until the operation is done.
+
+        The other arguments are those of `allreduce`. The result of the work is None.
+        """
+        operation = self._operation("ALLREDUCE", name)
+        operation.set_reduction(reduce_op(op), prescale, postscale)
+        operation.set_pieces(dtype, addresses, lengths, owners)
+        return self._submit(operation, lambda done: None, 0)
+
     def reduce_scatter(
         self,
         x: Array,

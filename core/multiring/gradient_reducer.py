@@ -1,8 +1,9 @@
 """The gradients of one model, reduced over ranks while the backward pass still runs.
 
-An adapter tells which parameters there are (`ParameterSpec`), puts each gradient in its slot and says when
-it is there (`mark_ready`). The reducer sends a bucket as soon as its last gradient is there, but never
-before the buckets in front of it: the order of collectives is the same on every rank whatever the timing.
+An adapter tells which parameters there are (`ParameterSpec`), puts each gradient in its slot, or tells where
+else it lies (`InPlace`), and says when it is there (`mark_ready`). The reducer sends a bucket as soon as its
+last gradient is there, but never before the buckets in front of it: the order of collectives is the same on
+every rank whatever the timing.
 One pass over all buckets is a *round*; `finish` ends it. A gradient that a rank lacks counts as zeros.
 
 After the first round the buckets are planned anew in the order in which gradients really arrived on rank 0.
@@ -10,17 +11,23 @@ After the first round the buckets are planned anew in the order in which gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multiring.bucket_memory import BucketMemory, Bytes, numpy_array
+from multiring.bucket_memory import BucketMemory, Bytes, bytes_at, numpy_array
 from multiring.bucketing import Bucket, ParameterSpec, Plan, plan_buckets
 from multiring.errors import AbortedError, UsageError
-from multiring.gradient_source import GradientSource, ReducerOptions, RoundResult, check_arguments
+from multiring.gradient_source import (
+    GradientSource,
+    InPlace,
+    ReducerOptions,
+    RoundResult,
+    check_arguments,
+)
 from multiring.model_check import check_same
 
 if TYPE_CHECKING:
@@ -36,6 +43,8 @@ class _Round:
     ready: bytearray  # per parameter: its gradient is in its slot and new
     pending: list[int]  # per bucket: slots that wait for their gradient
     works: list[Work | None] = field(default_factory=list)  # of the buckets that have left
+    elsewhere: dict[int, InPlace] = field(default_factory=dict)  # gradients that are not in their slots
+    addresses: dict[int, int] = field(default_factory=dict)  # of those elsewhere: whose it is
     kept: dict[int, Bytes] = field(default_factory=dict)  # gradients of earlier rounds that take part
     absent: list[int] = field(default_factory=list)  # parameters without a gradient on this rank
     order: tuple[NDArray[np.int64], Work] | None = None  # broadcast of the order of arrival
@@ -81,6 +90,7 @@ class GradientReducer:
         check_same(comm, [*entries, ("options", repr(asdict(self.options)))], "parameters of the model")
         self._rank, self._size = comm.rank, comm.size
         self._comm = comm.split(0) if comm.size > 1 else None
+        self._as_array = as_array
         self._produced = bytearray(len(self.specs))
         self._arrivals: list[int] | None = []
         self._round: _Round | None = None
@@ -128,8 +138,12 @@ class GradientReducer:
         """A gradient was accumulated, but not in its slot: the next round fetches it by `store`."""
         self._produced[index] = 1
 
-    def mark_ready(self, index: int) -> None:
-        """The gradient is in its slot, and final for this round. Sends the buckets that are complete.
+    def mark_ready(self, index: int, place: InPlace | None = None) -> None:
+        """The gradient is final for this round. Sends the buckets that are complete.
+
+        Args:
+            index: Which parameter's.
+            place: Where it is, and where its average is to be; None: in its slot.
 
         Raises:
             UsageError: It has already been sent in this round.
@@ -141,6 +155,8 @@ class GradientReducer:
             if bucket < len(current.works):
                 raise UsageError(self._second_gradient(index), rank=self._rank, tensor=self.specs[index].name)
             return
+        if place is not None:
+            self._note_place(current, index, place)
         current.ready[index] = 1
         current.pending[bucket] -= 1
         if self._arrivals is not None:
@@ -186,7 +202,7 @@ class GradientReducer:
             self._produced = bytearray(len(self.specs))
         for index, kept in current.kept.items():
             if not result.produced[index]:
-                self.slot(index)[:] = kept
+                self._memory_of(current, index)[:] = kept
         if source is not None:
             for index in current.absent:
                 if result.produced[index]:
@@ -194,7 +210,7 @@ class GradientReducer:
         if result.active.any():
             self._active = result.active
         if current.order is not None:
-            self._follow(*current.order)
+            self._follow(*current.order, current.elsewhere)
         return result
 
     def join(self, after_round: Callable[[RoundResult], None] | None = None) -> int:
@@ -230,7 +246,7 @@ class GradientReducer:
             return
         _wait_for(current.works)
         if current.order is not None:
-            self._follow(*current.order)
+            self._follow(*current.order, current.elsewhere)
 
     def close(self) -> None:
         """Release the communicator and the buckets. May be called twice."""
@@ -256,22 +272,25 @@ class GradientReducer:
     def _send(self, current: _Round, *, active: bool) -> None:
         """Raise the flags of the next bucket and let it leave."""
         number, options = len(current.works), self.options
-        bucket, array = self.plan.buckets[number], self._memory.arrays[number]
+        bucket = self.plan.buckets[number]
         self._memory.raise_flags(number, [current.ready[slot.index] for slot in bucket.slots], active)
         if self._comm is None:
             if options.scale != 1.0:
-                array *= options.scale
+                self._multiply(current, bucket, options.scale)
             current.works.append(None)
             return
+        owners = [current.elsewhere[s.index].owner for s in bucket.slots if s.index in current.elsewhere]
+        name, factors = self._memory.names[number], (options.prescale, options.postscale)
         try:
-            work = self._comm.allreduce_async(
-                array,
-                op=options.op,
-                out=array,
-                name=self._memory.names[number],
-                prescale=options.prescale,
-                postscale=options.postscale,
-            )
+            if owners:
+                addresses, lengths = self._memory.pieces(number, current.elsewhere)
+                owners.append(self._memory)
+                work = self._comm.allreduce_pieces_async(
+                    bucket.dtype, addresses, lengths, owners, options.op, name, *factors
+                )
+            else:
+                array = self._memory.arrays[number]
+                work = self._comm.allreduce_async(array, options.op, array, name, *factors)
         except AbortedError:
             _wait_for(current.works)  # raises what broke the communicator if an earlier bucket has met it
             raise
@@ -283,15 +302,41 @@ class GradientReducer:
             index = slot.index
             if current.ready[index]:
                 continue
-            if source is None or not source.store(index):
+            place = source is not None and source.store(index)
+            if place is False:
                 self.slot(index)[:] = 0
                 current.absent.append(index)
-            elif self._produced[index]:
+                continue
+            if isinstance(place, InPlace):
+                self._note_place(current, index, place)
+            if self._produced[index]:
                 current.ready[index] = 1
             else:
                 # A gradient of an earlier round that the program keeps. It takes part, because another rank
                 # may add to it now; if none does, these bits come back untouched by averaging.
-                current.kept[index] = self.slot(index).copy()
+                current.kept[index] = self._memory_of(current, index).copy()
+
+    def _note_place(self, current: _Round, index: int, place: InPlace) -> None:
+        other = current.addresses.setdefault(place.address, index)
+        if other != index and self.specs[index].nbytes > 0 and self.specs[other].nbytes > 0:
+            names = self.specs[other].name, self.specs[index].name
+            raise UsageError(
+                f"rank {self._rank}: parameters '{names[0]}' and '{names[1]}' have the same array as their "
+                "gradients, which would be averaged twice; give each a copy of its own",
+                rank=self._rank,
+                tensor=names[1],
+            )
+        current.elsewhere[index] = place
+
+    def _memory_of(self, current: _Round, index: int) -> Bytes:
+        """Where a gradient of the round lies."""
+        place = current.elsewhere.get(index)
+        return self.slot(index) if place is None else bytes_at(place.address, self.specs[index].nbytes)
+
+    def _multiply(self, current: _Round, bucket: Bucket, factor: float) -> None:
+        for slot in bucket.slots:
+            array = self._as_array(self._memory_of(current, slot.index), bucket.dtype)
+            array *= factor
 
     def _collect(self, current: _Round) -> RoundResult:
         """Wait for the buckets, read their flags, and correct the average where ranks have joined."""
@@ -305,17 +350,17 @@ class GradientReducer:
             count = int(np.count_nonzero(active))
             if self.options.op == "average" and 0 < count < self._size:
                 # The core divided by the number of all ranks.
-                self._memory.arrays[number] *= self._size / count
+                self._multiply(current, self.plan.buckets[number], self._size / count)
         return RoundResult(produced, active)
 
-    def _follow(self, order: NDArray[np.int64], work: Work) -> None:
+    def _follow(self, order: NDArray[np.int64], work: Work, elsewhere: Mapping[int, InPlace]) -> None:
         """After the first round: order the buckets as gradients arrived on rank 0."""
         work.wait()
         plan = self._make_plan(order.tolist())
         if plan != self.plan:
             self.plan = plan
             self.generation += 1
-            self._memory.rearrange(plan)
+            self._memory.rearrange(plan, unused=elsewhere.keys())
 
     def _second_gradient(self, index: int) -> str:
         return (

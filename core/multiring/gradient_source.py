@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec, itemsize
 from multiring.errors import UsageError
 
-__all__ = ["GradientSource", "ReducerOptions", "RoundResult", "check_arguments"]
+__all__ = ["GradientSource", "InPlace", "ReducerOptions", "RoundResult", "check_arguments"]
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,25 @@ class ReducerOptions:
         return self.prescale * self.postscale
 
 
+class InPlace(NamedTuple):
+    """A gradient in memory of the framework's own, which is reduced there instead of in its slot.
+
+    Nobody else may read or write the memory until the round has ended.
+
+    Attributes:
+        address: Of the first element; the elements lie in the order of the slot, without holes.
+        owner: An object that keeps the memory alive.
+    """
+
+    address: int
+    owner: object
+
+
 class GradientSource(Protocol):
     """What the reducer asks an adapter for when a round ends. Parameters are given by their index."""
 
-    def store(self, index: int) -> bool:
-        """Put this rank's gradient in its slot; False if there is none."""
+    def store(self, index: int) -> InPlace | bool:
+        """Put this rank's gradient in its slot, or tell where else it is; False if there is none."""
 
     def publish(self, index: int) -> None:
         """Show the slot as the gradient: another rank had one where this rank had none."""

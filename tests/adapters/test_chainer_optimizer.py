@@ -249,7 +249,7 @@ def own_loop(comm: Communicator) -> None:
                 loss = squares(model, 10 * step + comm.rank)
                 if way == "backward":
                     optimizer.backward(loss)
-                    assert not optimizer._slots or not optimizer._slots.has_new
+                    assert not optimizer._slots or not optimizer._slots.new
                 elif way == "accumulated":
                     (0.25 * loss).backward()
                     (0.75 * squares(model, 10 * step + comm.rank)).backward()

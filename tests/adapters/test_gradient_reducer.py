@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from multiring import Communicator
 from multiring.bucketing import ParameterSpec
-from multiring.errors import MismatchError
+from multiring.errors import MismatchError, UsageError
 from multiring.gradient_reducer import GradientReducer
-from multiring.gradient_source import ReducerOptions
+from multiring.gradient_source import InPlace, ReducerOptions
 from multiring.model_check import check_same
 from tests.rank_pool import RankPool
 
@@ -24,20 +24,33 @@ DTYPES = ("float16", "float32", "float64")
 
 
 class Source:
-    """Gradients of one rank: small integers, so that every dtype adds them without rounding."""
+    """Gradients of one rank, some in their slots: small integers, so that every dtype adds them without
+    rounding."""
 
-    def __init__(self, reducer: GradientReducer) -> None:
-        self.reducer = reducer
+    def __init__(self, reducer: GradientReducer, elsewhere: Collection[int]) -> None:
+        self.reducer, self.elsewhere = reducer, elsewhere
         self.late: dict[int, float] = {}
         self.published: list[int] = []
+        self.arrays: dict[int, np.ndarray[Any, Any]] = {}
 
-    def write(self, index: int, value: float) -> None:
-        self.reducer.slot(index).view(self.reducer.specs[index].dtype)[:] = value
+    def write(self, index: int, value: float) -> InPlace | None:
+        spec = self.reducer.specs[index]
+        if index not in self.elsewhere:
+            self.reducer.slot(index).view(spec.dtype)[:] = value
+            return None
+        array = self.arrays[index] = np.full(spec.shape, value, spec.dtype)
+        return InPlace(array.ctypes.data, array)
 
-    def store(self, index: int) -> bool:
-        if index in self.late:
-            self.write(index, self.late[index])
-        return index in self.late
+    def read(self, index: int) -> np.ndarray[Any, Any]:
+        if index in self.arrays:
+            return self.arrays[index]
+        found: np.ndarray[Any, Any] = self.reducer.slot(index).view(self.reducer.specs[index].dtype)
+        return found
+
+    def store(self, index: int) -> InPlace | bool:
+        if index not in self.late:
+            return False
+        return self.write(index, self.late[index]) or True
 
     def publish(self, index: int) -> None:
         self.published.append(index)
@@ -54,7 +67,9 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
         for _ in range(RANKS):
             order = draw(st.permutations(every))
             cuts = sorted((draw(st.integers(0, len(every))), draw(st.integers(0, len(every)))))
-            ranks.append({"arrive": order[: cuts[0]], "late": order[cuts[0] : cuts[1]]})
+            elsewhere = draw(st.sets(st.sampled_from(every)))
+            arrive, late = order[: cuts[0]], order[cuts[0] : cuts[1]]
+            ranks.append({"arrive": arrive, "late": late, "elsewhere": elsewhere})
         rounds.append(ranks)
     limits = draw(st.tuples(st.integers(1, 400), st.integers(1, 400)))
     return {
@@ -75,14 +90,13 @@ def reduce_in_rounds(comm: Communicator, job: dict[str, Any]) -> list[Any]:
     reducer = GradientReducer(comm, specs, options)
     plans = []
     for number, ranks in enumerate(job["rounds"]):
-        source = Source(reducer)
         mine = ranks[comm.rank]
+        source = Source(reducer, mine["elsewhere"])
         for index in mine["late"]:
             source.late[index] = value_of(number, comm.rank, index)
             reducer.mark_produced(index)
         for index in mine["arrive"]:
-            source.write(index, value_of(number, comm.rank, index))
-            reducer.mark_ready(index)
+            reducer.mark_ready(index, source.write(index, value_of(number, comm.rank, index)))
         result = reducer.finish(source)
         for index, spec in enumerate(specs):
             who = [rank for rank in range(comm.size) if index in ranks[rank]["arrive"] + ranks[rank]["late"]]
@@ -90,9 +104,7 @@ def reduce_in_rounds(comm: Communicator, job: dict[str, Any]) -> list[Any]:
             if who:
                 total = sum(value_of(number, rank, index) for rank in who)
                 wanted = total / comm.size if job["op"] == "average" else total
-                np.testing.assert_array_equal(
-                    reducer.slot(index).view(spec.dtype), np.dtype(spec.dtype).type(wanted)
-                )
+                np.testing.assert_array_equal(source.read(index), np.dtype(spec.dtype).type(wanted))
         missing = set(range(len(specs))) - set(mine["arrive"]) - set(mine["late"])
         assert sorted(source.published) == sorted(index for index in missing if result.produced[index])
         assert result.active.all()
@@ -108,6 +120,24 @@ def reduce_in_rounds(comm: Communicator, job: dict[str, Any]) -> list[Any]:
 def test_any_order_of_arrival_and_any_gradient_missing(ranks: Pool, job: dict[str, Any]) -> None:
     results = ranks(RANKS).run(reduce_in_rounds, job)
     assert results[0] == results[1] == results[2], "ranks have different plans"
+
+
+def one_array_twice(comm: Communicator) -> str:
+    specs = [ParameterSpec(name, (3,), "float32") for name in ("a", "b")]
+    reducer = GradientReducer(comm, specs)
+    array = np.ones(3, np.float32)
+    reducer.mark_ready(0, InPlace(array.ctypes.data, array))
+    try:
+        with pytest.raises(UsageError) as raised:
+            reducer.mark_ready(1, InPlace(array.ctypes.data, array))
+    finally:
+        reducer.close()
+    return str(raised.value)
+
+
+def test_an_array_cannot_be_two_gradients(ranks: Pool) -> None:
+    for text in ranks(2).run(one_array_twice):
+        assert "'a' and 'b' have the same array" in text
 
 
 def compare_lists(comm: Communicator, lists: list[list[tuple[str, str]]]) -> str:
