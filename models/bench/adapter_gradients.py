@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import time
 from collections.abc import Callable, Sequence
@@ -35,11 +36,9 @@ class Reduction(Protocol):
     """Gradients of a framework and what averages them: the module of the framework has
     `make_reduction(shapes, comm)`."""
 
-    def write(self, value: float) -> None:
-        """Fill all gradients with `value`, where the framework's backward pass leaves them; not measured."""
-
-    def reduce(self) -> None:
-        """Average the gradients; returns when the framework's optimizer can use them."""
+    def run(self, value: float, begin: Callable[[], None]) -> None:
+        """Fill all gradients with `value`, where the framework's backward pass leaves them; call `begin`;
+        then average them, which is measured. Returns when the framework's optimizer can use them."""
 
     def check(self, value: float) -> bool:
         """Whether all gradients hold `value`."""
@@ -69,7 +68,7 @@ def run(comm: Communicator, framework: Framework, module: str, args: argparse.Na
     seconds = TRAINING_SECONDS * args.steps
     # First, since some frameworks want their own way to be set up before they have computed anything.
     training, _ = measure_training(
-        framework, peer, comm, spec, batch=BATCH, cores=args.cores, seconds=seconds
+        framework, peer, comm, spec, batch=BATCH, cores=args.cores, seconds=seconds, limit=True
     )
     shapes = gradient_shapes()
     reduction: Reduction = importlib.import_module(module).make_reduction(shapes, comm)
@@ -104,13 +103,17 @@ def measure_reduction(
         InternalError: A reduction gave a wrong result.
     """
     x, allreduce = Ordinary(comm).prepare(sum(int(np.prod(shape)) for shape in shapes))
+
+    def run_core(begin: Callable[[], None]) -> None:
+        begin()
+        allreduce()
+
     times = np.empty((turns, 2, 2), np.int64)
     for turn in range(-WARM_UP, turns):
         number = float(turn % 64)
         x.fill(number + comm.rank)
-        by_core = _timed(meeting, allreduce)
-        reduction.write(number + comm.rank)
-        by_adapter = _timed(meeting, reduction.reduce)
+        by_core = _timed(meeting, run_core)
+        by_adapter = _timed(meeting, functools.partial(reduction.run, number + comm.rank))
         mean = number + (comm.size - 1) / 2
         if not (reduction.check(mean) and bool((x == mean * comm.size).all())):
             raise InternalError(f"a reduction on rank {comm.rank} does not give {mean}, which is the average")
@@ -123,11 +126,16 @@ def measure_reduction(
     return seconds[:, 0].tolist(), seconds[:, 1].tolist()
 
 
-def _timed(meeting: Meeting, call: Callable[[], object]) -> tuple[int, int]:
-    """When this rank entered and left the call, in nanoseconds."""
-    meeting()
-    begin = time.perf_counter_ns()
-    call()
+def _timed(meeting: Meeting, run: Callable[[Callable[[], None]], object]) -> tuple[int, int]:
+    """When this rank began what is measured, as `run` tells, and when it left, in nanoseconds."""
+    begun = 0
+
+    def begin() -> None:
+        nonlocal begun
+        meeting()
+        begun = time.perf_counter_ns()
+
+    run(begin)
     end = time.perf_counter_ns()
     meeting()
-    return begin, end
+    return begun, end

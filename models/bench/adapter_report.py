@@ -12,7 +12,7 @@ import numpy as np
 
 from multiring.models.bench.measure import Sample
 from multiring.models.bench.results import Machine
-from multiring.models.bench.training_speed import ALONE, OWN, TOGETHER, TrainingSpeed
+from multiring.models.bench.training_speed import ALONE, LIMIT, OWN, TOGETHER, TrainingSpeed
 from multiring.models.errors import DataError
 
 __all__ = ["AdapterReport"]
@@ -98,7 +98,12 @@ class AdapterReport:
 
     def _training(self) -> Table:
         speed = self.training
-        names = {ALONE: "every rank alone", TOGETHER: "multiring", OWN: speed.own_way or OWN}
+        names = {
+            ALONE: "every rank alone",
+            LIMIT: "limit: alone, waiting for the slowest",
+            TOGETHER: "multiring",
+            OWN: speed.own_way or OWN,
+        }
         rows = [
             [
                 names[kind],

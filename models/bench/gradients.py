@@ -44,6 +44,7 @@ with --framework F:
   overhead       adapter over core: the median of the ratios within a round of turns
   for the training of ResNet-20, each rank normalising for itself:
   alone          every rank for itself, at the same time
+  limit          the same, but every rank waits for the slowest after each step: no way can be faster
   multiring      all ranks in step
   own way        the framework's own way, if it has one (ChainerMN's is started by mpirun)
   efficiency     time of a step alone over that of the kind: the median over the rounds

@@ -33,20 +33,18 @@ class _Solver:
 
 
 class Reduction:
-    """One model's gradients: `write` is unmeasured, `reduce` is what is measured."""
+    """One model's gradients."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], comm: Communicator) -> None:
         self._net = _Net(shapes)
         self._callback = multiring.caffe.SolverCallback(_Solver(self._net), comm)
         self._callback.on_start()
 
-    def write(self, value: float) -> None:
-        """Fill all gradients."""
+    def run(self, value: float, begin: Callable[[], None]) -> None:
+        """Fill all gradients; average them over the ranks."""
         for blobs in self._net.params.values():
             blobs[0].gradient.fill_(value)
-
-    def reduce(self) -> None:
-        """Average them over the ranks."""
+        begin()
         self._callback.on_gradients_ready()
 
     def check(self, value: float) -> bool:

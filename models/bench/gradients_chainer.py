@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import multiring.chainer  # isort: skip  # before chainer, which it makes importable
 
@@ -31,13 +31,11 @@ class Reduction:
                 setattr(self._link, f"W{index:04}", chainer.Parameter(np.zeros(shape, np.float32)))
         self._parameters = list(self._link.params())
 
-    def write(self, value: float) -> None:
-        """Give every parameter a gradient full of `value`, in memory of its own."""
+    def run(self, value: float, begin: Callable[[], None]) -> None:
+        """Give every parameter a gradient full of `value`, in memory of its own; average."""
         for parameter in self._parameters:
             parameter.grad = np.full(parameter.shape, value, np.float32)
-
-    def reduce(self) -> None:
-        """Average the gradients over the ranks."""
+        begin()
         self._communicator.multi_node_mean_grad(self._link)
 
     def check(self, value: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,18 +30,14 @@ class Reduction:
         )
         self._gradients: list[jax.Array] = []
 
-    def write(self, value: float) -> None:
-        """Fresh gradients that hold `value`."""
+    def run(self, value: float, begin: Callable[[], None]) -> None:
+        """Fresh gradients full of `value`, averaged over the ranks."""
         self._gradients = []
-        self._gradients = self._ready(self._fill(np.float32(value)))
-
-    def reduce(self) -> None:
-        """Average them over the ranks; returns when they can be used."""
-        self._gradients = self._ready(self._average(self._gradients))
-
-    @staticmethod
-    def _ready(arrays: list[jax.Array]) -> list[jax.Array]:
-        return [array.block_until_ready() for array in arrays]
+        self._gradients = self._fill(np.float32(value))
+        jax.block_until_ready(self._gradients)  # type: ignore[no-untyped-call]
+        begin()
+        self._gradients = self._average(self._gradients)
+        jax.block_until_ready(self._gradients)  # type: ignore[no-untyped-call]
 
     def check(self, value: float) -> bool:
         """Whether all gradients hold `value`."""

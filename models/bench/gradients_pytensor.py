@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,13 +40,11 @@ class Reduction:
         self._function: Any = pytensor.function([], outputs, mode=mode)
         self._found: list[NDArray[Any]] = []
 
-    def write(self, value: float) -> None:
-        """Write gradients full of `value`."""
+    def run(self, value: float, begin: Callable[[], None]) -> None:
+        """Write gradients full of `value`; call the function."""
         for variable in self._written:
             variable.get_value(borrow=True)[...] = value
-
-    def reduce(self) -> None:
-        """Call the function."""
+        begin()
         self._found = self._function()
 
     def check(self, value: float) -> bool:

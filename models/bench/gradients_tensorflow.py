@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,23 +14,33 @@ __all__ = ["Reduction", "make_reduction"]
 
 
 class Reduction:
-    """Gradients in TensorFlow's own memory, reduced in a traced function as a training step does it."""
+    """Gradients that a traced function computes and reduces, as a training step does."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], comm: Communicator) -> None:
         self._shapes = [tuple(shape) for shape in shapes]
         variables = [tf.Variable(tf.zeros(shape), name=f"weight {k}") for k, shape in enumerate(self._shapes)]
-        reduction = GradientReduction(variables, comm)
+        self._reduction = GradientReduction(variables, comm)
         del variables
-        self._reduce = tf.function(reduction.reduce, autograph=False, jit_compile=False)
+        self._step = tf.function(self._trace, autograph=False, jit_compile=False)
+        self._begin: Callable[[], None] = lambda: None
         self._gradients: list[Any] = []
 
-    def write(self, value: float) -> None:
-        """Fresh gradients, all of which hold `value`."""
-        self._gradients = [tf.fill(shape, value) for shape in self._shapes]
+    def _trace(self, values: Any) -> list[Any]:
+        # A value for each, lest gradients of the same shape become one.
+        gradients = [
+            tf.fill(shape, value) for shape, value in zip(self._shapes, tf.unstack(values), strict=True)
+        ]
+        with tf.control_dependencies(gradients):
+            begun = tf.py_function(lambda: self._begin(), [], [])
+        with tf.control_dependencies([begun]):
+            reduced: list[Any] = self._reduction.reduce(gradients)
+        return reduced
 
-    def reduce(self) -> None:
-        """Average over ranks; returns when the results can be used."""
-        self._gradients = self._reduce(self._gradients)
+    def run(self, value: float, begin: Callable[[], None]) -> None:
+        """Fresh gradients full of `value`, averaged over the ranks."""
+        self._begin = begin
+        self._gradients = []
+        self._gradients = self._step(tf.fill([len(self._shapes)], value))
 
     def check(self, value: float) -> bool:
         """Whether all gradients hold `value`."""

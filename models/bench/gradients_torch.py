@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +14,19 @@ __all__ = ["Reduction", "make_reduction"]
 
 
 class _Written(torch.autograd.Function):
-    """Nothing forward; backward a gradient that has been written before."""
+    """Nothing forward; backward the gradients that have been written before."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, written: dict[int, torch.Tensor], index: int) -> torch.Tensor:
-        ctx.written, ctx.index = written, index
-        return weight.new_zeros(())
+    def forward(ctx: Any, written: list[torch.Tensor], *weights: torch.Tensor) -> torch.Tensor:
+        ctx.written = written
+        return weights[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        # The last reference: what is not shared is taken over as the gradient, without a copy.
-        return ctx.written.pop(ctx.index), None, None
+    def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = (None, *ctx.written)
+        # The last references but these: what is not shared is taken over as the gradient, without a copy.
+        ctx.written.clear()
+        return found
 
 
 class Reduction:
@@ -41,23 +43,15 @@ class Reduction:
             model.register_parameter(f"weight{index}", torch.nn.Parameter(torch.zeros(shape)))
         self._weights = list(model.parameters())
         self._hooks = multiring.torch.register_gradient_hooks(model, comm=comm)
-        self._written: dict[int, torch.Tensor] = {}
-        self._scalar = torch.zeros(())
 
-    def write(self, value: float) -> None:
-        """Write gradients full of `value`, each in memory of its own, for the next backward pass."""
-        for index, weight in enumerate(self._weights):
+    def run(self, value: float, begin: Callable[[], None]) -> None:
+        """Write gradients full of `value`, each in its own memory; run a backward pass that returns them."""
+        for weight in self._weights:
             weight.grad = None
-            self._written[index] = torch.full(weight.shape, value)
-        parts = [
-            _Written.apply(weight, self._written, index)  # type: ignore[no-untyped-call]
-            for index, weight in enumerate(self._weights)
-        ]
-        self._scalar = torch.stack(parts).sum()
-
-    def reduce(self) -> None:
-        """The backward pass, which ends with gradients that are averages over the ranks."""
-        torch.autograd.backward(self._scalar)
+        written = [torch.full(weight.shape, value) for weight in self._weights]
+        loss = _Written.apply(written, *self._weights)  # type: ignore[no-untyped-call]
+        begin()
+        torch.autograd.backward(loss)
 
     def check(self, value: float) -> bool:
         """Whether every gradient is full of `value`."""

@@ -1,8 +1,9 @@
 """What keeping ranks in step costs a training, in any framework: through its `Trainer`.
 
-Three kinds of step take turns within one run: all ranks in step through multiring; every rank alone, at the
-same time, so that they share the machine in the same way; and the framework's own way, if it has one. What
-else the machine does meets all of them alike, and ratios are taken within a round of turns.
+Kinds of step take turns within one run: all ranks in step through multiring; every rank alone, at the same
+time, so that they share the machine in the same way; the framework's own way, if it has one; and the limit of
+all ways, for which every rank trains alone and waits for the slowest after each step, without exchanging
+anything. What else the machine does meets all of them alike, and ratios are taken within a round of turns.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from multiring.models.peers.table import Peer, PeerTrainer
 from multiring.models.recipe import Recipe
 from multiring.models.resnet_spec import ResNetSpec
 
-__all__ = ["ALONE", "OWN", "TOGETHER", "TrainingSpeed", "measure_training"]
+__all__ = ["ALONE", "LIMIT", "OWN", "TOGETHER", "TrainingSpeed", "measure_training"]
 
-ALONE, TOGETHER, OWN = "alone", "multiring", "own way"
+ALONE, LIMIT, TOGETHER, OWN = "alone", "limit", "multiring", "own way"
 
 IMAGE_SIZE = 32
 LR = 0.01
@@ -44,7 +45,7 @@ class TrainingSpeed:
         ranks: How many.
         batch: Images of a rank in a step.
         steps: Steps of a turn.
-        seconds: By kind: "alone", "multiring" and, where there is one, "own way".
+        seconds: By kind: "alone", "multiring" and, where they were measured, "limit" and "own way".
         own_way: What the framework's own way is called; None: it has none.
         own_way_missing: Why it was not measured, where there is one.
     """
@@ -83,6 +84,11 @@ class TrainingSpeed:
         return self.ratio(ALONE, OWN)
 
     @property
+    def limit(self) -> float | None:
+        """The efficiency of a way that took no time: steps last as long as the slowest rank's."""
+        return self.ratio(ALONE, LIMIT)
+
+    @property
     def over_own_way(self) -> float | None:
         """How many times as fast as the framework's own way a training is."""
         return self.ratio(OWN, TOGETHER)
@@ -91,6 +97,7 @@ class TrainingSpeed:
         """Everything measured and, under "derived", what follows from it."""
         derived = {
             "efficiency": self.efficiency,
+            "limit": self.limit,
             "own_efficiency": self.own_efficiency,
             "over_own_way": self.over_own_way,
             "images_per_second": {kind: self.images_per_second(kind) for kind in self.seconds},
@@ -112,6 +119,7 @@ def measure_training(
     batch: int,
     cores: int,
     seconds: float,
+    limit: bool = False,
 ) -> tuple[TrainingSpeed, str]:
     """Measure; called on all ranks, each on its processor.
 
@@ -123,6 +131,7 @@ def measure_training(
         batch: Images of a rank.
         cores: Processors that the ranks have together.
         seconds: Time that the measured steps of one kind may take, as far as a few turns need not more.
+        limit: Measure the limit too.
 
     Returns:
         The same figures on all ranks, and the hash of this rank's state after the training in step.
@@ -141,6 +150,14 @@ def measure_training(
         ALONE: lambda: alone.step(single, LR),
         TOGETHER: lambda: together.step(shared, LR),
     }
+    meeting = Meeting(comm, cores)
+
+    def step_and_wait() -> None:
+        alone.step(single, LR)
+        meeting()
+
+    if limit:
+        kinds[LIMIT] = step_and_wait
     with ExitStack() as stack:
         stack.callback(together.close)
         stack.callback(alone.close)
@@ -148,7 +165,7 @@ def measure_training(
             theirs = own
             stack.callback(theirs.close)
             kinds[OWN] = lambda: theirs.step(shared, LR)
-        steps, times = _take_turns(comm, Meeting(comm, cores), kinds, seconds)
+        steps, times = _take_turns(comm, meeting, kinds, seconds)
         fingerprint = together.fingerprint()
     title = None if peer is None else peer.title
     return TrainingSpeed(comm.size, batch, steps, times, title, missing), fingerprint

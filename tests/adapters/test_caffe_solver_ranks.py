@@ -47,8 +47,7 @@ def test_ranks_with_equal_data_train_as_one(ranks: Pool, overlap: bool, iter_siz
 def reduce_for_the_benchmark(comm: Communicator) -> None:
     reduction = make_reduction([(3,), (200, 700), (5, 2)], comm)
     for step in range(3):
-        reduction.write(float(comm.rank + step))
-        reduction.reduce()
+        reduction.run(float(comm.rank + step), comm.barrier)
         assert reduction.check(step + (comm.size - 1) / 2)
         assert not reduction.check(step + 100.0)
     reduction.close()

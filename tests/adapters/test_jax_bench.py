@@ -16,9 +16,7 @@ Pool = Callable[[int], RankPool]
 def reduce_twice(comm: Communicator) -> None:
     reduction = make_reduction([(3, 4), (5,), (), (0, 2)], comm)
     for step in range(2):
-        reduction.write(comm.rank + step)
-        assert reduction.check(comm.rank + step)
-        reduction.reduce()
+        reduction.run(comm.rank + step, comm.barrier)
         assert reduction.check((comm.size - 1) / 2 + step)
         assert not reduction.check(-1.0)
     reduction.close()

@@ -41,8 +41,7 @@ def reduce_gradients(comm: Communicator) -> bool:
     reduction = make_reduction([(3, 2), (), (1000,), (0,)], comm)
     right = True
     for turn in range(3):
-        reduction.write(turn + comm.rank)
-        reduction.reduce()
+        reduction.run(turn + comm.rank, comm.barrier)
         right = right and reduction.check(turn + (comm.size - 1) / 2) and not reduction.check(-1.0)
     reduction.close()
     return right
