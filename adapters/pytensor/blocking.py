@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import heapq
 import itertools
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -101,13 +102,13 @@ class BlockingOp(PerformOp):
         self.number = next(_numbers)
         self.identity: object = self
 
+    @abstractmethod
     def output_types(self, inputs: Sequence[Variable]) -> list[Any]:
         """Types of the outputs without the token."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, inputs: Sequence[Any], outputs: Sequence[list[Any]]) -> None:
         """What `perform` does, token aside."""
-        raise NotImplementedError
 
     def make_node(self, *inputs: Variable) -> Apply:
         """A node with a token that is not yet ordered, unless one is given."""

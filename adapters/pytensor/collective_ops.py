@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -62,9 +63,9 @@ class Collective(BlockingOp):
         own = [[i == j and _is_float(node.inputs[i]) for j in places] + [False] for i in places]
         return [*own, [False] * (self.count + 1)]
 
+    @abstractmethod
     def derivative(self, tensors: list[Variable], name: str) -> list[Variable]:
         """The same collective of other arrays; it is linear."""
-        raise NotImplementedError
 
     def pushforward(
         self, inputs: Sequence[Variable], outputs: Sequence[Variable], tangents: Sequence[Variable]

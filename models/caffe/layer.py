@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +16,7 @@ from multiring.models.caffe.prototxt import Place, PrototxtError
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["LAYERS", "Context", "Gradients", "Layer", "Tensors", "make_layer", "register"]
+__all__ = ["LAYERS", "Context", "ForwardLayer", "Gradients", "Layer", "Tensors", "make_layer", "register"]
 
 Tensors = Sequence[torch.Tensor]
 Gradients = Sequence[torch.Tensor | None]
@@ -42,7 +43,7 @@ class Context:
     comm: Communicator | None = None
 
 
-class Layer:
+class Layer(ABC):
     """One layer. `forward` keeps what `backward` needs.
 
     Attributes:
@@ -70,17 +71,18 @@ class Layer:
                 wanted = str(least) if least == most else f"{least} to {most}"
                 raise self.error(f"{self.type} takes {wanted} {what} blobs, not {count}")
 
-    def setup(self, bottoms: Sequence[Shape]) -> None:
+    def setup(self, bottoms: Sequence[Shape]) -> None:  # noqa: B027  # many layers need none
         """Check the parameters and make the blobs, given the shapes of the bottoms."""
 
     def infer(self, bottoms: Sequence[Shape]) -> list[Shape]:
         """Shapes of the tops."""
         return [bottoms[0]]
 
+    @abstractmethod
     def forward(self, bottoms: Tensors) -> list[torch.Tensor]:
         """Values of the tops."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward(self, gradients: Gradients, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         """Gradients of the bottoms, and those of the blobs added to `blobs[k].gradient`.
 
@@ -88,7 +90,6 @@ class Layer:
             gradients: Of the tops; None where nothing below the loss reads it.
             wanted: Per bottom, whether its gradient is used.
         """
-        raise NotImplementedError
 
     def error(self, text: str, *path: str | int) -> PrototxtError:
         """An error that begins with where a field of the layer stands."""
@@ -118,6 +119,15 @@ class Layer:
         if not -len(shape) <= axis < len(shape):
             raise self.error(f"axis {axis} is not one of shape {shape}", *path)
         return axis % len(shape)
+
+
+class ForwardLayer(Layer):
+    """A layer that hands no gradients down."""
+
+    has_backward = False
+
+    def backward(self, gradients: Gradients, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+        return [None] * len(wanted)
 
 
 LAYERS: dict[str, type[Layer]] = {}

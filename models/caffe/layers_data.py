@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from multiring.errors import UsageError
 from multiring.models.caffe.blob import Shape
-from multiring.models.caffe.layer import Gradients, Layer, Tensors, register
+from multiring.models.caffe.layer import ForwardLayer, Tensors, register
 from multiring.models.caffe.schema import TRAIN
 from multiring.models.caffe.sources import Samples, Transformer, open_images, open_source
 
@@ -22,14 +23,10 @@ Array = npt.NDArray[Any]
 _MANY = 1 << 20
 
 
-class _Source(Layer):
+class _Source(ForwardLayer):
     """A layer without bottoms."""
 
     bottoms = (0, 0)
-    has_backward = False
-
-    def backward(self, gradients: Gradients, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        return []
 
 
 @register("Input")
@@ -48,6 +45,9 @@ class Input(_Source):
                 "input_param",
             )
         return shapes
+
+    def forward(self, bottoms: Tensors) -> list[torch.Tensor]:
+        return []  # the net leaves the blobs as the program filled them, without a call
 
 
 @register("MemoryData")
@@ -127,9 +127,9 @@ class DataLayer(_Source):
         self._transformer = Transformer(self.param.transform_param, training, self.context.seed, self.error)
         self._batches = 0
 
+    @abstractmethod
     def open(self, param: Any) -> Samples:
         """The samples that the layer's parameter names."""
-        raise NotImplementedError
 
     def infer(self, bottoms: Sequence[Shape]) -> list[Shape]:
         image, _ = self._load(0)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from multiring.errors import UsageError
 from multiring.models.caffe.blob import Shape
-from multiring.models.caffe.layer import Gradients, Layer, Tensors, register
+from multiring.models.caffe.layer import ForwardLayer, Gradients, Layer, Tensors, register
 
 __all__: list[str] = []
 
@@ -100,11 +100,10 @@ class SoftmaxWithLoss(Layer):
 
 
 @register("Accuracy")
-class Accuracy(Layer):
+class Accuracy(ForwardLayer):
     """Share of places whose label is among the `top_k` highest scores; equal scores count against it."""
 
     bottoms = (2, 2)
-    has_backward = False
 
     def setup(self, bottoms: Sequence[Shape]) -> None:
         param = self.param.accuracy_param

@@ -7,6 +7,7 @@ momentum holds the learning rate: `history = momentum * history + rate * gradien
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,7 +76,7 @@ class Policy:
         return base
 
 
-class Rule:
+class Rule(ABC):
     """An update rule: turns the gradients of learned blobs into steps to subtract.
 
     Attributes:
@@ -89,6 +90,7 @@ class Rule:
         self._count = len(learnable)
         self.history = [torch.zeros_like(one.blob.tensor) for _ in range(self.arrays) for one in learnable]
 
+    @abstractmethod
     def step(self, number: int, gradient: torch.Tensor, rate: float, iteration: int) -> None:
         """Overwrite the gradient of a learned blob with the step.
 
@@ -98,7 +100,6 @@ class Rule:
             rate: Learning rate times the blob's `lr_mult`.
             iteration: Updates done before.
         """
-        raise NotImplementedError
 
 
 class Momentum(Rule):
