@@ -28,6 +28,7 @@ from multiring.models.resnet_spec import (
     ResNetSpec,
     resnet,
 )
+from multiring.models.weights import check_weights
 
 __all__ = ["DATA", "LABEL", "LOSS", "digits_example", "load_weights", "read_weights", "train_val"]
 
@@ -141,18 +142,8 @@ def load_weights(net: Net, spec: ResNetSpec, weights: Mapping[str, Array]) -> No
     Raises:
         UsageError: A name is missing or unknown, or a shape differs; nothing was copied.
     """
-    learned = _learned(net, spec)
-    shapes = {name: value.shape for name, value in learned.items()} | spec.state_shapes()
-    if missing := sorted(shapes.keys() - weights.keys()):
-        raise UsageError(
-            f"weights lack {len(missing)} of {len(shapes)} arrays of the net, first {missing[0]}"
-        )
-    if unknown := sorted(weights.keys() - shapes.keys()):
-        raise UsageError(f"weights hold {len(unknown)} arrays that the net lacks, first {unknown[0]}")
-    for name, shape in shapes.items():
-        if weights[name].shape != shape:
-            raise UsageError(f"{name} has shape {shape} but the weights hold {weights[name].shape}")
-    for name, value in learned.items():
+    check_weights(spec, weights)
+    for name, value in _learned(net, spec).items():
         value[...] = weights[name]
     for layer in spec.layers:
         if isinstance(layer, BatchNorm):

@@ -26,6 +26,7 @@ from multiring.models.resnet_spec import (
     Relu,
     ResNetSpec,
 )
+from multiring.models.weights import check_weights
 
 __all__ = ["ChainerResNet", "load_weights", "read_weights", "running_statistics", "trained_parameters"]
 
@@ -160,17 +161,8 @@ def load_weights(model: ChainerResNet, weights: Mapping[str, Array]) -> None:
     Raises:
         UsageError: A name is missing, unknown, or its shape differs; nothing was copied.
     """
-    arrays = _named_arrays(model)
-    if missing := sorted(arrays.keys() - weights.keys()):
-        raise UsageError(
-            f"weights lack {len(missing)} of {len(arrays)} arrays of the network, first {missing[0]}"
-        )
-    if unknown := sorted(weights.keys() - arrays.keys()):
-        raise UsageError(f"weights hold {len(unknown)} arrays that the network lacks, first {unknown[0]}")
-    for name, array in arrays.items():
-        if array.shape != weights[name].shape:
-            raise UsageError(f"{name} has shape {array.shape} but the weights hold {weights[name].shape}")
-    for name, array in arrays.items():
+    check_weights(model.spec, weights)
+    for name, array in _named_arrays(model).items():
         array[...] = weights[name]
 
 

@@ -25,7 +25,7 @@ from multiring.models.resnet_spec import (
     Relu,
     ResNetSpec,
 )
-from multiring.models.weights import to_channels_last
+from multiring.models.weights import check_weights, to_channels_last
 
 __all__ = ["Arrays", "apply_resnet", "load_weights", "local_statistics", "read_weights"]
 
@@ -137,18 +137,8 @@ def load_weights(
     Raises:
         UsageError: A name is missing, unknown, or its shape differs.
     """
-    shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
-    known = {**shapes, **spec.state_shapes()}
-    if missing := sorted(known.keys() - weights.keys()):
-        raise UsageError(
-            f"weights lack {len(missing)} of {len(known)} tensors of the network, first {missing[0]}"
-        )
-    if unknown := sorted(weights.keys() - known.keys()):
-        raise UsageError(f"weights hold {len(unknown)} tensors that the network lacks, first {unknown[0]}")
-    for name, shape in known.items():
-        if weights[name].shape != shape:
-            raise UsageError(f"{name} has shape {shape} but the weights hold {weights[name].shape}")
-    parameters = {name: jnp.array(to_channels_last(weights[name]), dtype) for name in shapes}
+    check_weights(spec, weights)
+    parameters = {p.name: jnp.array(to_channels_last(weights[p.name]), dtype) for p in spec.parameters()}
     return parameters, {name: jnp.array(weights[name], dtype) for name in spec.state_shapes()}
 
 

@@ -29,7 +29,7 @@ from multiring.models.resnet_spec import (
     Relu,
     ResNetSpec,
 )
-from multiring.models.weights import to_channels_last
+from multiring.models.weights import check_weights, to_channels_last
 
 __all__ = ["PyTensorResNet"]
 
@@ -103,18 +103,7 @@ class PyTensorResNet:
         Raises:
             UsageError: A name is missing, unknown, or its shape differs; nothing was taken over.
         """
-        shapes = {name: p.shape for name, p in self._specified.items()} | self.spec.state_shapes()
-        if missing := sorted(shapes.keys() - weights.keys()):
-            raise UsageError(
-                f"weights lack {len(missing)} of {len(shapes)} tensors of the network, first {missing[0]}"
-            )
-        if unknown := sorted(weights.keys() - shapes.keys()):
-            raise UsageError(
-                f"weights hold {len(unknown)} tensors that the network lacks, first {unknown[0]}"
-            )
-        for name, shape in shapes.items():
-            if weights[name].shape != shape:
-                raise UsageError(f"{name} has shape {shape} but the weights hold {weights[name].shape}")
+        check_weights(self.spec, weights)
         for name, value in {**self.parameters, **self.statistics}.items():
             value.set_value(self._to_matrix(name, weights[name]))
 

@@ -23,7 +23,7 @@ from multiring.models.resnet_spec import (
     Relu,
     ResNetSpec,
 )
-from multiring.models.weights import to_channels_last
+from multiring.models.weights import check_weights, to_channels_last
 
 __all__ = ["TensorFlowResNet", "load_weights", "read_weights", "to_channels_first"]
 
@@ -150,18 +150,8 @@ def load_weights(model: TensorFlowResNet, weights: Mapping[str, Array]) -> None:
     Raises:
         UsageError: A name is missing, unknown, or its shape differs; nothing was copied.
     """
-    variables = _named(model)
-    if missing := sorted(variables.keys() - weights.keys()):
-        raise UsageError(
-            f"weights lack {len(missing)} of {len(variables)} tensors of the network, first {missing[0]}"
-        )
-    if unknown := sorted(weights.keys() - variables.keys()):
-        raise UsageError(f"weights hold {len(unknown)} tensors that the network lacks, first {unknown[0]}")
-    shapes = {parameter.name: parameter.shape for parameter in model.spec.parameters()}
-    for name, shape in (shapes | model.spec.state_shapes()).items():
-        if shape != weights[name].shape:
-            raise UsageError(f"{name} has shape {shape} but the weights hold {weights[name].shape}")
-    for name, variable in variables.items():
+    check_weights(model.spec, weights)
+    for name, variable in _named(model).items():
         variable.assign(tf.cast(to_channels_last(weights[name]), variable.dtype))
 
 

@@ -23,6 +23,7 @@ from multiring.models.resnet_spec import (
     Relu,
     ResNetSpec,
 )
+from multiring.models.weights import check_weights
 
 __all__ = ["TorchResNet", "load_weights", "read_weights"]
 
@@ -103,9 +104,9 @@ def _attach(root: nn.Module, path: str, module: nn.Module) -> None:
     root.add_module(leaf, module)
 
 
-def _named_tensors(model: nn.Module, spec: ResNetSpec) -> dict[str, torch.Tensor]:
+def _named_tensors(model: TorchResNet) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    names = [parameter.name for parameter in spec.parameters()] + list(spec.state_shapes())
+    names = [parameter.name for parameter in model.spec.parameters()] + list(model.spec.state_shapes())
     return {name: tensors[name] for name in names}
 
 
@@ -119,26 +120,12 @@ def load_weights(model: TorchResNet, weights: Mapping[str, npt.NDArray[Any]]) ->
     Raises:
         UsageError: A name is missing, unknown, or its shape differs; nothing was copied.
     """
-    tensors = _named_tensors(model, model.spec)
-    if missing := sorted(tensors.keys() - weights.keys()):
-        raise UsageError(
-            f"weights lack {len(missing)} of {len(tensors)} tensors of the network, first {missing[0]}"
-        )
-    if unknown := sorted(weights.keys() - tensors.keys()):
-        raise UsageError(f"weights hold {len(unknown)} tensors that the network lacks, first {unknown[0]}")
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != weights[name].shape:
-            raise UsageError(
-                f"{name} has shape {tuple(tensor.shape)} but the weights hold {weights[name].shape}"
-            )
+    check_weights(model.spec, weights)
     with torch.no_grad():
-        for name, tensor in tensors.items():
+        for name, tensor in _named_tensors(model).items():
             tensor.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
 
 
 def read_weights(model: TorchResNet) -> dict[str, npt.NDArray[Any]]:
     """Copies of all parameters and running statistics by name, as `load_weights` takes them."""
-    return {
-        name: tensor.detach().cpu().numpy().copy()
-        for name, tensor in _named_tensors(model, model.spec).items()
-    }
+    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in _named_tensors(model).items()}

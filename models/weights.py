@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from multiring.errors import UsageError
 from multiring.models.resnet_spec import BatchNorm, ResNetSpec
 
-__all__ = ["initial_weights", "to_channels_last"]
+__all__ = ["check_weights", "initial_weights", "to_channels_last"]
 
 Array = npt.NDArray[Any]
 
@@ -59,6 +61,24 @@ def initial_weights(
     for name, shape in spec.state_shapes().items():
         weights[name] = np.full(shape, 1.0 if name.endswith("running_var") else 0.0, dtype=dtype)
     return weights
+
+
+def check_weights(spec: ResNetSpec, weights: Mapping[str, Array]) -> None:
+    """Check that weights are those of a network: all of its parameters and running statistics.
+
+    Raises:
+        UsageError: A name is missing or unknown, or a shape differs.
+    """
+    shapes = {parameter.name: parameter.shape for parameter in spec.parameters()} | spec.state_shapes()
+    if missing := sorted(shapes.keys() - weights.keys()):
+        raise UsageError(
+            f"weights lack {len(missing)} of {len(shapes)} arrays of the network, first {missing[0]}"
+        )
+    if unknown := sorted(weights.keys() - shapes.keys()):
+        raise UsageError(f"weights hold {len(unknown)} arrays that the network lacks, first {unknown[0]}")
+    for name, shape in shapes.items():
+        if weights[name].shape != shape:
+            raise UsageError(f"{name} has shape {shape} but the weights hold {weights[name].shape}")
 
 
 def to_channels_last(value: Array) -> Array:
