@@ -24,7 +24,7 @@ class Framework:
         name: As on the command line.
         title: As in tables and reports.
         module: Module with the class `trainer` and the function `set_threads(count)`.
-        trainer: Class that implements `Trainer`.
+        trainer: Class derived from `Trainer`.
         packages: What has to be importable.
         extra: The extra of the package that brings them.
     """
@@ -69,16 +69,7 @@ class Framework:
         sync_bn: bool = True,
         zero_residual: bool = False,
     ) -> Trainer:
-        """This rank's trainer. Collective.
-
-        Args:
-            spec: The network.
-            recipe: Optimizer settings; the learning rate comes with each step.
-            comm: The ranks that train together.
-            seed: Seed of the weights, the same on every rank.
-            dtype: "float32" or "float64".
-            sync_bn: Normalise over the global batch instead of over each rank's part of it.
-            zero_residual: See `initial_weights`.
+        """This rank's trainer; the arguments are those of `Trainer`. Collective.
 
         Raises:
             UsageError: The framework is not installed.

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 
 import multiring.caffe
-from multiring import Communicator
 from multiring.models.caffe import Net, Solver
 from multiring.models.caffe.updates import Rule
 from multiring.models.errors import CheckpointError
@@ -20,13 +19,12 @@ from multiring.models.loader import Batch
 from multiring.models.recipe import Recipe
 from multiring.models.resnet_caffe import DATA, LABEL, LOSS, load_weights, read_weights, train_val
 from multiring.models.resnet_spec import BatchNorm, ResNetSpec
-from multiring.models.trainer import Probe, Sums, hash_arrays
-from multiring.models.weights import initial_weights
+from multiring.models.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
 __all__ = ["CaffeTrainer", "set_threads"]
 
 Array = npt.NDArray[Any]
-MODEL, MOMENTUM, STATISTICS, ITERATION = "model/", "optimizer/momentum/", "solver/statistics/", "solver/iter"
+STATISTICS, ITERATION = "solver/statistics/", "solver/iter"
 
 
 def set_threads(count: int) -> None:
@@ -70,39 +68,17 @@ class _RecipeSolver(Solver):
         return rule
 
 
-class CaffeTrainer:
-    """A ResNet under the Caffe-style solver, its gradients averaged over the ranks by a solver callback.
+class CaffeTrainer(Trainer):
+    """A ResNet under the Caffe-style solver, its gradients averaged over the ranks by a solver callback."""
 
-    Args:
-        spec: The network.
-        recipe: Optimizer settings; the learning rate comes with each step.
-        comm: The ranks that train together.
-        seed: Seed of the weights, the same on every rank.
-        dtype: "float32" or "float64".
-        sync_bn: Normalise over the global batch instead of over each rank's part of it.
-        zero_residual: See `initial_weights`.
-    """
-
-    def __init__(
-        self,
-        spec: ResNetSpec,
-        recipe: Recipe,
-        comm: Communicator,
-        *,
-        seed: int,
-        dtype: str = "float32",
-        sync_bn: bool = True,
-        zero_residual: bool = False,
-    ) -> None:
-        self._spec, self._comm = spec, comm
-        self._sync_bn = sync_bn and comm.size > 1
+    def _build(self, weights: dict[str, Array], dtype: str, seed: int) -> None:
         with tempfile.TemporaryDirectory() as directory:
-            path = _write_files(Path(directory), spec, recipe)
+            path = _write_files(Path(directory), self._spec, self._recipe)
             self._solver = _RecipeSolver(
-                path, dtype=dtype, sync_batch_norm_comm=comm if self._sync_bn else None
+                path, dtype=dtype, sync_batch_norm_comm=self._comm if self._sync_bn else None
             )
-        load_weights(self._net, spec, initial_weights(spec, seed, dtype=dtype, zero_residual=zero_residual))
-        self._callback = multiring.caffe.SolverCallback(self._solver, comm, overlap=True, iter_size=1)
+        load_weights(self._net, self._spec, weights)
+        self._callback = multiring.caffe.SolverCallback(self._solver, self._comm, overlap=True, iter_size=1)
         self._solver.add_callback(*self._callback)
 
     @property
@@ -138,16 +114,8 @@ class CaffeTrainer:
         scores = self._net.blobs[self._spec.output].data.copy()
         return Probe(scores, read_weights(self._net, self._spec, gradients=True))
 
-    def synchronise(self) -> None:
-        """Average the running statistics that ranks without synchronised normalisation gather separately."""
-        if self._sync_bn or self._comm.size == 1:
-            return
-        values = list(self._statistics().values())
-        joined = np.concatenate(values)
-        self._comm.allreduce(joined, op="average", out=joined, name="running statistics")
-        ends = np.cumsum([len(value) for value in values])
-        for value, end in zip(values, ends, strict=True):
-            value[...] = joined[end - len(value) : end]
+    def _average_statistics(self) -> None:
+        self._average(list(self._statistics().values()))
 
     def state(self) -> dict[str, Array]:
         """Copies of model, momentum and iteration; see `Trainer.state`.
@@ -163,13 +131,8 @@ class CaffeTrainer:
         state[ITERATION] = np.array(self._solver.iter, dtype=np.int64)
         return state
 
-    def load_state(self, state: Mapping[str, Array]) -> None:
-        """Take over a state; see `Trainer.load_state`."""
-        weights = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
-        try:
-            load_weights(self._net, self._spec, weights)
-        except ValueError as error:
-            raise CheckpointError(f"the checkpoint is of another network: {error}") from error
+    def _load(self, weights: Mapping[str, Array], state: Mapping[str, Array]) -> None:
+        load_weights(self._net, self._spec, weights)
         for prefix, arrays in ((MOMENTUM, self._momentum()), (STATISTICS, self._statistics())):
             for name, value in arrays.items():
                 if prefix + name not in state:
@@ -177,17 +140,8 @@ class CaffeTrainer:
                 value[...] = state[prefix + name]
         self._solver.iter = int(state[ITERATION])
 
-    def fingerprint(self) -> str:
-        """Hash of parameters and momentum, and of the running statistics where they are synchronised."""
-        own = self._spec.state_shapes() if not self._sync_bn and self._comm.size > 1 else {}
-        left_out = {MODEL + name for name in own}
-        return hash_arrays(
-            {
-                name: value
-                for name, value in self.state().items()
-                if name not in left_out and not (own and name.startswith(STATISTICS))
-            }
-        )
+    def _statistics_names(self) -> set[str]:
+        return super()._statistics_names() | {STATISTICS + name for name in self._statistics()}
 
     def close(self) -> None:
         """Release the callback's buckets."""

@@ -12,10 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from chainer import functions
 
-from multiring import Communicator
-from multiring.models.errors import CheckpointError
 from multiring.models.loader import Batch
-from multiring.models.recipe import Recipe
 from multiring.models.resnet_chainer import (
     ChainerResNet,
     load_weights,
@@ -23,16 +20,12 @@ from multiring.models.resnet_chainer import (
     running_statistics,
     trained_parameters,
 )
-from multiring.models.resnet_spec import ResNetSpec
 from multiring.models.sgd_chainer import VELOCITY, Sgd, decay_weights
-from multiring.models.trainer import Probe, Sums, hash_arrays
-from multiring.models.weights import initial_weights
+from multiring.models.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
 __all__ = ["ChainerTrainer", "set_threads"]
 
 Array = npt.NDArray[Any]
-
-MODEL, MOMENTUM = "model/", "optimizer/momentum/"
 
 
 def set_threads(count: int) -> None:
@@ -42,44 +35,21 @@ def set_threads(count: int) -> None:
     threadpool_limits(count)
 
 
-class ChainerTrainer:
-    """A ResNet under stochastic gradient descent, its gradients averaged by a multi-node optimizer.
+class ChainerTrainer(Trainer):
+    """A ResNet under stochastic gradient descent, its gradients averaged by a multi-node optimizer."""
 
-    Args:
-        spec: The network.
-        recipe: Optimizer settings; the learning rate comes with each step.
-        comm: The ranks that train together.
-        seed: Seed of the weights, the same on every rank.
-        dtype: "float32" or "float64".
-        sync_bn: Normalise over the global batch instead of over each rank's part of it.
-        zero_residual: See `initial_weights`.
-    """
-
-    def __init__(
-        self,
-        spec: ResNetSpec,
-        recipe: Recipe,
-        comm: Communicator,
-        *,
-        seed: int,
-        dtype: str = "float32",
-        sync_bn: bool = True,
-        zero_residual: bool = False,
-    ) -> None:
-        self._comm = comm
-        self._sync_bn = sync_bn and comm.size > 1
+    def _build(self, weights: dict[str, Array], dtype: str, seed: int) -> None:
         self._dtype = np.dtype(dtype)
-        model = ChainerResNet(spec, self._dtype)
-        load_weights(model, initial_weights(spec, seed, dtype=dtype, zero_residual=zero_residual))
+        self._model = model = ChainerResNet(self._spec, self._dtype)
+        load_weights(model, weights)
         if self._sync_bn:
-            multiring.chainer.convert_sync_batch_normalization(model, comm)
-        self._model = model
+            multiring.chainer.convert_sync_batch_normalization(model, self._comm)
         self._parameters = trained_parameters(model)
-        multiring.chainer.broadcast_parameters(model, comm=comm)
-        self._communicator = multiring.chainer.create_communicator(comm)
-        self._optimizer = multiring.chainer.create_multi_node_optimizer(Sgd(recipe), self._communicator)
+        multiring.chainer.broadcast_parameters(model, comm=self._comm)
+        self._communicator = multiring.chainer.create_communicator(self._comm)
+        self._optimizer = multiring.chainer.create_multi_node_optimizer(Sgd(self._recipe), self._communicator)
         self._optimizer.setup(model)
-        decay_weights(model, recipe.weight_decay)
+        decay_weights(model, self._recipe.weight_decay)
 
     def step(self, batch: Batch, lr: float) -> Sums:
         """Train on one global batch; see `Trainer.step`."""
@@ -108,16 +78,8 @@ class ChainerTrainer:
             parameter.grad = gradients[name]
         return Probe(np.array(scores.array), found)
 
-    def synchronise(self) -> None:
-        """Average the running statistics that ranks without synchronised normalisation gather separately."""
-        if self._sync_bn or self._comm.size == 1:
-            return
-        arrays = running_statistics(self._model)
-        joined = np.concatenate(arrays)
-        self._comm.allreduce(joined, op="average", out=joined, name="running statistics")
-        ends = np.cumsum([len(array) for array in arrays])
-        for array, part in zip(arrays, np.split(joined, ends[:-1]), strict=True):
-            array[...] = part
+    def _average_statistics(self) -> None:
+        self._average(running_statistics(self._model))
 
     def state(self) -> dict[str, Array]:
         """Copies of model and momentum; see `Trainer.state`. Nothing here draws random numbers."""
@@ -127,25 +89,11 @@ class ChainerTrainer:
                 state[MOMENTUM + name] = parameter.update_rule.state[VELOCITY].copy()
         return state
 
-    def load_state(self, state: Mapping[str, Array]) -> None:
-        """Take over a state; see `Trainer.load_state`."""
-        weights = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
-        try:
-            load_weights(self._model, weights)
-        except ValueError as error:
-            raise CheckpointError(f"the checkpoint is of another network: {error}") from error
+    def _load(self, weights: Mapping[str, Array], state: Mapping[str, Array]) -> None:
+        load_weights(self._model, weights)
         for name, parameter in self._parameters.items():
             velocity = state.get(MOMENTUM + name)
             parameter.update_rule.set_velocity(None if velocity is None else velocity.astype(self._dtype))
-
-    def fingerprint(self) -> str:
-        """Hash of parameters and momentum, and of the running statistics where they are synchronised."""
-        own = (
-            ()
-            if self._sync_bn or self._comm.size == 1
-            else tuple(MODEL + n for n in self._model.spec.state_shapes())
-        )
-        return hash_arrays({name: value for name, value in self.state().items() if name not in own})
 
     def close(self) -> None:
         """Release the buckets."""

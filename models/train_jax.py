@@ -13,22 +13,17 @@ import numpy.typing as npt
 import optax
 
 import multiring.jax
-from multiring import Communicator
 from multiring.errors import UsageError
 from multiring.models.errors import CheckpointError
 from multiring.models.loader import Batch
-from multiring.models.recipe import Recipe
 from multiring.models.resnet_jax import Arrays, apply_resnet, load_weights, local_statistics, read_weights
-from multiring.models.resnet_spec import ResNetSpec
-from multiring.models.trainer import Probe, Sums, hash_arrays
-from multiring.models.weights import initial_weights, to_channels_last
+from multiring.models.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
+from multiring.models.weights import to_channels_last
 
 __all__ = ["JaxTrainer", "set_threads"]
 
 Array = npt.NDArray[Any]
 State = tuple[Arrays, Arrays, Any]  # parameters, running statistics, state of the optimizer
-
-MODEL, MOMENTUM = "model/", "optimizer/momentum/"
 
 
 def set_threads(count: int) -> None:
@@ -39,48 +34,28 @@ def set_threads(count: int) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
 
 
-class JaxTrainer:
+class JaxTrainer(Trainer):
     """A ResNet under stochastic gradient descent, in compiled functions.
 
     Another size of the batch would be another program, which takes seconds to compile. So a smaller batch, as
-    the last one of an epoch, is filled up, and a mask says which samples count.
-
-    Args:
-        spec: The network.
-        recipe: Optimizer settings; the learning rate comes with each step.
-        comm: The ranks that train together.
-        seed: Seed of the weights, the same on every rank.
-        dtype: "float32" or "float64", which turns on `jax_enable_x64` for the process.
-        sync_bn: Normalise over the global batch instead of over each rank's part of it.
-        zero_residual: See `initial_weights`.
+    the last one of an epoch, is filled up, and a mask says which samples count. A dtype of "float64" turns on
+    `jax_enable_x64` for the process.
     """
 
-    def __init__(
-        self,
-        spec: ResNetSpec,
-        recipe: Recipe,
-        comm: Communicator,
-        *,
-        seed: int,
-        dtype: str = "float32",
-        sync_bn: bool = True,
-        zero_residual: bool = False,
-    ) -> None:
+    def _build(self, weights: dict[str, Array], dtype: str, seed: int) -> None:
         if dtype == "float64":
             jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]
-        self._spec, self._comm, self._dtype = spec, comm, np.dtype(dtype)
-        self._sync_bn = sync_bn and comm.size > 1
-        decays = {parameter.name: parameter.decays for parameter in spec.parameters()}
+        self._dtype = np.dtype(dtype)
+        decays = {parameter.name: parameter.decays for parameter in self._spec.parameters()}
         self._optimizer = multiring.jax.distribute(
             optax.chain(
-                optax.add_decayed_weights(recipe.weight_decay, mask=decays),
-                optax.trace(recipe.momentum, nesterov=recipe.nesterov),
+                optax.add_decayed_weights(self._recipe.weight_decay, mask=decays),
+                optax.trace(self._recipe.momentum, nesterov=self._recipe.nesterov),
             ),
-            comm=comm,
+            comm=self._comm,
         )
-        weights = initial_weights(spec, seed, dtype=dtype, zero_residual=zero_residual)
-        parameters, running = load_weights(spec, weights, self._dtype)
-        parameters, running = multiring.jax.broadcast_parameters((parameters, running), comm=comm)
+        parameters, running = load_weights(self._spec, weights, self._dtype)
+        parameters, running = multiring.jax.broadcast_parameters((parameters, running), comm=self._comm)
         self._state: State = (parameters, running, self._optimizer.init(parameters))
         self._rows = {"train": 1, "evaluate": 1}
         self._train = jax.jit(self._update, donate_argnums=0)
@@ -111,10 +86,7 @@ class JaxTrainer:
         gradients, (scores, *_) = derive(parameters, running, *self._filled(batch, "train"), scale)
         return Probe(np.array(scores)[: len(batch.labels)], read_weights(gradients))
 
-    def synchronise(self) -> None:
-        """Average the running statistics that ranks without synchronised normalisation gather separately."""
-        if self._sync_bn or self._comm.size == 1:
-            return
+    def _average_statistics(self) -> None:
         parameters, running, optimizer = self._state
         averaged = multiring.jax.grouped_allreduce(
             running, "average", comm=self._comm, name="running statistics"
@@ -131,13 +103,8 @@ class JaxTrainer:
             for name, value in read_weights(arrays).items()
         }
 
-    def load_state(self, state: Mapping[str, Array]) -> None:
-        """Take over a state; see `Trainer.load_state`."""
-        weights = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
-        try:
-            parameters, running = load_weights(self._spec, weights, self._dtype)
-        except UsageError as error:
-            raise CheckpointError(f"the checkpoint is of another network: {error}") from error
+    def _load(self, weights: Mapping[str, Array], state: Mapping[str, Array]) -> None:
+        parameters, running = load_weights(self._spec, weights, self._dtype)
         momentum = {}
         for name, value in parameters.items():
             stored = state.get(MOMENTUM + name)
@@ -147,12 +114,6 @@ class JaxTrainer:
             momentum[name] = jnp.array(old, self._dtype)
         optimizer = self._optimizer.init(parameters)
         self._state = parameters, running, optax.tree_utils.tree_set(optimizer, trace=momentum)
-
-    def fingerprint(self) -> str:
-        """Hash of parameters and momentum, and of the running statistics where they are synchronised."""
-        separate = () if self._sync_bn or self._comm.size == 1 else self._spec.state_shapes()
-        left_out = {MODEL + name for name in separate}
-        return hash_arrays({name: value for name, value in self.state().items() if name not in left_out})
 
     def close(self) -> None:
         """Nothing is held of the communicator."""

@@ -15,22 +15,15 @@ from pytensor.graph.rewriting.basic import in2out
 from pytensor.graph.rewriting.db import RewriteDatabaseQuery
 
 import multiring.pytensor
-from multiring import Communicator
-from multiring.models.errors import CheckpointError
 from multiring.models.loader import Batch
 from multiring.models.patches_pytensor import stretch_by_views
-from multiring.models.recipe import Recipe
 from multiring.models.resnet_pytensor import PyTensorResNet
-from multiring.models.resnet_spec import ResNetSpec
-from multiring.models.trainer import Probe, Sums, hash_arrays
-from multiring.models.weights import initial_weights
+from multiring.models.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
 __all__ = ["PyTensorTrainer", "set_threads"]
 
 Array = npt.NDArray[Any]
 Variable: TypeAlias = Any
-
-MODEL, MOMENTUM = "model/", "optimizer/momentum/"
 
 # NumPy computes everything, nothing is compiled to C: on ResNet-8 a step takes about as long as with C code,
 # which takes minutes to compile (and which every rank would compile at once). Of PyTensor's rewrites only
@@ -48,45 +41,23 @@ def set_threads(count: int) -> None:
         os.environ[name] = str(count)
 
 
-class PyTensorTrainer:
-    """A ResNet under stochastic gradient descent, in compiled functions that reduce the gradients.
+class PyTensorTrainer(Trainer):
+    """A ResNet under stochastic gradient descent, in compiled functions that reduce the gradients."""
 
-    Args:
-        spec: The network.
-        recipe: Optimizer settings; the learning rate comes with each step.
-        comm: The ranks that train together.
-        seed: Seed of the weights, the same on every rank.
-        dtype: "float32" or "float64".
-        sync_bn: Normalise over the global batch instead of over each rank's part of it.
-        zero_residual: See `initial_weights`.
-    """
-
-    def __init__(
-        self,
-        spec: ResNetSpec,
-        recipe: Recipe,
-        comm: Communicator,
-        *,
-        seed: int,
-        dtype: str = "float32",
-        sync_bn: bool = True,
-        zero_residual: bool = False,
-    ) -> None:
-        self._comm, self._recipe, self._dtype = comm, recipe, dtype
-        self._sync_bn = sync_bn and comm.size > 1
+    def _build(self, weights: dict[str, Array], dtype: str, seed: int) -> None:
+        self._dtype = dtype
 
         def reduce_sum(value: Variable, name: str) -> Variable:
-            return multiring.pytensor.allreduce(value, name, comm=comm)
+            return multiring.pytensor.allreduce(value, name, comm=self._comm)
 
-        weights = initial_weights(spec, seed, dtype=dtype, zero_residual=zero_residual)
-        self._model = PyTensorResNet(spec, weights, dtype, reduce_sum if self._sync_bn else None)
+        self._model = PyTensorResNet(self._spec, weights, dtype, reduce_sum if self._sync_bn else None)
         self._momenta = {
             name: pytensor.shared(np.zeros_like(value.get_value(borrow=True)), name=f"momentum of {name}")
             for name, value in self._model.parameters.items()
         }
         state = [*self._model.parameters.values(), *self._model.statistics.values()]
-        multiring.pytensor.broadcast_parameters(state, comm=comm)
-        self._gradients = multiring.pytensor.DistributedGradients(self._model.parameters, comm)
+        multiring.pytensor.broadcast_parameters(state, comm=self._comm)
+        self._gradients = multiring.pytensor.DistributedGradients(self._model.parameters, self._comm)
         self._train = self._compile_training()
         self._evaluate: Any = None
 
@@ -116,15 +87,11 @@ class PyTensorTrainer:
         named = {n: self._model.to_specified(n, a) for n, a in zip(names, arrays, strict=True)}
         return Probe(found, named)
 
-    def synchronise(self) -> None:
-        """Average the running statistics that ranks without synchronised normalisation gather separately."""
-        if self._sync_bn or self._comm.size == 1:
-            return
+    def _average_statistics(self) -> None:
         values = [value.get_value() for value in self._model.statistics.values()]
-        joined = self._comm.allreduce(np.concatenate(values), op="average", name="running statistics")
-        ends = np.cumsum([value.size for value in values])[:-1]
-        for value, part in zip(self._model.statistics.values(), np.split(joined, ends), strict=True):
-            value.set_value(part)
+        self._average(values)
+        for variable, value in zip(self._model.statistics.values(), values, strict=True):
+            variable.set_value(value)
 
     def state(self) -> dict[str, Array]:
         """Copies of model and momentum; see `Trainer.state`."""
@@ -133,24 +100,13 @@ class PyTensorTrainer:
             state[MOMENTUM + name] = self._model.to_specified(name, momentum.get_value())
         return state
 
-    def load_state(self, state: Mapping[str, Array]) -> None:
-        """Take over a state; see `Trainer.load_state`."""
-        weights = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
-        try:
-            self._model.load(weights)
-        except ValueError as error:
-            raise CheckpointError(f"the checkpoint is of another network: {error}") from error
+    def _load(self, weights: Mapping[str, Array], state: Mapping[str, Array]) -> None:
+        self._model.load(weights)
         for name, momentum in self._momenta.items():
             found = state.get(MOMENTUM + name)
             if found is None:
                 found = np.zeros_like(weights[name])
             momentum.set_value(self._model.from_specified(name, found))
-
-    def fingerprint(self) -> str:
-        """Hash of parameters and momentum, and of the running statistics where they are synchronised."""
-        alone = not self._sync_bn and self._comm.size > 1
-        own = tuple(MODEL + name for name in self._model.statistics) if alone else ()
-        return hash_arrays({name: value for name, value in self.state().items() if name not in own})
 
     def close(self) -> None:
         """Release the buckets."""

@@ -10,14 +10,10 @@ import numpy.typing as npt
 import tensorflow as tf
 
 import multiring.tensorflow
-from multiring import Communicator
-from multiring.models.errors import CheckpointError
 from multiring.models.loader import Batch
-from multiring.models.recipe import Recipe
-from multiring.models.resnet_spec import ResNetSpec
 from multiring.models.resnet_tensorflow import TensorFlowResNet, load_weights, read_weights, to_channels_first
-from multiring.models.trainer import Probe, Sums, hash_arrays
-from multiring.models.weights import initial_weights, to_channels_last
+from multiring.models.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
+from multiring.models.weights import to_channels_last
 
 __all__ = ["TensorFlowTrainer", "set_threads"]
 
@@ -25,7 +21,6 @@ Array = npt.NDArray[Any]
 Tensor = Any
 
 DTYPES = {"float32": tf.float32, "float64": tf.float64}
-MODEL, MOMENTUM = "model/", "optimizer/momentum/"
 
 
 def set_threads(count: int) -> None:
@@ -34,43 +29,21 @@ def set_threads(count: int) -> None:
     tf.config.threading.set_inter_op_parallelism_threads(max(count, 1))
 
 
-class TensorFlowTrainer:
+class TensorFlowTrainer(Trainer):
     """A ResNet under stochastic gradient descent in one traced function, its gradients averaged over the
     ranks.
-
-    Args:
-        spec: The network.
-        recipe: Optimizer settings; the learning rate comes with each step.
-        comm: The ranks that train together.
-        seed: Seed of the weights, the same on every rank.
-        dtype: "float32" or "float64".
-        sync_bn: Normalise over the global batch instead of over each rank's part of it.
-        zero_residual: See `initial_weights`.
     """
 
-    def __init__(
-        self,
-        spec: ResNetSpec,
-        recipe: Recipe,
-        comm: Communicator,
-        *,
-        seed: int,
-        dtype: str = "float32",
-        sync_bn: bool = True,
-        zero_residual: bool = False,
-    ) -> None:
-        self._comm, self._spec, self._recipe = comm, spec, recipe
-        self._sync_bn = sync_bn and comm.size > 1
+    def _build(self, weights: dict[str, Array], dtype: str, seed: int) -> None:
         self._dtype = DTYPES[dtype]
-        model = TensorFlowResNet(spec, self._dtype, comm if self._sync_bn else None)
-        load_weights(model, initial_weights(spec, seed, dtype=dtype, zero_residual=zero_residual))
-        self._model = model
-        self._decays = [parameter.decays for parameter in spec.parameters()]
+        self._model = model = TensorFlowResNet(self._spec, self._dtype, self._comm if self._sync_bn else None)
+        load_weights(model, weights)
+        self._decays = [parameter.decays for parameter in self._spec.parameters()]
         self._momentum = {
             name: tf.Variable(tf.zeros_like(variable), trainable=False)
             for name, variable in model.parameters.items()
         }
-        multiring.tensorflow.broadcast_variables(model.parameters | model.statistics, comm=comm)
+        multiring.tensorflow.broadcast_variables(model.parameters | model.statistics, comm=self._comm)
         # As XLA cannot run the collectives, it is kept off whatever the environment says.
         self._step = tf.function(self._train, autograph=False, reduce_retracing=True, jit_compile=False)
         # Traced by itself, so that the network knows that there are no images.
@@ -111,10 +84,7 @@ class TensorFlowTrainer:
             self._model.statistics[name].assign(value)
         return Probe(scores.numpy(), {name: to_channels_first(g.numpy()) for name, g in gradients.items()})
 
-    def synchronise(self) -> None:
-        """Average the running statistics that ranks without synchronised normalisation gather separately."""
-        if self._sync_bn or self._comm.size == 1:
-            return
+    def _average_statistics(self) -> None:
         variables = list(self._model.statistics.values())
         averages = multiring.tensorflow.grouped_allreduce(
             variables, "average", name="running statistics", comm=self._comm
@@ -129,24 +99,13 @@ class TensorFlowTrainer:
             state[MOMENTUM + name] = to_channels_first(variable.numpy())
         return state
 
-    def load_state(self, state: Mapping[str, Array]) -> None:
-        """Take over a state; see `Trainer.load_state`."""
-        weights = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
-        try:
-            load_weights(self._model, weights)
-        except ValueError as error:
-            raise CheckpointError(f"the checkpoint is of another network: {error}") from error
+    def _load(self, weights: Mapping[str, Array], state: Mapping[str, Array]) -> None:
+        load_weights(self._model, weights)
         for name, variable in self._momentum.items():
             momentum = state.get(MOMENTUM + name)
             # Without momentum (a checkpoint of before the first step) it starts from zero.
             value = np.zeros(variable.shape) if momentum is None else to_channels_last(momentum)
             variable.assign(tf.cast(value, variable.dtype))
-
-    def fingerprint(self) -> str:
-        """Hash of parameters and momentum, and of the running statistics where they are synchronised."""
-        separate = not self._sync_bn and self._comm.size > 1
-        own = tuple(MODEL + name for name in self._spec.state_shapes()) if separate else ()
-        return hash_arrays({name: value for name, value in self.state().items() if name not in own})
 
     def close(self) -> None:
         """Nothing is held of the communicator that does not end with it."""

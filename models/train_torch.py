@@ -10,21 +10,16 @@ import torch
 from torch.nn import functional
 
 import multiring.torch
-from multiring import Communicator
-from multiring.models.errors import CheckpointError
 from multiring.models.loader import Batch
-from multiring.models.recipe import Recipe
-from multiring.models.resnet_spec import ResNetSpec
 from multiring.models.resnet_torch import TorchResNet, load_weights, read_weights
-from multiring.models.trainer import Probe, Sums, hash_arrays
-from multiring.models.weights import initial_weights
+from multiring.models.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
 __all__ = ["TorchTrainer", "set_threads"]
 
 Array = npt.NDArray[Any]
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-MODEL, MOMENTUM, GENERATOR = "model/", "optimizer/momentum/", "rng/torch"
+GENERATOR = "rng/torch"
 
 
 def set_threads(count: int) -> None:
@@ -32,52 +27,29 @@ def set_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-class TorchTrainer:
-    """A ResNet under stochastic gradient descent, its gradients averaged over the ranks by hooks.
+class TorchTrainer(Trainer):
+    """A ResNet under stochastic gradient descent, its gradients averaged over the ranks by hooks."""
 
-    Args:
-        spec: The network.
-        recipe: Optimizer settings; the learning rate comes with each step.
-        comm: The ranks that train together.
-        seed: Seed of the weights, the same on every rank.
-        dtype: "float32" or "float64".
-        sync_bn: Normalise over the global batch instead of over each rank's part of it.
-        zero_residual: See `initial_weights`.
-    """
-
-    def __init__(
-        self,
-        spec: ResNetSpec,
-        recipe: Recipe,
-        comm: Communicator,
-        *,
-        seed: int,
-        dtype: str = "float32",
-        sync_bn: bool = True,
-        zero_residual: bool = False,
-    ) -> None:
+    def _build(self, weights: dict[str, Array], dtype: str, seed: int) -> None:
         torch.manual_seed(seed)
-        self._comm = comm
-        self._sync_bn = sync_bn and comm.size > 1
         self._dtype = DTYPES[dtype]
-        model = TorchResNet(spec, self._dtype)
-        load_weights(model, initial_weights(spec, seed, dtype=dtype, zero_residual=zero_residual))
+        self._model = model = TorchResNet(self._spec, self._dtype)
+        load_weights(model, weights)
         if self._sync_bn:
-            multiring.torch.convert_sync_batchnorm(model, comm=comm)
-        self._model = model
-        multiring.torch.broadcast_parameters(model, root=0, comm=comm)
-        self._hooks = multiring.torch.register_gradient_hooks(model, comm=comm)
+            multiring.torch.convert_sync_batchnorm(model, comm=self._comm)
+        multiring.torch.broadcast_parameters(model, root=0, comm=self._comm)
+        self._hooks = multiring.torch.register_gradient_hooks(model, comm=self._comm)
         named = dict(model.named_parameters())
-        decaying = [named[parameter.name] for parameter in spec.parameters() if parameter.decays]
-        others = [named[parameter.name] for parameter in spec.parameters() if not parameter.decays]
+        decaying = [named[parameter.name] for parameter in self._spec.parameters() if parameter.decays]
+        others = [named[parameter.name] for parameter in self._spec.parameters() if not parameter.decays]
         self._optimizer = torch.optim.SGD(
             [
-                {"params": decaying, "weight_decay": recipe.weight_decay},
+                {"params": decaying, "weight_decay": self._recipe.weight_decay},
                 {"params": others, "weight_decay": 0.0},
             ],
-            lr=recipe.peak_lr,
-            momentum=recipe.momentum,
-            nesterov=recipe.nesterov,
+            lr=self._recipe.peak_lr,
+            momentum=self._recipe.momentum,
+            nesterov=self._recipe.nesterov,
         )
 
     def step(self, batch: Batch, lr: float) -> Sums:
@@ -121,15 +93,8 @@ class TorchTrainer:
         found = {name: gradient.numpy() for name, gradient in zip(names, gradients, strict=True)}
         return Probe(scores.detach().numpy(), found)
 
-    def synchronise(self) -> None:
-        """Average the running statistics that ranks without synchronised normalisation gather separately."""
-        if self._sync_bn or self._comm.size == 1:
-            return
-        buffers = [self._model.get_buffer(name) for name in self._model.spec.state_shapes()]
-        joined = torch.cat(buffers)
-        self._comm.allreduce(joined, op="average", out=joined, name="running statistics")
-        for buffer, part in zip(buffers, torch.split(joined, [len(b) for b in buffers]), strict=True):
-            buffer.copy_(part)
+    def _average_statistics(self) -> None:
+        self._average([self._model.get_buffer(name).numpy() for name in self._spec.state_shapes()])
 
     def state(self) -> dict[str, Array]:
         """Copies of model, momentum and generator; see `Trainer.state`."""
@@ -141,28 +106,14 @@ class TorchTrainer:
         state[GENERATOR] = torch.get_rng_state().numpy().copy()
         return state
 
-    def load_state(self, state: Mapping[str, Array]) -> None:
-        """Take over a state; see `Trainer.load_state`."""
-        weights = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
-        try:
-            load_weights(self._model, weights)
-        except ValueError as error:
-            raise CheckpointError(f"the checkpoint is of another network: {error}") from error
+    def _load(self, weights: Mapping[str, Array], state: Mapping[str, Array]) -> None:
+        load_weights(self._model, weights)
         for name, parameter in self._model.named_parameters():
             self._optimizer.state[parameter].clear()
             if (momentum := state.get(MOMENTUM + name)) is not None:
                 tensor = torch.from_numpy(momentum.copy()).to(parameter.device, parameter.dtype)
                 self._optimizer.state[parameter]["momentum_buffer"] = tensor
         torch.set_rng_state(torch.from_numpy(state[GENERATOR].copy()))
-
-    def fingerprint(self) -> str:
-        """Hash of parameters and momentum, and of the running statistics where they are synchronised."""
-        own = (
-            ()
-            if self._sync_bn or self._comm.size == 1
-            else tuple(MODEL + n for n in self._model.spec.state_shapes())
-        )
-        return hash_arrays({name: value for name, value in self.state().items() if name not in own})
 
     def close(self) -> None:
         """Take the hooks off the network."""
