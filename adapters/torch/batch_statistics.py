@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from multiring.batch_moments import combine_moments, moments_row
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -27,35 +28,14 @@ class Statistics(NamedTuple):
 def global_statistics(x: Tensor, comm: Communicator, label: str) -> Statistics:
     """Statistics of the batches of all ranks, the same bits on each. Collective."""
     channels = x.shape[1]
-    row = torch.zeros((1, 2 * channels + 1), dtype=torch.float64)
     count = x.numel() // channels if channels else 0
+    mean = variance = torch.zeros(channels)
     if count:
         axes = [axis for axis in range(x.dim()) if axis != 1]
         variance, mean = torch.var_mean(x.to(_working_dtype(x)), axes, correction=0)
-        row[0, 0] = count
-        row[0, 1 : channels + 1] = mean
-        row[0, channels + 1 :] = variance.double() * count
-    rows: Tensor = comm.allgather(row, name=f"{label} forward")
-    total = _combine(rows)
-    return Statistics(
-        float(total[0]), total[1 : channels + 1], total[channels + 1 :] / max(float(total[0]), 1.0)
-    )
-
-
-def _combine(rows: Tensor) -> Tensor:
-    """Fold rows of (count, means, sums of squared deviations) in a balanced tree. Shape (2*channels + 1,)."""
-    if len(rows) == 1:
-        return rows[0]
-    half = 1 << ((len(rows) - 1).bit_length() - 1)
-    left, right = _combine(rows[:half]), _combine(rows[half:])
-    count = left[0] + right[0]
-    if left[0] == 0 or right[0] == 0:
-        return right if left[0] == 0 else left
-    channels = (len(left) - 1) // 2
-    difference = right[1 : channels + 1] - left[1 : channels + 1]
-    mean = left[1 : channels + 1] + difference * (right[0] / count)
-    squares = left[channels + 1 :] + right[channels + 1 :] + difference**2 * (left[0] * right[0] / count)
-    return torch.cat([count.reshape(1), mean, squares])
+    row = moments_row(count, mean.double().cpu().numpy(), variance.double().cpu().numpy())
+    samples, total_mean, total_variance = combine_moments(comm.allgather(row, name=f"{label} forward"))
+    return Statistics(samples, torch.from_numpy(total_mean), torch.from_numpy(total_variance))
 
 
 class Normalise(torch.autograd.Function):
