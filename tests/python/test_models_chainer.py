@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,6 @@ def reduce_gradients(comm: Communicator) -> bool:
         right = right and reduction.check(turn + (comm.size - 1) / 2) and not reduction.check(-1.0)
     reduction.close()
     return right
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small matrices are multiplied faster by one thread than by several that wait for processors."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with threadpool_limits(1):
-        yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

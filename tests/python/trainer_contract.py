@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
+from threadpoolctl import threadpool_limits
 
 import multiring
 from multiring import Communicator
@@ -22,7 +24,17 @@ from multiring.models.resnet_spec import ResNetSpec, Stem, resnet
 from multiring.models.trainer import Trainer
 from tests.rank_pool import RankPool
 
-__all__ = ["SPEC", "TOLERANCE", "TrainerContract", "part_of", "recipe", "relative", "whole_batch", "worst"]
+__all__ = [
+    "SPEC",
+    "TOLERANCE",
+    "TrainerContract",
+    "make",
+    "part_of",
+    "recipe",
+    "relative",
+    "whole_batch",
+    "worst",
+]
 
 Ranks = Callable[[int], RankPool]
 Array = np.ndarray[Any, Any]
@@ -100,6 +112,15 @@ class TrainerContract:
     """The suite; small images, since what is compared is the arithmetic."""
 
     framework: ClassVar[str]
+
+    @pytest.fixture(autouse=True)
+    def one_thread(self) -> Iterator[None]:
+        """Small matrices are multiplied faster by one thread than by several that wait for processors."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        with threadpool_limits(1):
+            yield
+        torch.set_num_threads(before)
 
     @pytest.fixture
     def comm(self) -> Iterator[Communicator]:
