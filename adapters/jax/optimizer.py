@@ -31,11 +31,13 @@ class DistributedState(NamedTuple):
         inner: State of the wrapped optimizer.
         held: Gradients that `sums` holds. int32, shape ().
         sums: Sums of this rank's gradients.
+        active: Whether this rank had data for one of them. Boolean, shape ().
     """
 
     inner: Any
     held: jax.Array
     sums: Any
+    active: jax.Array
 
 
 def distribute(
@@ -71,7 +73,8 @@ def distribute(
     Returns:
         An `optax.GradientTransformationExtraArgs`. Its `update` also takes `active`, a boolean: a rank
         without data passes False and any gradients; see `average_partial_gradients`. All ranks pass it,
-        or none.
+        or none. Of the k gradients of a rank those count that came with True, and the rank counts as active
+        if there is one.
 
     Raises:
         UsageError: An option is out of range.
@@ -92,7 +95,8 @@ def distribute(
         inner = wrapped.init(params)
         if every_k == 1:
             return inner
-        return DistributedState(inner, jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+        sums = jax.tree.map(jnp.zeros_like, params)
+        return DistributedState(inner, jnp.zeros((), jnp.int32), sums, jnp.zeros((), bool))
 
     def apply(updates: Any, state: Any, params: Any, active: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
         group = resolve(comm)
@@ -111,17 +115,19 @@ def distribute(
     ) -> tuple[Any, Any]:
         if every_k == 1:
             return apply(updates, state, params, active, extra)
-        sums = jax.tree.map(jnp.add, state.sums, updates)
-        held = state.held + 1
+        counts = jnp.asarray(active is None or active, bool)
+        sums = jax.tree.map(lambda held, new: held + jnp.where(counts, new, 0), state.sums, updates)
+        held, any_active = state.held + 1, state.active | counts
 
         def now() -> tuple[Any, Any, Any]:
-            return *apply(sums, state.inner, params, active, extra), jax.tree.map(jnp.zeros_like, sums)
+            told = None if active is None else any_active
+            return *apply(sums, state.inner, params, told, extra), jax.tree.map(jnp.zeros_like, sums)
 
         def later() -> tuple[Any, Any, Any]:
             return jax.tree.map(jnp.zeros_like, sums), state.inner, sums
 
         # Ranks count alike, so they take the same branch.
         changes, inner, rest = jax.lax.cond(held == every_k, now, later)
-        return changes, DistributedState(inner, held % every_k, rest)
+        return changes, DistributedState(inner, held % every_k, rest, any_active & (held < every_k))
 
     return optax.GradientTransformationExtraArgs(init, update)

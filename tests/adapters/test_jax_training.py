@@ -201,6 +201,33 @@ def test_inactive_ranks_do_not_count(ranks: Pool) -> None:
     ranks(3).run(inactive)
 
 
+def inactive_in_between(comm: Communicator) -> None:
+    """Of k gradients those count that came with data; a rank counts if one of them did."""
+    optimizer = mj.distribute(optax.sgd(1.0), every_k=3)
+    params = {"a": jnp.zeros(2)}
+    state = optimizer.init(params)
+    update = jax.jit(lambda g, state, active: optimizer.update(g, state, params, active=active))
+    # By rank: none in the first round, the first two of three, the last, all; then others.
+    rounds = [["---", "xx-", "--x", "xxx"], ["x--", "---", "---", "-x-"], ["---", "---", "---", "---"]]
+    for number, flags in enumerate(rounds):
+        mine = [flag == "x" for flag in flags[comm.rank]]
+        for k, active in enumerate(mine):
+            value = 10.0 * number + 2.0**comm.rank + k if active else jnp.nan
+            changes, state = update({"a": jnp.full(2, value)}, state, active)
+            if k < 2:
+                np.testing.assert_array_equal(changes["a"], 0)
+        sums = [
+            sum(10.0 * number + 2.0**rank + k for k in range(3) if line[k] == "x")
+            for rank, line in enumerate(flags)
+            if "x" in line
+        ]
+        np.testing.assert_allclose(changes["a"], -np.mean(sums) if sums else 0.0, **TIGHT)
+
+
+def test_inactive_parts_of_a_step_do_not_count(ranks: Pool) -> None:
+    ranks(4).run(inactive_in_between)
+
+
 def state_of_all_kinds(comm: Communicator) -> None:
     def make(rank: int) -> Tree:
         draw = np.random.default_rng(rank)
