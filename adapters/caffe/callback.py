@@ -7,9 +7,11 @@ these calls the callback learns which blobs have a new gradient and how many pas
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from multiring import Communicator
 
 __all__ = ["SolverCallback"]
+
+# Number of the newest callback of each solver: Caffe has no way to take one off again.
+_newest: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
 
 
 class SolverCallback:
@@ -94,6 +100,7 @@ class SolverCallback:
         self._copied: set[int] = set()  # gradients that are in their slots
         self._generation, self._views = -1, [np.empty(0)]
         self._is_watching = self._watch()
+        self._number = _newest[solver] = next(_numbers)
 
     def __iter__(self) -> Iterator[Callable[[], None]]:
         """Unpacks as `on_start, on_gradients_ready`."""
@@ -102,7 +109,7 @@ class SolverCallback:
     @property
     def produced(self) -> frozenset[str]:
         """Names of the blobs that the last reduction brought a gradient for: those that a backward pass of
-        any rank had reached. All, where the net does not call back after each layer."""
+        any rank had reached. All, where the net does not call back after each layer or has had no pass."""
         return self._produced
 
     def on_start(self) -> None:
@@ -111,6 +118,8 @@ class SolverCallback:
         Raises:
             MismatchError: The first time, if ranks are at different iterations.
         """
+        if self._is_replaced:
+            return
         self._check_open()
         self._reducer.cancel()  # what an iteration that was aborted by an exception has left
         self._passes.begin()
@@ -122,8 +131,10 @@ class SolverCallback:
         Raises:
             MultiringError: The communication failed; the gradients are undefined.
         """
+        if self._is_replaced:
+            return
         self._check_open()
-        if not self._is_watching:
+        if not self._is_watching or not self._passes.number:  # without a pass they were filled by hand
             for index in range(len(self._parameters)):
                 self._reducer.mark_produced(index)
         self._passes.end()
@@ -163,7 +174,8 @@ class SolverCallback:
             self.broadcast(root)
 
     def close(self) -> None:
-        """Release the buckets; the callables must not be called any more. May be called twice."""
+        """Release the buckets. May be called twice. A solver that goes on needs another SolverCallback,
+        beside which the callables of this one, which Caffe keeps, do nothing."""
         self._views, self._is_watching = [], False
         self._reducer.close()
         self._closed = True
@@ -176,6 +188,10 @@ class SolverCallback:
         """Part of `GradientSource`: only where `store` has said that there is no gradient."""
 
     _closed = False
+
+    @property
+    def _is_replaced(self) -> bool:
+        return self._closed and _newest[self._solver] > self._number
 
     def _check_open(self) -> None:
         if self._closed:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -267,6 +269,58 @@ def refuse(comm: Communicator) -> None:
 
 def test_refused(ranks: Pool) -> None:
     ranks(2).run(refuse)
+
+
+def go_on(comm: Communicator) -> None:
+    """A solver trains on with another callback; Caffe keeps the callables of the closed one."""
+    solver = make_solver()
+    other = make_solver()
+    other.add_callback(*multiring.caffe.SolverCallback(other, comm))
+    for step in range(3):
+        callback = multiring.caffe.SolverCallback(solver, comm, overlap=True, iter_size=1, **SMALL)
+        solver.add_callback(*callback)
+        for _ in range(2):
+            mine = [[draw(100 * step + rank)] for rank in range(comm.size)]
+            solver.step(mine[comm.rank])
+            expect(solver.net, mine)
+        callback.close()
+        with pytest.raises(UsageError, match="is closed; make another"):  # the newest one, again
+            solver.step([draw(0)])
+        other.step([draw(0)])
+    known = weakref.ref(solver)
+    del solver, callback
+    gc.collect()
+    assert known() is None
+
+
+def test_a_solver_goes_on_with_another_callback(ranks: Pool) -> None:
+    ranks(2).run(go_on)
+
+
+def fill_by_hand(comm: Communicator, overlap: bool) -> None:
+    """Gradients that no backward pass has brought, on some ranks or on all."""
+    solver = make_solver()
+    callback = multiring.caffe.SolverCallback(solver, comm, overlap=overlap, iter_size=1, **SMALL)
+    solver.add_callback(*callback)
+    for hands in ([0, 1], [1], []):
+        mine = [[draw(10 * len(hands) + rank)] for rank in range(comm.size)]
+        solver.net.clear_param_diffs()
+        solver.start()
+        if comm.rank in hands:
+            for name, gradients in mine[comm.rank][0].items():
+                for one, gradient in zip(solver.net.params[name], gradients, strict=True):
+                    one.diff[...] += gradient
+        else:
+            solver.net.backward(mine[comm.rank][0])
+        solver.gradients_ready()
+        expect(solver.net, mine)
+        assert callback.produced == {"conv[0]", "conv[1]", "twin_a", "empty"}
+    callback.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_that_were_filled_by_hand(ranks: Pool, overlap: bool) -> None:
+    ranks(2).run(fill_by_hand, overlap)
 
 
 def differ(comm: Communicator, what: str) -> None:
