@@ -37,6 +37,7 @@ class Net:
     Attributes:
         name: Name of the net.
         layers: All layers, bottom to top, Splits included; each has `type` and `blobs`.
+        params: The blobs of every layer that has any, by the layer's name, bottom to top.
         blobs: All blobs by name; take `.data` anew after each pass.
         inputs: Names of the blobs that the program fills.
         outputs: Names of the blobs that no layer reads.
@@ -105,6 +106,9 @@ class Net:
             raise place.error(f"net {self.name!r} has no layers in this phase")
         self.inputs = [top for layer in self.layers if layer.type == "Input" for top in layer.param.top]
         self.outputs = sorted(unread)  # as Caffe has them
+        self.params: OrderedDict[str, list[Blob]] = OrderedDict(
+            (layer.name, layer.blobs) for layer in self.layers if layer.blobs
+        )
         self.learnable: list[Learnable] = collect_learnable(self.layers)
         self._choose_backward(bool(param.force_backward))
 
@@ -152,11 +156,6 @@ class Net:
             self._under_loss |= {
                 name for name, wanted in zip(layer.param.bottom, self._wanted[index], strict=True) if wanted
             }
-
-    @property
-    def params(self) -> OrderedDict[str, list[Blob]]:
-        """The blobs of every layer that has any, by the layer's name, bottom to top."""
-        return OrderedDict((layer.name, layer.blobs) for layer in self.layers if layer.blobs)
 
     @property
     def layer_dict(self) -> OrderedDict[str, Layer]:

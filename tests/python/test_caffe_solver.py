@@ -251,3 +251,11 @@ def test_solvers_that_are_refused(tmp_path: Path, text: str) -> None:
 def test_the_examples_are_those_of_the_specification() -> None:
     for name, text in digits_example().items():
         assert (REPOSITORY / "examples" / "caffe" / name).read_text() == text
+
+
+def test_the_table_of_learned_blobs_is_made_once(tmp_path: Path) -> None:
+    """Adapters ask for it once for each blob, in every iteration."""
+    net = make_solver(tmp_path).net
+    assert net.params is net.params
+    assert list(net.params) == [layer.name for layer in net.layers if layer.blobs]
+    assert all(net.params[layer.name] is layer.blobs for layer in net.layers if layer.blobs)
