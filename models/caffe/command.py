@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -152,6 +153,7 @@ def _train(args: argparse.Namespace, comm: Communicator) -> None:
     solver = Solver(
         args.solver,
         shard=(comm.rank, comm.size),
+        seed=comm.broadcast_object(secrets.randbits(31)),
         sync_batch_norm_comm=comm if args.sync_batch_norm else None,
     )
     if not solver.param.max_iter:

@@ -57,6 +57,7 @@ class Solver:
         *,
         dtype: str = "float32",
         shard: tuple[int, int] = (0, 1),
+        seed: int | None = None,
         sync_batch_norm_comm: Communicator | None = None,
     ) -> None:
         """Build the solver and its nets.
@@ -67,6 +68,8 @@ class Solver:
             dtype: "float32" or "float64".
             shard: This rank and the number of ranks: data layers in training give rank r of n the samples
                 r, r + n, ...; only rank 0 logs and writes snapshots.
+            seed: Used where the prototxt has no `random_seed`; drawn by default. Give all ranks the same:
+                it decides the order of shuffled data, of which each takes its part.
             sync_batch_norm_comm: See `Net`.
 
         Raises:
@@ -77,7 +80,10 @@ class Solver:
         self._place = place
         self._check(place)
         self._policy = Policy(self.param, place)
-        seed = self.param.random_seed if self.param.random_seed >= 0 else secrets.randbits(31)
+        if self.param.random_seed >= 0:
+            seed = self.param.random_seed
+        elif seed is None:
+            seed = secrets.randbits(31)
         context = Context(
             0,
             DTYPES[dtype],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from multiring.cli import main
 from multiring.models.caffe import TEST, Net
@@ -24,6 +25,14 @@ layer { name: "scores" type: "InnerProduct" bottom: "data" top: "scores"
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "scores" bottom: "label" top: "loss" }
 layer { name: "accuracy" type: "Accuracy" bottom: "scores" bottom: "label" top: "accuracy"
   include { phase: TEST } }
+"""
+
+SHUFFLED = """
+layer { name: "data" type: "ImageData" top: "data" top: "label"
+  image_data_param { source: "LIST" batch_size: 2 shuffle: true is_color: false } }
+layer { name: "scores" type: "InnerProduct" bottom: "data" top: "scores"
+  inner_product_param { num_output: 2 bias_term: false } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "scores" bottom: "label" top: "loss" }
 """
 
 
@@ -57,6 +66,25 @@ def test_two_ranks_train_as_one_with_twice_the_batch(tmp_path: Path) -> None:
     for name, arrays in found[0].items():
         for one, other in zip(arrays, found[1][name], strict=True):
             np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_share_one_order_of_shuffled_images(tmp_path: Path) -> None:
+    """Image k is bright in column k alone, so column k of the weights tells how often it was seen."""
+    count = 16
+    for number in range(count):
+        Image.fromarray(np.eye(count, dtype=np.uint8)[number : number + 1] * 255).save(
+            tmp_path / f"{number}.png"
+        )
+    (tmp_path / "list.txt").write_text("".join(f"{tmp_path}/{number}.png 0\n" for number in range(count)))
+    layers = SHUFFLED.replace("LIST", str(tmp_path / "list.txt"))
+    solver = Path(write(tmp_path, max_iter=count // 4, batch=2))
+    solver.write_text(solver.read_text().replace("random_seed: 1", "").replace("momentum: 0.9", ""))
+    (tmp_path / "net.prototxt").write_text(layers)
+    done = caffe("train", "--solver", str(solver), "-np", "2", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    weights = read_net(tmp_path / f"shot_iter_{count // 4}.caffemodel")["scores"][0]
+    assert (weights != 0).all()
+    np.testing.assert_allclose(weights, np.repeat(weights[:, :1], count, axis=1), rtol=1e-5)
 
 
 def test_ctrl_c_stops_with_a_snapshot_to_continue_from(tmp_path: Path) -> None:
