@@ -14,7 +14,7 @@ from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.errors import UsageError
 from multiring.jax.arguments import as_arrays, resolve
 from multiring.jax.state import broadcast_parameters
-from multiring.jax.trees import Reduction, named_leaves, reduce_arrays
+from multiring.jax.trees import Reduction, bucket_name, named_leaves, reduce_arrays
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -152,14 +152,11 @@ def reduce_partial(
     ]
     ranks = jnp.arange(comm.size) == comm.rank
     flags = jnp.concatenate([np.array([part is not None for part in present], bool), ranks]) & active
-    told = reduce_arrays(
-        comm,
-        [flags.astype(jnp.int32)],
-        ["who has one"],
-        Reduction("sum", name=f"{options.name}: participation"),
-    )[0]
+    telling, label = Reduction("sum", name=f"{options.name}: participation"), ["who has one"]
+    told = reduce_arrays(comm, [flags.astype(jnp.int32)], label, telling)[0]
     produced, joined = told[: len(names)] > 0, told[len(names) :] > 0
-    sums = reduce_arrays(comm, as_arrays(comm, parts, names), names, options)
+    parts = as_arrays(comm, parts, names)
+    sums = reduce_arrays(comm, parts, names, options, follows=bucket_name(telling, 0, label))
     if options.op == "average" and comm.size > 1:
         # The core divided by the number of all ranks.
         count = jnp.sum(joined)

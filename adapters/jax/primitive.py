@@ -57,6 +57,8 @@ class Collective:
         postscale: Factor after it.
         sent: Rows to each rank (alltoall).
         received: Rows from each rank (allgather, alltoall).
+        follows: Name of the bucket that begins the step, where that is one of an earlier call; its own first
+            otherwise.
     """
 
     kind: str
@@ -70,6 +72,7 @@ class Collective:
     postscale: float = 1.0
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
+    follows: str = ""
 
     @property
     def keeps_shape(self) -> bool:
@@ -90,7 +93,7 @@ class Collective:
             dataclasses.replace(bucket, name=f"{bucket.name.removesuffix(' (tangent)')} ({suffix})")
             for bucket in self.buckets
         )
-        return dataclasses.replace(self, buckets=tuple(buckets), **changes)
+        return dataclasses.replace(self, buckets=tuple(buckets), follows="", **changes)
 
     def only(self, kept: Sequence[int]) -> Collective:
         """Without the arrays that are not in `kept`; the others are numbered anew."""
@@ -247,7 +250,7 @@ def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
     ticket = jax.core.ShapedArray((2,), np.dtype(np.uint32))
     token = ctx.tokens_in.get(COLLECTIVE)
     flights = []
-    for bucket in call.buckets:
+    for number, bucket in enumerate(call.buckets):
         members = bucket.members
         given = [ctx.avals_in[i] for i in members]
         made = [ctx.avals_out[i] for i in members]
@@ -260,6 +263,8 @@ def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
             (1, 2),
             name=bucket.name,
             labels="\n".join(label.replace("\n", " ") for label in bucket.labels),
+            counter=call.follows or call.buckets[0].name,
+            counts=np.int64(number == 0 and not call.follows),
             **attributes,
         )
         token = results[0]

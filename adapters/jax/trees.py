@@ -93,9 +93,16 @@ def grouped_allreduce(
 
 
 def reduce_arrays(
-    comm: Communicator, arrays: Sequence[jax.Array], names: Sequence[str], options: Reduction
+    comm: Communicator,
+    arrays: Sequence[jax.Array],
+    names: Sequence[str],
+    options: Reduction,
+    follows: str = "",
 ) -> list[jax.Array]:
-    """Reduce arrays in buckets. With one rank and no scale they come back as they are."""
+    """Reduce arrays in buckets. With one rank and no scale they come back as they are.
+
+    `follows` is the name of the bucket that has begun the step, if it is none of these.
+    """
     if not arrays or (comm.size == 1 and options.scale == 1.0):
         return list(arrays)
     call = Collective(
@@ -107,6 +114,7 @@ def reduce_arrays(
         op=options.op,
         prescale=options.prescale,
         postscale=options.postscale,
+        follows=follows,
     )
     return run(call, arrays)
 
@@ -131,6 +139,11 @@ def _buckets(
     buckets: list[Bucket] = []
     for members in filter(None, groups):
         labels = tuple(names[i] for i in members)
-        more = f" and {len(members) - 1} more" if len(members) > 1 else ""
-        buckets.append(Bucket(f"{options.name}[{len(buckets)}]: {labels[0]}{more}", tuple(members), labels))
+        buckets.append(Bucket(bucket_name(options, len(buckets), labels), tuple(members), labels))
     return buckets
+
+
+def bucket_name(options: Reduction, number: int, labels: Sequence[str]) -> str:
+    """The name of a bucket of these arrays."""
+    more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+    return f"{options.name}[{number}]: {labels[0]}{more}"

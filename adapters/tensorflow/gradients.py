@@ -21,7 +21,7 @@ from multiring.bucketing import ParameterSpec, plan_buckets
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions, check_arguments
 from multiring.model_check import check_same
-from multiring.tensorflow.ops import grouped_allreduce
+from multiring.tensorflow.ops import grouped_allreduce, next_step
 from multiring.tensorflow.sparse import allreduce_slices
 from multiring.tensorflow.state import broadcast_variables
 from multiring.tensorflow.variables import describe_variables
@@ -156,17 +156,33 @@ class GradientReduction:
         own = np.zeros(len(self.specs) + self.comm.size, dtype=np.float32)
         own[: len(self.specs)] = present
         own[len(self.specs) + self.comm.rank] = active
-        flags = grouped_allreduce([tf.constant(own)], name=f"{self._title}: flags", comm=self.comm)[0]
+        step = self._next_step(gradients)
+        flags = grouped_allreduce(
+            [tf.constant(own)], name=f"{self._title}: flags", comm=self.comm, step=step
+        )[0]
         results: list[Gradient] = [None] * len(self.specs)
         for number, bucket in enumerate(self._buckets):
-            for index, value in zip(bucket, self._reduce_bucket(number, bucket, gradients), strict=True):
+            for index, value in zip(
+                bucket, self._reduce_bucket(number, bucket, gradients, step), strict=True
+            ):
                 results[index] = value
         for index, spec in enumerate(self.specs):
             if spec.sparse:
-                results[index] = self._reduce_slices(spec, gradients[index])
+                results[index] = self._reduce_slices(spec, gradients[index], step)
         return self._corrected(results, flags), flags
 
-    def _reduce_bucket(self, number: int, bucket: Sequence[int], gradients: Sequence[Gradient]) -> list[Any]:
+    def _next_step(self, gradients: Sequence[Gradient]) -> Any:
+        """The number of this step, which begins when the gradients of the first bucket are there."""
+        buckets = ([gradients[k] for k in bucket if gradients[k] is not None] for bucket in self._buckets)
+        first: list[Any] = next(filter(None, buckets), [])
+        dense = [
+            gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in first
+        ]
+        return next_step(self._title, comm=self.comm, after=dense)
+
+    def _reduce_bucket(
+        self, number: int, bucket: Sequence[int], gradients: Sequence[Gradient], step: Any
+    ) -> list[Any]:
         options = self._options
         reduced: list[Any] = grouped_allreduce(
             [self._dense(self.specs[index], gradients[index]) for index in bucket],
@@ -177,6 +193,7 @@ class GradientReduction:
             prescale=options.prescale,
             postscale=options.postscale,
             priority=number,  # the last is needed first in the next step
+            step=step,
         )
         return reduced
 
@@ -192,7 +209,7 @@ class GradientReduction:
             )
         return value
 
-    def _reduce_slices(self, spec: ParameterSpec, gradient: Gradient) -> Any:
+    def _reduce_slices(self, spec: ParameterSpec, gradient: Gradient, step: Any) -> Any:
         if gradient is None:
             gradient = tf.IndexedSlices(
                 tf.zeros((0, *spec.shape[1:]), spec.dtype), tf.zeros((0,), tf.int64), tf.constant(spec.shape)
@@ -202,7 +219,7 @@ class GradientReduction:
             gradient = tf.IndexedSlices(gradient, rows, tf.constant(spec.shape))
         name = f"{self._title}: {spec.name}"
         return allreduce_slices(
-            gradient, self._options.op, name=name, comm=self.comm, scale=self._options.scale
+            gradient, self._options.op, name=name, comm=self.comm, scale=self._options.scale, step=step
         )
 
     def _corrected(self, results: list[Gradient], flags: Any) -> list[Gradient]:

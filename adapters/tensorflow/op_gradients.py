@@ -40,10 +40,10 @@ def _linear(op: Any) -> dict[str, Any]:
 def _allreduce_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
     # The gradient of integers is None, on every rank alike.
     places = [place for place, gradient in enumerate(gradients) if gradient is not None]
-    found: list[Tensor] = [None] * len(gradients)
+    found: list[Tensor] = [None] * len(op.inputs)
     if places:
         reduced = native_ops().multiring_allreduce(
-            [gradients[place] for place in places], labels=[], **_linear(op)
+            [gradients[place] for place in places], [], labels=[], **_linear(op)
         )
         for place, value in zip(places, independent(reduced), strict=True):
             found[place] = value
@@ -63,19 +63,19 @@ def _broadcast_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
 
 
 @tf.RegisterGradient("MultiringAllgather")
-def _allgather_gradient(op: Any, gradient: Tensor, _: Tensor) -> Tensor:
+def _allgather_gradient(op: Any, gradient: Tensor, _: Tensor) -> list[Tensor]:
     rank = _place(op)[0]
     rows = op.outputs[1]
     first = tf.reduce_sum(rows[:rank])
     own = _summed(op, [gradient])[0][first : first + rows[rank]]
-    return tf.reshape(own, tf.shape(op.inputs[0]))
+    return [tf.reshape(own, tf.shape(op.inputs[0])), *[None] * (len(op.inputs) - 1)]
 
 
 @tf.RegisterGradient("MultiringReduceScatter")
 def _reduce_scatter_gradient(op: Any, gradient: Tensor) -> Tensor:
     attributes = _linear(op)
     scale = _double(attributes["prescale_bits"]) * _double(attributes["postscale_bits"])
-    joined = independent(native_ops().multiring_allgather(gradient, **_attributes(op))).joined
+    joined = independent(native_ops().multiring_allgather(gradient, [], **_attributes(op))).joined
     if attributes["reduce_op"] == _AVERAGE:
         scale /= _place(op)[1]
     return joined if scale == 1.0 else joined * tf.cast(scale, joined.dtype)
@@ -90,7 +90,7 @@ def _alltoall_gradient(op: Any, gradient: Tensor, _: Tensor) -> list[Tensor]:
 def _summed(op: Any, tensors: list[Tensor]) -> list[Tensor]:
     one = struct.unpack("<q", struct.pack("<d", 1.0))[0]
     options = {"reduce_op": _SUM, "prescale_bits": one, "postscale_bits": one, "labels": []}
-    return list(independent(native_ops().multiring_allreduce(tensors, **options, **_attributes(op))))
+    return list(independent(native_ops().multiring_allreduce(tensors, [], **options, **_attributes(op))))
 
 
 def _place(op: Any) -> tuple[int, int]:

@@ -28,6 +28,7 @@ __all__ = [
     "broadcast",
     "grouped_allreduce",
     "grouped_broadcast",
+    "next_step",
     "reducescatter",
 ]
 
@@ -46,6 +47,7 @@ def allreduce(
     comm: Communicator | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    step: Tensor | None = None,
 ) -> Tensor:
     """Reduces a tensor element by element over all ranks; every rank gets the result.
 
@@ -57,6 +59,7 @@ def allreduce(
         comm: Ranks that take part; the world by default.
         prescale: Factor for each input before the reduction.
         postscale: Factor for the result.
+        step: A number (int64) that has to be the same on all ranks; see `next_step`.
 
     Returns:
         The result, with the shape of the input. Differentiable for "sum" and "average": its gradient is
@@ -68,8 +71,10 @@ def allreduce(
     if isinstance(tensor, tf.IndexedSlices):
         from multiring.tensorflow.sparse import allreduce_slices
 
-        return allreduce_slices(tensor, op, name=name, comm=comm, scale=prescale * postscale)
-    return grouped_allreduce([tensor], op, name=name, comm=comm, prescale=prescale, postscale=postscale)[0]
+        return allreduce_slices(tensor, op, name=name, comm=comm, scale=prescale * postscale, step=step)
+    return grouped_allreduce(
+        [tensor], op, name=name, comm=comm, prescale=prescale, postscale=postscale, step=step
+    )[0]
 
 
 @_as_is
@@ -83,6 +88,7 @@ def grouped_allreduce(
     postscale: float = 1.0,
     labels: Sequence[str] = (),
     priority: int = 0,
+    step: Tensor | None = None,
 ) -> list[Tensor]:
     """Reduces several tensors, of any dtypes, as one operation; see `allreduce`.
 
@@ -91,6 +97,7 @@ def grouped_allreduce(
     Args:
         labels: What error messages call the tensors; the same on all ranks.
         priority: Of the operations that all ranks have submitted, those of higher priority run first.
+        step: As in `allreduce`.
     """
     if op not in _OPS:
         raise UsageError(f"op is {op!r}; accepted: {', '.join(_OPS)}")
@@ -98,6 +105,7 @@ def grouped_allreduce(
         return []
     results = native_ops().multiring_allreduce(
         [tf.convert_to_tensor(tensor) for tensor in tensors],
+        [] if step is None else [step],
         reduce_op=_OPS.index(op),
         prescale_bits=_bits(prescale),
         postscale_bits=_bits(postscale),
@@ -132,7 +140,13 @@ def grouped_broadcast(
 
 
 @_as_is
-def allgather(tensor: Tensor, *, name: str | None = None, comm: Communicator | None = None) -> Tensor:
+def allgather(
+    tensor: Tensor,
+    *,
+    name: str | None = None,
+    comm: Communicator | None = None,
+    step: Tensor | None = None,
+) -> Tensor:
     """Joins the tensors of all ranks along the first dimension, in the order of the ranks.
 
     Args:
@@ -140,13 +154,18 @@ def allgather(tensor: Tensor, *, name: str | None = None, comm: Communicator | N
             A scalar counts as one row.
         name: Name by which the ranks' operations find each other.
         comm: Ranks that take part; the world by default.
+        step: As in `allreduce`.
 
     Returns:
         The joined tensor. Differentiable: a rank's gradient is the sum over ranks of what belongs to its
         rows.
     """
     return independent(
-        native_ops().multiring_allgather(tf.convert_to_tensor(tensor), **_common("allgather", name, comm))
+        native_ops().multiring_allgather(
+            tf.convert_to_tensor(tensor),
+            [] if step is None else [step],
+            **_common("allgather", name, comm),
+        )
     ).joined
 
 
@@ -202,6 +221,22 @@ def alltoall(
         native_ops().multiring_alltoall(tf.convert_to_tensor(tensor), rows, **_common("alltoall", name, comm))
     )
     return result.joined if splits is None else (result.joined, result.rows)
+
+
+@_as_is
+def next_step(name: str, *, comm: Communicator | None = None, after: Sequence[Tensor] = ()) -> Tensor:
+    """Counts the steps of this rank, one at each run; a scalar (int64).
+
+    For the operations of a step: if a step fails on some ranks only and leaves operations out there, those of
+    the next one would meet the peers' of this one. With the number of the step they are a mismatch.
+
+    Args:
+        name: What is counted; its operations belong together.
+        comm: Ranks that the operations are for; the world by default.
+        after: Tensors that have to be there first: a function that fails before has not begun the step.
+    """
+    with tf.control_dependencies(list(after)):
+        return independent(native_ops().multiring_step(**_common("step", name, comm)))
 
 
 def _common(kind: str, name: str | None, comm: Communicator | None, priority: int = 0) -> dict[str, Any]:

@@ -29,6 +29,7 @@ def allreduce_slices(
     name: str | None = None,
     comm: Communicator | None = None,
     scale: float = 1.0,
+    step: Any = None,
 ) -> Any:
     """Reduces `tf.IndexedSlices` over ranks.
 
@@ -38,6 +39,7 @@ def allreduce_slices(
         name: Name by which the ranks' operations find each other.
         comm: Ranks that take part; the world by default.
         scale: Factor for the result.
+        step: As in `allreduce`.
 
     Returns:
         `tf.IndexedSlices` of the rows that any rank has, ascending and unique; the same bits on every rank.
@@ -54,11 +56,11 @@ def allreduce_slices(
     indices = tf.cast(slices.indices, tf.int64)
     rows, places = tf.unique(indices, out_idx=tf.int64)
     values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(rows))
-    union = tf.sort(tf.unique(allgather(rows, name=f"{name} rows", comm=comm)).y)
+    union = tf.sort(tf.unique(allgather(rows, name=f"{name} rows", comm=comm, step=step)).y)
     spread = tf.scatter_nd(
         tf.searchsorted(union, rows)[:, None],
         values,
         tf.concat([tf.shape(union), tf.shape(values)[1:]], 0),
     )
-    reduced = allreduce(spread, op, name=f"{name} values", comm=comm, postscale=scale)
+    reduced = allreduce(spread, op, name=f"{name} values", comm=comm, postscale=scale, step=step)
     return tf.IndexedSlices(reduced, tf.cast(union, slices.indices.dtype), slices.dense_shape)

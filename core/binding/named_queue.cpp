@@ -36,10 +36,12 @@ std::unique_ptr<PyNamedQueue> create(Communicator& communicator, const std::stri
       new mr_queue(NamedQueue::create(communicator, name, call_options(timeout))));
 }
 
-PyWork submit(const PyNamedQueue& self, std::string name, PyOperation& prepared, int priority) {
+PyWork submit(const PyNamedQueue& self, std::string name, PyOperation& prepared, int priority,
+              std::uint64_t step) {
   NamedRequest request;
   request.name = std::move(name);
   request.priority = priority;
+  request.step = step;
   request.keep_alive = keep_alive(std::move(prepared.views), std::move(prepared.owners));
   request.operations.push_back(std::move(prepared.operation));
   const py::gil_scoped_release release;
@@ -71,7 +73,7 @@ void bind_named_queue(py::module_& module) {
           "address",
           [](const PyNamedQueue& self) { return reinterpret_cast<std::uintptr_t>(&self.handle()); },
           "The mr_queue* of the C ABI, good until the process ends.")
-      .def("submit", &submit, py::arg("name"), py::arg("operation"), py::arg("priority"))
+      .def("submit", &submit, py::arg("name"), py::arg("operation"), py::arg("priority"), py::arg("step"))
       .def(
           "abort",
           [](const PyNamedQueue& self, const std::string& message) {

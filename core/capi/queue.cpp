@@ -92,13 +92,14 @@ int mr_queue_rank(const mr_queue* queue) { return queue->rank(); }
 int mr_queue_size(const mr_queue* queue) { return queue->size(); }
 
 mr_status mr_queue_submit(mr_queue* queue, const char* name, const mr_operation* operations, int count,
-                          int priority, mr_done done, void* context, mr_error* error) {
+                          int priority, uint64_t step, mr_done done, void* context, mr_error* error) {
   return multiring::guarded(error, [&] {
     if (name == nullptr || count < 1) multiring::refuse("a named submission needs a name and operations");
     const std::shared_ptr<NamedQueue> target = queue->get();
     multiring::NamedRequest request;
     request.name = name;
     request.priority = priority;
+    request.step = step;
     request.done = multiring::calling(done, context);
     for (int i = 0; i < count; ++i)
       request.operations.push_back(multiring::convert(operations[i], queue->size()));

@@ -16,8 +16,9 @@ struct Entry {
   std::int32_t priority;
   std::uint32_t operations;
   std::uint32_t name_bytes;
+  std::uint64_t step;
 };
-static_assert(sizeof(Entry) == 16, "copied as bytes: no padding");
+static_assert(sizeof(Entry) == 24, "copied as bytes: no padding");
 
 void append(std::vector<std::byte>& to, const void* data, std::size_t bytes) {
   const auto* begin = static_cast<const std::byte*>(data);
@@ -30,6 +31,23 @@ void append(std::vector<std::byte>& to, const void* data, std::size_t bytes) {
                                         "same version of multiring?");
 }
 
+/// Raises a mismatch error if what the ranks said of one submission is not the same.
+void require_equal(const std::string& name, std::span<const std::uint64_t> said, const char* what,
+                   const char* verb, const char* advice) {
+  std::map<std::uint64_t, std::vector<int>> ranks;
+  for (std::size_t rank = 0; rank < said.size(); ++rank) ranks[said[rank]].push_back(static_cast<int>(rank));
+  if (ranks.size() == 1) return;
+  std::string text = std::string("the ranks submitted ") + what + " '" + name + "': ";
+  bool first = true;
+  for (const auto& [value, those] : ranks) {
+    text += (first ? "" : "; ") + rank_list(those) + " " + verb + " " + std::to_string(value);
+    first = false;
+  }
+  ErrorContext context;
+  context.tensor = name;
+  throw Error(ErrorKind::kMismatch, text + ". " + advice, context);
+}
+
 }  // namespace
 
 std::vector<std::byte> NameMatcher::encode(std::span<const Announcement> announcements) const {
@@ -37,7 +55,7 @@ std::vector<std::byte> NameMatcher::encode(std::span<const Announcement> announc
   for (const Announcement& announcement : announcements) {
     const auto known = names_.find(std::string(announcement.name));
     Entry entry{known == names_.end() ? 0 : known->second.number, announcement.priority,
-                announcement.operations, 0};
+                announcement.operations, 0, announcement.step};
     if (entry.number == 0) entry.name_bytes = static_cast<std::uint32_t>(announcement.name.size());
     append(message, &entry, sizeof entry);
     append(message, announcement.name.data(), entry.name_bytes);
@@ -53,7 +71,7 @@ void NameMatcher::take(int rank, std::span<const std::byte> message) {
     message = message.subspan(sizeof entry);
     if (message.size() < entry.name_bytes || entry.number > numbered_.size() || entry.operations == 0)
       throw_garbled(rank);
-    const Announcement announcement{{}, entry.priority, entry.operations};
+    const Announcement announcement{{}, entry.priority, entry.operations, entry.step};
     if (entry.number > 0)
       announce(rank, numbered_[entry.number - 1], announcement);
     else
@@ -68,11 +86,11 @@ void NameMatcher::announce(int rank, const std::string& name, const Announcement
   entry.counts.resize(size_);
   const std::size_t index = static_cast<std::size_t>(entry.counts[place]++ - entry.matched);
   if (index == entry.open.size()) {
-    entry.open.push_back({std::vector<std::uint32_t>(size_), 0, 0, 0});
+    entry.open.push_back({std::vector<Part>(size_), 0, 0, 0});
     ++open_;
   }
   Open& open = entry.open[index];
-  open.operations[place] = announcement.operations;
+  open.parts[place] = {announcement.operations, announcement.step};
   if (rank == 0) {
     open.priority = announcement.priority;
     open.order = ++order_;
@@ -98,30 +116,24 @@ std::vector<Match> NameMatcher::matched() {
             [](const Complete& a, const Complete& b) { return a.open.order < b.open.order; });
   std::vector<Match> matches;
   for (Complete& complete : complete_) {
-    const auto& operations = complete.open.operations;
-    if (std::any_of(operations.begin(), operations.end(), [&](auto n) { return n != operations[0]; }))
-      throw_mismatch(complete);
+    require_alike(complete);
     matches.push_back({std::move(complete.name), complete.open.priority});
   }
   complete_.clear();
   return matches;
 }
 
-void NameMatcher::throw_mismatch(const Complete& complete) {
-  std::map<std::uint32_t, std::vector<int>> asked;
-  for (std::size_t rank = 0; rank < complete.open.operations.size(); ++rank)
-    asked[complete.open.operations[rank]].push_back(static_cast<int>(rank));
-  std::string text =
-      "the ranks submitted different numbers of operations under the name '" + complete.name + "': ";
-  bool first = true;
-  for (const auto& [operations, ranks] : asked) {
-    text += (first ? "" : "; ") + rank_list(ranks) + " submitted " + std::to_string(operations);
-    first = false;
+void NameMatcher::require_alike(const Complete& complete) {
+  std::vector<std::uint64_t> operations, steps;
+  for (const Part& part : complete.open.parts) {
+    operations.push_back(part.operations);
+    steps.push_back(part.step);
   }
-  ErrorContext context;
-  context.tensor = complete.name;
-  throw Error(ErrorKind::kMismatch, text + ". Every rank has to group the same operations under a name.",
-              context);
+  require_equal(complete.name, operations, "different numbers of operations under the name", "submitted",
+                "Every rank has to group the same operations under a name.");
+  require_equal(complete.name, steps, "operations of different steps under the name", "submitted it in step",
+                "A step that failed on some ranks only has left operations out there: after such an error "
+                "call multiring.shutdown() and init() on all ranks, or end the job.");
 }
 
 std::vector<Unmatched> NameMatcher::unmatched() const {
@@ -130,7 +142,7 @@ std::vector<Unmatched> NameMatcher::unmatched() const {
     for (const Open& open : entry.open) {
       Unmatched one{name, {}, {}};
       for (std::size_t rank = 0; rank < size_; ++rank)
-        (open.operations[rank] > 0 ? one.announced : one.missing).push_back(static_cast<int>(rank));
+        (open.parts[rank].operations > 0 ? one.announced : one.missing).push_back(static_cast<int>(rank));
       found.push_back(std::move(one));
     }
   std::sort(found.begin(), found.end(),

@@ -13,11 +13,13 @@
 
 namespace multiring {
 
-/// What a rank tells of one submission: its name, the operations in it, and how soon it should leave.
+/// What a rank tells of one submission: its name, the operations in it, how soon it should leave, and what
+/// step of the rank's it belongs to.
 struct Announcement {
   std::string_view name;
   std::int32_t priority = 0;
   std::uint32_t operations = 1;
+  std::uint64_t step = 0;
 };
 
 /// A submission that all ranks have announced.
@@ -52,16 +54,21 @@ class MULTIRING_API NameMatcher {
   /// Takes rank `rank`'s message; raises an internal error if it is no such message.
   void take(int rank, std::span<const std::byte> message);
   /// What has been matched since the last call, in the order in which rank 0 announced it. Raises a mismatch
-  /// error if the ranks announced different numbers of operations under one name.
+  /// error if the ranks announced different numbers of operations under one name, or different steps.
   std::vector<Match> matched();
   /// What has been announced, but not by all ranks, in the order of the names.
   std::vector<Unmatched> unmatched() const;
   bool has_unmatched() const { return open_ > 0; }
 
  private:
+  /// What one rank announced.
+  struct Part {
+    std::uint32_t operations = 0;  // 0: has not announced it
+    std::uint64_t step = 0;
+  };
   /// The k-th submission of a name, for one k.
   struct Open {
-    std::vector<std::uint32_t> operations;  // of each rank; 0: has not announced it
+    std::vector<Part> parts;  // of each rank
     std::size_t present = 0;
     std::int32_t priority = 0;
     std::uint64_t order = 0;  // among what rank 0 announced
@@ -79,7 +86,7 @@ class MULTIRING_API NameMatcher {
 
   void announce(int rank, const std::string& name, const Announcement& announcement);
   void complete(const std::string& name, Name& entry);
-  [[noreturn]] static void throw_mismatch(const Complete& complete);
+  static void require_alike(const Complete& complete);
 
   const std::size_t size_;
   const std::size_t numbered_names_;

@@ -169,8 +169,8 @@ std::vector<std::byte> NamedQueue::news() {
   announcing_.clear();
   for (const auto& submission : fresh) {
     announcing_.push_back(submission->name());
-    announcements.push_back(
-        {submission->name(), submission->priority(), static_cast<std::uint32_t>(submission->works().size())});
+    announcements.push_back({submission->name(), submission->priority(),
+                             static_cast<std::uint32_t>(submission->works().size()), submission->step()});
   }
   return matcher_.encode(announcements);
 }

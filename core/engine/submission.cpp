@@ -18,6 +18,7 @@ std::shared_ptr<Submission> Submission::make(NamedRequest request, const void* o
   const std::shared_ptr<Submission> made(new Submission());
   made->name_ = std::move(request.name);
   made->priority_ = request.priority;
+  made->step_ = request.step;
   made->done_ = std::move(request.done);
   made->failed_ = std::move(failed);
   made->owner_ = owner;

@@ -24,6 +24,7 @@ struct NamedRequest {
   std::string name;
   std::vector<Operation> operations;
   int priority = 0;
+  std::uint64_t step = 0;            ///< has to be the same on all ranks
   std::shared_ptr<void> keep_alive;  ///< held until the last of the works is destroyed
   Done done;                         ///< may be empty
 };
@@ -39,6 +40,7 @@ class MULTIRING_API Submission final : public WorkObserver {
 
   const std::string& name() const { return name_; }
   int priority() const { return priority_; }
+  std::uint64_t step() const { return step_; }
   const std::vector<std::shared_ptr<Work>>& works() const { return works_; }
   double waited() const { return seconds_between(made_, Clock::now()); }
   /// Ends all its work, none of which has been queued.
@@ -58,6 +60,7 @@ class MULTIRING_API Submission final : public WorkObserver {
 
   std::string name_;
   int priority_ = 0;
+  std::uint64_t step_ = 0;
   std::vector<std::shared_ptr<Work>> works_;  // until all have ended
   NamedRequest::Done done_;
   Failed failed_;

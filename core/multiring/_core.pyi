@@ -290,7 +290,11 @@ class NamedQueue:
     def abort(self, message: str) -> None: ...
     def close(self) -> None: ...
     def submit(
-        self, name: str, operation: Operation, priority: typing.SupportsInt | typing.SupportsIndex
+        self,
+        name: str,
+        operation: Operation,
+        priority: typing.SupportsInt | typing.SupportsIndex,
+        step: typing.SupportsInt | typing.SupportsIndex,
     ) -> Work: ...
     @property
     def address(self) -> int:

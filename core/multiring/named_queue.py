@@ -25,7 +25,7 @@ class NamedQueue:
     operations cost less: nobody has to ask who has submitted what.
 
     A name may be submitted again, also while it is in flight: the k-th submission of a name on one rank meets
-    the k-th of it on the others. Dtype, size and reduction are compared as ever.
+    the k-th of it on the others. Dtype, size, reduction and `step` are compared.
 
     Errors: those of `Communicator`. A submission that the other ranks do not match within the communicator's
     timeout (MULTIRING_TIMEOUT) raises `TimeoutError`, which says what waits for which ranks. The first error
@@ -69,6 +69,7 @@ class NamedQueue:
         prescale: float = 1.0,
         postscale: float = 1.0,
         priority: int = 0,
+        step: int = 0,
     ) -> Array:
         """Reduces `x` over all ranks as `Communicator.allreduce` does, with the peers' submission of `name`.
 
@@ -81,12 +82,21 @@ class NamedQueue:
             postscale: Factor for the result.
             priority: What all ranks have submitted leaves in the order of priority, highest first; rank 0's
                 counts.
+            step: A number that has to be the same on all ranks. Who counts steps (or calls) finds out that
+                one which failed on some ranks only has left operations out there.
 
         Returns:
             `out`, or the new array.
         """
         work = self.allreduce_async(
-            x, name=name, op=op, out=out, prescale=prescale, postscale=postscale, priority=priority
+            x,
+            name=name,
+            op=op,
+            out=out,
+            prescale=prescale,
+            postscale=postscale,
+            priority=priority,
+            step=step,
         )
         reduced: Array = work.wait()
         return reduced
@@ -101,6 +111,7 @@ class NamedQueue:
         prescale: float = 1.0,
         postscale: float = 1.0,
         priority: int = 0,
+        step: int = 0,
     ) -> Work:
         """Like `allreduce`, without waiting: for the peers neither."""
         x = as_array(x)
@@ -110,7 +121,7 @@ class NamedQueue:
         operation.set_reduction(reduce_op(op), prescale, postscale)
         operation.set_input(source)
         operation.set_output(target)
-        return Work(self._core.submit(name, operation, priority), into(out, target), self)
+        return Work(self._core.submit(name, operation, priority, step), into(out, target), self)
 
     def abort(self, message: str) -> None:
         """Breaks the queue on all ranks: pending and later operations raise `AbortedError`."""

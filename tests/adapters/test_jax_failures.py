@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ import multiring
 import multiring.jax as mj
 from multiring import Communicator
 from multiring.errors import AbortedError, MismatchError, UsageError
+from multiring.jax.library import queue_of
+from multiring.jax.primitive import Bucket, Collective, run
 from tests.rank_pool import RankPool
 from tests.support import run_job, start_job
 
@@ -57,6 +60,34 @@ def test_a_mismatch_in_a_tree_names_the_leaf(ranks: Pool) -> None:
     for error in ranks(2).run_expecting_errors(different_trees):
         assert isinstance(error, MismatchError), error
         assert "b[5]" in str(error)
+
+
+def left_out(comm: Communicator, partial: bool) -> None:
+    """Rank 0 submits a part of its first step only, as if that had failed in between; then it goes on."""
+    like, sizes = {"a": jnp.ones(4), "b": jnp.ones(4)}, {"bucket_bytes": 16, "first_bucket_bytes": 16}
+
+    def step(gradients: dict[str, jax.Array]) -> Any:
+        if partial:
+            return mj.average_partial_gradients(gradients, like, **sizes)
+        return mj.average_gradients(gradients, **sizes)
+
+    jax.block_until_ready(step(like))
+    with errors_break_the_queue(comm):
+        if comm.rank == 0:
+            name = "gradients: participation[0]: who has one" if partial else "gradients[0]: b"
+            array = jnp.ones(4, jnp.int32) if partial else jnp.ones(4)
+            op = "sum" if partial else "average"
+            bucket = Bucket(name, (0,), (name.split(": ")[-1],))
+            begun = Collective("allreduce", queue_of(comm).address, 0, comm.size, (bucket,), op=op)
+            jax.block_until_ready(run(begun, [array]))
+        jax.block_until_ready(step(like))
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_step_that_failed_on_one_rank_is_a_mismatch(ranks: Pool, partial: bool) -> None:
+    for error in ranks(2).run_expecting_errors(left_out, partial):
+        assert isinstance(error, MismatchError), error
+        assert "rank 1 submitted it in step 2; rank 0 submitted it in step 3" in str(error)
 
 
 def different_rows(comm: Communicator) -> None:

@@ -170,3 +170,42 @@ def test_refused(ranks: Pool) -> None:
     for error in ranks(2).run_expecting_errors(refused):
         assert isinstance(error, MismatchError), error
         assert "'options'" in str(error)
+
+
+def step_that_fails_on_one_rank(comm: Communicator) -> None:
+    """On rank 0 the first step fails when one of its two buckets has been reduced; it then goes on."""
+    variables = [tf.Variable(tf.ones([4])), tf.Variable(tf.ones([4]))]
+    options = ReducerOptions(bucket_bytes=16, first_bucket_bytes=16)
+    reduction = mt.GradientReduction(variables, comm, options)
+    fails = True
+
+    def fail(gradient: Any) -> Any:
+        if fails and comm.rank == 0:
+            comm.recv(1)
+            raise ValueError("no such sample")
+        return gradient
+
+    def tell(reduced: Any) -> None:
+        if comm.rank == 1:
+            comm.send(np.zeros(1), 0)
+
+    @tf.function
+    def step(x: Any) -> Any:
+        late = tf.ensure_shape(tf.py_function(fail, [x], tf.float32), [4])
+        reduced = reduction.reduce([late, x])
+        tf.py_function(tell, [reduced[1]], [])
+        return reduced
+
+    if comm.rank == 0:
+        with pytest.raises(tf.errors.OpError, match="no such sample"):
+            step(tf.ones([4]))
+        fails = False
+    with mt.translate_errors():
+        step(tf.ones([4]))
+
+
+def test_a_step_that_failed_on_one_rank_is_a_mismatch(ranks: Pool) -> None:
+    for error in ranks(2).run_expecting_errors(step_that_fails_on_one_rank):
+        assert isinstance(error, MismatchError), error
+        assert "'gradients " in str(error)
+        assert "rank 1 submitted it in step 1; rank 0 submitted it in step 2" in str(error)

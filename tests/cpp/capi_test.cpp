@@ -239,7 +239,7 @@ TEST(CApi, QueuesMatchByName) {
       const int mine = (i + mr_rank(world)) % 3;
       const mr_operation sum = vectors[static_cast<std::size_t>(mine)].operation(MR_ALLREDUCE, nullptr);
       mr_error error;
-      ASSERT_EQ(mr_queue_submit(queue, names[mine], &sum, 1, 0, Told::done, &told, &error), MR_OK)
+      ASSERT_EQ(mr_queue_submit(queue, names[mine], &sum, 1, 0, 0, Told::done, &told, &error), MR_OK)
           << error.message;
     }
     told.await(3);
@@ -271,7 +271,7 @@ TEST(CApi, QueuesGiveGroupsAndWhatWasAllocated) {
       to->joined.assign(data, data + bytes / sizeof(float));
       Told::done(&to->told, status, error, works);
     };
-    ASSERT_EQ(mr_queue_submit(queue, "group", operations, 2, 0, done, &answer, nullptr), MR_OK);
+    ASSERT_EQ(mr_queue_submit(queue, "group", operations, 2, 0, 0, done, &answer, nullptr), MR_OK);
     EXPECT_EQ(answer.told.await(1), MR_OK);
     EXPECT_EQ(answer.joined, std::vector<float>(3, 1.0F));
     EXPECT_EQ(answer.rows, (std::vector<uint64_t>{1, 2}));
@@ -286,17 +286,17 @@ TEST(CApi, QueuesReportErrorsToDone) {
     Vector x(std::vector<float>(static_cast<std::size_t>(4 + mr_rank(world)), 1.0F));
     mr_operation sum = x.operation(MR_ALLREDUCE, nullptr);
     mr_error error;
-    EXPECT_EQ(mr_queue_submit(queue, nullptr, &sum, 1, 0, nullptr, nullptr, &error), MR_USAGE);
-    EXPECT_EQ(mr_queue_submit(queue, "x", &sum, 0, 0, nullptr, nullptr, &error), MR_USAGE);
+    EXPECT_EQ(mr_queue_submit(queue, nullptr, &sum, 1, 0, 0, nullptr, nullptr, &error), MR_USAGE);
+    EXPECT_EQ(mr_queue_submit(queue, "x", &sum, 0, 0, 0, nullptr, nullptr, &error), MR_USAGE);
     sum.kind = MR_SEND;
-    EXPECT_EQ(mr_queue_submit(queue, "x", &sum, 1, 0, nullptr, nullptr, &error), MR_USAGE);
+    EXPECT_EQ(mr_queue_submit(queue, "x", &sum, 1, 0, 0, nullptr, nullptr, &error), MR_USAGE);
     sum = x.operation(MR_ALLREDUCE, nullptr);
     Told told;
-    ASSERT_EQ(mr_queue_submit(queue, "weights", &sum, 1, 0, Told::done, &told, nullptr), MR_OK);
+    ASSERT_EQ(mr_queue_submit(queue, "weights", &sum, 1, 0, 0, Told::done, &told, nullptr), MR_OK);
     EXPECT_EQ(told.await(1), MR_MISMATCH);
     EXPECT_NE(told.messages[0].find("allreduce 'weights' sum float32[5]"), std::string::npos)
         << told.messages[0];
-    EXPECT_EQ(mr_queue_submit(queue, "more", &sum, 1, 0, Told::done, &told, &error), MR_ABORTED);
+    EXPECT_EQ(mr_queue_submit(queue, "more", &sum, 1, 0, 0, Told::done, &told, &error), MR_ABORTED);
     EXPECT_NE(std::string(error.message).find("first error"), std::string::npos) << error.message;
     mr_queue_free(queue);
     EXPECT_EQ(told.statuses.size(), 1U);
@@ -312,13 +312,13 @@ TEST(CApi, QueuesEndWithTheirCommunicator) {
     const mr_operation sum = x.operation(MR_ALLREDUCE, nullptr);
     Told told;
     const std::string name = mr_rank(world) == 0 ? "a" : "b";
-    ASSERT_EQ(mr_queue_submit(queue, name.c_str(), &sum, 1, 0, Told::done, &told, nullptr), MR_OK);
+    ASSERT_EQ(mr_queue_submit(queue, name.c_str(), &sum, 1, 0, 0, Told::done, &told, nullptr), MR_OK);
     mr_communicator_free(group);
     ASSERT_EQ(told.statuses.size(), 1U);
     EXPECT_TRUE(told.statuses[0] == MR_ABORTED || told.statuses[0] == MR_PEER_LOST) << told.messages[0];
     mr_error error;
     for (int repeat = 0; repeat < 2; ++repeat) {
-      EXPECT_EQ(mr_queue_submit(queue, "c", &sum, 1, 0, Told::done, &told, &error), MR_ABORTED);
+      EXPECT_EQ(mr_queue_submit(queue, "c", &sum, 1, 0, 0, Told::done, &told, &error), MR_ABORTED);
       EXPECT_NE(std::string(error.message).find(" is closed on rank "), std::string::npos) << error.message;
       mr_queue_close(queue);
     }

@@ -113,9 +113,9 @@ TEST(NameMatcher, KnownNamesTravelAsNumbers) {
   Job job(2, 2);
   const Names names{std::string(100, 'a'), std::string(100, 'b'), std::string(100, 'c')};
   job.names_of_round({names, names});
-  EXPECT_EQ(job.bytes(), 6 * (16 + 100u));
+  EXPECT_EQ(job.bytes(), 6 * (24 + 100u));
   EXPECT_EQ(job.names_of_round({names, {names[2], names[1], names[0]}}), names);
-  EXPECT_EQ(job.bytes(), 6 * 16 + 2 * 100u);  // there are numbers for two
+  EXPECT_EQ(job.bytes(), 6 * 24 + 2 * 100u);  // there are numbers for two
 }
 
 TEST(NameMatcher, SaysWhoWaitsForWhom) {
@@ -139,6 +139,20 @@ TEST(NameMatcher, DifferentNumbersOfOperationsAreAMismatch) {
   matcher.take(2, matcher.encode(two));
   const Error error = error_of(ErrorKind::kMismatch, [&] { matcher.matched(); });
   expect_text(error, "'bucket': rank 1 submitted 1; ranks 0, 2 submitted 2");
+  EXPECT_EQ(error.context().tensor, "bucket");
+}
+
+TEST(NameMatcher, DifferentStepsAreAMismatch) {
+  NameMatcher matcher(3);
+  const std::vector<Announcement> fifth{{"bucket", 0, 1, 5}};
+  const std::vector<Announcement> sixth{{"bucket", 0, 1, 6}};
+  for (int rank = 0; rank < 3; ++rank) matcher.take(rank, matcher.encode(fifth));
+  EXPECT_EQ(matcher.matched().size(), 1u);
+  matcher.take(0, matcher.encode(fifth));
+  matcher.take(1, matcher.encode(sixth));
+  matcher.take(2, matcher.encode(fifth));
+  const Error error = error_of(ErrorKind::kMismatch, [&] { matcher.matched(); });
+  expect_text(error, "'bucket': ranks 0, 2 submitted it in step 5; rank 1 submitted it in step 6");
   EXPECT_EQ(error.context().tensor, "bucket");
 }
 

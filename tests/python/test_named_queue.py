@@ -185,6 +185,18 @@ def test_mismatch(ranks: Pools) -> None:
     ranks(3).run(check_mismatch)
 
 
+def check_steps(comm: Communicator) -> None:
+    queue = comm.named_queue()
+    assert queue.allreduce(np.ones(4), name="w", step=1)[0] == comm.size
+    with pytest.raises(MismatchError, match=r"'w': ranks 0, 2 submitted it in step 2; rank 1 .* in step 3"):
+        queue.allreduce(np.ones(4), name="w", step=3 if comm.rank == 1 else 2)
+    queue.close()
+
+
+def test_steps_are_compared(ranks: Pools) -> None:
+    ranks(3).run(check_steps)
+
+
 def check_close(comm: Communicator) -> None:
     queue = comm.named_queue()
     address = queue.address

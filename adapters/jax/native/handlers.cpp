@@ -19,12 +19,18 @@
 // same order, and a `done` depends on no later `start` of any rank: the rank that has submitted least waits
 // only for what all have submitted. So blocking in `done` cannot deadlock, whatever the number of XLA's
 // threads, and although XLA may choose another schedule on each rank.
+//
+// Steps. A program that fails on one rank leaves out what it had still to submit, and the next program's
+// would meet what the peers have submitted in this one. So the submissions of a call carry a number, counted
+// by the first of them: with the wrong one they are a mismatch.
 
 #include <condition_variable>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
 #include "call.h"
 
@@ -53,6 +59,13 @@ class Tower {
     const std::lock_guard lock(mutex_);
     flights_.emplace(++last_, flight);
     return last_;
+  }
+
+  /// The step that a submission belongs to, which is counted by the first one of each step.
+  std::uint64_t step(const mr_queue* queue, const std::string& counter, bool first) {
+    const std::lock_guard lock(mutex_);
+    std::uint64_t& count = steps_[{queue, counter}];
+    return first ? ++count : count;
   }
 
   void leave(std::uint64_t ticket) {
@@ -95,6 +108,7 @@ class Tower {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::unordered_map<std::uint64_t, std::shared_ptr<Flight>> flights_;
+  std::map<std::pair<const mr_queue*, std::string>, std::uint64_t> steps_;
   std::uint64_t last_ = 0;
 };
 
@@ -174,13 +188,14 @@ void start(const Call& call) {
   }
 
   Tower& tower = Tower::instance();
+  const std::uint64_t step = tower.step(queue, call.text("counter"), call.integer("counts") != 0);
   const std::uint64_t ticket = tower.enter(flight);
   std::memcpy(call.results()[0]->data, &ticket, sizeof ticket);
   auto context = std::make_unique<Context>(flight);
   mr_error error;
   const mr_status status =
-      mr_queue_submit(queue, name.c_str(), operations.data(), static_cast<int>(operations.size()), 0, on_done,
-                      context.get(), &error);
+      mr_queue_submit(queue, name.c_str(), operations.data(), static_cast<int>(operations.size()), 0, step,
+                      on_done, context.get(), &error);
   if (status == MR_OK) {
     static_cast<void>(context.release());
     return;

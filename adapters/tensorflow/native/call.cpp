@@ -152,12 +152,14 @@ bool Call::prepare() {
             ", which this process does not have: a function that was saved in another process has to be "
             "traced anew, after multiring.init()");
   }
-  const int inputs = api.TF_NumInputs(context_) - (settings_.kind == MR_ALLTOALL ? 1 : 0);
+  const int inputs = api.TF_NumInputs(context_) - (settings_.kind == MR_ALLTOALL ? 1 : 0) -
+                     static_cast<int>(settings_.steps);
   operations_.reserve(static_cast<size_t>(inputs));
   shapes_.reserve(static_cast<size_t>(inputs));  // the operations point into it
   for (int index = 0; index < inputs; ++index) {
     if (!add_tensor(index)) return false;
   }
+  if (settings_.steps > 0 && !take_step(inputs)) return false;
   return settings_.kind != MR_ALLTOALL || take_splits();
 }
 
@@ -256,11 +258,20 @@ bool Call::take_splits() {
   return true;
 }
 
+bool Call::take_step(int index) {
+  TF_Tensor* tensor = nullptr;
+  api.TF_GetInput(context_, index, &tensor, status_);
+  if (!check()) return false;
+  if (api.TF_TensorByteSize(tensor) == sizeof step_) std::memcpy(&step_, data_of(tensor), sizeof step_);
+  api.TF_DeleteTensor(tensor);
+  return true;
+}
+
 bool Call::submit() {
   mr_error error{};
   const mr_status status = mr_queue_submit(
       queue_, settings_.name.c_str(), operations_.data(), static_cast<int>(operations_.size()),
-      static_cast<int>(settings_.priority), &Call::completed, this, &error);
+      static_cast<int>(settings_.priority), step_, &Call::completed, this, &error);
   return status == MR_OK || fail(code_of(status), text_of(status, &error));
 }
 

@@ -21,6 +21,7 @@ struct Settings {
   double prescale = 1.0;
   double postscale = 1.0;
   int64_t priority = 0;
+  int64_t steps = 0;  // inputs that tell the step, behind the tensors: one or none
 };
 
 /* One execution of a node: from the inputs to the moment at which TensorFlow is told that it is done. Deletes
@@ -38,6 +39,7 @@ class Call {
   bool add_tensor(int index);
   bool add_output(int index, mr_operation& operation, std::vector<int64_t> dims);
   bool take_splits();
+  bool take_step(int index);
   bool submit();
   bool take_result(const mr_work* work);
   bool copy_output(int index, int type, const std::vector<int64_t>& dims, const void* data, size_t bytes);
@@ -52,6 +54,7 @@ class Call {
   std::binary_semaphore finished_{0};  // then this says that the queue is done
   TF_Status* status_;
   mr_queue* queue_ = nullptr;
+  uint64_t step_ = 0;
   std::vector<mr_operation> operations_;
   std::vector<std::vector<uint64_t>> shapes_;
   std::vector<uint64_t> splits_;

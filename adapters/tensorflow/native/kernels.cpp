@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "call.h"
+#include "queues.h"
 
 namespace multiring::tensorflow {
 namespace {
@@ -79,6 +80,7 @@ void* create(TF_OpKernelConstruction* construction) {
     settings->postscale = attributes.real("postscale_bits");
   }
   if constexpr (kind == MR_ALLREDUCE) settings->labels = attributes.texts("labels");
+  if constexpr (kind == MR_ALLREDUCE || kind == MR_ALLGATHER) settings->steps = attributes.number("N");
   if constexpr (kind == MR_BROADCAST) settings->root = attributes.number("root");
   return settings;
 }
@@ -99,20 +101,41 @@ CreateFunction creator(mr_kind kind) {
       return create<MR_BROADCAST>;
     case MR_ALLTOALL:
       return create<MR_ALLTOALL>;
+    case MR_BARRIER:
+      return create<MR_BARRIER>;
     default:
       return create<MR_ALLREDUCE>;
   }
 }
 
-}  // namespace
-
-std::string register_kernel(const char* op, mr_kind kind) {
+// Asynchronous like the others, which saves a second way to build kernels.
+void count_step(void* settings, TF_OpKernelContext* context, TF_AsyncOpKernelDoneCallback* done) {
+  const auto& of = *static_cast<const Settings*>(settings);
   TF_Status* status = api.TF_NewStatus();
-  TF_KernelBuilder* builder = api.TF_NewAsyncKernelBuilder(op, "CPU", creator(kind), compute, destroy);
+  TF_Tensor* output = api.TF_AllocateOutput(context, 0, kInt64, nullptr, 0, sizeof(int64_t), status);
+  if (api.TF_GetCode(status) == kOk) {
+    *static_cast<int64_t*>(api.TF_TensorData(output)) = next_step(of.communicator, of.name);
+    api.TF_DeleteTensor(output);
+  } else {
+    api.TF_OpKernelContext_Failure(context, status);
+  }
+  api.TF_DeleteStatus(status);
+  api.TF_RunAsyncOpKernelDoneCallback(done);
+}
+
+std::string add_kernel(const char* op, CreateFunction create, ComputeFunction compute) {
+  TF_Status* status = api.TF_NewStatus();
+  TF_KernelBuilder* builder = api.TF_NewAsyncKernelBuilder(op, "CPU", create, compute, destroy);
   api.TF_RegisterKernelBuilder(op, builder, status);
   const std::string message = api.TF_GetCode(status) == kOk ? "" : api.TF_Message(status);
   api.TF_DeleteStatus(status);
   return message;
 }
+
+}  // namespace
+
+std::string register_kernel(const char* op, mr_kind kind) { return add_kernel(op, creator(kind), compute); }
+
+std::string register_step_kernel(const char* op) { return add_kernel(op, creator(MR_BARRIER), count_step); }
 
 }  // namespace multiring::tensorflow

@@ -1,6 +1,7 @@
 /* The ops: their signatures and shape functions. All are stateful, so that TensorFlow neither folds, merges
  * nor prunes them; the Python part tells tf.function that their order does not matter, since they are matched
  * by name. */
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,11 +16,15 @@ namespace {
 
 void same_shapes(TF_ShapeInferenceContext* context, TF_Status* status) {
   TF_ShapeHandle* shape = api.TF_NewShapeHandle();
+  TF_Status* no_output = api.TF_NewStatus();  // the last input may be the step, which has none
   const int64_t count = api.TF_ShapeInferenceContextNumInputs(context);
   for (int index = 0; index < count && api.TF_GetCode(status) == kOk; ++index) {
     api.TF_ShapeInferenceContextGetInput(context, index, shape, status);
-    if (api.TF_GetCode(status) == kOk) api.TF_ShapeInferenceContextSetOutput(context, index, shape, status);
+    const bool last = index > 0 && index == count - 1;
+    if (api.TF_GetCode(status) == kOk)
+      api.TF_ShapeInferenceContextSetOutput(context, index, shape, last ? no_output : status);
   }
+  api.TF_DeleteStatus(no_output);
   api.TF_DeleteShapeHandle(shape);
 }
 
@@ -58,6 +63,10 @@ void joined_shape(TF_ShapeInferenceContext* context, TF_Status* status, bool sca
   if (api.TF_GetCode(status) == kOk) other_rows(context, status, scalars);
 }
 
+void unknown_shape(TF_ShapeInferenceContext* context, TF_Status* status) {
+  api.TF_ShapeInferenceContextSetUnknownShape(context, status);
+}
+
 void gathered_shape(TF_ShapeInferenceContext* context, TF_Status* status) {
   joined_shape(context, status, true);
 }
@@ -70,7 +79,7 @@ using Texts = std::vector<const char*>;
 
 struct Signature {
   const char* name;
-  mr_kind kind;
+  std::optional<mr_kind> kind;  // none: counts steps
   Texts inputs, outputs, attributes;
   ShapeFunction shapes;
 };
@@ -89,19 +98,23 @@ std::string register_op(const Signature& signature) {
   api.TF_RegisterOpDefinition(builder, status);
   std::string message = api.TF_GetCode(status) == kOk ? "" : api.TF_Message(status);
   api.TF_DeleteStatus(status);
-  return message.empty() ? register_kernel(signature.name, signature.kind) : message;
+  if (!message.empty()) return message;
+  return signature.kind ? register_kernel(signature.name, *signature.kind)
+                        : register_step_kernel(signature.name);
 }
 
 std::string register_all() {
   if (std::string message = load_api(); !message.empty()) return message;
   constexpr const char* list = "T: list(" MULTIRING_TYPES ") >= 1";
   constexpr const char* type = "T: " MULTIRING_TYPES;
+  constexpr const char* steps = "N: int >= 0";
   const std::vector<Signature> signatures{
       {"MultiringAllreduce",
        MR_ALLREDUCE,
-       {"tensors: T"},
+       {"tensors: T", "step: N * int64"},
        {"results: T"},
-       {list, "reduce_op: int", "prescale_bits: int", "postscale_bits: int", "labels: list(string) = []"},
+       {list, steps, "reduce_op: int", "prescale_bits: int", "postscale_bits: int",
+        "labels: list(string) = []"},
        same_shapes},
       {"MultiringBroadcast", MR_BROADCAST, {"tensors: T"}, {"results: T"}, {list, "root: int"}, same_shapes},
       {"MultiringReduceScatter",
@@ -112,9 +125,9 @@ std::string register_all() {
        block_shape},
       {"MultiringAllgather",
        MR_ALLGATHER,
-       {"tensor: T"},
+       {"tensor: T", "step: N * int64"},
        {"joined: T", "rows: int64"},
-       {type},
+       {type, steps},
        gathered_shape},
       {"MultiringAlltoall",
        MR_ALLTOALL,
@@ -122,6 +135,7 @@ std::string register_all() {
        {"joined: T", "rows: int64"},
        {type},
        exchanged_shape},
+      {"MultiringStep", {}, {}, {"step: int64"}, {}, unknown_shape},
   };
   for (const Signature& signature : signatures) {
     if (std::string message = register_op(signature); !message.empty()) return message;

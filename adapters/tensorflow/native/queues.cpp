@@ -1,6 +1,9 @@
 #include "queues.h"
 
+#include <map>
 #include <mutex>
+#include <string>
+#include <utility>
 #include <vector>
 
 #define MULTIRING_EXPORT extern "C" __attribute__((visibility("default")))
@@ -12,6 +15,7 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::vector<mr_queue*> queues;
+  std::map<std::pair<int64_t, std::string>, int64_t> steps;  // by the number of a queue and a name
 };
 
 Registry& registry() {
@@ -26,6 +30,12 @@ mr_queue* find_queue(int64_t number) {
   const std::lock_guard lock(all.mutex);
   if (number < 1 || static_cast<size_t>(number) > all.queues.size()) return nullptr;
   return all.queues[static_cast<size_t>(number) - 1];
+}
+
+int64_t next_step(int64_t queue, const std::string& name) {
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  return ++all.steps[{queue, name}];
 }
 
 }  // namespace multiring::tensorflow

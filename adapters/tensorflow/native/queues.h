@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "multiring.h"
 
@@ -10,5 +11,8 @@ namespace multiring::tensorflow {
  * addresses, so that a graph that was saved and loaded by another process finds that process's queue or none.
  */
 mr_queue* find_queue(int64_t number);
+
+/* Counts the steps of `name` on a queue: 1, 2, ... */
+int64_t next_step(int64_t queue, const std::string& name);
 
 }  // namespace multiring::tensorflow

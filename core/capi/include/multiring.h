@@ -182,10 +182,12 @@ MR_API int mr_queue_rank(const mr_queue* queue);
 MR_API int mr_queue_size(const mr_queue* queue);
 /* Queues `count` operations under one name (at most 4096 bytes), matched with the peers' submission of that
  * name. A name may be submitted again: the k-th submission of a name on one rank meets the k-th on the
- * others. Higher `priority` leaves earlier; rank 0's counts. Never waits for another rank. Arrays must live,
- * and not be touched, until `done` (NULL: none). Not for send and recv. */
+ * others, and has to be in the same `step` there: a number that the caller counts up, so that what a failed
+ * step has left out on one rank is MR_MISMATCH and not taken for the next one's (0 where nobody counts).
+ * Higher `priority` leaves earlier; rank 0's counts. Never waits for another rank. Arrays must live, and not
+ * be touched, until `done` (NULL: none). Not for send and recv. */
 MR_API mr_status mr_queue_submit(mr_queue* queue, const char* name, const mr_operation* operations, int count,
-                                 int priority, mr_done done, void* context, mr_error* error);
+                                 int priority, uint64_t step, mr_done done, void* context, mr_error* error);
 /* Ends this rank's part: pending submissions fail (done is called), later ones are refused with MR_ABORTED.
  * Inside `done` it only begins the end. */
 MR_API void mr_queue_close(mr_queue* queue);
