@@ -51,14 +51,16 @@ void Exchange::require_match(const Call& call) const {
   if (all_match()) return;
   std::uint64_t least = descriptor(0).submitted;
   bool alike = true;
+  bool fused = false;
   for (int peer = 0; peer < size(); ++peer) {
     const Descriptor& theirs = descriptor(peer);
     if (!theirs.asynchronous) throw_mismatch(call);
+    fused = fused || theirs.key.fused > 1;
     alike = alike && theirs.submitted == least;
     least = std::min(least, theirs.submitted);
   }
-  if (alike) throw_mismatch(call);
-  throw NotYetAgreed{least};
+  if (alike && !fused) throw_mismatch(call);
+  throw NotYetAgreed{least, alike};
 }
 
 void Exchange::throw_mismatch(const Call& call) const {

@@ -19,6 +19,7 @@ struct Call {
 /// All ranks are to choose anew among their first `submitted` asynchronous operations.
 struct NotYetAgreed {
   std::uint64_t submitted;
+  bool singly = false;  ///< one, not several fused
 };
 
 /// A rank's walk through the rounds of a transport: every collective is a sequence of rounds, the first of
@@ -46,9 +47,9 @@ class MULTIRING_API Exchange {
     return *reinterpret_cast<const Descriptor*>(transport_.header(rank, round_));
   }
   /// Returns when all ranks asked for the same in the current round. Raises NotYetAgreed where the difference
-  /// may come from ranks having submitted different numbers of asynchronous operations so far, else a
-  /// mismatch error that says who asked for what. All ranks come to the same verdict, for they read the same
-  /// headers.
+  /// may come from ranks having submitted different numbers of asynchronous operations so far, and where it
+  /// is in one of several that are fused, which by itself will tell which one; else a mismatch error that
+  /// says who asked for what. All ranks come to the same verdict, for they read the same headers.
   void require_match(const Call& call) const;
   [[noreturn]] void throw_mismatch(const Call& call) const;
 

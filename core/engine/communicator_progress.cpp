@@ -38,9 +38,11 @@ void Communicator::progress() {
 
 // Ranks may have submitted different numbers of operations when they come here, and so choose differently.
 // Each puts its number into its header; where the choices differ, all choose anew among the least of these
-// numbers.
+// numbers. Where they have the same number and yet differ in what they fuse, they take one operation at a
+// time: the one in which they differ says so by name.
 void Communicator::execute_chosen() {
   std::uint64_t limit;
+  bool singly = false;
   {
     const std::lock_guard lock(mutex_);
     limit = submitted_;
@@ -51,7 +53,7 @@ void Communicator::execute_chosen() {
       const std::lock_guard lock(mutex_);
       const std::size_t most =
           options_.fuse_at_most > 0 ? options_.fuse_at_most : transport_->staging_bytes();
-      if (!first_error_) chosen = choose_work(queue_, limit, options_.fuse_below, most);
+      if (!first_error_) chosen = choose_work(queue_, limit, singly ? 0 : options_.fuse_below, most);
       if (!chosen.empty()) running_ = chosen;
     }
     if (chosen.empty()) return fail_running();  // the communicator broke meanwhile
@@ -60,6 +62,7 @@ void Communicator::execute_chosen() {
       return retire(chosen);
     } catch (const NotYetAgreed& agreement) {
       limit = agreement.submitted;
+      singly = agreement.singly;
     } catch (...) {
       fail(std::current_exception(), describe(chosen.front()->operation().descriptor));
       return fail_running();

@@ -59,6 +59,29 @@ TEST(NamedQueueErrors, AMismatchReachesEveryRank) {
   });
 }
 
+// All of them are fused into one operation, whose description would not even reach the one that differs.
+TEST(NamedQueueErrors, AMismatchAmongManyNamesTheOne) {
+  RankGroup group(impatient(3, 20));
+  group.run([](Communicator& communicator) {
+    const auto queue = queue_over(communicator);
+    std::vector<Array> arrays;
+    for (int i = 0; i < 40; ++i) arrays.emplace_back(i == 19 && communicator.rank() == 1 ? 5 : 4, 1);
+    NamedRequest request;
+    request.name = "bucket";
+    for (std::size_t i = 0; i < arrays.size(); ++i) {
+      Operation operation = std::move(sum_of(arrays[i], "bucket").operations[0]);
+      operation.descriptor.set_name(numbered("layer ", i));
+      request.operations.push_back(std::move(operation));
+    }
+    const auto works = queue->submit(std::move(request));
+    for (const std::size_t i : {19, 20, 39}) {
+      const Error error = error_of_work(ErrorKind::kMismatch, works[i]);
+      expect_text(error, "rank 1 asked for allreduce 'layer 19' sum int64[5, 1]");
+      expect_text(error, "ranks 0, 2 asked for allreduce 'layer 19' sum int64[4, 1]");
+    }
+  });
+}
+
 TEST(NamedQueueErrors, GroupsOfDifferentLengthAreAMismatch) {
   RankGroup group(impatient(2, 20));
   group.run([](Communicator& communicator) {
