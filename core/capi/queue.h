@@ -20,7 +20,7 @@ struct MULTIRING_API mr_queue {
   bool is_closed() const;
   /// Raises an error of kind aborted after close, of kind usage in a forked child.
   std::shared_ptr<multiring::NamedQueue> get() const;
-  /// Closes the queue and lets go of it. False: called by a `done` of the queue, so only begun.
+  /// Closes the queue and lets go of it. False: called on a thread of the queue, so only begun.
   bool close();
   /// To be called in a forked child.
   void abandon();

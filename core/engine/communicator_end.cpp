@@ -79,6 +79,11 @@ void Communicator::abort_with(const Error& error) {
   fail(std::make_exception_ptr(error), "abort");
 }
 
+bool Communicator::is_driven_here() const {
+  const std::lock_guard lock(mutex_);
+  return turn_taken_ && turn_owner_ == std::this_thread::get_id();
+}
+
 bool Communicator::is_broken() const {
   if (abandoned_.load(std::memory_order_acquire)) return true;
   const std::lock_guard lock(mutex_);

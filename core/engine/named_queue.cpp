@@ -114,6 +114,7 @@ void NamedQueue::start_control() {
   if (control_thread_.joinable()) return;
   try {
     control_thread_ = std::thread([this] { negotiate(); });
+    control_id_ = control_thread_.get_id();
   } catch (const std::system_error& error) {
     throw Error(ErrorKind::kInternal,
                 "rank " + std::to_string(rank()) + " cannot start the thread of named queue '" + name() +
@@ -122,6 +123,11 @@ void NamedQueue::start_control() {
 }
 
 void NamedQueue::negotiate() {
+  go_on_with_rounds();
+  if (closing_.load(std::memory_order_acquire)) leave_names();
+}
+
+void NamedQueue::go_on_with_rounds() {
   std::chrono::microseconds pause = kFirstPause;
   const auto ended = [this] { return closing_.load(std::memory_order_relaxed) || first_error_.has_value(); };
   for (;;) {

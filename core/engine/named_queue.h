@@ -34,7 +34,7 @@ class MULTIRING_API NamedQueue {
   /// Collective over `parent`, with the same `name` everywhere.
   static std::shared_ptr<NamedQueue> create(Communicator& parent, const std::string& name,
                                             const CallOptions& call);
-  /// Closes. Not inside a `done`, whose thread it waits for.
+  /// Closes. Not on a thread of the queue (in a `done`, a warning), which it waits for.
   ~NamedQueue();
   NamedQueue(const NamedQueue&) = delete;
   NamedQueue& operator=(const NamedQueue&) = delete;
@@ -49,8 +49,8 @@ class MULTIRING_API NamedQueue {
   /// Breaks the queue on all ranks.
   void abort(const Error& error);
   /// Ends this rank's part: what is pending fails, peers that still need it learn that it left. Idempotent.
-  /// Called by a `done` it returns at once, false, and only the next call from elsewhere or the destructor
-  /// ends the threads.
+  /// On a thread of the queue itself, as in a `done` or a warning, it returns at once, false: what waits for
+  /// peers ends, and only the next call from elsewhere or the destructor ends the threads.
   bool close();
   bool is_broken() const;
   /// To be called in a forked child: the queue belongs to the parent alone, and every call here fails.
@@ -67,6 +67,11 @@ class MULTIRING_API NamedQueue {
   void throw_if_unusable() const;  // with mutex_ held
   void start_control();            // likewise
   void negotiate();
+  void go_on_with_rounds();
+  /// What close() does on the control thread, whoever has called it: peers learn that this rank has left, and
+  /// what is not matched fails.
+  void leave_names();
+  bool on_own_thread() const;
   bool round();
   std::vector<std::byte> news();
   bool exchange(std::vector<std::byte> message);
@@ -100,6 +105,7 @@ class MULTIRING_API NamedQueue {
   std::deque<std::shared_ptr<Submission>> fresh_;  // those of them that are not announced yet
   std::optional<Error> first_error_;
   std::thread control_thread_;
+  std::thread::id control_id_;  // kept, where joining changes the thread's
 };
 
 }  // namespace multiring

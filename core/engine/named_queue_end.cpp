@@ -32,7 +32,8 @@ std::string sentence(const Unmatched& unmatched) {
 }  // namespace
 
 void NamedQueue::watch() {
-  if (closing_.load(std::memory_order_acquire)) throw closed_error();
+  // Ends the wait that this is called in. By an error of ours the peers would take it for an abort.
+  if (closing_.load(std::memory_order_acquire)) return control_->close();
   const Clock::time_point now = Clock::now();
   if (now - watched_ < kWatchInterval) return;
   watched_ = now;
@@ -232,12 +233,24 @@ bool NamedQueue::close() {
     closing_.store(true, std::memory_order_release);
   }
   changed_.notify_all();
-  if (Submission::inside(this)) return false;  // this thread cannot wait for its own end
+  if (on_own_thread()) return false;  // it cannot wait for its own end
   const std::lock_guard closers(close_mutex_);
   if (std::exchange(closed_, true)) return true;
   control_->close();
   if (control_thread_.joinable()) control_thread_.join();
+  leave_names();  // where no thread was needed, or it ended by an error
   data_->close();
+  return true;
+}
+
+bool NamedQueue::on_own_thread() const {
+  if (Submission::inside(this) || data_->is_driven_here()) return true;
+  const std::lock_guard lock(mutex_);
+  return control_id_ == std::this_thread::get_id();
+}
+
+void NamedQueue::leave_names() {
+  control_->close();
   std::vector<std::shared_ptr<Submission>> pending;
   {
     const std::lock_guard lock(mutex_);
@@ -246,7 +259,6 @@ bool NamedQueue::close() {
   for (const auto& submission : pending)
     submission->fail(Error(ErrorKind::kAborted, "named queue '" + name() + "' was closed before '" +
                                                     submission->name() + "' was matched"));
-  return true;
 }
 
 }  // namespace multiring

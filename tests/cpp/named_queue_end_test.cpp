@@ -231,6 +231,70 @@ TEST(NamedQueueErrors, CloseEndsWhatIsPending) {
   });
 }
 
+// The threads are not waited for there; but what waits for peers ends, and the peers learn of it.
+TEST(NamedQueueErrors, CloseInACallbackEndsWhatIsPending) {
+  RankGroup group(impatient(2, 60));
+  group.run([](Communicator& communicator) {
+    const auto queue = queue_over(communicator);
+    Array array(4, 1);
+    Array other(4, 1);
+    const auto pending = submit(*queue, other, numbered("x", communicator.rank()));
+    queue->submit(sum_of(array, "last", [&](const Error* error, auto) {
+      EXPECT_EQ(error, nullptr);
+      EXPECT_TRUE(communicator.rank() == 0 || !queue->close());
+    }));
+    if (communicator.rank() == 1) {
+      expect_text(error_of_work(ErrorKind::kAborted, pending), "was closed before 'x1' was matched");
+      EXPECT_TRUE(queue->close());
+    } else {
+      expect_text(error_of_work(ErrorKind::kPeerLost, pending), "lost rank 1");
+    }
+  });
+}
+
+// The control thread warns of what is not matched, the data communicator's of what does not arrive.
+TEST(NamedQueueErrors, CloseInAWarningOnlyBegins) {
+  for (const bool matched : {false, true}) {
+    std::weak_ptr<NamedQueue> closing;
+    std::mutex mutex;
+    Latch warned(1);
+    GroupOptions options = impatient(2, 60);
+    options.communicator.stall_warning = 0.05;
+    options.communicator.warn = [&](const std::string& text) {
+      if (text.rfind("rank 0 ", 0) != 0 || text.find("/queue'") == std::string::npos) return;
+      const std::lock_guard lock(mutex);
+      if (const auto queue = closing.lock()) {
+        EXPECT_FALSE(queue->close());
+        warned.count_down();
+      }
+    };
+    RankGroup group(options);
+    group.run([&](Communicator& communicator) {
+      const auto queue = queue_over(communicator);
+      Array array(4, 1);
+      Array other(4, 1);
+      if (communicator.rank() == 0) {
+        const std::lock_guard lock(mutex);
+        closing = queue;
+      }
+      testing::run_barrier(communicator);
+      if (communicator.rank() == 1) {
+        if (!matched) return warned.wait();
+        // Its callback holds up the thread that the second one needs.
+        queue->submit(sum_of(array, "first", [&](const Error*, auto) { warned.wait(); }));
+        return wait(submit(*queue, other, "second"));
+      }
+      if (matched) {
+        wait(submit(*queue, array, "first"));
+        wait(submit(*queue, other, "second"));
+      } else {
+        error_of_work(ErrorKind::kAborted, submit(*queue, array, "first"));
+      }
+      EXPECT_TRUE(queue->close());
+    });
+  }
+}
+
 TEST(NamedQueueErrors, WhatACallbackRaisesBreaksTheQueue) {
   RankGroup group(impatient(2, 20));
   group.run([&](Communicator& communicator) {

@@ -189,7 +189,7 @@ MR_API int mr_queue_size(const mr_queue* queue);
 MR_API mr_status mr_queue_submit(mr_queue* queue, const char* name, const mr_operation* operations, int count,
                                  int priority, uint64_t step, mr_done done, void* context, mr_error* error);
 /* Ends this rank's part: pending submissions fail (done is called), later ones are refused with MR_ABORTED.
- * Inside `done` it only begins the end. */
+ * On a thread of the queue, as inside `done`, it only begins the end. */
 MR_API void mr_queue_close(mr_queue* queue);
 /* Closes, and frees the handle. */
 MR_API void mr_queue_free(mr_queue* queue);
