@@ -34,6 +34,10 @@ __all__ = ["GradientReduction", "kinds_of"]
 Gradient = Any
 Kind = Literal["dense", "sparse"] | None
 _numbers = itertools.count()
+_UNEVEN = (
+    "a rank has run out of data before others whose steps run in a tf.function, where averages divide by the "
+    "number of all ranks; pass uneven=True to GradientReduction or DistributedGradientTape"
+)
 
 
 class GradientReduction:
@@ -110,7 +114,8 @@ class GradientReduction:
 
         Raises:
             UsageError: Their number or a shape is not that of the variables.
-            tf.errors.OpError: The communication failed.
+            tf.errors.OpError: The communication failed; or, in a `tf.function`, a rank has run out of data
+                and `uneven` was not set.
         """
         if len(gradients) != len(self.specs):
             raise UsageError(f"{len(gradients)} gradients were given for {len(self.specs)} variables")
@@ -132,7 +137,8 @@ class GradientReduction:
         that had data to the last. Every rank has to use it, and `reduce` is the only collective inside.
 
         Raises:
-            UsageError: Steps run in `tf.function` and `uneven` was not set.
+            UsageError: A rank has run out of data before others whose steps run in `tf.function`, and
+                `uneven` was not set. The others' steps report the same.
         """
         yield
         if self.comm.size == 1:
@@ -141,7 +147,7 @@ class GradientReduction:
         absent = [False] * len(self.specs)
         while True:
             _, flags = self._round([None] * len(self.specs), absent, active=False)
-            if not flags[len(self.specs) :].numpy().any():
+            if not self._participation(flags).numpy().any():
                 break
             answered += 1
         # Who had data to the last has answered nobody.
@@ -153,9 +159,10 @@ class GradientReduction:
         self, gradients: Sequence[Gradient], present: Sequence[bool], *, active: bool
     ) -> tuple[list[Gradient], Any]:
         """All gradients and the flags reduced."""
-        own = np.zeros(len(self.specs) + self.comm.size, dtype=np.float32)
+        own = np.zeros(len(self.specs) + self.comm.size + 1, dtype=np.float32)
         own[: len(self.specs)] = present
         own[len(self.specs) + self.comm.rank] = active
+        own[-1] = needs_all = self._options.op == "average" and not (self._uneven or tf.executing_eagerly())
         step = self._next_step(gradients)
         flags = grouped_allreduce(
             [tf.constant(own)], name=f"{self._title}: flags", comm=self.comm, step=step
@@ -169,7 +176,15 @@ class GradientReduction:
         for index, spec in enumerate(self.specs):
             if spec.sparse:
                 results[index] = self._reduce_slices(spec, gradients[index], step)
+        if needs_all:
+            return self._checked(results, flags), flags
+        if tf.executing_eagerly() and flags[-1].numpy() and not self._participation(flags).numpy().all():
+            raise UsageError(f"rank {self.comm.rank}: {_UNEVEN}")
         return self._corrected(results, flags), flags
+
+    def _participation(self, flags: Any) -> Any:
+        """The part of the flags that tells which ranks have data."""
+        return flags[len(self.specs) : -1]
 
     def _next_step(self, gradients: Sequence[Gradient]) -> Any:
         """The number of this step, which begins when the gradients of the first bucket are there."""
@@ -226,7 +241,7 @@ class GradientReduction:
         """Averages over the ranks that have data, where the core has divided by the number of all."""
         if self._options.op != "average":
             return results
-        count = tf.math.count_nonzero(flags[len(self.specs) :], dtype=tf.int32)
+        count = tf.math.count_nonzero(self._participation(flags), dtype=tf.int32)
         factor = self.comm.size / tf.maximum(count, 1)
 
         def scaled() -> list[Gradient]:
@@ -234,9 +249,25 @@ class GradientReduction:
 
         if tf.executing_eagerly():
             return scaled() if 0 < int(count) < self.comm.size else results
-        if not self._uneven:
-            return results
         return list(tf.cond(count < self.comm.size, scaled, lambda: [_times(value, 1) for value in results]))
+
+    def _checked(self, results: list[Gradient], flags: Any) -> list[Gradient]:
+        """In a traced function that was not prepared for it: an error if a rank has no data."""
+        count = tf.math.count_nonzero(self._participation(flags), dtype=tf.int32)
+        # One of each bucket; they are complete together.
+        firsts = [results[bucket[0]] for bucket in self._buckets if bucket]
+        firsts += [results[k].values for k, spec in enumerate(self.specs) if spec.sparse]
+
+        def refuse() -> Any:
+            # A rank that ends before its buckets are through would leave others waiting for its part.
+            with tf.control_dependencies([tf.identity(value) for value in firsts]):
+                check = tf.debugging.assert_equal(count, self.comm.size, f"multiring: UsageError: {_UNEVEN}")
+            with tf.control_dependencies([check]):
+                return tf.constant(False)
+
+        go = tf.cond(tf.equal(count, self.comm.size), lambda: tf.constant(True), refuse)
+        with tf.control_dependencies([go]):
+            return [_identity(value) for value in results]
 
     def _without_absent(self, reduced: list[Gradient], present: Sequence[bool], flags: Any) -> list[Gradient]:
         """In a traced function: None where no rank has a gradient."""

@@ -1,26 +1,38 @@
-"""The contract of adapters, over TensorFlow: eager, and in a traced function."""
+"""The contract of adapters, over TensorFlow: eager, and in a traced function, prepared for uneven data or
+not.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from numpy.typing import NDArray
 
 import multiring.tensorflow
 from multiring import Communicator
+from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions
 from multiring.tensorflow import translate_errors
-from tests.adapters.contract import AdapterContract
+from tests.adapters.contract import (
+    AdapterContract,
+    Pool,
+    batch,
+    join_with_uneven_data,
+    starting_weights,
+)
 
 Array = NDArray[Any]
 
 
 class EagerAdapter:
     """Implements `AdapterUnderTest` with an eager tape and a reduction of its gradients."""
+
+    uneven: ClassVar[bool] = False
 
     def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
         self._comm = comm
@@ -30,7 +42,7 @@ class EagerAdapter:
             list(self._model.values()),
             comm,
             ReducerOptions(bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes),
-            uneven=True,
+            uneven=self.uneven,
         )
         self._local: list[Any] = [None] * len(weights)  # gradients that were not reduced yet
         self._found: list[Any] = [None] * len(weights)
@@ -113,8 +125,7 @@ class FunctionAdapter(EagerAdapter):
         return loss, self._reduction.reduce(add(local, gradients))
 
     def backward(self, x: Array, y: Array, *, extra: bool = True, synchronise: bool = True) -> float:
-        if not synchronise or not extra:
-            # What no rank has becomes None only where it is decided eagerly.
+        if not synchronise:
             return super().backward(x, y, extra=extra, synchronise=synchronise)
         local, self._local = self._local, [None] * len(self._names)
         with translate_errors():
@@ -123,5 +134,43 @@ class FunctionAdapter(EagerAdapter):
         return float(loss)
 
 
-class TestTensorFlowFunction(AdapterContract):
+class UnevenFunctionAdapter(FunctionAdapter):
+    uneven = True
+
+
+def unused_on_all(comm: Communicator, make: Any) -> None:
+    """What is None was decided when the reduction was made; later a gradient that nobody has is zeros."""
+    model = make(comm, starting_weights(), 400)
+    x, y = batch(comm.rank, 3)
+    for _ in range(2):
+        model.backward(x, y, extra=False)
+        found = model.gradients()["extra"]
+        assert found is None or not found.any()
+        model.backward(x, y)
+        before = model.gradients()["extra"]
+        assert before is not None
+        assert before.any()
+        model.backward(x, y, extra=False)
+        np.testing.assert_array_equal(model.gradients()["extra"], before)
+        model.zero_grad()
+    model.close()
+
+
+class TestTensorFlowFunctionWithUnevenData(AdapterContract):
+    adapter = UnevenFunctionAdapter
+
+    @pytest.mark.parametrize("size", [1, 3])
+    def test_a_parameter_is_unused_on_all_ranks(self, ranks: Pool, size: int) -> None:
+        ranks(size).run(unused_on_all, self.adapter)
+
+
+class TestTensorFlowFunction(TestTensorFlowFunctionWithUnevenData):
     adapter = FunctionAdapter
+
+    @pytest.mark.parametrize("size", [2, 4])
+    @pytest.mark.parametrize("fewest", [0, 2])
+    def test_uneven_data(self, ranks: Pool, size: int, fewest: int) -> None:
+        """Takes preparation; nobody goes on without."""
+        for error in ranks(size).run_expecting_errors(join_with_uneven_data, self.adapter, fewest):
+            assert isinstance(error, UsageError), error
+            assert "pass uneven=True" in str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -150,6 +151,49 @@ def join_in_a_function(comm: Communicator) -> None:
 
 def test_ranks_may_run_out_of_data_in_a_function(ranks: Pool) -> None:
     ranks(3).run(join_in_a_function)
+
+
+def join_unprepared(comm: Communicator, tape: bool, pause: float) -> None:
+    """Without `uneven` no rank goes on with a wrong average, and none waits for another."""
+    variables = [tf.Variable(tf.ones([2])), tf.Variable(tf.ones([3]))]
+    options = {"bucket_bytes": 8, "first_bucket_bytes": 8}
+    own = mt.DistributedGradientTape(tf.GradientTape(), comm, **options).reduction(variables)
+
+    def late(value: Any) -> Any:
+        time.sleep(pause * comm.rank)
+        return value
+
+    @tf.function
+    def step(factor: Any) -> None:
+        with mt.DistributedGradientTape(tf.GradientTape(), comm, **options) as tape_of_all:
+            loss = tf.add_n([tf.reduce_sum(v) for v in variables]) * factor
+        if tape:
+            found = tape_of_all.gradient(loss, variables)
+        else:  # the last variable's bucket leaves long before the first one's
+            first = tf.ensure_shape(tf.py_function(late, [tf.ones([2]) * factor], tf.float32), [2])
+            found = own.reduce([first, tf.ones([3]) * factor])
+        for variable, gradient in zip(variables, found, strict=True):
+            variable.assign_sub(gradient)
+
+    start = None
+    try:
+        with mt.translate_errors(), own.join(variables):
+            for number in range(2 + (comm.rank > 0)):
+                start = time.monotonic()
+                step(tf.constant(float(comm.rank)))
+                assert number < 2, "a step without the data of a rank has passed"
+    finally:
+        mean = (comm.size - 1) / 2
+        for variable in variables:
+            np.testing.assert_allclose(variable, 1.0 - 2 * mean, rtol=1e-6)
+        assert time.monotonic() - start < 10.0
+
+
+@pytest.mark.parametrize(("tape", "pause"), [(True, 0.0), (False, 0.5)])
+def test_running_out_of_data_in_a_function_takes_preparation(ranks: Pool, tape: bool, pause: float) -> None:
+    for error in ranks(3).run_expecting_errors(join_unprepared, tape, pause):
+        assert isinstance(error, UsageError), error
+        assert "pass uneven=True" in str(error)
 
 
 def refused(comm: Communicator) -> None:
