@@ -45,6 +45,7 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):
         self._reduction = LazyReduction(comm, self.options, keras.backend.backend())
         self._count: Any = None
         self._accumulators: list[Any] = []
+        self._produced: set[int] = set()  # variables that have had a gradient in any pass, or trace of one
         if self.options.backward_passes_per_step > 1 and keras.backend.backend() == "jax":
             raise UsageError(
                 "backward_passes_per_step does not work on Keras's JAX backend; give the optimizer itself "
@@ -80,22 +81,25 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):
         if passes == 1:
             self.inner_optimizer.apply(self._reduction.reduce(grads, variables), trainable_variables)
             return
-        sums = [self._accumulators[self._get_variable_index(variable)] for variable in variables]
-        for total, gradient in zip(sums, grads, strict=True):
+        indexes = [self._get_variable_index(variable) for variable in variables]
+        for index, gradient in zip(indexes, grads, strict=True):
             if gradient is not None:
-                total.assign_add(keras.ops.convert_to_tensor(gradient))
+                self._produced.add(index)
+                self._accumulators[index].assign_add(keras.ops.convert_to_tensor(gradient))
         self._count.assign_add(1)
-        missing = [gradient is None for gradient in grads]
+        sums = [self._accumulators[index] if index in self._produced else None for index in indexes]
         keras.ops.cond(
-            keras.ops.equal(self._count, passes), lambda: self._step(sums, missing, variables), lambda: None
+            keras.ops.equal(self._count, passes), lambda: self._step(sums, variables), lambda: None
         )
 
-    def _step(self, sums: list[Any], missing: list[bool], variables: list[Any]) -> None:
+    def _step(self, sums: list[Any], variables: list[Any]) -> None:
+        """Apply the means of what was accumulated; None is for variables that never had a gradient."""
         passes = self.options.backward_passes_per_step
-        means = [None if gone else total / passes for total, gone in zip(sums, missing, strict=True)]
+        means = [None if total is None else total / passes for total in sums]
         self.inner_optimizer.apply(self._reduction.reduce(means, variables), variables)
         for total in sums:
-            total.assign(keras.ops.zeros_like(total))
+            if total is not None:
+                total.assign(keras.ops.zeros_like(total))
         self._count.assign(0)
 
     @property

@@ -91,6 +91,34 @@ def test_backward_passes_are_averaged(ranks: Pool, size: int) -> None:
     ranks(size).run(fit_like_one, "keras", {"backward_passes_per_step": 2}, {})
 
 
+def accumulate_in_turn(comm: Communicator, traced: bool) -> None:
+    """What an early pass has brought counts, though the last pass has no gradient for that variable."""
+    names = ("always", "early", "never")
+    variables = [keras.Variable(np.ones(2, "float32"), name=name) for name in names]
+    inner = keras.optimizers.SGD(1.0)
+    optimizer = mt.DistributedOptimizer(inner, comm, backward_passes_per_step=2)
+    optimizer.build(variables)
+
+    def backward(value: Any, early: bool) -> None:
+        gradient = tf.ones([2]) * value
+        optimizer.apply([gradient, gradient if early else None, None], variables)
+
+    run = tf.function(backward) if traced else backward
+    mean = (comm.size + 1) / 2
+    for step in range(1, 4):
+        run(tf.constant(comm.rank + 1.0), True)
+        run(tf.constant(3.0), False)
+        for variable, change in zip(variables, ((mean + 3) / 2, mean / 2, 0.0), strict=True):
+            np.testing.assert_allclose(variable.numpy(), 1.0 - step * change, rtol=1e-6)
+    assert int(inner.iterations) == 3
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_gradient_of_an_early_pass_alone(ranks: Pool, size: int, traced: bool) -> None:
+    ranks(size).run(accumulate_in_turn, traced)
+
+
 def test_ranks_fit_like_one_with_tf_keras(ranks: Pool) -> None:
     ranks(2).run(fit_like_one, "tf_keras", {}, {})
 
