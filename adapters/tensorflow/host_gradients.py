@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring.bucketing import ParameterSpec
+from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
 from multiring.gradient_source import ReducerOptions
 from multiring.tensorflow.variables import describe_variables
@@ -50,8 +51,13 @@ class HostReduction:
         Within a function that JAX compiles, what is None stays None.
 
         Raises:
+            UsageError: Their number is not that of the variables.
             MultiringError: The communication failed.
         """
+        if len(gradients) != len(self._reducer.specs):
+            raise UsageError(
+                f"{len(gradients)} gradients were given for {len(self._reducer.specs)} variables"
+            )
         jax = sys.modules.get("jax")  # loaded, or Keras would not compute with it
         present = [k for k, gradient in enumerate(gradients) if gradient is not None]
         if jax is not None and any(isinstance(gradients[k], jax.core.Tracer) for k in present):

@@ -12,6 +12,7 @@ import multiring
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions
+from multiring.tensorflow.kept import KeptReductions
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -57,11 +58,13 @@ class WrapperOptions:
 
 
 class LazyReduction:
-    """Made for the variables of the first gradients, which is when all ranks are known to train."""
+    """Made when the first gradients come, which is when all ranks are known to train; and again for other
+    variables, when layers were frozen, or another world.
+    """
 
     def __init__(self, comm: Communicator | None, options: WrapperOptions, backend: str) -> None:
         self._comm, self._options, self._backend = comm, options, backend
-        self._reduction: Any = None
+        self._made = KeptReductions()
 
     def __deepcopy__(self, memo: Any) -> LazyReduction:
         return LazyReduction(self._comm, self._options, self._backend)
@@ -70,16 +73,15 @@ class LazyReduction:
         """The gradients reduced over ranks. Collective.
 
         Raises:
-            MismatchError: The ranks have different variables or options (at the first call).
+            MismatchError: The ranks have different variables or options (at the first call with these).
         """
         comm = multiring.world() if self._comm is None else self._comm
         if comm.size == 1 and self._options.prescale * self._options.postscale == 1.0:
             return list(gradients)
         if self._backend == "tensorflow":
             gradients = self._as_dense(gradients)
-        if self._reduction is None:
-            self._reduction = self._make(gradients, variables, comm)
-        reduced: list[Any] = self._reduction.reduce(gradients)
+        reduction = self._made.get(comm, variables, None, lambda: self._make(gradients, variables, comm))
+        reduced: list[Any] = reduction.reduce(gradients)
         return reduced
 
     def _as_dense(self, gradients: Sequence[Any]) -> Sequence[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,15 +10,14 @@ import tensorflow as tf
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.gradient_source import ReducerOptions
 from multiring.tensorflow.gradients import GradientReduction, kinds_of
+from multiring.tensorflow.kept import KeptReductions
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
 __all__ = ["DistributedGradientTape"]
 
-# A tape lives for one step, its reduction as long as the variables do.
-_Entry = tuple[tuple[weakref.ref[Any], ...], GradientReduction]
-_reductions: weakref.WeakKeyDictionary[Communicator, dict[Any, _Entry]] = weakref.WeakKeyDictionary()
+_reductions = KeptReductions()  # a tape lives for one step
 
 
 class DistributedGradientTape:
@@ -28,7 +26,8 @@ class DistributedGradientTape:
 
     The first call for a list of sources compares these over the ranks (collective); the reduction is kept as
     long as the sources live, so that wrapping a new tape in each step costs nothing. A call with other
-    sources, such as variables that were created late, makes another one, on all ranks alike.
+    sources, such as variables that were created late, makes another one, on all ranks alike. Tensors that
+    are watched may be sources too; those that each step makes anew are compared in each step.
     """
 
     def __init__(
@@ -110,12 +109,10 @@ class DistributedGradientTape:
             variables: Sources of `gradient`.
             gradients: This rank's gradients, from which it learns which are sparse.
         """
-        known = _reductions.setdefault(self._comm, {})
-        key = tuple(id(variable) for variable in variables), self._options, self._uneven
-        entry = known.get(key)
-        if entry is None or any(ref() is not v for ref, v in zip(entry[0], variables, strict=True)):
+
+        def make() -> GradientReduction:
             kinds = None if gradients is None else kinds_of(gradients)
-            made = GradientReduction(variables, self._comm, self._options, kinds=kinds, uneven=self._uneven)
-            entry = tuple(weakref.ref(variable) for variable in variables), made
-            known[key] = entry
-        return entry[1]
+            return GradientReduction(variables, self._comm, self._options, kinds=kinds, uneven=self._uneven)
+
+        found: GradientReduction = _reductions.get(self._comm, variables, (self._options, self._uneven), make)
+        return found

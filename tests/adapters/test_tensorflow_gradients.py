@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -94,6 +95,37 @@ def late_variables(comm: Communicator) -> None:
 
 def test_variables_that_are_created_late(ranks: Pool) -> None:
     ranks(2).run(late_variables)
+
+
+def reductions() -> int:
+    """How many there are in this process."""
+    gc.collect()
+    return sum(type(found) is mt.GradientReduction for found in gc.get_objects())
+
+
+def many_models(comm: Communicator) -> None:
+    """What was kept for variables that are gone goes when others come; watched tensors work too."""
+    before = reductions()
+    # Made beforehand, since what is made after another was freed may get its place in memory.
+    variables = [tf.Variable(tf.ones([number + 1])) for number in range(4)]
+    tensors = [tf.ones([number + 1]) for number in range(4)]
+    while variables:
+        for _ in range(2):
+            with mt.DistributedGradientTape(tf.GradientTape(), comm) as tape:
+                loss = tf.reduce_sum(variables[-1]) * comm.rank
+            tape.gradient(loss, variables[-1])
+        with mt.DistributedGradientTape(tf.GradientTape(), comm) as tape:
+            tape.watch(tensors[-1])
+            loss = tf.reduce_sum(tensors[-1] * tensors[-1]) * comm.rank
+        np.testing.assert_allclose(tape.gradient(loss, tensors[-1]), comm.size - 1)
+        variables.pop()
+        tensors.pop()
+        del tape, loss
+        assert reductions() <= before + 2
+
+
+def test_a_tape_forgets_variables_that_are_gone(ranks: Pool) -> None:
+    ranks(2).run(many_models)
 
 
 def nested_sources(comm: Communicator) -> None:
