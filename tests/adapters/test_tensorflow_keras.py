@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -67,12 +68,12 @@ def fit_like_one(comm: Communicator, name: str, options: dict[str, Any], compile
     passes = options.get("backward_passes_per_step", 1)
     inner = {"gradient_accumulation_steps": passes} if passes > 1 else {}
     alone = make_model(library)
-    alone.compile(library.optimizers.Adam(0.01, **inner), loss_of(library), jit_compile=False)
+    # With Adam a wrong scale of the gradients would not show.
+    sgd = functools.partial(library.optimizers.SGD, 0.1, momentum=0.9)
+    alone.compile(sgd(**inner), loss_of(library), jit_compile=False)
     alone.fit(*data(), BATCH, epochs=2, shuffle=False, verbose=0)
     model = make_model(library)
-    model.compile(
-        mt.DistributedOptimizer(library.optimizers.Adam(0.01), comm, **options), loss_of(library), **compiled
-    )
+    model.compile(mt.DistributedOptimizer(sgd(), comm, **options), loss_of(library), **compiled)
     assert not model.jit_compile
     model.fit(*share(comm), BATCH // comm.size, epochs=2, shuffle=False, verbose=0)
     for found, wanted in zip(weights_of(model), weights_of(alone), strict=True):
@@ -186,7 +187,8 @@ def test_xla_is_kept_off(ranks: Pool) -> None:
 
 
 def mixed_precision(comm: Communicator, inside: bool) -> None:
-    """An infinite gradient on one rank makes all ranks skip the step and lower the scale."""
+    """Trains like one process; an infinite gradient on one rank makes all ranks skip the step and lower the
+    scale."""
     policy = keras.config.dtype_policy().name
     optimizer = keras.optimizers.SGD(0.1)
     if not inside:
@@ -198,8 +200,19 @@ def mixed_precision(comm: Communicator, inside: bool) -> None:
         model.compile(wrapped, loss_of(keras))
         assert model.optimizer is wrapped
         images, labels = share(comm)
-        model.fit(images, labels, 6, epochs=1, verbose=0)
+        start = weights_of(model)
+        model.fit(images, labels, 6, epochs=2, shuffle=False, verbose=0)
         before, scale = weights_of(model), float(wrapped.dynamic_scale)
+        alone, plain = make_model(), keras.optimizers.SGD(0.1)
+        if inside:
+            plain = keras.optimizers.LossScaleOptimizer(plain, initial_scale=64.0)
+        alone.compile(plain, loss_of(keras), jit_compile=False)
+        alone.fit(*data(), BATCH, epochs=2, shuffle=False, verbose=0)
+        assert int(alone.optimizer.iterations) == 2 * STEPS, "a step was skipped"
+        tolerance = 2e-5 if inside else 2e-3  # of float32, of float16
+        for found, wanted, first in zip(before, weights_of(alone), start, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance)
+            assert abs(wanted - first).max() > 20 * tolerance, "nothing was learnt"
         broken = np.full_like(images[:6], np.inf) if comm.rank == 1 else images[:6]
         model.fit(broken, labels[:6], 6, epochs=1, verbose=0)
         for found, wanted in zip(weights_of(model), before, strict=True):
