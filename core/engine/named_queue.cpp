@@ -124,7 +124,9 @@ void NamedQueue::start_control() {
 
 void NamedQueue::negotiate() {
   go_on_with_rounds();
-  if (closing_.load(std::memory_order_acquire)) leave_names();
+  if (!closing_.load(std::memory_order_acquire)) return;
+  leave_names();
+  data_->close();
 }
 
 void NamedQueue::go_on_with_rounds() {

@@ -49,8 +49,8 @@ class MULTIRING_API NamedQueue {
   /// Breaks the queue on all ranks.
   void abort(const Error& error);
   /// Ends this rank's part: what is pending fails, peers that still need it learn that it left. Idempotent.
-  /// On a thread of the queue itself, as in a `done` or a warning, it returns at once, false: what waits for
-  /// peers ends, and only the next call from elsewhere or the destructor ends the threads.
+  /// On a thread of the queue itself, as in a `done` or a warning, it returns at once, false: the control
+  /// thread does the rest, and the next call from elsewhere or the destructor waits for it.
   bool close();
   bool is_broken() const;
   /// To be called in a forked child: the queue belongs to the parent alone, and every call here fails.
@@ -68,8 +68,7 @@ class MULTIRING_API NamedQueue {
   void start_control();            // likewise
   void negotiate();
   void go_on_with_rounds();
-  /// What close() does on the control thread, whoever has called it: peers learn that this rank has left, and
-  /// what is not matched fails.
+  /// Peers learn that this rank has left, and what is not matched fails.
   void leave_names();
   bool on_own_thread() const;
   bool round();
