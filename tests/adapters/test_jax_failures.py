@@ -81,6 +81,7 @@ def left_out(comm: Communicator, partial: bool) -> None:
             begun = Collective("allreduce", queue_of(comm).address, 0, comm.size, (bucket,), op=op)
             jax.block_until_ready(run(begun, [array]))
         jax.block_until_ready(step(like))
+    @jax.jit
 
 
 @pytest.mark.parametrize("partial", [False, True])
