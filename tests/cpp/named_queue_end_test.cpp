@@ -139,24 +139,29 @@ TEST(NamedQueueErrors, StallsAreWarnedOfOnce) {
   std::vector<std::string> warnings;
   GroupOptions options = impatient(2, 20);
   options.communicator.stall_warning = 0.05;
-  Latch warned(1);
+  Latch once(1);
+  Latch twice(2);
   options.communicator.warn = [&](const std::string& text) {
+    if (text.rfind("rank 0 ", 0) != 0 || text.find("in named queue") == std::string::npos) return;
     const std::lock_guard lock(mutex);
     warnings.push_back(text);
-    warned.count_down();
+    once.count_down();
+    twice.count_down();
   };
   RankGroup group(options);
   group.run([&](Communicator& communicator) {
     const auto queue = queue_over(communicator);
     Array array(4, 1);
-    if (communicator.rank() == 1) {
-      warned.wait();
-      std::this_thread::sleep_for(std::chrono::milliseconds(150));
-    }
-    wait(submit(*queue, array, "slow"));
+    Array other(4, 1);
+    if (communicator.rank() == 1) twice.wait();
+    const auto slow = submit(*queue, array, "slow");
+    once.wait();
+    // When this is warned of, "slow" has been looked at many times since.
+    wait(submit(*queue, other, "slower"));
+    wait(slow);
     EXPECT_EQ(array, Array(4, 2));
   });
-  ASSERT_EQ(warnings.size(), 1u);
+  ASSERT_EQ(warnings.size(), 2u);
   EXPECT_NE(warnings[0].find("rank 0 submitted 'slow' and waits for rank 1"), std::string::npos)
       << warnings[0];
   EXPECT_NE(warnings[0].find("MULTIRING_STALL_WARNING"), std::string::npos) << warnings[0];
@@ -248,22 +253,22 @@ TEST(NamedQueueErrors, CloseInACallbackEndsWhatIsPending) {
     } else {
       expect_text(error_of_work(ErrorKind::kPeerLost, pending), "lost rank 1");
     }
+    EXPECT_TRUE(queue->close());  // before the arrays go
   });
 }
 
 // The control thread warns of what is not matched, the data communicator's of what does not arrive.
 TEST(NamedQueueErrors, CloseInAWarningOnlyBegins) {
-    EXPECT_TRUE(queue->close());  // before the arrays go
   for (const bool matched : {false, true}) {
     std::weak_ptr<NamedQueue> closing;
     std::mutex mutex;
     Latch warned(1);
+    Latch ended(1);
     GroupOptions options = impatient(2, 60);
     options.communicator.stall_warning = 0.05;
     options.communicator.warn = [&](const std::string& text) {
       if (text.rfind("rank 0 ", 0) != 0 || text.find("'second'") == std::string::npos) return;
       const std::lock_guard lock(mutex);
-    Latch ended(1);
       if (const auto queue = closing.lock()) {
         EXPECT_FALSE(queue->close());
         warned.count_down();
@@ -287,14 +292,14 @@ TEST(NamedQueueErrors, CloseInAWarningOnlyBegins) {
         queue->submit(sum_of(other, "second", [&](const Error*, auto) { over.count_down(); }));
         return over.wait();
       }
+      if (matched) wait(submit(*queue, array, "first"));
+      error_of_work(ErrorKind::kAborted, submit(*queue, other, "second"));
+      ended.count_down();
       EXPECT_TRUE(queue->close());
     });
   }
 }
 
-      if (matched) wait(submit(*queue, array, "first"));
-      error_of_work(ErrorKind::kAborted, submit(*queue, other, "second"));
-      ended.count_down();
 TEST(NamedQueueErrors, WhatACallbackRaisesBreaksTheQueue) {
   RankGroup group(impatient(2, 20));
   group.run([&](Communicator& communicator) {
