@@ -41,8 +41,6 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       mail_(exchange_),
       symmetric_(transport_->rank()) {}
 
-Communicator::~Communicator() { close(); }
-
 void Communicator::run(Operation& operation, const CallOptions& options) {
   throw_if_abandoned();
   complete(operation);

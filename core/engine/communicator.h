@@ -57,6 +57,8 @@ struct CommunicatorOptions {
 class MULTIRING_API Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   Communicator(std::shared_ptr<Transport> transport, CommunicatorOptions options);
+  /// Closes. Where work that has ended held the last reference, this is the progress thread; in a warning or
+  /// an interrupt callback it must not happen.
   ~Communicator();
 
   int rank() const { return transport_->rank(); }
@@ -161,6 +163,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   bool closed_ = false;    // no more operations
   bool finished_ = false;  // close has done all it has to
   std::thread progress_thread_;
+  bool* gone_ = nullptr;  // set where the progress thread itself destroys this
 };
 
 }  // namespace multiring

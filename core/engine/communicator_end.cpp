@@ -105,6 +105,16 @@ void Communicator::abandon() {
   transport_->abandon();
 }
 
+Communicator::~Communicator() {
+  if (progress_thread_.get_id() == std::this_thread::get_id()) {
+    *gone_ = true;
+    progress_thread_.detach();
+    const std::lock_guard lock(mutex_);
+    turn_taken_ = false;
+  }
+  close();
+}
+
 void Communicator::close() {
   if (abandoned_.load(std::memory_order_acquire)) {
     // The thread does not exist in a forked child: its handle can be neither joined nor destroyed.

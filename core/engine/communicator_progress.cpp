@@ -20,7 +20,9 @@ void Communicator::start_progress() {
 }
 
 void Communicator::progress() {
+  bool gone = false;
   std::unique_lock lock(mutex_);
+  gone_ = &gone;
   for (;;) {
     changed_.wait(lock, [this] {
       return closing_.load(std::memory_order_relaxed) || (!queue_.empty() && !turn_taken_);
@@ -30,6 +32,7 @@ void Communicator::progress() {
     turn_owner_ = std::this_thread::get_id();
     lock.unlock();
     execute_chosen();
+    if (gone) return;
     lock.lock();
     turn_taken_ = false;
     changed_.notify_all();
@@ -64,6 +67,7 @@ void Communicator::execute_chosen() {
       limit = agreement.submitted;
       singly = agreement.singly;
     } catch (...) {
+      const auto self = weak_from_this().lock();  // until all have been told
       fail(std::current_exception(), describe(chosen.front()->operation().descriptor));
       return fail_running();
     }
@@ -94,6 +98,7 @@ void Communicator::retire(const std::vector<std::shared_ptr<Work>>& chosen) {
     std::erase_if(queue_, [this](const auto& work) { return is_running(work); });
     running_.clear();
   }
+  // One may let go of the last reference to this.
   for (const auto& work : chosen) work->finish();
 }
 

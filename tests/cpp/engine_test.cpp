@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/choose_work.h"
+#include "support/errors.h"
 #include "support/latch.h"
 #include "support/operations.h"
 #include "support/rank_group.h"
@@ -178,6 +179,33 @@ TEST_P(EngineTest, ForgottenWorkRuns) {
     EXPECT_EQ(array, std::vector<std::int64_t>(100, communicator.size()));
     communicator.close();
     EXPECT_TRUE(alive.expired());
+  });
+}
+
+// Then the progress thread ends the communicator, and itself.
+TEST_P(EngineTest, WorkMayHoldTheLastReference) {
+  struct Held {
+    ~Held() {
+      communicator.reset();
+      ended.count_down();
+    }
+    std::shared_ptr<Communicator> communicator;
+    Latch& ended;
+  };
+  group_.run([](Communicator& communicator) {
+    for (const bool fails : {false, true}) {
+      std::vector<std::int64_t> array(10, 1);
+      Latch ended(1);
+      auto own = communicator.duplicate(fails ? "fails" : "ends", {});
+      if (fails && communicator.rank() == 0 && communicator.size() > 1) array.resize(11);
+      auto held = std::make_shared<Held>(own, ended);
+      if (communicator.rank() == 0)
+        testing::run_barrier(communicator);  // so it runs when all but one have let go
+      own->submit(sum_of(array), 0, std::move(held));
+      own.reset();
+      if (communicator.rank() != 0) testing::run_barrier(communicator);
+      ended.wait();
+    }
   });
 }
 
