@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "capi/handles.h"
 #include "engine/communicator.h"
@@ -40,6 +42,14 @@ class CallbackStore final : public Store {
  private:
   const mr_store store_;
 };
+
+std::vector<std::shared_ptr<NamedQueue>> queues_of(mr_communicator* communicator) {
+  std::vector<std::shared_ptr<NamedQueue>> queues;
+  const std::lock_guard lock(communicator->mutex);
+  for (const auto& weak : communicator->queues)
+    if (auto queue = weak.lock()) queues.push_back(std::move(queue));
+  return queues;
+}
 
 }  // namespace
 }  // namespace multiring
@@ -83,13 +93,15 @@ mr_status mr_split(mr_communicator* communicator, int64_t color, int64_t key, mr
 }
 
 void mr_abort(mr_communicator* communicator, const char* message) {
-  guarded(nullptr, [&] { communicator->communicator->abort(message != nullptr ? message : "aborted"); });
+  const std::string text = message != nullptr ? message : "aborted";
+  for (const auto& queue : multiring::queues_of(communicator))
+    guarded(nullptr, [&] { queue->abort(multiring::Error(multiring::ErrorKind::kAborted, text)); });
+  guarded(nullptr, [&] { communicator->communicator->abort(text); });
 }
 
 void mr_communicator_free(mr_communicator* communicator) {
   if (communicator == nullptr) return;
-  for (const auto& weak : communicator->queues)
-    if (const auto queue = weak.lock()) queue->close();
+  for (const auto& queue : multiring::queues_of(communicator)) queue->close();
   communicator->communicator->close();
   delete communicator;
 }

@@ -324,6 +324,21 @@ TEST(CApi, QueuesEndWithTheirCommunicator) {
     }
     EXPECT_EQ(mr_queue_size(queue), 2);
     mr_queue_free(queue);
+TEST(CApi, AnAbortReachesTheQueues) {
+  on_ranks(2, [](mr_communicator* world) {
+    mr_queue* queue = queue_over(world);
+    Vector x(std::vector<float>(4, 1.0F));
+    const mr_operation sum = x.operation(MR_ALLREDUCE, nullptr);
+    Told told;
+    const std::string name = mr_rank(world) == 0 ? "a" : "b";
+    ASSERT_EQ(mr_queue_submit(queue, name.c_str(), &sum, 1, 0, 0, Told::done, &told, nullptr), MR_OK);
+    if (mr_rank(world) == 1) mr_abort(world, "enough");
+    EXPECT_EQ(told.await(1), MR_ABORTED);
+    EXPECT_NE(told.messages[0].find("enough"), std::string::npos) << told.messages[0];
+    mr_queue_free(queue);
+  });
+}
+
   });
 }
 

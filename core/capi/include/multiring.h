@@ -139,7 +139,7 @@ MR_API int mr_size(const mr_communicator* communicator);
 /* Splits into groups of equal color, ranked by key. Collective. *child is NULL for a negative color. */
 MR_API mr_status mr_split(mr_communicator* communicator, int64_t color, int64_t key, mr_communicator** child,
                           mr_error* error);
-/* Breaks the communicator on all ranks. */
+/* Breaks the communicator and its queues on all ranks. */
 MR_API void mr_abort(mr_communicator* communicator, const char* message);
 /* Leaves the group and frees this rank's handle; memory and finished work taken from it stay valid. */
 MR_API void mr_communicator_free(mr_communicator* communicator);
