@@ -5,6 +5,7 @@
 #include <functional>
 #include <numeric>
 
+#include "base/text.h"
 #include "capi/handles.h"
 #include "topology/chunks.h"
 
@@ -26,7 +27,7 @@ mr_status report(mr_error* error, ErrorKind kind, const char* message, const Err
   error->status = status;
   error->rank = context.rank;
   error->peer = context.peer;
-  const std::size_t length = std::min(std::strlen(message), sizeof error->message - 1);
+  const std::size_t length = cut_length(message, sizeof error->message - 1);
   std::memcpy(error->message, message, length);
   error->message[length] = '\0';
   return status;

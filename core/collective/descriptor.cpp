@@ -1,7 +1,8 @@
 #include "collective/descriptor.h"
 
-#include <algorithm>
 #include <cstring>
+
+#include "base/text.h"
 
 namespace multiring {
 
@@ -15,7 +16,7 @@ const char* op_kind_name(OpKind kind) {
 
 void Descriptor::set_name(std::string_view text) {
   key.name_hash = text.empty() ? 0 : hash_name(text);
-  const std::size_t length = std::min(text.size(), kNameBytes - 1);
+  const std::size_t length = cut_length(text, kNameBytes - 1);
   std::memcpy(name.data(), text.data(), length);
   name[length] = '\0';
 }

@@ -177,6 +177,27 @@ TEST(CApi, ReportsAMismatchOnEveryRank) {
   });
 }
 
+// Python and TensorFlow decode strictly.
+TEST(CApi, CutsTextsBetweenCharacters) {
+  std::string text;
+  for (int i = 0; i < 1500; ++i) text += "\u00e4";  // two bytes
+  for (const std::string& begin : {std::string(), std::string("x")})
+    on_ranks(1, [&](mr_communicator* world) {
+      Vector x(std::vector<float>(4, 1.0F));
+      const std::string name = begin + text;
+      mr_operation operation = x.operation(MR_BROADCAST, name.c_str());
+      operation.root = 1;
+      mr_error error;
+      EXPECT_EQ(mr_run(world, &operation, -1.0, nullptr, &error), MR_USAGE);
+      EXPECT_NE(std::string(error.message).find("\u00e4' root 1"), std::string::npos) << error.message;
+      mr_abort(world, name.c_str());
+      operation = x.operation(MR_ALLREDUCE, "x");
+      EXPECT_EQ(mr_run(world, &operation, -1.0, nullptr, &error), MR_ABORTED);
+      const std::string message = error.message;
+      EXPECT_EQ(message.substr(message.size() - 2), "\u00e4");
+    });
+}
+
 TEST(CApi, RefusesWhatIsWrongWithoutBreaking) {
   on_ranks(1, [](mr_communicator* world) {
     Vector x(std::vector<float>(4, 1.0F));
@@ -303,6 +324,21 @@ TEST(CApi, QueuesReportErrorsToDone) {
   });
 }
 
+TEST(CApi, AnAbortReachesTheQueues) {
+  on_ranks(2, [](mr_communicator* world) {
+    mr_queue* queue = queue_over(world);
+    Vector x(std::vector<float>(4, 1.0F));
+    const mr_operation sum = x.operation(MR_ALLREDUCE, nullptr);
+    Told told;
+    const std::string name = mr_rank(world) == 0 ? "a" : "b";
+    ASSERT_EQ(mr_queue_submit(queue, name.c_str(), &sum, 1, 0, 0, Told::done, &told, nullptr), MR_OK);
+    if (mr_rank(world) == 1) mr_abort(world, "enough");
+    EXPECT_EQ(told.await(1), MR_ABORTED);
+    EXPECT_NE(told.messages[0].find("enough"), std::string::npos) << told.messages[0];
+    mr_queue_free(queue);
+  });
+}
+
 TEST(CApi, QueuesEndWithTheirCommunicator) {
   on_ranks(2, [](mr_communicator* world) {
     mr_communicator* group = nullptr;
@@ -324,21 +360,6 @@ TEST(CApi, QueuesEndWithTheirCommunicator) {
     }
     EXPECT_EQ(mr_queue_size(queue), 2);
     mr_queue_free(queue);
-TEST(CApi, AnAbortReachesTheQueues) {
-  on_ranks(2, [](mr_communicator* world) {
-    mr_queue* queue = queue_over(world);
-    Vector x(std::vector<float>(4, 1.0F));
-    const mr_operation sum = x.operation(MR_ALLREDUCE, nullptr);
-    Told told;
-    const std::string name = mr_rank(world) == 0 ? "a" : "b";
-    ASSERT_EQ(mr_queue_submit(queue, name.c_str(), &sum, 1, 0, 0, Told::done, &told, nullptr), MR_OK);
-    if (mr_rank(world) == 1) mr_abort(world, "enough");
-    EXPECT_EQ(told.await(1), MR_ABORTED);
-    EXPECT_NE(told.messages[0].find("enough"), std::string::npos) << told.messages[0];
-    mr_queue_free(queue);
-  });
-}
-
   });
 }
 

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <new>
 
+#include "base/text.h"
+
 namespace multiring {
 namespace {
 
@@ -328,7 +330,7 @@ void SharedTransport::abort(ErrorKind kind, const std::string& message) {
   if (control_->abort_claimed.exchange(1, std::memory_order_acq_rel) == 0) {
     control_->abort_kind = static_cast<std::uint8_t>(kind);
     control_->abort_origin = rank_;
-    const std::size_t length = std::min(message.size(), sizeof(control_->abort_message) - 1);
+    const std::size_t length = cut_length(message, sizeof(control_->abort_message) - 1);
     std::memcpy(control_->abort_message, message.data(), length);
     control_->abort_message[length] = '\0';
     control_->abort_published.store(1, std::memory_order_seq_cst);

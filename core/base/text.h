@@ -1,0 +1,18 @@
+#pragma once
+
+#include <cstddef>
+#include <string_view>
+
+namespace multiring {
+
+/// The length of the longest beginning of a text (UTF-8) that has at most `limit` bytes and ends between two
+/// characters.
+inline std::size_t cut_length(std::string_view text, std::size_t limit) {
+  if (text.size() <= limit) return text.size();
+  constexpr std::size_t kLongestCharacter = 4;
+  for (std::size_t back = 0; back < kLongestCharacter && back <= limit; ++back)
+    if ((static_cast<unsigned char>(text[limit - back]) & 0xC0U) != 0x80U) return limit - back;
+  return limit;  // no UTF-8
+}
+
+}  // namespace multiring
