@@ -1,7 +1,8 @@
 #include "engine/validate.h"
 
+#include <algorithm>
 #include <cstddef>
-#include <numeric>
+#include <cstdint>
 
 #include "topology/chunks.h"
 
@@ -42,8 +43,13 @@ void validate(const Operation& operation, int rank, int size, const std::string&
                                  " rows");
   }
   if (kind == OpKind::kAlltoall) {
-    const auto total = std::accumulate(operation.splits.begin(), operation.splits.end(), std::uint64_t{0});
-    if (operation.splits.size() != static_cast<std::size_t>(size) || total != descriptor.rows)
+    std::uint64_t left = descriptor.rows;  // a sum could wrap
+    bool fits = operation.splits.size() == static_cast<std::size_t>(size);
+    for (const std::uint64_t rows : operation.splits) {
+      fits = fits && rows <= left;
+      left -= std::min(left, rows);
+    }
+    if (!fits || left > 0)
       throw_usage(operation, "splits must be " + std::to_string(size) + " numbers that add up to the " +
                                  std::to_string(descriptor.rows) + " rows");
   }

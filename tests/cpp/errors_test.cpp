@@ -213,6 +213,10 @@ TEST_P(ErrorsTest, UsageErrorsBreakNothing) {
       for (const OpKind kind : {OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter})
         expect_usage({.kind = kind, .rows = 10, .input = array.data(), .output = array.data(), .root = root});
     expect_usage({.kind = OpKind::kAlltoall, .rows = 10, .input = array.data(), .splits = {10}});
+    // These add up to 10 in 64 bits.
+    constexpr std::uint64_t kHalf = std::uint64_t{1} << 63;
+    expect_usage(
+        {.kind = OpKind::kAlltoall, .rows = 10, .input = array.data(), .splits = {kHalf + 5, kHalf + 5}});
     expect_usage({.kind = OpKind::kAlltoall, .rows = 10, .input = array.data(), .splits = {4, 5}});
     expect_usage({.kind = OpKind::kReduceScatter,
                   .rows = 10,

@@ -1,5 +1,9 @@
 #include "call.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <utility>
@@ -244,12 +248,16 @@ bool Call::take_splits() {
   const int64_t* rows = static_cast<const int64_t*>(data_of(tensor));
   splits_.assign(rows, rows + count);
   const uint64_t size = static_cast<uint64_t>(mr_queue_size(queue_)), total = shapes_[0][0];
-  bool fits = count == size || count == 0;
-  for (size_t k = 0; k < count; ++k) fits = fits && rows[k] >= 0;
   if (count == 0) {
     for (uint64_t k = 0; k < size; ++k) splits_.push_back(total / size + (k < total % size ? 1 : 0));
   }
-  if (!fits || std::accumulate(splits_.begin(), splits_.end(), uint64_t{0}) != total) {
+  uint64_t left = total;  // a sum could wrap
+  bool fits = splits_.size() == size;
+  for (const uint64_t part : splits_) {  // those below 0 are larger than any total here
+    fits = fits && part <= left;
+    left -= std::min(left, part);
+  }
+  if (!fits || left > 0) {
     return fail(kInvalidArgument, "multiring: UsageError: splits of '" + settings_.name + "' have to be " +
                                       std::to_string(size) + " numbers of at least 0 that add up to its " +
                                       std::to_string(total) + " rows");
