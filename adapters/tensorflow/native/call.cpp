@@ -104,6 +104,22 @@ void* data_of(const TF_Tensor* tensor) {
   return data == nullptr ? &nothing : data;
 }
 
+constexpr size_t kFaultInFrom = size_t{1} << 20;
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // since Linux 5.14
+#endif
+
+// Large memory that TensorFlow has just got from the system has no pages yet. They are made here, on one of
+// its many threads, and not by the queue's only one, for which all ranks wait. Whether it works does not
+// matter.
+void fault_in(void* data, size_t bytes) {
+  if (bytes < kFaultInFrom) return;
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto start = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t begin = (start + page - 1) / page * page, end = (start + bytes) / page * page;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_WRITE);
+}
+
 }  // namespace
 
 void Call::start(const Settings& settings, TF_OpKernelContext* context, TF_AsyncOpKernelDoneCallback* done) {
@@ -235,6 +251,7 @@ bool Call::add_output(int index, mr_operation& operation, std::vector<int64_t> d
   held_.push_back(output);
   operation.output = data_of(output);
   operation.output_bytes = api.TF_TensorByteSize(output);
+  if (operation.output != operation.input) fault_in(operation.output, operation.output_bytes);
   return true;
 }
 
