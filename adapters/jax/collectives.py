@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from multiring.errors import UsageError
 from multiring.jax.arguments import as_arrays, check_op, resolve
-from multiring.jax.library import queue_of
+from multiring.jax.library import number_of
 from multiring.jax.primitive import Bucket, Collective, block_rows, run
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _run_one(kind: str, x: Any, comm: Communicator, name: str | None, **options:
     label = kind if name is None else name
     arrays = as_arrays(comm, [x], [label])
     call = Collective(
-        kind, queue_of(comm).address, comm.rank, comm.size, (Bucket(label, (0,), (label,)),), **options
+        kind, number_of(comm), comm.rank, comm.size, (Bucket(label, (0,), (label,)),), **options
     )
     result: jax.Array = run(call, arrays)[0]
     return result

@@ -15,19 +15,20 @@ from multiring.errors import InternalError, UsageError
 from multiring.jax.internals import forget_failed_programs
 
 if TYPE_CHECKING:
-    from multiring import Communicator, NamedQueue
+    from multiring import Communicator
 
-__all__ = ["DONE", "START", "queue_of", "register"]
+__all__ = ["DONE", "START", "library", "number_of"]
 
 START, DONE = "multiring_start", "multiring_done"
 
 _leaving = False
-_queues: weakref.WeakKeyDictionary[Communicator, NamedQueue] = weakref.WeakKeyDictionary()
+# Number of the queue of each communicator that has been used; the communicator itself holds the queue.
+_numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
-def register() -> None:
-    """Make the handlers known to XLA; once per process.
+def library() -> ctypes.CDLL:
+    """The native handlers, which are made known to XLA once per process.
 
     Raises:
         InternalError: The library is missing from the installation.
@@ -35,14 +36,14 @@ def register() -> None:
     """
     path = Path(_core.__file__).parent / "jax" / "libmultiring_jax.so"
     try:
-        library = ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise InternalError(
             f"the native part of multiring.jax does not load; reinstall multiring: {error}"
         ) from error
     for target, symbol in ((START, "multiring_jax_start"), (DONE, "multiring_jax_done")):
         try:
-            capsule = jax.ffi.pycapsule(getattr(library, symbol))  # type: ignore[no-untyped-call]
+            capsule = jax.ffi.pycapsule(getattr(loaded, symbol))  # type: ignore[no-untyped-call]
             jax.ffi.register_ffi_target(target, capsule, platform="cpu")
         except Exception as error:
             raise UsageError(
@@ -53,18 +54,24 @@ def register() -> None:
     # Handlers run in the reverse order: this one before JAX waits for programs, whose errors have been
     # reported already, and before the world is left.
     atexit.register(_leave)
+    loaded.multiring_jax_register_queue.argtypes = [ctypes.c_void_p]
+    loaded.multiring_jax_register_queue.restype = ctypes.c_int64
+    loaded.multiring_jax_flights.restype = ctypes.c_int64
+    return loaded
 
 
-def queue_of(comm: Communicator) -> NamedQueue:
-    """The queue that collectives of a communicator go through. Collective at the first call."""
-    register()
-    if comm not in _queues:
-        _queues[comm] = comm.named_queue()
-    return _queues[comm]
+def number_of(comm: Communicator) -> int:
+    """Number under which programs refer to the queue that a communicator's collectives go through.
+
+    Collective at the first call.
+    """
+    if comm not in _numbers:
+        _numbers[comm] = int(library().multiring_jax_register_queue(comm.named_queue().address))
+    return _numbers[comm]
 
 
 def _invalidate() -> None:
-    """The world ends. Compiled programs hold the addresses of its queues: compile them anew for the next."""
+    """The world ends. Compiled programs hold the numbers of its queues: compile them anew for the next."""
     forget_failed_programs()
     if not _leaving:
         jax.clear_caches()  # type: ignore[no-untyped-call]

@@ -47,7 +47,7 @@ class Collective:
 
     Attributes:
         kind: A key of `KINDS`.
-        queue: Address of the queue.
+        queue: Number of the queue.
         rank: This rank.
         size: Number of ranks.
         buckets: What is submitted together.

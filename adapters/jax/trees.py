@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec, plan_buckets
 from multiring.jax.arguments import as_arrays, check_op, resolve
-from multiring.jax.library import queue_of
+from multiring.jax.library import number_of
 from multiring.jax.primitive import Bucket, Collective, run
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def reduce_arrays(
         return list(arrays)
     call = Collective(
         "allreduce",
-        queue_of(comm).address,
+        number_of(comm),
         comm.rank,
         comm.size,
         tuple(_buckets(arrays, names, options, comm.size)),

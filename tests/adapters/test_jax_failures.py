@@ -16,7 +16,7 @@ import multiring
 import multiring.jax as mj
 from multiring import Communicator
 from multiring.errors import AbortedError, MismatchError, UsageError
-from multiring.jax.library import queue_of
+from multiring.jax.library import library, number_of
 from multiring.jax.primitive import Bucket, Collective, run
 from tests.rank_pool import RankPool
 from tests.support import run_job, start_job
@@ -43,6 +43,18 @@ def different_shapes(comm: Communicator) -> None:
         jax.block_until_ready(step(jnp.ones(3 + comm.rank)))
 
 
+def program_of_another_process(comm: Communicator) -> None:
+    library()
+    call = Collective("allreduce", 12345, comm.rank, comm.size, (Bucket("x", (0,), ("x",)),))
+    with pytest.raises(UsageError, match="communicator 12345, which this process"), mj.raise_errors():
+        jax.block_until_ready(run(call, [jnp.ones(2)]))
+    np.testing.assert_array_equal(mj.allreduce(jnp.ones(2)), comm.size)
+
+
+def test_a_program_of_another_process_is_refused(ranks: Pool) -> None:
+    ranks(2).run(program_of_another_process)
+
+
 def test_a_mismatch_is_an_error_of_jax_on_every_rank(ranks: Pool) -> None:
     """And every later call fails with the first error."""
     for error in ranks(2).run_expecting_errors(different_shapes):
@@ -52,20 +64,24 @@ def test_a_mismatch_is_an_error_of_jax_on_every_rank(ranks: Pool) -> None:
 
 def different_trees(comm: Communicator) -> None:
     tree = {"a": jnp.ones(3), "b": jnp.ones((2, 2) if comm.rank else (5,))}
-    with errors_break_the_queue(comm):
-        jax.block_until_ready(mj.grouped_allreduce(tree))
+    try:
+        with errors_break_the_queue(comm):
+            jax.block_until_ready(mj.grouped_allreduce(tree, bucket_bytes=8, first_bucket_bytes=8))
+    finally:
+        assert library().multiring_jax_flights() == 0
 
 
 def test_a_mismatch_in_a_tree_names_the_leaf(ranks: Pool) -> None:
     for error in ranks(2).run_expecting_errors(different_trees):
         assert isinstance(error, MismatchError), error
-        assert "b[5]" in str(error)
+        assert "allreduce 'b' sum float32[5]" in str(error)
 
 
 def left_out(comm: Communicator, partial: bool) -> None:
     """Rank 0 submits a part of its first step only, as if that had failed in between; then it goes on."""
     like, sizes = {"a": jnp.ones(4), "b": jnp.ones(4)}, {"bucket_bytes": 16, "first_bucket_bytes": 16}
 
+    @jax.jit
     def step(gradients: dict[str, jax.Array]) -> Any:
         if partial:
             return mj.average_partial_gradients(gradients, like, **sizes)
@@ -78,10 +94,9 @@ def left_out(comm: Communicator, partial: bool) -> None:
             array = jnp.ones(4, jnp.int32) if partial else jnp.ones(4)
             op = "sum" if partial else "average"
             bucket = Bucket(name, (0,), (name.split(": ")[-1],))
-            begun = Collective("allreduce", queue_of(comm).address, 0, comm.size, (bucket,), op=op)
+            begun = Collective("allreduce", number_of(comm), 0, comm.size, (bucket,), op=op)
             jax.block_until_ready(run(begun, [array]))
         jax.block_until_ready(step(like))
-    @jax.jit
 
 
 @pytest.mark.parametrize("partial", [False, True])

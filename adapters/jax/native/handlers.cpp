@@ -47,6 +47,36 @@ struct Flight {
   std::string message;
 };
 
+/// The queues of the process by the numbers that programs contain, from 1. A program that another process has
+/// compiled finds this process's queue or none. Queues stay valid to the end, so entries are never taken
+/// back.
+class Queues {
+ public:
+  static Queues& instance() {
+    static auto* queues = new Queues;
+    return *queues;
+  }
+
+  std::int64_t add(mr_queue* queue) {
+    const std::lock_guard lock(mutex_);
+    queues_.push_back(queue);
+    return static_cast<std::int64_t>(queues_.size());
+  }
+
+  mr_queue* find(std::int64_t number) {
+    const std::lock_guard lock(mutex_);
+    if (number < 1 || static_cast<std::size_t>(number) > queues_.size())
+      throw Failure(MR_USAGE, "the program belongs to communicator " + std::to_string(number) +
+                                  ", which this process does not have: compile it anew, after "
+                                  "multiring.init()");
+    return queues_[static_cast<std::size_t>(number) - 1];
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<mr_queue*> queues_;
+};
+
 /// The flights of the process by their tickets. Never destroyed: threads of a queue may outlive `main`.
 class Tower {
  public:
@@ -84,6 +114,8 @@ class Tower {
   std::shared_ptr<Flight> wait_for(std::uint64_t ticket) {
     std::unique_lock lock(mutex_);
     const auto found = flights_.find(ticket);
+    if (found == flights_.end() && ticket <= forgotten_)
+      throw Failure(MR_ABORTED, "the collective has ended with an earlier error of its communicator");
     if (found == flights_.end())
       throw Failure(MR_INTERNAL, "XLA has run the end of a collective without its start, or twice");
     const auto flight = found->second;
@@ -94,14 +126,23 @@ class Tower {
 
   /// A program that fails gives its memory back: nothing may be under way in it any more. What was submitted
   /// ends by itself, after an error of the communicator at once, otherwise when the peers have submitted it
-  /// too or its deadline has passed.
-  void wait_for_all(const mr_queue* queue) {
+  /// too or its deadline has passed. The program will not run the ends that are left: where the queue is
+  /// broken, so that nobody else needs them, they are forgotten.
+  void wait_for_all(const mr_queue* queue, bool broken) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] {
       for (const auto& [ticket, flight] : flights_)
         if (flight->queue == queue && !flight->landed) return false;
       return true;
     });
+    if (!broken) return;
+    std::erase_if(flights_, [queue](const auto& entry) { return entry.second->queue == queue; });
+    forgotten_ = last_;
+  }
+
+  std::size_t count() {
+    const std::lock_guard lock(mutex_);
+    return flights_.size();
   }
 
  private:
@@ -110,6 +151,7 @@ class Tower {
   std::unordered_map<std::uint64_t, std::shared_ptr<Flight>> flights_;
   std::map<std::pair<const mr_queue*, std::string>, std::uint64_t> steps_;
   std::uint64_t last_ = 0;
+  std::uint64_t forgotten_ = 0;  // tickets up to here may have been
 };
 
 using Context = std::shared_ptr<Flight>;
@@ -151,7 +193,7 @@ void start(const Call& call) {
   std::vector<std::string> labels = lines(call.text("labels"));
   labels.resize(inputs.size());
   const std::vector<std::uint64_t> splits = call.integers("splits");
-  auto* queue = reinterpret_cast<mr_queue*>(call.integer("queue"));
+  mr_queue* queue = Queues::instance().find(call.integer("queue"));
 
   const auto flight = std::make_shared<Flight>();
   flight->queue = queue;
@@ -201,7 +243,7 @@ void start(const Call& call) {
     return;
   }
   tower.leave(ticket);
-  tower.wait_for_all(queue);
+  tower.wait_for_all(queue, status == MR_ABORTED);
   throw Failure(status, error.message);
 }
 
@@ -211,7 +253,7 @@ void done(const Call& call) {
   Tower& tower = Tower::instance();
   const auto flight = tower.wait_for(ticket);
   if (flight->status != MR_OK) {
-    tower.wait_for_all(flight->queue);
+    tower.wait_for_all(flight->queue, true);
     throw Failure(flight->status, flight->message);
   }
   for (std::size_t i = 0; i < call.results().size(); ++i) {
@@ -219,7 +261,7 @@ void done(const Call& call) {
     const std::size_t bytes = byte_count(input);
     if (bytes == 0) continue;
     if (input.data != flight->places[i]) {
-      tower.wait_for_all(flight->queue);
+      tower.wait_for_all(flight->queue, false);
       throw Failure(MR_INTERNAL,
                     "XLA has moved the result of a collective while it was under way; please "
                     "report this with the versions of JAX and multiring");
@@ -237,4 +279,14 @@ extern "C" MR_API multiring::xla::Error* multiring_jax_start(multiring::xla::Cal
 
 extern "C" MR_API multiring::xla::Error* multiring_jax_done(multiring::xla::CallFrame* frame) {
   return multiring::xla::handle(frame, multiring::xla::done);
+}
+
+/// Registers a queue by its address; returns its number. Called by the Python part.
+extern "C" MR_API std::int64_t multiring_jax_register_queue(void* queue) {
+  return multiring::xla::Queues::instance().add(static_cast<mr_queue*>(queue));
+}
+
+/// Submissions whose end no program has run. For tests.
+extern "C" MR_API std::int64_t multiring_jax_flights() {
+  return static_cast<std::int64_t>(multiring::xla::Tower::instance().count());
 }
