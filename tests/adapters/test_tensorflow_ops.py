@@ -224,7 +224,7 @@ def unknown_number(comm: Communicator) -> None:
     from multiring.tensorflow.library import native_ops
 
     with pytest.raises(tf.errors.FailedPreconditionError, match="'x' belongs to communicator 12345"):
-        native_ops().multiring_allgather(1.0, communicator=12345, tensor_name="x")
+        native_ops().multiring_allgather(1.0, [], communicator=12345, tensor_name="x")
 
 
 def test_a_graph_of_another_process_is_refused(ranks: Pool) -> None:
