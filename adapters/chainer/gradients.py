@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,7 +74,8 @@ class GradientSlots:
         self.reducer = GradientReducer(comm, specs, options)
         self._generation = -1
         self._views: list[Array] = []
-        self._shown: list[Any] = [None] * len(specs)
+        # Weak: what the program lets go of is not to be kept until the next round.
+        self._shown: list[Callable[[], Any]] = [_nothing] * len(specs)
         self._in_place: dict[int, Array] = {}  # of the round under way
         self.loss_scale: float | None = None
         self._refresh_views()
@@ -162,7 +164,7 @@ class GradientSlots:
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None and parameter.grad is self._views[index]:
                 parameter.grad = parameter.grad.copy()
-        self._shown = [None] * len(self.parameters)
+        self._shown = [_nothing] * len(self.parameters)
         self.reducer.close()
 
     def store(self, index: int) -> InPlace | bool:
@@ -185,7 +187,7 @@ class GradientSlots:
 
     def _is_new(self, index: int) -> bool:
         gradient = self.parameters[index].grad
-        return gradient is not None and gradient is not self._shown[index]
+        return gradient is not None and gradient is not self._shown[index]()
 
     def _check(self, index: int, gradient: Any) -> None:
         view = self._views[index]
@@ -219,13 +221,15 @@ class GradientSlots:
             is_whole = gradient.flags.owndata
         else:  # that of the gradient, of this function and of the argument
             is_whole = isinstance(base, np.ndarray) and sys.getrefcount(base) <= 3
-        # The caller's, this function's, the argument's, what is shown, and two of Chainer's.
-        return is_whole and sys.getrefcount(gradient) <= 5 + (gradient is self._shown[index])
+        # The caller's, this function's, the argument's, and two of Chainer's.
+        return is_whole and sys.getrefcount(gradient) <= 5
 
     def _show(self, index: int, in_place: Array | None = None) -> None:
         parameter = self.parameters[index]
         shown = place(self._views[index], on_device(parameter.array)) if in_place is None else in_place
-        parameter.grad = self._shown[index] = shown
+        parameter.grad = shown
+        # CuPy has no weak references.
+        self._shown[index] = weakref.ref(shown) if isinstance(shown, np.ndarray) else lambda: shown
 
     def _refresh_views(self) -> None:
         """Views of the slots, if these have moved; gradients move along."""
@@ -240,6 +244,10 @@ class GradientSlots:
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None and parameter.grad is before[index]:
                 self._show(index)
+
+
+def _nothing() -> None:
+    """A dead reference."""
 
 
 def _address(gradient: Any) -> int:
