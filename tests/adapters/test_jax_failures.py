@@ -74,7 +74,8 @@ def different_trees(comm: Communicator) -> None:
 def test_a_mismatch_in_a_tree_names_the_leaf(ranks: Pool) -> None:
     for error in ranks(2).run_expecting_errors(different_trees):
         assert isinstance(error, MismatchError), error
-        assert "allreduce 'b' sum float32[5]" in str(error)
+        assert "allreduce 'b' sum float" in str(error)  # 64 bits, if another test has said so
+        assert "[5]" in str(error)
 
 
 def left_out(comm: Communicator, partial: bool) -> None:
