@@ -47,15 +47,15 @@ void StagedAllreduce::add(const Piece& piece) {
 }
 
 template <class Body>
-void StagedAllreduce::for_each_share(Range range, const Body& body) const {
+void StagedAllreduce::for_each_share(std::size_t& cursor, Range range, const Body& body) const {
   if (range.empty()) return;
   if (many_.empty()) return body(one_, range.begin, 0, range.size());
-  auto index =
-      static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), range.begin) - ends_.begin());
-  for (std::size_t begin = range.begin; begin < range.end; ++index) {
-    const std::size_t end = std::min(ends_[index], range.end);
-    const std::size_t piece_begin = ends_[index] - many_[index].bytes;
-    body(many_[index], begin - piece_begin, begin - range.begin, end - begin);
+  while (ends_[cursor] <= range.begin) ++cursor;
+  for (std::size_t begin = range.begin;; ++cursor) {
+    const std::size_t end = std::min(ends_[cursor], range.end);
+    const std::size_t piece_begin = ends_[cursor] - many_[cursor].bytes;
+    body(many_[cursor], begin - piece_begin, begin - range.begin, end - begin);
+    if (end == range.end) return;
     begin = end;
   }
 }
@@ -73,23 +73,26 @@ void StagedAllreduce::for_each_staged(Range segment, const Body& body) const {
     if (!part.empty()) body(part);
 }
 
-void StagedAllreduce::stage(std::byte* staging, Range segment, Range part) const {
+void StagedAllreduce::stage(std::byte* staging, Range segment, Range part) {
   const Range range{segment.begin + part.begin, segment.begin + part.end};
-  for_each_share(range, [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
-    std::memcpy(staging + part.begin + place, piece.input + offset, bytes);
-  });
+  for_each_share(staged_, range,
+                 [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
+                   std::memcpy(staging + part.begin + place, piece.input + offset, bytes);
+                 });
 }
 
-void StagedAllreduce::take(std::byte* staging, Range segment, Range part) const {
+void StagedAllreduce::take(std::byte* staging, Range segment, Range part) {
   const Range range{segment.begin + part.begin, segment.begin + part.end};
-  for_each_share(range, [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
-    std::memcpy(piece.output + offset, staging + part.begin + place, bytes);
-  });
+  for_each_share(taken_, range,
+                 [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
+                   std::memcpy(piece.output + offset, staging + part.begin + place, bytes);
+                 });
 }
 
 void StagedAllreduce::stage_first() {
   std::byte* staging = exchange_.staging(exchange_.rank());
   const Range first = segment(0);
+  staged_ = 0;
   if (whole_) return stage(staging, first, {0, bytes_});
   for_each_staged(first, [&](Range part) { stage(staging, first, part); });
 }
@@ -109,7 +112,7 @@ void StagedAllreduce::run() {
 }
 
 /// In the round of segment `index`: takes the sums of the segment before the last, stages this one.
-void StagedAllreduce::take_and_stage(std::size_t index) const {
+void StagedAllreduce::take_and_stage(std::size_t index) {
   std::byte* staging = exchange_.staging(exchange_.rank());
   const Range in = segment(index);
   const Range out = index >= 2 ? segment(index - 2) : Range{};
@@ -128,31 +131,32 @@ void StagedAllreduce::take_and_stage(std::size_t index) const {
 }
 
 /// Adds this rank's slice of a segment that all staged in the round before.
-void StagedAllreduce::reduce_slice(std::size_t index) const {
+void StagedAllreduce::reduce_slice(std::size_t index) {
   const Range whole = segment(index);
   const Range slice = slice_of(whole, exchange_.rank());
   RankPointers<const void*> inputs(exchange_.size());
   RankPointers<void*> outputs(exchange_.size());
   const Range range{whole.begin + slice.begin, whole.begin + slice.end};
-  for_each_share(range, [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
-    for (int rank = 0; rank < exchange_.size(); ++rank)
-      inputs[rank] = outputs[rank] =
-          exchange_.transport().staging(rank, exchange_.round() - 1) + slice.begin + place;
-    inputs[exchange_.rank()] = piece.input + offset;
-    outputs[exchange_.rank()] = piece.output + offset;
-    reduce_bytes(inputs.all(), outputs.all(), bytes);
-  });
+  for_each_share(reduced_, range,
+                 [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
+                   for (int rank = 0; rank < exchange_.size(); ++rank)
+                     inputs[rank] = outputs[rank] =
+                         exchange_.transport().staging(rank, exchange_.round() - 1) + slice.begin + place;
+                   inputs[exchange_.rank()] = piece.input + offset;
+                   outputs[exchange_.rank()] = piece.output + offset;
+                   reduce_bytes(inputs.all(), outputs.all(), bytes);
+                 });
 }
 
 /// Adds all that every rank has staged in this round.
-void StagedAllreduce::reduce_whole() const {
+void StagedAllreduce::reduce_whole() {
   RankPointers<const void*> inputs(exchange_.size());
   const auto body = [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
     for (int rank = 0; rank < exchange_.size(); ++rank) inputs[rank] = exchange_.staging(rank) + place;
     void* const outputs[] = {piece.output + offset};
     reduce_bytes(inputs.all(), outputs, bytes);
   };
-  for_each_share({0, bytes_}, body);
+  for_each_share(reduced_, {0, bytes_}, body);
 }
 
 void StagedAllreduce::reduce_bytes(std::span<const void* const> inputs, std::span<void* const> outputs,

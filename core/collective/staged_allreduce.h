@@ -48,15 +48,15 @@ class StagedAllreduce {
   template <class Body>
   void for_each_staged(Range segment, const Body& body) const;
   /// Calls body(piece, offset, place, bytes) for each piece's share of `range`: `offset` in the piece,
-  /// `place` relative to the range's begin.
+  /// `place` relative to the range's begin. `cursor` is a piece not behind the first, and is moved along.
   template <class Body>
-  void for_each_share(Range range, const Body& body) const;
+  void for_each_share(std::size_t& cursor, Range range, const Body& body) const;
   void add(const Piece& piece);
-  void take(std::byte* staging, Range segment, Range part) const;
-  void stage(std::byte* staging, Range segment, Range part) const;
-  void take_and_stage(std::size_t index) const;
-  void reduce_slice(std::size_t index) const;
-  void reduce_whole() const;
+  void take(std::byte* staging, Range segment, Range part);
+  void stage(std::byte* staging, Range segment, Range part);
+  void take_and_stage(std::size_t index);
+  void reduce_slice(std::size_t index);
+  void reduce_whole();
   void reduce_bytes(std::span<const void* const> inputs, std::span<void* const> outputs,
                     std::size_t bytes) const;
 
@@ -67,6 +67,10 @@ class StagedAllreduce {
   Piece one_{};
   std::vector<Piece> many_;
   std::vector<std::size_t> ends_;
+  // Each goes through the pieces once, from the first to the last.
+  std::size_t staged_ = 0;
+  std::size_t taken_ = 0;
+  std::size_t reduced_ = 0;
   std::size_t bytes_ = 0;
   std::size_t segment_bytes_;
   bool whole_;
