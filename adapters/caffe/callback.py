@@ -92,6 +92,7 @@ class SolverCallback:
             "average" if average else "sum", bucket_bytes, first_bucket_bytes, prescale, postscale
         )
         self._reducer = GradientReducer(self._comm, specs, options)
+        self._dtypes = [np.dtype(spec.dtype) for spec in specs]
         # With one rank and no scaling there is nothing to do: gradients stay where they are.
         self._is_local = self._comm.size == 1 and options.scale == 1.0
         self._overlap, self._passes = overlap, BackwardPasses(self._parameters, iter_size)
@@ -266,7 +267,7 @@ class SolverCallback:
         """The gradient; asked for anew each time, since a GPU build copies it to the host then."""
         parameter, spec = self._parameters[index], self._reducer.specs[index]
         diff: Array = self._net.params[parameter.layer][parameter.number].diff
-        if diff.shape != spec.shape or diff.dtype.name != spec.dtype:
+        if diff.shape != spec.shape or diff.dtype != self._dtypes[index]:
             raise UsageError(
                 f"rank {self._comm.rank}: blob '{parameter.name}' has become {diff.dtype} {diff.shape}, it "
                 f"was {spec.dtype} {spec.shape}; close() the callback before changing a net and make another",

@@ -243,7 +243,7 @@ def _is_plain(gradient: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether the elements lie in memory as they do in the slot, and belong to this gradient alone."""
     return (
         gradient.layout == torch.strided
-        and (gradient.stride() == view.stride() or (gradient.is_contiguous() and view.is_contiguous()))
+        and ((gradient.is_contiguous() and view.is_contiguous()) or gradient.stride() == view.stride())
         and not gradient.is_neg()
         and not gradient.is_conj()
         and not gradient.requires_grad

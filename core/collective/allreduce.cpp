@@ -55,7 +55,7 @@ void reduce_direct(Exchange& exchange, const Call& call, const Operation& operat
   }
   reduce(operation.descriptor.dtype, operation.reduction(), inputs.all(), outputs.all(), slice.size());
   exchange.begin(call.descriptor);
-  exchange.synchronise(call);
+  exchange.synchronise_again(call);
 }
 
 void reduce_alone(const Operation& operation) {
@@ -90,7 +90,7 @@ void allreduce(Exchange& exchange, const Call& call, Operation& operation) {
   if (placement == Placement::kSome) {  // those with symmetric buffers have not staged anything yet
     exchange.begin(call.descriptor);
     staged.stage_first();
-    exchange.synchronise(call);
+    exchange.synchronise_again(call);
   }
   staged.run();
 }

@@ -43,7 +43,7 @@ void alltoall(Exchange& exchange, const Call& call, Operation& operation) {
   StagedCopy copy(exchange, call, outgoing);
   exchange.begin(call.descriptor);
   copy.fill_first();
-  exchange.synchronise(call);
+  exchange.synchronise_again(call);
   copy.run(incoming, longest * row_bytes);
 }
 

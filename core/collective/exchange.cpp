@@ -40,6 +40,14 @@ void Exchange::synchronise(const Call& call) {
   if (!result.ok()) throw_for(call, result);
 }
 
+void Exchange::synchronise_again(const Call& call) {
+  transport_.arrive(round_);
+  Waiting waiting = call.waiting;
+  waiting.brief = true;
+  const WaitResult result = transport_.await_all(round_, waiting);
+  if (!result.ok()) throw_for(call, result);
+}
+
 bool Exchange::all_match() const {
   const MatchKey& mine = descriptor(rank()).key;
   for (int peer = 0; peer < size(); ++peer)

@@ -40,6 +40,8 @@ class MULTIRING_API Exchange {
   void begin(const Descriptor& descriptor);
   /// Arrives and waits for all ranks. Raises timeout, peer lost or aborted.
   void synchronise(const Call& call);
+  /// The same in a later round of an operation, which all ranks are in.
+  void synchronise_again(const Call& call);
 
   /// Staging memory and descriptor of a rank in the current round.
   std::byte* staging(int rank) const { return transport_.staging(rank, round_); }

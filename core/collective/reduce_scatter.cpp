@@ -77,12 +77,12 @@ void reduce_scatter(Exchange& exchange, const Call& call, Operation& operation) 
                      exchange.descriptor(static_cast<int>(rank)).input_offset + blocks[self].begin;
     reduce_block(operation, inputs, operation.output, blocks[self].size());
     exchange.begin(call.descriptor);
-    return exchange.synchronise(call);
+    return exchange.synchronise_again(call);
   }
   if (operation.descriptor.bytes > kDirectFrom) {  // ranks with symmetric inputs have not staged anything yet
     exchange.begin(call.descriptor);
     fill(0);
-    exchange.synchronise(call);
+    exchange.synchronise_again(call);
   }
   const std::size_t segments = segment_count(blocks[0].size(), lane_bytes);  // block 0 is the longest
   for (std::size_t segment = 0; segment < segments; ++segment) {
@@ -93,7 +93,7 @@ void reduce_scatter(Exchange& exchange, const Call& call, Operation& operation) 
     if (segment + 1 == segments) break;
     exchange.begin(call.descriptor);
     fill(segment + 1);
-    exchange.synchronise(call);
+    exchange.synchronise_again(call);
   }
 }
 

@@ -104,7 +104,7 @@ void StagedAllreduce::run() {
     exchange_.begin(call_.descriptor);
     take_and_stage(index);
     reduce_slice(index - 1);
-    exchange_.synchronise(call_);
+    exchange_.synchronise_again(call_);
   }
   std::byte* staging = exchange_.transport().staging(exchange_.rank(), exchange_.round() - 1);
   const Range last = segment(segments - 1);

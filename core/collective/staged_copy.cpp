@@ -24,7 +24,7 @@ void StagedCopy::run(std::span<const Incoming> incoming, std::size_t longest) {
     if (segment + 1 == segments) break;
     exchange_.begin(call_.descriptor);
     fill(segment + 1);
-    exchange_.synchronise(call_);
+    exchange_.synchronise_again(call_);
   }
 }
 

@@ -137,7 +137,8 @@ class BucketMemory:
         """
         flags, raised = self._flags[number], self._raised[number]
         flags[:] = 0
-        flags[: len(produced)] = np.where(produced, flags.dtype.type(raised), 0)
+        count = len(produced)
+        flags[:count] = raised if all(produced) else np.where(produced, flags.dtype.type(raised), 0)
         if active:
             flags[len(produced) + self._rank] = raised
 

@@ -25,6 +25,8 @@ struct Waiting {
   double stall_after = 0.0;
   /// Ends the wait when set (the communicator is being closed). May be null.
   const std::atomic<bool>* cancelled = nullptr;
+  /// The peers are at it already: sleeping and being woken takes longer than they will.
+  bool brief = false;
 
   void check_interrupt() const {
     if (interrupt != nullptr && *interrupt) (*interrupt)();

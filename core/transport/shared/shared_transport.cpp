@@ -211,7 +211,9 @@ WaitResult SharedTransport::await_read(int destination, std::uint64_t chunk, con
 template <class Ready>
 WaitResult SharedTransport::wait(WaitPoint& point, const Ready& ready, const Waiting& waiting) {
   if (ready()) return {};
-  const std::uint32_t turns = spin_.turns();
+  // Once ranks sleep, each is late for the other by the time of being woken, and spinning less and less would
+  // make that last: an allreduce in many segments took twice as long until the next pause.
+  const std::uint32_t turns = waiting.brief && !crowded_ ? spin_.most() : spin_.turns();
   if (turns > 0) {
     if (crowded_ ? yield(ready, turns) : spin(ready, turns)) {
       spin_.was_enough();

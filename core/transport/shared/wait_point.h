@@ -32,6 +32,7 @@ class SpinBudget {
  public:
   SpinBudget(std::uint32_t least, std::uint32_t most) : least_(least), most_(most), now_(most) {}
   std::uint32_t turns() const { return now_.load(std::memory_order_relaxed); }
+  std::uint32_t most() const { return most_; }
   // Relaxed: a heuristic; a lost update only makes the next wait spin differently.
   void was_enough() { now_.store(grown(), std::memory_order_relaxed); }
   void was_not_enough() { now_.store(shrunk(), std::memory_order_relaxed); }
