@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FakeBlob", "FakeLayer", "FakeNet", "FakeSolver"]
+__all__ = ["SMALL", "FakeBlob", "FakeLayer", "FakeNet", "FakeSolver", "blob", "draw", "expect", "make_solver"]
 
 Array = NDArray[Any]
+SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 64}
 
 
 class FakeBlob:
@@ -107,3 +108,54 @@ class FakeSolver:
             self.net.backward(gradients)
         self.gradients_ready()
         self.update(rate)
+
+
+def blob(*shape: int, dtype: Any = np.float32, order: Any = "C") -> FakeBlob:
+    return FakeBlob(np.zeros(shape, dtype, order=order), np.zeros(shape, dtype, order=order))
+
+
+def make_solver() -> FakeSolver:
+    """A net with a bias, a BatchNorm layer, a shared weight, and a blob without elements."""
+    shared = blob(3, 5)
+    return FakeSolver(
+        FakeNet(
+            {
+                "data": FakeLayer("Input", []),
+                "conv": FakeLayer("Convolution", [blob(4, 2, 3, 3), blob(4)]),
+                "norm": FakeLayer("BatchNorm", [blob(4), blob(4), blob(1)]),
+                "twin_a": FakeLayer("InnerProduct", [shared]),
+                "empty": FakeLayer("InnerProduct", [blob(0, 5)]),
+                "twin_b": FakeLayer("InnerProduct", [shared.share()]),
+                "loss": FakeLayer("SoftmaxWithLoss", []),
+            }
+        )
+    )
+
+
+def draw(seed: int) -> dict[str, list[Array]]:
+    """Gradients of every layer in one backward pass; small integers, so that sums are exact."""
+    generator = np.random.default_rng(seed)
+
+    def values(*shape: int) -> Array:
+        return generator.integers(-8, 8, shape).astype(np.float32)
+
+    return {
+        "conv": [values(4, 2, 3, 3), values(4)],
+        "twin_a": [values(3, 5)],
+        "empty": [values(0, 5)],
+        "twin_b": [values(3, 5)],
+    }
+
+
+def expect(net: FakeNet, passes: list[list[dict[str, list[Array]]]]) -> None:
+    """The diffs are the averages over ranks of the sums over passes; shared weights are counted once."""
+    size = len(passes)
+    total = {
+        name: [sum(one[name][k] for rank in passes for one in rank) / size for k in range(len(blobs))]
+        for name, blobs in passes[0][0].items()
+    }
+    twins = total["twin_a"][0] + total["twin_b"][0]
+    np.testing.assert_allclose(net.params["twin_a"][0].diff, twins, rtol=1e-6)
+    np.testing.assert_allclose(net.params["twin_b"][0].diff, twins, rtol=1e-6)
+    for k in (0, 1):
+        np.testing.assert_allclose(net.params["conv"][k].diff, total["conv"][k], rtol=1e-6)
