@@ -123,6 +123,7 @@ class SolverCallback:
             return
         self._check_open()
         self._reducer.cancel()  # what an iteration that was aborted by an exception has left
+        self._copied = set()
         self._passes.begin()
         self._start()
 
@@ -183,7 +184,13 @@ class SolverCallback:
 
     def store(self, index: int) -> InPlace | bool:
         """Part of `GradientSource`: in Caffe there is always a gradient, if only zeros."""
-        return self._put(index) or True
+        if self._is_local:
+            return True
+        diff = self._diff(index)
+        if diff.flags.c_contiguous and diff.flags.writeable:
+            return InPlace(diff.ctypes.data, diff)
+        self._copy(index)
+        return True
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: only where `store` has said that there is no gradient."""
@@ -239,7 +246,8 @@ class SolverCallback:
             self._check_unsent(index)
             self._reducer.mark_produced(index)
         for index in complete if leaves else ():
-            self._reducer.mark_ready(index, self._put(index))
+            self._copy(index)
+            self._reducer.mark_ready(index)
 
     def _check_unsent(self, index: int) -> None:
         if self._reducer.is_ready(index):
@@ -251,17 +259,13 @@ class SolverCallback:
                 tensor=self._parameters[index].name,
             )
 
-    def _put(self, index: int) -> InPlace | None:
-        """Where the gradient is; copied into its slot where a blob shows no plain array."""
-        if self._is_local:
-            return None
-        diff = self._diff(index)
-        if diff.flags.c_contiguous and diff.flags.writeable:
-            return InPlace(diff.ctypes.data, diff)
-        self._refresh_views()
-        self._views[index][...] = diff
-        self._copied.add(index)
-        return None
+    def _copy(self, index: int) -> None:
+        """Into its slot: where a blob shows no plain array, and what leaves during a backward pass. If that
+        fails half-way, the next iteration clears the diffs before it asks what is still under way."""
+        if not self._is_local:
+            self._refresh_views()
+            self._views[index][...] = self._diff(index)
+            self._copied.add(index)
 
     def _diff(self, index: int) -> Array:
         """The gradient; asked for anew each time, since a GPU build copies it to the host then."""

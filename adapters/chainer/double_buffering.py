@@ -38,7 +38,7 @@ class DoubleBufferingOptimizer(MultiNodeOptimizer):
         current, previous = self._slots, self._sent
         sent_with = self.actual_optimizer._loss_scale
         # Before the older gradients are shown in their place.
-        current.send()
+        current.send(in_place=False)
         if previous is not None:
             for parameter in previous.parameters:
                 parameter.cleargrad()

@@ -105,10 +105,11 @@ class GradientSlots:
         self._put(index, gradient)
         self.reducer.mark_ready(index)
 
-    def send(self, *, everything: bool = False) -> None:
+    def send(self, *, everything: bool = False, in_place: bool = True) -> None:
         """Let everything leave that has not.
 
         Args:
+            in_place: They may be reduced where they are: the program does not see them until `receive`.
             everything: What was reduced before and is still there takes part as well: a program may have
                 written new gradients into the same arrays.
         """
@@ -120,7 +121,7 @@ class GradientSlots:
             self._check(index, gradient)
             if gradient is self._views[index]:
                 self.reducer.mark_ready(index)
-            elif addresses[_address(gradient)] == 1 and self._is_alone(index):
+            elif in_place and addresses[_address(gradient)] == 1 and self._is_alone(index):
                 self._in_place[index] = gradient
                 self.reducer.mark_ready(index, InPlace(gradient.ctypes.data, gradient))
             else:
