@@ -111,11 +111,25 @@ class ParameterSlots:
         self._refresh_views()
 
     def cancel(self) -> None:
-        """Forget the round of a backward pass that was aborted by an exception."""
+        """Forget the round of a backward pass that was aborted by an exception.
+
+        Raises:
+            UsageError: The program has kept gradients of it.
+        """
         if self.reducer.is_open:
             self._exchanges = {}
+            kept = [index for index in self.reducer.sent() if self._is_kept(index)]
             self.reducer.cancel()
             self._refresh_views()
+            if kept:
+                name = self.reducer.specs[kept[0]].name
+                raise UsageError(
+                    f"rank {self._comm.rank}: a backward pass ended with an exception while the gradient of "
+                    f"'{name}' was on its way, which may have overwritten what the program has done to it "
+                    "since; call zero_grad(set_to_none=True) after such an exception",
+                    rank=self._comm.rank,
+                    tensor=name,
+                )
 
     def join(self) -> int:
         """Answer the rounds of ranks that still have data; returns one that had to the end. Collective."""
@@ -165,6 +179,14 @@ class ParameterSlots:
         view.copy_(gradient if gradient.layout == torch.strided else gradient.to_dense())
         parameter.grad = view
         return True
+
+    def _is_kept(self, index: int) -> bool:
+        """Whether the gradient is still where it was reduced."""
+        parameter, last = self._trainable[index](), self._last.get(index)
+        gradient = None if parameter is None else parameter.grad
+        if gradient is None or gradient.layout != torch.strided:
+            return False
+        return gradient is self._views.get(index) or (last is not None and gradient is last())
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: another rank had a gradient where this one had none."""

@@ -134,6 +134,13 @@ class GradientReducer:
         """Whether the gradient is ready in the round under way: its slot may be in use."""
         return self._round is not None and bool(self._round.ready[index])
 
+    def sent(self) -> list[int]:
+        """Parameters whose buckets have left in the round under way."""
+        current = self._round
+        if current is None:
+            return []
+        return [slot.index for bucket in self.plan.buckets[: len(current.works)] for slot in bucket.slots]
+
     def mark_produced(self, index: int) -> None:
         """A gradient was accumulated, but not in its slot: the next round fetches it by `store`."""
         self._produced[index] = 1

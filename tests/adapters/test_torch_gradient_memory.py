@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import multiring.torch
 from multiring import Communicator
+from multiring.errors import UsageError
 from tests.adapters.torch_support import (
     SMALL,
     Pool,
@@ -127,3 +128,43 @@ def order_of_elements(comm: Communicator) -> None:
 
 def test_any_order_of_elements(ranks: Pool) -> None:
     ranks(2).run(order_of_elements)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("half-way")
+
+
+def fail_half_way(comm: Communicator) -> None:
+    """After a failed backward pass gradients have to be new ones, or they would be what still arrives."""
+    model = make_model()
+    hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
+    wanted = expected(comm, squares)
+    for keeps in (False, True):
+        x = _Fails.apply(model[0](draw(comm.rank)))  # type: ignore[no-untyped-call]
+        for layer in list(model)[1:]:
+            x = layer(x)
+        with pytest.raises(ArithmeticError, match="half-way"):
+            torch.autograd.backward((x**2).mean())
+        assert hooks._slots.reducer.sent()
+        model.zero_grad(set_to_none=not keeps)
+        if keeps:
+            with pytest.raises(
+                UsageError, match=r"call zero_grad\(set_to_none=True\) after such an exception"
+            ):
+                torch.autograd.backward(squares(model, comm.rank))
+            model.zero_grad()
+        torch.autograd.backward(squares(model, comm.rank))
+        assert_gradients(model, wanted, comm)
+        model.zero_grad()
+    hooks.remove()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_of_a_failed_pass_are_not_kept(ranks: Pool, size: int) -> None:
+    ranks(size).run(fail_half_way)
