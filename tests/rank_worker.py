@@ -53,7 +53,9 @@ def _obey(request: dict[str, Any]) -> dict[str, Any]:
     if request["abort"] and isinstance(answer["error"], Exception):
         # Without this the other ranks would wait for this one until the deadline.
         _abort(answer["error"])
-    answer["broken"] = not multiring.is_initialized() or multiring.world().is_broken
+    # Queues and derived communicators may be broken where the world is not.
+    failed = isinstance(answer["error"], errors.MultiringError)
+    answer["broken"] = failed or not multiring.is_initialized() or multiring.world().is_broken
     return _portable(answer)
 
 

@@ -252,21 +252,17 @@ class GradientReduction:
         return list(tf.cond(count < self.comm.size, scaled, lambda: [_times(value, 1) for value in results]))
 
     def _checked(self, results: list[Gradient], flags: Any) -> list[Gradient]:
-        """In a traced function that was not prepared for it: an error if a rank has no data."""
+        """In a traced function that was not prepared for it: an error if a rank has no data.
+
+        The results come together: a rank that ended with the error before its buckets are through would
+        leave others waiting for its part.
+        """
         count = tf.math.count_nonzero(self._participation(flags), dtype=tf.int32)
-        # One of each bucket; they are complete together.
-        firsts = [results[bucket[0]] for bucket in self._buckets if bucket]
-        firsts += [results[k].values for k, spec in enumerate(self.specs) if spec.sparse]
-
-        def refuse() -> Any:
-            # A rank that ends before its buckets are through would leave others waiting for its part.
-            with tf.control_dependencies([tf.identity(value) for value in firsts]):
-                check = tf.debugging.assert_equal(count, self.comm.size, f"multiring: UsageError: {_UNEVEN}")
-            with tf.control_dependencies([check]):
-                return tf.constant(False)
-
-        go = tf.cond(tf.equal(count, self.comm.size), lambda: tf.constant(True), refuse)
-        with tf.control_dependencies([go]):
+        buckets = [results[bucket[0]] for bucket in self._buckets if bucket]
+        buckets += [results[k].values for k, spec in enumerate(self.specs) if spec.sparse]
+        with tf.control_dependencies(buckets):
+            check = tf.debugging.assert_equal(count, self.comm.size, f"multiring: UsageError: {_UNEVEN}")
+        with tf.control_dependencies([check]):
             return [_identity(value) for value in results]
 
     def _without_absent(self, reduced: list[Gradient], present: Sequence[bool], flags: Any) -> list[Gradient]:
