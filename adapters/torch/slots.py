@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -273,9 +273,14 @@ def _is_plain(gradient: torch.Tensor, view: torch.Tensor) -> bool:
     )
 
 
+# Private; a Torch without it costs the copy into the slot.
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
 def _storage_users(tensor: torch.Tensor) -> int:
-    """References to the memory; of what autograd still needs for other gradients there are more."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    """References to the memory, of which there are more where autograd needs it for other gradients still; 0
+    if this Torch does not tell."""
+    return 0 if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
 
 
-_ALONE = _storage_users(torch.zeros(1))
+_ALONE = _storage_users(torch.zeros(1)) or -1

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import multiring.torch
 from multiring import Communicator
 from multiring.errors import UsageError
+from multiring.torch import slots
 from tests.adapters.torch_support import (
     SMALL,
     Pool,
@@ -168,3 +169,25 @@ def fail_half_way(comm: Communicator) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_gradients_of_a_failed_pass_are_not_kept(ranks: Pool, size: int) -> None:
     ranks(size).run(fail_half_way)
+
+
+def nobody_tells(comm: Communicator) -> None:
+    """A Torch that does not tell how many users memory has: gradients are copied into their slots."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots, "_use_count", None)
+        patch.setattr(slots, "_ALONE", -1)
+        model = make_model()
+        hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
+        wanted = expected(comm, squares)
+        for _ in range(2):
+            model.zero_grad()
+            torch.autograd.backward(squares(model, comm.rank))
+            assert_gradients(model, wanted, comm)
+        reducer = hooks._slots.reducer
+        places = {reducer.slot(index).ctypes.data for index in range(len(reducer.specs))}
+        assert {p.grad.data_ptr() for p in model.parameters() if p.grad is not None} == places
+        hooks.remove()
+
+
+def test_without_the_number_of_users_gradients_are_copied(ranks: Pool) -> None:
+    ranks(2).run(nobody_tells)
