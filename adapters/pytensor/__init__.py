@@ -18,6 +18,7 @@ except ImportError as error:
         f"pip install 'multiring[pytensor]' ({error})"
     ) from error
 
+from multiring.pytensor import in_place as _in_place  # noqa: F401  # registers itself
 from multiring.pytensor import numba_calls as _numba_calls  # noqa: F401  # registers itself
 from multiring.pytensor.collectives import allgather, allreduce, broadcast, grouped_allreduce
 from multiring.pytensor.gradients import DistributedGradients, Reduced

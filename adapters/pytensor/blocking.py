@@ -41,7 +41,7 @@ from pytensor.tensor.type import TensorType
 if TYPE_CHECKING:
     from pytensor.graph.fg import FunctionGraph
 
-__all__ = ["TOKEN", "BlockingOp", "GraphError", "PerformOp", "token"]
+__all__ = ["TOKEN", "BlockingOp", "GraphError", "PerformOp", "is_plain", "token"]
 
 TOKEN = TensorType("int8", shape=())
 _numbers = itertools.count()
@@ -58,6 +58,11 @@ def token(value: int) -> Variable:
     """A constant token: 0 for "nobody has ordered this yet", 1 for the first of an order."""
     made: Variable = TOKEN.make_constant(np.array(value, dtype=np.int8))
     return made
+
+
+def is_plain(array: Any) -> bool:
+    """Whether the elements of an array lie one behind the other in memory that may be written."""
+    return bool(array.flags.c_contiguous and array.flags.writeable)
 
 
 class PerformOp(Op):

@@ -10,7 +10,7 @@ import numpy as np
 
 from multiring.derived import derived
 from multiring.errors import UsageError
-from multiring.pytensor.blocking import BlockingOp
+from multiring.pytensor.blocking import BlockingOp, is_plain
 from multiring.types import ReduceOpName
 from pytensor.compile.mode import optdb
 from pytensor.gradient import DisconnectedType, disconnected_type, grad_undefined
@@ -98,7 +98,7 @@ class Allreduce(Collective):
         works = []
         for place, array in enumerate(inputs):
             name = self.name if self.count == 1 else f"{self.name}[{place}]"
-            out = array if self.destroy_map and _is_plain(array) else np.empty(array.shape, array.dtype)
+            out = array if self.destroy_map and is_plain(array) else np.empty(array.shape, array.dtype)
             works.append((out, self.queue.allreduce_async(array, name=name, op=self.op, out=out)))
         for storage, (out, work) in zip(outputs, works, strict=True):
             work.wait()
@@ -257,10 +257,6 @@ def _is_float(x: Variable) -> bool:
 
 def _is_disconnected(x: Variable) -> bool:
     return isinstance(x.type, DisconnectedType)
-
-
-def _is_plain(array: Any) -> bool:
-    return bool(array.flags.c_contiguous and array.flags.writeable)
 
 
 @node_rewriter([Allreduce])

@@ -3,15 +3,20 @@
 Three kinds of nodes for the gradients of one model in one function:
 
     Begin    a new round; takes nothing
-    Ready    one for each gradient: copies it into its place in a bucket and returns; a full bucket leaves
-    Finish   waits for all buckets; its outputs are the reduced gradients, where they lie in the buckets
+    Ready    one for each gradient: tells where it lies and returns; a full bucket leaves
+    Finish   waits for all buckets; its outputs are the reduced gradients, where they lie
 
 Ready never waits, so the Ready nodes of different functions, models or ranks may run in any order: buckets
 leave in an order of their own. Finish depends on all of them, and is a `BlockingOp`.
 
-The outputs of Finish are memory of the buckets, which the next round overwrites. PyTensor is told so by
-declaring them views of a constant: it then never works in place on them, and copies what a function returns
-or stores in a shared variable.
+Where the graph lets it, a gradient is reduced in the memory that it was computed in (`ReadyInPlace`, put in
+by a rewrite): PyTensor is told that Ready destroys it, so whoever else reads it runs before. That memory must
+not be written again before the reduction has ended, which an exception may leave under way when a function is
+called anew; so Begin, which waits for what is left over, runs before the nodes that compute the gradients.
+
+Elsewhere Ready copies it to its slot in a bucket, which the next round overwrites. PyTensor is told so by
+declaring the slot a view of a constant: it then never works in place on it, and copies what a function
+returns or stores in a shared variable.
 """
 
 from __future__ import annotations
@@ -27,8 +32,8 @@ from multiring.arrays import STREAMING_BYTES, copy_large
 from multiring.bucketing import ParameterSpec
 from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
-from multiring.gradient_source import ReducerOptions
-from multiring.pytensor.blocking import TOKEN, BlockingOp, PerformOp, token
+from multiring.gradient_source import InPlace, ReducerOptions
+from multiring.pytensor.blocking import TOKEN, BlockingOp, PerformOp, is_plain, token
 from pytensor.gradient import disconnected_type, grad_not_implemented
 from pytensor.graph.basic import Apply, Variable
 from pytensor.tensor.type import TensorType
@@ -37,7 +42,7 @@ if TYPE_CHECKING:
     from multiring import Communicator
     from pytensor.graph.fg import FunctionGraph
 
-__all__ = ["Begin", "Finish", "Ready", "Round"]
+__all__ = ["Begin", "Finish", "Ready", "ReadyInPlace", "Round"]
 
 
 class Round:
@@ -47,6 +52,7 @@ class Round:
         self.rank, self.specs = comm.rank, specs
         self.reducer = GradientReducer(comm, specs, options)
         self.is_closed = False
+        self.elsewhere: dict[int, NDArray[Any]] = {}  # gradients of this round that are not in their slots
         self._views: list[NDArray[Any]] = []
         self._generation = -1
 
@@ -67,6 +73,11 @@ class Round:
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: Finish gives all gradients anyway."""
+
+    def take_results(self) -> list[NDArray[Any]]:
+        """All gradients, wherever they lie."""
+        elsewhere, self.elsewhere = self.elsewhere, {}
+        return [elsewhere.get(index, view) for index, view in enumerate(self.views)]
 
     def close(self) -> None:
         """Release the buckets."""
@@ -101,28 +112,38 @@ class Begin(PerformOp):
             )
         if self.current.reducer.is_open:
             self.current.reducer.cancel()
+        self.current.elsewhere.clear()
         output_storage[0][0] = np.array(1, dtype=np.int8)
 
 
 class Ready(PerformOp):
-    """One gradient is there."""
+    """One gradient is there: it is copied to its slot. The output is the slot.
+
+    Attributes:
+        current: The round.
+        index: Which parameter's gradient.
+        destroy_map: As PyTensor knows it.
+        view_map: As PyTensor knows it.
+    """
 
     kind: ClassVar[str] = "ready"
 
     def __init__(self, name: str, current: Round, index: int) -> None:
         super().__init__(name)
         self.current, self.index = current, index
+        self.destroy_map: dict[int, list[int]] = {}
+        self.view_map = {0: [2]}
 
-    def make_node(self, gradient: Variable, begun: Variable) -> Apply:
-        """A gradient and the token of `Begin`."""
-        return Apply(self, [gradient, begun], [TOKEN()])
+    def make_node(self, gradient: Variable, begun: Variable, memory: Variable) -> Apply:
+        """A gradient, the token of `Begin`, and the constant that stands for the memory of the buckets."""
+        return Apply(self, [gradient, begun, memory], [gradient.type()])
 
     def infer_shape(self, fgraph: FunctionGraph, node: Apply, shapes: Sequence[Any]) -> list[Any]:
-        """Of a token."""
-        return [()]
+        """That of the gradient."""
+        return [shapes[0]]
 
     def perform(self, node: Apply, inputs: Sequence[Any], output_storage: Sequence[list[Any]]) -> None:
-        """Copy it to its place; its bucket leaves if it was the last."""
+        """Put it where it is reduced; its bucket leaves if it was the last."""
         gradient, shape = inputs[0], self.current.specs[self.index].shape
         if gradient.shape != shape:
             raise UsageError(
@@ -131,31 +152,61 @@ class Ready(PerformOp):
                 rank=self.current.rank,
                 tensor=self.name,
             )
+        output_storage[0][0] = self.bring(gradient)
+
+    def bring(self, gradient: NDArray[Any]) -> NDArray[Any]:
+        """Have a gradient reduced; returns the array where its average will be."""
         target = self.current.views[self.index]
         if gradient.nbytes >= STREAMING_BYTES and gradient.flags.c_contiguous:
             copy_large(target.ctypes.data, gradient.ctypes.data, gradient.nbytes)
         else:
             target[...] = gradient
         self.current.reducer.mark_ready(self.index)
-        output_storage[0][0] = np.array(1, dtype=np.int8)
+        return target
 
     def pullback(
         self, inputs: Sequence[Variable], outputs: Sequence[Variable], cotangents: Sequence[Variable]
     ) -> list[Variable]:
         """Refused: silence would be taken for zero."""
         comment = "Derivatives of averaged gradients: use multiring.pytensor.allreduce, which has a gradient."
-        return [grad_not_implemented(self, 0, inputs[0], comment), disconnected_type()]
+        return [grad_not_implemented(self, 0, inputs[0], comment), disconnected_type(), disconnected_type()]
+
+
+class ReadyInPlace(Ready):
+    """One gradient is there, in memory that nobody else needs. The output is the same memory."""
+
+    kind: ClassVar[str] = "ready_in_place"
+
+    def __init__(self, name: str, current: Round, index: int) -> None:
+        super().__init__(name, current, index)
+        self.destroy_map, self.view_map = {0: [0]}, {}
+
+    def bring(self, gradient: NDArray[Any]) -> NDArray[Any]:
+        """Have a gradient reduced where it lies."""
+        array = gradient if is_plain(gradient) else np.array(gradient, order="C")
+        self.current.elsewhere[self.index] = array
+        self.current.reducer.mark_ready(self.index, InPlace(array.ctypes.data, array))
+        return array
 
 
 class Finish(BlockingOp):
-    """The end of the round."""
+    """The end of the round.
+
+    Args:
+        name: What messages call it.
+        current: The round.
+        ready: Of each input, the parameter whose gradient it is; another input stands for the memory of the
+            buckets.
+    """
 
     kind: ClassVar[str] = "gradients"
 
-    def __init__(self, name: str, current: Round, count: int) -> None:
-        super().__init__(name, count + 1)
+    def __init__(self, name: str, current: Round, ready: Sequence[int]) -> None:
+        super().__init__(name, len(ready) + 2)
         self.current = self.identity = current
-        self.view_map = {index: [count] for index in range(len(current.specs))}
+        # A gradient is where its Ready has put it. Slots of those that this rank lacks are in the buckets.
+        self.view_map = {index: [len(ready)] for index in range(len(current.specs))}
+        self.view_map.update({index: [place] for place, index in enumerate(ready)})
 
     def output_types(self, inputs: Sequence[Variable]) -> list[Any]:
         """All gradients, then which of them any rank has had: bool (parameters,)."""
@@ -169,16 +220,16 @@ class Finish(BlockingOp):
     def run(self, inputs: Sequence[Any], outputs: Sequence[list[Any]]) -> None:
         """Send what has not left, wait for all."""
         result = self.current.reducer.finish(self.current)
-        for storage, view in zip(outputs, self.current.views, strict=False):
-            storage[0] = view
+        for storage, array in zip(outputs, self.current.take_results(), strict=False):
+            storage[0] = array
         outputs[-1][0] = result.produced
 
     def pullback(
         self, inputs: Sequence[Variable], outputs: Sequence[Variable], cotangents: Sequence[Variable]
     ) -> list[Variable]:
         """Leads on to `Ready`, which refuses."""
+        count = self.count - 2
         return [
-            *(pt.zeros((), dtype="float64") for _ in inputs[:-2]),
-            disconnected_type(),
-            disconnected_type(),
+            *(pt.zeros_like(gradient) for gradient in inputs[:count]),
+            *(disconnected_type() for _ in inputs[count:]),
         ]

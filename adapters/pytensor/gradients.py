@@ -103,15 +103,15 @@ class DistributedGradients:
             )
         label = f"{self._names[0]} and {len(self._names) - 1} more"
         begun = Begin(label, self._round)()
-        ready = []
+        ready: dict[int, Variable] = {}
         for index, (name, gradient) in enumerate(zip(self._names, gradients, strict=True)):
             if gradient is not None and not isinstance(gradient.type, DisconnectedType):
                 self._check(index, gradient)
-                ready.append(Ready(name, self._round, index)(gradient, begun))
+                ready[index] = Ready(name, self._round, index)(gradient, begun, self._memory)
         # In the order of the parameters: PyTensor computes the inputs of a node from the last to the first,
         # so gradients leave as the backward pass makes them.
-        finish = Finish(label, self._round, max(len(ready), 1))
-        outputs = finish(*(ready or [begun]), self._memory, return_list=True)
+        finish = Finish(label, self._round, list(ready))
+        outputs = finish(*ready.values(), self._memory, begun, return_list=True)
         return Reduced(outputs[: len(self._params)], outputs[-2])
 
     @contextmanager

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytensor
-from numpy.typing import NDArray
 from pytensor.compile.mode import Mode
 from pytensor.link.vm import VMLinker
 
@@ -20,7 +19,7 @@ __all__ = ["Reduction", "make_reduction"]
 class Reduction:
     """A function that takes gradients from ordinary memory and does nothing but reduce them.
 
-    Its results are not copied on the way out, as they are not where updates read them.
+    They are the function's own to write to, as those that it computes itself are.
 
     Args:
         shapes: Of the parameters, first layer first.
@@ -29,31 +28,30 @@ class Reduction:
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], comm: Communicator) -> None:
         self._written = [
-            pytensor.shared(np.zeros(shape, np.float32), name=f"weight{index}")
+            pytensor.shared(np.zeros(shape, np.float32), name=f"gradient{index}", shape=shape)
             for index, shape in enumerate(shapes)
         ]
         self._gradients = multiring.pytensor.DistributedGradients(self._written, comm)
         reduced = self._gradients.reduce(self._written).gradients
-        outputs = [pytensor.Out(gradient, borrow=True) for gradient in reduced]
         # The function has no arithmetic that a C compiler could speed up.
-        mode = Mode(VMLinker(use_cloop=True, c_thunks=False), "fast_compile")
-        self._function: Any = pytensor.function([], outputs, mode=mode)
-        self._found: list[NDArray[Any]] = []
+        mode = Mode(VMLinker(use_cloop=True, c_thunks=False), "fast_run")
+        updates = list(zip(self._written, reduced, strict=True))
+        self._function: Any = pytensor.function([], updates=updates, mode=mode)
 
     def run(self, value: float, begin: Callable[[], None]) -> None:
         """Write gradients full of `value`; call the function."""
         for variable in self._written:
             variable.get_value(borrow=True)[...] = value
         begin()
-        self._found = self._function()
+        self._function()
 
     def check(self, value: float) -> bool:
         """Whether every gradient is full of `value`."""
-        return all(bool((found == value).all()) for found in self._found)
+        found = (variable.get_value(borrow=True) for variable in self._written)
+        return all(bool((gradient == value).all()) for gradient in found)
 
     def close(self) -> None:
         """Release the buckets."""
-        self._found = []
         self._gradients.close()
 
 
