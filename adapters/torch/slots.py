@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from multiring.errors import UsageError
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["ParameterSlots"]
 
 
-class _Place(NamedTuple):
-    """The slot of a gradient, at hand when it arrives."""
+class _Place:
+    """The slot of a gradient; what has to be looked at for each gradient that arrives."""
 
-    view: torch.Tensor
-    dtype: torch.dtype
-    shape: torch.Size
+    __slots__ = ("dtype", "is_complex", "is_contiguous", "shape", "view")
+
+    def __init__(self, view: torch.Tensor) -> None:
+        self.view, self.dtype, self.shape = view, view.dtype, view.shape
+        self.is_contiguous, self.is_complex = view.is_contiguous(), view.is_complex()
 
 
 class ParameterSlots:
@@ -53,7 +56,8 @@ class ParameterSlots:
         self._exchanges: dict[int, RowExchange] = {}
         self._views: dict[int, torch.Tensor] = {}
         self._places: dict[int, _Place] = {}
-        self._last: dict[int, TensorWeakRef] = {}  # what was reduced where it lay
+        # What was reduced where it lay. Only to compare tensors with: to use one would take a TensorWeakRef.
+        self._last: dict[int, weakref.ref[torch.Tensor]] = {}
         self._comm, self._options, self._sparse = comm, options, frozenset(sparse)
         self._reducer: GradientReducer | None = None
         self._plan()
@@ -85,11 +89,9 @@ class ParameterSlots:
         """A gradient was accumulated that a later round is to contain."""
         self.reducer.mark_produced(self._index[position])
 
-    def mark_ready(self, position: int, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    def mark_ready(self, position: int) -> None:
         """A gradient of this round is in `parameter.grad`: it may leave."""
-        index = self._index[position]
-        place = self._put(index, parameter, gradient)
-        self.reducer.mark_ready(index, place if isinstance(place, InPlace) else None)
+        self.reducer.mark_ready(self._index[position])
 
     def flush(self) -> None:
         """First step of the end of a round: send what has not left, and the rows of sparse gradients.
@@ -156,15 +158,18 @@ class ParameterSlots:
     def store(self, index: int) -> InPlace | bool:
         """Part of `GradientSource`: where the gradient is, if there is one."""
         parameter = self._trainable[index]()
-        return parameter is not None and self._put(index, parameter, parameter.grad)
-
-    def _put(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor | None) -> InPlace | bool:
-        if gradient is None:
+        gradient = None if parameter is None else parameter.grad
+        if parameter is None or gradient is None:
             return False
+        if gradient.requires_grad:
+            raise UsageError(
+                f"rank {self._comm.rank}: backward(create_graph=True) cannot differentiate through the "
+                "reduction over ranks; use torch.autograd.grad for higher derivatives"
+            )
         place = self._places.get(index)
         if place is None or gradient is place.view:  # sparse, or there already
             return True
-        view, dtype, shape = place
+        view, dtype, shape = place.view, place.dtype, place.shape
         if gradient.dtype != dtype or gradient.shape != shape:
             name = self.reducer.specs[index].name
             raise UsageError(
@@ -173,12 +178,16 @@ class ParameterSlots:
                 "registered; remove() the hooks before changing a model and register them again"
             )
         last = self._last.get(index)
-        if (last is None or last() is not gradient) and _is_plain(gradient, view):
-            self._last[index] = TensorWeakRef(gradient)
+        if (last is None or last() is not gradient) and _is_plain(gradient, place):
+            self._last[index] = weakref.ref(gradient)
             return InPlace(gradient.data_ptr(), gradient)
         view.copy_(gradient if gradient.layout == torch.strided else gradient.to_dense())
         parameter.grad = view
         return True
+
+    def _locate(self, index: int) -> InPlace | None:
+        place = self.store(index)
+        return place if isinstance(place, InPlace) else None
 
     def _is_kept(self, index: int) -> bool:
         """Whether the gradient is still where it was reduced."""
@@ -206,7 +215,13 @@ class ParameterSlots:
             old = self._reducer
             unreduced = {spec.name for index, spec in enumerate(old.specs) if old.is_produced(index)}
             self.close()
-        self._reducer = GradientReducer(self._comm, specs, self._options, as_array=as_tensor)
+        # Weak: a cycle would keep the buckets of a dropped model until the garbage collector comes.
+        locate = weakref.WeakMethod(self._locate)
+        self._reducer = GradientReducer(
+            *(self._comm, specs, self._options),
+            as_array=as_tensor,
+            locate=lambda index: None if (method := locate()) is None else method(index),
+        )
         self._index = {place: index for index, place in enumerate(places)}
         self._trainable = [self._parameters[place] for place in places]
         self._forms = [(parameter.shape, parameter.dtype) for parameter in parameters.values()]
@@ -234,7 +249,7 @@ class ParameterSlots:
             for index, spec in enumerate(self.reducer.specs)
             if not spec.sparse and spec.name in parameters
         }
-        self._places = {index: _Place(view, view.dtype, view.shape) for index, view in self._views.items()}
+        self._places = {index: _Place(view) for index, view in self._views.items()}
         for index, view in self._views.items():
             parameter = parameters[self.reducer.specs[index].name]
             if parameter.grad is not None and parameter.grad is before.get(index):
@@ -261,14 +276,13 @@ class ParameterSlots:
                 parameter.grad = gradient
 
 
-def _is_plain(gradient: torch.Tensor, view: torch.Tensor) -> bool:
+def _is_plain(gradient: torch.Tensor, place: _Place) -> bool:
     """Whether the elements lie in memory as they do in the slot, and belong to this gradient alone."""
     return (
-        gradient.layout == torch.strided
-        and ((gradient.is_contiguous() and view.is_contiguous()) or gradient.stride() == view.stride())
+        gradient.layout is torch.strided
+        and ((place.is_contiguous and gradient.is_contiguous()) or gradient.stride() == place.view.stride())
         and not gradient.is_neg()
-        and not gradient.is_conj()
-        and not gradient.requires_grad
+        and not (place.is_complex and gradient.is_conj())
         and _storage_users(gradient) == _ALONE
     )
 
