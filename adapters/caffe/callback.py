@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import multiring
+from multiring.arrays import address_of
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
 from multiring.caffe.passes import BackwardPasses
 from multiring.caffe.shape import Array, Parameter, Solver, learned_blobs
@@ -188,7 +189,7 @@ class SolverCallback:
             return True
         diff = self._diff(index)
         if diff.flags.c_contiguous and diff.flags.writeable:
-            return InPlace(diff.ctypes.data, diff)
+            return InPlace(address_of(diff), diff)
         self._copy(index)
         return True
 

@@ -6,12 +6,13 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import chainer
-from multiring.arrays import STREAMING_BYTES, copy_large
+from multiring.arrays import STREAMING_BYTES, address_of, copy_large
 from multiring.bucketing import ParameterSpec
 from multiring.chainer.arrays import Array, on_device, place, to_host
 from multiring.errors import UsageError
@@ -27,7 +28,7 @@ __all__ = ["GradientSlots", "fill_with_zeros", "named_parameters", "specificatio
 def named_parameters(link: chainer.Link) -> dict[str, chainer.Parameter]:
     """The parameters of a link by path ("block/conv/W"), each once, in ChainerMN's order."""
     found: dict[int, tuple[str, chainer.Parameter]] = {}
-    for path, parameter in sorted(link.namedparams(), key=lambda pair: pair[0]):
+    for path, parameter in sorted(link.namedparams(), key=itemgetter(0)):
         found.setdefault(id(parameter), (path.lstrip("/"), parameter))
     return dict(found.values())
 
@@ -113,17 +114,20 @@ class GradientSlots:
             everything: What was reduced before and is still there takes part as well: a program may have
                 written new gradients into the same arrays.
         """
-        addresses = Counter(_address(parameter.grad) for parameter in self.parameters)
+        addresses = [_address(parameter.grad) for parameter in self.parameters]
+        count = Counter(addresses)
         for index in range(len(self.parameters) - 1, -1, -1):
             gradient = self.parameters[index].grad
-            if self.reducer.is_ready(index) or not (everything or self._is_new(index)) or gradient is None:
+            if gradient is None or self.reducer.is_ready(index):
+                continue
+            if not everything and gradient is self._shown[index]():
                 continue
             self._check(index, gradient)
             if gradient is self._views[index]:
                 self.reducer.mark_ready(index)
-            elif in_place and addresses[_address(gradient)] == 1 and self._is_alone(index):
+            elif in_place and count[addresses[index]] == 1 and _is_alone(gradient):
                 self._in_place[index] = gradient
-                self.reducer.mark_ready(index, InPlace(gradient.ctypes.data, gradient))
+                self.reducer.mark_ready(index, InPlace(addresses[index], gradient))
             else:
                 self._put(index, gradient)
                 self.reducer.mark_ready(index)
@@ -175,7 +179,7 @@ class GradientSlots:
             return gradient is not None
         if isinstance(gradient, np.ndarray) and gradient.flags.c_contiguous and gradient.flags.writeable:
             self._in_place[index] = gradient
-            return InPlace(gradient.ctypes.data, gradient)
+            return InPlace(address_of(gradient), gradient)
         self._put(index, gradient)
         return True
 
@@ -206,29 +210,15 @@ class GradientSlots:
         view = self._views[index]
         host = to_host(gradient) if on_device(gradient) else gradient
         if view.nbytes >= STREAMING_BYTES and host.flags.c_contiguous:
-            copy_large(view.ctypes.data, host.ctypes.data, view.nbytes)
+            copy_large(address_of(view), address_of(host), view.nbytes)
         else:
             view[...] = host
-
-    def _is_alone(self, index: int) -> bool:
-        """Whether the gradient may be reduced where it is: nobody else has the array."""
-        gradient = self.parameters[index].grad
-        if not (
-            isinstance(gradient, np.ndarray) and gradient.flags.c_contiguous and gradient.flags.writeable
-        ):
-            return False
-        base = gradient.base
-        if base is None:
-            is_whole = gradient.flags.owndata
-        else:  # that of the gradient, of this function and of the argument
-            is_whole = isinstance(base, np.ndarray) and sys.getrefcount(base) <= 3
-        # The caller's, this function's, the argument's, and two of Chainer's.
-        return is_whole and sys.getrefcount(gradient) <= 5
 
     def _show(self, index: int, in_place: Array | None = None) -> None:
         parameter = self.parameters[index]
         shown = place(self._views[index], on_device(parameter.array)) if in_place is None else in_place
-        parameter.grad = shown
+        if parameter.grad is not shown:  # to set it takes Chainer longer than to look
+            parameter.grad = shown
         # CuPy has no weak references.
         self._shown[index] = weakref.ref(shown) if isinstance(shown, np.ndarray) else lambda: shown
 
@@ -252,7 +242,23 @@ def _nothing() -> None:
 
 
 def _address(gradient: Any) -> int:
-    return gradient.ctypes.data if isinstance(gradient, np.ndarray) and gradient.size > 0 else id(gradient)
+    return address_of(gradient) if isinstance(gradient, np.ndarray) and gradient.size > 0 else id(gradient)
+
+
+def _is_alone(gradient: Any) -> bool:
+    """Whether the gradient of a parameter may be reduced where it is: nobody else has the array."""
+    if not isinstance(gradient, np.ndarray):
+        return False
+    flags, base = gradient.flags, gradient.base
+    if not (flags.c_contiguous and flags.writeable):
+        return False
+    if base is None and not flags.owndata:
+        return False
+    # That of the gradient, of this function and of the argument.
+    if base is not None and not (isinstance(base, np.ndarray) and sys.getrefcount(base) <= 3):
+        return False
+    # The caller's, this function's, the argument's, and two of Chainer's.
+    return sys.getrefcount(gradient) <= 5
 
 
 def specifications(rank: int, parameters: Mapping[str, chainer.Parameter]) -> list[ParameterSpec]:

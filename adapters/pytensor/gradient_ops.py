@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import pytensor.tensor as pt
-from multiring.arrays import STREAMING_BYTES, copy_large
+from multiring.arrays import STREAMING_BYTES, address_of, copy_large
 from multiring.bucketing import ParameterSpec
 from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
@@ -158,7 +158,7 @@ class Ready(PerformOp):
         """Have a gradient reduced; returns the array where its average will be."""
         target = self.current.views[self.index]
         if gradient.nbytes >= STREAMING_BYTES and gradient.flags.c_contiguous:
-            copy_large(target.ctypes.data, gradient.ctypes.data, gradient.nbytes)
+            copy_large(address_of(target), address_of(gradient), gradient.nbytes)
         else:
             target[...] = gradient
         self.current.reducer.mark_ready(self.index)
@@ -185,7 +185,7 @@ class ReadyInPlace(Ready):
         """Have a gradient reduced where it lies."""
         array = gradient if is_plain(gradient) else np.array(gradient, order="C")
         self.current.elsewhere[self.index] = array
-        self.current.reducer.mark_ready(self.index, InPlace(array.ctypes.data, array))
+        self.current.reducer.mark_ready(self.index, InPlace(address_of(array), array))
         return array
 
 

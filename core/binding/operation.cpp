@@ -166,6 +166,9 @@ void copy_addresses_streaming(std::uintptr_t to, std::uintptr_t from, std::size_
 }  // namespace
 
 void bind_operation(py::module_& module) {
+  module.def(
+      "address_of", [](const py::array& array) { return reinterpret_cast<std::uintptr_t>(array.data()); },
+      py::arg("array"), "Address of the first element.");
   module.def("copy_streaming", &copy_addresses_streaming, py::arg("to"), py::arg("source"), py::arg("nbytes"),
              "Copies memory, given by addresses, past the caches.");
   py::enum_<OpKind>(module, "OpKind")

@@ -19,6 +19,7 @@ __all__: list[str] = [
     "Result",
     "Work",
     "WorldOptions",
+    "address_of",
     "connect",
     "copy_streaming",
 ]
@@ -344,6 +345,11 @@ class WorldOptions:
     def timeout(self) -> float: ...
     @timeout.setter
     def timeout(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+
+def address_of(array: numpy.ndarray) -> int:
+    """
+    Address of the first element.
+    """
 
 def connect(store: typing.Any, options: WorldOptions) -> Communicator:
     """

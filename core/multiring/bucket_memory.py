@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from multiring.arrays import address_of
 from multiring.bucketing import Bucket, ParameterSpec, Plan, capacity, flag_bits, itemsize
 from multiring.gradient_source import InPlace
 
@@ -109,7 +110,7 @@ class BucketMemory:
         The pieces are as long together as the bucket, and in its order.
         """
         bucket = self._plan.buckets[number]
-        arena = self._arena.ctypes.data
+        arena = address_of(self._arena)
         addresses: list[int] = []
         lengths: list[int] = []
         done = bucket.offset
