@@ -1,0 +1,114 @@
+#include "topology/dimensions.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <string>
+
+#include "base/error.h"
+
+namespace multiring {
+namespace {
+
+constexpr std::string_view kLetters = "prdt";  // by the number of the algorithm
+constexpr int kMostRanks = 1 << 24;
+
+[[noreturn]] void fail(const std::string& message) { throw Error(ErrorKind::kUsage, message); }
+
+[[noreturn]] void fail_to_parse(std::string_view text, const std::string& reason) {
+  fail("mode '" + std::string(text) + "': " + reason +
+       "; a mode is written like 4x8x2 (ranks within a host, near hosts, far hosts), and a letter after a "
+       "size forces its algorithm: p pairwise exchange, r ring, d recursive doubling, t tree");
+}
+
+Dimension parse_dimension(std::string_view whole, std::string_view text) {
+  Dimension dimension;
+  const char* end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, dimension.size);
+  if (error == std::errc::result_out_of_range || dimension.size > kMostRanks)
+    fail_to_parse(whole, "'" + std::string(text) + "' is too large");
+  if (error != std::errc() || dimension.size < 1)
+    fail_to_parse(whole, "'" + std::string(text) + "' does not start with a number of 1 or more");
+  if (rest == end) return dimension;
+  const std::size_t letter = kLetters.find(*rest);
+  if (letter == std::string_view::npos || rest + 1 != end)
+    fail_to_parse(whole, "'" + std::string(rest, end) + "' is not a letter of an algorithm");
+  dimension.algorithm = static_cast<Algorithm>(letter);
+  return dimension;
+}
+
+std::string ranks_on_hosts(const Cluster& cluster) {
+  const std::size_t each = cluster.hosts.front().ranks.size();
+  return std::to_string(cluster.size()) + " (" + std::to_string(cluster.host_count()) +
+         (cluster.host_count() == 1 ? " host" : " hosts") + " with " + std::to_string(each) +
+         (each == 1 ? " rank" : " ranks") + (cluster.host_count() == 1 ? ")" : " each)");
+}
+
+}  // namespace
+
+char algorithm_letter(Algorithm algorithm) { return kLetters[static_cast<std::size_t>(algorithm)]; }
+
+const char* algorithm_name(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kPairwise:
+      return "pairwise exchange";
+    case Algorithm::kRing:
+      return "ring";
+    case Algorithm::kDoubling:
+      return "recursive doubling";
+    case Algorithm::kTree:
+      break;
+  }
+  return "tree";
+}
+
+Mode parse_mode(std::string_view text) {
+  Mode mode;
+  for (std::size_t begin = 0;;) {
+    const std::size_t end = std::min(text.find('x', begin), text.size());
+    mode.push_back(parse_dimension(text, text.substr(begin, end - begin)));
+    if (end == text.size()) return mode;
+    begin = end + 1;
+  }
+}
+
+std::string format_mode(const Mode& mode) {
+  std::string text;
+  for (const Dimension& dimension : mode) {
+    if (!text.empty()) text += 'x';
+    text += std::to_string(dimension.size);
+    if (dimension.algorithm) text += algorithm_letter(*dimension.algorithm);
+  }
+  return text;
+}
+
+void require_fit(const Mode& mode, const Cluster& cluster) {
+  const std::string name = "mode " + format_mode(mode);
+  if (!cluster.regular())
+    fail(name + " needs as many ranks on every host; where hosts differ, the dimensions are automatic");
+  std::int64_t product = 1;
+  for (const Dimension& dimension : mode) {
+    product *= dimension.size;
+    if (product > kMostRanks) fail(name + " is for more than " + std::to_string(kMostRanks) + " ranks");
+  }
+  if (product != cluster.size())
+    fail(name + " is for " + std::to_string(product) + " ranks, but there are " + ranks_on_hosts(cluster));
+  const auto each = static_cast<int>(cluster.hosts.front().ranks.size());
+  if (mode.front().size != each)
+    fail(name + " has " + std::to_string(mode.front().size) + " ranks within a host, but the ranks are " +
+         ranks_on_hosts(cluster) + ": the first dimension must be " + std::to_string(each));
+  for (std::size_t index = 0; index + 1 < mode.size(); ++index)
+    if (mode[index].algorithm == Algorithm::kDoubling)
+      fail(name +
+           ": recursive doubling leaves the whole sum on every rank, so only the last dimension has it");
+}
+
+Mode automatic_mode(const Cluster& cluster) {
+  std::size_t most = 0;
+  for (const Host& host : cluster.hosts) most = std::max(most, host.ranks.size());
+  Mode mode{{static_cast<int>(most)}};
+  if (cluster.host_count() > 1) mode.push_back({cluster.host_count()});
+  return mode;
+}
+
+}  // namespace multiring

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/export.h"
+#include "topology/cluster.h"
+
+namespace multiring {
+
+/// How a group of ranks reduces in one dimension.
+enum class Algorithm {
+  /// Each owner of a chunk receives what all others have summed of it and adds that in canonical order; then
+  /// each owner sends its chunk to all. The bytes of a ring in one step instead of n - 1.
+  kPairwise,
+  /// Reduce-scatter and all-gather around a ring. Adds in the order of the ring, which differs by chunk.
+  kRing,
+  /// Recursive doubling: partners at distance 1, 2, 4, ... exchange all they have.
+  kDoubling,
+  /// A binomial tree to the first rank of the group and back; in a host the first rank reads all others.
+  kTree,
+};
+
+/// One level of the machine: within a host, across near hosts, across far hosts, ...
+struct Dimension {
+  int size = 1;
+  std::optional<Algorithm> algorithm = std::nullopt;  ///< none: chosen by the cost model
+  bool operator==(const Dimension&) const = default;
+};
+
+/// Dimensions from the inside out, written as `4x8x2`; a letter after a size forces the algorithm of that
+/// dimension: `p` pairwise, `r` ring, `d` recursive doubling, `t` tree (`4x8r`, `4tx8d`).
+using Mode = std::vector<Dimension>;
+
+MULTIRING_API char algorithm_letter(Algorithm algorithm);
+/// "pairwise exchange", "ring", "recursive doubling", "tree".
+MULTIRING_API const char* algorithm_name(Algorithm algorithm);
+
+/// Reads a mode. Raises a usage error that shows the text and what is wrong with it.
+MULTIRING_API Mode parse_mode(std::string_view text);
+MULTIRING_API std::string format_mode(const Mode& mode);
+
+/// Raises a usage error with the numbers unless `mode` fits: its product is the number of ranks, its first
+/// dimension that of ranks on each host, and only the last dimension uses recursive doubling, which leaves
+/// nothing to divide among further ones. A cluster whose hosts have different numbers of ranks has no mode.
+MULTIRING_API void require_fit(const Mode& mode, const Cluster& cluster);
+
+/// The dimensions of a cluster without a forced mode: within hosts, and across all hosts if there are
+/// several. The size within hosts is that of the largest.
+MULTIRING_API Mode automatic_mode(const Cluster& cluster);
+
+}  // namespace multiring
