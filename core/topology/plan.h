@@ -1,0 +1,113 @@
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/export.h"
+#include "topology/chunks.h"
+#include "topology/cluster.h"
+#include "topology/dimensions.h"
+
+namespace multiring {
+
+// An allreduce is composed: in each dimension, from the inside out, the ranks of every group divide what they
+// have and reduce it (reduce-scatter), so that in the next dimension as many groups work at once as there are
+// shares; then the sums go back the same way (all-gather). Where latency counts for more than bytes, a
+// dimension hands everything to the first rank of the group instead (reduce) and gets it back (broadcast).
+
+enum class Phase { kReduceScatter, kReduce, kAllreduce, kBroadcast, kAllGather };
+
+/// "reduce-scatter", "reduce", "allreduce", "broadcast", "all-gather".
+MULTIRING_API const char* phase_name(Phase phase);
+
+/// Whose contributions a rank has summed when it enters a step.
+struct Holding {
+  std::vector<int> ranks;             ///< ascending
+  std::size_t parts = 1;              ///< sums that it takes to pass them on: 1 where order does not matter
+  std::size_t bytes_per_element = 0;  ///< of all parts together, on the wire
+};
+
+/// Ranks that reduce or share `range` with each other.
+struct Group {
+  std::vector<int> ranks;         ///< by their position in the dimension
+  Range range;                    ///< of elements
+  int channel = -1;               ///< index into Plan::channels(); -1: the memory of a host
+  std::size_t first_holding = 0;  ///< member i enters a reducing step with Step::holdings[first_holding + i]
+};
+
+/// What all groups of a dimension do at the same time.
+struct Step {
+  Phase phase = Phase::kReduceScatter;
+  int dimension = 0;  ///< index into Plan::mode(); 0 is the memory of a host
+  Algorithm algorithm = Algorithm::kPairwise;
+  std::vector<Group> groups;
+  std::vector<Holding> holdings;  ///< empty for all-gather and broadcast
+
+  bool across_hosts() const { return dimension > 0; }
+  /// The most sums that a member has to pass on for what it holds; 1 for steps that do not reduce.
+  std::size_t most_parts() const;
+};
+
+struct PlanOptions {
+  std::size_t count = 0;  ///< elements
+  DType dtype = DType::kFloat32;
+  Mode mode;  ///< empty: automatic_mode(); dimensions without an algorithm take the pairwise exchange
+  int channels = 1 << 10;   ///< at most so many interfaces are used at once
+  std::size_t segment = 0;  ///< elements of a pipelined piece of a chunk; 0: chunks go whole
+  /// Whether additions keep the canonical order. Otherwise each holder passes on one sum of whatever it has.
+  bool reproducible = true;
+};
+
+/// Steps of one allreduce; immutable.
+class MULTIRING_API Plan {
+ public:
+  /// Raises a usage error if the cluster is not valid, the mode does not fit it, or a ring of more than two
+  /// ranks is asked for while the order of additions has to be canonical.
+  Plan(Cluster cluster, const PlanOptions& options);
+
+  const Cluster& cluster() const { return cluster_; }
+  /// Every dimension with its algorithm.
+  const Mode& mode() const { return mode_; }
+  std::size_t count() const { return options_.count; }
+  DType dtype() const { return options_.dtype; }
+  bool reproducible() const { return options_.reproducible; }
+  const std::vector<Channel>& channels() const { return channels_; }
+  std::span<const Step> steps() const { return steps_; }
+
+  /// Elements of the largest chunk that a rank owns after the last reducing step.
+  std::size_t largest_chunk() const { return largest_chunk_; }
+  /// Elements of a segment; 0: chunks go whole.
+  std::size_t segment() const { return options_.segment; }
+  /// Pieces in which a chunk passes through the steps, one after the other; at least 1.
+  std::size_t segments() const { return segments_of(options_.segment); }
+  /// The same for another segment.
+  std::size_t segments_of(std::size_t segment) const;
+
+  /// Bytes of an element, and of a partial sum of it: float16 and bfloat16 are summed in float32 and rounded
+  /// once, at the end (base/reduction.h), so partial sums travel as float32.
+  std::size_t element_bytes() const { return dtype_size(options_.dtype); }
+  std::size_t partial_bytes() const;
+  /// Boundaries between chunks are multiples of so many elements: a cache line.
+  std::size_t granule() const;
+  /// Bytes on the wire for one element of the contributions of `ranks` (ascending), and of how many sums.
+  Holding holding(std::vector<int> ranks) const;
+  /// The part of `group.range` that member `position` owns after a reduce-scatter.
+  Range share(const Group& group, std::size_t position) const;
+  /// The most sums that any rank has to pass on to another host for what its host holds: 1 if every host's
+  /// partial sum travels as it is.
+  std::size_t parts_across_hosts() const;
+
+ private:
+  friend class PlanBuilder;
+
+  Cluster cluster_;
+  PlanOptions options_;
+  Mode mode_;
+  std::vector<Channel> channels_;
+  std::vector<Step> steps_;
+  std::size_t largest_chunk_ = 0;
+};
+
+}  // namespace multiring

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "topology/plan.h"
+
+namespace multiring {
+
+/// Puts together the steps of a plan whose cluster, mode and channels are known already.
+class PlanBuilder {
+ public:
+  explicit PlanBuilder(const Plan& plan) : plan_(plan) {}
+
+  std::vector<Step> build();
+  std::size_t largest_chunk() const;
+
+ private:
+  /// A range of elements whose partial sums lie with one rank on each of several parts of the cluster: first
+  /// with one on each host, and after each further dimension with one on each block of hosts reduced by then.
+  struct Cell {
+    Range range;
+    int channel = -1;
+    std::vector<int> owners;
+  };
+
+  void reduce_within_hosts();
+  std::vector<Cell> shared_cells() const;
+  void divide_into_stripes();
+  void reduce_across(int dimension);
+  void add_groups(Step& step, const Cell& cell, std::size_t group_size) const;
+  std::vector<Cell> divide(const Cell& cell, std::size_t group_size) const;
+  std::vector<Holding> block_holdings(std::size_t hosts_in_block) const;
+  void add_way_back();
+
+  const Plan& plan_;
+  std::vector<Step> steps_;
+  std::vector<Cell> cells_;
+  std::size_t hosts_in_block_ = 1;  // that the owners of a cell hold the sums of
+};
+
+}  // namespace multiring

@@ -1,0 +1,188 @@
+// Positions are those of members in their group; n is the size of a group.
+
+#include "topology/transfers.h"
+
+#include <algorithm>
+#include <bit>
+#include <unordered_map>
+#include <vector>
+
+namespace multiring {
+namespace {
+
+int log2_ceiling(std::size_t n) { return static_cast<int>(std::bit_width(n - 1)); }
+
+int rounds_of_group(const Step& step, std::size_t n) {
+  switch (step.algorithm) {
+    case Algorithm::kPairwise:
+      return 1;
+    case Algorithm::kRing:
+      return static_cast<int>(n) - 1;
+    case Algorithm::kDoubling: {
+      const std::size_t core = std::bit_floor(n);
+      return log2_ceiling(core) + (core < n ? 2 : 0);
+    }
+    case Algorithm::kTree:
+      break;
+  }
+  return step.across_hosts() ? log2_ceiling(n) : 1;
+}
+
+/// The transfers of one round in all groups of a step.
+class Round {
+ public:
+  Round(const Plan& plan, const Step& step, int round, const std::function<void(const Transfer&)>& visit)
+      : plan_(plan), step_(step), round_(static_cast<std::size_t>(round)), visit_(visit) {}
+
+  void visit_group(const Group& group) {
+    if (static_cast<int>(round_) >= rounds_of_group(step_, group.ranks.size())) return;
+    group_ = &group;
+    n_ = group.ranks.size();
+    switch (step_.algorithm) {
+      case Algorithm::kPairwise:
+        return pairwise();
+      case Algorithm::kRing:
+        return ring();
+      case Algorithm::kDoubling:
+        return doubling();
+      case Algorithm::kTree:
+        return step_.across_hosts() ? tree() : flat_tree();
+    }
+  }
+
+ private:
+  bool reducing() const { return !step_.holdings.empty(); }
+
+  void send(std::size_t from, std::size_t to, Range range, TransferKind kind, std::size_t bytes_per_element) {
+    if (range.empty()) return;
+    visit_({group_->ranks[from], group_->ranks[to], range, kind, group_->channel,
+            bytes_per_element * range.size()});
+  }
+
+  void send_result(std::size_t from, std::size_t to, Range range) {
+    send(from, to, range, TransferKind::kResult, plan_.element_bytes());
+  }
+
+  std::size_t held_bytes(std::size_t position) const {
+    return step_.holdings[group_->first_holding + position].bytes_per_element;
+  }
+
+  /// Bytes of an element of what the members `positions` brought, summed as far as the order allows.
+  /// `sender` stands for them: it is the same set for every group of the same hosts.
+  std::size_t joint_bytes(std::size_t sender, const std::vector<std::size_t>& positions) {
+    if (positions.size() == 1) return held_bytes(positions[0]);
+    const auto [entry, is_new] = joint_bytes_.try_emplace(group_->first_holding + sender, 0);
+    if (!is_new) return entry->second;
+    std::vector<int> ranks;
+    for (const std::size_t position : positions) {
+      const std::vector<int>& more = step_.holdings[group_->first_holding + position].ranks;
+      ranks.insert(ranks.end(), more.begin(), more.end());
+    }
+    std::ranges::sort(ranks);
+    return entry->second = plan_.holding(std::move(ranks)).bytes_per_element;
+  }
+
+  void pairwise() {
+    for (std::size_t from = 0; from < n_; ++from) {
+      for (std::size_t to = 0; to < n_; ++to) {
+        if (from == to) continue;
+        if (reducing())
+          send(from, to, plan_.share(*group_, to), TransferKind::kHandOver, held_bytes(from));
+        else
+          send_result(from, to, plan_.share(*group_, from));
+      }
+    }
+  }
+
+  /// Chunk c starts at position c + 1 and has come round to its owner c after n - 1 rounds; then it starts
+  /// there and goes round once more.
+  void ring() {
+    for (std::size_t from = 0; from < n_; ++from) {
+      const std::size_t to = (from + 1) % n_;
+      if (!reducing()) {
+        send_result(from, to, plan_.share(*group_, (from + n_ - round_) % n_));
+        continue;
+      }
+      const std::size_t bytes = round_ == 0 ? held_bytes(from) : plan_.partial_bytes();
+      send(from, to, plan_.share(*group_, (from + 2 * n_ - 1 - round_) % n_), TransferKind::kHandOver, bytes);
+    }
+  }
+
+  /// Position p joins p - 2^round, which makes sums of aligned blocks, as the canonical tree has them. Back
+  /// in the opposite order.
+  void tree() {
+    const std::size_t level = reducing() ? round_ : static_cast<std::size_t>(log2_ceiling(n_)) - 1 - round_;
+    const std::size_t distance = std::size_t{1} << level;
+    for (std::size_t near = 0; near + distance < n_; near += 2 * distance) {
+      const std::size_t far = near + distance;
+      if (!reducing()) {
+        send_result(near, far, group_->range);
+        continue;
+      }
+      std::vector<std::size_t> joined;
+      for (std::size_t position = far; position < std::min(far + distance, n_); ++position)
+        joined.push_back(position);
+      send(far, near, group_->range, TransferKind::kHandOver, joint_bytes(far, joined));
+    }
+  }
+
+  void flat_tree() {
+    for (std::size_t other = 1; other < n_; ++other) {
+      if (reducing())
+        send(other, 0, group_->range, TransferKind::kHandOver, held_bytes(other));
+      else
+        send_result(0, other, group_->range);
+    }
+  }
+
+  /// Positions beyond the largest power of two join one within it before, and get the sum from it afterwards.
+  void doubling() {
+    const std::size_t core = std::bit_floor(n_);
+    const std::size_t extra = n_ - core;
+    const auto last = static_cast<std::size_t>(rounds_of_group(step_, n_)) - 1;
+    if (extra > 0 && round_ == 0) {
+      for (std::size_t position = 0; position < extra; ++position)
+        send(core + position, position, group_->range, TransferKind::kHandOver, held_bytes(core + position));
+      return;
+    }
+    if (extra > 0 && round_ == last) {
+      for (std::size_t position = 0; position < extra; ++position)
+        send_result(position, core + position, group_->range);
+      return;
+    }
+    const std::size_t distance = std::size_t{1} << (extra > 0 ? round_ - 1 : round_);
+    for (std::size_t from = 0; from < core; ++from) {
+      std::vector<std::size_t> joined;
+      const std::size_t block = from / distance * distance;
+      for (std::size_t position = block; position < block + distance; ++position) {
+        joined.push_back(position);
+        if (position < extra) joined.push_back(core + position);
+      }
+      send(from, from ^ distance, group_->range, TransferKind::kExchange, joint_bytes(from, joined));
+    }
+  }
+
+  const Plan& plan_;
+  const Step& step_;
+  const std::size_t round_;
+  const std::function<void(const Transfer&)>& visit_;
+  std::unordered_map<std::size_t, std::size_t> joint_bytes_;
+  const Group* group_ = nullptr;
+  std::size_t n_ = 0;
+};
+
+}  // namespace
+
+int round_count(const Step& step) {
+  int most = 0;
+  for (const Group& group : step.groups) most = std::max(most, rounds_of_group(step, group.ranks.size()));
+  return most;
+}
+
+void for_each_transfer(const Plan& plan, const Step& step, int round,
+                       const std::function<void(const Transfer&)>& visit) {
+  Round transfers(plan, step, round, visit);
+  for (const Group& group : step.groups) transfers.visit_group(group);
+}
+
+}  // namespace multiring

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstddef>
+#include <functional>
+
+#include "base/export.h"
+#include "topology/chunks.h"
+#include "topology/plan.h"
+
+namespace multiring {
+
+/// What a receiver does with what it gets, and a sender with what it has sent.
+enum class TransferKind {
+  kHandOver,  ///< the receiver adds it to what it has; the sender is rid of it
+  kExchange,  ///< the receiver adds it; the sender keeps it, as it gets the same from the receiver
+  kResult,    ///< the finished sum, which the receiver takes as it is
+};
+
+/// A message of a plan. A rank that sends and receives in a round sends what it had before the round.
+struct Transfer {
+  int from = 0;  ///< rank
+  int to = 0;    ///< rank
+  Range range;   ///< of elements; never empty
+  TransferKind kind = TransferKind::kHandOver;
+  int channel = -1;       ///< index into Plan::channels(); -1: the memory of a host
+  std::size_t bytes = 0;  ///< on the wire
+};
+
+/// Number of rounds of a step, each of which needs what the one before has received.
+MULTIRING_API int round_count(const Step& step);
+
+/// Calls `visit` for every transfer of a round of a step.
+MULTIRING_API void for_each_transfer(const Plan& plan, const Step& step, int round,
+                                     const std::function<void(const Transfer&)>& visit);
+
+}  // namespace multiring
