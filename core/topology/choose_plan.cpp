@@ -1,0 +1,101 @@
+// The choice among plans: all combinations of algorithms that the dimensions allow, with one interface and
+// with all, each with its best segment.
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "topology/cost_model.h"
+
+namespace multiring {
+namespace {
+
+// Below this a message costs more than what it carries, and above the caches hold it no longer.
+constexpr std::size_t kLeastSegmentBytes = 16 * 1024;
+constexpr std::size_t kMostSegmentBytes = 16 * 1024 * 1024;
+
+// A prediction is not more accurate than this, so of plans this close the one that comes first is taken:
+// whole chunks before segments, one channel before several, and algorithms in the order below.
+constexpr double kAsGood = 1.02;
+
+/// The algorithms among which a dimension without a forced one is chosen. A ring sends what the pairwise
+/// exchange sends in more rounds, but to one neighbour only; it pays among many hosts.
+std::vector<Algorithm> algorithms(const Mode& mode, std::size_t index, bool reproducible) {
+  const Dimension& dimension = mode[index];
+  if (dimension.algorithm) return {*dimension.algorithm};
+  std::vector<Algorithm> found{Algorithm::kPairwise};
+  if (dimension.size == 1) return found;
+  found.push_back(Algorithm::kTree);
+  if (index + 1 == mode.size()) found.push_back(Algorithm::kDoubling);
+  if (index > 0 && !reproducible) found.push_back(Algorithm::kRing);
+  return found;
+}
+
+/// Every way to give each dimension one of its algorithms.
+std::vector<Mode> combinations(const Mode& mode, bool reproducible) {
+  std::vector<Mode> modes{mode};
+  for (std::size_t index = 0; index < mode.size(); ++index) {
+    std::vector<Mode> more;
+    for (const Mode& known : modes) {
+      for (const Algorithm algorithm : algorithms(mode, index, reproducible)) {
+        more.push_back(known);
+        more.back()[index].algorithm = algorithm;
+      }
+    }
+    modes = std::move(more);
+  }
+  return modes;
+}
+
+/// Elements of the segments that are tried for a plan; 0 stands for whole chunks.
+std::vector<std::size_t> segments(const Plan& plan) {
+  if (plan.segment() != 0) return {plan.segment()};
+  std::vector<std::size_t> found{0};
+  for (std::size_t bytes = kLeastSegmentBytes; bytes <= kMostSegmentBytes; bytes *= 2)
+    if (bytes < plan.largest_chunk() * plan.element_bytes()) found.push_back(bytes / plan.element_bytes());
+  return found;
+}
+
+/// Options of which nothing is open any more, and what they are predicted to take.
+struct Candidate {
+  PlanOptions options;
+  double seconds = 0.0;
+};
+
+/// Adds the candidates of one combination of algorithms and one number of channels.
+void add_candidates(const Cluster& cluster, PlanOptions options, const CostModel& model,
+                    std::vector<Candidate>& candidates) {
+  const Plan plan(cluster, options);
+  const PlanCost cost = predict_steps(plan, model);
+  for (const std::size_t segment : segments(plan)) {
+    options.segment = segment;
+    candidates.push_back({options, cost.seconds(plan.segments_of(segment))});
+  }
+}
+
+}  // namespace
+
+Plan choose_plan(const Cluster& cluster, const PlanOptions& options, const CostModel& model) {
+  cluster.validate();
+  if (!options.mode.empty()) require_fit(options.mode, cluster);
+  const Mode mode = options.mode.empty() ? automatic_mode(cluster) : options.mode;
+  std::vector<int> channel_counts{1};
+  const std::size_t all_channels = make_channels(cluster, options.channels).size();
+  if (all_channels > 1) channel_counts.push_back(static_cast<int>(all_channels));
+  std::vector<Candidate> candidates;
+  for (const Mode& combination : combinations(mode, options.reproducible)) {
+    for (const int channels : channel_counts) {
+      PlanOptions tried = options;
+      tried.mode = combination;
+      tried.channels = channels;
+      add_candidates(cluster, tried, model, candidates);
+    }
+  }
+  double least = std::numeric_limits<double>::infinity();
+  for (const Candidate& candidate : candidates) least = std::min(least, candidate.seconds);
+  const auto good = std::ranges::find_if(
+      candidates, [&](const Candidate& candidate) { return candidate.seconds <= least * kAsGood; });
+  return {cluster, good->options};
+}
+
+}  // namespace multiring

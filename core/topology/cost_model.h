@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include "base/export.h"
+#include "topology/plan.h"
+
+namespace multiring {
+
+/// What messages between hosts cost: latency + bytes / bytes_per_second (Hockney's alpha and beta).
+struct LinkCost {
+  double latency = 0.0;           ///< seconds
+  double bytes_per_second = 0.0;  ///< of a host in each direction, all its interfaces together
+};
+
+/// What a plan costs besides the speeds that its cluster tells.
+struct CostModel {
+  double message_seconds = 5e-6;             ///< of the processor for one message to another host
+  double interface_message_seconds = 1e-6;   ///< of an interface for one message of any rank
+  double reduction_bytes_per_second = 10e9;  ///< that one rank reads and writes while it adds
+  /// Links of the dimensions 1, 2, ... where they differ from the interfaces of the hosts (far hosts behind a
+  /// slower switch); further dimensions have the interfaces'.
+  std::vector<LinkCost> dimensions;
+};
+
+/// Predicted seconds of a step in which chunks go whole.
+struct StepCost {
+  int rounds = 0;
+  double latency = 0.0;             ///< of the network, in which nothing is busy
+  double synchronisation = 0.0;     ///< of the ranks of a host
+  double interface_messages = 0.0;  ///< of the interface that sends the most messages
+  double wire = 0.0;                ///< of the busiest interface
+  double messages = 0.0;            ///< of the processor of the rank that sends the most messages
+  double memory = 0.0;              ///< of the host or rank that reads and writes the most
+};
+
+/// Predicted costs of a plan.
+struct MULTIRING_API PlanCost {
+  std::vector<StepCost> steps;
+
+  /// Seconds if every chunk goes in `segments` pieces (at least 1). While one piece is in a step another is
+  /// in the next, so that after the first the slower of network and memory decides; but every piece takes
+  /// messages and synchronisations of its own.
+  double seconds(std::size_t segments) const;
+};
+
+/// Raises a usage error for a model that is not positive.
+MULTIRING_API PlanCost predict_steps(const Plan& plan, const CostModel& model);
+
+/// Predicted seconds of a plan with its segments.
+MULTIRING_API double predict(const Plan& plan, const CostModel& model);
+
+/// Seconds that no plan that treats all hosts alike can go below: every host sends and receives
+/// 2 * (hosts - 1) / hosts of the bytes, and every rank's elements are read and written once.
+MULTIRING_API double limit_seconds(const Plan& plan, const CostModel& model);
+
+/// Builds the plan with the lowest predicted time, or of those within the accuracy of a prediction (2 %) the
+/// simplest: chooses algorithms for the dimensions of `options.mode` that have none, the number of channels
+/// up to `options.channels`, and the segment where `options.segment` is 0. The same arguments give the same
+/// plan on every rank. Raises what Plan does.
+MULTIRING_API Plan choose_plan(const Cluster& cluster, const PlanOptions& options, const CostModel& model);
+
+/// A measured message.
+struct Measurement {
+  double bytes = 0.0;
+  double seconds = 0.0;
+};
+
+/// Latency and speed that explain messages best: least squares of the relative errors, since absolute ones
+/// would let the largest messages decide on the latency as well. A latency below 0 becomes 0. Raises a usage
+/// error for fewer than two sizes, times that are not positive, or times that do not grow with the size.
+MULTIRING_API LinkCost fit_link(std::span<const Measurement> measurements);
+
+}  // namespace multiring
