@@ -14,4 +14,5 @@ PYBIND11_MODULE(_core, module) {
   multiring::binding::bind_communicator(module);
   multiring::binding::bind_named_queue(module);
   multiring::binding::bind_connect(module);
+  multiring::binding::bind_plan(module);
 }

@@ -11,17 +11,34 @@ import numpy
 
 __all__: list[str] = [
     "ArrayReduction",
+    "Channel",
+    "Cluster",
     "Communicator",
+    "CostModel",
+    "Group",
+    "Interface",
+    "LinkCost",
+    "LinkTraffic",
     "NamedQueue",
     "OpKind",
     "Operation",
+    "Plan",
+    "PlanRequest",
+    "RankTraffic",
     "ReduceOp",
     "Result",
+    "Step",
     "Work",
     "WorldOptions",
     "address_of",
+    "choose_plan",
     "connect",
     "copy_streaming",
+    "dtype_size",
+    "fit_link",
+    "plan_limit",
+    "predict_plan",
+    "predict_steps",
 ]
 
 class Result:
@@ -346,9 +363,208 @@ class WorldOptions:
     @timeout.setter
     def timeout(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
 
+class Interface:
+    """
+    A network interface: bytes per second, latency in seconds.
+    """
+    def __init__(
+        self,
+        bytes_per_second: typing.SupportsFloat | typing.SupportsIndex,
+        latency: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None: ...
+    @property
+    def bytes_per_second(self) -> float: ...
+    @property
+    def latency(self) -> float: ...
+
+class Cluster:
+    """
+    Hosts that are alike but for their numbers of ranks.
+    """
+    def __init__(
+        self,
+        ranks_per_host: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        interfaces: collections.abc.Sequence[Interface],
+        *,
+        memory_rate: typing.SupportsFloat | typing.SupportsIndex = 20000000000.0,
+        memory_latency: typing.SupportsFloat | typing.SupportsIndex = 1e-06,
+        round_robin: bool = False,
+    ) -> None: ...
+    @property
+    def aligned(self) -> bool: ...
+    @property
+    def ranks(self) -> list[list[int]]:
+        """
+        The ranks of each host.
+        """
+    @property
+    def size(self) -> int: ...
+
+class Group:
+    """
+    Ranks that reduce or share elements [begin, end) with each other.
+    """
+    @property
+    def begin(self) -> int: ...
+    @property
+    def channel(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def ranks(self) -> list[int]: ...
+
+class Step:
+    """
+    What all groups of a dimension do at the same time.
+    """
+    @property
+    def algorithm(self) -> str: ...
+    @property
+    def dimension(self) -> int: ...
+    @property
+    def groups(self) -> list[Group]: ...
+    @property
+    def parts(self) -> int: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def rounds(self) -> int: ...
+
+class LinkTraffic:
+    """
+    Bytes and messages through one interface of a host.
+    """
+    @property
+    def host(self) -> int: ...
+    @property
+    def interface(self) -> int: ...
+    @property
+    def messages(self) -> int: ...
+    @property
+    def received(self) -> int: ...
+    @property
+    def sent(self) -> int: ...
+
+class RankTraffic:
+    """
+    Bytes and messages that a rank sends.
+    """
+    @property
+    def messages(self) -> int: ...
+    @property
+    def sent(self) -> int: ...
+    @property
+    def sent_in_memory(self) -> int: ...
+
+class PlanRequest:
+    """
+    What a plan is for, and what of it is forced.
+    """
+
+    dtype: str
+    mode: str
+    reproducible: bool
+    def __init__(self) -> None: ...
+    @property
+    def channels(self) -> int: ...
+    @channels.setter
+    def channels(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def count(self) -> int: ...
+    @count.setter
+    def count(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def segment(self) -> int: ...
+    @segment.setter
+    def segment(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+
+class Channel:
+    """
+    One way through the network that all hosts take together.
+    """
+    @property
+    def bytes_per_second(self) -> float: ...
+    @property
+    def interface(self) -> int: ...
+
+class Plan:
+    """
+    Steps of one allreduce.
+    """
+    def __init__(self, cluster: Cluster, request: PlanRequest) -> None: ...
+    def traffic(
+        self, step: typing.SupportsInt | typing.SupportsIndex | None = None
+    ) -> tuple[list[LinkTraffic], list[RankTraffic]]:
+        """
+        Traffic of all interfaces and of all ranks in one step, or in all of them.
+        """
+    @property
+    def channels(self) -> list[Channel]: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def element_bytes(self) -> int: ...
+    @property
+    def largest_chunk(self) -> int: ...
+    @property
+    def mode(self) -> str: ...
+    @property
+    def partial_bytes(self) -> int: ...
+    @property
+    def parts_across_hosts(self) -> int: ...
+    @property
+    def reproducible(self) -> bool: ...
+    @property
+    def segment(self) -> int: ...
+    @property
+    def segments(self) -> int: ...
+    @property
+    def steps(self) -> list[Step]: ...
+
+class LinkCost:
+    """
+    Seconds of latency, and bytes per second of a host.
+    """
+    def __init__(
+        self,
+        latency: typing.SupportsFloat | typing.SupportsIndex,
+        bytes_per_second: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> None: ...
+    @property
+    def bytes_per_second(self) -> float: ...
+    @property
+    def latency(self) -> float: ...
+
+class CostModel:
+    """
+    What a plan costs besides the speeds of its cluster.
+    """
+    def __init__(self) -> None: ...
+    @property
+    def dimensions(self) -> list[LinkCost]: ...
+    @dimensions.setter
+    def dimensions(self, arg0: collections.abc.Sequence[LinkCost]) -> None: ...
+    @property
+    def interface_message_seconds(self) -> float: ...
+    @interface_message_seconds.setter
+    def interface_message_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def message_seconds(self) -> float: ...
+    @message_seconds.setter
+    def message_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    @property
+    def reduction_bytes_per_second(self) -> float: ...
+    @reduction_bytes_per_second.setter
+    def reduction_bytes_per_second(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+
 def address_of(array: numpy.ndarray) -> int:
     """
     Address of the first element.
+    """
+
+def choose_plan(cluster: Cluster, request: PlanRequest, model: CostModel) -> Plan:
+    """
+    The plan with the lowest predicted time.
     """
 
 def connect(store: typing.Any, options: WorldOptions) -> Communicator:
@@ -363,4 +579,33 @@ def copy_streaming(
 ) -> None:
     """
     Copies memory, given by addresses, past the caches.
+    """
+
+def dtype_size(dtype: str) -> int:
+    """
+    Bytes of an element of a type by its name.
+    """
+
+def fit_link(
+    measurements: collections.abc.Sequence[
+        tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
+    ],
+) -> LinkCost:
+    """
+    Latency and speed that explain (bytes, seconds) of messages best.
+    """
+
+def plan_limit(plan: Plan, model: CostModel) -> float:
+    """
+    Seconds that no plan that treats all hosts alike can go below.
+    """
+
+def predict_plan(plan: Plan, model: CostModel) -> float:
+    """
+    Predicted seconds of a plan.
+    """
+
+def predict_steps(plan: Plan, model: CostModel) -> list[float]:
+    """
+    Predicted seconds of each step in which chunks go whole.
     """

@@ -11,11 +11,11 @@ namespace multiring {
 namespace {
 
 // Below this a message costs more than what it carries, and above the caches hold it no longer.
-constexpr std::size_t kLeastSegmentBytes = 16 * 1024;
+constexpr std::size_t kLeastSegmentBytes = 4 * 1024;
 constexpr std::size_t kMostSegmentBytes = 16 * 1024 * 1024;
 
 // A prediction is not more accurate than this, so of plans this close the one that comes first is taken:
-// whole chunks before segments, one channel before several, and algorithms in the order below.
+// algorithms in the order below, one channel before several, and large segments before small ones.
 constexpr double kAsGood = 1.02;
 
 /// The algorithms among which a dimension without a forced one is chosen. A ring sends what the pairwise
@@ -51,7 +51,7 @@ std::vector<Mode> combinations(const Mode& mode, bool reproducible) {
 std::vector<std::size_t> segments(const Plan& plan) {
   if (plan.segment() != 0) return {plan.segment()};
   std::vector<std::size_t> found{0};
-  for (std::size_t bytes = kLeastSegmentBytes; bytes <= kMostSegmentBytes; bytes *= 2)
+  for (std::size_t bytes = kMostSegmentBytes; bytes >= kLeastSegmentBytes; bytes /= 2)
     if (bytes < plan.largest_chunk() * plan.element_bytes()) found.push_back(bytes / plan.element_bytes());
   return found;
 }

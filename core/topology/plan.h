@@ -38,7 +38,7 @@ struct Group {
 };
 
 /// What all groups of a dimension do at the same time.
-struct Step {
+struct MULTIRING_API Step {
   Phase phase = Phase::kReduceScatter;
   int dimension = 0;  ///< index into Plan::mode(); 0 is the memory of a host
   Algorithm algorithm = Algorithm::kPairwise;

@@ -61,11 +61,24 @@ void Traffic::add_touched(const Transfer& transfer) {
   receiver.touched += 2 * transfer.range.size() * plan_.element_bytes();
 }
 
+namespace {
+
+void add_step(Traffic& traffic, const Plan& plan, const Step& step) {
+  for (int round = 0; round < round_count(step); ++round)
+    for_each_transfer(plan, step, round, [&](const Transfer& transfer) { traffic.add(step, transfer); });
+}
+
+}  // namespace
+
+Traffic step_traffic(const Plan& plan, const Step& step) {
+  Traffic traffic(plan);
+  add_step(traffic, plan, step);
+  return traffic;
+}
+
 Traffic total_traffic(const Plan& plan) {
   Traffic traffic(plan);
-  for (const Step& step : plan.steps())
-    for (int round = 0; round < round_count(step); ++round)
-      for_each_transfer(plan, step, round, [&](const Transfer& transfer) { traffic.add(step, transfer); });
+  for (const Step& step : plan.steps()) add_step(traffic, plan, step);
   return traffic;
 }
 

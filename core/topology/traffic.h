@@ -54,6 +54,9 @@ class MULTIRING_API Traffic {
   std::vector<Range> adding_;  // by rank: what it added to last
 };
 
+/// What one step of a plan moves.
+MULTIRING_API Traffic step_traffic(const Plan& plan, const Step& step);
+
 /// What all steps of a plan move.
 MULTIRING_API Traffic total_traffic(const Plan& plan);
 

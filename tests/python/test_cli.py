@@ -45,7 +45,7 @@ def test_the_installed_command_is_this_one() -> None:
     assert entry.value == "multiring.cli:main"
 
 
-@pytest.mark.parametrize("name", ["run", "env", "doctor"])
+@pytest.mark.parametrize("name", ["run", "plan", "env", "doctor"])
 def test_every_command_has_help(name: str) -> None:
     result = multiring(name, "--help")
     assert result.returncode == 0
@@ -55,6 +55,7 @@ def test_every_command_has_help(name: str) -> None:
 def test_the_command_line_imports_no_framework_and_little_else() -> None:
     code = (
         "import sys, multiring.cli, multiring.launcher.options, multiring.diagnostics.doctor\n"
+        "import multiring.plans.command\n"
         "unwanted = ('torch', 'tensorflow', 'jax', 'rich', 'multiring.models')\n"
         "print([name for name in unwanted if name in sys.modules])"
     )

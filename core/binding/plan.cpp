@@ -1,0 +1,190 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "binding/communicator.h"
+#include "topology/cost_model.h"
+#include "topology/traffic.h"
+
+namespace py = pybind11;
+
+namespace multiring::binding {
+namespace {
+
+DType parse_dtype(const std::string& name) {
+  for (int number = 0; number < kDTypeCount; ++number)
+    if (name == dtype_name(static_cast<DType>(number))) return static_cast<DType>(number);
+  throw Error(ErrorKind::kUsage, "there is no dtype '" + name + "'");
+}
+
+/// PlanOptions with names in place of enumerations.
+struct PlanRequest {
+  std::size_t count = 0;
+  std::string dtype = "float32";
+  std::string mode;
+  int channels = PlanOptions{}.channels;
+  std::size_t segment = 0;
+  bool reproducible = true;
+
+  PlanOptions options() const {
+    return {.count = count,
+            .dtype = parse_dtype(dtype),
+            .mode = mode.empty() ? Mode{} : parse_mode(mode),
+            .channels = channels,
+            .segment = segment,
+            .reproducible = reproducible};
+  }
+};
+
+Cluster cluster(const std::vector<int>& ranks_per_host, const std::vector<Interface>& interfaces,
+                double memory_rate, double memory_latency, bool round_robin) {
+  return make_cluster(ranks_per_host, interfaces, {memory_rate, memory_latency},
+                      round_robin ? Placement::kRoundRobin : Placement::kBlocks);
+}
+
+std::vector<std::vector<int>> ranks_of_hosts(const Cluster& cluster) {
+  std::vector<std::vector<int>> ranks;
+  for (const Host& host : cluster.hosts) ranks.push_back(host.ranks);
+  return ranks;
+}
+
+/// What a step moves, or all steps together.
+std::pair<std::vector<LinkTraffic>, std::vector<RankTraffic>> traffic(const Plan& plan,
+                                                                      std::optional<std::size_t> index) {
+  if (index && *index >= plan.steps().size())
+    throw Error(ErrorKind::kUsage, "the plan has " + std::to_string(plan.steps().size()) + " steps");
+  const Traffic moved = index ? step_traffic(plan, plan.steps()[*index]) : total_traffic(plan);
+  return {moved.links(), moved.ranks()};
+}
+
+LinkCost fit(const std::vector<std::pair<double, double>>& measurements) {
+  std::vector<Measurement> all;
+  for (const auto& [bytes, seconds] : measurements) all.push_back({bytes, seconds});
+  return fit_link(all);
+}
+
+void bind_cluster(py::module_& module) {
+  py::class_<Interface>(module, "Interface", "A network interface: bytes per second, latency in seconds.")
+      .def(py::init<double, double>(), py::arg("bytes_per_second"), py::arg("latency"))
+      .def_readonly("bytes_per_second", &Interface::bytes_per_second)
+      .def_readonly("latency", &Interface::latency);
+  py::class_<Cluster>(module, "Cluster", "Hosts that are alike but for their numbers of ranks.")
+      .def(py::init(&cluster), py::arg("ranks_per_host"), py::arg("interfaces"), py::kw_only(),
+           py::arg("memory_rate") = HostMemory{}.bytes_per_second,
+           py::arg("memory_latency") = HostMemory{}.latency, py::arg("round_robin") = false)
+      .def_property_readonly("size", &Cluster::size)
+      .def_property_readonly("aligned", &Cluster::aligned)
+      .def_property_readonly("ranks", &ranks_of_hosts, "The ranks of each host.");
+}
+
+void bind_steps(py::module_& module) {
+  py::class_<Group>(module, "Group", "Ranks that reduce or share elements [begin, end) with each other.")
+      .def_readonly("ranks", &Group::ranks)
+      .def_readonly("channel", &Group::channel)
+      .def_property_readonly("begin", [](const Group& group) { return group.range.begin; })
+      .def_property_readonly("end", [](const Group& group) { return group.range.end; });
+  py::class_<Step>(module, "Step", "What all groups of a dimension do at the same time.")
+      .def_property_readonly("phase", [](const Step& step) { return phase_name(step.phase); })
+      .def_property_readonly("algorithm", [](const Step& step) { return algorithm_name(step.algorithm); })
+      .def_readonly("dimension", &Step::dimension)
+      .def_readonly("groups", &Step::groups)
+      .def_property_readonly("rounds", &round_count)
+      .def_property_readonly("parts", &Step::most_parts);
+  py::class_<LinkTraffic>(module, "LinkTraffic", "Bytes and messages through one interface of a host.")
+      .def_readonly("host", &LinkTraffic::host)
+      .def_readonly("interface", &LinkTraffic::interface)
+      .def_readonly("sent", &LinkTraffic::sent)
+      .def_readonly("received", &LinkTraffic::received)
+      .def_readonly("messages", &LinkTraffic::messages);
+  py::class_<RankTraffic>(module, "RankTraffic", "Bytes and messages that a rank sends.")
+      .def_readonly("sent", &RankTraffic::sent)
+      .def_readonly("sent_in_memory", &RankTraffic::sent_in_memory)
+      .def_readonly("messages", &RankTraffic::messages);
+}
+
+void bind_plans(py::module_& module) {
+  py::class_<PlanRequest>(module, "PlanRequest", "What a plan is for, and what of it is forced.")
+      .def(py::init<>())
+      .def_readwrite("count", &PlanRequest::count)
+      .def_readwrite("dtype", &PlanRequest::dtype)
+      .def_readwrite("mode", &PlanRequest::mode)
+      .def_readwrite("channels", &PlanRequest::channels)
+      .def_readwrite("segment", &PlanRequest::segment)
+      .def_readwrite("reproducible", &PlanRequest::reproducible);
+  py::class_<Channel>(module, "Channel", "One way through the network that all hosts take together.")
+      .def_readonly("interface", &Channel::interface)
+      .def_readonly("bytes_per_second", &Channel::bytes_per_second);
+  py::class_<Plan>(module, "Plan", "Steps of one allreduce.")
+      .def(py::init([](const Cluster& cluster, const PlanRequest& request) {
+             return Plan(cluster, request.options());
+           }),
+           py::arg("cluster"), py::arg("request"))
+      .def_property_readonly("mode", [](const Plan& plan) { return format_mode(plan.mode()); })
+      .def_property_readonly("count", &Plan::count)
+      .def_property_readonly("reproducible", &Plan::reproducible)
+      .def_property_readonly("element_bytes", &Plan::element_bytes)
+      .def_property_readonly("partial_bytes", &Plan::partial_bytes)
+      .def_property_readonly("parts_across_hosts", &Plan::parts_across_hosts)
+      .def_property_readonly("largest_chunk", &Plan::largest_chunk)
+      .def_property_readonly("segment", &Plan::segment)
+      .def_property_readonly("segments", &Plan::segments)
+      .def_property_readonly("channels", &Plan::channels)
+      .def_property_readonly(
+          "steps",
+          [](const Plan& plan) { return std::vector<Step>(plan.steps().begin(), plan.steps().end()); })
+      .def("traffic", &traffic, py::arg("step") = py::none(),
+           "Traffic of all interfaces and of all ranks in one step, or in all of them.");
+}
+
+void bind_costs(py::module_& module) {
+  py::class_<LinkCost>(module, "LinkCost", "Seconds of latency, and bytes per second of a host.")
+      .def(py::init<double, double>(), py::arg("latency"), py::arg("bytes_per_second"))
+      .def_readonly("latency", &LinkCost::latency)
+      .def_readonly("bytes_per_second", &LinkCost::bytes_per_second);
+  py::class_<CostModel>(module, "CostModel", "What a plan costs besides the speeds of its cluster.")
+      .def(py::init<>())
+      .def_readwrite("message_seconds", &CostModel::message_seconds)
+      .def_readwrite("interface_message_seconds", &CostModel::interface_message_seconds)
+      .def_readwrite("reduction_bytes_per_second", &CostModel::reduction_bytes_per_second)
+      .def_readwrite("dimensions", &CostModel::dimensions);
+  module.def("predict_plan", &predict, py::arg("plan"), py::arg("model"), "Predicted seconds of a plan.");
+  module.def(
+      "predict_steps",
+      [](const Plan& plan, const CostModel& model) {
+        std::vector<double> seconds;
+        for (const StepCost& step : predict_steps(plan, model).steps)
+          seconds.push_back(PlanCost{{step}}.seconds(1));
+        return seconds;
+      },
+      py::arg("plan"), py::arg("model"), "Predicted seconds of each step in which chunks go whole.");
+  module.def("plan_limit", &limit_seconds, py::arg("plan"), py::arg("model"),
+             "Seconds that no plan that treats all hosts alike can go below.");
+  module.def(
+      "choose_plan",
+      [](const Cluster& cluster, const PlanRequest& request, const CostModel& model) {
+        return choose_plan(cluster, request.options(), model);
+      },
+      py::arg("cluster"), py::arg("request"), py::arg("model"), py::call_guard<py::gil_scoped_release>(),
+      "The plan with the lowest predicted time.");
+  module.def(
+      "dtype_size", [](const std::string& name) { return dtype_size(parse_dtype(name)); }, py::arg("dtype"),
+      "Bytes of an element of a type by its name.");
+  module.def("fit_link", &fit, py::arg("measurements"),
+             "Latency and speed that explain (bytes, seconds) of messages best.");
+}
+
+}  // namespace
+
+void bind_plan(py::module_& module) {
+  bind_cluster(module);
+  bind_steps(module);
+  bind_plans(module);
+  bind_costs(module);
+}
+
+}  // namespace multiring::binding

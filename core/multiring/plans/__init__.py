@@ -1,0 +1,1 @@
+"""`multiring plan`: how an allreduce over several hosts is divided, drawn and predicted."""

@@ -1,0 +1,195 @@
+"""`multiring plan`: prints, draws and predicts the plan of an allreduce on a described cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from multiring import _core as native
+from multiring.errors import UsageError
+from multiring.plans import units
+from multiring.plans.drawing import draw
+from multiring.plans.report import Prediction, as_json, as_text
+
+__all__ = ["add_arguments", "main"]
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `multiring plan`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        "Nothing is measured or sent: the cluster is the one that the options describe.\n\n"
+        "  multiring plan --ranks-per-host 4 --hosts 8 --bytes 100M --rate 10gbit\n"
+        "  multiring plan --hosts 2+1+2 --bytes 4K\n"
+        "  multiring plan --ranks-per-host 4 --hosts 16 --mode 4x8x2 --links 10gbit:20us,2.5gbit:100us"
+    )
+    _add_cluster_arguments(parser)
+    _add_plan_arguments(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, with every group of ranks"
+    )
+
+
+def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    cluster = parser.add_argument_group("cluster")
+    cluster.add_argument(
+        "--hosts",
+        "--layout",
+        type=_layout,
+        default=(2,),
+        metavar="N",
+        help="number of hosts, or the ranks of each as 1+3 or 2+1+2 [2]",
+    )
+    cluster.add_argument("--ranks-per-host", type=_positive, metavar="N", help="ranks on every host [1]")
+    cluster.add_argument(
+        "--placement",
+        choices=("blocks", "round-robin"),
+        default="blocks",
+        help="whether a host has consecutive ranks, or ranks are dealt to the hosts in turn [blocks]",
+    )
+    cluster.add_argument(
+        "--rate",
+        type=_rates,
+        default=(units.rate("10gbit"),),
+        metavar="R",
+        help="speed of an interface, or of each of several with commas: 500mbit,125mbit [10gbit]",
+    )
+    cluster.add_argument(
+        "--interfaces", type=_positive, metavar="N", help="interfaces of a host, all at --rate [1]"
+    )
+    cluster.add_argument(
+        "--latency",
+        type=units.seconds,
+        default=20e-6,
+        metavar="T",
+        help="from host to host, with unit [20us]",
+    )
+    cluster.add_argument(
+        "--links",
+        type=_links,
+        default=(),
+        metavar="R:T,...",
+        help="rate and latency of a host in each dimension across hosts, if not those of its interfaces",
+    )
+    cluster.add_argument(
+        "--memory-rate",
+        type=units.size,
+        default=20 * 10**9,
+        metavar="B",
+        help="bytes per second that all ranks of a host together read and write [20000000000]",
+    )
+
+
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    plan = parser.add_argument_group("plan")
+    plan.add_argument(
+        "--bytes",
+        dest="nbytes",
+        type=units.size,
+        default=100 << 20,
+        metavar="B",
+        help="bytes to reduce: 4096, 64K, 100M (factors of 1024) [100M]",
+    )
+    plan.add_argument("--dtype", choices=_DTYPES, default="float32", help="type of the elements [float32]")
+    plan.add_argument(
+        "--mode",
+        default="",
+        metavar="M",
+        help="ranks within a host x near hosts x far hosts ...; a letter after a number forces an algorithm: "
+        "p pairwise exchange, r ring, d recursive doubling, t tree, as 4x8x2 or 4tx16d [automatic]",
+    )
+    plan.add_argument(
+        "--segment", type=units.size, default=0, metavar="B", help="bytes of a pipelined piece [automatic]"
+    )
+    plan.add_argument(
+        "--reproducible",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="add in the canonical order, for the same bits wherever ranks are placed [yes]",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Chooses the plan and prints it. Raises UsageError for a mode that does not fit the cluster."""
+    prediction = predict(args)
+    if args.json:
+        print(json.dumps(as_json(prediction), indent=2))
+    else:
+        print(as_text(prediction))
+        print()
+        print(draw(prediction.cluster.ranks, prediction.plan))
+    return 0
+
+
+def predict(args: argparse.Namespace) -> Prediction:
+    """The plan that is chosen for what the options describe, and what it costs."""
+    interfaces = [native.Interface(rate, args.latency) for rate in _interface_rates(args)]
+    cluster = native.Cluster(
+        _ranks_of_hosts(args),
+        interfaces,
+        memory_rate=args.memory_rate,
+        round_robin=args.placement == "round-robin",
+    )
+    model = native.CostModel()
+    model.dimensions = [native.LinkCost(latency, rate) for rate, latency in args.links]
+    request = native.PlanRequest()
+    itemsize = native.dtype_size(args.dtype)
+    request.dtype = args.dtype
+    request.count = -(-args.nbytes // itemsize)
+    request.mode = args.mode
+    request.segment = -(-args.segment // itemsize)
+    request.reproducible = args.reproducible
+    plan = native.choose_plan(cluster, request, model)
+    return Prediction(
+        cluster=cluster,
+        interfaces=interfaces,
+        dtype=args.dtype,
+        plan=plan,
+        seconds=native.predict_plan(plan, model),
+        limit=native.plan_limit(plan, model),
+        step_seconds=native.predict_steps(plan, model),
+    )
+
+
+def _ranks_of_hosts(args: argparse.Namespace) -> list[int]:
+    if len(args.hosts) > 1:
+        if args.ranks_per_host is not None:
+            _refuse("--hosts tells the ranks of each host already: leave --ranks-per-host out")
+        return list(args.hosts)
+    return [args.ranks_per_host or 1] * args.hosts[0]
+
+
+def _interface_rates(args: argparse.Namespace) -> list[float]:
+    if len(args.rate) > 1 and args.interfaces not in (None, len(args.rate)):
+        _refuse(
+            f"--rate tells the speeds of {len(args.rate)} interfaces, and --interfaces is {args.interfaces}"
+        )
+    return list(args.rate) if len(args.rate) > 1 else list(args.rate) * (args.interfaces or 1)
+
+
+def _refuse(message: str) -> None:
+    raise UsageError(message)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
+
+
+def _layout(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split("+"))
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    return tuple(units.rate(part) for part in text.split(","))
+
+
+def _links(text: str) -> tuple[tuple[float, float], ...]:
+    links = []
+    for part in text.split(","):
+        rate, colon, latency = part.partition(":")
+        links.append((units.rate(rate), units.seconds(latency) if colon else 20e-6))
+    return tuple(links)
