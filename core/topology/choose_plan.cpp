@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "topology/cost_model.h"
@@ -18,31 +19,31 @@ constexpr std::size_t kMostSegmentBytes = 16 * 1024 * 1024;
 // algorithms in the order below, one channel before several, and large segments before small ones.
 constexpr double kAsGood = 1.02;
 
-/// The algorithms among which a dimension without a forced one is chosen. A ring sends what the pairwise
-/// exchange sends in more rounds, but to one neighbour only; it pays among many hosts.
-std::vector<Algorithm> algorithms(const Mode& mode, std::size_t index, bool reproducible) {
-  const Dimension& dimension = mode[index];
-  if (dimension.algorithm) return {*dimension.algorithm};
-  std::vector<Algorithm> found{Algorithm::kPairwise};
-  if (dimension.size == 1) return found;
-  found.push_back(Algorithm::kTree);
-  if (index + 1 == mode.size()) found.push_back(Algorithm::kDoubling);
-  if (index > 0 && !reproducible) found.push_back(Algorithm::kRing);
+/// The algorithms that are tried where none is forced. A ring sends what the pairwise exchange sends in more
+/// rounds, but to one neighbour only; it pays among many hosts.
+std::vector<Algorithm> candidates_for(bool across_hosts, bool last, bool reproducible) {
+  std::vector<Algorithm> found{Algorithm::kPairwise, Algorithm::kTree};
+  if (last) found.push_back(Algorithm::kDoubling);
+  if (across_hosts && !reproducible) found.push_back(Algorithm::kRing);
   return found;
 }
 
-/// Every way to give each dimension one of its algorithms.
+/// The ways that are tried to give each dimension an algorithm. Dimensions between the first and the last get
+/// the same: they are alike, and combinations of many dimensions have no end.
 std::vector<Mode> combinations(const Mode& mode, bool reproducible) {
-  std::vector<Mode> modes{mode};
-  for (std::size_t index = 0; index < mode.size(); ++index) {
-    std::vector<Mode> more;
-    for (const Mode& known : modes) {
-      for (const Algorithm algorithm : algorithms(mode, index, reproducible)) {
-        more.push_back(known);
-        more.back()[index].algorithm = algorithm;
+  std::vector<Mode> modes;
+  for (const Algorithm first : candidates_for(false, mode.size() == 1, reproducible)) {
+    for (const Algorithm between : candidates_for(true, false, reproducible)) {
+      for (const Algorithm last : candidates_for(true, true, reproducible)) {
+        Mode tried = mode;
+        for (std::size_t index = 0; index < mode.size(); ++index) {
+          const Algorithm wanted = index == 0 ? first : index + 1 == mode.size() ? last : between;
+          if (!mode[index].algorithm)
+            tried[index].algorithm = mode[index].size > 1 ? wanted : Algorithm::kPairwise;
+        }
+        if (std::ranges::find(modes, tried) == modes.end()) modes.push_back(std::move(tried));
       }
     }
-    modes = std::move(more);
   }
   return modes;
 }

@@ -169,6 +169,16 @@ TEST(ChoosePlan, DividesAThousandRanksInTime) {
   EXPECT_EQ(plan.parts_across_hosts(), 1U);
 }
 
+TEST(ChoosePlan, HasAnEndForManyDimensions) {
+  const Cluster cluster = make_cluster(std::vector(512, 2), {{10 * kGigabit, 20e-6}});
+  PlanOptions options = options_for("2x2x2x2x2x2x2x2x2x2", 1 << 20);
+  options.reproducible = false;
+  EXPECT_EQ(choose_plan(cluster, options, {}).mode().size(), 10U);
+  const Plan mixed = choose_plan(cluster, options_for("2x1x4tx16x8", 1 << 20), {});
+  EXPECT_EQ(mixed.mode()[2].algorithm, Algorithm::kTree);
+  EXPECT_EQ(mixed.mode()[1].algorithm, Algorithm::kPairwise);
+}
+
 std::vector<Measurement> measure(double latency, double speed, double noise) {
   std::vector<Measurement> measured;
   double sign = 1.0;

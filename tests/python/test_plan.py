@@ -12,6 +12,7 @@ from multiring import _core as native
 from multiring import cli
 from multiring.errors import UsageError
 from multiring.plans import units
+from tests.support import REPOSITORY
 
 MIB = 1 << 20
 
@@ -27,6 +28,14 @@ def plan_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 def text_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert cli.main(["plan", *arguments]) == 0
     return capsys.readouterr().out
+
+
+def test_the_documentation_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (REPOSITORY / "docs" / "tuning.md").read_text().splitlines()
+    (start,) = (number for number, line in enumerate(lines) if line.startswith("    multiring plan "))
+    (end,) = (number for number, line in enumerate(lines) if line.startswith("    |  reduce-scatter"))
+    shown = text_of(capsys, *lines[start].split()[2:])
+    assert [line[4:] for line in lines[start + 2 : end + 1]] == shown.splitlines()
 
 
 def test_json_holds_every_group_and_link(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +158,7 @@ def test_links_of_dimensions_change_the_prediction(capsys: pytest.CaptureFixture
         (("--hosts", "4", "--mode", "4q"), "written like 4x8x2"),
         (("--hosts", "1+3", "--ranks-per-host", "2"), "leave --ranks-per-host out"),
         (("--rate", "1gbit,2gbit", "--interfaces", "3"), "the speeds of 2 interfaces"),
+        (("--hosts", "1000000", "--ranks-per-host", "8"), "at most 16384 ranks here, not 8000000"),
     ],
 )
 def test_what_does_not_fit_is_told_with_the_numbers(

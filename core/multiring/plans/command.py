@@ -13,6 +13,9 @@ from multiring.plans.report import Prediction, as_json, as_text
 
 __all__ = ["add_arguments", "main"]
 
+# Every transfer of every candidate is counted, so that more would take minutes.
+_MOST_RANKS = 1 << 14
+
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64")
 
 
@@ -157,8 +160,14 @@ def _ranks_of_hosts(args: argparse.Namespace) -> list[int]:
     if len(args.hosts) > 1:
         if args.ranks_per_host is not None:
             _refuse("--hosts tells the ranks of each host already: leave --ranks-per-host out")
-        return list(args.hosts)
-    return [args.ranks_per_host or 1] * args.hosts[0]
+        ranks, total = list(args.hosts), sum(args.hosts)
+    else:
+        each = args.ranks_per_host or 1
+        total = each * args.hosts[0]
+        ranks = [each] * args.hosts[0] if total <= _MOST_RANKS else []
+    if total > _MOST_RANKS:
+        _refuse(f"plans are worked out for at most {_MOST_RANKS} ranks here, not {total}")
+    return ranks
 
 
 def _interface_rates(args: argparse.Namespace) -> list[float]:
