@@ -193,7 +193,8 @@ TEST(Interfaces, FilterChooses) {
   EXPECT_EQ(chosen({"ib0"}), "192.168.0.1 ");
   EXPECT_EQ(chosen({"10.0.0.0/8", "dock*"}), "10.0.0.1 172.17.0.1 ");
   EXPECT_EQ(chosen({"^eth0"}), "192.168.0.1 ");
-  EXPECT_EQ(chosen({"eth0", "^fe80::/10"}), "10.0.0.1 ");
+  EXPECT_EQ(chosen({"eth0"}), "10.0.0.1 ");
+  EXPECT_EQ(chosen({"*", "^192.168.0.0/16", "^lo"}), "10.0.0.1 172.17.0.1 ");
 }
 
 TEST(Interfaces, WhatIsNotUnderstoodOrLeavesNothingIsAnError) {

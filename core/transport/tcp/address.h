@@ -60,7 +60,7 @@ struct InterfaceAddress {
 /// What is chosen of a host's interfaces, as users write it: names ("eth0", "eth*"), networks ("10.0.0.0/8"),
 /// and either with "^" in front for what is not to be used. Any of these is enough to be chosen, none of
 /// those may apply. Without a positive item everything is chosen but loopback, interfaces of containers and
-/// virtual machines, and link-local addresses.
+/// virtual machines, and link-local addresses; those of IPv6 are never chosen.
 class MULTIRING_API InterfaceFilter {
  public:
   /// Raises a usage error for an item that is not understood.

@@ -103,6 +103,8 @@ bool InterfaceFilter::Item::applies(const InterfaceAddress& address) const {
 }
 
 bool InterfaceFilter::chooses(const InterfaceAddress& address) const {
+  // An address of one's own link is none without the name that each host has for it.
+  if (address.address.is_ipv6() && address.address.is_link_local()) return false;
   const auto applies = [&](const Item& item) { return item.applies(address); };
   if (std::any_of(excluded_.begin(), excluded_.end(), applies)) return false;
   if (!chosen_.empty()) return std::any_of(chosen_.begin(), chosen_.end(), applies);

@@ -1,0 +1,124 @@
+#include "transport/tcp/data_link.h"
+
+#include <algorithm>
+#include <array>
+
+#include "transport/tcp/stream.h"
+
+namespace multiring::tcp {
+namespace {
+
+/// What one turn moves each way, at least if there is so much.
+constexpr std::size_t kTurnBytes = std::size_t{1} << 20;
+constexpr std::size_t kMaxPieces = 64;
+
+}  // namespace
+
+void DataLink::turn() {
+  if (open() && readable_ && !held_up_) read();
+  if (open() && writable_ && !output_.empty()) write();
+}
+
+void DataLink::read() {
+  std::size_t moved = 0;
+  while (open() && readable_ && moved < kTurnBytes) {
+    if (receiving_ == nullptr && !(read_header() && open_frame())) return;
+    if (received_ < header_.bytes) {
+      std::byte* to = receiving_->buffer.data() + header_.offset + received_;
+      const std::size_t got = receive(to, std::min<std::size_t>(header_.bytes - received_, kTurnBytes));
+      if (got == 0) return;  // none for now, or the end, which may have taken the message back
+      received_ += got;
+      receiving_->moved += got;
+      moved += got;
+    }
+    if (received_ < header_.bytes) continue;
+    Message& message = *receiving_;
+    receiving_ = nullptr;
+    input_bytes_ = 0;
+    if (message.moved == message.bytes) stream_.received(message);
+  }
+}
+
+bool DataLink::read_header() {
+  if (input_bytes_ < kFrameHeaderBytes)
+    input_bytes_ += receive(input_.data() + input_bytes_, kFrameHeaderBytes - input_bytes_);
+  return input_bytes_ == kFrameHeaderBytes;
+}
+
+// Finds out where the payload goes. False: nowhere, or nowhere yet.
+bool DataLink::open_frame() {
+  const auto header = parse_frame_header(input_);
+  const bool ours = header && header->kind == FrameKind::kData &&
+                    header->channel == static_cast<std::uint32_t>(stream_.channel());
+  if (!ours || header->sequence <= last_sequence_) {
+    stop_input();
+    observer_.fault(*this, ErrorKind::kInternal, "sent what is no frame of the message that is due");
+    return false;
+  }
+  const TcpStream::Match match = stream_.match(*header);
+  if (match.message == nullptr) {
+    held_up_ = true;
+    if (match.fault.empty()) return false;
+    stop_input();
+    observer_.fault(*this, match.kind, match.fault);
+    return false;
+  }
+  header_ = *header;
+  last_sequence_ = header_.sequence;
+  receiving_ = match.message;
+  received_ = 0;
+  return true;
+}
+
+void DataLink::put(Message& message, const StripeRange& range, std::uint32_t channel) {
+  const FrameHeader header = {FrameKind::kData, channel,      message.sequence,
+                              message.bytes,    range.offset, range.bytes};
+  output_.push_back({&message, encode_frame_header(header), range.offset, range.bytes});
+}
+
+void DataLink::write() {
+  std::size_t moved = 0;
+  while (open() && writable_ && !output_.empty() && moved < kTurnBytes) {
+    Output& output = output_.front();
+    const std::size_t put = write_some(output);
+    if (put == 0) return;
+    output.sent += put;
+    moved += put;
+    if (output.sent < kFrameHeaderBytes + output.bytes) continue;
+    Message& message = *output.message;
+    output_.pop_front();
+    message.moved += 1;
+    if (message.moved == message.frames) stream_.sent(message);
+  }
+}
+
+std::size_t DataLink::write_some(Output& output) {
+  std::array<iovec, kMaxPieces> pieces;
+  std::size_t count = 0;
+  std::size_t room = kTurnBytes;
+  if (output.sent < kFrameHeaderBytes)
+    pieces[count++] = {output.header.data() + output.sent, kFrameHeaderBytes - output.sent};
+  const std::size_t payload_sent = output.sent - std::min(output.sent, kFrameHeaderBytes);
+  std::size_t skip = output.offset + payload_sent;
+  room = std::min(room, output.bytes - payload_sent);
+  for (const std::span<const std::byte> part : output.message->parts) {
+    if (room == 0 || count == kMaxPieces) break;
+    if (skip >= part.size()) {
+      skip -= part.size();
+      continue;
+    }
+    const std::size_t bytes = std::min(room, part.size() - skip);
+    pieces[count++] = {const_cast<std::byte*>(part.data() + skip), bytes};
+    room -= bytes;
+    skip = 0;
+  }
+  return send(pieces.data(), count);
+}
+
+void DataLink::stop_input() {
+  input_stopped_ = true;
+  held_up_ = true;
+  receiving_ = nullptr;
+}
+
+}  // namespace multiring::tcp

@@ -1,0 +1,57 @@
+#include "transport/tcp/link.h"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+
+namespace multiring::tcp {
+
+void TcpLink::on_events(std::uint32_t events) {
+  if (!open()) return;
+  // Errors are read and written like data: what came before them counts.
+  if ((events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) readable_ = true;
+  if ((events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) != 0) writable_ = true;
+  if ((events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) ending_ = true;
+  if (can_move()) observer_.has_work(*this);
+}
+
+std::size_t TcpLink::receive(std::byte* to, std::size_t bytes) {
+  ssize_t got = -1;
+  do got = ::recv(socket_.get(), to, bytes, 0);
+  while (got < 0 && errno == EINTR);
+  if (got <= 0) {
+    readable_ = false;
+    if (got == 0) fail(0);
+    if (got < 0 && errno != EAGAIN) fail(errno);
+    return 0;
+  }
+  // Less than there was room for: the next bytes are announced anew. An end that was announced is not.
+  if (static_cast<std::size_t>(got) < bytes && !ending_) readable_ = false;
+  return static_cast<std::size_t>(got);
+}
+
+std::size_t TcpLink::send(const iovec* pieces, std::size_t count) {
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(pieces);
+  message.msg_iovlen = count;
+  ssize_t put = -1;
+  do put = ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL);
+  while (put < 0 && errno == EINTR);
+  if (put >= 0) return static_cast<std::size_t>(put);
+  writable_ = false;
+  // What the peer sent before it closed the connection is still to be read, which finds the end as well.
+  if (errno != EAGAIN && errno != EPIPE && errno != ECONNRESET) fail(errno);
+  return 0;
+}
+
+void TcpLink::fail(int error) {
+  socket_.reset();
+  observer_.closed(*this, error);
+}
+
+void TcpLink::end_output() {
+  if (open()) ::shutdown(socket_.get(), SHUT_WR);
+}
+
+}  // namespace multiring::tcp

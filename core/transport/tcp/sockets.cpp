@@ -1,0 +1,84 @@
+#include "transport/tcp/sockets.h"
+
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <string>
+
+#include "base/error.h"
+
+namespace multiring::tcp {
+namespace {
+
+// Strangers must not fill it before a rank comes; the kernel cuts it to net.core.somaxconn.
+constexpr int kBacklog = 4096;
+
+UniqueFd new_socket(int family) {
+  return UniqueFd(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+}
+
+void set_option(int socket, int level, int name, int value) {
+  if (::setsockopt(socket, level, name, &value, sizeof value) != 0) throw_errno("setsockopt");
+}
+
+}  // namespace
+
+UniqueFd listen_on(SocketAddress& address) {
+  UniqueFd socket = new_socket(address.family());
+  if (!socket) throw_errno("socket");
+  if (address.is_ipv6()) set_option(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, 1);
+  if (::bind(socket.get(), address.data(), address.length()) != 0) throw_errno("bind " + address.text());
+  if (::listen(socket.get(), kBacklog) != 0) throw_errno("listen " + address.text());
+  sockaddr_in6 bound{};
+  socklen_t length = sizeof bound;
+  if (::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&bound), &length) != 0)
+    throw_errno("getsockname");
+  address = *SocketAddress::from(reinterpret_cast<const sockaddr*>(&bound));
+  return socket;
+}
+
+UniqueFd accept_from(int listener) {
+  return UniqueFd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+}
+
+UniqueFd begin_call(const SocketAddress& from, const SocketAddress& to) {
+  UniqueFd socket = new_socket(to.family());
+  if (!socket) return socket;
+  // The port is chosen when the other end is known, so that many connections can share one.
+  set_option(socket.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
+  SocketAddress any_port = from;
+  any_port.set_port(0);
+  if (::bind(socket.get(), any_port.data(), any_port.length()) != 0) return UniqueFd();
+  if (::connect(socket.get(), to.data(), to.length()) != 0 && errno != EINPROGRESS) {
+    const int error = errno;
+    socket.reset();
+    errno = error;
+  }
+  return socket;
+}
+
+int call_error(int socket) {
+  int error = 0;
+  socklen_t length = sizeof error;
+  if (::getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &length) != 0) return errno;
+  return error;
+}
+
+void set_no_delay(int socket) { set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1); }
+
+void set_heartbeat(int socket, double seconds, bool unanswered_too) {
+  // Probes begin when a fifth of the time has passed in silence, and follow each other as quickly as the
+  // kernel counts, in seconds.
+  const int idle = std::max(1, static_cast<int>(seconds / 5));
+  const int count = std::max(1, static_cast<int>(std::ceil(seconds)) - idle);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, idle);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, 1);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, count);
+  if (unanswered_too) set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(seconds * 1000));
+  set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
+}
+
+}  // namespace multiring::tcp

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstdint>
+
+#include "base/unique_fd.h"
+#include "transport/tcp/address.h"
+
+namespace multiring::tcp {
+
+// What is asked of the kernel's sockets. All of them do not block.
+
+/// Listens on `address`; its port is set to the one that the kernel chose, if it is 0.
+UniqueFd listen_on(SocketAddress& address);
+/// Takes the next caller; none, with errno set, if there is none or it cannot be taken.
+UniqueFd accept_from(int listener);
+/// Begins to call `to` from the interface of `from`; none, with errno set, if that fails at once.
+UniqueFd begin_call(const SocketAddress& from, const SocketAddress& to);
+/// The error that a call ended with; 0: it is answered.
+int call_error(int socket);
+
+/// Sends what is written at once instead of waiting for more.
+void set_no_delay(int socket);
+/// Has the kernels at both ends find out within about `seconds` of silence that the other one is gone.
+/// `unanswered_too`: also when something is on its way, for connections that carry little; others would take
+/// a peer that is slow to read for a dead one.
+void set_heartbeat(int socket, double seconds, bool unanswered_too);
+
+}  // namespace multiring::tcp

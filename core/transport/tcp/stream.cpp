@@ -1,0 +1,105 @@
+#include "transport/tcp/stream.h"
+
+#include <algorithm>
+
+namespace multiring::tcp {
+
+TcpStream::TcpStream(int rank, int peer, int channel, std::size_t stripes, std::size_t whole_below)
+    : rank_(rank),
+      peer_(peer),
+      channel_(channel),
+      whole_below_(whole_below),
+      links_(stripes),
+      weights_(stripes, 1) {}
+
+DataLink& TcpStream::add_link(std::size_t stripe, std::uint32_t weight, Descriptor socket,
+                              LinkObserver& observer) {
+  links_[stripe] = std::make_unique<DataLink>(std::move(socket), peer_, observer, *this);
+  weights_[stripe] = weight;
+  ++made_;
+  return *links_[stripe];
+}
+
+void TcpStream::post_send(Message& message) {
+  message.sequence = ++sends_posted_;
+  if (sends_lost_) {
+    message.state = Message::State::kLost;
+    return;
+  }
+  sends_.push_back(&message);
+  divide_into_stripes(message.bytes, weights_, whole_below_, ranges_);
+  message.frames = ranges_.size();
+  for (const StripeRange& range : ranges_)
+    links_[range.stripe]->put(message, range, static_cast<std::uint32_t>(channel_));
+}
+
+void TcpStream::post_receive(Message& message) {
+  message.sequence = ++receives_posted_;
+  if (receives_lost_) {
+    message.state = Message::State::kLost;
+    return;
+  }
+  receives_.push_back(&message);
+  for (const auto& link : links_) link->look_again();
+}
+
+TcpStream::Match TcpStream::match(const FrameHeader& header) {
+  if (header.sequence > receives_posted_) return {};
+  const std::uint64_t first = receives_posted_ - receives_.size() + 1;
+  if (header.sequence < first) return {nullptr, ErrorKind::kInternal, "sent a message twice"};
+  if (receives_[header.sequence - first] == nullptr)
+    return {nullptr, ErrorKind::kInternal, "sent a message twice"};
+  Message& message = *receives_[header.sequence - first];
+  if (header.message_bytes != message.bytes) return mismatch(header, message);
+  // parse_frame_header has seen to it that the range lies in the message.
+  for (const StripeRange& range : message.ranges)
+    if (header.offset < range.offset + range.bytes && range.offset < header.offset + header.bytes)
+      return {nullptr, ErrorKind::kInternal, "sent a part of a message twice"};
+  message.ranges.push_back({0, header.offset, header.bytes});
+  return {&message};
+}
+
+TcpStream::Match TcpStream::mismatch(const FrameHeader& header, const Message& message) const {
+  return {nullptr, ErrorKind::kMismatch,
+          "sent " + std::to_string(header.message_bytes) + " bytes as message " +
+              std::to_string(header.sequence) + " on channel " + std::to_string(channel_) + ", where rank " +
+              std::to_string(rank_) + " expects " + std::to_string(message.bytes) + " bytes"};
+}
+
+void TcpStream::finish(Message& message, std::deque<Message*>& messages, std::uint64_t posted) {
+  message.state = Message::State::kDone;
+  messages[message.sequence - (posted - messages.size() + 1)] = nullptr;
+  while (!messages.empty() && messages.front() == nullptr) messages.pop_front();
+}
+
+void TcpStream::received(Message& message) { finish(message, receives_, receives_posted_); }
+
+void TcpStream::sent(Message& message) { finish(message, sends_, sends_posted_); }
+
+void TcpStream::lose(std::deque<Message*>& messages) {
+  for (Message* message : messages)
+    if (message != nullptr) message->state = Message::State::kLost;
+  messages.clear();
+}
+
+void TcpStream::lose_sends() {
+  sends_lost_ = true;
+  for (const auto& link : links_)
+    if (link) link->stop_output();
+  lose(sends_);
+}
+
+void TcpStream::lose_receives() {
+  receives_lost_ = true;
+  for (const auto& link : links_)
+    if (link) link->stop_input();
+  lose(receives_);
+}
+
+void TcpStream::stop() {
+  stopped_ = true;
+  lose_sends();
+  lose_receives();
+}
+
+}  // namespace multiring::tcp

@@ -1,0 +1,260 @@
+// How a TcpNetwork comes to its connections.
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <set>
+
+#include "transport/shm/host_identity.h"
+#include "transport/tcp/connect_errors.h"
+#include "transport/tcp/sockets.h"
+#include "transport/tcp/tcp_network.h"
+
+namespace multiring::tcp {
+namespace {
+
+constexpr int kMaxStripes = 64;
+constexpr double kLookupSlice = 0.2;
+
+std::string store_key(const TcpOptions& options, int rank) {
+  return "tcp/" + options.job + "/" + std::to_string(rank);
+}
+
+void check(const TcpOptions& options) {
+  if (options.secret.empty())
+    throw Error(ErrorKind::kUsage,
+                "a TCP network needs a secret that is not empty: anybody can reach its ports");
+  if (options.size < 1 || options.rank < 0 || options.rank >= options.size || options.channels < 1 ||
+      options.connections_per_interface < 1 || options.connections_per_interface > kMaxStripes ||
+      options.heartbeat < 1.0)
+    throw Error(ErrorKind::kUsage, "a TCP network cannot have rank " + std::to_string(options.rank) + " of " +
+                                       std::to_string(options.size) + ", " +
+                                       std::to_string(options.channels) + " channels, " +
+                                       std::to_string(options.connections_per_interface) +
+                                       " connections per interface and a heartbeat of " +
+                                       std::to_string(options.heartbeat) + " s");
+}
+
+}  // namespace
+
+TcpNetwork::TcpNetwork(Store& store, const TcpOptions& options)
+    : store_(store),
+      options_((check(options), options)),
+      settings_(static_cast<std::uint64_t>(options.channels)),
+      own_{host_name(), ::getpid(),
+           choose_addresses(interface_addresses(), options.interfaces, options.local)},
+      poller_(descriptors_),
+      door_(descriptors_, poller_,
+            {derive_handshake_key(options.secret, options.job), options.handshake_seconds,
+             options.max_strangers},
+            *this),
+      peers_(static_cast<std::size_t>(options.size)) {
+  door_.listen(own_.addresses);
+  store_.set(store_key(options_, options_.rank), format_endpoint(own_));
+}
+
+// Whoever did not say goodbye is taken for dead.
+TcpNetwork::~TcpNetwork() = default;
+
+void TcpNetwork::connect(std::span<const Link> links, const Waiting& waiting) {
+  waiting.deadline.start();
+  for (const Link& link : links) check_link(link);
+  for (const Link& link : links)
+    if (link.peer < options_.rank) find(link.peer, waiting);
+  std::list<Call> calls;
+  {
+    const std::lock_guard lock(mutex_);
+    calls = missing_calls(links);
+    for (Call& call : calls) door_.call(call);
+  }
+  // The calls belong to this function, however it ends.
+  struct Forget {
+    TcpNetwork& network;
+    ~Forget() {
+      const std::lock_guard lock(network.mutex_);
+      network.door_.forget_calls();
+    }
+  } const forget{*this};
+  const WaitResult result = drive(waiting, [&](WaitResult*) {
+    if (std::all_of(links.begin(), links.end(), [&](const Link& link) { return ready(link); })) return true;
+    raise_trouble(links, calls, waiting);
+    return false;
+  });
+  if (result.outcome == WaitResult::Outcome::kCancelled)
+    throw Error(ErrorKind::kAborted, "connecting was cancelled: the communicator is being closed");
+  const std::lock_guard lock(mutex_);
+  if (result.outcome == WaitResult::Outcome::kTimeout) raise_timeout(links, calls, waiting);
+}
+
+void TcpNetwork::check_link(const Link& link) const {
+  if (link.peer >= 0 && link.peer < options_.size && link.peer != options_.rank && link.channel >= 0 &&
+      link.channel < options_.channels)
+    return;
+  throw Error(ErrorKind::kInternal,
+              "rank " + std::to_string(options_.rank) + " of " + std::to_string(options_.size) +
+                  " cannot link to rank " + std::to_string(link.peer) + " on channel " +
+                  std::to_string(link.channel) + " of " + std::to_string(options_.channels));
+}
+
+bool TcpNetwork::ready(const Link& link) const {
+  const Peer& other = peer(link.peer);
+  const auto found = other.streams.find(link.channel);
+  return other.control && found != other.streams.end() && found->second->complete();
+}
+
+TwoEnds TcpNetwork::ends(int rank, double waited) const {
+  const auto& endpoint = peer(rank).endpoint;
+  return {options_.rank, own_.host, rank, endpoint ? endpoint->host : "", waited};
+}
+
+// Others are let in meanwhile: they may be what the peer waits for.
+void TcpNetwork::find(int rank, const Waiting& waiting) {
+  while (!peer(rank).endpoint) {
+    std::string value;
+    try {
+      value = store_.get(store_key(options_, rank), std::min(kLookupSlice, waiting.deadline.remaining()));
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kTimeout) throw;
+      progress();
+      waiting.check_interrupt();
+      if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
+        throw Error(ErrorKind::kAborted, "connecting was cancelled: the communicator is being closed");
+      const std::lock_guard lock(mutex_);
+      if (abort_) throw Error(abort_->kind, abort_->message);
+      if (waiting.deadline.expired())
+        throw error_between(
+            ErrorKind::kTimeout, ends(rank, waiting.deadline.elapsed()), "waited for",
+            ", which has told no address: it has not started, has failed before, or was given "
+            "another store. Look at its output; MULTIRING_TIMEOUT sets how long to wait");
+      continue;
+    }
+    const std::lock_guard lock(mutex_);
+    peer(rank).endpoint = parse_endpoint(value);
+    if (!peer(rank).endpoint)
+      throw Error(ErrorKind::kInternal, "the store has no address of rank " + std::to_string(rank) +
+                                            " that can be read: does it run another version of multiring?");
+  }
+}
+
+std::list<Call> TcpNetwork::missing_calls(std::span<const Link> links) const {
+  std::list<Call> calls;
+  std::set<std::pair<int, int>> planned;
+  for (const Link& link : links) {
+    if (link.peer > options_.rank || ready(link)) continue;
+    if (!peer(link.peer).control && planned.insert({link.peer, HelloFacts::kControl}).second)
+      plan_calls(link.peer, HelloFacts::kControl, calls);
+    if (planned.insert({link.peer, link.channel}).second) plan_calls(link.peer, link.channel, calls);
+  }
+  return calls;
+}
+
+void TcpNetwork::plan_calls(int rank, int channel, std::list<Call>& calls) const {
+  const auto& theirs = peer(rank).endpoint->addresses;
+  std::vector<AddressPair> pairs = pair_addresses(own_.addresses, theirs);
+  if (pairs.empty())
+    throw error_between(
+        ErrorKind::kUsage, ends(rank, 0.0), "has no address of the family (IPv4, IPv6) of any of",
+        ": " + own_.addresses.front().address.host_text() + " and " + theirs.front().address.host_text() +
+            ". Choose interfaces of a network that both share with MULTIRING_INTERFACES");
+  const bool control = channel == HelloFacts::kControl;
+  const int each = control ? 1 : options_.connections_per_interface;
+  pairs.resize(
+      std::min<std::size_t>(pairs.size(), control ? 1 : static_cast<std::size_t>(kMaxStripes / each)));
+  const bool speeds_known = std::all_of(pairs.begin(), pairs.end(), [&](const AddressPair& pair) {
+    return own_.addresses[pair.caller].megabits > 0 && theirs[pair.listener].megabits > 0;
+  });
+  const auto stripes = static_cast<std::int32_t>(pairs.size()) * each;
+  std::int32_t stripe = 0;
+  for (const AddressPair& pair : pairs) {
+    const InterfaceAddress& from = own_.addresses[pair.caller];
+    const InterfaceAddress& to = theirs[pair.listener];
+    const std::uint32_t weight = speeds_known ? std::min(from.megabits, to.megabits) : 1;
+    for (int i = 0; i < each; ++i)
+      calls.push_back(
+          {{options_.rank, rank, options_.size, channel, stripe++, stripes, weight, settings_}, from, to});
+  }
+}
+
+Verdict TcpNetwork::judge(const HelloFacts& facts) {
+  if (facts.size != options_.size || facts.settings != settings_ || facts.stripes < 1 ||
+      facts.stripes > kMaxStripes || facts.stripe < 0 || facts.stripe >= facts.stripes || facts.weight == 0 ||
+      facts.channel < HelloFacts::kControl || facts.channel >= options_.channels)
+    return complain(facts, Verdict::kOtherSettings);
+  if (facts.listener != options_.rank || facts.caller <= options_.rank || facts.caller >= options_.size)
+    return Verdict::kWrongRank;
+  const Peer& caller = peer(facts.caller);
+  if (facts.channel == HelloFacts::kControl)
+    return complain(facts, caller.control ? Verdict::kDuplicate : Verdict::kWelcome);
+  const auto found = caller.streams.find(facts.channel);
+  if (found == caller.streams.end()) return Verdict::kWelcome;
+  const auto stripe = static_cast<std::size_t>(facts.stripe);
+  const bool fits = found->second->stripes() == static_cast<std::size_t>(facts.stripes);
+  return complain(facts, fits && !found->second->has_link(stripe) ? Verdict::kWelcome : Verdict::kDuplicate);
+}
+
+// Both sides tell of what keeps them apart.
+Verdict TcpNetwork::complain(const HelloFacts& facts, Verdict verdict) {
+  if (verdict == Verdict::kOtherSettings)
+    complaint_ = error_between(ErrorKind::kUsage, {options_.rank, own_.host, facts.caller, "", 0.0},
+                               "runs another version of multiring or other settings than",
+                               ": compare `multiring env` on both");
+  if (verdict == Verdict::kDuplicate)
+    complaint_ = error_between(ErrorKind::kUsage, {options_.rank, own_.host, facts.caller, "", 0.0},
+                               "was called twice by",
+                               ": two processes say that they are this rank. Has the launcher given every "
+                               "process its own rank?");
+  return verdict;
+}
+
+void TcpNetwork::enter(const HelloFacts& facts, Descriptor socket, bool called) {
+  const int rank = called ? facts.listener : facts.caller;
+  Peer& other = peer(rank);
+  set_no_delay(socket.get());
+  set_heartbeat(socket.get(), options_.heartbeat, facts.channel == HelloFacts::kControl);
+  if (facts.channel == HelloFacts::kControl) {
+    other.control = std::make_unique<ControlLink>(std::move(socket), rank, options_.size,
+                                                  static_cast<ControlObserver&>(*this));
+    poller_.add(other.control->socket(), *other.control);
+    if (abort_) other.control->say(encode_abort(*abort_));
+    return;
+  }
+  auto& stream = other.streams[facts.channel];
+  if (!stream)
+    stream = std::make_unique<TcpStream>(options_.rank, rank, facts.channel,
+                                         static_cast<std::size_t>(facts.stripes), options_.whole_below);
+  DataLink& link =
+      stream->add_link(static_cast<std::size_t>(facts.stripe), facts.weight, std::move(socket), *this);
+  poller_.add(link.socket(), link);
+}
+
+void TcpNetwork::raise_trouble(std::span<const Link> links, const std::list<Call>& calls,
+                               const Waiting& waiting) const {
+  const double waited = waiting.deadline.elapsed();
+  if (abort_) throw Error(abort_->kind, abort_->message);
+  if (complaint_) throw *complaint_;
+  for (const Call& call : calls)
+    if (call.state == Call::State::kFailed) throw call_error(ends(call.facts.listener, waited), call);
+  for (const Link& link : links)
+    if (!ready(link) && peer(link.peer).ending)
+      throw error_between(ErrorKind::kPeerLost, ends(link.peer, waited), "lost its connection to",
+                          peer(link.peer).left ? ", which has left" : ": it has ended, look at its output");
+}
+
+void TcpNetwork::raise_timeout(std::span<const Link> links, const std::list<Call>& calls,
+                               const Waiting& waiting) const {
+  const double waited = waiting.deadline.elapsed();
+  for (const Call& call : calls)
+    if (call.state != Call::State::kDone)
+      throw error_between(ErrorKind::kTimeout, ends(call.facts.listener, waited),
+                          "waited for a connection to", ": " + call_progress(call));
+  const auto absent =
+      std::find_if(links.begin(), links.end(), [&](const Link& link) { return !ready(link); });
+  const std::uint64_t unproven = door_.strangers().unproven;
+  throw error_between(
+      ErrorKind::kTimeout, ends(absent->peer, waited), "waited for a connection from",
+      " at " + own_.addresses.front().address.text() +
+          ": it has not come so far, or cannot reach this address" +
+          (unproven == 0 ? "" : "; " + std::to_string(unproven) + " callers did not know the job's secret"));
+}
+
+}  // namespace multiring::tcp

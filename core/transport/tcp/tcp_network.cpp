@@ -1,0 +1,294 @@
+#include "transport/tcp/tcp_network.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+
+#include "transport/tcp/sockets.h"
+
+namespace multiring::tcp {
+namespace {
+
+using Outcome = WaitResult::Outcome;
+
+/// Longest sleep: then interrupts and clocks are looked at.
+constexpr double kSlice = 0.05;
+/// How long the other connections of a peer may take to show their end, or what they still carry, when one
+/// has ended: a process closes all of them at once.
+constexpr double kEndingSeconds = 1.0;
+
+}  // namespace
+
+WaitResult TcpNetwork::wait(std::span<const Ticket> tickets, const Waiting& waiting) {
+  return drive(waiting, [&](WaitResult* result) { return judge_messages(tickets, result); });
+}
+
+WaitResult TcpNetwork::drive(const Waiting& waiting, const std::function<bool(WaitResult*)>& finished) {
+  waiting.deadline.start();
+  const Clock::time_point start = Clock::now();
+  Clock::time_point looked = start;
+  bool stall_told = waiting.stall_after <= 0 || waiting.stalled == nullptr;
+  for (;;) {
+    const Clock::time_point now = Clock::now();
+    bool busy = false;
+    {
+      const std::lock_guard lock(mutex_);
+      poller_.tell();
+      work();
+      look_at_clock();
+      WaitResult result;
+      if (finished(&result)) return result;
+      busy = !work_.empty();
+    }
+    if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
+      return {Outcome::kCancelled};
+    if (waiting.deadline.expired()) return {Outcome::kTimeout};
+    const double waited = seconds_between(start, now);
+    if (seconds_between(looked, now) >= kSlice / 2) {
+      looked = now;
+      waiting.check_interrupt();
+      if (!stall_told && waited >= waiting.stall_after) {
+        stall_told = true;
+        (*waiting.stalled)(waited);
+      }
+    }
+    const bool spin = waiting.brief && waited * 1e6 < options_.spin_microseconds;
+    const double sleep = std::min(kSlice, waiting.deadline.remaining());
+    poller_.sleep(busy || spin ? 0 : static_cast<int>(std::ceil(sleep * 1000)));
+  }
+}
+
+void TcpNetwork::progress() {
+  poller_.sleep(0);
+  const std::lock_guard lock(mutex_);
+  poller_.tell();
+  work();
+  look_at_clock();
+}
+
+// One turn for each connection that stands in the queue; those that can move more stand in line again.
+void TcpNetwork::work() {
+  for (std::size_t turns = work_.size(); turns > 0; --turns) {
+    TcpLink& link = *work_.front();
+    work_.pop_front();
+    link.queued = false;
+    link.turn();
+    if (link.can_move()) has_work(link);
+  }
+}
+
+void TcpNetwork::has_work(TcpLink& link) {
+  if (!link.queued) work_.push_back(&link);
+  link.queued = true;
+}
+
+void TcpNetwork::look_at_clock() {
+  door_.look_at_clock();
+  while (!ending_.empty()) {
+    Peer& oldest = peer(ending_.front());
+    if (seconds_between(*oldest.ending, Clock::now()) < kEndingSeconds) return;
+    ending_.erase(ending_.begin());
+    oldest.dead = oldest.dead || !oldest.left;
+    settle(oldest);
+  }
+}
+
+bool TcpNetwork::judge_messages(std::span<const Ticket> tickets, WaitResult* result) {
+  int lost_peer = -1;
+  bool all_done = true;
+  for (const Ticket ticket : tickets) {
+    const Message* message = messages_.find(ticket);
+    if (message == nullptr)
+      throw Error(ErrorKind::kInternal, "a wait for a message whose ticket was used up already");
+    if (message->state == Message::State::kLost && lost_peer < 0) lost_peer = message->peer;
+    all_done = all_done && message->state == Message::State::kDone;
+  }
+  if (all_done) {
+    for (const Ticket ticket : tickets)
+      if (Message* message = messages_.find(ticket)) messages_.release(*message);
+    *result = {};
+    return true;
+  }
+  if (abort_) {
+    *result = {Outcome::kAborted};
+    return true;
+  }
+  if (lost_peer >= 0) {
+    *result = {Outcome::kPeerLost, lost_peer, peer(lost_peer).left};
+    return true;
+  }
+  return false;
+}
+
+// Decides what the ends of a peer's connections mean for what is pending.
+void TcpNetwork::settle(Peer& peer) {
+  const bool control_ended = peer.control == nullptr || !peer.control->open();
+  // Data connections may show their end before the goodbye that went ahead of it is there.
+  if (!peer.left && !peer.dead && !control_ended) return;
+  for (auto& [channel, stream] : peer.streams) {
+    if (!stream->sends_lost()) stream->lose_sends();
+    const auto links = stream->links();
+    const bool ended =
+        std::all_of(links.begin(), links.end(), [](const auto& link) { return !link || !link->open(); });
+    if ((ended || peer.dead) && !stream->receives_lost()) stream->lose_receives();
+  }
+}
+
+void TcpNetwork::closed(TcpLink& link, int error) {
+  Peer& other = peer(link.peer());
+  if (!other.ending) {
+    other.ending = Clock::now();
+    ending_.push_back(link.peer());
+  }
+  // Anything but an end that the peer's kernel told of: no more will come of the other connections either.
+  if (error != 0 && error != ECONNRESET && error != EPIPE) other.dead = true;
+  settle(other);
+}
+
+void TcpNetwork::fault(TcpLink& link, ErrorKind kind, const std::string& what) {
+  const Peer& other = peer(link.peer());
+  const std::string host = other.endpoint ? " on " + other.endpoint->host : "";
+  spread_abort({kind, options_.rank, "rank " + std::to_string(link.peer()) + host + " " + what}, nullptr);
+}
+
+void TcpNetwork::heard_abort(TcpLink& link, const AbortRecord& record) { spread_abort(record, &link); }
+
+void TcpNetwork::heard_goodbye(TcpLink& link) {
+  Peer& other = peer(link.peer());
+  other.left = true;
+  settle(other);
+}
+
+void TcpNetwork::spread_abort(const AbortRecord& record, const TcpLink* from) {
+  if (abort_) return;
+  abort_ = record;
+  const std::vector<std::byte> frame = encode_abort(record);
+  for (Peer& other : peers_)
+    if (other.control && other.control->open() && other.control.get() != from) other.control->say(frame);
+}
+
+void TcpNetwork::abort(ErrorKind kind, const std::string& message) {
+  const std::lock_guard lock(mutex_);
+  spread_abort({kind, options_.rank, message}, nullptr);
+  poller_.wake();
+}
+
+bool TcpNetwork::aborted(AbortRecord* record) const {
+  const std::lock_guard lock(mutex_);
+  if (abort_ && record != nullptr) *record = *abort_;
+  return abort_.has_value();
+}
+
+void TcpNetwork::leave() {
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(left_, true)) return;
+  door_.stop_listening();
+  const std::vector<std::byte> goodbye = encode_goodbye();
+  for (Peer& other : peers_) {
+    if (other.control && other.control->open()) other.control->say(goodbye);
+    // The control connection last: its end means that no goodbye will come.
+    for (auto& [channel, stream] : other.streams)
+      for (const auto& link : stream->links())
+        if (link) link->end_output();
+  }
+  poller_.wake();
+}
+
+void TcpNetwork::abandon() { descriptors_.close_all(); }
+
+void TcpNetwork::wake() { poller_.wake(); }
+
+const TcpStream& TcpNetwork::stream(int rank, int channel) const {
+  if (rank >= 0 && rank < options_.size) {
+    const auto found = peer(rank).streams.find(channel);
+    if (found != peer(rank).streams.end() && found->second->complete() && peer(rank).control)
+      return *found->second;
+  }
+  throw Error(ErrorKind::kInternal, "rank " + std::to_string(options_.rank) + " has no link to rank " +
+                                        std::to_string(rank) + " on channel " + std::to_string(channel) +
+                                        ": the plan did not connect it");
+}
+
+TcpStream& TcpNetwork::stream_to_post(int rank, int channel) {
+  auto& found = const_cast<TcpStream&>(stream(rank, channel));
+  if (found.stopped() || left_)
+    throw Error(ErrorKind::kInternal, "a message posted on channel " + std::to_string(channel) + " to rank " +
+                                          std::to_string(rank) + " after " +
+                                          (left_ ? "this rank has left" : "an earlier one was given up"));
+  return found;
+}
+
+Network::Ticket TcpNetwork::post_send(int rank, int channel,
+                                      std::span<const std::span<const std::byte>> parts) {
+  const std::lock_guard lock(mutex_);
+  TcpStream& to = stream_to_post(rank, channel);
+  Message& message = messages_.take();
+  message.peer = rank;
+  message.channel = channel;
+  message.parts.assign(parts.begin(), parts.end());
+  message.bytes = 0;
+  for (const auto part : parts) message.bytes += part.size();
+  to.post_send(message);
+  // At once: the peer may be waiting, and this rank may compute next.
+  for (const auto& link : to.links()) {
+    if (!link->can_move()) continue;
+    link->turn();
+    if (link->can_move()) has_work(*link);
+  }
+  return message.ticket;
+}
+
+Network::Ticket TcpNetwork::post_receive(int rank, int channel, std::span<std::byte> buffer) {
+  const std::lock_guard lock(mutex_);
+  TcpStream& from = stream_to_post(rank, channel);
+  Message& message = messages_.take();
+  message.peer = rank;
+  message.channel = channel;
+  message.buffer = buffer;
+  message.bytes = buffer.size();
+  from.post_receive(message);
+  for (const auto& link : from.links())
+    if (link->can_move()) has_work(*link);
+  return message.ticket;
+}
+
+bool TcpNetwork::done(Ticket ticket) const {
+  const std::lock_guard lock(mutex_);
+  const Message* message = messages_.find(ticket);
+  return message != nullptr && message->state == Message::State::kDone;
+}
+
+void TcpNetwork::give_up(std::span<const Ticket> tickets) {
+  const std::lock_guard lock(mutex_);
+  for (const Ticket ticket : tickets) {
+    Message* message = messages_.find(ticket);
+    if (message == nullptr) continue;
+    if (message->pending()) peer(message->peer).streams.at(message->channel)->stop();
+    messages_.release(*message);
+  }
+}
+
+StrangerCounts TcpNetwork::strangers() const {
+  const std::lock_guard lock(mutex_);
+  return door_.strangers();
+}
+
+std::size_t TcpNetwork::stripes(int rank, int channel) const {
+  const std::lock_guard lock(mutex_);
+  return stream(rank, channel).stripes();
+}
+
+void TcpNetwork::set_weights(int rank, int channel, std::span<const std::uint32_t> weights) {
+  const std::lock_guard lock(mutex_);
+  auto& found = const_cast<TcpStream&>(stream(rank, channel));
+  const bool some =
+      std::any_of(weights.begin(), weights.end(), [](std::uint32_t weight) { return weight > 0; });
+  if (weights.size() != found.stripes() || !some)
+    throw Error(ErrorKind::kUsage, std::to_string(weights.size()) + " weights for " +
+                                       std::to_string(found.stripes()) + " connections, or all of them 0");
+  found.set_weights(weights);
+}
+
+}  // namespace multiring::tcp

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string_view>
+
+#include "base/unique_fd.h"
+#include "transport/tcp/handshake.h"
+#include "transport/tcp/tcp_network.h"
+
+namespace multiring::testing {
+
+/// A blocking connection to a network's port by somebody who may not know how to behave.
+class RawPeer {
+ public:
+  explicit RawPeer(const TcpNetwork& network);
+  explicit RawPeer(UniqueFd socket) : socket_(std::move(socket)) {}
+
+  void say(std::span<const std::byte> bytes);
+  void say(std::string_view text) { say(bytes_of(text)); }
+  /// Reads so many bytes; false if the other end hangs up before.
+  bool hear(std::span<std::byte> bytes);
+  /// Whether the other end hangs up, whatever it says before; waits for it.
+  bool is_hung_up();
+  void hang_up() { socket_.reset(); }
+
+  /// The handshake as it should be; true if it is welcome.
+  bool introduce(const TcpOptions& options, const tcp::HelloFacts& facts);
+
+ private:
+  UniqueFd socket_;
+};
+
+/// What rank 1 of 2 says of its connections to rank 0.
+tcp::HelloFacts facts_of_rank_1(const TcpOptions& options, int channel, int stripe = 0, int stripes = 1);
+
+/// Somebody who listens where a rank should.
+class RawListener {
+ public:
+  RawListener();
+  /// As a rank's entry in the store.
+  std::string endpoint() const;
+  RawPeer accept();
+
+ private:
+  UniqueFd socket_;
+  int port_ = 0;
+};
+
+}  // namespace multiring::testing

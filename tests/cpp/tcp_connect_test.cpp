@@ -1,0 +1,170 @@
+// What ranks are told that cannot connect over TCP.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "support/errors.h"
+#include "support/raw_peer.h"
+#include "support/tcp_group.h"
+
+namespace multiring {
+namespace {
+
+using testing::all_links;
+using testing::error_of;
+using testing::expect_text;
+using testing::RawListener;
+using testing::RawPeer;
+using testing::tcp_options;
+using testing::TcpGroup;
+using testing::wait_seconds;
+
+/// The error of connecting with the other one of two ranks.
+Error connect_error(ErrorKind kind, TcpNetwork& network, double seconds) {
+  return error_of(kind, [&] { network.connect(all_links(network), wait_seconds(seconds)); });
+}
+
+void progress_until(TcpNetwork& network, const std::function<bool()>& reached) {
+  const Waiting waiting = wait_seconds(20);
+  while (!reached() && !waiting.deadline.expired()) network.progress();
+  EXPECT_TRUE(reached());
+}
+
+TEST(TcpConnect, AnotherSecretIsTold) {
+  TcpGroup group(2);
+  group.options(1).secret = "another";
+  group.run_unconnected([](TcpNetwork& network) {
+    if (network.rank() == 1) {
+      const Error error = connect_error(ErrorKind::kUsage, network, 20);
+      expect_text(error, "rank 1 on ");
+      expect_text(error, "does not know the secret of rank 0 on ");
+      expect_text(error, "at 127.0.0.1:");
+    } else {
+      expect_text(connect_error(ErrorKind::kTimeout, network, 1), "callers did not know the job's secret");
+      EXPECT_GE(network.strangers().unproven, 1u);
+    }
+  });
+}
+
+TEST(TcpConnect, AnotherJobWithTheSameSecretIsAnother) {
+  TcpGroup group(2);
+  TcpOptions other = tcp_options(1, 2);
+  other.job = "another";
+  TcpNetwork zero(group.store(), group.options(0));
+  group.store().set("tcp/another/0", group.store().get("tcp/test/0", 1));
+  TcpNetwork one(group.store(), other);
+  std::thread listener([&] { connect_error(ErrorKind::kTimeout, zero, 0.5); });
+  expect_text(connect_error(ErrorKind::kUsage, one, 20), "does not know the secret");
+  listener.join();
+}
+
+TEST(TcpConnect, OtherSettingsAreToldOnBothSides) {
+  TcpGroup group(2);
+  group.options(1).channels = 2;
+  group.run_unconnected([](TcpNetwork& network) {
+    expect_text(connect_error(ErrorKind::kUsage, network, 20), "other settings");
+  });
+}
+
+TEST(TcpConnect, TwoProcessesOfOneRankAreTold) {
+  InprocStore store;
+  TcpNetwork zero(store, tcp_options(0, 2));
+  TcpNetwork one(store, tcp_options(1, 2));
+  TcpNetwork double_of_one(store, tcp_options(1, 2));
+  std::thread first([&] { one.connect(all_links(one), wait_seconds(20)); });
+  zero.connect(all_links(zero), wait_seconds(20));
+  first.join();
+  std::atomic<bool> told = false;
+  std::thread second([&] {
+    expect_text(connect_error(ErrorKind::kUsage, double_of_one, 20),
+                "two processes say that they are rank 1");
+    told = true;
+  });
+  progress_until(zero, [&] { return told.load(); });
+  second.join();
+}
+
+TEST(TcpConnect, ARankThatDoesNotComeIsNamed) {
+  InprocStore store;
+  TcpNetwork network(store, tcp_options(1, 3));
+  const Network::Link to_lower[] = {{0, 0}};
+  Error error = error_of(ErrorKind::kTimeout, [&] { network.connect(to_lower, wait_seconds(0.1)); });
+  expect_text(error, "waited for rank 0, which has told no address");
+  EXPECT_EQ(error.context().peer, 0);
+  const Network::Link to_higher[] = {{2, 0}};
+  error = error_of(ErrorKind::kTimeout, [&] { network.connect(to_higher, wait_seconds(0.1)); });
+  expect_text(error, "waited for a connection from rank 2 at 127.0.0.1:");
+  // It is there and does something else.
+  TcpNetwork zero(store, tcp_options(0, 3));
+  error = error_of(ErrorKind::kTimeout, [&] { network.connect(to_lower, wait_seconds(0.3)); });
+  expect_text(error, "its host answers, the rank does not");
+}
+
+TEST(TcpConnect, ARankThatHasEndedIsNamedWithBothAddresses) {
+  InprocStore store;
+  TcpNetwork network(store, tcp_options(1, 2));
+  TcpNetwork(store, tcp_options(0, 2));  // has come and gone
+  const Error error = connect_error(ErrorKind::kPeerLost, network, 20);
+  expect_text(error, "cannot connect to rank 0 on ");
+  expect_text(error, "127.0.0.1 (lo) to 127.0.0.1:");
+  expect_text(error, "Connection refused");
+}
+
+TEST(TcpConnect, AnAddressThatCannotBeReachedIsNamed) {
+  InprocStore store;
+  TcpNetwork network(store, tcp_options(1, 2));
+  store.set("tcp/test/0", "far\n1\neth0 203.0.113.1 24 4711 0");  // not from a loopback address
+  Error error = connect_error(ErrorKind::kUsage, network, 20);
+  expect_text(error, "cannot reach rank 0 on far: 127.0.0.1 (lo) to 203.0.113.1:4711 (eth0)");
+  expect_text(error, "MULTIRING_INTERFACES");
+  TcpNetwork other(store, tcp_options(1, 2));
+  store.set("tcp/test/0", "far\n1\neth0 fd00::1 64 4711 0");
+  expect_text(connect_error(ErrorKind::kUsage, other, 20), "no address of the family");
+}
+
+TEST(TcpConnect, SomebodyElseInTheRanksPlaceIsNotBelieved) {
+  InprocStore store;
+  RawListener listener;
+  TcpNetwork network(store, tcp_options(1, 2));
+  store.set("tcp/test/0", listener.endpoint());
+  std::thread stranger(
+      [&] { listener.accept().say("HTTP/1.1 400 Bad Request\r\nServer: something\r\n\r\n"); });
+  expect_text(connect_error(ErrorKind::kPeerLost, network, 20),
+              "somebody else in the place of rank 0 on elsewhere");
+  stranger.join();
+}
+
+TEST(TcpConnect, AListenerThatDoesNotKnowTheSecretIsNotBelieved) {
+  InprocStore store;
+  RawListener listener;
+  TcpNetwork network(store, tcp_options(1, 2));
+  store.set("tcp/test/0", listener.endpoint());
+  std::thread impostor([&] {
+    RawPeer caller = listener.accept();
+    caller.say(tcp::encode_challenge(tcp::random_nonce()));
+    tcp::HelloBytes hello;
+    EXPECT_TRUE(caller.hear(hello));
+    caller.say(
+        tcp::encode_welcome(tcp::derive_handshake_key("guess", "test"), {}, {}, {}, tcp::Verdict::kWelcome));
+  });
+  expect_text(connect_error(ErrorKind::kPeerLost, network, 20), "somebody else");
+  impostor.join();
+}
+
+TEST(TcpConnect, AHandshakeThatIsBrokenOffIsTriedAgain) {
+  InprocStore store;
+  RawListener listener;
+  TcpNetwork network(store, tcp_options(1, 2));
+  store.set("tcp/test/0", listener.endpoint());
+  std::thread stranger([&] {
+    for (int i = 0; i < 6; ++i) listener.accept();  // and hangs up
+  });
+  const Error error = connect_error(ErrorKind::kTimeout, network, 0.5);
+  expect_text(error, "rank 0 on elsewhere: 127.0.0.1 (lo) to 127.0.0.1:");
+  stranger.join();
+}
+
+}  // namespace
+}  // namespace multiring

@@ -1,0 +1,331 @@
+// Peers that end, leave, abort or vanish while others wait for them over TCP.
+
+#include <gtest/gtest.h>
+#include <net/if.h>
+#include <sched.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/errors.h"
+#include "support/latch.h"
+#include "support/tcp_group.h"
+
+namespace multiring {
+namespace {
+
+using testing::all_links;
+using testing::Buffer;
+using testing::error_of;
+using testing::expect_text;
+using testing::kSlowness;
+using testing::Latch;
+using testing::pattern;
+using testing::receive;
+using testing::send;
+using testing::TcpGroup;
+using testing::wait_seconds;
+using Outcome = WaitResult::Outcome;
+using Tickets = std::vector<Network::Ticket>;
+
+/// Waits for a message that never comes.
+WaitResult wait_in_vain(TcpNetwork& network, int peer, double seconds = 20) {
+  Buffer got(100);
+  const Tickets tickets = {receive(network, peer, 0, got)};
+  const WaitResult result = network.wait(tickets, wait_seconds(seconds));
+  network.give_up(tickets);
+  return result;
+}
+
+TEST(TcpLostPeer, AnEndIsSeenAtOnceByAllThatWait) {
+  for (const int connections : {1, 3}) {
+    TcpGroup group(4, 1, connections);
+    group.run([&](TcpNetwork& network) {
+      if (network.rank() == 2) return group.destroy(2);
+      const auto start = Clock::now();
+      const WaitResult result = wait_in_vain(network, 2);
+      EXPECT_LT(seconds_between(start, Clock::now()), 0.9 * kSlowness);
+      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
+      EXPECT_EQ(result.peer, 2);
+      EXPECT_FALSE(result.peer_left);
+    });
+  }
+}
+
+TEST(TcpLostPeer, ASendIsLostWithItsReceiver) {
+  TcpGroup group(2);
+  Latch under_way(1);
+  group.run([&](TcpNetwork& network) {
+    if (network.rank() == 0) {
+      under_way.wait();
+      return group.destroy(0);
+    }
+    const Buffer large(std::size_t{64} << 20);
+    const Tickets tickets = {send(network, 0, 0, large)};
+    under_way.count_down();
+    const WaitResult result = network.wait(tickets, wait_seconds(20));
+    EXPECT_EQ(result.outcome, Outcome::kPeerLost);
+    EXPECT_EQ(result.peer, 0);
+    network.give_up(tickets);
+    EXPECT_EQ(wait_in_vain(network, 0).outcome, Outcome::kPeerLost) << "so is what is posted later";
+  });
+}
+
+TEST(TcpLostPeer, WhatIsWaitedForFromOthersStillArrives) {
+  TcpGroup group(3);
+  Latch gone(1);
+  group.run([&](TcpNetwork& network) {
+    const Buffer sent = pattern(500000, 1);
+    Buffer got(sent.size());
+    if (network.rank() == 0) {
+      group.destroy(0);
+      return gone.count_down();
+    }
+    gone.wait();
+    const int peer = 3 - network.rank();
+    const Tickets tickets = {send(network, peer, 0, sent), receive(network, peer, 0, got)};
+    EXPECT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+    EXPECT_TRUE(got == sent);
+  });
+}
+
+// What was sent before the goodbye is not lost by it, whenever it is received.
+TEST(TcpGoodbye, MessagesBeforeItArrive) {
+  for (const int connections : {1, 4}) {
+    for (const bool late : {false, true}) {
+      TcpGroup group(2, 1, connections);
+      Latch left(1);
+      group.run([&](TcpNetwork& network) {
+        const Buffer sent = pattern(300000, 5);
+        if (network.rank() == 0) {
+          const Tickets tickets = {send(network, 1, 0, sent)};
+          ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+          network.leave();
+          network.leave();
+          left.count_down();
+          if (late) group.destroy(0);
+          return;
+        }
+        if (late) left.wait();
+        Buffer got(sent.size());
+        const Tickets tickets = {receive(network, 0, 0, got)};
+        ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+        EXPECT_TRUE(got == sent);
+        const WaitResult result = wait_in_vain(network, 0);
+        EXPECT_EQ(result.outcome, Outcome::kPeerLost);
+        EXPECT_EQ(result.peer, 0);
+        EXPECT_TRUE(result.peer_left);
+      });
+    }
+  }
+}
+
+TEST(TcpGoodbye, OfBothAtOnce) {
+  TcpGroup group(3, 2, 2);
+  group.run([](TcpNetwork& network) {
+    network.leave();
+    error_of(ErrorKind::kInternal, [&] { send(network, (network.rank() + 1) % 3, 0, {}); });
+  });
+}
+
+TEST(TcpAbort, ReachesAllThatWaitAlsoThroughOthers) {
+  TcpGroup group(4);
+  Latch connected(4);
+  group.run_unconnected([&](TcpNetwork& network) {
+    // A chain 0 - 1 - 2 - 3; everybody waits for the one before.
+    std::vector<Network::Link> links;
+    if (network.rank() > 0) links.push_back({network.rank() - 1, 0});
+    if (network.rank() < 3) links.push_back({network.rank() + 1, 0});
+    network.connect(links, wait_seconds(20));
+    connected.count_down();
+    connected.wait();
+    if (network.rank() == 0) {
+      network.abort(ErrorKind::kTimeout, "rank 0 waited too long");
+      network.abort(ErrorKind::kMismatch, "late");
+    }
+    const WaitResult result = wait_in_vain(network, network.rank() == 0 ? 1 : network.rank() - 1);
+    EXPECT_EQ(result.outcome, Outcome::kAborted);
+    AbortRecord record;
+    ASSERT_TRUE(network.aborted(&record));
+    EXPECT_EQ(record.kind, ErrorKind::kTimeout);
+    EXPECT_EQ(record.origin, 0);
+    EXPECT_EQ(record.message, "rank 0 waited too long");
+  });
+}
+
+// Large messages fill the data connections; the abort has its own.
+TEST(TcpAbort, PassesWhatIsHeldUp) {
+  TcpGroup group(2);
+  Latch full(2);
+  group.run([&](TcpNetwork& network) {
+    const Buffer large(std::size_t{32} << 20);
+    const Tickets tickets = {send(network, 1 - network.rank(), 0, large)};
+    EXPECT_EQ(network.wait(tickets, wait_seconds(0.1)).outcome, Outcome::kTimeout);
+    full.count_down();
+    full.wait();
+    if (network.rank() == 1) network.abort(ErrorKind::kAborted, "enough");
+    EXPECT_EQ(network.wait(tickets, wait_seconds(20)).outcome, Outcome::kAborted);
+    network.give_up(tickets);
+  });
+}
+
+TEST(TcpAbort, FromAnotherThreadEndsAWait) {
+  TcpGroup group(2);
+  group.run([](TcpNetwork& network) {
+    std::thread other;
+    if (network.rank() == 0)
+      other = std::thread([&] { network.abort(ErrorKind::kAborted, "by the watchdog"); });
+    EXPECT_EQ(wait_in_vain(network, 1 - network.rank()).outcome, Outcome::kAborted);
+    if (other.joinable()) other.join();
+  });
+}
+
+TEST(TcpWake, EndsAWaitThatIsCancelled) {
+  TcpGroup group(2);
+  group.run([](TcpNetwork& network) {
+    std::atomic<bool> cancelled = false;
+    std::thread other([&] {
+      cancelled = true;
+      network.wake();
+    });
+    Buffer got(1);
+    const Tickets tickets = {receive(network, 1 - network.rank(), 0, got)};
+    Waiting waiting = wait_seconds(20);
+    waiting.cancelled = &cancelled;
+    EXPECT_EQ(network.wait(tickets, waiting).outcome, Outcome::kCancelled);
+    other.join();
+  });
+}
+
+// A fork holds the connections open as well, until it lets go of them: then the rank's end is seen.
+TEST(TcpFork, AbandonedConnectionsEndWithTheirRank) {
+  TcpGroup group(2);
+  int to_child[2];
+  ASSERT_EQ(::pipe(to_child), 0);
+  pid_t child = -1;
+  group.run([&](TcpNetwork& network) {
+    if (network.rank() == 0) {
+      child = ::fork();
+      if (child == 0) {
+        network.abandon();
+        char end = 0;
+        ::close(to_child[1]);
+        [[maybe_unused]] const ssize_t got = ::read(to_child[0], &end, 1);  // lives on until the test is over
+        ::_exit(0);
+      }
+      return group.destroy(0);
+    }
+    const WaitResult result = wait_in_vain(network, 0);
+    EXPECT_EQ(result.outcome, Outcome::kPeerLost);
+    EXPECT_EQ(result.peer, 0);
+  });
+  ::close(to_child[1]);
+  ::close(to_child[0]);
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+}
+
+bool set_loopback(bool up) {
+  const int socket = ::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  ifreq request{};
+  std::strcpy(request.ifr_name, "lo");
+  bool done = ::ioctl(socket, SIOCGIFFLAGS, &request) == 0;
+  if (up)
+    request.ifr_flags |= IFF_UP;
+  else
+    request.ifr_flags &= ~IFF_UP;
+  done = done && ::ioctl(socket, SIOCSIFFLAGS, &request) == 0;
+  ::close(socket);
+  return done;
+}
+
+/// Runs `body` in a network of its own, which can be switched off; false if this process may not have one.
+bool in_own_network(const std::function<void()>& body) {
+  bool made = false;
+  std::thread thread([&] {
+    // Of this thread and of those that it starts.
+    made = ::unshare(CLONE_NEWNET) == 0 && set_loopback(true);
+    if (made) body();
+  });
+  thread.join();
+  return made;
+}
+
+TEST(TcpHeartbeat, FindsAHostThatVanished) {
+  const bool made = in_own_network([] {
+    TcpGroup group(2);
+    for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 2.0;
+    Latch both(2);
+    std::atomic<bool> off = false;
+    group.run([&](TcpNetwork& network) {
+      const auto start = Clock::now();
+      both.count_down();
+      both.wait();
+      if (!off.exchange(true)) {
+        ASSERT_TRUE(set_loopback(false));
+      }
+      const WaitResult result = wait_in_vain(network, 1 - network.rank(), 30);
+      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
+      EXPECT_EQ(result.peer, 1 - network.rank());
+      EXPECT_FALSE(result.peer_left);
+      EXPECT_GT(seconds_between(start, Clock::now()), 0.9);
+      EXPECT_LT(seconds_between(start, Clock::now()), 4.0 * kSlowness);
+    });
+  });
+  if (!made) GTEST_SKIP() << "a network namespace of its own cannot be made (needs CAP_SYS_ADMIN)";
+}
+
+TEST(TcpHeartbeat, FindsOneThatVanishedInTheMiddleOfAMessage) {
+  const bool made = in_own_network([] {
+    TcpGroup group(2, 1, 2);
+    for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 2.0;
+    Latch off(1);
+    group.run([&](TcpNetwork& network) {
+      Buffer large(std::size_t{64} << 20);
+      Tickets tickets;
+      if (network.rank() == 1) {
+        tickets = {send(network, 0, 0, large)};
+        EXPECT_EQ(network.wait(tickets, wait_seconds(0.2)).outcome, Outcome::kTimeout);
+        ASSERT_TRUE(set_loopback(false));
+        off.count_down();
+      } else {
+        off.wait();
+        tickets = {receive(network, 1, 0, large)};
+      }
+      const WaitResult result = network.wait(tickets, wait_seconds(30));
+      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
+      EXPECT_EQ(result.peer, 1 - network.rank());
+      network.give_up(tickets);
+    });
+  });
+  if (!made) GTEST_SKIP() << "a network namespace of its own cannot be made (needs CAP_SYS_ADMIN)";
+}
+
+// The kernel answers for a rank that computes for longer than the heartbeat, also when its buffers are full.
+TEST(TcpHeartbeat, ARankThatMakesNoProgressIsNotLost) {
+  TcpGroup group(2);
+  for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 1.0;
+  group.run([](TcpNetwork& network) {
+    const Buffer large = pattern(std::size_t{32} << 20, 3);
+    if (network.rank() == 0) {
+      std::this_thread::sleep_for(std::chrono::seconds(3));  // what is tested
+      Buffer got(large.size());
+      const Tickets tickets = {receive(network, 1, 0, got)};
+      ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+      EXPECT_TRUE(got == large);
+    } else {
+      const Tickets tickets = {send(network, 0, 0, large)};
+      EXPECT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+    }
+  });
+}
+
+}  // namespace
+}  // namespace multiring

@@ -1,0 +1,150 @@
+// Peers that know the secret and send over TCP what they should not.
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/raw_peer.h"
+#include "support/tcp_group.h"
+#include "transport/tcp/frame.h"
+
+namespace multiring {
+namespace {
+
+using testing::all_links;
+using testing::Buffer;
+using testing::facts_of_rank_1;
+using testing::pattern;
+using testing::RawPeer;
+using testing::receive;
+using testing::tcp_options;
+using testing::wait_seconds;
+using Outcome = WaitResult::Outcome;
+using Tickets = std::vector<Network::Ticket>;
+
+constexpr int kControl = tcp::HelloFacts::kControl;
+
+/// Rank 0, and somebody in the place of rank 1 who knows the secret.
+class TcpFrames : public ::testing::Test {
+ protected:
+  TcpFrames() {
+    std::thread caller([&] {
+      EXPECT_TRUE(control.introduce(options, facts_of_rank_1(options, kControl)));
+      EXPECT_TRUE(data[0].introduce(options, facts_of_rank_1(options, 0, 0, 2)));
+      EXPECT_TRUE(data[1].introduce(options, facts_of_rank_1(options, 0, 1, 2)));
+    });
+    network.connect(all_links(network), wait_seconds(20));
+    caller.join();
+  }
+  static void say_frame(RawPeer& peer, const tcp::FrameHeader& header, std::size_t payload) {
+    peer.say(tcp::encode_frame_header(header));
+    peer.say(pattern(payload, 1));
+  }
+  /// Waits for a message of 100 bytes.
+  WaitResult wait() {
+    const Tickets tickets = {receive(network, 1, 0, got)};
+    const WaitResult result = network.wait(tickets, wait_seconds(20));
+    network.give_up(tickets);
+    return result;
+  }
+  void expect_aborted(ErrorKind kind, const std::string& fragment) {
+    EXPECT_EQ(wait().outcome, Outcome::kAborted);
+    AbortRecord record;
+    ASSERT_TRUE(network.aborted(&record));
+    EXPECT_EQ(record.kind, kind);
+    EXPECT_NE(record.message.find("rank 1 " + fragment), std::string::npos) << record.message;
+  }
+
+  TcpOptions options = tcp_options(0, 2);
+  InprocStore store;
+  TcpNetwork network{store, options};
+  RawPeer control{network};
+  RawPeer data[2] = {RawPeer(network), RawPeer(network)};
+  Buffer got = Buffer(100);
+};
+
+constexpr tcp::FrameKind kData = tcp::FrameKind::kData;
+
+TEST_F(TcpFrames, PartsComeInAnyOrder) {
+  say_frame(data[1], {kData, 0, 1, 100, 60, 40}, 40);
+  say_frame(data[0], {kData, 0, 1, 100, 0, 60}, 60);
+  EXPECT_TRUE(wait().ok());
+}
+
+TEST_F(TcpFrames, GarbageAborts) {
+  data[0].say(std::string(1000, 'x'));
+  expect_aborted(ErrorKind::kInternal, "sent what is no frame");
+}
+
+TEST_F(TcpFrames, FramesOfAnotherChannelAbort) {
+  say_frame(data[0], {kData, 1, 1, 100, 0, 100}, 100);
+  expect_aborted(ErrorKind::kInternal, "sent what is no frame of the message");
+}
+
+TEST_F(TcpFrames, PartsThatOverlapAbort) {
+  say_frame(data[0], {kData, 0, 1, 100, 0, 60}, 60);
+  say_frame(data[1], {kData, 0, 1, 100, 59, 41}, 41);
+  expect_aborted(ErrorKind::kInternal, "sent a part of a message twice");
+}
+
+TEST_F(TcpFrames, LongerMessagesThanPostedAbort) {
+  say_frame(data[0], {kData, 0, 1, 101, 0, 101}, 101);
+  expect_aborted(ErrorKind::kMismatch, "sent 101 bytes");
+}
+
+TEST_F(TcpFrames, RepeatedMessagesAbort) {
+  say_frame(data[0], {kData, 0, 1, 100, 0, 100}, 100);
+  EXPECT_TRUE(wait().ok());
+  say_frame(data[1], {kData, 0, 1, 100, 0, 100}, 100);
+  expect_aborted(ErrorKind::kInternal, "sent a message twice");
+}
+
+TEST_F(TcpFrames, DataOnTheControlConnectionAborts) {
+  say_frame(control, {kData, 0, 1, 100, 0, 100}, 100);
+  expect_aborted(ErrorKind::kInternal, "sent on its control connection");
+}
+
+TEST_F(TcpFrames, AnAbortOfNoRankAborts) {
+  control.say(tcp::encode_abort({ErrorKind::kTimeout, 2, "no such rank"}));
+  expect_aborted(ErrorKind::kInternal, "sent an abort that cannot be read");
+}
+
+TEST_F(TcpFrames, AbortsInPiecesAreHeard) {
+  const std::vector<std::byte> frame = tcp::encode_abort({ErrorKind::kTimeout, 1, std::string(4000, 'x')});
+  std::size_t begin = 0;
+  for (const std::size_t end : {std::size_t{20}, std::size_t{50}, frame.size()}) {
+    control.say(std::span(frame).subspan(begin, end - begin));
+    begin = end;
+    for (int i = 0; i < 10; ++i) network.progress();
+  }
+  EXPECT_EQ(wait().outcome, Outcome::kAborted);
+  AbortRecord record;
+  ASSERT_TRUE(network.aborted(&record));
+  EXPECT_EQ(record.origin, 1);
+  EXPECT_EQ(record.message.size(), 4000u);
+}
+
+TEST_F(TcpFrames, TruncatedOnesAreOfALostPeer) {
+  for (RawPeer& connection : data) {
+    const tcp::FrameHeaderBytes header = tcp::encode_frame_header({kData, 0, 1, 100, 0, 100});
+    connection.say(&connection == data ? std::span<const std::byte>(header) : std::span(header).first(13));
+  }
+  data[0].say(pattern(99, 1));
+  for (RawPeer& connection : data) connection.hang_up();
+  control.hang_up();
+  const WaitResult result = wait();
+  EXPECT_EQ(result.outcome, Outcome::kPeerLost);
+  EXPECT_EQ(result.peer, 1);
+  EXPECT_FALSE(result.peer_left);
+}
+
+// One connection alone ends, which no process that ends would do.
+TEST_F(TcpFrames, AConnectionThatEndsAloneIsOfALostPeer) {
+  data[1].hang_up();
+  EXPECT_EQ(wait().outcome, Outcome::kPeerLost);
+}
+
+}  // namespace
+}  // namespace multiring

@@ -1,0 +1,117 @@
+// Strangers at the ports of ranks that connect over TCP.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <deque>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/latch.h"
+#include "support/raw_peer.h"
+#include "support/tcp_group.h"
+
+namespace multiring {
+namespace {
+
+using testing::all_links;
+using testing::Buffer;
+using testing::Latch;
+using testing::open_descriptors;
+using testing::pattern;
+using testing::RawPeer;
+using testing::receive;
+using testing::send;
+using testing::tcp_options;
+using testing::TcpGroup;
+using testing::wait_seconds;
+using Tickets = std::vector<Network::Ticket>;
+
+void progress_until(TcpNetwork& network, const std::function<bool()>& reached) {
+  const Waiting waiting = wait_seconds(20);
+  while (!reached() && !waiting.deadline.expired()) network.progress();
+  EXPECT_TRUE(reached());
+}
+
+TEST(TcpStrangers, GarbageIsDroppedAndCounted) {
+  TcpGroup group(2);
+  std::vector<std::string> garbage = {"GET / HTTP/1.1\r\n\r\n", std::string(100000, 'x'),
+                                      std::string(1, '\0'), ""};
+  for (unsigned i = 0; i < 20; ++i) {
+    const Buffer random = pattern(108, i);
+    garbage.emplace_back(reinterpret_cast<const char*>(random.data()), random.size());
+  }
+  group.run_unconnected([&](TcpNetwork& network) {
+    if (network.rank() == 0) {
+      std::deque<RawPeer> strangers;
+      for (const std::string& text : garbage) {
+        strangers.emplace_back(network).say(text);
+        if (text.size() < 2) strangers.back().hang_up();
+      }
+      network.connect(all_links(network), wait_seconds(20));
+      progress_until(network, [&] { return network.strangers().garbage == garbage.size(); });
+      for (RawPeer& stranger : strangers) stranger.hang_up();
+    } else {
+      network.connect(all_links(network), wait_seconds(20));
+      EXPECT_EQ(network.strangers().total(), 0u);
+    }
+    Buffer got(10);
+    const Tickets tickets = {send(network, 1 - network.rank(), 0, got),
+                             receive(network, 1 - network.rank(), 0, got)};
+    EXPECT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+  });
+}
+
+TEST(TcpStrangers, AThousandOfThemLeaveNothing) {
+  InprocStore store;
+  TcpNetwork network(store, tcp_options(0, 2));
+  const int before = open_descriptors();
+  for (unsigned i = 1; i <= 1000; ++i) {
+    RawPeer(network).say(i % 2 == 0 ? "" : "GET / HTTP/1.1\r\n\r\n");
+    if (i % 100 == 0) progress_until(network, [&] { return network.strangers().garbage == i; });
+  }
+  EXPECT_EQ(open_descriptors(), before);
+}
+
+TEST(TcpStrangers, SlowOnesAreHungUpOn) {
+  InprocStore store;
+  TcpOptions options = tcp_options(0, 2);
+  options.handshake_seconds = 0.2;
+  TcpNetwork network(store, options);
+  RawPeer silent(network);
+  RawPeer slow(network);
+  slow.say("MRCPHLO");
+  progress_until(network, [&] { return network.strangers().late == 2; });
+  EXPECT_TRUE(silent.is_hung_up());
+  EXPECT_TRUE(slow.is_hung_up());
+}
+
+// Ranks get in while strangers come faster than these are hung up on for being slow.
+TEST(TcpStrangers, AFloodOfThemLocksNobodyOut) {
+  TcpGroup group(3, 2, 2);
+  for (int rank = 0; rank < 3; ++rank) group.options(rank).max_strangers = 16;
+  Latch connected(3);
+  group.run_unconnected([&](TcpNetwork& network) {
+    std::atomic<bool> stop = false;
+    std::thread flood;
+    if (network.rank() == 0) {
+      flood = std::thread([&] {
+        std::deque<RawPeer> strangers;
+        while (!stop) {
+          strangers.emplace_back(network);
+          if (strangers.size() > 100) strangers.pop_front();
+        }
+      });
+      progress_until(network, [&] { return network.strangers().crowded > 50; });
+    }
+    network.connect(all_links(network), wait_seconds(40));
+    stop = true;
+    if (flood.joinable()) flood.join();
+    connected.count_down();
+    connected.wait();
+  });
+}
+
+}  // namespace
+}  // namespace multiring
