@@ -54,7 +54,7 @@ struct TcpOptions {
 /// speeds of the interfaces, or to `set_weights`.
 ///
 /// **Lost peers.** A process that ends closes its connections, which peers see at once. A host that vanishes
-/// is found by the kernels' heartbeat (docs/adr/0009: keepalive on the connections; on the control connection
+/// is found by the kernels' heartbeat (docs/adr/0010: keepalive on the connections; on the control connection
 /// also a limit for what is not acknowledged). It is the peer's kernel that answers it, and not its process:
 /// a rank that computes and makes no progress, or is stopped in a debugger, is slow and not lost. How long to
 /// wait for a slow one is a matter of deadlines.
