@@ -217,7 +217,8 @@ class GradientSlots:
     def _show(self, index: int, in_place: Array | None = None) -> None:
         parameter = self.parameters[index]
         shown = place(self._views[index], on_device(parameter.array)) if in_place is None else in_place
-        if parameter.grad is not shown:  # to set it takes Chainer longer than to look
+        # To set it takes Chainer longer than to look. It also forgets how the gradient was computed.
+        if parameter.grad is not shown or _has_history(parameter):
             parameter.grad = shown
         # CuPy has no weak references.
         self._shown[index] = weakref.ref(shown) if isinstance(shown, np.ndarray) else lambda: shown
@@ -245,14 +246,21 @@ def _address(gradient: Any) -> int:
     return address_of(gradient) if isinstance(gradient, np.ndarray) and gradient.size > 0 else id(gradient)
 
 
+def _has_history(parameter: chainer.Parameter) -> bool:
+    """Whether Chainer could differentiate the gradient further."""
+    known = parameter._grad_var
+    return known is not None and known.creator_node is not None
+
+
 def _is_alone(gradient: Any) -> bool:
     """Whether the gradient of a parameter may be reduced where it is: nobody else has the array."""
     if not isinstance(gradient, np.ndarray):
         return False
-    flags, base = gradient.flags, gradient.base
-    if not (flags.c_contiguous and flags.writeable):
+    # Not a variable for the flags: they hold a reference to the array.
+    base = gradient.base
+    if not (gradient.flags.c_contiguous and gradient.flags.writeable):
         return False
-    if base is None and not flags.owndata:
+    if base is None and not gradient.flags.owndata:
         return False
     # That of the gradient, of this function and of the argument.
     if base is not None and not (isinstance(base, np.ndarray) and sys.getrefcount(base) <= 3):

@@ -11,8 +11,9 @@ leave in an order of their own. Finish depends on all of them, and is a `Blockin
 
 Where the graph lets it, a gradient is reduced in the memory that it was computed in (`ReadyInPlace`, put in
 by a rewrite): PyTensor is told that Ready destroys it, so whoever else reads it runs before. That memory must
-not be written again before the reduction has ended, which an exception may leave under way when a function is
-called anew; so Begin, which waits for what is left over, runs before the nodes that compute the gradients.
+not be written again before the reduction has ended, and an exception may leave one under way when the
+function is called anew. Linkers keep the arrays of a call for the next one; so Ready takes away what it
+reduces.
 
 Elsewhere Ready copies it to its slot in a bucket, which the next round overwrites. PyTensor is told so by
 declaring the slot a view of a constant: it then never works in place on it, and copies what a function
@@ -21,7 +22,7 @@ returns or stores in a shared variable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -84,6 +85,7 @@ class Round:
         self._views = []
         self.is_closed = True
         self.reducer.close()
+        self.elsewhere.clear()
 
 
 class Begin(PerformOp):
@@ -181,12 +183,42 @@ class ReadyInPlace(Ready):
         super().__init__(name, current, index)
         self.destroy_map, self.view_map = {0: [0]}, {}
 
+    def make_py_thunk(
+        self, node: Apply, storage_map: Any, compute_map: Any, no_recycling: Any, debug: bool = False
+    ) -> Any:
+        """How the linkers but Numba's, which keeps no arrays, run it."""
+        thunk = super().make_py_thunk(node, storage_map, compute_map, no_recycling, debug)
+        kept = [storage_map[made] for made in origins(node.inputs[0]) if made.owner is not None]
+
+        def take() -> Any:
+            try:
+                return thunk()
+            finally:
+                for cell in kept:
+                    cell[0] = None
+
+        for name in ("inputs", "outputs", "lazy", "perform"):
+            setattr(take, name, getattr(thunk, name))
+        return take
+
     def bring(self, gradient: NDArray[Any]) -> NDArray[Any]:
         """Have a gradient reduced where it lies."""
         array = gradient if is_plain(gradient) else np.array(gradient, order="C")
         self.current.elsewhere[self.index] = array
         self.current.reducer.mark_ready(self.index, InPlace(address_of(array), array))
         return array
+
+
+def origins(variable: Variable) -> Iterator[Variable]:
+    """What shares the memory of an array: itself, what it is a view of, or what it was made in place of."""
+    while variable.owner is not None:
+        yield variable
+        sources = {**variable.owner.op.view_map, **variable.owner.op.destroy_map}
+        found = sources.get(variable.owner.outputs.index(variable))
+        if not found:
+            return
+        variable = variable.owner.inputs[found[0]]
+    yield variable
 
 
 class Finish(BlockingOp):
@@ -219,8 +251,11 @@ class Finish(BlockingOp):
 
     def run(self, inputs: Sequence[Any], outputs: Sequence[list[Any]]) -> None:
         """Send what has not left, wait for all."""
-        result = self.current.reducer.finish(self.current)
-        for storage, array in zip(outputs, self.current.take_results(), strict=False):
+        try:
+            result = self.current.reducer.finish(self.current)
+        finally:
+            arrays = self.current.take_results()
+        for storage, array in zip(outputs, arrays, strict=False):
             storage[0] = array
         outputs[-1][0] = result.produced
 

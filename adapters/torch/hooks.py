@@ -35,7 +35,7 @@ class _Arrival:
         self._position = position
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        self._hooks._arrived(self._position)
+        self._hooks._arrived(self._position, parameter)
 
 
 class _Pass:
@@ -184,11 +184,17 @@ class GradientHooks:
         self._handles = []
         self._slots.close()
 
-    def _arrived(self, position: int) -> None:
+    def _arrived(self, position: int, parameter: torch.Tensor) -> None:
         """The gradient of a parameter has been accumulated."""
         current = None if self._pass is None else self._pass()
         if current is None:
             current = self._begin_pass()
+        gradient = parameter.grad
+        if gradient is not None and gradient.requires_grad:
+            raise UsageError(
+                f"rank {self._comm.rank}: backward(create_graph=True) cannot differentiate through the "
+                "reduction over ranks; use torch.autograd.grad for higher derivatives"
+            )
         if current.reduce:
             self._slots.mark_ready(position)
         else:

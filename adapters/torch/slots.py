@@ -58,6 +58,7 @@ class ParameterSlots:
         self._places: dict[int, _Place] = {}
         # What was reduced where it lay. Only to compare tensors with: to use one would take a TensorWeakRef.
         self._last: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._placed: list[tuple[int, InPlace]] = []  # what this round reduces where it lies
         self._comm, self._options, self._sparse = comm, options, frozenset(sparse)
         self._reducer: GradientReducer | None = None
         self._plan()
@@ -109,7 +110,15 @@ class ParameterSlots:
     def finish(self) -> None:
         """Last step: wait for everything."""
         exchanges, self._exchanges = self._exchanges, {}
-        self._settle(self.reducer.finish(self), exchanges)
+        try:
+            result = self.reducer.finish(self)
+        finally:
+            placed, self._placed = self._placed, []
+        for index, place in placed:
+            parameter = self._trainable[index]()
+            if parameter is not None and parameter.grad is not place.owner:
+                raise self._was_replaced(index)
+        self._settle(result, exchanges)
         self._refresh_views()
 
     def cancel(self) -> None:
@@ -122,6 +131,7 @@ class ParameterSlots:
             self._exchanges = {}
             kept = [index for index in self.reducer.sent() if self._is_kept(index)]
             self.reducer.cancel()
+            self._placed = []
             self._refresh_views()
             if kept:
                 name = self.reducer.specs[kept[0]].name
@@ -161,11 +171,6 @@ class ParameterSlots:
         gradient = None if parameter is None else parameter.grad
         if parameter is None or gradient is None:
             return False
-        if gradient.requires_grad:
-            raise UsageError(
-                f"rank {self._comm.rank}: backward(create_graph=True) cannot differentiate through the "
-                "reduction over ranks; use torch.autograd.grad for higher derivatives"
-            )
         place = self._places.get(index)
         if place is None or gradient is place.view:  # sparse, or there already
             return True
@@ -185,9 +190,24 @@ class ParameterSlots:
         parameter.grad = view
         return True
 
-    def _locate(self, index: int) -> InPlace | None:
-        place = self.store(index)
-        return place if isinstance(place, InPlace) else None
+    def _locate(self, indices: list[int]) -> list[tuple[int, InPlace]]:
+        found = [(index, self.store(index)) for index in indices]
+        for index, place in found:
+            if place is False:
+                raise self._was_replaced(index)
+        places = [(index, place) for index, place in found if isinstance(place, InPlace)]
+        self._placed += places
+        return places
+
+    def _was_replaced(self, index: int) -> UsageError:
+        name = self.reducer.specs[index].name
+        return UsageError(
+            f"rank {self._comm.rank}: the gradient of '{name}' was replaced or taken away while it was to be "
+            "averaged, by another hook on the parameter; change gradients after backward(), or register that "
+            "hook before multiring's",
+            rank=self._comm.rank,
+            tensor=name,
+        )
 
     def _is_kept(self, index: int) -> bool:
         """Whether the gradient is still where it was reduced."""
@@ -220,7 +240,7 @@ class ParameterSlots:
         self._reducer = GradientReducer(
             *(self._comm, specs, self._options),
             as_array=as_tensor,
-            locate=lambda index: None if (method := locate()) is None else method(index),
+            locate=lambda indices: () if (method := locate()) is None else method(indices),
         )
         self._index = {place: index for index, place in enumerate(places)}
         self._trainable = [self._parameters[place] for place in places]

@@ -11,7 +11,7 @@ After the first round the buckets are planned anew in the order in which gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ class GradientReducer:
         options: ReducerOptions | None = None,
         *,
         as_array: Callable[[Bytes, str], Any] = numpy_array,
-        locate: Callable[[int], InPlace | None] | None = None,
+        locate: Callable[[list[int]], Iterable[tuple[int, InPlace]]] | None = None,
     ) -> None:
         """Compare the model over ranks and allocate the buckets.
 
@@ -79,9 +79,9 @@ class GradientReducer:
             specs: The parameters, in the same order on every rank.
             options: How to reduce.
             as_array: Makes an array that `comm.allreduce` accepts (and that has `*=`) of bytes and a dtype.
-            locate: Tells where a gradient is that was marked ready without a place, None: in its slot. Asked
-                when its bucket leaves: a bucket's gradients one after the other take half as long as each of
-                them in the middle of a backward pass, which has filled the caches with other things.
+            locate: Tells which of the given gradients, which were marked ready without a place, are not in
+                their slots, and where they are. Asked when their bucket leaves: one after the other they take
+                half as long as each in the middle of a backward pass, which fills the caches with others.
 
         Raises:
             UsageError: No parameters, names that repeat, a dtype that cannot be reduced, an impossible scale.
@@ -285,7 +285,10 @@ class GradientReducer:
         number, options = len(current.works), self.options
         bucket = self.plan.buckets[number]
         if self._locate is not None:
-            self._note_places(current, bucket, self._locate)
+            indices = [s.index for s in bucket.slots if current.ready[s.index]]
+            missing = [index for index in indices if index not in current.elsewhere]
+            for index, place in self._locate(missing):
+                self._note_place(current, index, place)
         self._memory.raise_flags(number, [current.ready[slot.index] for slot in bucket.slots], active)
         if self._comm is None:
             if options.scale != 1.0:
@@ -328,14 +331,6 @@ class GradientReducer:
                 # A gradient of an earlier round that the program keeps. It takes part, because another rank
                 # may add to it now; if none does, these bits come back untouched by averaging.
                 current.kept[index] = self._memory_of(current, index).copy()
-
-    def _note_places(self, current: _Round, bucket: Bucket, locate: Callable[[int], InPlace | None]) -> None:
-        for slot in bucket.slots:
-            index = slot.index
-            if current.ready[index] and index not in current.elsewhere:
-                place = locate(index)
-                if place is not None:
-                    self._note_place(current, index, place)
 
     def _note_place(self, current: _Round, index: int, place: InPlace) -> None:
         other = current.addresses.setdefault(place.address, index)

@@ -38,6 +38,24 @@ def written_in_place(comm: Communicator) -> None:
             np.testing.assert_allclose(parameter.array, expected, rtol=1e-12, err_msg=name)
 
 
+def stay_where_they_are(comm: Communicator) -> None:
+    """What a backward pass has computed is averaged in its own memory."""
+    model = make_model()
+    mn = multiring.chainer.create_communicator(comm)
+    for turn in range(3):
+        model.cleargrads()
+        squares(model, comm.rank + turn).backward()
+        used = {name: p for name, p in model.namedparams() if p.grad is not None}
+        before = {name: parameter.grad.ctypes.data for name, parameter in used.items()}
+        mn.multi_node_mean_grad(model)
+        assert {name: parameter.grad.ctypes.data for name, parameter in used.items()} == before
+        assert used
+
+
+def test_gradients_of_a_backward_pass_stay_where_they_are(ranks: Pool) -> None:
+    ranks(2).run(stay_where_they_are)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_values_written_into_the_same_arrays(ranks: Pool, size: int) -> None:
     ranks(size).run(written_in_place)

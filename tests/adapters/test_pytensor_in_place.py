@@ -12,6 +12,7 @@ from pytensor.raise_op import Assert
 
 from multiring import Communicator
 from multiring.pytensor import DistributedGradients
+from multiring.pytensor.gradient_ops import origins
 from tests.adapters.pytensor_support import Pool, collectives_in, fast_run, scheduled
 
 SHAPE = (3, 4)
@@ -129,21 +130,45 @@ def test_a_failed_step_does_not_write_into_the_next(ranks: Pool, gc: bool) -> No
     ranks(2).run(a_step_fails, gc)
 
 
-def begin_precedes(comm: Communicator, seed: int) -> None:
-    """Whatever the schedule: Begin, which waits for leftovers, runs before any writer of a gradient."""
+def reduced_memory_is_gone(comm: Communicator, gc: bool) -> None:
+    """No linker, nor a copy of a function, writes again what a reduction may still be under way in."""
     x = pt.matrix("x", shape=SHAPE)
-    gradients = DistributedGradients(parameters(2), comm)
-    averages = gradients.reduce([pt.exp(x * 2).T.T, pt.sin(x)]).gradients
-    f = pytensor.function([x], averages, mode=scheduled(seed))
-    nodes = list(f.vm.nodes)
-    places = {node: place for place, node in enumerate(nodes)}
-    ready = [node for node in nodes if str(node.op).startswith("multiring.ready_in_place")]
-    begin = next(place for node, place in places.items() if str(node.op).startswith("multiring.begin"))
-    assert len(ready) == 2
-    assert all(begin < places[node.inputs[0].owner] for node in ready)
+    turned = pytensor.shared(np.zeros(SHAPE[::-1]), name="turned", shape=SHAPE[::-1])
+    gradients = DistributedGradients([*parameters(1), turned], comm)
+    averages = gradients.reduce([pt.sin(x), pt.exp(x * 2).T]).gradients
+    mode = Mode(VMLinker(use_cloop=True, c_thunks=False, allow_gc=gc), "fast_run")
+    f = pytensor.function([x], averages, mode=mode)
+    for function in (f, f.copy()):
+        function(np.ones(SHAPE))
+        ready = [node for node in function.vm.nodes if "ready_in_place" in str(node.op)]
+        assert ready
+        for node in ready:
+            for made in origins(node.inputs[0]):
+                assert function.vm.storage_map[made][0] is None
     gradients.close()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_leftovers_are_waited_for_before_gradients_are_computed(ranks: Pool, seed: int) -> None:
-    ranks(2).run(begin_precedes, seed)
+@pytest.mark.parametrize("gc", [True, False])
+def test_reduced_memory_is_not_used_again(ranks: Pool, gc: bool) -> None:
+    ranks(2).run(reduced_memory_is_gone, gc)
+
+
+def state_of_the_program(comm: Communicator) -> None:
+    """A shared variable that the function updates is reduced in a copy."""
+    total = pytensor.shared(matrix(comm.rank), name="total", shape=SHAPE)
+    x = pt.matrix("x", shape=SHAPE)
+    gradients = DistributedGradients(parameters(2), comm)
+    averages = gradients.reduce([total, total + x]).gradients
+    f = pytensor.function([x], averages, updates=[(total, 0 * total)], mode=fast_run())
+    first, second = f(np.ones(SHAPE))
+    np.testing.assert_allclose(first, mean(comm.size), rtol=1e-13)
+    np.testing.assert_allclose(second, mean(comm.size) + 1, rtol=1e-13)
+    assert not total.get_value().any()
+    for node in f.vm.nodes:
+        if "ready_in_place" in str(node.op):
+            assert list(origins(node.inputs[0]))[-1].owner is not None
+    gradients.close()
+
+
+def test_shared_variables_are_not_reduced_where_they_are(ranks: Pool) -> None:
+    ranks(2).run(state_of_the_program)

@@ -117,6 +117,27 @@ def test_refused(ranks: Pool, size: int) -> None:
     ranks(size).run(refuse_what_cannot_work)
 
 
+def replace_in_a_hook(comm: Communicator, how: str, bucket_bytes: int) -> None:
+    """By a hook that runs after ours, when the gradient is on its way or about to be."""
+    model = make_model()
+    multiring.torch.register_gradient_hooks(
+        model, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes
+    )
+    model[2].weight.register_post_accumulate_grad_hook(
+        lambda p: setattr(p, "grad", None if how == "taken away" else p.grad.clamp(-1, 1))
+    )
+    torch.autograd.backward(squares(model, comm.rank))
+
+
+@pytest.mark.parametrize(
+    ("how", "bucket_bytes"), [("taken away", 1 << 20), ("taken away", 64), ("replaced", 64)]
+)
+def test_gradients_that_another_hook_replaces_are_refused(ranks: Pool, how: str, bucket_bytes: int) -> None:
+    for error in ranks(2).run_expecting_errors(replace_in_a_hook, how, bucket_bytes):
+        assert isinstance(error, UsageError), error
+        assert "the gradient of '2.weight' was replaced or taken away" in str(error)
+
+
 def differ(comm: Communicator, what: str) -> None:
     model = make_model()
     options: dict[str, Any] = {}
