@@ -144,20 +144,24 @@ double limit_seconds(const Plan& plan, const CostModel& model) {
   // Of a group of n, each member sends and receives at least so much of what the group reduces.
   const auto share = [](double n) { return 2.0 * (n - 1.0) / n; };
   double limit = 0.0;
+  double divided = bytes;      // what a host still has to reduce in the dimension
+  double by_interfaces = 0.0;  // what it sends in dimensions without links of their own
+  for (int dimension = 1; dimension < static_cast<int>(plan.mode().size()); ++dimension) {
+    const auto n = static_cast<double>(plan.mode()[static_cast<std::size_t>(dimension)].size);
+    const LinkCost* own = own_link(model, dimension);
+    if (own != nullptr)
+      limit = std::max(limit, share(n) * divided / own->bytes_per_second);
+    else
+      by_interfaces += share(n) * divided;
+    divided /= n;
+  }
   for (const Host& host : cluster.hosts) {
     if (cluster.size() > 1)
       limit = std::max(limit,
                        2.0 * static_cast<double>(host.ranks.size()) * bytes / host.memory.bytes_per_second);
     double speed = 0.0;
     for (const Interface& interface : host.interfaces) speed += interface.bytes_per_second;
-    if (cluster.host_count() > 1) limit = std::max(limit, share(cluster.host_count()) * bytes / speed);
-  }
-  double divided = bytes;  // what a host still has to reduce in the dimension
-  for (int dimension = 1; dimension < static_cast<int>(plan.mode().size()); ++dimension) {
-    const auto n = static_cast<double>(plan.mode()[static_cast<std::size_t>(dimension)].size);
-    const LinkCost* own = own_link(model, dimension);
-    if (own != nullptr) limit = std::max(limit, share(n) * divided / own->bytes_per_second);
-    divided /= n;
+    if (by_interfaces > 0.0) limit = std::max(limit, by_interfaces / speed);
   }
   return limit;
 }

@@ -224,3 +224,24 @@ def test_the_native_module_names_what_it_does_not_know() -> None:
     assert (plan.element_bytes, plan.partial_bytes, plan.segments) == (2, 4, 1)
     with pytest.raises(UsageError, match="the plan has 2 steps"):
         plan.traffic(2)
+
+
+def test_a_faster_link_of_a_dimension_raises_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_of(capsys, "--hosts", "4", "--links", "100gbit:5us", "--bytes", "100M")
+    assert found["limit_seconds"] == pytest.approx(100 * MIB * 1.5 / 12.5e9)
+    assert found["share_of_limit"] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--hosts", "16", "--links", "10gbit:20us,1gbit:1ms"], "2 links, but mode 1px16p has 1"),
+        (["--bytes", "99999999T"], "up to 32 TiB"),
+        (["--segment", "99999999T"], "up to 32 TiB"),
+    ],
+)
+def test_what_would_be_left_out_or_overflow_is_refused(
+    capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    assert cli.main(["plan", *options]) == 2
+    assert words in capsys.readouterr().err

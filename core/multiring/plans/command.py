@@ -16,6 +16,9 @@ __all__ = ["add_arguments", "main"]
 # Every transfer of every candidate is counted, so that more would take minutes.
 _MOST_RANKS = 1 << 14
 
+# Sums over all ranks have to fit into 64 bits.
+_MOST_BYTES = 1 << 45
+
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64")
 
 
@@ -139,12 +142,20 @@ def predict(args: argparse.Namespace) -> Prediction:
     model.dimensions = [native.LinkCost(latency, rate) for rate, latency in args.links]
     request = native.PlanRequest()
     itemsize = native.dtype_size(args.dtype)
+    if max(args.nbytes, args.segment) > _MOST_BYTES:
+        _refuse(f"--bytes and --segment may be up to {_MOST_BYTES >> 40} TiB")
     request.dtype = args.dtype
     request.count = -(-args.nbytes // itemsize)
     request.mode = args.mode
     request.segment = -(-args.segment // itemsize)
     request.reproducible = args.reproducible
     plan = native.choose_plan(cluster, request, model)
+    across = plan.mode.count("x")
+    if len(args.links) > across:
+        _refuse(
+            f"--links has {len(args.links)} links, but mode {plan.mode} has {across} across hosts: name the "
+            "dimensions by --mode"
+        )
     return Prediction(
         cluster=cluster,
         interfaces=interfaces,

@@ -42,7 +42,7 @@ class Prediction:
     @property
     def share_of_limit(self) -> float:
         """How much of what bytes over bandwidth allow is reached; 1 where nothing has to move."""
-        return min(self.limit / self.seconds, 1.0) if self.seconds > 0 else 1.0
+        return self.limit / self.seconds if self.seconds > 0 else 1.0
 
 
 def as_text(prediction: Prediction) -> str:
@@ -91,9 +91,9 @@ def _order_text(prediction: Prediction) -> str:
     if len(prediction.cluster.ranks) == 1:
         return "canonical"
     if plan.parts_across_hosts == 1:
-        return "canonical; the ranks of every host form a subtree, so a host's sum travels as it is"
+        return "canonical; what a host brings to each step is one subtree, so a host's sum travels as it is"
     return (
-        "canonical; a host's ranks form no subtree, so up to "
+        "canonical; the ranks of a host, or of a block of hosts, form no subtree, so up to "
         f"{plan.parts_across_hosts} sums of parts of them travel in place of one"
     )
 
