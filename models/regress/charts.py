@@ -23,6 +23,9 @@ _Group = tuple[str, str, list[float | None]]
 # Lines that lie on each other: the first ones are wide and pale, so that the last ones do not hide them.
 WIDEST, NARROWEST = 7.0, 1.2
 
+# Room for the longest label of a legend and its mark.
+_INCHES_PER_LABEL = 1.3
+
 
 def draw_curves(curves: Curves, titles: Mapping[str, str]) -> str | None:
     """Loss curves of all frameworks and ranks laid over each other; None if there are none."""
@@ -40,6 +43,7 @@ def draw_curves(curves: Curves, titles: Mapping[str, str]) -> str | None:
         _draw_lines(axes, lines, titles)
         axes.set_title(title, fontsize=10.5)
         axes.set_xlabel(unit)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("loss")
     _explain(figure, [key for panel in panels for key in panel[2]], titles)
     return _svg(figure)
@@ -90,7 +94,8 @@ def _explain(figure: Figure, keys: Sequence[tuple[str, int]], titles: Mapping[st
         )
         for ranks in sorted({ranks for _, ranks in keys})
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    columns = min(len(handles), int(figure.get_figwidth() / _INCHES_PER_LABEL))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def draw_speeds(speeds: Mapping[tuple[str, int], TrainingSpeed], titles: Mapping[str, str]) -> str | None:
