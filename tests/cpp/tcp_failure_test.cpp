@@ -1,7 +1,9 @@
 // Peers that end, leave, abort or vanish while others wait for them over TCP.
 
 #include <gtest/gtest.h>
+#include <linux/filter.h>
 #include <net/if.h>
+#include <netinet/tcp.h>
 #include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -306,6 +308,60 @@ TEST(TcpHeartbeat, FindsOneThatVanishedInTheMiddleOfAMessage) {
     });
   });
   if (!made) GTEST_SKIP() << "a network namespace of its own cannot be made (needs CAP_SYS_ADMIN)";
+}
+
+/// From now on nothing arrives on the data connections of this process, not even acknowledgements; the
+/// control connections, which have a limit of their own, stay as they are. How many were cut off.
+int cut_data_connections() {
+  int cut = 0;
+  for (int fd = 0; fd < 1024; ++fd) {
+    tcp_info info{};
+    unsigned limit = 0;
+    socklen_t info_length = sizeof info;
+    socklen_t limit_length = sizeof limit;
+    if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &info_length) != 0 ||
+        info.tcpi_state != TCP_ESTABLISHED)
+      continue;
+    if (::getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit, &limit_length) != 0 || limit != 0) continue;
+    sock_filter nothing = BPF_STMT(BPF_RET | BPF_K, 0);
+    const sock_fprog program = {1, &nothing};
+    if (::setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program) == 0) ++cut;
+  }
+  return cut;
+}
+
+// With room in the peer's buffers and without.
+TEST(TcpHeartbeat, ABrokenPathIsFoundWhereBothEndsSend) {
+  for (const std::size_t bytes : {1000, 64 << 20}) {
+    TcpGroup group(2);
+    for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 1.0;
+    Latch full(2);
+    Latch cut(1);
+    group.run([&](TcpNetwork& network) {
+      const int peer = 1 - network.rank();
+      const Buffer large(bytes);
+      Buffer got(bytes);
+      Tickets tickets;
+      if (bytes > 1000) tickets.push_back(send(network, peer, 0, large));
+      for (int i = 0; i < 100; ++i) network.progress();
+      full.count_down();
+      full.wait();
+      if (network.rank() == 0) {
+        EXPECT_EQ(cut_data_connections(), 2);
+        cut.count_down();
+      }
+      cut.wait();
+      if (bytes == 1000) tickets.push_back(send(network, peer, 0, large));
+      tickets.push_back(receive(network, peer, 0, got));
+      const auto start = Clock::now();
+      const WaitResult result = network.wait(tickets, wait_seconds(20));
+      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
+      EXPECT_EQ(result.peer, peer);
+      EXPECT_FALSE(result.peer_left);
+      EXPECT_GT(seconds_between(start, Clock::now()), 0.5);
+      network.give_up(tickets);
+    });
+  }
 }
 
 // The kernel answers for a rank that computes for longer than the heartbeat, also when its buffers are full.

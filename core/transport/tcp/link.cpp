@@ -5,6 +5,8 @@
 
 #include <cerrno>
 
+#include "transport/tcp/sockets.h"
+
 namespace multiring::tcp {
 
 void TcpLink::on_events(std::uint32_t events) {
@@ -52,6 +54,19 @@ void TcpLink::fail(int error) {
 
 void TcpLink::end_output() {
   if (open()) ::shutdown(socket_.get(), SHUT_WR);
+}
+
+void TcpLink::check_answers(Clock::time_point now, double seconds) {
+  if (!open()) return;
+  const Unanswered owed = unanswered(socket_.get());
+  if (!owed.anything) {
+    unanswered_since_.reset();
+    return;
+  }
+  // An answer in between was one to what was sent then; what is on its way now was sent later.
+  if (!unanswered_since_ || owed.since_answer < seconds_between(*unanswered_since_, now))
+    unanswered_since_ = now;
+  if (seconds_between(*unanswered_since_, now) >= seconds) fail(ETIMEDOUT);
 }
 
 }  // namespace multiring::tcp

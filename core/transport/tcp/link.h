@@ -4,8 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 
+#include "base/deadline.h"
 #include "base/error.h"
 #include "transport/tcp/poller.h"
 
@@ -50,6 +52,9 @@ class TcpLink : public EventSink {
 
   /// Tells the peer that nothing more will be sent.
   void end_output();
+  /// Closes the connection with an error if the peer's kernel has owed an answer for `seconds`. It has to be
+  /// asked again and again to know.
+  void check_answers(Clock::time_point now, double seconds);
 
  protected:
   /// Receives at most `bytes` into `to`, more than 0; how many it were, or 0 if there are none for now.
@@ -67,6 +72,7 @@ class TcpLink : public EventSink {
   Descriptor socket_;
   int peer_;
   bool ending_ = false;  // the peer sends no more than what is there
+  std::optional<Clock::time_point> unanswered_since_;
 };
 
 }  // namespace multiring::tcp

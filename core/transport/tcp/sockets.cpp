@@ -81,4 +81,14 @@ void set_heartbeat(int socket, double seconds, bool unanswered_too) {
   set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
 }
 
+Unanswered unanswered(int socket) {
+  tcp_info info{};
+  socklen_t length = sizeof info;
+  if (::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return {};
+  // Where the peer has no room, the kernel asks for it at longer and longer intervals: what counts is whether
+  // it has asked since the last answer, not how long ago that was.
+  const bool sent = info.tcpi_unacked > 0 && info.tcpi_last_data_sent < info.tcpi_last_ack_recv;
+  return {sent || info.tcpi_probes > 0, info.tcpi_last_ack_recv / 1000.0};
+}
+
 }  // namespace multiring::tcp

@@ -25,4 +25,11 @@ void set_no_delay(int socket);
 /// a peer that is slow to read for a dead one.
 void set_heartbeat(int socket, double seconds, bool unanswered_too);
 
+/// What the peer's kernel owes an answer for.
+struct Unanswered {
+  bool anything = false;      ///< something was sent after its last answer
+  double since_answer = 0.0;  ///< seconds since its last answer
+};
+Unanswered unanswered(int socket);
+
 }  // namespace multiring::tcp

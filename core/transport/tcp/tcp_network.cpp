@@ -18,6 +18,7 @@ constexpr double kSlice = 0.05;
 /// How long the other connections of a peer may take to show their end, or what they still carry, when one
 /// has ended: a process closes all of them at once.
 constexpr double kEndingSeconds = 1.0;
+constexpr double kChecksPerHeartbeat = 10;
 
 }  // namespace
 
@@ -86,6 +87,7 @@ void TcpNetwork::has_work(TcpLink& link) {
 
 void TcpNetwork::look_at_clock() {
   door_.look_at_clock();
+  check_answers();
   while (!ending_.empty()) {
     Peer& oldest = peer(ending_.front());
     if (seconds_between(*oldest.ending, Clock::now()) < kEndingSeconds) return;
@@ -93,6 +95,18 @@ void TcpNetwork::look_at_clock() {
     oldest.dead = oldest.dead || !oldest.left;
     settle(oldest);
   }
+}
+
+// The kernel sends no probes where something is on its way, and gives up on that after a quarter of an hour.
+void TcpNetwork::check_answers() {
+  const Clock::time_point now = Clock::now();
+  if (now < next_check_) return;
+  next_check_ = now + std::chrono::duration_cast<Clock::duration>(
+                          std::chrono::duration<double>(options_.heartbeat / kChecksPerHeartbeat));
+  for (Peer& other : peers_)
+    for (auto& [channel, stream] : other.streams)
+      for (const auto& link : stream->links())
+        if (link) link->check_answers(now, options_.heartbeat);
 }
 
 bool TcpNetwork::judge_messages(std::span<const Ticket> tickets, WaitResult* result) {

@@ -55,9 +55,10 @@ struct TcpOptions {
 ///
 /// **Lost peers.** A process that ends closes its connections, which peers see at once. A host that vanishes
 /// is found by the kernels' heartbeat (docs/adr/0010: keepalive on the connections; on the control connection
-/// also a limit for what is not acknowledged). It is the peer's kernel that answers it, and not its process:
-/// a rank that computes and makes no progress, or is stopped in a debugger, is slow and not lost. How long to
-/// wait for a slow one is a matter of deadlines.
+/// also a limit for what is not acknowledged; what the data connections have on its way is looked at here).
+/// It is the peer's kernel that answers it, and not its process: a rank that computes and makes no progress,
+/// or is stopped in a debugger, is slow and not lost. How long to wait for a slow one is a matter of
+/// deadlines.
 ///
 /// Locks: `mutex_` guards everything but what is said to be atomic or of the driving thread alone; no other
 /// lock is taken under it.
@@ -118,6 +119,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   WaitResult drive(const Waiting& waiting, const std::function<bool(WaitResult*)>& finished);
   void work();
   void look_at_clock();
+  void check_answers();
   bool judge_messages(std::span<const Ticket> tickets, WaitResult* result);
   void settle(Peer& peer);
   void spread_abort(const AbortRecord& record, const TcpLink* from);
@@ -146,6 +148,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   std::vector<Peer> peers_;
   std::deque<TcpLink*> work_;  // connections that can move something
   std::vector<int> ending_;    // peers of which a connection is closed, and not all is settled
+  Clock::time_point next_check_ = {};
   std::optional<AbortRecord> abort_;
   std::optional<Error> complaint_;  // about a rank that called and was refused
   bool left_ = false;
