@@ -130,6 +130,39 @@ TEST(TcpGoodbye, MessagesBeforeItArrive) {
   }
 }
 
+// The kernel's buffers are full of what was sent, and of what this rank has not read of what its peer sends.
+TEST(TcpGoodbye, MessagesArriveAlthoughTheirReceiverSendsToo) {
+  TcpGroup group(2);
+  Latch left(1);
+  std::atomic<unsigned> done = 0;
+  group.run([&](TcpNetwork& network) {
+    constexpr std::size_t kBytes = 64 << 10;
+    if (network.rank() == 0) {
+      const Buffer sent = pattern(kBytes, 1);
+      Tickets tickets = {send(network, 1, 0, sent)};
+      while (network.wait(tickets, wait_seconds(0.1)).ok()) {
+        ++done;
+        tickets = {send(network, 1, 0, sent)};
+      }
+      network.give_up(tickets);
+      network.leave();
+      left.count_down();
+      return group.destroy(0);
+    }
+    const Buffer other(std::size_t{1} << 20);
+    Tickets sending = {send(network, 0, 0, other)};
+    left.wait();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // would be gone by now
+    for (unsigned i = 0; i < done; ++i) {
+      Buffer got(kBytes);
+      const Tickets tickets = {receive(network, 0, 0, got)};
+      ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok()) << "message " << i << " of " << done;
+      EXPECT_TRUE(got == pattern(kBytes, 1));
+    }
+    network.give_up(sending);
+  });
+}
+
 TEST(TcpGoodbye, OfBothAtOnce) {
   TcpGroup group(3, 2, 2);
   group.run([](TcpNetwork& network) {

@@ -55,6 +55,9 @@ class TcpLink : public EventSink {
   /// Closes the connection with an error if the peer's kernel has owed an answer for `seconds`. It has to be
   /// asked again and again to know.
   void check_answers(Clock::time_point now, double seconds);
+  /// After `end_output`, before the connection is let go: discards what comes in. True when nothing that was
+  /// sent can be lost any more.
+  bool delivered();
 
  protected:
   /// Receives at most `bytes` into `to`, more than 0; how many it were, or 0 if there are none for now.

@@ -53,9 +53,6 @@ TcpNetwork::TcpNetwork(Store& store, const TcpOptions& options)
   store_.set(store_key(options_, options_.rank), format_endpoint(own_));
 }
 
-// Whoever did not say goodbye is taken for dead.
-TcpNetwork::~TcpNetwork() = default;
-
 void TcpNetwork::connect(std::span<const Link> links, const Waiting& waiting) {
   waiting.deadline.start();
   for (const Link& link : links) check_link(link);

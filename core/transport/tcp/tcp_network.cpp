@@ -1,6 +1,6 @@
 #include "transport/tcp/tcp_network.h"
 
-#include <unistd.h>
+#include <poll.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -208,6 +208,31 @@ void TcpNetwork::leave() {
         if (link) link->end_output();
   }
   poller_.wake();
+}
+
+// Whoever did not say goodbye is taken for dead.
+TcpNetwork::~TcpNetwork() {
+  if (left_) await_delivery();
+}
+
+// Of the goodbyes and what went ahead of them. A peer that has no room for it keeps this rank for a heartbeat
+// at most; what is in the kernel then is sent later all the same, unless the peer sends something, too.
+void TcpNetwork::await_delivery() {
+  std::vector<TcpLink*> links;
+  for (Peer& other : peers_) {
+    if (other.dead) continue;
+    if (other.control) links.push_back(other.control.get());
+    for (auto& [channel, stream] : other.streams)
+      for (const auto& link : stream->links())
+        if (link && !abort_) links.push_back(link.get());  // after an abort nobody reads messages
+  }
+  for (TcpLink* link : links) link->end_output();
+  const Deadline limit = Deadline::after(options_.heartbeat);
+  while (true) {
+    std::erase_if(links, [](TcpLink* link) { return link->delivered(); });
+    if (links.empty() || limit.expired()) return;
+    ::poll(nullptr, 0, 1);
+  }
 }
 
 void TcpNetwork::abandon() { descriptors_.close_all(); }

@@ -66,6 +66,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
  public:
   /// Listens, and publishes the addresses in the store, which has to outlive the network. Waits for nobody.
   TcpNetwork(Store& store, const TcpOptions& options);
+  /// After `leave` it waits for a heartbeat at most until peers have what was sent to them.
   ~TcpNetwork() override;
 
   int rank() const override { return options_.rank; }
@@ -120,6 +121,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   void work();
   void look_at_clock();
   void check_answers();
+  void await_delivery();
   bool judge_messages(std::span<const Ticket> tickets, WaitResult* result);
   void settle(Peer& peer);
   void spread_abort(const AbortRecord& record, const TcpLink* from);
