@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cmath>
+#include <deque>
+#include <limits>
 #include <thread>
 
 #include "support/errors.h"
@@ -153,17 +156,83 @@ TEST(TcpConnect, AListenerThatDoesNotKnowTheSecretIsNotBelieved) {
   impostor.join();
 }
 
+/// Connects in a thread until the test has seen what it wants; expects that it was still trying then.
+class Trying {
+ public:
+  explicit Trying(TcpNetwork& network)
+      : thread_([this, &network] {
+          Waiting waiting = wait_seconds(60);
+          waiting.cancelled = &cancelled_;
+          expect_text(error_of(ErrorKind::kAborted, [&] { network.connect(all_links(network), waiting); }),
+                      "connecting was cancelled");
+        }) {}
+  ~Trying() {
+    cancelled_ = true;
+    thread_.join();
+  }
+
+ private:
+  std::atomic<bool> cancelled_ = false;
+  std::thread thread_;
+};
+
 TEST(TcpConnect, AHandshakeThatIsBrokenOffIsTriedAgain) {
   InprocStore store;
   RawListener listener;
   TcpNetwork network(store, tcp_options(1, 2));
   store.set("tcp/test/0", listener.endpoint());
-  std::thread stranger([&] {
-    for (int i = 0; i < 6; ++i) listener.accept();  // and hangs up
-  });
-  const Error error = connect_error(ErrorKind::kTimeout, network, 0.5);
-  expect_text(error, "rank 0 on elsewhere: 127.0.0.1 (lo) to 127.0.0.1:");
-  stranger.join();
+  const Trying trying(network);
+  for (int i = 0; i < 6; ++i) {  // two connections are wanted
+    RawPeer caller{UniqueFd()};
+    ASSERT_TRUE(listener.accept_within(20, caller)) << "after " << i;
+  }
+}
+
+TEST(TcpConnect, AHostThatVanishesInTheMiddleOfAHandshakeIsCalledAgain) {
+  InprocStore store;
+  RawListener listener;
+  TcpOptions options = tcp_options(1, 2);
+  options.heartbeat = 1.0;
+  TcpNetwork network(store, options);
+  store.set("tcp/test/0", listener.endpoint());
+  const Trying trying(network);
+  std::deque<RawPeer> callers;
+  for (int i = 0; i < 4; ++i) {
+    callers.emplace_back(UniqueFd());
+    ASSERT_TRUE(listener.accept_within(20, callers.back())) << "after " << i;
+    if (i % 2 == 0) callers.back().say(tcp::encode_challenge(tcp::random_nonce()));
+    callers.back().cut_off();
+  }
+}
+
+TEST(TcpConnect, OptionsThatCannotBeAreToldOf) {
+  InprocStore store;
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const double seconds : {0.5, infinity, std::nan(""), 1e9}) {
+    TcpOptions options = tcp_options(0, 2);
+    options.heartbeat = seconds;
+    expect_text(error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }), "heartbeat");
+  }
+  for (const double seconds : {0.0, -1.0, infinity, std::nan("")}) {
+    TcpOptions options = tcp_options(0, 2);
+    options.handshake_seconds = seconds;
+    expect_text(error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }), "handshake");
+  }
+  TcpOptions options = tcp_options(0, 2);
+  options.max_strangers = 0;
+  expect_text(error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }), "0 strangers");
+  options = tcp_options(0, 2);
+  options.spin_microseconds = std::nan("");
+  expect_text(error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }), "spinning");
+}
+
+// The kernel counts at most 127 probes.
+TEST(TcpConnect, AHeartbeatMayBeLong) {
+  for (const double seconds : {159.0, 1000.0, 86400.0}) {
+    TcpGroup group(2);
+    for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = seconds;
+    group.run([](TcpNetwork&) {});
+  }
 }
 
 }  // namespace

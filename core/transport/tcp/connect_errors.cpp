@@ -77,6 +77,9 @@ std::string call_progress(const Call& call) {
     case Call::State::kAnswered:
       return way(call) + ": its host answers, the rank does not: it has not come so far";
     case Call::State::kPause:
+      if (call.error == ETIMEDOUT)
+        return way(call) + ": no answer from its host, " + std::to_string(call.attempts) +
+               " times; is a firewall between them?";
       return way(call) + ": it hung up " + std::to_string(call.attempts) + " times";
     case Call::State::kDone:
     case Call::State::kFailed:

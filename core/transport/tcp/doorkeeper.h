@@ -45,6 +45,7 @@ class Doorkeeper {
   struct Options {
     HandshakeKey key = {};
     double handshake_seconds = 10.0;
+    double heartbeat = 5.0;
     std::size_t max_strangers = 128;
   };
   /// Who lives behind the door.

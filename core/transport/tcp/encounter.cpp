@@ -37,7 +37,10 @@ Doorkeeper::Encounter::Encounter(Doorkeeper& door, Descriptor socket, Call& call
 
 void Doorkeeper::Encounter::begin() {
   if (call_ == nullptr && !send_all(encode_challenge(listener_nonce_))) return drop(&StrangerCounts::garbage);
-  door_.poller_.add(socket_, *this);
+  if (door_.poller_.try_add(socket_, *this)) return;
+  if (call_ == nullptr) return drop(&StrangerCounts::crowded);
+  call_->error = errno;
+  fail_for_good();
 }
 
 void Doorkeeper::Encounter::on_events(std::uint32_t events) {
@@ -47,10 +50,14 @@ void Doorkeeper::Encounter::on_events(std::uint32_t events) {
 
 void Doorkeeper::Encounter::called() {
   const int error = call_error(socket_.get());
+  // A host that does not answer may still be starting.
+  if (error == ETIMEDOUT) return broken_off(error);
   if (error != 0) {
     call_->error = error;
     return fail_for_good();
   }
+  // The listener may take its time, but its host has to be there.
+  set_heartbeat(socket_.get(), door_.options_.heartbeat, true);
   call_->state = Call::State::kAnswered;
   stage_ = Stage::kChallenge;
 }

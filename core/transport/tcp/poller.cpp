@@ -22,12 +22,15 @@ Poller::Poller(DescriptorTable& descriptors) {
 }
 
 void Poller::add(const Descriptor& descriptor, EventSink& sink) {
+  if (!try_add(descriptor, sink)) throw_errno("epoll_ctl");
+}
+
+bool Poller::try_add(const Descriptor& descriptor, EventSink& sink) {
   epoll_event interest{};
   interest.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
   interest.data.ptr = &sink;
-  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, descriptor.get(), &interest) == 0) return;
-  if (errno != EEXIST || ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, descriptor.get(), &interest) != 0)
-    throw_errno("epoll_ctl");
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, descriptor.get(), &interest) == 0) return true;
+  return errno == EEXIST && ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, descriptor.get(), &interest) == 0;
 }
 
 void Poller::remove(const Descriptor& descriptor) {

@@ -23,6 +23,8 @@ class Poller {
 
   /// Adding a descriptor again changes who hears of it, and tells what is there.
   void add(const Descriptor& descriptor, EventSink& sink);
+  /// The same; false, with errno set, instead of an error.
+  bool try_add(const Descriptor& descriptor, EventSink& sink);
   /// Before the sink goes. Closing the descriptor is not enough: a fork of the process may hold it open.
   void remove(const Descriptor& descriptor);
   /// Sleeps until there are events, at most `milliseconds`; what was found is told by `tell`. Another thread

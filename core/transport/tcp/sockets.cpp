@@ -15,6 +15,8 @@ namespace {
 
 // Strangers must not fill it before a rank comes; the kernel cuts it to net.core.somaxconn.
 constexpr int kBacklog = 4096;
+// The kernel's limit for TCP_KEEPCNT.
+constexpr int kMostProbes = 127;
 
 UniqueFd new_socket(int family) {
   return UniqueFd(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -47,8 +49,10 @@ UniqueFd accept_from(int listener) {
 UniqueFd begin_call(const SocketAddress& from, const SocketAddress& to) {
   UniqueFd socket = new_socket(to.family());
   if (!socket) return socket;
-  // The port is chosen when the other end is known, so that many connections can share one.
-  set_option(socket.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
+  // The port is chosen when the other end is known, so that many connections can share one. Without this,
+  // where the kernel does not know it, there are fewer ports.
+  const int yes = 1;
+  ::setsockopt(socket.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &yes, sizeof yes);
   SocketAddress any_port = from;
   any_port.set_port(0);
   if (::bind(socket.get(), any_port.data(), any_port.length()) != 0) return UniqueFd();
@@ -71,13 +75,15 @@ void set_no_delay(int socket) { set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
 
 void set_heartbeat(int socket, double seconds, bool unanswered_too) {
   // Probes begin when a fifth of the time has passed in silence, and follow each other as quickly as the
-  // kernel counts, in seconds.
+  // kernel counts, in seconds, and as many of them as it sends.
   const int idle = std::max(1, static_cast<int>(seconds / 5));
-  const int count = std::max(1, static_cast<int>(std::ceil(seconds)) - idle);
+  const int rest = std::max(1, static_cast<int>(std::ceil(seconds)) - idle);
+  const int interval = (rest + kMostProbes - 1) / kMostProbes;
   set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, idle);
-  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, 1);
-  set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, count);
-  if (unanswered_too) set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(seconds * 1000));
+  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, interval);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, (rest + interval - 1) / interval);
+  // 0: the kernel's own limit.
+  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, unanswered_too ? static_cast<int>(seconds * 1000) : 0);
   set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
 }
 

@@ -15,10 +15,15 @@ namespace {
 
 constexpr int kMaxStripes = 64;
 constexpr double kLookupSlice = 0.2;
+constexpr double kShortestHandshake = 0.001;
+constexpr double kLongestSeconds = 24 * 3600;  // a day, which the kernel's timers can hold as well
 
 std::string store_key(const TcpOptions& options, int rank) {
   return "tcp/" + options.job + "/" + std::to_string(rank);
 }
+
+// False for what is no number.
+bool between(double value, double least, double most) { return value >= least && value <= most; }
 
 void check(const TcpOptions& options) {
   if (options.secret.empty())
@@ -26,13 +31,19 @@ void check(const TcpOptions& options) {
                 "a TCP network needs a secret that is not empty: anybody can reach its ports");
   if (options.size < 1 || options.rank < 0 || options.rank >= options.size || options.channels < 1 ||
       options.connections_per_interface < 1 || options.connections_per_interface > kMaxStripes ||
-      options.heartbeat < 1.0)
+      !between(options.heartbeat, 1.0, kLongestSeconds))
     throw Error(ErrorKind::kUsage, "a TCP network cannot have rank " + std::to_string(options.rank) + " of " +
                                        std::to_string(options.size) + ", " +
                                        std::to_string(options.channels) + " channels, " +
                                        std::to_string(options.connections_per_interface) +
                                        " connections per interface and a heartbeat of " +
                                        std::to_string(options.heartbeat) + " s");
+  if (!between(options.handshake_seconds, kShortestHandshake, kLongestSeconds) || options.max_strangers < 1 ||
+      !between(options.spin_microseconds, 0.0, kLongestSeconds * 1e6))
+    throw Error(ErrorKind::kUsage, "a TCP network cannot allow " + std::to_string(options.handshake_seconds) +
+                                       " s for a handshake, " + std::to_string(options.max_strangers) +
+                                       " strangers and " + std::to_string(options.spin_microseconds) +
+                                       " microseconds of spinning");
 }
 
 }  // namespace
@@ -45,7 +56,7 @@ TcpNetwork::TcpNetwork(Store& store, const TcpOptions& options)
            choose_addresses(interface_addresses(), options.interfaces, options.local)},
       poller_(descriptors_),
       door_(descriptors_, poller_,
-            {derive_handshake_key(options.secret, options.job), options.handshake_seconds,
+            {derive_handshake_key(options.secret, options.job), options.handshake_seconds, options.heartbeat,
              options.max_strangers},
             *this),
       peers_(static_cast<std::size_t>(options.size)) {
@@ -59,12 +70,7 @@ void TcpNetwork::connect(std::span<const Link> links, const Waiting& waiting) {
   for (const Link& link : links)
     if (link.peer < options_.rank) find(link.peer, waiting);
   std::list<Call> calls;
-  {
-    const std::lock_guard lock(mutex_);
-    calls = missing_calls(links);
-    for (Call& call : calls) door_.call(call);
-  }
-  // The calls belong to this function, however it ends.
+  // They belong to this function, however it ends.
   struct Forget {
     TcpNetwork& network;
     ~Forget() {
@@ -72,6 +78,11 @@ void TcpNetwork::connect(std::span<const Link> links, const Waiting& waiting) {
       network.door_.forget_calls();
     }
   } const forget{*this};
+  {
+    const std::lock_guard lock(mutex_);
+    calls = missing_calls(links);
+    for (Call& call : calls) door_.call(call);
+  }
   const WaitResult result = drive(waiting, [&](WaitResult*) {
     if (std::all_of(links.begin(), links.end(), [&](const Link& link) { return ready(link); })) return true;
     raise_trouble(links, calls, waiting);

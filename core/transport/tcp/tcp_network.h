@@ -37,7 +37,7 @@ struct TcpOptions {
   int connections_per_interface = 1;
   /// Messages below this go over one connection.
   std::size_t whole_below = 64 * 1024;
-  /// Within about so many seconds a peer's host is found to be gone that did not say so; at least 1.
+  /// Within about so many seconds a peer's host is found to be gone that did not say so; from 1 to a day.
   double heartbeat = 5.0;
   double handshake_seconds = 10.0;
   std::size_t max_strangers = 128;

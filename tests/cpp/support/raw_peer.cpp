@@ -2,6 +2,8 @@
 
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <poll.h>
 #include <sys/socket.h>
 
 #include <array>
@@ -38,6 +40,12 @@ bool RawPeer::is_hung_up() {
   return got == 0 || errno == ECONNRESET;
 }
 
+void RawPeer::cut_off() {
+  sock_filter nothing = BPF_STMT(BPF_RET | BPF_K, 0);
+  const sock_fprog program = {1, &nothing};
+  EXPECT_EQ(::setsockopt(socket_.get(), SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program), 0);
+}
+
 bool RawPeer::introduce(const TcpOptions& options, const tcp::HelloFacts& facts) {
   const tcp::HandshakeKey key = tcp::derive_handshake_key(options.secret, options.job);
   tcp::ChallengeBytes challenge;
@@ -70,6 +78,13 @@ RawListener::RawListener() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXE
 
 std::string RawListener::endpoint() const {
   return "elsewhere\n1\nlo 127.0.0.1 8 " + std::to_string(port_) + " 0";
+}
+
+bool RawListener::accept_within(double seconds, RawPeer& peer) {
+  pollfd waiting{socket_.get(), POLLIN, 0};
+  if (::poll(&waiting, 1, static_cast<int>(seconds * 1000)) != 1) return false;
+  peer = accept();
+  return true;
 }
 
 RawPeer RawListener::accept() {

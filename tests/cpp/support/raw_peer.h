@@ -23,6 +23,8 @@ class RawPeer {
   /// Whether the other end hangs up, whatever it says before; waits for it.
   bool is_hung_up();
   void hang_up() { socket_.reset(); }
+  /// From now on nothing arrives, as if the way here were broken: the kernel does not answer either.
+  void cut_off();
 
   /// The handshake as it should be; true if it is welcome.
   bool introduce(const TcpOptions& options, const tcp::HelloFacts& facts);
@@ -41,6 +43,8 @@ class RawListener {
   /// As a rank's entry in the store.
   std::string endpoint() const;
   RawPeer accept();
+  /// None comes within so many seconds: false, and `peer` stays as it is.
+  bool accept_within(double seconds, RawPeer& peer);
 
  private:
   UniqueFd socket_;
