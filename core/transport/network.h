@@ -59,8 +59,8 @@ class MULTIRING_API Network {
   /// Whether the message is done, from what is known already. Does not use the ticket up.
   virtual bool done(Ticket ticket) const = 0;
   /// Gives the memory of messages back that are not needed any more, done or not, and uses their tickets up.
-  /// A stream of which a message was given up that was not done is out of step: nothing moves on it any more,
-  /// and nothing may be posted there.
+  /// Where one was not done, both streams of its link are out of step: nothing moves there any more, waits
+  /// for what is pending raise kInternal, and nothing may be posted.
   virtual void give_up(std::span<const Ticket> tickets) = 0;
   /// Moves what can be moved without waiting.
   virtual void progress() = 0;

@@ -268,6 +268,25 @@ TEST(TcpNetwork, GivenUpMessagesGiveTheirMemoryBack) {
   });
 }
 
+// The peer is there: nobody is to look for the reason on its host.
+TEST(TcpNetwork, WhatIsOutOfStepIsNotALostPeer) {
+  TcpGroup group(2, 2);
+  group.run([](TcpNetwork& network) {
+    const int peer = 1 - network.rank();
+    Buffer first(8);
+    Buffer second(8);
+    const Tickets given_up = {receive(network, peer, 0, first)};
+    const Tickets kept = {receive(network, peer, 0, second)};
+    network.give_up(given_up);
+    const Error error = error_of(ErrorKind::kInternal, [&] { network.wait(kept, wait_seconds(20)); });
+    expect_text(error, "message 2 on channel 0 between rank");
+    expect_text(error, "gave up another one");
+    network.give_up(kept);
+    const Tickets other = {send(network, peer, 1, first), receive(network, peer, 1, second)};
+    EXPECT_TRUE(network.wait(other, wait_seconds(20)).ok()) << "the other channel is in step";
+  });
+}
+
 TEST(TcpNetwork, InternetProtocolVersion6) {
   TcpGroup group(3, 2, 2);
   for (int rank = 0; rank < 3; ++rank) group.options(rank).interfaces = {"::1"};

@@ -13,7 +13,13 @@ namespace multiring::tcp {
 
 /// A message that was posted.
 struct Message {
-  enum class State : std::uint8_t { kFree, kPending, kDone, kLost };
+  enum class State : std::uint8_t {
+    kFree,
+    kPending,
+    kDone,
+    kLost,       ///< with its peer
+    kOutOfStep,  ///< this rank gave up another one of its stream
+  };
 
   Network::Ticket ticket = 0;
   State state = State::kFree;
@@ -63,7 +69,6 @@ class MessageTable {
     message.ranges.clear();
     message.buffer = {};
   }
-  std::size_t in_use() const { return messages_.size() - free_.size(); }
 
  private:
   static constexpr unsigned kPlaceBits = 24;

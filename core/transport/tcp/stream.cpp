@@ -76,30 +76,30 @@ void TcpStream::received(Message& message) { finish(message, receives_, receives
 
 void TcpStream::sent(Message& message) { finish(message, sends_, sends_posted_); }
 
-void TcpStream::lose(std::deque<Message*>& messages) {
+void TcpStream::lose(std::deque<Message*>& messages, Message::State state) {
   for (Message* message : messages)
-    if (message != nullptr) message->state = Message::State::kLost;
+    if (message != nullptr) message->state = state;
   messages.clear();
 }
 
-void TcpStream::lose_sends() {
+void TcpStream::lose_sends(Message::State state) {
   sends_lost_ = true;
   for (const auto& link : links_)
     if (link) link->stop_output();
-  lose(sends_);
+  lose(sends_, state);
 }
 
-void TcpStream::lose_receives() {
+void TcpStream::lose_receives(Message::State state) {
   receives_lost_ = true;
   for (const auto& link : links_)
     if (link) link->stop_input();
-  lose(receives_);
+  lose(receives_, state);
 }
 
 void TcpStream::stop() {
   stopped_ = true;
-  lose_sends();
-  lose_receives();
+  lose_sends(Message::State::kOutOfStep);
+  lose_receives(Message::State::kOutOfStep);
 }
 
 }  // namespace multiring::tcp

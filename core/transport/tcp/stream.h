@@ -44,8 +44,8 @@ class TcpStream {
   void sent(Message& message);
 
   /// Nothing more will be taken by the peer; nothing more will come. Pending messages are lost.
-  void lose_sends();
-  void lose_receives();
+  void lose_sends(Message::State state = Message::State::kLost);
+  void lose_receives(Message::State state = Message::State::kLost);
   bool sends_lost() const { return sends_lost_; }
   bool receives_lost() const { return receives_lost_; }
   /// A pending message is given up: the stream is out of step from now on.
@@ -54,7 +54,7 @@ class TcpStream {
 
  private:
   static void finish(Message& message, std::deque<Message*>& messages, std::uint64_t posted);
-  static void lose(std::deque<Message*>& messages);
+  static void lose(std::deque<Message*>& messages, Message::State state);
   Match mismatch(const FrameHeader& header, const Message& message) const;
 
   int rank_;

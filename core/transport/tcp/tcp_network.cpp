@@ -111,12 +111,14 @@ void TcpNetwork::check_answers() {
 
 bool TcpNetwork::judge_messages(std::span<const Ticket> tickets, WaitResult* result) {
   int lost_peer = -1;
+  const Message* out_of_step = nullptr;
   bool all_done = true;
   for (const Ticket ticket : tickets) {
     const Message* message = messages_.find(ticket);
     if (message == nullptr)
       throw Error(ErrorKind::kInternal, "a wait for a message whose ticket was used up already");
     if (message->state == Message::State::kLost && lost_peer < 0) lost_peer = message->peer;
+    if (message->state == Message::State::kOutOfStep) out_of_step = message;
     all_done = all_done && message->state == Message::State::kDone;
   }
   if (all_done) {
@@ -133,6 +135,12 @@ bool TcpNetwork::judge_messages(std::span<const Ticket> tickets, WaitResult* res
     *result = {Outcome::kPeerLost, lost_peer, peer(lost_peer).left};
     return true;
   }
+  if (out_of_step != nullptr)
+    throw Error(ErrorKind::kInternal, "a wait for message " + std::to_string(out_of_step->sequence) +
+                                          " on channel " + std::to_string(out_of_step->channel) +
+                                          " between rank " + std::to_string(options_.rank) + " and rank " +
+                                          std::to_string(out_of_step->peer) + ", of which rank " +
+                                          std::to_string(options_.rank) + " gave up another one");
   return false;
 }
 
