@@ -23,7 +23,7 @@ namespace multiring {
 /// buffers.
 ///
 /// One thread of a rank at a time connects, posts, waits and makes progress. Any thread may call `abort`,
-/// `aborted`, `leave`, `wake` and `abandon` at any time.
+/// `aborted`, `leave`, `host`, `wake` and `abandon` at any time.
 class MULTIRING_API Network {
  public:
   /// A message that was posted. Never 0.
@@ -39,6 +39,9 @@ class MULTIRING_API Network {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual int channels() const = 0;
+  /// Name of the host of `rank`, or else its address, for messages. Asks the store if need be, but does not
+  /// wait; empty: not known.
+  virtual std::string host(int rank) = 0;
 
   /// Makes messages possible on `links`; those that stand already cost nothing. The peer has to do the same,
   /// sooner or later: name all links of a plan in one call, so that ranks do not wait for each other in a

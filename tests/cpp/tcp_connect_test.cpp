@@ -1,6 +1,7 @@
 // What ranks are told that cannot connect over TCP.
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <atomic>
 #include <cmath>
@@ -33,6 +34,19 @@ void progress_until(TcpNetwork& network, const std::function<bool()>& reached) {
   const Waiting waiting = wait_seconds(20);
   while (!reached() && !waiting.deadline.expired()) network.progress();
   EXPECT_TRUE(reached());
+}
+
+/// What `body` returns, while `meanwhile` is called again and again.
+bool on_the_side(const std::function<void()>& meanwhile, const std::function<bool()>& body) {
+  std::atomic<bool> over = false;
+  bool result = false;
+  std::thread thread([&] {
+    result = body();
+    over = true;
+  });
+  while (!over) meanwhile();
+  thread.join();
+  return result;
 }
 
 TEST(TcpConnect, AnotherSecretIsTold) {
@@ -203,6 +217,103 @@ TEST(TcpConnect, AHostThatVanishesInTheMiddleOfAHandshakeIsCalledAgain) {
     if (i % 2 == 0) callers.back().say(tcp::encode_challenge(tcp::random_nonce()));
     callers.back().cut_off();
   }
+}
+
+TEST(TcpConnect, CanBeRepeated) {
+  InprocStore store;
+  TcpNetwork zero(store, tcp_options(0, 2, 2, 3));
+  TcpNetwork one(store, tcp_options(1, 2, 2, 3));
+  connect_error(ErrorKind::kTimeout, one, 0.1);
+  connect_error(ErrorKind::kTimeout, zero, 0.1);
+  std::thread other([&] { one.connect(all_links(one), wait_seconds(20)); });
+  zero.connect(all_links(zero), wait_seconds(20));
+  other.join();
+}
+
+// What an attempt that was given up has left behind is replaced.
+TEST(TcpConnect, ConnectionsThatEndedBeforeAllWereMadeAreMadeAnew) {
+  InprocStore store;
+  const TcpOptions options = tcp_options(0, 2);
+  TcpNetwork network(store, options);
+  constexpr int kControl = tcp::HelloFacts::kControl;
+  std::deque<RawPeer> kept;
+  const auto introduced = [&](int channel, int stripe) {
+    kept.emplace_back(network);
+    const bool welcome = on_the_side([&] { network.progress(); },
+                                     [&] {
+                                       return kept.back().introduce(
+                                           options, testing::facts_of_rank_1(options, channel, stripe, 2));
+                                     });
+    return welcome;
+  };
+  EXPECT_TRUE(introduced(0, 0));
+  kept.clear();
+  for (int i = 0; i < 100; ++i) network.progress();
+  EXPECT_TRUE(introduced(kControl, 0));
+  EXPECT_TRUE(introduced(0, 0));
+  EXPECT_FALSE(introduced(0, 0)) << "stands now";
+  EXPECT_TRUE(introduced(0, 1));
+  network.connect(all_links(network), wait_seconds(20));
+}
+
+TEST(TcpConnect, AComplaintAboutOneRankDoesNotConcernOthers) {
+  InprocStore store;
+  TcpNetwork zero(store, tcp_options(0, 3));
+  TcpNetwork one(store, tcp_options(1, 3));
+  TcpNetwork two(store, tcp_options(2, 3, 2));  // other settings
+  const Network::Link to_zero[] = {{0, 0}};
+  const Network::Link to_one[] = {{1, 0}};
+  const Network::Link to_two[] = {{2, 0}};
+  on_the_side([&] { zero.progress(); },
+              [&] {
+                error_of(ErrorKind::kUsage, [&] { two.connect(to_zero, wait_seconds(20)); });
+                return true;
+              });
+  std::thread other([&] { one.connect(to_zero, wait_seconds(20)); });
+  zero.connect(to_one, wait_seconds(20));
+  other.join();
+  Error error = error_of(ErrorKind::kUsage, [&] { zero.connect(to_two, wait_seconds(20)); });
+  expect_text(error, "other settings than rank 2 on " + zero.host(0));
+  error_of(ErrorKind::kTimeout, [&] { zero.connect(to_two, wait_seconds(0.1)); });  // told once
+}
+
+TEST(TcpConnect, TheHostOfARankThatDoesNotCallIsNamed) {
+  InprocStore store;
+  TcpNetwork zero(store, tcp_options(0, 2));
+  EXPECT_EQ(zero.host(1), "");
+  store.set("tcp/test/1", "far\n1\neth0 203.0.113.1 24 4711 0");
+  expect_text(connect_error(ErrorKind::kTimeout, zero, 0.1), "from rank 1 on far at 127.0.0.1:");
+  EXPECT_EQ(zero.host(1), "far");
+}
+
+TEST(TcpConnect, ALackOfDescriptorsIsToldAsThat) {
+  InprocStore store;
+  const RawListener listener;
+  TcpNetwork network(store, tcp_options(1, 2));
+  store.set("tcp/test/0", listener.endpoint());
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit none = {0, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  const Error error = connect_error(ErrorKind::kUsage, network, 20);
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  expect_text(error, "has no descriptor left for a connection to rank 0 on elsewhere");
+  expect_text(error, "ulimit -n");
+}
+
+TEST(TcpConnect, EndsWhenItsRankLeaves) {
+  InprocStore store;
+  RawListener listener;
+  TcpNetwork network(store, tcp_options(1, 2));
+  store.set("tcp/test/0", listener.endpoint());
+  std::thread other([&] {
+    RawPeer caller{UniqueFd()};
+    EXPECT_TRUE(listener.accept_within(20, caller));
+    network.leave();
+  });
+  expect_text(connect_error(ErrorKind::kAborted, network, 20), "rank 1 has left");
+  other.join();
+  expect_text(connect_error(ErrorKind::kInternal, network, 20), "rank 1 has left");
 }
 
 TEST(TcpConnect, OptionsThatCannotBeAreToldOf) {

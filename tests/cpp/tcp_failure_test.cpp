@@ -19,7 +19,9 @@
 
 #include "support/errors.h"
 #include "support/latch.h"
+#include "support/raw_peer.h"
 #include "support/tcp_group.h"
+#include "transport/tcp/frame.h"
 
 namespace multiring {
 namespace {
@@ -128,6 +130,30 @@ TEST(TcpGoodbye, MessagesBeforeItArrive) {
       });
     }
   }
+}
+
+// The connections of a peer end in any order, and its goodbye may come late.
+TEST(TcpGoodbye, MayComeLongAfterTheEndOfADataConnection) {
+  InprocStore store;
+  const TcpOptions options = testing::tcp_options(0, 2);
+  TcpNetwork network(store, options);
+  testing::RawPeer control(network);
+  testing::RawPeer data(network);
+  std::thread peer([&] {
+    EXPECT_TRUE(control.introduce(options, testing::facts_of_rank_1(options, tcp::HelloFacts::kControl)));
+    EXPECT_TRUE(data.introduce(options, testing::facts_of_rank_1(options, 0)));
+  });
+  network.connect(all_links(network), wait_seconds(20));
+  peer.join();
+  std::thread late([&] {
+    data.hang_up();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // what is tested
+    control.say(tcp::encode_goodbye());
+  });
+  const WaitResult result = wait_in_vain(network, 1);
+  late.join();
+  EXPECT_EQ(result.outcome, Outcome::kPeerLost);
+  EXPECT_TRUE(result.peer_left);
 }
 
 // The kernel's buffers are full of what was sent, and of what this rank has not read of what its peer sends.

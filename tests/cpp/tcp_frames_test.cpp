@@ -54,7 +54,7 @@ class TcpFrames : public ::testing::Test {
     AbortRecord record;
     ASSERT_TRUE(network.aborted(&record));
     EXPECT_EQ(record.kind, kind);
-    EXPECT_NE(record.message.find("rank 1 " + fragment), std::string::npos) << record.message;
+    EXPECT_NE(record.message.find("rank 1 on 127.0.0.1 " + fragment), std::string::npos) << record.message;
   }
 
   TcpOptions options = tcp_options(0, 2);

@@ -65,9 +65,25 @@ Error call_error(const TwoEnds& ends, const Call& call) {
     return error_between(ErrorKind::kPeerLost, ends, "cannot connect to",
                          ": " + way(call) + ": " + text_of(call.error) +
                              ". It has ended, look at its output; or a firewall is between them");
+  if (call.error == EMFILE || call.error == ENFILE)
+    return error_between(ErrorKind::kUsage, ends, "has no descriptor left for a connection to",
+                         ": " + text_of(call.error) +
+                             ". Every peer takes one connection, and one more for each channel and " +
+                             "pair of interfaces: raise the limit (ulimit -n" +
+                             (call.error == ENFILE ? ", or fs.file-max of the host" : "") +
+                             "), or use fewer channels or connections per interface");
   return error_between(ErrorKind::kUsage, ends, "cannot reach",
                        ": " + way(call) + ": " + text_of(call.error) +
                            ". Choose interfaces of a network that both share with MULTIRING_INTERFACES");
+}
+
+Error caller_error(const TwoEnds& ends, Verdict verdict) {
+  if (verdict == Verdict::kDuplicate)
+    return error_between(ErrorKind::kUsage, ends, "was called twice by",
+                         ": two processes say that they are this rank. Has the launcher given every process "
+                         "its own rank?");
+  return error_between(ErrorKind::kUsage, ends, "runs another version of multiring or other settings than",
+                       ": compare `multiring env` on both");
 }
 
 std::string call_progress(const Call& call) {

@@ -21,6 +21,8 @@ struct TwoEnds {
 Error error_between(ErrorKind kind, const TwoEnds& ends, const std::string& what, const std::string& rest);
 /// Why a call has failed for good, and what to do about it.
 Error call_error(const TwoEnds& ends, const Call& call);
+/// Why a rank that called was refused.
+Error caller_error(const TwoEnds& ends, Verdict verdict);
 /// How far a call has got that its deadline ended.
 std::string call_progress(const Call& call);
 

@@ -71,6 +71,14 @@ int call_error(int socket) {
   return error;
 }
 
+std::string remote_host(int socket) {
+  sockaddr_in6 remote{};
+  socklen_t length = sizeof remote;
+  if (::getpeername(socket, reinterpret_cast<sockaddr*>(&remote), &length) != 0) return "";
+  const auto address = SocketAddress::from(reinterpret_cast<const sockaddr*>(&remote));
+  return address ? address->host_text() : "";
+}
+
 void set_no_delay(int socket) { set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1); }
 
 void set_heartbeat(int socket, double seconds, bool unanswered_too) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "base/unique_fd.h"
 #include "transport/tcp/address.h"
@@ -17,6 +18,9 @@ UniqueFd accept_from(int listener);
 UniqueFd begin_call(const SocketAddress& from, const SocketAddress& to);
 /// The error that a call ended with; 0: it is answered.
 int call_error(int socket);
+
+/// The address at the other end, for messages; empty if it is not known any more.
+std::string remote_host(int socket);
 
 /// Sends what is written at once instead of waiting for more.
 void set_no_delay(int socket);

@@ -14,9 +14,12 @@ TcpStream::TcpStream(int rank, int peer, int channel, std::size_t stripes, std::
 
 DataLink& TcpStream::add_link(std::size_t stripe, std::uint32_t weight, Descriptor socket,
                               LinkObserver& observer) {
+  if (links_[stripe]) replaced_.push_back(std::move(links_[stripe]));
   links_[stripe] = std::make_unique<DataLink>(std::move(socket), peer_, observer, *this);
   weights_[stripe] = weight;
-  ++made_;
+  bool all = true;
+  for (std::size_t i = 0; i < links_.size(); ++i) all = all && has_link(i);
+  complete_ = complete_ || all;
   return *links_[stripe];
 }
 

@@ -21,9 +21,9 @@ class TcpStream {
   int peer() const { return peer_; }
   int channel() const { return channel_; }
   std::size_t stripes() const { return links_.size(); }
-  bool has_link(std::size_t stripe) const { return links_[stripe] != nullptr; }
-  /// All connections have been made.
-  bool complete() const { return made_ == links_.size(); }
+  bool has_link(std::size_t stripe) const { return links_[stripe] && links_[stripe]->open(); }
+  /// All connections have been made. Before, one that has ended may be made anew.
+  bool complete() const { return complete_; }
   DataLink& add_link(std::size_t stripe, std::uint32_t weight, Descriptor socket, LinkObserver& observer);
   std::span<const std::unique_ptr<DataLink>> links() const { return links_; }
   void set_weights(std::span<const std::uint32_t> weights) {
@@ -63,7 +63,8 @@ class TcpStream {
   std::size_t whole_below_;
   std::vector<std::unique_ptr<DataLink>> links_;
   std::vector<std::uint32_t> weights_;
-  std::size_t made_ = 0;
+  std::vector<std::unique_ptr<DataLink>> replaced_;  // events may be on their way to them
+  bool complete_ = false;
   // In their order: the last ones of those that were posted. Null: done, before one that was posted earlier;
   // the owner of its ticket may have used it up.
   std::deque<Message*> sends_;

@@ -80,18 +80,30 @@ void TcpNetwork::connect(std::span<const Link> links, const Waiting& waiting) {
   } const forget{*this};
   {
     const std::lock_guard lock(mutex_);
+    if (left_) throw left_error(ErrorKind::kInternal);
     calls = missing_calls(links);
     for (Call& call : calls) door_.call(call);
   }
+  std::optional<Error> error;
   const WaitResult result = drive(waiting, [&](WaitResult*) {
     if (std::all_of(links.begin(), links.end(), [&](const Link& link) { return ready(link); })) return true;
-    raise_trouble(links, calls, waiting);
-    return false;
+    error = trouble(links, calls, waiting);
+    return error.has_value();
   });
   if (result.outcome == WaitResult::Outcome::kCancelled)
     throw Error(ErrorKind::kAborted, "connecting was cancelled: the communicator is being closed");
+  if (result.ok() && !error) return;
+  const auto compose = [&] {
+    const std::lock_guard lock(mutex_);
+    if (result.ok()) return trouble(links, calls, waiting).value_or(*error);
+    return timeout_error(links, calls, waiting);
+  };
+  error = compose();
+  // Its host is asked for without the lock; the second text names it.
+  if (error->context().peer >= 0 && !host(error->context().peer).empty()) error = compose();
   const std::lock_guard lock(mutex_);
-  if (result.outcome == WaitResult::Outcome::kTimeout) raise_timeout(links, calls, waiting);
+  std::erase_if(complaints_, [&](const auto& complaint) { return concerns(complaint.first, links); });
+  throw *error;
 }
 
 void TcpNetwork::check_link(const Link& link) const {
@@ -111,13 +123,43 @@ bool TcpNetwork::ready(const Link& link) const {
 }
 
 TwoEnds TcpNetwork::ends(int rank, double waited) const {
-  const auto& endpoint = peer(rank).endpoint;
-  return {options_.rank, own_.host, rank, endpoint ? endpoint->host : "", waited};
+  return {options_.rank, own_.host, rank, known_host(rank), waited};
+}
+
+Error TcpNetwork::left_error(ErrorKind kind) const {
+  return Error(kind, "rank " + std::to_string(options_.rank) + " has left and connects with nobody any more");
+}
+
+std::string TcpNetwork::known_host(int rank) const {
+  if (rank == options_.rank) return own_.host;
+  if (rank < 0 || rank >= options_.size) return "";
+  return peer(rank).endpoint ? peer(rank).endpoint->host : peer(rank).address;
+}
+
+std::string TcpNetwork::host(int rank) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (rank < 0 || rank >= options_.size || rank == options_.rank || peer(rank).endpoint)
+      return known_host(rank);
+  }
+  std::optional<Endpoint> endpoint;
+  try {
+    endpoint = parse_endpoint(store_.get(store_key(options_, rank), 0.0));
+  } catch (const Error&) {
+    // It has told none, or the store has gone: who asks has a message to write in spite of that.
+  }
+  const std::lock_guard lock(mutex_);
+  if (!peer(rank).endpoint) peer(rank).endpoint = std::move(endpoint);
+  return known_host(rank);
 }
 
 // Others are let in meanwhile: they may be what the peer waits for.
 void TcpNetwork::find(int rank, const Waiting& waiting) {
-  while (!peer(rank).endpoint) {
+  while (true) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (peer(rank).endpoint) return;
+    }
     std::string value;
     try {
       value = store_.get(store_key(options_, rank), std::min(kLookupSlice, waiting.deadline.remaining()));
@@ -129,6 +171,7 @@ void TcpNetwork::find(int rank, const Waiting& waiting) {
         throw Error(ErrorKind::kAborted, "connecting was cancelled: the communicator is being closed");
       const std::lock_guard lock(mutex_);
       if (abort_) throw Error(abort_->kind, abort_->message);
+      if (left_) throw left_error(ErrorKind::kAborted);
       if (waiting.deadline.expired())
         throw error_between(
             ErrorKind::kTimeout, ends(rank, waiting.deadline.elapsed()), "waited for",
@@ -149,7 +192,7 @@ std::list<Call> TcpNetwork::missing_calls(std::span<const Link> links) const {
   std::set<std::pair<int, int>> planned;
   for (const Link& link : links) {
     if (link.peer > options_.rank || ready(link)) continue;
-    if (!peer(link.peer).control && planned.insert({link.peer, HelloFacts::kControl}).second)
+    if (lacks_control(peer(link.peer)) && planned.insert({link.peer, HelloFacts::kControl}).second)
       plan_calls(link.peer, HelloFacts::kControl, calls);
     if (planned.insert({link.peer, link.channel}).second) plan_calls(link.peer, link.channel, calls);
   }
@@ -172,14 +215,19 @@ void TcpNetwork::plan_calls(int rank, int channel, std::list<Call>& calls) const
     return own_.addresses[pair.caller].megabits > 0 && theirs[pair.listener].megabits > 0;
   });
   const auto stripes = static_cast<std::int32_t>(pairs.size()) * each;
+  // Those that were made by an earlier attempt stay.
+  const auto made = peer(rank).streams.find(channel);
   std::int32_t stripe = 0;
   for (const AddressPair& pair : pairs) {
     const InterfaceAddress& from = own_.addresses[pair.caller];
     const InterfaceAddress& to = theirs[pair.listener];
     const std::uint32_t weight = speeds_known ? std::min(from.megabits, to.megabits) : 1;
-    for (int i = 0; i < each; ++i)
+    for (int i = 0; i < each; ++i, ++stripe) {
+      if (made != peer(rank).streams.end() && made->second->has_link(static_cast<std::size_t>(stripe)))
+        continue;
       calls.push_back(
-          {{options_.rank, rank, options_.size, channel, stripe++, stripes, weight, settings_}, from, to});
+          {{options_.rank, rank, options_.size, channel, stripe, stripes, weight, settings_}, from, to});
+    }
   }
 }
 
@@ -192,7 +240,7 @@ Verdict TcpNetwork::judge(const HelloFacts& facts) {
     return Verdict::kWrongRank;
   const Peer& caller = peer(facts.caller);
   if (facts.channel == HelloFacts::kControl)
-    return complain(facts, caller.control ? Verdict::kDuplicate : Verdict::kWelcome);
+    return complain(facts, lacks_control(caller) ? Verdict::kWelcome : Verdict::kDuplicate);
   const auto found = caller.streams.find(facts.channel);
   if (found == caller.streams.end()) return Verdict::kWelcome;
   const auto stripe = static_cast<std::size_t>(facts.stripe);
@@ -200,26 +248,40 @@ Verdict TcpNetwork::judge(const HelloFacts& facts) {
   return complain(facts, fits && !found->second->has_link(stripe) ? Verdict::kWelcome : Verdict::kDuplicate);
 }
 
+// An attempt to connect that was given up may have left the end of its control connection behind.
+bool TcpNetwork::lacks_control(const Peer& peer) {
+  if (!peer.control) return true;
+  return !peer.control->open() && !peer.left &&
+         std::none_of(peer.streams.begin(), peer.streams.end(),
+                      [](const auto& stream) { return stream.second->complete(); });
+}
+
 // Both sides tell of what keeps them apart.
 Verdict TcpNetwork::complain(const HelloFacts& facts, Verdict verdict) {
-  if (verdict == Verdict::kOtherSettings)
-    complaint_ = error_between(ErrorKind::kUsage, {options_.rank, own_.host, facts.caller, "", 0.0},
-                               "runs another version of multiring or other settings than",
-                               ": compare `multiring env` on both");
-  if (verdict == Verdict::kDuplicate)
-    complaint_ = error_between(ErrorKind::kUsage, {options_.rank, own_.host, facts.caller, "", 0.0},
-                               "was called twice by",
-                               ": two processes say that they are this rank. Has the launcher given every "
-                               "process its own rank?");
+  if (verdict != Verdict::kWelcome) complaints_[facts.caller] = verdict;
   return verdict;
+}
+
+// Whether what is wrong with a rank is in the way of `links`. A number that is no rank's is in everybody's.
+bool TcpNetwork::concerns(int rank, std::span<const Link> links) const {
+  return rank < 0 || rank >= options_.size ||
+         std::any_of(
+             links.begin(), links.end(), [&](const Link& link) { return link.peer == rank && !ready(link); });
 }
 
 void TcpNetwork::enter(const HelloFacts& facts, Descriptor socket, bool called) {
   const int rank = called ? facts.listener : facts.caller;
   Peer& other = peer(rank);
+  other.address = remote_host(socket.get());
   set_no_delay(socket.get());
   set_heartbeat(socket.get(), options_.heartbeat, facts.channel == HelloFacts::kControl);
   if (facts.channel == HelloFacts::kControl) {
+    if (other.control) {  // of an attempt that was given up; events may be on their way to it
+      other.replaced_controls.push_back(std::move(other.control));
+      other.ending.reset();
+      other.dead = false;
+      std::erase(ending_, rank);
+    }
     other.control = std::make_unique<ControlLink>(std::move(socket), rank, options_.size,
                                                   static_cast<ControlObserver&>(*this));
     poller_.add(other.control->socket(), *other.control);
@@ -235,30 +297,41 @@ void TcpNetwork::enter(const HelloFacts& facts, Descriptor socket, bool called) 
   poller_.add(link.socket(), link);
 }
 
-void TcpNetwork::raise_trouble(std::span<const Link> links, const std::list<Call>& calls,
-                               const Waiting& waiting) const {
+std::optional<Error> TcpNetwork::trouble(std::span<const Link> links, const std::list<Call>& calls,
+                                         const Waiting& waiting) const {
   const double waited = waiting.deadline.elapsed();
-  if (abort_) throw Error(abort_->kind, abort_->message);
-  if (complaint_) throw *complaint_;
+  if (abort_) return Error(abort_->kind, abort_->message);
+  if (left_) return left_error(ErrorKind::kAborted);
+  for (const auto& [rank, verdict] : complaints_)
+    if (concerns(rank, links)) return caller_error(ends(rank, waited), verdict);
   for (const Call& call : calls)
-    if (call.state == Call::State::kFailed) throw call_error(ends(call.facts.listener, waited), call);
-  for (const Link& link : links)
-    if (!ready(link) && peer(link.peer).ending)
-      throw error_between(ErrorKind::kPeerLost, ends(link.peer, waited), "lost its connection to",
-                          peer(link.peer).left ? ", which has left" : ": it has ended, look at its output");
+    if (call.state == Call::State::kFailed && !peer(call.facts.listener).left)
+      return call_error(ends(call.facts.listener, waited), call);
+  for (const Link& link : links) {
+    if (ready(link) || !(peer(link.peer).ending || peer(link.peer).left)) continue;
+    // What it answered before its end may be on its way.
+    const bool calling = std::any_of(calls.begin(), calls.end(), [&](const Call& call) {
+      return call.facts.listener == link.peer && call.state != Call::State::kDone &&
+             call.state != Call::State::kFailed;
+    });
+    if (!calling)
+      return error_between(ErrorKind::kPeerLost, ends(link.peer, waited), "lost its connection to",
+                           peer(link.peer).left ? ", which has left" : ": it has ended, look at its output");
+  }
+  return std::nullopt;
 }
 
-void TcpNetwork::raise_timeout(std::span<const Link> links, const std::list<Call>& calls,
-                               const Waiting& waiting) const {
+Error TcpNetwork::timeout_error(std::span<const Link> links, const std::list<Call>& calls,
+                                const Waiting& waiting) const {
   const double waited = waiting.deadline.elapsed();
   for (const Call& call : calls)
     if (call.state != Call::State::kDone)
-      throw error_between(ErrorKind::kTimeout, ends(call.facts.listener, waited),
-                          "waited for a connection to", ": " + call_progress(call));
+      return error_between(ErrorKind::kTimeout, ends(call.facts.listener, waited),
+                           "waited for a connection to", ": " + call_progress(call));
   const auto absent =
       std::find_if(links.begin(), links.end(), [&](const Link& link) { return !ready(link); });
   const std::uint64_t unproven = door_.strangers().unproven;
-  throw error_between(
+  return error_between(
       ErrorKind::kTimeout, ends(absent->peer, waited), "waited for a connection from",
       " at " + own_.addresses.front().address.text() +
           ": it has not come so far, or cannot reach this address" +

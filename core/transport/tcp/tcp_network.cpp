@@ -88,13 +88,17 @@ void TcpNetwork::has_work(TcpLink& link) {
 void TcpNetwork::look_at_clock() {
   door_.look_at_clock();
   check_answers();
-  while (!ending_.empty()) {
-    Peer& oldest = peer(ending_.front());
-    if (seconds_between(*oldest.ending, Clock::now()) < kEndingSeconds) return;
-    ending_.erase(ending_.begin());
-    oldest.dead = oldest.dead || !oldest.left;
-    settle(oldest);
-  }
+  if (ending_.empty()) return;
+  const Clock::time_point now = Clock::now();
+  std::erase_if(ending_, [&](int rank) {
+    Peer& other = peer(rank);
+    // Where data connections have ended alone, the goodbye that explains it may be on its way.
+    const double limit = control_ended(other) ? kEndingSeconds : std::max(kEndingSeconds, options_.heartbeat);
+    if (seconds_between(*other.ending, now) < limit) return false;
+    other.dead = other.dead || !other.left;
+    settle(other);
+    return true;
+  });
 }
 
 // The kernel sends no probes where something is on its way, and gives up on that after a quarter of an hour.
@@ -146,9 +150,8 @@ bool TcpNetwork::judge_messages(std::span<const Ticket> tickets, WaitResult* res
 
 // Decides what the ends of a peer's connections mean for what is pending.
 void TcpNetwork::settle(Peer& peer) {
-  const bool control_ended = peer.control == nullptr || !peer.control->open();
   // Data connections may show their end before the goodbye that went ahead of it is there.
-  if (!peer.left && !peer.dead && !control_ended) return;
+  if (!peer.left && !peer.dead && !control_ended(peer)) return;
   for (auto& [channel, stream] : peer.streams) {
     if (!stream->sends_lost()) stream->lose_sends();
     const auto links = stream->links();
@@ -160,19 +163,31 @@ void TcpNetwork::settle(Peer& peer) {
 
 void TcpNetwork::closed(TcpLink& link, int error) {
   Peer& other = peer(link.peer());
+  const bool control = &link == other.control.get();
+  const bool orderly = error == 0 || error == ECONNRESET || error == EPIPE;
+  const auto carries = [&](const auto& stream) {
+    const auto links = stream.second->links();
+    return stream.second->complete() &&
+           std::any_of(links.begin(), links.end(), [&](const auto& one) { return one.get() == &link; });
+  };
+  // Whoever gives up connecting may try again. That it has ended is told by its control connection.
+  if (!control && orderly && std::none_of(other.streams.begin(), other.streams.end(), carries)) return;
+  // The others are given their time from the end of the control connection on.
+  if (control && other.ending) other.ending = Clock::now();
   if (!other.ending) {
     other.ending = Clock::now();
     ending_.push_back(link.peer());
   }
   // Anything but an end that the peer's kernel told of: no more will come of the other connections either.
-  if (error != 0 && error != ECONNRESET && error != EPIPE) other.dead = true;
+  if (!orderly) other.dead = true;
   settle(other);
 }
 
 void TcpNetwork::fault(TcpLink& link, ErrorKind kind, const std::string& what) {
-  const Peer& other = peer(link.peer());
-  const std::string host = other.endpoint ? " on " + other.endpoint->host : "";
-  spread_abort({kind, options_.rank, "rank " + std::to_string(link.peer()) + host + " " + what}, nullptr);
+  const std::string host = known_host(link.peer());
+  spread_abort({kind, options_.rank,
+                "rank " + std::to_string(link.peer()) + (host.empty() ? "" : " on " + host) + " " + what},
+               nullptr);
 }
 
 void TcpNetwork::heard_abort(TcpLink& link, const AbortRecord& record) { spread_abort(record, &link); }
@@ -207,6 +222,7 @@ void TcpNetwork::leave() {
   const std::lock_guard lock(mutex_);
   if (std::exchange(left_, true)) return;
   door_.stop_listening();
+  door_.forget_calls();
   const std::vector<std::byte> goodbye = encode_goodbye();
   for (Peer& other : peers_) {
     if (other.control && other.control->open()) other.control->say(goodbye);

@@ -72,6 +72,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   int rank() const override { return options_.rank; }
   int size() const override { return options_.size; }
   int channels() const override { return options_.channels; }
+  std::string host(int rank) override;
   void connect(std::span<const Link> links, const Waiting& waiting) override;
   Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override;
   Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) override;
@@ -96,7 +97,9 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   struct Peer {
     std::unique_ptr<ControlLink> control;
     std::map<int, std::unique_ptr<TcpStream>> streams;  // by channel
+    std::vector<std::unique_ptr<ControlLink>> replaced_controls;
     std::optional<Endpoint> endpoint;
+    std::string address;                      ///< that a connection with it goes to; empty: none was made yet
     bool left = false;                        ///< said goodbye
     bool dead = false;                        ///< nothing more is expected of it
     std::optional<Clock::time_point> ending;  ///< since when a connection of it is closed
@@ -124,6 +127,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   void await_delivery();
   bool judge_messages(std::span<const Ticket> tickets, WaitResult* result);
   void settle(Peer& peer);
+  static bool control_ended(const Peer& peer) { return !peer.control || !peer.control->open(); }
   void spread_abort(const AbortRecord& record, const TcpLink* from);
 
   // Connecting.
@@ -134,9 +138,14 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   TwoEnds ends(int peer, double waited) const;
   void plan_calls(int peer, int channel, std::list<Call>& calls) const;
   bool ready(const Link& link) const;
-  void raise_trouble(std::span<const Link> links, const std::list<Call>& calls, const Waiting& waiting) const;
-  [[noreturn]] void raise_timeout(std::span<const Link> links, const std::list<Call>& calls,
-                                  const Waiting& waiting) const;
+  static bool lacks_control(const Peer& peer);
+  bool concerns(int rank, std::span<const Link> links) const;
+  std::string known_host(int rank) const;
+  Error left_error(ErrorKind kind) const;
+  std::optional<Error> trouble(std::span<const Link> links, const std::list<Call>& calls,
+                               const Waiting& waiting) const;
+  Error timeout_error(std::span<const Link> links, const std::list<Call>& calls,
+                      const Waiting& waiting) const;
 
   Store& store_;
   TcpOptions options_;
@@ -152,7 +161,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   std::vector<int> ending_;    // peers of which a connection is closed, and not all is settled
   Clock::time_point next_check_ = {};
   std::optional<AbortRecord> abort_;
-  std::optional<Error> complaint_;  // about a rank that called and was refused
+  std::map<int, Verdict> complaints_;  // what was answered to ranks that called and were refused
   bool left_ = false;
 };
 
