@@ -1,6 +1,5 @@
 // Drives a fuzzer without libFuzzer: CORPUS [RUNS [SEED]] runs every file of the corpus, then RUNS mutations
-// of them. The same seed gives the same inputs; one that fails is written to crash-SEED-NUMBER before it is
-// tried.
+// of them. The same seed gives the same inputs: a failure comes back in a debugger.
 
 #include <algorithm>
 #include <cstdint>
