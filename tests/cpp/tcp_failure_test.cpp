@@ -1,18 +1,11 @@
 // Peers that end, leave, abort or vanish while others wait for them over TCP.
 
 #include <gtest/gtest.h>
-#include <linux/filter.h>
-#include <net/if.h>
-#include <netinet/tcp.h>
-#include <sched.h>
-#include <sys/ioctl.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
-#include <cstring>
-#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -29,25 +22,16 @@ namespace {
 using testing::all_links;
 using testing::Buffer;
 using testing::error_of;
-using testing::expect_text;
 using testing::kSlowness;
 using testing::Latch;
 using testing::pattern;
 using testing::receive;
 using testing::send;
 using testing::TcpGroup;
+using testing::wait_in_vain;
 using testing::wait_seconds;
 using Outcome = WaitResult::Outcome;
 using Tickets = std::vector<Network::Ticket>;
-
-/// Waits for a message that never comes.
-WaitResult wait_in_vain(TcpNetwork& network, int peer, double seconds = 20) {
-  Buffer got(100);
-  const Tickets tickets = {receive(network, peer, 0, got)};
-  const WaitResult result = network.wait(tickets, wait_seconds(seconds));
-  network.give_up(tickets);
-  return result;
-}
 
 TEST(TcpLostPeer, AnEndIsSeenAtOnceByAllThatWait) {
   for (const int connections : {1, 3}) {
@@ -238,32 +222,54 @@ TEST(TcpAbort, PassesWhatIsHeldUp) {
   });
 }
 
+/// Seconds from `end`, which another thread calls when a wait of rank 0 has begun to sleep, to the end of it.
+/// The quickest of several: a sleep that nobody ends takes its 50 milliseconds every time.
+double quickest_end(Outcome expected,
+                    const std::function<void(TcpNetwork&, std::atomic<bool>& cancelled)>& end) {
+  double quickest = 1000;
+  for (int i = 0; i < 10; ++i) {
+    TcpGroup group(2);
+    group.run([&](TcpNetwork& network) {
+      if (network.rank() != 0) return;
+      Latch sleeps(1);
+      std::atomic<bool> cancelled = false;
+      Clock::time_point ended;
+      std::thread other([&] {
+        sleeps.wait();
+        ended = Clock::now();
+        end(network, cancelled);
+      });
+      const std::function<void()> before_a_sleep = [&] { sleeps.count_down(); };
+      Waiting waiting = wait_seconds(20);
+      waiting.interrupt = &before_a_sleep;
+      waiting.cancelled = &cancelled;
+      Buffer got(1);
+      const Tickets tickets = {receive(network, 1, 0, got)};
+      EXPECT_EQ(network.wait(tickets, waiting).outcome, expected);
+      const Clock::time_point now = Clock::now();
+      other.join();
+      network.give_up(tickets);
+      quickest = std::min(quickest, seconds_between(ended, now));
+    });
+  }
+  return quickest;
+}
+
 TEST(TcpAbort, FromAnotherThreadEndsAWait) {
-  TcpGroup group(2);
-  group.run([](TcpNetwork& network) {
-    std::thread other;
-    if (network.rank() == 0)
-      other = std::thread([&] { network.abort(ErrorKind::kAborted, "by the watchdog"); });
-    EXPECT_EQ(wait_in_vain(network, 1 - network.rank()).outcome, Outcome::kAborted);
-    if (other.joinable()) other.join();
-  });
+  EXPECT_LT(quickest_end(Outcome::kAborted,
+                         [](TcpNetwork& network, std::atomic<bool>&) {
+                           network.abort(ErrorKind::kAborted, "by the watchdog");
+                         }),
+            0.025);
 }
 
 TEST(TcpWake, EndsAWaitThatIsCancelled) {
-  TcpGroup group(2);
-  group.run([](TcpNetwork& network) {
-    std::atomic<bool> cancelled = false;
-    std::thread other([&] {
-      cancelled = true;
-      network.wake();
-    });
-    Buffer got(1);
-    const Tickets tickets = {receive(network, 1 - network.rank(), 0, got)};
-    Waiting waiting = wait_seconds(20);
-    waiting.cancelled = &cancelled;
-    EXPECT_EQ(network.wait(tickets, waiting).outcome, Outcome::kCancelled);
-    other.join();
-  });
+  EXPECT_LT(quickest_end(Outcome::kCancelled,
+                         [](TcpNetwork& network, std::atomic<bool>& cancelled) {
+                           cancelled = true;
+                           network.wake();
+                         }),
+            0.025);
 }
 
 // A fork holds the connections open as well, until it lets go of them: then the rank's end is seen.
@@ -291,155 +297,6 @@ TEST(TcpFork, AbandonedConnectionsEndWithTheirRank) {
   ::close(to_child[1]);
   ::close(to_child[0]);
   ASSERT_EQ(::waitpid(child, nullptr, 0), child);
-}
-
-bool set_loopback(bool up) {
-  const int socket = ::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  ifreq request{};
-  std::strcpy(request.ifr_name, "lo");
-  bool done = ::ioctl(socket, SIOCGIFFLAGS, &request) == 0;
-  if (up)
-    request.ifr_flags |= IFF_UP;
-  else
-    request.ifr_flags &= ~IFF_UP;
-  done = done && ::ioctl(socket, SIOCSIFFLAGS, &request) == 0;
-  ::close(socket);
-  return done;
-}
-
-/// Runs `body` in a network of its own, which can be switched off; false if this process may not have one.
-bool in_own_network(const std::function<void()>& body) {
-  bool made = false;
-  std::thread thread([&] {
-    // Of this thread and of those that it starts.
-    made = ::unshare(CLONE_NEWNET) == 0 && set_loopback(true);
-    if (made) body();
-  });
-  thread.join();
-  return made;
-}
-
-TEST(TcpHeartbeat, FindsAHostThatVanished) {
-  const bool made = in_own_network([] {
-    TcpGroup group(2);
-    for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 2.0;
-    Latch both(2);
-    std::atomic<bool> off = false;
-    group.run([&](TcpNetwork& network) {
-      const auto start = Clock::now();
-      both.count_down();
-      both.wait();
-      if (!off.exchange(true)) {
-        ASSERT_TRUE(set_loopback(false));
-      }
-      const WaitResult result = wait_in_vain(network, 1 - network.rank(), 30);
-      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
-      EXPECT_EQ(result.peer, 1 - network.rank());
-      EXPECT_FALSE(result.peer_left);
-      EXPECT_GT(seconds_between(start, Clock::now()), 0.9);
-      EXPECT_LT(seconds_between(start, Clock::now()), 4.0 * kSlowness);
-    });
-  });
-  if (!made) GTEST_SKIP() << "a network namespace of its own cannot be made (needs CAP_SYS_ADMIN)";
-}
-
-TEST(TcpHeartbeat, FindsOneThatVanishedInTheMiddleOfAMessage) {
-  const bool made = in_own_network([] {
-    TcpGroup group(2, 1, 2);
-    for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 2.0;
-    Latch off(1);
-    group.run([&](TcpNetwork& network) {
-      Buffer large(std::size_t{64} << 20);
-      Tickets tickets;
-      if (network.rank() == 1) {
-        tickets = {send(network, 0, 0, large)};
-        EXPECT_EQ(network.wait(tickets, wait_seconds(0.2)).outcome, Outcome::kTimeout);
-        ASSERT_TRUE(set_loopback(false));
-        off.count_down();
-      } else {
-        off.wait();
-        tickets = {receive(network, 1, 0, large)};
-      }
-      const WaitResult result = network.wait(tickets, wait_seconds(30));
-      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
-      EXPECT_EQ(result.peer, 1 - network.rank());
-      network.give_up(tickets);
-    });
-  });
-  if (!made) GTEST_SKIP() << "a network namespace of its own cannot be made (needs CAP_SYS_ADMIN)";
-}
-
-/// From now on nothing arrives on the data connections of this process, not even acknowledgements; the
-/// control connections, which have a limit of their own, stay as they are. How many were cut off.
-int cut_data_connections() {
-  int cut = 0;
-  for (int fd = 0; fd < 1024; ++fd) {
-    tcp_info info{};
-    unsigned limit = 0;
-    socklen_t info_length = sizeof info;
-    socklen_t limit_length = sizeof limit;
-    if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &info_length) != 0 ||
-        info.tcpi_state != TCP_ESTABLISHED)
-      continue;
-    if (::getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit, &limit_length) != 0 || limit != 0) continue;
-    sock_filter nothing = BPF_STMT(BPF_RET | BPF_K, 0);
-    const sock_fprog program = {1, &nothing};
-    if (::setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program) == 0) ++cut;
-  }
-  return cut;
-}
-
-// With room in the peer's buffers and without.
-TEST(TcpHeartbeat, ABrokenPathIsFoundWhereBothEndsSend) {
-  for (const std::size_t bytes : {1000, 64 << 20}) {
-    TcpGroup group(2);
-    for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 1.0;
-    Latch full(2);
-    Latch cut(1);
-    group.run([&](TcpNetwork& network) {
-      const int peer = 1 - network.rank();
-      const Buffer large(bytes);
-      Buffer got(bytes);
-      Tickets tickets;
-      if (bytes > 1000) tickets.push_back(send(network, peer, 0, large));
-      for (int i = 0; i < 100; ++i) network.progress();
-      full.count_down();
-      full.wait();
-      if (network.rank() == 0) {
-        EXPECT_EQ(cut_data_connections(), 2);
-        cut.count_down();
-      }
-      cut.wait();
-      if (bytes == 1000) tickets.push_back(send(network, peer, 0, large));
-      tickets.push_back(receive(network, peer, 0, got));
-      const auto start = Clock::now();
-      const WaitResult result = network.wait(tickets, wait_seconds(20));
-      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
-      EXPECT_EQ(result.peer, peer);
-      EXPECT_FALSE(result.peer_left);
-      EXPECT_GT(seconds_between(start, Clock::now()), 0.5);
-      network.give_up(tickets);
-    });
-  }
-}
-
-// The kernel answers for a rank that computes for longer than the heartbeat, also when its buffers are full.
-TEST(TcpHeartbeat, ARankThatMakesNoProgressIsNotLost) {
-  TcpGroup group(2);
-  for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 1.0;
-  group.run([](TcpNetwork& network) {
-    const Buffer large = pattern(std::size_t{32} << 20, 3);
-    if (network.rank() == 0) {
-      std::this_thread::sleep_for(std::chrono::seconds(3));  // what is tested
-      Buffer got(large.size());
-      const Tickets tickets = {receive(network, 1, 0, got)};
-      ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
-      EXPECT_TRUE(got == large);
-    } else {
-      const Tickets tickets = {send(network, 0, 0, large)};
-      EXPECT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
-    }
-  });
 }
 
 }  // namespace

@@ -82,7 +82,7 @@ class MULTIRING_API InterfaceFilter {
   std::string text_;
 };
 
-/// The addresses of the interfaces that are up.
+/// The addresses of the interfaces that are up and connected.
 MULTIRING_API std::vector<InterfaceAddress> interface_addresses();
 /// Those that a rank listens on and calls from. `local`: all ranks are on this host, so that loopback is
 /// enough, and is all that is used unless the filter chooses something else. Raises a usage error that lists

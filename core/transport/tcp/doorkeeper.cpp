@@ -36,8 +36,20 @@ Doorkeeper::Doorkeeper(DescriptorTable& descriptors, Poller& poller, const Optio
 Doorkeeper::~Doorkeeper() = default;
 
 void Doorkeeper::listen(std::vector<InterfaceAddress>& addresses) {
-  for (InterfaceAddress& address : addresses)
-    listeners_.push_back(std::make_unique<Listener>(*this, descriptors_.adopt(listen_on(address.address))));
+  std::string unusable;
+  std::erase_if(addresses, [&](InterfaceAddress& address) {
+    UniqueFd socket = listen_on(address.address);
+    if (!socket) {
+      unusable += " " + address.interface + " " + address.address.host_text();
+      return true;
+    }
+    listeners_.push_back(std::make_unique<Listener>(*this, descriptors_.adopt(std::move(socket))));
+    return false;
+  });
+  if (addresses.empty())
+    throw Error(ErrorKind::kUsage,
+                "no address of this host can be listened on:" + unusable +
+                    " cannot be assigned: another host may have it, or it is not ready yet");
 }
 
 void Doorkeeper::stop_listening() {

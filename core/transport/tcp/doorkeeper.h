@@ -63,7 +63,7 @@ class Doorkeeper {
   Doorkeeper(DescriptorTable& descriptors, Poller& poller, const Options& options, Resident& resident);
   ~Doorkeeper();
 
-  /// Sets the ports of `addresses`.
+  /// Sets the ports of `addresses`, and takes out what cannot be used while others can.
   void listen(std::vector<InterfaceAddress>& addresses);
   void stop_listening();
 

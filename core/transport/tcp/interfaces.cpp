@@ -59,9 +59,13 @@ std::vector<InterfaceAddress> interface_addresses() {
   std::vector<InterfaceAddress> addresses;
   for (const ifaddrs* entry = first; entry != nullptr; entry = entry->ifa_next) {
     const auto address = SocketAddress::from(entry->ifa_addr);
-    if (!address || (entry->ifa_flags & IFF_UP) == 0) continue;
-    addresses.push_back({entry->ifa_name, *address, prefix_of(entry->ifa_netmask, address->is_ipv6()),
-                         megabits_of(entry->ifa_name)});
+    // Running: there is somebody at the other end of its cable as well.
+    if (!address || (entry->ifa_flags & IFF_UP) == 0 || (entry->ifa_flags & IFF_RUNNING) == 0) continue;
+    // Several addresses of IPv4 may have labels: "eth0:1".
+    const std::string label = entry->ifa_name;
+    const std::string name = label.substr(0, label.find(':'));
+    addresses.push_back(
+        {name, *address, prefix_of(entry->ifa_netmask, address->is_ipv6()), megabits_of(name)});
   }
   return addresses;
 }

@@ -32,7 +32,10 @@ UniqueFd listen_on(SocketAddress& address) {
   UniqueFd socket = new_socket(address.family());
   if (!socket) throw_errno("socket");
   if (address.is_ipv6()) set_option(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, 1);
-  if (::bind(socket.get(), address.data(), address.length()) != 0) throw_errno("bind " + address.text());
+  if (::bind(socket.get(), address.data(), address.length()) != 0) {
+    if (errno == EADDRNOTAVAIL) return UniqueFd();
+    throw_errno("bind " + address.text());
+  }
   if (::listen(socket.get(), kBacklog) != 0) throw_errno("listen " + address.text());
   sockaddr_in6 bound{};
   socklen_t length = sizeof bound;

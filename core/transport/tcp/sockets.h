@@ -10,7 +10,8 @@ namespace multiring::tcp {
 
 // What is asked of the kernel's sockets. All of them do not block.
 
-/// Listens on `address`; its port is set to the one that the kernel chose, if it is 0.
+/// Listens on `address`; its port is set to the one that the kernel chose, if it is 0. None if the address
+/// cannot be used: one of IPv6 is there for a second before it can, or for good if another host has it.
 UniqueFd listen_on(SocketAddress& address);
 /// Takes the next caller; none, with errno set, if there is none or it cannot be taken.
 UniqueFd accept_from(int listener);

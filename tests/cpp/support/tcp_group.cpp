@@ -84,6 +84,14 @@ Network::Ticket receive(Network& network, int peer, int channel, Buffer& message
   return network.post_receive(peer, channel, message);
 }
 
+WaitResult wait_in_vain(Network& network, int peer, double seconds) {
+  Buffer got(100);
+  const Network::Ticket tickets[] = {receive(network, peer, 0, got)};
+  const WaitResult result = network.wait(tickets, wait_seconds(seconds));
+  network.give_up(tickets);
+  return result;
+}
+
 int open_descriptors() {
   int count = 0;
   DIR* directory = ::opendir("/proc/self/fd");

@@ -47,6 +47,8 @@ using Buffer = std::vector<std::byte>;
 Buffer pattern(std::size_t bytes, unsigned seed);
 Network::Ticket send(Network& network, int peer, int channel, const Buffer& message);
 Network::Ticket receive(Network& network, int peer, int channel, Buffer& message);
+/// Waits for a message of `peer` that never comes.
+WaitResult wait_in_vain(Network& network, int peer, double seconds = 20);
 
 /// Descriptors that this process holds.
 int open_descriptors();

@@ -1,0 +1,209 @@
+// Hosts that vanish and paths that break, as ranks over TCP find out.
+
+#include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <net/if.h>
+#include <netinet/tcp.h>
+#include <sched.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "support/latch.h"
+#include "support/tcp_group.h"
+
+namespace multiring {
+namespace {
+
+using testing::Buffer;
+using testing::kSlowness;
+using testing::Latch;
+using testing::pattern;
+using testing::receive;
+using testing::send;
+using testing::TcpGroup;
+using testing::wait_in_vain;
+using testing::wait_seconds;
+using Outcome = WaitResult::Outcome;
+using Tickets = std::vector<Network::Ticket>;
+
+bool set_loopback(bool up) {
+  const int socket = ::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  ifreq request{};
+  std::strcpy(request.ifr_name, "lo");
+  bool done = ::ioctl(socket, SIOCGIFFLAGS, &request) == 0;
+  if (up)
+    request.ifr_flags |= IFF_UP;
+  else
+    request.ifr_flags &= ~IFF_UP;
+  done = done && ::ioctl(socket, SIOCSIFFLAGS, &request) == 0;
+  ::close(socket);
+  return done;
+}
+
+/// Runs `body` in a network of its own, which can be switched off; false if this process may not have one.
+bool in_own_network(const std::function<void()>& body) {
+  bool made = false;
+  std::thread thread([&] {
+    // Of this thread and of those that it starts.
+    made = ::unshare(CLONE_NEWNET) == 0 && set_loopback(true);
+    if (made) body();
+  });
+  thread.join();
+  return made;
+}
+
+TEST(TcpHeartbeat, FindsAHostThatVanished) {
+  const bool made = in_own_network([] {
+    TcpGroup group(2);
+    for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 2.0;
+    Latch both(2);
+    std::atomic<bool> off = false;
+    group.run([&](TcpNetwork& network) {
+      const auto start = Clock::now();
+      both.count_down();
+      both.wait();
+      if (!off.exchange(true)) {
+        ASSERT_TRUE(set_loopback(false));
+      }
+      const WaitResult result = wait_in_vain(network, 1 - network.rank(), 30);
+      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
+      EXPECT_EQ(result.peer, 1 - network.rank());
+      EXPECT_FALSE(result.peer_left);
+      EXPECT_GT(seconds_between(start, Clock::now()), 0.9);
+      EXPECT_LT(seconds_between(start, Clock::now()), 4.0 * kSlowness);
+    });
+  });
+  if (!made) GTEST_SKIP() << "a network namespace of its own cannot be made (needs CAP_SYS_ADMIN)";
+}
+
+TEST(TcpHeartbeat, FindsOneThatVanishedInTheMiddleOfAMessage) {
+  const bool made = in_own_network([] {
+    TcpGroup group(2, 1, 2);
+    for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 2.0;
+    Latch off(1);
+    group.run([&](TcpNetwork& network) {
+      Buffer large(std::size_t{64} << 20);
+      Tickets tickets;
+      if (network.rank() == 1) {
+        tickets = {send(network, 0, 0, large)};
+        EXPECT_EQ(network.wait(tickets, wait_seconds(0.2)).outcome, Outcome::kTimeout);
+        ASSERT_TRUE(set_loopback(false));
+        off.count_down();
+      } else {
+        off.wait();
+        tickets = {receive(network, 1, 0, large)};
+      }
+      const WaitResult result = network.wait(tickets, wait_seconds(30));
+      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
+      EXPECT_EQ(result.peer, 1 - network.rank());
+      network.give_up(tickets);
+    });
+  });
+  if (!made) GTEST_SKIP() << "a network namespace of its own cannot be made (needs CAP_SYS_ADMIN)";
+}
+
+/// From now on nothing arrives on the data connections of this process, not even acknowledgements; the
+/// control connections, which have a limit of their own, stay as they are. How many were cut off.
+int cut_data_connections() {
+  int cut = 0;
+  for (int fd = 0; fd < 1024; ++fd) {
+    tcp_info info{};
+    unsigned limit = 0;
+    socklen_t info_length = sizeof info;
+    socklen_t limit_length = sizeof limit;
+    if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &info_length) != 0 ||
+        info.tcpi_state != TCP_ESTABLISHED)
+      continue;
+    if (::getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit, &limit_length) != 0 || limit != 0) continue;
+    sock_filter nothing = BPF_STMT(BPF_RET | BPF_K, 0);
+    const sock_fprog program = {1, &nothing};
+    if (::setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program) == 0) ++cut;
+  }
+  return cut;
+}
+
+// With room in the peer's buffers and without.
+TEST(TcpHeartbeat, ABrokenPathIsFoundWhereBothEndsSend) {
+  for (const std::size_t bytes : {1000, 64 << 20}) {
+    TcpGroup group(2);
+    for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 1.0;
+    Latch full(2);
+    Latch cut(1);
+    group.run([&](TcpNetwork& network) {
+      const int peer = 1 - network.rank();
+      const Buffer large(bytes);
+      Buffer got(bytes);
+      Tickets tickets;
+      if (bytes > 1000) tickets.push_back(send(network, peer, 0, large));
+      for (int i = 0; i < 100; ++i) network.progress();
+      full.count_down();
+      full.wait();
+      if (network.rank() == 0) {
+        EXPECT_EQ(cut_data_connections(), 2);
+        cut.count_down();
+      }
+      cut.wait();
+      if (bytes == 1000) tickets.push_back(send(network, peer, 0, large));
+      tickets.push_back(receive(network, peer, 0, got));
+      const auto start = Clock::now();
+      const WaitResult result = network.wait(tickets, wait_seconds(20));
+      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
+      EXPECT_EQ(result.peer, peer);
+      EXPECT_FALSE(result.peer_left);
+      EXPECT_GT(seconds_between(start, Clock::now()), 0.5);
+      network.give_up(tickets);
+    });
+  }
+}
+
+// The kernel answers for a rank that computes for longer than the heartbeat, also when its buffers are full.
+TEST(TcpHeartbeat, ARankThatMakesNoProgressIsNotLost) {
+  TcpGroup group(2);
+  for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 1.0;
+  group.run([](TcpNetwork& network) {
+    const Buffer large = pattern(std::size_t{32} << 20, 3);
+    if (network.rank() == 0) {
+      std::this_thread::sleep_for(std::chrono::seconds(3));  // what is tested
+      Buffer got(large.size());
+      const Tickets tickets = {receive(network, 1, 0, got)};
+      ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+      EXPECT_TRUE(got == large);
+    } else {
+      const Tickets tickets = {send(network, 0, 0, large)};
+      EXPECT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+    }
+  });
+}
+
+// An address of IPv6 cannot be listened on in the second in which the kernel asks whether another host has
+// it.
+TEST(TcpInterfaces, AnAddressThatIsNotReadyIsLeftOut) {
+  bool interface = false;
+  const bool made = in_own_network([&] {
+    interface = std::system(
+                    "{ ip link add ta type veth peer name tb && ip link set ta up && ip link set tb up && "
+                    "ip addr add 10.98.0.1/24 dev ta label ta:one && ip addr add fd98::1/64 dev ta; } "
+                    ">/dev/null 2>&1") == 0;
+    if (!interface) return;
+    InprocStore store;
+    TcpOptions options = testing::tcp_options(0, 2);
+    options.interfaces = {"ta"};
+    options.local = false;
+    const TcpNetwork network(store, options);
+    ASSERT_FALSE(network.addresses().empty());
+    EXPECT_EQ(network.addresses().front().address.host_text(), "10.98.0.1");
+    EXPECT_EQ(network.addresses().front().interface, "ta");
+  });
+  if (!made || !interface) GTEST_SKIP() << "an interface of its own cannot be made (needs CAP_NET_ADMIN, ip)";
+}
+
+}  // namespace
+}  // namespace multiring
