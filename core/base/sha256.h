@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <initializer_list>
 #include <span>
-#include <string_view>
 
 #include "base/export.h"
 
@@ -38,7 +37,5 @@ MULTIRING_API Sha256Digest hmac_sha256(std::span<const std::byte> key,
 /// Takes as long for spans that differ at their beginning as for equal ones, so that a guess cannot be
 /// improved by timing it. Spans of different lengths are unequal.
 MULTIRING_API bool equal_in_constant_time(std::span<const std::byte> a, std::span<const std::byte> b);
-
-inline std::span<const std::byte> bytes_of(std::string_view text) { return std::as_bytes(std::span(text)); }
 
 }  // namespace multiring

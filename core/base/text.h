@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 #include <string_view>
 
 namespace multiring {
@@ -14,5 +15,7 @@ inline std::size_t cut_length(std::string_view text, std::size_t limit) {
     if ((static_cast<unsigned char>(text[limit - back]) & 0xC0U) != 0x80U) return limit - back;
   return limit;  // no UTF-8
 }
+
+inline std::span<const std::byte> bytes_of(std::string_view text) { return std::as_bytes(std::span(text)); }
 
 }  // namespace multiring

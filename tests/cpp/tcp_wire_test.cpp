@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "transport/tcp/address.h"
 #include "transport/tcp/frame.h"
 #include "transport/tcp/handshake.h"

@@ -13,7 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "transport/shm/host_identity.h"
+#include "base/host_identity.h"
 
 namespace multiring {
 namespace {

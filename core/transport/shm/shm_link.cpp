@@ -3,7 +3,7 @@
 #include <numeric>
 #include <vector>
 
-#include "transport/shm/host_identity.h"
+#include "base/host_identity.h"
 #include "transport/shm/memory_file.h"
 
 namespace multiring {

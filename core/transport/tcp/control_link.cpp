@@ -1,5 +1,7 @@
 #include "transport/tcp/control_link.h"
 
+#include <algorithm>
+
 namespace multiring::tcp {
 
 void ControlLink::say(std::span<const std::byte> frame) {

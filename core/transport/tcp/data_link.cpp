@@ -99,14 +99,15 @@ std::size_t DataLink::write_some(Output& output) {
   if (output.sent < kFrameHeaderBytes)
     pieces[count++] = {output.header.data() + output.sent, kFrameHeaderBytes - output.sent};
   const std::size_t payload_sent = output.sent - std::min(output.sent, kFrameHeaderBytes);
-  std::size_t skip = output.offset + payload_sent;
+  const std::vector<std::span<const std::byte>>& parts = output.message->parts;
+  const std::size_t begin = output.offset + payload_sent;
+  while (output.part < parts.size() && output.part_offset + parts[output.part].size() <= begin)
+    output.part_offset += parts[output.part++].size();
+  std::size_t skip = begin - output.part_offset;
   room = std::min(room, output.bytes - payload_sent);
-  for (const std::span<const std::byte> part : output.message->parts) {
-    if (room == 0 || count == kMaxPieces) break;
-    if (skip >= part.size()) {
-      skip -= part.size();
-      continue;
-    }
+  for (std::size_t i = output.part; i < parts.size() && room > 0 && count < kMaxPieces; ++i) {
+    const std::span<const std::byte> part = parts[i];
+    if (part.empty()) continue;
     const std::size_t bytes = std::min(room, part.size() - skip);
     pieces[count++] = {const_cast<std::byte*>(part.data() + skip), bytes};
     room -= bytes;

@@ -38,6 +38,9 @@ class DataLink final : public TcpLink {
     std::size_t offset;
     std::size_t bytes;     // of the payload
     std::size_t sent = 0;  // of the header and the payload
+    // The first part of the message of which something is left, and where it begins in the message.
+    std::size_t part = 0;
+    std::size_t part_offset = 0;
   };
 
   void read();

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "base/sha256.h"
 #include "base/text.h"
 #include "transport/tcp/byte_order.h"
 

@@ -6,6 +6,7 @@
 #include <cerrno>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "transport/tcp/byte_order.h"
 
 namespace multiring::tcp {

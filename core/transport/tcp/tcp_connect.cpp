@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <set>
 
-#include "transport/shm/host_identity.h"
+#include "base/host_identity.h"
 #include "transport/tcp/connect_errors.h"
 #include "transport/tcp/sockets.h"
 #include "transport/tcp/tcp_network.h"

@@ -4,6 +4,7 @@
 #include <span>
 #include <string_view>
 
+#include "base/text.h"
 #include "base/unique_fd.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/tcp_network.h"

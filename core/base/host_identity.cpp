@@ -1,7 +1,8 @@
-#include "transport/shm/host_identity.h"
+#include "base/host_identity.h"
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 #include <cmath>
 #include <fstream>
