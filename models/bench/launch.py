@@ -225,7 +225,7 @@ def run_mpi(command: Sequence[str], environ: Mapping[str, str]) -> int:
         process = RankProcess(0, command, marked, cpus=None, stdin=False, piped=False)
         guard.watch(process.pid)
         outputs = Multiplexer(selector, tagged=False, directory=None, warn=lambda message: None)
-        supervisor = Supervisor([process], outputs, selector, signals, guard.finish)
+        supervisor = Supervisor([process], outputs, selector, signals, guard.finish, lambda rank: False)
         try:
             supervisor.run(None)
         finally:

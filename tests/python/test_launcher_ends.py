@@ -119,6 +119,25 @@ def test_a_rank_that_a_signal_ends_is_blamed_with_its_name(number: signal.Signal
     assert f"failed with signal {number.name}" in result.stderr
 
 
+def test_a_rank_that_takes_long_to_exit_is_blamed_all_the_same() -> None:
+    """It left the communicator, and the others failed of that, while its exit was still under way."""
+    script = """
+import atexit, os, sys, time
+if os.environ["MULTIRING_RANK"] == "1":
+    atexit.register(time.sleep, 1.0)  # runs after multiring's own
+import numpy as np, multiring
+comm = multiring.init()
+comm.allreduce(np.ones(3))
+if comm.rank == 1:
+    sys.exit(3)
+comm.allreduce(np.ones(3))
+"""
+    result = run_job(3, script)
+    assert result.returncode == 3, result.stderr
+    assert "multiring: rank 1 (process" in result.stderr
+    assert "ended by the launcher" not in result.stderr
+
+
 def test_ranks_that_fail_because_of_another_are_not_blamed() -> None:
     # Rank 0 fails first, and only says that it has lost rank 1, which fails with a reason of its own.
     script = (

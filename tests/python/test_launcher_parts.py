@@ -64,6 +64,38 @@ def test_a_signal_is_blamed_before_an_exit_code() -> None:
     assert blame([end(2, 1), end(0, -9)]).rank == 0
 
 
+@pytest.mark.parametrize(
+    ("stderr", "secondary"),
+    [
+        (("jax.errors.JaxRuntimeError: UNAVAILABLE: multiring.PeerLostError: rank 0 lost rank 1",), True),
+        (
+            ("errors_impl.UnavailableError: {{function_node x}} multiring: PeerLostError: rank 0", "[Op:A]"),
+            True,
+        ),
+        (("multiring.errors.PeerLostError: rank 0 lost rank 1", "ValueError: something else"), False),
+        (
+            (
+                "multiring.errors.PeerLostError: rank 0 lost rank 1",
+                "The above exception was the direct cause of the following exception:",
+                "RuntimeError: training failed in step 3",
+            ),
+            True,
+        ),
+        (
+            (
+                "KeyError: 'x'",
+                "During handling of the above exception, another exception occurred:",
+                "ValueError: bad image",
+            ),
+            False,
+        ),
+        ((), False),
+    ],
+)
+def test_what_another_rank_is_the_cause_of(stderr: tuple[str, ...], secondary: bool) -> None:
+    assert end(0, 1, stderr).is_secondary == secondary
+
+
 def test_a_rank_that_only_lost_its_peer_is_not_blamed() -> None:
     assert blame([end(0, 1, LOST), end(1, 3, OWN)]).rank == 1
     assert blame([end(0, 1, ABORTED), end(1, 3)]).rank == 1

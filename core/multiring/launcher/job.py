@@ -120,7 +120,9 @@ class _Job:
             warn=lambda message: _say([message]),
         )
         self._ranks: list[RankProcess] = []
-        self._supervisor = Supervisor(self._ranks, self._outputs, selector, signals, guard.finish)
+        self._supervisor = Supervisor(
+            self._ranks, self._outputs, selector, signals, guard.finish, self._is_consequence
+        )
 
     def run(self) -> int:
         began = time.monotonic()
@@ -158,6 +160,9 @@ class _Job:
                 return ProgramError(f"rank {number} cannot be started: {why}{hint}", code)
         return None
 
+    def _is_consequence(self, rank: RankProcess) -> bool:
+        return RankEnd(rank.rank, rank.pid, rank.code, False, self._outputs.tail(rank.rank)).is_secondary
+
     def _end_of(self, rank: RankProcess) -> RankEnd:
         by_launcher = rank in self._supervisor.ended_by_us
         return RankEnd(rank.rank, rank.pid, rank.code, by_launcher, self._outputs.tail(rank.rank))
@@ -194,6 +199,8 @@ def _command(options: JobOptions, environ: Mapping[str, str]) -> list[str]:
             raise ProgramError(f"there is no script {program} in {Path.cwd()}", EXIT_NOT_FOUND)
         return [sys.executable, "-u", program, *arguments]
     if shutil.which(program, path=environ.get("PATH")) is None:
+        if Path(program).is_dir():
+            raise ProgramError(f"{program} is a directory, not a program", EXIT_NOT_EXECUTABLE)
         if "/" in program and Path(program).exists():
             raise ProgramError(
                 f"{program} is not executable: run `chmod +x {program}`, or name the interpreter before it",

@@ -22,9 +22,11 @@ _HINTS: dict[int, str] = {
 }
 
 # How Python begins the message of the exception that ends it, and what a rank raises because another one
-# failed.
+# failed: itself, or within the message of a framework's error.
 _EXCEPTION = re.compile(r"(?<!\w)(\w*(?:Error|Exception|Interrupt|Exit))(?=:|$)")
-_SECONDARY = ("PeerLostError", "AbortedError")
+_SECONDARY = re.compile(r"(?<!\w)(?:PeerLostError|AbortedError)(?=:|$)")
+# What Python writes between an exception and the one that was raised because of it.
+_CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,11 @@ class RankEnd:
 
     @property
     def is_secondary(self) -> bool:
-        """Whether its last words are that another rank was lost."""
-        names = [found[1] for line in self.stderr if (found := _EXCEPTION.search(line))]
-        return names[-1:] in ([name] for name in _SECONDARY)
+        """Whether its last words are that another rank was lost, or an exception that came of that."""
+        words = [line for line in self.stderr if _EXCEPTION.search(line) or line.startswith(_CHAINED)]
+        while len(words) > 2 and words[-2].startswith(_CHAINED):
+            del words[-2:]
+        return bool(words and _SECONDARY.search(words[-1]))
 
     def how(self) -> str:
         """ "exit code 3" or "signal SIGKILL"."""

@@ -24,6 +24,9 @@ __all__ = ["ArrivedSignals", "Outcome", "Supervisor", "passed_on_signals"]
 # After the first failure others are given this long to fail too: the first one seen need not be the first
 # one.
 _JUDGE_SECONDS = 0.2
+# As long as all have failed because they lost another, that other one may be about to: what it does at its
+# exit can take long, and it left the communicator before.
+_CAUSE_SECONDS = 3.0
 _END_SECONDS = 3.0  # from SIGTERM to SIGKILL when a rank has failed
 _INTERRUPT_SECONDS = 5.0  # from a signal that was passed on to SIGKILL
 _STUCK_SECONDS = 5.0  # from SIGKILL to giving up on a process that the kernel does not let die
@@ -92,6 +95,7 @@ class Supervisor:
         selector: The selector that `outputs` registers with.
         signals: The signals that have arrived and will arrive.
         end_leftovers: Called once when the last rank has ended, to kill what ranks have left running.
+        is_consequence: Tells whether a rank that failed did so because it lost another.
 
     Attributes:
         outcome: Why the job ended.
@@ -107,6 +111,7 @@ class Supervisor:
         selector: selectors.BaseSelector,
         signals: ArrivedSignals,
         end_leftovers: Callable[[], None],
+        is_consequence: Callable[[RankProcess], bool],
     ) -> None:
         self.outcome = Outcome.DONE
         self.signal = 0
@@ -117,6 +122,8 @@ class Supervisor:
         self._selector = selector
         self._signals = signals
         self._end_leftovers = end_leftovers
+        self._is_consequence = is_consequence
+        self._cause_until: float | None = None
         self._ending = False
         self._draining = False
         self._over = False
@@ -175,7 +182,7 @@ class Supervisor:
                 self.ended_by_us.append(rank)
             elif rank.code != 0:
                 self.failures.append(rank)
-                if len(self.failures) == 1:
+                if len(self.failures) == 1 or self._cause_until is not None:
                     self._after(_JUDGE_SECONDS, "judge", self._judge)
         if not self._draining and not any(rank.is_running for rank in self._ranks):
             if self.failures:
@@ -184,6 +191,12 @@ class Supervisor:
 
     def _judge(self) -> None:
         if any(rank.is_running for rank in self._ranks):
+            if all(map(self._is_consequence, self.failures)):
+                now = time.monotonic()
+                self._cause_until = self._cause_until or now + _CAUSE_SECONDS
+                if now < self._cause_until:
+                    self._after(self._cause_until - now, "judge", self._judge)
+                    return
             self.end(Outcome.FAILED)
         elif not self._ending:
             self._ending = True
