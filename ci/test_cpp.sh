@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 sanitizers=${1:-}
 build=build/cpp-tests${sanitizers:+-${sanitizers//,/-}}
+mkdir -p build
 cmake -S . -B "$build" -G Ninja -DMULTIRING_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=Release -DMULTIRING_SANITIZE="$sanitizers" >"$build.log" 2>&1 ||
   { cat "$build.log"; exit 1; }
 cmake --build "$build" --parallel "$(nproc)" >"$build.log" 2>&1 || { tail -50 "$build.log"; exit 1; }
