@@ -13,6 +13,7 @@ Everything but the broadcasts of state and `average_metrics` works inside of `ji
 
 from __future__ import annotations
 
+import sys as _sys
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -61,7 +62,14 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name != "distribute":  # which alone needs optax
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # Python suggests similar names of the module that the error names.
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}", name=name, obj=_sys.modules[__name__]
+        )
     from multiring.jax.optimizer import distribute
 
     return distribute
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

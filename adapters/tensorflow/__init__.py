@@ -12,6 +12,7 @@ Parts are imported when they are used: with Keras on another backend TensorFlow 
 
 from __future__ import annotations
 
+import sys as _sys
 from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING, Any
@@ -65,7 +66,10 @@ if _find_spec("tensorflow") is None and _find_spec("keras") is None:
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # Python suggests similar names of the module that the error names.
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}", name=name, obj=_sys.modules[__name__]
+        )
     try:
         module = _import_module(f"multiring.tensorflow.{home}")
     except ModuleNotFoundError as error:
@@ -78,6 +82,10 @@ def __getattr__(name: str) -> Any:
     value = module if home == name else getattr(module, name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 __all__ = [

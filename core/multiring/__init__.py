@@ -9,6 +9,7 @@ Start it on several processes with `multiring run -np 4 python train.py`. Adapte
 on, each imported on its own.
 """
 
+import sys as _sys
 from importlib import import_module as _import_module
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
@@ -64,10 +65,17 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # Python suggests similar names of the module that the error names.
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}", name=name, obj=_sys.modules[__name__]
+        )
     value = getattr(_import_module(home), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 __all__ = [
