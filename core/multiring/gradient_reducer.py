@@ -12,6 +12,7 @@ After the first round the buckets are planned anew in the order in which gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from multiring.bucket_memory import BucketMemory, Bytes, bytes_at, numpy_array
 from multiring.bucketing import Bucket, ParameterSpec, Plan, plan_buckets
-from multiring.errors import AbortedError, UsageError
+from multiring.errors import AbortedError, MultiringError, UsageError
 from multiring.gradient_source import (
     GradientSource,
     InPlace,
@@ -358,9 +359,8 @@ class GradientReducer:
         """Wait for the buckets, read their flags, and correct the average where ranks have joined."""
         produced = np.zeros(len(self.specs), dtype=np.bool_)
         active = np.ones(self._size, dtype=np.bool_)
-        for number, work in enumerate(current.works):
-            if work is not None:
-                work.wait()
+        _wait_for(current.works)
+        for number in range(len(current.works)):
             slots, active = self._memory.read_flags(number)
             produced[[slot.index for slot in self.plan.buckets[number].slots]] = slots
             count = int(np.count_nonzero(active))
@@ -387,6 +387,14 @@ class GradientReducer:
 
 
 def _wait_for(works: Sequence[Work | None]) -> None:
+    """Wait for all; raises what the first one that failed met.
+
+    Works of one communicator end in their order. So the last one is waited for: to wake up for each takes the
+    processor from the thread that reduces, in the middle of what the peers wait for.
+    """
+    if works and works[-1] is not None:
+        with suppress(MultiringError):  # of an earlier one, more often than not
+            works[-1].wait()
     for work in works:
         if work is not None:
             work.wait()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from multiring.models.bench.measure import Sample
+from multiring.models.bench.measure import Ratio, Sample
 from multiring.models.bench.results import Machine
 from multiring.models.bench.training_speed import ALONE, LIMIT, OWN, TOGETHER, TrainingSpeed
 from multiring.models.errors import DataError
@@ -51,14 +51,14 @@ class AdapterReport:
     training: TrainingSpeed
 
     @property
-    def overhead(self) -> float:
-        """Time through the adapter over the core's: the median over the rounds."""
-        return float(np.median(np.array(self.adapter) / np.array(self.core)))
+    def overhead(self) -> Ratio:
+        """Time through the adapter over the core's."""
+        return Ratio.of(self.adapter, self.core)
 
     def to_json(self) -> str:
         """Everything measured and, under "derived", what follows from it."""
         fields = asdict(self) | {"training": json.loads(self.training.to_json())}
-        return json.dumps({"kind": KIND, **fields, "derived": {"overhead": self.overhead}}, indent=2)
+        return json.dumps({"kind": KIND, **fields, "derived": {"overhead": asdict(self.overhead)}}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> AdapterReport:
@@ -90,7 +90,7 @@ class AdapterReport:
                 "adapter",
                 _milliseconds(self.adapter),
                 _bandwidth(self.bytes, self.adapter),
-                f"{self.overhead:.2f}",
+                self.overhead.text(2),
             ],
         ]
         columns = [f"ResNet-50's gradients, {self.framework}", "reduction", "bandwidth", "overhead"]
@@ -109,10 +109,12 @@ class AdapterReport:
                 names[kind],
                 _milliseconds(speed.seconds[kind]),
                 f"{speed.images_per_second(kind):.0f}",
-                f"{speed.ratio(ALONE, kind):.3f}",
+                "" if ratio is None or kind == ALONE else ratio.text(3),
             ]
-            for kind in speed.seconds
+            for kind, ratio in ((kind, speed.ratio(ALONE, kind)) for kind in speed.seconds)
         ]
+        if speed.over_own_way is not None:
+            rows.append([f"multiring against {speed.own_way}", "", "", speed.over_own_way.text(3)])
         if speed.own_way_missing is not None:
             rows.append([f"{speed.own_way}: {speed.own_way_missing}", "", "", ""])
         columns = [f"training of ResNet-20, {self.framework}", "step", "images/s", "efficiency"]
@@ -144,13 +146,14 @@ class AdapterReport:
         figure.suptitle(f"{self.framework}, {self.ranks} ranks on {self.machine.processor}")
         left, right = figure.subplots(1, 2)
         bars = left.barh(["core", "adapter"], [float(np.median(t)) * 1e3 for t in (self.core, self.adapter)])
-        left.bar_label(bars, ["", f"{self.overhead:.2f} x"], padding=3)
+        left.bar_label(bars, ["", f"{self.overhead.median:.2f} x"], padding=3)
         left.set_title(f"reduction of {self.bytes / 1e6:.0f} MB of gradients")
         left.set_xlabel("ms, less is better")
         speed = self.training
         kinds = list(speed.seconds)
         bars = right.barh(kinds, [speed.images_per_second(kind) for kind in kinds])
-        right.bar_label(bars, [f"{speed.ratio(ALONE, kind):.1%}" for kind in kinds], padding=3)
+        ratios = [speed.ratio(ALONE, kind) for kind in kinds]
+        right.bar_label(bars, [f"{ratio.median:.1%}" for ratio in ratios if ratio is not None], padding=3)
         right.set_title(f"training of ResNet-20, batch {speed.batch} a rank")
         right.set_xlabel("images/s, more is better")
         for axes in (left, right):

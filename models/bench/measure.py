@@ -21,7 +21,7 @@ from multiring import Communicator
 from multiring.errors import InternalError
 from multiring.models.bench.contenders import Contender, FloatArray
 
-__all__ = ["Meeting", "Pace", "Sample", "measure"]
+__all__ = ["Meeting", "Pace", "Ratio", "Sample", "measure"]
 
 # A look takes some 50 ns: ranks that are a few microseconds apart do not sleep.
 _LOOKS = 4000
@@ -60,6 +60,31 @@ class Sample:
         """The sample of single times."""
         low, median, high = np.percentile(seconds, [10, 50, 90])
         return cls(float(median), float(low), float(high), len(seconds))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of ratios within rounds, and where it would lie in 95 of 100 such runs.
+
+    The interval is that of order statistics (of the sign test), which assumes nothing of how times scatter.
+    With fewer than six rounds it is from the lowest to the highest.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, times: Sequence[float], others: Sequence[float]) -> Ratio:
+        """How many times as long `times` are as `others`, round by round."""
+        ratios = np.sort(np.asarray(times, np.float64) / np.asarray(others, np.float64))
+        count = len(ratios)
+        below = max(0, int(count / 2 - 1.96 * np.sqrt(count) / 2))
+        return cls(float(np.median(ratios)), float(ratios[below]), float(ratios[count - 1 - below]))
+
+    def text(self, digits: int) -> str:
+        """For a table."""
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 
 class Meeting:

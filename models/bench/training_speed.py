@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from multiring import Communicator
-from multiring.models.bench.measure import Meeting
+from multiring.models.bench.measure import Meeting, Ratio
 from multiring.models.frameworks import Framework
 from multiring.models.loader import Batch
 from multiring.models.peers.table import Peer, PeerTrainer
@@ -65,41 +65,44 @@ class TrainingSpeed:
         """Of all ranks together."""
         return self.ranks * self.batch / self.median(kind)
 
-    def ratio(self, kind: str, other: str) -> float | None:
-        """How many times as long a step of `kind` takes as one of `other`: the median over the rounds."""
+    def ratio(self, kind: str, other: str) -> Ratio | None:
+        """How many times as long a step of `kind` takes as one of `other`."""
         if kind not in self.seconds or other not in self.seconds:
             return None
-        return float(np.median(np.array(self.seconds[kind]) / np.array(self.seconds[other])))
+        return Ratio.of(self.seconds[kind], self.seconds[other])
 
     @property
-    def efficiency(self) -> float:
+    def efficiency(self) -> Ratio:
         """Time of a step alone over that of one in step: 1 where keeping in step costs nothing."""
         found = self.ratio(ALONE, TOGETHER)
         assert found is not None
         return found
 
     @property
-    def own_efficiency(self) -> float | None:
+    def own_efficiency(self) -> Ratio | None:
         """The same for the framework's own way."""
         return self.ratio(ALONE, OWN)
 
     @property
-    def limit(self) -> float | None:
+    def limit(self) -> Ratio | None:
         """The efficiency of a way that took no time: steps last as long as the slowest rank's."""
         return self.ratio(ALONE, LIMIT)
 
     @property
-    def over_own_way(self) -> float | None:
+    def over_own_way(self) -> Ratio | None:
         """How many times as fast as the framework's own way a training is."""
         return self.ratio(OWN, TOGETHER)
 
     def to_json(self) -> str:
         """Everything measured and, under "derived", what follows from it."""
-        derived = {
+        ratios = {
             "efficiency": self.efficiency,
             "limit": self.limit,
             "own_efficiency": self.own_efficiency,
             "over_own_way": self.over_own_way,
+        }
+        derived = {
+            **{name: None if ratio is None else asdict(ratio) for name, ratio in ratios.items()},
             "images_per_second": {kind: self.images_per_second(kind) for kind in self.seconds},
         }
         return json.dumps({**asdict(self), "derived": derived}, allow_nan=False)

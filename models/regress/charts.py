@@ -6,6 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from multiring.models.bench.measure import Ratio
 from multiring.models.bench.training_speed import ALONE, OWN, TOGETHER, TrainingSpeed
 from multiring.models.regress.report import Curves
 
@@ -108,8 +109,8 @@ def draw_speeds(speeds: Mapping[tuple[str, int], TrainingSpeed], titles: Mapping
     figure = _figure(10.8, 1.3 + 0.62 * len(keys))
     left, right = figure.subplots(1, 2, sharey=True)
     efficiencies: list[_Group] = [
-        ("multiring", OURS, [speeds[key].efficiency for key in keys]),
-        ("the framework's own way", THEIRS, [speeds[key].own_efficiency for key in keys]),
+        ("multiring", OURS, [_median(speeds[key].efficiency) for key in keys]),
+        ("the framework's own way", THEIRS, [_median(speeds[key].own_efficiency) for key in keys]),
     ]
     _bars(left, names, efficiencies, "{:.1%}")
     left.axvline(1.0, color="#444", linewidth=1, zorder=0)
@@ -125,6 +126,10 @@ def draw_speeds(speeds: Mapping[tuple[str, int], TrainingSpeed], titles: Mapping
     handles, labels = right.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return _svg(figure)
+
+
+def _median(ratio: Ratio | None) -> float | None:
+    return None if ratio is None else ratio.median
 
 
 def _images(speed: TrainingSpeed, kind: str) -> float | None:

@@ -230,7 +230,7 @@ def _measure_again(run: _Run, perform: Callable[[tuple[Job, ...]], None]) -> Non
 def _better(first: Outcome, second: Outcome) -> Outcome:
     """The one with the higher efficiency."""
     done = [outcome for outcome in (first, second) if outcome.state is State.DONE]
-    return max(done, key=lambda outcome: TrainingSpeed.from_dict(outcome.values).efficiency)
+    return max(done, key=lambda outcome: TrainingSpeed.from_dict(outcome.values).efficiency.median)
 
 
 def _report(

@@ -214,19 +214,19 @@ class _Case:
     def _speed(self) -> Iterator[Metric]:
         outcome = self._need(self.cell.framework, self.cell.ranks, "speed")
         speed = TrainingSpeed.from_dict(outcome.values)
-        yield Metric("efficiency", speed.efficiency)
+        yield Metric("efficiency", speed.efficiency.median)
         yield Metric("images/s", speed.images_per_second(TOGETHER))
         if speed.over_own_way is not None:
             assert speed.own_efficiency is not None
-            yield Metric("times its own way", speed.over_own_way, where=speed.own_way or "")
-            yield Metric("own way's efficiency", speed.own_efficiency)
+            yield Metric("times its own way", speed.over_own_way.median, where=speed.own_way or "")
+            yield Metric("own way's efficiency", speed.own_efficiency.median)
             yield Metric("own way's images/s", speed.images_per_second(OWN))
             return
         missing = self.plan.no_own_way.get(self.cell.framework)
         if speed.own_way_missing is not None:
             missing = f"{speed.own_way} not measured: {speed.own_way_missing}"
         if missing is not None:
-            self.notes.append(f"efficiency {speed.efficiency:.3f}; {missing}")
+            self.notes.append(f"efficiency {speed.efficiency.text(3)}; {missing}")
 
     def _mine(self, task: str, ranks: int | None = None) -> Outcome | None:
         """The outcome of a task that is done; None where the framework cannot do it, which is noted."""

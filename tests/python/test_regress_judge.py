@@ -228,7 +228,7 @@ def test_an_own_way_that_cannot_be_measured_is_told_and_one_that_needs_mpi_gets_
         assert not any(job.mpi or job.peer for job in plan.jobs)
         verdict = verdict_of(plan, make_outcomes(plan), "other", "speed")
         assert verdict.status is Status.PASS
-        assert verdict.text == f"efficiency 0.980; Theirs not measured: {why}"
+        assert verdict.text == f"efficiency 0.980 (0.980 to 0.980); Theirs not measured: {why}"
 
 
 def test_a_small_run_takes_few_steps_and_no_times() -> None:
