@@ -104,7 +104,11 @@ py::array symmetric_peer(const Communicator& self, const py::array& mine, int pe
     throw_usage("the array does not lie in symmetric memory of '" + self.name() +
                 "'; make it with symmetric_empty");
   const std::vector<std::uint64_t> shape(mine.shape(), mine.shape() + mine.ndim());
-  py::array theirs = array_in(region, region->part(peer) + offset, mine.dtype(), shape);
+  std::byte* part = region->part(peer);
+  if (part == nullptr)
+    throw_usage("rank " + std::to_string(peer) + " is on another host than rank " +
+                std::to_string(self.rank()) + ", which cannot see its memory");
+  py::array theirs = array_in(region, part + offset, mine.dtype(), shape);
   if (!mine.writeable()) theirs.attr("flags").attr("writeable") = false;
   return theirs;
 }

@@ -27,6 +27,7 @@ void alltoall(Exchange& exchange, const Call& call, Operation& operation) {
   }
   exchange.begin(operation.descriptor);
   std::memcpy(exchange.staging(exchange.rank()), operation.splits.data(), table_bytes);
+  exchange.staged(table_bytes);
   exchange.synchronise(call);
   exchange.require_match(call);
 

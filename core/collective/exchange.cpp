@@ -10,7 +10,7 @@
 
 namespace multiring {
 
-static_assert(sizeof(Descriptor) <= Transport::kHeaderBytes);
+static_assert(sizeof(Descriptor) <= Transport::kUserHeaderBytes);
 
 namespace {
 
@@ -29,19 +29,20 @@ std::string describe_request(const Descriptor& descriptor) {
 
 void Exchange::begin(const Descriptor& descriptor) {
   ++round_;
+  staged_ = 0;
   auto* header = reinterpret_cast<Descriptor*>(transport_.header(rank(), round_));
   *header = descriptor;
   header->round = round_;
 }
 
 void Exchange::synchronise(const Call& call) {
-  transport_.arrive(round_);
+  transport_.arrive(round_, staged_);
   const WaitResult result = transport_.await_all(round_, call.waiting);
   if (!result.ok()) throw_for(call, result);
 }
 
 void Exchange::synchronise_again(const Call& call) {
-  transport_.arrive(round_);
+  transport_.arrive(round_, staged_);
   Waiting waiting = call.waiting;
   waiting.brief = true;
   const WaitResult result = transport_.await_all(round_, waiting);
@@ -123,8 +124,11 @@ void Exchange::throw_for_peer(const Call& call, const WaitResult& result, int pe
 
 std::vector<int> Exchange::missing() const {
   std::vector<int> ranks;
-  for (int peer = 0; peer < size(); ++peer)
-    if (transport_.arrived(peer) < round_) ranks.push_back(peer);
+  const auto late = [this](int peer) { return transport_.arrived(peer) < round_; };
+  for (int peer = 0; peer < size(); ++peer) {
+    const int teller = transport_.known_from(peer);
+    if (late(peer) && (teller == peer || !late(teller))) ranks.push_back(peer);
+  }
   return ranks;
 }
 

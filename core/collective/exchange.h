@@ -38,6 +38,8 @@ class MULTIRING_API Exchange {
   /// Enters the next round: from here on this rank's staging memory of it may be written. Its header says
   /// what the rank does, to be compared in an operation's first round and told in errors in all.
   void begin(const Descriptor& descriptor);
+  /// This rank's staging memory of the round holds so many bytes that others are to read. Without it none.
+  void staged(std::size_t bytes) { staged_ = bytes; }
   /// Arrives and waits for all ranks. Raises timeout, peer lost or aborted.
   void synchronise(const Call& call);
   /// The same in a later round of an operation, which all ranks are in.
@@ -59,7 +61,7 @@ class MULTIRING_API Exchange {
   [[noreturn]] void throw_for_peer(const Call& call, const WaitResult& result, int peer) const;
   /// Raises the error that a peer told of, if there is one.
   void throw_if_aborted(const Call& call) const;
-  /// The ranks that have not come to the current round, and the same as text for a warning.
+  /// The ranks that are known not to have come to the current round, and the same as text for a warning.
   std::vector<int> missing() const;
   std::string describe_wait(const Call& call, double waited) const;
 
@@ -76,6 +78,7 @@ class MULTIRING_API Exchange {
   Transport& transport_;
   std::string communicator_;
   std::uint64_t round_ = 0;
+  std::size_t staged_ = 0;
 };
 
 }  // namespace multiring

@@ -53,7 +53,7 @@ PointToPoint::PointToPoint(Exchange& exchange)
     : exchange_(exchange),
       sent_(static_cast<std::size_t>(exchange.size())),
       received_(static_cast<std::size_t>(exchange.size())) {
-  static_assert(sizeof(Envelope) <= Transport::kHeaderBytes);
+  static_assert(sizeof(Envelope) <= Transport::kUserHeaderBytes);
 }
 
 void PointToPoint::send(const Call& call, const Operation& operation, std::int64_t tag) {
@@ -78,8 +78,10 @@ void PointToPoint::send(const Call& call, const Operation& operation, std::int64
     if (!range.empty())
       std::memcpy(transport.mailbox_payload(exchange_.rank(), destination, chunk),
                   operation.input + range.begin, range.size());
-    transport.mailbox_written(destination, chunk);
+    transport.mailbox_written(destination, chunk, range.size());
   }
+  const WaitResult result = transport.await_sent(destination, call.waiting);
+  if (!result.ok()) exchange_.throw_for_peer(call, result, destination);
 }
 
 void PointToPoint::receive(const Call& call, Operation& operation, std::int64_t tag) {

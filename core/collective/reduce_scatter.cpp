@@ -60,6 +60,7 @@ void reduce_scatter(Exchange& exchange, const Call& call, Operation& operation) 
       if (range.empty()) continue;
       std::memcpy(exchange.staging(exchange.rank()) + rank * lane_bytes,
                   operation.input + blocks[rank].begin + range.begin, range.size());
+      exchange.staged(rank * lane_bytes + range.size());
     }
   };
   std::vector<const void*> inputs(size);

@@ -36,7 +36,8 @@ StagedAllreduce::StagedAllreduce(Exchange& exchange, const Call& call, std::span
     }
   }
   const std::size_t most = exchange.transport().crowded() ? kWholeReadsCrowded : kWholeReads;
-  whole_ = bytes_ <= segment_bytes_ && bytes_ * static_cast<std::size_t>(exchange.size() - 1) <= most;
+  whole_ = !exchange.transport().shares_memory() ||
+           (bytes_ <= segment_bytes_ && bytes_ * static_cast<std::size_t>(exchange.size() - 1) <= most);
 }
 
 void StagedAllreduce::add(const Piece& piece) {
@@ -93,12 +94,15 @@ void StagedAllreduce::stage_first() {
   std::byte* staging = exchange_.staging(exchange_.rank());
   const Range first = segment(0);
   staged_ = 0;
-  if (whole_) return stage(staging, first, {0, bytes_});
+  if (whole_) {
+    stage(staging, first, {0, first.size()});
+    return exchange_.staged(first.size());
+  }
   for_each_staged(first, [&](Range part) { stage(staging, first, part); });
 }
 
 void StagedAllreduce::run() {
-  if (whole_) return reduce_whole();
+  if (whole_) return run_whole();
   const std::size_t segments = segment_count(bytes_, segment_bytes_);
   for (std::size_t index = 1; index <= segments; ++index) {
     exchange_.begin(call_.descriptor);
@@ -148,15 +152,28 @@ void StagedAllreduce::reduce_slice(std::size_t index) {
                  });
 }
 
-/// Adds all that every rank has staged in this round.
-void StagedAllreduce::reduce_whole() {
+void StagedAllreduce::run_whole() {
+  const std::size_t segments = segment_count(bytes_, segment_bytes_);
+  for (std::size_t index = 0; index < segments; ++index) {
+    reduce_whole(segment(index));
+    if (index + 1 == segments) return;
+    exchange_.begin(call_.descriptor);
+    const Range next = segment(index + 1);
+    stage(exchange_.staging(exchange_.rank()), next, {0, next.size()});
+    exchange_.staged(next.size());
+    exchange_.synchronise_again(call_);
+  }
+}
+
+/// Adds a segment that every rank has staged in this round.
+void StagedAllreduce::reduce_whole(Range segment) {
   RankPointers<const void*> inputs(exchange_.size());
   const auto body = [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
     for (int rank = 0; rank < exchange_.size(); ++rank) inputs[rank] = exchange_.staging(rank) + place;
     void* const outputs[] = {piece.output + offset};
     reduce_bytes(inputs.all(), outputs, bytes);
   };
-  for_each_share(reduced_, {0, bytes_}, body);
+  for_each_share(reduced_, segment, body);
 }
 
 void StagedAllreduce::reduce_bytes(std::span<const void* const> inputs, std::span<void* const> outputs,

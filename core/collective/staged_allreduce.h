@@ -25,7 +25,8 @@ namespace multiring {
 /// number of bytes: to write a line that another core has read, but not written since, costs several times as
 /// much as to write one that the other core owns alone (docs/performance.md has figures).
 ///
-/// Small operations take one synchronisation instead: everybody stages everything and adds everything.
+/// Small operations take one synchronisation instead: everybody stages everything and adds everything. So do
+/// ranks that do not share memory, segment by segment.
 ///
 /// What is added up may lie in many pieces, one after the other: those of one array, or several arrays.
 class StagedAllreduce {
@@ -56,7 +57,8 @@ class StagedAllreduce {
   void stage(std::byte* staging, Range segment, Range part);
   void take_and_stage(std::size_t index);
   void reduce_slice(std::size_t index);
-  void reduce_whole();
+  void reduce_whole(Range segment);
+  void run_whole();
   void reduce_bytes(std::span<const void* const> inputs, std::span<void* const> outputs,
                     std::size_t bytes) const;
 

@@ -35,6 +35,7 @@ void StagedCopy::fill(std::size_t segment) {
     const Range range = segment_range(outgoing_[lane].bytes, lane_bytes_, segment);
     if (!range.empty())
       std::memcpy(staging + lane * lane_bytes_, outgoing_[lane].data + range.begin, range.size());
+    if (!range.empty()) exchange_.staged(lane * lane_bytes_ + range.size());
   }
 }
 

@@ -170,7 +170,7 @@ void Communicator::complete(Operation& operation) const {
   descriptor.key.dtype = everybody_has_dtype ? static_cast<std::uint8_t>(descriptor.dtype) : 0;
   if (descriptor.bytes >= kLeastSymmetricBytes && operation.pieces.empty() &&
       (kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter))
-    symmetric_.place(operation);
+    symmetric_.place(operation, transport_->shares_memory());
 }
 
 void Communicator::prepare(Operation& operation) const {

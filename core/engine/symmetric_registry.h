@@ -20,8 +20,9 @@ class SymmetricRegistry {
     regions_.push_back(region);
   }
 
-  /// Notes in `operation` where its buffers lie if in symmetric memory, and keeps that memory alive.
-  void place(Operation& operation) const {
+  /// Notes in `operation` where its buffers lie if in symmetric memory, and keeps that memory alive. The
+  /// peers are told if they share it.
+  void place(Operation& operation, bool shared) const {
     const std::lock_guard lock(mutex_);
     if (regions_.empty()) return;
     Descriptor& descriptor = operation.descriptor;
@@ -32,6 +33,7 @@ class SymmetricRegistry {
                                        : find(operation.output, descriptor.bytes, &descriptor.output_offset);
     if (in_place) descriptor.output_offset = descriptor.input_offset;
     descriptor.output_region = operation.output_region == nullptr ? 0 : operation.output_region->id();
+    if (!shared) descriptor.input_region = descriptor.output_region = 0;
   }
 
   /// The region that `bytes` at `data` lie in, and where in this rank's part; null where they lie elsewhere.

@@ -22,8 +22,9 @@ namespace multiring {
 /// directions at once; what its receiver has not posted yet stays with the sender and in the kernel's
 /// buffers.
 ///
-/// One thread of a rank at a time connects, posts, waits and makes progress. Any thread may call `abort`,
-/// `aborted`, `leave`, `host`, `wake` and `abandon` at any time.
+/// One thread of a rank at a time connects, waits and makes progress. Any thread may post, and call `done`,
+/// `give_up`, `abort`, `aborted`, `leave`, `host`, `wake` and `abandon` at any time. A wait that sleeps may
+/// take a twentieth of a second to see what another thread has posted, unless that one calls `wake`.
 class MULTIRING_API Network {
  public:
   /// A message that was posted. Never 0.

@@ -49,17 +49,21 @@ struct AbortRecord {
   std::string message;
 };
 
-/// Memory that every rank of the transport has mapped: one part of `bytes_per_rank` for each rank.
+/// Memory that every rank of a host has mapped: one part of `bytes_per_rank` for each rank.
 class MULTIRING_API SymmetricRegion {
  public:
   virtual ~SymmetricRegion() = default;
+  /// Null: `rank` is on another host.
   virtual std::byte* part(int rank) const = 0;
   virtual std::size_t bytes_per_rank() const = 0;
   /// The same on all ranks.
   virtual std::uint32_t id() const = 0;
 };
 
-/// What the collectives need from a group of ranks that can read each other's memory.
+/// What the collectives need from a group of ranks.
+///
+/// A rank reads what the others have published, and writes only what is its own, unless the ranks
+/// *share memory*: then it may write to the others' staging and symmetric memory, too.
 ///
 /// Ranks advance through numbered *rounds*, 1, 2, 3, ...: each writes its header and staging memory of the
 /// round, calls `arrive`, and after `await_all` reads what the others wrote. Header and staging are double
@@ -72,6 +76,8 @@ class MULTIRING_API SymmetricRegion {
 class MULTIRING_API Transport {
  public:
   static constexpr std::size_t kHeaderBytes = 512;
+  /// The rest of a header is the transport's own.
+  static constexpr std::size_t kUserHeaderBytes = 496;
   static constexpr std::size_t kMailboxChunks = 2;
 
   virtual ~Transport() = default;
@@ -85,29 +91,38 @@ class MULTIRING_API Transport {
   /// Whether ranks outnumber the cores that they may run on: then a wait should leave its core to others. The
   /// same on all ranks.
   virtual bool crowded() const = 0;
+  /// Whether all ranks see the same memory, so that what one writes into another's is there. The same on all.
+  virtual bool shares_memory() const = 0;
 
   // Rounds.
   virtual std::byte* header(int rank, std::uint64_t round) const = 0;
   virtual std::byte* staging(int rank, std::uint64_t round) const = 0;
   /// Bytes of staging memory of one rank in one round.
   virtual std::size_t staging_bytes() const = 0;
-  virtual void arrive(std::uint64_t round) = 0;
+  /// `staged`: bytes of its staging memory, from the first on, that this rank has to say something in.
+  virtual void arrive(std::uint64_t round, std::size_t staged) = 0;
   virtual WaitResult await_all(std::uint64_t round, const Waiting& waiting) = 0;
   /// The last round at which `rank` has arrived.
   virtual std::uint64_t arrived(int rank) const = 0;
+  /// Who tells this rank of the arrivals of `rank`: while that one is late, nothing is known of the other.
+  virtual int known_from(int rank) const = 0;
 
   // Mailboxes. Chunks of a pair are numbered 1, 2, 3, ...; chunk c lies in the place c % kMailboxChunks.
   virtual std::size_t mailbox_chunk_bytes() const = 0;
-  /// Header (kHeaderBytes) and payload (mailbox_chunk_bytes) of a place in a pair's mailbox.
+  /// Header (kUserHeaderBytes) and payload (mailbox_chunk_bytes) of a place in a pair's mailbox.
   virtual std::byte* mailbox_header(int source, int destination, std::uint64_t chunk) const = 0;
   virtual std::byte* mailbox_payload(int source, int destination, std::uint64_t chunk) const = 0;
-  virtual void mailbox_written(int destination, std::uint64_t chunk) = 0;
+  /// `bytes`: of the payload.
+  virtual void mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) = 0;
   virtual void mailbox_read(int source, std::uint64_t chunk) = 0;
   virtual WaitResult await_written(int source, std::uint64_t chunk, const Waiting& waiting) = 0;
   /// Waits until chunk `chunk` (0: none) sent to `destination` has been read.
   virtual WaitResult await_read(int destination, std::uint64_t chunk, const Waiting& waiting) = 0;
 
-  /// Memory that all ranks have mapped. Collective; every rank passes the same `bytes_per_rank` and `id`.
+  /// Waits until what was written for `destination` is on its way, so that this rank may turn to other things.
+  virtual WaitResult await_sent(int destination, const Waiting& waiting) = 0;
+
+  /// Memory that all ranks of a host have mapped. Collective; every rank passes the same `bytes_per_rank` and `id`.
   virtual std::shared_ptr<SymmetricRegion> allocate(std::size_t bytes_per_rank, std::uint32_t id,
                                                     const Waiting& waiting) = 0;
   /// A transport among `members` (ranks of this one, in their new order, this rank among them). Collective

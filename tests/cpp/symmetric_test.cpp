@@ -198,8 +198,11 @@ TEST_P(SymmetricTest, OutlivesItsCommunicator) {
     std::memset(region->part(communicator.rank()), 1 + communicator.rank(), region->bytes_per_rank());
     Operation barrier = testing::barrier_operation();
     communicator.run(barrier, {});
-    for (int rank = 0; rank < communicator.size(); ++rank)
-      EXPECT_EQ(region->part(rank)[4999], static_cast<std::byte>(1 + rank));
+    for (int rank = 0; rank < communicator.size(); ++rank) {
+      const std::byte* part = region->part(rank);
+      if (part == nullptr) continue;  // on another host
+      EXPECT_EQ(part[4999], static_cast<std::byte>(1 + rank));
+    }
     communicator.run(barrier, {});
   });
 }
@@ -219,7 +222,9 @@ TEST_P(SymmetricTest, EmptyAndManyRegions) {
     communicator.run(barrier, {});
     for (std::size_t i = 0; i < regions.size(); ++i)
       for (int rank = 0; rank < communicator.size(); ++rank)
-        EXPECT_EQ(regions[i]->part(rank)[i * 100], static_cast<std::byte>(i));
+        if (const std::byte* part = regions[i]->part(rank); part != nullptr) {  // else on another host
+          EXPECT_EQ(part[i * 100], static_cast<std::byte>(i));
+        }
     communicator.run(barrier, {});
   });
 }

@@ -100,14 +100,14 @@ TEST_P(TransportTest, HeadersAndStagingAreZeroAtFirstAndSeenByAll) {
       EXPECT_TRUE(round > 2 || *transport->header(rank, round) == std::byte{0});
       EXPECT_TRUE(round > 2 || *transport->staging(rank, round) == std::byte{0});
       const auto mark = static_cast<int>(round) * 10 + rank;
-      std::memset(transport->header(rank, round), mark, Transport::kHeaderBytes);
+      std::memset(transport->header(rank, round), mark, Transport::kUserHeaderBytes);
       std::memset(transport->staging(rank, round), mark, transport->staging_bytes());
-      transport->arrive(round);
+      transport->arrive(round, transport->staging_bytes());
       ASSERT_TRUE(transport->await_all(round, wait_for(20)).ok());
       for (int peer = 0; peer < transport->size(); ++peer) {
         const auto theirs = static_cast<std::byte>(static_cast<int>(round) * 10 + peer);
         EXPECT_GE(transport->arrived(peer), round);
-        EXPECT_EQ(transport->header(peer, round)[Transport::kHeaderBytes - 1], theirs);
+        EXPECT_EQ(transport->header(peer, round)[Transport::kUserHeaderBytes - 1], theirs);
         EXPECT_EQ(transport->staging(peer, round)[transport->staging_bytes() - 1], theirs);
       }
     }
@@ -130,7 +130,7 @@ TEST_P(TransportTest, WhoLeavesAtOnceIsKnownToHaveLeft) {
       const std::vector<int> members = {2, 0, 1};
       auto child = transport->subgroup(members, 1, wait_for(20));
       if (transport->rank() != 1) return child.reset();
-      child->arrive(1);
+      child->arrive(1, 0);
       const WaitResult result = child->await_all(1, wait_for(20));
       EXPECT_EQ(result.outcome, WaitResult::Outcome::kPeerLost);
       EXPECT_TRUE(result.peer_left);
@@ -141,9 +141,11 @@ TEST_P(TransportTest, WhoLeavesAtOnceIsKnownToHaveLeft) {
 TEST_P(TransportTest, FirstAbortWinsAndIsCutToItsRecord) {
   RankGroup group(options(3));
   group.run_transports([](const std::shared_ptr<Transport>& transport) {
+    transport->arrive(1, 0);  // all are connected
+    ASSERT_TRUE(transport->await_all(1, wait_for(20)).ok());
     if (transport->rank() == 1) transport->abort(ErrorKind::kTimeout, std::string(10000, 'x'));
-    transport->arrive(1);
-    transport->await_all(1, wait_for(20));
+    transport->arrive(2, 0);
+    transport->await_all(2, wait_for(20));
     transport->abort(ErrorKind::kMismatch, "late");
     AbortRecord record;
     ASSERT_TRUE(transport->aborted(&record));
@@ -169,7 +171,7 @@ TEST_P(TransportTest, PeerThatLeavesInTheMiddleOfAMessage) {
     while (result.ok()) {
       ++chunk;
       result = transport->await_read(1, chunk > 2 ? chunk - 2 : 0, wait_for(20));
-      if (result.ok()) transport->mailbox_written(1, chunk);
+      if (result.ok()) transport->mailbox_written(1, chunk, 1);
     }
     EXPECT_EQ(result.outcome, WaitResult::Outcome::kPeerLost);
     EXPECT_EQ(result.peer, 1);

@@ -60,17 +60,17 @@ class InprocTransport final : public SharedTransport {
       : SharedTransport(link, std::move(members), tag, options, waiting),
         faults_(link->hub().faults_[static_cast<std::size_t>(link->rank())]) {}
 
-  void arrive(std::uint64_t round) override {
+  void arrive(std::uint64_t round, std::size_t staged) override {
     const std::int64_t delay = faults_.delay_microseconds.load(std::memory_order_acquire);
     if (delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay));
-    if (!dropped()) SharedTransport::arrive(round);
+    if (!dropped()) SharedTransport::arrive(round, staged);
   }
   WaitResult await_all(std::uint64_t round, const Waiting& waiting) override {
     // What is dropped never came, so the round ends for nobody: the rank must not run ahead of the others.
     return SharedTransport::await_all(dropped() ? std::numeric_limits<std::uint64_t>::max() : round, waiting);
   }
-  void mailbox_written(int destination, std::uint64_t chunk) override {
-    if (!dropped()) SharedTransport::mailbox_written(destination, chunk);
+  void mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) override {
+    if (!dropped()) SharedTransport::mailbox_written(destination, chunk, bytes);
   }
   void mailbox_read(int source, std::uint64_t chunk) override {
     if (!dropped()) SharedTransport::mailbox_read(source, chunk);
@@ -96,6 +96,10 @@ std::shared_ptr<Transport> InprocHub::connect(int rank, const Waiting& waiting) 
   std::iota(members.begin(), members.end(), 0);
   return std::make_shared<InprocTransport>(std::make_shared<InprocLink>(shared_from_this(), rank),
                                            std::move(members), 1, options_.transport, waiting);
+}
+
+std::shared_ptr<HostLink> InprocHub::link(int rank) {
+  return std::make_shared<InprocLink>(shared_from_this(), rank);
 }
 
 void InprocHub::delay(int rank, std::chrono::microseconds by) {

@@ -26,6 +26,8 @@ class MULTIRING_API InprocHub : public std::enable_shared_from_this<InprocHub> {
   int size() const { return static_cast<int>(faults_.size()); }
   /// The world's transport of `rank`.
   std::shared_ptr<Transport> connect(int rank, const Waiting& waiting);
+  /// What `rank` shares with the others, to build another transport on.
+  std::shared_ptr<HostLink> link(int rank);
 
   /// From now on `rank` arrives at every round later by this much.
   void delay(int rank, std::chrono::microseconds by);

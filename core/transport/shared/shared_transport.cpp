@@ -55,9 +55,10 @@ bool yield(const Ready& ready, std::uint32_t turns) {
 class SharedSymmetricRegion final : public SymmetricRegion {
  public:
   SharedSymmetricRegion(std::shared_ptr<SharedBlock> block, std::size_t stride, std::size_t bytes,
-                        std::uint32_t id)
-      : block_(std::move(block)), stride_(stride), bytes_(bytes), id_(id) {}
+                        std::uint32_t id, std::vector<bool> elsewhere)
+      : block_(std::move(block)), stride_(stride), bytes_(bytes), id_(id), elsewhere_(std::move(elsewhere)) {}
   std::byte* part(int rank) const override {
+    if (elsewhere_[static_cast<std::size_t>(rank)]) return nullptr;
     return block_->data() + static_cast<std::size_t>(rank) * stride_;
   }
   std::size_t bytes_per_rank() const override { return bytes_; }
@@ -68,6 +69,7 @@ class SharedSymmetricRegion final : public SymmetricRegion {
   std::size_t stride_;
   std::size_t bytes_;
   std::uint32_t id_;
+  std::vector<bool> elsewhere_;
 };
 
 // Blocks that the same ranks share are told apart by tags: a transport's own block has number 0, its regions
@@ -122,7 +124,7 @@ SharedTransport::SharedTransport(std::shared_ptr<HostLink> link, std::vector<int
       members_(std::move(members)),
       tag_(tag),
       options_(options),
-      crowded_(link_->size() > link_->cores()),
+      crowded_(options.crowded.value_or(link_->size() > link_->cores())),
       layout_(static_cast<int>(members_.size()), options.staging_bytes),
       spin_(spin_budget(options)) {
   const auto self = std::find(members_.begin(), members_.end(), link_->rank());
@@ -132,7 +134,7 @@ SharedTransport::SharedTransport(std::shared_ptr<HostLink> link, std::vector<int
     throw Error(ErrorKind::kUsage, "MULTIRING_STAGING_BYTES is " + std::to_string(options.staging_bytes) +
                                        ": at least " + std::to_string(kLeastStagingBytes) + " are needed");
   rank_ = static_cast<int>(self - members_.begin());
-  block_ = link_->share(layout_.bytes, members_, block_tag(tag_, 0), waiting);
+  block_ = link_->share(layout_.bytes, here(), block_tag(tag_, 0), waiting);
   control_ = reinterpret_cast<GroupControl*>(block_->data());
 }
 
@@ -173,9 +175,11 @@ std::byte* SharedTransport::mailbox_payload(int source, int destination, std::ui
   return mailbox_header(source, destination, chunk) + kHeaderBytes;
 }
 
-void SharedTransport::arrive(std::uint64_t round) {
-  // seq_cst: see WaitPoint. It also releases what this rank wrote for the round.
-  state(rank_).arrived.store(round, std::memory_order_seq_cst);
+void SharedTransport::arrive(std::uint64_t round, std::size_t) { publish_arrival(rank_, round); }
+
+void SharedTransport::publish_arrival(int rank, std::uint64_t round) {
+  // seq_cst: see WaitPoint. It also releases what was written for the round.
+  state(rank).arrived.store(round, std::memory_order_seq_cst);
   if (!control_->rounds.has_sleepers()) return;
   // Only the last to arrive wakes the sleepers: one wake per rank and round, however many ranks there are. Of
   // ranks that arrive at the same time, the one whose store comes last in the total order sees all others'.
@@ -190,7 +194,7 @@ WaitResult SharedTransport::await_all(std::uint64_t round, const Waiting& waitin
   return wait(control_->rounds, Arrivals{&state(0), size(), rank_, round}, waiting);
 }
 
-void SharedTransport::mailbox_written(int destination, std::uint64_t chunk) {
+void SharedTransport::mailbox_written(int destination, std::uint64_t chunk, std::size_t) {
   mailbox(rank_, destination).written.store(chunk, std::memory_order_seq_cst);
   state(destination).mail.notify();
 }
@@ -276,13 +280,17 @@ WaitResult SharedTransport::look_for_trouble(const Ready& ready, const Waiting& 
 template <class Ready>
 WaitResult SharedTransport::find_lost_peer(const Ready& ready) {
   for (int rank = 0; rank < size(); ++rank) {
-    if (rank == rank_ || !ready.pending(rank)) continue;
+    if (rank == rank_ || is_elsewhere(rank) || !ready.pending(rank)) continue;
     const bool left = state(rank).left.load(std::memory_order_acquire) != 0;
     const bool lost = left || link_->is_lost(members_[static_cast<std::size_t>(rank)]);
     // It may have arrived between the first look and its end.
     if (lost && ready.pending(rank)) return {WaitResult::Outcome::kPeerLost, rank, left};
   }
   return {};
+}
+
+WaitResult SharedTransport::find_lost(std::uint64_t round) {
+  return find_lost_peer(Arrivals{&state(0), size(), rank_, round});
 }
 
 std::shared_ptr<SymmetricRegion> SharedTransport::allocate(std::size_t bytes_per_rank, std::uint32_t id,
@@ -293,8 +301,11 @@ std::shared_ptr<SymmetricRegion> SharedTransport::allocate(std::size_t bytes_per
   waiting.deadline.start();  // or the copy's clock alone would run
   Waiting watched = waiting;
   watched.interrupt = &look;
-  auto block = link_->share(stride * layout_.size, members_, block_tag(tag_, id), watched);
-  return std::make_shared<SharedSymmetricRegion>(std::move(block), stride, bytes_per_rank, id);
+  auto block = link_->share(stride * layout_.size, here(), block_tag(tag_, id), watched);
+  std::vector<bool> elsewhere;
+  for (int rank = 0; rank < size(); ++rank) elsewhere.push_back(is_elsewhere(rank));
+  return std::make_shared<SharedSymmetricRegion>(std::move(block), stride, bytes_per_rank, id,
+                                                 std::move(elsewhere));
 }
 
 std::shared_ptr<Transport> SharedTransport::subgroup(std::span<const int> members, std::uint64_t tag,
@@ -317,6 +328,13 @@ void SharedTransport::look_for_abort(const Waiting& waiting) const {
     throw Error(ErrorKind::kAborted, "the communicator was closed while it waited for shared memory");
 }
 
+std::vector<int> SharedTransport::here() const {
+  std::vector<int> ranks;
+  for (const int member : members_)
+    if (member != kElsewhere) ranks.push_back(member);
+  return ranks;
+}
+
 std::vector<int> SharedTransport::world_ranks(std::span<const int> members) const {
   std::vector<int> ranks;
   for (const int member : members) ranks.push_back(members_[static_cast<std::size_t>(member)]);
@@ -328,12 +346,16 @@ std::uint64_t SharedTransport::subgroup_tag(std::uint64_t tag) const {
 }
 
 void SharedTransport::abort(ErrorKind kind, const std::string& message) {
+  publish_abort({kind, rank_, message});
+}
+
+void SharedTransport::publish_abort(const AbortRecord& record) const {
   if (abandoned_.load(std::memory_order_acquire)) return;
   if (control_->abort_claimed.exchange(1, std::memory_order_acq_rel) == 0) {
-    control_->abort_kind = static_cast<std::uint8_t>(kind);
-    control_->abort_origin = rank_;
-    const std::size_t length = cut_length(message, sizeof(control_->abort_message) - 1);
-    std::memcpy(control_->abort_message, message.data(), length);
+    control_->abort_kind = static_cast<std::uint8_t>(record.kind);
+    control_->abort_origin = record.origin;
+    const std::size_t length = cut_length(record.message, sizeof(control_->abort_message) - 1);
+    std::memcpy(control_->abort_message, record.message.data(), length);
     control_->abort_message[length] = '\0';
     control_->abort_published.store(1, std::memory_order_seq_cst);
   }

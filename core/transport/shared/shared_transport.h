@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,11 +16,19 @@ struct SharedTransportOptions {
   /// Microseconds a wait may spin before it sleeps, or yield its core where ranks outnumber cores; negative:
   /// the default.
   double spin_microseconds = -1.0;
+  /// See Transport::crowded; by default what the link tells.
+  std::optional<bool> crowded;
 };
 
 /// The transport of ranks that share memory, over any HostLink.
+///
+/// A derived class may have members elsewhere: they have their places in this host's memory, too, and the
+/// class fills those.
 class MULTIRING_API SharedTransport : public Transport {
  public:
+  /// In place of a member that the link does not reach.
+  static constexpr int kElsewhere = -1;
+
   /// `members`: ranks of the link's world in the order of their ranks here. Collective among them.
   SharedTransport(std::shared_ptr<HostLink> link, std::vector<int> members, std::uint64_t tag,
                   const SharedTransportOptions& options, const Waiting& waiting);
@@ -30,21 +39,24 @@ class MULTIRING_API SharedTransport : public Transport {
   std::string host(int rank) const override;
   std::int64_t process_id(int rank) const override;
   bool crowded() const override { return crowded_; }
+  bool shares_memory() const override { return true; }
 
   std::byte* header(int rank, std::uint64_t round) const override;
   std::byte* staging(int rank, std::uint64_t round) const override;
   std::size_t staging_bytes() const override { return layout_.staging_bytes; }
-  void arrive(std::uint64_t round) override;
+  void arrive(std::uint64_t round, std::size_t staged) override;
   WaitResult await_all(std::uint64_t round, const Waiting& waiting) override;
   std::uint64_t arrived(int rank) const override;
+  int known_from(int rank) const override { return rank; }
 
   std::size_t mailbox_chunk_bytes() const override { return GroupLayout::kMailboxChunkBytes; }
   std::byte* mailbox_header(int source, int destination, std::uint64_t chunk) const override;
   std::byte* mailbox_payload(int source, int destination, std::uint64_t chunk) const override;
-  void mailbox_written(int destination, std::uint64_t chunk) override;
+  void mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) override;
   void mailbox_read(int source, std::uint64_t chunk) override;
   WaitResult await_written(int source, std::uint64_t chunk, const Waiting& waiting) override;
   WaitResult await_read(int destination, std::uint64_t chunk, const Waiting& waiting) override;
+  WaitResult await_sent(int, const Waiting&) override { return {}; }
 
   std::shared_ptr<SymmetricRegion> allocate(std::size_t bytes_per_rank, std::uint32_t id,
                                             const Waiting& waiting) override;
@@ -66,9 +78,17 @@ class MULTIRING_API SharedTransport : public Transport {
   /// A tag that no other transport of the same ranks has.
   std::uint64_t subgroup_tag(std::uint64_t tag) const;
 
+  bool is_elsewhere(int rank) const { return members_[static_cast<std::size_t>(rank)] == kElsewhere; }
+  MailboxState& mailbox(int source, int destination) const;
+  /// `rank` has come to `round`, and what it has published lies in this host's memory.
+  void publish_arrival(int rank, std::uint64_t round);
+  /// The waits of this host's ranks end. The first record wins.
+  void publish_abort(const AbortRecord& record) const;
+  /// The first member on this host that has ended without coming to `round`; an arrival where there is none.
+  WaitResult find_lost(std::uint64_t round);
+
  private:
   RankState& state(int rank) const;
-  MailboxState& mailbox(int source, int destination) const;
   template <class Ready>
   WaitResult wait(WaitPoint& point, const Ready& ready, const Waiting& waiting);
   template <class Ready>
@@ -77,6 +97,8 @@ class MULTIRING_API SharedTransport : public Transport {
   WaitResult look_for_trouble(const Ready& ready, const Waiting& waiting);
   template <class Ready>
   WaitResult find_lost_peer(const Ready& ready);
+  /// The members that the link reaches.
+  std::vector<int> here() const;
   /// For waits that are not on shared atomics: raises what would end one of those.
   void look_for_abort(const Waiting& waiting) const;
 

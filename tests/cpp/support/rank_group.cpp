@@ -4,8 +4,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
+#include <numeric>
 #include <thread>
 
+#include "support/tcp_group.h"
 #include "transport/shm/shm_link.h"
 
 namespace multiring::testing {
@@ -41,27 +43,72 @@ class Watchdog {
 
 }  // namespace
 
-const char* transport_name(TransportKind kind) { return kind == TransportKind::kInproc ? "inproc" : "shm"; }
+const char* transport_name(TransportKind kind) {
+  switch (kind) {
+    case TransportKind::kInproc:
+      return "inproc";
+    case TransportKind::kShm:
+      return "shm";
+    case TransportKind::kCluster:
+      return "cluster";
+  }
+  return "";
+}
 
 RankGroup::RankGroup(const GroupOptions& options) : options_(options) {
-  if (options_.transport != TransportKind::kInproc) return;
+  if (options_.transport == TransportKind::kShm) return;
   InprocHub::Options hub;
   hub.transport.staging_bytes = options_.staging_bytes;
   hub.transport.spin_microseconds = options_.spin_microseconds;
   hub.cores = options_.cores;
-  hub_ = std::make_shared<InprocHub>(options_.size, hub);
+  if (options_.transport == TransportKind::kCluster)
+    build_cluster(hub);
+  else
+    hub_ = std::make_shared<InprocHub>(options_.size, hub);
+}
+
+// Neighbours are not on the same host, and hosts have different numbers of ranks.
+void RankGroup::build_cluster(const InprocHub::Options& options) {
+  std::vector<int> counts(static_cast<std::size_t>(options_.hosts));
+  for (int rank = 0; rank < options_.size; ++rank) {
+    const int host = options_.hosts == 2 ? static_cast<int>(rank % 3 != 0) : rank % options_.hosts;
+    int& count = counts[static_cast<std::size_t>(host)];
+    places_.push_back({host, count++, "host" + std::to_string(host), 1000 + rank});
+  }
+  for (const int count : counts) hosts_.push_back(std::make_shared<InprocHub>(count, options));
 }
 
 std::shared_ptr<Transport> RankGroup::connect(int rank, Store& store) const {
   Waiting waiting;
   waiting.deadline = Deadline::after(options_.communicator.timeout);
   if (hub_ != nullptr) return hub_->connect(rank, waiting);
+  if (options_.transport == TransportKind::kCluster) return connect_cluster(rank, store, waiting);
   ShmOptions shm;
   shm.rank = rank;
   shm.size = options_.size;
   shm.transport.staging_bytes = options_.staging_bytes;
   shm.transport.spin_microseconds = options_.spin_microseconds;
   return connect_shm(store, shm, waiting);
+}
+
+std::shared_ptr<Transport> RankGroup::connect_cluster(int rank, Store& store, const Waiting& waiting) const {
+  const ClusterRank& place = places_[static_cast<std::size_t>(rank)];
+  auto context = std::make_shared<ClusterContext>();
+  context->ranks = places_;
+  context->rank = rank;
+  context->link = hosts_[static_cast<std::size_t>(place.host)]->link(place.local);
+  context->make_network = [&store](int self, int size, int channels, const std::string& name) {
+    TcpOptions tcp = tcp_options(self, size, channels);
+    tcp.job = name;
+    return std::make_unique<TcpNetwork>(store, tcp);
+  };
+  SharedTransportOptions shared;
+  shared.staging_bytes = options_.staging_bytes;
+  shared.spin_microseconds = options_.spin_microseconds;
+  shared.crowded = options_.size > options_.cores;
+  std::vector<int> members(static_cast<std::size_t>(options_.size));
+  std::iota(members.begin(), members.end(), 0);
+  return std::make_shared<ClusterTransport>(std::move(context), std::move(members), 1, shared, waiting);
 }
 
 std::vector<std::exception_ptr> RankGroup::run_threads(const std::function<void(int)>& body,

@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "engine/communicator.h"
+#include "transport/cluster/cluster_transport.h"
 #include "transport/inproc/inproc_hub.h"
 #include "transport/store.h"
 #include "transport/transport.h"
@@ -23,9 +24,10 @@ inline constexpr double kSlowness = 10.0;
 inline constexpr double kSlowness = 1.0;
 #endif
 
-enum class TransportKind { kInproc, kShm };
-inline constexpr TransportKind kTransports[] = {TransportKind::kInproc, TransportKind::kShm};
-/// "inproc" or "shm".
+enum class TransportKind { kInproc, kShm, kCluster };
+inline constexpr TransportKind kTransports[] = {TransportKind::kInproc, TransportKind::kShm,
+                                                TransportKind::kCluster};
+/// "inproc", "shm" or "cluster".
 const char* transport_name(TransportKind kind);
 
 struct GroupOptions {
@@ -34,6 +36,7 @@ struct GroupOptions {
   std::size_t staging_bytes = SharedTransportOptions{}.staging_bytes;
   double spin_microseconds = -1.0;
   int cores = 1;  ///< that the ranks believe they have; inproc only
+  int hosts = 2;  ///< that the ranks are spread over; cluster only
   /// Of the communicators; its timeout is far below the group's limit.
   CommunicatorOptions communicator;
   /// Seconds that the ranks may take; then the process ends, for a thread that hangs cannot be stopped.
@@ -70,13 +73,18 @@ class RankGroup {
   void run_transports(const TransportBody& body);
 
  private:
+  void build_cluster(const InprocHub::Options& options);
   std::shared_ptr<Transport> connect(int rank, Store& store) const;
+  std::shared_ptr<Transport> connect_cluster(int rank, Store& store, const Waiting& waiting) const;
   /// Runs `body(rank)` in a thread each; what they raised, and the rank that was first to raise.
   std::vector<std::exception_ptr> run_threads(const std::function<void(int)>& body, int* first) const;
   std::vector<std::exception_ptr> run_communicators(const Body& body, int* first);
 
   GroupOptions options_;
   std::shared_ptr<InprocHub> hub_;
+  // kCluster: the memory of each host, and who is where.
+  std::vector<std::shared_ptr<InprocHub>> hosts_;
+  std::vector<ClusterRank> places_;
 };
 
 }  // namespace multiring::testing

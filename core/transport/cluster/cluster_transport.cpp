@@ -1,0 +1,273 @@
+#include "transport/cluster/cluster_transport.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <utility>
+
+namespace multiring {
+namespace {
+
+using Outcome = WaitResult::Outcome;
+
+/// Ends a network's wait from within: raised by what the wait calls to look for an interrupt.
+struct Ended {
+  WaitResult result;
+};
+
+const ClusterRank& rank_of(const ClusterContext& context, int world) {
+  return context.ranks[static_cast<std::size_t>(world)];
+}
+
+/// The members as the link of this host knows them.
+std::vector<int> link_ranks(const ClusterContext& context, const std::vector<int>& members) {
+  std::vector<int> ranks;
+  for (const int member : members) {
+    const ClusterRank& rank = rank_of(context, member);
+    const bool here = rank.host == rank_of(context, context.rank).host;
+    ranks.push_back(here ? rank.local : SharedTransport::kElsewhere);
+  }
+  return ranks;
+}
+
+}  // namespace
+
+ClusterTransport::ClusterTransport(std::shared_ptr<const ClusterContext> context, std::vector<int> members,
+                                   std::uint64_t tag, const SharedTransportOptions& options,
+                                   const Waiting& waiting)
+    : SharedTransport(context->link, link_ranks(*context, members), tag, options, waiting),
+      context_(std::move(context)),
+      world_(std::move(members)) {
+  for (int other = 0; other < size(); ++other)
+    if (is_elsewhere(other)) remote_.push_back(other);
+  connect(tag, waiting);
+}
+
+// The networks first: they have receives posted in the memory of the host.
+ClusterTransport::~ClusterTransport() {
+  ClusterTransport::leave();
+  mail_.reset();
+  mirror_.reset();
+}
+
+void ClusterTransport::connect(std::uint64_t tag, const Waiting& waiting) {
+  char name[64];
+  std::snprintf(name, sizeof name, "%016llx-%d", static_cast<unsigned long long>(tag), world_[0]);
+  auto rounds = context_->make_network(rank(), size(), 1, std::string(name) + "-rounds");
+  auto mail = context_->make_network(rank(), size(), RemoteMail::kChannels, std::string(name) + "-mail");
+  std::vector<Network::Link> mail_links;
+  for (const int other : remote_)
+    for (int channel = 0; channel < RemoteMail::kChannels; ++channel) mail_links.push_back({other, channel});
+  mirror_ = make_mirror(std::move(rounds));
+  std::vector<Network::Link> links;
+  for (const int other : mirror_->partners()) links.push_back({other, 0});
+  mirror_->network().connect(links, waiting);
+  mail->connect(mail_links, waiting);
+  mail_ = make_mail(std::move(mail));
+}
+
+std::unique_ptr<HostMirror> ClusterTransport::make_mirror(std::unique_ptr<Network> network) {
+  // The members of each host in the order of their ranks, and where each stands among those of its own.
+  std::map<int, std::vector<int>> hosts;
+  std::vector<std::size_t> index;
+  for (int each = 0; each < size(); ++each) {
+    auto& host = hosts[place(each).host];
+    index.push_back(host.size());
+    host.push_back(each);
+  }
+  const auto answers_for = [&](int who, int host) {
+    return hosts[host][index[static_cast<std::size_t>(who)] % hosts[host].size()];
+  };
+  const int here = place(rank()).host;
+  std::vector<int> targets;
+  std::vector<int> sources;
+  for (const auto& [host, ranks] : hosts)
+    if (host != here) targets.push_back(answers_for(rank(), host));
+  for (int each = 0; each < size(); ++each)
+    known_from_.push_back(is_elsewhere(each) ? answers_for(each, here) : each);
+  for (const int other : remote_)
+    if (known_from(other) == rank()) sources.push_back(other);
+  RoundMemory memory;
+  memory.header = [this](int who, std::uint64_t round) { return header(who, round); };
+  memory.staging = [this](int who, std::uint64_t round) { return staging(who, round); };
+  memory.arrived = [this](int who, std::uint64_t round) { publish_arrival(who, round); };
+  memory.staging_bytes = staging_bytes();
+  return std::make_unique<HostMirror>(std::move(network), targets, sources, std::move(memory));
+}
+
+std::unique_ptr<RemoteMail> ClusterTransport::make_mail(std::unique_ptr<Network> network) {
+  MailMemory memory;
+  memory.header = [this](int source, int destination, std::uint64_t chunk) {
+    return mailbox_header(source, destination, chunk);
+  };
+  memory.payload = [this](int source, int destination, std::uint64_t chunk) {
+    return mailbox_payload(source, destination, chunk);
+  };
+  memory.came = [this](int source, std::uint64_t chunk) {
+    mailbox(source, rank()).written.store(chunk, std::memory_order_release);
+  };
+  memory.was_read = [this](int destination, std::uint64_t chunk) {
+    mailbox(rank(), destination).read.store(chunk, std::memory_order_release);
+  };
+  memory.chunk_bytes = mailbox_chunk_bytes();
+  return std::make_unique<RemoteMail>(std::move(network), rank(), remote_, std::move(memory));
+}
+
+std::string ClusterTransport::host(int rank) const { return place(rank).host_name; }
+
+std::int64_t ClusterTransport::process_id(int rank) const { return place(rank).process_id; }
+
+int ClusterTransport::known_from(int rank) const { return known_from_[static_cast<std::size_t>(rank)]; }
+
+void ClusterTransport::arrive(std::uint64_t round, std::size_t staged) {
+  SharedTransport::arrive(round, staged);
+  mirror_->post(rank(), round, staged);
+}
+
+WaitResult ClusterTransport::await_all(std::uint64_t round, const Waiting& waiting) {
+  const auto look_around = [this, round] {
+    mirror_->take_in();
+    return find_lost(round);
+  };
+  // Warnings and errors tell who has come.
+  const std::function<void(double)> stalled = [&](double waited) {
+    mirror_->take_in();
+    (*waiting.stalled)(waited);
+  };
+  const WaitResult mirrored = watch(waiting, look_around, [&](const Waiting& watched) {
+    Waiting telling = watched;
+    if (waiting.stalled != nullptr) telling.stalled = &stalled;
+    const WaitResult result = mirror_->await(telling);
+    if (!result.ok()) mirror_->take_in();
+    return result;
+  });
+  if (!mirrored.ok()) return mirrored;
+  // This rank has done its part: what is left is for others to bring.
+  const std::function<void()> look = [&] {
+    waiting.check_interrupt();
+    mirror_->look();
+    hear();
+  };
+  Waiting local = waiting;
+  local.interrupt = &look;
+  return SharedTransport::await_all(round, local);
+}
+
+WaitResult ClusterTransport::watch(const Waiting& waiting, const std::function<WaitResult()>& trouble,
+                                   const std::function<WaitResult(const Waiting&)>& wait) {
+  waiting.deadline.start();  // or the copy's clock alone would run
+  const std::function<void()> look = [&] {
+    waiting.check_interrupt();
+    hear();
+    if (SharedTransport::aborted(nullptr)) throw Ended{{Outcome::kAborted}};
+    if (const WaitResult found = trouble(); !found.ok()) throw Ended{found};
+  };
+  Waiting watched = waiting;
+  watched.interrupt = &look;
+  WaitResult result;
+  try {
+    result = wait(watched);
+  } catch (const Ended& ended) {
+    result = ended.result;
+  }
+  if (!result.ok()) hear();
+  return result;
+}
+
+void ClusterTransport::hear() const {
+  AbortRecord record;
+  if (mirror_->network().aborted(&record) || mail_->network().aborted(&record)) publish_abort(record);
+}
+
+void ClusterTransport::mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) {
+  if (!is_elsewhere(destination)) return SharedTransport::mailbox_written(destination, chunk, bytes);
+  mail_->send(destination, chunk, bytes);
+}
+
+void ClusterTransport::mailbox_read(int source, std::uint64_t chunk) {
+  if (!is_elsewhere(source)) return SharedTransport::mailbox_read(source, chunk);
+  mail_->answer(source, chunk);
+}
+
+WaitResult ClusterTransport::await_written(int source, std::uint64_t chunk, const Waiting& waiting) {
+  if (!is_elsewhere(source)) return SharedTransport::await_written(source, chunk, waiting);
+  const std::atomic<std::uint64_t>& written = mailbox(source, rank()).written;
+  const auto ready = [&] { return written.load(std::memory_order_acquire) >= chunk; };
+  return watch(
+      waiting, [] { return WaitResult{}; },
+      [&](const Waiting& watched) { return mail_->await_chunk(source, ready, watched); });
+}
+
+WaitResult ClusterTransport::await_read(int destination, std::uint64_t chunk, const Waiting& waiting) {
+  if (!is_elsewhere(destination)) return SharedTransport::await_read(destination, chunk, waiting);
+  const std::atomic<std::uint64_t>& read = mailbox(rank(), destination).read;
+  const auto ready = [&] { return read.load(std::memory_order_acquire) >= chunk; };
+  if (ready()) return {};
+  return watch(
+      waiting, [] { return WaitResult{}; },
+      [&](const Waiting& watched) { return mail_->await_answer(destination, ready, watched); });
+}
+
+WaitResult ClusterTransport::await_sent(int destination, const Waiting& waiting) {
+  if (!is_elsewhere(destination)) return {};
+  return watch(
+      waiting, [] { return WaitResult{}; },
+      [&](const Waiting& watched) { return mail_->await_sent(destination, watched); });
+}
+
+std::shared_ptr<Transport> ClusterTransport::subgroup(std::span<const int> chosen, std::uint64_t tag,
+                                                      const Waiting& waiting) {
+  std::vector<int> members;
+  for (const int member : chosen) members.push_back(world_[static_cast<std::size_t>(member)]);
+  const bool local =
+      std::none_of(chosen.begin(), chosen.end(), [this](int member) { return is_elsewhere(member); });
+  if (local) return SharedTransport::subgroup(chosen, tag, waiting);
+  const std::function<void()> look = [&] {
+    waiting.check_interrupt();
+    AbortRecord record;
+    if (aborted(&record))
+      throw Error(record.kind,
+                  "rank " + std::to_string(record.origin) + " stopped all ranks: " + record.message);
+  };
+  waiting.deadline.start();  // or the copy's clock alone would run
+  Waiting watched = waiting;
+  watched.interrupt = &look;
+  return std::make_shared<ClusterTransport>(context_, std::move(members), subgroup_tag(tag), options(),
+                                            watched);
+}
+
+void ClusterTransport::abort(ErrorKind kind, const std::string& message) {
+  if (aborted(nullptr)) return;  // another one came first
+  SharedTransport::abort(kind, message);
+  mirror_->network().abort(kind, message);
+  mail_->network().abort(kind, message);
+}
+
+bool ClusterTransport::aborted(AbortRecord* record) const {
+  if (mirror_ != nullptr && mail_ != nullptr) {
+    mirror_->look();
+    mail_->look();
+    hear();
+  }
+  return SharedTransport::aborted(record);
+}
+
+void ClusterTransport::leave() {
+  SharedTransport::leave();
+  if (mirror_ != nullptr) mirror_->network().leave();
+  if (mail_ != nullptr) mail_->network().leave();
+}
+
+void ClusterTransport::abandon() {
+  SharedTransport::abandon();
+  mirror_->network().abandon();
+  mail_->network().abandon();
+}
+
+void ClusterTransport::wake() {
+  SharedTransport::wake();
+  mirror_->network().wake();
+  mail_->network().wake();
+}
+
+}  // namespace multiring

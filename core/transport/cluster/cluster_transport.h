@@ -1,0 +1,96 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/export.h"
+#include "transport/cluster/host_mirror.h"
+#include "transport/cluster/remote_mail.h"
+#include "transport/network.h"
+#include "transport/shared/shared_transport.h"
+
+namespace multiring {
+
+/// A rank of the world, as all ranks know it.
+struct ClusterRank {
+  int host = 0;   ///< number of its host
+  int local = 0;  ///< its rank in the link of that host
+  std::string host_name;
+  std::int64_t process_id = 0;
+};
+
+/// What all transports of a process have in common.
+struct ClusterContext {
+  /// A network among some ranks, unconnected; `name` is the same on all of them and never used twice.
+  using MakeNetwork =
+      std::function<std::unique_ptr<Network>(int rank, int size, int channels, const std::string& name)>;
+
+  std::vector<ClusterRank> ranks;  ///< of the world
+  int rank = 0;                    ///< this one's in the world
+  std::shared_ptr<HostLink> link;  ///< to those of the same host
+  MakeNetwork make_network;
+};
+
+/// The transport of ranks on several hosts: the ranks of a host share memory, in which the ranks of the other
+/// hosts have their places, too.
+///
+/// What a rank publishes in a round goes to one rank of each other host, which *answers for it* there: it
+/// receives it into its host's memory and says that it has come. Which one that is follows from the places
+/// of both on their hosts, so that all ranks of a host take part in the traffic. Mailboxes between hosts are
+/// carried by the two ranks themselves.
+class MULTIRING_API ClusterTransport final : public SharedTransport {
+ public:
+  /// `members`: ranks of the world in the order of their ranks here. Collective among them. `options.crowded`
+  /// is set, the same on all.
+  ClusterTransport(std::shared_ptr<const ClusterContext> context, std::vector<int> members, std::uint64_t tag,
+                   const SharedTransportOptions& options, const Waiting& waiting);
+  ~ClusterTransport() override;
+
+  std::string host(int rank) const override;
+  std::int64_t process_id(int rank) const override;
+  bool shares_memory() const override { return false; }
+
+  int known_from(int rank) const override;
+  void arrive(std::uint64_t round, std::size_t staged) override;
+  WaitResult await_all(std::uint64_t round, const Waiting& waiting) override;
+  void mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) override;
+  void mailbox_read(int source, std::uint64_t chunk) override;
+  WaitResult await_written(int source, std::uint64_t chunk, const Waiting& waiting) override;
+  WaitResult await_read(int destination, std::uint64_t chunk, const Waiting& waiting) override;
+  WaitResult await_sent(int destination, const Waiting& waiting) override;
+
+  std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
+                                      const Waiting& waiting) override;
+
+  void abort(ErrorKind kind, const std::string& message) override;
+  /// Looks what the other hosts have to tell, too, unless a wait does so already.
+  bool aborted(AbortRecord* record) const override;
+  void leave() override;
+  void abandon() override;
+  void wake() override;
+
+ private:
+  const ClusterRank& place(int rank) const {
+    return context_->ranks[static_cast<std::size_t>(world_[static_cast<std::size_t>(rank)])];
+  }
+  void connect(std::uint64_t tag, const Waiting& waiting);
+  std::unique_ptr<HostMirror> make_mirror(std::unique_ptr<Network> network);
+  std::unique_ptr<RemoteMail> make_mail(std::unique_ptr<Network> network);
+  /// Runs a wait on a network that ends, too, when something on this host ends it.
+  WaitResult watch(const Waiting& waiting, const std::function<WaitResult()>& trouble,
+                   const std::function<WaitResult(const Waiting&)>& wait);
+  /// What the other hosts have told of since, told to this one.
+  void hear() const;
+
+  std::shared_ptr<const ClusterContext> context_;
+  std::vector<int> world_;  // the members' ranks in the world
+  std::vector<int> remote_;
+  std::vector<int> known_from_;
+  std::unique_ptr<HostMirror> mirror_;
+  std::unique_ptr<RemoteMail> mail_;
+};
+
+}  // namespace multiring
