@@ -26,7 +26,7 @@ from types import FunctionType
 from typing import Any
 
 from multiring.errors import AbortedError, PeerLostError
-from tests.support import REPOSITORY, Job
+from tests.support import HOSTS, REPOSITORY, Job
 
 __all__ = ["RankPool", "RanksFailed", "RanksTimedOut", "UnpicklableError"]
 
@@ -65,11 +65,15 @@ class RankPool:
     Args:
         n: Number of ranks.
         env: Variables to set for the ranks.
+        hosts: How many hosts the ranks take themselves to be spread over, one after the other.
     """
 
-    def __init__(self, n: int, env: dict[str, str] | None = None) -> None:
+    def __init__(self, n: int, env: dict[str, str] | None = None, hosts: int = 1) -> None:
         self.n = n
+        hosts = int(os.environ.get("TEST_HOSTS", hosts))
         self._env = {"MULTIRING_TIMEOUT": _COLLECTIVE_SECONDS, **(env or {})}
+        if hosts > 1:
+            self._env[HOSTS] = str(hosts)
         self._job: Job | None = None
         self._connections: list[Connection] = []
         self._pids: list[int] = []

@@ -19,6 +19,7 @@ from typing import Any
 import multiring
 from multiring import errors
 from tests.rank_pool import UnpicklableError
+from tests.support import pretend_hosts
 
 
 def main() -> None:
@@ -28,6 +29,7 @@ def main() -> None:
     client.connect(sys.argv[1])
     connection = Connection(client.detach())
     _send(connection, (int(os.environ["MULTIRING_RANK"]), os.getpid()))
+    pretend_hosts()
     _send(connection, _attempt(_init))
     with contextlib.suppress(EOFError, ConnectionError):
         while True:

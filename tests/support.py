@@ -18,6 +18,7 @@ from typing import Any
 __all__ = ["Job", "open_descriptors", "process_exists", "run_job", "start_job", "wait_until"]
 
 _MARK = "TEST_JOB_MARK"
+HOSTS = "TEST_HOSTS"
 DIRECTORY = "TEST_DIRECTORY"  # tells a script the directory of `Job.directory`
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -48,6 +49,25 @@ def open_descriptors(pid: int | None = None) -> dict[int, str]:
         with contextlib.suppress(OSError):  # the one that reads the directory is gone already
             found[int(entry.name)] = os.readlink(entry)
     return found
+
+
+def pretend_hosts() -> None:
+    """Let this rank of a job on one host take its peers to be spread over as many hosts as `HOSTS` says.
+
+    Neighbours are on different ones.
+    """
+    rank, size = int(os.environ["MULTIRING_RANK"]), int(os.environ["MULTIRING_SIZE"])
+    hosts = min(int(os.environ.get(HOSTS, "1")), size)
+    if hosts == 1:
+        return
+    host = rank % hosts
+    os.environ |= {
+        "MULTIRING_HOST": f"host{host}",
+        "MULTIRING_LOCAL_RANK": str(rank // hosts),
+        "MULTIRING_LOCAL_SIZE": str(len(range(host, size, hosts))),
+        "MULTIRING_CROSS_RANK": str(host),
+        "MULTIRING_CROSS_SIZE": str(hosts),
+    }
 
 
 class Job:

@@ -145,6 +145,7 @@ void bind_communicator(py::module_& module) {
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("name", &Communicator::name)
       .def_property_readonly("host", &Communicator::host)
+      .def_property_readonly("hosts", &Communicator::hosts, "For each rank the number of its host.")
       .def_property_readonly("is_broken", py::cpp_function(&Communicator::is_broken, Released()))
       .def("allreduce", &run_allreduce, py::arg("x"), py::arg("out"), py::arg("op"), py::arg("name"),
            py::arg("prescale"), py::arg("postscale"), py::arg("timeout"),

@@ -6,7 +6,7 @@
 #include "binding/communicator.h"
 #include "binding/interrupt.h"
 #include "binding/store.h"
-#include "transport/shm/shm_link.h"
+#include "transport/world/connect_world.h"
 
 namespace py = pybind11;
 
@@ -18,6 +18,11 @@ struct WorldOptions {
   int rank = 0;
   int size = 1;
   std::string socket_directory;
+  bool spread = false;
+  std::string host;
+  std::string secret;
+  std::string job;
+  std::vector<std::string> interfaces;
   std::size_t staging_bytes = SharedTransportOptions{}.staging_bytes;
   double spin_microseconds = -1.0;
   double timeout = CommunicatorOptions{}.timeout;
@@ -43,13 +48,22 @@ std::function<void(const std::string&)> warner(const py::object& callable) {
 }
 
 std::shared_ptr<Communicator> connect(const py::object& store, const WorldOptions& options) {
-  PyStore rendezvous(store);
-  ShmOptions shm;
-  shm.rank = options.rank;
-  shm.size = options.size;
-  shm.socket_directory = options.socket_directory;
-  shm.transport.staging_bytes = options.staging_bytes;
-  shm.transport.spin_microseconds = options.spin_microseconds;
+  // Kept by the transport of several hosts, which lets go of it wherever it is let go of itself.
+  const std::shared_ptr<Store> rendezvous(new PyStore(store), [](Store* held) {
+    const py::gil_scoped_acquire gil;
+    delete held;
+  });
+  WorldAddress address;
+  address.rank = options.rank;
+  address.size = options.size;
+  address.spread = options.spread;
+  address.host = options.host;
+  address.socket_directory = options.socket_directory;
+  address.secret = options.secret;
+  address.job = options.job;
+  address.interfaces = options.interfaces;
+  address.transport.staging_bytes = options.staging_bytes;
+  address.transport.spin_microseconds = options.spin_microseconds;
   CommunicatorOptions communicator;
   communicator.timeout = options.timeout;
   communicator.stall_warning = options.stall_warning;
@@ -58,7 +72,7 @@ std::shared_ptr<Communicator> connect(const py::object& store, const WorldOption
   Waiting waiting;
   waiting.deadline = Deadline::after(options.timeout);
   waiting.interrupt = &check_signals();
-  return std::make_shared<Communicator>(connect_shm(rendezvous, shm, waiting), std::move(communicator));
+  return std::make_shared<Communicator>(connect_world(rendezvous, address, waiting), std::move(communicator));
 }
 
 }  // namespace
@@ -69,13 +83,21 @@ void bind_connect(py::module_& module) {
       .def_readwrite("rank", &WorldOptions::rank)
       .def_readwrite("size", &WorldOptions::size)
       .def_readwrite("socket_directory", &WorldOptions::socket_directory)
+      .def_readwrite("spread", &WorldOptions::spread)
+      .def_readwrite("host", &WorldOptions::host)
+      .def_property(
+          "secret", [](const WorldOptions& self) { return py::bytes(self.secret); },
+          [](WorldOptions& self, const py::bytes& secret) { self.secret = secret; })
+      .def_readwrite("job", &WorldOptions::job)
+      .def_readwrite("interfaces", &WorldOptions::interfaces)
       .def_readwrite("staging_bytes", &WorldOptions::staging_bytes)
       .def_readwrite("spin_microseconds", &WorldOptions::spin_microseconds)
       .def_readwrite("timeout", &WorldOptions::timeout)
       .def_readwrite("stall_warning", &WorldOptions::stall_warning)
       .def_readwrite("warn", &WorldOptions::warn);
   module.def("connect", &connect, py::arg("store"), py::arg("options"),
-             "Joins the ranks of one host through shared memory and returns the world. Collective.");
+             "Joins the ranks through shared memory, and through TCP between hosts, and returns the world. "
+             "Collective.");
 }
 
 }  // namespace multiring::binding

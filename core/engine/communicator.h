@@ -65,6 +65,12 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   int size() const { return transport_->size(); }
   const std::string& name() const { return options_.name; }
   std::string host() const { return transport_->host(rank()); }
+  /// For each rank the number of its host.
+  std::vector<int> hosts() const {
+    std::vector<int> numbers;
+    for (int each = 0; each < size(); ++each) numbers.push_back(transport_->host_number(each));
+    return numbers;
+  }
   /// Process id of a rank, for messages.
   std::int64_t process_id(int rank) const { return transport_->process_id(rank); }
   const CommunicatorOptions& options() const { return options_; }

@@ -283,6 +283,11 @@ class Communicator:
     @property
     def host(self) -> str: ...
     @property
+    def hosts(self) -> list[int]:
+        """
+        For each rank the number of its host.
+        """
+    @property
     def is_broken(self) -> bool: ...
     @property
     def name(self) -> str: ...
@@ -335,9 +340,17 @@ class WorldOptions:
     Who this rank is, and how its communicator behaves.
     """
 
+    host: str
+    job: str
+    secret: bytes
     socket_directory: str
+    spread: bool
     warn: typing.Any
     def __init__(self) -> None: ...
+    @property
+    def interfaces(self) -> list[str]: ...
+    @interfaces.setter
+    def interfaces(self, arg0: collections.abc.Sequence[str]) -> None: ...
     @property
     def rank(self) -> int: ...
     @rank.setter
@@ -569,7 +582,7 @@ def choose_plan(cluster: Cluster, request: PlanRequest, model: CostModel) -> Pla
 
 def connect(store: typing.Any, options: WorldOptions) -> Communicator:
     """
-    Joins the ranks of one host through shared memory and returns the world. Collective.
+    Joins the ranks through shared memory, and through TCP between hosts, and returns the world. Collective.
     """
 
 def copy_streaming(

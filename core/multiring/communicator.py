@@ -47,8 +47,6 @@ class Communicator(Collectives):
         self,
         core: _core.Communicator,
         *,
-        cross_rank: int = 0,
-        cross_size: int = 1,
         enclosing: Sequence[weakref.WeakSet[Communicator]] = (),
     ) -> None:
         self._core = core
@@ -57,13 +55,16 @@ class Communicator(Collectives):
         """Rank of this process in the group, 0 to size - 1."""
         self.size: int = core.size
         """Number of ranks in the group."""
-        self.local_rank: int = core.rank
+        hosts = core.hosts
+        here = hosts[core.rank]
+        self.local_rank: int = hosts[: core.rank].count(here)
         """Rank among the group's ranks on this host."""
-        self.local_size: int = core.size
+        self.local_size: int = hosts.count(here)
         """Number of the group's ranks on this host."""
-        self.cross_rank: int = cross_rank
-        """Number of this host among the group's hosts."""
-        self.cross_size: int = cross_size
+        different = list(dict.fromkeys(hosts))
+        self.cross_rank: int = different.index(here)
+        """Number of this host among the group's hosts, in the order of their first ranks."""
+        self.cross_size: int = len(different)
         """Number of the group's hosts."""
         # All that were split from this one, and from those in turn; and the sets that this one is part of.
         self._descendants: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -159,12 +160,7 @@ class Communicator(Collectives):
         core = self._core.split(-1 if color is None else color, key, -1.0)
         if core is None:
             return None
-        return Communicator(
-            core,
-            cross_rank=self.cross_rank,
-            cross_size=self.cross_size,
-            enclosing=[*self._enclosing, self._descendants],
-        )
+        return Communicator(core, enclosing=[*self._enclosing, self._descendants])
 
     def process_set(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of some ranks, in the order given; collective over this group, with the same `ranks`

@@ -9,7 +9,7 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from multiring.errors import UsageError
@@ -35,6 +35,8 @@ class Settings:
             None means the native core's default.
         staging_bytes: Size in bytes of each rank's staging segment.
         stall_warning: Seconds after which a wait is reported in the log; 0 means never.
+        host: Name of what shares memory with this process; empty means that the kernel tells.
+        interfaces: Network interfaces to use between hosts; empty means all that are up.
     """
 
     rank: int | None = None
@@ -51,6 +53,8 @@ class Settings:
     spin_microseconds: int | None = None
     staging_bytes: int = 1 << 18
     stall_warning: float = 30.0
+    host: str = ""
+    interfaces: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,10 @@ def _secret(text: str) -> bytes:
     return value
 
 
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def _store_url(text: str) -> str:
     if not text.startswith(("file:///", "tcp://")):
         raise ValueError(text)
@@ -220,6 +228,24 @@ VARIABLES: tuple[Variable, ...] = (
         "A wait that lasts longer is reported, with the ranks that are missing.",
         False,
         _seconds,
+    ),
+    Variable(
+        "MULTIRING_HOST",
+        "host",
+        "",
+        "text",
+        "Ranks with the same value share memory; for containers. Empty: those in the same namespaces do.",
+        False,
+        str,
+    ),
+    Variable(
+        "MULTIRING_INTERFACES",
+        "interfaces",
+        "",
+        "names or networks, with commas: eth0,10.0.0.0/8; ^docker0 leaves out",
+        "Network interfaces between hosts. Empty: all that are up.",
+        False,
+        _names,
     ),
 )
 

@@ -7,12 +7,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from multiring import _core, config, launch_environment
 from multiring.communicator import Communicator
 from multiring.errors import UsageError
 from multiring.launch_environment import Placement
-from multiring.store import FileStore, Store, open_store
+from multiring.store import FileStore, Store, open_store, serve_store
 
 __all__ = [
     "at_shutdown",
@@ -37,6 +38,8 @@ _world: Communicator | None = None
 # addresses of one generation apart from those of the one before.
 _generation = 0
 _joining = False
+# What the world holds on to.
+_held = ExitStack()
 _shutdown_callbacks: list[Callable[[], None]] = []
 # In a process that was forked from a rank: who that is.
 _parent: str | None = None
@@ -85,7 +88,7 @@ def init() -> Communicator:
             core = _connect(place, settings)
         finally:
             _joining = False
-        _world = Communicator(core, cross_rank=place.cross_rank, cross_size=place.cross_size)
+        _world = Communicator(core)
         return _world
 
 
@@ -98,12 +101,27 @@ def _connect(place: Placement, settings: config.Settings) -> _core.Communicator:
     options.timeout = settings.timeout
     options.stall_warning = settings.stall_warning
     options.warn = _log.warning
+    options.spread = place.is_spread and place.size > 1
+    options.host = settings.host
+    options.secret = place.secret or b""
+    options.job = f"{place.job_id}/{_generation}"
+    options.interfaces = settings.interfaces
     if place.size == 1:
         return _core.connect(None, options)
-    with open_store(place.store_url, place.secret) as store:
-        if isinstance(store, FileStore):
+    with ExitStack() as stack:
+        # A foreign launcher serves no store: where one is named, rank 0 does.
+        serves = place.rank == 0 and place.launcher != "multiring"
+        server = serve_store(place.store_url, place.secret) if serves else None
+        if server is not None:
+            stack.enter_context(server)
+        store = stack.enter_context(open_store(place.store_url, place.secret))
+        if isinstance(store, FileStore) and not place.is_spread:
             options.socket_directory = str(store.directory)
-        return _core.connect(_Generation(store, _generation), options)
+        core = _core.connect(_Generation(store, _generation), options)
+        # Others may be reading still; and groups of ranks of several hosts meet in the store, too.
+        if server is not None or len(set(core.hosts)) > 1:
+            _held.enter_context(stack.pop_all())
+        return core
 
 
 def _configure_log(level: str) -> None:
@@ -122,6 +140,7 @@ def shutdown() -> None:
         if leaving is None:
             return
         leaving.close()
+        _held.close()
         for callback in _shutdown_callbacks:
             callback()
 

@@ -52,6 +52,11 @@ class Placement:
     secret: bytes | None
     job_id: str
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether the ranks may be on several hosts."""
+        return self.cross_size > 1 or self.local_size != self.size
+
 
 def detect(
     environ: Mapping[str, str] = os.environ,
@@ -66,18 +71,18 @@ def detect(
 
     Raises:
         UsageError: The variables of the launcher contradict each other or are incomplete, a variable of
-            multiring has a value that is not accepted, or the job spans several hosts.
+            multiring has a value that is not accepted, or the job spans several hosts that have no store.
     """
     settings = config.load(environ)
     recognisers = (_from_multiring, _from_torchrun, _from_openmpi, _from_mpich, _from_slurm)
     for recognise in recognisers:
         placement = recognise(environ, settings, launcher_process or _launcher_process)
         if placement is not None:
-            return _checked(placement)
+            return _checked(placement, settings)
     return Placement(0, 1, 0, 1, 0, 1, "none", "", None, f"none-{os.getpid()}")
 
 
-def _checked(place: Placement) -> Placement:
+def _checked(place: Placement, settings: config.Settings) -> Placement:
     pairs = (
         ("rank", place.rank, place.size),
         ("local rank", place.local_rank, place.local_size),
@@ -89,10 +94,11 @@ def _checked(place: Placement) -> Placement:
                 f"launcher {place.launcher}: {name} {index} of {count} cannot be: are variables left over "
                 "from another job in the environment?"
             )
-    if place.cross_size > 1 or place.local_size != place.size:
+    if place.is_spread and place.launcher != "multiring" and not settings.store:
         raise UsageError(
             f"launcher {place.launcher}: the job has {place.size} ranks, {place.local_size} of them on this "
-            "host, but this version of multiring works on one host: start all ranks on one host"
+            "host, and no store where ranks of several hosts meet: set MULTIRING_STORE and MULTIRING_SECRET, "
+            "both the same on all ranks (docs/clusters.md)"
         )
     return place
 

@@ -87,6 +87,8 @@ class MULTIRING_API Transport {
   /// Name of the host of `rank` and its process id, for messages.
   virtual std::string host(int rank) const = 0;
   virtual std::int64_t process_id(int rank) const = 0;
+  /// Equal for ranks that share memory with each other.
+  virtual int host_number(int rank) const = 0;
 
   /// Whether ranks outnumber the cores that they may run on: then a wait should leave its core to others. The
   /// same on all ranks.
@@ -119,10 +121,12 @@ class MULTIRING_API Transport {
   /// Waits until chunk `chunk` (0: none) sent to `destination` has been read.
   virtual WaitResult await_read(int destination, std::uint64_t chunk, const Waiting& waiting) = 0;
 
-  /// Waits until what was written for `destination` is on its way, so that this rank may turn to other things.
+  /// Waits until what was written for `destination` is on its way, so that this rank may turn to other
+  /// things.
   virtual WaitResult await_sent(int destination, const Waiting& waiting) = 0;
 
-  /// Memory that all ranks of a host have mapped. Collective; every rank passes the same `bytes_per_rank` and `id`.
+  /// Memory that all ranks of a host have mapped. Collective; every rank passes the same `bytes_per_rank` and
+  /// `id`.
   virtual std::shared_ptr<SymmetricRegion> allocate(std::size_t bytes_per_rank, std::uint32_t id,
                                                     const Waiting& waiting) = 0;
   /// A transport among `members` (ranks of this one, in their new order, this rank among them). Collective

@@ -210,12 +210,14 @@ def test_tasks_per_node_are_read_in_slurms_notation(text: str, host: int, tasks:
         MPICH | {"PMI_SIZE": "4"},
         SLURM
         | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
-        MULTIRING | {"MULTIRING_SIZE": "4", "MULTIRING_CROSS_SIZE": "2"},
     ],
 )
-def test_several_hosts_are_refused_in_words(environ: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="works on one host"):
+def test_several_hosts_need_a_store(environ: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"2 of them on this host.*set MULTIRING_STORE and MULTIRING_SECRET"):
         detect(environ)
+    place = detect(environ | {"MULTIRING_STORE": "tcp://node0:29400"})
+    assert place.is_spread
+    assert (place.size, place.local_size, place.store_url) == (4, 2, "tcp://node0:29400")
 
 
 @pytest.mark.parametrize(

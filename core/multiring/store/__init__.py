@@ -6,6 +6,7 @@ serves any ranks that can reach one port. Neither is meant for bulk data.
 
 from __future__ import annotations
 
+import contextlib
 import urllib.parse
 
 from multiring.errors import UsageError
@@ -21,7 +22,21 @@ __all__ = [
     "TcpStore",
     "TcpStoreServer",
     "open_store",
+    "serve_store",
 ]
+
+
+def serve_store(url: str, secret: bytes | None) -> TcpStoreServer | None:
+    """Serves the store that `url` names, if that is a port of this host on which nobody serves yet.
+
+    For rank 0 of a job whose launcher has no store of its own: any rank then finds it there.
+    """
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "tcp" or not parts.hostname or not parts.port or secret is None:
+        return None
+    with contextlib.suppress(UsageError):
+        return TcpStoreServer(parts.hostname, parts.port, secret)
+    return None  # somebody serves it already, or on another host
 
 
 def open_store(url: str, secret: bytes | None) -> Store:

@@ -51,6 +51,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
 
   std::string host(int rank) const override;
   std::int64_t process_id(int rank) const override;
+  int host_number(int rank) const override { return place(rank).host; }
   bool shares_memory() const override { return false; }
 
   int known_from(int rank) const override;

@@ -38,6 +38,7 @@ class MULTIRING_API SharedTransport : public Transport {
   int size() const override { return static_cast<int>(members_.size()); }
   std::string host(int rank) const override;
   std::int64_t process_id(int rank) const override;
+  int host_number(int) const override { return 0; }
   bool crowded() const override { return crowded_; }
   bool shares_memory() const override { return true; }
 

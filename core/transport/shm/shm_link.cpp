@@ -39,13 +39,18 @@ class ShmLink final : public HostLink {
 
 }  // namespace
 
+std::shared_ptr<HostLink> make_shm_link(Store& store, const PeerLinks::Options& options,
+                                        const Waiting& waiting) {
+  return std::make_shared<ShmLink>(store, options, waiting);
+}
+
 std::shared_ptr<Transport> connect_shm(Store& store, const ShmOptions& options, const Waiting& waiting) {
   PeerLinks::Options link_options;
   link_options.rank = options.rank;
   link_options.size = options.size;
   link_options.socket_directory = options.socket_directory;
   link_options.settings = options.transport.staging_bytes;
-  auto link = std::make_shared<ShmLink>(store, link_options, waiting);
+  auto link = make_shm_link(store, link_options, waiting);
   std::vector<int> members(static_cast<std::size_t>(options.size));
   std::iota(members.begin(), members.end(), 0);
   return std::make_shared<SharedTransport>(std::move(link), std::move(members), 1, options.transport,

@@ -16,6 +16,10 @@ struct ShmOptions {
   SharedTransportOptions transport;
 };
 
+/// The link between the processes of one host. Collective.
+MULTIRING_API std::shared_ptr<HostLink> make_shm_link(Store& store, const PeerLinks::Options& options,
+                                                      const Waiting& waiting);
+
 /// The world's transport of the processes of one host. Collective.
 MULTIRING_API std::shared_ptr<Transport> connect_shm(Store& store, const ShmOptions& options,
                                                      const Waiting& waiting);

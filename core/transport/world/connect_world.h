@@ -1,0 +1,35 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/export.h"
+#include "transport/shared/shared_transport.h"
+#include "transport/store.h"
+#include "transport/transport.h"
+
+namespace multiring {
+
+/// Who this rank is, and how it reaches the others.
+struct WorldAddress {
+  int rank = 0;
+  int size = 1;
+  /// Whether the ranks may be on several hosts; the same on all.
+  bool spread = false;
+  /// Ranks with the same name share memory; empty: as the kernel tells.
+  std::string host;
+  std::string socket_directory;  ///< see PeerLinks::Options
+  /// What the ranks of the job know and nobody else does; needed where they are on several hosts.
+  std::string secret;
+  std::string job;
+  std::vector<std::string> interfaces;  ///< see TcpOptions
+  SharedTransportOptions transport;
+};
+
+/// The world's transport: shared memory on one host; on several, that and TCP between them. The store is kept
+/// as long as the transport lives if there are several. Collective.
+MULTIRING_API std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store,
+                                                       const WorldAddress& address, const Waiting& waiting);
+
+}  // namespace multiring

@@ -1,0 +1,197 @@
+"""Ranks that take themselves to be on several hosts: shared memory within each, TCP between them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import multiring
+from multiring import Communicator, PeerLostError, UsageError
+from tests.faults.operations import OPERATIONS
+from tests.nursery import Nursery, note
+from tests.python import test_collectives as checks
+from tests.python.collectives import COLLECTIVES
+from tests.rank_pool import RankPool
+from tests.support import HOSTS, pretend_hosts
+
+# Ranks and hosts: one rank each, 2 + 1, 2 + 1 + 1, 4 + 3.
+LAYOUTS = ((2, 2), (3, 2), (4, 3), (7, 2))
+SECONDS = 5.0
+
+Pools = Callable[[int, int], RankPool]
+
+
+@pytest.fixture(scope="module")
+def spread() -> Iterator[Pools]:
+    """Gives `spread(ranks, hosts)`."""
+    pools: dict[tuple[int, int], RankPool] = {}
+    with contextlib.ExitStack() as stack:
+
+        def pool(n: int, hosts: int) -> RankPool:
+            if (n, hosts) not in pools:
+                pools[n, hosts] = stack.enter_context(RankPool(n, hosts=hosts))
+            return pools[n, hosts]
+
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with contextlib.closing(Nursery()) as started:
+        yield started
+
+
+def check_all(comm: Communicator) -> None:
+    for op in ("sum", "average", "max"):
+        checks.check_reductions(comm, op)
+    checks.check_roots(comm)
+    checks.check_alltoall_splits(comm)
+    checks.check_same_bits(comm)
+    checks.check_ring(comm)
+    for name in COLLECTIVES:
+        checks.check_rows(comm, name)
+        checks.check_large(comm, name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_collective(spread: Pools, layout: tuple[int, int]) -> None:
+    spread(*layout).run(check_all)
+
+
+def places(comm: Communicator) -> list[tuple[int, ...]]:
+    group = comm.split(0 if comm.rank < 3 else 1, key=-comm.rank)
+    assert group is not None
+    found = [(c.rank, c.local_rank, c.local_size, c.cross_rank, c.cross_size) for c in (comm, group)]
+    group.barrier()
+    return found
+
+
+def test_places(spread: Pools) -> None:
+    world, groups = zip(*spread(4, 3).run(places), strict=True)  # ranks 0 and 3 share a host
+    assert world == ((0, 0, 2, 0, 3), (1, 0, 1, 1, 3), (2, 0, 1, 2, 3), (3, 1, 2, 0, 3))
+    assert groups == ((2, 0, 1, 2, 3), (1, 0, 1, 1, 3), (0, 0, 1, 0, 3), (0, 0, 1, 0, 1))
+
+
+def send_first(comm: Communicator) -> None:
+    """As much as mailboxes hold is sent before anything is received."""
+    peer = 1 - comm.rank
+    for count in (1, 1000, 16 * 1024):
+        comm.send(np.full(count, comm.rank, np.float32), peer)
+        assert (comm.recv(peer) == peer).all()
+
+
+def test_both_send_first(spread: Pools) -> None:
+    spread(2, 2).run(send_first)
+
+
+def many_groups(comm: Communicator) -> int:
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(10):
+        group = comm.split(0)
+        assert group is not None
+        assert group.allreduce(np.array([number]))[0] == number * comm.size
+        group.close()
+        comm.barrier()
+        del group
+    return len(os.listdir("/proc/self/fd")) - before
+
+
+def test_groups_leave_no_descriptors(spread: Pools) -> None:
+    assert spread(3, 2).run(many_groups) == [0, 0, 0]
+
+
+def look_elsewhere(comm: Communicator) -> None:
+    mine = comm.symmetric_empty(5, np.float32)
+    mine[:] = 1
+    comm.barrier()
+    assert comm.allreduce(mine, out=mine)[0] == comm.size
+    with pytest.raises(UsageError, match=f"rank {1 - comm.rank} is on another host"):
+        comm.symmetric_peer(mine, 1 - comm.rank)
+    comm.barrier()
+
+
+def test_memory_of_another_host_cannot_be_seen(spread: Pools) -> None:
+    spread(2, 2).run(look_elsewhere)
+
+
+def die_before(rank: int, name: str) -> Any:
+    pretend_hosts()
+    comm = multiring.init()
+    step = OPERATIONS[name](comm)
+    comm.barrier()
+    if comm.rank == 1:
+        note("killed")
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        step()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_rank_that_is_killed(nursery: Nursery, name: str) -> None:
+    outcomes = nursery.run(3, die_before, name, init=False, env={HOSTS: "2"})
+    assert outcomes[1].status == -signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome.error, PeerLostError), outcome.trace or outcome
+        assert f"lost rank 1 on {os.uname().nodename} (process " in str(outcome.error)
+        assert outcome.ended is not None
+        assert outcome.ended - outcomes[1].notes["killed"] < SECONDS
+
+
+def start_by_hand(rank: int, changes: dict[int, dict[str, str]]) -> float:
+    """As under a launcher that knows nothing of multiring, on two hosts."""
+    size = int(os.environ["MULTIRING_SIZE"])
+    for name in [name for name in os.environ if name.startswith("MULTIRING_")]:
+        if name != "MULTIRING_TIMEOUT":
+            del os.environ[name]
+    os.environ |= {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "PMIX_NAMESPACE": "test",
+        "MULTIRING_HOST": f"host{rank}",
+    } | changes[rank]
+    return float(multiring.init().allreduce(np.array([rank + 1.0]))[0])
+
+
+def variables() -> dict[str, str]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    return {"MULTIRING_STORE": f"tcp://127.0.0.1:{port}", "MULTIRING_SECRET": secrets.token_hex(32)}
+
+
+def test_rank_0_serves_the_store_of_a_foreign_launcher(nursery: Nursery) -> None:
+    given = variables()
+    outcomes = nursery.run(2, start_by_hand, {0: given, 1: given}, init=False)
+    assert [outcome.value for outcome in outcomes] == [3.0, 3.0], outcomes
+
+
+def test_another_secret(nursery: Nursery) -> None:
+    given = variables()
+    outcomes = nursery.run(
+        2,
+        start_by_hand,
+        {0: given, 1: given | {"MULTIRING_SECRET": secrets.token_hex(32)}},
+        init=False,
+        env={"MULTIRING_TIMEOUT": "3"},
+    )
+    assert isinstance(outcomes[1].error, UsageError), outcomes[1].trace
+    assert "MULTIRING_SECRET differs between ranks" in str(outcomes[1].error)
+    assert isinstance(outcomes[0].error, multiring.TimeoutError), outcomes[0].trace
+    assert "for rank 1 of 2" in str(outcomes[0].error)
+
+
+def test_no_secret(nursery: Nursery, tmp_path: Path) -> None:
+    given = {"MULTIRING_STORE": (tmp_path / "store").as_uri()}
+    for outcome in nursery.run(2, start_by_hand, {0: given, 1: given}, init=False):
+        assert isinstance(outcome.error, UsageError), outcome.trace
+        assert "MULTIRING_SECRET is not set" in str(outcome.error)
