@@ -20,13 +20,9 @@ std::string host_identity() {
   return std::getline(file, boot_id) ? boot_id : host_name();
 }
 
-std::string namespace_identity() {
-  std::string identity;
-  for (const char* name : {"/proc/self/ns/net", "/proc/self/ns/mnt"}) {
-    char target[64] = {};  // "net:[4026531840]"; empty where it may not be read
-    if (::readlink(name, target, sizeof target - 1) > 0) identity += target;
-  }
-  return identity;
+std::string network_identity() {
+  char target[64] = {};  // "net:[4026531840]"; empty where it may not be read
+  return ::readlink("/proc/self/ns/net", target, sizeof target - 1) > 0 ? target : "";
 }
 
 int cpu_quota() {

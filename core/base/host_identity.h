@@ -8,8 +8,8 @@ namespace multiring {
 std::string host_name();
 /// Tells hosts apart: two processes with the same identity can share memory through a Unix socket.
 std::string host_identity();
-/// Tells apart what cannot see each other's network devices and files, though it may be on the same host.
-std::string namespace_identity();
+/// Tells apart what has different network devices, though it may be on the same host: containers, as a rule.
+std::string network_identity();
 /// Cores that the control group's quota allows, rounded up; INT_MAX without a quota.
 int cpu_quota();
 

@@ -234,7 +234,7 @@ VARIABLES: tuple[Variable, ...] = (
         "host",
         "",
         "text",
-        "Ranks with the same value share memory; for containers. Empty: those in the same namespaces do.",
+        "Ranks of one machine with the same value share memory; empty: those with the same network devices.",
         False,
         str,
     ),

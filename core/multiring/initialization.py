@@ -40,6 +40,8 @@ _generation = 0
 _joining = False
 # What the world holds on to.
 _held = ExitStack()
+# Stores of this process, by their URLs.
+_served: set[str] = set()
 _shutdown_callbacks: list[Callable[[], None]] = []
 # In a process that was forked from a rank: who that is.
 _parent: str | None = None
@@ -89,6 +91,8 @@ def init() -> Communicator:
         finally:
             _joining = False
         _world = Communicator(core)
+        if _world.cross_size > 1:  # whoever serves the store may end as soon as all have joined
+            _world.barrier()
         return _world
 
 
@@ -109,19 +113,27 @@ def _connect(place: Placement, settings: config.Settings) -> _core.Communicator:
     if place.size == 1:
         return _core.connect(None, options)
     with ExitStack() as stack:
-        # A foreign launcher serves no store: where one is named, rank 0 does.
-        serves = place.rank == 0 and place.launcher != "multiring"
-        server = serve_store(place.store_url, place.secret) if serves else None
-        if server is not None:
-            stack.enter_context(server)
-        store = stack.enter_context(open_store(place.store_url, place.secret))
+        if place.rank == 0 and place.launcher != "multiring":
+            _serve(place)
+        store = stack.enter_context(open_store(place.store_url, place.secret, settings.timeout))
         if isinstance(store, FileStore) and not place.is_spread:
             options.socket_directory = str(store.directory)
         core = _core.connect(_Generation(store, _generation), options)
-        # Others may be reading still; and groups of ranks of several hosts meet in the store, too.
-        if server is not None or len(set(core.hosts)) > 1:
+        if len(set(core.hosts)) > 1:  # groups that are split from it meet in the store, too
             _held.enter_context(stack.pop_all())
         return core
+
+
+def _serve(place: Placement) -> None:
+    """A foreign launcher serves no store: where one is named, rank 0 does, as long as it lives. Others may be
+    reading when it has joined, or shut down."""
+    if place.store_url in _served:
+        return
+    server = serve_store(place.store_url, place.secret)
+    if server is not None:
+        _served.add(place.store_url)
+        process = os.getpid()
+        atexit.register(lambda: server.close() if os.getpid() == process else None)  # not of a fork
 
 
 def _configure_log(level: str) -> None:

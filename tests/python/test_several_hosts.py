@@ -7,7 +7,9 @@ import os
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,14 @@ import numpy as np
 import pytest
 
 import multiring
-from multiring import Communicator, PeerLostError, UsageError
+from multiring import AbortedError, Communicator, PeerLostError, UsageError
 from tests.faults.operations import OPERATIONS
+from tests.faults.test_kill import waiting
 from tests.nursery import Nursery, note
 from tests.python import test_collectives as checks
 from tests.python.collectives import COLLECTIVES
 from tests.rank_pool import RankPool
-from tests.support import HOSTS, pretend_hosts
+from tests.support import HOSTS, pretend_hosts, wait_until
 
 # Ranks and hosts: one rank each, 2 + 1, 2 + 1 + 1, 4 + 3.
 LAYOUTS = ((2, 2), (3, 2), (4, 3), (7, 2))
@@ -146,6 +149,77 @@ def test_a_rank_that_is_killed(nursery: Nursery, name: str) -> None:
         assert outcome.ended - outcomes[1].notes["killed"] < SECONDS
 
 
+def die_while_waiting(rank: int, name: str) -> None:
+    """Rank 1, which shares a host with rank 3 and receives there for rank 2, dies while it waits for rank 0."""
+    pretend_hosts()
+    waiting(multiring.init(), name)
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if not name.startswith("send and recv")])
+def test_a_rank_that_is_killed_while_it_waits(nursery: Nursery, name: str) -> None:
+    outcomes = nursery.run(4, die_while_waiting, name, init=False, env={HOSTS: "2"})
+    assert outcomes[1].status == -signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[2], outcomes[3]):
+        assert isinstance(outcome.error, PeerLostError), outcome.trace or outcome
+        assert "lost rank 1 on" in str(outcome.error)
+        assert outcome.ended is not None
+        assert outcome.ended - outcomes[1].notes["killed"] < SECONDS
+
+
+def abort_elsewhere(comm: Communicator) -> str:
+    """Rank 3 stops all while rank 1 of its host computes, which is whom rank 0 exchanges with."""
+    comm.barrier()
+    if comm.rank == 3:
+        comm.abort("enough")
+    if comm.rank == 1:
+        wait_until(lambda: comm.is_broken, "rank 1 to hear of it")
+        return "broken"
+    start = time.monotonic()
+    try:
+        comm.allreduce(np.ones(3))
+    except AbortedError as error:
+        assert time.monotonic() - start < SECONDS
+        return str(error)
+    return "nothing"
+
+
+def test_an_abort_reaches_ranks_that_do_not_exchange_with_its_origin(spread: Pools) -> None:
+    first, second, third, _ = spread(4, 2).run_expecting_errors(abort_elsewhere)
+    assert second == "broken"
+    assert "enough" in first
+    assert "enough" in third
+
+
+def send_into_a_barrier(comm: Communicator) -> None:
+    if comm.rank == 0:
+        comm.send(np.ones(32 * 1024, np.float32), 1)
+    comm.barrier()
+    if comm.rank == 1:
+        assert comm.recv(0).sum() == 32 * 1024
+
+
+def test_a_peer_in_a_collective_takes_in_what_is_sent(spread: Pools) -> None:
+    spread(2, 2).run(send_into_a_barrier)
+
+
+def exchange_with_all(comm: Communicator) -> float:
+    """A thread for each peer and direction."""
+    start = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        peers = [rank for rank in range(comm.size) if rank != comm.rank]
+        sent = [pool.submit(comm.send, np.full(300_000, comm.rank, np.float32), peer) for peer in peers]
+        received = [pool.submit(comm.recv, peer) for peer in peers]
+        for peer, future in zip(peers, received, strict=True):
+            assert (future.result() == peer).all()
+        for future in sent:
+            future.result()
+    return time.monotonic() - start
+
+
+def test_threads_that_send_and_receive_at_once(spread: Pools) -> None:
+    assert max(spread(4, 3).run(exchange_with_all)) < 20
+
+
 def start_by_hand(rank: int, changes: dict[int, dict[str, str]]) -> float:
     """As under a launcher that knows nothing of multiring, on two hosts."""
     size = int(os.environ["MULTIRING_SIZE"])
@@ -158,6 +232,7 @@ def start_by_hand(rank: int, changes: dict[int, dict[str, str]]) -> float:
         "OMPI_COMM_WORLD_LOCAL_RANK": "0",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
         "PMIX_NAMESPACE": "test",
+        "PMIX_SERVER_URI2": f"the daemon of host {rank}",
         "MULTIRING_HOST": f"host{rank}",
     } | changes[rank]
     return float(multiring.init().allreduce(np.array([rank + 1.0]))[0])

@@ -7,6 +7,9 @@ serves any ranks that can reach one port. Neither is meant for bulk data.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import logging
+import socket
 import urllib.parse
 
 from multiring.errors import UsageError
@@ -26,25 +29,59 @@ __all__ = [
 ]
 
 
+_log = logging.getLogger("multiring")
+
+
 def serve_store(url: str, secret: bytes | None) -> TcpStoreServer | None:
     """Serves the store that `url` names, if that is a port of this host on which nobody serves yet.
 
     For rank 0 of a job whose launcher has no store of its own: any rank then finds it there.
     """
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme != "tcp" or not parts.hostname or not parts.port or secret is None:
+    address = _tcp_address(url)
+    if address is None or secret is None:
         return None
-    with contextlib.suppress(UsageError):
-        return TcpStoreServer(parts.hostname, parts.port, secret)
-    return None  # somebody serves it already, or on another host
+    host, port = address
+    try:
+        return TcpStoreServer(_address_to_listen_on(host), port, secret)
+    except UsageError as error:  # somebody serves it already, or it is on another host
+        _log.info("rank 0 does not serve %s: %s", url, error)
+        return None
 
 
-def open_store(url: str, secret: bytes | None) -> Store:
+def _address_to_listen_on(host: str) -> str:
+    """Many systems give their own name an address that no other host reaches (127.0.1.1)."""
+    with contextlib.suppress(OSError, ValueError):
+        if host != "localhost" and not _is_literal(host):
+            found = socket.gethostbyname(host)
+            return "0.0.0.0" if ipaddress.ip_address(found).is_loopback else found
+    return host
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _tcp_address(url: str) -> tuple[str, int] | None:
+    parts = urllib.parse.urlsplit(url)
+    try:
+        if parts.scheme == "tcp" and parts.hostname and parts.port:
+            return parts.hostname, parts.port
+    except ValueError:
+        pass
+    return None
+
+
+def open_store(url: str, secret: bytes | None, timeout: float = 30.0) -> Store:
     """Opens the store that `url` names: `file:///directory` or `tcp://host:port`.
 
     Args:
         url: The store; `MULTIRING_STORE` as a launcher sets it.
         secret: The job's secret; a TCP store needs it, a file store is kept safe by its directory's mode.
+        timeout: Seconds within which a TCP store has to be reached.
 
     Raises:
         UsageError: The URL is not understood, or a TCP store has no secret.
@@ -52,13 +89,8 @@ def open_store(url: str, secret: bytes | None) -> Store:
     parts = urllib.parse.urlsplit(url)
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path.startswith("/"):
         return FileStore(urllib.parse.unquote(parts.path))
-    if parts.scheme == "tcp":
-        try:
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host, port = None, None
-        if host and port:
-            if secret is None:
-                raise UsageError(f"the store {url} needs a secret: set MULTIRING_SECRET on every rank")
-            return TcpStore(host, port, secret)
+    if address := _tcp_address(url):
+        if secret is None:
+            raise UsageError(f"the store {url} needs a secret: set MULTIRING_SECRET on every rank")
+        return TcpStore(*address, secret, timeout)
     raise UsageError(f"store {url!r} is not understood: give file:///directory or tcp://host:port")

@@ -143,14 +143,19 @@ WaitResult ClusterTransport::await_all(std::uint64_t round, const Waiting& waiti
   });
   if (!mirrored.ok()) return mirrored;
   // This rank has done its part: what is left is for others to bring.
+  return listening(waiting, [&](const Waiting& here) { return SharedTransport::await_all(round, here); });
+}
+
+WaitResult ClusterTransport::listening(const Waiting& waiting,
+                                       const std::function<WaitResult(const Waiting&)>& wait) const {
+  waiting.deadline.start();  // or the copy's clock alone would run
   const std::function<void()> look = [&] {
     waiting.check_interrupt();
-    mirror_->look();
     hear();
   };
-  Waiting local = waiting;
-  local.interrupt = &look;
-  return SharedTransport::await_all(round, local);
+  Waiting here = waiting;
+  here.interrupt = &look;
+  return wait(here);
 }
 
 WaitResult ClusterTransport::watch(const Waiting& waiting, const std::function<WaitResult()>& trouble,
@@ -170,11 +175,14 @@ WaitResult ClusterTransport::watch(const Waiting& waiting, const std::function<W
   } catch (const Ended& ended) {
     result = ended.result;
   }
-  if (!result.ok()) hear();
-  return result;
+  if (result.ok()) return result;
+  hear();  // the end of a peer may come before what it has said
+  return SharedTransport::aborted(nullptr) ? WaitResult{Outcome::kAborted} : result;
 }
 
 void ClusterTransport::hear() const {
+  mirror_->look();
+  mail_->look();
   AbortRecord record;
   if (mirror_->network().aborted(&record) || mail_->network().aborted(&record)) publish_abort(record);
 }
@@ -190,7 +198,9 @@ void ClusterTransport::mailbox_read(int source, std::uint64_t chunk) {
 }
 
 WaitResult ClusterTransport::await_written(int source, std::uint64_t chunk, const Waiting& waiting) {
-  if (!is_elsewhere(source)) return SharedTransport::await_written(source, chunk, waiting);
+  if (!is_elsewhere(source))
+    return listening(
+        waiting, [&](const Waiting& here) { return SharedTransport::await_written(source, chunk, here); });
   const std::atomic<std::uint64_t>& written = mailbox(source, rank()).written;
   const auto ready = [&] { return written.load(std::memory_order_acquire) >= chunk; };
   return watch(
@@ -199,7 +209,9 @@ WaitResult ClusterTransport::await_written(int source, std::uint64_t chunk, cons
 }
 
 WaitResult ClusterTransport::await_read(int destination, std::uint64_t chunk, const Waiting& waiting) {
-  if (!is_elsewhere(destination)) return SharedTransport::await_read(destination, chunk, waiting);
+  if (!is_elsewhere(destination))
+    return listening(
+        waiting, [&](const Waiting& here) { return SharedTransport::await_read(destination, chunk, here); });
   const std::atomic<std::uint64_t>& read = mailbox(rank(), destination).read;
   const auto ready = [&] { return read.load(std::memory_order_acquire) >= chunk; };
   if (ready()) return {};
@@ -244,18 +256,14 @@ void ClusterTransport::abort(ErrorKind kind, const std::string& message) {
 }
 
 bool ClusterTransport::aborted(AbortRecord* record) const {
-  if (mirror_ != nullptr && mail_ != nullptr) {
-    mirror_->look();
-    mail_->look();
-    hear();
-  }
+  if (mirror_ != nullptr && mail_ != nullptr) hear();
   return SharedTransport::aborted(record);
 }
 
 void ClusterTransport::leave() {
   SharedTransport::leave();
-  if (mirror_ != nullptr) mirror_->network().leave();
-  if (mail_ != nullptr) mail_->network().leave();
+  if (mirror_ != nullptr) mirror_->leave();
+  if (mail_ != nullptr) mail_->leave();
 }
 
 void ClusterTransport::abandon() {

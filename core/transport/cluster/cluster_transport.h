@@ -83,6 +83,8 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   /// Runs a wait on a network that ends, too, when something on this host ends it.
   WaitResult watch(const Waiting& waiting, const std::function<WaitResult()>& trouble,
                    const std::function<WaitResult(const Waiting&)>& wait);
+  /// Runs a wait on this host's memory that ends, too, when another host ends it.
+  WaitResult listening(const Waiting& waiting, const std::function<WaitResult(const Waiting&)>& wait) const;
   /// What the other hosts have told of since, told to this one.
   void hear() const;
 

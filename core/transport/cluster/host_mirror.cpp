@@ -1,5 +1,6 @@
 #include "transport/cluster/host_mirror.h"
 
+#include <algorithm>
 #include <cstring>
 #include <set>
 #include <string>
@@ -7,6 +8,11 @@
 #include <utility>
 
 namespace multiring {
+namespace {
+
+constexpr double kTurn = 0.02;  // seconds
+
+}  // namespace
 
 void set_following_bytes(std::byte* header, std::uint64_t bytes) {
   std::memcpy(header + Transport::kUserHeaderBytes, &bytes, sizeof bytes);
@@ -48,19 +54,38 @@ void HostMirror::post(int rank, std::uint64_t round, std::size_t staged) {
 }
 
 WaitResult HostMirror::await(const Waiting& waiting) {
-  for (Source& source : sources_) {
+  waiting.deadline.start();
+  const Clock::time_point start = Clock::now();
+  bool stall_told = waiting.stall_after <= 0 || waiting.stalled == nullptr;
+  Waiting turn = waiting;
+  turn.stalled = nullptr;
+  // A turn for each: whoever is lost is found though others are slow.
+  for (std::size_t next = 0;; ++next) {
     take_in();
-    while (source.expected != 0) {
+    std::vector<Source*> pending;
+    for (Source& source : sources_)
+      if (source.expected != 0) pending.push_back(&source);
+    turn.deadline = Deadline::after(std::min(kTurn, waiting.deadline.remaining()));
+    WaitResult result;
+    if (pending.empty() || next % (pending.size() + 1) == pending.size()) {
+      result = wait(sends_, turn);
+      if (result.ok()) sends_.clear();
+    } else {
+      Source& source = *pending[next % (pending.size() + 1)];
       awaited_ = source.expected;
-      const WaitResult result = wait({&awaited_, 1}, waiting);
+      result = wait({&awaited_, 1}, turn);
       awaited_ = 0;
-      if (!result.ok()) return result;
-      advance(source);
+      if (result.ok()) advance(source);
+    }
+    if (result.outcome != WaitResult::Outcome::kTimeout && !result.ok()) return result;
+    if (result.ok() && pending.empty()) return {};
+    if (waiting.deadline.expired()) return {WaitResult::Outcome::kTimeout};
+    const double waited = seconds_between(start, Clock::now());
+    if (!stall_told && waited >= waiting.stall_after) {
+      stall_told = true;
+      (*waiting.stalled)(waited);
     }
   }
-  const WaitResult result = wait(sends_, waiting);
-  if (result.ok()) sends_.clear();
-  return result;
 }
 
 /// What `source` was expected to send is there, and its ticket is used up.
@@ -79,6 +104,7 @@ void HostMirror::advance(Source& source) {
 // Not only from the rank that is waited for: the others of this host wait for the rest, and errors tell who
 // has come.
 void HostMirror::take_in() {
+  if (left_.load(std::memory_order_relaxed)) return;
   for (Source& source : sources_)
     while (source.expected != 0 && source.expected != awaited_ && network_->done(source.expected)) {
       network_->give_up({&source.expected, 1});
@@ -88,6 +114,11 @@ void HostMirror::take_in() {
 
 void HostMirror::look() {
   if (const DriverSeat::Ride ride(seat_); ride) network_->progress();
+}
+
+void HostMirror::leave() {
+  left_.store(true, std::memory_order_relaxed);
+  network_->leave();
 }
 
 WaitResult HostMirror::wait(std::span<const Ticket> tickets, const Waiting& waiting) {

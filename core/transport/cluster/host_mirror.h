@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -45,6 +46,8 @@ class HostMirror {
   void take_in();
   /// Moves what can be moved, unless a wait does so already. Any thread may call it.
   void look();
+  /// Says goodbye to the partners.
+  void leave();
 
  private:
   using Ticket = Network::Ticket;
@@ -64,7 +67,8 @@ class HostMirror {
   std::uint64_t round_ = 0;
   std::vector<Source> sources_;
   std::vector<Ticket> sends_;
-  Ticket awaited_ = 0;  // by a wait that is under way, which uses it up
+  std::atomic<bool> left_{false};  // nothing may be posted
+  Ticket awaited_ = 0;             // by a wait that is under way, which uses it up
 };
 
 /// The bytes that follow a header, as the header's last ones tell.

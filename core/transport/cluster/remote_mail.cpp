@@ -18,7 +18,14 @@ constexpr int kChunks = 0, kAnswers = 1;  // channels
 // How long the driver looks at its own messages before it takes in the others, and how often a thread looks
 // whether the driver has taken in what it waits for, or has gone.
 constexpr double kTurn = 0.02;
+constexpr double kTurnAmongOthers = 0.001;
 constexpr std::chrono::microseconds kLook(500);
+
+struct Counted {
+  std::atomic<int>& count;
+  explicit Counted(std::atomic<int>& c) : count(c) { count.fetch_add(1, std::memory_order_relaxed); }
+  ~Counted() { count.fetch_sub(1, std::memory_order_relaxed); }
+};
 
 }  // namespace
 
@@ -87,12 +94,22 @@ WaitResult RemoteMail::await_sent(int destination, const Waiting& waiting) {
 }
 
 void RemoteMail::look() {
-  if (const DriverSeat::Ride ride(seat_); ride) network_->progress();
+  if (const DriverSeat::Ride ride(seat_); ride) {
+    network_->progress();
+    take_in();
+  }
+}
+
+void RemoteMail::leave() {
+  const std::lock_guard lock(mutex_);
+  left_ = true;
+  network_->leave();
 }
 
 /// `tickets`: what to wait for, of messages that are not done; under `mutex_`.
 WaitResult RemoteMail::await(const std::function<bool()>& ready,
                              const std::function<std::vector<Ticket>()>& tickets, const Waiting& waiting) {
+  const Counted counted(waiting_);
   waiting.deadline.start();
   const Clock::time_point start = Clock::now();
   Clock::time_point looked = start;
@@ -106,7 +123,9 @@ WaitResult RemoteMail::await(const std::function<bool()>& ready,
       lock.unlock();
       Waiting turn = waiting;
       turn.stalled = nullptr;
-      turn.deadline = Deadline::after(std::min(kTurn, waiting.deadline.remaining()));
+      const bool alone = waiting_.load(std::memory_order_relaxed) == 1;
+      turn.deadline =
+          Deadline::after(std::min(alone ? kTurn : kTurnAmongOthers, waiting.deadline.remaining()));
       for (const Ticket ticket : wanted) {
         if (network_->done(ticket)) continue;
         const WaitResult result = network_->wait({&ticket, 1}, turn);
@@ -128,6 +147,7 @@ WaitResult RemoteMail::await(const std::function<bool()>& ready,
       std::this_thread::sleep_for(kLook);
     }
     if (ready()) return {};
+    if (waiting_.load(std::memory_order_relaxed) > 1) std::this_thread::sleep_for(kLook);  // another's turn
     if (network_->aborted(nullptr)) return {Outcome::kAborted};
     if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
       return {Outcome::kCancelled};
@@ -154,6 +174,7 @@ bool RemoteMail::arrived(Ticket ticket) {
 
 void RemoteMail::take_in() {
   const std::lock_guard lock(mutex_);
+  if (left_) return;
   for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
     Peer& from = peers_[rank];
     if (!from.remote) continue;
@@ -176,9 +197,9 @@ void RemoteMail::take_chunk(int source) {
                                             std::to_string(bytes) + " bytes, more than the " +
                                             std::to_string(memory_.chunk_bytes) + " of a mailbox");
     if (bytes > 0) {
-      from.body = true;
       from.incoming =
           network_->post_receive(source, kChunks, {memory_.payload(source, rank_, from.chunk), bytes});
+      from.body = true;
       return;
     }
   }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -45,6 +46,8 @@ class RemoteMail {
   WaitResult await_sent(int destination, const Waiting& waiting);
   /// Takes in what has come, unless a wait does so already.
   void look();
+  /// Says goodbye to the peers.
+  void leave();
 
  private:
   using Ticket = Network::Ticket;
@@ -74,6 +77,8 @@ class RemoteMail {
   int rank_;
   MailMemory memory_;
   DriverSeat seat_;
+  std::atomic<int> waiting_{0};  // threads
+  bool left_ = false;            // nothing may be posted
   std::mutex mutex_;
   std::vector<Peer> peers_;
 };

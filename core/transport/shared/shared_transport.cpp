@@ -280,11 +280,14 @@ WaitResult SharedTransport::look_for_trouble(const Ready& ready, const Waiting& 
 template <class Ready>
 WaitResult SharedTransport::find_lost_peer(const Ready& ready) {
   for (int rank = 0; rank < size(); ++rank) {
-    if (rank == rank_ || is_elsewhere(rank) || !ready.pending(rank)) continue;
-    const bool left = state(rank).left.load(std::memory_order_acquire) != 0;
-    const bool lost = left || link_->is_lost(members_[static_cast<std::size_t>(rank)]);
+    if (rank == rank_ || !ready.pending(rank)) continue;
+    // Whose arrival another rank has to tell of is as lost as that one.
+    const int teller = known_from(rank);
+    if (teller == rank_ || is_elsewhere(teller)) continue;
+    const bool left = state(teller).left.load(std::memory_order_acquire) != 0;
+    const bool lost = left || link_->is_lost(members_[static_cast<std::size_t>(teller)]);
     // It may have arrived between the first look and its end.
-    if (lost && ready.pending(rank)) return {WaitResult::Outcome::kPeerLost, rank, left};
+    if (lost && ready.pending(rank)) return {WaitResult::Outcome::kPeerLost, teller, left};
   }
   return {};
 }

@@ -18,26 +18,27 @@ namespace {
 
 /// What a rank tells of itself, one line each.
 struct Card {
-  std::string boot;        ///< of the kernel: the same on a machine
-  std::string namespaces;  ///< what it sees of it
-  std::string host;        ///< given by the user
+  std::string boot;     ///< of the kernel: the same on a machine
+  std::string network;  ///< devices that it has
+  std::string host;     ///< given by the user
+  std::string job;      ///< as this host's launcher names it: not the same on others
   std::string name;
   std::int64_t process_id = 0;
 
   std::string text() const {
-    return boot + "\n" + namespaces + "\n" + host + "\n" + name + "\n" + std::to_string(process_id);
+    return boot + "\n" + network + "\n" + host + "\n" + job + "\n" + name + "\n" + std::to_string(process_id);
   }
   static Card parse(const std::string& text) {
     Card card;
     std::istringstream lines(text);
     std::string number;
-    for (std::string* line : {&card.boot, &card.namespaces, &card.host, &card.name, &number})
+    for (std::string* line : {&card.boot, &card.network, &card.host, &card.job, &card.name, &number})
       std::getline(lines, *line);
     card.process_id = std::strtoll(number.c_str(), nullptr, 10);
     return card;
   }
   /// Ranks with the same key share memory.
-  std::string memory() const { return boot + "\n" + (host.empty() ? namespaces : "name " + host); }
+  std::string memory() const { return boot + "\n" + (host.empty() ? network : "name " + host); }
 };
 
 class PrefixedStore final : public Store {
@@ -86,7 +87,7 @@ std::string get(Store& store, const std::string& key, const WorldAddress& addres
 }
 
 std::vector<Card> exchange_cards(Store& store, const WorldAddress& address, const Waiting& waiting) {
-  const Card mine{host_identity(), namespace_identity(), address.host, host_name(), ::getpid()};
+  const Card mine{host_identity(), network_identity(), address.host, address.job, host_name(), ::getpid()};
   store.set("world/" + std::to_string(address.rank), mine.text());
   std::vector<Card> cards;
   for (int rank = 0; rank < address.size; ++rank)
@@ -149,9 +150,9 @@ ClusterContext::MakeNetwork network_maker(const std::shared_ptr<Store>& store, c
   base.interfaces = address.interfaces;
   const Card& mine = cards[static_cast<std::size_t>(address.rank)];
   base.local = std::all_of(cards.begin(), cards.end(), [&](const Card& card) {
-    return card.boot == mine.boot && card.namespaces == mine.namespaces;
+    return card.boot == mine.boot && card.network == mine.network;
   });
-  return [store, base, job = address.job](int rank, int size, int channels, const std::string& name) {
+  return [store, base, job = cards.front().job](int rank, int size, int channels, const std::string& name) {
     TcpOptions options = base;
     options.rank = rank;
     options.size = size;
