@@ -150,7 +150,7 @@ def test_a_rank_that_is_killed(nursery: Nursery, name: str) -> None:
 
 
 def die_while_waiting(rank: int, name: str) -> None:
-    """Rank 1, which shares a host with rank 3 and receives there for rank 2, dies while it waits for rank 0."""
+    """Rank 1, which shares a host with rank 3 and receives for it, dies while it waits for rank 0."""
     pretend_hosts()
     waiting(multiring.init(), name)
 

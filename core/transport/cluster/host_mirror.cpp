@@ -57,7 +57,9 @@ WaitResult HostMirror::await(const Waiting& waiting) {
   waiting.deadline.start();
   const Clock::time_point start = Clock::now();
   bool stall_told = waiting.stall_after <= 0 || waiting.stalled == nullptr;
+  Clock::time_point looked = start;
   Waiting turn = waiting;
+  turn.interrupt = nullptr;  // a turn is too short for it
   turn.stalled = nullptr;
   // A turn for each: whoever is lost is found though others are slow.
   for (std::size_t next = 0;; ++next) {
@@ -80,7 +82,11 @@ WaitResult HostMirror::await(const Waiting& waiting) {
     if (result.outcome != WaitResult::Outcome::kTimeout && !result.ok()) return result;
     if (result.ok() && pending.empty()) return {};
     if (waiting.deadline.expired()) return {WaitResult::Outcome::kTimeout};
-    const double waited = seconds_between(start, Clock::now());
+    const Clock::time_point now = Clock::now();
+    if (seconds_between(looked, now) < kTurn) continue;
+    looked = now;
+    waiting.check_interrupt();
+    const double waited = seconds_between(start, now);
     if (!stall_told && waited >= waiting.stall_after) {
       stall_told = true;
       (*waiting.stalled)(waited);

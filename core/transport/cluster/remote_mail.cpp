@@ -122,6 +122,7 @@ WaitResult RemoteMail::await(const std::function<bool()>& ready,
       const std::vector<Ticket> wanted = tickets();
       lock.unlock();
       Waiting turn = waiting;
+      turn.interrupt = nullptr;
       turn.stalled = nullptr;
       const bool alone = waiting_.load(std::memory_order_relaxed) == 1;
       turn.deadline =
