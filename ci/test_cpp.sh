@@ -9,4 +9,4 @@ cmake -S . -B "$build" -G Ninja -DMULTIRING_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=Re
   { cat "$build.log"; exit 1; }
 cmake --build "$build" --parallel "$(nproc)" >"$build.log" 2>&1 || { tail -50 "$build.log"; exit 1; }
 export TSAN_OPTIONS=halt_on_error=1 ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1
-ctest --test-dir "$build" --output-on-failure
+ctest --test-dir "$build" --output-on-failure --parallel "$(nproc)"
