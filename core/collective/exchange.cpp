@@ -149,9 +149,10 @@ void Exchange::throw_timeout(const Call& call) const {
   for (const int peer : absent)
     text += "Rank " + std::to_string(peer) + " (process " + std::to_string(transport_.process_id(peer)) +
             ", alive) was last in " + doing(peer) + ". ";
-  text +=
-      "See where it is with `py-spy dump --pid`; MULTIRING_TIMEOUT or the timeout argument set how long to "
-      "wait.";
+  text += "See where it is with `py-spy dump --pid " +
+          (absent.empty() ? std::string() : std::to_string(transport_.process_id(absent.front()))) +
+          "`; MULTIRING_TIMEOUT or the timeout argument set how long to "
+          "wait.";
   throw Error(ErrorKind::kTimeout, text, context(call, absent.empty() ? -1 : absent.front()));
 }
 
@@ -159,7 +160,8 @@ void Exchange::throw_lost(const Call& call, int peer, bool left) const {
   throw Error(ErrorKind::kPeerLost,
               where(call) + ", lost rank " + std::to_string(peer) + " on " + transport_.host(peer) +
                   " (process " + std::to_string(transport_.process_id(peer)) + "): " +
-                  (left ? "it has shut down or exited while others still needed it"
+                  (left ? "it has shut down or exited while others still needed it (had it fewer batches "
+                          "than the others?)"
                         : "its process has died (killed, crashed or out of memory)") +
                   ". It was last in " + doing(peer) + ". Look at that rank's output.",
               context(call, peer));

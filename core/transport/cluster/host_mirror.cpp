@@ -1,11 +1,12 @@
 #include "transport/cluster/host_mirror.h"
 
-#include <algorithm>
 #include <cstring>
 #include <set>
 #include <string>
 #include <thread>
 #include <utility>
+
+#include "transport/cluster/patience.h"
 
 namespace multiring {
 namespace {
@@ -54,43 +55,28 @@ void HostMirror::post(int rank, std::uint64_t round, std::size_t staged) {
 }
 
 WaitResult HostMirror::await(const Waiting& waiting) {
-  waiting.deadline.start();
-  const Clock::time_point start = Clock::now();
-  bool stall_told = waiting.stall_after <= 0 || waiting.stalled == nullptr;
-  Clock::time_point looked = start;
-  Waiting turn = waiting;
-  turn.interrupt = nullptr;  // a turn is too short for it
-  turn.stalled = nullptr;
+  Patience patience(waiting);
   // A turn for each: whoever is lost is found though others are slow.
   for (std::size_t next = 0;; ++next) {
     take_in();
     std::vector<Source*> pending;
     for (Source& source : sources_)
       if (source.expected != 0) pending.push_back(&source);
-    turn.deadline = Deadline::after(std::min(kTurn, waiting.deadline.remaining()));
+    const Waiting turn = patience.turn(kTurn);
+    const std::size_t index = next % (pending.size() + 1);
     WaitResult result;
-    if (pending.empty() || next % (pending.size() + 1) == pending.size()) {
+    if (index == pending.size()) {
       result = wait(sends_, turn);
       if (result.ok()) sends_.clear();
     } else {
-      Source& source = *pending[next % (pending.size() + 1)];
-      awaited_ = source.expected;
+      awaited_ = pending[index]->expected;
       result = wait({&awaited_, 1}, turn);
       awaited_ = 0;
-      if (result.ok()) advance(source);
+      if (result.ok()) advance(*pending[index]);
     }
-    if (result.outcome != WaitResult::Outcome::kTimeout && !result.ok()) return result;
     if (result.ok() && pending.empty()) return {};
-    if (waiting.deadline.expired()) return {WaitResult::Outcome::kTimeout};
-    const Clock::time_point now = Clock::now();
-    if (seconds_between(looked, now) < kTurn) continue;
-    looked = now;
-    waiting.check_interrupt();
-    const double waited = seconds_between(start, now);
-    if (!stall_told && waited >= waiting.stall_after) {
-      stall_told = true;
-      (*waiting.stalled)(waited);
-    }
+    if (!result.ok() && result.outcome != WaitResult::Outcome::kTimeout) return result;
+    if (patience.is_over()) return {WaitResult::Outcome::kTimeout};
   }
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "transport/cluster/host_mirror.h"
+#include "transport/cluster/patience.h"
 
 namespace multiring {
 namespace {
@@ -110,10 +111,7 @@ void RemoteMail::leave() {
 WaitResult RemoteMail::await(const std::function<bool()>& ready,
                              const std::function<std::vector<Ticket>()>& tickets, const Waiting& waiting) {
   const Counted counted(waiting_);
-  waiting.deadline.start();
-  const Clock::time_point start = Clock::now();
-  Clock::time_point looked = start;
-  bool stall_told = waiting.stall_after <= 0 || waiting.stalled == nullptr;
+  Patience patience(waiting);
   for (;;) {
     if (const DriverSeat::Ride ride(seat_); ride) {
       take_in();
@@ -121,14 +119,10 @@ WaitResult RemoteMail::await(const std::function<bool()>& ready,
       std::unique_lock lock(mutex_);
       const std::vector<Ticket> wanted = tickets();
       lock.unlock();
-      Waiting turn = waiting;
-      turn.interrupt = nullptr;
-      turn.stalled = nullptr;
       const bool alone = waiting_.load(std::memory_order_relaxed) == 1;
-      turn.deadline =
-          Deadline::after(std::min(alone ? kTurn : kTurnAmongOthers, waiting.deadline.remaining()));
+      const Waiting turn = patience.turn(alone ? kTurn : kTurnAmongOthers);
       for (const Ticket ticket : wanted) {
-        if (network_->done(ticket)) continue;
+        if (ticket == 0 || network_->done(ticket)) continue;
         const WaitResult result = network_->wait({&ticket, 1}, turn);
         if (!result.ok() && result.outcome != Outcome::kTimeout) return result;
         if (result.ok()) {  // used up: what it was has to be taken in by hand
@@ -152,16 +146,7 @@ WaitResult RemoteMail::await(const std::function<bool()>& ready,
     if (network_->aborted(nullptr)) return {Outcome::kAborted};
     if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
       return {Outcome::kCancelled};
-    if (waiting.deadline.expired()) return {Outcome::kTimeout};
-    const Clock::time_point now = Clock::now();
-    if (seconds_between(looked, now) < kTurn) continue;
-    looked = now;
-    waiting.check_interrupt();
-    const double waited = seconds_between(start, now);
-    if (!stall_told && waited >= waiting.stall_after) {
-      stall_told = true;
-      (*waiting.stalled)(waited);
-    }
+    if (patience.is_over()) return {Outcome::kTimeout};
   }
 }
 
