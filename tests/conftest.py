@@ -11,6 +11,14 @@ from tests.rank_pool import RankPool
 
 
 def pytest_configure() -> None:
+    # A shell that starts the tests in the background has them ignore these, and so would all that they start.
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGQUIT, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     # What ends a test run from outside (`timeout`, a CI system) should let fixtures tidy up, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
