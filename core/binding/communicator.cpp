@@ -10,6 +10,7 @@
 #include <string_view>
 #include <utility>
 
+#include "binding/fork_gate.h"
 #include "binding/interrupt.h"
 #include "binding/numpy_call.h"
 #include "binding/operation.h"
@@ -32,6 +33,7 @@ const std::function<void()>& check_signals() {
 std::shared_ptr<void> keep_alive(std::shared_ptr<std::vector<ArrayView>> views, py::object owners) {
   auto* held = new std::pair(std::move(views), std::move(owners));
   return {held, [held](void*) {
+            const ForkGate::Passage passage;
             const py::gil_scoped_acquire gil;
             delete held;
           }};

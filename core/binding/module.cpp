@@ -2,6 +2,7 @@
 
 #include "binding/communicator.h"
 #include "binding/errors.h"
+#include "binding/fork_gate.h"
 #include "binding/operation.h"
 #include "binding/result.h"
 
@@ -15,4 +16,5 @@ PYBIND11_MODULE(_core, module) {
   multiring::binding::bind_named_queue(module);
   multiring::binding::bind_connect(module);
   multiring::binding::bind_plan(module);
+  multiring::binding::bind_fork_gate(module);
 }

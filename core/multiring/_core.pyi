@@ -31,6 +31,8 @@ __all__: list[str] = [
     "Work",
     "WorldOptions",
     "address_of",
+    "after_fork",
+    "before_fork",
     "choose_plan",
     "connect",
     "copy_streaming",
@@ -573,6 +575,16 @@ class CostModel:
 def address_of(array: numpy.ndarray) -> int:
     """
     Address of the first element.
+    """
+
+def after_fork() -> None:
+    """
+    To be called after it, in parent and child.
+    """
+
+def before_fork() -> None:
+    """
+    To be called before each fork.
     """
 
 def choose_plan(cluster: Cluster, request: PlanRequest, model: CostModel) -> Plan:

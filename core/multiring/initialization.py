@@ -232,3 +232,7 @@ def _forget_in_child() -> None:
 
 atexit.register(shutdown)
 os.register_at_fork(after_in_child=_forget_in_child)
+# What is registered last comes first before a fork, and last after it.
+os.register_at_fork(
+    before=_core.before_fork, after_in_parent=_core.after_fork, after_in_child=_core.after_fork
+)
