@@ -22,7 +22,13 @@ INCLUDES = {
     "base": ("base/",),
     "topology": ("base/", "topology/"),
     "transport": ("base/", "transport/"),
-    "collective": ("base/", "topology/", "transport/transport.h", "collective/"),
+    "collective": (
+        "base/",
+        "topology/",
+        "transport/transport.h",
+        "transport/hierarchy.h",
+        "collective/",
+    ),
     "engine": ("base/", "topology/", "transport/transport.h", "collective/", "engine/"),
     # These two choose the transport, so they see all of them.
     "capi": ("base/", "topology/", "transport/", "collective/", "engine/", "capi/", "multiring.h"),

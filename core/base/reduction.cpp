@@ -53,7 +53,10 @@ void run(const ReduceKernels& kernels, DType dtype, const Reduction& reduction,
   check(dtype, reduction, inputs);
   const std::size_t bytes = count * dtype_size(dtype);
   if (bytes == 0 || outputs.empty()) return;
-  if (inputs.size() == 1 && reduction.prescale == 1.0 && reduction.postscale == 1.0) {
+  const std::size_t divisor = reduction.op != ReduceOp::kAverage ? 1
+                              : reduction.divisor != 0           ? reduction.divisor
+                                                                 : inputs.size();
+  if (inputs.size() == 1 && reduction.prescale == 1.0 && reduction.postscale == 1.0 && divisor == 1) {
     copy(inputs[0], outputs, bytes);
     return;
   }
@@ -64,7 +67,7 @@ void run(const ReduceKernels& kernels, DType dtype, const Reduction& reduction,
                       .count = count,
                       .prescale = reduction.prescale,
                       .postscale = reduction.postscale,
-                      .divisor = reduction.op == ReduceOp::kAverage ? inputs.size() : 1};
+                      .divisor = divisor};
   const StandardFloatMode standard_float_mode;
   kernels.table[static_cast<int>(dtype)][static_cast<int>(reduction.op)](job);
 }

@@ -27,6 +27,8 @@ struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;
   double postscale = 1.0;
+  /// Average: what the sum is divided by; 0: the number of inputs. Not that where inputs are sums themselves.
+  std::size_t divisor = 0;
 };
 
 /// Reduces `inputs` element by element and writes the result to every one of `outputs`.

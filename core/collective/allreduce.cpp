@@ -1,11 +1,15 @@
-// Allreduce among ranks that share memory. The way depends on the size and on where the buffers lie, as all
-// ranks read in each other's descriptors, so all take the same; the bits of the result do not depend on it,
-// for every way adds in the canonical order (base/reduction.h).
+// The way of an allreduce depends on the size and on where ranks and buffers lie, as all ranks read in each
+// other's descriptors, so all take the same; the bits of the result do not depend on it, for every way adds
+// in the canonical order (base/reduction.h).
 //
 //   direct   all buffers in symmetric memory: rank i reduces slice i of all inputs and writes it to all
 //            outputs, between two synchronisations; no byte is copied.
 //   staged   through staging memory: collective/staged_allreduce.h.
+//   planned  across hosts, by messages: collective/cluster_allreduce.h.
 
+#include <algorithm>
+
+#include "collective/cluster_allreduce.h"
 #include "collective/collectives.h"
 #include "collective/rank_pointers.h"
 #include "collective/staged_allreduce.h"
@@ -20,14 +24,30 @@ constexpr std::size_t kDirectFrom = kLeastSymmetricBytes;
 constexpr std::size_t kDirectFromCrowded = 8 * 1024;
 constexpr std::size_t kCacheLine = 64;
 
+// Below this the rounds of all ranks have less latency than a plan's messages.
+constexpr std::size_t kPlannedFrom = 16 * 1024;
+
+/// Two ranks send each other everything either way.
+bool planned(const Exchange& exchange, std::size_t bytes) {
+  const Transport& transport = exchange.transport();
+  return !transport.shares_memory() && exchange.size() > 2 &&
+         bytes > std::min(kPlannedFrom, transport.staging_bytes());
+}
+
+/// In the round after that in which all ranks have been found to ask for the same.
+void run_planned(Exchange& exchange, const Call& call, std::span<Operation* const> operations) {
+  const PieceList pieces(operations);
+  ClusterAllreduce(exchange, call, operations, pieces, *exchange.transport().hierarchy(call.waiting)).run();
+}
+
 bool large_enough(const Exchange& exchange, const Operation& operation) {
   return operation.descriptor.bytes >= (exchange.transport().crowded() ? kDirectFromCrowded : kDirectFrom);
 }
 
-enum class Placement { kNone, kSome, kAll };
+enum class SymmetricRanks { kNone, kSome, kAll };
 
 /// Whether buffers lie in symmetric memory, in the same regions on all ranks.
-Placement symmetric_placement(const Exchange& exchange) {
+SymmetricRanks symmetric_ranks(const Exchange& exchange) {
   const Descriptor& mine = exchange.descriptor(exchange.rank());
   bool any = false;
   bool all = true;
@@ -38,7 +58,7 @@ Placement symmetric_placement(const Exchange& exchange) {
     all = all && symmetric && theirs.input_region == mine.input_region &&
           theirs.output_region == mine.output_region;
   }
-  return all ? Placement::kAll : any ? Placement::kSome : Placement::kNone;
+  return all ? SymmetricRanks::kAll : any ? SymmetricRanks::kSome : SymmetricRanks::kNone;
 }
 
 void reduce_direct(Exchange& exchange, const Call& call, const Operation& operation) {
@@ -74,6 +94,12 @@ void reduce_alone(const Operation& operation) {
 void allreduce(Exchange& exchange, const Call& call, Operation& operation) {
   if (exchange.size() == 1) return reduce_alone(operation);
   Operation* const operations[] = {&operation};
+  if (planned(exchange, operation.descriptor.bytes)) {
+    exchange.begin(operation.descriptor);
+    exchange.synchronise(call);
+    exchange.require_match(call);
+    return run_planned(exchange, call, operations);
+  }
   StagedAllreduce staged(exchange, call, operations);
   const bool large = large_enough(exchange, operation);
   const bool want_direct =
@@ -82,12 +108,12 @@ void allreduce(Exchange& exchange, const Call& call, Operation& operation) {
   if (!want_direct) staged.stage_first();
   exchange.synchronise(call);
   exchange.require_match(call);
-  const Placement placement = large ? symmetric_placement(exchange) : Placement::kNone;
-  if (placement == Placement::kAll) {
+  const SymmetricRanks symmetric = large ? symmetric_ranks(exchange) : SymmetricRanks::kNone;
+  if (symmetric == SymmetricRanks::kAll) {
     exchange.throw_if_aborted(call);  // do not write into buffers of a peer that has given up meanwhile
     return reduce_direct(exchange, call, operation);
   }
-  if (placement == Placement::kSome) {  // those with symmetric buffers have not staged anything yet
+  if (symmetric == SymmetricRanks::kSome) {  // those with symmetric buffers have not staged anything yet
     exchange.begin(call.descriptor);
     staged.stage_first();
     exchange.synchronise_again(call);
@@ -121,6 +147,12 @@ Descriptor fused_descriptor(std::span<Operation* const> operations) {
 }
 
 void fused_allreduce(Exchange& exchange, const Call& call, std::span<Operation* const> operations) {
+  if (planned(exchange, call.descriptor.bytes)) {
+    exchange.begin(call.descriptor);
+    exchange.synchronise(call);
+    exchange.require_match(call);
+    return run_planned(exchange, call, operations);
+  }
   StagedAllreduce staged(exchange, call, operations);
   exchange.begin(call.descriptor);
   staged.stage_first();

@@ -122,6 +122,19 @@ void Exchange::throw_for_peer(const Call& call, const WaitResult& result, int pe
       context(call, peer));
 }
 
+void Exchange::throw_on_the_way(const Call& call, const WaitResult& result, int peer) const {
+  if (result.outcome != WaitResult::Outcome::kTimeout) throw_for(call, result);
+  const std::string late = peer < 0 ? "other ranks"
+                                    : "rank " + std::to_string(peer) + " on " + transport_.host(peer) +
+                                          " (process " + std::to_string(transport_.process_id(peer)) + ")";
+  throw Error(ErrorKind::kTimeout,
+              where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + ", at last for " +
+                  late +
+                  ". All ranks are in this operation: that process is stopped, or the network between has "
+                  "stalled. MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
+              context(call, peer));
+}
+
 std::vector<int> Exchange::missing() const {
   std::vector<int> ranks;
   const auto late = [this](int peer) { return transport_.arrived(peer) < round_; };

@@ -6,6 +6,7 @@
 
 #include "base/export.h"
 #include "collective/descriptor.h"
+#include "collective/plan_cache.h"
 #include "transport/transport.h"
 
 namespace multiring {
@@ -34,6 +35,7 @@ class MULTIRING_API Exchange {
   int size() const { return transport_.size(); }
   Transport& transport() const { return transport_; }
   std::uint64_t round() const { return round_; }
+  PlanCache& plans() { return plans_; }
 
   /// Enters the next round: from here on this rank's staging memory of it may be written. Its header says
   /// what the rank does, to be compared in an operation's first round and told in errors in all.
@@ -59,6 +61,9 @@ class MULTIRING_API Exchange {
 
   /// Turns a wait on one peer (a mailbox) that failed into an error.
   [[noreturn]] void throw_for_peer(const Call& call, const WaitResult& result, int peer) const;
+  /// The same in the middle of an operation that all ranks are in. `peer`: whom the wait was for; negative:
+  /// not known.
+  [[noreturn]] void throw_on_the_way(const Call& call, const WaitResult& result, int peer) const;
   /// Raises the error that a peer told of, if there is one.
   void throw_if_aborted(const Call& call) const;
   /// The ranks that are known not to have come to the current round, and the same as text for a warning.
@@ -79,6 +84,7 @@ class MULTIRING_API Exchange {
   std::string communicator_;
   std::uint64_t round_ = 0;
   std::size_t staged_ = 0;
+  PlanCache plans_;
 };
 
 }  // namespace multiring

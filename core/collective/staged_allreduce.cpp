@@ -25,40 +25,12 @@ StagedAllreduce::StagedAllreduce(Exchange& exchange, const Call& call, std::span
     : exchange_(exchange),
       call_(call),
       first_(*operations[0]),
+      pieces_(operations),
+      bytes_(pieces_.bytes()),
       segment_bytes_(exchange.transport().staging_bytes() / kCacheLine * kCacheLine) {
-  if (operations.size() == 1 && first_.pieces.empty()) {
-    one_ = {first_.input, first_.output, first_.descriptor.bytes};
-    bytes_ = one_.bytes;
-  } else {
-    for (const Operation* operation : operations) {
-      if (operation->pieces.empty()) add({operation->input, operation->output, operation->descriptor.bytes});
-      for (const Piece& piece : operation->pieces) add(piece);
-    }
-  }
   const std::size_t most = exchange.transport().crowded() ? kWholeReadsCrowded : kWholeReads;
   whole_ = !exchange.transport().shares_memory() ||
            (bytes_ <= segment_bytes_ && bytes_ * static_cast<std::size_t>(exchange.size() - 1) <= most);
-}
-
-void StagedAllreduce::add(const Piece& piece) {
-  if (piece.bytes == 0) return;
-  bytes_ += piece.bytes;
-  many_.push_back(piece);
-  ends_.push_back(bytes_);
-}
-
-template <class Body>
-void StagedAllreduce::for_each_share(std::size_t& cursor, Range range, const Body& body) const {
-  if (range.empty()) return;
-  if (many_.empty()) return body(one_, range.begin, 0, range.size());
-  while (ends_[cursor] <= range.begin) ++cursor;
-  for (std::size_t begin = range.begin;; ++cursor) {
-    const std::size_t end = std::min(ends_[cursor], range.end);
-    const std::size_t piece_begin = ends_[cursor] - many_[cursor].bytes;
-    body(many_[cursor], begin - piece_begin, begin - range.begin, end - begin);
-    if (end == range.end) return;
-    begin = end;
-  }
 }
 
 Range StagedAllreduce::slice_of(Range segment, int rank) const {
@@ -75,19 +47,11 @@ void StagedAllreduce::for_each_staged(Range segment, const Body& body) const {
 }
 
 void StagedAllreduce::stage(std::byte* staging, Range segment, Range part) {
-  const Range range{segment.begin + part.begin, segment.begin + part.end};
-  for_each_share(staged_, range,
-                 [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
-                   std::memcpy(staging + part.begin + place, piece.input + offset, bytes);
-                 });
+  pieces_.read(staged_, {segment.begin + part.begin, segment.begin + part.end}, staging + part.begin);
 }
 
 void StagedAllreduce::take(std::byte* staging, Range segment, Range part) {
-  const Range range{segment.begin + part.begin, segment.begin + part.end};
-  for_each_share(taken_, range,
-                 [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
-                   std::memcpy(piece.output + offset, staging + part.begin + place, bytes);
-                 });
+  pieces_.write(taken_, {segment.begin + part.begin, segment.begin + part.end}, staging + part.begin);
 }
 
 void StagedAllreduce::stage_first() {
@@ -141,15 +105,15 @@ void StagedAllreduce::reduce_slice(std::size_t index) {
   RankPointers<const void*> inputs(exchange_.size());
   RankPointers<void*> outputs(exchange_.size());
   const Range range{whole.begin + slice.begin, whole.begin + slice.end};
-  for_each_share(reduced_, range,
-                 [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
-                   for (int rank = 0; rank < exchange_.size(); ++rank)
-                     inputs[rank] = outputs[rank] =
-                         exchange_.transport().staging(rank, exchange_.round() - 1) + slice.begin + place;
-                   inputs[exchange_.rank()] = piece.input + offset;
-                   outputs[exchange_.rank()] = piece.output + offset;
-                   reduce_bytes(inputs.all(), outputs.all(), bytes);
-                 });
+  pieces_.for_each_share(
+      reduced_, range, [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
+        for (int rank = 0; rank < exchange_.size(); ++rank)
+          inputs[rank] = outputs[rank] =
+              exchange_.transport().staging(rank, exchange_.round() - 1) + slice.begin + place;
+        inputs[exchange_.rank()] = piece.input + offset;
+        outputs[exchange_.rank()] = piece.output + offset;
+        reduce_bytes(inputs.all(), outputs.all(), bytes);
+      });
 }
 
 void StagedAllreduce::run_whole() {
@@ -173,7 +137,7 @@ void StagedAllreduce::reduce_whole(Range segment) {
     void* const outputs[] = {piece.output + offset};
     reduce_bytes(inputs.all(), outputs, bytes);
   };
-  for_each_share(reduced_, segment, body);
+  pieces_.for_each_share(reduced_, segment, body);
 }
 
 void StagedAllreduce::reduce_bytes(std::span<const void* const> inputs, std::span<void* const> outputs,

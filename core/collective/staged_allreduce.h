@@ -2,10 +2,10 @@
 
 #include <cstddef>
 #include <span>
-#include <vector>
 
 #include "collective/exchange.h"
 #include "collective/operation.h"
+#include "collective/piece_list.h"
 #include "topology/chunks.h"
 
 namespace multiring {
@@ -48,11 +48,6 @@ class StagedAllreduce {
   /// Calls body(part) for the parts of a segment that pass through this rank's staging memory.
   template <class Body>
   void for_each_staged(Range segment, const Body& body) const;
-  /// Calls body(piece, offset, place, bytes) for each piece's share of `range`: `offset` in the piece,
-  /// `place` relative to the range's begin. `cursor` is a piece not behind the first, and is moved along.
-  template <class Body>
-  void for_each_share(std::size_t& cursor, Range range, const Body& body) const;
-  void add(const Piece& piece);
   void take(std::byte* staging, Range segment, Range part);
   void stage(std::byte* staging, Range segment, Range part);
   void take_and_stage(std::size_t index);
@@ -65,16 +60,13 @@ class StagedAllreduce {
   Exchange& exchange_;
   const Call& call_;
   const Operation& first_;
-  // One piece needs no memory of the heap; the ends of more are in `ends_`.
-  Piece one_{};
-  std::vector<Piece> many_;
-  std::vector<std::size_t> ends_;
+  const PieceList pieces_;
   // Each goes through the pieces once, from the first to the last.
   std::size_t staged_ = 0;
   std::size_t taken_ = 0;
   std::size_t reduced_ = 0;
-  std::size_t bytes_ = 0;
-  std::size_t segment_bytes_;
+  const std::size_t bytes_;
+  const std::size_t segment_bytes_;
   bool whole_;
 };
 

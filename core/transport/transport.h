@@ -49,6 +49,8 @@ struct AbortRecord {
   std::string message;
 };
 
+class Hierarchy;
+
 /// Memory that every rank of a host has mapped: one part of `bytes_per_rank` for each rank.
 class MULTIRING_API SymmetricRegion {
  public:
@@ -124,6 +126,10 @@ class MULTIRING_API Transport {
   /// Waits until what was written for `destination` is on its way, so that this rank may turn to other
   /// things.
   virtual WaitResult await_sent(int destination, const Waiting& waiting) = 0;
+
+  /// How ranks on several hosts reach each other directly; null where all share memory. The first call is
+  /// collective among the ranks of a host; for the thread that drives the rounds.
+  virtual Hierarchy* hierarchy(const Waiting&) { return nullptr; }
 
   /// Memory that all ranks of a host have mapped. Collective; every rank passes the same `bytes_per_rank` and
   /// `id`.

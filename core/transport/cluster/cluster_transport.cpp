@@ -37,24 +37,30 @@ ClusterTransport::ClusterTransport(std::shared_ptr<const ClusterContext> context
                                    const Waiting& waiting)
     : SharedTransport(context->link, link_ranks(*context, members), tag, options, waiting),
       context_(std::move(context)),
+      own_tag_(tag),
       world_(std::move(members)) {
   for (int other = 0; other < size(); ++other)
     if (is_elsewhere(other)) remote_.push_back(other);
-  connect(tag, waiting);
+  connect(waiting);
 }
 
 // The networks first: they have receives posted in the memory of the host.
 ClusterTransport::~ClusterTransport() {
   ClusterTransport::leave();
+  own_hierarchy_.reset();
   mail_.reset();
   mirror_.reset();
 }
 
-void ClusterTransport::connect(std::uint64_t tag, const Waiting& waiting) {
+std::string ClusterTransport::network_name() const {
   char name[64];
-  std::snprintf(name, sizeof name, "%016llx-%d", static_cast<unsigned long long>(tag), world_[0]);
-  auto rounds = context_->make_network(rank(), size(), 1, std::string(name) + "-rounds");
-  auto mail = context_->make_network(rank(), size(), RemoteMail::kChannels, std::string(name) + "-mail");
+  std::snprintf(name, sizeof name, "%016llx-%d", static_cast<unsigned long long>(own_tag_), world_[0]);
+  return name;
+}
+
+void ClusterTransport::connect(const Waiting& waiting) {
+  auto rounds = context_->make_network(rank(), size(), 1, network_name() + "-rounds");
+  auto mail = context_->make_network(rank(), size(), RemoteMail::kChannels, network_name() + "-mail");
   std::vector<Network::Link> mail_links;
   for (const int other : remote_)
     for (int channel = 0; channel < RemoteMail::kChannels; ++channel) mail_links.push_back({other, channel});
@@ -227,6 +233,31 @@ WaitResult ClusterTransport::await_sent(int destination, const Waiting& waiting)
       [&](const Waiting& watched) { return mail_->await_sent(destination, watched); });
 }
 
+Hierarchy* ClusterTransport::hierarchy(const Waiting& waiting) {
+  if (own_hierarchy_ == nullptr) {
+    own_hierarchy_ = make_hierarchy(waiting);
+    hierarchy_.store(own_hierarchy_.get(), std::memory_order_release);
+  }
+  return own_hierarchy_.get();
+}
+
+std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(const Waiting& waiting) {
+  constexpr std::uint64_t kTag = ~std::uint64_t{0};  // no subgroup of the user's has it
+  constexpr std::size_t kStagingFactor = 4;          // messages go by pieces of it, which should not be small
+  std::vector<int> here;
+  for (int each = 0; each < size(); ++each)
+    if (!is_elsewhere(each)) here.push_back(each);
+  SharedTransportOptions shared = options();
+  shared.staging_bytes *= kStagingFactor;
+  auto host =
+      std::make_shared<SharedTransport>(link(), world_ranks(here), subgroup_tag(kTag), shared, waiting);
+  auto network = context_->make_network(rank(), size(), 1, network_name() + "-plans");
+  const auto watched = [this](const Waiting& limits, const std::function<WaitResult(const Waiting&)>& wait) {
+    return watch(limits, [] { return WaitResult{}; }, wait);
+  };
+  return std::make_unique<ClusterHierarchy>(std::move(host), std::move(here), std::move(network), watched);
+}
+
 std::shared_ptr<Transport> ClusterTransport::subgroup(std::span<const int> chosen, std::uint64_t tag,
                                                       const Waiting& waiting) {
   std::vector<int> members;
@@ -264,18 +295,21 @@ void ClusterTransport::leave() {
   SharedTransport::leave();
   if (mirror_ != nullptr) mirror_->leave();
   if (mail_ != nullptr) mail_->leave();
+  if (ClusterHierarchy* const hierarchy = hierarchy_.load(std::memory_order_acquire)) hierarchy->leave();
 }
 
 void ClusterTransport::abandon() {
   SharedTransport::abandon();
   mirror_->network().abandon();
   mail_->network().abandon();
+  if (ClusterHierarchy* const hierarchy = hierarchy_.load(std::memory_order_acquire)) hierarchy->abandon();
 }
 
 void ClusterTransport::wake() {
   SharedTransport::wake();
   mirror_->network().wake();
   mail_->network().wake();
+  if (ClusterHierarchy* const hierarchy = hierarchy_.load(std::memory_order_acquire)) hierarchy->wake();
 }
 
 }  // namespace multiring

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include "base/export.h"
+#include "transport/cluster/cluster_hierarchy.h"
 #include "transport/cluster/host_mirror.h"
 #include "transport/cluster/remote_mail.h"
 #include "transport/network.h"
@@ -63,6 +65,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   WaitResult await_read(int destination, std::uint64_t chunk, const Waiting& waiting) override;
   WaitResult await_sent(int destination, const Waiting& waiting) override;
 
+  Hierarchy* hierarchy(const Waiting& waiting) override;
   std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
                                       const Waiting& waiting) override;
 
@@ -77,7 +80,10 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   const ClusterRank& place(int rank) const {
     return context_->ranks[static_cast<std::size_t>(world_[static_cast<std::size_t>(rank)])];
   }
-  void connect(std::uint64_t tag, const Waiting& waiting);
+  /// The start of the names of this transport's networks.
+  std::string network_name() const;
+  void connect(const Waiting& waiting);
+  std::unique_ptr<ClusterHierarchy> make_hierarchy(const Waiting& waiting);
   std::unique_ptr<HostMirror> make_mirror(std::unique_ptr<Network> network);
   std::unique_ptr<RemoteMail> make_mail(std::unique_ptr<Network> network);
   /// Runs a wait on a network that ends, too, when something on this host ends it.
@@ -89,11 +95,14 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   void hear() const;
 
   std::shared_ptr<const ClusterContext> context_;
+  const std::uint64_t own_tag_;
   std::vector<int> world_;  // the members' ranks in the world
   std::vector<int> remote_;
   std::vector<int> known_from_;
   std::unique_ptr<HostMirror> mirror_;
   std::unique_ptr<RemoteMail> mail_;
+  std::unique_ptr<ClusterHierarchy> own_hierarchy_;    // of the thread that drives the rounds
+  std::atomic<ClusterHierarchy*> hierarchy_{nullptr};  // the same, for all others
 };
 
 }  // namespace multiring

@@ -1,0 +1,45 @@
+#include "collective/plan_cache.h"
+
+namespace multiring {
+namespace {
+
+// Gradients come in the same sizes in every step; whoever has more sizes than this has no such steps.
+constexpr std::size_t kMostSchedules = 256;
+
+// Plans of one channel do not depend on speeds. Messages are striped over interfaces below.
+constexpr Interface kAnyInterface{1e9, 0.0};
+
+}  // namespace
+
+Cluster PlanCache::find_cluster(const Transport& transport) {
+  std::map<int, Host> hosts;
+  for (int rank = 0; rank < transport.size(); ++rank) {
+    Host& host = hosts[transport.host_number(rank)];
+    host.ranks.push_back(rank);
+    host.interfaces = {kAnyInterface};
+  }
+  Cluster cluster;
+  for (auto& [number, host] : hosts) cluster.hosts.push_back(std::move(host));
+  return cluster;
+}
+
+std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transport, std::size_t count,
+                                                        DType dtype) {
+  const Key key{count, dtype};
+  if (const auto found = schedules_.find(key); found != schedules_.end()) return found->second;
+  if (schedules_.size() >= kMostSchedules) schedules_.clear();
+  if (cluster_.hosts.empty()) cluster_ = find_cluster(transport);
+  PlanOptions options;
+  options.count = count;
+  options.dtype = dtype;
+  options.channels = 1;
+  return schedules_[key] =
+             std::make_shared<RankSchedule>(make_schedule(Plan(cluster_, options), transport.rank()));
+}
+
+std::span<std::byte> PlanCache::workspace(std::size_t bytes) {
+  if (workspace_.size() < bytes) workspace_ = std::vector<std::byte>(bytes);
+  return std::span(workspace_).first(bytes);
+}
+
+}  // namespace multiring

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/export.h"
+#include "collective/plan_schedule.h"
+#include "transport/transport.h"
+
+namespace multiring {
+
+/// What a rank keeps of its plans from one allreduce to the next.
+class MULTIRING_API PlanCache {
+ public:
+  /// Of this rank, for `count` elements. The same arguments give plans that fit on all ranks.
+  std::shared_ptr<const RankSchedule> schedule(const Transport& transport, std::size_t count, DType dtype);
+  /// Memory, with what was last written to it. Stays until the next call.
+  std::span<std::byte> workspace(std::size_t bytes);
+
+ private:
+  using Key = std::pair<std::size_t, DType>;
+
+  static Cluster find_cluster(const Transport& transport);
+
+  Cluster cluster_;  // empty: not yet found
+  std::map<Key, std::shared_ptr<const RankSchedule>> schedules_;
+  std::vector<std::byte> workspace_;
+};
+
+}  // namespace multiring

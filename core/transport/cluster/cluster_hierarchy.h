@@ -1,0 +1,58 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "transport/hierarchy.h"
+#include "transport/network.h"
+#include "transport/transport.h"
+
+namespace multiring {
+
+/// The hierarchy of a ClusterTransport.
+class ClusterHierarchy final : public Hierarchy {
+ public:
+  /// Runs a wait that ends, too, with what ends the waits of the whole group.
+  using Watch = std::function<WaitResult(const Waiting& waiting,
+                                         const std::function<WaitResult(const Waiting&)>& wait)>;
+
+  /// `host`: among the ranks of this host, in the order of `host_ranks`. `network`: among all, unconnected.
+  ClusterHierarchy(std::shared_ptr<Transport> host, std::vector<int> host_ranks,
+                   std::unique_ptr<Network> network, Watch watch)
+      : host_(std::move(host)),
+        host_ranks_(std::move(host_ranks)),
+        network_(std::move(network)),
+        watch_(std::move(watch)) {}
+
+  std::span<const int> host_ranks() const override { return host_ranks_; }
+  std::byte* staging(int place) const override { return host_->staging(place, round_ + 1); }
+  std::size_t staging_bytes() const override { return host_->staging_bytes(); }
+  WaitResult meet(const Waiting& waiting) override;
+  const std::byte* staged(int place) const override { return host_->staging(place, round_); }
+
+  WaitResult connect(std::span<const int> peers, const Waiting& waiting) override;
+  Ticket post_send(int peer, std::span<const std::span<const std::byte>> parts) override {
+    return network_->post_send(peer, 0, parts);
+  }
+  Ticket post_receive(int peer, std::span<std::byte> buffer) override {
+    return network_->post_receive(peer, 0, buffer);
+  }
+  WaitResult wait(std::span<const Ticket> tickets, const Waiting& waiting) override;
+  bool done(Ticket ticket) const override { return network_->done(ticket); }
+  void give_up(std::span<const Ticket> tickets) override { network_->give_up(tickets); }
+
+  // As those of Transport, from any thread.
+  void leave();
+  void abandon();
+  void wake();
+
+ private:
+  std::shared_ptr<Transport> host_;
+  std::vector<int> host_ranks_;
+  std::unique_ptr<Network> network_;
+  Watch watch_;
+  std::uint64_t round_ = 0;
+};
+
+}  // namespace multiring
