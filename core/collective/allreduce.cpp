@@ -37,7 +37,7 @@ bool planned(const Exchange& exchange, std::size_t bytes) {
 /// In the round after that in which all ranks have been found to ask for the same.
 void run_planned(Exchange& exchange, const Call& call, std::span<Operation* const> operations) {
   const PieceList pieces(operations);
-  ClusterAllreduce(exchange, call, operations, pieces, *exchange.transport().hierarchy(call.waiting)).run();
+  ClusterAllreduce(exchange, call, operations, pieces, *exchange.transport().hierarchy()).run();
 }
 
 bool large_enough(const Exchange& exchange, const Operation& operation) {

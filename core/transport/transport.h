@@ -127,9 +127,8 @@ class MULTIRING_API Transport {
   /// things.
   virtual WaitResult await_sent(int destination, const Waiting& waiting) = 0;
 
-  /// How ranks on several hosts reach each other directly; null where all share memory. The first call is
-  /// collective among the ranks of a host; for the thread that drives the rounds.
-  virtual Hierarchy* hierarchy(const Waiting&) { return nullptr; }
+  /// How ranks on several hosts reach each other directly; null where all share memory.
+  virtual Hierarchy* hierarchy() { return nullptr; }
 
   /// Memory that all ranks of a host have mapped. Collective; every rank passes the same `bytes_per_rank` and
   /// `id`.

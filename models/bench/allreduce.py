@@ -10,9 +10,10 @@ from datetime import datetime
 
 from multiring import Communicator
 from multiring.models.bench.contenders import PEERS, make_contenders
+from multiring.models.bench.emulated_start import Emulation
 from multiring.models.bench.measure import Meeting, Pace, Sample, measure
 from multiring.models.bench.progress import open_progress
-from multiring.models.bench.results import LIMIT_BYTES, Machine, Report, Row
+from multiring.models.bench.results import LIMIT, LIMIT_BYTES, Machine, Report, Row
 from multiring.models.bench.table import size_text, time_text
 
 __all__ = ["DEFAULT_SIZES", "add_arguments", "run"]
@@ -24,13 +25,16 @@ UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _EXPLANATION = f"""\
 what is measured:
   Every rank has an array of float32 and gets the sum of all ranks' arrays, in place. The ranks are processes
-  of this host, and each stays on one processor.
+  of this host, and each stays on one processor. With --emulate they are on several hosts: network namespaces
+  of this machine, joined by links of the given rate (needs root).
 
   multiring symmetric  multiring on memory that all ranks have mapped (`Communicator.symmetric_empty`), as the
                        adapters use it for gradients
   multiring            multiring on ordinary memory of NumPy's
   limit                the additions and the memory traffic without any synchronisation: every rank adds up
-                       its share of all ranks' arrays and writes it to all of them
+                       its share of all ranks' arrays and writes it to all of them. On several hosts, by
+                       calculation: what every host has to send, 2 (hosts - 1) / hosts of the array, at the
+                       rate of its links, headers not counted (TCP's share of a frame is 0.949)
   Gloo                 torch.distributed over Gloo (--peers gloo)
   Open MPI, MPICH ...  MPI_Allreduce of the library that mpi4py loads (--peers mpi)
 
@@ -56,6 +60,7 @@ examples:
   multiring bench allreduce
   multiring bench allreduce -np 4 --sizes 4,64KiB,16MiB --peers gloo --json results.json --plot results.png
   mpirun -n 2 multiring bench allreduce
+  multiring bench allreduce --emulate 2x4 --rate 1gbit --sizes 4KiB,1MiB,16MiB
 """
 
 
@@ -83,6 +88,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="time for each contender and size; a few iterations are made even if they take longer [0.5]",
     )
+    parser.add_argument(
+        "--emulate",
+        metavar="HOSTSxRANKS",
+        help="on so many emulated hosts of so many ranks each, as 2x4; needs root",
+    )
+    parser.add_argument(
+        "--rate",
+        metavar="RATE",
+        help="of an emulated host's link, or of each of its links, as 500mbit,500mbit [1gbit]",
+    )
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> Report:
@@ -94,7 +109,8 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
     """
     contenders = make_contenders(comm, args.peers)
     names = [contender.name for contender in contenders]
-    meeting = Meeting(comm, args.cores)
+    emulation: Emulation | None = args.emulation
+    meeting = Meeting(comm, args.cores, emulated=emulation is not None)
     pace = Pace(seconds=args.seconds)
     rows: list[Row] = []
     # What happens once only, in any of the libraries, and what their threads still do from the start.
@@ -104,6 +120,8 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
             progress.begin(size_text(size))
             samples = measure(comm, contenders, size // ITEM, pace, meeting)
             rows += [Row(name, size, sample) for name, sample in zip(names, samples, strict=True)]
+            if emulation is not None:
+                rows.append(Row(LIMIT, size, _limit(emulation, size)))
             progress.done(f"{size_text(size)}: {_line(names, samples)}")
     for contender in contenders:
         contender.close()
@@ -112,9 +130,16 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
         launcher=args.launcher,
         machine=Machine.here(args.cores, mpi="mpi" in args.peers),
         ranks=comm.size,
+        hosts="" if emulation is None else str(emulation),
         date=comm.broadcast_object(datetime.now().astimezone().isoformat(timespec="seconds")),
         rows=tuple(rows),
     )
+
+
+def _limit(emulation: Emulation, size: int) -> Sample:
+    sent = 2 * (emulation.hosts - 1) / emulation.hosts * size
+    seconds = sent / emulation.bytes_per_second
+    return Sample(seconds, seconds, seconds, 0)
 
 
 def _line(names: Sequence[str], samples: Sequence[Sample]) -> str:

@@ -25,7 +25,8 @@ import multiring
 from multiring import Communicator, cli, launch_environment
 from multiring.errors import MultiringError, UsageError
 from multiring.launch_environment import Placement
-from multiring.models.bench import launch
+from multiring.models.bench import emulated_start, launch
+from multiring.models.bench.emulated_start import Emulation
 
 __all__ = ["BENCHMARKS", "Benchmark", "Outcome", "add_arguments", "main", "write_whole"]
 
@@ -123,8 +124,11 @@ def main(args: argparse.Namespace) -> int:
     # A rank chooses for itself what the process that started it has chosen: MPI only where mpirun did it.
     options.peers = launch.choose_peers(options.peers, place.launcher)
     if place.launcher == "none":
+        arguments, mpi = [name, *words, *_seen_by_ranks(options)], "mpi" in options.peers
+        if options.emulation is not None:
+            return emulated_start.start(options.emulation, arguments, mpi=mpi)
         ranks = DEFAULT_RANKS if options.ranks is None else options.ranks
-        return launch.start([name, *words, *_seen_by_ranks(options)], ranks, mpi="mpi" in options.peers)
+        return launch.start(arguments, ranks, mpi=mpi)
     options.launcher = place.launcher
     return _run_rank(name, benchmark, options, place)
 
@@ -151,9 +155,32 @@ def _parse(name: str, benchmark: Benchmark, words: list[str]) -> argparse.Namesp
         allow_abbrev=False,
     )
     _add_shared_arguments(parser)
-    parser.set_defaults(peers=[], shown_as=shlex.join([*prog.split(), *words]))
+    parser.set_defaults(peers=[], emulate=None, rate=None, shown_as=shlex.join([*prog.split(), *words]))
     benchmark.add_arguments(parser)
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    try:
+        options.emulation = _emulation(options)
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    return options
+
+
+def _emulation(options: argparse.Namespace) -> Emulation | None:
+    """The hosts to emulate, if any.
+
+    Raises:
+        argparse.ArgumentTypeError: An option is wrong.
+    """
+    if options.emulate is None:
+        if options.rate is not None:
+            raise argparse.ArgumentTypeError("--rate is that of emulated hosts: give --emulate as well")
+        return None
+    emulation = Emulation.parse(options.emulate, options.rate or "1gbit")
+    if options.ranks not in (None, emulation.size):
+        raise argparse.ArgumentTypeError(
+            f"-np {options.ranks} and --emulate {options.emulate} do not go together: leave -np out"
+        )
+    return emulation
 
 
 def _add_shared_arguments(parser: argparse.ArgumentParser) -> None:
@@ -218,7 +245,7 @@ def _seen_by_ranks(options: argparse.Namespace) -> list[str]:
 
 def _run_rank(name: str, benchmark: Benchmark, options: argparse.Namespace, place: Placement) -> int:
     # Before anything starts threads, which then stay on this processor, too.
-    before = launch.pin(place)
+    before = launch.pin(place, emulated=options.emulation is not None)
     comm = multiring.init()
     code = 0
     try:

@@ -191,6 +191,8 @@ def installed_peers() -> list[str]:
 
 def make_contenders(comm: Communicator, peers: list[str]) -> list[Contender]:
     """All that are measured, in the order of the table."""
-    symmetric = Symmetric(comm)
-    contenders: list[Contender] = [symmetric, Ordinary(comm), Limit(comm, symmetric)]
+    contenders: list[Contender] = [Ordinary(comm)]
+    if comm.cross_size == 1:
+        symmetric = Symmetric(comm)
+        contenders = [symmetric, *contenders, Limit(comm, symmetric)]
     return contenders + [PEERS[name][1](comm) for name in peers]

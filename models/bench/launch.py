@@ -29,6 +29,7 @@ from multiring.launcher.supervisor import Outcome, Supervisor, passed_on_signals
 from multiring.models.bench.contenders import PEERS, installed_peers
 
 __all__ = [
+    "OPEN_MPI",
     "Mpirun",
     "abort_mpi",
     "choose_peers",
@@ -50,7 +51,7 @@ _VENDOR = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0], end='')"
 )
 _ASK_SECONDS = 30.0
-_OPEN_MPI = "Open MPI"
+OPEN_MPI = "Open MPI"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Mpirun:
 
     def command(self, ranks: int, program: Sequence[str]) -> list[str]:
         """What starts `program` on `ranks` ranks that may use all processors."""
-        unbound = ["--bind-to", "none"] if self.vendor == _OPEN_MPI else []  # Hydra does not bind unasked
+        unbound = ["--bind-to", "none"] if self.vendor == OPEN_MPI else []  # Hydra does not bind unasked
         return [str(self.path), *unbound, "-n", str(ranks), *program]
 
 
@@ -157,7 +158,7 @@ def _candidates() -> list[Path]:
 def _vendor_of(mpirun: Path) -> str:
     text = _ask([str(mpirun), "--version"]).stdout
     if "Open MPI" in text or "OpenRTE" in text:
-        return _OPEN_MPI
+        return OPEN_MPI
     return "MPICH" if "HYDRA" in text.upper() else ""
 
 
@@ -237,15 +238,20 @@ def run_mpi(command: Sequence[str], environ: Mapping[str, str]) -> int:
     return exit_code(process.code or 0)
 
 
-def pin(place: Placement) -> list[int]:
+def pin(place: Placement, *, emulated: bool = False) -> list[int]:
     """Puts this rank onto one processor; returns those that it could use before.
 
     Where there are enough, the ranks stand as far apart as `multiring run` puts them, and so not on two
     hardware threads of one core while another core is idle.
+
+    Args:
+        place: The rank's place in the job.
+        emulated: Whether all hosts are this machine.
     """
     cpus = machine.allowed_cpus()
-    apart = max(1, len(cpus) // place.local_size)
-    os.sched_setaffinity(0, {cpus[place.local_rank * apart % len(cpus)]})
+    rank, size = (place.rank, place.size) if emulated else (place.local_rank, place.local_size)
+    apart = max(1, len(cpus) // size)
+    os.sched_setaffinity(0, {cpus[rank * apart % len(cpus)]})
     return cpus
 
 

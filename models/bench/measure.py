@@ -9,7 +9,9 @@ last rank leaves it, so that how exactly they start together does not count.
 
 from __future__ import annotations
 
+import mmap
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,14 +90,17 @@ class Ratio:
 
 
 class Meeting:
-    """A barrier of the benchmark's own: flags in shared memory that Python reads and writes."""
+    """A barrier of the benchmark's own: flags in memory of all ranks that Python reads and writes.
 
-    def __init__(self, comm: Communicator, cores: int) -> None:
-        mine = comm.symmetric_empty(1, np.int64)
-        mine.fill(0)
-        comm.barrier()
-        self._mine = mine.data
-        self._theirs = [comm.symmetric_peer(mine, r).data for r in range(comm.size) if r != comm.rank]
+    Args:
+        comm: The ranks.
+        cores: Processors that they have together.
+        emulated: Whether their hosts are all this machine, and so share files, but no memory that
+            multiring could give.
+    """
+
+    def __init__(self, comm: Communicator, cores: int, *, emulated: bool = False) -> None:
+        self._mine, self._theirs = _file_flags(comm) if emulated else _symmetric_flags(comm)
         self._crowded = comm.size > cores
         self._round = 0
 
@@ -118,6 +123,31 @@ class Meeting:
         time.sleep(_SLEEP)
         if looks * _SLEEP > _PATIENCE:
             raise InternalError(f"a rank has not come back from a contender for {_PATIENCE:.0f} s")
+
+
+def _symmetric_flags(comm: Communicator) -> tuple[memoryview, list[memoryview]]:
+    mine = comm.symmetric_empty(1, np.int64)
+    mine.fill(0)
+    comm.barrier()
+    return mine.data, [comm.symmetric_peer(mine, r).data for r in range(comm.size) if r != comm.rank]
+
+
+def _file_flags(comm: Communicator) -> tuple[memoryview, list[memoryview]]:
+    line = 8  # flags of a cache line
+    path = None
+    if comm.rank == 0:
+        descriptor, path = tempfile.mkstemp(prefix="multiring-bench-")
+        os.truncate(descriptor, comm.size * line * np.dtype(np.int64).itemsize)
+        os.close(descriptor)
+    path = comm.broadcast_object(path)
+    # Not np.memmap, whose element is looked up slowly.
+    with open(path, "r+b") as file:
+        flags = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+    comm.barrier()
+    if comm.rank == 0:
+        os.unlink(path)
+    each = [flags[rank * line : rank * line + 1] for rank in range(comm.size)]
+    return each[comm.rank], [flag for rank, flag in enumerate(each) if rank != comm.rank]
 
 
 class _Race:

@@ -108,6 +108,7 @@ class Report:
         ranks: How many.
         date: When, in ISO format with the offset from UTC.
         rows: By size, then in the order of the contenders.
+        hosts: Emulated ones, as `--emulate` and `--rate` have them; empty: the ranks were on one host.
     """
 
     command: str
@@ -116,6 +117,7 @@ class Report:
     ranks: int
     date: str
     rows: tuple[Row, ...]
+    hosts: str = ""
 
     @property
     def sizes(self) -> list[int]:

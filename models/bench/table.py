@@ -33,8 +33,9 @@ def describe(report: Report) -> list[str]:
     cores = f"{machine.cores} processor{'s' if machine.cores > 1 else ''}"
     memory = "" if machine.memory is None else f", {machine.memory / 2**30:.0f} GiB"
     versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
+    where = f" of emulated hosts ({report.hosts}), all" if report.hosts else ""
     return [
-        f"allreduce of float32 over {ranks} on {machine.processor}, {cores}{memory}",
+        f"allreduce of float32 over {ranks}{where} on {machine.processor}, {cores}{memory}",
         f"{machine.kernel}, Python {machine.python}, {versions}",
         f"{report.date}: {report.command}",
     ]

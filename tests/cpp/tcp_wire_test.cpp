@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -10,6 +12,7 @@
 #include "transport/tcp/address.h"
 #include "transport/tcp/frame.h"
 #include "transport/tcp/handshake.h"
+#include "transport/tcp/link_balance.h"
 #include "transport/tcp/stripes.h"
 
 namespace multiring::tcp {
@@ -211,34 +214,134 @@ TEST(Interfaces, WhatIsNotUnderstoodOrLeavesNothingIsAnError) {
   }
 }
 
-TEST(Stripes, EveryByteIsInOneOfThem) {
-  const std::vector<std::vector<std::uint32_t>> all_weights = {{1},       {1, 1},    {1, 4},      {4, 1, 0},
-                                                               {0, 0, 5}, {7, 1, 3}, {1, 1, 1, 1}};
+using Weights = std::vector<std::uint32_t>;
+
+LinkBalance balance_of(const Weights& weights, std::size_t whole_below) {
+  LinkBalance balance(weights.size(), whole_below);
+  balance.fix_weights(weights);
+  return balance;
+}
+
+TEST(LinkBalance, EveryByteIsInOneStripe) {
+  const std::vector<Weights> all_weights = {{1},       {1, 1},    {1, 4},      {4, 1, 0},
+                                            {0, 0, 5}, {7, 1, 3}, {1, 1, 1, 1}};
   std::vector<StripeRange> ranges;
   for (const auto& weights : all_weights) {
     for (const std::size_t bytes : {0, 1, 63, 64, 65, 1000, 4095, 4096, 1000003}) {
       for (const std::size_t whole_below : {0, 4096}) {
-        divide_into_stripes(bytes, weights, whole_below, ranges);
-        ASSERT_FALSE(ranges.empty());
-        std::size_t end = 0;
-        for (const StripeRange& range : ranges) {
-          EXPECT_EQ(range.offset, end);
-          EXPECT_TRUE(range.bytes > 0 || bytes == 0);
-          EXPECT_GT(weights[range.stripe], 0u);
-          end += range.bytes;
+        LinkBalance balance = balance_of(weights, whole_below);
+        for (int message = 0; message < 3; ++message) {
+          balance.divide(bytes, std::vector<std::size_t>(weights.size(), 0), ranges);
+          ASSERT_FALSE(ranges.empty());
+          std::size_t end = 0;
+          for (const StripeRange& range : ranges) {
+            EXPECT_EQ(range.offset, end);
+            EXPECT_TRUE(range.bytes > 0 || bytes == 0);
+            EXPECT_GT(weights[range.stripe], 0u);
+            end += range.bytes;
+          }
+          EXPECT_EQ(end, bytes);
+          EXPECT_TRUE(bytes >= whole_below || ranges.size() == 1);
         }
-        EXPECT_EQ(end, bytes);
-        EXPECT_TRUE(bytes >= whole_below || ranges.size() == 1);
       }
     }
   }
 }
 
-TEST(Stripes, SharesFollowTheWeights) {
+TEST(LinkBalance, SharesFollowTheWeights) {
   std::vector<StripeRange> ranges;
-  divide_into_stripes(1 << 20, std::vector<std::uint32_t>{1000, 250}, 4096, ranges);
+  LinkBalance balance = balance_of({1000, 250}, 4096);
+  balance.divide(1 << 20, std::vector<std::size_t>{0, 0}, ranges);
   ASSERT_EQ(ranges.size(), 2u);
   EXPECT_NEAR(static_cast<double>(ranges[0].bytes) / (1 << 20), 0.8, 0.001);
+}
+
+TEST(LinkBalance, ShortMessagesGoOverAllLinksInTurn) {
+  std::vector<StripeRange> ranges;
+  LinkBalance balance = balance_of({400, 100, 0}, 4096);
+  std::vector<std::size_t> backlogs(3, 0);
+  for (int message = 0; message < 1000; ++message) {
+    balance.divide(1000 + static_cast<std::size_t>(message % 7), backlogs, ranges);
+    ASSERT_EQ(ranges.size(), 1u);
+    backlogs[ranges[0].stripe] += ranges[0].bytes;
+  }
+  EXPECT_NEAR(static_cast<double>(backlogs[0]) / static_cast<double>(backlogs[1]), 4.0, 0.1);
+  EXPECT_EQ(backlogs[2], 0u);
+}
+
+TEST(LinkBalance, BusyLinksGetLess) {
+  std::vector<StripeRange> ranges;
+  LinkBalance balance(2, 4096);
+  balance.divide(300'000, std::vector<std::size_t>{0, 100'000}, ranges);
+  ASSERT_EQ(ranges.size(), 2u);
+  EXPECT_NEAR(static_cast<double>(ranges[0].bytes), 200'000, 64);
+  balance.divide(300'000, std::vector<std::size_t>{900'000, 100'000}, ranges);
+  ASSERT_EQ(ranges.size(), 1u);
+  EXPECT_EQ(ranges[0].stripe, 1u);
+}
+
+/// Links that pass what they get at given speeds, while a message is posted whenever the one before the last
+/// has passed. What the kernel tells of busy time is in ticks.
+class Links {
+ public:
+  explicit Links(std::size_t count) : free_at_(count, 0.0), progress_(count), backlogs_(count, 0) {}
+
+  /// The fraction of the links' speed that the last quarter of the messages reaches.
+  double run(LinkBalance& balance, const std::vector<double>& speeds, int messages) {
+    constexpr std::size_t kBytes = 256 << 10;
+    double quarter = 0.0;
+    for (int message = 0; message < messages; ++message) {
+      if (message == messages - messages / 4) quarter = now_;
+      look(speeds);
+      if (balance.wants_measurement(now_)) balance.measure(now_, progress_);
+      std::vector<StripeRange> ranges;
+      balance.divide(kBytes, backlogs_, ranges);
+      double passed = now_;
+      for (const StripeRange& range : ranges) {
+        const double begin = std::max(now_, free_at_[range.stripe]);
+        const double end = begin + static_cast<double>(range.bytes) / speeds[range.stripe];
+        free_at_[range.stripe] = end;
+        progress_[range.stripe].acknowledged += range.bytes;
+        progress_[range.stripe].busy += (std::ceil(end / kTick) - std::ceil(begin / kTick)) * kTick;
+        passed = std::max(passed, end);
+      }
+      now_ = std::max(now_, before_);
+      before_ = passed;
+    }
+    double together = 0.0;
+    for (const double speed : speeds) together += speed;
+    return static_cast<double>(messages / 4) * kBytes / (now_ - quarter) / together;
+  }
+
+ private:
+  static constexpr double kTick = 0.004;
+
+  void look(const std::vector<double>& speeds) {
+    for (std::size_t link = 0; link < speeds.size(); ++link)
+      backlogs_[link] = static_cast<std::size_t>(std::max(0.0, free_at_[link] - now_) * speeds[link]);
+  }
+
+  double now_ = 1.0;
+  double before_ = 1.0;  // when the message before the last one has passed
+  std::vector<double> free_at_;
+  std::vector<LinkProgress> progress_;
+  std::vector<std::size_t> backlogs_;
+};
+
+TEST(LinkBalance, FollowsSpeedsThatNobodyTold) {
+  constexpr double kAsked = 0.85;  // of the links' speed together
+  for (const std::vector<double>& speeds :
+       {std::vector{62.5e6, 15.6e6}, std::vector{1e9, 3e9, 2e9}, std::vector{1e9, 1e9}}) {
+    LinkBalance balance(speeds.size(), 64 * 1024);
+    for (std::size_t link = 0; link < speeds.size(); ++link) balance.set_weight(link, 10000);
+    Links links(speeds.size());
+    EXPECT_GT(links.run(balance, speeds, 20000), kAsked);
+    // One of them gets slow, and recovers.
+    std::vector<double> slower = speeds;
+    slower[0] /= 10;
+    EXPECT_GT(links.run(balance, slower, 20000), kAsked);
+    EXPECT_GT(links.run(balance, speeds, 20000), kAsked);
+  }
 }
 
 }  // namespace

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.emulated_hosts import EmulatedHosts, why_not
+from multiring.models.bench.emulated_hosts import EmulatedHosts, why_not
+from tests.support import REPOSITORY
 
 # After five seconds without an answer a peer is taken for lost; the kernels' probes are a second apart.
 SECONDS = 12.0
@@ -60,10 +61,15 @@ def start(hosts: EmulatedHosts, layout: list[int], script: str) -> list[subproce
     }
     places = [(host, local) for host, count in enumerate(layout) for local in range(count)]
     return [
-        hosts.start(
-            host,
-            [sys.executable, "-c", script],
-            {
+        subprocess.Popen(
+            hosts.command(host, [sys.executable, "-c", script]),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env={
+                **os.environ,
                 **shared,
                 "OMPI_COMM_WORLD_RANK": str(rank),
                 "OMPI_COMM_WORLD_LOCAL_RANK": str(local),
@@ -95,5 +101,5 @@ def test_a_host_that_vanishes_is_lost_on_every_rank(hosts: EmulatedHosts) -> Non
         kind, message, at = json.loads(output or "[]") or ("", errors, 0.0)
         assert kind == "PeerLostError", message
         others = (2, 3) if rank < 2 else (0, 1)
-        assert any(f"lost rank {other} on {os.uname().nodename}" in message for other in others), message
+        assert any(f"lost rank {other} on {hosts.name(other // 2)}" in message for other in others), message
         assert at - cut < SECONDS

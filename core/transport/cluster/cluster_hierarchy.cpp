@@ -19,7 +19,13 @@ WaitResult ClusterHierarchy::connect(std::span<const int> peers, const Waiting& 
   std::vector<Network::Link> links;
   for (const int peer : peers) links.push_back({peer, 0});
   return watch_(waiting, [&](const Waiting& watched) {
-    network_->connect(links, watched);
+    try {
+      network_->connect(links, watched);
+    } catch (const Error& error) {
+      // In the middle of an operation a peer is lost as in any other wait.
+      if (error.kind() != ErrorKind::kPeerLost || error.context().peer < 0) throw;
+      return WaitResult{WaitResult::Outcome::kPeerLost, error.context().peer};
+    }
     return WaitResult{};
   });
 }

@@ -47,7 +47,7 @@ ClusterTransport::ClusterTransport(std::shared_ptr<const ClusterContext> context
 // The networks first: they have receives posted in the memory of the host.
 ClusterTransport::~ClusterTransport() {
   ClusterTransport::leave();
-  own_hierarchy_.reset();
+  hierarchy_.reset();
   mail_.reset();
   mirror_.reset();
 }
@@ -70,6 +70,7 @@ void ClusterTransport::connect(const Waiting& waiting) {
   mirror_->network().connect(links, waiting);
   mail->connect(mail_links, waiting);
   mail_ = make_mail(std::move(mail));
+  hierarchy_ = make_hierarchy(waiting);
 }
 
 std::unique_ptr<HostMirror> ClusterTransport::make_mirror(std::unique_ptr<Network> network) {
@@ -233,14 +234,6 @@ WaitResult ClusterTransport::await_sent(int destination, const Waiting& waiting)
       [&](const Waiting& watched) { return mail_->await_sent(destination, watched); });
 }
 
-Hierarchy* ClusterTransport::hierarchy(const Waiting& waiting) {
-  if (own_hierarchy_ == nullptr) {
-    own_hierarchy_ = make_hierarchy(waiting);
-    hierarchy_.store(own_hierarchy_.get(), std::memory_order_release);
-  }
-  return own_hierarchy_.get();
-}
-
 std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(const Waiting& waiting) {
   constexpr std::uint64_t kTag = ~std::uint64_t{0};  // no subgroup of the user's has it
   constexpr std::size_t kStagingFactor = 4;          // messages go by pieces of it, which should not be small
@@ -295,21 +288,21 @@ void ClusterTransport::leave() {
   SharedTransport::leave();
   if (mirror_ != nullptr) mirror_->leave();
   if (mail_ != nullptr) mail_->leave();
-  if (ClusterHierarchy* const hierarchy = hierarchy_.load(std::memory_order_acquire)) hierarchy->leave();
+  if (hierarchy_ != nullptr) hierarchy_->leave();
 }
 
 void ClusterTransport::abandon() {
   SharedTransport::abandon();
   mirror_->network().abandon();
   mail_->network().abandon();
-  if (ClusterHierarchy* const hierarchy = hierarchy_.load(std::memory_order_acquire)) hierarchy->abandon();
+  hierarchy_->abandon();
 }
 
 void ClusterTransport::wake() {
   SharedTransport::wake();
   mirror_->network().wake();
   mail_->network().wake();
-  if (ClusterHierarchy* const hierarchy = hierarchy_.load(std::memory_order_acquire)) hierarchy->wake();
+  hierarchy_->wake();
 }
 
 }  // namespace multiring

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -65,7 +64,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   WaitResult await_read(int destination, std::uint64_t chunk, const Waiting& waiting) override;
   WaitResult await_sent(int destination, const Waiting& waiting) override;
 
-  Hierarchy* hierarchy(const Waiting& waiting) override;
+  Hierarchy* hierarchy() override { return hierarchy_.get(); }
   std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
                                       const Waiting& waiting) override;
 
@@ -101,8 +100,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   std::vector<int> known_from_;
   std::unique_ptr<HostMirror> mirror_;
   std::unique_ptr<RemoteMail> mail_;
-  std::unique_ptr<ClusterHierarchy> own_hierarchy_;    // of the thread that drives the rounds
-  std::atomic<ClusterHierarchy*> hierarchy_{nullptr};  // the same, for all others
+  std::unique_ptr<ClusterHierarchy> hierarchy_;
 };
 
 }  // namespace multiring

@@ -74,7 +74,10 @@ void DataLink::put(Message& message, const StripeRange& range, std::uint32_t cha
   const FrameHeader header = {FrameKind::kData, channel,      message.sequence,
                               message.bytes,    range.offset, range.bytes};
   output_.push_back({&message, encode_frame_header(header), range.offset, range.bytes});
+  output_bytes_ += kFrameHeaderBytes + range.bytes;
 }
+
+std::size_t DataLink::backlog() const { return output_bytes_ + undelivered(); }
 
 void DataLink::write() {
   std::size_t moved = 0;
@@ -83,6 +86,7 @@ void DataLink::write() {
     const std::size_t put = write_some(output);
     if (put == 0) return;
     output.sent += put;
+    output_bytes_ -= put;
     moved += put;
     if (output.sent < kFrameHeaderBytes + output.bytes) continue;
     Message& message = *output.message;

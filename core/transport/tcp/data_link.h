@@ -27,9 +27,14 @@ class DataLink final : public TcpLink {
   void look_again() { held_up_ = input_stopped_; }
   /// The part of `message` that this connection carries.
   void put(Message& message, const StripeRange& range, std::uint32_t channel);
+  /// Bytes that were put and the peer's kernel does not have yet, about.
+  std::size_t backlog() const;
   /// Nothing is read, or written, any more: the memory of what was posted is given back.
   void stop_input();
-  void stop_output() { output_.clear(); }
+  void stop_output() {
+    output_.clear();
+    output_bytes_ = 0;
+  }
 
  private:
   struct Output {
@@ -59,6 +64,7 @@ class DataLink final : public TcpLink {
   bool held_up_ = false;             // nothing is posted for the frame
   bool input_stopped_ = false;
   std::deque<Output> output_;
+  std::size_t output_bytes_ = 0;  // left in it
 };
 
 }  // namespace multiring::tcp

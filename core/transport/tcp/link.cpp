@@ -68,9 +68,12 @@ bool TcpLink::delivered() {
   for (int times = 0; got > 0 && times < 256; ++times)
     got = ::recv(socket_.get(), unread.data(), unread.size(), 0);
   if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return true;
-  int unanswered_bytes = 0;
-  // The end counts as one byte.
-  return ::ioctl(socket_.get(), SIOCOUTQ, &unanswered_bytes) != 0 || unanswered_bytes <= 1;
+  return undelivered() <= 1;  // the end counts as one byte
+}
+
+std::size_t TcpLink::undelivered() const {
+  int bytes = 0;
+  return open() && ::ioctl(socket_.get(), SIOCOUTQ, &bytes) == 0 ? static_cast<std::size_t>(bytes) : 0;
 }
 
 void TcpLink::check_answers(Clock::time_point now, double seconds) {

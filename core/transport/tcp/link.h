@@ -63,6 +63,8 @@ class TcpLink : public EventSink {
   /// Receives at most `bytes` into `to`, more than 0; how many it were, or 0 if there are none for now.
   std::size_t receive(std::byte* to, std::size_t bytes);
   std::size_t send(const iovec* pieces, std::size_t count);
+  /// Bytes that were sent and the peer's kernel has not acknowledged.
+  std::size_t undelivered() const;
 
   LinkObserver& observer_;
   // What the kernel said last; it speaks up again when it has said that there is nothing left.

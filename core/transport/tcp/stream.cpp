@@ -1,22 +1,18 @@
 #include "transport/tcp/stream.h"
 
 #include <algorithm>
+#include <chrono>
 
 namespace multiring::tcp {
 
 TcpStream::TcpStream(int rank, int peer, int channel, std::size_t stripes, std::size_t whole_below)
-    : rank_(rank),
-      peer_(peer),
-      channel_(channel),
-      whole_below_(whole_below),
-      links_(stripes),
-      weights_(stripes, 1) {}
+    : rank_(rank), peer_(peer), channel_(channel), links_(stripes), balance_(stripes, whole_below) {}
 
 DataLink& TcpStream::add_link(std::size_t stripe, std::uint32_t weight, Descriptor socket,
                               LinkObserver& observer) {
   if (links_[stripe]) replaced_.push_back(std::move(links_[stripe]));
   links_[stripe] = std::make_unique<DataLink>(std::move(socket), peer_, observer, *this);
-  weights_[stripe] = weight;
+  balance_.set_weight(stripe, weight);
   bool all = true;
   for (std::size_t i = 0; i < links_.size(); ++i) all = all && has_link(i);
   complete_ = complete_ || all;
@@ -30,10 +26,22 @@ void TcpStream::post_send(Message& message) {
     return;
   }
   sends_.push_back(&message);
-  divide_into_stripes(message.bytes, weights_, whole_below_, ranges_);
+  if (links_.size() > 1) measure_links();
+  balance_.divide(message.bytes, backlogs_, ranges_);
   message.frames = ranges_.size();
   for (const StripeRange& range : ranges_)
     links_[range.stripe]->put(message, range, static_cast<std::uint32_t>(channel_));
+}
+
+void TcpStream::measure_links() {
+  backlogs_.clear();
+  for (const auto& link : links_) backlogs_.push_back(link->backlog());
+  const double now = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+  if (!balance_.wants_measurement(now)) return;
+  progress_.clear();
+  for (const auto& link : links_)
+    progress_.push_back(link->open() ? progress_of(link->socket().get()) : LinkProgress{});
+  balance_.measure(now, progress_);
 }
 
 void TcpStream::post_receive(Message& message) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "transport/tcp/data_link.h"
+#include "transport/tcp/link_balance.h"
 #include "transport/tcp/message_table.h"
 
 namespace multiring::tcp {
@@ -26,9 +27,7 @@ class TcpStream {
   bool complete() const { return complete_; }
   DataLink& add_link(std::size_t stripe, std::uint32_t weight, Descriptor socket, LinkObserver& observer);
   std::span<const std::unique_ptr<DataLink>> links() const { return links_; }
-  void set_weights(std::span<const std::uint32_t> weights) {
-    weights_.assign(weights.begin(), weights.end());
-  }
+  void set_weights(std::span<const std::uint32_t> weights) { balance_.fix_weights(weights); }
 
   void post_send(Message& message);
   void post_receive(Message& message);
@@ -55,14 +54,15 @@ class TcpStream {
  private:
   static void finish(Message& message, std::deque<Message*>& messages, std::uint64_t posted);
   static void lose(std::deque<Message*>& messages, Message::State state);
+  /// Looks what the connections still have to do, and now and then how fast they are.
+  void measure_links();
   Match mismatch(const FrameHeader& header, const Message& message) const;
 
   int rank_;
   int peer_;
   int channel_;
-  std::size_t whole_below_;
   std::vector<std::unique_ptr<DataLink>> links_;
-  std::vector<std::uint32_t> weights_;
+  LinkBalance balance_;
   std::vector<std::unique_ptr<DataLink>> replaced_;  // events may be on their way to them
   bool complete_ = false;
   // In their order: the last ones of those that were posted. Null: done, before one that was posted earlier;
@@ -75,6 +75,8 @@ class TcpStream {
   bool receives_lost_ = false;
   bool stopped_ = false;
   std::vector<StripeRange> ranges_;
+  std::vector<LinkProgress> progress_;
+  std::vector<std::size_t> backlogs_;
 };
 
 }  // namespace multiring::tcp
