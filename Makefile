@@ -19,6 +19,7 @@ test:
 	$(MAKE) -j2 -Oline develop test-cpp
 	ci/check.sh
 	$(BIN)/python ci/check_wheel.py
+	ci/fetch_sshd.sh
 	$(BIN)/pytest
 	$(BIN)/multiring regress --small
 	$(BIN)/python ci/check_speed.py

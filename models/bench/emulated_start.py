@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from multiring.errors import UsageError
-from multiring.launcher.job import JobOptions, run_job
+from multiring.launcher.job import run_job
+from multiring.launcher.rank_starter import JobOptions
 from multiring.models.bench import launch
 from multiring.models.bench.emulated_hosts import EmulatedHosts, command_in, why_not
 

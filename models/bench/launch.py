@@ -21,9 +21,10 @@ from multiring import Communicator, machine
 from multiring.errors import UsageError
 from multiring.launch_environment import Placement
 from multiring.launcher.directory import job_directory
-from multiring.launcher.job import JobOptions, run_job
+from multiring.launcher.job import run_job
 from multiring.launcher.multiplexer import Multiplexer
 from multiring.launcher.process import RankProcess
+from multiring.launcher.rank_starter import JobOptions
 from multiring.launcher.report import exit_code
 from multiring.launcher.supervisor import Outcome, Supervisor, passed_on_signals
 from multiring.models.bench.contenders import PEERS, installed_peers

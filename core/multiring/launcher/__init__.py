@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from multiring.launcher.job import JobOptions, ProgramError, run_job
+from multiring.launcher.job import run_job
+from multiring.launcher.rank_starter import JobOptions, ProgramError
 
 __all__ = ["JobOptions", "ProgramError", "run_job"]

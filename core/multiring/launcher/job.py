@@ -7,61 +7,31 @@ import errno
 import os
 import secrets
 import selectors
-import shutil
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from multiring import config, machine
-from multiring.launcher import binding
 from multiring.launcher.directory import Guard, job_directory
+from multiring.launcher.hosts import address_towards
 from multiring.launcher.multiplexer import Multiplexer
 from multiring.launcher.process import RankProcess, signal_name
+from multiring.launcher.rank_starter import (
+    EXIT_NOT_EXECUTABLE,
+    EXIT_NOT_FOUND,
+    JobOptions,
+    ProgramError,
+    RankStarter,
+)
 from multiring.launcher.report import RankEnd, blame, exit_code, failure_report
 from multiring.launcher.supervisor import ArrivedSignals, Outcome, Supervisor, passed_on_signals
+from multiring.store import TcpStoreServer
 
-__all__ = ["EXIT_NOT_EXECUTABLE", "EXIT_NOT_FOUND", "EXIT_TIMED_OUT", "JobOptions", "ProgramError", "run_job"]
+__all__ = ["EXIT_TIMED_OUT", "run_job"]
 
 EXIT_TIMED_OUT = 124
-EXIT_NOT_EXECUTABLE = 126
-EXIT_NOT_FOUND = 127
-
-
-@dataclass(frozen=True)
-class JobOptions:
-    """What to start and how.
-
-    Attributes:
-        ranks: Number of ranks.
-        program: The program and its arguments; a name that ends in ".py" is a Python script.
-        module: The module to run instead of a program; `program` then holds only its arguments.
-        bind: "core", "none", or None for "core" where every rank can have a processor.
-        timeout: Seconds the job may take, or None.
-        output_dir: Where to write each rank's output as well, or None.
-        tag_output: Whether lines begin with their rank; None means where there are several.
-        environment: Variables to set for the ranks.
-    """
-
-    ranks: int
-    program: Sequence[str]
-    module: str | None = None
-    bind: str | None = None
-    timeout: float | None = None
-    output_dir: Path | None = None
-    tag_output: bool | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
-class ProgramError(Exception):
-    """The program cannot be started; `code` is the exit code that a shell gives in this case."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 def run_job(options: JobOptions) -> int:
@@ -76,24 +46,31 @@ def run_job(options: JobOptions) -> int:
     config.load(environ)
     for name, meant in config.unknown_variables(environ).items():
         _say([f"environment variable {name} is not known" + (f"; is {meant} meant?" if meant else "")])
-    command = _command(options, environ)
-    cpus = machine.allowed_cpus()
-    shares = binding.shares(cpus, options.ranks, options.bind)
-    environ |= binding.thread_environment(machine.core_allowance(), options.ranks, environ)
-    job_id = secrets.token_hex(8)
+    job_id, secret = secrets.token_hex(8), secrets.token_hex(32)
+    start = RankStarter(options, environ)
     with (
         passed_on_signals() as signals,
         selectors.PollSelector() as selector,
         job_directory(job_id) as (directory, guard),
+        _store(options, directory, secret) as store,
     ):
-        rank_environ = _rank_environments(options.ranks, environ, directory, job_id)
-
-        def start(rank: int, piped: bool) -> RankProcess:
-            share = None if shares is None else shares[rank]
-            stdin = rank == 0 and _may_read_stdin()
-            return RankProcess(rank, command, rank_environ(rank), cpus=share, stdin=stdin, piped=piped)
-
+        start.shared = {
+            "MULTIRING_STORE": store,
+            "MULTIRING_SECRET": secret,
+            "MULTIRING_JOB_ID": job_id,
+        }
         return _Job(options, start, signals, selector, guard).run()
+
+
+@contextlib.contextmanager
+def _store(options: JobOptions, directory: Path, secret: str) -> Iterator[str]:
+    """Where the ranks meet: the job's directory, or where there are other hosts a port of ours."""
+    if not options.remote_hosts:
+        yield directory.as_uri()
+        return
+    address = options.address or address_towards(options.remote_hosts[0])
+    with TcpStoreServer(address, 0, bytes.fromhex(secret)) as server:
+        yield f"tcp://[{address}]:{server.port}" if ":" in address else f"tcp://{address}:{server.port}"
 
 
 class _Job:
@@ -165,7 +142,8 @@ class _Job:
 
     def _end_of(self, rank: RankProcess) -> RankEnd:
         by_launcher = rank in self._supervisor.ended_by_us
-        return RankEnd(rank.rank, rank.pid, rank.code, by_launcher, self._outputs.tail(rank.rank))
+        tail, host = self._outputs.tail(rank.rank), self._options.seat(rank.rank).host
+        return RankEnd(rank.rank, rank.pid, rank.code, by_launcher, tail, host)
 
     def _judge(self, ends: dict[int, RankEnd], seconds: float, oom_kills: int) -> int:
         supervisor = self._supervisor
@@ -188,55 +166,6 @@ class _Job:
             _say([f"the job took longer than --timeout {self._options.timeout:g}; ended by it: ranks {late}"])
             return EXIT_TIMED_OUT
         return 128 + signal.SIGPIPE if supervisor.outcome is Outcome.UNREAD else 0
-
-
-def _command(options: JobOptions, environ: Mapping[str, str]) -> list[str]:
-    if options.module is not None:
-        return [sys.executable, "-u", "-m", options.module, *options.program]
-    program, *arguments = options.program
-    if program.endswith(".py"):
-        if not Path(program).is_file():
-            raise ProgramError(f"there is no script {program} in {Path.cwd()}", EXIT_NOT_FOUND)
-        return [sys.executable, "-u", program, *arguments]
-    if shutil.which(program, path=environ.get("PATH")) is None:
-        if Path(program).is_dir():
-            raise ProgramError(f"{program} is a directory, not a program", EXIT_NOT_EXECUTABLE)
-        if "/" in program and Path(program).exists():
-            raise ProgramError(
-                f"{program} is not executable: run `chmod +x {program}`, or name the interpreter before it",
-                EXIT_NOT_EXECUTABLE,
-            )
-        raise ProgramError(f"there is no program {program}", EXIT_NOT_FOUND)
-    return [program, *arguments]
-
-
-def _rank_environments(
-    ranks: int, environ: Mapping[str, str], directory: Path, job_id: str
-) -> Callable[[int], dict[str, str]]:
-    shared = {
-        # Without these a rank's output comes late and a crash in native code leaves no trace.
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        **environ,
-        "MULTIRING_SIZE": str(ranks),
-        "MULTIRING_LOCAL_SIZE": str(ranks),
-        "MULTIRING_CROSS_RANK": "0",
-        "MULTIRING_CROSS_SIZE": "1",
-        "MULTIRING_STORE": directory.as_uri(),
-        "MULTIRING_SECRET": secrets.token_hex(32),
-        "MULTIRING_JOB_ID": job_id,
-    }
-    return lambda rank: {**shared, "MULTIRING_RANK": str(rank), "MULTIRING_LOCAL_RANK": str(rank)}
-
-
-def _may_read_stdin() -> bool:
-    """Whether rank 0 may have our stdin: not from a terminal whose input belongs to another job."""
-    if not os.isatty(0):
-        return True
-    try:
-        return os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:
-        return False
 
 
 def _open_missing_standard_descriptors() -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 from pathlib import Path
 
 from multiring.errors import UsageError
-from multiring.launcher.job import JobOptions, ProgramError, run_job
+from multiring.launcher.hosts import parse_hostfile, parse_hosts, seats
+from multiring.launcher.job import run_job
+from multiring.launcher.rank_starter import JobOptions, ProgramError
+from multiring.launcher.remote_process import SSH
 
 __all__ = ["add_arguments", "main"]
 
@@ -16,6 +20,7 @@ _EXAMPLES = """\
 examples:
   multiring run -np 4 train.py --epochs 10
   multiring run -np 2 -m my_package.train --epochs 10
+  multiring run -H node0:4,node1:4 train.py
   multiring run -np 2 --timeout 3600 --output-dir logs -- ./my_program -v
 
 A program whose name ends in ".py" is run by this Python. What comes after the program belongs to the program.
@@ -37,7 +42,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "multiring run -np N [options] program [arguments ...]\n       "
     parser.usage += "multiring run -np N [options] -m module [arguments ...]"
     parser.add_argument(
-        "-np", "-n", dest="ranks", type=_ranks, required=True, metavar="N", help="number of ranks to start"
+        "-np",
+        "-n",
+        dest="ranks",
+        type=_ranks,
+        metavar="N",
+        help="number of ranks to start (with -H or --hostfile: default all slots)",
+    )
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument(
+        "-H",
+        "--hosts",
+        metavar="HOST:SLOTS,...",
+        help="start the ranks on these hosts, by ssh where they are others than this one [one slot each]",
+    )
+    hosts.add_argument(
+        "--hostfile", type=Path, metavar="FILE", help='the same from a file with lines "host slots=4"'
+    )
+    parser.add_argument(
+        "--ssh", default=SSH, metavar="COMMAND", help=f"what runs a command on another host [{SSH}]"
+    )
+    parser.add_argument(
+        "--remote-python", default="", metavar="PATH", help="Python on other hosts [at the place of this one]"
+    )
+    parser.add_argument(
+        "--address",
+        default="",
+        metavar="A",
+        help="address of this host that ranks on others reach [that of the way to the first]",
     )
     parser.add_argument(
         "--bind",
@@ -88,8 +120,14 @@ def main(args: argparse.Namespace) -> int:
         program = program[1:]
     if not (module or program):
         raise UsageError("name the program that the ranks run, as in: multiring run -np 2 train.py")
+    seated = None
+    if args.hosts is not None or args.hostfile is not None:
+        hosts = parse_hosts(args.hosts) if args.hosts is not None else parse_hostfile(args.hostfile)
+        seated = seats(hosts, args.ranks)
+    elif args.ranks is None:
+        raise UsageError("say how many ranks to start, as in: multiring run -np 2 train.py")
     options = JobOptions(
-        ranks=args.ranks,
+        ranks=args.ranks if seated is None else len(seated),
         program=program,
         module=module,
         bind=args.bind,
@@ -97,6 +135,10 @@ def main(args: argparse.Namespace) -> int:
         output_dir=args.output_dir,
         tag_output=args.tag_output,
         environment=dict(args.env),
+        seats=seated,
+        ssh=shlex.split(args.ssh),
+        python=args.remote_python,
+        address=args.address,
     )
     try:
         return run_job(options)

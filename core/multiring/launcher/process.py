@@ -37,6 +37,7 @@ class RankProcess:
         cpus: Processors it may run on, or None for those of the launcher.
         stdin: Whether it gets our stdin; otherwise /dev/null.
         piped: Whether stdout and stderr are pipes to us; otherwise they are our own.
+        told: What its stdin, then a pipe from us, begins with; None: it is none.
 
     Raises:
         OSError: The program cannot be started.
@@ -51,6 +52,7 @@ class RankProcess:
         cpus: frozenset[int] | None,
         stdin: bool,
         piped: bool,
+        told: str | None = None,
     ) -> None:
         self.rank = rank
         self.code: int | None = None  # exit code, or minus the signal that ended it; None while it runs
@@ -63,13 +65,25 @@ class RankProcess:
                 command,
                 env=environ,
                 bufsize=0,
-                stdin=None if stdin else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if told is not None else None if stdin else subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
                 preexec_fn=_before_exec(os.getpid(), cpus),
             )
         self.pid = self._process.pid
+        if told is not None:
+            with contextlib.suppress(OSError):  # it has ended already, and its exit code tells why
+                self.tell(told)
+
+    def tell(self, text: str) -> None:
+        """Writes to its stdin, which has to be a pipe.
+
+        Raises:
+            OSError: It does not read any more.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.write(text.encode())
 
     def outputs(self) -> dict[str, int]:
         """The reading ends of its pipes "stdout" and "stderr", if it has any; the caller closes them."""
@@ -116,6 +130,8 @@ class RankProcess:
         """Collects the ended process; from then on it cannot be signalled."""
         if self.code is not None:
             self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
 
 def _before_exec(launcher: int, cpus: frozenset[int] | None) -> Callable[[], None]:

@@ -39,6 +39,7 @@ class RankEnd:
         code: Exit code, minus the signal that ended it, or None if it cannot be ended.
         by_launcher: Whether it ended after the launcher had told it to.
         stderr: The last lines of its stderr.
+        host: Another host that it was on; empty: this one.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class RankEnd:
     code: int | None
     by_launcher: bool
     stderr: Sequence[str]
+    host: str = ""
 
     @property
     def is_secondary(self) -> bool:
@@ -85,7 +87,8 @@ def failure_report(
     culprit: RankEnd, others: Sequence[RankEnd], *, host: str, seconds: float, oom_kills: int
 ) -> list[str]:
     """The lines that tell which rank failed and how, without the launcher's name before them."""
-    who = f"rank {culprit.rank} (process {culprit.pid} on {host})"
+    where = f"on {culprit.host}" if culprit.host else f"process {culprit.pid} on {host}"
+    who = f"rank {culprit.rank} ({where})"
     lines = [f"{who} failed with {culprit.how()} after {seconds:.1f} s"]
     if culprit.code is not None and culprit.code < 0:
         hint = _HINTS.get(-culprit.code)

@@ -1,0 +1,193 @@
+"""What a job is, and how each of its ranks starts: here, or on another host."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from multiring import machine
+from multiring.launcher import binding
+from multiring.launcher.hosts import Seat
+from multiring.launcher.process import RankProcess
+from multiring.launcher.remote_process import SSH, RemoteProcess
+
+__all__ = [
+    "EXIT_NOT_EXECUTABLE",
+    "EXIT_NOT_FOUND",
+    "JobOptions",
+    "ProgramError",
+    "RankStarter",
+    "command_of",
+]
+
+EXIT_NOT_EXECUTABLE = 126
+EXIT_NOT_FOUND = 127
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What to start and how.
+
+    Attributes:
+        ranks: Number of ranks.
+        program: The program and its arguments; a name that ends in ".py" is a Python script.
+        module: The module to run instead of a program; `program` then holds only its arguments.
+        bind: "core", "none", or None for "core" where every rank can have a processor.
+        timeout: Seconds the job may take, or None.
+        output_dir: Where to write each rank's output as well, or None.
+        tag_output: Whether lines begin with their rank; None means where there are several.
+        environment: Variables to set for the ranks.
+        seats: Where each rank runs; None: all on this host.
+        ssh: The command that runs a command on another host, with its options.
+        python: The Python on other hosts; empty: at the place of this one.
+        address: Where ranks on other hosts reach this one; empty: found out.
+    """
+
+    ranks: int
+    program: Sequence[str]
+    module: str | None = None
+    bind: str | None = None
+    timeout: float | None = None
+    output_dir: Path | None = None
+    tag_output: bool | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    seats: Sequence[Seat] | None = None
+    ssh: Sequence[str] = ()
+    python: str = ""
+    address: str = ""
+
+    def seat(self, rank: int) -> Seat:
+        """Where a rank runs."""
+        return Seat("", rank, self.ranks, 0, 1) if self.seats is None else self.seats[rank]
+
+    @property
+    def remote_hosts(self) -> list[str]:
+        """The other hosts."""
+        return list(dict.fromkeys(seat.host for seat in self.seats or () if seat.host))
+
+
+class ProgramError(Exception):
+    """The program cannot be started; `code` is the exit code that a shell gives in this case."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+# Without these a rank's output comes late and a crash in native code leaves no trace.
+_DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+
+
+class RankStarter:
+    """Starts ranks.
+
+    Args:
+        options: The job.
+        environ: The environment of ranks on this host.
+
+    Attributes:
+        shared: Variables that tell the ranks where to meet.
+
+    Raises:
+        UsageError: More processors are asked for than there are.
+        ProgramError: There is no such program on this host, where ranks are to run on it.
+    """
+
+    def __init__(self, options: JobOptions, environ: Mapping[str, str]) -> None:
+        self.shared: dict[str, str] = {}
+        self._options = options
+        self._environ = environ
+        here = sum(not options.seat(rank).host for rank in range(options.ranks))
+        if here:
+            self._command = command_of(options.program, options.module, environ)
+            self._shares = binding.shares(machine.allowed_cpus(), here, options.bind)
+            self._threads = binding.thread_environment(machine.core_allowance(), here, environ)
+
+    def __call__(self, rank: int, piped: bool) -> RankProcess:
+        """The started rank.
+
+        Raises:
+            OSError: It cannot be started.
+        """
+        seat = self._options.seat(rank)
+        place = {**self.shared, **_place(rank, self._options.ranks, seat)}
+        if seat.host:
+            return self._start_remote(rank, seat.host, place)
+        return RankProcess(
+            rank,
+            self._command,
+            {**_DEFAULTS, **self._environ, **self._threads, **place},
+            cpus=None if self._shares is None else self._shares[seat.local_rank],
+            stdin=rank == 0 and _may_read_stdin(),
+            piped=piped,
+        )
+
+    def _start_remote(self, rank: int, host: str, place: Mapping[str, str]) -> RankProcess:
+        options = self._options
+        return RemoteProcess(
+            rank,
+            ssh=options.ssh or shlex.split(SSH),
+            host=host,
+            python=options.python,
+            program=options.program,
+            module=options.module,
+            bind=options.bind,
+            environ={**_DEFAULTS, **_passed_on(self._environ), **options.environment, **place},
+        )
+
+
+def command_of(program: Sequence[str], module: str | None, environ: Mapping[str, str]) -> list[str]:
+    """The program and its arguments to execute, on this host.
+
+    Raises:
+        ProgramError: There is no such program.
+    """
+    if module is not None:
+        return [sys.executable, "-u", "-m", module, *program]
+    name, *arguments = program
+    if name.endswith(".py"):
+        if not Path(name).is_file():
+            raise ProgramError(f"there is no script {name} in {Path.cwd()}", EXIT_NOT_FOUND)
+        return [sys.executable, "-u", name, *arguments]
+    if shutil.which(name, path=environ.get("PATH")) is None:
+        if Path(name).is_dir():
+            raise ProgramError(f"{name} is a directory, not a program", EXIT_NOT_EXECUTABLE)
+        if "/" in name and Path(name).exists():
+            raise ProgramError(
+                f"{name} is not executable: run `chmod +x {name}`, or name the interpreter before it",
+                EXIT_NOT_EXECUTABLE,
+            )
+        raise ProgramError(f"there is no program {name}", EXIT_NOT_FOUND)
+    return [name, *arguments]
+
+
+def _place(rank: int, size: int, seat: Seat) -> dict[str, str]:
+    return {
+        "MULTIRING_RANK": str(rank),
+        "MULTIRING_SIZE": str(size),
+        "MULTIRING_LOCAL_RANK": str(seat.local_rank),
+        "MULTIRING_LOCAL_SIZE": str(seat.local_size),
+        "MULTIRING_CROSS_RANK": str(seat.cross_rank),
+        "MULTIRING_CROSS_SIZE": str(seat.cross_size),
+    }
+
+
+def _passed_on(environ: Mapping[str, str]) -> dict[str, str]:
+    """What ranks on other hosts get of the launcher's environment; the rest is that of the other host."""
+    names = {"PYTHONPATH", *_DEFAULTS, *binding.THREAD_VARIABLES}
+    return {name: value for name, value in environ.items() if name in names or name.startswith("MULTIRING_")}
+
+
+def _may_read_stdin() -> bool:
+    """Whether rank 0 may have our stdin: not from a terminal whose input belongs to another job."""
+    if not os.isatty(0):
+        return True
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False

@@ -1,0 +1,227 @@
+"""`multiring run -H` over emulated hosts, by a real sshd where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from multiring.models.bench.emulated_hosts import EmulatedHosts, why_not
+from tests.support import REPOSITORY, Job, wait_until
+
+PORT = "2222"
+CHECK = """
+import json, os, socket, sys
+import multiring
+from tests.python.test_several_hosts import check_all
+comm = multiring.init()
+check_all(comm)
+place = [comm.rank, comm.size, comm.local_rank, comm.local_size, comm.cross_rank, comm.cross_size]
+print(json.dumps([socket.gethostname(), place, os.environ.get("TOLD"), os.getcwd(), sys.argv[1:]]))
+"""
+WAIT = """
+import os, signal, sys, time
+import multiring
+comm = multiring.init()
+def end(number, frame):
+    print("saved", comm.rank, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGINT, end)
+comm.barrier()
+open(f"{os.environ['TEST_DIRECTORY']}/ready{comm.rank}", "w").close()
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def hosts() -> Iterator[EmulatedHosts]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with EmulatedHosts(2) as emulated:
+        yield emulated
+
+
+@pytest.fixture(params=["nsenter", "sshd"])
+def ssh(
+    request: pytest.FixtureRequest,
+    hosts: EmulatedHosts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[str]:
+    """What runs a command on a host."""
+    if request.param == "nsenter":
+        # As ssh does it, without encryption and users.
+        ids = ",".join(map(str, hosts.process_ids))
+        yield f"env EMULATED_HOSTS={ids} {sys.executable} -m multiring.models.bench.emulated_start shell"
+        return
+    unpacked = REPOSITORY / "build/openssh"  # by ci/fetch_sshd.sh
+    sshd = shutil.which("sshd", path=f"/usr/sbin:{unpacked / 'usr/sbin'}")
+    if sshd is None or shutil.which("ssh", path=search_path(unpacked)) is None:
+        pytest.skip("openssh is not installed, and apt-get could not fetch it")
+    monkeypatch.setenv("PATH", search_path(unpacked))
+    libraries = [*unpacked.glob("usr/lib/*-linux-gnu"), *unpacked.glob("lib/*-linux-gnu")]
+    monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(map(str, libraries)))
+    with ExitStack() as daemons:
+        yield serve_ssh(hosts, sshd, tmp_path / "ssh", daemons)
+
+
+def search_path(unpacked: Path) -> str:
+    return f"{os.environ['PATH']}:{unpacked / 'usr/bin'}"
+
+
+def with_user_for_sshd(directory: Path) -> list[str]:
+    """The command that runs what follows with a user for sshd's unprivileged part, as packages make it."""
+    users = Path("/etc/passwd").read_text()
+    if "\nsshd:" not in users:
+        users += "sshd:x:65533:65534::/run/sshd:/usr/sbin/nologin\n"
+    (directory / "passwd").write_text(users)
+    mount = f'mount --bind {directory / "passwd"} /etc/passwd && exec "$0" "$@"'
+    return ["unshare", "--mount", "sh", "-c", mount]
+
+
+def serve_ssh(hosts: EmulatedHosts, sshd: str, directory: Path, daemons: ExitStack) -> str:
+    directory.mkdir()
+    for key in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / key], check=True)
+    shutil.copy(directory / "user.pub", directory / "authorized")
+    options = {
+        "Port": PORT,
+        "HostKey": directory / "host",
+        "AuthorizedKeysFile": directory / "authorized",
+        "PermitRootLogin": "yes",
+        "StrictModes": "no",
+        "UsePAM": "no",
+        "PidFile": "none",
+    }
+    Path("/run/sshd").mkdir(exist_ok=True)
+    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    for host in range(hosts.count):
+        command = hosts.command(
+            host, [*with_user_for_sshd(directory), sshd, "-D", "-e", "-f", "/dev/null", *words]
+        )
+        with open(directory / f"log{host}", "wb") as log:
+            daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
+        daemons.callback(daemon.wait)
+        daemons.callback(daemon.terminate)
+        wait_until(lambda host=host: "Server listening" in (directory / f"log{host}").read_text(), "sshd")
+    return (
+        f"ssh -F none -p {PORT} -i {directory / 'user'} -o StrictHostKeyChecking=no -o BatchMode=yes "
+        "-o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+    )
+
+
+def launch(hosts: EmulatedHosts, ssh: str, *words: str) -> Job:
+    """The launcher on the first host; the ranks on both, by ssh."""
+    places = ",".join(f"{hosts.address(host)}:{2 - host}" for host in range(2))
+    run = [sys.executable, "-m", "multiring", "run", "-H", places, "--ssh", ssh, *words]
+    index = run.index("--ssh")
+    return Job(
+        lambda root: hosts.command(0, [*run[:index], "--env", f"TEST_DIRECTORY={root / 'd'}", *run[index:]]),
+        cwd=REPOSITORY,
+    )
+
+
+def script(text: str, tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    return str(path)
+
+
+def remote_pids(marker: str) -> list[int]:
+    """Processes with `marker` in their command line, the launcher's and ssh's own excepted."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if marker.encode() in words and b"run" not in words:
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_ranks_start_on_both_hosts_and_see_all(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
+    words = ("--env", "TOLD=a b'c", script(CHECK, tmp_path), "--flag", "x y", "$HOME")
+    with launch(hosts, ssh, *words) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 0, done.stderr
+    lines = dict(line.removeprefix("[").split("] ", 1) for line in done.stdout.splitlines())
+    found = [json.loads(lines[str(rank)]) for rank in range(3)]
+    assert [place for _, place, *_ in found] == [[0, 3, 0, 2, 0, 2], [1, 3, 1, 2, 0, 2], [2, 3, 0, 1, 1, 2]]
+    assert [name for name, *_ in found] == [hosts.name(0), hosts.name(0), hosts.name(1)]
+    assert all(rest == ["a b'c", str(REPOSITORY), ["--flag", "x y", "$HOME"]] for _, _, *rest in found)
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told"),
+    [("sys.exit(3)", 3, "exit code 3"), ("os.kill(os.getpid(), 9)", 128 + 9, "signal SIGKILL")],
+)
+def test_a_rank_that_fails_elsewhere_is_blamed(
+    hosts: EmulatedHosts, ssh: str, tmp_path: Path, how: str, code: int, told: str
+) -> None:
+    text = f"import os, sys\nimport multiring\nc = multiring.init()\nif c.rank == 2: {how}\nc.barrier()\n"
+    with launch(hosts, ssh, script(text, tmp_path)) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == code, done.stderr
+    assert f"multiring: rank 2 (on {hosts.address(1)}) failed with {told}" in done.stderr
+
+
+def test_ctrl_c_reaches_all_ranks(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
+    with launch(hosts, ssh, script(WAIT, tmp_path)) as job:
+        for rank in range(3):
+            job.wait_for_file(f"ready{rank}")
+        job.process.send_signal(signal.SIGINT)
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 130, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] saved {rank}" for rank in range(3)]
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
+    path = script(WAIT, tmp_path)
+    with launch(hosts, ssh, path) as job:
+        for rank in range(3):
+            job.wait_for_file(f"ready{rank}")
+        assert len(remote_pids(path)) == 3
+        job.process.kill()
+        job.finish()
+        wait_until(lambda: not remote_pids(path), "the end of the ranks")
+
+
+def test_a_missing_program_and_a_typo_are_told(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
+    with launch(hosts, ssh, str(tmp_path / "trian.py")) as job:
+        done = job.finish()
+    assert done.returncode == 127
+    assert f"multiring: on {hosts.name(1)}: there is no script {tmp_path / 'trian.py'} in " in done.stderr
+    with launch(hosts, ssh, script("import multiring\nmultiring.init().allreduse(1)\n", tmp_path)) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 1
+    assert "has no attribute 'allreduse'" in done.stderr
+
+
+def test_a_host_that_ssh_cannot_reach_is_told(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
+    if not ssh.startswith("ssh"):
+        pytest.skip("about ssh itself")
+    places = f"{hosts.address(0)}:1,10.93.0.77:1"
+    run = [sys.executable, "-m", "multiring", "run", "-H", places, "--ssh", f"{ssh} -o ConnectTimeout=2"]
+    began = time.monotonic()
+    with Job(lambda root: hosts.command(0, [*run, script(WAIT, tmp_path)])) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 255
+    assert "multiring: rank 1 (on 10.93.0.77) failed with exit code 255" in done.stderr
+    assert "ssh: connect to host 10.93.0.77" in done.stderr
+    assert time.monotonic() - began < 30

@@ -1,0 +1,91 @@
+"""Which hosts ranks are put on: -H, hostfiles, slots."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from multiring import cli
+from multiring.errors import UsageError
+from multiring.launcher.hosts import HostSlots, Seat, address_towards, parse_hostfile, parse_hosts, seats
+
+HERE = socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a:4,b:2", [("a", 4), ("b", 2)]),
+        ("a, b", [("a", 1), ("b", 1)]),
+        ("a:1,b:2,a:3", [("a", 4), ("b", 2)]),
+        ("user@a:2", [("user@a", 2)]),
+        ("10.0.0.1:2,[fe80::1]:3", [("10.0.0.1", 2), ("fe80::1", 3)]),
+        (f"localhost:2,{HERE}:3,127.0.0.1,a:1", [("", 6), ("a", 1)]),
+    ],
+)
+def test_hosts_are_read_and_this_one_is_known_by_any_name(text: str, expected: list[tuple[str, int]]) -> None:
+    assert parse_hosts(text) == [HostSlots(*host) for host in expected]
+
+
+@pytest.mark.parametrize("text", ["", "a,,b", "a:0", "a:x", "a:", ":4", "a:4:5", "-oProxyCommand=x", "a b"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="-H "):
+        parse_hosts(text)
+
+
+def test_hostfiles_of_open_mpi_and_of_mpich_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# ours\nnode0 slots=4 max_slots=8\nnode1:2  # small\n\nnode2\nnode0 slots = 1\n")
+    assert parse_hostfile(path) == [HostSlots("node0", 5), HostSlots("node1", 2), HostSlots("node2", 1)]
+    path.write_text("node0 slots=4\nnode1 four\n")
+    with pytest.raises(UsageError, match=r"hosts, line 2: 'node1 four' is no host: give host, host:4"):
+        parse_hostfile(path)
+    path.write_text("# nobody\n")
+    with pytest.raises(UsageError, match="names no host"):
+        parse_hostfile(path)
+    with pytest.raises(UsageError, match="--hostfile .*missing"):
+        parse_hostfile(tmp_path / "missing")
+
+
+def test_the_first_host_is_filled_first() -> None:
+    hosts = [HostSlots("", 2), HostSlots("b", 3), HostSlots("c", 1)]
+    places = [Seat("", 0, 2, 0, 2), Seat("", 1, 2, 0, 2), Seat("b", 0, 1, 1, 2)]
+    assert seats(hosts, 3) == places
+    assert [seat.host for seat in seats(hosts, None)] == ["", "", "b", "b", "b", "c"]
+    with pytest.raises(UsageError, match="-np 7 needs more slots than the 6 that the hosts have"):
+        seats(hosts, 7)
+
+
+def test_the_address_is_one_of_the_way_to_the_host() -> None:
+    assert address_towards("somebody@127.0.0.1") == "127.0.0.1"
+    with pytest.raises(UsageError, match=r"cannot be reached .* --address"):
+        address_towards("no-such-host.invalid")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.py"], "say how many ranks to start, as in: multiring run -np 2 train.py"),
+        (["-H", "a:0", "train.py"], "'a:0' has no slots; leave the host out"),
+        (["-np", "3", "-H", "a:2", "train.py"], "-np 3 needs more slots than the 2"),
+        (["-H", "a", "--hostfile", "b", "train.py"], "not allowed with argument"),
+        (["-H", "a:2"], "name the program that the ranks run"),
+    ],
+)
+def test_wrong_options_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main(["run", *words])
+    except SystemExit as error:
+        code = int(error.code or 0)
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ssh_that_is_not_there_is_told(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["run", "-H", "127.0.0.2:2", "--ssh", str(tmp_path / "ssh"), "train.py"]
+    assert cli.main(words) == 127
+    assert (
+        f"rank 0 cannot be started: No such file or directory: {tmp_path / 'ssh'}" in capfd.readouterr().err
+    )
