@@ -116,6 +116,7 @@ void ClusterAllreduce::stage(std::size_t index) {
 void ClusterAllreduce::publish(std::size_t index) {
   const Flight& landed = flight(index);
   const RankSchedule& schedule = *landed.schedule;
+  if (schedule.share.empty()) return;
   std::memcpy(hierarchy_.staging(place_) + segment_bytes_, landed.memory + schedule.result,
               schedule.share.size() * element_);
 }
@@ -159,16 +160,17 @@ void ClusterAllreduce::take(std::size_t index) {
 void ClusterAllreduce::post(Flight& current, std::size_t round) {
   const RankSchedule::Round& messages = current.schedule->rounds[round];
   current.tickets.clear();
-  current.receives_from.clear();
+  current.peers.clear();
   for (const RankSchedule::Message& message : messages.receives) {
     const auto [offset, size] = message.parts[0];
     current.tickets.push_back(hierarchy_.post_receive(message.peer, {current.memory + offset, size}));
-    current.receives_from.push_back(message.peer);
+    current.peers.push_back(message.peer);
   }
   for (const RankSchedule::Message& message : messages.sends) {
     spans_.clear();
     for (const auto [offset, size] : message.parts) spans_.push_back({current.memory + offset, size});
     current.tickets.push_back(hierarchy_.post_send(message.peer, spans_));
+    current.peers.push_back(message.peer);
   }
 }
 
@@ -192,8 +194,8 @@ void ClusterAllreduce::check(const WaitResult& result, const Flight* current) co
   if (result.ok()) return;
   int late = result.peer;
   if (current != nullptr && result.outcome == WaitResult::Outcome::kTimeout)
-    for (std::size_t index = current->receives_from.size(); index-- > 0;)
-      if (!hierarchy_.done(current->tickets[index])) late = current->receives_from[index];
+    for (std::size_t index = current->tickets.size(); index-- > 0;)
+      if (!hierarchy_.done(current->tickets[index])) late = current->peers[index];
   exchange_.throw_on_the_way(call_, result, late);
 }
 

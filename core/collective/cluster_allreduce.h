@@ -44,7 +44,7 @@ class ClusterAllreduce {
     const RankSchedule* schedule = nullptr;
     std::byte* memory = nullptr;
     std::vector<Hierarchy::Ticket> tickets;
-    std::vector<int> receives_from;  ///< of the first tickets, which are receives
+    std::vector<int> peers;  ///< of each ticket; receives come first
   };
   // Turns that messages have to arrive before they are waited for: while those of one segment are waited
   // for, those of the next are on the wire.

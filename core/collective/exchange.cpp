@@ -127,12 +127,13 @@ void Exchange::throw_on_the_way(const Call& call, const WaitResult& result, int 
   const std::string late = peer < 0 ? "other ranks"
                                     : "rank " + std::to_string(peer) + " on " + transport_.host(peer) +
                                           " (process " + std::to_string(transport_.process_id(peer)) + ")";
-  throw Error(ErrorKind::kTimeout,
-              where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + ", at last for " +
-                  late +
-                  ". All ranks are in this operation: that process is stopped, or the network between has "
-                  "stalled. MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
-              context(call, peer));
+  throw Error(
+      ErrorKind::kTimeout,
+      where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + ", at last for " + late +
+          ". All ranks are in this operation: one of them is stopped, which may be another one that "
+          "this one waits for, or the network has stalled; `ps -o pid,stat,cmd` shows a stopped process "
+          "as T. MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
+      context(call, peer));
 }
 
 std::vector<int> Exchange::missing() const {

@@ -88,16 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="time for each contender and size; a few iterations are made even if they take longer [0.5]",
     )
-    parser.add_argument(
-        "--emulate",
-        metavar="HOSTSxRANKS",
-        help="on so many emulated hosts of so many ranks each, as 2x4; needs root",
-    )
-    parser.add_argument(
-        "--rate",
-        metavar="RATE",
-        help="of an emulated host's link, or of each of its links, as 500mbit,500mbit [1gbit]",
-    )
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> Report:

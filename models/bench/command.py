@@ -155,7 +155,7 @@ def _parse(name: str, benchmark: Benchmark, words: list[str]) -> argparse.Namesp
         allow_abbrev=False,
     )
     _add_shared_arguments(parser)
-    parser.set_defaults(peers=[], emulate=None, rate=None, shown_as=shlex.join([*prog.split(), *words]))
+    parser.set_defaults(peers=[], shown_as=shlex.join([*prog.split(), *words]))
     benchmark.add_arguments(parser)
     options = parser.parse_args(words)
     try:
@@ -201,6 +201,16 @@ def _add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the results into a picture")
+    parser.add_argument(
+        "--emulate",
+        metavar="HOSTSxRANKS",
+        help="on so many emulated hosts of so many ranks each, as 2x4; needs root",
+    )
+    parser.add_argument(
+        "--rate",
+        metavar="RATE",
+        help="of an emulated host's link, or of each of its links, as 500mbit,500mbit [1gbit]",
+    )
     # What the process that starts the ranks tells them about itself.
     parser.add_argument("--shown-as", help=argparse.SUPPRESS)
     parser.add_argument("--progress-terminal", help=argparse.SUPPRESS)

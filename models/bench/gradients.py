@@ -106,6 +106,8 @@ def run(comm: Communicator, args: argparse.Namespace) -> Outcome:
         from multiring.models.bench import torch_gradients
 
         return torch_gradients.run(comm, args)
+    if args.emulation is not None:
+        raise UsageError("--emulate measures Torch beside DistributedDataParallel: leave --framework out")
     framework = find_framework(args.framework)
     module = f"multiring.models.bench.gradients_{framework.name}"
     framework.set_threads(1)

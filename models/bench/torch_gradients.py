@@ -50,7 +50,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> GradientsReport:
     torch.set_num_threads(1)
     kinds = list(KINDS)
     gloo = Gloo(comm)
-    meeting = Meeting(comm, args.cores)
+    meeting = Meeting(comm, args.cores, emulated=args.emulation is not None)
     shapes = gradient_shapes()
     memory = [_memory(comm, kind, lambda: GradientsOnly(shapes)) for kind in kinds]
     gradients = _times(comm, meeting, kinds, lambda: GradientsOnly(shapes), args.steps, 1)

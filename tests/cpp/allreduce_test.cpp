@@ -179,5 +179,30 @@ INSTANTIATE_TEST_SUITE_P(Groups, DefaultStaging,
                          ::testing::ValuesIn(testing::group_cases({1, 2, 7}, {testing::kDefaultStaging})),
                          [](const auto& info) { return testing::case_name(info.param); });
 
+// Hosts of few and of many ranks, and staging memory that holds hardly anything, or no whole number of lines.
+class AcrossHosts : public AllreduceTest {};
+
+TEST_P(AcrossHosts, EveryPlanHasTheSameBits) {
+  std::vector<ReduceProblem> problems;
+  for (const std::size_t count : {1, 40, 2000, 40001}) {
+    problems.push_back(make_problem(DType::kFloat32, {ReduceOp::kSum}, count, size()));
+    problems.push_back(make_problem(DType::kFloat16, {ReduceOp::kAverage, 0.3, 1.7}, count, size()));
+    problems.push_back(make_problem(DType::kInt8, {ReduceOp::kSum, 0.5, 2.0}, count, size()));
+  }
+  expect_all_right(problems);
+}
+
+std::vector<GroupCase> many_hosts() {
+  std::vector<GroupCase> cases;
+  for (const int hosts : {2, 3, 4})
+    for (const std::size_t staging : {1024, 4097})
+      cases.push_back({testing::TransportKind::kCluster, hosts == 3 ? 7 : 4, staging, false, hosts});
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(Groups, AcrossHosts, ::testing::ValuesIn(many_hosts()), [](const auto& info) {
+  return testing::case_name(info.param) + "_hosts" + std::to_string(info.param.hosts);
+});
+
 }  // namespace
 }  // namespace multiring

@@ -172,8 +172,14 @@ TEST(PlanSchedule, EveryDtypeAndReduction) {
       for (const DType dtype : testing::kAllDTypes)
         for (const ReduceOp op : testing::kAllReduceOps) {
           if (dtype == DType::kBool && op == ReduceOp::kAverage) continue;
-          const ReduceProblem problem = make_problem(dtype, {op}, 2500, cluster.size());
-          for (const Mode& mode : across_hosts(cluster)) expect_right(cluster, mode, problem);
+          for (const double factor : {1.0, 0.7}) {
+            if (dtype == DType::kBool && factor != 1.0) continue;
+            const Reduction reduction{op, factor, 2 * factor};
+            const Reduction plain{op};
+            const ReduceProblem problem =
+                make_problem(dtype, factor == 1.0 ? plain : reduction, 2500, cluster.size());
+            for (const Mode& mode : across_hosts(cluster)) expect_right(cluster, mode, problem);
+          }
         }
     }
   }

@@ -248,6 +248,30 @@ TEST(LinkBalance, EveryByteIsInOneStripe) {
   }
 }
 
+TEST(LinkBalance, EveryByteIsInOneStripeWhateverTheBacklogs) {
+  std::vector<StripeRange> ranges;
+  std::vector<std::size_t> backlogs(5, 0);
+  std::size_t random = 1;
+  for (const std::size_t whole_below : {0, 4096}) {
+    LinkBalance balance(backlogs.size(), whole_below);
+    for (int message = 0; message < 10000; ++message) {
+      random = random * 6364136223846793005ULL + 1442695040888963407ULL;
+      const std::size_t bytes = (random >> 33) % (message % 3 == 0 ? 100 : 3'000'000);
+      for (std::size_t link = 0; link < backlogs.size(); ++link)
+        backlogs[link] = (random >> (20 + 3 * link)) % (link % 2 == 0 ? 10 : 2'000'000);
+      balance.divide(bytes, backlogs, ranges);
+      ASSERT_FALSE(ranges.empty());
+      std::size_t end = 0;
+      for (const StripeRange& range : ranges) {
+        ASSERT_EQ(range.offset, end);
+        ASSERT_TRUE(range.bytes > 0 || bytes == 0);
+        end += range.bytes;
+      }
+      ASSERT_EQ(end, bytes);
+    }
+  }
+}
+
 TEST(LinkBalance, SharesFollowTheWeights) {
   std::vector<StripeRange> ranges;
   LinkBalance balance = balance_of({1000, 250}, 4096);

@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,14 @@ import numpy as np
 import pytest
 
 import multiring
-from multiring import AbortedError, Communicator, PeerLostError, UsageError
+from multiring import (
+    AbortedError,
+    Communicator,
+    MultiringError,
+    PeerLostError,
+    TimeoutError,
+    UsageError,
+)
 from tests.faults.operations import OPERATIONS
 from tests.faults.test_kill import waiting
 from tests.nursery import Nursery, note
@@ -164,6 +172,41 @@ def test_a_rank_that_is_killed_while_it_waits(nursery: Nursery, name: str) -> No
         assert "lost rank 1 on" in str(outcome.error)
         assert outcome.ended is not None
         assert outcome.ended - outcomes[1].notes["killed"] < SECONDS
+
+
+def end_in_the_middle(rank: int, number: int) -> None:
+    """Rank 3 gets a signal while all are in large allreduces, and so most likely within a plan."""
+    pretend_hosts()
+    comm = multiring.init()
+    victim = comm.allgather_object(os.getpid())[3]
+    data = np.ones(2_000_000, np.float32)
+    comm.barrier()
+    if comm.rank == 3:
+        threading.Timer(0.3, os.kill, (victim, number)).start()
+    try:
+        while True:
+            comm.allreduce(data, timeout=2)
+    except MultiringError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)  # it could not end by itself
+        raise
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "told"),
+    [
+        (signal.SIGKILL, PeerLostError, "lost rank 3 on "),
+        # Who it is, is known to those only who wait for it themselves.
+        (signal.SIGSTOP, TimeoutError, "one of them is stopped, which may be another one"),
+    ],
+)
+def test_a_rank_that_ends_or_stops_within_a_plan(
+    nursery: Nursery, number: int, kind: type[Exception], told: str
+) -> None:
+    outcomes = nursery.run(4, end_in_the_middle, number, init=False, env={HOSTS: "2"})
+    for outcome in outcomes[:3]:
+        assert isinstance(outcome.error, kind), outcome.trace or outcome
+        assert told in str(outcome.error)
 
 
 def abort_elsewhere(comm: Communicator) -> str:

@@ -1,7 +1,6 @@
 #include "transport/cluster/cluster_hierarchy.h"
 
 namespace multiring {
-
 WaitResult ClusterHierarchy::meet(const Waiting& waiting) {
   ++round_;
   host_->arrive(round_, 0);
@@ -10,7 +9,7 @@ WaitResult ClusterHierarchy::meet(const Waiting& waiting) {
   if (result.outcome == WaitResult::Outcome::kTimeout)
     for (std::size_t place = host_ranks_.size(); place-- > 0;)
       if (host_->arrived(static_cast<int>(place)) < round_) result.peer = host_ranks_[place];
-  if (result.peer >= 0 && result.outcome == WaitResult::Outcome::kPeerLost)
+  if (result.outcome == WaitResult::Outcome::kPeerLost && result.peer >= 0)
     result.peer = host_ranks_[static_cast<std::size_t>(result.peer)];
   return result;
 }

@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "transport/hierarchy.h"
@@ -42,7 +43,9 @@ class ClusterHierarchy final : public Hierarchy {
   bool done(Ticket ticket) const override { return network_->done(ticket); }
   void give_up(std::span<const Ticket> tickets) override { network_->give_up(tickets); }
 
-  // As those of Transport, from any thread.
+  // As those of Transport and Network, from any thread.
+  void abort(ErrorKind kind, const std::string& message) { network_->abort(kind, message); }
+  bool aborted(AbortRecord* record) const { return network_->aborted(record); }
   void leave();
   void abandon();
   void wake();

@@ -191,7 +191,9 @@ void ClusterTransport::hear() const {
   mirror_->look();
   mail_->look();
   AbortRecord record;
-  if (mirror_->network().aborted(&record) || mail_->network().aborted(&record)) publish_abort(record);
+  if (mirror_->network().aborted(&record) || mail_->network().aborted(&record) ||
+      (hierarchy_ != nullptr && hierarchy_->aborted(&record)))
+    publish_abort(record);
 }
 
 void ClusterTransport::mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) {
@@ -236,12 +238,14 @@ WaitResult ClusterTransport::await_sent(int destination, const Waiting& waiting)
 
 std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(const Waiting& waiting) {
   constexpr std::uint64_t kTag = ~std::uint64_t{0};  // no subgroup of the user's has it
-  constexpr std::size_t kStagingFactor = 4;          // messages go by pieces of it, which should not be small
+  // Messages go by pieces of it, which should not be small; beyond the second cache nothing is gained.
+  constexpr std::size_t kStagingFactor = 4;
+  constexpr std::size_t kMostStaging = std::size_t{2} << 20;
   std::vector<int> here;
   for (int each = 0; each < size(); ++each)
     if (!is_elsewhere(each)) here.push_back(each);
   SharedTransportOptions shared = options();
-  shared.staging_bytes *= kStagingFactor;
+  shared.staging_bytes = std::min(shared.staging_bytes * kStagingFactor, kMostStaging);
   auto host =
       std::make_shared<SharedTransport>(link(), world_ranks(here), subgroup_tag(kTag), shared, waiting);
   auto network = context_->make_network(rank(), size(), 1, network_name() + "-plans");
@@ -277,6 +281,7 @@ void ClusterTransport::abort(ErrorKind kind, const std::string& message) {
   SharedTransport::abort(kind, message);
   mirror_->network().abort(kind, message);
   mail_->network().abort(kind, message);
+  hierarchy_->abort(kind, message);
 }
 
 bool ClusterTransport::aborted(AbortRecord* record) const {

@@ -55,11 +55,13 @@ struct GroupCase {
   int size;
   std::size_t staging_bytes;
   bool roomy =
-      false;  ///< inproc only: a core for each rank, which changes what is small (Transport::crowded)
+      false;      ///< inproc only: a core for each rank, which changes what is small (Transport::crowded)
+  int hosts = 2;  ///< cluster only
 
   GroupOptions options() const {
     GroupOptions options(transport, size, staging_bytes);
     options.cores = roomy ? size : 1;
+    options.hosts = hosts;
     return options;
   }
 };
