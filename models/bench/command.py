@@ -129,6 +129,8 @@ def main(args: argparse.Namespace) -> int:
             return emulated_start.start(options.emulation, arguments, mpi=mpi)
         ranks = DEFAULT_RANKS if options.ranks is None else options.ranks
         return launch.start(arguments, ranks, mpi=mpi)
+    if options.emulation is not None and emulated_start.HOSTS not in os.environ:
+        raise UsageError(f"--emulate starts its own ranks: leave {place.launcher} out")
     options.launcher = place.launcher
     return _run_rank(name, benchmark, options, place)
 

@@ -20,12 +20,12 @@ from multiring.launcher.rank_starter import JobOptions
 from multiring.models.bench import launch
 from multiring.models.bench.emulated_hosts import EmulatedHosts, command_in, why_not
 
-__all__ = ["Emulation", "bytes_per_second", "rank_environment", "start"]
+__all__ = ["HOSTS", "Emulation", "bytes_per_second", "rank_environment", "start"]
 
 MODULE = "multiring.models.bench.emulated_start"
 _STORE_PORT = 29400
 # Process ids, one in each host. Not MULTIRING_..., which would be settings.
-_HOSTS = "EMULATED_HOSTS"
+HOSTS = "EMULATED_HOSTS"
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -106,7 +106,7 @@ def start(emulation: Emulation, arguments: Sequence[str], *, mpi: bool) -> int:
         )
     with EmulatedHosts(emulation.hosts, emulation.rates) as hosts:
         environ = {
-            _HOSTS: ",".join(map(str, hosts.process_ids)),
+            HOSTS: ",".join(map(str, hosts.process_ids)),
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
@@ -165,7 +165,7 @@ def main(words: Sequence[str]) -> None:
     else:
         host = int(where.rpartition(".")[2]) - 1
         command = ["sh", "-c", " ".join(rest)]  # as ssh does
-    inside = command_in(int(environ[_HOSTS].split(",")[host]), command)
+    inside = command_in(int(environ[HOSTS].split(",")[host]), command)
     os.execvpe(inside[0], inside, environ)
 
 

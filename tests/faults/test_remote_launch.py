@@ -121,8 +121,12 @@ def serve_ssh(hosts: EmulatedHosts, sshd: str, directory: Path, daemons: ExitSta
 
 
 def launch(hosts: EmulatedHosts, ssh: str, *words: str) -> Job:
-    """The launcher on the first host; the ranks on both, by ssh."""
+    """The launcher and two ranks on the first host, one rank on the second by ssh."""
     places = ",".join(f"{hosts.address(host)}:{2 - host}" for host in range(2))
+    return launch_on(places, hosts, ssh, *words)
+
+
+def launch_on(places: str, hosts: EmulatedHosts, ssh: str, *words: str) -> Job:
     run = [sys.executable, "-m", "multiring", "run", "-H", places, "--ssh", ssh, *words]
     index = run.index("--ssh")
     return Job(
@@ -189,6 +193,22 @@ def test_ctrl_c_reaches_all_ranks(hosts: EmulatedHosts, ssh: str, tmp_path: Path
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] saved {rank}" for rank in range(3)]
 
 
+def test_a_second_ctrl_c_kills_ranks_everywhere(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
+    deaf = WAIT.replace("signal.signal(signal.SIGINT, end)", "signal.signal(signal.SIGINT, signal.SIG_IGN)")
+    path = script(deaf, tmp_path)
+    with launch(hosts, ssh, path) as job:
+        for rank in range(3):
+            job.wait_for_file(f"ready{rank}")
+        job.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)  # or the two would be taken for one
+        job.process.send_signal(signal.SIGINT)
+        done = job.finish(timeout=5)
+        assert not remote_pids(path)
+        job.assert_nothing_left()
+    assert done.returncode == 130, done.stderr
+    assert "all ranks have ended" in done.stderr
+
+
 def test_ranks_end_with_a_launcher_that_is_killed(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
     path = script(WAIT, tmp_path)
     with launch(hosts, ssh, path) as job:
@@ -200,8 +220,26 @@ def test_ranks_end_with_a_launcher_that_is_killed(hosts: EmulatedHosts, ssh: str
         wait_until(lambda: not remote_pids(path), "the end of the ranks")
 
 
+def test_what_a_rank_leaves_running_ends_with_it(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
+    """Also what holds the output, for whose end ssh would wait."""
+    helper = "import subprocess\nsubprocess.Popen(['sleep', '3600.25'], start_new_session=True)\n"
+    with launch(hosts, ssh, script(helper, tmp_path)) as job:
+        done = job.finish(timeout=20)
+        job.assert_nothing_left()
+    assert done.returncode == 0, done.stderr
+    assert not remote_pids("3600.25")
+
+
+def test_more_arguments_than_fit_are_told(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
+    with launch(hosts, ssh, script("", tmp_path), *(["x" * 100_000] * 6)) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 2
+    assert "too many for ranks on other hosts: put them into a file" in done.stderr
+
+
 def test_a_missing_program_and_a_typo_are_told(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
-    with launch(hosts, ssh, str(tmp_path / "trian.py")) as job:
+    with launch_on(hosts.address(1), hosts, ssh, str(tmp_path / "trian.py")) as job:
         done = job.finish()
     assert done.returncode == 127
     assert f"multiring: on {hosts.name(1)}: there is no script {tmp_path / 'trian.py'} in " in done.stderr

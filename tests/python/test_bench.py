@@ -409,6 +409,15 @@ def test_emulated_hosts_are_measured_and_leave_nothing(peers: str) -> None:
     assert command_lines().count(HOLDER) == holders
 
 
+def test_emulated_hosts_are_not_started_inside_ranks() -> None:
+    launcher = [sys.executable, "-m", "multiring", "run", "-np", "2", "-m", "multiring"]
+    with Job(lambda root: [*launcher, *bench("--emulate", "2x1", "--peers", "none")(root)[3:]]) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 2
+    assert "--emulate starts its own ranks: leave multiring out" in done.stderr
+
+
 def test_emulated_hosts_end_with_a_bench_that_is_killed() -> None:
     if reason := why_not():
         pytest.skip(reason)

@@ -39,6 +39,11 @@ def test_hostfiles_of_open_mpi_and_of_mpich_are_read(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# ours\nnode0 slots=4 max_slots=8\nnode1:2  # small\n\nnode2\nnode0 slots = 1\n")
     assert parse_hostfile(path) == [HostSlots("node0", 5), HostSlots("node1", 2), HostSlots("node2", 1)]
+    path.write_text("node0 max_slots=8 slots=4\n")
+    assert parse_hostfile(path) == [HostSlots("node0", 4)]
+    path.write_text("node0 slots=4 user=bob\n")
+    with pytest.raises(UsageError, match="line 1: 'node0 slots=4 user=bob' is no host"):
+        parse_hostfile(path)
     path.write_text("node0 slots=4\nnode1 four\n")
     with pytest.raises(UsageError, match=r"hosts, line 2: 'node1 four' is no host: give host, host:4"):
         parse_hostfile(path)
@@ -59,9 +64,9 @@ def test_the_first_host_is_filled_first() -> None:
 
 
 def test_the_address_is_one_of_the_way_to_the_host() -> None:
-    assert address_towards("somebody@127.0.0.1") == "127.0.0.1"
+    assert address_towards(["somebody@127.0.0.1"]) == "127.0.0.1"
     with pytest.raises(UsageError, match=r"cannot be reached .* --address"):
-        address_towards("no-such-host.invalid")
+        address_towards(["no-such-host.invalid"])
 
 
 @pytest.mark.parametrize(
@@ -71,6 +76,8 @@ def test_the_address_is_one_of_the_way_to_the_host() -> None:
         (["-H", "a:0", "train.py"], "'a:0' has no slots; leave the host out"),
         (["-np", "3", "-H", "a:2", "train.py"], "-np 3 needs more slots than the 2"),
         (["-H", "a", "--hostfile", "b", "train.py"], "not allowed with argument"),
+        (["-H", "a:2", "--ssh", "ssh -o 'x", "t.py"], "--ssh ssh -o 'x: No closing quotation"),
+        (["-H", "a:2", "--ssh", "", "t.py"], "--ssh needs a command"),
         (["-H", "a:2"], "name the program that the ranks run"),
     ],
 )

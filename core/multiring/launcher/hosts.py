@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from multiring.errors import UsageError
 
 __all__ = ["HostSlots", "Seat", "address_towards", "is_here", "parse_hostfile", "parse_hosts", "seats"]
 
-_LINE = re.compile(r"(?P<host>\S+?)(?::(?P<colon>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?(?:\s+\S+=\S+)*")
+_HOST = re.compile(r"(?P<host>[^\s:=]+)(?::(?P<slots>\d+))?")
+_KNOWN = ("slots", "max_slots", "max-slots")
 
 
 @dataclass(frozen=True)
@@ -75,15 +78,17 @@ def parse_hostfile(path: Path) -> list[HostSlots]:
 
 
 def _parse(text: str, where: str) -> HostSlots:
-    bracketed = re.fullmatch(r"\[([0-9a-fA-F:.]+)\](.*)", text)
-    rest = f"v6{bracketed[2]}" if bracketed else text
-    match = _LINE.fullmatch(rest)
-    if match is None or ":" in match["host"] or match["host"].startswith("-"):
+    name, *pairs = re.sub(r"\s*=\s*", "=", text).split() or [""]
+    bracketed = re.fullmatch(r"\[([0-9a-fA-F:.]+)\](.*)", name)
+    match = _HOST.fullmatch(f"v6{bracketed[2]}" if bracketed else name)
+    given = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    known = len(given) == len(pairs) and set(given) <= set(_KNOWN)
+    if match is None or match["host"].startswith("-") or not known:
         raise UsageError(f"{where}: {text!r} is no host: give host, host:4, [address]:4 or `host slots=4`")
-    slots = int(match["colon"] or match["slots"] or 1)
-    if slots < 1:
+    slots = match["slots"] or given.get("slots", "1")
+    if not slots.isdecimal() or int(slots) < 1:
         raise UsageError(f"{where}: {text!r} has no slots; leave the host out")
-    return HostSlots(bracketed[1] if bracketed else match["host"], slots)
+    return HostSlots(bracketed[1] if bracketed else match["host"], int(slots))
 
 
 def _merged(hosts: Sequence[HostSlots]) -> list[HostSlots]:
@@ -96,9 +101,22 @@ def _merged(hosts: Sequence[HostSlots]) -> list[HostSlots]:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name is that of the host that this process runs on."""
+    """Whether a name or an address is that of the host that this process runs on."""
     own = socket.gethostname()
-    return host in ("localhost", "127.0.0.1", "::1", own, own.partition(".")[0])
+    if host in ("localhost", own, own.partition(".")[0]):
+        return True
+    for family, kind, protocol, _, address in _look_up(host):
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind((address[0], 0, *address[2:]))
+            # Any address of the loopback network can be bound; only one is meant for us.
+            return not str(address[0]).startswith("127.") or str(address[0]) in ("127.0.0.1", "127.0.1.1")
+    return False
+
+
+def _look_up(host: str) -> list[tuple[Any, ...]]:
+    with contextlib.suppress(OSError, UnicodeError):
+        return list(socket.getaddrinfo(host.rpartition("@")[2], 9, type=socket.SOCK_DGRAM))
+    return []
 
 
 def seats(hosts: Sequence[HostSlots], ranks: int | None) -> list[Seat]:
@@ -129,20 +147,28 @@ def seats(hosts: Sequence[HostSlots], ranks: int | None) -> list[Seat]:
     ]
 
 
-def address_towards(host: str) -> str:
-    """This host's address on the way to another one; no packet is sent.
+def address_towards(hosts: Sequence[str]) -> str:
+    """This host's address on the way to the first of other hosts that leads out of it; no packet is sent.
 
     Raises:
-        UsageError: There is no way, or no such host.
+        UsageError: There is no such host, or no way to it.
     """
-    try:
-        found = socket.getaddrinfo(host.rpartition("@")[2], 9, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, target = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise UsageError(
-            f"host {host} cannot be reached from {socket.gethostname()}: {error}. If ssh knows it by another "
-            "name, say by --address where the ranks reach this host"
-        ) from error
+    loopback = ""
+    for host in hosts:
+        try:
+            found = _look_up(host)
+            if not found:
+                raise OSError("there is no such name")
+            family, kind, protocol, _, target = found[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                address = str(probe.getsockname()[0])
+        except OSError as error:
+            raise UsageError(
+                f"host {host} cannot be reached from {socket.gethostname()}: {error}. If ssh knows it by "
+                "another name, say by --address where the ranks reach this host"
+            ) from error
+        if not (address.startswith("127.") or address == "::1"):
+            return address
+        loopback = address
+    return loopback

@@ -68,7 +68,7 @@ def _store(options: JobOptions, directory: Path, secret: str) -> Iterator[str]:
     if not options.remote_hosts:
         yield directory.as_uri()
         return
-    address = options.address or address_towards(options.remote_hosts[0])
+    address = options.address or address_towards(options.remote_hosts)
     with TcpStoreServer(address, 0, bytes.fromhex(secret)) as server:
         yield f"tcp://[{address}]:{server.port}" if ":" in address else f"tcp://{address}:{server.port}"
 
@@ -151,7 +151,8 @@ class _Job:
             culprit = blame([ends[rank.rank] for rank in supervisor.failures])
             others = [ends[rank] for rank in sorted(ends)]
             host = socket.gethostname()
-            _say(failure_report(culprit, others, host=host, seconds=seconds, oom_kills=oom_kills))
+            kills = 0 if culprit.host else oom_kills  # of this host
+            _say(failure_report(culprit, others, host=host, seconds=seconds, oom_kills=kills))
             return exit_code(culprit.code or 0)
         stuck = [end for end in ends.values() if end.code is None]
         if stuck:

@@ -136,7 +136,7 @@ def main(args: argparse.Namespace) -> int:
         tag_output=args.tag_output,
         environment=dict(args.env),
         seats=seated,
-        ssh=shlex.split(args.ssh),
+        ssh=_split(args.ssh),
         python=args.remote_python,
         address=args.address,
     )
@@ -145,6 +145,16 @@ def main(args: argparse.Namespace) -> int:
     except ProgramError as error:
         print(f"multiring: {error}", file=sys.stderr)
         return error.code
+
+
+def _split(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--ssh {command}: {error}") from error
+    if not words:
+        raise UsageError("--ssh needs a command, such as 'ssh -p 2222'")
+    return words
 
 
 def _ranks(text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,8 +12,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-__all__ = ["RankProcess", "signal_name"]
+__all__ = ["PIPE_BYTES", "RankProcess", "signal_name"]
 
+PIPE_BYTES = 1 << 20  # what every user may have in a pipe
 _PR_SET_PDEATHSIG = 1
 
 
@@ -73,14 +75,18 @@ class RankProcess:
             )
         self.pid = self._process.pid
         if told is not None:
+            assert self._process.stdin is not None
+            # The launcher waits for nobody: all of it has to fit into the pipe.
+            fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+            os.set_blocking(self._process.stdin.fileno(), False)
             with contextlib.suppress(OSError):  # it has ended already, and its exit code tells why
                 self.tell(told)
 
     def tell(self, text: str) -> None:
-        """Writes to its stdin, which has to be a pipe.
+        """Writes to its stdin, which has to be a pipe; not more than `PIPE_BYTES` that are not read yet.
 
         Raises:
-            OSError: It does not read any more.
+            OSError: It does not read any more, or too slowly.
         """
         assert self._process.stdin is not None
         self._process.stdin.write(text.encode())

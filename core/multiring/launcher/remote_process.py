@@ -11,11 +11,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from multiring.launcher.process import RankProcess
+from multiring.errors import UsageError
+from multiring.launcher.process import PIPE_BYTES, RankProcess
 
 __all__ = ["SSH", "RemoteProcess"]
 
-SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
+# No terminal, which would echo what is said; a host that is gone is noticed within 15 seconds.
+SSH = (
+    "ssh -T -x -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 "
+    "-o ClearAllForwardings=yes"
+)
 _MODULE = "multiring.launcher.remote_rank"
 _MOST_SIGNALS = 64
 
@@ -38,6 +43,7 @@ class RemoteProcess(RankProcess):
 
     Raises:
         OSError: ssh cannot be started.
+        UsageError: There is more to say than a pipe holds.
     """
 
     def __init__(
@@ -54,16 +60,21 @@ class RemoteProcess(RankProcess):
     ) -> None:
         order = {
             "rank": rank,
-            "directory": str(Path.cwd()),
+            "directory": _directory(),
             "program": list(program),
             "module": module,
             "bind": bind,
             "environ": dict(environ),
         }
         command = [*ssh, host, f"exec {shlex.quote(python or sys.executable)} -m {_MODULE}"]
-        super().__init__(
-            rank, command, os.environ, cpus=None, stdin=False, piped=True, told=json.dumps(order) + "\n"
-        )
+        told = json.dumps(order) + "\n"
+        if len(told) > PIPE_BYTES // 2:
+            raise UsageError(
+                f"arguments and --env variables take {len(told)} bytes, too many for ranks on other hosts: "
+                "put them into a file"
+            )
+        super().__init__(rank, command, os.environ, cpus=None, stdin=False, piped=True, told=told)
+        self._killed = False
 
     def look(self) -> bool:
         """Whether it has ended since the last look. A shell's code for a signal is taken for one."""
@@ -86,5 +97,17 @@ class RemoteProcess(RankProcess):
         with contextlib.suppress(OSError, ValueError):
             self.tell(line + "\n")
         if number == signal.SIGKILL:
-            super().signal_group(number)  # the end of ssh is an order, too
+            # ssh ends when the rank has; one that does not listen is ended the next time.
+            if self._killed:
+                super().signal_group(number)
+            self._killed = True
         return None
+
+
+def _directory() -> str:
+    """The current directory by the name that the user gave it, which other hosts may know it by, too."""
+    named = os.environ.get("PWD", "")
+    with contextlib.suppress(OSError):
+        if os.path.isabs(named) and os.path.samefile(named, "."):
+            return named
+    return str(Path.cwd())

@@ -18,12 +18,18 @@ from typing import Any
 from multiring import machine
 from multiring.errors import MultiringError
 from multiring.launcher import binding
+from multiring.launcher.guardian import end_processes
 from multiring.launcher.process import RankProcess
 from multiring.launcher.rank_starter import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, ProgramError, command_of
 
 __all__ = ["main"]
 
 _END_SECONDS = 3.0  # from SIGTERM to SIGKILL when the launcher is gone
+_MARK = "REMOTE_RANK_MARK"  # in the environment of the rank and of what it starts
+
+
+def _mark(order: dict[str, Any]) -> str:
+    return f"{order['environ']['MULTIRING_JOB_ID']}-{order['rank']}"
 
 
 def main() -> int:
@@ -35,12 +41,16 @@ def main() -> int:
             return 1
         line += byte
     try:
-        process = _start(json.loads(line))
+        order = json.loads(line)
+        process = _start(order)
     except (ProgramError, MultiringError) as error:
         return _refuse(error, error.code if isinstance(error, ProgramError) else 2)
     except OSError as error:
         return _refuse(error, EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE)
     code = _see_through(process)
+    # What it has left: ssh would wait for those that hold its output.
+    end_processes(f"{_MARK}={_mark(order)}".encode(), {process.pid})
+    process.release()
     return 128 - code if code < 0 else code
 
 
@@ -50,8 +60,16 @@ def _refuse(error: Exception, code: int) -> int:
 
 
 def _start(order: dict[str, Any]) -> RankProcess:
-    os.chdir(order["directory"])
-    environ = {**os.environ, **order["environ"]}
+    try:
+        os.chdir(order["directory"])
+    except OSError as error:
+        raise ProgramError(
+            f"there is no directory {order['directory']}, where the job was started: {error.strerror}",
+            EXIT_NOT_EXECUTABLE,
+        ) from error
+    environ = {**os.environ, **order["environ"], _MARK: _mark(order)}
+    # `python` is the one that has multiring, as in an activated environment.
+    environ["PATH"] = f"{os.path.dirname(sys.executable)}:{environ.get('PATH', os.defpath)}"
     local_rank, local_size = int(environ["MULTIRING_LOCAL_RANK"]), int(environ["MULTIRING_LOCAL_SIZE"])
     shares = binding.shares(machine.allowed_cpus(), local_size, order["bind"])
     environ |= binding.thread_environment(machine.core_allowance(), local_size, environ)
@@ -87,8 +105,6 @@ def _see_through(process: RankProcess) -> int:
         if time.monotonic() >= until:
             process.signal_group(signal.SIGKILL)
             until = float("inf")
-    process.signal_group(signal.SIGKILL)  # what it has left in its group
-    process.release()
     assert process.code is not None
     return process.code
 

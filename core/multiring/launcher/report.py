@@ -11,6 +11,8 @@ from multiring.launcher.process import signal_name
 
 __all__ = ["RankEnd", "blame", "exit_code", "failure_report"]
 
+_SSH_FAILED = 255  # what ssh ends with if it, and not what it has started, fails
+
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "killed from outside; most often by the kernel's out-of-memory killer: look at `dmesg`, "
     "use fewer ranks or a smaller batch, or raise the memory limit",
@@ -98,6 +100,8 @@ def failure_report(
                 "or a smaller batch, or raise the memory limit"
             )
         lines += [f"  {hint}"] if hint else []
+    if culprit.host and culprit.code == _SSH_FAILED:
+        lines.append(f"  perhaps ssh itself: does `ssh -o BatchMode=yes {culprit.host} true` work?")
     if culprit.stderr:
         lines.append(f"last lines of rank {culprit.rank}'s stderr:")
         lines += [f"  | {line}" for line in culprit.stderr]
