@@ -1,4 +1,4 @@
-"""Fixtures of the tests of what goes wrong."""
+"""Fixtures of the tests about faults and about several hosts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.nursery import Nursery
+from multiring.models.bench.emulated_hosts import EmulatedHosts, why_not
 
 
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    """Forks ranks that may be killed."""
-    started = Nursery()
-    try:
-        yield started
-    finally:
-        started.close()
+@pytest.fixture
+def hosts() -> Iterator[EmulatedHosts]:
+    """Two emulated hosts; skips where there can be none."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with EmulatedHosts(2) as emulated:
+        yield emulated

@@ -8,11 +8,10 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from multiring.models.bench.emulated_hosts import EmulatedHosts, why_not
+from multiring.models.bench.emulated_hosts import EmulatedHosts
 from tests.support import REPOSITORY
 
 # After five seconds without an answer a peer is taken for lost; the kernels' probes are a second apart.
@@ -39,14 +38,6 @@ try:
 except multiring.MultiringError as error:
     print(json.dumps([type(error).__name__, str(error), time.monotonic()]), flush=True)
 """
-
-
-@pytest.fixture
-def hosts() -> Iterator[EmulatedHosts]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with EmulatedHosts(2) as emulated:
-        yield emulated
 
 
 def start(hosts: EmulatedHosts, layout: list[int], script: str) -> list[subprocess.Popen[str]]:

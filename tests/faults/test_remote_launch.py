@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from multiring.models.bench.emulated_hosts import EmulatedHosts, why_not
+from multiring.models.bench.emulated_hosts import EmulatedHosts
 from tests.support import REPOSITORY, Job, wait_until
 
 PORT = "2222"
@@ -41,14 +41,6 @@ open(f"{os.environ['TEST_DIRECTORY']}/ready{comm.rank}", "w").close()
 while True:
     time.sleep(0.1)
 """
-
-
-@pytest.fixture
-def hosts() -> Iterator[EmulatedHosts]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with EmulatedHosts(2) as emulated:
-        yield emulated
 
 
 @pytest.fixture(params=["nsenter", "sshd"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -16,12 +15,11 @@ from PIL import Image
 from multiring import cli
 from multiring.errors import UsageError
 from multiring.models.bench import allreduce, command, results, table
-from multiring.models.bench.emulated_hosts import why_not
 from multiring.models.bench.measure import Sample
 from multiring.models.bench.progress import open_progress
 from multiring.models.bench.results import Machine, Report, Row
 from multiring.models.errors import DataError
-from tests.support import Job, wait_until
+from tests.support import Job
 
 MACHINE = Machine(
     "A Processor", 4, 16 * 2**30, "Linux 6.1", "3.11.7", {"multiring": "0.1.0", "Gnu MPI": "1.2"}
@@ -356,18 +354,6 @@ def bench(*words: str) -> Callable[[Path], list[str]]:
     ]
 
 
-HOLDER = "sleep infinity"  # of the namespaces of an emulated host
-
-
-def command_lines() -> list[str]:
-    """Of all processes."""
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            lines.append(path.read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace"))
-    return lines
-
-
 def test_a_run_measures_prints_and_writes_and_leaves_nothing() -> None:
     words = ["-np", "2", "--sizes", "4,64KiB", "--peers", "gloo", "--seconds", "0.02"]
     with Job(bench(*words, "--json", "DIR/r.json", "--plot", "DIR/r.png")) as job:
@@ -387,47 +373,6 @@ def test_a_run_measures_prints_and_writes_and_leaves_nothing() -> None:
     lines = [line for line in done.stderr.splitlines() if line.startswith(("4 B: ", "64 KiB: "))]
     assert len(lines) == 2
     assert results.LIMIT in lines[0]
-
-
-@pytest.mark.parametrize("peers", ["gloo", "mpi"])
-def test_emulated_hosts_are_measured_and_leave_nothing(peers: str) -> None:
-    if reason := why_not():
-        pytest.skip(reason)
-    words = ["--emulate", "2x2", "--rate", "400mbit,400mbit", "--sizes", "64KiB", "--seconds", "0.02"]
-    holders = command_lines().count(HOLDER)
-    with Job(bench(*words, "--peers", peers, "--json", "DIR/r.json", "--format", "markdown")) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-        assert done.returncode == 0, done.stderr
-        report = Report.from_json((job.directory / "r.json").read_text())
-    assert (report.ranks, report.hosts) == (4, "2x2 --rate 400mbit,400mbit")
-    assert report.contenders == ["multiring", "Gloo" if peers == "gloo" else "Open MPI", "limit"]
-    limit = report.row("limit", 64 * 1024)
-    assert limit is not None
-    assert limit.sample.median == 64 * 1024 / 100e6  # the array once, over both links
-    assert "4 ranks of emulated hosts (2x2 --rate 400mbit,400mbit), all on" in done.stdout
-    assert command_lines().count(HOLDER) == holders
-
-
-def test_emulated_hosts_are_not_started_inside_ranks() -> None:
-    launcher = [sys.executable, "-m", "multiring", "run", "-np", "2", "-m", "multiring"]
-    with Job(lambda root: [*launcher, *bench("--emulate", "2x1", "--peers", "none")(root)[3:]]) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 2
-    assert "--emulate starts its own ranks: leave multiring out" in done.stderr
-
-
-def test_emulated_hosts_end_with_a_bench_that_is_killed() -> None:
-    if reason := why_not():
-        pytest.skip(reason)
-    holders = command_lines().count(HOLDER)
-    words = ["--emulate", "2x1", "--sizes", "64KiB", "--seconds", "60", "--peers", "none"]
-    with Job(bench(*words)) as job:
-        wait_until(lambda: command_lines().count(HOLDER) > holders, "hosts")
-        job.process.kill()
-        job.finish()
-        wait_until(lambda: command_lines().count(HOLDER) == holders, "the end of the hosts")
 
 
 def test_ranks_are_not_started_inside_ranks() -> None:
