@@ -1,4 +1,4 @@
-"""Fixtures of the tests about faults and about several hosts."""
+"""Fixtures of the tests of what goes wrong."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from collections.abc import Iterator
 import pytest
 
 from multiring.models.bench.emulated_hosts import EmulatedHosts, why_not
+from tests.nursery import Nursery
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Forks ranks that may be killed."""
+    started = Nursery()
+    try:
+        yield started
+    finally:
+        started.close()
 
 
 @pytest.fixture
