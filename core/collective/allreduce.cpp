@@ -28,10 +28,11 @@ constexpr std::size_t kCacheLine = 64;
 constexpr std::size_t kPlannedFrom = 16 * 1024;
 
 /// Two ranks send each other everything either way.
-bool planned(const Exchange& exchange, std::size_t bytes) {
+bool planned(Exchange& exchange, std::size_t bytes) {
   const Transport& transport = exchange.transport();
-  return !transport.shares_memory() && exchange.size() > 2 &&
-         bytes > std::min(kPlannedFrom, transport.staging_bytes());
+  if (transport.shares_memory()) return false;
+  if (exchange.plans().is_forced()) return bytes > 0;
+  return exchange.size() > 2 && bytes > std::min(kPlannedFrom, transport.staging_bytes());
 }
 
 /// In the round after that in which all ranks have been found to ask for the same.

@@ -23,18 +23,30 @@ Cluster PlanCache::find_cluster(const Transport& transport) {
   return cluster;
 }
 
+Plan PlanCache::plan(std::size_t count, DType dtype) const {
+  PlanOptions options;
+  options.count = count;
+  options.dtype = dtype;
+  options.mode = mode_;
+  options.channels = 1;
+  return Plan(cluster_, options);
+}
+
+void PlanCache::force_mode(Mode mode, const Transport& transport) {
+  cluster_ = find_cluster(transport);
+  mode_ = std::move(mode);
+  require_fit(mode_, cluster_);
+  plan(1, DType::kFloat32);
+}
+
 std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transport, std::size_t count,
                                                         DType dtype) {
   const Key key{count, dtype};
   if (const auto found = schedules_.find(key); found != schedules_.end()) return found->second;
   if (schedules_.size() >= kMostSchedules) schedules_.clear();
   if (cluster_.hosts.empty()) cluster_ = find_cluster(transport);
-  PlanOptions options;
-  options.count = count;
-  options.dtype = dtype;
-  options.channels = 1;
   return schedules_[key] =
-             std::make_shared<RankSchedule>(make_schedule(Plan(cluster_, options), transport.rank()));
+             std::make_shared<RankSchedule>(make_schedule(plan(count, dtype), transport.rank()));
 }
 
 std::span<std::byte> PlanCache::workspace(std::size_t bytes) {

@@ -17,6 +17,10 @@ namespace multiring {
 /// What a rank keeps of its plans from one allreduce to the next.
 class MULTIRING_API PlanCache {
  public:
+  /// All allreduces of at least one byte take plans of this mode. Raises a usage error unless it fits the
+  /// ranks and keeps the canonical order.
+  void force_mode(Mode mode, const Transport& transport);
+  bool is_forced() const { return !mode_.empty(); }
   /// Of this rank, for `count` elements. The same arguments give plans that fit on all ranks.
   std::shared_ptr<const RankSchedule> schedule(const Transport& transport, std::size_t count, DType dtype);
   /// Memory, with what was last written to it. Stays until the next call.
@@ -26,8 +30,10 @@ class MULTIRING_API PlanCache {
   using Key = std::pair<std::size_t, DType>;
 
   static Cluster find_cluster(const Transport& transport);
+  Plan plan(std::size_t count, DType dtype) const;
 
   Cluster cluster_;  // empty: not yet found
+  Mode mode_;        // empty: automatic
   std::map<Key, std::shared_ptr<const RankSchedule>> schedules_;
   std::vector<std::byte> workspace_;
 };

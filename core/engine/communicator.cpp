@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine/validate.h"
+#include "topology/dimensions.h"
 
 namespace multiring {
 namespace {
@@ -39,7 +40,9 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       transport_(std::move(transport)),
       exchange_(*transport_, options_.name),
       mail_(exchange_),
-      symmetric_(transport_->rank()) {}
+      symmetric_(transport_->rank()) {
+  if (!options_.mode.empty()) exchange_.plans().force_mode(parse_mode(options_.mode), *transport_);
+}
 
 void Communicator::run(Operation& operation, const CallOptions& options) {
   throw_if_abandoned();
@@ -272,6 +275,7 @@ std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::
   CommunicatorOptions child_options = options_;
   child_options.name =
       name() + "/" + (purpose.empty() ? std::to_string(splits_) + "." + std::to_string(color) : purpose);
+  child_options.mode.clear();  // that of other ranks
   if (adjust) adjust(child_options);
   std::function<void(double)> stalled;
   const Call call = make_call(operation.descriptor, turn.options(), stalled);

@@ -43,6 +43,9 @@ struct CommunicatorOptions {
   std::size_t fuse_below = 64 * 1024;            ///< asynchronous allreduces of fewer bytes are fused,
   std::size_t fuse_at_most = 0;                  ///< up to so many bytes; 0: what fits the staging memory
   std::function<void(const std::string&)> warn;  ///< takes warnings, from any thread
+  /// How allreduces across hosts are divided (topology/dimensions.h), the same on all ranks; empty: chosen by
+  /// size. Groups that are split off choose for themselves.
+  std::string mode;
 };
 
 /// A group of ranks that run collectives together: the engine over one transport.

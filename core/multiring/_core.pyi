@@ -344,6 +344,7 @@ class WorldOptions:
 
     host: str
     job: str
+    mode: str
     secret: bytes
     socket_directory: str
     spread: bool

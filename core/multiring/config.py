@@ -55,6 +55,7 @@ class Settings:
     stall_warning: float = 30.0
     host: str = ""
     interfaces: list[str] = field(default_factory=list)
+    mode: str = ""
 
 
 @dataclass(frozen=True)
@@ -246,6 +247,15 @@ VARIABLES: tuple[Variable, ...] = (
         "Network interfaces between hosts. Empty: all that are up.",
         False,
         _names,
+    ),
+    Variable(
+        "MULTIRING_MODE",
+        "mode",
+        "",
+        "dimensions, such as 4x8 or 4tx8d",
+        "How allreduces across hosts are divided (docs/tuning.md). Empty: chosen by their size.",
+        False,
+        str,
     ),
 )
 

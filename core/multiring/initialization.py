@@ -110,6 +110,7 @@ def _connect(place: Placement, settings: config.Settings) -> _core.Communicator:
     options.secret = place.secret or b""
     options.job = f"{place.job_id}/{_generation}"
     options.interfaces = settings.interfaces
+    options.mode = settings.mode
     if place.size == 1:
         return _core.connect(None, options)
     with ExitStack() as stack:

@@ -192,6 +192,49 @@ TEST_P(AcrossHosts, EveryPlanHasTheSameBits) {
   expect_all_right(problems);
 }
 
+TEST(ForcedModes, EveryAlgorithmHasTheSameBits) {
+  struct Case {
+    int hosts;
+    const char* mode;
+  };
+  // Two hosts have the ranks 0, 3 and 1, 2.
+  for (const Case& each : {Case{2, "2x2d"}, Case{2, "2tx2t"}, Case{2, "2tx2d"}, Case{2, "2rx2r"},
+                           Case{4, "1x4d"}, Case{4, "1x4t"}, Case{4, "1x2x2"}, Case{4, "1x2tx2d"}}) {
+    testing::GroupOptions options(testing::TransportKind::kCluster, 4, 4096);
+    options.hosts = each.hosts;
+    options.communicator.mode = each.mode;
+    RankGroup group(options);
+    std::vector<ReduceProblem> problems;
+    for (const std::size_t count : {0, 1, 37, 20001}) {
+      problems.push_back(make_problem(DType::kFloat32, {ReduceOp::kAverage}, count, 4));
+      problems.push_back(make_problem(DType::kBFloat16, {ReduceOp::kSum, 0.5, 3.0}, count, 4));
+    }
+    group.run([&](Communicator& communicator) {
+      for (const ReduceProblem& problem : problems) {
+        Bytes data = problem.inputs[static_cast<std::size_t>(communicator.rank())];
+        Operation operation = testing::allreduce_of(problem.dtype, problem.count, data.data(), data.data(),
+                                                    "x", problem.reduction);
+        communicator.run(operation, {});
+        EXPECT_TRUE(data == problem.expected) << problem.text() << ", mode " << each.mode;
+      }
+    });
+  }
+}
+
+TEST(ForcedModes, OnesThatDoNotFitAreRefused) {
+  for (const char* const mode : {"4", "2x3", "1x4", "2xx2", "2dx2"}) {
+    testing::GroupOptions options(testing::TransportKind::kCluster, 4, 4096);
+    options.communicator.mode = mode;
+    RankGroup group(options);
+    try {
+      group.run([](Communicator&) {});
+      ADD_FAILURE() << mode;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kUsage) << mode;
+    }
+  }
+}
+
 std::vector<GroupCase> many_hosts() {
   std::vector<GroupCase> cases;
   for (const int hosts : {2, 3, 4})

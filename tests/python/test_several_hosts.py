@@ -134,6 +134,36 @@ def test_memory_of_another_host_cannot_be_seen(spread: Pools) -> None:
     spread(2, 2).run(look_elsewhere)
 
 
+def in_mode(rank: int, mode: str, other: str) -> str:
+    pretend_hosts()
+    os.environ["MULTIRING_MODE"] = mode if rank % 2 == 0 else other
+    comm = multiring.init()
+    check_all(comm)
+    group = comm.split(color=comm.rank // 3)
+    assert group is not None
+    assert group.allreduce(np.ones(100_000))[0] == group.size
+    return "done"
+
+
+@pytest.mark.parametrize("mode", ["2x2", "2tx2d"])
+def test_a_mode_that_is_asked_for(nursery: Nursery, mode: str) -> None:
+    outcomes = nursery.run(4, in_mode, mode, mode, init=False, env={HOSTS: "2"})
+    assert [outcome.value for outcome in outcomes] == ["done"] * 4, outcomes
+
+
+@pytest.mark.parametrize(
+    ("mode", "other", "told"),
+    [
+        ("2x3", "2x3", "mode 2x3 is for 6 ranks, but there are"),
+        ("2x2", "2x2d", "rank 1 has MULTIRING_MODE='2x2d', rank 0 '2x2'"),
+    ],
+)
+def test_modes_that_do_not_fit(nursery: Nursery, mode: str, other: str, told: str) -> None:
+    outcomes = nursery.run(4, in_mode, mode, other, init=False, env={HOSTS: "2"})
+    assert all(isinstance(outcome.error, UsageError) for outcome in outcomes), outcomes
+    assert told in str(outcomes[0].error)
+
+
 def die_before(rank: int, name: str) -> Any:
     pretend_hosts()
     comm = multiring.init()

@@ -72,6 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="address of this host that ranks on others reach [that of the way to the first]",
     )
     parser.add_argument(
+        "--mode",
+        metavar="M",
+        help="how allreduces across hosts are divided, as 4x8 or 4tx8d [chosen by their size]",
+    )
+    parser.add_argument(
         "--bind",
         choices=("core", "none"),
         help="core: give each rank an equal share of the processors; none: leave that to the kernel "
@@ -134,7 +139,7 @@ def main(args: argparse.Namespace) -> int:
         timeout=args.timeout,
         output_dir=args.output_dir,
         tag_output=args.tag_output,
-        environment=dict(args.env),
+        environment={**dict(args.env), **({"MULTIRING_MODE": args.mode} if args.mode else {})},
         seats=seated,
         ssh=_split(args.ssh),
         python=args.remote_python,

@@ -24,6 +24,7 @@ struct WorldAddress {
   std::string secret;
   std::string job;
   std::vector<std::string> interfaces;  ///< see TcpOptions
+  std::string mode;                     ///< see CommunicatorOptions; compared with the others'
   SharedTransportOptions transport;
 };
 
