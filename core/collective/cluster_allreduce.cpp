@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::size_t kCacheLine = 64;
 
-// Fewer bytes are not worth the messages of another segment.
+// Fewer bytes should not be worth the messages of another segment. Estimated, as is the number below.
 constexpr std::size_t kLeastSegment = 128 * 1024;
 // With so many segments most of the time several are on their way.
 constexpr std::size_t kSegments = 4;

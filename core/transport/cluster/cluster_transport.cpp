@@ -238,7 +238,7 @@ WaitResult ClusterTransport::await_sent(int destination, const Waiting& waiting)
 
 std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(const Waiting& waiting) {
   constexpr std::uint64_t kTag = ~std::uint64_t{0};  // no subgroup of the user's has it
-  // Messages go by pieces of it, which should not be small; beyond the second cache nothing is gained.
+  // Messages go by pieces of it, which should not be small; a large setting is for other things.
   constexpr std::size_t kStagingFactor = 4;
   constexpr std::size_t kMostStaging = std::size_t{2} << 20;
   std::vector<int> here;
