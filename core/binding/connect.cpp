@@ -6,6 +6,7 @@
 #include "binding/communicator.h"
 #include "binding/interrupt.h"
 #include "binding/store.h"
+#include "transport/tcp/address.h"
 #include "transport/world/connect_world.h"
 
 namespace py = pybind11;
@@ -26,6 +27,7 @@ struct WorldOptions {
   std::size_t staging_bytes = SharedTransportOptions{}.staging_bytes;
   double spin_microseconds = -1.0;
   std::string mode;
+  std::shared_ptr<MpiSession> mpi;
   double timeout = CommunicatorOptions{}.timeout;
   double stall_warning = CommunicatorOptions{}.stall_warning;
   py::object warn = py::none();
@@ -48,6 +50,24 @@ std::function<void(const std::string&)> warner(const py::object& callable) {
   };
 }
 
+std::shared_ptr<MpiSession> open_session(const std::string& bridge, std::uintptr_t communicator) {
+  const py::gil_scoped_release release;
+  return MpiSession::load(bridge, reinterpret_cast<const void*>(communicator));
+}
+
+py::bytes broadcast(MpiSession& session, const py::bytes& bytes, int root, double timeout) {
+  const std::string value = bytes;
+  std::string received;
+  {
+    const py::gil_scoped_release release;
+    Waiting waiting;
+    waiting.deadline = Deadline::after(timeout);
+    waiting.interrupt = &check_signals();
+    received = session.broadcast(value, root, waiting);
+  }
+  return received;
+}
+
 std::shared_ptr<Communicator> connect(const py::object& store, const WorldOptions& options) {
   // Kept by the transport of several hosts, which lets go of it wherever it is let go of itself.
   const std::shared_ptr<Store> rendezvous(new PyStore(store), [](Store* held) {
@@ -66,6 +86,7 @@ std::shared_ptr<Communicator> connect(const py::object& store, const WorldOption
   address.transport.staging_bytes = options.staging_bytes;
   address.transport.spin_microseconds = options.spin_microseconds;
   address.mode = options.mode;
+  address.mpi = options.mpi;
   CommunicatorOptions communicator;
   communicator.mode = options.mode;
   communicator.timeout = options.timeout;
@@ -81,6 +102,17 @@ std::shared_ptr<Communicator> connect(const py::object& store, const WorldOption
 }  // namespace
 
 void bind_connect(py::module_& module) {
+  py::class_<MpiSession, std::shared_ptr<MpiSession>>(
+      module, "MpiSession", "An MPI library, and a communicator of its own among the ranks of a job.")
+      .def(py::init(&open_session), py::arg("bridge"), py::arg("communicator") = 0,
+           "Loads a bridge and duplicates the MPI_Comm at an address (0: all ranks). Collective.")
+      .def_property_readonly("rank", &MpiSession::rank)
+      .def_property_readonly("size", &MpiSession::size)
+      .def_property_readonly("library", &MpiSession::library)
+      .def("broadcast", &broadcast, py::arg("value"), py::arg("root"), py::arg("timeout"),
+           "What `root` has, at most 4096 bytes, on all ranks. Collective.")
+      .def("finalize", &MpiSession::finalize, py::call_guard<py::gil_scoped_release>(),
+           "Ends MPI if this session has initialised it. Collective.");
   py::class_<WorldOptions>(module, "WorldOptions", "Who this rank is, and how its communicator behaves.")
       .def(py::init<>())
       .def_readwrite("rank", &WorldOptions::rank)
@@ -96,9 +128,24 @@ void bind_connect(py::module_& module) {
       .def_readwrite("staging_bytes", &WorldOptions::staging_bytes)
       .def_readwrite("spin_microseconds", &WorldOptions::spin_microseconds)
       .def_readwrite("mode", &WorldOptions::mode)
+      .def_readwrite("mpi", &WorldOptions::mpi)
       .def_readwrite("timeout", &WorldOptions::timeout)
       .def_readwrite("stall_warning", &WorldOptions::stall_warning)
       .def_readwrite("warn", &WorldOptions::warn);
+  module.def(
+      "mpi_library", &MpiSession::library_of, py::arg("bridge"),
+      "Name and version of the MPI library that a bridge was built with. Loads it, without initialising.");
+  module.def(
+      "own_addresses",
+      [](const std::vector<std::string>& interfaces) {
+        std::vector<std::string> texts;
+        for (const tcp::InterfaceAddress& each :
+             tcp::choose_addresses(tcp::interface_addresses(), interfaces, false))
+          texts.push_back(each.address.host_text());
+        return texts;
+      },
+      py::arg("interfaces"),
+      "Addresses that other hosts reach this one by, as MULTIRING_INTERFACES chooses.");
   module.def("connect", &connect, py::arg("store"), py::arg("options"),
              "Joins the ranks through shared memory, and through TCP between hosts, and returns the world. "
              "Collective.");

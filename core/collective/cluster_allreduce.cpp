@@ -43,13 +43,15 @@ ClusterAllreduce::ClusterAllreduce(Exchange& exchange, const Call& call,
   rounds_ = full_->rounds.size();
   flights_.resize(std::min(segments_, rounds_ * kRest + 1));
   const std::size_t place = std::max(full_->bytes, last_->bytes);
-  const std::span<std::byte> memory = plans.workspace(place * flights_.size());
+  workspace_ = plans.workspace(place * flights_.size());
   for (std::size_t index = 0; index < flights_.size(); ++index)
-    flights_[index].memory = memory.data() + index * place;
+    flights_[index].memory = workspace_->data() + index * place;
 }
 
 // What has been posted and not waited for is of an operation that failed: its memory may go.
 ClusterAllreduce::~ClusterAllreduce() {
+  const bool failed = std::ranges::any_of(flights_, [](const Flight& each) { return !each.tickets.empty(); });
+  if (failed) hierarchy_.keep(workspace_);
   for (const Flight& flight : flights_)
     if (!flight.tickets.empty()) hierarchy_.give_up(flight.tickets);
 }

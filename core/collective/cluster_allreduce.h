@@ -81,6 +81,7 @@ class ClusterAllreduce {
   std::size_t rounds_ = 0;
   std::shared_ptr<const RankSchedule> full_;  // of all segments but the last
   std::shared_ptr<const RankSchedule> last_;
+  std::shared_ptr<std::vector<std::byte>> workspace_;
   std::vector<Flight> flights_;
   // Each goes through the pieces once.
   std::size_t staged_ = 0;

@@ -49,9 +49,10 @@ std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transpo
              std::make_shared<RankSchedule>(make_schedule(plan(count, dtype), transport.rank()));
 }
 
-std::span<std::byte> PlanCache::workspace(std::size_t bytes) {
-  if (workspace_.size() < bytes) workspace_ = std::vector<std::byte>(bytes);
-  return std::span(workspace_).first(bytes);
+const std::shared_ptr<std::vector<std::byte>>& PlanCache::workspace(std::size_t bytes) {
+  if (workspace_ == nullptr || workspace_->size() < bytes)
+    workspace_ = std::make_shared<std::vector<std::byte>>(bytes);
+  return workspace_;
 }
 
 }  // namespace multiring

@@ -23,8 +23,8 @@ class MULTIRING_API PlanCache {
   bool is_forced() const { return !mode_.empty(); }
   /// Of this rank, for `count` elements. The same arguments give plans that fit on all ranks.
   std::shared_ptr<const RankSchedule> schedule(const Transport& transport, std::size_t count, DType dtype);
-  /// Memory, with what was last written to it. Stays until the next call.
-  std::span<std::byte> workspace(std::size_t bytes);
+  /// Memory of at least so many bytes, with what was last written to it. The same one until it has to grow.
+  const std::shared_ptr<std::vector<std::byte>>& workspace(std::size_t bytes);
 
  private:
   using Key = std::pair<std::size_t, DType>;
@@ -35,7 +35,7 @@ class MULTIRING_API PlanCache {
   Cluster cluster_;  // empty: not yet found
   Mode mode_;        // empty: automatic
   std::map<Key, std::shared_ptr<const RankSchedule>> schedules_;
-  std::vector<std::byte> workspace_;
+  std::shared_ptr<std::vector<std::byte>> workspace_;
 };
 
 }  // namespace multiring

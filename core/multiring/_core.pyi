@@ -19,6 +19,7 @@ __all__: list[str] = [
     "Interface",
     "LinkCost",
     "LinkTraffic",
+    "MpiSession",
     "NamedQueue",
     "OpKind",
     "Operation",
@@ -38,6 +39,8 @@ __all__: list[str] = [
     "copy_streaming",
     "dtype_size",
     "fit_link",
+    "mpi_library",
+    "own_addresses",
     "plan_limit",
     "predict_plan",
     "predict_steps",
@@ -337,6 +340,34 @@ class NamedQueue:
     @property
     def size(self) -> int: ...
 
+class MpiSession:
+    """
+    An MPI library, and a communicator of its own among the ranks of a job.
+    """
+    def __init__(self, bridge: str, communicator: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
+        """
+        Loads a bridge and duplicates the MPI_Comm at an address (0: all ranks). Collective.
+        """
+    def broadcast(
+        self,
+        value: bytes,
+        root: typing.SupportsInt | typing.SupportsIndex,
+        timeout: typing.SupportsFloat | typing.SupportsIndex,
+    ) -> bytes:
+        """
+        What `root` has, at most 4096 bytes, on all ranks. Collective.
+        """
+    def finalize(self) -> None:
+        """
+        Ends MPI if this session has initialised it. Collective.
+        """
+    @property
+    def library(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
 class WorldOptions:
     """
     Who this rank is, and how its communicator behaves.
@@ -345,6 +376,7 @@ class WorldOptions:
     host: str
     job: str
     mode: str
+    mpi: MpiSession
     secret: bytes
     socket_directory: str
     spread: bool
@@ -619,6 +651,16 @@ def fit_link(
 ) -> LinkCost:
     """
     Latency and speed that explain (bytes, seconds) of messages best.
+    """
+
+def mpi_library(bridge: str) -> str:
+    """
+    Name and version of the MPI library that a bridge was built with. Loads it, without initialising.
+    """
+
+def own_addresses(interfaces: collections.abc.Sequence[str]) -> list[str]:
+    """
+    Addresses that other hosts reach this one by, as MULTIRING_INTERFACES chooses.
     """
 
 def plan_limit(plan: Plan, model: CostModel) -> float:

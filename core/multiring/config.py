@@ -37,6 +37,9 @@ class Settings:
         stall_warning: Seconds after which a wait is reported in the log; 0 means never.
         host: Name of what shares memory with this process; empty means that the kernel tells.
         interfaces: Network interfaces to use between hosts; empty means all that are up.
+        mode: How allreduces across hosts are divided; empty means that their size decides.
+        transport: "tcp" or "mpi", between hosts; empty means that the launcher decides.
+        mpi_bridge: Path of what `multiring build mpi` has made; empty means the usual one.
     """
 
     rank: int | None = None
@@ -56,6 +59,8 @@ class Settings:
     host: str = ""
     interfaces: list[str] = field(default_factory=list)
     mode: str = ""
+    transport: str = ""
+    mpi_bridge: str = ""
 
 
 @dataclass(frozen=True)
@@ -254,6 +259,24 @@ VARIABLES: tuple[Variable, ...] = (
         "",
         "dimensions, such as 4x8 or 4tx8d",
         "How allreduces across hosts are divided (docs/tuning.md). Empty: chosen by their size.",
+        False,
+        str,
+    ),
+    Variable(
+        "MULTIRING_TRANSPORT",
+        "transport",
+        "",
+        "tcp or mpi",
+        "What goes between hosts. Empty: MPI where it is built and has started the ranks, else TCP.",
+        False,
+        _choice("tcp", "mpi"),
+    ),
+    Variable(
+        "MULTIRING_MPI_BRIDGE",
+        "mpi_bridge",
+        "",
+        "path of a file",
+        "What `multiring build mpi` has made. Empty: lib/multiring/mpi_bridge.so of the Python environment.",
         False,
         str,
     ),

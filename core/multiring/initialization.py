@@ -8,8 +8,9 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
-from multiring import _core, config, launch_environment
+from multiring import _core, config, launch_environment, mpi
 from multiring.communicator import Communicator
 from multiring.errors import UsageError
 from multiring.launch_environment import Placement
@@ -47,12 +48,12 @@ _shutdown_callbacks: list[Callable[[], None]] = []
 _parent: str | None = None
 
 
-class _Generation(Store):
+class _Prefixed(Store):
     """A store seen through a prefix, so that each initialisation has keys of its own."""
 
-    def __init__(self, store: Store, number: int) -> None:
+    def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
-        self._prefix = f"generation-{number}/"
+        self._prefix = prefix
 
     def set(self, key: str, value: bytes) -> None:
         self._store.set(self._prefix + key, value)
@@ -61,16 +62,20 @@ class _Generation(Store):
         return self._store.get(self._prefix + key, timeout)
 
 
-def init() -> Communicator:
+def init(comm: Any = None) -> Communicator:
     """Joins the job that this process was launched in and returns the world, the communicator of all its
     ranks.
 
-    Rank, size and meeting point come from the launcher (`multiring run`, torchrun, mpirun, srun); without
-    one, this process is a world of size 1. Collective. Calling it again returns the same world.
+    Rank, size and meeting point come from the launcher (`multiring run`, torchrun, mpirun, srun) or from
+    `comm`; without either, this process is a world of size 1. Collective. Calling it again returns the same
+    world.
+
+    Args:
+        comm: A communicator of mpi4py, whose ranks are those of the job, in the same order.
 
     Raises:
-        UsageError: The launcher's variables or a MULTIRING_ variable are wrong, or this process is a fork of
-            one that is a rank.
+        UsageError: The launcher's variables or a MULTIRING_ variable are wrong, `comm` is no communicator or
+            not that of the world there is, or this process is a fork of one that is a rank.
         TimeoutError: Ranks are missing after MULTIRING_TIMEOUT seconds; says which.
     """
     global _world, _generation, _joining
@@ -83,11 +88,10 @@ def init() -> Communicator:
             raise UsageError(_child_cannot(_parent))
         settings = config.load()
         _configure_log(settings.log_level)
-        place = launch_environment.detect()
         _generation += 1
         _joining = True
         try:
-            core = _connect(place, settings)
+            core = _connect(comm, settings)
         finally:
             _joining = False
         _world = Communicator(core)
@@ -96,21 +100,51 @@ def init() -> Communicator:
         return _world
 
 
-def _connect(place: Placement, settings: config.Settings) -> _core.Communicator:
+def _connect(comm: Any, settings: config.Settings) -> _core.Communicator:
+    if comm is not None:
+        return _connect_mpi(mpi.join_communicator(comm, settings), settings)
+    place = launch_environment.detect()
+    if place.size > 1 and mpi.carries(settings, place.launcher, place.is_spread):
+        return _connect_mpi(mpi.join_launched(place.rank, place.size, place.launcher, settings), settings)
+    return _connect_launched(place, settings)
+
+
+def _options(rank: int, size: int, settings: config.Settings) -> _core.WorldOptions:
     options = _core.WorldOptions()
-    options.rank = place.rank
-    options.size = place.size
+    options.rank = rank
+    options.size = size
+    options.host = settings.host
+    options.interfaces = settings.interfaces
+    options.mode = settings.mode
     options.staging_bytes = settings.staging_bytes
     options.spin_microseconds = -1.0 if settings.spin_microseconds is None else settings.spin_microseconds
     options.timeout = settings.timeout
     options.stall_warning = settings.stall_warning
     options.warn = _log.warning
+    return options
+
+
+def _connect_mpi(job: mpi.MpiJob, settings: config.Settings) -> _core.Communicator:
+    options = _options(job.rank, job.size, settings)
+    options.spread = job.size > 1
+    options.secret = job.secret
+    options.job = job.job_id
+    if job.session is not None:
+        options.mpi = job.session
+    if job.size == 1:
+        return _core.connect(None, options)
+    with ExitStack() as stack:
+        store = stack.enter_context(job.open_store(settings.timeout))
+        core = _core.connect(_Prefixed(store, f"{job.job_id}/"), options)
+        _held.enter_context(stack.pop_all())
+        return core
+
+
+def _connect_launched(place: Placement, settings: config.Settings) -> _core.Communicator:
+    options = _options(place.rank, place.size, settings)
     options.spread = place.is_spread and place.size > 1
-    options.host = settings.host
     options.secret = place.secret or b""
     options.job = f"{place.job_id}/{_generation}"
-    options.interfaces = settings.interfaces
-    options.mode = settings.mode
     if place.size == 1:
         return _core.connect(None, options)
     with ExitStack() as stack:
@@ -119,7 +153,7 @@ def _connect(place: Placement, settings: config.Settings) -> _core.Communicator:
         store = stack.enter_context(open_store(place.store_url, place.secret, settings.timeout))
         if isinstance(store, FileStore) and not place.is_spread:
             options.socket_directory = str(store.directory)
-        core = _core.connect(_Generation(store, _generation), options)
+        core = _core.connect(_Prefixed(store, f"generation-{_generation}/"), options)
         if len(set(core.hosts)) > 1:  # groups that are split from it meet in the store, too
             _held.enter_context(stack.pop_all())
         return core
@@ -231,7 +265,12 @@ def _forget_in_child() -> None:
         _world = None
 
 
-atexit.register(shutdown)
+def _end() -> None:
+    shutdown()
+    mpi.finalize_at_exit()
+
+
+atexit.register(_end)
 os.register_at_fork(after_in_child=_forget_in_child)
 # What is registered last comes first before a fork, and last after it.
 os.register_at_fork(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from multiring import config
 from multiring.errors import UsageError
+from multiring.mpi import carries
 from multiring.store.file import job_directory_prefix
 
 __all__ = ["Placement", "detect"]
@@ -94,11 +95,12 @@ def _checked(place: Placement, settings: config.Settings) -> Placement:
                 f"launcher {place.launcher}: {name} {index} of {count} cannot be: are variables left over "
                 "from another job in the environment?"
             )
-    if place.is_spread and place.launcher != "multiring" and not settings.store:
+    meets = settings.store or carries(settings, place.launcher, place.is_spread)
+    if place.is_spread and place.launcher != "multiring" and not meets:
         raise UsageError(
             f"launcher {place.launcher}: the job has {place.size} ranks, {place.local_size} of them on this "
             "host, and no store where ranks of several hosts meet: set MULTIRING_STORE and MULTIRING_SECRET, "
-            "both the same on all ranks (docs/clusters.md)"
+            "both the same on all ranks, or run `multiring build mpi` if MPI starts them (docs/clusters.md)"
         )
     return place
 

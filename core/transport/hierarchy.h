@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
 #include "base/export.h"
@@ -40,6 +41,7 @@ class MULTIRING_API Hierarchy {
   virtual WaitResult wait(std::span<const Ticket> tickets, const Waiting& waiting) = 0;
   virtual bool done(Ticket ticket) const = 0;
   virtual void give_up(std::span<const Ticket> tickets) = 0;
+  virtual void keep(std::shared_ptr<const void> memory) = 0;
 };
 
 }  // namespace multiring

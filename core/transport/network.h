@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 
@@ -68,6 +69,9 @@ class MULTIRING_API Network {
   virtual void give_up(std::span<const Ticket> tickets) = 0;
   /// Moves what can be moved without waiting.
   virtual void progress() = 0;
+  /// Memory that messages lie in, for networks that may touch it even after what was given up: they keep it
+  /// as long as they may.
+  virtual void keep(std::shared_ptr<const void>) {}
 
   /// Tells of an error: the waits of this rank and of all that it is connected with, directly or through
   /// others, end with kAborted. The first error wins. Those that are still connecting with it learn of it

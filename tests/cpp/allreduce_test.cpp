@@ -240,6 +240,7 @@ std::vector<GroupCase> many_hosts() {
   for (const int hosts : {2, 3, 4})
     for (const std::size_t staging : {1024, 4097})
       cases.push_back({testing::TransportKind::kCluster, hosts == 3 ? 7 : 4, staging, false, hosts});
+  cases.push_back({testing::TransportKind::kClusterMpi, 7, 4097, false, 3});
   return cases;
 }
 

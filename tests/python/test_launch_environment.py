@@ -212,12 +212,23 @@ def test_tasks_per_node_are_read_in_slurms_notation(text: str, host: int, tasks:
         | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
     ],
 )
-def test_several_hosts_need_a_store(environ: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=r"2 of them on this host.*set MULTIRING_STORE and MULTIRING_SECRET"):
+def test_several_hosts_need_a_store_or_mpi(environ: dict[str, str], tmp_path: Path) -> None:
+    bridge = tmp_path / "mpi_bridge.so"
+    environ = environ | {"MULTIRING_MPI_BRIDGE": str(bridge)}
+    needs_store = r"2 of them on this host.*set MULTIRING_STORE and MULTIRING_SECRET"
+    with pytest.raises(UsageError, match=needs_store):
         detect(environ)
     place = detect(environ | {"MULTIRING_STORE": "tcp://node0:29400"})
     assert place.is_spread
     assert (place.size, place.local_size, place.store_url) == (4, 2, "tcp://node0:29400")
+    bridge.touch()
+    if place.launcher == "torchrun":
+        with pytest.raises(UsageError, match=needs_store):
+            detect(environ)
+    else:
+        assert detect(environ).size == 4
+        with pytest.raises(UsageError, match=needs_store):
+            detect(environ | {"MULTIRING_TRANSPORT": "tcp"})
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ class ClusterHierarchy final : public Hierarchy {
   WaitResult wait(std::span<const Ticket> tickets, const Waiting& waiting) override;
   bool done(Ticket ticket) const override { return network_->done(ticket); }
   void give_up(std::span<const Ticket> tickets) override { network_->give_up(tickets); }
+  void keep(std::shared_ptr<const void> memory) override { network_->keep(std::move(memory)); }
 
   // As those of Transport and Network, from any thread.
   void abort(ErrorKind kind, const std::string& message) { network_->abort(kind, message); }

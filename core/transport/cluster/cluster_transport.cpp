@@ -58,9 +58,15 @@ std::string ClusterTransport::network_name() const {
   return name;
 }
 
+std::unique_ptr<Network> ClusterTransport::make_network(int channels, const std::string& purpose) const {
+  auto network = context_->make_network(world_, rank(), channels, network_name() + "-" + purpose);
+  network->keep(memory());
+  return network;
+}
+
 void ClusterTransport::connect(const Waiting& waiting) {
-  auto rounds = context_->make_network(rank(), size(), 1, network_name() + "-rounds");
-  auto mail = context_->make_network(rank(), size(), RemoteMail::kChannels, network_name() + "-mail");
+  auto rounds = make_network(1, "rounds");
+  auto mail = make_network(RemoteMail::kChannels, "mail");
   std::vector<Network::Link> mail_links;
   for (const int other : remote_)
     for (int channel = 0; channel < RemoteMail::kChannels; ++channel) mail_links.push_back({other, channel});
@@ -248,7 +254,8 @@ std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(const Waiting
   shared.staging_bytes = std::min(shared.staging_bytes * kStagingFactor, kMostStaging);
   auto host =
       std::make_shared<SharedTransport>(link(), world_ranks(here), subgroup_tag(kTag), shared, waiting);
-  auto network = context_->make_network(rank(), size(), 1, network_name() + "-plans");
+  auto network = make_network(1, "plans");
+  network->keep(host->memory());
   const auto watched = [this](const Waiting& limits, const std::function<WaitResult(const Waiting&)>& wait) {
     return watch(limits, [] { return WaitResult{}; }, wait);
   };

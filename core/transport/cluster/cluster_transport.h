@@ -25,9 +25,10 @@ struct ClusterRank {
 
 /// What all transports of a process have in common.
 struct ClusterContext {
-  /// A network among some ranks, unconnected; `name` is the same on all of them and never used twice.
-  using MakeNetwork =
-      std::function<std::unique_ptr<Network>(int rank, int size, int channels, const std::string& name)>;
+  /// A network among `members` (ranks of the world, in the order of their ranks there), of which this one is
+  /// the `rank`-th, unconnected; `name` is the same on all of them and never used twice.
+  using MakeNetwork = std::function<std::unique_ptr<Network>(std::span<const int> members, int rank,
+                                                             int channels, const std::string& name)>;
 
   std::vector<ClusterRank> ranks;  ///< of the world
   int rank = 0;                    ///< this one's in the world
@@ -82,6 +83,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   /// The start of the names of this transport's networks.
   std::string network_name() const;
   void connect(const Waiting& waiting);
+  std::unique_ptr<Network> make_network(int channels, const std::string& purpose) const;
   std::unique_ptr<ClusterHierarchy> make_hierarchy(const Waiting& waiting);
   std::unique_ptr<HostMirror> make_mirror(std::unique_ptr<Network> network);
   std::unique_ptr<RemoteMail> make_mail(std::unique_ptr<Network> network);

@@ -35,7 +35,8 @@ RemoteMail::RemoteMail(std::unique_ptr<Network> network, int rank, const std::ve
     : network_(std::move(network)),
       rank_(rank),
       memory_(std::move(memory)),
-      peers_(static_cast<std::size_t>(network_->size())) {
+      peers_(std::make_shared<std::vector<Peer>>(static_cast<std::size_t>(network_->size()))) {
+  network_->keep(peers_);
   for (const int each : peers) {
     peer(each).remote = true;
     expect_header(each);
@@ -127,8 +128,8 @@ WaitResult RemoteMail::await(const std::function<bool()>& ready,
         if (!result.ok() && result.outcome != Outcome::kTimeout) return result;
         if (result.ok()) {  // used up: what it was has to be taken in by hand
           lock.lock();
-          for (std::size_t other = 0; other < peers_.size(); ++other) {
-            Peer& from = peers_[other];
+          for (std::size_t other = 0; other < peers_->size(); ++other) {
+            Peer& from = (*peers_)[other];
             if (from.incoming == ticket) from.incoming = 0;
             if (from.answering == ticket) from.answering = 0;
             std::erase(from.sends, ticket);
@@ -161,8 +162,8 @@ bool RemoteMail::arrived(Ticket ticket) {
 void RemoteMail::take_in() {
   const std::lock_guard lock(mutex_);
   if (left_) return;
-  for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
-    Peer& from = peers_[rank];
+  for (std::size_t rank = 0; rank < peers_->size(); ++rank) {
+    Peer& from = (*peers_)[rank];
     if (!from.remote) continue;
     const int other = static_cast<int>(rank);
     while (arrived(from.incoming)) take_chunk(other);

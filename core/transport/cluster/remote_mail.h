@@ -62,7 +62,7 @@ class RemoteMail {
     std::vector<Ticket> sends;
   };
 
-  Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
+  Peer& peer(int rank) { return (*peers_)[static_cast<std::size_t>(rank)]; }
   void expect_header(int source);
   void expect_answer(int destination);
   bool arrived(Ticket ticket);
@@ -80,7 +80,8 @@ class RemoteMail {
   std::atomic<int> waiting_{0};  // threads
   bool left_ = false;            // nothing may be posted
   std::mutex mutex_;
-  std::vector<Peer> peers_;
+  // Messages lie in it.
+  std::shared_ptr<std::vector<Peer>> peers_;
 };
 
 }  // namespace multiring

@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 
+#include "transport/shared/wait_point.h"
 #include "transport/transport.h"
 
 namespace multiring {
@@ -33,6 +34,12 @@ class MULTIRING_API HostLink {
                                              std::uint64_t tag, const Waiting& waiting) = 0;
   /// Whether the process of `rank` has ended. Costs a system call.
   virtual bool is_lost(int rank) = 0;
+  /// Sleeps while nobody wakes those at `point`, whose epoch was `epoch`; `seconds` at most, or for less.
+  virtual void sleep(WaitPoint& point, std::uint32_t epoch, double seconds) {
+    futex_wait(point.epoch, epoch, seconds);
+  }
+  /// Wakes all ranks that sleep at `point`.
+  virtual void wake(WaitPoint& point) { point.notify_all(); }
   /// See Transport::abandon.
   virtual void abandon() = 0;
   /// Cores that the ranks of this host may use together: more ranks than that must not spin.

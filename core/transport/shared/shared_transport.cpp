@@ -183,7 +183,11 @@ void SharedTransport::publish_arrival(int rank, std::uint64_t round) {
   if (!control_->rounds.has_sleepers()) return;
   // Only the last to arrive wakes the sleepers: one wake per rank and round, however many ranks there are. Of
   // ranks that arrive at the same time, the one whose store comes last in the total order sees all others'.
-  if (Arrivals{&state(0), size(), rank_, round}()) control_->rounds.notify_all();
+  if (Arrivals{&state(0), size(), rank_, round}()) link_->wake(control_->rounds);
+}
+
+void SharedTransport::notify(WaitPoint& point) const {
+  if (point.has_sleepers()) link_->wake(point);
 }
 
 std::uint64_t SharedTransport::arrived(int rank) const {
@@ -196,12 +200,12 @@ WaitResult SharedTransport::await_all(std::uint64_t round, const Waiting& waitin
 
 void SharedTransport::mailbox_written(int destination, std::uint64_t chunk, std::size_t) {
   mailbox(rank_, destination).written.store(chunk, std::memory_order_seq_cst);
-  state(destination).mail.notify();
+  notify(state(destination).mail);
 }
 
 void SharedTransport::mailbox_read(int source, std::uint64_t chunk) {
   mailbox(source, rank_).read.store(chunk, std::memory_order_seq_cst);
-  state(source).mail.notify();
+  notify(state(source).mail);
 }
 
 WaitResult SharedTransport::await_written(int source, std::uint64_t chunk, const Waiting& waiting) {
@@ -249,7 +253,7 @@ WaitResult SharedTransport::sleep(WaitPoint& point, const Ready& ready, const Wa
       if (ready()) return {};
       trouble = look_for_trouble(ready, waiting);
       if (trouble.ok()) {
-        futex_wait(point.epoch, epoch, std::min(tick, waiting.deadline.remaining()));
+        link_->sleep(point, epoch, std::min(tick, waiting.deadline.remaining()));
         if (ready()) return {};
       }
     }
@@ -362,8 +366,8 @@ void SharedTransport::publish_abort(const AbortRecord& record) const {
     control_->abort_message[length] = '\0';
     control_->abort_published.store(1, std::memory_order_seq_cst);
   }
-  control_->rounds.notify();
-  for (int rank = 0; rank < size(); ++rank) state(rank).mail.notify();
+  notify(control_->rounds);
+  for (int rank = 0; rank < size(); ++rank) notify(state(rank).mail);
 }
 
 bool SharedTransport::aborted(AbortRecord* record) const {
@@ -389,8 +393,8 @@ void SharedTransport::leave() {
 }
 
 void SharedTransport::wake() {
-  control_->rounds.notify();
-  for (int rank = 0; rank < size(); ++rank) state(rank).mail.notify();
+  notify(control_->rounds);
+  for (int rank = 0; rank < size(); ++rank) notify(state(rank).mail);
 }
 
 }  // namespace multiring

@@ -59,6 +59,9 @@ class MULTIRING_API SharedTransport : public Transport {
   WaitResult await_read(int destination, std::uint64_t chunk, const Waiting& waiting) override;
   WaitResult await_sent(int, const Waiting&) override { return {}; }
 
+  /// What the headers, staging memory and mailboxes lie in.
+  std::shared_ptr<const void> memory() const { return block_; }
+
   std::shared_ptr<SymmetricRegion> allocate(std::size_t bytes_per_rank, std::uint32_t id,
                                             const Waiting& waiting) override;
   std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
@@ -90,6 +93,7 @@ class MULTIRING_API SharedTransport : public Transport {
 
  private:
   RankState& state(int rank) const;
+  void notify(WaitPoint& point) const;
   template <class Ready>
   WaitResult wait(WaitPoint& point, const Ready& ready, const Waiting& waiting);
   template <class Ready>

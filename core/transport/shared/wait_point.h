@@ -8,7 +8,7 @@
 namespace multiring {
 
 /// Where ranks sleep for a condition on shared atomics. The waker changes the condition first (a seq_cst
-/// store), then calls `notify`; the sleeper counts itself in, reads the epoch, looks at the condition again
+/// store), then calls `notify_all` if there are sleepers; the sleeper counts itself in, reads the epoch, looks at the condition again
 /// and only then sleeps. In the single total order of these seq_cst operations either the sleeper sees the
 /// changed condition or the waker sees the sleeper, so no wake is lost.
 struct alignas(128) WaitPoint {
@@ -19,9 +19,6 @@ struct alignas(128) WaitPoint {
   void notify_all() {
     epoch.fetch_add(1, std::memory_order_seq_cst);
     futex_wake_all(epoch);
-  }
-  void notify() {
-    if (has_sleepers()) notify_all();
   }
 };
 

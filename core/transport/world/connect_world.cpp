@@ -10,6 +10,7 @@
 
 #include "base/host_identity.h"
 #include "transport/cluster/cluster_transport.h"
+#include "transport/mpi/mpi_network.h"
 #include "transport/shm/shm_link.h"
 #include "transport/tcp/tcp_network.h"
 
@@ -23,12 +24,14 @@ struct Card {
   std::string host;     ///< given by the user
   std::string job;      ///< as this host's launcher names it: not the same on others
   std::string mode;
+  std::string engine;  ///< "tcp" or "mpi"
   std::string name;
   std::int64_t process_id = 0;
 
   std::string text() const {
     std::string lines;
-    for (const std::string* line : {&boot, &network, &host, &job, &mode, &name}) lines += *line + "\n";
+    for (const std::string* line : {&boot, &network, &host, &job, &mode, &engine, &name})
+      lines += *line + "\n";
     return lines + std::to_string(process_id);
   }
   static Card parse(const std::string& text) {
@@ -36,7 +39,7 @@ struct Card {
     std::istringstream lines(text);
     std::string number;
     for (std::string* line :
-         {&card.boot, &card.network, &card.host, &card.job, &card.mode, &card.name, &number})
+         {&card.boot, &card.network, &card.host, &card.job, &card.mode, &card.engine, &card.name, &number})
       std::getline(lines, *line);
     card.process_id = std::strtoll(number.c_str(), nullptr, 10);
     return card;
@@ -91,17 +94,24 @@ std::string get(Store& store, const std::string& key, const WorldAddress& addres
 }
 
 std::vector<Card> exchange_cards(Store& store, const WorldAddress& address, const Waiting& waiting) {
-  const Card mine{host_identity(), network_identity(), address.host, address.job,
-                  address.mode,    host_name(),        ::getpid()};
+  const std::string engine = address.mpi != nullptr ? "mpi" : "tcp";
+  const Card mine{host_identity(), network_identity(), address.host, address.job, address.mode,
+                  engine,          host_name(),        ::getpid()};
   store.set("world/" + std::to_string(address.rank), mine.text());
   std::vector<Card> cards;
   for (int rank = 0; rank < address.size; ++rank)
     cards.push_back(Card::parse(get(store, "world/" + std::to_string(rank), address, rank, waiting)));
-  for (std::size_t rank = 0; rank < cards.size(); ++rank)
-    if (cards[rank].mode != mine.mode)
-      throw Error(ErrorKind::kUsage, "rank " + std::to_string(rank) + " has MULTIRING_MODE='" +
-                                         cards[rank].mode + "', rank " + std::to_string(address.rank) + " '" +
-                                         mine.mode + "': it has to be the same on all ranks");
+  const auto require_same = [&](std::size_t rank, const char* what, const std::string& theirs,
+                                const std::string& ours) {
+    if (theirs != ours)
+      throw Error(ErrorKind::kUsage, "rank " + std::to_string(rank) + " has " + what + "='" + theirs +
+                                         "', rank " + std::to_string(address.rank) + " '" + ours +
+                                         "': it has to be the same on all ranks");
+  };
+  for (std::size_t rank = 0; rank < cards.size(); ++rank) {
+    require_same(rank, "MULTIRING_MODE", cards[rank].mode, mine.mode);
+    require_same(rank, "MULTIRING_TRANSPORT", cards[rank].engine, mine.engine);
+  }
   return cards;
 }
 
@@ -153,8 +163,25 @@ bool any_crowded(Store& store, const WorldAddress& address, const std::vector<Cl
   return crowded;
 }
 
+ClusterContext::MakeNetwork network_maker(const std::shared_ptr<MpiSession>& session,
+                                          const std::vector<Card>& cards) {
+  std::vector<std::string> names;
+  for (const Card& card : cards) names.push_back(card.name);
+  return [session, names, job = cards.front().job](std::span<const int> members, int rank, int channels,
+                                                   const std::string& name) {
+    MpiOptions options;
+    options.rank = rank;
+    options.members.assign(members.begin(), members.end());
+    for (const int member : members) options.hosts.push_back(names[static_cast<std::size_t>(member)]);
+    options.channels = channels;
+    options.name = job + "/" + name;
+    return std::make_unique<MpiNetwork>(session, std::move(options));
+  };
+}
+
 ClusterContext::MakeNetwork network_maker(const std::shared_ptr<Store>& store, const WorldAddress& address,
                                           const std::vector<Card>& cards) {
+  if (address.mpi != nullptr) return network_maker(address.mpi, cards);
   TcpOptions base;
   base.secret = address.secret;
   base.interfaces = address.interfaces;
@@ -162,10 +189,11 @@ ClusterContext::MakeNetwork network_maker(const std::shared_ptr<Store>& store, c
   base.local = std::all_of(cards.begin(), cards.end(), [&](const Card& card) {
     return card.boot == mine.boot && card.network == mine.network;
   });
-  return [store, base, job = cards.front().job](int rank, int size, int channels, const std::string& name) {
+  return [store, base, job = cards.front().job](std::span<const int> members, int rank, int channels,
+                                                const std::string& name) {
     TcpOptions options = base;
     options.rank = rank;
-    options.size = size;
+    options.size = static_cast<int>(members.size());
     options.channels = channels;
     options.job = job + "/" + name;
     return std::make_unique<TcpNetwork>(*store, options);
@@ -188,7 +216,7 @@ std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store, co
     ShmOptions options{address.rank, address.size, address.socket_directory, address.transport};
     return connect_shm(*store, options, waiting);
   }
-  if (address.secret.empty())
+  if (address.secret.empty() && address.mpi == nullptr)
     throw Error(
         ErrorKind::kUsage,
         "the ranks are on several hosts, and MULTIRING_SECRET is not set: without it anybody could join "

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/export.h"
+#include "transport/mpi/mpi_session.h"
 #include "transport/shared/shared_transport.h"
 #include "transport/store.h"
 #include "transport/transport.h"
@@ -20,16 +21,18 @@ struct WorldAddress {
   /// Ranks with the same name share memory; empty: as the kernel tells.
   std::string host;
   std::string socket_directory;  ///< see PeerLinks::Options
-  /// What the ranks of the job know and nobody else does; needed where they are on several hosts.
+  /// What the ranks of the job know and nobody else does; needed for TCP between hosts.
   std::string secret;
   std::string job;
   std::vector<std::string> interfaces;  ///< see TcpOptions
   std::string mode;                     ///< see CommunicatorOptions; compared with the others'
+  /// Carries what goes between hosts, in place of TCP; on all ranks or on none.
+  std::shared_ptr<MpiSession> mpi;
   SharedTransportOptions transport;
 };
 
-/// The world's transport: shared memory on one host; on several, that and TCP between them. The store is kept
-/// as long as the transport lives if there are several. Collective.
+/// The world's transport: shared memory on one host; on several, that and TCP or MPI between them. The store
+/// is kept as long as the transport lives if there are several. Collective.
 MULTIRING_API std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store,
                                                        const WorldAddress& address, const Waiting& waiting);
 

@@ -71,7 +71,11 @@ std::vector<GroupCase> group_cases(const std::vector<int>& sizes, const std::vec
   return cases;
 }
 
-std::vector<GroupCase> all_group_cases() { return group_cases({1, 2, 3, 4, 7}, {kSmallStaging}); }
+std::vector<GroupCase> all_group_cases() {
+  std::vector<GroupCase> cases = group_cases({1, 2, 3, 4, 7}, {kSmallStaging});
+  cases.push_back({TransportKind::kClusterMpi, 4, kSmallStaging});
+  return cases;
+}
 
 std::vector<GroupCase> crowded_and_roomy_cases() {
   std::vector<GroupCase> cases = all_group_cases();

@@ -51,6 +51,8 @@ const char* transport_name(TransportKind kind) {
       return "shm";
     case TransportKind::kCluster:
       return "cluster";
+    case TransportKind::kClusterMpi:
+      return "cluster_mpi";
   }
   return "";
 }
@@ -61,10 +63,15 @@ RankGroup::RankGroup(const GroupOptions& options) : options_(options) {
   hub.transport.staging_bytes = options_.staging_bytes;
   hub.transport.spin_microseconds = options_.spin_microseconds;
   hub.cores = options_.cores;
-  if (options_.transport == TransportKind::kCluster)
+  if (options_.transport == TransportKind::kCluster || options_.transport == TransportKind::kClusterMpi)
     build_cluster(hub);
   else
     hub_ = std::make_shared<InprocHub>(options_.size, hub);
+}
+
+// Networks have the same names in every run, so each run is a job of its own.
+void RankGroup::renew_mpi() {
+  if (options_.transport == TransportKind::kClusterMpi) mpi_ = std::make_unique<InprocMpi>(options_.size);
 }
 
 // Neighbours are not on the same host, and hosts have different numbers of ranks.
@@ -82,7 +89,7 @@ std::shared_ptr<Transport> RankGroup::connect(int rank, Store& store) const {
   Waiting waiting;
   waiting.deadline = Deadline::after(options_.communicator.timeout);
   if (hub_ != nullptr) return hub_->connect(rank, waiting);
-  if (options_.transport == TransportKind::kCluster) return connect_cluster(rank, store, waiting);
+  if (!places_.empty()) return connect_cluster(rank, store, waiting);
   ShmOptions shm;
   shm.rank = rank;
   shm.size = options_.size;
@@ -97,11 +104,7 @@ std::shared_ptr<Transport> RankGroup::connect_cluster(int rank, Store& store, co
   context->ranks = places_;
   context->rank = rank;
   context->link = hosts_[static_cast<std::size_t>(place.host)]->link(place.local);
-  context->make_network = [&store](int self, int size, int channels, const std::string& name) {
-    TcpOptions tcp = tcp_options(self, size, channels);
-    tcp.job = name;
-    return std::make_unique<TcpNetwork>(store, tcp);
-  };
+  context->make_network = network_maker(rank, store);
   SharedTransportOptions shared;
   shared.staging_bytes = options_.staging_bytes;
   shared.spin_microseconds = options_.spin_microseconds;
@@ -109,6 +112,21 @@ std::shared_ptr<Transport> RankGroup::connect_cluster(int rank, Store& store, co
   std::vector<int> members(static_cast<std::size_t>(options_.size));
   std::iota(members.begin(), members.end(), 0);
   return std::make_shared<ClusterTransport>(std::move(context), std::move(members), 1, shared, waiting);
+}
+
+ClusterContext::MakeNetwork RankGroup::network_maker(int rank, Store& store) const {
+  if (mpi_ == nullptr)
+    return [&store](std::span<const int> members, int self, int channels, const std::string& name) {
+      TcpOptions tcp = tcp_options(self, static_cast<int>(members.size()), channels);
+      tcp.job = name;
+      return std::make_unique<TcpNetwork>(store, tcp);
+    };
+  return [session = mpi_->session(rank)](std::span<const int> members, int self, int channels,
+                                         const std::string& name) {
+    MpiOptions options = mpi_options(self, static_cast<int>(members.size()), channels, name);
+    options.members.assign(members.begin(), members.end());
+    return std::make_unique<MpiNetwork>(session, options);
+  };
 }
 
 std::vector<std::exception_ptr> RankGroup::run_threads(const std::function<void(int)>& body,
@@ -145,6 +163,7 @@ std::vector<std::exception_ptr> RankGroup::run_threads(const std::function<void(
 
 std::vector<std::exception_ptr> RankGroup::run_communicators(const Body& body, int* first) {
   InprocStore store;
+  renew_mpi();
   std::vector<std::shared_ptr<Communicator>> all(static_cast<std::size_t>(options_.size));
   return run_threads(
       [&](int rank) {
@@ -184,6 +203,7 @@ std::vector<std::optional<Error>> RankGroup::outcomes(const Body& body) {
 
 void RankGroup::run_transports(const TransportBody& body) {
   InprocStore store;
+  renew_mpi();
   std::vector<std::shared_ptr<Transport>> all(static_cast<std::size_t>(options_.size));
   int first = -1;
   const auto raised = run_threads(

@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "engine/communicator.h"
+#include "support/inproc_mpi.h"
 #include "transport/cluster/cluster_transport.h"
 #include "transport/inproc/inproc_hub.h"
 #include "transport/store.h"
@@ -24,10 +25,11 @@ inline constexpr double kSlowness = 10.0;
 inline constexpr double kSlowness = 1.0;
 #endif
 
-enum class TransportKind { kInproc, kShm, kCluster };
+/// kClusterMpi: as kCluster, with MPI between hosts (InprocMpi).
+enum class TransportKind { kInproc, kShm, kCluster, kClusterMpi };
 inline constexpr TransportKind kTransports[] = {TransportKind::kInproc, TransportKind::kShm,
                                                 TransportKind::kCluster};
-/// "inproc", "shm" or "cluster".
+/// "inproc", "shm", "cluster" or "cluster_mpi".
 const char* transport_name(TransportKind kind);
 
 struct GroupOptions {
@@ -74,17 +76,20 @@ class RankGroup {
 
  private:
   void build_cluster(const InprocHub::Options& options);
+  void renew_mpi();
   std::shared_ptr<Transport> connect(int rank, Store& store) const;
   std::shared_ptr<Transport> connect_cluster(int rank, Store& store, const Waiting& waiting) const;
+  ClusterContext::MakeNetwork network_maker(int rank, Store& store) const;
   /// Runs `body(rank)` in a thread each; what they raised, and the rank that was first to raise.
   std::vector<std::exception_ptr> run_threads(const std::function<void(int)>& body, int* first) const;
   std::vector<std::exception_ptr> run_communicators(const Body& body, int* first);
 
   GroupOptions options_;
   std::shared_ptr<InprocHub> hub_;
-  // kCluster: the memory of each host, and who is where.
+  // kCluster: the memory of each host, who is where, and what is between them.
   std::vector<std::shared_ptr<InprocHub>> hosts_;
   std::vector<ClusterRank> places_;
+  std::unique_ptr<InprocMpi> mpi_;
 };
 
 }  // namespace multiring::testing

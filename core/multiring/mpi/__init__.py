@@ -1,0 +1,21 @@
+"""MPI as the engine of a job: its ranks, their meeting point, and the bytes that go between hosts.
+
+The package has no MPI compiled in. `multiring build mpi` compiles one small file, the *bridge*, against the
+user's; where it is not built, communicators of mpi4py still tell who the ranks are, and TCP carries the
+bytes.
+"""
+
+from __future__ import annotations
+
+from multiring.mpi.bridge import bridge_path, is_built
+from multiring.mpi.job import MpiJob, carries, finalize_at_exit, join_communicator, join_launched
+
+__all__ = [
+    "MpiJob",
+    "bridge_path",
+    "carries",
+    "finalize_at_exit",
+    "is_built",
+    "join_communicator",
+    "join_launched",
+]

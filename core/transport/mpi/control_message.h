@@ -1,0 +1,34 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <type_traits>
+
+#include "base/error.h"
+
+namespace multiring {
+
+/// Channels that a network over MPI may have.
+inline constexpr int kMpiChannels = 3;
+
+/// Messages that were posted on each channel, as seen from the one who tells.
+struct StreamCounts {
+  std::array<std::uint64_t, kMpiChannels> sent{};
+  std::array<std::uint64_t, kMpiChannels> received{};
+};
+
+/// What ranks tell each other besides their messages. Goes as it lies in memory: all processes of an MPI job
+/// that this core runs in have the same layout.
+struct ControlMessage {
+  enum class Type : std::uint32_t { kAbort = 1, kGoodbye = 2 };
+
+  Type type = Type::kAbort;
+  std::int32_t rank = 0;  ///< who tells
+  ErrorKind kind = ErrorKind::kAborted;
+  std::int32_t origin = 0;
+  StreamCounts counts;  ///< of a goodbye
+  char text[1024] = {};
+};
+static_assert(std::is_trivially_copyable_v<ControlMessage>);
+
+}  // namespace multiring

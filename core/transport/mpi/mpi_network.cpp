@@ -1,0 +1,436 @@
+#include "transport/mpi/mpi_network.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <array>
+#include <climits>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "base/text.h"
+#include "transport/cluster/patience.h"
+
+namespace multiring {
+namespace {
+
+using Outcome = WaitResult::Outcome;
+using Reason = std::array<char, 1024>;
+
+// MPI cannot wake a sleeper, so a wait asks again and again: at first without a pause, then less and less
+// often.
+constexpr double kYieldSeconds = 0.001;
+constexpr std::chrono::microseconds kShortestPause(20);
+constexpr std::chrono::microseconds kLongestPause(500);
+
+// How long a rank that leaves waits for what MPI has not finished.
+constexpr double kEndSeconds = 0.5;
+
+constexpr int kTags = kMpiChannels + 1;
+constexpr int kControl = kMpiChannels;  // tag, counted from the network's first
+
+/// Leaves the processor to others between looks, the longer the wait lasts.
+class Pauses {
+ public:
+  void pause() {
+    if (seconds_between(start_, Clock::now()) < kYieldSeconds) {
+      ::sched_yield();
+      return;
+    }
+    std::this_thread::sleep_for(pause_);
+    pause_ = std::min(pause_ * 2, kLongestPause);
+  }
+
+ private:
+  const Clock::time_point start_ = Clock::now();
+  std::chrono::microseconds pause_ = kShortestPause;
+};
+
+}  // namespace
+
+MpiNetwork::MpiNetwork(std::shared_ptr<MpiSession> session, MpiOptions options)
+    : session_(std::move(session)),
+      mpi_(session_->functions()),
+      options_(std::move(options)),
+      tag_(session_->claim_tags(options_.name, kTags)),
+      peers_(options_.members.size()) {
+  if (options_.channels > kMpiChannels)
+    throw Error(ErrorKind::kInternal, "a network over MPI of " + std::to_string(options_.channels) +
+                                          " channels: there are " + std::to_string(kMpiChannels));
+  heard_ = std::make_unique<ControlMessage>();
+  hear();
+}
+
+MpiNetwork::~MpiNetwork() {
+  leave();
+  const std::lock_guard lock(mutex_);
+  if (requests_.empty() || !usable()) return;
+  // What MPI may still read or write stays until the process ends.
+  new std::vector<std::shared_ptr<const void>>(std::move(kept_));
+  new std::vector<std::unique_ptr<ControlMessage>>(std::move(told_));
+  static_cast<void>(heard_.release());
+}
+
+bool MpiNetwork::usable() const {
+  return !abandoned_.load(std::memory_order_acquire) && mpi_.finalized() == 0;
+}
+
+std::string MpiNetwork::named(int rank) const {
+  return "rank " + std::to_string(rank) + " on " + options_.hosts[static_cast<std::size_t>(rank)];
+}
+
+void MpiNetwork::throw_failed(const char* why) const {
+  throw Error(ErrorKind::kInternal, named(options_.rank) + ": MPI failed: " + why);
+}
+
+void MpiNetwork::connect(std::span<const Link> links, const Waiting& waiting) {
+  waiting.check_interrupt();
+  const std::lock_guard lock(mutex_);
+  advance();
+  if (abort_)
+    throw Error(ErrorKind::kAborted, named(abort_->origin) + " stopped all ranks: " + abort_->message);
+  for (const Link& link : links) {
+    Peer& other = peer(link.peer);
+    if (other.left || other.lost) {
+      ErrorContext context;
+      context.rank = options_.rank;
+      context.peer = link.peer;
+      context.host = options_.hosts[static_cast<std::size_t>(link.peer)];
+      throw Error(
+          ErrorKind::kPeerLost,
+          named(link.peer) + (other.left ? " has left the job" : " cannot be reached by MPI any more"),
+          context);
+    }
+    other.connected = true;
+  }
+}
+
+MpiNetwork::Stream& MpiNetwork::stream_to_post(int rank, int channel) {
+  Stream& stream = peer(rank).streams[static_cast<std::size_t>(channel)];
+  if (left_) throw Error(ErrorKind::kInternal, "a message was posted by a rank that has left");
+  if (stream.out_of_step)
+    throw Error(ErrorKind::kInternal, "a message was posted on channel " + std::to_string(channel) +
+                                          " with " + named(rank) + ", of which one was given up");
+  return stream;
+}
+
+void MpiNetwork::own(const multiring_mpi_request& request, Ticket owner) {
+  requests_.push_back(request);
+  owners_.push_back(owner);
+}
+
+MpiNetwork::Ticket MpiNetwork::add(Message message, const multiring_mpi_request& request) {
+  const Ticket ticket = next_ticket_++;
+  messages_.emplace(ticket, message);
+  own(request, ticket);
+  const Peer& other = peer(message.peer);
+  if (other.left || other.lost) settle(message.peer);
+  return ticket;
+}
+
+MpiNetwork::Ticket MpiNetwork::post_send(int peer, int channel,
+                                         std::span<const std::span<const std::byte>> parts) {
+  const std::lock_guard lock(mutex_);
+  Stream& stream = stream_to_post(peer, channel);
+  Message message{State::kPending, true, peer, channel, ++stream.sent, 0};
+  std::vector<multiring_mpi_part> pieces;
+  for (const auto part : parts) {
+    if (!part.empty()) pieces.push_back({part.data(), part.size()});
+    message.bytes += part.size();
+  }
+  if (message.bytes > INT_MAX)
+    throw Error(ErrorKind::kInternal, "a message of " + std::to_string(message.bytes) + " bytes by MPI");
+  Reason why{};
+  multiring_mpi_request request{};
+  if (mpi_.send(session_->group(), pieces.data(), pieces.size(),
+                options_.members[static_cast<std::size_t>(peer)], tag_ + channel, &request, why.data(),
+                why.size()) != 0)
+    throw_failed(why.data());
+  return add(message, request);
+}
+
+MpiNetwork::Ticket MpiNetwork::post_receive(int peer, int channel, std::span<std::byte> buffer) {
+  const std::lock_guard lock(mutex_);
+  Stream& stream = stream_to_post(peer, channel);
+  if (buffer.size() > INT_MAX)
+    throw Error(ErrorKind::kInternal, "a message of " + std::to_string(buffer.size()) + " bytes by MPI");
+  Reason why{};
+  multiring_mpi_request request{};
+  if (mpi_.receive(session_->group(), buffer.data(), buffer.size(),
+                   options_.members[static_cast<std::size_t>(peer)], tag_ + channel, &request, why.data(),
+                   why.size()) != 0)
+    throw_failed(why.data());
+  return add({State::kPending, false, peer, channel, ++stream.received, buffer.size()}, request);
+}
+
+WaitResult MpiNetwork::wait(std::span<const Ticket> tickets, const Waiting& waiting) {
+  Patience patience(waiting);
+  Pauses pauses;
+  for (;;) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (mpi_.simulated != 0)
+        await(tickets);
+      else
+        advance();
+      WaitResult result;
+      if (judge(tickets, &result)) return result;
+    }
+    if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
+      return {Outcome::kCancelled};
+    if (patience.is_over()) return {Outcome::kTimeout};
+    pauses.pause();
+  }
+}
+
+bool MpiNetwork::judge(std::span<const Ticket> tickets, WaitResult* result) {
+  int lost = -1;
+  bool all_done = true;
+  const Message* out_of_step = nullptr;
+  for (const Ticket ticket : tickets) {
+    const auto found = messages_.find(ticket);
+    if (found == messages_.end())
+      throw Error(ErrorKind::kInternal, "a wait for a message whose ticket was used up already");
+    const Message& message = found->second;
+    all_done = all_done && message.state == State::kDone;
+    if (message.state == State::kLost && lost < 0) lost = message.peer;
+    if (message.state == State::kOutOfStep) out_of_step = &message;
+  }
+  if (all_done) {
+    for (const Ticket ticket : tickets) messages_.erase(ticket);
+    *result = {};
+    return true;
+  }
+  if (abort_) {
+    *result = {Outcome::kAborted};
+    return true;
+  }
+  if (lost >= 0) {
+    *result = {Outcome::kPeerLost, lost, peer(lost).left};
+    return true;
+  }
+  if (out_of_step != nullptr)
+    throw Error(ErrorKind::kInternal, "a wait for message " + std::to_string(out_of_step->sequence) +
+                                          " on channel " + std::to_string(out_of_step->channel) + " with " +
+                                          named(out_of_step->peer) + ", of which another was given up");
+  return false;
+}
+
+bool MpiNetwork::done(Ticket ticket) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = messages_.find(ticket);
+  return found != messages_.end() && found->second.state == State::kDone;
+}
+
+void MpiNetwork::give_up(std::span<const Ticket> tickets) {
+  const std::lock_guard lock(mutex_);
+  for (const Ticket ticket : tickets) {
+    const auto found = messages_.find(ticket);
+    if (found == messages_.end()) continue;
+    const Message message = found->second;
+    messages_.erase(found);
+    if (message.state == State::kDone) continue;
+    peer(message.peer).streams[static_cast<std::size_t>(message.channel)].out_of_step = true;
+    for (auto& [other, each] : messages_)
+      if (each.peer == message.peer && each.channel == message.channel && each.state == State::kPending)
+        each.state = State::kOutOfStep;
+    const auto owner = std::ranges::find(owners_, ticket);
+    if (owner == owners_.end() || !usable()) continue;
+    *owner = kForgotten;
+    if (!message.is_send) mpi_.cancel(&requests_[static_cast<std::size_t>(owner - owners_.begin())]);
+  }
+}
+
+void MpiNetwork::progress() {
+  const std::lock_guard lock(mutex_);
+  advance();
+}
+
+void MpiNetwork::keep(std::shared_ptr<const void> memory) {
+  const std::lock_guard lock(mutex_);
+  kept_.push_back(std::move(memory));
+}
+
+/// Waits for one message after the other, where nobody can fail.
+void MpiNetwork::await(std::span<const Ticket> tickets) {
+  Reason why{};
+  for (const Ticket ticket : tickets) {
+    const auto owner = std::ranges::find(owners_, ticket);
+    if (owner == owners_.end()) continue;
+    const auto index = owner - owners_.begin();
+    multiring_mpi_request request = requests_[static_cast<std::size_t>(index)];
+    multiring_mpi_completion completion{};
+    int count = 0;
+    if (mpi_.test(&request, 1, 1, &completion, &count, why.data(), why.size()) != 0) throw_failed(why.data());
+    requests_.erase(requests_.begin() + index);
+    owners_.erase(owner);
+    finish_message(ticket, completion);
+  }
+}
+
+void MpiNetwork::advance() {
+  if (requests_.empty() || !usable() || mpi_.simulated != 0) return;
+  completions_.resize(requests_.size());
+  Reason why{};
+  int count = 0;
+  if (mpi_.test(requests_.data(), static_cast<int>(requests_.size()), 0, completions_.data(), &count,
+                why.data(), why.size()) != 0)
+    throw_failed(why.data());
+  if (count == 0) return;
+  // What comes of a completion may post again, behind those that are here.
+  std::vector<bool> over(requests_.size());
+  const std::vector<multiring_mpi_completion> completions(completions_.begin(), completions_.begin() + count);
+  for (const multiring_mpi_completion& each : completions) over[static_cast<std::size_t>(each.index)] = true;
+  for (const multiring_mpi_completion& each : completions)
+    finish(owners_[static_cast<std::size_t>(each.index)], each);
+  std::size_t kept = 0;
+  for (std::size_t index = 0; index < requests_.size(); ++index) {
+    if (index < over.size() && over[index]) continue;
+    requests_[kept] = requests_[index];
+    owners_[kept++] = owners_[index];
+  }
+  requests_.resize(kept);
+  owners_.resize(kept);
+}
+
+void MpiNetwork::finish(Ticket owner, const multiring_mpi_completion& completion) {
+  if (owner == kForgotten) return;
+  if (owner != kHearing) return finish_message(owner, completion);
+  if (left_) return;  // cancelled
+  const ControlMessage message = *heard_;
+  const bool whole = completion.outcome == MULTIRING_MPI_DONE && completion.bytes == sizeof message;
+  hear();
+  if (whole) heard(message);
+}
+
+void MpiNetwork::finish_message(Ticket ticket, const multiring_mpi_completion& completion) {
+  const auto found = messages_.find(ticket);
+  if (found == messages_.end() || found->second.state != State::kPending) return;
+  Message& message = found->second;
+  if (completion.outcome == MULTIRING_MPI_FAILED) {
+    peer(message.peer).lost = true;
+    return settle(message.peer);
+  }
+  const bool longer = completion.outcome == MULTIRING_MPI_TRUNCATED;
+  if (!message.is_send && (longer || completion.bytes != message.bytes))
+    return spread_abort(
+        {ErrorKind::kMismatch, options_.rank,
+         named(message.peer) + " sent " +
+             (longer ? "more than " + std::to_string(message.bytes) : std::to_string(completion.bytes)) +
+             " bytes as message " + std::to_string(message.sequence) + " on channel " +
+             std::to_string(message.channel) + ", where rank " + std::to_string(options_.rank) + " expects " +
+             std::to_string(message.bytes) + " bytes"},
+        -1);
+  message.state = State::kDone;
+}
+
+void MpiNetwork::hear() {
+  Reason why{};
+  multiring_mpi_request request{};
+  if (mpi_.receive(session_->group(), heard_.get(), sizeof *heard_, -1, tag_ + kControl, &request, why.data(),
+                   why.size()) != 0)
+    throw_failed(why.data());
+  own(request, kHearing);
+}
+
+void MpiNetwork::heard(const ControlMessage& message) {
+  if (message.type == ControlMessage::Type::kAbort)
+    return spread_abort({message.kind, message.origin, message.text}, message.rank);
+  Peer& other = peer(message.rank);
+  other.left = true;
+  other.posted = message.counts;
+  settle(message.rank);
+}
+
+/// What the end of a peer means for what is pending: messages that it posted still pass.
+void MpiNetwork::settle(int rank) {
+  const Peer& other = peer(rank);
+  for (auto& [ticket, message] : messages_) {
+    if (message.peer != rank || message.state != State::kPending) continue;
+    const auto channel = static_cast<std::size_t>(message.channel);
+    const std::uint64_t posted =
+        message.is_send ? other.posted.received[channel] : other.posted.sent[channel];
+    if (other.lost || message.sequence > posted) message.state = State::kLost;
+  }
+}
+
+void MpiNetwork::tell(int rank, const ControlMessage& message) {
+  auto copy = std::make_unique<ControlMessage>(message);
+  const multiring_mpi_part part{copy.get(), sizeof *copy};
+  Reason why{};
+  multiring_mpi_request request{};
+  // Whoever cannot be told learns it otherwise: this is said when something is wrong already, or at the end.
+  if (mpi_.send(session_->group(), &part, 1, options_.members[static_cast<std::size_t>(rank)],
+                tag_ + kControl, &request, why.data(), why.size()) != 0)
+    return;
+  told_.push_back(std::move(copy));
+  own(request, kForgotten);
+}
+
+void MpiNetwork::spread_abort(const AbortRecord& record, int from) {
+  if (abort_) return;
+  abort_ = record;
+  if (!usable()) return;
+  ControlMessage message;
+  message.rank = options_.rank;
+  message.kind = record.kind;
+  message.origin = record.origin;
+  const std::size_t length = cut_length(record.message, sizeof message.text - 1);
+  std::memcpy(message.text, record.message.data(), length);
+  for (int other = 0; other < size(); ++other)
+    if (other != from && peer(other).connected && !peer(other).left && !peer(other).lost)
+      tell(other, message);
+}
+
+void MpiNetwork::abort(ErrorKind kind, const std::string& message) {
+  const std::lock_guard lock(mutex_);
+  if (!left_) spread_abort({kind, options_.rank, message}, -1);
+}
+
+bool MpiNetwork::aborted(AbortRecord* record) const {
+  const std::lock_guard lock(mutex_);
+  if (!abort_) return false;
+  if (record != nullptr) *record = *abort_;
+  return true;
+}
+
+void MpiNetwork::leave() {
+  const std::lock_guard lock(mutex_);
+  if (left_) return;
+  left_ = true;
+  if (!usable()) return;
+  for (int other = 0; other < size(); ++other) {
+    const Peer& each = peer(other);
+    if (!each.connected || each.left || each.lost) continue;
+    ControlMessage message;
+    message.type = ControlMessage::Type::kGoodbye;
+    message.rank = options_.rank;
+    for (std::size_t channel = 0; channel < kMpiChannels; ++channel) {
+      message.counts.sent[channel] = each.streams[channel].sent;
+      message.counts.received[channel] = each.streams[channel].received;
+    }
+    tell(other, message);
+  }
+  if (mpi_.simulated != 0) return;  // where nothing is cancelled, and time would not pass
+  cancel_receives();
+  try {
+    const Deadline deadline = Deadline::after(kEndSeconds);
+    Pauses pauses;
+    for (advance(); !requests_.empty() && !deadline.expired(); advance()) pauses.pause();
+  } catch (const Error&) {
+    return;  // MPI fails: there is nothing to wait for
+  }
+}
+
+void MpiNetwork::cancel_receives() {
+  for (std::size_t index = 0; index < requests_.size(); ++index) {
+    const auto found = messages_.find(owners_[index]);
+    const bool receives = owners_[index] == kHearing || (found != messages_.end() && !found->second.is_send);
+    if (!receives) continue;
+    owners_[index] = kForgotten;
+    mpi_.cancel(&requests_[index]);
+  }
+}
+
+}  // namespace multiring

@@ -1,0 +1,130 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/export.h"
+#include "transport/mpi/control_message.h"
+#include "transport/mpi/mpi_session.h"
+#include "transport/network.h"
+
+namespace multiring {
+
+struct MpiOptions {
+  int rank = 0;
+  std::vector<int> members;        ///< ranks of the session, in the order of their ranks here
+  std::vector<std::string> hosts;  ///< names of the members' hosts
+  int channels = 1;                ///< at most kMpiChannels
+  std::string name;                ///< see MpiSession::claim_tags
+};
+
+/// Messages by MPI's point-to-point operations: whatever fabric MPI knows.
+///
+/// A stream is a tag, and MPI keeps the order of messages with the same sender, receiver and tag. Connecting
+/// is MPI's own affair. Aborts and goodbyes go as messages with a tag of their own, which every rank takes
+/// from anyone it is connected with.
+///
+/// **Lost peers.** MPI does not tell that a process has ended; those who start the processes end the job then
+/// (mpirun and srun do). What MPI calls failed counts as lost, and the deadline ends what is left.
+///
+/// Lock: `mutex_` guards everything; none is taken under it.
+class MULTIRING_API MpiNetwork final : public Network {
+ public:
+  MpiNetwork(std::shared_ptr<MpiSession> session, MpiOptions options);
+  ~MpiNetwork() override;
+
+  int rank() const override { return options_.rank; }
+  int size() const override { return static_cast<int>(options_.members.size()); }
+  int channels() const override { return options_.channels; }
+  std::string host(int rank) override { return options_.hosts[static_cast<std::size_t>(rank)]; }
+  void connect(std::span<const Link> links, const Waiting& waiting) override;
+  Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override;
+  Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) override;
+  WaitResult wait(std::span<const Ticket> tickets, const Waiting& waiting) override;
+  bool done(Ticket ticket) const override;
+  void give_up(std::span<const Ticket> tickets) override;
+  void progress() override;
+  void keep(std::shared_ptr<const void> memory) override;
+  void abort(ErrorKind kind, const std::string& message) override;
+  bool aborted(AbortRecord* record) const override;
+  /// Waits half a second at most for what MPI has not finished.
+  void leave() override;
+  void abandon() override { abandoned_.store(true, std::memory_order_release); }
+  void wake() override {}  // no wait sleeps for long
+
+ private:
+  enum class State : std::uint8_t { kPending, kDone, kLost, kOutOfStep };
+  struct Message {
+    State state = State::kPending;
+    bool is_send = false;
+    int peer = 0;
+    int channel = 0;
+    std::uint64_t sequence = 0;
+    std::size_t bytes = 0;
+  };
+  /// What one end of a link has posted on a channel.
+  struct Stream {
+    std::uint64_t sent = 0;
+    std::uint64_t received = 0;
+    bool out_of_step = false;
+  };
+  struct Peer {
+    bool connected = false;
+    bool left = false;
+    bool lost = false;
+    StreamCounts posted;  ///< by it, as its goodbye has told
+    std::array<Stream, kMpiChannels> streams;
+  };
+  // Owners of requests that are no message's.
+  static constexpr Ticket kHearing = 0;             // the receive for control messages
+  static constexpr Ticket kForgotten = ~Ticket{0};  // of what was given up, or told to a peer
+
+  Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
+  std::string named(int rank) const;
+  Stream& stream_to_post(int peer, int channel);
+  Ticket add(Message message, const multiring_mpi_request& request);
+  void own(const multiring_mpi_request& request, Ticket owner);
+  bool usable() const;
+  // Under the lock.
+  void advance();
+  void await(std::span<const Ticket> tickets);
+  void finish(Ticket owner, const multiring_mpi_completion& completion);
+  void finish_message(Ticket ticket, const multiring_mpi_completion& completion);
+  void hear();
+  void heard(const ControlMessage& message);
+  void settle(int peer);
+  bool judge(std::span<const Ticket> tickets, WaitResult* result);
+  void tell(int peer, const ControlMessage& message);
+  void cancel_receives();
+  void spread_abort(const AbortRecord& record, int from);
+  [[noreturn]] void throw_failed(const char* why) const;
+
+  std::shared_ptr<MpiSession> session_;
+  const multiring_mpi& mpi_;
+  MpiOptions options_;
+  const int tag_;
+  mutable std::mutex mutex_;
+  std::atomic<bool> abandoned_{false};
+  std::vector<Peer> peers_;
+  std::unordered_map<Ticket, Message> messages_;
+  Ticket next_ticket_ = 1;
+  // What MPI has not finished, and whose it is.
+  std::vector<multiring_mpi_request> requests_;
+  std::vector<Ticket> owners_;
+  std::vector<multiring_mpi_completion> completions_;
+  std::unique_ptr<ControlMessage> heard_;
+  std::vector<std::unique_ptr<ControlMessage>> told_;
+  std::vector<std::shared_ptr<const void>> kept_;
+  std::optional<AbortRecord> abort_;
+  bool left_ = false;
+};
+
+}  // namespace multiring
