@@ -8,9 +8,9 @@
 namespace multiring {
 
 /// Where ranks sleep for a condition on shared atomics. The waker changes the condition first (a seq_cst
-/// store), then calls `notify_all` if there are sleepers; the sleeper counts itself in, reads the epoch, looks at the condition again
-/// and only then sleeps. In the single total order of these seq_cst operations either the sleeper sees the
-/// changed condition or the waker sees the sleeper, so no wake is lost.
+/// store), then calls `notify_all` if there are sleepers; the sleeper counts itself in, reads the epoch,
+/// looks at the condition again and only then sleeps. In the single total order of these seq_cst operations
+/// either the sleeper sees the changed condition or the waker sees the sleeper, so no wake is lost.
 struct alignas(128) WaitPoint {
   std::atomic<std::uint32_t> epoch;
   std::atomic<std::uint32_t> sleepers;
