@@ -38,6 +38,8 @@ __all__: list[str] = [
     "copy_streaming",
     "dtype_size",
     "fit_link",
+    "interface_addresses",
+    "pair_addresses",
     "plan_limit",
     "predict_plan",
     "predict_steps",
@@ -619,6 +621,19 @@ def fit_link(
 ) -> LinkCost:
     """
     Latency and speed that explain (bytes, seconds) of messages best.
+    """
+
+def interface_addresses(interfaces: collections.abc.Sequence[str]) -> list[tuple[str, str, int]]:
+    """
+    Interface, address and network bits of all that ranks on other hosts are reached by.
+    """
+
+def pair_addresses(
+    caller: collections.abc.Sequence[tuple[str, str, typing.SupportsInt | typing.SupportsIndex]],
+    listener: collections.abc.Sequence[tuple[str, str, typing.SupportsInt | typing.SupportsIndex]],
+) -> list[tuple[int, int]]:
+    """
+    Which of the caller's addresses calls which of the listener's (indices).
     """
 
 def plan_limit(plan: Plan, model: CostModel) -> float:

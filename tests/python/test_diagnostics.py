@@ -89,7 +89,7 @@ def run_doctor(monkeypatch: pytest.MonkeyPatch, *found: Finding | Exception) -> 
 
     table = {f"check {number}": lambda one=one: check(one) for number, one in enumerate(found)}
     monkeypatch.setattr(doctor, "CHECKS", table)
-    return doctor.main(argparse.Namespace())
+    return doctor.main(argparse.Namespace(hosts=None, hostfile=None))
 
 
 def test_doctor_fails_if_one_check_does_and_says_what_to_mend(
