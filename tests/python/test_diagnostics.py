@@ -66,6 +66,12 @@ def test_versions_are_found_without_importing_frameworks() -> None:
     assert run.stdout == "[]\n"
 
 
+def test_doctor_comes_without_what_may_be_broken() -> None:
+    code = "import sys, multiring.diagnostics.doctor; print({'numpy', 'multiring._core'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"
+
+
 def test_tables_line_up() -> None:
     assert environment._table([("a", "bb"), ("ccc", "d")]) == ["  a    bb", "  ccc  d"]
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from multiring.diagnostics.checks import Finding, Status
 
-__all__ = ["Measured", "Row", "as_rate", "host_findings", "rate_findings"]
+__all__ = ["LINKS_MARK", "Measured", "Row", "as_rate", "host_findings", "rate_findings"]
 
+# How the line begins in which `links` tells what it has measured.
+LINKS_MARK = "multiring-links "
 # Logs of hosts can still be read side by side, and files are not made in the future, below a second.
 _MOST_SECONDS_APART = 1.0
 _SLOW = 0.5  # of the median of the hosts, or of what both ends of a link reach with others

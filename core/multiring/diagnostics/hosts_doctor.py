@@ -16,9 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from multiring.diagnostics import links
 from multiring.diagnostics.checks import Finding, Status
-from multiring.diagnostics.host_findings import Row, host_findings, rate_findings
+from multiring.diagnostics.host_findings import LINKS_MARK, Row, host_findings, rate_findings
 from multiring.diagnostics.host_probe import Listener
 from multiring.diagnostics.host_session import HostSession, RemoteSession, SessionError
 from multiring.diagnostics.host_tables import hosts_table, rates_table
@@ -33,6 +32,7 @@ _FACTS_SECONDS = 90.0  # the native library is loaded, perhaps from a slow netwo
 _ANSWER_SECONDS = 30.0
 _JOB_SECONDS = 120.0
 _CLOCK_QUESTIONS = 8
+_LINKS = "multiring.diagnostics.links"  # not imported: it needs the native library
 
 
 @dataclass
@@ -177,8 +177,12 @@ class _Doctor:
 
     def _calls(self, hosts: Sequence[_Host]) -> list[Row]:
         """Every host calls every other one as ranks would; the rows of those who do not get through."""
-        from multiring import _core  # loads: hosts that have addresses have it, and this is the same version
-
+        try:
+            from multiring import _core
+        except ImportError as error:
+            return [
+                Row("launcher", Finding(Status.FAILED, str(error), "see `multiring doctor` on this host"))
+            ]
         rows, plan, ends = [], [], []
         for caller in hosts:
             targets: list[list[Any]] = []
@@ -202,16 +206,16 @@ class _Doctor:
         places = ",".join(f"[{name}]:1" if ":" in name else f"{name}:1" for name in names)
         command = [sys.executable, "-m", "multiring", "run", "-H", places, "--ssh", shlex.join(self._ssh)]
         command += ["--remote-python", self._args.remote_python, "--address", self._args.address]
-        command += ["--no-tag-output", "--timeout", str(_JOB_SECONDS), "-m", links.__name__]
+        command += ["--no-tag-output", "--timeout", str(_JOB_SECONDS), "-m", _LINKS]
         run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-        found = [line for line in run.stdout.splitlines() if line.startswith(links.MARK)]
+        found = [line for line in run.stdout.splitlines() if line.startswith(LINKS_MARK)]
         if run.returncode != 0 or not found:
             last = [line for line in run.stderr.strip().splitlines() if line][-6:]
             mend = "mend what has failed above; if nothing has, report this: " + " / ".join(last)
             detail = f"a job of one rank on each host ends with exit code {run.returncode}"
             yield Row("job", Finding(Status.FAILED, detail, mend))
             return
-        measured = [tuple(row) for row in json.loads(found[-1].removeprefix(links.MARK))]
+        measured = [tuple(row) for row in json.loads(found[-1].removeprefix(LINKS_MARK))]
         shown = [host.name for host in self._hosts]
         print(f"\n{rates_table(shown, measured)}\n", flush=True)
         yield from rate_findings(shown, measured)

@@ -14,10 +14,10 @@ import numpy as np
 
 import multiring
 from multiring.communicator import Communicator
+from multiring.diagnostics.host_findings import LINKS_MARK
 
-__all__ = ["MARK", "main", "rounds"]
+__all__ = ["main", "rounds"]
 
-MARK = "multiring-links "
 _MOST_ROUNDS = 16
 _ROUND_TRIPS = 20
 _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 26
@@ -56,7 +56,7 @@ def main() -> int:
         comm.barrier()
     measured = [row for rows in comm.allgather_object(own) for row in rows]
     if comm.rank == 0:
-        print(f"{MARK}{json.dumps(measured)}", flush=True)
+        print(f"{LINKS_MARK}{json.dumps(measured)}", flush=True)
     multiring.shutdown()
     return 0
 
