@@ -46,7 +46,7 @@ def _judge(findings: Sequence[Finding], who: str) -> int:
     if failed:
         print(f"\n{who} cannot run a job: {failed} of {len(findings)} checks failed.")
         return 1
-    print(f"\n{who} can run a job" + (f", with {warned} warnings." if warned else "."))
+    print(f"\n{who} can run a job" + (f", with {warned} warning{'s' * (warned > 1)}." if warned else "."))
     return 0
 
 
