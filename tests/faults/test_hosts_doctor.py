@@ -169,6 +169,24 @@ def test_interfaces_that_are_chosen(hosts: EmulatedHosts) -> None:
     assert all("no interface of this host is left" in line for line in failed)
 
 
+def test_an_interface_that_leads_nowhere_is_named_and_can_be_left_out() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    with EmulatedHosts(2, [RATE, RATE]) as hosts:
+        neighbour = ["ip", "neigh", "replace", hosts.address(0, 1), "lladdr", NOWHERE, "dev", "eth1", "nud"]
+        on_host(hosts, 1, *neighbour, "permanent")
+        done = doctor(hosts)
+        assert done.returncode == 1
+        assert len(lines_about(done.stdout, "failed")) == 2, done.stdout
+        detail = (
+            f"{hosts.address(0, 1)} (eth1) of {hosts.name(0)} does not reach {hosts.address(1, 1)} (eth1) of"
+        )
+        assert detail in done.stdout
+        assert "as with MULTIRING_INTERFACES=^eth1" in done.stdout
+        done = doctor(hosts, env={"MULTIRING_INTERFACES": "^eth1"})
+        assert done.returncode == 0, done.stdout
+
+
 def test_more_ranks_than_cores_and_a_host_with_two_names(hosts: EmulatedHosts, tmp_path: Path) -> None:
     # Names as in ~/.ssh/config, which nobody but ssh knows.
     shell = tmp_path / "ssh"

@@ -23,8 +23,8 @@ __all__ = ["HostSession", "RemoteSession", "SessionError"]
 _SSH_FAILED = 255
 _NO_SUCH_PROGRAM = (126, 127)
 _VERSIONS = (
-    "import platform, sys; print(platform.python_version()); "
-    "import importlib.metadata as m; print(m.version('multiring'))"
+    f"import platform; print('\\n{MARK}' + platform.python_version()); "
+    f"import importlib.metadata as m; print('{MARK}' + m.version('multiring'))"
 )
 
 
@@ -170,7 +170,8 @@ class RemoteSession(HostSession):
                 timeout=20,
                 check=False,
             )
-            return [line for line in run.stdout.split() if re.fullmatch(r"\d+\.\d+\S*", line)][-2:]
+            lines = run.stdout.splitlines()
+            return [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
         return []
 
 

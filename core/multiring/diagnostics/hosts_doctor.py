@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,8 +101,9 @@ class _Doctor:
     def rows(self) -> Iterator[Row]:
         """Prints the tables as they come, and gives what was found."""
         environ = {name: text for name, text in os.environ.items() if name.startswith("MULTIRING_")}
-        here = self._own.ask("facts", _FACTS_SECONDS, directory=named_directory(), environ=environ)
-        problems = _at_once(self._hosts, lambda host: self._look_at(host, environ))
+        ask = {"directory": named_directory(), "environ": environ}
+        here = self._own.ask("facts", _FACTS_SECONDS, **ask)
+        problems = _at_once(self._hosts, lambda host: self._look_at(host, ask, here))
         print(hosts_table([(host.name, host.slots.slots, host.facts, host.offset) for host in self._hosts]))
         print(flush=True)
         known = {host.name: host.facts for host in self._hosts if host.facts is not None}
@@ -114,18 +115,14 @@ class _Doctor:
             yield from (Row(host.name, finding) for finding in found or [fit])
         yield from self._connections(here["versions"].get("multiring"))
 
-    def _look_at(self, host: _Host, environ: dict[str, str]) -> None:
-        host.session = (
-            RemoteSession(host.slots.name, self._ssh, self._args.remote_python)
-            if host.slots.name
-            else HostSession()
-        )
-        facts = host.session.ask(
-            "facts", _FACTS_SECONDS, directory=named_directory(), environ=environ if host.slots.name else {}
-        )
-        if host.slots.name:
-            offsets = [_offset(host.session) for _ in range(_CLOCK_QUESTIONS)]
-            host.offset = min(offsets, key=lambda offset: offset[1])
+    def _look_at(self, host: _Host, ask: Mapping[str, Any], here: dict[str, Any]) -> None:
+        if not host.slots.name:
+            host.session, host.facts = self._own, here
+            return
+        host.session = RemoteSession(host.slots.name, self._ssh, self._args.remote_python)
+        facts = host.session.ask("facts", _FACTS_SECONDS, **ask)
+        offsets = [_offset(host.session) for _ in range(_CLOCK_QUESTIONS)]
+        host.offset = min(offsets, key=lambda offset: offset[1])
         host.facts = facts
 
     def _connections(self, version: str | None) -> Iterator[Row]:
