@@ -24,7 +24,7 @@ from multiring.diagnostics.host_tables import hosts_table, rates_table
 from multiring.errors import UsageError
 from multiring.launcher.hosts import HostSlots, address_towards
 from multiring.launcher.options import split_ssh
-from multiring.launcher.remote_process import named_directory
+from multiring.launcher.remote_process import current_directory
 
 __all__ = ["main"]
 
@@ -101,7 +101,7 @@ class _Doctor:
     def rows(self) -> Iterator[Row]:
         """Prints the tables as they come, and gives what was found."""
         environ = {name: text for name, text in os.environ.items() if name.startswith("MULTIRING_")}
-        ask = {"directory": named_directory(), "environ": environ}
+        ask = {"directory": current_directory(), "environ": environ}
         here = self._own.ask("facts", _FACTS_SECONDS, **ask)
         problems = _at_once(self._hosts, lambda host: self._look_at(host, ask, here))
         print(hosts_table([(host.name, host.slots.slots, host.facts, host.offset) for host in self._hosts]))

@@ -23,7 +23,6 @@ __all__ = [
     "ProgramError",
     "RankStarter",
     "command_of",
-    "place_variables",
 ]
 
 EXIT_NOT_EXECUTABLE = 126
