@@ -157,8 +157,7 @@ def test_a_slow_host(three: EmulatedHosts) -> None:
     done = doctor(three)
     assert done.returncode == 0, done.stdout + done.stderr
     slow = [line for line in lines_about(done.stdout, "warning") if "the median of the hosts is" in line]
-    assert len(slow) == 1, done.stdout
-    assert slow[0].split()[1:3] == [three.address(2), "sends"]
+    assert [three.address(2), "sends"] in [line.split()[1:3] for line in slow], done.stdout
 
 
 def test_interfaces_that_are_chosen(hosts: EmulatedHosts) -> None:
