@@ -111,7 +111,8 @@ class _Doctor:
             found = [row.finding for row in problems if row.about == host.name]
             if host.facts is not None:
                 found += host_findings(host.name, host.slots.slots, host.facts, host.offset, here, known)
-            fit = Finding(Status.OK, f"is fit for {host.slots.slots} ranks")
+            ranks = f"{host.slots.slots} rank{'s' * (host.slots.slots > 1)}"
+            fit = Finding(Status.OK, f"is fit for {ranks}")
             yield from (Row(host.name, finding) for finding in found or [fit])
         yield from self._connections(here["versions"].get("multiring"))
 
