@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from multiring.diagnostics.host_findings import as_rate, host_findings, rate_fin
 from multiring.diagnostics.host_probe import HostProbe, Listener
 from multiring.diagnostics.host_tables import rates_table
 from multiring.diagnostics.links import rounds
+from tests.support import Job, wait_until
 
 NAMES = ["a", "b", "c"]
 
@@ -138,3 +143,16 @@ def test_addresses_are_paired_as_ranks_would_connect() -> None:
     other = [("ens1", "10.0.1.2", 24), ("ens0", "10.0.0.2", 24)]
     assert sorted(_core.pair_addresses(one, other)) == [(0, 1), (1, 0)]
     assert _core.pair_addresses([("eth0", "10.0.0.1", 24)], [("eth0", "fd00::1", 64)]) == []
+
+
+def test_ctrl_c_ends_those_who_wait_for_a_host(tmp_path: Path) -> None:
+    hangs = tmp_path / "ssh"
+    hangs.write_text(f"#!/bin/sh\ntouch {tmp_path}/$1\nexec sleep 300.5\n")
+    hangs.chmod(0o755)
+    command = [sys.executable, "-m", "multiring", "doctor", "-H", "a.invalid,b.invalid", "--ssh", str(hangs)]
+    with Job(lambda root: command, start_new_session=True) as job:
+        wait_until(lambda: all((tmp_path / f"{host}.invalid").exists() for host in "ab"), "ssh")
+        os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does
+        done = job.finish(timeout=15)
+        job.assert_nothing_left()
+    assert done.returncode == 130, done.stderr

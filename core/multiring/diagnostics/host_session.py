@@ -139,7 +139,7 @@ class RemoteSession(HostSession):
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         last = lines[-1].strip() if lines else f"exit code {code}"
-        if code == _SSH_FAILED:
+        if code == _SSH_FAILED or code < 0:  # or a signal, as of Ctrl-C, has ended it
             mend = (
                 f"make `ssh -o BatchMode=yes {self._host} true` work: a key without a password, the host's "
                 "key known, its name and port right, no firewall between"
