@@ -56,6 +56,8 @@ FRAMEWORKS = {
     "pytensor",
     "cupy",
 }
+# What sits around training: each folder of integrations/, and what it alone imports.
+INTEGRATIONS = {"ray"}
 ADAPTERS = {"torch", "tensorflow", "chainer", "caffe", "jax", "pytensor", "numpy"}
 OWN_FRAMEWORK = {
     "tensorflow": {"tensorflow", "keras"},
@@ -90,12 +92,12 @@ def import_findings() -> Iterator[str]:
     for path in sorted(ROOT.glob("core/multiring/**/*.py")):
         for number, name in imports(path):
             parts = name.split(".")
-            if parts[0] in FRAMEWORKS or parts[0] == "tests":
+            if parts[0] in FRAMEWORKS | INTEGRATIONS or parts[0] == "tests":
                 yield f"{path.relative_to(ROOT)}:{number}: the Python face imports {name}"
             if (
                 parts[0] == "multiring"
                 and len(parts) > 1
-                and parts[1] in ADAPTERS | {"models", "integrations"}
+                and parts[1] in ADAPTERS | INTEGRATIONS | {"models"}
             ):
                 yield f"{path.relative_to(ROOT)}:{number}: the Python face imports {name}, which stands on it"
     for folder in sorted((ROOT / "adapters").iterdir()):
@@ -103,6 +105,10 @@ def import_findings() -> Iterator[str]:
         for path in sorted(folder.rglob("*.py")):
             for number, name in imports(path):
                 yield from adapter_findings(path, number, name, folder.name, own)
+    for path in sorted(ROOT.glob("integrations/**/*.py")):
+        for number, name in imports(path):
+            if name.split(".")[0] in FRAMEWORKS or name.startswith("multiring.models"):
+                yield f"{path.relative_to(ROOT)}:{number}: an integration imports {name}"
     for path in [*ROOT.glob("models/**/*.py"), *ROOT.glob("integrations/**/*.py")]:
         for number, name in imports(path):
             if name.split(".")[0] == "tests":
@@ -112,9 +118,11 @@ def import_findings() -> Iterator[str]:
 def adapter_findings(path: Path, number: int, name: str, adapter: str, own: set[str]) -> Iterator[str]:
     parts = name.split(".")
     place = f"{path.relative_to(ROOT)}:{number}"
-    if parts[0] in FRAMEWORKS - own:
+    if parts[0] in (FRAMEWORKS | INTEGRATIONS) - own:
         yield f"{place}: the {adapter} adapter imports {name}, another framework"
-    if parts[0] == "tests" or parts[:2] in (["multiring", "models"], ["multiring", "integrations"]):
+    if parts[0] == "tests" or (
+        parts[0] == "multiring" and parts[1:2] and parts[1] in {*INTEGRATIONS, "models"}
+    ):
         yield f"{place}: an adapter imports {name}, which stands on it"
     if parts[0] == "multiring" and len(parts) > 1 and parts[1] in ADAPTERS - {adapter}:
         yield f"{place}: the {adapter} adapter imports {name}, another adapter"

@@ -6,6 +6,6 @@ tree=build/types
 rm -rf "$tree"
 mkdir -p "$tree/multiring"
 ln -s "$PWD"/core/multiring/* "$tree/multiring/"
-for adapter in adapters/*/; do ln -s "$PWD/$adapter" "$tree/multiring/$(basename "$adapter")"; done
+for folder in adapters/*/ integrations/*/; do ln -s "$PWD/$folder" "$tree/multiring/$(basename "$folder")"; done
 ln -s "$PWD/models" "$tree/multiring/models"
 MYPYPATH=$tree mypy --config-file pyproject.toml -p multiring

@@ -30,7 +30,7 @@ import numpy
 start = time.perf_counter()
 import multiring
 took = time.perf_counter() - start
-frameworks = {"torch", "tensorflow", "jax", "chainer", "pytensor"} & set(sys.modules)
+frameworks = {"torch", "tensorflow", "jax", "chainer", "pytensor", "ray"} & set(sys.modules)
 assert not frameworks, f"import multiring imports {frameworks}"
 comm = multiring.init()
 assert comm.size == 1 and comm.allreduce(numpy.ones(3)).tolist() == [1.0, 1.0, 1.0]

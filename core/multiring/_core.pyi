@@ -39,8 +39,10 @@ __all__: list[str] = [
     "copy_streaming",
     "dtype_size",
     "fit_link",
+    "interface_addresses",
     "mpi_library",
     "own_addresses",
+    "pair_addresses",
     "plan_limit",
     "predict_plan",
     "predict_steps",
@@ -653,6 +655,11 @@ def fit_link(
     Latency and speed that explain (bytes, seconds) of messages best.
     """
 
+def interface_addresses(interfaces: collections.abc.Sequence[str]) -> list[tuple[str, str, int]]:
+    """
+    Interface, address and network bits of all that ranks on other hosts are reached by.
+    """
+
 def mpi_library(bridge: str) -> str:
     """
     Name and version of the MPI library that a bridge was built with. Loads it, without initialising.
@@ -661,6 +668,14 @@ def mpi_library(bridge: str) -> str:
 def own_addresses(interfaces: collections.abc.Sequence[str]) -> list[str]:
     """
     Addresses that other hosts reach this one by, as MULTIRING_INTERFACES chooses.
+    """
+
+def pair_addresses(
+    caller: collections.abc.Sequence[tuple[str, str, typing.SupportsInt | typing.SupportsIndex]],
+    listener: collections.abc.Sequence[tuple[str, str, typing.SupportsInt | typing.SupportsIndex]],
+) -> list[tuple[int, int]]:
+    """
+    Which of the caller's addresses calls which of the listener's (indices).
     """
 
 def plan_limit(plan: Plan, model: CostModel) -> float:

@@ -66,6 +66,12 @@ def test_versions_are_found_without_importing_frameworks() -> None:
     assert run.stdout == "[]\n"
 
 
+def test_doctor_comes_without_what_may_be_broken() -> None:
+    code = "import sys, multiring.diagnostics.doctor; print({'numpy', 'multiring._core'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"
+
+
 def test_tables_line_up() -> None:
     assert environment._table([("a", "bb"), ("ccc", "d")]) == ["  a    bb", "  ccc  d"]
 
@@ -89,7 +95,7 @@ def run_doctor(monkeypatch: pytest.MonkeyPatch, *found: Finding | Exception) -> 
 
     table = {f"check {number}": lambda one=one: check(one) for number, one in enumerate(found)}
     monkeypatch.setattr(doctor, "CHECKS", table)
-    return doctor.main(argparse.Namespace())
+    return doctor.main(argparse.Namespace(hosts=None, hostfile=None))
 
 
 def test_doctor_fails_if_one_check_does_and_says_what_to_mend(

@@ -16,7 +16,7 @@ from typing import Any
 from multiring import config, launch_environment, machine
 from multiring.errors import UsageError
 
-__all__ = ["add_arguments", "collect", "main"]
+__all__ = ["add_arguments", "collect", "main", "versions"]
 
 # Names of distributions; looked up without importing anything.
 _FRAMEWORKS = (
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
 def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     """Everything that `multiring env` prints, in a form that JSON can hold."""
     return {
-        "versions": _versions(),
+        "versions": versions(),
         "machine": _machine(),
         "launcher": _launcher(environ),
         "settings": [
@@ -69,7 +69,8 @@ def collect(environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """What is installed, by the names of distributions; nothing is imported."""
     found = {"multiring": _version("multiring") or "not installed"}
     native = importlib.util.find_spec("multiring._core")
     found["native library"] = (native.origin if native else None) or "missing"

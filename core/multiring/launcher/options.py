@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 from multiring.errors import UsageError
-from multiring.launcher.hosts import parse_hostfile, parse_hosts, seats
+from multiring.launcher.hosts import HostSlots, parse_hostfile, parse_hosts, seats
 from multiring.launcher.job import run_job
 from multiring.launcher.rank_starter import JobOptions, ProgramError
 from multiring.launcher.remote_process import SSH
 
-__all__ = ["add_arguments", "main"]
+__all__ = ["add_arguments", "add_host_arguments", "chosen_hosts", "main", "split_ssh"]
 
 _EXAMPLES = """\
 examples:
@@ -49,28 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of ranks to start (with -H or --hostfile: default all slots)",
     )
-    hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument(
-        "-H",
-        "--hosts",
-        metavar="HOST:SLOTS,...",
-        help="start the ranks on these hosts, by ssh where they are others than this one [one slot each]",
-    )
-    hosts.add_argument(
-        "--hostfile", type=Path, metavar="FILE", help='the same from a file with lines "host slots=4"'
-    )
-    parser.add_argument(
-        "--ssh", default=SSH, metavar="COMMAND", help=f"what runs a command on another host [{SSH}]"
-    )
-    parser.add_argument(
-        "--remote-python", default="", metavar="PATH", help="Python on other hosts [at the place of this one]"
-    )
-    parser.add_argument(
-        "--address",
-        default="",
-        metavar="A",
-        help="address of this host that ranks on others reach [that of the way to the first]",
-    )
+    add_host_arguments(parser)
     parser.add_argument(
         "--mode",
         metavar="M",
@@ -111,6 +90,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="program ...", help="what to run")
 
 
+def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say which hosts there are and how they are reached."""
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument(
+        "-H",
+        "--hosts",
+        metavar="HOST:SLOTS,...",
+        help="hosts and the ranks on each, by ssh where they are others than this one [one slot each]",
+    )
+    hosts.add_argument(
+        "--hostfile", type=Path, metavar="FILE", help='the same from a file with lines "host slots=4"'
+    )
+    parser.add_argument(
+        "--ssh", default=SSH, metavar="COMMAND", help=f"what runs a command on another host [{SSH}]"
+    )
+    parser.add_argument(
+        "--remote-python", default="", metavar="PATH", help="Python on other hosts [at the place of this one]"
+    )
+    parser.add_argument(
+        "--address",
+        default="",
+        metavar="A",
+        help="address of this host that ranks on others reach [that of the way to the first]",
+    )
+
+
+def chosen_hosts(args: argparse.Namespace) -> list[HostSlots] | None:
+    """The hosts of -H or --hostfile; None: neither was given.
+
+    Raises:
+        UsageError: They cannot be understood.
+    """
+    if args.hosts is not None:
+        return parse_hosts(args.hosts)
+    return None if args.hostfile is None else parse_hostfile(args.hostfile)
+
+
 def main(args: argparse.Namespace) -> int:
     """Runs the job that `args` describes; returns the exit code.
 
@@ -125,11 +141,9 @@ def main(args: argparse.Namespace) -> int:
         program = program[1:]
     if not (module or program):
         raise UsageError("name the program that the ranks run, as in: multiring run -np 2 train.py")
-    seated = None
-    if args.hosts is not None or args.hostfile is not None:
-        hosts = parse_hosts(args.hosts) if args.hosts is not None else parse_hostfile(args.hostfile)
-        seated = seats(hosts, args.ranks)
-    elif args.ranks is None:
+    hosts = chosen_hosts(args)
+    seated = None if hosts is None else seats(hosts, args.ranks)
+    if seated is None and args.ranks is None:
         raise UsageError("say how many ranks to start, as in: multiring run -np 2 train.py")
     options = JobOptions(
         ranks=args.ranks if seated is None else len(seated),
@@ -141,7 +155,7 @@ def main(args: argparse.Namespace) -> int:
         tag_output=args.tag_output,
         environment={**dict(args.env), **({"MULTIRING_MODE": args.mode} if args.mode else {})},
         seats=seated,
-        ssh=_split(args.ssh),
+        ssh=split_ssh(args.ssh),
         python=args.remote_python,
         address=args.address,
     )
@@ -152,7 +166,12 @@ def main(args: argparse.Namespace) -> int:
         return error.code
 
 
-def _split(command: str) -> list[str]:
+def split_ssh(command: str) -> list[str]:
+    """The words of --ssh.
+
+    Raises:
+        UsageError: There are none.
+    """
     try:
         words = shlex.split(command)
     except ValueError as error:

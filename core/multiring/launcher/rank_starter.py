@@ -115,7 +115,7 @@ class RankStarter:
             OSError: It cannot be started.
         """
         seat = self._options.seat(rank)
-        place = {**self.shared, **_place(rank, self._options.ranks, seat)}
+        place = {**self.shared, **place_variables(rank, self._options.ranks, seat)}
         if seat.host:
             return self._start_remote(rank, seat.host, place)
         return RankProcess(
@@ -166,7 +166,8 @@ def command_of(program: Sequence[str], module: str | None, environ: Mapping[str,
     return [name, *arguments]
 
 
-def _place(rank: int, size: int, seat: Seat) -> dict[str, str]:
+def place_variables(rank: int, size: int, seat: Seat) -> dict[str, str]:
+    """The variables that tell a rank its place."""
     return {
         "MULTIRING_RANK": str(rank),
         "MULTIRING_SIZE": str(size),

@@ -1,0 +1,196 @@
+"""`multiring doctor -H` over emulated hosts."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from multiring.models.bench.emulated_hosts import EmulatedHosts, why_not
+from tests.faults.test_remote_launch import search_path, serve_ssh
+from tests.support import REPOSITORY, Job
+
+# Far below what the machine passes, so that the limit alone decides what is measured.
+RATE, SLOW_RATE = "100mbit", "10mbit"
+NOWHERE = "02:00:00:00:00:99"
+
+
+@pytest.fixture
+def three() -> Iterator[EmulatedHosts]:
+    """Three hosts with links of equal rates."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with EmulatedHosts(3, [RATE]) as hosts:
+        yield hosts
+
+
+def nsenter(hosts: EmulatedHosts) -> str:
+    """What runs a command on a host as ssh does, without encryption and users."""
+    ids = ",".join(map(str, hosts.process_ids))
+    return f"env EMULATED_HOSTS={ids} {sys.executable} -m multiring.models.bench.emulated_start shell"
+
+
+def doctor(
+    hosts: EmulatedHosts, *words: str, places: str = "", ssh: str = "", env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs it on the first host, by default with one rank on each."""
+    places = places or ",".join(map(hosts.address, range(hosts.count)))
+    command = [sys.executable, "-m", "multiring", "doctor", "-H", places, "--ssh", ssh or nsenter(hosts)]
+    with Job(lambda root: hosts.command(0, [*command, *words]), env, cwd=REPOSITORY) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    return done
+
+
+def on_host(hosts: EmulatedHosts, host: int, *command: str) -> None:
+    subprocess.run(hosts.command(host, command), check=True)
+
+
+def stub(directory: Path, files: dict[str, str]) -> str:
+    """A Python that finds these files before all others."""
+    for name, text in files.items():
+        path = directory / "first" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    script = directory / "python"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH="{directory / "first"}" exec "{sys.executable}" "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def lines_about(output: str, status: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith(status)]
+
+
+def test_hosts_that_are_well(three: EmulatedHosts) -> None:
+    done = doctor(three)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not lines_about(done.stdout, "failed")
+    assert "every host reaches every other one" in done.stdout
+    head, *rows = done.stdout.split("\n\n")[0].splitlines()
+    assert head.split()[:6] == ["host", "ranks", "cores", "Python", "multiring", "NumPy"]
+    assert [row.split()[0] for row in rows] == [three.name(0), three.address(1), three.address(2)]
+    assert all(f"eth0 {three.address(host)}" in row for host, row in enumerate(rows))
+    assert done.stdout.count("bit/s ") >= 6, done.stdout  # from each host to each other one
+    assert "These hosts can run a job" in done.stdout
+
+
+def test_a_host_that_ssh_cannot_reach_is_told(
+    hosts: EmulatedHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpacked = REPOSITORY / "build/openssh"  # by ci/fetch_sshd.sh
+    sshd = shutil.which("sshd", path=f"/usr/sbin:{unpacked / 'usr/sbin'}")
+    if sshd is None or shutil.which("ssh", path=search_path(unpacked)) is None:
+        pytest.skip("openssh is not installed, and apt-get could not fetch it")
+    monkeypatch.setenv("PATH", search_path(unpacked))
+    libraries = [*unpacked.glob("usr/lib/*-linux-gnu"), *unpacked.glob("lib/*-linux-gnu")]
+    monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(map(str, libraries)))
+    with ExitStack() as daemons:
+        ssh = serve_ssh(hosts, sshd, tmp_path / "ssh", daemons) + " -o ConnectTimeout=2"
+        done = doctor(hosts, ssh=ssh, places=f"{hosts.address(0)},10.93.0.77,{hosts.address(1)}")
+    assert done.returncode == 1
+    assert f"ok       {hosts.address(1)}   is fit for 1 rank" in done.stdout
+    (failed,) = lines_about(done.stdout, "failed")
+    assert "10.93.0.77" in failed
+    assert "ssh fails: ssh: connect to host 10.93.0.77 port 2222: " in failed
+    assert "-> make `ssh -o BatchMode=yes 10.93.0.77 true` work" in done.stdout
+    assert "rates       not measured" in done.stdout
+
+
+def test_other_versions_there(hosts: EmulatedHosts, tmp_path: Path) -> None:
+    patch = "import platform\nplatform.python_version = lambda: '3.99.1'\n"
+    metadata = {
+        f"{name}-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        for name, version in (("multiring", "9.9"), ("numpy", "1.0"))
+    }
+    python = stub(tmp_path, {"sitecustomize.py": patch, **metadata})
+    done = doctor(hosts, "--remote-python", python)
+    assert done.returncode == 1
+    failed = lines_about(done.stdout, "failed")
+    assert len(failed) == 2, done.stdout
+    assert f"{hosts.address(1)}  has multiring 9.9; this host has multiring 0" in failed[0]
+    assert "-> run `pip install multiring==0" in done.stdout
+    assert "has python 3.99.1; this host has python 3." in failed[1]
+    assert any("has numpy 1.0" in line for line in lines_about(done.stdout, "warning"))
+    assert "not measured" in done.stdout
+
+
+def test_no_multiring_there(hosts: EmulatedHosts, tmp_path: Path) -> None:
+    script = tmp_path / "bare"
+    script.write_text(f'#!/bin/sh\nexec "{Path(sys.executable).resolve()}" -S -E "$@"\n')
+    script.chmod(0o755)
+    done = doctor(hosts, "--remote-python", str(script))
+    assert done.returncode == 1
+    assert f"{script}, Python 3." in done.stdout
+    assert "has no multiring there" in done.stdout
+    done = doctor(hosts, "--remote-python", "/no/such/python")
+    assert done.returncode == 1
+    assert "there is no /no/such/python" in done.stdout
+    assert "--remote-python" in done.stdout
+
+
+def test_a_link_that_is_down(three: EmulatedHosts) -> None:
+    """Of those between the second and the third host nothing arrives."""
+    neighbour = ["ip", "neigh", "replace", three.address(1), "lladdr", NOWHERE, "dev", "eth0", "nud"]
+    on_host(three, 2, *neighbour, "permanent")
+    done = doctor(three)
+    assert done.returncode == 1
+    failed = lines_about(done.stdout, "failed")
+    ends = [f"{three.address(host)} (eth0) of {three.address(host)}" for host in (1, 2)]
+    assert len(failed) == 2, done.stdout
+    assert f"{ends[0]} does not reach {ends[1]}: no answer within" in failed[0]
+    assert f"{ends[1]} does not reach {ends[0]}: no answer within" in failed[1]
+    assert "open all TCP ports between the two" in done.stdout
+    assert "These hosts cannot run a job" in done.stdout
+
+
+def test_a_slow_host(three: EmulatedHosts) -> None:
+    limit = ["rate", SLOW_RATE, "burst", "64kb", "latency", "50ms"]
+    on_host(three, 2, "tc", "qdisc", "change", "dev", "eth0", "root", "tbf", *limit)
+    done = doctor(three)
+    assert done.returncode == 0, done.stdout + done.stderr
+    slow = [line for line in lines_about(done.stdout, "warning") if "the median of the hosts is" in line]
+    assert [three.address(2), "sends"] in [line.split()[1:3] for line in slow], done.stdout
+
+
+def test_interfaces_that_are_chosen(hosts: EmulatedHosts) -> None:
+    done = doctor(hosts, env={"MULTIRING_INTERFACES": "^eth0"})
+    assert done.returncode == 1
+    failed = lines_about(done.stdout, "failed")
+    assert len(failed) == 2, done.stdout
+    assert all("no interface of this host is left" in line for line in failed)
+
+
+def test_an_interface_that_leads_nowhere_is_named_and_can_be_left_out() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    with EmulatedHosts(2, [RATE, RATE]) as hosts:
+        neighbour = ["ip", "neigh", "replace", hosts.address(0, 1), "lladdr", NOWHERE, "dev", "eth1", "nud"]
+        on_host(hosts, 1, *neighbour, "permanent")
+        done = doctor(hosts)
+        assert done.returncode == 1
+        assert len(lines_about(done.stdout, "failed")) == 2, done.stdout
+        detail = (
+            f"{hosts.address(0, 1)} (eth1) of {hosts.name(0)} does not reach {hosts.address(1, 1)} (eth1) of"
+        )
+        assert detail in done.stdout
+        assert "as with MULTIRING_INTERFACES=^eth1" in done.stdout
+        done = doctor(hosts, env={"MULTIRING_INTERFACES": "^eth1"})
+        assert done.returncode == 0, done.stdout
+
+
+def test_a_name_that_only_ssh_knows_needs_an_address(hosts: EmulatedHosts, tmp_path: Path) -> None:
+    shell = tmp_path / "ssh"  # with names as in ~/.ssh/config
+    shell.write_text(f'#!/bin/sh\nshift\nexec {nsenter(hosts)} {hosts.address(1)} "$@"\n')
+    shell.chmod(0o755)
+    done = doctor(hosts, places="node1", ssh=str(shell))
+    assert done.returncode == 1
+    assert "nobody can reach this host" in done.stdout
+    assert "with --address" in done.stdout
+    done = doctor(hosts, "--address", hosts.address(0), places="node1", ssh=str(shell))
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,158 @@
+"""Parts of `multiring doctor -H` that need no other host."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiring import _core
+from multiring.diagnostics.checks import Status
+from multiring.diagnostics.host_findings import as_rate, host_findings, rate_findings
+from multiring.diagnostics.host_probe import HostProbe, Listener
+from multiring.diagnostics.host_tables import rates_table
+from multiring.diagnostics.links import rounds
+from tests.support import Job, wait_until
+
+NAMES = ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("count", range(2, 20))
+def test_rounds_have_every_host_once_and_all_pairs_while_they_are_few(count: int) -> None:
+    found = rounds(count)
+    for pairs in found:
+        hosts = [host for pair in pairs for host in pair]
+        assert len(hosts) == len(set(hosts))
+    pairs = {tuple(sorted(pair)) for round_ in found for pair in round_}
+    assert sum(map(len, found)) == len(pairs)
+    if count <= 16:
+        assert pairs == set(itertools.combinations(range(count), 2))
+    else:
+        assert len(found) <= 16
+        assert {host for pair in pairs for host in pair} == set(range(count))
+
+
+def measured(rates: dict[tuple[int, int], float]) -> list[tuple[int, int, float, float]]:
+    return [(*pair, rates.get(pair, 100e6), 1e-4) for pair in itertools.permutations(range(3), 2)]
+
+
+def test_equal_links_are_fine() -> None:
+    (row,) = rate_findings(NAMES, measured({(0, 1): 80e6}))
+    assert row.finding.status is Status.OK
+    assert row.finding.detail == "640 Mbit/s to 800 Mbit/s, 0.10 ms of latency"
+
+
+def test_a_slow_host_is_told_from_a_slow_link() -> None:
+    (row,) = rate_findings(NAMES, measured({(2, 0): 10e6, (2, 1): 11e6}))
+    assert (row.about, row.finding.status) == ("c", Status.WARNING)
+    assert row.finding.detail == "sends 88 Mbit/s at most; the median of the hosts is 800 Mbit/s"
+    (row,) = rate_findings(NAMES, measured({(2, 0): 10e6}))
+    assert row.about == "links"
+    assert row.finding.detail == "c -> a: 80 Mbit/s; with others both reach 800 Mbit/s"
+
+
+def test_one_direction_of_two_hosts_that_is_slow_is_told() -> None:
+    rows = rate_findings(["a", "b"], [(0, 1, 100e6, 1e-4), (1, 0, 10e6, 1e-4)])
+    assert [(row.about, row.finding.detail.split()[0]) for row in rows] == [("b", "sends"), ("a", "receives")]
+
+
+def test_rates_are_shown_as_a_matrix_or_as_a_list() -> None:
+    assert [as_rate(rate) for rate in (1.25e9, 117e6, 1e5)] == ["10 Gbit/s", "936 Mbit/s", "0.8 Mbit/s"]
+    lines = rates_table(NAMES, measured({})).splitlines()
+    assert [line.split()[0] for line in lines] == ["from", *NAMES]
+    many = rates_table([f"host{i}" for i in range(9)], measured({}))
+    assert len(many.splitlines()) == 7
+
+
+FACTS: dict[str, Any] = {
+    "machine": "m1",
+    "versions": {"multiring": "0.1.0", "python": "3.11.7", "numpy": "2.3.5"},
+    "cores": 4,
+    "directory": True,
+    "addresses": [["eth0", "10.0.0.1", 24]],
+    "no addresses": "",
+    "findings": [],
+}
+
+
+def findings(facts: dict[str, Any], ranks: int = 4, offset: float = 0.0) -> list[tuple[str, str]]:
+    here = {**FACTS, "machine": "m0"}
+    found = host_findings("b", ranks, {**FACTS, **facts}, (offset, 0.01), here, {"a": here})
+    assert all(finding.mend for finding in found)
+    return [(finding.status.value, finding.detail) for finding in found]
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, []),
+        ({"directory": False}, [("failed", "the directory that you are in is not there")]),
+        ({"cores": 2}, [("warning", "4 ranks share 2 cores")]),
+        ({"machine": "m0"}, [("warning", "is the same machine as a")]),
+        ({"no addresses": "none left"}, [("failed", "none left")]),
+        ({"findings": [["shared memory", "failed", "no", "do"]]}, [("failed", "shared memory: no")]),
+        (
+            {"versions": {"multiring": "0.2", "python": "3.11.9", "torch": "2.6"}},
+            [
+                ("failed", "has multiring 0.2; this host has multiring 0.1.0"),
+                ("warning", "has python 3.11.9; this host has python 3.11.7"),
+                ("warning", "has no numpy; this host has numpy 2.3.5"),
+                ("warning", "has torch 2.6; this host has none"),
+            ],
+        ),
+        (
+            {"versions": {**FACTS["versions"], "python": "3.12.7"}},
+            [("failed", "has python 3.12.7; this host has python 3.11.7")],
+        ),
+    ],
+)
+def test_what_differs_between_hosts_is_told(facts: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    found = findings(facts)
+    assert len(found) == len(expected), found
+    for (status, detail), (wanted, words) in zip(found, expected, strict=True):
+        assert status == wanted
+        assert detail.startswith(words)
+
+
+def test_a_clock_is_told_if_it_is_certainly_wrong() -> None:
+    assert findings({}, offset=1.005) == []
+    assert findings({}, offset=-1.5) == [
+        ("warning", "its clock is 1.5 s (+-0.010 s) behind that of this host")
+    ]
+
+
+def test_a_probe_reaches_a_listener_and_nobody_else() -> None:
+    probe = HostProbe()
+    listener = Listener(["127.0.0.1"], bytes(16))
+    right, wrong = [["", "127.0.0.1", listener.ports[0], token * 16] for token in ("00", "01")]
+    assert probe.answer("call", targets=[right, wrong]) == ["", "somebody else answers there"]
+    listener.close()
+    assert probe.answer("call", targets=[right]) == ["connection refused"]
+    (port,) = probe.answer("listen", addresses=["127.0.0.1"], token="ab" * 16)
+    assert probe.answer("call", targets=[["", "127.0.0.1", port, "ab" * 16]]) == [""]
+    probe.close()
+
+
+def test_addresses_are_paired_as_ranks_would_connect() -> None:
+    one = [("eth0", "10.0.0.1", 24), ("eth1", "10.0.1.1", 24)]
+    other = [("ens1", "10.0.1.2", 24), ("ens0", "10.0.0.2", 24)]
+    assert sorted(_core.pair_addresses(one, other)) == [(0, 1), (1, 0)]
+    assert _core.pair_addresses([("eth0", "10.0.0.1", 24)], [("eth0", "fd00::1", 64)]) == []
+
+
+def test_ctrl_c_ends_those_who_wait_for_a_host(tmp_path: Path) -> None:
+    hangs = tmp_path / "ssh"
+    hangs.write_text(f"#!/bin/sh\ntouch {tmp_path}/$1\nexec sleep 300.5\n")
+    hangs.chmod(0o755)
+    command = [sys.executable, "-m", "multiring", "doctor", "-H", "a.invalid,b.invalid", "--ssh", str(hangs)]
+    with Job(lambda root: command, start_new_session=True) as job:
+        wait_until(lambda: all((tmp_path / f"{host}.invalid").exists() for host in "ab"), "ssh")
+        os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does
+        done = job.finish(timeout=15)
+        job.assert_nothing_left()
+    assert done.returncode == 130, done.stderr

@@ -1,0 +1,294 @@
+"""The manifests of examples/kubernetes: valid without a cluster, and what they start works on emulated hosts.
+
+The models of `kubeflow-training` and of `kubernetes`, which are generated from the schemas of the training
+operator and of Kubernetes, say which fields there are. No package has the schema of the MPI operator's
+v2beta1: what of it is its own is written down here, from its API documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiring import config
+from multiring.launcher import options
+from multiring.launcher.hosts import HostSlots, parse_hostfile
+from multiring.models.bench.emulated_hosts import EmulatedHosts, why_not
+from tests.support import REPOSITORY, Job
+
+yaml = pytest.importorskip("yaml", reason="needs PyYAML, which comes with the dev extra")
+
+FOLDER = REPOSITORY / "examples/kubernetes"
+MPI_JOB = yaml.safe_load((FOLDER / "mpijob.yaml").read_text())
+PYTORCH_JOB = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
+MPI_WORKER = ("spec", "mpiReplicaSpecs", "Worker")
+PLAIN = {"str": str, "int": int, "bool": bool, "float": float}
+# https://github.com/kubeflow/mpi-operator, V2beta1MPIJobSpec, V2beta1RunPolicy: type, or what is accepted.
+MPI_JOB_SPEC: dict[str, Any] = {
+    "launcherCreationPolicy": ["AtStartup", "WaitForWorkersReady"],
+    "mpiImplementation": ["OpenMPI", "Intel", "MPICH"],
+    "mpiReplicaSpecs": dict,
+    "runLauncherAsWorker": bool,
+    "runPolicy": dict,
+    "slotsPerWorker": int,
+    "sshAuthMountPath": str,
+}
+# What the training operator tells all pods.
+MASTER = {"MASTER_ADDR": "digits-master-0", "MASTER_PORT": "23456", "PET_NPROC_PER_NODE": "auto"}
+RUN_POLICY: dict[str, Any] = {
+    "activeDeadlineSeconds": int,
+    "backoffLimit": int,
+    "cleanPodPolicy": ["All", "Running", "None"],
+    "managedBy": str,
+    "schedulingPolicy": dict,
+    "suspend": bool,
+    "ttlSecondsAfterFinished": int,
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    """The generated models, by their names."""
+    reason = "needs kubeflow-training, which comes with the dev extra"
+    kubeflow = pytest.importorskip("kubeflow.training.models", reason=reason)
+    kubernetes = pytest.importorskip("kubernetes.client.models", reason=reason)
+    return {**vars(kubernetes), **vars(kubeflow)}
+
+
+def wrong_by_model(value: Any, kind: str, models: Mapping[str, Any], where: str) -> Iterator[str]:
+    """What of a value does not fit a type of the models: unknown fields, missing ones, other types."""
+    if match := re.fullmatch(r"(?:dict\(str, |list\[)(.+)[\])]", kind):
+        expected: type = dict if kind.startswith("dict") else list
+        if not isinstance(value, expected):
+            yield f"{where} is no {expected.__name__}"
+            return
+        for key, item in value.items() if expected is dict else enumerate(value):
+            yield from wrong_by_model(item, match[1], models, f"{where}.{key}")
+    elif kind in PLAIN:
+        if type(value) is not PLAIN[kind]:
+            yield f"{where} is no {kind}: {value!r}"
+    elif kind != "object":
+        yield from wrong_fields(value, models[kind], models, where)
+
+
+def wrong_fields(value: Any, model: Any, models: Mapping[str, Any], where: str) -> Iterator[str]:
+    if not isinstance(value, dict):
+        yield f"{where} is no {model.__name__}"
+        return
+    names = {name: attribute for attribute, name in model.attribute_map.items()}
+    yield from (f"{where}.{name} is not known" for name in value.keys() - names.keys())
+    known = {names[name]: item for name, item in value.items() if name in names}
+    for attribute, item in known.items():
+        place = f"{where}.{model.attribute_map[attribute]}"
+        yield from wrong_by_model(item, model.openapi_types[attribute], models, place)
+    try:
+        model(**known)
+    except ValueError as error:  # something that has to be there is not
+        yield f"{where}: {error}"
+
+
+def wrong_by_table(value: Mapping[str, Any], table: Mapping[str, Any], where: str) -> Iterator[str]:
+    for name, item in value.items():
+        accepted = table.get(name)
+        fits = item in accepted if isinstance(accepted, list) else accepted and type(item) is accepted
+        if not fits:
+            yield f"{where}.{name} is {item!r}"
+
+
+def wrong_in_mpi_job(job: Mapping[str, Any], models: Mapping[str, Any]) -> list[str]:
+    found = list(wrong_by_table(job, {"apiVersion": str, "kind": str, "metadata": dict, "spec": dict}, "job"))
+    found += wrong_by_model(job["metadata"], "V1ObjectMeta", models, "metadata")
+    found += wrong_by_table(job["spec"], MPI_JOB_SPEC, "spec")
+    found += wrong_by_table(job["spec"]["runPolicy"], RUN_POLICY, "runPolicy")
+    for name, replicas in job["spec"]["mpiReplicaSpecs"].items():
+        if name not in ("Launcher", "Worker"):
+            found.append(f"there are no replicas {name}")
+        found += wrong_by_model(replicas, "KubeflowOrgV1ReplicaSpec", models, name)
+    return found
+
+
+def container(job: Mapping[str, Any], replicas: str) -> dict[str, Any]:
+    spec = job["spec"]
+    template = (spec.get("mpiReplicaSpecs") or spec.get("pytorchReplicaSpecs"))[replicas]["template"]
+    (found,) = template["spec"]["containers"]
+    return dict(found)
+
+
+def containers() -> list[dict[str, Any]]:
+    return [
+        *(container(MPI_JOB, name) for name in ("Launcher", "Worker")),
+        *(container(PYTORCH_JOB, name) for name in ("Master", "Worker")),
+    ]
+
+
+def expanded(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """As the kubelet replaces $(NAME)."""
+    return [re.sub(r"\$\((\w+)\)", lambda match: environ[match[1]], word) for word in words]
+
+
+def test_the_pytorch_job_fits_the_schema(models: dict[str, Any]) -> None:
+    assert (PYTORCH_JOB["apiVersion"], PYTORCH_JOB["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert not list(wrong_by_model(PYTORCH_JOB, "KubeflowOrgV1PyTorchJob", models, "job"))
+
+
+def test_the_mpi_job_fits_the_schema(models: dict[str, Any]) -> None:
+    assert (MPI_JOB["apiVersion"], MPI_JOB["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    assert not wrong_in_mpi_job(MPI_JOB, models)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("spec", "slotPerWorker"), 2, "spec.slotPerWorker is 2"),
+        (("spec", "launcherCreationPolicy"), "Late", "launcherCreationPolicy is 'Late'"),
+        ((*MPI_WORKER, "replicas"), "2", "Worker.replicas is no int: '2'"),
+        ((*MPI_WORKER, "template", "spec", "container"), [], "container is not known"),
+        ((*MPI_WORKER, "template", "spec", "containers", 0), {"image": "x"}, "`name`"),
+    ],
+)
+def test_what_does_not_fit_is_found(
+    models: dict[str, Any], path: tuple[Any, ...], value: Any, words: str
+) -> None:
+    job = yaml.safe_load((FOLDER / "mpijob.yaml").read_text())
+    *way, last = path
+    place = job
+    for name in way:
+        place = place[name]
+    place[last] = value
+    assert any(words in found for found in wrong_in_mpi_job(job, models)), wrong_in_mpi_job(job, models)
+
+
+def test_every_variable_is_one_of_multiring() -> None:
+    known = {variable.name: variable for variable in config.VARIABLES}
+    given = {entry["name"]: entry for found in containers() for entry in found.get("env", [])}
+    ours = {name: entry for name, entry in given.items() if name.startswith("MULTIRING_")}
+    assert set(ours) == {"MULTIRING_STORE", "MULTIRING_SECRET"}
+    assert set(given) - set(ours) == {"OMP_NUM_THREADS"}
+    for name, entry in ours.items():
+        if "value" in entry:
+            known[name].parse(entry["value"])
+    reference = given["MULTIRING_SECRET"]["valueFrom"]["secretKeyRef"]
+    command = f"kubectl create secret generic {reference['name']} --from-literal={reference['key']}="
+    assert command in (FOLDER / "pytorchjob.yaml").read_text()
+
+
+def test_every_command_is_understood() -> None:
+    launcher, *_ = containers()
+    program, name, *words = [*launcher["command"], *launcher["args"]]
+    assert (program, name) == ("multiring", "run")
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser)
+    parsed = parser.parse_args(words)
+    assert parsed.hostfile == Path("/etc/mpi/hostfile")
+    assert parsed.program == ["examples/torch_digits.py"]
+    torchrun = pytest.importorskip("torch.distributed.run", reason="needs PyTorch")
+    for name in ("Master", "Worker"):
+        pod = container(PYTORCH_JOB, name)
+        assert pod["command"][0] == "torchrun"
+        words = expanded([*pod["command"][1:], *pod["args"]], {"RANK": "1", **MASTER})
+        arguments = torchrun.get_args_parser().parse_args(words)
+        assert arguments.training_script == "examples/torch_digits.py"
+        replicas = PYTORCH_JOB["spec"]["pytorchReplicaSpecs"]
+        assert arguments.nnodes == str(sum(entry["replicas"] for entry in replicas.values()))
+    assert (REPOSITORY / "examples/torch_digits.py").is_file()
+
+
+def test_the_image_is_the_one_that_the_dockerfile_makes() -> None:
+    text = (FOLDER / "Dockerfile").read_text()
+    (image,) = {found["image"] for found in containers()}
+    assert f"docker build -f examples/kubernetes/Dockerfile -t {image} ." in text
+    assert "COPY examples /workspace/examples\nWORKDIR /workspace" in text
+    assert container(MPI_JOB, "Worker")["command"][0] == "/usr/sbin/sshd"
+    assert "openssh-server" in text
+
+
+def test_the_hostfile_of_the_operator_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text(
+        "digits-worker-0.digits.default.svc slots=2\ndigits-worker-1.digits.default.svc slots=2\n"
+    )
+    names = [f"digits-worker-{number}.digits.default.svc" for number in range(2)]
+    assert parse_hostfile(path) == [HostSlots(name, 2) for name in names]
+
+
+SCRIPT = """
+import os
+import numpy as np
+import multiring
+comm = multiring.init()
+assert comm.allreduce(np.ones(3)).tolist() == [4.0] * 3
+place = comm.rank, comm.size, comm.local_rank, comm.local_size, comm.cross_rank, comm.cross_size
+os.write(1, ("\\nrank " + " ".join(map(str, place)) + "\\n").encode())  # at once: ranks share a pipe
+"""
+ALL_RANKS = ["0 4 0 2 0 2", "1 4 1 2 0 2", "2 4 0 2 1 2", "3 4 1 2 1 2"]
+
+
+@pytest.fixture
+def pods() -> Iterator[EmulatedHosts]:
+    """Two pods, and a third one for a launcher."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with EmulatedHosts(3) as hosts:
+        yield hosts
+
+
+def ranks(output: str) -> list[str]:
+    return sorted(line.partition("rank ")[2] for line in output.splitlines() if "rank " in line)
+
+
+def test_what_the_mpi_job_starts_works(pods: EmulatedHosts, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    slots = MPI_JOB["spec"]["slotsPerWorker"]
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("".join(f"{pods.address(pod)} slots={slots}\n" for pod in range(2)))
+    launcher = container(MPI_JOB, "Launcher")
+    words = [*launcher["command"], *launcher["args"]]
+    words = [{"/etc/mpi/hostfile": str(hostfile), words[-1]: "script.py"}.get(word, word) for word in words]
+    ids = ",".join(map(str, pods.process_ids))
+    ssh = f"env EMULATED_HOSTS={ids} {sys.executable} -m multiring.models.bench.emulated_start shell"
+    command = [sys.executable, "-m", *words[:2], "--ssh", ssh, *words[2:]]
+    environ = {"PYTHONPATH": str(REPOSITORY)}
+    with Job(lambda root: pods.command(2, command), environ, cwd=tmp_path) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 0, done.stderr
+    assert ranks(done.stdout) == ALL_RANKS
+
+
+def test_what_the_pytorch_job_starts_works(pods: EmulatedHosts, tmp_path: Path) -> None:
+    """With what the operator and the kubelet put into the environment of the pods."""
+    pytest.importorskip("torch.distributed.run", reason="needs PyTorch")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    secret = secrets.token_hex(32)
+    started = []
+    for number, name in enumerate(("Master", "Worker")):
+        pod = container(PYTORCH_JOB, name)
+        environ = {**MASTER, "RANK": str(number), "WORLD_SIZE": "2", "PET_NNODES": "2"}
+        environ |= {entry["name"]: entry.get("value", secret) for entry in pod["env"]}
+        # No name is looked up here.
+        environ = {key: text.replace("digits-master-0", pods.address(0)) for key, text in environ.items()}
+        words = expanded(pod["command"], environ)
+        command = [sys.executable, "-m", "torch.distributed.run", *words[1:], "script.py"]
+        started.append(
+            subprocess.Popen(
+                pods.command(number, command),
+                env={**os.environ, **environ},
+                cwd=tmp_path,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=90) for process in started]
+    assert [process.returncode for process in started] == [0, 0], outputs
+    assert ranks("".join(output for output, _ in outputs)) == ALL_RANKS
