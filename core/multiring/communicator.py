@@ -16,7 +16,8 @@ from multiring.arrays import as_array, contiguous, target_for
 from multiring.collectives import Collectives, into
 from multiring.errors import UsageError
 from multiring.named_queue import NamedQueue
-from multiring.types import Array
+from multiring.reductions import wire_name
+from multiring.types import Array, WireName
 from multiring.work import seconds
 
 __all__ = ["Communicator"]
@@ -82,6 +83,11 @@ class Communicator(Collectives):
     def host(self) -> str:
         """Name of this rank's host."""
         return self._core.host
+
+    @property
+    def wire(self) -> WireName:
+        """As what float32 crosses from host to host where an allreduce does not say (MULTIRING_WIRE)."""
+        return wire_name(self._core.wire)
 
     @property
     def is_broken(self) -> bool:

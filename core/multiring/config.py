@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from multiring.errors import UsageError
+from multiring.types import WireName
 
 __all__ = ["VARIABLES", "Setting", "Settings", "Variable", "describe", "load", "unknown_variables"]
 
@@ -37,6 +38,8 @@ class Settings:
         stall_warning: Seconds after which a wait is reported in the log; 0 means never.
         host: Name of what shares memory with this process; empty means that the kernel tells.
         interfaces: Network interfaces to use between hosts; empty means all that are up.
+        mode: How allreduces across hosts are divided; empty means by their size.
+        wire: As what float32 crosses from host to host in allreduces that do not say.
     """
 
     rank: int | None = None
@@ -56,6 +59,7 @@ class Settings:
     host: str = ""
     interfaces: list[str] = field(default_factory=list)
     mode: str = ""
+    wire: WireName = "float32"
 
 
 @dataclass(frozen=True)
@@ -256,6 +260,15 @@ VARIABLES: tuple[Variable, ...] = (
         "How allreduces across hosts are divided (docs/tuning.md). Empty: chosen by their size.",
         False,
         str,
+    ),
+    Variable(
+        "MULTIRING_WIRE",
+        "wire",
+        "float32",
+        "float32, bfloat16 or float16",
+        "As what float32 crosses from host to host in allreduces that do not say (docs/tuning.md).",
+        False,
+        _choice("float32", "bfloat16", "float16"),
     ),
 )
 

@@ -13,6 +13,7 @@ from multiring import _core, config, launch_environment
 from multiring.communicator import Communicator
 from multiring.errors import UsageError
 from multiring.launch_environment import Placement
+from multiring.reductions import wire_type
 from multiring.store import FileStore, Store, open_store, serve_store
 
 __all__ = [
@@ -111,6 +112,7 @@ def _connect(place: Placement, settings: config.Settings) -> _core.Communicator:
     options.job = f"{place.job_id}/{_generation}"
     options.interfaces = settings.interfaces
     options.mode = settings.mode
+    options.wire = wire_type(settings.wire)
     if place.size == 1:
         return _core.connect(None, options)
     with ExitStack() as stack:

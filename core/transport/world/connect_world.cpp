@@ -23,12 +23,13 @@ struct Card {
   std::string host;     ///< given by the user
   std::string job;      ///< as this host's launcher names it: not the same on others
   std::string mode;
+  std::string wire;
   std::string name;
   std::int64_t process_id = 0;
 
   std::string text() const {
     std::string lines;
-    for (const std::string* line : {&boot, &network, &host, &job, &mode, &name}) lines += *line + "\n";
+    for (const std::string* line : {&boot, &network, &host, &job, &mode, &wire, &name}) lines += *line + "\n";
     return lines + std::to_string(process_id);
   }
   static Card parse(const std::string& text) {
@@ -36,7 +37,7 @@ struct Card {
     std::istringstream lines(text);
     std::string number;
     for (std::string* line :
-         {&card.boot, &card.network, &card.host, &card.job, &card.mode, &card.name, &number})
+         {&card.boot, &card.network, &card.host, &card.job, &card.mode, &card.wire, &card.name, &number})
       std::getline(lines, *line);
     card.process_id = std::strtoll(number.c_str(), nullptr, 10);
     return card;
@@ -90,18 +91,25 @@ std::string get(Store& store, const std::string& key, const WorldAddress& addres
   }
 }
 
+void require_same(const std::vector<Card>& cards, int mine, const std::string& variable,
+                  std::string Card::* setting) {
+  const std::string& here = cards[static_cast<std::size_t>(mine)].*setting;
+  for (std::size_t rank = 0; rank < cards.size(); ++rank)
+    if (cards[rank].*setting != here)
+      throw Error(ErrorKind::kUsage, "rank " + std::to_string(rank) + " has " + variable + "='" +
+                                         cards[rank].*setting + "', rank " + std::to_string(mine) + " '" +
+                                         here + "': it has to be the same on all ranks");
+}
+
 std::vector<Card> exchange_cards(Store& store, const WorldAddress& address, const Waiting& waiting) {
   const Card mine{host_identity(), network_identity(), address.host, address.job,
-                  address.mode,    host_name(),        ::getpid()};
+                  address.mode,    address.wire,       host_name(),  ::getpid()};
   store.set("world/" + std::to_string(address.rank), mine.text());
   std::vector<Card> cards;
   for (int rank = 0; rank < address.size; ++rank)
     cards.push_back(Card::parse(get(store, "world/" + std::to_string(rank), address, rank, waiting)));
-  for (std::size_t rank = 0; rank < cards.size(); ++rank)
-    if (cards[rank].mode != mine.mode)
-      throw Error(ErrorKind::kUsage, "rank " + std::to_string(rank) + " has MULTIRING_MODE='" +
-                                         cards[rank].mode + "', rank " + std::to_string(address.rank) + " '" +
-                                         mine.mode + "': it has to be the same on all ranks");
+  require_same(cards, address.rank, "MULTIRING_MODE", &Card::mode);
+  require_same(cards, address.rank, "MULTIRING_WIRE", &Card::wire);
   return cards;
 }
 

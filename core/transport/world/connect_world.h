@@ -25,6 +25,7 @@ struct WorldAddress {
   std::string job;
   std::vector<std::string> interfaces;  ///< see TcpOptions
   std::string mode;                     ///< see CommunicatorOptions; compared with the others'
+  std::string wire;                     ///< the same
   SharedTransportOptions transport;
 };
 
