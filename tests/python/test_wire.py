@@ -14,6 +14,7 @@ import pytest
 import multiring
 from multiring import Communicator, UsageError
 from multiring.errors import MismatchError
+from multiring.numpy import GradientBuckets
 from tests.nursery import Nursery
 from tests.python.oracle import narrowed, random_bits, widened
 from tests.rank_pool import RankPool
@@ -105,6 +106,29 @@ def same_everywhere(comm: Communicator) -> list[bytes]:
 def test_all_ranks_have_the_same_bits(spread: Pools, layout: tuple[int, int]) -> None:
     found = spread(*layout).run(same_everywhere)
     assert all(each == found[0] for each in found)
+
+
+def reduce_gradients(comm: Communicator) -> list[bytes]:
+    """Float32 crosses as the reducer is told, other gradients as they are."""
+    parameters = {"a": np.zeros(3000, np.float32), "b": np.zeros(50), "c": np.zeros((7, 9), np.float32)}
+    buckets = GradientBuckets(parameters, comm, wire="bfloat16", bucket_bytes=8000, postscale=0.5)
+    gradients = {n: random_bits(comm.rank, p.shape, p.dtype.name) for n, p in parameters.items()}
+    for _ in range(2):
+        buckets.zero()
+        for name, gradient in gradients.items():
+            buckets.ready(name, gradient)
+        found = {name: gradient.copy() for name, gradient in buckets.synchronize().items()}
+    for name, gradient in gradients.items():
+        wire: Any = None if name == "b" else "bfloat16"
+        wanted = comm.allreduce(gradient, "average", postscale=0.5, wire=wire)
+        assert found[name].tobytes() == wanted.tobytes()
+    buckets.close()
+    return [gradient.tobytes() for gradient in found.values()]
+
+
+def test_gradients(spread: Pools) -> None:
+    found = spread(3, 2).run(reduce_gradients)
+    assert found[0] == found[1] == found[2]
 
 
 def ask_for_what_is_not_there(comm: Communicator) -> None:
