@@ -35,7 +35,8 @@ class Communicator(Collectives):
       input. Arrays that are not contiguous are copied. `out` may be the input itself where it fits, but must
       not overlap it otherwise.
     - Reductions combine in one canonical order, a balanced binary tree over the rank numbers, so the bits of
-      a result depend on the inputs and the number of ranks only, and are the same on all ranks.
+      a result depend on the inputs and the number of ranks only, and are the same on all ranks. Where the
+      elements of an allreduce cross hosts in half precision (`wire`), they depend on the placement as well.
     - `timeout` is in seconds; None means the communicator's default (MULTIRING_TIMEOUT).
     - A synchronous call first waits for the asynchronous ones submitted before it. The `_async` forms return
       a `Work` at once and run on a progress thread.

@@ -169,6 +169,7 @@ def by_environment(rank: int, wire: str, other: str) -> list[bytes]:
     named = comm.allreduce(x, wire="bfloat16")
     for result in (comm.allreduce(x), group.allreduce(x)):
         assert result.tobytes() == named.tobytes()
+    assert comm.named_queue("q").allreduce(x, name="x").tobytes() == named.tobytes()
     wide = comm.allreduce(x, wire="float32")
     assert not (wide == named).all()
     assert comm.allreduce(np.full(3, 0.1))[0] == sum([0.1] * comm.size)
