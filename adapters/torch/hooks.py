@@ -182,7 +182,7 @@ class GradientHooks:
 
         Part of a checkpoint, of every rank its own; empty without compression.
         """
-        kept = {} if self._is_local else self._slots.reducer.residuals()
+        kept = self._slots.reducer.residuals() if self._handles else {}  # none with one rank, or removed
         return {name: torch.from_numpy(values) for name, values in kept.items()}
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
