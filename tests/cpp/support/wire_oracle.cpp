@@ -1,5 +1,6 @@
 #include "support/wire_oracle.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -29,8 +30,10 @@ class Oracle {
   Bytes sum(Subtree node) const {
     if (one_host(node)) {
       std::vector<Bytes> inputs;
-      for (int rank = node.begin; rank < node.end; ++rank)
+      for (int rank = node.begin; rank < node.end; ++rank) {
         inputs.push_back(problem_.inputs[static_cast<std::size_t>(rank)]);
+        inputs.back().resize(std::min(inputs.back().size(), kPeriod * sizeof(float)));
+      }
       return rounded(wire_, reduce_oracle(DType::kFloat32, {op_, problem_.reduction.prescale}, inputs));
     }
     const int split = canonical_split(node);
@@ -66,7 +69,7 @@ class Oracle {
 }  // namespace
 
 Bytes wire_oracle(Wire wire, const ReduceProblem& problem, const std::vector<int>& host_of) {
-  return Oracle(wire, problem, host_of).result();
+  return repeated(Oracle(wire, problem, host_of).result(), problem.count * sizeof(float));
 }
 
 double wire_error_bound(Wire wire, int ranks, double magnitude) {

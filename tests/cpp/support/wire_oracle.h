@@ -9,7 +9,8 @@ namespace multiring::testing {
 
 /// What an allreduce of float32 gives whose elements cross from host to host as `wire`, by its description:
 /// each host rounds what it has added up (the nodes of the canonical tree that its ranks are), these are
-/// added in float32, and the result is rounded. `host_of`: the number of each rank's host.
+/// added in float32, and the result is rounded. `problem`: one of
+/// make_problem(). `host_of`: the number of each rank's host.
 Bytes wire_oracle(Wire wire, const ReduceProblem& problem, const std::vector<int>& host_of);
 
 /// How far that may be from the exact sum of an element, for elements whose magnitudes add up to `magnitude`:
