@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -21,10 +21,12 @@ from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
 from multiring.caffe.passes import BackwardPasses
 from multiring.caffe.shape import Array, Parameter, Solver, learned_blobs
 from multiring.caffe.state import broadcast_parameters
+from multiring.compression import TopK
 from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
 from multiring.gradient_source import InPlace, ReducerOptions
 from multiring.model_check import check_same
+from multiring.types import WireName
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -60,6 +62,8 @@ class SolverCallback:
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        wire: WireName | None = None,
+        compression: TopK | None = None,
     ) -> None:
         """Compare the net over ranks and allocate buckets.
 
@@ -77,6 +81,10 @@ class SolverCallback:
             first_bucket_bytes: Limit of the first bucket of each dtype, in bytes; small, to start early.
             prescale: Factor applied before the reduction.
             postscale: Factor applied after it.
+            wire: "bfloat16" or "float16": as what gradients of float32 cross from host to host, where they
+                are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
+            compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
+                others for the next step (docs/tuning.md). Of gradients of float32 and float64.
 
         Raises:
             UsageError: Nothing to reduce, an unknown layer, a dtype that cannot be reduced, or a net that
@@ -89,8 +97,9 @@ class SolverCallback:
             raise UsageError(f"rank {self._comm.rank}: iter_size is {iter_size}; pass 1 or more")
         self._parameters = self._select(frozen)
         specs = [self._specification(parameter) for parameter in self._parameters]
+        op: Literal["average", "sum"] = "average" if average else "sum"
         options = ReducerOptions(
-            "average" if average else "sum", bucket_bytes, first_bucket_bytes, prescale, postscale
+            *(op, bucket_bytes, first_bucket_bytes, prescale, postscale), wire=wire, compression=compression
         )
         self._reducer = GradientReducer(self._comm, specs, options)
         self._dtypes = [np.dtype(spec.dtype) for spec in specs]

@@ -9,7 +9,9 @@ from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.chainer.double_buffering import DoubleBufferingOptimizer
 from multiring.chainer.groups import Group
 from multiring.chainer.optimizer import MultiNodeOptimizer
+from multiring.compression import TopK
 from multiring.gradient_source import ReducerOptions
+from multiring.types import WireName
 
 __all__ = ["create_multi_node_optimizer"]
 
@@ -26,6 +28,8 @@ def create_multi_node_optimizer(
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     overlap: bool = True,
+    wire: WireName | None = None,
+    compression: TopK | None = None,
 ) -> MultiNodeOptimizer:
     """Wrap an optimizer: its updates use gradients averaged over ranks. Takes the place of ChainerMN's.
 
@@ -43,6 +47,10 @@ def create_multi_node_optimizer(
         bucket_bytes: Limit of a bucket, in bytes.
         first_bucket_bytes: Limit of the first bucket of each dtype, in bytes; small, to start early.
         overlap: Let `update(lossfun, ...)` reduce gradients while its backward pass runs.
+        wire: "bfloat16" or "float16": as what gradients of float32 cross from host to host, where they
+            are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
+        compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
+            others for the next step (docs/tuning.md). Of gradients of float32 and float64.
 
     Returns:
         The wrapper: everything that it does not define is the wrapped optimizer's own.
@@ -51,6 +59,8 @@ def create_multi_node_optimizer(
         UsageError: `communicator` is of another kind, or a dtype cannot be reduced.
         MismatchError: The ranks have different parameters or options.
     """
-    options = ReducerOptions(op, bucket_bytes, first_bucket_bytes, prescale, postscale)
+    options = ReducerOptions(
+        *(op, bucket_bytes, first_bucket_bytes, prescale, postscale), wire=wire, compression=compression
+    )
     kind = DoubleBufferingOptimizer if double_buffering else MultiNodeOptimizer
     return kind(actual_optimizer, communicator, options, zero_fill=zero_fill, overlap=overlap)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import multiring
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
+from multiring.compression import TopK
 from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
 from multiring.gradient_source import ReducerOptions
 from multiring.numpy.state import broadcast_parameters
+from multiring.types import WireName
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ class GradientBuckets:
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        wire: WireName | None = None,
+        compression: TopK | None = None,
     ) -> None:
         """Allocate the buckets.
 
@@ -47,6 +51,10 @@ class GradientBuckets:
             first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
             prescale: Factor applied before the reduction.
             postscale: Factor applied after it.
+            wire: "bfloat16" or "float16": as what gradients of float32 cross from host to host, where they
+                are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
+            compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
+                others for the next step (docs/tuning.md). Of gradients of float32 and float64.
 
         Raises:
             UsageError: No parameters, or a dtype that cannot be reduced.
@@ -54,8 +62,9 @@ class GradientBuckets:
         """
         self._comm = multiring.world() if comm is None else comm
         specs = [ParameterSpec(name, a.shape, a.dtype.name) for name, a in parameters.items()]
+        op: Literal["average", "sum"] = "average" if average else "sum"
         options = ReducerOptions(
-            "average" if average else "sum", bucket_bytes, first_bucket_bytes, prescale, postscale
+            *(op, bucket_bytes, first_bucket_bytes, prescale, postscale), wire=wire, compression=compression
         )
         self._index = {spec.name: index for index, spec in enumerate(specs)}
         self._reducer = GradientReducer(self._comm, specs, options)

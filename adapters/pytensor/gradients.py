@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 import multiring
 import pytensor.tensor as pt
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
+from multiring.compression import TopK
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions
 from multiring.pytensor.gradient_ops import Begin, Finish, Ready, Round
 from multiring.pytensor.state import broadcast_parameters, names_of
+from multiring.types import WireName
 from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.gradient import DisconnectedType
 from pytensor.graph.basic import Variable
@@ -53,6 +55,8 @@ class DistributedGradients:
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        wire: WireName | None = None,
+        compression: TopK | None = None,
     ) -> None:
         """Compare the model over ranks and allocate the buckets.
 
@@ -65,6 +69,10 @@ class DistributedGradients:
             first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
             prescale: Factor applied before the reduction.
             postscale: Factor applied after it.
+            wire: "bfloat16" or "float16": as what gradients of float32 cross from host to host, where they
+                are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
+            compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
+                others for the next step (docs/tuning.md). Of gradients of float32 and float64.
 
         Raises:
             UsageError: No parameters, not shared variables, or a dtype that cannot be reduced.
@@ -78,8 +86,9 @@ class DistributedGradients:
             ParameterSpec(name, param.get_value(borrow=True).shape, param.type.dtype)
             for name, param in zip(self._names, self._params, strict=True)
         ]
+        op: Literal["average", "sum"] = "average" if average else "sum"
         options = ReducerOptions(
-            "average" if average else "sum", bucket_bytes, first_bucket_bytes, prescale, postscale
+            *(op, bucket_bytes, first_bucket_bytes, prescale, postscale), wire=wire, compression=compression
         )
         self._round = Round(self._comm, specs, options)
         self._memory = pt.constant(np.array(next(_memories), dtype=np.int64))

@@ -177,6 +177,19 @@ class GradientHooks:
         if optimizer is not None:
             broadcast_optimizer_state(optimizer, root, self._comm)
 
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What compression has kept back of this rank's gradients: copies by the parameters' names, flat.
+
+        Part of a checkpoint, of every rank its own; empty without compression.
+        """
+        kept = self._slots.reducer.residuals() if self._handles else {}  # none with one rank, or removed
+        return {name: torch.from_numpy(values) for name, values in kept.items()}
+
+    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what `residuals` gave. Raises UsageError for what does not fit the model. Local."""
+        if not self._is_local:
+            self._slots.reducer.load_residuals({name: kept.numpy() for name, kept in residuals.items()})
+
     def remove(self) -> None:
         """Remove the hooks and release the buckets. May be called twice."""
         for handle in self._handles:

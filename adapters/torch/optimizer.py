@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import multiring
 import torch
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from multiring.compression import TopK
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.registration import named_parameters
 from multiring.torch.sparse import sparse_parameters
 from multiring.torch.state import NamedTensors
+from multiring.types import WireName
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -45,6 +47,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_bytes: int = BUCKET_BYTES,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         sparse_parameters: Iterable[str] = (),
+        wire: WireName | None = None,
+        compression: TopK | None = None,
     ) -> None:
         """Wrap `optimizer` and register hooks on the parameters that it updates. Collective.
 
@@ -62,6 +66,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
             sparse_parameters: Names of parameters whose gradients are sparse; known already for
                 `torch.nn.Embedding(sparse=True)` when the model is given.
+            wire: "bfloat16" or "float16": as what gradients of float32 cross from host to host, where they
+                are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
+            compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
+                others for the next step (docs/tuning.md). Of gradients of float32 and float64.
 
         Raises:
             UsageError: Parameters of the optimizer are not among the named ones, or have hooks already.
@@ -70,7 +78,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._wrapped = optimizer
         self._source = model_or_named_parameters
         self._comm = multiring.world() if comm is None else comm
-        self._options = ReducerOptions(op, bucket_bytes, first_bucket_bytes, prescale, postscale)
+        self._options = ReducerOptions(
+            *(op, bucket_bytes, first_bucket_bytes, prescale, postscale), wire=wire, compression=compression
+        )
         self._passes, self._sparse = backward_passes_per_step, frozenset(sparse_parameters)
         if not isinstance(self._source, torch.nn.Module | Mapping | None):
             self._source = dict(self._source)  # an iterator would be used up
@@ -140,11 +150,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Load the state of the wrapped optimizer."""
         self._wrapped.load_state_dict(state_dict)
 
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What compression has kept back on this rank; see `GradientHooks.residuals`."""
+        return self._hooks.residuals()
+
+    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what `residuals` gave. Local."""
+        self._hooks.load_residuals(residuals)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the wrapped optimizer; buckets are planned anew. Collective."""
         self._wrapped.add_param_group(param_group)
+        residuals = self._hooks.residuals()
         self._hooks.remove()
         self._register()
+        self._hooks.load_residuals(residuals)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

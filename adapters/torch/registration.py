@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import multiring
 import torch
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from multiring.compression import TopK
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.sparse import sparse_parameters as find_sparse_parameters
 from multiring.torch.state import NamedTensors
+from multiring.types import WireName
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -30,6 +32,8 @@ def register_gradient_hooks(
     prescale: float = 1.0,
     postscale: float = 1.0,
     sparse_parameters: Iterable[str] = (),
+    wire: WireName | None = None,
+    compression: TopK | None = None,
 ) -> GradientHooks:
     """Reduce the gradients of a model over ranks in every backward call from now on. Collective.
 
@@ -49,6 +53,10 @@ def register_gradient_hooks(
         postscale: Factor applied after it.
         sparse_parameters: Names of parameters whose gradients are sparse; `torch.nn.Embedding(sparse=True)`
             is known already. Sparse gradients of other parameters become dense.
+        wire: "bfloat16" or "float16": as what gradients of float32 cross from host to host, where they
+            are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
+        compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
+            others for the next step (docs/tuning.md). Of gradients of float32 and float64.
 
     Returns:
         A handle with `remove()`, `no_sync()`, `synchronize()` and `join()`; the hooks live on if it is
@@ -59,8 +67,9 @@ def register_gradient_hooks(
         MismatchError: The ranks have different parameters or options; the message names the first difference.
     """
     comm = multiring.world() if comm is None else comm
+    op: Literal["average", "sum"] = "average" if average else "sum"
     options = ReducerOptions(
-        "average" if average else "sum", bucket_bytes, first_bucket_bytes, prescale, postscale
+        *(op, bucket_bytes, first_bucket_bytes, prescale, postscale), wire=wire, compression=compression
     )
     parameters = {_plain(name): parameter for name, parameter in model.named_parameters()}
     marked, given = find_sparse_parameters(model), set(sparse_parameters)

@@ -231,8 +231,10 @@ class ParameterSlots:
         parameters = {self._names[place]: alive[self._names[place]] for place in places}
         specs = [specification(name, p, name in self._sparse) for name, p in parameters.items()]
         unreduced: set[str] = set()
+        residuals = {}
         if self._reducer is not None:
             old = self._reducer
+            residuals = old.residuals()
             unreduced = {spec.name for index, spec in enumerate(old.specs) if old.is_produced(index)}
             self.close()
         # Weak: a cycle would keep the buckets of a dropped model until the garbage collector comes.
@@ -247,6 +249,8 @@ class ParameterSlots:
         self._forms = [(parameter.shape, parameter.dtype) for parameter in parameters.values()]
         self._generation, self._views = -1, {}
         self._refresh_views()
+        names = {spec.name for spec in specs}
+        self._reducer.load_residuals({name: kept for name, kept in residuals.items() if name in names})
         for index, spec in enumerate(specs):
             if spec.name in unreduced:
                 self._reducer.mark_produced(index)

@@ -24,11 +24,6 @@ const ReduceKernels* compiled_kernels(Isa isa) {
   return nullptr;
 }
 
-const ReduceKernels& best_kernels() {
-  static const ReduceKernels& kernels = *compiled_kernels(best_isa());
-  return kernels;
-}
-
 void check(DType dtype, const Reduction& reduction, std::span<const void* const> inputs) {
   reduce_op_name(reduction.op);  // throws for an unknown one
   if (inputs.empty()) throw std::invalid_argument("reduce() needs at least one input");
@@ -90,6 +85,19 @@ Isa best_isa() {
   return Isa::kPlain;
 }
 
+const ReduceKernels& best_kernels() {
+  static const ReduceKernels& kernels = *compiled_kernels(best_isa());
+  return kernels;
+}
+
+const ReduceKernels& kernels_of(Isa isa) {
+  if (!has_kernels(isa)) {
+    throw std::invalid_argument(std::string("no reduction kernels for ") + isa_name(isa) +
+                                " in this build or on this processor");
+  }
+  return *compiled_kernels(isa);
+}
+
 void reduce(DType dtype, const Reduction& reduction, std::span<const void* const> inputs,
             std::span<void* const> outputs, std::size_t count) {
   run(best_kernels(), dtype, reduction, inputs, outputs, count);
@@ -97,11 +105,7 @@ void reduce(DType dtype, const Reduction& reduction, std::span<const void* const
 
 void reduce_with(Isa isa, DType dtype, const Reduction& reduction, std::span<const void* const> inputs,
                  std::span<void* const> outputs, std::size_t count) {
-  if (!has_kernels(isa)) {
-    throw std::invalid_argument(std::string("no reduction kernels for ") + isa_name(isa) +
-                                " in this build or on this processor");
-  }
-  run(*compiled_kernels(isa), dtype, reduction, inputs, outputs, count);
+  run(kernels_of(isa), dtype, reduction, inputs, outputs, count);
 }
 
 }  // namespace multiring

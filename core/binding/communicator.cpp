@@ -42,9 +42,9 @@ std::shared_ptr<void> keep_alive(std::shared_ptr<std::vector<ArrayView>> views, 
 namespace {
 
 bool run_allreduce(Communicator& self, py::handle input, py::handle output, ReduceOp op,
-                   std::string_view name, double prescale, double postscale, double timeout) {
+                   std::string_view name, double prescale, double postscale, double timeout, Wire wire) {
   PyOperation prepared;
-  if (!prepare_allreduce(prepared, input, output, op, name, prescale, postscale)) return false;
+  if (!prepare_allreduce(prepared, input, output, op, name, prescale, postscale, wire)) return false;
   const py::gil_scoped_release release;
   self.run(prepared.operation, call_options(timeout));
   return true;
@@ -148,13 +148,16 @@ void bind_communicator(py::module_& module) {
       .def_property_readonly("name", &Communicator::name)
       .def_property_readonly("host", &Communicator::host)
       .def_property_readonly("hosts", &Communicator::hosts, "For each rank the number of its host.")
+      .def_property_readonly(
+          "wire", [](const Communicator& self) { return self.options().wire; },
+          "As what float32 crosses from host to host where an allreduce does not say.")
       .def_property_readonly("is_broken", py::cpp_function(&Communicator::is_broken, Released()))
       .def("allreduce", &run_allreduce, py::arg("x"), py::arg("out"), py::arg("op"), py::arg("name"),
-           py::arg("prescale"), py::arg("postscale"), py::arg("timeout"),
+           py::arg("prescale"), py::arg("postscale"), py::arg("timeout"), py::arg("wire"),
            "False: an array is not contiguous, nothing was done.")
       .def("numpy_allreduce", &make_numpy_allreduce,
            "A quicker allreduce for C-ordered NumPy arrays, as a function:\n"
-           "(x, out, op, name, prescale, postscale, timeout) -> bool.\n"
+           "(x, out, op, name, prescale, postscale, timeout, wire) -> bool.\n"
            "False: an argument is not plain enough, nothing was done.")
       .def("run", &run, py::arg("operation"), py::arg("timeout"))
       .def("submit", &submit, py::arg("operation"), py::arg("priority"))

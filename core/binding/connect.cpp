@@ -28,6 +28,7 @@ struct WorldOptions {
   double spin_microseconds = -1.0;
   std::string mode;
   std::shared_ptr<MpiSession> mpi;
+  Wire wire = CommunicatorOptions{}.wire;
   double timeout = CommunicatorOptions{}.timeout;
   double stall_warning = CommunicatorOptions{}.stall_warning;
   py::object warn = py::none();
@@ -87,8 +88,10 @@ std::shared_ptr<Communicator> connect(const py::object& store, const WorldOption
   address.transport.spin_microseconds = options.spin_microseconds;
   address.mode = options.mode;
   address.mpi = options.mpi;
+  address.wire = wire_name(options.wire);
   CommunicatorOptions communicator;
   communicator.mode = options.mode;
+  communicator.wire = options.wire;
   communicator.timeout = options.timeout;
   communicator.stall_warning = options.stall_warning;
   communicator.warn = warner(options.warn);
@@ -129,6 +132,7 @@ void bind_connect(py::module_& module) {
       .def_readwrite("spin_microseconds", &WorldOptions::spin_microseconds)
       .def_readwrite("mode", &WorldOptions::mode)
       .def_readwrite("mpi", &WorldOptions::mpi)
+      .def_readwrite("wire", &WorldOptions::wire)
       .def_readwrite("timeout", &WorldOptions::timeout)
       .def_readwrite("stall_warning", &WorldOptions::stall_warning)
       .def_readwrite("warn", &WorldOptions::warn);

@@ -92,6 +92,17 @@ bool take_op(PyObject* object, ReduceOp* op) {
   return false;
 }
 
+bool take_wire(PyObject* object, Wire* wire) {
+  std::string_view text;
+  if (object == Py_None) return true;
+  if (!take_text(object, &text)) return false;
+  for (int index = 1; index < kWireCount; ++index) {
+    *wire = static_cast<Wire>(index);
+    if (text == wire_name(*wire)) return true;
+  }
+  return false;
+}
+
 bool take_number(PyObject* object, double* number) {
   if (PyFloat_CheckExact(object) == 0) return false;
   *number = PyFloat_AS_DOUBLE(object);
@@ -115,7 +126,8 @@ bool take_arguments(PyObject* const* args, Operation* operation, double* timeout
   *timeout = -1.0;
   if (!take_op(args[2], &descriptor.key.op) || !take_text(args[3], &name) ||
       !take_number(args[4], &descriptor.key.prescale) || !take_number(args[5], &descriptor.key.postscale) ||
-      (args[6] != Py_None && (!take_number(args[6], timeout) || !(*timeout >= 0))))
+      (args[6] != Py_None && (!take_number(args[6], timeout) || !(*timeout >= 0))) ||
+      !take_wire(args[7], &descriptor.key.wire))
     return false;
   descriptor.key.kind = OpKind::kAllreduce;
   descriptor.key.count = in.count;
@@ -147,8 +159,8 @@ class WithoutGil {
 PyObject* numpy_allreduce(PyObject* capsule, PyObject* const* args, Py_ssize_t count) {
   auto* self = static_cast<std::shared_ptr<Communicator>*>(PyCapsule_GetPointer(capsule, kCapsule));
   if (self == nullptr) return nullptr;
-  if (count != 7) {
-    PyErr_Format(PyExc_TypeError, "expected 7 arguments, got %zd", count);
+  if (count != 8) {
+    PyErr_Format(PyExc_TypeError, "expected 8 arguments, got %zd", count);
     return nullptr;
   }
   try {

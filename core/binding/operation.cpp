@@ -69,7 +69,7 @@ void PyOperation::set_output(py::handle array) {
 }
 
 bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle output, ReduceOp op,
-                       std::string_view name, double prescale, double postscale) {
+                       std::string_view name, double prescale, double postscale, Wire wire) {
   const bool in_place = output.is(input);
   ArrayView in(input, in_place);
   ArrayView out = in_place ? ArrayView() : ArrayView(output, true);
@@ -81,6 +81,7 @@ bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle outpu
   descriptor.key.op = op;
   descriptor.key.prescale = prescale;
   descriptor.key.postscale = postscale;
+  descriptor.key.wire = wire;
   descriptor.set_name(name);
   if (!in_place && out.dtype() != in.dtype())
     throw_usage(std::string("out has dtype ") + dtype_name(out.dtype()) + ", the input " +
@@ -188,6 +189,11 @@ void bind_operation(py::module_& module) {
       .value("MIN", ReduceOp::kMin)
       .value("MAX", ReduceOp::kMax)
       .value("PRODUCT", ReduceOp::kProduct);
+  py::enum_<Wire>(module, "Wire", "As what float32 crosses from host to host.")
+      .value("DEFAULT", Wire::kDefault)
+      .value("FLOAT32", Wire::kFloat32)
+      .value("FLOAT16", Wire::kFloat16)
+      .value("BFLOAT16", Wire::kBFloat16);
   py::class_<ArrayReduction>(module, "ArrayReduction",
                              "Reduces arrays element by element into every output, as a collective does, but "
                              "without ranks.")
@@ -209,12 +215,13 @@ void bind_operation(py::module_& module) {
       .def("set_output", &PyOperation::set_output, py::arg("array"))
       .def(
           "set_reduction",
-          [](PyOperation& self, ReduceOp op, double prescale, double postscale) {
+          [](PyOperation& self, ReduceOp op, double prescale, double postscale, Wire wire) {
             self.operation.descriptor.key.op = op;
             self.operation.descriptor.key.prescale = prescale;
             self.operation.descriptor.key.postscale = postscale;
+            self.operation.descriptor.key.wire = wire;
           },
-          py::arg("op"), py::arg("prescale"), py::arg("postscale"))
+          py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("wire"))
       .def(
           "set_splits",
           [](PyOperation& self, std::vector<std::uint64_t> splits) {

@@ -1,6 +1,6 @@
 // The way of an allreduce depends on the size and on where ranks and buffers lie, as all ranks read in each
 // other's descriptors, so all take the same; the bits of the result do not depend on it, for every way adds
-// in the canonical order (base/reduction.h).
+// in the canonical order (base/reduction.h), and rounds the same sums where the wire is narrower.
 //
 //   direct   all buffers in symmetric memory: rank i reduces slice i of all inputs and writes it to all
 //            outputs, between two synchronisations; no byte is copied.
@@ -27,12 +27,14 @@ constexpr std::size_t kCacheLine = 64;
 // Below this one round of all ranks takes the place of a plan's several. Estimated, not measured.
 constexpr std::size_t kPlannedFrom = 16 * 1024;
 
-/// Two ranks send each other everything either way.
-bool planned(Exchange& exchange, std::size_t bytes) {
+/// Two ranks send each other everything either way, but in a plan they can send it narrower.
+bool planned(Exchange& exchange, const Descriptor& descriptor) {
   const Transport& transport = exchange.transport();
+  const std::size_t bytes = descriptor.bytes;
   if (transport.shares_memory()) return false;
   if (exchange.plans().is_forced()) return bytes > 0;
-  return exchange.size() > 2 && bytes > std::min(kPlannedFrom, transport.staging_bytes());
+  return (exchange.size() > 2 || is_rounded(descriptor.key.wire)) &&
+         bytes > std::min(kPlannedFrom, transport.staging_bytes());
 }
 
 /// In the round after that in which all ranks have been found to ask for the same.
@@ -95,7 +97,7 @@ void reduce_alone(const Operation& operation) {
 void allreduce(Exchange& exchange, const Call& call, Operation& operation) {
   if (exchange.size() == 1) return reduce_alone(operation);
   Operation* const operations[] = {&operation};
-  if (planned(exchange, operation.descriptor.bytes)) {
+  if (planned(exchange, operation.descriptor)) {
     exchange.begin(operation.descriptor);
     exchange.synchronise(call);
     exchange.require_match(call);
@@ -148,7 +150,7 @@ Descriptor fused_descriptor(std::span<Operation* const> operations) {
 }
 
 void fused_allreduce(Exchange& exchange, const Call& call, std::span<Operation* const> operations) {
-  if (planned(exchange, call.descriptor.bytes)) {
+  if (planned(exchange, call.descriptor)) {
     exchange.begin(call.descriptor);
     exchange.synchronise(call);
     exchange.require_match(call);

@@ -14,6 +14,10 @@ constexpr std::size_t kLeastSegment = 128 * 1024;
 // With so many segments most of the time several are on their way.
 constexpr std::size_t kSegments = 4;
 
+DType carried_dtype(const Descriptor& descriptor) {
+  return is_rounded(descriptor.key.wire) ? wire_dtype(descriptor.key.wire) : descriptor.dtype;
+}
+
 std::size_t round_up(std::size_t bytes, std::size_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;
 }
@@ -30,16 +34,19 @@ ClusterAllreduce::ClusterAllreduce(Exchange& exchange, const Call& call,
       mates_(hierarchy.host_ranks()),
       place_(static_cast<int>(std::ranges::find(mates_, exchange.rank()) - mates_.begin())),
       sums_(operations[0]->descriptor.dtype, operations[0]->reduction(), exchange.size()),
-      dtype_(operations[0]->descriptor.dtype),
+      carried_(carried_dtype(operations[0]->descriptor)),
       element_(operations[0]->element_size()),
+      carried_element_(dtype_size(carried_)),
       bytes_(pieces.bytes()),
       waiting_(call.waiting) {
   waiting_.brief = true;  // all are in the operation
+  const bool rounded = is_rounded(operations[0]->descriptor.key.wire);
+  if (rounded) rounded_.emplace(carried_, operations[0]->reduction(), exchange.size());
   divide();
   const Range last = segment(segments_ - 1);
   PlanCache& plans = exchange.plans();
-  full_ = plans.schedule(exchange.transport(), segment_bytes_ / element_, dtype_);
-  last_ = plans.schedule(exchange.transport(), last.size() / element_, dtype_);
+  full_ = plans.schedule(exchange.transport(), segment_bytes_ / element_, carried_, rounded);
+  last_ = plans.schedule(exchange.transport(), last.size() / element_, carried_, rounded);
   rounds_ = full_->rounds.size();
   flights_.resize(std::min(segments_, rounds_ * kRest + 1));
   const std::size_t place = std::max(full_->bytes, last_->bytes);
@@ -120,7 +127,7 @@ void ClusterAllreduce::publish(std::size_t index) {
   const RankSchedule& schedule = *landed.schedule;
   if (schedule.share.empty()) return;
   std::memcpy(hierarchy_.staging(place_) + segment_bytes_, landed.memory + schedule.result,
-              schedule.share.size() * element_);
+              schedule.share.size() * carried_element_);
 }
 
 /// Adds this rank's share of what its host has staged, and sends it on.
@@ -129,20 +136,37 @@ void ClusterAllreduce::start(std::size_t index) {
   current.schedule = index + 1 == segments_ ? last_.get() : full_.get();
   const RankSchedule& schedule = *current.schedule;
   if (mates_.size() == 1) {
-    pieces_.read(staged_, segment(index), current.memory + schedule.host_sums[0].offset);
+    contribute(index, current.memory + schedule.host_sums[0].offset);
     return post(current, 0);
   }
   for (const RankSchedule::Sum& sum : schedule.host_sums) {
     parts_.clear();
+    inputs_.clear();
     for (std::size_t place = 0; place < mates_.size(); ++place) {
       const int rank = mates_[place];
       if (rank < sum.node.begin || rank >= sum.node.end) continue;
       const std::byte* const staged = hierarchy_.staged(static_cast<int>(place));
-      parts_.push_back({{rank, rank + 1}, staged + schedule.share.begin * element_});
+      inputs_.push_back(staged + schedule.share.begin * element_);
+      parts_.push_back({{rank, rank + 1}, inputs_.back()});
     }
-    sums_.join(parts_, sum.node, current.memory + sum.offset, schedule.share.size());
+    std::byte* const to = current.memory + sum.offset;
+    if (rounded_)
+      rounded_->contribute(inputs_, to, schedule.share.size());
+    else
+      sums_.join(parts_, sum.node, to, schedule.share.size());
   }
   post(current, 0);
+}
+
+/// A segment of a rank that is alone on its host.
+void ClusterAllreduce::contribute(std::size_t index, std::byte* to) {
+  if (!rounded_) return pieces_.read(staged_, segment(index), to);
+  pieces_.for_each_share(staged_, segment(index),
+                         [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
+                           const std::byte* const inputs[] = {piece.input + offset};
+                           rounded_->contribute(inputs, to + place / element_ * carried_element_,
+                                                bytes / element_);
+                         });
 }
 
 /// Writes the results of a segment to where they belong.
@@ -155,7 +179,16 @@ void ClusterAllreduce::take(std::size_t index) {
     const std::byte* const results = static_cast<int>(place) == place_
                                          ? landed.memory + schedule.result
                                          : hierarchy_.staged(static_cast<int>(place)) + segment_bytes_;
-    pieces_.write(taken_, {begin + share.begin * element_, begin + share.end * element_}, results);
+    const Range range{begin + share.begin * element_, begin + share.end * element_};
+    if (!rounded_) {
+      pieces_.write(taken_, range, results);
+      continue;
+    }
+    pieces_.for_each_share(taken_, range,
+                           [&](const Piece& piece, std::size_t offset, std::size_t at, std::size_t bytes) {
+                             rounded_->restore(results + at / element_ * carried_element_,
+                                               piece.output + offset, bytes / element_);
+                           });
   }
 }
 
@@ -188,7 +221,11 @@ void ClusterAllreduce::add(const Flight& current, const RankSchedule::Join& join
     for (const RankSchedule::Sum& input : join.inputs)
       if (output.node.begin <= input.node.begin && input.node.end <= output.node.end)
         parts_.push_back({input.node, current.memory + input.offset});
-    sums_.join(parts_, output.node, current.memory + output.offset, join.range.size());
+    std::byte* const to = current.memory + output.offset;
+    if (rounded_)
+      rounded_->join(parts_, output.node, to, join.range.size());
+    else
+      sums_.join(parts_, output.node, to, join.range.size());
   }
 }
 

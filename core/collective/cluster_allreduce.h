@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "collective/partial_sums.h"
 #include "collective/piece_list.h"
 #include "collective/plan_cache.h"
+#include "collective/rounded_sums.h"
 #include "topology/chunks.h"
 #include "transport/hierarchy.h"
 
@@ -27,6 +29,9 @@ namespace multiring {
 ///   3. adds its share of segment t and posts its first messages; takes those results out.
 ///
 /// All ranks do so in the same order, so messages between two of them match by order alone.
+///
+/// Where float32 crosses the wire as half precision, the workspace and the results that a host shares hold
+/// half precision; what is staged does not.
 class ClusterAllreduce {
  public:
   /// `operations`: one, or several of the same reduction; the same on all ranks, at least one element.
@@ -60,6 +65,7 @@ class ClusterAllreduce {
   void publish(std::size_t index);
   void start(std::size_t index);
   void take(std::size_t index);
+  void contribute(std::size_t index, std::byte* to);
   void post(Flight& flight, std::size_t round);
   void await(Flight& flight);
   void add(const Flight& flight, const RankSchedule::Join& join);
@@ -72,8 +78,10 @@ class ClusterAllreduce {
   const std::span<const int> mates_;  // ranks of this host
   int place_ = 0;                     // this rank's among them
   PartialSums sums_;
-  const DType dtype_;
-  const std::size_t element_;
+  std::optional<RoundedSums> rounded_;  // takes their place where the wire is narrower
+  const DType carried_;                 // as which elements are carried in the workspace
+  const std::size_t element_;           // bytes of one in the arrays
+  const std::size_t carried_element_;
   const std::size_t bytes_;
   Waiting waiting_;
   std::size_t segment_bytes_ = 0;
@@ -87,6 +95,7 @@ class ClusterAllreduce {
   std::size_t staged_ = 0;
   std::size_t taken_ = 0;
   std::vector<PartialSums::Part> parts_;
+  std::vector<const std::byte*> inputs_;
   std::vector<std::span<const std::byte>> spans_;
 };
 

@@ -14,6 +14,12 @@ const char* op_kind_name(OpKind kind) {
   return index < kOpKindCount ? kNames[index] : "unknown operation";
 }
 
+const char* wire_name(Wire wire) {
+  static constexpr const char* kNames[kWireCount] = {"default", "float32", "float16", "bfloat16"};
+  const auto index = static_cast<std::size_t>(wire);
+  return index < kWireCount ? kNames[index] : "unknown";
+}
+
 void Descriptor::set_name(std::string_view text) {
   key.name_hash = text.empty() ? 0 : hash_name(text);
   const std::size_t length = cut_length(text, kNameBytes - 1);
@@ -41,6 +47,7 @@ std::string describe(const Descriptor& descriptor) {
     if (descriptor.key.prescale != 1.0) text += " prescale " + std::to_string(descriptor.key.prescale);
     if (descriptor.key.postscale != 1.0) text += " postscale " + std::to_string(descriptor.key.postscale);
   }
+  if (is_rounded(descriptor.key.wire)) text += std::string(" wire ") + wire_name(descriptor.key.wire);
   if (descriptor.key.root >= 0) text += " root " + std::to_string(descriptor.key.root);
   if (kind == OpKind::kBarrier || kind == OpKind::kSplit) return text;
   text += std::string(" ") + dtype_name(descriptor.dtype) + "[";

@@ -31,6 +31,22 @@ inline constexpr int kOpKindCount = 12;
 
 MULTIRING_API const char* op_kind_name(OpKind kind);
 
+/// As what the elements of an allreduce of float32 cross from host to host: narrower, they take half of the
+/// time there and are rounded (ADR 15).
+enum class Wire : std::uint8_t {
+  kDefault = 0,  ///< what the communicator says; as what they are, where an operation has no such choice
+  kFloat32 = 1,
+  kFloat16 = 2,
+  kBFloat16 = 3,
+};
+inline constexpr int kWireCount = 4;
+
+/// "default", "float32", "float16", "bfloat16".
+MULTIRING_API const char* wire_name(Wire wire);
+constexpr bool is_rounded(Wire wire) { return wire == Wire::kFloat16 || wire == Wire::kBFloat16; }
+/// Of a rounded one.
+constexpr DType wire_dtype(Wire wire) { return wire == Wire::kFloat16 ? DType::kFloat16 : DType::kBFloat16; }
+
 /// What has to be equal on all ranks before data moves; fields that an operation does not compare are 0.
 struct MatchKey {
   std::uint64_t name_hash = 0;
@@ -45,7 +61,8 @@ struct MatchKey {
   OpKind kind = OpKind::kBarrier;
   std::uint8_t dtype = 0;
   ReduceOp op = ReduceOp::kSum;
-  std::array<std::uint8_t, 5> unused{};
+  Wire wire = Wire::kDefault;  ///< not the default where an allreduce of float32 is compared
+  std::array<std::uint8_t, 4> unused{};
 };
 static_assert(sizeof(MatchKey) == 56, "compared as bytes: no padding");
 

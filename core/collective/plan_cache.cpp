@@ -23,12 +23,13 @@ Cluster PlanCache::find_cluster(const Transport& transport) {
   return cluster;
 }
 
-Plan PlanCache::plan(std::size_t count, DType dtype) const {
+Plan PlanCache::plan(std::size_t count, DType dtype, bool rounded) const {
   PlanOptions options;
   options.count = count;
   options.dtype = dtype;
   options.mode = mode_;
   options.channels = 1;
+  options.rounded = rounded;
   return Plan(cluster_, options);
 }
 
@@ -36,17 +37,17 @@ void PlanCache::force_mode(Mode mode, const Transport& transport) {
   cluster_ = find_cluster(transport);
   mode_ = std::move(mode);
   require_fit(mode_, cluster_);
-  plan(1, DType::kFloat32);
+  plan(1, DType::kFloat32, false);
 }
 
 std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transport, std::size_t count,
-                                                        DType dtype) {
-  const Key key{count, dtype};
+                                                        DType dtype, bool rounded) {
+  const Key key{count, dtype, rounded};
   if (const auto found = schedules_.find(key); found != schedules_.end()) return found->second;
   if (schedules_.size() >= kMostSchedules) schedules_.clear();
   if (cluster_.hosts.empty()) cluster_ = find_cluster(transport);
   return schedules_[key] =
-             std::make_shared<RankSchedule>(make_schedule(plan(count, dtype), transport.rank()));
+             std::make_shared<RankSchedule>(make_schedule(plan(count, dtype, rounded), transport.rank()));
 }
 
 const std::shared_ptr<std::vector<std::byte>>& PlanCache::workspace(std::size_t bytes) {

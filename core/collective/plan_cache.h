@@ -4,7 +4,7 @@
 #include <map>
 #include <memory>
 #include <span>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 #include "base/dtype.h"
@@ -21,16 +21,19 @@ class MULTIRING_API PlanCache {
   /// ranks and keeps the canonical order.
   void force_mode(Mode mode, const Transport& transport);
   bool is_forced() const { return !mode_.empty(); }
-  /// Of this rank, for `count` elements. The same arguments give plans that fit on all ranks.
-  std::shared_ptr<const RankSchedule> schedule(const Transport& transport, std::size_t count, DType dtype);
+  /// Of this rank, for `count` elements. The same arguments give plans that fit on all ranks. `rounded`:
+  /// partial sums are of `dtype`; such a plan depends on the ranks and the mode alone, never on the count,
+  /// for its steps decide on the bits.
+  std::shared_ptr<const RankSchedule> schedule(const Transport& transport, std::size_t count, DType dtype,
+                                               bool rounded = false);
   /// Memory of at least so many bytes, with what was last written to it. The same one until it has to grow.
   const std::shared_ptr<std::vector<std::byte>>& workspace(std::size_t bytes);
 
  private:
-  using Key = std::pair<std::size_t, DType>;
+  using Key = std::tuple<std::size_t, DType, bool>;
 
   static Cluster find_cluster(const Transport& transport);
-  Plan plan(std::size_t count, DType dtype) const;
+  Plan plan(std::size_t count, DType dtype, bool rounded) const;
 
   Cluster cluster_;  // empty: not yet found
   Mode mode_;        // empty: automatic

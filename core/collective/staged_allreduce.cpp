@@ -31,6 +31,10 @@ StagedAllreduce::StagedAllreduce(Exchange& exchange, const Call& call, std::span
   const std::size_t most = exchange.transport().crowded() ? kWholeReadsCrowded : kWholeReads;
   whole_ = !exchange.transport().shares_memory() ||
            (bytes_ <= segment_bytes_ && bytes_ * static_cast<std::size_t>(exchange.size() - 1) <= most);
+  const Wire wire = first_.descriptor.key.wire;
+  if (!is_rounded(wire) || exchange.transport().shares_memory()) return;
+  rounded_.emplace(wire_dtype(wire), first_.reduction(), exchange.size());
+  nodes_ = host_nodes(exchange.size(), [&](int rank) { return exchange.transport().host_number(rank); });
 }
 
 Range StagedAllreduce::slice_of(Range segment, int rank) const {
@@ -141,7 +145,8 @@ void StagedAllreduce::reduce_whole(Range segment) {
 }
 
 void StagedAllreduce::reduce_bytes(std::span<const void* const> inputs, std::span<void* const> outputs,
-                                   std::size_t bytes) const {
+                                   std::size_t bytes) {
+  if (rounded_) return rounded_->reduce_whole(inputs, nodes_, outputs[0], bytes / first_.element_size());
   reduce(first_.descriptor.dtype, first_.reduction(), inputs, outputs, bytes / first_.element_size());
 }
 

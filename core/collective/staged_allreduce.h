@@ -1,11 +1,14 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <span>
+#include <vector>
 
 #include "collective/exchange.h"
 #include "collective/operation.h"
 #include "collective/piece_list.h"
+#include "collective/rounded_sums.h"
 #include "topology/chunks.h"
 
 namespace multiring {
@@ -26,7 +29,7 @@ namespace multiring {
 /// much as to write one that the other core owns alone (docs/performance.md has figures).
 ///
 /// Small operations take one synchronisation instead: everybody stages everything and adds everything. So do
-/// ranks that do not share memory, segment by segment.
+/// ranks that do not share memory, segment by segment; they round what a plan would have rounded on its way.
 ///
 /// What is added up may lie in many pieces, one after the other: those of one array, or several arrays.
 class StagedAllreduce {
@@ -54,8 +57,7 @@ class StagedAllreduce {
   void reduce_slice(std::size_t index);
   void reduce_whole(Range segment);
   void run_whole();
-  void reduce_bytes(std::span<const void* const> inputs, std::span<void* const> outputs,
-                    std::size_t bytes) const;
+  void reduce_bytes(std::span<const void* const> inputs, std::span<void* const> outputs, std::size_t bytes);
 
   Exchange& exchange_;
   const Call& call_;
@@ -68,6 +70,8 @@ class StagedAllreduce {
   const std::size_t bytes_;
   const std::size_t segment_bytes_;
   bool whole_;
+  std::optional<RoundedSums> rounded_;
+  std::vector<Subtree> nodes_;  // of the hosts, where sums are rounded between them
 };
 
 }  // namespace multiring

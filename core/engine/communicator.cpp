@@ -171,6 +171,9 @@ void Communicator::complete(Operation& operation) const {
   descriptor.key.sequence = 0;
   const bool everybody_has_dtype = kind != OpKind::kScatter && kind != OpKind::kBarrier;
   descriptor.key.dtype = everybody_has_dtype ? static_cast<std::uint8_t>(descriptor.dtype) : 0;
+  const bool has_choice = kind == OpKind::kAllreduce && descriptor.dtype == DType::kFloat32;
+  if (descriptor.key.wire == Wire::kDefault && has_choice) descriptor.key.wire = options_.wire;
+  if (descriptor.key.wire == Wire::kFloat32 && !has_choice) descriptor.key.wire = Wire::kDefault;
   if (descriptor.bytes >= kLeastSymmetricBytes && operation.pieces.empty() &&
       (kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter))
     symmetric_.place(operation, transport_->shares_memory());

@@ -46,6 +46,8 @@ struct CommunicatorOptions {
   /// How allreduces across hosts are divided (topology/dimensions.h), the same on all ranks; empty: chosen by
   /// size. Groups that are split off choose for themselves.
   std::string mode;
+  /// Of allreduces of float32 that do not say themselves, the same on all ranks.
+  Wire wire = Wire::kFloat32;
 };
 
 /// A group of ranks that run collectives together: the engine over one transport.

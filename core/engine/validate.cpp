@@ -33,6 +33,8 @@ void validate(const Operation& operation, int rank, int size, const std::string&
   if ((kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter) && scales &&
       descriptor.dtype == DType::kBool)
     throw_usage(operation, "bool cannot be scaled");
+  if (is_rounded(descriptor.key.wire) && (kind != OpKind::kAllreduce || descriptor.dtype != DType::kFloat32))
+    throw_usage(operation, "only an allreduce of float32 can cross the wire as another dtype");
   if (kind == OpKind::kReduceScatter && operation.output != nullptr && descriptor.rows > 0) {
     const Range block =
         block_range(descriptor.rows, static_cast<std::size_t>(size), static_cast<std::size_t>(rank));

@@ -26,6 +26,7 @@ from multiring.errors import (
 
 if TYPE_CHECKING:
     from multiring.communicator import Communicator
+    from multiring.compression import TopK
     from multiring.initialization import (
         cross_rank,
         cross_size,
@@ -48,6 +49,7 @@ __version__ = _version("multiring")
 _HOMES = {
     "Communicator": "multiring.communicator",
     "NamedQueue": "multiring.named_queue",
+    "TopK": "multiring.compression",
     "Work": "multiring.work",
     "cross_rank": "multiring.initialization",
     "cross_size": "multiring.initialization",
@@ -87,6 +89,7 @@ __all__ = [
     "NamedQueue",
     "PeerLostError",
     "TimeoutError",
+    "TopK",
     "UsageError",
     "Work",
     "__version__",

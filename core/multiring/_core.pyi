@@ -29,6 +29,7 @@ __all__: list[str] = [
     "ReduceOp",
     "Result",
     "Step",
+    "Wire",
     "Work",
     "WorldOptions",
     "address_of",
@@ -174,6 +175,47 @@ class ReduceOp:
     @property
     def value(self) -> int: ...
 
+class Wire:
+    """
+    As what float32 crosses from host to host.
+
+    Members:
+
+      DEFAULT
+
+      FLOAT32
+
+      FLOAT16
+
+      BFLOAT16
+    """
+
+    BFLOAT16: typing.ClassVar[Wire]
+    DEFAULT: typing.ClassVar[Wire]
+    FLOAT16: typing.ClassVar[Wire]
+    FLOAT32: typing.ClassVar[Wire]
+    __members__: typing.ClassVar[dict[str, Wire]]
+    @typing.overload
+    def __eq__(self, other: Wire) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: Wire) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
 class ArrayReduction:
     """
     Reduces arrays element by element into every output, as a collective does, but without ranks.
@@ -211,6 +253,7 @@ class Operation:
         op: ReduceOp,
         prescale: typing.SupportsFloat | typing.SupportsIndex,
         postscale: typing.SupportsFloat | typing.SupportsIndex,
+        wire: Wire,
     ) -> None: ...
     def set_splits(
         self, splits: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]
@@ -247,6 +290,7 @@ class Communicator:
         prescale: typing.SupportsFloat | typing.SupportsIndex,
         postscale: typing.SupportsFloat | typing.SupportsIndex,
         timeout: typing.SupportsFloat | typing.SupportsIndex,
+        wire: Wire,
     ) -> bool:
         """
         False: an array is not contiguous, nothing was done.
@@ -255,7 +299,7 @@ class Communicator:
     def numpy_allreduce(self) -> typing.Any:
         """
         A quicker allreduce for C-ordered NumPy arrays, as a function:
-        (x, out, op, name, prescale, postscale, timeout) -> bool.
+        (x, out, op, name, prescale, postscale, timeout, wire) -> bool.
         False: an argument is not plain enough, nothing was done.
         """
     def recv(
@@ -302,6 +346,11 @@ class Communicator:
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def wire(self) -> Wire:
+        """
+        As what float32 crosses from host to host where an allreduce does not say.
+        """
 
 class NamedQueue:
     """
@@ -383,6 +432,7 @@ class WorldOptions:
     socket_directory: str
     spread: bool
     warn: typing.Any
+    wire: Wire
     def __init__(self) -> None: ...
     @property
     def interfaces(self) -> list[str]: ...

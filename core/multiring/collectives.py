@@ -11,28 +11,13 @@ import numpy.typing as npt
 from multiring import _core as native
 from multiring.arrays import as_array, contiguous, copy_into, empty_like, like, target_for
 from multiring.errors import UsageError
-from multiring.types import Array, ReduceOpName
+from multiring.reductions import reduce_op, wire_type
+from multiring.types import Array, ReduceOpName, WireName
 from multiring.work import Work, seconds
 
-__all__ = ["Collectives", "Finish", "into", "reduce_op"]
-
-_OPS = {
-    "sum": native.ReduceOp.SUM,
-    "average": native.ReduceOp.AVERAGE,
-    "min": native.ReduceOp.MIN,
-    "max": native.ReduceOp.MAX,
-    "product": native.ReduceOp.PRODUCT,
-}
+__all__ = ["Collectives", "Finish", "into"]
 
 Finish = Callable[[native.Operation | native.Work], Any]
-
-
-def reduce_op(name: str) -> native.ReduceOp:
-    """The native counterpart of a reduction's name; raises UsageError if there is none."""
-    try:
-        return _OPS[name]
-    except (KeyError, TypeError):
-        raise UsageError(f"op is {name!r}; accepted: {', '.join(_OPS)}") from None
 
 
 class Collectives:
@@ -59,6 +44,7 @@ class Collectives:
         prescale: float = 1.0,
         postscale: float = 1.0,
         timeout: float | None = None,
+        wire: WireName | None = None,
     ) -> Array:
         """Reduces `x` element by element over all ranks; every rank gets the result.
 
@@ -71,23 +57,25 @@ class Collectives:
             prescale: Factor for each input before the reduction.
             postscale: Factor for the result.
             timeout: Seconds to wait for the other ranks.
+            wire: As what float32 crosses from host to host: "bfloat16" and "float16" take half of the time on
+                the network and are rounded, once for each host and once for the result; "float32" is exact.
+                MULTIRING_WIRE if None. Nothing is rounded on one host (docs/tuning.md).
 
         Returns:
             `out`, or the new array.
         """
-        if out is not None and self._numpy_allreduce(x, out, op, name, prescale, postscale, timeout):
+        if out is not None and self._numpy_allreduce(x, out, op, name, prescale, postscale, timeout, wire):
             return out
         x = as_array(x)
         if out is None:
             x = contiguous(x)
             out = empty_like(x)
-            if self._numpy_allreduce(x, out, op, name, prescale, postscale, timeout):
+            if self._numpy_allreduce(x, out, op, name, prescale, postscale, timeout, wire):
                 return out
-        if not self._core.allreduce(x, out, reduce_op(op), name or "", prescale, postscale, seconds(timeout)):
+        factors = (reduce_op(op), name or "", prescale, postscale, seconds(timeout), wire_type(wire))
+        if not self._core.allreduce(x, out, *factors):
             source, target = contiguous(x), target_for(out)
-            if not self._core.allreduce(
-                source, target, reduce_op(op), name or "", prescale, postscale, seconds(timeout)
-            ):
+            if not self._core.allreduce(source, target, *factors):
                 raise UsageError(
                     "cannot make a contiguous copy of an array that is not; pass a contiguous one"
                 )
@@ -104,6 +92,7 @@ class Collectives:
         prescale: float = 1.0,
         postscale: float = 1.0,
         priority: int = 0,
+        wire: WireName | None = None,
     ) -> Work:
         """Like `allreduce`, without waiting. Of the operations that all ranks have submitted, those of higher
         `priority` run first; small ones run together."""
@@ -111,7 +100,7 @@ class Collectives:
         source = contiguous(x)
         target = empty_like(source) if out is None else target_for(out)
         operation = self._operation("ALLREDUCE", name)
-        operation.set_reduction(reduce_op(op), prescale, postscale)
+        operation.set_reduction(reduce_op(op), prescale, postscale, wire_type(wire))
         operation.set_input(source)
         operation.set_output(target)
         return self._submit(operation, into(out, target), priority)
@@ -126,6 +115,7 @@ class Collectives:
         name: str | None,
         prescale: float,
         postscale: float,
+        wire: WireName | None = None,
     ) -> Work:
         """`allreduce_async`, in place, of an array that lies in pieces; for adapters.
 
@@ -140,7 +130,7 @@ class Collectives:
         The other arguments are those of `allreduce`. The result of the work is None.
         """
         operation = self._operation("ALLREDUCE", name)
-        operation.set_reduction(reduce_op(op), prescale, postscale)
+        operation.set_reduction(reduce_op(op), prescale, postscale, wire_type(wire))
         operation.set_pieces(dtype, addresses, lengths, owners)
         return self._submit(operation, lambda done: None, 0)
 
@@ -186,7 +176,7 @@ class Collectives:
         self, x: Array, op: str, out: Array | None, name: str | None, prescale: float, postscale: float
     ) -> tuple[native.Operation, Finish]:
         operation = self._operation("REDUCE_SCATTER", name)
-        operation.set_reduction(reduce_op(op), prescale, postscale)
+        operation.set_reduction(reduce_op(op), prescale, postscale, wire_type(None))
         return operation, self._join(operation, x, out)
 
     def allgather(

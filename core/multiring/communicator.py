@@ -16,7 +16,8 @@ from multiring.arrays import as_array, contiguous, target_for
 from multiring.collectives import Collectives, into
 from multiring.errors import UsageError
 from multiring.named_queue import NamedQueue
-from multiring.types import Array
+from multiring.reductions import wire_name
+from multiring.types import Array, WireName
 from multiring.work import seconds
 
 __all__ = ["Communicator"]
@@ -34,7 +35,8 @@ class Communicator(Collectives):
       input. Arrays that are not contiguous are copied. `out` may be the input itself where it fits, but must
       not overlap it otherwise.
     - Reductions combine in one canonical order, a balanced binary tree over the rank numbers, so the bits of
-      a result depend on the inputs and the number of ranks only, and are the same on all ranks.
+      a result depend on the inputs and the number of ranks only, and are the same on all ranks. Where the
+      elements of an allreduce cross hosts in half precision (`wire`), they depend on the placement as well.
     - `timeout` is in seconds; None means the communicator's default (MULTIRING_TIMEOUT).
     - A synchronous call first waits for the asynchronous ones submitted before it. The `_async` forms return
       a `Work` at once and run on a progress thread.
@@ -82,6 +84,11 @@ class Communicator(Collectives):
     def host(self) -> str:
         """Name of this rank's host."""
         return self._core.host
+
+    @property
+    def wire(self) -> WireName:
+        """As what float32 crosses from host to host where an allreduce does not say (MULTIRING_WIRE)."""
+        return wire_name(self._core.wire)
 
     @property
     def is_broken(self) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from multiring.errors import UsageError
+from multiring.types import WireName
 
 __all__ = ["VARIABLES", "Setting", "Settings", "Variable", "describe", "load", "unknown_variables"]
 
@@ -40,6 +41,7 @@ class Settings:
         mode: How allreduces across hosts are divided; empty means that their size decides.
         transport: "tcp" or "mpi", between hosts; empty means that the launcher decides.
         mpi_bridge: Path of what `multiring build mpi` has made; empty means the usual one.
+        wire: As what float32 crosses from host to host in allreduces that do not say.
     """
 
     rank: int | None = None
@@ -61,6 +63,7 @@ class Settings:
     mode: str = ""
     transport: str = ""
     mpi_bridge: str = ""
+    wire: WireName = "float32"
 
 
 @dataclass(frozen=True)
@@ -279,6 +282,15 @@ VARIABLES: tuple[Variable, ...] = (
         "What `multiring build mpi` has made. Empty: lib/multiring/mpi_bridge.so of the Python environment.",
         False,
         str,
+    ),
+    Variable(
+        "MULTIRING_WIRE",
+        "wire",
+        "float32",
+        "float32, bfloat16 or float16",
+        "As what float32 crosses from host to host in allreduces that do not say (docs/tuning.md).",
+        False,
+        _choice("float32", "bfloat16", "float16"),
     ),
 )
 

@@ -12,16 +12,16 @@ After the first round the buckets are planned anew in the order in which gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from multiring.bucket_exchange import wait_for
 from multiring.bucket_memory import BucketMemory, Bytes, bytes_at, numpy_array
 from multiring.bucketing import Bucket, ParameterSpec, Plan, plan_buckets
-from multiring.errors import AbortedError, MultiringError, UsageError
+from multiring.errors import AbortedError, UsageError
 from multiring.gradient_source import (
     GradientSource,
     InPlace,
@@ -30,6 +30,7 @@ from multiring.gradient_source import (
     check_arguments,
 )
 from multiring.model_check import check_same
+from multiring.top_k import TopKExchange, make_exchange
 
 if TYPE_CHECKING:
     from multiring import Communicator, Work
@@ -111,6 +112,7 @@ class GradientReducer:
             scale=self.options.scale,
             as_array=as_array,
         )
+        self._exchange = make_exchange(self._comm, self._memory, self.specs, self.options)
 
     @property
     def comm(self) -> Communicator | None:
@@ -256,15 +258,32 @@ class GradientReducer:
             self._arrivals = []
         if current is None:
             return
-        _wait_for(current.works)
+        wait_for(current.works)
         if current.order is not None:
             self._follow(*current.order, current.elsewhere)
+
+    def residuals(self) -> dict[str, NDArray[Any]]:
+        """What compression has kept back of this rank's gradients, times prescale: copies by the parameters'
+        names, flat, in the order of the elements in the slots. Empty before the first round."""
+        if not isinstance(self._exchange, TopKExchange):
+            return {}
+        return {self.specs[index].name: kept.copy() for index, kept in self._exchange.residuals.items()}
+
+    def load_residuals(self, residuals: Mapping[str, NDArray[Any]]) -> None:
+        """Put what `residuals` has given in the place of all residuals. Local; not while a round is open.
+
+        Raises:
+            UsageError: A parameter is not known, or has another number of elements.
+        """
+        if isinstance(self._exchange, TopKExchange):
+            self._exchange.load(residuals)
 
     def close(self) -> None:
         """Release the communicator and the buckets. May be called twice."""
         self._round = None
         comm, self._comm = self._comm, None
         if comm is not None:
+            self._exchange = None
             del self._memory
             comm.close()
 
@@ -282,7 +301,7 @@ class GradientReducer:
         return self._round
 
     def _send(self, current: _Round, *, active: bool) -> None:
-        """Raise the flags of the next bucket and let it leave."""
+        """Let the next bucket leave."""
         number, options = len(current.works), self.options
         bucket = self.plan.buckets[number]
         if self._locate is not None:
@@ -290,26 +309,17 @@ class GradientReducer:
             missing = [index for index in indices if index not in current.elsewhere]
             for index, place in self._locate(missing):
                 self._note_place(current, index, place)
-        self._memory.raise_flags(number, [current.ready[slot.index] for slot in bucket.slots], active)
-        if self._comm is None:
+        produced = [current.ready[slot.index] for slot in bucket.slots]
+        if self._exchange is None:
+            self._memory.raise_flags(number, produced, active)
             if options.scale != 1.0:
                 self._multiply(current, bucket, options.scale)
             current.works.append(None)
             return
-        owners = [current.elsewhere[s.index].owner for s in bucket.slots if s.index in current.elsewhere]
-        name, factors = self._memory.names[number], (options.prescale, options.postscale)
         try:
-            if owners:
-                addresses, lengths = self._memory.pieces(number, current.elsewhere)
-                owners.append(self._memory)
-                work = self._comm.allreduce_pieces_async(
-                    bucket.dtype, addresses, lengths, owners, options.op, name, *factors
-                )
-            else:
-                array = self._memory.arrays[number]
-                work = self._comm.allreduce_async(array, options.op, array, name, *factors)
+            work = self._exchange.send(number, bucket, current.elsewhere, produced, active)
         except AbortedError:
-            _wait_for(current.works)  # raises what broke the communicator if an earlier bucket has met it
+            wait_for(current.works)  # raises what broke the communicator if an earlier bucket has met it
             raise
         current.works.append(work)
 
@@ -359,14 +369,17 @@ class GradientReducer:
         """Wait for the buckets, read their flags, and correct the average where ranks have joined."""
         produced = np.zeros(len(self.specs), dtype=np.bool_)
         active = np.ones(self._size, dtype=np.bool_)
-        _wait_for(current.works)
-        for number in range(len(current.works)):
-            slots, active = self._memory.read_flags(number)
-            produced[[slot.index for slot in self.plan.buckets[number].slots]] = slots
+        wait_for(current.works)
+        for number, (bucket, work) in enumerate(zip(self.plan.buckets, current.works, strict=True)):
+            if self._exchange is None or work is None:
+                slots, active = self._memory.read_flags(number)
+            else:
+                slots, active = self._exchange.receive(number, bucket, current.elsewhere, work)
+            produced[[slot.index for slot in bucket.slots]] = slots
             count = int(np.count_nonzero(active))
             if self.options.op == "average" and 0 < count < self._size:
                 # The core divided by the number of all ranks.
-                self._multiply(current, self.plan.buckets[number], self._size / count)
+                self._multiply(current, bucket, self._size / count)
         return RoundResult(produced, active)
 
     def _follow(self, order: NDArray[np.int64], work: Work, elsewhere: Mapping[int, InPlace]) -> None:
@@ -384,17 +397,3 @@ class GradientReducer:
             "first one had been sent; put all backward passes of a step but the last into no_sync(), and "
             "checkpoint a part that occurs several times with use_reentrant=False"
         )
-
-
-def _wait_for(works: Sequence[Work | None]) -> None:
-    """Wait for all; raises what the first one that failed met.
-
-    Works of one communicator end in their order. So the last one is waited for: to wake up for each takes the
-    processor from the thread that reduces, in the middle of what the peers wait for.
-    """
-    if works and works[-1] is not None:
-        with suppress(MultiringError):  # of an earlier one, more often than not
-            works[-1].wait()
-    for work in works:
-        if work is not None:
-            work.wait()

@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec, itemsize
+from multiring.compression import COMPRESSED_DTYPES, TopK
 from multiring.errors import UsageError
+from multiring.reductions import wire_type
+from multiring.types import WireName
 
 __all__ = ["GradientSource", "InPlace", "ReducerOptions", "RoundResult", "check_arguments"]
 
@@ -26,6 +29,9 @@ class ReducerOptions:
         prescale: Factor applied before the reduction.
         postscale: Factor applied after it.
         name: What error messages call the buckets.
+        wire: As what gradients of float32 cross from host to host, see `Communicator.allreduce`; None: as
+            MULTIRING_WIRE says.
+        compression: Sends part of the gradients only; None: all.
     """
 
     op: Literal["average", "sum"] = "average"
@@ -34,6 +40,8 @@ class ReducerOptions:
     prescale: float = 1.0
     postscale: float = 1.0
     name: str = "gradients"
+    wire: WireName | None = None
+    compression: TopK | None = None
 
     @property
     def scale(self) -> float:
@@ -88,5 +96,18 @@ def check_arguments(rank: int, specs: Sequence[ParameterSpec], options: ReducerO
         raise UsageError(f"rank {rank}: parameter name '{twice}' occurs twice; names have to be unique")
     if options.op not in ("average", "sum"):
         raise UsageError(f"rank {rank}: op is '{options.op}'; gradients take 'average' or 'sum'")
+    wire_type(options.wire)
+    if options.compression is not None and options.wire not in (None, "float32"):
+        raise UsageError(
+            f"rank {rank}: wire is '{options.wire}' and compression is {options.compression}; gradients take "
+            "one of them"
+        )
     for spec in specs:
         itemsize(spec.dtype)
+        if options.compression is not None and spec.dtype not in COMPRESSED_DTYPES:
+            raise UsageError(
+                f"rank {rank}: gradients of '{spec.name}' are {spec.dtype}; TopK takes "
+                f"{' and '.join(COMPRESSED_DTYPES)}",
+                rank=rank,
+                tensor=spec.name,
+            )

@@ -14,6 +14,7 @@ from multiring import _core, config, launch_environment, mpi
 from multiring.communicator import Communicator
 from multiring.errors import UsageError
 from multiring.launch_environment import Placement
+from multiring.reductions import wire_type
 from multiring.store import FileStore, Store, open_store, serve_store
 
 __all__ = [
@@ -116,6 +117,7 @@ def _options(rank: int, size: int, settings: config.Settings) -> _core.WorldOpti
     options.host = settings.host
     options.interfaces = settings.interfaces
     options.mode = settings.mode
+    options.wire = wire_type(settings.wire)
     options.staging_bytes = settings.staging_bytes
     options.spin_microseconds = -1.0 if settings.spin_microseconds is None else settings.spin_microseconds
     options.timeout = settings.timeout

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from multiring import _core
 from multiring.arrays import as_array, contiguous, empty_like, target_for
-from multiring.collectives import into, reduce_op
-from multiring.types import Array, ReduceOpName
+from multiring.collectives import into
+from multiring.reductions import reduce_op, wire_type
+from multiring.types import Array, ReduceOpName, WireName
 from multiring.work import Work
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class NamedQueue:
         postscale: float = 1.0,
         priority: int = 0,
         step: int = 0,
+        wire: WireName | None = None,
     ) -> Array:
         """Reduces `x` over all ranks as `Communicator.allreduce` does, with the peers' submission of `name`.
 
@@ -97,6 +99,7 @@ class NamedQueue:
             postscale=postscale,
             priority=priority,
             step=step,
+            wire=wire,
         )
         reduced: Array = work.wait()
         return reduced
@@ -112,13 +115,14 @@ class NamedQueue:
         postscale: float = 1.0,
         priority: int = 0,
         step: int = 0,
+        wire: WireName | None = None,
     ) -> Work:
         """Like `allreduce`, without waiting: for the peers neither."""
         x = as_array(x)
         source = contiguous(x)
         target = empty_like(source) if out is None else target_for(out)
         operation = _core.Operation(_core.OpKind.ALLREDUCE)
-        operation.set_reduction(reduce_op(op), prescale, postscale)
+        operation.set_reduction(reduce_op(op), prescale, postscale, wire_type(wire))
         operation.set_input(source)
         operation.set_output(target)
         return Work(self._core.submit(name, operation, priority, step), into(out, target), self)

@@ -59,6 +59,7 @@ class SparseReduction:
         self._union = np.unique(self._gathering.wait())
         self._values = self._scatter(len(self._union), np.searchsorted(self._union, self._rows))
         if len(self._union):
+            narrow = str(self._values.dtype).endswith("float32")  # NumPy's or the framework's name
             self._reducing = self._comm.allreduce_async(
                 self._values,
                 op=self._options.op,
@@ -66,6 +67,7 @@ class SparseReduction:
                 name=f"values of {self._name}",
                 prescale=self._options.prescale,
                 postscale=self._options.postscale,
+                wire=self._options.wire if narrow else None,
             )
 
     def wait(self, active: int) -> tuple[Rows, Any]:

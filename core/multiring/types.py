@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["Array", "ReduceOpName"]
+__all__ = ["Array", "ReduceOpName", "WireName"]
 
 Array: TypeAlias = Any
 """An array: anything with the buffer protocol or DLPack in host memory (NumPy arrays, Torch CPU tensors that
@@ -12,3 +12,6 @@ do not require a gradient, `array.array`), of dtype bool, (u)int8 to (u)int64, f
 float64. Python numbers and lists of them go in as NumPy arrays."""
 
 ReduceOpName: TypeAlias = Literal["sum", "average", "min", "max", "product"]
+
+WireName: TypeAlias = Literal["float32", "float16", "bfloat16"]
+"""As what float32 crosses from host to host."""

@@ -76,7 +76,7 @@ std::size_t Plan::segments_of(std::size_t segment) const {
 
 std::size_t Plan::partial_bytes() const {
   const bool half = options_.dtype == DType::kFloat16 || options_.dtype == DType::kBFloat16;
-  return half ? dtype_size(DType::kFloat32) : element_bytes();
+  return half && !options_.rounded ? dtype_size(DType::kFloat32) : element_bytes();
 }
 
 std::size_t Plan::granule() const { return kCacheLine / element_bytes(); }

@@ -58,6 +58,8 @@ struct PlanOptions {
   std::size_t segment = 0;  ///< elements of a pipelined piece of a chunk; 0: chunks go whole
   /// Whether additions keep the canonical order. Otherwise each holder passes on one sum of whatever it has.
   bool reproducible = true;
+  /// Whether partial sums travel as elements of `dtype`, rounded once more by each step that passes them on.
+  bool rounded = false;
 };
 
 /// Steps of one allreduce; immutable.
@@ -86,7 +88,7 @@ class MULTIRING_API Plan {
   std::size_t segments_of(std::size_t segment) const;
 
   /// Bytes of an element, and of a partial sum of it: float16 and bfloat16 are summed in float32 and rounded
-  /// once, at the end (base/reduction.h), so partial sums travel as float32.
+  /// once, at the end (base/reduction.h), so partial sums travel as float32; unless they are to be rounded.
   std::size_t element_bytes() const { return dtype_size(options_.dtype); }
   std::size_t partial_bytes() const;
   /// Boundaries between chunks are multiples of so many elements: a cache line.

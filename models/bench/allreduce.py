@@ -31,6 +31,7 @@ what is measured:
   multiring symmetric  multiring on memory that all ranks have mapped (`Communicator.symmetric_empty`), as the
                        adapters use it for gradients
   multiring            multiring on ordinary memory of NumPy's
+  multiring bfloat16   the same, with elements that cross from host to host in half precision (--wire)
   limit                the additions and the memory traffic without any synchronisation: every rank adds up
                        its share of all ranks' arrays and writes it to all of them. On several hosts, by
                        calculation: what every host has to send, 2 (hosts - 1) / hosts of the array, at the
@@ -82,6 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"other libraries: {', '.join(PEERS)}, or none [those that are installed]",
     )
     parser.add_argument(
+        "--wire",
+        choices=("bfloat16", "float16"),
+        help="measure also what crosses from host to host in half precision",
+    )
+    parser.add_argument(
         "--seconds",
         type=_seconds,
         default=0.5,
@@ -97,7 +103,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
         UsageError: MPI was not started by its own launcher.
         InternalError: A contender's result is wrong, or a rank does not come back from it.
     """
-    contenders = make_contenders(comm, args.peers)
+    contenders = make_contenders(comm, args.peers, args.wire)
     names = [contender.name for contender in contenders]
     emulation: Emulation | None = args.emulation
     meeting = Meeting(comm, args.cores, emulated=emulation is not None)

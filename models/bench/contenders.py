@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from multiring import Communicator, _core
 from multiring.errors import UsageError
+from multiring.types import WireName
 
 __all__ = ["PEERS", "Contender", "make_contenders"]
 
@@ -27,7 +28,8 @@ class Contender(Protocol):
 
     Attributes:
         name: In tables and plots.
-        exact: Whether the result is the sum; the limit leaves out the waiting, and so may not see all input.
+        exact: Whether the result is the very sum; the limit leaves out the waiting, and so may not see all
+            input.
     """
 
     name: str
@@ -53,6 +55,24 @@ class Ordinary:
         x = np.zeros(count, np.float32)
         allreduce = self._comm.allreduce
         return x, lambda: allreduce(x, out=x)
+
+    def close(self) -> None:
+        pass
+
+
+class Narrow:
+    """The same with elements that cross from host to host in half precision, and so not the very sum."""
+
+    exact = False
+
+    def __init__(self, comm: Communicator, wire: WireName) -> None:
+        self._comm, self._wire = comm, wire
+        self.name = f"{Ordinary.name} {wire}"
+
+    def prepare(self, count: int) -> tuple[FloatArray, Call]:
+        x = np.zeros(count, np.float32)
+        allreduce, wire = self._comm.allreduce, self._wire
+        return x, lambda: allreduce(x, out=x, wire=wire)
 
     def close(self) -> None:
         pass
@@ -189,9 +209,11 @@ def installed_peers() -> list[str]:
     return [name for name, (package, _) in PEERS.items() if importlib.util.find_spec(package) is not None]
 
 
-def make_contenders(comm: Communicator, peers: list[str]) -> list[Contender]:
+def make_contenders(comm: Communicator, peers: list[str], wire: WireName | None) -> list[Contender]:
     """All that are measured, in the order of the table."""
     contenders: list[Contender] = [Ordinary(comm)]
+    if wire is not None:
+        contenders.append(Narrow(comm, wire))
     if comm.cross_size == 1:
         symmetric = Symmetric(comm)
         contenders = [symmetric, *contenders, Limit(comm, symmetric)]

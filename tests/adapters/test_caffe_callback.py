@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import multiring.caffe
-from multiring import Communicator
+from multiring import Communicator, TopK
 from multiring.errors import MismatchError, UsageError
 from tests.adapters.caffe_support import (
     SMALL,
@@ -31,9 +31,12 @@ Pool = Callable[[int], RankPool]
 Array = NDArray[Any]
 
 
-def reduce_some(comm: Communicator, overlap: bool, iter_size: int | None, count: int) -> list[bytes]:
+def reduce_some(
+    comm: Communicator, overlap: bool, iter_size: int | None, count: int, **options: Any
+) -> list[bytes]:
     solver = make_solver()
-    callback = multiring.caffe.SolverCallback(solver, comm, overlap=overlap, iter_size=iter_size, **SMALL)
+    options = {"overlap": overlap, "iter_size": iter_size, **SMALL, **options}
+    callback = multiring.caffe.SolverCallback(solver, comm, **options)
     solver.add_callback(*callback)
     bits = []
     for step in range(3):
@@ -62,6 +65,11 @@ def test_gradients_of_an_iteration(
 ) -> None:
     results = ranks(size).run(reduce_some, overlap, iter_size, count)
     assert all(result == results[0] for result in results), "ranks have different bits"
+
+
+def test_a_compression_that_sends_everything(ranks: Pool) -> None:
+    dense, compressed = (ranks(2).run(reduce_some, True, 1, 1, compression=c) for c in (None, TopK(1.0)))
+    assert dense == compressed
 
 
 def watch_overlap(comm: Communicator, passes: int) -> None:

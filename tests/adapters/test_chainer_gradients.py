@@ -9,7 +9,7 @@ import multiring.chainer  # isort: skip  # before chainer, which it makes import
 
 import chainer
 
-from multiring import Communicator
+from multiring import Communicator, TopK
 from multiring.errors import UsageError
 from tests.adapters.chainer_support import SMALL, Pool, bits_of, make_model, squares
 
@@ -59,6 +59,26 @@ def test_gradients_of_a_backward_pass_stay_where_they_are(ranks: Pool) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_values_written_into_the_same_arrays(ranks: Pool, size: int) -> None:
     ranks(size).run(written_in_place)
+
+
+def send_everything(comm: Communicator) -> None:
+    """A compression that sends everything has the bits of none."""
+    for options in ({}, {"overlap": False}, {"double_buffering": True}):
+        found = []
+        for compression in (None, TopK(1.0)):
+            model = make_model()
+            optimizer = multiring.chainer.create_multi_node_optimizer(
+                chainer.optimizers.SGD(0.1), comm, **SMALL, **options, compression=compression
+            )
+            optimizer.setup(model)
+            for turn in range(4):
+                optimizer.update(squares, model, comm.rank + turn)
+            found.append({name: parameter.array.tobytes() for name, parameter in model.namedparams()})
+        assert found[0] == found[1]
+
+
+def test_a_compression_that_sends_everything(ranks: Pool) -> None:
+    ranks(2).run(send_everything)
 
 
 def shared_arrays(comm: Communicator) -> None:

@@ -14,7 +14,7 @@ import pytest
 from pytensor.gradient import NullTypeGradError
 
 import multiring.pytensor
-from multiring import Communicator
+from multiring import Communicator, TopK
 from multiring.errors import MismatchError, UsageError
 from multiring.pytensor import DistributedGradients, broadcast_parameters, distribute_updates, grad
 from tests.adapters.pytensor_support import Array, Pool, collectives_in, fast_run
@@ -69,6 +69,22 @@ def momentum(comm: Communicator, as_dict: bool) -> None:
 @pytest.mark.parametrize(("size", "as_dict"), [(1, False), (2, True), (3, False)])
 def test_distribute_updates(ranks: Pool, size: int, as_dict: bool) -> None:
     ranks(size).run(momentum, as_dict)
+
+
+def send_everything(comm: Communicator) -> None:
+    """A compression that sends everything has the bits of none."""
+    found = []
+    for compression in (None, TopK(1.0)):
+        x, cost, parameters = linear()
+        gradients = DistributedGradients(parameters, comm, **SMALL, compression=compression)
+        reduced = gradients.reduce(pytensor.grad(cost, parameters)).gradients
+        step = pytensor.function([x], reduced, mode=fast_run())
+        found.append([[value.tobytes() for value in step(data(comm.rank, k))] for k in range(3)])
+    assert found[0] == found[1]
+
+
+def test_a_compression_that_sends_everything(ranks: Pool) -> None:
+    ranks(2).run(send_everything)
 
 
 def results_are_copies(comm: Communicator, mode: str) -> None:

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import multiring.torch
 from multiring import Communicator
+from multiring.bucket_exchange import BucketExchange
+from multiring.bucketing import Bucket
 from tests.adapters.torch_support import (
     SMALL,
     Pool,
@@ -41,33 +43,27 @@ class _Observe(torch.autograd.Function):
 
 
 class _Spy:
-    """A communicator that notes the names of the buckets that leave."""
+    """An exchange that notes the parameters of the buckets that leave."""
 
-    def __init__(self, comm: Communicator, sent: list[str]) -> None:
-        self._comm, self._sent = comm, sent
+    def __init__(self, exchange: BucketExchange, sent: list[list[int]]) -> None:
+        self._exchange, self._sent = exchange, sent
 
-    def allreduce_async(self, x: Any, op: Any, out: Any, name: str, *factors: float) -> Any:
-        self._sent.append(name)
-        return self._comm.allreduce_async(x, op, out, name, *factors)
+    def send(self, number: int, bucket: Bucket, *rest: Any) -> Any:
+        self._sent.append([slot.index for slot in bucket.slots])
+        return self._exchange.send(number, bucket, *rest)
 
-    def allreduce_pieces_async(
-        self, dtype: str, at: Any, lengths: Any, owners: Any, op: Any, name: str, *factors: float
-    ) -> Any:
-        self._sent.append(name)
-        return self._comm.allreduce_pieces_async(dtype, at, lengths, owners, op, name, *factors)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
+    def receive(self, *arguments: Any) -> Any:
+        return self._exchange.receive(*arguments)
 
 
-def buckets_leave_early(comm: Communicator) -> list[list[str]]:
+def buckets_leave_early(comm: Communicator) -> list[list[list[int]]]:
     """With a parameter that rank 1 does not use: its bucket, and those behind it, wait for the end there."""
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
-    sent: list[str] = []
+    sent: list[list[int]] = []
     reducer = hooks._slots.reducer
-    assert reducer._comm is not None
-    reducer._comm = _Spy(reducer._comm, sent)  # type: ignore[assignment]
+    assert reducer._exchange is not None
+    reducer._exchange = _Spy(reducer._exchange, sent)
     seen: list[int] = []
     history = []
     for step in range(2):

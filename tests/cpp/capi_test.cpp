@@ -210,7 +210,14 @@ TEST(CApi, RefusesWhatIsWrongWithoutBreaking) {
     EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_USAGE);
     sum.kind = 99;
     EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_USAGE);
+    sum = x.operation(MR_ALLREDUCE, "x");
+    sum.wire = 9;
+    EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_USAGE);
+    EXPECT_NE(std::string(error.message).find("unknown wire 9"), std::string::npos) << error.message;
     sum = x.operation(MR_BROADCAST, "x");
+    sum.wire = MR_WIRE_FLOAT16;
+    EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_USAGE);
+    sum.wire = MR_WIRE_DEFAULT;
     sum.root = 1;
     EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_USAGE);
     EXPECT_NE(std::string(error.message).find("size 1"), std::string::npos) << error.message;

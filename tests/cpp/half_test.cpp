@@ -9,6 +9,8 @@
 #include <limits>
 #include <vector>
 
+#include "base/reduce_kernels.h"
+
 namespace multiring {
 namespace {
 
@@ -98,6 +100,38 @@ TEST(Half, ManyAtOnceAndNotAligned) {
     widen(half, halves.data() + 1, floats.data() + 1, 1000);
     narrow(half, floats.data() + 1, back.data() + 1, 1000);
     EXPECT_TRUE(std::equal(halves.begin() + 1, halves.end(), back.begin() + 1));
+  }
+}
+
+// What the tests above find of one processor's kernels holds for all.
+TEST(Half, EveryProcessorGivesTheSameBits) {
+  std::vector<std::uint16_t> halves(1 << 16);
+  for (std::size_t bits = 0; bits < halves.size(); ++bits) halves[bits] = static_cast<std::uint16_t>(bits);
+  std::vector<std::uint32_t> floats;
+  for (std::uint64_t bits = 0; bits <= 0xffffffffU; bits += 4093)
+    floats.push_back(static_cast<std::uint32_t>(bits));
+  for (std::uint32_t bits = 0; bits < 0xffffU;
+       ++bits)  // around every boundary of bfloat16, and many of float16
+    for (const std::uint32_t low : {0x0fffU, 0x1000U, 0x1001U, 0x7fffU, 0x8000U, 0x8001U})
+      floats.push_back((bits << 16) + low);
+  for (const DType half : kHalves) {
+    std::vector<std::uint32_t> widened(halves.size());
+    std::vector<std::uint16_t> narrowed(floats.size());
+    widen(half, halves.data(), widened.data(), halves.size());
+    narrow(half, floats.data(), narrowed.data(), floats.size());
+    for (const Isa isa : kAllIsas) {
+      if (!has_kernels(isa)) continue;
+      for (const std::size_t less : {0, 1, 7, 13}) {
+        std::vector<std::uint32_t> wide(halves.size() - less);
+        std::vector<std::uint16_t> narrow_ones(floats.size() - less);
+        widen_with(isa, half, halves.data() + less, wide.data(), wide.size());
+        narrow_with(isa, half, floats.data() + less, narrow_ones.data(), narrow_ones.size());
+        const auto shift = static_cast<std::ptrdiff_t>(less);
+        EXPECT_TRUE(std::equal(wide.begin(), wide.end(), widened.begin() + shift)) << isa_name(isa);
+        EXPECT_TRUE(std::equal(narrow_ones.begin(), narrow_ones.end(), narrowed.begin() + shift))
+            << isa_name(isa);
+      }
+    }
   }
 }
 

@@ -60,6 +60,7 @@ std::vector<Difference> differences() {
       {"Reduction", sum, [](Request& r) { r.reduction.op = ReduceOp::kMax; }, "'t' sum", "'t' max"},
       {"Prescale", sum, [](Request& r) { r.reduction.prescale = 0.5; }, "sum float32", "sum prescale 0.5"},
       {"Postscale", sum, [](Request& r) { r.reduction.postscale = 2; }, "sum float32", "sum postscale 2.0"},
+      {"Wire", sum, [](Request& r) { r.wire = Wire::kBFloat16; }, "sum float32", "sum wire bfloat16 float32"},
       {"Root", broadcast, [](Request& r) { r.root = 1; }, "root 0", "root 1"},
       {"RootOfScatter", scatter, [](Request& r) { r.root = 1; }, "scatter root 0", "scatter root 1"},
       {"RootOfGather", gather, [](Request& r) { r.root = 1; }, "gather root 0", "gather root 1"},

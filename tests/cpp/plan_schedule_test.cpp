@@ -13,9 +13,11 @@
 #include <vector>
 
 #include "collective/partial_sums.h"
+#include "collective/rounded_sums.h"
 #include "support/operations.h"
 #include "support/plan_simulator.h"
 #include "support/problem.h"
+#include "support/wire_oracle.h"
 
 namespace multiring {
 namespace {
@@ -24,11 +26,15 @@ using testing::Bytes;
 using testing::make_problem;
 using testing::ReduceProblem;
 
-/// All ranks of a plan, round by round.
+/// All ranks of a plan, round by round; `wire`: of messages that are narrower than what is reduced.
 class Ranks {
  public:
-  Ranks(const Plan& plan, const ReduceProblem& problem)
-      : plan_(plan), problem_(problem), sums_(problem.dtype, problem.reduction, plan.cluster().size()) {
+  Ranks(const Plan& plan, const ReduceProblem& problem, Wire wire = Wire::kFloat32)
+      : plan_(plan),
+        problem_(problem),
+        is_rounded_(is_rounded(wire)),
+        sums_(problem.dtype, problem.reduction, plan.cluster().size()),
+        rounded_(wire_dtype(wire), problem.reduction, plan.cluster().size()) {
     for (int rank = 0; rank < size(); ++rank) {
       schedules_.push_back(make_schedule(plan, rank));
       memory_.emplace_back(schedules_.back().bytes, std::byte{0xcd});
@@ -52,7 +58,21 @@ class Ranks {
       for (const auto& [pair, messages] : wire_)
         if (!messages.empty()) return "rank " + std::to_string(pair.second) + " did not expect a message";
     }
-    return check();
+    return is_rounded_ ? "" : check();
+  }
+
+  /// Bytes of all messages.
+  std::size_t sent() const { return sent_; }
+
+  /// After run(): the result that the ranks of a host have, as float32.
+  Bytes result(const Host& host) {
+    Bytes floats(plan_.count() * sizeof(float));
+    for (const int rank : host.ranks) {
+      const Range share = of(rank).share;
+      rounded_.restore(memory(rank, of(rank).result), floats.data() + share.begin * sizeof(float),
+                       share.size());
+    }
+    return floats;
   }
 
  private:
@@ -67,13 +87,18 @@ class Ranks {
         static_cast<std::size_t>(plan_.cluster().host_of_rank()[static_cast<std::size_t>(rank)]);
     for (const RankSchedule::Sum& sum : of(rank).host_sums) {
       std::vector<PartialSums::Part> parts;
+      std::vector<const std::byte*> inputs;
       for (const int mate : plan_.cluster().hosts[host].ranks) {
         if (mate < sum.node.begin || mate >= sum.node.end) continue;
         const auto* input =
             reinterpret_cast<const std::byte*>(problem_.inputs[static_cast<std::size_t>(mate)].data());
-        parts.push_back({{mate, mate + 1}, input + of(rank).share.begin * dtype_size(problem_.dtype)});
+        inputs.push_back(input + of(rank).share.begin * dtype_size(problem_.dtype));
+        parts.push_back({{mate, mate + 1}, inputs.back()});
       }
-      sums_.join(parts, sum.node, memory(rank, sum.offset), of(rank).share.size());
+      if (is_rounded_)
+        rounded_.contribute(inputs, memory(rank, sum.offset), of(rank).share.size());
+      else
+        sums_.join(parts, sum.node, memory(rank, sum.offset), of(rank).share.size());
     }
   }
 
@@ -81,6 +106,7 @@ class Ranks {
     std::vector<std::byte> bytes;
     for (const auto [offset, size] : message.parts)
       bytes.insert(bytes.end(), memory(rank, offset), memory(rank, offset) + size);
+    sent_ += bytes.size();
     wire_[{rank, message.peer}].push_back(std::move(bytes));
   }
 
@@ -99,7 +125,10 @@ class Ranks {
       for (const RankSchedule::Sum& input : join.inputs)
         if (output.node.begin <= input.node.begin && input.node.end <= output.node.end)
           parts.push_back({input.node, memory(rank, input.offset)});
-      sums_.join(parts, output.node, memory(rank, output.offset), join.range.size());
+      if (is_rounded_)
+        rounded_.join(parts, output.node, memory(rank, output.offset), join.range.size());
+      else
+        sums_.join(parts, output.node, memory(rank, output.offset), join.range.size());
     }
   }
 
@@ -124,7 +153,10 @@ class Ranks {
 
   const Plan& plan_;
   const ReduceProblem& problem_;
+  const bool is_rounded_;
   PartialSums sums_;
+  RoundedSums rounded_;
+  std::size_t sent_ = 0;
   std::vector<RankSchedule> schedules_;
   std::vector<std::vector<std::byte>> memory_;
   std::map<std::pair<int, int>, std::deque<std::vector<std::byte>>> wire_;  // from, to
@@ -198,6 +230,51 @@ TEST(PlanSchedule, ThreeAndFourDimensions) {
       for (const DType dtype : {DType::kFloat64, DType::kBFloat16})
         for (const std::size_t count : {5, 1003})
           expect_right(cluster, mode, make_problem(dtype, {ReduceOp::kSum}, count, cluster.size()));
+    }
+  }
+}
+
+Plan plan_for(const Cluster& cluster, const Mode& mode, std::size_t count, Wire wire) {
+  PlanOptions options;
+  options.count = count;
+  options.dtype = is_rounded(wire) ? wire_dtype(wire) : DType::kFloat32;
+  options.rounded = is_rounded(wire);
+  options.mode = mode;
+  options.channels = 1;
+  return Plan(cluster, options);
+}
+
+// All hosts have the same bits; with one step across hosts those that the description gives. Messages have
+// half of the bytes that they have otherwise.
+void expect_narrower(const Cluster& cluster, const Mode& mode, const ReduceProblem& problem, Wire wire) {
+  const Plan plan = plan_for(cluster, mode, problem.count, wire);
+  const std::string text = testing::describe(cluster) + ", mode " + format_mode(plan.mode());
+  Ranks ranks(plan, problem, wire);
+  ASSERT_EQ(ranks.run(), "") << text;
+  const Bytes result = ranks.result(cluster.hosts[0]);
+  for (const Host& host : cluster.hosts) EXPECT_TRUE(ranks.result(host) == result) << text;
+  if (*plan.mode()[1].algorithm == Algorithm::kPairwise) {
+    EXPECT_TRUE(result == testing::wire_oracle(wire, problem, cluster.host_of_rank())) << text;
+  }
+  if (!cluster.regular()) return;  // the ends of cache lines, and so the shares, are others
+  const Plan wide = plan_for(cluster, mode, problem.count, Wire::kFloat32);
+  Ranks full(wide, problem);
+  ASSERT_EQ(full.run(), "");
+  EXPECT_EQ(2 * ranks.sent(), full.sent()) << text;
+}
+
+TEST(PlanSchedule, NarrowerMessages) {
+  for (const std::vector<int>& layout :
+       {std::vector{2, 2}, {1, 3}, {3, 1, 2}, {4, 4, 4}, {1, 1}, {2, 2, 2, 2}}) {
+    for (const Placement placement : {Placement::kBlocks, Placement::kRoundRobin}) {
+      const Cluster cluster = make_cluster(layout, {{1e9, 0.0}}, {}, placement);
+      for (const std::size_t count : {1, 17, 1003, 2500}) {
+        const ReduceProblem problem =
+            make_problem(DType::kFloat32, {ReduceOp::kAverage, 0.3, 1.7}, count, cluster.size());
+        for (const Mode& mode : across_hosts(cluster))
+          for (const Wire wire : {Wire::kBFloat16, Wire::kFloat16})
+            expect_narrower(cluster, mode, problem, wire);
+      }
     }
   }
 }

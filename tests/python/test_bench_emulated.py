@@ -31,13 +31,15 @@ def test_emulated_hosts_are_measured_and_leave_nothing(peers: str) -> None:
         pytest.skip(reason)
     words = ["--emulate", "2x2", "--rate", "400mbit,400mbit", "--sizes", "64KiB", "--seconds", "0.02"]
     holders = command_lines().count(HOLDER)
+    words += ["--wire", "bfloat16"]
     with Job(bench(*words, "--peers", peers, "--json", "DIR/r.json", "--format", "markdown")) as job:
         done = job.finish()
         job.assert_nothing_left()
         assert done.returncode == 0, done.stderr
         report = Report.from_json((job.directory / "r.json").read_text())
     assert (report.ranks, report.hosts) == (4, "2x2 --rate 400mbit,400mbit")
-    assert report.contenders == ["multiring", "Gloo" if peers == "gloo" else "Open MPI", "limit"]
+    peer = "Gloo" if peers == "gloo" else "Open MPI"
+    assert report.contenders == ["multiring", "multiring bfloat16", peer, "limit"]
     limit = report.row("limit", 64 * 1024)
     assert limit is not None
     assert limit.sample.median == 64 * 1024 / 100e6  # the array once, over both links

@@ -46,6 +46,14 @@ typedef enum mr_dtype {
 
 typedef enum mr_reduce_op { MR_SUM = 0, MR_AVERAGE = 1, MR_MIN = 2, MR_MAX = 3, MR_PRODUCT = 4 } mr_reduce_op;
 
+/* As what the elements of an allreduce of float32 cross from host to host. */
+typedef enum mr_wire {
+  MR_WIRE_DEFAULT = 0,
+  MR_WIRE_FLOAT32 = 1,
+  MR_WIRE_FLOAT16 = 2,
+  MR_WIRE_BFLOAT16 = 3
+} mr_wire;
+
 typedef enum mr_kind {
   MR_ALLREDUCE = 0,
   MR_REDUCE_SCATTER = 1,
@@ -109,6 +117,7 @@ typedef struct mr_operation {
   int dims;            /* at most 8 */
   const uint64_t* shape;
   const uint64_t* splits; /* alltoall: rows for each rank; NULL: as equal as possible */
+  int wire;               /* mr_wire; MR_WIRE_DEFAULT: what MULTIRING_WIRE says */
 } mr_operation;
 #define MR_OPERATION_INIT \
   {sizeof(mr_operation),  \
@@ -126,7 +135,8 @@ typedef struct mr_operation {
    0,                     \
    0,                     \
    NULL,                  \
-   NULL}
+   NULL,                  \
+   MR_WIRE_DEFAULT}
 
 /* Version of the library, "0.1.0". */
 MR_API const char* mr_version(void);

@@ -25,12 +25,13 @@ struct Card {
   std::string job;      ///< as this host's launcher names it: not the same on others
   std::string mode;
   std::string engine;  ///< "tcp" or "mpi"
+  std::string wire;
   std::string name;
   std::int64_t process_id = 0;
 
   std::string text() const {
     std::string lines;
-    for (const std::string* line : {&boot, &network, &host, &job, &mode, &engine, &name})
+    for (const std::string* line : {&boot, &network, &host, &job, &mode, &engine, &wire, &name})
       lines += *line + "\n";
     return lines + std::to_string(process_id);
   }
@@ -38,8 +39,8 @@ struct Card {
     Card card;
     std::istringstream lines(text);
     std::string number;
-    for (std::string* line :
-         {&card.boot, &card.network, &card.host, &card.job, &card.mode, &card.engine, &card.name, &number})
+    for (std::string* line : {&card.boot, &card.network, &card.host, &card.job, &card.mode, &card.engine,
+                              &card.wire, &card.name, &number})
       std::getline(lines, *line);
     card.process_id = std::strtoll(number.c_str(), nullptr, 10);
     return card;
@@ -93,25 +94,27 @@ std::string get(Store& store, const std::string& key, const WorldAddress& addres
   }
 }
 
+void require_same(const std::vector<Card>& cards, int mine, const std::string& variable,
+                  std::string Card::* setting) {
+  const std::string& here = cards[static_cast<std::size_t>(mine)].*setting;
+  for (std::size_t rank = 0; rank < cards.size(); ++rank)
+    if (cards[rank].*setting != here)
+      throw Error(ErrorKind::kUsage, "rank " + std::to_string(rank) + " has " + variable + "='" +
+                                         cards[rank].*setting + "', rank " + std::to_string(mine) + " '" +
+                                         here + "': it has to be the same on all ranks");
+}
+
 std::vector<Card> exchange_cards(Store& store, const WorldAddress& address, const Waiting& waiting) {
   const std::string engine = address.mpi != nullptr ? "mpi" : "tcp";
   const Card mine{host_identity(), network_identity(), address.host, address.job, address.mode,
-                  engine,          host_name(),        ::getpid()};
+                  engine,          address.wire,       host_name(),  ::getpid()};
   store.set("world/" + std::to_string(address.rank), mine.text());
   std::vector<Card> cards;
   for (int rank = 0; rank < address.size; ++rank)
     cards.push_back(Card::parse(get(store, "world/" + std::to_string(rank), address, rank, waiting)));
-  const auto require_same = [&](std::size_t rank, const char* what, const std::string& theirs,
-                                const std::string& ours) {
-    if (theirs != ours)
-      throw Error(ErrorKind::kUsage, "rank " + std::to_string(rank) + " has " + what + "='" + theirs +
-                                         "', rank " + std::to_string(address.rank) + " '" + ours +
-                                         "': it has to be the same on all ranks");
-  };
-  for (std::size_t rank = 0; rank < cards.size(); ++rank) {
-    require_same(rank, "MULTIRING_MODE", cards[rank].mode, mine.mode);
-    require_same(rank, "MULTIRING_TRANSPORT", cards[rank].engine, mine.engine);
-  }
+  require_same(cards, address.rank, "MULTIRING_MODE", &Card::mode);
+  require_same(cards, address.rank, "MULTIRING_TRANSPORT", &Card::engine);
+  require_same(cards, address.rank, "MULTIRING_WIRE", &Card::wire);
   return cards;
 }
 

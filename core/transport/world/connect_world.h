@@ -28,6 +28,7 @@ struct WorldAddress {
   std::string mode;                     ///< see CommunicatorOptions; compared with the others'
   /// Carries what goes between hosts, in place of TCP; on all ranks or on none.
   std::shared_ptr<MpiSession> mpi;
+  std::string wire;  ///< the same
   SharedTransportOptions transport;
 };
 

@@ -33,6 +33,7 @@ struct Request {
   Reduction reduction = {};
   std::string name = {};
   std::vector<std::uint64_t> splits = {};
+  Wire wire = Wire::kDefault;
 };
 Operation make_operation(const Request& request);
 

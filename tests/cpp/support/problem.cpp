@@ -3,9 +3,6 @@
 #include <algorithm>
 
 namespace multiring::testing {
-namespace {
-
-constexpr std::size_t kPeriod = 997;
 
 Bytes repeated(const Bytes& period, std::size_t bytes) {
   Bytes result(bytes);
@@ -15,8 +12,6 @@ Bytes repeated(const Bytes& period, std::size_t bytes) {
   }
   return result;
 }
-
-}  // namespace
 
 Bytes periodic_elements(DType dtype, std::size_t count, std::uint32_t seed, bool special) {
   return repeated(random_elements(dtype, std::min(count, kPeriod), seed, special), count * dtype_size(dtype));

@@ -15,6 +15,11 @@ namespace multiring::testing {
 /// slices are alike.
 Bytes periodic_elements(DType dtype, std::size_t count, std::uint32_t seed, bool special);
 
+/// With this period, in elements.
+inline constexpr std::size_t kPeriod = 997;
+/// `bytes` bytes that repeat `period`.
+Bytes repeated(const Bytes& period, std::size_t bytes);
+
 /// A reduction with its result.
 struct ReduceProblem {
   DType dtype;
