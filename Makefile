@@ -20,6 +20,7 @@ test:
 	ci/check.sh
 	$(BIN)/python ci/check_wheel.py
 	ci/fetch_sshd.sh
+	ci/fetch_slurm.sh
 	$(BIN)/pytest
 	$(BIN)/multiring regress --small
 	$(BIN)/python ci/check_speed.py
