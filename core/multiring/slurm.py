@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from multiring.errors import UsageError
 
-__all__ = ["allocated_hosts", "first_host", "in_step", "tasks_per_node"]
+__all__ = ["allocated_hosts", "first_host", "in_step", "is_own", "tasks_per_node"]
 
 # Steps with such numbers are Slurm's own: the batch script, the shell of salloc, the external processes.
 _FIRST_SPECIAL_STEP = 0xFFFF0000
@@ -54,6 +54,9 @@ def allocated_hosts(environ: Mapping[str, str]) -> list[tuple[str, int]] | None:
     nodelist = environ.get("SLURM_JOB_NODELIST", "")
     if not nodelist or in_step(environ):
         return None
+    if not set(nodelist) & set(",["):  # one, and no need to ask: in a container there may be nobody to
+        tasks = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", ""))
+        return [(nodelist, tasks[0] if tasks else 1)]
     command = ["scontrol", "show", "hostnames", nodelist]
     try:
         asked = subprocess.run(
@@ -73,6 +76,11 @@ def allocated_hosts(environ: Mapping[str, str]) -> list[tuple[str, int]] | None:
         why = asked.stderr.strip() or f"{len(names)} hosts, and tasks for {len(tasks)}"
         raise _unknown(nodelist, why)
     return list(zip(names, tasks, strict=True))
+
+
+def is_own(node: str, environ: Mapping[str, str]) -> bool:
+    """Whether Slurm calls this host so. A container may call itself something else."""
+    return node == environ.get("SLURMD_NODENAME")
 
 
 def _unknown(nodelist: str, why: str) -> UsageError:

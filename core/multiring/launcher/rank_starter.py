@@ -17,12 +17,16 @@ from multiring.launcher.process import RankProcess
 from multiring.launcher.remote_process import SSH, RemoteProcess
 
 __all__ = [
+    "DEFAULTS",
     "EXIT_NOT_EXECUTABLE",
     "EXIT_NOT_FOUND",
     "JobOptions",
     "ProgramError",
     "RankStarter",
     "command_of",
+    "may_read_stdin",
+    "passed_on",
+    "place_variables",
 ]
 
 EXIT_NOT_EXECUTABLE = 126
@@ -80,7 +84,7 @@ class ProgramError(Exception):
 
 
 # Without these a rank's output comes late and a crash in native code leaves no trace.
-_DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 class RankStarter:
@@ -115,15 +119,15 @@ class RankStarter:
             OSError: It cannot be started.
         """
         seat = self._options.seat(rank)
-        place = {**self.shared, **_place(rank, self._options.ranks, seat)}
+        place = {**self.shared, **place_variables(rank, self._options.ranks, seat)}
         if seat.host:
             return self._start_remote(rank, seat.host, place)
         return RankProcess(
             rank,
             self._command,
-            {**_DEFAULTS, **self._environ, **self._threads, **place},
+            {**DEFAULTS, **self._environ, **self._threads, **place},
             cpus=None if self._shares is None else self._shares[seat.local_rank],
-            stdin=rank == 0 and _may_read_stdin(),
+            stdin=rank == 0 and may_read_stdin(),
             piped=piped,
         )
 
@@ -137,7 +141,7 @@ class RankStarter:
             program=options.program,
             module=options.module,
             bind=options.bind,
-            environ={**_DEFAULTS, **_passed_on(self._environ), **options.environment, **place},
+            environ={**DEFAULTS, **passed_on(self._environ), **options.environment, **place},
         )
 
 
@@ -166,7 +170,8 @@ def command_of(program: Sequence[str], module: str | None, environ: Mapping[str,
     return [name, *arguments]
 
 
-def _place(rank: int, size: int, seat: Seat) -> dict[str, str]:
+def place_variables(rank: int, size: int, seat: Seat) -> dict[str, str]:
+    """The variables that tell a rank its place."""
     return {
         "MULTIRING_RANK": str(rank),
         "MULTIRING_SIZE": str(size),
@@ -177,13 +182,13 @@ def _place(rank: int, size: int, seat: Seat) -> dict[str, str]:
     }
 
 
-def _passed_on(environ: Mapping[str, str]) -> dict[str, str]:
+def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
     """What ranks on other hosts get of the launcher's environment; the rest is that of the other host."""
-    names = {"PYTHONPATH", *_DEFAULTS, *binding.THREAD_VARIABLES}
+    names = {"PYTHONPATH", *DEFAULTS, *binding.THREAD_VARIABLES}
     return {name: value for name, value in environ.items() if name in names or name.startswith("MULTIRING_")}
 
 
-def _may_read_stdin() -> bool:
+def may_read_stdin() -> bool:
     """Whether rank 0 may have our stdin: not from a terminal whose input belongs to another job."""
     if not os.isatty(0):
         return True

@@ -14,7 +14,7 @@ from pathlib import Path
 from multiring.errors import UsageError
 from multiring.launcher.process import PIPE_BYTES, RankProcess
 
-__all__ = ["SSH", "RemoteProcess"]
+__all__ = ["SSH", "RemoteProcess", "current_directory"]
 
 # No terminal, which would echo what is said; a host that is gone is noticed within 15 seconds.
 SSH = (
@@ -60,7 +60,7 @@ class RemoteProcess(RankProcess):
     ) -> None:
         order = {
             "rank": rank,
-            "directory": _directory(),
+            "directory": current_directory(),
             "program": list(program),
             "module": module,
             "bind": bind,
@@ -104,7 +104,7 @@ class RemoteProcess(RankProcess):
         return None
 
 
-def _directory() -> str:
+def current_directory() -> str:
     """The current directory by the name that the user gave it, which other hosts may know it by, too."""
     named = os.environ.get("PWD", "")
     with contextlib.suppress(OSError):
