@@ -69,7 +69,7 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
             "MULTIRING_SECRET": secret.hex(),
             "MULTIRING_JOB_ID": job_id,
         }
-        process = _start(options, engine, environ, store)
+        process = _start(options, engine, environ, address, store)
         guard.watch(process.pid)
         outputs = Multiplexer(selector, tagged=False, directory=None, warn=lambda message: say([message]))
         supervisor = Supervisor([process], outputs, selector, signals, guard.finish, lambda rank: False)
@@ -84,7 +84,9 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
         return _judge(options, engine, supervisor, process, store, time.monotonic() - began)
 
 
-def _start(options: JobOptions, engine: Engine, environ: dict[str, str], store: Store) -> _EngineProcess:
+def _start(
+    options: JobOptions, engine: Engine, environ: dict[str, str], address: str, store: Store
+) -> _EngineProcess:
     # Open MPI 5.0 passes on what comes and never its end.
     stdin = engine.kind == SRUN and may_read_stdin()
     order = {
@@ -100,7 +102,7 @@ def _start(options: JobOptions, engine: Engine, environ: dict[str, str], store: 
     }
     rank = [options.python or sys.executable, "-m", engine_rank.__name__, json.dumps(order)]
     variables = sorted({*passed_on(environ), *options.environment})
-    command = engine.command(rank, variables)
+    command = engine.command(rank, variables, address)
     try:
         return _EngineProcess(command, engine.environ(environ, options.ssh), stdin, store)
     except OSError as error:

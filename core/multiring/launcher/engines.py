@@ -53,15 +53,21 @@ class Engine:
         """How many ranks it starts."""
         return sum(host.slots for host in self.hosts)
 
-    def command(self, program: Sequence[str], variables: Sequence[str]) -> list[str]:
+    def command(self, program: Sequence[str], variables: Sequence[str], address: str) -> list[str]:
         """The command that starts `program` on every rank, not bound to processors, in this directory.
 
         Args:
             program: The same words for every rank.
             variables: Names of those that ranks get from the environment of the command.
+            address: Where other hosts reach this one.
         """
-        placed = {SRUN: self._srun, OPEN_MPI: self._open_mpi, MPICH: self._mpich}[self.kind]
-        return [self.path, *placed(variables), *program]
+        if self.kind == SRUN:
+            options = self._srun()
+        elif self.kind == OPEN_MPI:
+            options = self._open_mpi(variables)
+        else:
+            options = self._mpich(variables, address)
+        return [self.path, *options, *program]
 
     def environ(self, environ: Mapping[str, str], ssh: Sequence[str]) -> dict[str, str]:
         """The environment of that command.
@@ -88,7 +94,7 @@ class Engine:
             added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         return {**environ, **added}
 
-    def _srun(self, variables: Sequence[str]) -> list[str]:
+    def _srun(self) -> list[str]:
         # The same number on each host; engine_rank.py lets go those that are too many. Slurm has a
         # distribution for any numbers, "arbitrary"; Debian 12's slurmctld does not survive it.
         each = max(host.slots for host in self.hosts)
@@ -106,8 +112,9 @@ class Engine:
             *(word for name in variables for word in ("-x", name)),
         ]
 
-    def _mpich(self, variables: Sequence[str]) -> list[str]:
-        return ["-n", str(self.ranks), "-hosts", self._places(), "-genvlist", ",".join(variables)]
+    def _mpich(self, variables: Sequence[str], address: str) -> list[str]:
+        where = ["-hosts", self._places(), "-localhost", address]
+        return ["-n", str(self.ranks), *where, "-genvlist", ",".join(variables)]
 
     def _places(self) -> str:
         return ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
