@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from multiring.launcher.guardian import end_processes
 from multiring.models.bench.emulated_hosts import EmulatedHosts
 from tests.support import REPOSITORY, wait_until
 
@@ -157,7 +158,7 @@ class SlurmCluster:
         for host in range(self._hosts.count):
             own = self.directory / f"host{host}"
             own.mkdir()
-            files = [f"--{name}={self.directory}/here/munge.{name[:4]}" for name in ("log-file", "pid-file")]
+            files = [f"--{name}-file={self.directory}/here/munge.{name}" for name in ("log", "pid")]
             files += [
                 f"--key-file={key}",
                 f"--seed-file={own}/seed",
@@ -194,4 +195,6 @@ class SlurmCluster:
 
     def _close(self) -> None:
         self._daemons.close()
+        # Steps outlive slurmd; after a test that failed there may be some.
+        end_processes(f"SLURM_CONF={self.environ['SLURM_CONF']}".encode(), set())
         shutil.rmtree(self.directory, ignore_errors=True)
