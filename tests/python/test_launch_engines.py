@@ -15,7 +15,7 @@ from multiring.launch_environment import Placement
 from multiring.launcher import engine_rank
 from multiring.launcher.engines import MPICH, OPEN_MPI, SRUN, Engine, choose
 from multiring.launcher.hosts import HostSlots
-from multiring.launcher.remote_process import SSH
+from multiring.launcher.remote_ranks import SSH
 
 HERE = socket.gethostname()
 TWO = [HostSlots("", 2), HostSlots("b", 1)]

@@ -33,7 +33,7 @@ from multiring.launcher.rank_starter import (
     may_read_stdin,
     passed_on,
 )
-from multiring.launcher.remote_process import current_directory
+from multiring.launcher.remote_ranks import current_directory
 from multiring.launcher.report import RankEnd, blame, exit_code, failure_report
 from multiring.launcher.supervisor import Outcome, Supervisor, passed_on_signals
 from multiring.store import Store, TcpStore, TcpStoreServer

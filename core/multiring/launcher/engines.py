@@ -15,7 +15,7 @@ from pathlib import Path
 from multiring import slurm
 from multiring.errors import UsageError
 from multiring.launcher.hosts import HostSlots, is_here
-from multiring.launcher.remote_process import SSH
+from multiring.launcher.remote_ranks import SSH
 
 __all__ = ["CHOICES", "MPICH", "OPEN_MPI", "SRUN", "Engine", "choose", "find_mpirun"]
 

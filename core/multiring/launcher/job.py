@@ -55,6 +55,7 @@ def run_job(options: JobOptions) -> int:
             "MULTIRING_SECRET": secret,
             "MULTIRING_JOB_ID": job_id,
         }
+        start.selector, start.wake = selector, signals.wake
         return _Job(options, start, signals, selector, guard).run()
 
 

@@ -16,7 +16,7 @@ from multiring.launcher.engines import CHOICES, Engine, choose
 from multiring.launcher.hosts import HostSlots, Seat, is_here, parse_hostfile, parse_hosts, seats
 from multiring.launcher.job import run_job
 from multiring.launcher.rank_starter import JobOptions, ProgramError
-from multiring.launcher.remote_process import SSH
+from multiring.launcher.remote_ranks import SSH
 
 __all__ = ["add_arguments", "main"]
 

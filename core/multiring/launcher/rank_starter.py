@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import selectors
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from multiring import machine
 from multiring.launcher import binding
 from multiring.launcher.hosts import Seat
 from multiring.launcher.process import RankProcess
-from multiring.launcher.remote_process import SSH, RemoteProcess
+from multiring.launcher.remote_ranks import SSH, RemoteHost
 
 __all__ = [
     "DEFAULTS",
@@ -96,6 +97,8 @@ class RankStarter:
 
     Attributes:
         shared: Variables that tell the ranks where to meet.
+        selector: Of the loop that the ranks are watched in; ranks on other hosts need it.
+        wake: To be called when one of those has ended.
 
     Raises:
         UsageError: More processors are asked for than there are.
@@ -104,6 +107,9 @@ class RankStarter:
 
     def __init__(self, options: JobOptions, environ: Mapping[str, str]) -> None:
         self.shared: dict[str, str] = {}
+        self.selector: selectors.BaseSelector | None = None
+        self.wake: Callable[[], None] = lambda: None
+        self._hosts: dict[str, RemoteHost] = {}
         self._options = options
         self._environ = environ
         here = sum(not options.seat(rank).host for rank in range(options.ranks))
@@ -121,7 +127,9 @@ class RankStarter:
         seat = self._options.seat(rank)
         place = {**self.shared, **place_variables(rank, self._options.ranks, seat)}
         if seat.host:
-            return self._start_remote(rank, seat.host, place)
+            if seat.host not in self._hosts:
+                self._hosts[seat.host] = self._connect(seat.host)
+            return self._hosts[seat.host].ranks[rank]
         return RankProcess(
             rank,
             self._command,
@@ -131,17 +139,23 @@ class RankStarter:
             piped=piped,
         )
 
-    def _start_remote(self, rank: int, host: str, place: Mapping[str, str]) -> RankProcess:
+    def _connect(self, host: str) -> RemoteHost:
         options = self._options
-        return RemoteProcess(
-            rank,
+        seats = {rank: seat for rank, seat in enumerate(options.seats or []) if seat.host == host}
+        assert self.selector is not None
+        return RemoteHost(
             ssh=options.ssh or shlex.split(SSH),
             host=host,
             python=options.python,
-            program=options.program,
-            module=options.module,
-            bind=options.bind,
-            environ={**DEFAULTS, **passed_on(self._environ), **options.environment, **place},
+            order={
+                "program": list(options.program),
+                "module": options.module,
+                "bind": options.bind,
+                "environ": {**DEFAULTS, **passed_on(self._environ), **options.environment, **self.shared},
+            },
+            places={rank: place_variables(rank, options.ranks, seat) for rank, seat in seats.items()},
+            selector=self.selector,
+            wake=self.wake,
         )
 
 
