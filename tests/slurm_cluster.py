@@ -37,7 +37,7 @@ SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={directory}/here/munge.socket
 CredType=cred/munge
-PluginDir={plugins}
+{plugins}
 StateSaveLocation={directory}/state
 SlurmdSpoolDir={directory}/spool-%n
 SlurmctldPidFile={directory}/slurmctld.pid
@@ -135,7 +135,7 @@ class SlurmCluster:
         )
 
     def _start(self) -> None:
-        plugins = next(_UNPACKED.glob(_PLUGINS), None) or next(Path("/").glob(_PLUGINS))
+        plugins = next(_UNPACKED.glob(_PLUGINS), None)
         nodes = [
             f"NodeName={self._hosts.name(host)} NodeAddr={self._hosts.address(host)} CPUs={self.CPUS}"
             for host in range(self._hosts.count)
@@ -145,7 +145,7 @@ class SlurmCluster:
                 controller=self._hosts.name(0),
                 address=self._hosts.address(0),
                 directory=self.directory,
-                plugins=plugins,
+                plugins="" if plugins is None else f"PluginDir={plugins}",
                 nodes="\n".join(nodes),
             )
         )

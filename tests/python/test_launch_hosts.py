@@ -114,6 +114,21 @@ def test_what_a_login_shell_says_does_no_harm(capfd: pytest.CaptureFixture[str],
     assert sorted(lines) == ["[0] 0", "[0] welcome", "[1] 1", "[2] 2"]
 
 
+def test_hosts_that_are_named_need_no_word_of_slurm(
+    capfd: pytest.CaptureFixture[str], ssh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setattr("multiring.slurm.subprocess.run", _refuse)
+    assert cli.main(["run", "-H", "127.0.0.2:1", "--ssh", ssh, "true"]) == 0
+    capfd.readouterr()
+    assert cli.main(["run", "-np", "2", "true"]) == 2
+    assert "n[1-2], are not known: no scontrol; name them by -H" in capfd.readouterr().err
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise OSError("no scontrol")
+
+
 def test_a_python_that_is_not_there_is_told(capfd: pytest.CaptureFixture[str], ssh: str) -> None:
     words = ["run", "-H", "127.0.0.2:2", "--ssh", ssh, "--remote-python", "/nowhere/python", "train.py"]
     assert cli.main(words) == 127

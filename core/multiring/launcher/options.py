@@ -167,7 +167,11 @@ def _places(args: argparse.Namespace) -> tuple[list[Seat], Engine | None]:
     elif args.hostfile is not None:
         hosts = parse_hostfile(args.hostfile)
     if hosts is None or args.engine in ("auto", "srun"):
-        allocation = slurm.allocated_hosts(os.environ)
+        try:
+            allocation = slurm.allocated_hosts(os.environ)
+        except UsageError:
+            if hosts is None or args.engine == "srun":
+                raise  # or else ssh finds those that are named
     if hosts is None and allocation is not None:
         allocated = [
             HostSlots("" if is_here(name) or slurm.is_own(name, os.environ) else name, tasks)
