@@ -136,6 +136,16 @@ def test_ranks_end_with_a_launcher_that_is_killed(start: Callable[..., Job], tmp
         job.assert_nothing_left()
 
 
+def test_the_job_ends_when_nobody_reads_it(start: Callable[..., Job]) -> None:
+    with start("yes") as job:
+        assert job.process.stdout is not None
+        assert job.process.stdout.readline().endswith("] y\n")
+        job.process.stdout.close()
+        assert job.process.wait(30) == 141
+        job.process.stdout = None
+        job.assert_nothing_left()
+
+
 def test_a_time_limit_and_a_missing_program_are_told(start: Callable[..., Job], tmp_path: Path) -> None:
     with start("--timeout", "1", "sleep", "3600.5") as job:
         done = job.finish()

@@ -72,6 +72,8 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
         process = _start(options, engine, environ, address, store)
         guard.watch(process.pid)
         outputs = Multiplexer(selector, tagged=False, directory=None, warn=lambda message: say([message]))
+        for name, descriptor in process.outputs().items():
+            outputs.add(0, name, descriptor)
         supervisor = Supervisor([process], outputs, selector, signals, guard.finish, lambda rank: False)
         began = time.monotonic()
         try:
@@ -113,7 +115,7 @@ class _EngineProcess(RankProcess):
     """The engine. Signals go to the ranks by the store; the engine ends when they have."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], stdin: bool, store: Store) -> None:
-        super().__init__(0, command, environ, cpus=None, stdin=stdin, piped=False)
+        super().__init__(0, command, environ, cpus=None, stdin=stdin, piped=True)
         self._store = store
         self._told = 0
         self._killed = False
@@ -163,6 +165,8 @@ def _judge(
     if supervisor.outcome is Outcome.TIMED_OUT:
         say([f"the job took longer than --timeout {options.timeout:g}; ended by it"])
         return EXIT_TIMED_OUT
+    if supervisor.outcome is Outcome.UNREAD:
+        return 128 + signal.SIGPIPE
     if process.code == 0:
         return 0
     ends = [end for rank in range(engine.ranks) if (end := _end(store, rank)) is not None]
