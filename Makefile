@@ -21,6 +21,7 @@ test:
 	$(BIN)/python ci/check_wheel.py
 	ci/fetch_sshd.sh
 	ci/make_mpich_environment.sh $(BIN)/python
+	ci/fetch_slurm.sh
 	$(BIN)/pytest
 	$(BIN)/multiring regress --small
 	$(BIN)/python ci/check_speed.py

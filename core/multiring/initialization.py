@@ -10,10 +10,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from multiring import _core, config, launch_environment, mpi
+from multiring import _core, config, launch_environment
 from multiring.communicator import Communicator
 from multiring.errors import UsageError
 from multiring.launch_environment import Placement
+from multiring.mpi import job as mpi_job
+from multiring.mpi.bridge import carries
 from multiring.reductions import wire_type
 from multiring.store import FileStore, Store, open_store, serve_store
 
@@ -103,10 +105,10 @@ def init(comm: Any = None) -> Communicator:
 
 def _connect(comm: Any, settings: config.Settings) -> _core.Communicator:
     if comm is not None:
-        return _connect_mpi(mpi.join_communicator(comm, settings), settings)
+        return _connect_mpi(mpi_job.join_communicator(comm, settings), settings)
     place = launch_environment.detect()
-    if place.size > 1 and mpi.carries(settings, place.launcher, place.is_spread):
-        return _connect_mpi(mpi.join_launched(place.rank, place.size, place.launcher, settings), settings)
+    if place.size > 1 and carries(settings, place.launcher, place.is_spread):
+        return _connect_mpi(mpi_job.join_launched(place.rank, place.size, place.launcher, settings), settings)
     return _connect_launched(place, settings)
 
 
@@ -126,7 +128,7 @@ def _options(rank: int, size: int, settings: config.Settings) -> _core.WorldOpti
     return options
 
 
-def _connect_mpi(job: mpi.MpiJob, settings: config.Settings) -> _core.Communicator:
+def _connect_mpi(job: mpi_job.MpiJob, settings: config.Settings) -> _core.Communicator:
     options = _options(job.rank, job.size, settings)
     options.spread = job.size > 1
     options.secret = job.secret
@@ -269,7 +271,7 @@ def _forget_in_child() -> None:
 
 def _end() -> None:
     shutdown()
-    mpi.finalize_at_exit()
+    mpi_job.finalize_at_exit()
 
 
 atexit.register(_end)

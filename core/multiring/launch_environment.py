@@ -2,11 +2,13 @@
 
 Recognised, the first that fits: `multiring run`, torchrun, Open MPI, MPICH (and others that use its Hydra),
 Slurm's srun. Foreign launchers bring no store of ours, so their ranks meet in a directory whose name every
-rank of the job derives alike and that no other job, nor another run of the same job, derives.
+rank of the job derives alike and that no other job, nor another run of the same job, derives. On several
+hosts that is a port of the first one under srun, which names the hosts; others have to be told.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import tempfile
@@ -14,15 +16,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from multiring import config
+from multiring import config, slurm
 from multiring.errors import UsageError
-from multiring.mpi import carries
+from multiring.mpi.bridge import carries
 from multiring.store.file import job_directory_prefix
+from multiring.user_secret import job_secret
 
 __all__ = ["Placement", "detect"]
 
-# Steps with such numbers are Slurm's own: the batch script, the shell of salloc, the external processes.
-_FIRST_SPECIAL_SLURM_STEP = 0xFFFF0000
+# Rank 0 of a job under srun serves the store on one of these ports of its host, which are not those that
+# systems give away to who asks for any.
+_SLURM_PORTS = range(16384, 32768)
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,11 @@ def detect(
     for recognise in recognisers:
         placement = recognise(environ, settings, launcher_process or _launcher_process)
         if placement is not None:
-            return _checked(placement, settings)
+            return _checked(placement, settings, environ)
     return Placement(0, 1, 0, 1, 0, 1, "none", "", None, f"none-{os.getpid()}")
 
 
-def _checked(place: Placement, settings: config.Settings) -> Placement:
+def _checked(place: Placement, settings: config.Settings, environ: Mapping[str, str]) -> Placement:
     pairs = (
         ("rank", place.rank, place.size),
         ("local rank", place.local_rank, place.local_size),
@@ -95,12 +99,15 @@ def _checked(place: Placement, settings: config.Settings) -> Placement:
                 f"launcher {place.launcher}: {name} {index} of {count} cannot be: are variables left over "
                 "from another job in the environment?"
             )
-    meets = settings.store or carries(settings, place.launcher, place.is_spread)
+    # Else the ranks would look for each other in a directory of their own host.
+    is_private = not settings.store and place.store_url.startswith("file:")
+    meets = not is_private or carries(settings, place.launcher, place.is_spread, environ)
     if place.is_spread and place.launcher != "multiring" and not meets:
         raise UsageError(
             f"launcher {place.launcher}: the job has {place.size} ranks, {place.local_size} of them on this "
-            "host, and no store where ranks of several hosts meet: set MULTIRING_STORE and MULTIRING_SECRET, "
-            "both the same on all ranks, or run `multiring build mpi` if MPI starts them (docs/clusters.md)"
+            "host, and no store where ranks of several hosts meet: start it by `multiring run -H`, or run "
+            "`multiring build mpi` if MPI starts it, or set MULTIRING_STORE and MULTIRING_SECRET, both the "
+            "same on all ranks (docs/clusters.md)"
         )
     return place
 
@@ -201,42 +208,40 @@ def _from_mpich(
 def _from_slurm(
     environ: Mapping[str, str], settings: config.Settings, _: Callable[[str], str]
 ) -> Placement | None:
-    # A batch script and a shell of salloc see the job's number of tasks and SLURM_PROCID=0 without being one
-    # of those tasks: only what srun has started is part of a numbered step.
-    if not {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} <= environ.keys():
+    if not slurm.in_step(environ):
         return None
     number = _Numbers("slurm", environ)
-    if number("SLURM_STEP_ID") >= _FIRST_SPECIAL_SLURM_STEP:
-        return None
     size = number("SLURM_STEP_NUM_TASKS")
     hosts = number("SLURM_STEP_NUM_NODES", number("SLURM_NNODES", 1))
     host = number("SLURM_NODEID", 0)
-    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    tasks = slurm.tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    return _foreign(
+    place = _foreign(
         settings,
         "slurm",
         (
             number("SLURM_PROCID"),
             size,
             number("SLURM_LOCALID", number("SLURM_PROCID")),
-            _slurm_local_size(tasks, host) or size // hosts,
+            tasks[host] if host < len(tasks) else size // hosts,
         ),
         (host, hosts),
         [environ.get(name, "") for name in names],
     )
+    return _meeting_on_first_host(place, settings, environ) if place.is_spread else place
 
 
-def _slurm_local_size(tasks_per_node: str, host: int) -> int | None:
-    """The number of tasks on the host with number `host` in Slurm's notation: "4" or "2(x3),1"."""
-    counts: list[int] = []
-    try:
-        for part in filter(None, tasks_per_node.split(",")):
-            count, _, repeat = part.rstrip(")").partition("(x")
-            counts += [int(count)] * int(repeat or 1)
-        return counts[host]
-    except (ValueError, IndexError):
-        return None
+def _meeting_on_first_host(
+    place: Placement, settings: config.Settings, environ: Mapping[str, str]
+) -> Placement:
+    """The place with a store on the host of rank 0, where the user has named none."""
+    host = slurm.first_host(environ.get("SLURM_STEP_NODELIST", ""))
+    if settings.store or not host:
+        return place
+    digest = hashlib.sha256(place.job_id.encode()).digest()
+    port = _SLURM_PORTS[int.from_bytes(digest[:4]) % len(_SLURM_PORTS)]
+    secret = settings.secret or job_secret(place.job_id)
+    return dataclasses.replace(place, store_url=f"tcp://{host}:{port}", secret=secret)
 
 
 class _Numbers:

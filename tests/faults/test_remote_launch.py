@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -37,7 +38,8 @@ def end(number, frame):
     sys.exit(0)
 signal.signal(signal.SIGINT, end)
 comm.barrier()
-open(f"{os.environ['TEST_DIRECTORY']}/ready{comm.rank}", "w").close()
+directory = os.environ["TEST_DIRECTORY"]
+open(f"{directory}/ready{comm.rank}", "w").close()
 while True:
     time.sleep(0.1)
 """
@@ -186,13 +188,13 @@ def test_ctrl_c_reaches_all_ranks(hosts: EmulatedHosts, ssh: str, tmp_path: Path
 
 
 def test_a_second_ctrl_c_kills_ranks_everywhere(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
-    deaf = WAIT.replace("signal.signal(signal.SIGINT, end)", "signal.signal(signal.SIGINT, signal.SIG_IGN)")
-    path = script(deaf, tmp_path)
+    path = script(WAIT.replace("sys.exit(0)", "open(f'{directory}/told{comm.rank}', 'w').close()"), tmp_path)
     with launch(hosts, ssh, path) as job:
         for rank in range(3):
             job.wait_for_file(f"ready{rank}")
         job.process.send_signal(signal.SIGINT)
-        time.sleep(0.3)  # or the two would be taken for one
+        for rank in range(3):
+            job.wait_for_file(f"told{rank}")
         job.process.send_signal(signal.SIGINT)
         done = job.finish(timeout=5)
         assert not remote_pids(path)
@@ -220,6 +222,33 @@ def test_what_a_rank_leaves_running_ends_with_it(hosts: EmulatedHosts, ssh: str,
         job.assert_nothing_left()
     assert done.returncode == 0, done.stderr
     assert not remote_pids("3600.25")
+
+
+def test_there_is_one_ssh_for_all_ranks_of_a_host(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
+    """And all that they write comes, however much, and in pieces without an end of line."""
+    text = """
+    import os, sys
+    rank = int(os.environ["MULTIRING_RANK"])
+    for line in range(20_000):
+        sys.stdout.write(f"{line} {str(rank) * 60}\\n")
+    os.write(2, b"no end")
+    print(os.getppid())
+    """
+    places = f"{hosts.address(0)}:1,{hosts.address(1)}:12"
+    with launch_on(places, hosts, ssh, script(textwrap.dedent(text), tmp_path)) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 0, done.stderr
+    by_rank: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        rank, rest = line.split(" ", 1)
+        by_rank.setdefault(rank, []).append(rest)
+    assert by_rank.keys() == {f"[{rank}]" for rank in range(13)}
+    for rank in range(13):
+        assert by_rank[f"[{rank}]"][:-1] == [f"{line} {str(rank) * 60}" for line in range(20_000)]
+    parents = [lines[-1] for lines in by_rank.values()]
+    assert sorted(parents.count(parent) for parent in set(parents)) == [1, 12]
+    assert sorted(done.stderr.splitlines()) == sorted(f"[{rank}] no end" for rank in range(13))
 
 
 def test_more_arguments_than_fit_are_told(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:

@@ -66,6 +66,11 @@ SLURM = {
     "SLURM_STEP_NUM_NODES": "1",
     "SLURM_STEP_TASKS_PER_NODE": "2",
 }
+SLURM_ON_TWO_HOSTS = SLURM | {
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
 FOREIGN = {"torchrun": TORCHRUN, "openmpi": OPENMPI, "mpich": MPICH, "slurm": SLURM}
 EVERY = {"multiring": MULTIRING, **FOREIGN}
 
@@ -195,21 +200,12 @@ def test_process_management_of_slurm_is_not_taken_for_mpich() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "host", "tasks"),
-    [("4", 0, 4), ("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("3,2,1", 1, 2), ("", 0, None), ("2", 5, None)],
-)
-def test_tasks_per_node_are_read_in_slurms_notation(text: str, host: int, tasks: int | None) -> None:
-    assert launch_environment._slurm_local_size(text, host) == tasks
-
-
-@pytest.mark.parametrize(
     "environ",
     [
         TORCHRUN | {"WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
         OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"},
         MPICH | {"PMI_SIZE": "4"},
-        SLURM
-        | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+        SLURM_ON_TWO_HOSTS,
     ],
 )
 def test_several_hosts_need_a_store_or_mpi(environ: dict[str, str], tmp_path: Path) -> None:
@@ -226,9 +222,27 @@ def test_several_hosts_need_a_store_or_mpi(environ: dict[str, str], tmp_path: Pa
         with pytest.raises(UsageError, match=needs_store):
             detect(environ)
     else:
-        assert detect(environ).size == 4
+        by_mpi = environ | ({"PMI_RANK": "0"} if place.launcher == "slurm" else {})
+        assert detect(by_mpi).size == 4
         with pytest.raises(UsageError, match=needs_store):
-            detect(environ | {"MULTIRING_TRANSPORT": "tcp"})
+            detect(by_mpi | {"MULTIRING_TRANSPORT": "tcp"})
+
+
+def test_ranks_of_srun_meet_on_the_first_host_by_a_secret_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    environ = SLURM_ON_TWO_HOSTS | {"SLURM_STEP_NODELIST": "node[07-08]"}
+    first = detect(environ)
+    other = detect(environ | {"SLURM_PROCID": "2", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"})
+    assert re.fullmatch(r"tcp://node07:\d{5}", first.store_url)
+    assert (first.store_url, first.secret) == (other.store_url, other.secret)
+    assert numbers(other) == (2, 4, 0, 2, 1, 2)
+    another_job = detect(environ | {"SLURM_JOB_ID": "78"})
+    assert first.secret != another_job.secret
+    assert first.store_url != another_job.store_url
+    given = detect(environ | {"MULTIRING_SECRET": "cd" * 16})
+    assert (given.secret, given.store_url) == (bytes.fromhex("cd" * 16), first.store_url)
 
 
 @pytest.mark.parametrize(

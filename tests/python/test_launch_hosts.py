@@ -96,3 +96,57 @@ def test_ssh_that_is_not_there_is_told(capfd: pytest.CaptureFixture[str], tmp_pa
     assert (
         f"rank 0 cannot be started: No such file or directory: {tmp_path / 'ssh'}" in capfd.readouterr().err
     )
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> str:
+    """In place of ssh: greets as a login shell may, and stays on this host."""
+    path = tmp_path / "ssh"
+    path.write_text('#!/bin/sh\necho welcome\n[ "$1" = 127.0.0.3 ] && exit 255\nshift\nexec sh -c "$*"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_what_a_login_shell_says_does_no_harm(capfd: pytest.CaptureFixture[str], ssh: str) -> None:
+    words = ["run", "-H", "127.0.0.2:3", "--ssh", ssh, "--", "sh", "-c", "echo $MULTIRING_RANK; exit 0"]
+    assert cli.main(words) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(lines) == ["[0] 0", "[0] welcome", "[1] 1", "[2] 2"]
+
+
+def test_hosts_that_are_named_need_no_word_of_slurm(
+    capfd: pytest.CaptureFixture[str], ssh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setattr("multiring.slurm.subprocess.run", _refuse)
+    assert cli.main(["run", "-H", "127.0.0.2:1", "--ssh", ssh, "true"]) == 0
+    capfd.readouterr()
+    assert cli.main(["run", "-np", "2", "true"]) == 2
+    assert "n[1-2], are not known: no scontrol; name them by -H" in capfd.readouterr().err
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise OSError("no scontrol")
+
+
+def test_a_python_that_is_not_there_is_told(capfd: pytest.CaptureFixture[str], ssh: str) -> None:
+    words = ["run", "-H", "127.0.0.2:2", "--ssh", ssh, "--remote-python", "/nowhere/python", "train.py"]
+    assert cli.main(words) == 127
+    told = capfd.readouterr()
+    assert "multiring: rank 0 (on 127.0.0.2) failed with exit code 127" in told.err
+    assert "/nowhere/python" in told.err
+
+
+def test_a_host_without_ssh_is_told_and_ends_the_others(capfd: pytest.CaptureFixture[str], ssh: str) -> None:
+    words = ["run", "-H", "127.0.0.2:2,127.0.0.3:2", "--ssh", ssh, "sleep", "3600"]
+    assert cli.main(words) == 255
+    told = capfd.readouterr().err
+    assert "multiring: rank 2 (on 127.0.0.3) failed with exit code 255" in told
+    assert "does `ssh -o BatchMode=yes 127.0.0.3 true` work?" in told
+    assert "ranks 0, 1: ended by the launcher (signal SIGTERM)" in told
+
+
+def test_the_codes_of_ranks_elsewhere_are_told_apart(capfd: pytest.CaptureFixture[str], ssh: str) -> None:
+    code = "[ $MULTIRING_RANK = 1 ] || exec sleep 3600; exit 137"  # by itself, and not by a signal
+    assert cli.main(["run", "-H", "127.0.0.2:2", "--ssh", ssh, "--", "sh", "-c", code]) == 137
+    assert "multiring: rank 1 (on 127.0.0.2) failed with exit code 137" in capfd.readouterr().err

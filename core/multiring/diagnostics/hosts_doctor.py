@@ -24,7 +24,7 @@ from multiring.diagnostics.host_tables import hosts_table, rates_table
 from multiring.errors import UsageError
 from multiring.launcher.hosts import HostSlots, address_towards
 from multiring.launcher.options import split_ssh
-from multiring.launcher.remote_process import current_directory
+from multiring.launcher.remote_ranks import current_directory
 
 __all__ = ["main"]
 

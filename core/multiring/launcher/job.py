@@ -29,7 +29,7 @@ from multiring.launcher.report import RankEnd, blame, exit_code, failure_report
 from multiring.launcher.supervisor import ArrivedSignals, Outcome, Supervisor, passed_on_signals
 from multiring.store import TcpStoreServer
 
-__all__ = ["EXIT_TIMED_OUT", "run_job"]
+__all__ = ["EXIT_TIMED_OUT", "job_environment", "run_job", "say", "store_url"]
 
 EXIT_TIMED_OUT = 124
 
@@ -41,11 +41,7 @@ def run_job(options: JobOptions) -> int:
         UsageError: An option or a variable of multiring has a value that is not accepted.
         ProgramError: The program cannot be started.
     """
-    _open_missing_standard_descriptors()
-    environ = {**os.environ, **options.environment}
-    config.load(environ)
-    for name, meant in config.unknown_variables(environ).items():
-        _say([f"environment variable {name} is not known" + (f"; is {meant} meant?" if meant else "")])
+    environ = job_environment(options)
     job_id, secret = secrets.token_hex(8), secrets.token_hex(32)
     start = RankStarter(options, environ)
     with (
@@ -59,7 +55,22 @@ def run_job(options: JobOptions) -> int:
             "MULTIRING_SECRET": secret,
             "MULTIRING_JOB_ID": job_id,
         }
+        start.selector, start.wake = selector, signals.wake
         return _Job(options, start, signals, selector, guard).run()
+
+
+def job_environment(options: JobOptions) -> dict[str, str]:
+    """The environment that ranks of this host get, checked; opens standard descriptors that are closed.
+
+    Raises:
+        UsageError: A variable of multiring has a value that is not accepted.
+    """
+    _open_missing_standard_descriptors()
+    environ = {**os.environ, **options.environment}
+    config.load(environ)
+    for name, meant in config.unknown_variables(environ).items():
+        say([f"environment variable {name} is not known" + (f"; is {meant} meant?" if meant else "")])
+    return environ
 
 
 @contextlib.contextmanager
@@ -70,7 +81,12 @@ def _store(options: JobOptions, directory: Path, secret: str) -> Iterator[str]:
         return
     address = options.address or address_towards(options.remote_hosts)
     with TcpStoreServer(address, 0, bytes.fromhex(secret)) as server:
-        yield f"tcp://[{address}]:{server.port}" if ":" in address else f"tcp://{address}:{server.port}"
+        yield store_url(server)
+
+
+def store_url(server: TcpStoreServer) -> str:
+    """What ranks are told of it."""
+    return f"tcp://{f'[{server.host}]' if ':' in server.host else server.host}:{server.port}"
 
 
 class _Job:
@@ -94,7 +110,7 @@ class _Job:
             selector,
             tagged=tagged,
             directory=options.output_dir,
-            warn=lambda message: _say([message]),
+            warn=lambda message: say([message]),
         )
         self._ranks: list[RankProcess] = []
         self._supervisor = Supervisor(
@@ -152,19 +168,19 @@ class _Job:
             others = [ends[rank] for rank in sorted(ends)]
             host = socket.gethostname()
             kills = 0 if culprit.host else oom_kills  # of this host
-            _say(failure_report(culprit, others, host=host, seconds=seconds, oom_kills=kills))
+            say(failure_report(culprit, others, host=host, seconds=seconds, oom_kills=kills))
             return exit_code(culprit.code or 0)
         stuck = [end for end in ends.values() if end.code is None]
         if stuck:
-            _say([f"rank {end.rank} (process {end.pid}) {end.how()}" for end in stuck])
+            say([f"rank {end.rank} (process {end.pid}) {end.how()}" for end in stuck])
         if supervisor.outcome is Outcome.INTERRUPTED:
-            _say([f"{signal_name(supervisor.signal)} received after {seconds:.1f} s; all ranks have ended"])
+            say([f"{signal_name(supervisor.signal)} received after {seconds:.1f} s; all ranks have ended"])
             return 128 + supervisor.signal
         if supervisor.outcome is Outcome.TIMED_OUT:
             late = ", ".join(
                 str(rank) for rank in sorted(end.rank for end in ends.values() if end.by_launcher)
             )
-            _say([f"the job took longer than --timeout {self._options.timeout:g}; ended by it: ranks {late}"])
+            say([f"the job took longer than --timeout {self._options.timeout:g}; ended by it: ranks {late}"])
             return EXIT_TIMED_OUT
         return 128 + signal.SIGPIPE if supervisor.outcome is Outcome.UNREAD else 0
 
@@ -179,7 +195,7 @@ def _open_missing_standard_descriptors() -> None:
         os.set_inheritable(descriptor, True)
 
 
-def _say(lines: Sequence[str]) -> None:
+def say(lines: Sequence[str]) -> None:
     """Writes a message of the launcher itself to stderr."""
     text = "".join(f"multiring: {line}\n" for line in lines)
     with contextlib.suppress(OSError):  # nobody listens

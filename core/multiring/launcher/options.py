@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shlex
 import sys
 from pathlib import Path
 
+from multiring import slurm
 from multiring.errors import UsageError
-from multiring.launcher.hosts import HostSlots, parse_hostfile, parse_hosts, seats
+from multiring.launcher.engine_job import run_by_engine
+from multiring.launcher.engines import CHOICES, Engine, choose
+from multiring.launcher.hosts import HostSlots, Seat, is_here, parse_hostfile, parse_hosts, seats
 from multiring.launcher.job import run_job
 from multiring.launcher.rank_starter import JobOptions, ProgramError
-from multiring.launcher.remote_process import SSH
+from multiring.launcher.remote_ranks import SSH
 
 __all__ = ["add_arguments", "add_host_arguments", "chosen_hosts", "main", "split_ssh"]
 
@@ -47,9 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="ranks",
         type=_ranks,
         metavar="N",
-        help="number of ranks to start (with -H or --hostfile: default all slots)",
+        help="number of ranks to start (with -H, --hostfile or several hosts of Slurm's: default all slots)",
     )
     add_host_arguments(parser)
+    parser.add_argument(
+        "--engine",
+        choices=CHOICES,
+        default="auto",
+        help="what starts ranks on other hosts; auto: srun where Slurm has allocated all of them, ssh "
+        "elsewhere [auto]",
+    )
     parser.add_argument(
         "--mode",
         metavar="M",
@@ -97,7 +108,7 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
         "-H",
         "--hosts",
         metavar="HOST:SLOTS,...",
-        help="hosts and the ranks on each, by ssh where they are others than this one [one slot each]",
+        help="hosts, with one slot for ranks on each by default [run: Slurm's, or this one]",
     )
     hosts.add_argument(
         "--hostfile", type=Path, metavar="FILE", help='the same from a file with lines "host slots=4"'
@@ -141,12 +152,9 @@ def main(args: argparse.Namespace) -> int:
         program = program[1:]
     if not (module or program):
         raise UsageError("name the program that the ranks run, as in: multiring run -np 2 train.py")
-    hosts = chosen_hosts(args)
-    seated = None if hosts is None else seats(hosts, args.ranks)
-    if seated is None and args.ranks is None:
-        raise UsageError("say how many ranks to start, as in: multiring run -np 2 train.py")
+    seated, engine = _places(args)
     options = JobOptions(
-        ranks=args.ranks if seated is None else len(seated),
+        ranks=len(seated),
         program=program,
         module=module,
         bind=args.bind,
@@ -160,10 +168,40 @@ def main(args: argparse.Namespace) -> int:
         address=args.address,
     )
     try:
-        return run_job(options)
+        return run_job(options) if engine is None else run_by_engine(options, engine)
     except ProgramError as error:
         print(f"multiring: {error}", file=sys.stderr)
         return error.code
+
+
+def _places(args: argparse.Namespace) -> tuple[list[Seat], Engine | None]:
+    """Where each rank runs, and what starts them."""
+    hosts = chosen_hosts(args)
+    allocation = None
+    if hosts is None or args.engine in ("auto", "srun"):
+        try:
+            allocation = slurm.allocated_hosts(os.environ)
+        except UsageError:
+            if hosts is None or args.engine == "srun":
+                raise  # or else ssh finds those that are named
+    if hosts is None and allocation is not None:
+        allocated = [
+            HostSlots("" if is_here(name) or slurm.is_own(name, os.environ) else name, tasks)
+            for name, tasks in allocation
+        ]
+        # An allocation of this host alone says what to do without -np, and -np may say otherwise.
+        if args.ranks is None or args.engine == "srun" or any(host.name for host in allocated):
+            hosts = allocated
+    if hosts is None:
+        if args.ranks is None:
+            raise UsageError("say how many ranks to start, as in: multiring run -np 2 train.py")
+        hosts = [HostSlots("", args.ranks)]
+    seated = seats(hosts, args.ranks)
+    counts: dict[str, int] = {}
+    for seat in seated:
+        counts[seat.host] = counts.get(seat.host, 0) + 1
+    engine = choose(args.engine, [HostSlots(*host) for host in counts.items()], allocation)
+    return seated, engine
 
 
 def split_ssh(command: str) -> list[str]:

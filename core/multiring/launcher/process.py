@@ -40,6 +40,7 @@ class RankProcess:
         stdin: Whether it gets our stdin; otherwise /dev/null.
         piped: Whether stdout and stderr are pipes to us; otherwise they are our own.
         told: What its stdin, then a pipe from us, begins with; None: it is none.
+        kept: Descriptors of ours that it gets as well.
 
     Raises:
         OSError: The program cannot be started.
@@ -55,6 +56,7 @@ class RankProcess:
         stdin: bool,
         piped: bool,
         told: str | None = None,
+        kept: Sequence[int] = (),
     ) -> None:
         self.rank = rank
         self.code: int | None = None  # exit code, or minus the signal that ended it; None while it runs
@@ -71,6 +73,7 @@ class RankProcess:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                pass_fds=kept,
                 preexec_fn=_before_exec(os.getpid(), cpus),
             )
         self.pid = self._process.pid

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import selectors
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,15 +15,19 @@ from multiring import machine
 from multiring.launcher import binding
 from multiring.launcher.hosts import Seat
 from multiring.launcher.process import RankProcess
-from multiring.launcher.remote_process import SSH, RemoteProcess
+from multiring.launcher.remote_ranks import SSH, RemoteHost
 
 __all__ = [
+    "DEFAULTS",
     "EXIT_NOT_EXECUTABLE",
     "EXIT_NOT_FOUND",
     "JobOptions",
     "ProgramError",
     "RankStarter",
     "command_of",
+    "may_read_stdin",
+    "passed_on",
+    "place_variables",
 ]
 
 EXIT_NOT_EXECUTABLE = 126
@@ -80,7 +85,7 @@ class ProgramError(Exception):
 
 
 # Without these a rank's output comes late and a crash in native code leaves no trace.
-_DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+DEFAULTS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 class RankStarter:
@@ -92,6 +97,8 @@ class RankStarter:
 
     Attributes:
         shared: Variables that tell the ranks where to meet.
+        selector: Of the loop that the ranks are watched in; ranks on other hosts need it.
+        wake: To be called when one of those has ended.
 
     Raises:
         UsageError: More processors are asked for than there are.
@@ -100,6 +107,9 @@ class RankStarter:
 
     def __init__(self, options: JobOptions, environ: Mapping[str, str]) -> None:
         self.shared: dict[str, str] = {}
+        self.selector: selectors.BaseSelector | None = None
+        self.wake: Callable[[], None] = lambda: None
+        self._hosts: dict[str, RemoteHost] = {}
         self._options = options
         self._environ = environ
         here = sum(not options.seat(rank).host for rank in range(options.ranks))
@@ -117,27 +127,35 @@ class RankStarter:
         seat = self._options.seat(rank)
         place = {**self.shared, **place_variables(rank, self._options.ranks, seat)}
         if seat.host:
-            return self._start_remote(rank, seat.host, place)
+            if seat.host not in self._hosts:
+                self._hosts[seat.host] = self._connect(seat.host)
+            return self._hosts[seat.host].ranks[rank]
         return RankProcess(
             rank,
             self._command,
-            {**_DEFAULTS, **self._environ, **self._threads, **place},
+            {**DEFAULTS, **self._environ, **self._threads, **place},
             cpus=None if self._shares is None else self._shares[seat.local_rank],
-            stdin=rank == 0 and _may_read_stdin(),
+            stdin=rank == 0 and may_read_stdin(),
             piped=piped,
         )
 
-    def _start_remote(self, rank: int, host: str, place: Mapping[str, str]) -> RankProcess:
+    def _connect(self, host: str) -> RemoteHost:
         options = self._options
-        return RemoteProcess(
-            rank,
+        seats = {rank: seat for rank, seat in enumerate(options.seats or []) if seat.host == host}
+        assert self.selector is not None
+        return RemoteHost(
             ssh=options.ssh or shlex.split(SSH),
             host=host,
             python=options.python,
-            program=options.program,
-            module=options.module,
-            bind=options.bind,
-            environ={**_DEFAULTS, **_passed_on(self._environ), **options.environment, **place},
+            order={
+                "program": list(options.program),
+                "module": options.module,
+                "bind": options.bind,
+                "environ": {**DEFAULTS, **passed_on(self._environ), **options.environment, **self.shared},
+            },
+            places={rank: place_variables(rank, options.ranks, seat) for rank, seat in seats.items()},
+            selector=self.selector,
+            wake=self.wake,
         )
 
 
@@ -178,13 +196,13 @@ def place_variables(rank: int, size: int, seat: Seat) -> dict[str, str]:
     }
 
 
-def _passed_on(environ: Mapping[str, str]) -> dict[str, str]:
+def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
     """What ranks on other hosts get of the launcher's environment; the rest is that of the other host."""
-    names = {"PYTHONPATH", *_DEFAULTS, *binding.THREAD_VARIABLES}
+    names = {"PYTHONPATH", *DEFAULTS, *binding.THREAD_VARIABLES}
     return {name: value for name, value in environ.items() if name in names or name.startswith("MULTIRING_")}
 
 
-def _may_read_stdin() -> bool:
+def may_read_stdin() -> bool:
     """Whether rank 0 may have our stdin: not from a terminal whose input belongs to another job."""
     if not os.isatty(0):
         return True

@@ -86,9 +86,24 @@ def exit_code(code: int) -> int:
 
 
 def failure_report(
-    culprit: RankEnd, others: Sequence[RankEnd], *, host: str, seconds: float, oom_kills: int
+    culprit: RankEnd,
+    others: Sequence[RankEnd],
+    *,
+    host: str,
+    seconds: float,
+    oom_kills: int,
+    by_ssh: bool = True,
 ) -> list[str]:
-    """The lines that tell which rank failed and how, without the launcher's name before them."""
+    """The lines that tell which rank failed and how, without the launcher's name before them.
+
+    Args:
+        culprit: That rank.
+        others: All ranks.
+        host: The launcher's host.
+        seconds: How long the job took.
+        oom_kills: How many processes the kernel has killed on that host meanwhile for want of memory.
+        by_ssh: Whether ranks on other hosts were started by ssh.
+    """
     where = f"on {culprit.host}" if culprit.host else f"process {culprit.pid} on {host}"
     who = f"rank {culprit.rank} ({where})"
     lines = [f"{who} failed with {culprit.how()} after {seconds:.1f} s"]
@@ -100,7 +115,7 @@ def failure_report(
                 "or a smaller batch, or raise the memory limit"
             )
         lines += [f"  {hint}"] if hint else []
-    if culprit.host and culprit.code == _SSH_FAILED:
+    if by_ssh and culprit.host and culprit.code == _SSH_FAILED:
         lines.append(f"  perhaps ssh itself: does `ssh -o BatchMode=yes {culprit.host} true` work?")
     if culprit.stderr:
         lines.append(f"last lines of rank {culprit.rank}'s stderr:")

@@ -4,18 +4,3 @@ The package has no MPI compiled in. `multiring build mpi` compiles one small fil
 user's; where it is not built, communicators of mpi4py still tell who the ranks are, and TCP carries the
 bytes.
 """
-
-from __future__ import annotations
-
-from multiring.mpi.bridge import bridge_path, is_built
-from multiring.mpi.job import MpiJob, carries, finalize_at_exit, join_communicator, join_launched
-
-__all__ = [
-    "MpiJob",
-    "bridge_path",
-    "carries",
-    "finalize_at_exit",
-    "is_built",
-    "join_communicator",
-    "join_launched",
-]

@@ -1,15 +1,15 @@
-"""Where the bridge to an MPI library is, and what it is made of."""
+"""Where the bridge to an MPI library is, and when jobs use it."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from multiring import _core, config
+from multiring import config
 
-__all__ = ["SOURCES", "bridge_path", "is_built"]
-
-SOURCES = Path(_core.__file__).parent / "mpi_bridge"
+__all__ = ["bridge_path", "carries", "is_built"]
 
 
 def bridge_path(settings: config.Settings | None = None) -> Path:
@@ -21,3 +21,15 @@ def bridge_path(settings: config.Settings | None = None) -> Path:
 def is_built(settings: config.Settings | None = None) -> bool:
     """Whether there is a bridge."""
     return bridge_path(settings).is_file()
+
+
+def carries(
+    settings: config.Settings, launcher: str, is_spread: bool, environ: Mapping[str, str] = os.environ
+) -> bool:
+    """Whether MPI carries the bytes of a job that `launcher` has started, on several hosts if `is_spread`."""
+    if settings.transport:
+        return settings.transport == "mpi"
+    # srun brings MPI only where it was told to (--mpi).
+    by_srun = launcher == "slurm" and ("PMI_RANK" in environ or "PMIX_RANK" in environ)
+    by_mpi = launcher in ("openmpi", "mpich") or by_srun
+    return by_mpi and is_spread and not settings.store and is_built(settings)

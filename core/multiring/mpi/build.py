@@ -10,8 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from multiring import _core
 from multiring.errors import UsageError
-from multiring.mpi.bridge import SOURCES, bridge_path
+from multiring.mpi.bridge import bridge_path
 
 __all__ = ["add_arguments", "build", "main"]
 
@@ -49,7 +50,7 @@ def build(output: Path, mpicc: str | None = None) -> str:
         UsageError: There is no compiler, it fails, or what it has made cannot be loaded; says why.
     """
     compiler = mpicc or _find_compiler()
-    source = SOURCES / "multiring_mpi.c"
+    source = Path(_core.__file__).parent / "mpi_bridge" / "multiring_mpi.c"
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=".mpi-bridge-") as directory:

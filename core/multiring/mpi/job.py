@@ -18,7 +18,7 @@ from multiring.errors import MultiringError, UsageError
 from multiring.mpi.bridge import bridge_path, is_built
 from multiring.store import Store, TcpStore, TcpStoreServer
 
-__all__ = ["MpiJob", "carries", "finalize_at_exit", "join_communicator", "join_launched"]
+__all__ = ["MpiJob", "finalize_at_exit", "join_communicator", "join_launched"]
 
 # Ways to reach the store that do not answer cost so much each, in seconds.
 _CONNECT_SECONDS = 5.0
@@ -62,14 +62,6 @@ class MpiJob:
             f"rank {self.rank} cannot reach the store of rank 0: {'; '.join(failures)}. "
             "MULTIRING_INTERFACES chooses the interfaces that rank 0 listens on"
         )
-
-
-def carries(settings: config.Settings, launcher: str, is_spread: bool) -> bool:
-    """Whether MPI carries the bytes of a job that `launcher` has started, on several hosts if `is_spread`."""
-    if settings.transport:
-        return settings.transport == "mpi"
-    by_mpi = launcher in ("openmpi", "mpich", "slurm")
-    return by_mpi and is_spread and not settings.store and is_built(settings)
 
 
 def join_launched(rank: int, size: int, launcher: str, settings: config.Settings) -> MpiJob:

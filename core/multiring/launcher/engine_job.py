@@ -1,0 +1,189 @@
+"""`multiring run` by an engine: starts it, serves the store, passes signals on, and judges the end.
+
+The engine starts engine_rank.py once for each rank, which reports to our store how its rank has ended and
+hears from it which signals have arrived. So a job ends as it does when we start the ranks ourselves, whatever
+the engine makes of signals and exit codes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from multiring import errors
+from multiring.launcher import engine_rank
+from multiring.launcher.directory import job_directory
+from multiring.launcher.engines import SRUN, Engine
+from multiring.launcher.hosts import address_towards
+from multiring.launcher.job import EXIT_TIMED_OUT, job_environment, say, store_url
+from multiring.launcher.multiplexer import Multiplexer
+from multiring.launcher.process import RankProcess, signal_name
+from multiring.launcher.rank_starter import (
+    EXIT_NOT_EXECUTABLE,
+    JobOptions,
+    ProgramError,
+    may_read_stdin,
+    passed_on,
+)
+from multiring.launcher.remote_ranks import current_directory
+from multiring.launcher.report import RankEnd, blame, exit_code, failure_report
+from multiring.launcher.supervisor import Outcome, Supervisor, passed_on_signals
+from multiring.store import Store, TcpStore, TcpStoreServer
+
+__all__ = ["run_by_engine"]
+
+# Of a rank that has started us: an engine would tell its own ranks the same.
+_PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+
+
+def run_by_engine(options: JobOptions, engine: Engine) -> int:
+    """Runs the job to its end and returns the launcher's exit code.
+
+    Raises:
+        UsageError: An option or a variable of multiring has a value that is not accepted.
+        ProgramError: The engine cannot be started.
+    """
+    environ = job_environment(options)
+    for name in _PLACE:
+        environ.pop(f"MULTIRING_{name}", None)
+    job_id, secret = secrets.token_hex(8), secrets.token_bytes(32)
+    remote = options.remote_hosts
+    address = options.address or (address_towards(remote) if remote else "127.0.0.1")
+    with (
+        passed_on_signals() as signals,
+        selectors.PollSelector() as selector,
+        job_directory(job_id) as (_, guard),
+        TcpStoreServer(address, 0, secret) as server,
+        TcpStore(address, server.port, secret) as store,
+    ):
+        environ |= {
+            "MULTIRING_STORE": store_url(server),
+            "MULTIRING_SECRET": secret.hex(),
+            "MULTIRING_JOB_ID": job_id,
+        }
+        process = _start(options, engine, environ, address, store)
+        guard.watch(process.pid)
+        outputs = Multiplexer(selector, tagged=False, directory=None, warn=lambda message: say([message]))
+        for name, descriptor in process.outputs().items():
+            outputs.add(0, name, descriptor)
+        supervisor = Supervisor([process], outputs, selector, signals, guard.finish, lambda rank: False)
+        began = time.monotonic()
+        try:
+            supervisor.run(options.timeout)
+        finally:
+            for _ in range(2):  # the first one is for ranks
+                process.signal_group(signal.SIGKILL)
+            guard.join()
+            process.release()
+        return _judge(options, engine, supervisor, process, store, time.monotonic() - began)
+
+
+def _start(
+    options: JobOptions, engine: Engine, environ: dict[str, str], address: str, store: Store
+) -> _EngineProcess:
+    # Open MPI 5.0 passes on what comes and never its end.
+    stdin = engine.kind == SRUN and may_read_stdin()
+    order = {
+        "program": list(options.program),
+        "module": options.module,
+        "bind": options.bind,
+        "directory": current_directory(),
+        "output_dir": None if options.output_dir is None else str(options.output_dir.absolute()),
+        "tag_output": options.tag_output,
+        "coloured": os.isatty(1) and "NO_COLOR" not in os.environ,
+        "stdin": stdin,
+        "hosts": [host.slots for host in engine.hosts],
+    }
+    rank = [options.python or sys.executable, "-m", engine_rank.__name__, json.dumps(order)]
+    variables = sorted({*passed_on(environ), *options.environment})
+    command = engine.command(rank, variables, address)
+    try:
+        return _EngineProcess(command, engine.environ(environ, options.ssh), stdin, store)
+    except OSError as error:
+        raise ProgramError(f"{engine.path} cannot be started: {error}", EXIT_NOT_EXECUTABLE) from error
+
+
+class _EngineProcess(RankProcess):
+    """The engine. Signals go to the ranks by the store; the engine ends when they have."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], stdin: bool, store: Store) -> None:
+        super().__init__(0, command, environ, cpus=None, stdin=stdin, piped=True)
+        self._store = store
+        self._told = 0
+        self._killed = False
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the ranks."""
+        self._tell_ranks(number)
+
+    def signal_group(self, number: int) -> None:
+        """Sends a signal to the ranks and what they have started; SIGKILL a second time ends the engine."""
+        if number in (signal.SIGSTOP, signal.SIGTSTP, signal.SIGCONT):
+            super().signal_group(number)  # the engine alone: a job on several hosts does not stop at once
+        elif number != signal.SIGKILL:
+            self._tell_ranks(number)
+            if _value(self._store, engine_rank.STARTED) is None:  # it is still about to start them
+                super().signal_group(number)
+        elif self._killed:
+            super().signal_group(number)
+        else:
+            self._killed = True
+            self._tell_ranks(number)
+            super().signal_group(signal.SIGTERM)  # for ranks that have not started
+
+    def _tell_ranks(self, number: int) -> None:
+        with contextlib.suppress(errors.MultiringError):
+            self._store.set(engine_rank.signal_key(self._told), b"%d" % number)
+            self._told += 1
+
+
+def _value(store: Store, key: str) -> bytes | None:
+    with contextlib.suppress(errors.MultiringError):
+        return store.get(key, 0.0)
+    return None
+
+
+def _judge(
+    options: JobOptions,
+    engine: Engine,
+    supervisor: Supervisor,
+    process: RankProcess,
+    store: Store,
+    seconds: float,
+) -> int:
+    if supervisor.outcome is Outcome.INTERRUPTED:
+        say([f"{signal_name(supervisor.signal)} received after {seconds:.1f} s; all ranks have ended"])
+        return 128 + supervisor.signal
+    if supervisor.outcome is Outcome.TIMED_OUT:
+        say([f"the job took longer than --timeout {options.timeout:g}; ended by it"])
+        return EXIT_TIMED_OUT
+    if supervisor.outcome is Outcome.UNREAD:
+        return 128 + signal.SIGPIPE
+    if process.code == 0:
+        return 0
+    ends = [end for rank in range(engine.ranks) if (end := _end(store, rank)) is not None]
+    if failures := [end for end in ends if end.code and not end.by_launcher]:
+        culprit = blame(failures)
+        own = socket.gethostname()
+        say(failure_report(culprit, ends, host=own, seconds=seconds, oom_kills=0, by_ssh=False))
+        return exit_code(culprit.code or 0)
+    end = RankEnd(0, process.pid, process.code, False, [])
+    say([f"{engine.path} ended with {end.how()} after {seconds:.1f} s, and no rank has failed"])
+    return exit_code(1 if process.code is None else process.code)
+
+
+def _end(store: Store, rank: int) -> RankEnd | None:
+    """How a rank has ended; None: it has not said so."""
+    told = _value(store, engine_rank.end_key(rank))
+    if told is None:
+        return None
+    end = RankEnd(**json.loads(told))
+    return end if end.host != socket.gethostname() else RankEnd(**{**vars(end), "host": ""})

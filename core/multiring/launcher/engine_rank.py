@@ -1,0 +1,197 @@
+"""What an engine (srun, mpirun) starts for `multiring run`: starts one rank and sees it through.
+
+Which rank, is in the engine's variables. The store of the launcher tells of signals that have arrived there,
+and is told how the rank has ended. When the launcher is gone the rank gets SIGTERM and soon SIGKILL.
+
+Usage: python -m multiring.launcher.engine_rank ORDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multiring import errors, launch_environment, machine
+from multiring.errors import MultiringError, UsageError
+from multiring.launch_environment import Placement
+from multiring.launcher import binding
+from multiring.launcher.guardian import end_processes
+from multiring.launcher.hosts import Seat
+from multiring.launcher.multiplexer import Multiplexer
+from multiring.launcher.process import RankProcess
+from multiring.launcher.rank_starter import (
+    DEFAULTS,
+    EXIT_NOT_EXECUTABLE,
+    EXIT_NOT_FOUND,
+    ProgramError,
+    command_of,
+    place_variables,
+)
+from multiring.launcher.report import RankEnd, exit_code
+from multiring.launcher.supervisor import Outcome, Supervisor, passed_on_signals
+from multiring.store import Store, open_store
+
+__all__ = ["STARTED", "end_key", "main", "signal_key"]
+
+STARTED = "launcher/started"  # set when a rank has
+_MARK = "REMOTE_RANK_MARK"  # in the environment of the rank and of what it starts
+_WAIT_SECONDS = 3600.0
+
+
+def signal_key(number: int) -> str:
+    """Where the launcher says which signal has arrived; `number` counts them."""
+    return f"launcher/signal-{number}"
+
+
+def end_key(rank: int) -> str:
+    """Where a rank's end is told."""
+    return f"launcher/end-{rank}"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the job has this rank: engines may see it otherwise."""
+
+    rank: int
+    size: int
+    seat: Seat
+    job_id: str
+
+
+def main() -> int:
+    """Returns the exit code of the rank as a shell gives it."""
+    order = json.loads(sys.argv[1])
+    try:
+        given = launch_environment.detect()
+        place = _place(order["hosts"], given)
+        if place is None:
+            return 0
+        store = open_store(given.store_url, given.secret)
+    except MultiringError as error:
+        return _refuse(error, 2)
+    with store:
+        end = _run(order, place, store)
+        told = {**vars(end), "stderr": list(end.stderr)}
+        try:
+            store.set(end_key(place.rank), json.dumps(told).encode())
+        except MultiringError as error:
+            _refuse(error, 1)
+    return exit_code(1 if end.code is None else end.code)
+
+
+def _place(hosts: Sequence[int], given: Placement) -> _Place | None:
+    """This rank's place on hosts of so many ranks each; None: there is no rank for this process."""
+    size = sum(hosts)
+    if given.launcher == "slurm":  # has started as many on each host as on the one with the most
+        host, local = given.cross_rank, given.local_rank
+        if host < len(hosts) and local >= hosts[host]:
+            return None
+        rank = sum(hosts[:host]) + local
+    else:  # fills the hosts in their order, and may number the ranks of one otherwise
+        rank, local = given.rank, given.local_rank
+        host = next((host for host in range(len(hosts)) if rank < sum(hosts[: host + 1])), len(hosts))
+    if host == len(hosts) or given.size != (max(hosts) * len(hosts) if given.launcher == "slurm" else size):
+        raise UsageError(
+            f"the engine says that this is rank {given.rank} of {given.size}, and the job has {size} ranks "
+            f"on {len(hosts)} hosts: start it by --engine ssh, and report this with the engine's version"
+        )
+    return _Place(rank, size, Seat("", local, hosts[host], host, len(hosts)), given.job_id)
+
+
+def _warn(message: str) -> None:
+    print(f"multiring: on {socket.gethostname()}: {message}", file=sys.stderr, flush=True)
+
+
+def _refuse(error: Exception, code: int) -> int:
+    _warn(str(error))
+    return code
+
+
+def _run(order: Mapping[str, Any], place: _Place, store: Store) -> RankEnd:
+    tagged = place.size > 1 if order["tag_output"] is None else order["tag_output"]
+    directory = None if order["output_dir"] is None else Path(order["output_dir"])
+    host = socket.gethostname()
+    mark = f"{place.job_id}-{place.rank}"
+    with passed_on_signals() as signals, selectors.PollSelector() as selector:
+        try:
+            process = _start(order, place, mark, piped=tagged or directory is not None or place.size > 1)
+            if not order["coloured"]:  # Open MPI lends terminals, wherever its own output goes
+                os.environ["NO_COLOR"] = "1"
+            outputs = Multiplexer(selector, tagged=tagged, directory=directory, warn=_warn)
+        except (ProgramError, MultiringError, OSError) as error:
+            code = EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
+            code = 2 if isinstance(error, UsageError) else getattr(error, "code", code)
+            return RankEnd(place.rank, os.getpid(), _refuse(error, code), False, [], host)
+        for name, descriptor in process.outputs().items():
+            outputs.add(place.rank, name, descriptor)
+        store.set(STARTED, b"")
+        threading.Thread(target=_listen, args=(store, process), daemon=True).start()
+        supervisor = Supervisor(
+            [process],
+            outputs,
+            selector,
+            signals,
+            lambda: end_processes(f"{_MARK}={mark}".encode(), {process.pid}),
+            lambda rank: False,
+        )
+        supervisor.run(None)
+        told_to_end = supervisor.outcome is Outcome.INTERRUPTED
+        process.release()
+    return RankEnd(place.rank, process.pid, process.code, told_to_end, outputs.tail(place.rank), host)
+
+
+def _start(order: Mapping[str, Any], place: _Place, mark: str, *, piped: bool) -> RankProcess:
+    try:
+        os.chdir(order["directory"])
+    except OSError as error:
+        raise ProgramError(
+            f"there is no directory {order['directory']}, where the job was started: {error.strerror}",
+            EXIT_NOT_EXECUTABLE,
+        ) from error
+    environ = {**DEFAULTS, **os.environ, **place_variables(place.rank, place.size, place.seat), _MARK: mark}
+    # `python` is the one that has multiring, as in an activated environment.
+    environ["PATH"] = f"{os.path.dirname(sys.executable)}:{environ.get('PATH', os.defpath)}"
+    shares = binding.shares(machine.allowed_cpus(), place.seat.local_size, order["bind"])
+    environ |= binding.thread_environment(machine.core_allowance(), place.seat.local_size, environ)
+    command = command_of(order["program"], order["module"], environ)
+    manager = os.environ.get("PMI_FD", "")  # by which MPI's library in the rank talks to the engine
+    return RankProcess(
+        place.rank,
+        command,
+        environ,
+        cpus=None if shares is None else shares[place.seat.local_rank],
+        stdin=place.rank == 0 and order["stdin"],
+        piped=piped,
+        kept=[int(manager)] if manager.isdecimal() else [],
+    )
+
+
+def _listen(store: Store, process: RankProcess) -> None:
+    """Passes on the signals that arrive at the launcher; its own end is one."""
+    told = 0
+    while True:
+        try:
+            number = int(store.get(signal_key(told), _WAIT_SECONDS))
+        except errors.TimeoutError:
+            continue
+        except MultiringError:  # the launcher has gone
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        told += 1
+        if number == signal.SIGKILL:
+            process.signal_group(number)
+        else:
+            os.kill(os.getpid(), number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Slurm's lists of hosts and tasks, and the secret of a user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from multiring import slurm, user_secret
+from multiring.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks"),
+    [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("3,2,1", [3, 2, 1]), ("", []), ("two", []), ("2(x3", [])],
+)
+def test_tasks_per_node(text: str, tasks: list[int]) -> None:
+    assert slurm.tasks_per_node(text) == tasks
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[08-11,14],big1", "node08"),
+        ("node[3,5]", "node3"),
+        ("rack[2-3]node[01-16]", "rack2node01"),
+        ("a[1-2]-ib,b", "a1-ib"),
+        ("", ""),
+    ],
+)
+def test_first_host(nodelist: str, host: str) -> None:
+    assert slurm.first_host(nodelist) == host
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path) -> dict[str, str]:
+    """An environment with a `scontrol` that gives two hosts."""
+    program = tmp_path / "scontrol"
+    program.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"\n')
+    program.chmod(0o755)
+    return {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+
+def test_the_hosts_of_an_allocation(scontrol: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", scontrol["PATH"])
+    assert slurm.allocated_hosts(scontrol | {"SLURM_TASKS_PER_NODE": "4,1"}) == [("n1", 4), ("n2", 1)]
+    assert slurm.allocated_hosts(scontrol) == [("n1", 1), ("n2", 1)]
+    assert slurm.allocated_hosts({"PATH": scontrol["PATH"]}) is None
+    task = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    assert slurm.allocated_hosts(scontrol | task) is None
+    shell = task | {"SLURM_STEP_ID": "4294967290"}
+    assert slurm.allocated_hosts(scontrol | shell) is not None
+    with pytest.raises(UsageError, match="2 hosts, and tasks for 3; name them by -H"):
+        slurm.allocated_hosts(scontrol | {"SLURM_TASKS_PER_NODE": "4(x3)"})
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(UsageError, match=r"n\[1-2\], are not known: .*scontrol.*name them by -H"):
+        slurm.allocated_hosts(scontrol | {"PATH": "/nonexistent"})
+
+
+def test_the_secret_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    first = user_secret.job_secret("a")
+    path = tmp_path / ".config/multiring/secret"
+    assert len(first) == 32
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in path.parent.iterdir()] == ["secret"]
+    assert user_secret.job_secret("a") == first
+    assert user_secret.job_secret("b") != first
+    path.chmod(0o644)
+    with pytest.raises(UsageError, match="others may read .*; set MULTIRING_SECRET"):
+        user_secret.job_secret("a")
+    path.chmod(0o600)
+    path.write_text("ab")
+    with pytest.raises(UsageError, match="is incomplete: remove it; set MULTIRING_SECRET"):
+        user_secret.job_secret("a")
+    monkeypatch.setenv("HOME", "/proc/1/nowhere")
+    with pytest.raises(UsageError, match="cannot be kept"):
+        user_secret.job_secret("a")
