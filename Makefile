@@ -2,13 +2,14 @@
 # make test   installs what the tests need and runs all of them, with style, types and layers
 # make test-cpp  the C++ tests alone, plain and with sanitizers
 # make check  style, types and layers alone
+# make scaling  the scaling curve of docs/scaling.md, on a simulated machine (needs SimGrid)
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := ci/constraints.txt
 
-.PHONY: demo test test-cpp check develop clean
+.PHONY: demo test test-cpp check develop scaling clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -36,6 +37,9 @@ check: $(VENV)/.develop
 	ci/check.sh
 
 develop: $(VENV)/.develop
+
+scaling: $(VENV)/.develop
+	$(BIN)/python -m multiring.models.scaling
 
 clean:
 	rm -rf build dist $(VENV)

@@ -178,8 +178,15 @@ static int test_some(struct scratch* scratch, multiring_mpi_request* handles, in
                      struct multiring_mpi_completion* done, int* done_count, char* why, size_t why_bytes) {
   int found = 0;
   for (int index = 0; index < count; ++index) scratch->requests[index] = from_handle(&handles[index]);
+#ifdef MULTIRING_MPI_SIMULATED
+  /* One request, for which nothing but this works (SimGrid 3.32). */
+  const int code = block ? MPI_Wait(&scratch->requests[0], &scratch->statuses[0]) : MPI_SUCCESS;
+  scratch->indices[0] = 0;
+  found = block;
+#else
   const int code = (block ? MPI_Waitsome : MPI_Testsome)(count, scratch->requests, &found, scratch->indices,
                                                          scratch->statuses);
+#endif
   for (int index = 0; index < count; ++index) to_handle(scratch->requests[index], &handles[index]);
   if (code != MPI_SUCCESS && outcome_of(code) != MULTIRING_MPI_TRUNCATED) {
     int kind = MPI_SUCCESS;

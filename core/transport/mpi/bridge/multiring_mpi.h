@@ -45,7 +45,7 @@ struct multiring_mpi_completion {
  * any thread at any time in between. No message is longer than INT_MAX bytes. */
 struct multiring_mpi {
   int version;
-  /* Whether waits may block: nobody can be late where all is simulated. */
+  /* Whether all is simulated: `test` has to block, and gets one request only. */
   int simulated;
   /* Initialises MPI unless that is done, and duplicates `communicator` (an MPI_Comm*; null: MPI_COMM_WORLD).
    * Collective. */

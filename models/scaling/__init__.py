@@ -1,0 +1,1 @@
+"""How the core scales to a thousand ranks: its allreduce on a simulated machine."""

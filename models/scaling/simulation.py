@@ -1,0 +1,99 @@
+"""Runs allreduces under SimGrid's SMPI (Debian: libsimgrid-dev)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from multiring.errors import UsageError
+from multiring.models.scaling.machine import CONTENDERS, OURS, Machine, mode_for
+
+__all__ = ["SIZES", "build", "simulate"]
+
+# Bytes that are simulated; what lies between is interpolated.
+SIZES = (262_144, 2_097_152, 27_262_976)
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def build() -> Path:
+    """Compiles the core and the program that runs it; returns the program.
+
+    Raises:
+        UsageError: SimGrid or the sources are not there, or do not compile.
+    """
+    if shutil.which("smpicxx") is None:
+        raise UsageError("SimGrid is not installed: run apt-get install libsimgrid-dev")
+    if not (_ROOT / "CMakeLists.txt").is_file():
+        raise UsageError("the simulation is built from the repository: run make scaling there")
+    directory = _ROOT / "build" / "scaling"
+    directory.mkdir(parents=True, exist_ok=True)
+    for command in (
+        ["cmake", "-S", str(_ROOT), "-B", str(directory), "-G", "Ninja", "-DMULTIRING_BUILD_SIMULATION=ON"],
+        ["cmake", "--build", str(directory), "--target", "simulation"],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise UsageError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+    return directory / "models" / "scaling" / "simulated_allreduce"
+
+
+def simulate(
+    program: Path, contender: str, ranks: int, machine: Machine, sizes: Sequence[int] = SIZES
+) -> dict[int, float]:
+    """Seconds of an allreduce of each size in bytes; sums have been checked.
+
+    What a library adds is not in it (`Machine.addition_seconds`).
+
+    Raises:
+        UsageError: The simulation failed.
+    """
+    hosts = ranks // machine.ranks_per_host
+    share = machine.bytes_per_second * machine.usable / machine.ranks_per_host
+    with tempfile.TemporaryDirectory(prefix="multiring-scaling-") as directory:
+        platform = Path(directory) / "platform.xml"
+        hostfile = Path(directory) / "hosts"
+        platform.write_text(machine.platform(hosts))
+        hostfile.write_text("".join(f"node-{host}:{machine.ranks_per_host}\n" for host in range(hosts)))
+        done = subprocess.run(
+            [
+                *("smpirun", "-np", str(ranks), "-platform", str(platform), "-hostfile", str(hostfile)),
+                *_options(machine),
+                *CONTENDERS[contender],
+                *(str(program), "multiring" if contender == OURS else "mpi"),
+                *(str(machine.ranks_per_host), mode_for(hosts, machine.ranks_per_host)),
+                *(str(machine.message_seconds), str(2 * machine.latency), str(share)),
+                str(machine.memory_seconds_per_byte_sent(hosts) if contender == OURS else 0.0),
+                *map(str, sizes),
+            ],
+            capture_output=True,
+            text=True,
+            cwd=directory,
+        )
+    lines = [line.split() for line in done.stdout.splitlines()]
+    found = {int(line[0]): float(line[1]) for line in lines if len(line) == 2 and line[0].isdigit()}
+    if done.returncode != 0 or set(found) != set(sizes):
+        raise UsageError(f"{contender} on {ranks} ranks failed:\n{(done.stdout + done.stderr)[-2000:]}")
+    return found
+
+
+def _options(machine: Machine) -> list[str]:
+    return [
+        "--log=root.thres:critical",
+        "--cfg=smpi/simulate-computation:no",  # it is charged, see machine.py
+        "--cfg=smpi/host-speed:1Gf",  # that of the platform's processors: a second is charged as a second
+        "--cfg=smpi/cpu-threshold:0",
+        "--cfg=smpi/privatization:no",  # the ranks share the memory of their host
+        f"--cfg=smpi/bw-factor:0:{machine.usable}",
+        "--cfg=smpi/lat-factor:0:1",
+        f"--cfg=smpi/os:0:{machine.message_seconds}:0",
+        f"--cfg=smpi/or:0:{machine.message_seconds}:0",
+        f"--cfg=smpi/ois:0:{machine.message_seconds}:0",
+        "--cfg=network/crosstraffic:no",
+        "--cfg=contexts/stack-size:8192",
+        # Libraries' own copies of what they add, which a thousand ranks have no room for.
+        "--cfg=smpi/auto-shared-malloc-thresh:1048576",
+    ]

@@ -1,0 +1,82 @@
+"""The scaling curve: its arithmetic, and the simulation where SimGrid is."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from multiring.models.scaling import simulation
+from multiring.models.scaling.machine import CONTENDERS, MACHINE, OURS, mode_for
+from multiring.models.scaling.report import efficiency, write
+from multiring.models.scaling.results import Results, load, save
+from multiring.models.scaling.training import Profile, buckets, interpolate, parameters, step_seconds
+from tests.support import REPOSITORY
+
+PROGRAM = REPOSITORY / "build" / "scaling" / "models" / "scaling" / "simulated_allreduce"
+
+
+@pytest.mark.parametrize("hosts", [2**power for power in range(1, 11)])
+def test_modes_have_as_many_ranks_as_the_machine_and_few_partners(hosts: int) -> None:
+    first, *others = map(int, mode_for(hosts, 4).split("x"))
+    assert (first, math.prod(others)) == (4, hosts)
+    assert all(2 <= size <= 8 for size in others)
+
+
+def test_times_between_sizes_are_interpolated() -> None:
+    times = {100: 1.0, 200: 3.0, 1000: 11.0}
+    assert interpolate(times, 150) == 2.0
+    assert interpolate(times, 1100) == 12.0
+    assert interpolate(times, 0) == 0.0
+
+
+def test_a_step_ends_with_what_ends_last() -> None:
+    left = [(1, 0.5), (2, 0.6), (3, 1.0)]
+    assert step_seconds(10.0, left, {1: 0.1, 2: 0.1, 3: 0.0}) == 10.0
+    assert step_seconds(10.0, left, {1: 4.0, 2: 3.0, 3: 0.5}) == 12.5  # one after the other, from 5.0 on
+    assert step_seconds(10.0, left, {1: 0.1, 2: 0.1, 3: 2.0}) == 12.0
+
+
+def results_with(seconds: float) -> Results:
+    ready = [1.0 - index / len(parameters()) for index in range(len(parameters()))]
+    times = dict.fromkeys(simulation.SIZES, seconds)
+    return Results(MACHINE, Profile(ready, "a test"), {name: {8: times} for name in CONTENDERS})
+
+
+def test_buckets_hold_all_parameters_of_resnet_50() -> None:
+    total = sum(nbytes for nbytes, _ in buckets(results_with(0.0).profile))
+    assert 25_557_032 * 4 <= total < 25_557_032 * 4 * 1.01
+
+
+def test_slower_allreduces_are_less_efficient() -> None:
+    assert efficiency(results_with(0.0), OURS, 8, 220.0) == 1.0
+    assert efficiency(results_with(0.01), OURS, 8, 220.0) < 1.0
+    assert efficiency(results_with(0.01), OURS, 8, 220.0) > efficiency(results_with(0.01), OURS, 8, 660.0)
+
+
+def test_the_report_replaces_what_was_there(tmp_path: Path) -> None:
+    page, picture = tmp_path / "page.md", tmp_path / "picture.png"
+    page.write_text("before\n<!-- simulated: begin -->\nold\n<!-- simulated: end -->\nafter\n")
+    file = tmp_path / "results.json"
+    save(results_with(0.001), file)
+    write(load(file), page, picture)
+    once = page.read_text()
+    assert once.startswith("before\n")
+    assert once.endswith("after\n")
+    assert "old" not in once
+    assert "| 8 | 2.0 | 2.0 | 100 |" in once
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    write(load(file), page, picture)
+    assert page.read_text() == once
+
+
+@pytest.mark.skipif(shutil.which("smpirun") is None, reason="SimGrid is not installed (libsimgrid-dev)")
+@pytest.mark.skipif(not PROGRAM.is_file(), reason="the simulation is not built: make scaling builds it")
+@pytest.mark.parametrize("contender", [OURS, "ring"])
+def test_simulated_times_are_above_the_limit(contender: str) -> None:
+    size = 2_097_152
+    found = simulation.simulate(PROGRAM, contender, 16, MACHINE, (size,))
+    limit = 2 * 3 / 4 * size / (MACHINE.bytes_per_second * MACHINE.usable)
+    assert limit < found[size] < 20 * limit
