@@ -42,6 +42,8 @@ _world: Communicator | None = None
 # addresses of one generation apart from those of the one before.
 _generation = 0
 _joining = False
+# The communicator of mpi4py that the world was made of.
+_joined: Any = None
 # What the world holds on to.
 _held = ExitStack()
 # Stores of this process, by their URLs.
@@ -81,9 +83,14 @@ def init(comm: Any = None) -> Communicator:
             not that of the world there is, or this process is a fork of one that is a rank.
         TimeoutError: Ranks are missing after MULTIRING_TIMEOUT seconds; says which.
     """
-    global _world, _generation, _joining
+    global _world, _generation, _joining, _joined
     with _lock:
         if _world is not None:
+            if comm is not None and comm is not _joined and not _is_same(comm, _joined):
+                raise UsageError(
+                    "multiring.init(comm=...) was called before, without a communicator or with one of other "
+                    "ranks: call multiring.shutdown() first"
+                )
             return _world
         if _joining:
             raise UsageError("multiring.init() was called by a signal handler that interrupts init() itself")
@@ -97,10 +104,20 @@ def init(comm: Any = None) -> Communicator:
             core = _connect(comm, settings)
         finally:
             _joining = False
+        _joined = comm
         _world = Communicator(core)
         if _world.cross_size > 1:  # whoever serves the store may end as soon as all have joined
             _world.barrier()
         return _world
+
+
+def _is_same(comm: Any, other: Any) -> bool:
+    """Whether two communicators of mpi4py are of the same ranks in the same order."""
+    from mpi4py import MPI
+
+    if not isinstance(comm, MPI.Intracomm) or not isinstance(other, MPI.Intracomm):
+        return False
+    return MPI.Comm.Compare(comm, other) in (MPI.IDENT, MPI.CONGRUENT)
 
 
 def _connect(comm: Any, settings: config.Settings) -> _core.Communicator:

@@ -178,11 +178,12 @@ def test_a_rank_that_is_late_is_a_timeout_and_learns_of_it(mpi: Mpi, tmp_path: P
 
 
 FAILURE = """
+import time
 comm = join()
 comm.barrier()
 if comm.rank == 1:
-    raise SystemExit("rank 1 has a typo")
-comm.barrier()
+    raise RuntimeError("rank 1 has a typo")
+time.sleep(600)
 """
 
 
@@ -190,6 +191,68 @@ def test_a_rank_that_fails_ends_the_job(mpi: Mpi) -> None:
     done = mpi.run(4, FAILURE)
     assert done.returncode != 0
     assert "rank 1 has a typo" in done.stderr
+
+
+ONE_RANK_WITHOUT = """
+if rank == 1:
+    os.environ["MULTIRING_MPI_BRIDGE"] = "/no/such/bridge.so"
+    os.environ["MULTIRING_TRANSPORT"] = os.environ["SECOND"]
+try:
+    join()
+except multiring.UsageError as error:
+    say("told", "rank 1 on" in str(error) and "run `multiring build mpi`" in str(error))
+"""
+
+
+@pytest.mark.parametrize("second", ["mpi", "tcp"])
+def test_what_one_rank_lacks_is_told_on_all(mpi: Mpi, second: str) -> None:
+    output = mpi.run_well(3, ONE_RANK_WITHOUT, JOIN="communicator", SECOND=second)
+    assert output.count("told True") == 3, output
+
+
+MISSING = """
+from mpi4py import MPI
+if rank == 1:
+    MPI.COMM_WORLD.Barrier()
+    multiring.init(comm=MPI.COMM_WORLD)
+else:
+    try:
+        join()
+    except multiring.TimeoutError as error:
+        say("told", "waited 1 s in init" in str(error))
+    os.environ["MULTIRING_TIMEOUT"] = "60"
+    MPI.COMM_WORLD.Barrier()
+    # The exchange that was given up is still the first for the rank that is late.
+    MPI.COMM_WORLD.Abort(0)
+"""
+
+
+def test_ranks_that_are_missing_are_a_timeout(mpi: Mpi) -> None:
+    output = mpi.run(2, MISSING, JOIN="communicator", MULTIRING_TIMEOUT="1").stdout
+    assert "told True" in output
+
+
+AGAIN = """
+from mpi4py import MPI
+comm = join()
+assert multiring.init(comm=MPI.COMM_WORLD) is comm
+assert multiring.init(comm=MPI.COMM_WORLD.Dup()) is comm
+for other in (MPI.COMM_SELF, 3):
+    try:
+        multiring.init(comm=other)
+    except multiring.UsageError as error:
+        say("told", "call multiring.shutdown() first" in str(error))
+"""
+
+
+def test_another_communicator_is_not_taken_for_the_one_there_is(mpi: Mpi) -> None:
+    assert mpi.run_well(2, AGAIN, JOIN="communicator").count("told True") == 4
+
+
+def test_interfaces_that_are_not_there_are_told(mpi: Mpi) -> None:
+    done = mpi.run(2, ALONE, MULTIRING_INTERFACES="nosuch0", JOIN="communicator")
+    assert done.returncode != 0
+    assert "nosuch0" in done.stderr
 
 
 ALONE = "join()"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def build(output: Path, mpicc: str | None = None) -> str:
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=".mpi-bridge-") as directory:
             made = Path(directory) / "mpi_bridge.so"
             options = ["-O2", "-fPIC", "-shared", "-fvisibility=hidden"]
-            command = [compiler, *options, str(source), "-o", str(made)]
+            command = [*shlex.split(compiler), *options, str(source), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode != 0:
                 raise UsageError(
@@ -90,4 +91,4 @@ def _library_of(bridge: Path) -> str:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UsageError(f"what was built cannot be loaded: {last}")
-    return done.stdout.strip().splitlines()[0]
+    return (done.stdout.strip().splitlines() or ["an MPI library without a name"])[0]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import os
 import secrets
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from multiring import _core, config
 from multiring.errors import MultiringError, UsageError
+from multiring.mpi.agreement import agree, compare
 from multiring.mpi.bridge import bridge_path, is_built
 from multiring.store import Store, TcpStore, TcpStoreServer
 
@@ -22,8 +22,8 @@ __all__ = ["MpiJob", "finalize_at_exit", "join_communicator", "join_launched"]
 
 # Ways to reach the store that do not answer cost so much each, in seconds.
 _CONNECT_SECONDS = 5.0
-
-Broadcast = Callable[[bytes], bytes]
+# More addresses than this are of containers; what ranks tell each other has an end.
+_MOST_ADDRESSES = 16
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class MpiJob:
                 failures.append(str(error))
         raise UsageError(
             f"rank {self.rank} cannot reach the store of rank 0: {'; '.join(failures)}. "
-            "MULTIRING_INTERFACES chooses the interfaces that rank 0 listens on"
+            "MULTIRING_INTERFACES chooses the addresses that rank 0 gives to others"
         )
 
 
@@ -69,26 +69,30 @@ def join_launched(rank: int, size: int, launcher: str, settings: config.Settings
 
     Raises:
         UsageError: The bridge is missing, or is for another MPI than that of the launcher.
+        TimeoutError: Ranks are missing after MULTIRING_TIMEOUT seconds, once MPI has started.
     """
     library = _name(_core.mpi_library(str(_bridge(settings))))
     remedy = "run `multiring build mpi` with the MPI that starts the job, or set MULTIRING_TRANSPORT=tcp"
     # Its initialisation would end the process.
-    if launcher in ("openmpi", "mpich") and (launcher == "openmpi") != ("Open MPI" in library):
+    if (launcher == "openmpi" and "MPICH" in library) or (launcher == "mpich" and "Open MPI" in library):
         raise UsageError(f"{launcher} has started this process, and the bridge is to {library}: {remedy}")
-    session = _open(settings, 0)
+    session = _world_session(str(_bridge(settings)))
     if (session.rank, session.size) != (rank, size):
         raise UsageError(
             f"this process is rank {rank} of {size} for {launcher}, but rank {session.rank} of "
             f"{session.size} for the MPI of the bridge ({library}): {remedy}"
         )
-    return _meet(rank, size, session, lambda value: session.broadcast(value, 0, settings.timeout), settings)
+    told = json.dumps(_offer(settings)).encode() if rank == 0 else b""
+    return _job(rank, size, session, json.loads(session.broadcast(told, 0, settings.timeout)))
 
 
 def join_communicator(comm: Any, settings: config.Settings) -> MpiJob:
     """Joins the ranks of `comm`, a communicator of mpi4py. Collective among them.
 
     Raises:
-        UsageError: `comm` is none, or the bridge is for another MPI than mpi4py's.
+        UsageError: `comm` is none; or on any rank the bridge is missing, for another MPI than mpi4py's, or
+            not used while others use it: on all ranks, then.
+        TimeoutError: Ranks are missing after MULTIRING_TIMEOUT seconds.
     """
     try:
         from mpi4py import MPI
@@ -96,24 +100,44 @@ def join_communicator(comm: Any, settings: config.Settings) -> MpiJob:
         raise UsageError("init(comm=...) takes a communicator of mpi4py, which is not installed") from error
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         raise UsageError(f"init(comm=...) takes an intracommunicator of mpi4py, not {comm!r}")
-    session = None
-    if settings.transport == "mpi" or (not settings.transport and is_built(settings)):
-        ours, theirs = _core.mpi_library(str(_bridge(settings))), MPI.Get_library_version()
-        if _name(ours) != _name(theirs):
-            raise UsageError(
-                f"mpi4py uses {_name(theirs)} and the bridge {_name(ours)}: run `multiring build mpi` with "
-                "that of mpi4py, or set MULTIRING_TRANSPORT=tcp"
-            )
-        session = _open(settings, MPI._addressof(comm))
     rank, size = comm.Get_rank(), comm.Get_size()
-    return _meet(rank, size, session, lambda value: bytes(comm.bcast(value, 0)), settings)
+    facts: dict[str, Any] = {"engine": "tcp", "error": ""}
+    try:
+        if settings.transport == "mpi" or (not settings.transport and is_built(settings)):
+            _require_same_library(MPI, settings)
+            facts["engine"] = "mpi"
+        if rank == 0:
+            facts["offer"] = _offer(settings)
+    except MultiringError as error:
+        facts["error"] = str(error)
+    # From here on all ranks do the same, or none would know why another does not come.
+    found = agree(comm, facts, settings.timeout)
+    compare(found)
+    session = None
+    if facts["engine"] == "mpi":
+        session = _session_of(comm, str(_bridge(settings)))
+    return _job(rank, size, session, found[0]["offer"])
+
+
+def _require_same_library(mpi: Any, settings: config.Settings) -> None:
+    ours, theirs = _name(_core.mpi_library(str(_bridge(settings)))), _name(mpi.Get_library_version())
+    if ours != theirs:
+        raise UsageError(
+            f"mpi4py uses {theirs} and the bridge {ours}: run `multiring build mpi` with that of mpi4py, "
+            "or set MULTIRING_TRANSPORT=tcp"
+        )
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise UsageError(
+            "MPI was initialised without MPI_THREAD_MULTIPLE, and multiring calls it from threads of its "
+            "own: leave mpi4py.rc.threads and thread_level as they are, or set MULTIRING_TRANSPORT=tcp"
+        )
 
 
 def _name(library: str) -> str:
     return library.replace("\0", "").strip().splitlines()[0]
 
 
-def _bridge(settings: config.Settings) -> Any:
+def _bridge(settings: config.Settings) -> Path:
     path = bridge_path(settings)
     if not path.is_file():
         raise UsageError(
@@ -123,9 +147,29 @@ def _bridge(settings: config.Settings) -> Any:
     return path
 
 
-def _open(settings: config.Settings, communicator: int) -> _core.MpiSession:
-    session = _core.MpiSession(str(_bridge(settings)), communicator)
+# One for a communicator, however often ranks join by it: each holds one of MPI's own, of which there are few.
+@functools.cache
+def _world_session(bridge: str) -> _core.MpiSession:
+    session = _core.MpiSession(bridge, 0)
     _opened.append((os.getpid(), session))
+    return session
+
+
+@functools.cache
+def _session_key() -> int:
+    from mpi4py import MPI
+
+    return int(MPI.Comm.Create_keyval())
+
+
+def _session_of(comm: Any, bridge: str) -> _core.MpiSession:
+    from mpi4py import MPI
+
+    session = comm.Get_attr(_session_key())
+    if session is None:
+        session = _core.MpiSession(bridge, MPI._addressof(comm))
+        comm.Set_attr(_session_key(), session)
+    assert isinstance(session, _core.MpiSession)
     return session
 
 
@@ -136,35 +180,34 @@ def finalize_at_exit() -> None:
     """Ends MPI if a job of this process has begun it; for the end of the process, when the world is closed.
 
     Not where an exception ends it: MPI would wait for the peers, while mpirun ends the job of a process that
-    goes without.
+    goes without. (`sys.exit` is no such exception.)
     """
     if _opened and _opened[-1][0] == os.getpid() and getattr(sys, "last_value", None) is None:
         _opened[-1][1].finalize()
 
 
-def _meet(
-    rank: int, size: int, session: _core.MpiSession | None, broadcast: Broadcast, settings: config.Settings
-) -> MpiJob:
-    """Lets rank 0 serve a store, and all others know of it."""
-    told = b""
-    if rank == 0:
-        addresses = _own_addresses(settings)
-        server, secret = _serve("::" if all(":" in each for each in addresses[:-1]) else "0.0.0.0")
-        facts = {
-            "job": secrets.token_hex(8),
-            "addresses": [(host, server.port) for host in addresses],
-            "secret": secret.hex(),
-        }
-        told = json.dumps(facts).encode()
-    facts = json.loads(broadcast(told))
-    return MpiJob(
-        rank,
-        size,
-        session,
-        f"mpi-{facts['job']}",
-        [(host, port) for host, port in facts["addresses"]],
-        bytes.fromhex(facts["secret"]),
-    )
+def _offer(settings: config.Settings) -> dict[str, Any]:
+    """What rank 0 tells the others of a new job: its name, and where and how its store is reached."""
+    addresses: list[str] = []
+    try:
+        addresses = _core.own_addresses(settings.interfaces)
+    except UsageError:
+        if settings.interfaces:
+            raise  # or else the host has no network, and all ranks are on it
+    wanted = [each for each in addresses if ":" not in each] or addresses  # one family: a port listens on one
+    only_ipv6 = bool(wanted) and ":" in wanted[0]
+    server, secret = _serve("::" if only_ipv6 else "0.0.0.0")
+    told = [*wanted[:_MOST_ADDRESSES], "::1" if only_ipv6 else "127.0.0.1"]
+    return {
+        "job": secrets.token_hex(8),
+        "addresses": [(host, server.port) for host in told],
+        "secret": secret.hex(),
+    }
+
+
+def _job(rank: int, size: int, session: _core.MpiSession | None, offer: dict[str, Any]) -> MpiJob:
+    addresses = [(host, port) for host, port in offer["addresses"]]
+    return MpiJob(rank, size, session, f"mpi-{offer['job']}", addresses, bytes.fromhex(offer["secret"]))
 
 
 @functools.cache
@@ -175,10 +218,3 @@ def _serve(host: str) -> tuple[TcpStoreServer, bytes]:
     process = os.getpid()
     atexit.register(lambda: server.close() if os.getpid() == process else None)  # not of a fork
     return server, secret
-
-
-def _own_addresses(settings: config.Settings) -> list[str]:
-    found: list[str] = []
-    with contextlib.suppress(UsageError):  # of a host without a network
-        found = _core.own_addresses(settings.interfaces)
-    return [*found, "127.0.0.1"]

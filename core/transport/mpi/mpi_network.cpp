@@ -16,7 +16,6 @@ namespace multiring {
 namespace {
 
 using Outcome = WaitResult::Outcome;
-using Reason = std::array<char, 1024>;
 
 // MPI cannot wake a sleeper, so a wait asks again and again: at first without a pause, then less and less
 // often.
@@ -106,13 +105,23 @@ void MpiNetwork::connect(std::span<const Link> links, const Waiting& waiting) {
   }
 }
 
-MpiNetwork::Stream& MpiNetwork::stream_to_post(int rank, int channel) {
+MpiNetwork::Stream& MpiNetwork::stream_to_post(int rank, int channel, std::size_t bytes) {
   Stream& stream = peer(rank).streams[static_cast<std::size_t>(channel)];
+  require_usable();
   if (left_) throw Error(ErrorKind::kInternal, "a message was posted by a rank that has left");
   if (stream.out_of_step)
     throw Error(ErrorKind::kInternal, "a message was posted on channel " + std::to_string(channel) +
                                           " with " + named(rank) + ", of which one was given up");
+  if (bytes > INT_MAX)
+    throw Error(ErrorKind::kInternal, "a message of " + std::to_string(bytes) + " bytes by MPI");
   return stream;
+}
+
+void MpiNetwork::require_usable() const {
+  if (!usable())
+    throw Error(ErrorKind::kUsage, named(options_.rank) +
+                                       ": MPI was finalized before multiring.shutdown(), and carries nothing "
+                                       "any more");
 }
 
 void MpiNetwork::own(const multiring_mpi_request& request, Ticket owner) {
@@ -120,48 +129,57 @@ void MpiNetwork::own(const multiring_mpi_request& request, Ticket owner) {
   owners_.push_back(owner);
 }
 
-MpiNetwork::Ticket MpiNetwork::add(Message message, const multiring_mpi_request& request) {
-  const Ticket ticket = next_ticket_++;
-  messages_.emplace(ticket, message);
-  own(request, ticket);
-  const Peer& other = peer(message.peer);
-  if (other.left || other.lost) settle(message.peer);
-  return ticket;
+/// Whether a message with a peer that has ended will never pass: then MPI is not asked.
+bool MpiNetwork::is_vain(const Message& message) const {
+  const Peer& other = peers_[static_cast<std::size_t>(message.peer)];
+  const auto channel = static_cast<std::size_t>(message.channel);
+  const std::uint64_t posted = message.is_send ? other.posted.received[channel] : other.posted.sent[channel];
+  return other.lost || (other.left && message.sequence > posted);
 }
 
 MpiNetwork::Ticket MpiNetwork::post_send(int peer, int channel,
                                          std::span<const std::span<const std::byte>> parts) {
   const std::lock_guard lock(mutex_);
-  Stream& stream = stream_to_post(peer, channel);
-  Message message{State::kPending, true, peer, channel, ++stream.sent, 0};
   std::vector<multiring_mpi_part> pieces;
+  std::size_t bytes = 0;
   for (const auto part : parts) {
     if (!part.empty()) pieces.push_back({part.data(), part.size()});
-    message.bytes += part.size();
+    bytes += part.size();
   }
-  if (message.bytes > INT_MAX)
-    throw Error(ErrorKind::kInternal, "a message of " + std::to_string(message.bytes) + " bytes by MPI");
-  Reason why{};
-  multiring_mpi_request request{};
-  if (mpi_.send(session_->group(), pieces.data(), pieces.size(),
-                options_.members[static_cast<std::size_t>(peer)], tag_ + channel, &request, why.data(),
-                why.size()) != 0)
-    throw_failed(why.data());
-  return add(message, request);
+  Stream& stream = stream_to_post(peer, channel, bytes);
+  return post({State::kPending, true, peer, channel, stream.sent + 1, bytes}, stream.sent,
+              [&](multiring_mpi_request& request, Reason& why) {
+                return mpi_.send(session_->group(), pieces.data(), pieces.size(),
+                                 options_.members[static_cast<std::size_t>(peer)], tag_ + channel, &request,
+                                 why.data(), why.size());
+              });
 }
 
 MpiNetwork::Ticket MpiNetwork::post_receive(int peer, int channel, std::span<std::byte> buffer) {
   const std::lock_guard lock(mutex_);
-  Stream& stream = stream_to_post(peer, channel);
-  if (buffer.size() > INT_MAX)
-    throw Error(ErrorKind::kInternal, "a message of " + std::to_string(buffer.size()) + " bytes by MPI");
+  Stream& stream = stream_to_post(peer, channel, buffer.size());
+  return post({State::kPending, false, peer, channel, stream.received + 1, buffer.size()}, stream.received,
+              [&](multiring_mpi_request& request, Reason& why) {
+                return mpi_.receive(session_->group(), buffer.data(), buffer.size(),
+                                    options_.members[static_cast<std::size_t>(peer)], tag_ + channel,
+                                    &request, why.data(), why.size());
+              });
+}
+
+template <class Call>
+MpiNetwork::Ticket MpiNetwork::post(Message message, std::uint64_t& counter, const Call& call) {
   Reason why{};
   multiring_mpi_request request{};
-  if (mpi_.receive(session_->group(), buffer.data(), buffer.size(),
-                   options_.members[static_cast<std::size_t>(peer)], tag_ + channel, &request, why.data(),
-                   why.size()) != 0)
+  const bool vain = is_vain(message);
+  if (vain)
+    message.state = State::kLost;
+  else if (call(request, why) != 0)
     throw_failed(why.data());
-  return add({State::kPending, false, peer, channel, ++stream.received, buffer.size()}, request);
+  ++counter;
+  const Ticket ticket = next_ticket_++;
+  messages_.emplace(ticket, message);
+  if (!vain) own(request, ticket);
+  return ticket;
 }
 
 WaitResult MpiNetwork::wait(std::span<const Ticket> tickets, const Waiting& waiting) {
@@ -170,6 +188,7 @@ WaitResult MpiNetwork::wait(std::span<const Ticket> tickets, const Waiting& wait
   for (;;) {
     {
       const std::lock_guard lock(mutex_);
+      require_usable();
       if (mpi_.simulated != 0)
         await(tickets);
       else
@@ -295,7 +314,7 @@ void MpiNetwork::advance() {
 }
 
 void MpiNetwork::finish(Ticket owner, const multiring_mpi_completion& completion) {
-  if (owner == kForgotten) return;
+  if (owner == kForgotten || owner == kCancelled) return;
   if (owner != kHearing) return finish_message(owner, completion);
   if (left_) return;  // cancelled
   const ControlMessage message = *heard_;
@@ -345,14 +364,9 @@ void MpiNetwork::heard(const ControlMessage& message) {
 
 /// What the end of a peer means for what is pending: messages that it posted still pass.
 void MpiNetwork::settle(int rank) {
-  const Peer& other = peer(rank);
-  for (auto& [ticket, message] : messages_) {
-    if (message.peer != rank || message.state != State::kPending) continue;
-    const auto channel = static_cast<std::size_t>(message.channel);
-    const std::uint64_t posted =
-        message.is_send ? other.posted.received[channel] : other.posted.sent[channel];
-    if (other.lost || message.sequence > posted) message.state = State::kLost;
-  }
+  for (auto& [ticket, message] : messages_)
+    if (message.peer == rank && message.state == State::kPending && is_vain(message))
+      message.state = State::kLost;
 }
 
 void MpiNetwork::tell(int rank, const ControlMessage& message) {
@@ -396,9 +410,17 @@ bool MpiNetwork::aborted(AbortRecord* record) const {
 }
 
 void MpiNetwork::leave() {
+  std::vector<StreamCounts> counts;
+  {
+    const std::lock_guard lock(mutex_);
+    if (left_) return;
+    left_ = true;
+    if (!usable()) return;
+    counts = posted_counts();
+    if (mpi_.simulated == 0) cancel_receives();  // there nothing is cancelled, and time would not pass
+  }
+  await_cancellations();
   const std::lock_guard lock(mutex_);
-  if (left_) return;
-  left_ = true;
   if (!usable()) return;
   for (int other = 0; other < size(); ++other) {
     const Peer& each = peer(other);
@@ -406,21 +428,27 @@ void MpiNetwork::leave() {
     ControlMessage message;
     message.type = ControlMessage::Type::kGoodbye;
     message.rank = options_.rank;
-    for (std::size_t channel = 0; channel < kMpiChannels; ++channel) {
-      message.counts.sent[channel] = each.streams[channel].sent;
-      message.counts.received[channel] = each.streams[channel].received;
-    }
+    message.counts = counts[static_cast<std::size_t>(other)];
     tell(other, message);
   }
-  if (mpi_.simulated != 0) return;  // where nothing is cancelled, and time would not pass
-  cancel_receives();
-  try {
-    const Deadline deadline = Deadline::after(kEndSeconds);
-    Pauses pauses;
-    for (advance(); !requests_.empty() && !deadline.expired(); advance()) pauses.pause();
-  } catch (const Error&) {
-    return;  // MPI fails: there is nothing to wait for
+}
+
+/// What peers may count on: all that was sent, and the receives that are not about to be cancelled.
+std::vector<StreamCounts> MpiNetwork::posted_counts() const {
+  std::vector<StreamCounts> counts(peers_.size());
+  for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
+    for (std::size_t channel = 0; channel < kMpiChannels; ++channel) {
+      counts[rank].sent[channel] = peers_[rank].streams[channel].sent;
+      counts[rank].received[channel] = peers_[rank].streams[channel].received;
+    }
   }
+  for (const auto& [ticket, message] : messages_) {
+    if (message.is_send || message.state == State::kDone) continue;
+    std::uint64_t& received =
+        counts[static_cast<std::size_t>(message.peer)].received[static_cast<std::size_t>(message.channel)];
+    received = std::min(received, message.sequence - 1);
+  }
+  return counts;
 }
 
 void MpiNetwork::cancel_receives() {
@@ -428,8 +456,22 @@ void MpiNetwork::cancel_receives() {
     const auto found = messages_.find(owners_[index]);
     const bool receives = owners_[index] == kHearing || (found != messages_.end() && !found->second.is_send);
     if (!receives) continue;
-    owners_[index] = kForgotten;
+    if (found != messages_.end()) found->second.state = State::kLost;
+    owners_[index] = kCancelled;
     mpi_.cancel(&requests_[index]);
+  }
+}
+
+void MpiNetwork::await_cancellations() {
+  const Deadline deadline = Deadline::after(kEndSeconds);
+  for (Pauses pauses; !deadline.expired(); pauses.pause()) {
+    const std::lock_guard lock(mutex_);
+    try {
+      advance();
+    } catch (const Error&) {
+      return;  // MPI fails: there is nothing to wait for
+    }
+    if (!usable() || std::ranges::find(owners_, kCancelled) == owners_.end()) return;
   }
 }
 

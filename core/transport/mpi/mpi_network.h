@@ -86,13 +86,18 @@ class MULTIRING_API MpiNetwork final : public Network {
   // Owners of requests that are no message's.
   static constexpr Ticket kHearing = 0;             // the receive for control messages
   static constexpr Ticket kForgotten = ~Ticket{0};  // of what was given up, or told to a peer
+  static constexpr Ticket kCancelled = kForgotten - 1;
+  using Reason = std::array<char, 1024>;
 
   Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
   std::string named(int rank) const;
-  Stream& stream_to_post(int peer, int channel);
-  Ticket add(Message message, const multiring_mpi_request& request);
+  Stream& stream_to_post(int peer, int channel, std::size_t bytes);
+  template <class Call>
+  Ticket post(Message message, std::uint64_t& counter, const Call& call);
+  bool is_vain(const Message& message) const;
   void own(const multiring_mpi_request& request, Ticket owner);
   bool usable() const;
+  void require_usable() const;
   // Under the lock.
   void advance();
   void await(std::span<const Ticket> tickets);
@@ -103,7 +108,9 @@ class MULTIRING_API MpiNetwork final : public Network {
   void settle(int peer);
   bool judge(std::span<const Ticket> tickets, WaitResult* result);
   void tell(int peer, const ControlMessage& message);
+  std::vector<StreamCounts> posted_counts() const;
   void cancel_receives();
+  void await_cancellations();
   void spread_abort(const AbortRecord& record, int from);
   [[noreturn]] void throw_failed(const char* why) const;
 

@@ -18,6 +18,12 @@ using Reason = std::array<char, 1024>;
 constexpr int kBroadcastTag = 0;
 constexpr std::chrono::microseconds kLook(200);
 
+/// What messages of a broadcast lie in.
+struct Meeting {
+  std::string value;
+  std::vector<multiring_mpi_request> requests;
+};
+
 /// Equal on all ranks, and spread over all numbers (FNV-1a).
 std::uint64_t hash(const std::string& name) {
   std::uint64_t value = 0xcbf29ce484222325ULL;
@@ -68,26 +74,33 @@ int MpiSession::claim_tags(const std::string& name, int count) {
 std::string MpiSession::broadcast(const std::string& value, int root, const Waiting& waiting) {
   if (value.size() > kBroadcastBytes)
     throw Error(ErrorKind::kInternal, "a broadcast of " + std::to_string(value.size()) + " bytes by MPI");
+  auto meeting = std::make_unique<Meeting>();
+  meeting->value = value;
   Reason why{};
-  std::string received(kBroadcastBytes, '\0');
-  std::vector<multiring_mpi_request> requests;
   int failed = 0;
   if (rank() == root) {
-    const multiring_mpi_part part{value.data(), value.size()};
+    const multiring_mpi_part part{meeting->value.data(), meeting->value.size()};
     for (int peer = 0; peer < size() && failed == 0; ++peer)
       if (peer != root)
-        failed = functions_.send(group_, &part, 1, peer, kBroadcastTag, &requests.emplace_back(), why.data(),
-                                 why.size());
+        failed = functions_.send(group_, &part, 1, peer, kBroadcastTag, &meeting->requests.emplace_back(),
+                                 why.data(), why.size());
   } else {
-    failed = functions_.receive(group_, received.data(), received.size(), root, kBroadcastTag,
-                                &requests.emplace_back(), why.data(), why.size());
+    meeting->value.assign(kBroadcastBytes, '\0');
+    failed = functions_.receive(group_, meeting->value.data(), kBroadcastBytes, root, kBroadcastTag,
+                                &meeting->requests.emplace_back(), why.data(), why.size());
   }
-  if (failed != 0) throw Error(ErrorKind::kInternal, std::string("MPI failed: ") + why.data());
-  std::vector<std::size_t> bytes(requests.size());
-  complete(requests, bytes, waiting);
-  if (rank() == root) return value;
-  received.resize(bytes[0]);
-  return received;
+  if (failed != 0) meeting->requests.pop_back();
+  std::vector<std::size_t> bytes(meeting->requests.size());
+  try {
+    if (failed != 0) throw Error(ErrorKind::kInternal, std::string("MPI failed: ") + why.data());
+    complete(meeting->requests, bytes, waiting);
+  } catch (...) {
+    // MPI may still write to it.
+    static_cast<void>(meeting.release());
+    throw;
+  }
+  if (rank() != root) meeting->value.resize(bytes[0]);
+  return meeting->value;
 }
 
 void MpiSession::complete(std::span<multiring_mpi_request> requests, std::span<std::size_t> bytes,
@@ -102,6 +115,8 @@ void MpiSession::complete(std::span<multiring_mpi_request> requests, std::span<s
       throw Error(ErrorKind::kInternal, std::string("MPI failed: ") + why.data());
     for (int place = 0; place < count; ++place) {
       const multiring_mpi_completion& each = done[static_cast<std::size_t>(place)];
+      if (each.outcome != MULTIRING_MPI_DONE)
+        throw Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) + ": MPI failed in init");
       bytes[static_cast<std::size_t>(each.index)] = each.bytes;
       --left;
     }

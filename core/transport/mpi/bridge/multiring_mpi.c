@@ -52,6 +52,9 @@ static int start_mpi(char* why, size_t why_bytes) {
     const int code = MPI_Init_thread(NULL, NULL, MPI_THREAD_MULTIPLE, &provided);
     if (code != MPI_SUCCESS) return fail(code, "MPI_Init_thread", why, why_bytes);
     initialized_here = 1;
+    /* Errors of calls that belong to no communicator end the process otherwise. */
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    MPI_Comm_set_errhandler(MPI_COMM_SELF, MPI_ERRORS_RETURN);
   }
 #ifndef MULTIRING_MPI_SIMULATED
   if (provided < MPI_THREAD_MULTIPLE) {
@@ -174,34 +177,46 @@ struct scratch {
   int* indices;
 };
 
-static int test_some(struct scratch* scratch, multiring_mpi_request* handles, int count, int block,
+static void complete(const MPI_Status* status, int outcome, int index,
+                     struct multiring_mpi_completion* done) {
+  int bytes = 0;
+  done->index = index;
+  done->outcome = outcome;
+  done->source = status->MPI_SOURCE;
+  if (outcome == MULTIRING_MPI_DONE) MPI_Get_count(status, MPI_BYTE, &bytes);
+  done->bytes = bytes == MPI_UNDEFINED ? 0 : (size_t)bytes;
+}
+
+/* One after the other: errors go to the communicator of the request, whoever has initialised MPI. */
+static void test_each(multiring_mpi_request* handles, int count, int block,
+                      struct multiring_mpi_completion* done, int* done_count) {
+  for (int index = 0; index < count; ++index) {
+    MPI_Request request = from_handle(&handles[index]);
+    MPI_Status status;
+    int flag = 1;
+    if (request == MPI_REQUEST_NULL) continue;
+    const int code = block ? MPI_Wait(&request, &status) : MPI_Test(&request, &flag, &status);
+    to_handle(request, &handles[index]);
+    if (code == MPI_SUCCESS && !flag) continue;
+    complete(&status, outcome_of(code), index, &done[(*done_count)++]);
+    if (code != MPI_SUCCESS) to_handle(MPI_REQUEST_NULL, &handles[index]);
+  }
+}
+
+static int test_some(struct scratch* scratch, multiring_mpi_request* handles, int count,
                      struct multiring_mpi_completion* done, int* done_count, char* why, size_t why_bytes) {
   int found = 0;
   for (int index = 0; index < count; ++index) scratch->requests[index] = from_handle(&handles[index]);
-#ifdef MULTIRING_MPI_SIMULATED
-  /* One request, for which nothing but this works (SimGrid 3.32). */
-  const int code = block ? MPI_Wait(&scratch->requests[0], &scratch->statuses[0]) : MPI_SUCCESS;
-  scratch->indices[0] = 0;
-  found = block;
-#else
-  const int code = (block ? MPI_Waitsome : MPI_Testsome)(count, scratch->requests, &found, scratch->indices,
-                                                         scratch->statuses);
-#endif
+  const int code = MPI_Testsome(count, scratch->requests, &found, scratch->indices, scratch->statuses);
   for (int index = 0; index < count; ++index) to_handle(scratch->requests[index], &handles[index]);
-  if (code != MPI_SUCCESS && outcome_of(code) != MULTIRING_MPI_TRUNCATED) {
-    int kind = MPI_SUCCESS;
-    MPI_Error_class(code, &kind);
-    if (kind != MPI_ERR_IN_STATUS) return fail(code, "MPI_Testsome", why, why_bytes);
-  }
+  int kind = MPI_SUCCESS;
+  if (code != MPI_SUCCESS) MPI_Error_class(code, &kind);
+  if (code != MPI_SUCCESS && kind != MPI_ERR_IN_STATUS) return fail(code, "MPI_Testsome", why, why_bytes);
   *done_count = found == MPI_UNDEFINED ? 0 : found;
   for (int place = 0; place < *done_count; ++place) {
-    MPI_Status* const status = &scratch->statuses[place];
-    int bytes = 0;
-    done[place].index = scratch->indices[place];
-    done[place].outcome = code == MPI_SUCCESS ? MULTIRING_MPI_DONE : outcome_of(status->MPI_ERROR);
-    done[place].source = status->MPI_SOURCE;
-    if (done[place].outcome == MULTIRING_MPI_DONE) MPI_Get_count(status, MPI_BYTE, &bytes);
-    done[place].bytes = bytes == MPI_UNDEFINED ? 0 : (size_t)bytes;
+    const MPI_Status* const status = &scratch->statuses[place];
+    const int outcome = code == MPI_SUCCESS ? MULTIRING_MPI_DONE : outcome_of(status->MPI_ERROR);
+    complete(status, outcome, scratch->indices[place], &done[place]);
   }
   return 0;
 }
@@ -214,14 +229,18 @@ static int bridge_test(multiring_mpi_request* handles, int count, int block,
   int indices[kUsual];
   struct scratch scratch = {requests, statuses, indices};
   *done_count = 0;
-  if (count <= kUsual) return test_some(&scratch, handles, count, block, done, done_count, why, why_bytes);
+  if (block || !initialized_here) {
+    test_each(handles, count, block, done, done_count);
+    return 0;
+  }
+  if (count <= kUsual) return test_some(&scratch, handles, count, done, done_count, why, why_bytes);
   const size_t many = (size_t)count;
   scratch.requests = malloc(many * sizeof *requests);
   scratch.statuses = malloc(many * sizeof *statuses);
   scratch.indices = malloc(many * sizeof *indices);
   int code = 1;
   if (scratch.requests != NULL && scratch.statuses != NULL && scratch.indices != NULL)
-    code = test_some(&scratch, handles, count, block, done, done_count, why, why_bytes);
+    code = test_some(&scratch, handles, count, done, done_count, why, why_bytes);
   else
     snprintf(why, why_bytes, "out of memory for %d messages", count);
   free(scratch.requests);

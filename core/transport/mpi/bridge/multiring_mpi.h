@@ -45,7 +45,7 @@ struct multiring_mpi_completion {
  * any thread at any time in between. No message is longer than INT_MAX bytes. */
 struct multiring_mpi {
   int version;
-  /* Whether all is simulated: `test` has to block, and gets one request only. */
+  /* Whether all is simulated: `test` has to block then. */
   int simulated;
   /* Initialises MPI unless that is done, and duplicates `communicator` (an MPI_Comm*; null: MPI_COMM_WORLD).
    * Collective. */
@@ -65,7 +65,7 @@ struct multiring_mpi {
   /* `source` -1: any rank. */
   int (*receive)(struct multiring_mpi_group* group, void* data, size_t bytes, int source, int tag,
                  multiring_mpi_request* request, char* why, size_t why_bytes);
-  /* Looks which of the requests are done, or, if `block`, waits until some are. Those are used up and turn
+  /* Looks which of the requests are done, or, if `block`, waits until all are. Those are used up and turn
    * into null requests, which may be passed again. */
   int (*test)(multiring_mpi_request* requests, int count, int block, struct multiring_mpi_completion* done,
               int* done_count, char* why, size_t why_bytes);
