@@ -95,13 +95,14 @@ def await_running(ranks: Ranks) -> None:
     time.sleep(0.2)  # somewhere in the middle
 
 
-def assert_lost(process: subprocess.Popen[str], lost: Sequence[str], since: float, within: float) -> None:
-    """The rank has told of one of those, `RANK on HOST`."""
+def assert_lost(process: subprocess.Popen[str], lost: Sequence[str], since: float, within: float) -> str:
+    """The rank has told of one of those, `RANK on HOST`; how."""
     output, errors = process.communicate(timeout=60)
     kind, message, at = json.loads(output or "[]") or ("", errors, 0.0)
     assert kind == "PeerLostError", message
     assert any(f"lost rank {one} (process " in message for one in lost), message
     assert at - since < within
+    return str(message)
 
 
 @pytest.mark.parametrize("layout", [[2, 2], [2, 1, 2]])
@@ -120,7 +121,8 @@ def test_a_host_that_vanishes_is_lost_on_every_rank(
     elsewhere = [name for name in names if name not in here]
     for ranks in jobs:
         for name, process in zip(names, ranks, strict=True):
-            assert_lost(process, elsewhere if name in here else here, cut, SECONDS)
+            message = assert_lost(process, elsewhere if name in here else here, cut, SECONDS)
+            assert "or its host cannot be reached any more" in message
 
 
 def host_of_each(layout: Sequence[int]) -> list[int]:
