@@ -56,17 +56,22 @@ def pretend_hosts() -> None:
 
     Neighbours are on different ones.
     """
-    rank, size = int(os.environ["MULTIRING_RANK"]), int(os.environ["MULTIRING_SIZE"])
+    size = int(os.environ["MULTIRING_SIZE"])
     hosts = min(int(os.environ.get(HOSTS, "1")), size)
-    if hosts == 1:
-        return
-    host = rank % hosts
+    if hosts > 1:
+        pretend_places([rank % hosts for rank in range(size)])
+
+
+def pretend_places(places: Sequence[int]) -> None:
+    """Let this rank of a job on one host take every rank to be on the host of that number."""
+    rank = int(os.environ["MULTIRING_RANK"])
+    host = places[rank]
     os.environ |= {
         "MULTIRING_HOST": f"host{host}",
-        "MULTIRING_LOCAL_RANK": str(rank // hosts),
-        "MULTIRING_LOCAL_SIZE": str(len(range(host, size, hosts))),
+        "MULTIRING_LOCAL_RANK": str(places[:rank].count(host)),
+        "MULTIRING_LOCAL_SIZE": str(places.count(host)),
         "MULTIRING_CROSS_RANK": str(host),
-        "MULTIRING_CROSS_SIZE": str(hosts),
+        "MULTIRING_CROSS_SIZE": str(len(set(places))),
     }
 
 

@@ -171,12 +171,14 @@ void Exchange::throw_timeout(const Call& call) const {
 }
 
 void Exchange::throw_lost(const Call& call, int peer, bool left) const {
+  std::string died = "its process has died (killed, crashed or out of memory)";
+  if (transport_.host(peer) != transport_.host(rank())) died += ", or its host cannot be reached any more";
   throw Error(ErrorKind::kPeerLost,
               where(call) + ", lost rank " + std::to_string(peer) + " on " + transport_.host(peer) +
                   " (process " + std::to_string(transport_.process_id(peer)) + "): " +
                   (left ? "it has shut down or exited while others still needed it (had it fewer batches "
                           "than the others?)"
-                        : "its process has died (killed, crashed or out of memory)") +
+                        : died) +
                   ". It was last in " + doing(peer) + ". Look at that rank's output.",
               context(call, peer));
 }

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -22,12 +23,14 @@
 namespace multiring {
 namespace {
 
+using testing::all_links;
 using testing::Buffer;
 using testing::kSlowness;
 using testing::Latch;
 using testing::pattern;
 using testing::receive;
 using testing::send;
+using testing::tcp_options;
 using testing::TcpGroup;
 using testing::wait_in_vain;
 using testing::wait_seconds;
@@ -80,6 +83,34 @@ TEST(TcpHeartbeat, FindsAHostThatVanished) {
       EXPECT_GT(seconds_between(start, Clock::now()), 0.9);
       EXPECT_LT(seconds_between(start, Clock::now()), 4.0 * kSlowness);
     });
+  });
+  if (!made) GTEST_SKIP() << "a network namespace of its own cannot be made (needs CAP_SYS_ADMIN)";
+}
+
+// Not each of its networks once more.
+TEST(TcpHeartbeat, AHostThatVanishedDelaysWhoLeavesOnce) {
+  constexpr double kHeartbeat = 2.0;
+  const bool made = in_own_network([] {
+    InprocStore store;
+    std::vector<std::unique_ptr<TcpNetwork>> networks;
+    for (const char* job : {"first", "second", "third"}) {
+      for (int rank = 0; rank < 2; ++rank) {
+        TcpOptions options = tcp_options(rank, 2);
+        options.heartbeat = kHeartbeat;
+        options.job = job;
+        networks.push_back(std::make_unique<TcpNetwork>(store, options));
+      }
+      TcpNetwork& one = *networks.back();
+      TcpNetwork& zero = **(networks.end() - 2);
+      std::thread other([&] { one.connect(all_links(one), wait_seconds(20)); });
+      zero.connect(all_links(zero), wait_seconds(20));
+      other.join();
+    }
+    ASSERT_TRUE(set_loopback(false));
+    const auto start = Clock::now();
+    for (const auto& network : networks) network->leave();
+    networks.clear();
+    EXPECT_LT(seconds_between(start, Clock::now()), 2 * kHeartbeat * kSlowness);
   });
   if (!made) GTEST_SKIP() << "a network namespace of its own cannot be made (needs CAP_SYS_ADMIN)";
 }

@@ -74,6 +74,40 @@ TEST(TcpStrangers, AThousandOfThemLeaveNothing) {
   EXPECT_EQ(open_descriptors(), before);
 }
 
+// The others are connecting all the while: the last rank comes when a thousand strangers have been there.
+TEST(TcpStrangers, AThousandThatHangUpWhileRanksConnect) {
+  const int before = open_descriptors();
+  {
+    TcpGroup group(3, 2, 2);
+    Latch gone(1);
+    group.run_unconnected([&](TcpNetwork& network) {
+      std::thread strangers;
+      if (network.rank() == 0) {
+        strangers = std::thread([&] {
+          for (int i = 0; i < 1000; ++i) {
+            RawPeer stranger(network);
+            if (i % 3 == 1) stranger.say("MRCPHLO");
+            if (i % 3 == 2) stranger.reset();
+          }
+          gone.count_down();
+        });
+      }
+      if (network.rank() == 2) gone.wait();
+      network.connect(all_links(network), wait_seconds(40));
+      if (strangers.joinable()) strangers.join();
+      progress_until(network,
+                     [&] { return network.strangers().total() == (network.rank() == 0 ? 1000 : 0); });
+      const Buffer sent = pattern(100000, static_cast<unsigned>(network.rank()));
+      Buffer got(sent.size());
+      const Tickets tickets = {send(network, (network.rank() + 1) % 3, 1, sent),
+                               receive(network, (network.rank() + 2) % 3, 1, got)};
+      ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+      EXPECT_TRUE(got == pattern(got.size(), static_cast<unsigned>(network.rank() + 2) % 3));
+    });
+  }
+  EXPECT_EQ(open_descriptors(), before);
+}
+
 TEST(TcpStrangers, SlowOnesAreHungUpOn) {
   InprocStore store;
   TcpOptions options = tcp_options(0, 2);

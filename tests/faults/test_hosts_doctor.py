@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from multiring.models.bench.emulated_hosts import EmulatedHosts, why_not
-from tests.faults.test_remote_launch import search_path, serve_ssh
+from tests.faults.test_remote_launch import search_path, serve_ssh, shell_of
 from tests.support import REPOSITORY, Job
 
 # Far below what the machine passes, so that the limit alone decides what is measured.
@@ -29,18 +29,12 @@ def three() -> Iterator[EmulatedHosts]:
         yield hosts
 
 
-def nsenter(hosts: EmulatedHosts) -> str:
-    """What runs a command on a host as ssh does, without encryption and users."""
-    ids = ",".join(map(str, hosts.process_ids))
-    return f"env EMULATED_HOSTS={ids} {sys.executable} -m multiring.models.bench.emulated_start shell"
-
-
 def doctor(
     hosts: EmulatedHosts, *words: str, places: str = "", ssh: str = "", env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs it on the first host, by default with one rank on each."""
     places = places or ",".join(map(hosts.address, range(hosts.count)))
-    command = [sys.executable, "-m", "multiring", "doctor", "-H", places, "--ssh", ssh or nsenter(hosts)]
+    command = [sys.executable, "-m", "multiring", "doctor", "-H", places, "--ssh", ssh or shell_of(hosts)]
     with Job(lambda root: hosts.command(0, [*command, *words]), env, cwd=REPOSITORY) as job:
         done = job.finish()
         job.assert_nothing_left()
@@ -186,7 +180,7 @@ def test_an_interface_that_leads_nowhere_is_named_and_can_be_left_out() -> None:
 
 def test_a_name_that_only_ssh_knows_needs_an_address(hosts: EmulatedHosts, tmp_path: Path) -> None:
     shell = tmp_path / "ssh"  # with names as in ~/.ssh/config
-    shell.write_text(f'#!/bin/sh\nshift\nexec {nsenter(hosts)} {hosts.address(1)} "$@"\n')
+    shell.write_text(f'#!/bin/sh\nshift\nexec {shell_of(hosts)} {hosts.address(1)} "$@"\n')
     shell.chmod(0o755)
     done = doctor(hosts, places="node1", ssh=str(shell))
     assert done.returncode == 1

@@ -15,7 +15,7 @@ import multiring
 from multiring import Communicator, MultiringError, PeerLostError
 from tests.faults.interrupts import interrupt_inside, tell
 from tests.nursery import Nursery
-from tests.support import open_descriptors, start_job
+from tests.support import HOSTS, open_descriptors, pretend_hosts, start_job
 
 Holdings = dict[str, list[str]]
 
@@ -71,6 +71,35 @@ def test_a_hundred_generations(nursery: Nursery, tmp_path: Path) -> None:
         assert after == before
     assert list(tmp_path.iterdir()) == []
     assert {name for name in os.listdir("/dev/shm") if name not in shared and "multiring" in name} == set()
+
+
+def jobs_of_two_hosts(rank: int, jobs: int, count: int) -> tuple[Holdings, Holdings, int]:
+    """What there is after some of them and at the end, and by how many KiB the memory in use has grown."""
+    pretend_hosts()
+    for number in range(jobs):
+        comm = multiring.init()
+        assert comm.allreduce(np.ones(count, np.float32))[0] == comm.size
+        multiring.shutdown()
+        del comm
+        if number == jobs // 10:
+            before, resident = holdings(), resident_kib()
+    return before, holdings(), resident_kib() - resident
+
+
+def resident_kib() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") // 1024
+
+
+# Small ones; and such with a plan, which connects a network of its own (between two ranks there is none).
+@pytest.mark.parametrize(("size", "jobs", "count"), [(2, 1000, 3), (3, 100, 25_001)])
+def test_a_thousand_connects_between_hosts(nursery: Nursery, size: int, jobs: int, count: int) -> None:
+    outcomes = nursery.run(size, jobs_of_two_hosts, jobs, count, init=False, env={HOSTS: "2"}, timeout=120.0)
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.trace
+        before, after, grown = outcome.value
+        assert after == before
+        assert grown < 2048
 
 
 def without_shutdown(rank: int) -> tuple[Holdings, Holdings]:

@@ -54,9 +54,7 @@ def ssh(
 ) -> Iterator[str]:
     """What runs a command on a host."""
     if request.param == "nsenter":
-        # As ssh does it, without encryption and users.
-        ids = ",".join(map(str, hosts.process_ids))
-        yield f"env EMULATED_HOSTS={ids} {sys.executable} -m multiring.models.bench.emulated_start shell"
+        yield shell_of(hosts)
         return
     unpacked = REPOSITORY / "build/openssh"  # by ci/fetch_sshd.sh
     sshd = shutil.which("sshd", path=f"/usr/sbin:{unpacked / 'usr/sbin'}")
@@ -67,6 +65,12 @@ def ssh(
     monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(map(str, libraries)))
     with ExitStack() as daemons:
         yield serve_ssh(hosts, sshd, tmp_path / "ssh", daemons)
+
+
+def shell_of(hosts: EmulatedHosts) -> str:
+    """What runs a command on a host as ssh does it, without encryption and users."""
+    ids = ",".join(map(str, hosts.process_ids))
+    return f"env EMULATED_HOSTS={ids} {sys.executable} -m multiring.models.bench.emulated_start shell"
 
 
 def search_path(unpacked: Path) -> str:

@@ -221,6 +221,7 @@ bool TcpNetwork::aborted(AbortRecord* record) const {
 void TcpNetwork::leave() {
   const std::lock_guard lock(mutex_);
   if (std::exchange(left_, true)) return;
+  delivery_ = Deadline::after(options_.heartbeat);
   door_.stop_listening();
   door_.forget_calls();
   const std::vector<std::byte> goodbye = encode_goodbye();
@@ -251,10 +252,9 @@ void TcpNetwork::await_delivery() {
         if (link && !abort_) links.push_back(link.get());  // after an abort nobody reads messages
   }
   for (TcpLink* link : links) link->end_output();
-  const Deadline limit = Deadline::after(options_.heartbeat);
   while (true) {
     std::erase_if(links, [](TcpLink* link) { return link->delivered(); });
-    if (links.empty() || limit.expired()) return;
+    if (links.empty() || delivery_.expired()) return;
     ::poll(nullptr, 0, 1);
   }
 }

@@ -66,7 +66,8 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
  public:
   /// Listens, and publishes the addresses in the store, which has to outlive the network. Waits for nobody.
   TcpNetwork(Store& store, const TcpOptions& options);
-  /// After `leave` it waits for a heartbeat at most until peers have what was sent to them.
+  /// Waits until peers have what was sent to them, until a heartbeat after `leave` at most: a rank leaves all
+  /// its networks and then destroys them, and a host that has vanished is to delay it once.
   ~TcpNetwork() override;
 
   int rank() const override { return options_.rank; }
@@ -163,6 +164,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   std::optional<AbortRecord> abort_;
   std::map<int, Verdict> complaints_;  // what was answered to ranks that called and were refused
   bool left_ = false;
+  Deadline delivery_ = Deadline::never();  // of what was sent before this rank left
 };
 
 }  // namespace multiring::tcp

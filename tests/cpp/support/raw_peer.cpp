@@ -40,6 +40,12 @@ bool RawPeer::is_hung_up() {
   return got == 0 || errno == ECONNRESET;
 }
 
+void RawPeer::reset() {
+  const linger at_once{1, 0};
+  EXPECT_EQ(::setsockopt(socket_.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once), 0);
+  hang_up();
+}
+
 void RawPeer::cut_off() {
   sock_filter nothing = BPF_STMT(BPF_RET | BPF_K, 0);
   const sock_fprog program = {1, &nothing};

@@ -24,6 +24,8 @@ class RawPeer {
   /// Whether the other end hangs up, whatever it says before; waits for it.
   bool is_hung_up();
   void hang_up() { socket_.reset(); }
+  /// The same without a goodbye of the kernel.
+  void reset();
   /// From now on nothing arrives, as if the way here were broken: the kernel does not answer either.
   void cut_off();
 
