@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "It is a job itself: start it on the hosts, and with as many ranks on each, as the jobs that are to\n"
         "use what it finds. Nothing else should be running there.\n\n"
-        "  multiring run -H node0:4,node1:4 multiring tune\n"
+        "  multiring run -H node0:4,node1:4 -m multiring tune\n"
         "  MULTIRING_TUNING=~/.cache/multiring/tuning-2x4.json multiring run -H node0:4,node1:4 train.py"
     )
     parser.add_argument(
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=60.0,
         metavar="S",
-        help="time for all sizes together; of slow networks the largest sizes are left out [60]",
+        help="time for all sizes together, about; of slow networks the largest sizes are left out [60]",
     )
 
 
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
     if launch_environment.detect().launcher == "none":
         raise UsageError(
             "`multiring tune` measures as a job on the hosts it is for: "
-            "multiring run -H node0:4,node1:4 multiring tune"
+            "multiring run -H node0:4,node1:4 -m multiring tune"
         )
     if mode := config.load().mode:
         raise UsageError(f"MULTIRING_MODE={mode} leaves nothing to choose: unset it for `multiring tune`")
@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
         if comm.cross_size == 1:
             raise UsageError(
                 f"all {comm.size} ranks are on one host, where no plan is used: "
-                "multiring run -H node0:4,node1:4 multiring tune"
+                "multiring run -H node0:4,node1:4 -m multiring tune"
             )
         _tune(comm, args)
         return 0

@@ -81,7 +81,8 @@ def measure(
     Args:
         comm: The world, without a forced mode.
         sizes: Bytes, multiples of 4.
-        seconds: For all sizes together. The largest are left out where the others have taken longer.
+        seconds: For all sizes together, about. The largest are left out where the others have taken longer;
+            the first is measured in any case.
         report: Called with what to tell the user.
     """
     ways = candidates(ranks_of_hosts(comm._core.hosts))
@@ -90,7 +91,7 @@ def measure(
     try:
         for number, nbytes in enumerate(sizes):
             left = comm.broadcast_object(seconds - (time.perf_counter() - began))
-            if left <= 0:
+            if found and left <= 0:
                 report(f"{size_text(nbytes)} and more: left out, for the {seconds:g} s are over (--seconds)")
                 break
             share = left / (len(sizes) - number)
@@ -104,7 +105,7 @@ def measure(
             plan = next(each for each in here if each.way == Way(AUTO))
             ways = [each.way for each in here if not each.way.segment and not _is_hopeless(each, plan)]
             best = min(here, key=lambda each: each.seconds)
-            report(f"{size_text(nbytes)}: {best.way} takes {seconds_text(best.seconds)}")
+            report(f"{size_text(nbytes)}: {best.way} is quickest, {seconds_text(best.seconds)}")
     finally:
         if not comm.is_broken:
             comm._core.follow("")
