@@ -37,6 +37,7 @@ _SEGMENTS = (32 * 1024, 64 * 1024)
 _TURN_SECONDS = 0.004
 _MOST_CALLS = 16
 _LEAST_TURNS, _MOST_TURNS = 3, 25
+_UNMEASURED_TURNS = 2
 
 
 @dataclass(frozen=True)
@@ -81,18 +82,19 @@ def measure(
     Args:
         comm: The world, without a forced mode.
         sizes: Bytes, multiples of 4.
-        seconds: For all sizes together, about. The largest are left out where the others have taken longer;
-            the first is measured in any case.
+        seconds: For all sizes together, about. The largest are left out where they would take longer; the
+            first is measured in any case.
         report: Called with what to tell the user.
     """
     ways = candidates(ranks_of_hosts(comm._core.hosts))
     began = time.perf_counter()
     found: list[Measured] = []
+    least_per_byte = 0.0  # of the next size, in seconds, if its bytes pass no quicker
     try:
         for number, nbytes in enumerate(sizes):
             left = comm.broadcast_object(seconds - (time.perf_counter() - began))
-            if found and left <= 0:
-                report(f"{size_text(nbytes)} and more: left out, for the {seconds:g} s are over (--seconds)")
+            if found and left < least_per_byte * nbytes:
+                report(f"{size_text(nbytes)} and more: left out, as that takes over --seconds {seconds:g}")
                 break
             share = left / (len(sizes) - number)
             here = _measure_size(comm, nbytes, ways, share)
@@ -103,7 +105,9 @@ def measure(
                 here = [*(each for each in here if each.way != best.way), *again]
             found += here
             plan = next(each for each in here if each.way == Way(AUTO))
-            ways = [each.way for each in here if not each.way.segment and not _is_hopeless(each, plan)]
+            kept = [each for each in here if not each.way.segment and not _is_hopeless(each, plan)]
+            ways = [each.way for each in kept]
+            least_per_byte = sum(each.seconds for each in kept) * (_UNMEASURED_TURNS + _LEAST_TURNS) / nbytes
             best = min(here, key=lambda each: each.seconds)
             report(f"{size_text(nbytes)}: {best.way} is quickest, {seconds_text(best.seconds)}")
     finally:
