@@ -151,6 +151,9 @@ void bind_communicator(py::module_& module) {
       .def_property_readonly(
           "wire", [](const Communicator& self) { return self.options().wire; },
           "As what float32 crosses from host to host where an allreduce does not say.")
+      .def_property_readonly(
+          "tuning", [](const Communicator& self) { return self.options().tuning; },
+          "What was given to choose ways by size; it may be of another cluster.")
       .def_property_readonly("is_broken", py::cpp_function(&Communicator::is_broken, Released()))
       .def("allreduce", &run_allreduce, py::arg("x"), py::arg("out"), py::arg("op"), py::arg("name"),
            py::arg("prescale"), py::arg("postscale"), py::arg("timeout"), py::arg("wire"),
@@ -186,6 +189,8 @@ void bind_communicator(py::module_& module) {
           py::arg("color"), py::arg("key"), py::arg("timeout"))
       .def("symmetric_empty", &symmetric_empty, py::arg("shape"), py::arg("dtype"), py::arg("timeout"))
       .def("symmetric_peer", &symmetric_peer, py::arg("array"), py::arg("rank"))
+      .def("follow", &Communicator::follow, py::arg("tuning"), Released(),
+           "Allreduces from here on go as a tuning says; called between the same operations on all ranks.")
       .def("abort", &Communicator::abort, py::arg("message"), Released())
       .def(
           "abandon",

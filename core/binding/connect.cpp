@@ -27,6 +27,7 @@ struct WorldOptions {
   std::size_t staging_bytes = SharedTransportOptions{}.staging_bytes;
   double spin_microseconds = -1.0;
   std::string mode;
+  std::string tuning;
   std::shared_ptr<MpiSession> mpi;
   Wire wire = CommunicatorOptions{}.wire;
   double timeout = CommunicatorOptions{}.timeout;
@@ -87,10 +88,12 @@ std::shared_ptr<Communicator> connect(const py::object& store, const WorldOption
   address.transport.staging_bytes = options.staging_bytes;
   address.transport.spin_microseconds = options.spin_microseconds;
   address.mode = options.mode;
+  address.tuning = options.tuning;
   address.mpi = options.mpi;
   address.wire = wire_name(options.wire);
   CommunicatorOptions communicator;
   communicator.mode = options.mode;
+  communicator.tuning = options.tuning;
   communicator.wire = options.wire;
   communicator.timeout = options.timeout;
   communicator.stall_warning = options.stall_warning;
@@ -131,6 +134,7 @@ void bind_connect(py::module_& module) {
       .def_readwrite("staging_bytes", &WorldOptions::staging_bytes)
       .def_readwrite("spin_microseconds", &WorldOptions::spin_microseconds)
       .def_readwrite("mode", &WorldOptions::mode)
+      .def_readwrite("tuning", &WorldOptions::tuning)
       .def_readwrite("mpi", &WorldOptions::mpi)
       .def_readwrite("wire", &WorldOptions::wire)
       .def_readwrite("timeout", &WorldOptions::timeout)

@@ -32,9 +32,10 @@ bool planned(Exchange& exchange, const Descriptor& descriptor) {
   const Transport& transport = exchange.transport();
   const std::size_t bytes = descriptor.bytes;
   if (transport.shares_memory()) return false;
-  if (exchange.plans().is_forced()) return bytes > 0;
-  return (exchange.size() > 2 || is_rounded(descriptor.key.wire)) &&
-         bytes > std::min(kPlannedFrom, transport.staging_bytes());
+  const bool rounded = is_rounded(descriptor.key.wire);
+  if (const Way* const way = exchange.plans().way(bytes, rounded); way != nullptr)
+    return bytes > 0 && !way->rounds;
+  return (exchange.size() > 2 || rounded) && bytes > std::min(kPlannedFrom, transport.staging_bytes());
 }
 
 /// In the round after that in which all ranks have been found to ask for the same.

@@ -42,11 +42,13 @@ ClusterAllreduce::ClusterAllreduce(Exchange& exchange, const Call& call,
   waiting_.brief = true;  // all are in the operation
   const bool rounded = is_rounded(operations[0]->descriptor.key.wire);
   if (rounded) rounded_.emplace(carried_, operations[0]->reduction(), exchange.size());
-  divide();
-  const Range last = segment(segments_ - 1);
   PlanCache& plans = exchange.plans();
-  full_ = plans.schedule(exchange.transport(), segment_bytes_ / element_, carried_, rounded);
-  last_ = plans.schedule(exchange.transport(), last.size() / element_, carried_, rounded);
+  const Way* const given = plans.way(bytes_, rounded);
+  const Way way = given != nullptr ? *given : Way{};
+  divide(way.segment);
+  const Range last = segment(segments_ - 1);
+  full_ = plans.schedule(exchange.transport(), segment_bytes_ / element_, carried_, rounded, way.mode);
+  last_ = plans.schedule(exchange.transport(), last.size() / element_, carried_, rounded, way.mode);
   rounds_ = full_->rounds.size();
   flights_.resize(std::min(segments_, rounds_ * kRest + 1));
   const std::size_t place = std::max(full_->bytes, last_->bytes);
@@ -63,10 +65,12 @@ ClusterAllreduce::~ClusterAllreduce() {
     if (!flight.tickets.empty()) hierarchy_.give_up(flight.tickets);
 }
 
-/// Segments of about the same size. Staging memory has to hold one, and a share of the results of another.
-void ClusterAllreduce::divide() {
+/// Segments of about the same size, at most `wanted` unless that is 0. Staging memory has to hold one, and a
+/// share of the results of another.
+void ClusterAllreduce::divide(std::size_t wanted) {
   const std::size_t most = hierarchy_.staging_bytes() / 2 / kCacheLine * kCacheLine;
-  std::size_t bytes = std::clamp(bytes_ / kSegments, std::min(kLeastSegment, most), most);
+  std::size_t bytes = wanted > 0 ? std::clamp(round_up(wanted, kCacheLine), std::min(kCacheLine, most), most)
+                                 : std::clamp(bytes_ / kSegments, std::min(kLeastSegment, most), most);
   const std::size_t count = segment_count(bytes_, bytes);
   bytes = round_up((bytes_ + count - 1) / count, kCacheLine);
   segment_bytes_ = std::min({bytes, most, bytes_});

@@ -55,7 +55,7 @@ class ClusterAllreduce {
   // for, those of the next are on the wire.
   static constexpr std::size_t kRest = 2;
 
-  void divide();
+  void divide(std::size_t wanted);
   void connect();
   Range segment(std::size_t index) const { return segment_range(bytes_, segment_bytes_, index); }
   Flight& flight(std::size_t index) { return flights_[index % flights_.size()]; }

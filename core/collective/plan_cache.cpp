@@ -3,9 +3,6 @@
 namespace multiring {
 namespace {
 
-// Gradients come in the same sizes in every step; whoever has more sizes than this has no such steps.
-constexpr std::size_t kMostSchedules = 256;
-
 // Plans of one channel do not depend on speeds. Messages are striped over interfaces below.
 constexpr Interface kAnyInterface{1e9, 0.0};
 
@@ -23,31 +20,58 @@ Cluster PlanCache::find_cluster(const Transport& transport) {
   return cluster;
 }
 
-Plan PlanCache::plan(std::size_t count, DType dtype, bool rounded) const {
+Plan PlanCache::plan(std::size_t count, DType dtype, bool rounded, const Mode& mode) const {
   PlanOptions options;
   options.count = count;
   options.dtype = dtype;
-  options.mode = mode_;
+  options.mode = mode;
   options.channels = 1;
   options.rounded = rounded;
   return Plan(cluster_, options);
 }
 
+void PlanCache::require_plan(const Mode& mode) const {
+  require_fit(mode, cluster_);
+  plan(1, DType::kFloat32, false, mode);
+}
+
 void PlanCache::force_mode(Mode mode, const Transport& transport) {
   cluster_ = find_cluster(transport);
-  mode_ = std::move(mode);
-  require_fit(mode_, cluster_);
-  plan(1, DType::kFloat32, false);
+  require_plan(mode);
+  forced_.mode = std::move(mode);
+}
+
+void PlanCache::follow(Tuning tuning, const Transport& transport) {
+  cluster_ = find_cluster(transport);
+  tuning_ = {};
+  if (tuning.layout() != layout_text(cluster_)) return;
+  for (const Tuning::SizeClass& each : tuning.classes())
+    if (!each.way.mode.empty()) require_plan(each.way.mode);
+  tuning_ = std::move(tuning);
+}
+
+const Way* PlanCache::way(std::size_t bytes, bool rounded) const {
+  if (!forced_.mode.empty()) return &forced_;
+  return rounded ? nullptr : tuning_.way(bytes);
 }
 
 std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transport, std::size_t count,
-                                                        DType dtype, bool rounded) {
-  const Key key{count, dtype, rounded};
-  if (const auto found = schedules_.find(key); found != schedules_.end()) return found->second;
-  if (schedules_.size() >= kMostSchedules) schedules_.clear();
+                                                        DType dtype, bool rounded, const Mode& mode) {
+  Key key{count, dtype, rounded, mode};
+  if (const auto found = places_.find(key); found != places_.end()) {
+    kept_.splice(kept_.begin(), kept_, found->second);
+    return kept_.front().second;
+  }
   if (cluster_.hosts.empty()) cluster_ = find_cluster(transport);
-  return schedules_[key] =
-             std::make_shared<RankSchedule>(make_schedule(plan(count, dtype, rounded), transport.rank()));
+  auto made =
+      std::make_shared<RankSchedule>(make_schedule(plan(count, dtype, rounded, mode), transport.rank()));
+  if (kept_.size() >= kMostSchedules) {
+    places_.erase(kept_.back().first);
+    kept_.pop_back();
+  }
+  kept_.emplace_front(std::move(key), std::move(made));
+  places_[kept_.front().first] = kept_.begin();
+  return kept_.front().second;
 }
 
 const std::shared_ptr<std::vector<std::byte>>& PlanCache::workspace(std::size_t bytes) {

@@ -42,6 +42,18 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       mail_(exchange_),
       symmetric_(transport_->rank()) {
   if (!options_.mode.empty()) exchange_.plans().force_mode(parse_mode(options_.mode), *transport_);
+  if (!options_.tuning.empty()) exchange_.plans().follow(Tuning::parse(options_.tuning), *transport_);
+}
+
+void Communicator::follow(const std::string& tuning) {
+  Tuning parsed = tuning.empty() ? Tuning() : Tuning::parse(tuning);
+  throw_if_abandoned();
+  const std::lock_guard lock(mutex_);
+  throw_if_unusable();
+  if (turn_taken_ || !queue_.empty())
+    throw Error(ErrorKind::kUsage,
+                "communicator '" + name() + "' cannot be tuned while operations are in progress");
+  exchange_.plans().follow(std::move(parsed), *transport_);
 }
 
 void Communicator::run(Operation& operation, const CallOptions& options) {
@@ -278,7 +290,10 @@ std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::
   CommunicatorOptions child_options = options_;
   child_options.name =
       name() + "/" + (purpose.empty() ? std::to_string(splits_) + "." + std::to_string(color) : purpose);
-  child_options.mode.clear();  // that of other ranks
+  if (purpose.empty()) {  // those of other ranks
+    child_options.mode.clear();
+    child_options.tuning.clear();
+  }
   if (adjust) adjust(child_options);
   std::function<void(double)> stalled;
   const Call call = make_call(operation.descriptor, turn.options(), stalled);

@@ -296,6 +296,10 @@ class Communicator:
         False: an array is not contiguous, nothing was done.
         """
     def close(self) -> None: ...
+    def follow(self, tuning: str) -> None:
+        """
+        Allreduces from here on go as a tuning says; called between the same operations on all ranks.
+        """
     def numpy_allreduce(self) -> typing.Any:
         """
         A quicker allreduce for C-ordered NumPy arrays, as a function:
@@ -346,6 +350,11 @@ class Communicator:
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def tuning(self) -> str:
+        """
+        What was given to choose ways by size; it may be of another cluster.
+        """
     @property
     def wire(self) -> Wire:
         """
@@ -431,6 +440,7 @@ class WorldOptions:
     secret: bytes
     socket_directory: str
     spread: bool
+    tuning: str
     warn: typing.Any
     wire: Wire
     def __init__(self) -> None: ...

@@ -50,6 +50,9 @@ COMMANDS = {
     ),
     "build": Command("multiring.mpi.build", "compile what lets MPI carry the bytes between hosts"),
     "plan": Command("multiring.plans.command", "show how an allreduce over several hosts would be divided"),
+    "tune": Command(
+        "multiring.tuning.command", "measure which way allreduces across hosts go best, by their size"
+    ),
     "env": Command("multiring.diagnostics.environment", "print versions, machine, launcher and settings"),
     "doctor": Command(
         "multiring.diagnostics.doctor", "check that this machine, or several hosts, can run a job"

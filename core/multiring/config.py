@@ -39,6 +39,7 @@ class Settings:
         host: Name of what shares memory with this process; empty means that the kernel tells.
         interfaces: Network interfaces to use between hosts; empty means all that are up.
         mode: How allreduces across hosts are divided; empty means that their size decides.
+        tuning: File that says how allreduces across hosts go by their size; empty means none.
         transport: "tcp" or "mpi", between hosts; empty means that the launcher decides.
         mpi_bridge: Path of what `multiring build mpi` has made; empty means the usual one.
         wire: As what float32 crosses from host to host in allreduces that do not say.
@@ -61,6 +62,7 @@ class Settings:
     host: str = ""
     interfaces: list[str] = field(default_factory=list)
     mode: str = ""
+    tuning: str = ""
     transport: str = ""
     mpi_bridge: str = ""
     wire: WireName = "float32"
@@ -262,6 +264,15 @@ VARIABLES: tuple[Variable, ...] = (
         "",
         "dimensions, such as 4x8 or 4tx8d",
         "How allreduces across hosts are divided (docs/tuning.md). Empty: chosen by their size.",
+        False,
+        str,
+    ),
+    Variable(
+        "MULTIRING_TUNING",
+        "tuning",
+        "",
+        "path of a file",
+        "What `multiring tune` has measured: how allreduces across hosts go by their size (docs/tuning.md).",
         False,
         str,
     ),

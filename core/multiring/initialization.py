@@ -18,6 +18,8 @@ from multiring.mpi import job as mpi_job
 from multiring.mpi.bridge import carries
 from multiring.reductions import wire_type
 from multiring.store import FileStore, Store, open_store, serve_store
+from multiring.tuning.table import Tuning, ranks_of_hosts
+from multiring.tuning.table import load as load_tuning
 
 __all__ = [
     "at_shutdown",
@@ -106,6 +108,7 @@ def init(comm: Any = None) -> Communicator:
             _joining = False
         _joined = comm
         _world = Communicator(core)
+        _warn_of_other_tuning(core)
         if _world.cross_size > 1:  # whoever serves the store may end as soon as all have joined
             _world.barrier()
         return _world
@@ -136,6 +139,8 @@ def _options(rank: int, size: int, settings: config.Settings) -> _core.WorldOpti
     options.host = settings.host
     options.interfaces = settings.interfaces
     options.mode = settings.mode
+    if settings.tuning and size > 1:
+        options.tuning = load_tuning(settings.tuning).text
     options.wire = wire_type(settings.wire)
     options.staging_bytes = settings.staging_bytes
     options.spin_microseconds = -1.0 if settings.spin_microseconds is None else settings.spin_microseconds
@@ -143,6 +148,19 @@ def _options(rank: int, size: int, settings: config.Settings) -> _core.WorldOpti
     options.stall_warning = settings.stall_warning
     options.warn = _log.warning
     return options
+
+
+def _warn_of_other_tuning(core: _core.Communicator) -> None:
+    """A tuning of another cluster is no error: a job may be continued on fewer hosts."""
+    here = Tuning(ranks_of_hosts(core.hosts), ()).layout
+    there = core.tuning.partition(":")[0]
+    if core.rank == 0 and there not in ("", here):
+        _log.warning(
+            "MULTIRING_TUNING is for %s (hosts x ranks on each), and this job has %s: it is not followed; "
+            "run `multiring tune` in a job like this one",
+            there,
+            here,
+        )
 
 
 def _connect_mpi(job: mpi_job.MpiJob, settings: config.Settings) -> _core.Communicator:

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <compare>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -27,7 +28,7 @@ enum class Algorithm {
 struct Dimension {
   int size = 1;
   std::optional<Algorithm> algorithm = std::nullopt;  ///< none: chosen by the cost model
-  bool operator==(const Dimension&) const = default;
+  auto operator<=>(const Dimension&) const = default;
 };
 
 /// Dimensions from the inside out, written as `4x8x2`; a letter after a size forces the algorithm of that

@@ -235,6 +235,40 @@ TEST(ForcedModes, OnesThatDoNotFitAreRefused) {
   }
 }
 
+// Every class of sizes goes another way, and fused ones go as their sum of bytes says.
+TEST(TunedBySize, EveryWayHasTheSameBits) {
+  struct Case {
+    int hosts;
+    const char* tuning;
+  };
+  for (const Case& each :
+       {Case{2, "2x2:8=rounds,200=2tx2d,5000=auto/64,20000=2x2t/1024,50000=rounds,60000=2x2/500"},
+        Case{4, "4x1:4=1x4d,200=rounds,20000=1x4t,60000=1x2x2d/2048"},
+        Case{3, "2+1+1:200=rounds,5000=auto/100,60000=rounds"},
+        Case{2, "4x4:60000=4x4d"}}) {  // of another cluster
+    testing::GroupOptions options(testing::TransportKind::kCluster, 4, 4096);
+    options.hosts = each.hosts;
+    options.communicator.tuning = each.tuning;
+    RankGroup group(options);
+    std::vector<ReduceProblem> problems;
+    for (const std::size_t count : {0, 1, 37, 1000, 4000, 11000, 20001}) {
+      problems.push_back(make_problem(DType::kFloat32, {ReduceOp::kAverage}, count, 4));
+      problems.push_back(make_problem(DType::kBFloat16, {ReduceOp::kSum, 0.5, 3.0}, count, 4));
+    }
+    group.run([&](Communicator& communicator) {
+      for (const ReduceProblem& problem : problems) {
+        for (const Mode mode : testing::kModes) {
+          Bytes data = problem.inputs[static_cast<std::size_t>(communicator.rank())];
+          Operation operation = testing::allreduce_of(problem.dtype, problem.count, data.data(), data.data(),
+                                                      "x", problem.reduction);
+          perform(communicator, operation, mode);
+          EXPECT_TRUE(data == problem.expected) << problem.text() << ", tuning " << each.tuning;
+        }
+      }
+    });
+  }
+}
+
 std::vector<GroupCase> many_hosts() {
   std::vector<GroupCase> cases;
   for (const int hosts : {2, 3, 4})

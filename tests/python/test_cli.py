@@ -45,7 +45,7 @@ def test_the_installed_command_is_this_one() -> None:
     assert entry.value == "multiring.cli:main"
 
 
-@pytest.mark.parametrize("name", ["run", "plan", "env", "doctor"])
+@pytest.mark.parametrize("name", ["run", "plan", "tune", "env", "doctor"])
 def test_every_command_has_help(name: str) -> None:
     result = multiring(name, "--help")
     assert result.returncode == 0

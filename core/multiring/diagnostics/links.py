@@ -16,7 +16,7 @@ import multiring
 from multiring.communicator import Communicator
 from multiring.diagnostics.host_findings import LINKS_MARK
 
-__all__ = ["main", "rounds"]
+__all__ = ["answer", "main", "probe", "rounds"]
 
 _MOST_ROUNDS = 16
 _ROUND_TRIPS = 20
@@ -50,9 +50,9 @@ def main() -> int:
         for one, other in pairs:
             for sender, receiver in ((one, other), (other, one)):
                 if comm.rank == sender:
-                    own.append((sender, receiver, *_send(comm, receiver)))
+                    own.append((sender, receiver, *probe(comm, receiver)))
                 elif comm.rank == receiver:
-                    _receive(comm, sender)
+                    answer(comm, sender)
         comm.barrier()
     measured = [row for rows in comm.allgather_object(own) for row in rows]
     if comm.rank == 0:
@@ -61,8 +61,8 @@ def main() -> int:
     return 0
 
 
-def _send(comm: Communicator, receiver: int) -> tuple[float, float]:
-    """Bytes per second and half the time of a round trip."""
+def probe(comm: Communicator, receiver: int) -> tuple[float, float]:
+    """Bytes per second and half the time of a round trip to `receiver`, which calls `answer`."""
     little = np.zeros(1, np.uint8)
     trips = [_round_trip(comm, little, receiver) for _ in range(_ROUND_TRIPS)]
     latency = statistics.median(trips) / 2
@@ -87,8 +87,8 @@ def _round_trip(comm: Communicator, message: np.ndarray[tuple[int], np.dtype[np.
     return time.perf_counter() - began
 
 
-def _receive(comm: Communicator, sender: int) -> None:
-    """Confirms each message until the one that is a one."""
+def answer(comm: Communicator, sender: int) -> None:
+    """Confirms each message of `probe` until the one that is a one."""
     confirmation = np.zeros(1, np.uint8)
     while True:
         message = comm.recv(sender)

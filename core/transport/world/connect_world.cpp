@@ -24,6 +24,7 @@ struct Card {
   std::string host;     ///< given by the user
   std::string job;      ///< as this host's launcher names it: not the same on others
   std::string mode;
+  std::string tuning;
   std::string engine;  ///< "tcp" or "mpi"
   std::string wire;
   std::string name;
@@ -31,7 +32,7 @@ struct Card {
 
   std::string text() const {
     std::string lines;
-    for (const std::string* line : {&boot, &network, &host, &job, &mode, &engine, &wire, &name})
+    for (const std::string* line : {&boot, &network, &host, &job, &mode, &tuning, &engine, &wire, &name})
       lines += *line + "\n";
     return lines + std::to_string(process_id);
   }
@@ -39,8 +40,8 @@ struct Card {
     Card card;
     std::istringstream lines(text);
     std::string number;
-    for (std::string* line : {&card.boot, &card.network, &card.host, &card.job, &card.mode, &card.engine,
-                              &card.wire, &card.name, &number})
+    for (std::string* line : {&card.boot, &card.network, &card.host, &card.job, &card.mode, &card.tuning,
+                              &card.engine, &card.wire, &card.name, &number})
       std::getline(lines, *line);
     card.process_id = std::strtoll(number.c_str(), nullptr, 10);
     return card;
@@ -106,13 +107,15 @@ void require_same(const std::vector<Card>& cards, int mine, const std::string& v
 
 std::vector<Card> exchange_cards(Store& store, const WorldAddress& address, const Waiting& waiting) {
   const std::string engine = address.mpi != nullptr ? "mpi" : "tcp";
-  const Card mine{host_identity(), network_identity(), address.host, address.job, address.mode,
-                  engine,          address.wire,       host_name(),  ::getpid()};
+  const Card mine{host_identity(), network_identity(), address.host, address.job,
+                  address.mode,    address.tuning,     engine,       address.wire,
+                  host_name(),     ::getpid()};
   store.set("world/" + std::to_string(address.rank), mine.text());
   std::vector<Card> cards;
   for (int rank = 0; rank < address.size; ++rank)
     cards.push_back(Card::parse(get(store, "world/" + std::to_string(rank), address, rank, waiting)));
   require_same(cards, address.rank, "MULTIRING_MODE", &Card::mode);
+  require_same(cards, address.rank, "MULTIRING_TUNING (what the file says)", &Card::tuning);
   require_same(cards, address.rank, "MULTIRING_TRANSPORT", &Card::engine);
   require_same(cards, address.rank, "MULTIRING_WIRE", &Card::wire);
   return cards;

@@ -26,6 +26,7 @@ struct WorldAddress {
   std::string job;
   std::vector<std::string> interfaces;  ///< see TcpOptions
   std::string mode;                     ///< see CommunicatorOptions; compared with the others'
+  std::string tuning;                   ///< the same
   /// Carries what goes between hosts, in place of TCP; on all ranks or on none.
   std::shared_ptr<MpiSession> mpi;
   std::string wire;  ///< the same

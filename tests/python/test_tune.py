@@ -1,0 +1,238 @@
+"""`multiring tune` and the file that it writes, on ranks that take themselves to be on several hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import multiring
+from multiring import UsageError, cli
+from multiring.tuning.measure import Measured, candidates, classes_of
+from multiring.tuning.table import AUTO, ROUNDS, SizeClass, Tuning, Way, load, ranks_of_hosts
+from tests.nursery import Nursery
+from tests.support import HOSTS, pretend_hosts, run_job
+
+CLASSES = (
+    SizeClass(64, Way("2tx2d")),
+    SizeClass(4096, Way(ROUNDS)),
+    SizeClass(100_000, Way(AUTO, 4096)),
+    SizeClass(200_000, Way("2px2t")),
+)
+TUNING = Tuning((2, 2), CLASSES)
+
+TUNE = """
+import sys
+from multiring import cli
+from tests.support import pretend_hosts
+pretend_hosts()
+sys.exit(cli.main(["tune", *sys.argv[1:]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with contextlib.closing(Nursery()) as started:
+        yield started
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tuning.json"
+    path.write_text(json.dumps(TUNING.as_json()))
+    return path
+
+
+def test_a_file_is_read_as_it_was_written(file: Path) -> None:
+    assert load(str(file)) == TUNING
+    assert TUNING.text == "2x2:64=2tx2d,4096=rounds,100000=auto/4096,200000=2px2t"
+    assert Tuning((2, 1), CLASSES[1:2]).text == "2+1:4096=rounds"
+    assert ranks_of_hosts([0, 1, 2, 0]) == (2, 1, 1)
+
+
+def without(name: str) -> dict[str, Any]:
+    found = TUNING.as_json()
+    del found[name]
+    return found
+
+
+def with_class(**fields: Any) -> dict[str, Any]:
+    found = TUNING.as_json()
+    found["classes"][1].update(fields)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ([], "format is not 'multiring tuning 1'"),
+        ({**TUNING.as_json(), "format": "multiring tuning 2"}, "format is not"),
+        (without("ranks_of_hosts"), "ranks_of_hosts is not a list of one or more"),
+        ({**TUNING.as_json(), "ranks_of_hosts": [2, 0]}, r"ranks_of_hosts\[1\] is 0, not an integer of 1"),
+        ({**TUNING.as_json(), "ranks_of_hosts": [2, 3]}, r"classes\[0\].mode does not fit: mode 2tx2d needs"),
+        (without("classes"), "classes is not a list"),
+        ({**TUNING.as_json(), "classes": [1]}, r"classes\[0\] is not an object"),
+        (with_class(up_to_bytes="1K"), r"classes\[1\].up_to_bytes is '1K', not an integer of 1 or more"),
+        (with_class(up_to_bytes=64), r"classes\[1\].up_to_bytes is not larger"),
+        (with_class(segment_bytes=-1), r"classes\[1\].segment_bytes is -1, not an integer of 0"),
+        (with_class(segment_bytes=64), r"classes\[1\].segment_bytes has to be 0: rounds"),
+        (with_class(mode=None), r"classes\[1\].mode is not 'rounds', 'auto' or a mode"),
+        (with_class(mode="2x3"), r"classes\[1\].mode does not fit: mode 2x3 is for 6 ranks"),
+        (with_class(mode="2x2z"), r"classes\[1\].mode does not fit: mode '2x2z'"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(file: Path, content: Any, told: str) -> None:
+    file.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=rf"tuning\.json: {told}"):
+        load(str(file))
+
+
+def test_files_that_cannot_be_read(file: Path) -> None:
+    file.write_text("{")
+    with pytest.raises(UsageError, match=r"tuning\.json is no JSON"):
+        load(str(file))
+    with pytest.raises(UsageError, match="MULTIRING_TUNING names .*missing, which cannot be read: No such"):
+        load(str(file.with_name("missing")))
+
+
+def sums(comm: multiring.Communicator) -> list[bytes]:
+    generator = np.random.default_rng(comm.rank)
+    arrays = [generator.standard_normal(count).astype(np.float32) for count in (3, 999, 20_000, 90_000)]
+    works = [comm.allreduce_async(each, name=f"a{index}") for index, each in enumerate(arrays)]
+    results = [comm.allreduce(each).tobytes() for each in arrays]
+    assert [np.asarray(work.wait()).tobytes() for work in works] == results
+    queue = comm.named_queue("q")
+    assert [queue.allreduce(each, name=str(each.size)).tobytes() for each in arrays] == results
+    assert comm.allreduce(arrays[0], wire="bfloat16").size == 3
+    return results
+
+
+def follow(rank: int, path: str, other: str) -> tuple[str, list[bytes]]:
+    pretend_hosts()
+    os.environ["MULTIRING_TUNING"] = path if rank % 2 == 0 else other
+    comm = multiring.init()
+    group = comm.split(comm.rank // 3)
+    assert group is not None
+    assert group.allreduce(np.ones(100_000))[0] == group.size
+    return comm._core.tuning, sums(comm)
+
+
+def follow_nothing(rank: int) -> list[bytes]:
+    pretend_hosts()
+    return sums(multiring.init())
+
+
+def test_jobs_follow_a_file_with_the_same_bits(nursery: Nursery, file: Path) -> None:
+    expected = nursery.run(4, follow_nothing, init=False, env={HOSTS: "2"})[0].value
+    assert expected is not None
+    for outcome in nursery.run(4, follow, str(file), str(file), init=False, env={HOSTS: "2"}):
+        assert outcome.value == (TUNING.text, expected), outcome.trace
+    assert "MULTIRING_TUNING" not in nursery.output()
+
+
+@pytest.mark.parametrize("hosts", ["1", "3"])
+def test_other_clusters_do_without_and_rank_0_warns(nursery: Nursery, file: Path, hosts: str) -> None:
+    for outcome in nursery.run(4, follow, str(file), str(file), init=False, env={HOSTS: hosts}):
+        assert outcome.value is not None, outcome.trace
+    here = {"1": "1x4", "3": "2+1+1"}[hosts]
+    told = f"MULTIRING_TUNING is for 2x2 (hosts x ranks on each), and this job has {here}: it is not followed"
+    assert nursery.output().count(told) == 1, nursery.output()
+
+
+def test_files_that_differ_between_ranks(nursery: Nursery, file: Path) -> None:
+    other = file.with_name("other.json")
+    other.write_text(json.dumps(Tuning((2, 2), CLASSES[:2]).as_json()))
+    outcomes = nursery.run(4, follow, str(file), str(other), init=False, env={HOSTS: "2"})
+    assert all(isinstance(outcome.error, UsageError) for outcome in outcomes), outcomes
+    assert f"rank 1 has MULTIRING_TUNING (what the file says)='{Tuning((2, 2), CLASSES[:2]).text}'" in str(
+        outcomes[0].error
+    )
+
+
+def test_tune_writes_what_jobs_follow(tmp_path: Path, nursery: Nursery) -> None:
+    path = tmp_path / "new" / "tuned.json"
+    arguments = ["--sizes", "1K,16K,256K", "--seconds", "1000", "--output", path]
+    # What is to be replaced does not count, and may be missing.
+    result = run_job(4, TUNE, *arguments, env={HOSTS: "2", "MULTIRING_TUNING": str(path)})
+    assert result.returncode == 0, result.stderr
+    tuning = load(str(path))
+    assert tuning.ranks == (2, 2)
+    measured = json.loads(path.read_text())["measured"]
+    first = {row["way"]: row for row in measured if row["nbytes"] == 1024}
+    assert set(first) == {"rounds", "auto", "2px2d", "2tx2d", "2tx2t"}
+    assert all(row["seconds"] > 0 for row in measured)
+    assert all((row["predicted_seconds"] is None) == (row["way"] == "rounds") for row in measured)
+    assert {row["nbytes"] for row in measured} == {1024, 16384, 262144}
+    assert result.stdout.count("chosen") == 3, result.stdout
+    for told in ("predicted", "measured", "256 KiB", f"export MULTIRING_TUNING={path}"):
+        assert told in result.stdout
+    assert "1 KiB: " in result.stderr
+    for outcome in nursery.run(4, follow, str(path), str(path), init=False, env={HOSTS: "2"}):
+        assert outcome.value is not None, outcome.trace
+
+
+def test_the_largest_sizes_are_left_out_where_time_is_short(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    result = run_job(3, TUNE, "--seconds", "1e-9", "--output", path, env={HOSTS: "2"})
+    assert result.returncode == 0, result.stderr
+    assert "4 KiB and more: left out, as that takes over --seconds 1e-09" in result.stderr
+    found = json.loads(path.read_text())
+    assert found["ranks_of_hosts"] == [2, 1]
+    assert {row["way"] for row in found["measured"]} == {"rounds", "auto"}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "env", "arguments", "told"),
+    [
+        ("1", {}, [], "all 2 ranks are on one host"),
+        ("2", {"MULTIRING_MODE": "1x2"}, [], "MULTIRING_MODE=1x2 leaves nothing to choose"),
+        ("2", {}, ["--output", "/proc/x/y"], "/proc/x/y cannot be written on the host of rank 0"),
+    ],
+)
+def test_what_tune_refuses(hosts: str, env: dict[str, str], arguments: list[str], told: str) -> None:
+    result = run_job(2, TUNE, *arguments, env={HOSTS: hosts, **env})
+    assert result.returncode == 2
+    assert told in result.stderr
+
+
+def test_tune_is_a_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("MULTIRING_RANK", raising=False)
+    assert cli.main(["tune"]) == 2
+    assert "multiring run -H node0:4,node1:4 -m multiring tune" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["--sizes=0", "--sizes=3", "--sizes=1Q", "--seconds=0", "--seconds=x"])
+def test_wrong_options(wrong: str) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["tune", wrong])
+
+
+def test_ways_that_fit() -> None:
+    assert [str(way) for way in candidates((2, 2))] == ["rounds", "auto", "2px2d", "2tx2d", "2tx2t"]
+    assert [str(way) for way in candidates((1,) * 12)] == ["rounds", "auto", "1px12d", "1px12t", "1px4px3p"]
+    assert [str(way) for way in candidates((2, 1))] == ["rounds", "auto"]
+
+
+def test_the_usual_way_stays_where_it_is_about_as_quick() -> None:
+    doubling = Way("2tx2d")
+    rows = [(1024, 80, 100, 60), (4096, 80, 100, 60), (16384, 98, 100, 97), (65536, 300, 100, 300)]
+    measured = [
+        Measured(size, way, float(seconds))
+        for size, *times in rows
+        for way, seconds in zip((Way(ROUNDS), Way(AUTO), doubling), times, strict=True)
+    ]
+    assert classes_of(measured, 4) == (
+        SizeClass(8192, doubling),
+        SizeClass(32768, Way(ROUNDS)),
+        SizeClass(65536, Way(AUTO)),
+    )
+    # Two ranks go by rounds at all sizes.
+    assert classes_of([Measured(65536, Way(ROUNDS), 1.0), Measured(65536, Way(AUTO), 0.99)], 2) == (
+        SizeClass(65536, Way(ROUNDS)),
+    )
