@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from multiring import Communicator
+from multiring import AbortedError, Communicator, Work
 
 __all__ = ["LARGE", "OPERATIONS", "SMALL"]
 
@@ -47,7 +47,15 @@ def _many_works(comm: Communicator) -> Step:
     x = [_array(comm, count) for count in (4, 8, 40_000, _MANY)]
 
     def step() -> None:
-        for work in [comm.allreduce_async(piece, name=str(piece.size)) for piece in x]:
+        works: list[Work] = []
+        try:
+            for piece in x:
+                works.append(comm.allreduce_async(piece, name=str(piece.size)))
+        except AbortedError:
+            if not works:
+                raise
+            # What is submitted behind the first error is told of it as such; those before it get it itself.
+        for work in works:
             work.wait()
 
     return step
