@@ -10,6 +10,9 @@ namespace multiring {
 
 /// Channels that a network over MPI may have.
 inline constexpr int kMpiChannels = 3;
+/// Tags of a network: one for each channel, and behind them one for what is below.
+inline constexpr int kMpiTags = kMpiChannels + 1;
+inline constexpr int kMpiControlTag = kMpiChannels;
 
 /// Messages that were posted on each channel, as seen from the one who tells.
 struct StreamCounts {

@@ -1,0 +1,149 @@
+// What ranks over MPI tell each other besides their messages: aborts and goodbyes.
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/text.h"
+#include "transport/mpi/mpi_network.h"
+#include "transport/mpi/pauses.h"
+
+namespace multiring {
+namespace {
+
+// How long a rank that leaves waits for what MPI has not finished.
+constexpr double kEndSeconds = 0.5;
+
+}  // namespace
+
+void MpiNetwork::hear() {
+  Reason why{};
+  multiring_mpi_request request{};
+  if (mpi_.receive(session_->group(), heard_.get(), sizeof *heard_, -1, tag_ + kMpiControlTag, &request,
+                   why.data(), why.size()) != 0)
+    throw_failed(why.data());
+  own(request, kHearing);
+}
+
+void MpiNetwork::heard(const ControlMessage& message) {
+  if (message.type == ControlMessage::Type::kAbort)
+    return spread_abort({message.kind, message.origin, message.text}, message.rank);
+  Peer& other = peer(message.rank);
+  other.left = true;
+  other.posted = message.counts;
+  settle(message.rank);
+}
+
+/// What the end of a peer means for what is pending: messages that it posted still pass.
+void MpiNetwork::settle(int rank) {
+  for (auto& [ticket, message] : messages_)
+    if (message.peer == rank && message.state == State::kPending && is_vain(message))
+      message.state = State::kLost;
+}
+
+void MpiNetwork::tell(int rank, const ControlMessage& message) {
+  auto copy = std::make_unique<ControlMessage>(message);
+  const multiring_mpi_part part{copy.get(), sizeof *copy};
+  Reason why{};
+  multiring_mpi_request request{};
+  // Whoever cannot be told learns it otherwise: this is said when something is wrong already, or at the end.
+  if (mpi_.send(session_->group(), &part, 1, options_.members[static_cast<std::size_t>(rank)],
+                tag_ + kMpiControlTag, &request, why.data(), why.size()) != 0)
+    return;
+  told_.push_back(std::move(copy));
+  own(request, kForgotten);
+}
+
+void MpiNetwork::spread_abort(const AbortRecord& record, int from) {
+  if (abort_) return;
+  abort_ = record;
+  if (!usable()) return;
+  ControlMessage message;
+  message.rank = options_.rank;
+  message.kind = record.kind;
+  message.origin = record.origin;
+  const std::size_t length = cut_length(record.message, sizeof message.text - 1);
+  std::memcpy(message.text, record.message.data(), length);
+  for (int other = 0; other < size(); ++other)
+    if (other != from && peer(other).connected && !peer(other).left && !peer(other).lost)
+      tell(other, message);
+}
+
+void MpiNetwork::abort(ErrorKind kind, const std::string& message) {
+  const std::lock_guard lock(mutex_);
+  if (!left_) spread_abort({kind, options_.rank, message}, -1);
+}
+
+bool MpiNetwork::aborted(AbortRecord* record) const {
+  const std::lock_guard lock(mutex_);
+  if (!abort_) return false;
+  if (record != nullptr) *record = *abort_;
+  return true;
+}
+
+void MpiNetwork::leave() {
+  std::vector<StreamCounts> counts;
+  {
+    const std::lock_guard lock(mutex_);
+    if (left_) return;
+    left_ = true;
+    if (!usable()) return;
+    counts = posted_counts();
+    if (mpi_.simulated == 0) cancel_receives();  // there nothing is cancelled, and time would not pass
+  }
+  await_cancellations();
+  const std::lock_guard lock(mutex_);
+  if (!usable()) return;
+  for (int other = 0; other < size(); ++other) {
+    const Peer& each = peer(other);
+    if (!each.connected || each.left || each.lost) continue;
+    ControlMessage message;
+    message.type = ControlMessage::Type::kGoodbye;
+    message.rank = options_.rank;
+    message.counts = counts[static_cast<std::size_t>(other)];
+    tell(other, message);
+  }
+}
+
+/// What peers may count on: all that was sent, and the receives that are not about to be cancelled.
+std::vector<StreamCounts> MpiNetwork::posted_counts() const {
+  std::vector<StreamCounts> counts(peers_.size());
+  for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
+    for (std::size_t channel = 0; channel < kMpiChannels; ++channel) {
+      counts[rank].sent[channel] = peers_[rank].streams[channel].sent;
+      counts[rank].received[channel] = peers_[rank].streams[channel].received;
+    }
+  }
+  for (const auto& [ticket, message] : messages_) {
+    if (message.is_send || message.state == State::kDone) continue;
+    std::uint64_t& received =
+        counts[static_cast<std::size_t>(message.peer)].received[static_cast<std::size_t>(message.channel)];
+    received = std::min(received, message.sequence - 1);
+  }
+  return counts;
+}
+
+void MpiNetwork::cancel_receives() {
+  for (std::size_t index = 0; index < requests_.size(); ++index) {
+    const auto found = messages_.find(owners_[index]);
+    const bool receives = owners_[index] == kHearing || (found != messages_.end() && !found->second.is_send);
+    if (!receives) continue;
+    if (found != messages_.end()) found->second.state = State::kLost;
+    owners_[index] = kCancelled;
+    mpi_.cancel(&requests_[index]);
+  }
+}
+
+void MpiNetwork::await_cancellations() {
+  const Deadline deadline = Deadline::after(kEndSeconds);
+  for (Pauses pauses; !deadline.expired(); pauses.pause()) {
+    const std::lock_guard lock(mutex_);
+    try {
+      advance();
+    } catch (const Error&) {
+      return;  // MPI fails: there is nothing to wait for
+    }
+    if (!usable() || std::ranges::find(owners_, kCancelled) == owners_.end()) return;
+  }
+}
+
+}  // namespace multiring
