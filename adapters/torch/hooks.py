@@ -185,10 +185,16 @@ class GradientHooks:
         kept = self._slots.reducer.residuals() if self._handles else {}  # none with one rank, or removed
         return {name: torch.from_numpy(values) for name, values in kept.items()}
 
+    def residual_names(self) -> set[str]:
+        """Names of the parameters that `load_residuals` accepts."""
+        return set() if self._is_local else {spec.name for spec in self._slots.reducer.specs}
+
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Go on from what `residuals` gave. Raises UsageError for what does not fit the model. Local."""
         if not self._is_local:
-            self._slots.reducer.load_residuals({name: kept.numpy() for name, kept in residuals.items()})
+            self._slots.reducer.load_residuals(
+                {name: kept.detach().cpu().numpy() for name, kept in residuals.items()}
+            )
 
     def remove(self) -> None:
         """Remove the hooks and release the buckets. May be called twice."""

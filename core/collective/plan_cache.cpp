@@ -43,8 +43,7 @@ void PlanCache::force_mode(Mode mode, const Transport& transport) {
 
 void PlanCache::follow(Tuning tuning, const Transport& transport) {
   cluster_ = find_cluster(transport);
-  tuning_ = {};
-  if (tuning.layout() != layout_text(cluster_)) return;
+  if (tuning.layout() != layout_text(cluster_)) tuning = {};
   for (const Tuning::SizeClass& each : tuning.classes())
     if (!each.way.mode.empty()) require_plan(each.way.mode);
   tuning_ = std::move(tuning);

@@ -1,6 +1,7 @@
 #include "engine/communicator.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "engine/validate.h"
@@ -290,7 +291,9 @@ std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::
   CommunicatorOptions child_options = options_;
   child_options.name =
       name() + "/" + (purpose.empty() ? std::to_string(splits_) + "." + std::to_string(color) : purpose);
-  if (purpose.empty()) {  // those of other ranks
+  std::vector<int> own(static_cast<std::size_t>(size()));
+  std::iota(own.begin(), own.end(), 0);
+  if (members != own) {  // what was chosen for these ranks is not for others
     child_options.mode.clear();
     child_options.tuning.clear();
   }

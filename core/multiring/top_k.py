@@ -122,7 +122,8 @@ class _Sent:
     """A bucket on its way."""
 
     record: _Record
-    rest: Values | None  # what is not sent; None: this rank has no data
+    rest: Values  # what is not sent
+    own: list[bool]  # slots with a gradient of this rank: what is kept back of others stays as it is
 
 
 class TopKExchange:
@@ -153,7 +154,10 @@ class TopKExchange:
         dtype = np.dtype(bucket.dtype)
         entries = sum(slot.nbytes for slot in bucket.slots) // dtype.itemsize
         record = _Record(len(bucket.slots), entries, self._compression.count(entries), dtype)
-        values = self._gradients(bucket, elsewhere, entries) if active else np.zeros(entries, dtype)
+        own = [active and flag != 0 for flag in produced]
+        # What a caller's NumPy is to do about overflow would end one rank, and the others with it.
+        with np.errstate(all="ignore"):
+            values = self._gradients(bucket, elsewhere, entries, own)
         chosen = largest(values, record.count)
         message = np.zeros(record.nbytes, np.uint8)
         message[: len(produced)] = np.asarray(produced) != 0
@@ -161,7 +165,7 @@ class TopKExchange:
         record.places(message)[:] = chosen
         record.values(message)[:] = values[chosen]
         values[chosen] = 0
-        self._sent[number] = _Sent(record, values if active else None)
+        self._sent[number] = _Sent(record, values, own)
         return self._comm.allgather_async(message, name=self._memory.names[number])
 
     def receive(self, number: int, bucket: Bucket, elsewhere: Mapping[int, InPlace], work: Work) -> Flags:
@@ -177,15 +181,16 @@ class TopKExchange:
             self._options.op,
         )
         if self._options.postscale != 1.0:
-            reduced *= record.dtype.type(self._options.postscale)
+            with np.errstate(all="ignore"):
+                reduced *= record.dtype.type(self._options.postscale)
         begin = 0
-        for slot, is_produced in zip(bucket.slots, produced, strict=True):
+        for slot, is_produced, is_own in zip(bucket.slots, produced, sent.own, strict=True):
             part = slice(begin, begin + slot.nbytes // record.dtype.itemsize)
             begin = part.stop
             if not is_produced:
                 continue
             self._place(slot.index, slot.nbytes, elsewhere).view(record.dtype)[:] = reduced[part]
-            if sent.rest is not None:
+            if is_own:
                 self._keep(slot.index, sent.rest[part])
         return produced, flags[:, record.slots]
 
@@ -207,18 +212,26 @@ class TopKExchange:
             loaded[indices[name]] = np.array(kept, spec.dtype).reshape(-1)
         self.residuals = loaded
 
-    def _gradients(self, bucket: Bucket, elsewhere: Mapping[int, InPlace], entries: int) -> Values:
-        """The bucket's gradients, scaled, with this rank's residuals. Shape (entries,)."""
+    def _gradients(
+        self, bucket: Bucket, elsewhere: Mapping[int, InPlace], entries: int, own: Sequence[bool]
+    ) -> Values:
+        """The bucket's gradients, scaled, with this rank's residuals. Shape (entries,).
+
+        Zeros where this rank has no gradient: a residual sent for a parameter that nobody uses would reach
+        none, and take the place of what others need, in every step anew.
+        """
         dtype = np.dtype(bucket.dtype)
-        values = np.empty(entries, dtype)
+        values = np.zeros(entries, dtype)
         begin = 0
-        for slot in bucket.slots:
+        for slot, is_own in zip(bucket.slots, own, strict=True):
             part = values[begin : begin + slot.nbytes // dtype.itemsize]
             begin += len(part)
+            if not is_own:
+                continue
             gradient = self._place(slot.index, slot.nbytes, elsewhere).view(dtype)
             np.multiply(gradient, dtype.type(self._options.prescale), out=part)
-            if slot.index in self.residuals:
-                part += self.residuals[slot.index]
+            if (residual := self.residuals.get(slot.index)) is not None:
+                np.add(part, residual, out=part, where=residual != 0)  # -0.0 stays what it is
         return values
 
     def _place(self, index: int, nbytes: int, elsewhere: Mapping[int, InPlace]) -> Bytes:

@@ -145,7 +145,8 @@ def _placed(num_workers: int, bundle: Mapping[str, float], timeout: float) -> It
             )
         yield group
     finally:
-        remove_placement_group(group)
+        with contextlib.suppress(Exception):  # what went wrong before says more
+            remove_placement_group(group)
 
 
 def _too_much(num_workers: int, bundle: Mapping[str, float]) -> str:
@@ -170,7 +171,8 @@ def _started(group: PlacementGroup, num_workers: int, bundle: Mapping[str, float
         yield actors
     finally:
         for actor in actors:
-            ray.kill(actor)
+            with contextlib.suppress(Exception):  # or the others would go on
+                ray.kill(actor)
 
 
 def _ready(

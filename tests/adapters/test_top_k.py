@@ -118,7 +118,7 @@ class Expected:
                 have = [
                     (step.gradients[rank][index] if index in mine else np.zeros(SIZES[index], np.float32))
                     * np.float32(self.scaling.prescale)
-                    + self.residuals[rank][index]
+                    + (self.residuals[rank][index] if index in mine else np.float32(0))
                     for index in indices
                 ]
                 together = np.concatenate(have)
@@ -130,7 +130,7 @@ class Expected:
                 assert ((message + rest) == together).all()
                 messages.append(message)
                 for index, part in zip(indices, split(rest, indices), strict=True):
-                    if index in produced:
+                    if index in mine:
                         self.residuals[rank][index] = part
             total = Reduction(self.scaling.op, 1.0, self.scaling.postscale).apply(messages, "float32")
             parts = zip(indices, split(total, indices), strict=True)
@@ -270,6 +270,32 @@ def ask_for_what_is_not_there(comm: Communicator) -> None:
 
 def test_what_cannot_be_is_refused(ranks: Pool) -> None:
     ranks(2).run(ask_for_what_is_not_there)
+
+
+def use_one_of_two(comm: Communicator) -> None:
+    """What is kept back of a parameter that is not used any more takes nobody's place."""
+    specs = [ParameterSpec(name, (10,), "float32") for name in ("unused", "used")]
+    options = ReducerOptions("sum", compression=TopK(0.1))
+    reducer = GradientReducer(comm, specs, options)
+    source = Source(reducer, [np.full(10, 1000, np.float32), np.ones(10, np.float32)], [])
+    assert reducer.plan.buckets[0].slots[1:], "one bucket holds both"
+    for index in (0, 1):
+        reducer.mark_ready(index, source.write(index))
+    reducer.finish(source)
+    kept = reducer.residuals()["unused"].copy()
+    arrived = np.zeros(10, np.float32)
+    with np.errstate(all="raise"):
+        for _ in range(30):
+            reducer.mark_ready(1, source.write(1))
+            assert reducer.finish(source).produced.tolist() == [False, True]
+            arrived += source.read(1)
+    assert (reducer.residuals()["unused"] == kept).all()
+    assert arrived.sum() + comm.size * reducer.residuals()["used"].sum() == comm.size * 10 * 31
+    assert (arrived > 0).all()
+
+
+def test_a_parameter_that_is_unused_takes_no_place(ranks: Pool) -> None:
+    ranks(2).run(use_one_of_two)
 
 
 class Digits:

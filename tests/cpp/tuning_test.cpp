@@ -99,10 +99,11 @@ TEST(Tuning, MayChangeBetweenOperations) {
       EXPECT_TRUE(data == problem.expected) << tuning;
     }
     EXPECT_NE(message_of([&] { communicator.follow("2x2:1=9x9"); }), "");
+    EXPECT_NE(message_of([&] { communicator.follow("2x2:1=rounds,2=9x9"); }), "");
   });
 }
 
-TEST(Tuning, HoldsForDuplicatesAndNotForGroups) {
+TEST(Tuning, HoldsForTheSameRanksAndNotForGroups) {
   GroupOptions options = two_by_two();
   options.communicator.tuning = "2x2:1=2x2d";
   options.communicator.mode = "2x2t";
@@ -111,9 +112,14 @@ TEST(Tuning, HoldsForDuplicatesAndNotForGroups) {
     const auto same = communicator.duplicate("queue", {});
     EXPECT_EQ(same->options().tuning, "2x2:1=2x2d");
     EXPECT_EQ(same->options().mode, "2x2t");
-    const auto split = communicator.split(0, 0, {});
-    EXPECT_EQ(split->options().tuning, "");
-    EXPECT_EQ(split->options().mode, "");
+    const auto all = communicator.split(0, 0, {});  // as gradients are reduced by
+    EXPECT_EQ(all->options().tuning, "2x2:1=2x2d");
+    EXPECT_EQ(all->options().mode, "2x2t");
+    for (const auto& others : {communicator.split(0, -communicator.rank(), {}),
+                               communicator.split(communicator.rank() % 2, 0, {})}) {
+      EXPECT_EQ(others->options().tuning, "");
+      EXPECT_EQ(others->options().mode, "");
+    }
   });
 }
 

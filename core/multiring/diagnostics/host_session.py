@@ -74,7 +74,7 @@ class RemoteSession(HostSession):
         self._read = b""
         try:
             self._process = subprocess.Popen(
-                [*self._ssh, host, f"exec {shlex.quote(self._python)} -m {MODULE}"],
+                [*self._ssh, host, f"exec {shlex.quote(self._python)} -P -m {MODULE}"],
                 bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -204,7 +204,7 @@ class _Doctor:
         places = ",".join(f"[{name}]:1" if ":" in name else f"{name}:1" for name in names)
         command = [sys.executable, "-m", "multiring", "run", "-H", places, "--ssh", shlex.join(self._ssh)]
         command += ["--remote-python", self._args.remote_python, "--address", self._args.address]
-        command += ["--no-tag-output", "--timeout", str(_JOB_SECONDS), "-m", _LINKS]
+        command += ["--engine", "ssh", "--no-tag-output", "--timeout", str(_JOB_SECONDS), "-m", _LINKS]
         run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         found = [line for line in run.stdout.splitlines() if line.startswith(LINKS_MARK)]
         if run.returncode != 0 or not found:

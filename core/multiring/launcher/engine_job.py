@@ -102,7 +102,8 @@ def _start(
         "stdin": stdin,
         "hosts": [host.slots for host in engine.hosts],
     }
-    rank = [options.python or sys.executable, "-m", engine_rank.__name__, json.dumps(order)]
+    # -P: what lies in the directory of the job, or of the engine, is none of our modules.
+    rank = [options.python or sys.executable, "-P", "-m", engine_rank.__name__, json.dumps(order)]
     variables = sorted({*passed_on(environ), *options.environment})
     command = engine.command(rank, variables, address)
     try:

@@ -99,7 +99,8 @@ def _place(hosts: Sequence[int], given: Placement) -> _Place | None:
     else:  # fills the hosts in their order, and may number the ranks of one otherwise
         rank, local = given.rank, given.local_rank
         host = next((host for host in range(len(hosts)) if rank < sum(hosts[: host + 1])), len(hosts))
-    if host == len(hosts) or given.size != (max(hosts) * len(hosts) if given.launcher == "slurm" else size):
+    wanted = max(hosts) * len(hosts) if given.launcher == "slurm" else size
+    if host == len(hosts) or given.size != wanted or local >= hosts[host]:
         raise UsageError(
             f"the engine says that this is rank {given.rank} of {given.size}, and the job has {size} ranks "
             f"on {len(hosts)} hosts: start it by --engine ssh, and report this with the engine's version"
@@ -131,9 +132,14 @@ def _run(order: Mapping[str, Any], place: _Place, store: Store) -> RankEnd:
             code = EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
             code = 2 if isinstance(error, UsageError) else getattr(error, "code", code)
             return RankEnd(place.rank, os.getpid(), _refuse(error, code), False, [], host)
-        for name, descriptor in process.outputs().items():
-            outputs.add(place.rank, name, descriptor)
-        store.set(STARTED, b"")
+        try:
+            for name, descriptor in process.outputs().items():
+                outputs.add(place.rank, name, descriptor)
+            store.set(STARTED, b"")
+        except (MultiringError, OSError) as error:
+            process.signal_group(signal.SIGKILL)
+            code = _refuse(error, 2 if isinstance(error, UsageError) else EXIT_NOT_EXECUTABLE)
+            return RankEnd(place.rank, os.getpid(), code, False, [], host)
         threading.Thread(target=_listen, args=(store, process), daemon=True).start()
         supervisor = Supervisor(
             [process],

@@ -23,14 +23,20 @@ CHOICES = ("auto", "ssh", "mpirun", "srun")
 SRUN, OPEN_MPI, MPICH = "srun", "Open MPI", "MPICH"
 
 _ASK_SECONDS = 30.0
+_SIGKILL_SECONDS = "8"
 # What a batch script's own options have left in the environment, which srun takes for options.
 _OPTIONS_OF_SRUN = (
     "SLURM_DISTRIBUTION",
+    "SLURM_EXPORT_ENV",
+    "SLURM_LABELIO",
     "SLURM_NNODES",
     "SLURM_NPROCS",
     "SLURM_NTASKS",
     "SLURM_NTASKS_PER_NODE",
+    "SLURM_STDERRMODE",
+    "SLURM_STDOUTMODE",
     "SLURM_TASKS_PER_NODE",
+    "SLURM_UNBUFFEREDIO",
 )
 
 
@@ -86,7 +92,9 @@ class Engine:
             if len(own_shell) > 1:
                 raise UsageError(f"MPICH's mpirun takes one word for --ssh, not {shlex.join(own_shell)!r}")
             return {**environ, **({"HYDRA_LAUNCHER_EXEC": own_shell[0]} if own_shell else {})}
-        added = {}
+        # Ranks have 3 seconds after SIGTERM, and what starts them has to tell of it then.
+        names = ("PRTE_MCA_odls_base_sigkill_timeout", "OMPI_MCA_odls_base_sigkill_timeout")
+        added = {name: _SIGKILL_SECONDS for name in names if name not in environ}
         if own_shell:  # by its name since Open MPI 5, and by that before
             names = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")
             added = dict.fromkeys(names, shlex.join(own_shell))
@@ -102,7 +110,7 @@ class Engine:
             *("--nodes", str(len(self.hosts)), "--ntasks", str(each * len(self.hosts))),
             *("--ntasks-per-node", str(each), "--nodelist", ",".join(host.name for host in self.hosts)),
             *("--distribution", "block", "--overcommit", "--cpu-bind", "none"),
-            *("--kill-on-bad-exit=1", "--input", "0", "--quiet"),
+            *("--export", "ALL", "--kill-on-bad-exit=1", "--input", "0", "--quiet"),
         ]
 
     def _open_mpi(self, variables: Sequence[str]) -> list[str]:

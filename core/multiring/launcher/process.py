@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import signal
@@ -80,7 +81,15 @@ class RankProcess:
         if told is not None:
             assert self._process.stdin is not None
             # The launcher waits for nobody: all of it has to fit into the pipe.
-            fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+            with contextlib.suppress(PermissionError):  # all pipes of a user have a limit, too
+                fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+            if len(told) > fcntl.fcntl(self._process.stdin, fcntl.F_GETPIPE_SZ):
+                self.signal_group(signal.SIGKILL)
+                raise OSError(
+                    errno.EPERM,
+                    "the kernel gives no pipe for the command line and --env variables "
+                    "(/proc/sys/fs/pipe-user-pages-soft): put them into a file",
+                )
             os.set_blocking(self._process.stdin.fileno(), False)
             with contextlib.suppress(OSError):  # it has ended already, and its exit code tells why
                 self.tell(told)

@@ -71,7 +71,7 @@ class RemoteHost:
                 f"arguments and --env variables take {len(told)} bytes, too many for ranks on other hosts: "
                 "put them into a file"
             )
-        command = [*ssh, host, f"exec {shlex.quote(python or sys.executable)} -m {_MODULE}"]
+        command = [*ssh, host, f"exec {shlex.quote(python or sys.executable)} -P -m {_MODULE}"]
         first = next(iter(places))
         self._ssh = RankProcess(first, command, os.environ, cpus=None, stdin=False, piped=True, told=told)
         self._selector = selector
@@ -93,10 +93,14 @@ class RemoteHost:
         return {name: self._pipes[rank, kind].reading for kind, name in enumerate(STREAMS)}
 
     def code_of(self, rank: int) -> int | None:
-        """How a rank has ended, minus the signal for one; None: it runs. If ssh has ended, so have all."""
+        """How a rank has ended, minus the signal for one; None: it runs. If ssh has ended, so have all.
+
+        An ssh that ends well without a word about the rank has run something else (a forced command, a shell
+        that exits): 255, as for whatever else goes wrong with ssh.
+        """
         if rank not in self._codes and self._stdout is None:
             self._ssh.look()
-            return self._ssh.code
+            return 255 if self._ssh.code == 0 else self._ssh.code
         return self._codes.get(rank)
 
     def say(self, line: str) -> None:
