@@ -29,6 +29,7 @@ MpiNetwork::MpiNetwork(std::shared_ptr<MpiSession> session, MpiOptions options)
 
 MpiNetwork::~MpiNetwork() {
   leave();
+  await_requests([](Ticket) { return true; });
   const std::lock_guard lock(mutex_);
   if (requests_.empty() || !usable()) return;
   // What MPI may still read or write stays until the process ends.

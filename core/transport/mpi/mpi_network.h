@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -39,6 +40,7 @@ struct MpiOptions {
 class MULTIRING_API MpiNetwork final : public Network {
  public:
   MpiNetwork(std::shared_ptr<MpiSession> session, MpiOptions options);
+  /// Waits half a second at most for what MPI has not finished.
   ~MpiNetwork() override;
 
   int rank() const override { return options_.rank; }
@@ -110,7 +112,8 @@ class MULTIRING_API MpiNetwork final : public Network {
   void tell(int peer, const ControlMessage& message);
   std::vector<StreamCounts> posted_counts() const;
   void cancel_receives();
-  void await_cancellations();
+  /// Until no request of a `wanted` owner is left, half a second at most.
+  void await_requests(const std::function<bool(Ticket)>& wanted);
   void spread_abort(const AbortRecord& record, int from);
   [[noreturn]] void throw_failed(const char* why) const;
 

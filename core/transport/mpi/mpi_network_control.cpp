@@ -10,7 +10,7 @@
 namespace multiring {
 namespace {
 
-// How long a rank that leaves waits for what MPI has not finished.
+// How long a rank that leaves, and then the end of its network, waits for what MPI has not finished.
 constexpr double kEndSeconds = 0.5;
 
 }  // namespace
@@ -90,7 +90,7 @@ void MpiNetwork::leave() {
     counts = posted_counts();
     if (mpi_.simulated == 0) cancel_receives();  // there nothing is cancelled, and time would not pass
   }
-  await_cancellations();
+  await_requests([](Ticket owner) { return owner == kCancelled; });
   const std::lock_guard lock(mutex_);
   if (!usable()) return;
   for (int other = 0; other < size(); ++other) {
@@ -133,16 +133,17 @@ void MpiNetwork::cancel_receives() {
   }
 }
 
-void MpiNetwork::await_cancellations() {
+void MpiNetwork::await_requests(const std::function<bool(Ticket)>& wanted) {
   const Deadline deadline = Deadline::after(kEndSeconds);
-  for (Pauses pauses; !deadline.expired(); pauses.pause()) {
+  for (Pauses pauses;; pauses.pause()) {
     const std::lock_guard lock(mutex_);
     try {
       advance();
     } catch (const Error&) {
       return;  // MPI fails: there is nothing to wait for
     }
-    if (!usable() || std::ranges::find(owners_, kCancelled) == owners_.end()) return;
+    if (!usable() || mpi_.simulated != 0 || deadline.expired() || std::ranges::none_of(owners_, wanted))
+      return;
   }
 }
 
