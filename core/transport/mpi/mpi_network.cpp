@@ -32,10 +32,9 @@ MpiNetwork::~MpiNetwork() {
   await_requests([](Ticket) { return true; });
   const std::lock_guard lock(mutex_);
   if (requests_.empty() || !usable()) return;
-  // What MPI may still read or write stays until the process ends.
-  new std::vector<std::shared_ptr<const void>>(std::move(kept_));
-  new std::vector<std::unique_ptr<ControlMessage>>(std::move(told_));
-  static_cast<void>(heard_.release());
+  for (auto& memory : kept_) session_->keep(std::move(memory));
+  for (auto& message : told_) session_->keep(std::shared_ptr<ControlMessage>(std::move(message)));
+  session_->keep(std::shared_ptr<ControlMessage>(std::move(heard_)));
 }
 
 bool MpiNetwork::usable() const {

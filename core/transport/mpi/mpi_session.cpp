@@ -74,7 +74,7 @@ int MpiSession::claim_tags(const std::string& name, int count) {
 std::string MpiSession::broadcast(const std::string& value, int root, const Waiting& waiting) {
   if (value.size() > kBroadcastBytes)
     throw Error(ErrorKind::kInternal, "a broadcast of " + std::to_string(value.size()) + " bytes by MPI");
-  auto meeting = std::make_unique<Meeting>();
+  auto meeting = std::make_shared<Meeting>();
   meeting->value = value;
   Reason why{};
   int failed = 0;
@@ -95,12 +95,16 @@ std::string MpiSession::broadcast(const std::string& value, int root, const Wait
     if (failed != 0) throw Error(ErrorKind::kInternal, std::string("MPI failed: ") + why.data());
     complete(meeting->requests, bytes, waiting);
   } catch (...) {
-    // MPI may still write to it.
-    static_cast<void>(meeting.release());
+    keep(meeting);
     throw;
   }
   if (rank() != root) meeting->value.resize(bytes[0]);
   return meeting->value;
+}
+
+void MpiSession::keep(std::shared_ptr<const void> memory) {
+  const std::lock_guard lock(mutex_);
+  kept_.push_back(std::move(memory));
 }
 
 void MpiSession::complete(std::span<multiring_mpi_request> requests, std::span<std::size_t> bytes,

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "base/export.h"
 #include "transport/mpi/bridge/multiring_mpi.h"
@@ -43,6 +44,8 @@ class MULTIRING_API MpiSession {
   /// What `root` has, at most kBroadcastBytes, on all ranks. Collective.
   std::string broadcast(const std::string& value, int root, const Waiting& waiting);
   static constexpr std::size_t kBroadcastBytes = 4096;
+  /// Memory of what was given up, which MPI may still read or write: stays as long as this session.
+  void keep(std::shared_ptr<const void> memory);
 
  private:
   void complete(std::span<multiring_mpi_request> requests, std::span<std::size_t> bytes,
@@ -50,8 +53,9 @@ class MULTIRING_API MpiSession {
 
   const multiring_mpi& functions_;
   multiring_mpi_group* group_ = nullptr;
-  std::mutex mutex_;  // guards claimed_
+  std::mutex mutex_;  // guards what follows
   std::map<int, std::string> claimed_;
+  std::vector<std::shared_ptr<const void>> kept_;
 };
 
 }  // namespace multiring

@@ -57,6 +57,12 @@ bool matches(const Request& send, const Request& receive) {
   return send.tag == receive.tag && (receive.source < 0 || receive.source == send.source);
 }
 
+std::uint64_t give_handle(Rank& rank, const std::shared_ptr<Request>& request) {
+  auto* const handle = new std::shared_ptr<Request>(request);
+  rank.handles.insert(handle);
+  return reinterpret_cast<std::uint64_t>(handle);
+}
+
 int post_send(multiring_mpi_group* group, const multiring_mpi_part* parts, size_t count, int destination,
               int tag, multiring_mpi_request* handle, char*, size_t) {
   Rank& self = rank_of(group);
@@ -73,8 +79,8 @@ int post_send(multiring_mpi_group* group, const multiring_mpi_part* parts, size_
     send->copy = gathered(*send);
     send->done = true;
   }
-  handle->value = reinterpret_cast<std::uint64_t>(new std::shared_ptr<Request>(send));
   const std::lock_guard lock(self.world->mutex);
+  handle->value = give_handle(self, send);
   Rank& other = self.world->rank(destination);
   const auto found =
       std::ranges::find_if(other.posted, [&](const auto& receive) { return matches(*send, *receive); });
@@ -96,8 +102,8 @@ int post_receive(multiring_mpi_group* group, void* data, size_t bytes, int sourc
   receive->tag = tag;
   receive->memory = static_cast<std::byte*>(data);
   receive->bytes = bytes;
-  handle->value = reinterpret_cast<std::uint64_t>(new std::shared_ptr<Request>(receive));
   const std::lock_guard lock(self.world->mutex);
+  handle->value = give_handle(self, receive);
   const auto found =
       std::ranges::find_if(self.arrived, [&](const auto& send) { return matches(*send, *receive); });
   if (found == self.arrived.end()) {
@@ -118,6 +124,7 @@ int test(multiring_mpi_request* handles, int count, int, multiring_mpi_completio
     const std::lock_guard lock((*request)->poster->world->mutex);
     if (!(*request)->done) continue;
     const Request& each = **request;
+    each.poster->handles.erase(request);
     done[(*done_count)++] = {index, each.outcome, each.source, each.is_send ? 0 : each.bytes};
     delete request;
     handles[index].value = 0;
@@ -144,6 +151,11 @@ InprocMpi::InprocMpi(int size) : ranks_(static_cast<std::size_t>(size)) {
     rank(number).world = this;
     rank(number).number = number;
   }
+}
+
+InprocMpi::~InprocMpi() {
+  for (const Rank& rank : ranks_)
+    for (const auto* const handle : rank.handles) delete handle;
 }
 
 std::shared_ptr<MpiSession> InprocMpi::session(int number) {

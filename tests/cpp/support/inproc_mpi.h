@@ -4,6 +4,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "transport/mpi/bridge/multiring_mpi.h"
@@ -18,6 +19,9 @@ namespace multiring::testing {
 class InprocMpi {
  public:
   explicit InprocMpi(int size);
+  ~InprocMpi();
+  InprocMpi(const InprocMpi&) = delete;
+  InprocMpi& operator=(const InprocMpi&) = delete;
   int size() const { return static_cast<int>(ranks_.size()); }
   /// A session for the thread that is `rank`.
   std::shared_ptr<MpiSession> session(int rank);
@@ -41,6 +45,7 @@ class InprocMpi {
     int number = 0;
     std::list<std::shared_ptr<Request>> arrived;  ///< sends without a receive
     std::list<std::shared_ptr<Request>> posted;   ///< receives without a send
+    std::set<std::shared_ptr<Request>*> handles;  ///< that were given and not used up
   };
   std::mutex mutex;  // guards all ranks
   Rank& rank(int number) { return ranks_[static_cast<std::size_t>(number)]; }
