@@ -9,13 +9,15 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 
 import pytest
 
 from multiring import errors
 from multiring.errors import PeerLostError, UsageError
 from multiring.store import TcpStore, TcpStoreServer, tcp
+from multiring.store.handshake import prove_to_client, prove_to_server
 from tests.support import no_new_descriptors
 
 SECRET = b"a secret of the job"
@@ -43,8 +45,7 @@ def trusted(server: TcpStoreServer) -> Connection:
     sock = stranger(server)
     sock.settimeout(None)
     connection = Connection(sock.detach())
-    answer_challenge(connection, SECRET)
-    deliver_challenge(connection, SECRET)
+    prove_to_server(connection, SECRET)
     return connection
 
 
@@ -196,3 +197,55 @@ def test_threads_end_with_the_server() -> None:
     ):
         assert_serves(server)
     assert threading.active_count() == before
+
+
+class Relay:
+    """Knows no secret, and lets two who do answer each other."""
+
+    def __init__(self) -> None:
+        self.pairs = [socket.socketpair() for _ in range(2)]
+        self.victims = [Connection(mine.detach()) for mine, _ in self.pairs]
+        self.own = [Connection(theirs.detach()) for _, theirs in self.pairs]
+
+
+def test_what_one_client_answers_is_no_proof_for_another() -> None:
+    relay = Relay()
+    outcomes: list[BaseException | None] = [None, None]
+
+    def connect(number: int) -> None:
+        try:
+            prove_to_server(relay.victims[number], SECRET)
+        except (AuthenticationError, OSError, EOFError) as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=connect, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    greeting = b"multiring store 1 " + bytes(32)
+    for own in relay.own:
+        own.send_bytes(greeting)
+    answers = [own.recv_bytes() for own in relay.own]
+    for own, answer in zip(relay.own, reversed(answers), strict=True):
+        own.send_bytes(answer[32:])  # the other's proof
+    for thread in threads:
+        thread.join(20)
+    assert all(isinstance(outcome, AuthenticationError) for outcome in outcomes)
+
+
+def test_a_proof_does_not_hold_for_another_connection() -> None:
+    first, second = Relay(), Relay()
+    server = threading.Thread(target=lambda: prove_to_client(first.victims[0], SECRET))
+    server.start()
+    client = threading.Thread(target=lambda: prove_to_server(second.victims[0], SECRET))
+    client.start()
+    second.own[0].send_bytes(first.own[0].recv_bytes())
+    answer = second.own[0].recv_bytes()
+    first.own[0].send_bytes(answer)
+    proof = first.own[0].recv_bytes()
+    second.own[0].send_bytes(proof)
+    server.join(20)
+    client.join(20)
+    with pytest.raises(AuthenticationError):
+        late = threading.Thread(target=lambda: first.own[1].send_bytes(answer))
+        late.start()
+        prove_to_client(first.victims[1], SECRET)

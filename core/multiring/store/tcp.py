@@ -1,9 +1,8 @@
 """A store behind one TCP port, for ranks that share no directory.
 
-Both ends prove that they know the job's secret (the HMAC challenge of `multiprocessing.connection`, in both
-directions) before anything else is read; messages are plain bytes with bounded sizes and are never unpickled.
-What follows the challenge is neither encrypted nor signed, so the port belongs in a network that can be
-trusted with the training data as well.
+Both ends prove that they know the job's secret before anything else is read (store/handshake.py). Messages
+are plain bytes with bounded sizes and are never unpickled. What follows the proofs is neither encrypted nor
+signed, so the port belongs in a network that can be trusted with the training data as well.
 
 A request is: operation (1 byte), milliseconds to wait (4 bytes), length of the key (2 bytes), key, value. A
 reply is a status byte and, after `get`, the value.
@@ -19,13 +18,14 @@ import struct
 import threading
 import time
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Self
 
 from multiring import errors
 from multiring.errors import PeerLostError, UsageError
 from multiring.store.base import MAX_KEY_BYTES, MAX_VALUE_BYTES, Store, check_key, check_value, no_such_key
+from multiring.store.handshake import prove_to_client, prove_to_server
 
 __all__ = ["TcpStore", "TcpStoreServer"]
 
@@ -179,8 +179,7 @@ class _Peer:
         self.thread: threading.Thread
 
     def greet(self, secret: bytes) -> None:
-        deliver_challenge(self.connection, secret)
-        answer_challenge(self.connection, secret)
+        prove_to_client(self.connection, secret)
         self.trusted = True
         _limit_waits(self._socket, receive=0.0, send=_REPLY_GRACE)
 
@@ -282,8 +281,7 @@ class TcpStore(Store):
             _limit_waits(sock, receive=min(timeout, _HANDSHAKE_SECONDS), send=_REPLY_GRACE)
             connection = _connection(sock)
             try:
-                answer_challenge(connection, self._secret)
-                deliver_challenge(connection, self._secret)
+                prove_to_server(connection, self._secret)
                 _limit_waits(sock, receive=0.0, send=_REPLY_GRACE)
             except BaseException:
                 connection.close()
