@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -150,3 +152,12 @@ def test_the_codes_of_ranks_elsewhere_are_told_apart(capfd: pytest.CaptureFixtur
     code = "[ $MULTIRING_RANK = 1 ] || exec sleep 3600; exit 137"  # by itself, and not by a signal
     assert cli.main(["run", "-H", "127.0.0.2:2", "--ssh", ssh, "--", "sh", "-c", code]) == 137
     assert "multiring: rank 1 (on 127.0.0.2) failed with exit code 137" in capfd.readouterr().err
+
+
+def test_an_ssh_that_starts_nothing_is_a_failure() -> None:
+    """A forced command, a login shell that exits: ssh ends well, and no rank has run."""
+    command = [sys.executable, "-m", "multiring", "run", "-H", "192.0.2.1:2", "--ssh", "sh -c true"]
+    command += ["--address", "127.0.0.1", "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 255
+    assert "perhaps ssh itself: does `ssh -o BatchMode=yes 192.0.2.1 true` work?" in done.stderr
