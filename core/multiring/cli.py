@@ -64,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `multiring` with the arguments `argv` (default: those of the process); returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where it may fail, and not at exit
+        return code
     except UsageError as error:
         _say(error)
         return 2

@@ -177,7 +177,7 @@ def test_every_variable_is_one_of_multiring() -> None:
         if "value" in entry:
             known[name].parse(entry["value"])
     reference = given["MULTIRING_SECRET"]["valueFrom"]["secretKeyRef"]
-    command = f"kubectl create secret generic {reference['name']} --from-literal={reference['key']}="
+    command = f"kubectl create secret generic {reference['name']} --from-file={reference['key']}="
     assert command in (FOLDER / "pytorchjob.yaml").read_text()
 
 

@@ -241,14 +241,14 @@ def test_a_rank_that_ends_or_stops_within_a_plan(
 
 def abort_elsewhere(comm: Communicator) -> str:
     """Rank 3 stops all while rank 1 of its host computes, which is whom rank 0 exchanges with."""
-    comm.barrier()
-    if comm.rank == 3:
-        comm.abort("enough")
-    if comm.rank == 1:
-        wait_until(lambda: comm.is_broken, "rank 1 to hear of it")
-        return "broken"
     start = time.monotonic()
     try:
+        comm.barrier()  # which some may still be in when the first is out of it
+        if comm.rank == 3:
+            comm.abort("enough")
+        if comm.rank == 1:
+            wait_until(lambda: comm.is_broken, "rank 1 to hear of it")
+            return "broken: enough"
         comm.allreduce(np.ones(3))
     except AbortedError as error:
         assert time.monotonic() - start < SECONDS
@@ -258,8 +258,8 @@ def abort_elsewhere(comm: Communicator) -> str:
 
 def test_an_abort_reaches_ranks_that_do_not_exchange_with_its_origin(spread: Pools) -> None:
     first, second, third, _ = spread(4, 2).run_expecting_errors(abort_elsewhere)
-    assert second == "broken"
     assert "enough" in first
+    assert "enough" in second
     assert "enough" in third
 
 
