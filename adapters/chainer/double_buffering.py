@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
+from weakref import WeakSet
 
 import chainer
 from multiring.chainer.gradients import GradientSlots
 from multiring.chainer.optimizer import MultiNodeOptimizer
-from multiring.errors import UsageError
+from multiring.errors import MultiringError, UsageError
+from multiring.initialization import before_shutdown
 
 __all__ = ["DoubleBufferingOptimizer"]
 
@@ -21,7 +24,8 @@ class DoubleBufferingOptimizer(MultiNodeOptimizer):
         update with    nothing      the averages of step 1     the averages of step 2
 
     Two sets of buckets take turns, so a step's gradients have the whole next forward and backward pass to
-    travel. When parameters are broadcast or the model changes, what is on its way is dropped.
+    travel. When parameters are broadcast or the model changes, what is on its way is dropped. So is that of
+    the last step, but where the optimizer ends it waits for it: others may be about to send theirs.
 
     Attributes:
         needs_update: Whether gradients are on their way, so that the next `update` updates.
@@ -31,6 +35,15 @@ class DoubleBufferingOptimizer(MultiNodeOptimizer):
     _other: GradientSlots | None
     _sent: GradientSlots | None  # whose gradients are on their way
     _scales: float | None  # the loss scale that they were made with
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See `create_multi_node_optimizer`."""
+        super().__init__(*args, **options)
+        _all.add(self)
+
+    def __del__(self) -> None:
+        """Wait as `close` does."""
+        _let_end(self)
 
     def _step(self) -> None:
         if self._slots is None or self._other is None:
@@ -101,3 +114,19 @@ class DoubleBufferingOptimizer(MultiNodeOptimizer):
                 slots.cancel() if name == "_sent" else slots.close()
         self._sent = self._other = self._scales = None
         self.needs_update = False
+
+
+_all: WeakSet[DoubleBufferingOptimizer] = WeakSet()
+
+
+def _let_end(optimizer: DoubleBufferingOptimizer) -> None:
+    with suppress(MultiringError):  # of gradients that nobody is going to see
+        optimizer._drop()
+
+
+def _let_all_end() -> None:
+    for optimizer in list(_all):
+        _let_end(optimizer)
+
+
+before_shutdown(_let_all_end)

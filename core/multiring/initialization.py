@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from multiring.tuning.table import load as load_tuning
 
 __all__ = [
     "at_shutdown",
+    "before_shutdown",
     "cross_rank",
     "cross_size",
     "init",
@@ -50,6 +52,7 @@ _joined: Any = None
 _held = ExitStack()
 # Stores of this process, by their URLs.
 _served: set[str] = set()
+_before_shutdown: list[Callable[[], None]] = []
 _shutdown_callbacks: list[Callable[[], None]] = []
 # In a process that was forked from a rank: who that is.
 _parent: str | None = None
@@ -217,18 +220,33 @@ def _configure_log(level: str) -> None:
 def shutdown() -> None:
     """Leaves the job: closes the world and every communicator split from it. Idempotent; called at exit.
 
-    No collective: peers that still need this rank raise `PeerLostError`. `init` may be called again
-    afterwards, by all ranks.
+    No collective: peers that still need this rank raise `PeerLostError`. Only gradients of a last step that
+    nobody waits for (double buffering) are let arrive first. `init` may be called again afterwards, by all
+    ranks.
     """
+    _leave(_before_shutdown)
+
+
+def _leave(first: list[Callable[[], None]]) -> None:
     global _world
     with _lock:
         leaving, _world = _world, None
         if leaving is None:
             return
-        leaving.close()
-        _held.close()
-        for callback in _shutdown_callbacks:
-            callback()
+        try:
+            for callback in first:
+                callback()
+        finally:
+            leaving.close()
+            _held.close()
+            for callback in _shutdown_callbacks:
+                callback()
+
+
+def before_shutdown(callback: Callable[[], None]) -> None:
+    """Calls `callback` whenever the world is about to be closed: for adapters whose last operations are still
+    on their way when a program has ended. Not called at the exit from an exception."""
+    _before_shutdown.append(callback)
 
 
 def at_shutdown(callback: Callable[[], None]) -> None:
@@ -305,7 +323,8 @@ def _forget_in_child() -> None:
 
 
 def _end() -> None:
-    shutdown()
+    failed = getattr(sys, "last_value", None) is not None
+    _leave([] if failed else _before_shutdown)
     mpi_job.finalize_at_exit()
 
 

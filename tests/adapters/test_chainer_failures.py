@@ -27,7 +27,7 @@ from tests.adapters.chainer_support import (
     make_model,
     squares,
 )
-from tests.support import start_job
+from tests.support import run_job, start_job
 
 
 class _Fail(chainer.Function):  # type: ignore[misc]
@@ -185,6 +185,44 @@ def drop_everything(comm: Communicator) -> None:
 
 def test_a_dropped_optimizer_releases_its_buckets(ranks: Pool) -> None:
     ranks(2).run(drop_everything)
+
+
+LAST_STEP = """
+import sys, time
+import numpy as np
+import multiring.chainer
+import chainer
+from chainer import functions, links
+
+def train():
+    comm = multiring.chainer.create_communicator()
+    model = chainer.Sequential(*[links.Linear(64, 64) for _ in range(8)])
+    optimizer = multiring.chainer.create_multi_node_optimizer(
+        chainer.optimizers.SGD(), comm, double_buffering=True, bucket_bytes=16384, first_bucket_bytes=4096
+    )
+    optimizer.setup(model)
+    for step in range(4):
+        if step == 3 and comm.rank == 1:
+            comm.plain.recv(0)
+            time.sleep(0.5)  # rank 0 is at its end by then; were it not, there would be less to see
+        optimizer.update(lambda: functions.sum(model(np.ones((8, 64), np.float32))))
+    if comm.rank == 0:
+        comm.plain.send(np.zeros(1), 1)
+    return optimizer
+
+multiring.init()
+{ending}
+"""
+
+
+@pytest.mark.parametrize(
+    "ending",
+    ["train()", "train(); multiring.shutdown()", "kept = train()", "kept = train(); multiring.shutdown()"],
+)
+def test_gradients_of_the_last_step_are_let_arrive(ending: str) -> None:
+    """With double buffering nobody waits for them, but others may still be sending theirs."""
+    finished = run_job(2, LAST_STEP.format(ending=ending))
+    assert finished.returncode == 0, finished.stderr
 
 
 LOOP = """
