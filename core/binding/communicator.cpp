@@ -151,9 +151,8 @@ void bind_communicator(py::module_& module) {
       .def_property_readonly(
           "wire", [](const Communicator& self) { return self.options().wire; },
           "As what float32 crosses from host to host where an allreduce does not say.")
-      .def_property_readonly(
-          "tuning", [](const Communicator& self) { return self.options().tuning; },
-          "What was given to choose ways by size; it may be of another cluster.")
+      .def_property_readonly("tuning", py::cpp_function(&Communicator::tuning, Released()),
+                             "What was given to choose ways by size; it may be of another cluster.")
       .def_property_readonly("is_broken", py::cpp_function(&Communicator::is_broken, Released()))
       .def("allreduce", &run_allreduce, py::arg("x"), py::arg("out"), py::arg("op"), py::arg("name"),
            py::arg("prescale"), py::arg("postscale"), py::arg("timeout"), py::arg("wire"),

@@ -93,7 +93,7 @@ std::shared_ptr<Communicator> connect(const py::object& store, const WorldOption
   address.wire = wire_name(options.wire);
   CommunicatorOptions communicator;
   communicator.mode = options.mode;
-  communicator.tuning = options.tuning;
+  if (options.tuning != "off") communicator.tuning = options.tuning;  // off: compared with the others only
   communicator.wire = options.wire;
   communicator.timeout = options.timeout;
   communicator.stall_warning = options.stall_warning;

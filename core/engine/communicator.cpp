@@ -41,7 +41,8 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       transport_(std::move(transport)),
       exchange_(*transport_, options_.name),
       mail_(exchange_),
-      symmetric_(transport_->rank()) {
+      symmetric_(transport_->rank()),
+      tuning_(options_.tuning) {
   if (!options_.mode.empty()) exchange_.plans().force_mode(parse_mode(options_.mode), *transport_);
   if (!options_.tuning.empty()) exchange_.plans().follow(Tuning::parse(options_.tuning), *transport_);
 }
@@ -55,6 +56,7 @@ void Communicator::follow(const std::string& tuning) {
     throw Error(ErrorKind::kUsage,
                 "communicator '" + name() + "' cannot be tuned while operations are in progress");
   exchange_.plans().follow(std::move(parsed), *transport_);
+  tuning_ = tuning;
 }
 
 void Communicator::run(Operation& operation, const CallOptions& options) {
@@ -289,6 +291,7 @@ std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::
     return all[2 * static_cast<std::size_t>(a) + 1] < all[2 * static_cast<std::size_t>(b) + 1];
   });
   CommunicatorOptions child_options = options_;
+  child_options.tuning = this->tuning();
   child_options.name =
       name() + "/" + (purpose.empty() ? std::to_string(splits_) + "." + std::to_string(color) : purpose);
   std::vector<int> own(static_cast<std::size_t>(size()));

@@ -107,6 +107,11 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// Allreduces from here on go as `tuning` says (collective/tuning.h); empty: as without one. To be called
   /// between the same operations on all ranks; raises a usage error while any is in progress here.
   void follow(const std::string& tuning);
+  /// What allreduces were last told to go by; it may be of other hosts and ranks.
+  std::string tuning() const {
+    const std::lock_guard lock(mutex_);
+    return tuning_;
+  }
   /// Memory that all ranks have mapped. Collective, with the same `bytes` everywhere.
   std::shared_ptr<SymmetricRegion> allocate_symmetric(std::size_t bytes, const CallOptions& call);
   /// The symmetric memory that `bytes` at `data` lie in, and where in this rank's part; null where they lie
@@ -177,6 +182,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   std::vector<std::shared_ptr<Work>> running_;  // what the progress thread is at, a part of the queue
   std::uint64_t submitted_ = 0;
   std::optional<Error> first_error_;
+  std::string tuning_;
   bool closed_ = false;    // no more operations
   bool finished_ = false;  // close has done all it has to
   std::thread progress_thread_;

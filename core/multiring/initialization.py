@@ -19,7 +19,8 @@ from multiring.mpi import job as mpi_job
 from multiring.mpi.bridge import carries
 from multiring.reductions import wire_type
 from multiring.store import FileStore, Store, open_store, serve_store
-from multiring.tuning.table import Tuning, ranks_of_hosts
+from multiring.tuning.startup import follow_measured_ways
+from multiring.tuning.table import OFF, Tuning, ranks_of_hosts
 from multiring.tuning.table import load as load_tuning
 
 __all__ = [
@@ -114,6 +115,8 @@ def init(comm: Any = None) -> Communicator:
         _warn_of_other_tuning(core)
         if _world.cross_size > 1:  # whoever serves the store may end as soon as all have joined
             _world.barrier()
+            if not settings.tuning and not settings.mode:
+                follow_measured_ways(_world)
         return _world
 
 
@@ -143,7 +146,8 @@ def _options(rank: int, size: int, settings: config.Settings) -> _core.WorldOpti
     options.interfaces = settings.interfaces
     options.mode = settings.mode
     if settings.tuning and size > 1:
-        options.tuning = load_tuning(settings.tuning).text
+        # Ranks compare what is here, so none measures while others do not.
+        options.tuning = OFF if settings.tuning == OFF else load_tuning(settings.tuning).text
     options.wire = wire_type(settings.wire)
     options.staging_bytes = settings.staging_bytes
     options.spin_microseconds = -1.0 if settings.spin_microseconds is None else settings.spin_microseconds
@@ -215,6 +219,9 @@ def _serve(place: Placement) -> None:
 
 def _configure_log(level: str) -> None:
     _log.setLevel(level.upper())
+    # Python by itself writes nothing that is less than a warning. A program that has handlers decides.
+    if _log.getEffectiveLevel() < logging.WARNING and not _log.hasHandlers():
+        _log.addHandler(logging.StreamHandler())
 
 
 def shutdown() -> None:

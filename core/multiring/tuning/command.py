@@ -21,7 +21,7 @@ from multiring.diagnostics import links
 from multiring.errors import UsageError
 from multiring.plans import units
 from multiring.tuning.measure import Measured, classes_of, measure
-from multiring.tuning.table import AUTO, ROUNDS, Tuning, ranks_of_hosts
+from multiring.tuning.table import AUTO, OFF, ROUNDS, Tuning, ranks_of_hosts
 
 __all__ = ["add_arguments", "main"]
 
@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
     if mode := config.load().mode:
         raise UsageError(f"MULTIRING_MODE={mode} leaves nothing to choose: unset it for `multiring tune`")
     # The file that is to be replaced may be of another cluster, and need not be there.
-    os.environ.pop("MULTIRING_TUNING", None)
+    os.environ["MULTIRING_TUNING"] = OFF
     comm = multiring.init()
     try:
         if comm.cross_size == 1:

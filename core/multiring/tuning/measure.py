@@ -12,17 +12,20 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from multiring import Communicator
 from multiring.plans.units import seconds_text, size_text
 from multiring.tuning.table import AUTO, ROUNDS, SizeClass, Tuning, Way, ranks_of_hosts
 
-__all__ = ["Measured", "candidates", "classes_of", "default_way", "measure"]
+if TYPE_CHECKING:
+    from multiring.communicator import Communicator
+
+__all__ = ["ROUNDS_UP_TO", "Measured", "candidates", "classes_of", "default_way", "measure"]
 
 # What is used without a table (core/collective/allreduce.cpp).
-_ROUNDS_UP_TO = 16 * 1024
+ROUNDS_UP_TO = 16 * 1024
 # A way has to be so much quicker than that to take its place: less is chance.
 _QUICKER = 0.95
 # A way that keeps few rounds at the price of bytes, and takes so many times as long as the automatic plan, is
@@ -33,10 +36,9 @@ _HOPELESS = 2.0
 _SEGMENTS_FROM = 256 * 1024
 _SEGMENTS = (32 * 1024, 64 * 1024)
 
-# Of one way before the next has its turn: so long at least, if few calls last that long.
 _TURN_SECONDS = 0.004
 _MOST_CALLS = 16
-_LEAST_TURNS, _MOST_TURNS = 3, 25
+_LEAST_TURNS, _MOST_TURNS = 5, 25
 _UNMEASURED_TURNS = 2
 
 
@@ -71,11 +73,16 @@ def candidates(ranks: Sequence[int]) -> list[Way]:
 
 def default_way(nbytes: int, size: int) -> Way:
     """How an allreduce of `size` ranks goes without a table."""
-    return Way(ROUNDS if size == 2 or nbytes <= _ROUNDS_UP_TO else AUTO)
+    return Way(ROUNDS if size == 2 or nbytes <= ROUNDS_UP_TO else AUTO)
 
 
 def measure(
-    comm: Communicator, sizes: Sequence[int], seconds: float, report: Callable[[str], None]
+    comm: Communicator,
+    sizes: Sequence[int],
+    seconds: float,
+    report: Callable[[str], None],
+    *,
+    turn_seconds: float = _TURN_SECONDS,
 ) -> list[Measured]:
     """Measures all ways for each size, the smallest first; the same outcome on all ranks. Collective.
 
@@ -85,6 +92,7 @@ def measure(
         seconds: For all sizes together, about. The largest are left out where they would take longer; the
             first is measured in any case.
         report: Called with what to tell the user.
+        turn_seconds: Of one way before the next has its turn: so long at least, if few calls last that long.
     """
     ways = candidates(ranks_of_hosts(comm._core.hosts))
     began = time.perf_counter()
@@ -97,11 +105,11 @@ def measure(
                 report(f"{size_text(nbytes)} and more: left out, as that takes over --seconds {seconds:g}")
                 break
             share = left / (len(sizes) - number)
-            here = _measure_size(comm, nbytes, ways, share)
+            here = _measure_size(comm, nbytes, ways, share, turn_seconds)
             best = min(here, key=lambda each: each.seconds)
             if nbytes >= _SEGMENTS_FROM and best.way.mode != ROUNDS:
                 segmented = [Way(best.way.mode, segment) for segment in _SEGMENTS]
-                again = _measure_size(comm, nbytes, [best.way, *segmented], share / 4)
+                again = _measure_size(comm, nbytes, [best.way, *segmented], share / 4, turn_seconds)
                 here = [*(each for each in here if each.way != best.way), *again]
             found += here
             plan = next(each for each in here if each.way == Way(AUTO))
@@ -121,7 +129,9 @@ def _is_hopeless(one: Measured, plan: Measured) -> bool:
     return sends_more and one.seconds > _HOPELESS * plan.seconds
 
 
-def _measure_size(comm: Communicator, nbytes: int, ways: Sequence[Way], seconds: float) -> list[Measured]:
+def _measure_size(
+    comm: Communicator, nbytes: int, ways: Sequence[Way], seconds: float, turn_seconds: float
+) -> list[Measured]:
     data = np.zeros(nbytes // 4, np.float32)
     out = np.empty_like(data)
     ranks = ranks_of_hosts(comm._core.hosts)
@@ -140,7 +150,7 @@ def _measure_size(comm: Communicator, nbytes: int, ways: Sequence[Way], seconds:
     for way in ways:  # connects
         turn(way, 1)
     estimates = _of_slowest(comm, [turn(way, 1) for way in ways])
-    calls = [int(np.clip(_TURN_SECONDS / each, 1, _MOST_CALLS)) for each in estimates]
+    calls = [int(np.clip(turn_seconds / each, 1, _MOST_CALLS)) for each in estimates]
     once = sum(each * count for each, count in zip(estimates, calls, strict=True))
     turns = int(np.clip(seconds / once, _LEAST_TURNS, _MOST_TURNS))
     times = [[turn(way, count) for way, count in zip(ways, calls, strict=True)] for _ in range(turns)]

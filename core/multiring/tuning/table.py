@@ -11,9 +11,10 @@ from typing import Any
 from multiring import _core as native
 from multiring.errors import UsageError
 
-__all__ = ["AUTO", "ROUNDS", "SizeClass", "Tuning", "Way", "load", "ranks_of_hosts"]
+__all__ = ["AUTO", "OFF", "ROUNDS", "SizeClass", "Tuning", "Way", "load", "ranks_of_hosts"]
 
 FORMAT = "multiring tuning 1"
+OFF = "off"
 ROUNDS = "rounds"
 AUTO = "auto"
 

@@ -1,0 +1,133 @@
+"""What a job on several hosts finds out at its start, where no file says how its allreduces go best.
+
+A few allreduces of a few sizes are timed for each way, which takes a fraction of a second; a line through
+them, latency + bytes / speed (Hockney's model), then tells the way for every size between. Larger ones go by
+the automatic plan, which sends the fewest bytes. What is this close to chance must be clearly quicker than
+what is used anyway. All ranks decide by the same numbers, and the way changes no bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from multiring import _core as native
+from multiring.errors import UsageError
+from multiring.plans.units import size_text
+from multiring.tuning.measure import ROUNDS_UP_TO, Measured, default_way, measure
+from multiring.tuning.table import AUTO, SizeClass, Tuning, Way, ranks_of_hosts
+
+if TYPE_CHECKING:
+    from multiring.communicator import Communicator
+
+__all__ = ["classes_by_model", "follow_measured_ways"]
+
+_log = logging.getLogger("multiring")
+
+_SIZES = (1024, 8 * 1024, 32 * 1024, 128 * 1024)
+_SECONDS = 0.2
+# Where a barrier takes longer than this, ranks wait for processors, or for a network on which so many
+# allreduces would take too long.
+_MOST_BARRIER_SECONDS = 0.002
+_BARRIERS = 5
+# Of what is used anyway a way may take so much, by the lines and at the nearest measured size.
+_QUICKER = 0.8
+
+
+def follow_measured_ways(comm: Communicator) -> Tuning | None:
+    """Let the allreduces of `comm` and its duplicates go as is measured to be quickest. Collective.
+
+    Args:
+        comm: The world, on several hosts, without a forced mode and without a tuning.
+
+    Returns:
+        What is followed from here on, the same on all ranks; None where nothing beats what is used anyway,
+        or was not measured because it would take too long.
+    """
+    if comm.size == 2 or _barrier_seconds(comm) > _MOST_BARRIER_SECONDS:
+        return None  # two ranks send each other everything by any way
+    began = time.perf_counter()
+    measured = measure(comm, _SIZES, _SECONDS, _log.debug, turn_seconds=0.0)
+    ranks = ranks_of_hosts(comm._core.hosts)
+    tuning = Tuning(ranks, classes_by_model(measured, comm.size))
+    if comm.rank == 0:
+        _log.info(
+            "allreduces go by what was measured in %.0f ms: %s",
+            1e3 * (time.perf_counter() - began),
+            ", ".join(f"up to {size_text(each.up_to)} {each.way}" for each in tuning.classes) or "as usual",
+        )
+    if not tuning.classes:
+        return None
+    comm._core.follow(tuning.text)
+    return tuning
+
+
+def classes_by_model(measured: Sequence[Measured], size: int) -> tuple[SizeClass, ...]:
+    """The ways of `size` ranks by their fitted lines; empty where they are those that are used anyway."""
+    times: dict[Way, dict[int, float]] = {}
+    for each in measured:
+        if not each.way.segment:
+            times.setdefault(each.way, {})[each.nbytes] = each.seconds
+    lines = {way: _line(found) for way, found in times.items()}
+    sizes = [each.nbytes for each in measured]
+    chosen: dict[int, Way] = {}
+    nbytes = min(sizes)
+    while nbytes <= max(sizes):
+        chosen[nbytes] = _quickest(nbytes, times, lines, default_way(nbytes, size))
+        nbytes *= 2
+    if all(way == default_way(nbytes, size) for nbytes, way in chosen.items()):
+        return ()
+    # From here on as usual; what is larger than all classes goes as the last.
+    chosen.setdefault(ROUNDS_UP_TO, default_way(ROUNDS_UP_TO, size))
+    chosen[max(2 * ROUNDS_UP_TO, nbytes)] = Way(AUTO)
+    classes: list[SizeClass] = []
+    for up_to, way in chosen.items():
+        if classes and classes[-1].way == way:
+            classes.pop()
+        classes.append(SizeClass(up_to, way))
+    return tuple(classes)
+
+
+def _quickest(
+    nbytes: int,
+    times: Mapping[Way, Mapping[int, float]],
+    lines: Mapping[Way, tuple[float, float]],
+    usual: Way,
+) -> Way:
+    def predicted(way: Way) -> float:
+        latency, per_byte = lines[way]
+        return latency + per_byte * nbytes
+
+    if usual not in lines:
+        return usual
+    best = min(lines, key=predicted)
+    near = [each for each in times[best] if each in times[usual]]
+    if not near or predicted(best) > _QUICKER * predicted(usual):
+        return usual
+    nearest = min(near, key=lambda each: abs(math.log(each / nbytes)))
+    return best if times[best][nearest] <= _QUICKER * times[usual][nearest] else usual
+
+
+def _line(times: Mapping[int, float]) -> tuple[float, float]:
+    """Latency and seconds per byte."""
+    try:
+        line = native.fit_link(list(times.items()))
+    except UsageError:  # one size, or times that do not grow with it
+        return statistics.median(times.values()), 0.0
+    return line.latency, 1 / line.bytes_per_second
+
+
+def _barrier_seconds(comm: Communicator) -> float:
+    """The median of the slowest rank."""
+    times = []
+    for _ in range(_BARRIERS):
+        began = time.perf_counter()
+        comm.barrier()
+        times.append(time.perf_counter() - began)
+    return float(comm.allreduce(np.array(statistics.median(times)), "max", name="tune.barrier"))
