@@ -2,6 +2,7 @@
 #include <cstring>
 #include <vector>
 
+#include "collective/cluster_copy.h"
 #include "collective/collectives.h"
 #include "collective/gathers.h"
 #include "collective/staged_copy.h"
@@ -32,15 +33,26 @@ void alltoall(Exchange& exchange, const Call& call, Operation& operation) {
   exchange.require_match(call);
 
   std::uint64_t longest = 0;
+  std::uint64_t longest_here = 0;
+  const Transport& transport = exchange.transport();
+  const int host = transport.host_number(exchange.rank());
+  const auto is_here = [&](std::size_t rank) {
+    return transport.host_number(static_cast<int>(rank)) == host;
+  };
   std::vector<std::uint64_t> to_me(size);
   std::vector<std::uint64_t> splits(size);
   for (std::size_t rank = 0; rank < size; ++rank) {
     std::memcpy(splits.data(), exchange.staging(static_cast<int>(rank)), table_bytes);
     to_me[rank] = splits[self];
     longest = std::max(longest, *std::max_element(splits.begin(), splits.end()));
+    if (!is_here(rank)) continue;
+    for (std::size_t reader = 0; reader < size; ++reader)
+      if (is_here(reader)) longest_here = std::max(longest_here, splits[reader]);
   }
   const std::vector<StagedCopy::Incoming> incoming = join_rows(exchange, call, operation, to_me, row_bytes);
   if (longest * row_bytes == 0) return;
+  if (worth_messages(exchange.transport(), longest * row_bytes * size))
+    return ClusterCopy(exchange, call, outgoing, incoming).run(longest_here * row_bytes);
   StagedCopy copy(exchange, call, outgoing);
   exchange.begin(call.descriptor);
   copy.fill_first();

@@ -1,15 +1,32 @@
 #include <cstring>
 #include <vector>
 
+#include "collective/cluster_broadcast.h"
 #include "collective/collectives.h"
 #include "collective/staged_copy.h"
 
 namespace multiring {
+namespace {
+
+/// What the root has is its result as well.
+void keep(const Operation& operation, bool is_root) {
+  if (is_root && operation.output != operation.input && operation.descriptor.bytes > 0)
+    std::memcpy(operation.output, operation.input, operation.descriptor.bytes);
+}
+
+}  // namespace
 
 void broadcast(Exchange& exchange, const Call& call, Operation& operation) {
   const int root = operation.descriptor.key.root;
   const std::size_t bytes = operation.descriptor.bytes;
   const bool is_root = exchange.rank() == root;
+  if (ClusterBroadcast::pays(exchange.transport(), bytes)) {
+    exchange.begin(operation.descriptor);
+    exchange.synchronise(call);
+    exchange.require_match(call);
+    ClusterBroadcast(exchange, call, operation).run();
+    return keep(operation, is_root);
+  }
   const StagedCopy::Outgoing outgoing[] = {{operation.input, is_root ? bytes : 0}};
   StagedCopy copy(exchange, call, outgoing);
   exchange.begin(operation.descriptor);
@@ -19,8 +36,7 @@ void broadcast(Exchange& exchange, const Call& call, Operation& operation) {
   std::vector<StagedCopy::Incoming> incoming(static_cast<std::size_t>(exchange.size()));
   if (!is_root) incoming[static_cast<std::size_t>(root)] = {operation.output, bytes};
   copy.run(incoming, bytes);
-  if (is_root && operation.output != operation.input && bytes > 0)
-    std::memcpy(operation.output, operation.input, bytes);
+  keep(operation, is_root);
 }
 
 }  // namespace multiring

@@ -34,7 +34,7 @@ class ResultBuffer {
 /// A part of an array that does not lie in one run of memory: whole elements.
 struct Piece {
   const std::byte* input;
-  std::byte* output;  ///< may be the input
+  std::byte* output;  ///< may be the input; null: not wanted
   std::size_t bytes;
 };
 

@@ -34,7 +34,7 @@ void PieceList::read(std::size_t& cursor, Range range, std::byte* to) const {
 void PieceList::write(std::size_t& cursor, Range range, const std::byte* from) const {
   for_each_share(cursor, range,
                  [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
-                   std::memcpy(piece.output + offset, from + place, bytes);
+                   if (piece.output != nullptr) std::memcpy(piece.output + offset, from + place, bytes);
                  });
 }
 

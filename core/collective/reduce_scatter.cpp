@@ -4,6 +4,8 @@
 #include <cstring>
 #include <vector>
 
+#include "collective/cluster_allreduce.h"
+#include "collective/cluster_copy.h"
 #include "collective/collectives.h"
 #include "topology/chunks.h"
 
@@ -39,6 +41,19 @@ void reduce_block(const Operation& operation, const std::vector<const void*>& in
          bytes / operation.element_size());
 }
 
+/// Across hosts: by the plan of an allreduce, of whose result this rank keeps its block. That sends twice
+/// what has to be sent; in rounds every host gets everything of every rank.
+void reduce_by_plan(Exchange& exchange, const Call& call, const Operation& operation, Range block) {
+  Operation whole;
+  whole.descriptor = operation.descriptor;
+  whole.pieces = {{operation.input, nullptr, block.begin},
+                  {operation.input + block.begin, operation.output, block.size()},
+                  {operation.input + block.end, nullptr, operation.descriptor.bytes - block.end}};
+  Operation* const operations[] = {&whole};
+  const PieceList pieces(operations);
+  ClusterAllreduce(exchange, call, operations, pieces, *exchange.transport().hierarchy()).run();
+}
+
 }  // namespace
 
 void reduce_scatter(Exchange& exchange, const Call& call, Operation& operation) {
@@ -67,11 +82,14 @@ void reduce_scatter(Exchange& exchange, const Call& call, Operation& operation) 
 
   const bool want_direct = operation.descriptor.bytes > kDirectFrom && operation.descriptor.input_region != 0;
   exchange.begin(operation.descriptor);
-  if (!want_direct) fill(0);
+  // Two ranks send each other everything either way.
+  const bool by_plan = size > 2 && worth_messages(exchange.transport(), operation.descriptor.bytes);
+  if (!want_direct && !by_plan) fill(0);
   exchange.synchronise(call);
   exchange.require_match(call);
   for (int rank = 0; rank < exchange.size(); ++rank)  // blocks are of rows: (3, 4) is not (4, 3)
     if (exchange.descriptor(rank).rows != operation.descriptor.rows) exchange.throw_mismatch(call);
+  if (by_plan) return reduce_by_plan(exchange, call, operation, blocks[self]);
   if (operation.descriptor.bytes > kDirectFrom && all_symmetric(exchange)) {
     for (std::size_t rank = 0; rank < size; ++rank)
       inputs[rank] = operation.input_region->part(static_cast<int>(rank)) +

@@ -1,5 +1,6 @@
 #include <vector>
 
+#include "collective/cluster_copy.h"
 #include "collective/collectives.h"
 #include "collective/staged_copy.h"
 #include "topology/chunks.h"
@@ -22,7 +23,7 @@ void scatter(Exchange& exchange, const Call& call, Operation& operation) {
   }
   StagedCopy copy(exchange, call, outgoing);
   exchange.begin(operation.descriptor);
-  copy.fill_first();
+  if (!worth_messages(exchange.transport(), operation.descriptor.bytes)) copy.fill_first();
   exchange.synchronise(call);
   exchange.require_match(call);
 
@@ -39,7 +40,11 @@ void scatter(Exchange& exchange, const Call& call, Operation& operation) {
   operation.output = operation.result.data();
   std::vector<StagedCopy::Incoming> incoming(size);
   incoming[static_cast<std::size_t>(root)] = {operation.output, rows * row_bytes};
-  copy.run(incoming, block_range(sent.rows, size, 0).size() * row_bytes);  // block 0 is the longest
+  const std::size_t longest = block_range(sent.rows, size, 0).size() * row_bytes;  // block 0 is it
+  if (!worth_messages(exchange.transport(), sent.bytes)) return copy.run(incoming, longest);
+  const bool root_is_here =
+      exchange.transport().host_number(root) == exchange.transport().host_number(exchange.rank());
+  ClusterCopy(exchange, call, outgoing, incoming).run(root_is_here ? longest : 0);
 }
 
 }  // namespace multiring

@@ -127,7 +127,7 @@ TEST_P(CollectivesTest, GatherOfUnequalLengths) {
 TEST_P(CollectivesTest, BroadcastInPlaceAndOutOfPlace) {
   for_each_case([&](Communicator& communicator, DType dtype, const Rows& rows, std::uint64_t row, Mode mode) {
     const auto root = static_cast<int>((rows.base + row) % size());
-    const std::uint64_t count = rows.of(1);
+    const std::uint64_t count = rows.of(0);
     const Bytes expected = input_of(dtype, count * row, static_cast<std::size_t>(root));
     const bool is_root = communicator.rank() == root;
     Bytes array = is_root ? expected : Bytes(expected.size(), 0xcd);
@@ -149,7 +149,7 @@ TEST_P(CollectivesTest, ScatterIntoUnequalBlocks) {
   for_each_case([&](Communicator& communicator, DType dtype, const Rows& rows, std::uint64_t row, Mode mode) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
     const auto root = static_cast<int>((rows.base + row + 1) % size());
-    const std::uint64_t count = rows.of(1) * 2;
+    const std::uint64_t count = rows.of(0) * 2;
     const Bytes all = input_of(dtype, count * row, 3);
     const std::size_t row_bytes = row * dtype_size(dtype);
     Request request{.kind = OpKind::kScatter, .root = root};
@@ -210,7 +210,7 @@ TEST_P(CollectivesTest, AlltoallOfUnequalSplits) {
 TEST_P(CollectivesTest, ReduceScatter) {
   for_each_case([&](Communicator& communicator, DType dtype, const Rows& rows, std::uint64_t row, Mode mode) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
-    const std::uint64_t count = rows.of(1) * 2;
+    const std::uint64_t count = rows.of(0) * 2;
     const std::size_t row_bytes = row * dtype_size(dtype);
     const Range block = block_range(count, size(), rank);
     std::vector<Bytes> mine;  // what the ranks have of this rank's block
@@ -278,6 +278,17 @@ TEST_P(CollectivesTest, BarrierHoldsUntilAllHaveCome) {
 
 INSTANTIATE_TEST_SUITE_P(Groups, CollectivesTest, ::testing::ValuesIn(testing::all_group_cases()),
                          [](const auto& info) { return testing::case_name(info.param); });
+
+// Between more than two hosts what is large goes by messages, along chains and to those it is for.
+std::vector<GroupCase> many_hosts() {
+  return {{testing::TransportKind::kCluster, 7, 1024, false, 3},
+          {testing::TransportKind::kCluster, 4, 1024, false, 4},
+          {testing::TransportKind::kClusterMpi, 5, 1024, false, 3}};
+}
+
+INSTANTIATE_TEST_SUITE_P(ManyHosts, CollectivesTest, ::testing::ValuesIn(many_hosts()), [](const auto& info) {
+  return testing::case_name(info.param) + "_hosts" + std::to_string(info.param.hosts);
+});
 
 }  // namespace
 }  // namespace multiring

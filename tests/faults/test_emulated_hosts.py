@@ -36,13 +36,22 @@ import multiring
 comm = multiring.init()
 comm.barrier()
 print("running", flush=True)
+array = np.ones(int(sys.argv[1]), np.float32)
+operations = {
+    "allreduce": lambda: comm.allreduce(array),
+    "alltoall": lambda: comm.alltoall(array),
+    "broadcast": lambda: comm.broadcast(array, 0),
+    "reduce_scatter": lambda: comm.reduce_scatter(array),
+    "scatter": lambda: comm.scatter(array if comm.rank == 0 else None, 0),
+}
+operation = operations[sys.argv[2]]
 try:
     while True:
-        comm.allreduce(np.ones(int(sys.argv[1]), np.float32))
+        operation()
 except multiring.MultiringError as error:
     print(json.dumps([type(error).__name__, str(error), time.monotonic()]), flush=True)
 """
-# Elements of an allreduce in rounds, and of one by a plan of many segments.
+# Elements of what goes in rounds, and of what goes by messages in many segments.
 SMALL, LARGE = "3", "3000000"
 
 
@@ -112,7 +121,8 @@ def test_a_host_that_vanishes_is_lost_on_every_rank(
     """Of two jobs, one of which is in rounds and one within plans."""
     hosts = emulate(len(layout))
     names = [f"{rank} on {hosts.name(host)}" for rank, host in enumerate(host_of_each(layout))]
-    jobs = [start(hosts, layout, LOOP, count, job=job) for job, count in enumerate((SMALL, LARGE))]
+    counts = (SMALL, LARGE)
+    jobs = [start(hosts, layout, LOOP, count, "allreduce", job=job) for job, count in enumerate(counts)]
     for ranks in jobs:
         await_running(ranks)
     cut = time.monotonic()
@@ -129,13 +139,24 @@ def host_of_each(layout: Sequence[int]) -> list[int]:
     return [host for host, count in enumerate(layout) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("count", "victim"), [(SMALL, 4), (LARGE, 0), (LARGE, 2)])
+@pytest.mark.parametrize(
+    ("operation", "count", "victim"),
+    [
+        ("allreduce", SMALL, 4),
+        ("allreduce", LARGE, 0),
+        ("allreduce", LARGE, 2),
+        ("alltoall", LARGE, 1),
+        ("broadcast", LARGE, 2),
+        ("reduce_scatter", LARGE, 3),
+        ("scatter", LARGE, 0),
+    ],
+)
 def test_a_killed_rank_is_named_on_every_host(
-    emulate: Callable[[int], EmulatedHosts], count: str, victim: int
+    emulate: Callable[[int], EmulatedHosts], operation: str, count: str, victim: int
 ) -> None:
     layout = (2, 1, 2)
     hosts = emulate(len(layout))
-    ranks = start(hosts, layout, LOOP, count)
+    ranks = start(hosts, layout, LOOP, count, operation)
     await_running(ranks)
     killed = time.monotonic()
     ranks[victim].send_signal(signal.SIGKILL)

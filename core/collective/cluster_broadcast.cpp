@@ -1,0 +1,99 @@
+#include "collective/cluster_broadcast.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+
+namespace multiring {
+namespace {
+
+// Estimated, not measured: below, a round to all hosts at once is over before a chain has been passed.
+constexpr std::size_t kChainFrom = 256 * 1024;
+constexpr std::size_t kLeastSegment = 16 * 1024;
+constexpr std::size_t kMostSegment = 256 * 1024;
+// The last host has the first segment when the others have been passed once. With so many segments for each
+// host that is a part of the time.
+constexpr std::size_t kSegmentsPerHost = 8;
+constexpr std::size_t kCacheLine = 64;
+
+/// The ranks of each host in their order, the root's host first, then by number.
+std::vector<std::vector<int>> hosts_from(const Transport& transport, int root) {
+  std::map<int, std::vector<int>> found;
+  for (int rank = 0; rank < transport.size(); ++rank) found[transport.host_number(rank)].push_back(rank);
+  std::vector<std::vector<int>> hosts;
+  for (auto& [number, ranks] : found) hosts.push_back(std::move(ranks));
+  const auto own = std::ranges::find_if(
+      hosts, [&](const std::vector<int>& ranks) { return std::ranges::binary_search(ranks, root); });
+  std::ranges::rotate(hosts, own);
+  return hosts;
+}
+
+}  // namespace
+
+bool ClusterBroadcast::pays(const Transport& transport, std::size_t bytes) {
+  if (transport.shares_memory() || bytes <= std::min(kChainFrom, transport.staging_bytes())) return false;
+  return hosts_from(transport, 0).size() > 2;
+}
+
+ClusterBroadcast::ClusterBroadcast(Exchange& exchange, const Call& call, const Operation& operation)
+    : exchange_(exchange), call_(call), operation_(operation), hierarchy_(*exchange.transport().hierarchy()) {
+  const int root = operation.descriptor.key.root;
+  const auto hosts = hosts_from(exchange.transport(), root);
+  // Roots that stand differently on their hosts keep different ranks busy.
+  const auto place = static_cast<std::size_t>(std::ranges::find(hosts[0], root) - hosts[0].begin());
+  for (const std::vector<int>& ranks : hosts) {
+    if (ranks[0] == hierarchy_.host_ranks()[0]) link_ = chain_.size();
+    chain_.push_back(ranks[place % ranks.size()]);
+  }
+  const std::size_t bytes = operation.descriptor.bytes;
+  const std::size_t most = std::min(kMostSegment, exchange.transport().staging_bytes());
+  const std::size_t wanted = bytes / (kSegmentsPerHost * hosts.size()) / kCacheLine * kCacheLine;
+  segment_bytes_ = std::clamp(wanted, std::min(kLeastSegment, most), most);
+  segments_ = segment_count(bytes, segment_bytes_);
+}
+
+void ClusterBroadcast::run() {
+  if (chain_[link_] == exchange_.rank()) return pass_on();
+  for (std::size_t index = 0; index < segments_; ++index) show(index, nullptr);
+}
+
+void ClusterBroadcast::pass_on() {
+  const int before = link_ > 0 ? chain_[link_ - 1] : -1;
+  const int after = link_ + 1 < chain_.size() ? chain_[link_ + 1] : -1;
+  std::vector<int> peers;
+  for (const int peer : {before, after})
+    if (peer >= 0) peers.push_back(peer);
+  MessageRing ring(exchange_, call_, hierarchy_, segment_bytes_);
+  ring.connect(peers);
+  // What a place in the ring has received is there when the next but kPlaces is posted.
+  const std::size_t lag = before >= 0 ? MessageRing::kPlaces : 0;
+  for (std::size_t turn = 0; turn < segments_ + lag; ++turn) {
+    const Range coming = before >= 0 ? segment(turn) : Range{};
+    const bool passes = turn >= lag;
+    const Range going = passes && after >= 0 ? segment(turn - lag) : Range{};
+    const std::byte* const held = before >= 0 ? operation_.output : operation_.input;
+    ring.post(after, {held + going.begin, going.size()}, before,
+              {operation_.output + coming.begin, coming.size()});
+    if (passes) show(turn - lag, held);
+  }
+  ring.finish();
+}
+
+void ClusterBroadcast::show(std::size_t index, const std::byte* held) {
+  const std::span<const int> mates = hierarchy_.host_ranks();
+  if (mates.size() == 1) return;
+  const auto place_of = [&](int rank) {
+    return static_cast<int>(std::ranges::find(mates, rank) - mates.begin());
+  };
+  const Range range = segment(index);
+  if (held != nullptr)
+    std::memcpy(hierarchy_.staging(place_of(exchange_.rank())), held + range.begin, range.size());
+  Waiting waiting = call_.waiting;
+  waiting.brief = true;
+  const WaitResult result = hierarchy_.meet(waiting);
+  if (!result.ok()) exchange_.throw_on_the_way(call_, result, result.peer);
+  if (held == nullptr)
+    std::memcpy(operation_.output + range.begin, hierarchy_.staged(place_of(chain_[link_])), range.size());
+}
+
+}  // namespace multiring
