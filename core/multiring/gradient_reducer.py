@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from multiring.arrays import multiply
 from multiring.bucket_exchange import wait_for
 from multiring.bucket_memory import BucketMemory, Bytes, bytes_at, numpy_array
 from multiring.bucketing import Bucket, ParameterSpec, Plan, plan_buckets
@@ -67,7 +68,7 @@ class GradientReducer:
             comm: Ranks that train together.
             specs: The parameters, in the same order on every rank.
             options: How to reduce.
-            as_array: Makes an array that `comm.allreduce` accepts (and that has `*=`) of bytes and a dtype.
+            as_array: Makes an array that `comm.allreduce` accepts of bytes and a dtype.
             locate: Tells which of the given gradients, which were marked ready without a place, are not in
                 their slots, and where they are. Asked when their bucket leaves: one after the other they take
                 half as long as each in the middle of a backward pass, which fills the caches with others.
@@ -349,7 +350,7 @@ class GradientReducer:
     def _multiply(self, current: Round, bucket: Bucket, factor: float) -> None:
         for slot in bucket.slots:
             array = self._as_array(self._memory_of(current, slot.index), bucket.dtype)
-            array *= factor
+            multiply(array, factor)
 
     def _collect(self, current: Round) -> RoundResult:
         """Wait for the buckets, read their flags, and correct the average where ranks have joined."""

@@ -17,7 +17,8 @@ the next exchange takes over all of them: that of a parameter that takes no part
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring import _core as native
+from multiring.arrays import multiply
 from multiring.bucket_exchange import BucketExchange, DenseExchange, Flags
 from multiring.bucket_memory import BucketMemory, Bytes, bytes_at
 from multiring.bucketing import Bucket, ParameterSpec, itemsize
@@ -162,10 +164,9 @@ class TopKExchange:
         entries = sum(slot.nbytes for slot in bucket.slots) // dtype.itemsize
         record = _Record(len(bucket.slots), entries, self._compression.count(entries), dtype)
         own = [active and flag != 0 for flag in produced]
-        # What a caller's NumPy is to do about overflow would end one rank, and the others with it.
-        with np.errstate(all="ignore"):
+        with _same_everywhere():
             values = self._gradients(bucket, elsewhere, entries, own)
-        chosen = largest(values, record.count)
+            chosen = largest(values, record.count)
         message = np.zeros(record.nbytes, np.uint8)
         message[: len(produced)] = np.asarray(produced) != 0
         message[len(produced)] = active
@@ -188,8 +189,7 @@ class TopKExchange:
             self._options.op,
         )
         if self._options.postscale != 1.0:
-            with np.errstate(all="ignore"):
-                reduced *= record.dtype.type(self._options.postscale)
+            multiply(reduced, self._options.postscale)
         begin = 0
         for slot, is_produced, is_own in zip(bucket.slots, produced, sent.own, strict=True):
             part = slice(begin, begin + slot.nbytes // record.dtype.itemsize)
@@ -271,6 +271,17 @@ class TopKExchange:
         residual = self.residuals.setdefault(name, np.empty_like(rest))
         np.copyto(residual, rest)
         residual[~np.isfinite(residual)] = 0
+
+
+@contextmanager
+def _same_everywhere() -> Iterator[None]:
+    """Context of NumPy's arithmetic that must not depend on how this rank's program has set up its own.
+
+    One that flushes denormals would choose and send other entries; one that raises on overflow would end the
+    job.
+    """
+    with native.StandardFloatMode(), np.errstate(all="ignore"):
+        yield
 
 
 def _entries(spec: ParameterSpec) -> int:
