@@ -3,9 +3,8 @@ hosts."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,26 +24,6 @@ WIRES = ("bfloat16", "float16")
 COUNTS = (1, 1000, 5000, 300_001)
 
 Pools = Callable[[int, int], RankPool]
-
-
-@pytest.fixture(scope="module")
-def spread() -> Iterator[Pools]:
-    """Gives `spread(ranks, hosts)`."""
-    pools: dict[tuple[int, int], RankPool] = {}
-    with contextlib.ExitStack() as stack:
-
-        def pool(n: int, hosts: int) -> RankPool:
-            if (n, hosts) not in pools:
-                pools[n, hosts] = stack.enter_context(RankPool(n, hosts=hosts))
-            return pools[n, hosts]
-
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with contextlib.closing(Nursery()) as started:
-        yield started
 
 
 def inputs_of(comm: Communicator, count: int) -> list[Any]:
