@@ -110,6 +110,24 @@ def test_gradients(spread: Pools) -> None:
     assert found[0] == found[1] == found[2]
 
 
+def scale_afterwards(comm: Communicator) -> None:
+    """What float16 would lose before it is scaled is lost only where it crosses hosts."""
+    gradient = np.full(3, 2.0**-30, np.float32)
+    if comm.cross_size > 1:
+        with pytest.raises(UsageError, match="postscale is 1e.* cross hosts as float16 are lost"):
+            GradientBuckets({"a": gradient}, comm, wire="float16", postscale=1e9)
+        return
+    buckets = GradientBuckets({"a": gradient}, comm, wire="float16", postscale=2.0**30)
+    buckets.ready("a", gradient)
+    assert buckets.synchronize()["a"].tolist() == [1, 1, 1]
+    buckets.close()
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_scale_that_float16_does_not_survive(spread: Pools, hosts: int) -> None:
+    spread(2, hosts).run(scale_afterwards)
+
+
 def ask_for_what_is_not_there(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="wire is 'int8'; accepted: float32, float16, bfloat16 and None"):
         comm.allreduce(np.ones(3, np.float32), wire="int8")  # type: ignore[arg-type]
