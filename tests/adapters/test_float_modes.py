@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from multiring import Communicator, TopK
 from multiring.batch_moments import combine_moments
 from multiring.numpy import GradientBuckets
 from tests.adapters.torch_support import Pool
+from tests.rank_pool import RankPool
 
 # One round, several segments.
 COUNTS = (5, 300_001)
@@ -109,3 +110,11 @@ def check(comm: Communicator) -> None:
 
 def test_a_rank_that_flushes_denormals_has_the_same_bits(ranks: Pool) -> None:
     ranks(3).run(check)
+
+
+def check_collectives(comm: Communicator) -> None:
+    assert collectives(comm, comm.rank == 1) == collectives(comm, False)
+
+
+def test_across_hosts(spread: Callable[[int, int], RankPool]) -> None:
+    spread(3, 2).run(check_collectives)
