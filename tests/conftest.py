@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.nursery import Nursery
 from tests.rank_pool import RankPool
 
 
@@ -36,3 +38,25 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     finally:
         for started in pools.values():
             started.close()
+
+
+@pytest.fixture(scope="module")
+def spread() -> Iterator[Callable[[int, int], RankPool]]:
+    """Gives `spread(n, hosts)`: a pool of n ranks that take themselves to be on so many hosts, shared by a
+    module's tests."""
+    pools: dict[tuple[int, int], RankPool] = {}
+    with contextlib.ExitStack() as stack:
+
+        def pool(n: int, hosts: int) -> RankPool:
+            if (n, hosts) not in pools:
+                pools[n, hosts] = stack.enter_context(RankPool(n, hosts=hosts))
+            return pools[n, hosts]
+
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    """Ranks to be forked, for scenarios that set up, or end, a job of their own."""
+    with contextlib.closing(Nursery()) as started:
+        yield started

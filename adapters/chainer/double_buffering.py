@@ -83,11 +83,6 @@ class DoubleBufferingOptimizer(MultiNodeOptimizer):
         )
         yield
 
-    def close(self) -> None:
-        """Release the buckets; gradients that are on their way are dropped. May be called twice."""
-        self._drop()
-        super().close()
-
     def _backward(self, loss: chainer.Variable, *, overlap: bool) -> None:
         super()._backward(loss, overlap=False)
 
@@ -99,13 +94,16 @@ class DoubleBufferingOptimizer(MultiNodeOptimizer):
         return stale
 
     def _make_slots(self, parameters: dict[str, chainer.Parameter]) -> None:
-        self._drop()
-        if self._slots is not None:
-            self._slots.close()
-        self._slots = None
+        self._release()
         if any(parameter.is_initialized for parameter in parameters.values()):
-            plain = self.communicator.plain
-            self._slots, self._other = (GradientSlots(parameters, plain, self._options) for _ in range(2))
+            self._slots, self._other = self._new_slots(parameters, 2)
+
+    def _release(self) -> None:
+        """Close all buckets; gradients that are on their way are dropped."""
+        both = [vars(self).get(name) for name in ("_slots", "_other")]
+        self._slots = self._other = None
+        self._drop()
+        self._close_all([slots for slots in both if slots is not None])
 
     def _drop(self) -> None:
         for name in ("_sent", "_other"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import chainermn
 import numpy as np
+from numpy.typing import NDArray
 
 import chainer
 from multiring.chainer.arrays import to_host
@@ -23,6 +24,8 @@ from multiring.gradient_source import ReducerOptions, check_arguments
 from multiring.model_check import check_same
 
 __all__ = ["MultiNodeOptimizer"]
+
+Residuals = dict[str, NDArray[Any]]
 
 
 class MultiNodeOptimizer:
@@ -54,6 +57,7 @@ class MultiNodeOptimizer:
     _updated_at: int
     _joining: bool
     _failed: bool  # the last backward pass ended with an exception
+    _residuals: list[Residuals]  # what compression has kept back, of each set of buckets that was released
 
     def __init__(
         self,
@@ -74,6 +78,7 @@ class MultiNodeOptimizer:
         self._incomplete = False
         self._rounds, self._updated_at = 0, 0
         self._joining = self._failed = False
+        self._residuals = []
         if getattr(actual_optimizer, "target", None) is not None:
             self._plan()
 
@@ -85,6 +90,8 @@ class MultiNodeOptimizer:
             MismatchError: The ranks have different parameters or options; names the first difference.
         """
         self.actual_optimizer.setup(link)
+        self.close()
+        self._residuals = []  # of another model, perhaps
         self._plan()
         return self
 
@@ -169,11 +176,10 @@ class MultiNodeOptimizer:
     def close(self) -> None:
         """Release the buckets; gradients go on in memory of their own. May be called twice.
 
-        An update after that makes new buckets, and is collective in that.
+        An update after that makes new buckets, and is collective in that; what compression has kept back is
+        sent by it.
         """
-        if self._slots is not None:
-            self._slots.close()
-            self._slots = None
+        self._release()
         self._known = []
 
     def __getattr__(self, name: str) -> Any:
@@ -274,13 +280,30 @@ class MultiNodeOptimizer:
         self.needs_broadcast = True
 
     def _make_slots(self, parameters: dict[str, chainer.Parameter]) -> None:
-        if self._slots is not None:
-            self._slots.close()
-        self._slots = None
+        self._release()
         # With one rank and no scaling there is nothing to do: gradients stay where Chainer puts them.
         is_local = self.communicator.size == 1 and self._options.scale == 1.0
         if not is_local and any(parameter.is_initialized for parameter in parameters.values()):
-            self._slots = GradientSlots(parameters, self.communicator.plain, self._options)
+            (self._slots,) = self._new_slots(parameters, 1)
+
+    def _new_slots(self, parameters: dict[str, chainer.Parameter], count: int) -> list[GradientSlots]:
+        """Sets of buckets that go on from what compression has kept back in those before them."""
+        made = [GradientSlots(parameters, self.communicator.plain, self._options) for _ in range(count)]
+        for slots, residuals in zip(made, self._residuals, strict=False):
+            slots.reducer.carry_on(residuals)
+        self._residuals = []
+        return made
+
+    def _release(self) -> None:
+        """Close all buckets, but keep what compression has kept back."""
+        slots, self._slots = self._slots, None
+        self._close_all([] if slots is None else [slots])
+
+    def _close_all(self, every: Sequence[GradientSlots]) -> None:
+        if every:
+            self._residuals = [slots.reducer.residuals() for slots in every]
+        for slots in every:
+            slots.close()
 
     def _check_joinable(self) -> None:
         rank = self.communicator.rank

@@ -178,21 +178,18 @@ class GradientHooks:
             broadcast_optimizer_state(optimizer, root, self._comm)
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What compression has kept back of this rank's gradients: copies by the parameters' names, flat.
+        """What compression has kept back of this rank's gradients: copies by the parameters' names, flat;
+        also of parameters that are frozen now, whose residuals wait until they are thawed.
 
         Part of a checkpoint, of every rank its own; empty without compression.
         """
         kept = self._slots.reducer.residuals() if self._handles else {}  # none with one rank, or removed
         return {name: torch.from_numpy(values) for name, values in kept.items()}
 
-    def residual_names(self) -> set[str]:
-        """Names of the parameters that `load_residuals` accepts."""
-        return set() if self._is_local else {spec.name for spec in self._slots.reducer.specs}
-
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Go on from what `residuals` gave. Raises UsageError for what does not fit the model. Local."""
         if not self._is_local:
-            self._slots.reducer.load_residuals(
+            self._slots.load_residuals(
                 {name: kept.detach().cpu().numpy() for name, kept in residuals.items()}
             )
 

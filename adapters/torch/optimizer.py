@@ -155,10 +155,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._hooks.residuals()
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what `residuals` gave. Local."""
-        # Not of a parameter that requires no gradient any more.
-        names = self._hooks.residual_names()
-        self._hooks.load_residuals({name: kept for name, kept in residuals.items() if name in names})
+        """Go on from what `residuals` gave; see `GradientHooks.load_residuals`."""
+        self._hooks.load_residuals(residuals)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the wrapped optimizer; buckets are planned anew. Collective."""

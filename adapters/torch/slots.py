@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
 
 import torch
 from multiring.errors import UsageError
@@ -165,6 +167,16 @@ class ParameterSlots:
         self._reducer.close()
         self._reducer = None
 
+    def load_residuals(self, residuals: Mapping[str, NDArray[Any]]) -> None:
+        """Put these in the place of what compression has kept back; those of frozen parameters wait."""
+        there = {spec.name for spec in self.reducer.specs}
+        resting = [
+            specification(name, parameter, name in self._sparse)
+            for name, parameter in self.named().items()
+            if name in residuals and name not in there
+        ]
+        self.reducer.load_residuals(residuals, resting)
+
     def store(self, index: int) -> InPlace | bool:
         """Part of `GradientSource`: where the gradient is, if there is one."""
         parameter = self._trainable[index]()
@@ -231,7 +243,7 @@ class ParameterSlots:
         parameters = {self._names[place]: alive[self._names[place]] for place in places}
         specs = [specification(name, p, name in self._sparse) for name, p in parameters.items()]
         unreduced: set[str] = set()
-        residuals = {}
+        residuals: dict[str, NDArray[Any]] = {}
         if self._reducer is not None:
             old = self._reducer
             residuals = old.residuals()
@@ -249,8 +261,7 @@ class ParameterSlots:
         self._forms = [(parameter.shape, parameter.dtype) for parameter in parameters.values()]
         self._generation, self._views = -1, {}
         self._refresh_views()
-        names = {spec.name for spec in specs}
-        self._reducer.load_residuals({name: kept for name, kept in residuals.items() if name in names})
+        self._reducer.carry_on(residuals)
         for index, spec in enumerate(specs):
             if spec.name in unreduced:
                 self._reducer.mark_produced(index)

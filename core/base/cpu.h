@@ -18,7 +18,7 @@ MULTIRING_API bool cpu_supports(Isa isa);
 /// Applications change this per thread (switches that flush denormals, libraries linked with -ffast-math),
 /// and an operation may run in the caller's thread or in the engine's: the same inputs must give the same
 /// bits in both.
-class StandardFloatMode {
+class MULTIRING_API StandardFloatMode {
  public:
   StandardFloatMode();
   ~StandardFloatMode();

@@ -4,7 +4,9 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <optional>
 
+#include "base/cpu.h"
 #include "base/streaming_copy.h"
 #include "binding/dlpack.h"
 #include "binding/result.h"
@@ -129,8 +131,9 @@ void set_pieces(PyOperation& prepared, std::string_view dtype, const std::vector
 /// The reduction kernel on given arrays, without ranks, ready to be called again and again.
 class ArrayReduction {
  public:
-  ArrayReduction(const std::vector<py::object>& inputs, const std::vector<py::object>& outputs, ReduceOp op)
-      : op_(op) {
+  ArrayReduction(const std::vector<py::object>& inputs, const std::vector<py::object>& outputs, ReduceOp op,
+                 double postscale)
+      : reduction_{.op = op, .postscale = postscale} {
     if (inputs.empty() || outputs.empty()) throw_usage("expected at least one input and one output");
     for (const auto& input : inputs) from_.push_back(add(input, false));
     for (const auto& output : outputs) to_.push_back(add(output, true));
@@ -140,7 +143,7 @@ class ArrayReduction {
   }
   void run() const {
     const py::gil_scoped_release release;
-    reduce(views_[0].dtype(), {.op = op_}, from_, to_, views_[0].count());
+    reduce(views_[0].dtype(), reduction_, from_, to_, views_[0].count());
   }
 
  private:
@@ -152,10 +155,22 @@ class ArrayReduction {
     return view.data();
   }
 
-  ReduceOp op_;
+  Reduction reduction_;
   std::vector<ArrayView> views_;
   std::vector<const void*> from_;
   std::vector<void*> to_;
+};
+
+/// The standard floating point mode as a context manager, for arithmetic of NumPy's in this thread.
+class FloatModeContext {
+ public:
+  void enter() { mode_.emplace(); }
+  void exit(const py::object& /*kind*/, const py::object& /*error*/, const py::object& /*traceback*/) {
+    mode_.reset();
+  }
+
+ private:
+  std::optional<StandardFloatMode> mode_;
 };
 
 /// Addresses, not arrays: to take two tensors by DLPack would cost more than a gradient's other bookkeeping.
@@ -197,9 +212,14 @@ void bind_operation(py::module_& module) {
   py::class_<ArrayReduction>(module, "ArrayReduction",
                              "Reduces arrays element by element into every output, as a collective does, but "
                              "without ranks.")
-      .def(py::init<const std::vector<py::object>&, const std::vector<py::object>&, ReduceOp>(),
-           py::arg("inputs"), py::arg("outputs"), py::arg("op"))
+      .def(py::init<const std::vector<py::object>&, const std::vector<py::object>&, ReduceOp, double>(),
+           py::arg("inputs"), py::arg("outputs"), py::arg("op"), py::arg("postscale") = 1.0)
       .def("__call__", &ArrayReduction::run);
+  py::class_<FloatModeContext>(module, "StandardFloatMode",
+                               "Context in which this thread rounds to nearest even and keeps denormals.")
+      .def(py::init<>())
+      .def("__enter__", &FloatModeContext::enter)
+      .def("__exit__", &FloatModeContext::exit, py::arg("kind"), py::arg("error"), py::arg("traceback"));
   py::class_<PyOperation>(module, "Operation", "One collective call being put together.")
       .def(py::init([](OpKind kind, const std::string& name, int root) {
              PyOperation made;

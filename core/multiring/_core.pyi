@@ -28,6 +28,7 @@ __all__: list[str] = [
     "RankTraffic",
     "ReduceOp",
     "Result",
+    "StandardFloatMode",
     "Step",
     "Wire",
     "Work",
@@ -226,7 +227,16 @@ class ArrayReduction:
         inputs: collections.abc.Sequence[typing.Any],
         outputs: collections.abc.Sequence[typing.Any],
         op: ReduceOp,
+        postscale: typing.SupportsFloat | typing.SupportsIndex = 1.0,
     ) -> None: ...
+
+class StandardFloatMode:
+    """
+    Context in which this thread rounds to nearest even and keeps denormals.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: typing.Any, error: typing.Any, traceback: typing.Any) -> None: ...
+    def __init__(self) -> None: ...
 
 class Operation:
     """

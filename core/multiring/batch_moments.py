@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from multiring import _core as native
+
 __all__ = ["combine_moments", "moments_row"]
 
 Row = NDArray[np.float64]
@@ -38,9 +40,10 @@ def combine_moments(rows: NDArray[np.float64]) -> tuple[float, Row, Row]:
     Returns:
         The count, and mean and variance of shape (channels,); zeros where the count is 0.
     """
-    total = _fold(rows)
-    channels = (len(total) - 1) // 2
-    return float(total[0]), total[1 : channels + 1], total[channels + 1 :] / max(float(total[0]), 1.0)
+    with native.StandardFloatMode():  # a rank's program may have set another one
+        total = _fold(rows)
+        channels = (len(total) - 1) // 2
+        return float(total[0]), total[1 : channels + 1], total[channels + 1 :] / max(float(total[0]), 1.0)
 
 
 def _fold(rows: NDArray[np.float64]) -> Row:

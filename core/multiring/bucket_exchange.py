@@ -55,7 +55,8 @@ class DenseExchange:
     """One allreduce of slots and flags together."""
 
     def __init__(self, comm: Communicator, memory: BucketMemory, options: ReducerOptions) -> None:
-        wire = options.wire or comm.wire
+        # Within a host nothing is rounded.
+        wire = (options.wire or comm.wire) if comm.cross_size > 1 else "float32"
         if wire == "float16" and abs(options.postscale) > _MOST_POSTSCALE:
             raise UsageError(
                 f"postscale is {options.postscale:g}, with which gradients that cross hosts as float16 are "

@@ -12,16 +12,18 @@ After the first round the buckets are planned anew in the order in which gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from multiring.arrays import multiply
 from multiring.bucket_exchange import wait_for
 from multiring.bucket_memory import BucketMemory, Bytes, bytes_at, numpy_array
 from multiring.bucketing import Bucket, ParameterSpec, Plan, plan_buckets
 from multiring.errors import AbortedError, UsageError
+from multiring.gradient_round import Round
 from multiring.gradient_source import (
     GradientSource,
     InPlace,
@@ -36,20 +38,6 @@ if TYPE_CHECKING:
     from multiring import Communicator, Work
 
 __all__ = ["GradientReducer"]
-
-
-@dataclass
-class _Round:
-    """State of the round that is under way."""
-
-    ready: bytearray  # per parameter: its gradient is in its slot and new
-    pending: list[int]  # per bucket: slots that wait for their gradient
-    works: list[Work | None] = field(default_factory=list)  # of the buckets that have left
-    elsewhere: dict[int, InPlace] = field(default_factory=dict)  # gradients that are not in their slots
-    addresses: dict[int, int] = field(default_factory=dict)  # of those elsewhere: whose it is
-    kept: dict[int, Bytes] = field(default_factory=dict)  # gradients of earlier rounds that take part
-    absent: list[int] = field(default_factory=list)  # parameters without a gradient on this rank
-    order: tuple[NDArray[np.int64], Work] | None = None  # broadcast of the order of arrival
 
 
 class GradientReducer:
@@ -80,7 +68,7 @@ class GradientReducer:
             comm: Ranks that train together.
             specs: The parameters, in the same order on every rank.
             options: How to reduce.
-            as_array: Makes an array that `comm.allreduce` accepts (and that has `*=`) of bytes and a dtype.
+            as_array: Makes an array that `comm.allreduce` accepts of bytes and a dtype.
             locate: Tells which of the given gradients, which were marked ready without a place, are not in
                 their slots, and where they are. Asked when their bucket leaves: one after the other they take
                 half as long as each in the middle of a backward pass, which fills the caches with others.
@@ -99,7 +87,7 @@ class GradientReducer:
         self._as_array, self._locate = as_array, locate
         self._produced = bytearray(len(self.specs))
         self._arrivals: list[int] | None = []
-        self._round: _Round | None = None
+        self._round: Round | None = None
         self._active = np.ones(self._size, dtype=np.bool_)
         # Layers are usually registered in forward order, so gradients arrive last to first.
         self.plan = self._make_plan(range(len(self.specs) - 1, -1, -1))
@@ -170,7 +158,7 @@ class GradientReducer:
                 raise UsageError(self._second_gradient(index), rank=self._rank, tensor=self.specs[index].name)
             return
         if place is not None:
-            self._note_place(current, index, place)
+            current.note_place(index, place, self._rank, self.specs)
         current.ready[index] = 1
         current.pending[bucket] -= 1
         if self._arrivals is not None:
@@ -265,18 +253,29 @@ class GradientReducer:
     def residuals(self) -> dict[str, NDArray[Any]]:
         """What compression has kept back of this rank's gradients, times prescale: copies by the parameters'
         names, flat, in the order of the elements in the slots. Empty before the first round."""
-        if not isinstance(self._exchange, TopKExchange):
-            return {}
-        return {self.specs[index].name: kept.copy() for index, kept in self._exchange.residuals.items()}
+        exchange = self._exchange
+        return exchange.kept() if isinstance(exchange, TopKExchange) else {}
 
-    def load_residuals(self, residuals: Mapping[str, NDArray[Any]]) -> None:
+    def load_residuals(
+        self, residuals: Mapping[str, NDArray[Any]], resting: Sequence[ParameterSpec] = ()
+    ) -> None:
         """Put what `residuals` has given in the place of all residuals. Local; not while a round is open.
+
+        Args:
+            residuals: By the parameters' names.
+            resting: Parameters of the model that take no part now, whose residuals wait in `residuals`.
 
         Raises:
             UsageError: A parameter is not known, or has another number of elements.
         """
         if isinstance(self._exchange, TopKExchange):
-            self._exchange.load(residuals)
+            self._exchange.load(residuals, resting)
+
+    def carry_on(self, residuals: Mapping[str, NDArray[Any]]) -> None:
+        """Begin with the residuals of the reducer before this one: what fits, and of parameters that this one
+        does not have. Local."""
+        if isinstance(self._exchange, TopKExchange):
+            self._exchange.carry_on(residuals)
 
     def close(self) -> None:
         """Release the communicator and the buckets. May be called twice."""
@@ -296,11 +295,11 @@ class GradientReducer:
             first_bucket_bytes=self.options.first_bucket_bytes,
         )
 
-    def _begin(self) -> _Round:
-        self._round = _Round(bytearray(len(self.specs)), [len(bucket.slots) for bucket in self.plan.buckets])
+    def _begin(self) -> Round:
+        self._round = Round(bytearray(len(self.specs)), [len(bucket.slots) for bucket in self.plan.buckets])
         return self._round
 
-    def _send(self, current: _Round, *, active: bool) -> None:
+    def _send(self, current: Round, *, active: bool) -> None:
         """Let the next bucket leave."""
         number, options = len(current.works), self.options
         bucket = self.plan.buckets[number]
@@ -308,7 +307,7 @@ class GradientReducer:
             indices = [s.index for s in bucket.slots if current.ready[s.index]]
             missing = [index for index in indices if index not in current.elsewhere]
             for index, place in self._locate(missing):
-                self._note_place(current, index, place)
+                current.note_place(index, place, self._rank, self.specs)
         produced = [current.ready[slot.index] for slot in bucket.slots]
         if self._exchange is None:
             self._memory.raise_flags(number, produced, active)
@@ -323,7 +322,7 @@ class GradientReducer:
             raise
         current.works.append(work)
 
-    def _complete(self, current: _Round, bucket: Bucket, source: GradientSource | None) -> None:
+    def _complete(self, current: Round, bucket: Bucket, source: GradientSource | None) -> None:
         """Fill the slots whose gradient did not arrive in this round."""
         for slot in bucket.slots:
             index = slot.index
@@ -335,7 +334,7 @@ class GradientReducer:
                 current.absent.append(index)
                 continue
             if isinstance(place, InPlace):
-                self._note_place(current, index, place)
+                current.note_place(index, place, self._rank, self.specs)
             if self._produced[index]:
                 current.ready[index] = 1
             else:
@@ -343,29 +342,17 @@ class GradientReducer:
                 # may add to it now; if none does, these bits come back untouched by averaging.
                 current.kept[index] = self._memory_of(current, index).copy()
 
-    def _note_place(self, current: _Round, index: int, place: InPlace) -> None:
-        other = current.addresses.setdefault(place.address, index)
-        if other != index and self.specs[index].nbytes > 0 and self.specs[other].nbytes > 0:
-            names = self.specs[other].name, self.specs[index].name
-            raise UsageError(
-                f"rank {self._rank}: parameters '{names[0]}' and '{names[1]}' have the same array as their "
-                "gradients, which would be averaged twice; give each a copy of its own",
-                rank=self._rank,
-                tensor=names[1],
-            )
-        current.elsewhere[index] = place
-
-    def _memory_of(self, current: _Round, index: int) -> Bytes:
+    def _memory_of(self, current: Round, index: int) -> Bytes:
         """Where a gradient of the round lies."""
         place = current.elsewhere.get(index)
         return self.slot(index) if place is None else bytes_at(place.address, self.specs[index].nbytes)
 
-    def _multiply(self, current: _Round, bucket: Bucket, factor: float) -> None:
+    def _multiply(self, current: Round, bucket: Bucket, factor: float) -> None:
         for slot in bucket.slots:
             array = self._as_array(self._memory_of(current, slot.index), bucket.dtype)
-            array *= factor
+            multiply(array, factor)
 
-    def _collect(self, current: _Round) -> RoundResult:
+    def _collect(self, current: Round) -> RoundResult:
         """Wait for the buckets, read their flags, and correct the average where ranks have joined."""
         produced = np.zeros(len(self.specs), dtype=np.bool_)
         active = np.ones(self._size, dtype=np.bool_)

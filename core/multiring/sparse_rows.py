@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from multiring.arrays import multiply
 from multiring.gradient_source import ReducerOptions
 
 if TYPE_CHECKING:
@@ -80,5 +81,5 @@ class SparseReduction:
         if self._reducing is not None:
             self._reducing.wait()
         if self._options.op == "average" and 0 < active < self._comm.size:
-            self._values *= self._comm.size / active  # the core divided by the number of all ranks
+            multiply(self._values, self._comm.size / active)  # the core divided by the number of all ranks
         return self._union, self._values

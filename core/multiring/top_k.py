@@ -10,11 +10,15 @@ nothing, so all have the same bits, and with a ratio of 1 those of an allreduce.
 A rank selects from its gradients, times prescale, plus its *residual*. What it does not send is its residual
 from then on: sent + residual is what it had, exactly. The residual changes when the round ends, and only for
 parameters of which some rank had a new gradient; if none had, nothing of it has been used.
+
+Residuals go by the parameters' names. Where a model's buckets are made anew, because parameters come or go,
+the next exchange takes over all of them: that of a parameter that takes no part waits until it does again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring import _core as native
+from multiring.arrays import multiply
 from multiring.bucket_exchange import BucketExchange, DenseExchange, Flags
 from multiring.bucket_memory import BucketMemory, Bytes, bytes_at
 from multiring.bucketing import Bucket, ParameterSpec, itemsize
@@ -127,7 +132,11 @@ class _Sent:
 
 
 class TopKExchange:
-    """The exchange of buckets by their largest entries, with the residuals of this rank."""
+    """The exchange of buckets by their largest entries, with the residuals of this rank.
+
+    Attributes:
+        residuals: By the parameters' names, also of those that take no part now.
+    """
 
     def __init__(
         self,
@@ -141,7 +150,7 @@ class TopKExchange:
         self._comm, self._memory, self._specs = comm, memory, specs
         self._options, self._compression = options, compression
         self._sent: dict[int, _Sent] = {}
-        self.residuals: dict[int, Values] = {}
+        self.residuals: dict[str, Values] = {}
 
     def send(
         self,
@@ -155,10 +164,9 @@ class TopKExchange:
         entries = sum(slot.nbytes for slot in bucket.slots) // dtype.itemsize
         record = _Record(len(bucket.slots), entries, self._compression.count(entries), dtype)
         own = [active and flag != 0 for flag in produced]
-        # What a caller's NumPy is to do about overflow would end one rank, and the others with it.
-        with np.errstate(all="ignore"):
+        with _same_everywhere():
             values = self._gradients(bucket, elsewhere, entries, own)
-        chosen = largest(values, record.count)
+            chosen = largest(values, record.count)
         message = np.zeros(record.nbytes, np.uint8)
         message[: len(produced)] = np.asarray(produced) != 0
         message[len(produced)] = active
@@ -181,8 +189,7 @@ class TopKExchange:
             self._options.op,
         )
         if self._options.postscale != 1.0:
-            with np.errstate(all="ignore"):
-                reduced *= record.dtype.type(self._options.postscale)
+            multiply(reduced, self._options.postscale)
         begin = 0
         for slot, is_produced, is_own in zip(bucket.slots, produced, sent.own, strict=True):
             part = slice(begin, begin + slot.nbytes // record.dtype.itemsize)
@@ -191,26 +198,47 @@ class TopKExchange:
                 continue
             self._place(slot.index, slot.nbytes, elsewhere).view(record.dtype)[:] = reduced[part]
             if is_own:
-                self._keep(slot.index, sent.rest[part])
+                self._keep(self._specs[slot.index].name, sent.rest[part])
         return produced, flags[:, record.slots]
 
-    def load(self, residuals: Mapping[str, Values]) -> None:
-        """Put residuals by the parameters' names in the place of all."""
-        indices = {spec.name: index for index, spec in enumerate(self._specs)}
-        loaded: dict[int, Values] = {}
+    def kept(self) -> dict[str, Values]:
+        """Copies of the residuals."""
+        return {name: residual.copy() for name, residual in self.residuals.items()}
+
+    def load(self, residuals: Mapping[str, Values], resting: Sequence[ParameterSpec] = ()) -> None:
+        """Put residuals by the parameters' names in the place of all.
+
+        Args:
+            residuals: Of parameters of this exchange, and of `resting`.
+            resting: Parameters that take no part now.
+        """
+        specs = {spec.name: spec for spec in (*resting, *self._specs)}
+        loaded: dict[str, Values] = {}
         for name, kept in residuals.items():
-            spec = self._specs[indices[name]] if name in indices else None
-            entries = None if spec is None else spec.nbytes // itemsize(spec.dtype)
-            if spec is None or np.size(kept) != entries:
-                expected = "no such parameter" if spec is None else f"{entries} elements"
+            spec = specs.get(name)
+            if spec is None or np.size(kept) != _entries(spec):
+                expected = "no such parameter" if spec is None else f"{_entries(spec)} elements"
                 raise UsageError(
                     f"rank {self._comm.rank}: a residual of '{name}' with {np.size(kept)} elements is to be "
                     f"loaded, but the model has {expected}",
                     rank=self._comm.rank,
                     tensor=name,
                 )
-            loaded[indices[name]] = np.array(kept, spec.dtype).reshape(-1)
+            loaded[name] = np.array(kept, spec.dtype).reshape(-1)
         self.residuals = loaded
+
+    def carry_on(self, residuals: Mapping[str, Values]) -> None:
+        """Begin with what an exchange of the same model has kept back before.
+
+        What does not fit a parameter any more is dropped; that of parameters not in this exchange waits.
+        """
+        specs = {spec.name: spec for spec in self._specs}
+        for name, kept in residuals.items():
+            spec = specs.get(name)
+            if spec is None:
+                self.residuals[name] = kept
+            elif len(kept) == _entries(spec):
+                self.residuals[name] = kept.astype(spec.dtype, copy=False)
 
     def _gradients(
         self, bucket: Bucket, elsewhere: Mapping[int, InPlace], entries: int, own: Sequence[bool]
@@ -230,7 +258,7 @@ class TopKExchange:
                 continue
             gradient = self._place(slot.index, slot.nbytes, elsewhere).view(dtype)
             np.multiply(gradient, dtype.type(self._options.prescale), out=part)
-            if (residual := self.residuals.get(slot.index)) is not None:
+            if (residual := self.residuals.get(self._specs[slot.index].name)) is not None:
                 np.add(part, residual, out=part, where=residual != 0)  # -0.0 stays what it is
         return values
 
@@ -238,11 +266,26 @@ class TopKExchange:
         place = elsewhere.get(index)
         return self._memory.slot(index) if place is None else bytes_at(place.address, nbytes)
 
-    def _keep(self, index: int, rest: Values) -> None:
+    def _keep(self, name: str, rest: Values) -> None:
         # Infinities and NaNs would never leave it. They are the first to be sent, so all ranks know of them.
-        residual = self.residuals.setdefault(index, np.empty_like(rest))
+        residual = self.residuals.setdefault(name, np.empty_like(rest))
         np.copyto(residual, rest)
         residual[~np.isfinite(residual)] = 0
+
+
+@contextmanager
+def _same_everywhere() -> Iterator[None]:
+    """Context of NumPy's arithmetic that must not depend on how this rank's program has set up its own.
+
+    One that flushes denormals would choose and send other entries; one that raises on overflow would end the
+    job.
+    """
+    with native.StandardFloatMode(), np.errstate(all="ignore"):
+        yield
+
+
+def _entries(spec: ParameterSpec) -> int:
+    return spec.nbytes // itemsize(spec.dtype)
 
 
 def make_exchange(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
-import re
 from collections.abc import Sequence
 from datetime import datetime
 
 from multiring import Communicator
+from multiring.argument_types import ITEM, array_sizes, wall_seconds
 from multiring.models.bench.contenders import PEERS, make_contenders
 from multiring.models.bench.emulated_start import Emulation
 from multiring.models.bench.measure import Meeting, Pace, Sample, measure
@@ -19,8 +18,6 @@ from multiring.models.bench.table import size_text, time_text
 __all__ = ["DEFAULT_SIZES", "add_arguments", "run"]
 
 DEFAULT_SIZES = [4**power for power in range(1, 15)]
-ITEM = 4  # bytes of a float32
-UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 _EXPLANATION = f"""\
 what is measured:
@@ -70,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXPLANATION
     parser.add_argument(
         "--sizes",
-        type=_sizes,
+        type=array_sizes,
         default=DEFAULT_SIZES,
         metavar="LIST",
         help="sizes of the array, such as 4,1KiB,64KiB,1MiB [4 B to 256 MiB in powers of four]",
@@ -89,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=_seconds,
+        type=wall_seconds,
         default=0.5,
         metavar="S",
         help="time for each contender and size; a few iterations are made even if they take longer [0.5]",
@@ -143,22 +140,6 @@ def _line(names: Sequence[str], samples: Sequence[Sample]) -> str:
     return ", ".join(f"{name} {time_text(sample.median)} us" for name, sample in found)
 
 
-def _sizes(text: str) -> list[int]:
-    return list(dict.fromkeys(_size(part) for part in text.split(",")))
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+) ?([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: give bytes, as 4, 64KiB, 1MiB or 1GiB")
-    size = int(match[1]) * UNITS[match[2]]
-    if size == 0 or size % ITEM:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size of an array of float32: give a multiple of {ITEM} bytes, at least {ITEM}"
-        )
-    return size
-
-
 def _peers(text: str) -> list[str]:
     names = list(dict.fromkeys(part.strip() for part in text.split(",")))
     if names == ["none"]:
@@ -168,13 +149,3 @@ def _peers(text: str) -> list[str]:
             known = " and ".join(f"{peer} (in the package {PEERS[peer][0]})" for peer in PEERS)
             raise argparse.ArgumentTypeError(f"there is no peer {name!r}: known are {known}; or give none")
     return names
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: give seconds, more than 0")
-    return seconds

@@ -23,6 +23,7 @@ from typing import Protocol, cast
 
 import multiring
 from multiring import Communicator, cli, launch_environment
+from multiring.argument_types import number_of
 from multiring.errors import MultiringError, UsageError
 from multiring.launch_environment import Placement
 from multiring.models.bench import emulated_start, launch
@@ -190,7 +191,7 @@ def _add_shared_arguments(parser: argparse.ArgumentParser) -> None:
         "-np",
         "-n",
         dest="ranks",
-        type=_ranks,
+        type=number_of("ranks"),
         metavar="N",
         help=f"start so many ranks on this host [{DEFAULT_RANKS}] (under a launcher: leave out)",
     )
@@ -217,12 +218,6 @@ def _add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shown-as", help=argparse.SUPPRESS)
     parser.add_argument("--progress-terminal", help=argparse.SUPPRESS)
     parser.add_argument("--columns", type=int, help=argparse.SUPPRESS)
-
-
-def _ranks(text: str) -> int:
-    if not (text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: give an integer of at least 1")
-    return int(text)
 
 
 def _check_outputs(options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ import importlib.util
 from typing import Any
 
 from multiring import Communicator
+from multiring.argument_types import number_of
 from multiring.errors import UsageError
 from multiring.models.bench.command import Outcome
 from multiring.models.frameworks import FRAMEWORKS, find_framework
@@ -80,15 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure what this framework's adapter costs [Torch beside DistributedDataParallel]",
     )
     parser.add_argument(
-        "--steps", type=_steps, default=20, metavar="N", help="turns of each kind of step (default: 20)"
+        "--steps",
+        type=number_of("turns"),
+        default=20,
+        metavar="N",
+        help="turns of each kind of step (default: 20)",
     )
     parser.set_defaults(peers=["gloo"] if importlib.util.find_spec("torch") is not None else [])
-
-
-def _steps(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of turns: give an integer of at least 1")
-    return int(text)
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> Outcome:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 import sys
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from multiring.argument_types import number_of, wall_seconds
 from multiring.errors import UsageError
 from multiring.models.regress.baseline import DEFAULT, MARGIN
 from multiring.models.regress.checks import CHECKS, SMALL, Setup
@@ -109,10 +109,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speed-depth", type=int, choices=DEPTHS, default=20, help="depth of the one that is timed [20]"
     )
     parser.add_argument(
-        "--steps", type=_positive, metavar="N", help="steps of the trainings that are compared [30; small: 5]"
+        "--steps",
+        type=number_of("steps"),
+        metavar="N",
+        help="steps of the trainings that are compared [30; small: 5]",
     )
     parser.add_argument(
-        "--epochs", type=_positive, default=Setup.epochs, metavar="N", help="of the training on digits [6]"
+        "--epochs",
+        type=number_of("epochs"),
+        default=Setup.epochs,
+        metavar="N",
+        help="of the training on digits [6]",
     )
     parser.add_argument(
         "--small",
@@ -134,7 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--time-limit",
-        type=_seconds,
+        type=wall_seconds,
         default=240.0,
         metavar="S",
         help="seconds that one task of a job may take before it is ended [240]",
@@ -184,19 +191,3 @@ def _ranks(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) >= 1 for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of ranks, such as 1,2,3")
     return tuple(sorted({int(part) for part in parts}))
-
-
-def _positive(text: str) -> int:
-    if not (text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: give seconds, more than 0")
-    return seconds

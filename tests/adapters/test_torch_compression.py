@@ -36,7 +36,7 @@ def test_a_ratio_of_one_changes_nothing(ranks: Pool) -> None:
 
 def nothing_is_lost(comm: Communicator) -> None:
     """The same gradients step after step: what has been received in all, and what is kept on average over the
-    ranks, is all of them. Parameters are frozen, and freed again, meanwhile."""
+    ranks, is all of them. Parameters are frozen, and thawed again, meanwhile."""
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL, compression=TopK(0.2))
     wanted = expected(comm, squares)
@@ -57,20 +57,20 @@ def nothing_is_lost(comm: Communicator) -> None:
             if gradient is not None:
                 received[index] += gradient
                 steps[index] += 1
-        if step == 3:  # as a checkpoint is taken up
+        if step == 2:  # as a checkpoint is taken up, while a parameter is frozen
             state = {name: kept.clone() for name, kept in hooks.residuals().items()}
             hooks.remove()
             hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL, compression=TopK(0.2))
+            with pytest.raises(UsageError, match=r"'2.weight' with 3 elements .* has 64 elements"):
+                hooks.load_residuals({names[frozen]: torch.zeros(3)})
             hooks.load_residuals(state)
-    assert steps[0] == STEPS
+    assert steps == [STEPS - 2 if index == frozen else STEPS for index in range(len(names))]
     for index, name in enumerate(names):
-        if index == frozen:  # what was kept of it is gone with its bucket
-            continue
         kept = hooks.residuals()[name].clone()
         assert kept.abs().sum() > 0, name
         comm.allreduce(kept, "average", out=kept)
         total = received[index] + kept.reshape(received[index].shape)
-        torch.testing.assert_close(total, STEPS * wanted[index], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(total, steps[index] * wanted[index], rtol=1e-12, atol=1e-14)
     hooks.remove()
 
 

@@ -26,6 +26,24 @@ GroupOptions two_by_two() {
   return options;
 }
 
+/// What this rank sends to other hosts in an allreduce of `count` float32: by plans, and in rounds.
+struct Traffic {
+  testing::Sent plans;
+  testing::Sent rounds;
+};
+Traffic traffic_of(const RankGroup& group, Communicator& communicator, int world_rank, std::size_t count) {
+  std::vector<float> data(count, 1.0F);
+  const testing::SentCounters& sent = group.sent(world_rank);
+  const Traffic before{sent.plans.read(), sent.rounds.read()};
+  Operation operation = testing::allreduce_of(DType::kFloat32, count, data.data(), data.data(), "x");
+  communicator.run(operation, {});
+  EXPECT_EQ(data.back(), static_cast<float>(communicator.size()));
+  return {sent.plans.read() - before.plans, sent.rounds.read() - before.rounds};
+}
+
+// RankGroup puts ranks 0 and 3 on one host, 1 and 2 on the other.
+bool is_first_of_host(int rank) { return rank < 2; }
+
 std::string message_of(const std::function<void()>& body) {
   try {
     body();
@@ -103,22 +121,78 @@ TEST(Tuning, MayChangeBetweenOperations) {
   });
 }
 
+// Bits are those of the canonical order by whichever way; so what crosses the network has to tell the way.
+constexpr std::size_t kCount = 20001;
+constexpr std::size_t kBytes = kCount * sizeof(float);
+
+TEST(Tuning, WhatIsFollowedDecidesOnTheMessages) {
+  GroupOptions options = two_by_two();
+  options.staging_bytes = 64 * 1024;
+  RankGroup group(options);
+  group.run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const auto traffic = [&](const char* tuning) {
+      communicator.follow(tuning);
+      return traffic_of(group, communicator, rank, kCount);
+    };
+    const Traffic usual = traffic("");
+    EXPECT_GT(usual.plans.messages, 0u) << "everybody exchanges a share";
+    const Traffic rounds = traffic("2x2:1=rounds");
+    EXPECT_EQ(rounds.plans.messages, 0u);
+    EXPECT_GE(rounds.rounds.bytes, usual.rounds.bytes + kBytes);
+    const Traffic doubling = traffic("2x2:1=2tx2d");
+    EXPECT_EQ(doubling.plans.messages > 0, is_first_of_host(rank));
+    EXPECT_EQ(doubling.plans.bytes, is_first_of_host(rank) ? 2 * kBytes : 0) << "two sums of each host";
+    const Traffic ten = traffic("2x2:1=auto/8192");
+    const Traffic five = traffic("2x2:1=auto/16384");
+    EXPECT_EQ(ten.plans.messages, 2 * five.plans.messages);
+    EXPECT_NE(ten.plans.messages, usual.plans.messages);
+    const Traffic again = traffic("");
+    EXPECT_EQ(again.plans.messages, usual.plans.messages);
+  });
+}
+
+TEST(Tuning, EveryClassOfSizesGoesItsWay) {
+  GroupOptions options = two_by_two();
+  options.staging_bytes = 64 * 1024;
+  options.communicator.tuning = "2x2:64=2tx2d,40000=rounds,100000=auto/8192,200000=2tx2t";
+  RankGroup group(options);
+  group.run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const auto plans = [&](std::size_t count) {
+      return traffic_of(group, communicator, rank, count).plans.messages;
+    };
+    EXPECT_EQ(plans(16), is_first_of_host(rank) ? 1u : 0u);
+    EXPECT_EQ(plans(17), 0u);
+    EXPECT_EQ(plans(10000), 0u);
+    const std::size_t six_segments = plans(6 * 8192 / sizeof(float));
+    EXPECT_GT(six_segments, 0u);
+    EXPECT_EQ(plans(12 * 8192 / sizeof(float)), 2 * six_segments);
+    EXPECT_EQ(plans(60000) > 0, is_first_of_host(rank)) << "what is larger than all goes as the last";
+  });
+}
+
 TEST(Tuning, HoldsForTheSameRanksAndNotForGroups) {
   GroupOptions options = two_by_two();
   options.communicator.tuning = "2x2:1=2x2d";
-  options.communicator.mode = "2x2t";
+  options.communicator.mode = "2tx2d";
   RankGroup group(options);
   group.run([&](Communicator& communicator) {
+    const int rank = communicator.rank();
     const auto same = communicator.duplicate("queue", {});
     EXPECT_EQ(same->options().tuning, "2x2:1=2x2d");
-    EXPECT_EQ(same->options().mode, "2x2t");
+    EXPECT_EQ(same->options().mode, "2tx2d");
     const auto all = communicator.split(0, 0, {});  // as gradients are reduced by
     EXPECT_EQ(all->options().tuning, "2x2:1=2x2d");
-    EXPECT_EQ(all->options().mode, "2x2t");
+    EXPECT_EQ(all->options().mode, "2tx2d");
+    for (const auto& each : {same, all})
+      EXPECT_EQ(traffic_of(group, *each, rank, kCount).plans.messages > 0, is_first_of_host(rank));
     for (const auto& others : {communicator.split(0, -communicator.rank(), {}),
                                communicator.split(communicator.rank() % 2, 0, {})}) {
       EXPECT_EQ(others->options().tuning, "");
       EXPECT_EQ(others->options().mode, "");
+      const bool planned = others->size() == 4;  // two go by rounds
+      EXPECT_EQ(traffic_of(group, *others, rank, kCount).plans.messages > 0, planned);
     }
   });
 }

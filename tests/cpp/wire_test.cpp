@@ -207,26 +207,42 @@ INSTANTIATE_TEST_SUITE_P(Groups, WireAcrossHosts, ::testing::ValuesIn(many_hosts
   return testing::case_name(info.param) + "_hosts" + std::to_string(info.param.hosts);
 });
 
-// Other plans round other sums where there are more than two hosts, but all ranks have the same bits.
+// Other plans round other sums where there are more than two hosts, but all ranks have the same bits. What
+// each rank sends tells that the mode was taken, and half of the bytes that half precision was.
 TEST(WireInModes, AllRanksHaveTheSameBits) {
   struct Case {
     int hosts;
     const char* mode;
+    std::vector<std::size_t> messages;  ///< that each rank sends for a segment
   };
-  for (const Case& each : {Case{2, "2x2d"}, Case{2, "2tx2t"}, Case{4, "1x4d"}, Case{4, "1x4t"},
-                           Case{4, "1x2x2"}, Case{4, "1x2tx2d"}}) {
+  const std::vector<Case> cases = {{2, "", {2, 2, 2, 2}},      {2, "2x2d", {1, 1, 1, 1}},
+                                   {2, "2tx2t", {1, 1, 0, 0}}, {4, "", {6, 6, 6, 6}},
+                                   {4, "1x4d", {2, 2, 2, 2}},  {4, "1x4t", {2, 1, 2, 1}},
+                                   {4, "1x2x2", {4, 4, 4, 4}}, {4, "1x2tx2d", {2, 1, 2, 1}}};
+  for (const Case& each : cases) {
     testing::GroupOptions options(testing::TransportKind::kCluster, 4, 4096);
     options.hosts = each.hosts;
     options.communicator.mode = each.mode;
     RankGroup group(options);
-    const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kAverage}, 20001, 4);
+    const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kAverage}, 20480, 4);
+    constexpr std::size_t kSegments = 10;  // each half of what plans stage in, four times 4096 bytes
     std::vector<Bytes> found(4);
-    for (const Wire wire : kWires) {
+    std::vector<testing::Sent> whole(4);
+    for (const Wire wire : {Wire::kFloat32, Wire::kBFloat16, Wire::kFloat16}) {
       group.run([&](Communicator& communicator) {
-        found[static_cast<std::size_t>(communicator.rank())] = reduced(communicator, problem, wire);
+        const auto rank = static_cast<std::size_t>(communicator.rank());
+        const testing::SentCounter& counter = group.sent(communicator.rank()).plans;
+        const testing::Sent before = counter.read();
+        found[rank] = reduced(communicator, problem, wire);
+        const testing::Sent sent = counter.read() - before;
+        EXPECT_EQ(sent.messages, each.messages[rank] * kSegments) << each.mode << " on rank " << rank;
+        if (wire == Wire::kFloat32) {
+          whole[rank] = sent;
+          return;
+        }
+        EXPECT_EQ(2 * sent.bytes, whole[rank].bytes) << each.mode << " on rank " << rank;
         if (each.hosts > 2) return;
-        EXPECT_TRUE(found[static_cast<std::size_t>(communicator.rank())] ==
-                    wire_oracle(wire, problem, communicator.hosts()));
+        EXPECT_TRUE(found[rank] == wire_oracle(wire, problem, communicator.hosts()));
       });
       for (const Bytes& each_rank : found) EXPECT_TRUE(each_rank == found[0]) << each.mode;
     }

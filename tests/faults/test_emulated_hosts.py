@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
 from multiring.models.bench.emulated_hosts import EmulatedHosts
+from multiring.tuning.table import ROUNDS, SizeClass, Tuning, Way
 from tests.support import REPOSITORY
 
 # After five seconds without an answer a peer is taken for lost; the kernels' probes are a second apart.
@@ -54,11 +56,28 @@ except multiring.MultiringError as error:
 # Elements of what goes in rounds, and of what goes by messages in many segments.
 SMALL, LARGE = "3", "3000000"
 
+# What this host sends for one allreduce, by the kernel's count. After the barrier everybody has everything.
+COUNT_BYTES = """
+import numpy as np
+import multiring
+comm = multiring.init()
+def sent():
+    with open("/proc/net/dev") as lines:
+        links = dict(line.split(":") for line in lines if ":" in line)
+    return sum(int(fields.split()[8]) for name, fields in links.items() if name.strip() != "lo")
+x = np.ones({count}, np.float32)
+for _ in range(2):  # the first connects
+    comm.barrier()
+    before = sent()
+    assert (comm.allreduce(x) == comm.size).all()
+    comm.barrier()
+print(sent() - before)
+"""
 
 Ranks = list[subprocess.Popen[str]]
 
 
-def start(hosts: EmulatedHosts, layout: Sequence[int], *script: str, job: int = 0) -> Ranks:
+def start(hosts: EmulatedHosts, layout: Sequence[int], *script: str, job: int = 0, **env: str) -> Ranks:
     """Ranks as mpirun would start them, host by host; each job at once with others has another number."""
     shared = {
         "OMPI_COMM_WORLD_SIZE": str(sum(layout)),
@@ -80,6 +99,7 @@ def start(hosts: EmulatedHosts, layout: Sequence[int], *script: str, job: int = 
             env={
                 **os.environ,
                 **shared,
+                **env,
                 "OMPI_COMM_WORLD_RANK": str(rank),
                 "OMPI_COMM_WORLD_LOCAL_RANK": str(local),
                 "OMPI_COMM_WORLD_LOCAL_SIZE": str(layout[host]),
@@ -95,6 +115,27 @@ def test_every_collective(emulate: Callable[[int], EmulatedHosts], layout: list[
     for rank, process in enumerate(ranks):
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, f"rank {rank}: {errors}"
+
+
+def test_bytes_tell_which_way_an_allreduce_goes(
+    emulate: Callable[[int], EmulatedHosts], tmp_path: Path
+) -> None:
+    """Bits do not: a setting that nobody follows would pass unseen."""
+    hosts, count = emulate(3), 2_000_000
+    tuning = tmp_path / "tuning.json"
+    tuning.write_text(json.dumps(Tuning((1, 1, 1), (SizeClass(1, Way(ROUNDS)),)).as_json()))
+    settings: list[tuple[dict[str, str], Sequence[float]]] = [
+        ({}, (4 / 3,) * 3),  # a third to each of the others, and the sums of one's own third back
+        ({"MULTIRING_WIRE": "bfloat16"}, (2 / 3,) * 3),
+        ({"MULTIRING_TUNING": str(tuning)}, (2,) * 3),  # everything to each of the others
+        ({"MULTIRING_MODE": "1x3t"}, (2, 1, 1)),  # everything to the first, and the sums back
+    ]
+    for job, (env, expected) in enumerate(settings):
+        ranks = start(hosts, [1, 1, 1], COUNT_BYTES.format(count=count), job=job, **env)
+        for rank, (process, wanted) in enumerate(zip(ranks, expected, strict=True)):
+            output, errors = process.communicate(timeout=60)
+            assert process.returncode == 0, f"rank {rank}: {errors}"
+            assert int(output) / (4 * count) == pytest.approx(wanted, rel=0.1), (env, rank)
 
 
 def await_running(ranks: Ranks) -> None:

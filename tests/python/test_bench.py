@@ -249,7 +249,7 @@ def test_options_are_understood() -> None:
         (["--sizes", "6"], "'6' is not a size of an array of float32: give a multiple of 4 bytes"),
         (["--sizes", "0"], "at least 4"),
         (["--sizes", "4,,8"], "'' is not a size"),
-        (["--sizes", "1KB"], "'1KB' is not a size: give bytes, as 4, 64KiB, 1MiB or 1GiB"),
+        (["--sizes", "1KB"], "'1KB' is not a size: give bytes, as 4096, 64K or 1MiB"),
         (["--sizes", "-4"], "'-4' is not a size"),
         (["--peers", "nccl"], "there is no peer 'nccl': known are gloo (in the package torch) and mpi"),
         (["--peers", "none,gloo"], "there is no peer 'none'"),

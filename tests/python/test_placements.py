@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -21,12 +19,6 @@ IRREGULAR = [(0, 1, 1, 1), (0, 0, 1, 2, 2)]
 OF_FIVE = [(0, 0, 0, 0, 0), (0, 1, 1, 1, 1), (0, 0, 1, 2, 2), (0, 1, 2, 0, 1), (0, 1, 2, 3, 4)]
 # In rounds, at the edge to plans, and by plans of one and of several segments.
 COUNTS = (0, 1, 1001, 4095, 4097, 8193, 25_601, 1_200_007)
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with contextlib.closing(Nursery()) as started:
-        yield started
 
 
 def name_of(places: tuple[int, ...]) -> str:

@@ -191,7 +191,7 @@ def test_next_to_nothing_to_reduce(capsys: pytest.CaptureFixture[str], nbytes: s
 
 
 def test_units_are_read_and_written() -> None:
-    assert [units.size(text) for text in ("4096", "64K", "64KiB", "100m", "1GB")] == [
+    assert [units.size(text) for text in ("4096", "64K", "64KiB", "100m", "1GiB")] == [
         4096, 1 << 16, 1 << 16, 100 * MIB, 1 << 30
     ]  # fmt: skip
     assert [units.rate(text) for text in ("10gbit", "500 mbit", "2.5Gbit/s")] == [1.25e9, 62.5e6, 312.5e6]

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,26 +39,6 @@ LAYOUTS = ((2, 2), (3, 2), (4, 3), (7, 2))
 SECONDS = 5.0
 
 Pools = Callable[[int, int], RankPool]
-
-
-@pytest.fixture(scope="module")
-def spread() -> Iterator[Pools]:
-    """Gives `spread(ranks, hosts)`."""
-    pools: dict[tuple[int, int], RankPool] = {}
-    with contextlib.ExitStack() as stack:
-
-        def pool(n: int, hosts: int) -> RankPool:
-            if (n, hosts) not in pools:
-                pools[n, hosts] = stack.enter_context(RankPool(n, hosts=hosts))
-            return pools[n, hosts]
-
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with contextlib.closing(Nursery()) as started:
-        yield started
 
 
 def check_all(comm: Communicator) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +32,6 @@ from tests.support import pretend_hosts
 pretend_hosts()
 sys.exit(cli.main(["tune", *sys.argv[1:]]))
 """
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with contextlib.closing(Nursery()) as started:
-        yield started
 
 
 @pytest.fixture

@@ -3,9 +3,8 @@ hosts."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,26 +24,6 @@ WIRES = ("bfloat16", "float16")
 COUNTS = (1, 1000, 5000, 300_001)
 
 Pools = Callable[[int, int], RankPool]
-
-
-@pytest.fixture(scope="module")
-def spread() -> Iterator[Pools]:
-    """Gives `spread(ranks, hosts)`."""
-    pools: dict[tuple[int, int], RankPool] = {}
-    with contextlib.ExitStack() as stack:
-
-        def pool(n: int, hosts: int) -> RankPool:
-            if (n, hosts) not in pools:
-                pools[n, hosts] = stack.enter_context(RankPool(n, hosts=hosts))
-            return pools[n, hosts]
-
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with contextlib.closing(Nursery()) as started:
-        yield started
 
 
 def inputs_of(comm: Communicator, count: int) -> list[Any]:
@@ -129,6 +108,24 @@ def reduce_gradients(comm: Communicator) -> list[bytes]:
 def test_gradients(spread: Pools) -> None:
     found = spread(3, 2).run(reduce_gradients)
     assert found[0] == found[1] == found[2]
+
+
+def scale_afterwards(comm: Communicator) -> None:
+    """What float16 would lose before it is scaled is lost only where it crosses hosts."""
+    gradient = np.full(3, 2.0**-30, np.float32)
+    if comm.cross_size > 1:
+        with pytest.raises(UsageError, match="postscale is 1e.* cross hosts as float16 are lost"):
+            GradientBuckets({"a": gradient}, comm, wire="float16", postscale=1e9)
+        return
+    buckets = GradientBuckets({"a": gradient}, comm, wire="float16", postscale=2.0**30)
+    buckets.ready("a", gradient)
+    assert buckets.synchronize()["a"].tolist() == [1, 1, 1]
+    buckets.close()
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_scale_that_float16_does_not_survive(spread: Pools, hosts: int) -> None:
+    spread(2, hosts).run(scale_afterwards)
 
 
 def ask_for_what_is_not_there(comm: Communicator) -> None:

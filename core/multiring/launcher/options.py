@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shlex
 import sys
 from pathlib import Path
 
 from multiring import slurm
+from multiring.argument_types import number_of, wall_seconds
 from multiring.errors import UsageError
 from multiring.launcher.engine_job import run_by_engine
 from multiring.launcher.engines import CHOICES, Engine, choose
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-np",
         "-n",
         dest="ranks",
-        type=_ranks,
+        type=number_of("ranks"),
         metavar="N",
         help="number of ranks to start (with -H, --hostfile or several hosts of Slurm's: default all slots)",
     )
@@ -73,7 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: core if there is a processor for each rank)",
     )
     parser.add_argument(
-        "--timeout", type=_seconds, metavar="S", help="end the job, with exit code 124, after so many seconds"
+        "--timeout",
+        type=wall_seconds,
+        metavar="S",
+        help="end the job, with exit code 124, after so many seconds",
     )
     parser.add_argument(
         "--output-dir",
@@ -217,26 +220,6 @@ def split_ssh(command: str) -> list[str]:
     if not words:
         raise UsageError("--ssh needs a command, such as 'ssh -p 2222'")
     return words
-
-
-def _ranks(text: str) -> int:
-    try:
-        ranks = int(text)
-    except ValueError:
-        ranks = 0
-    if ranks < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: give an integer of at least 1")
-    return ranks
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: give seconds, more than 0")
-    return seconds
 
 
 def _assignment(text: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import argparse
 import json
 
 from multiring import _core as native
+from multiring.argument_types import number_of
 from multiring.errors import UsageError
 from multiring.plans import units
 from multiring.plans.drawing import draw
@@ -48,7 +49,9 @@ def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of hosts, or the ranks of each as 1+3 or 2+1+2 [2]",
     )
-    cluster.add_argument("--ranks-per-host", type=_positive, metavar="N", help="ranks on every host [1]")
+    cluster.add_argument(
+        "--ranks-per-host", type=number_of("ranks"), metavar="N", help="ranks on every host [1]"
+    )
     cluster.add_argument(
         "--placement",
         choices=("blocks", "round-robin"),
@@ -63,7 +66,10 @@ def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help="speed of an interface, or of each of several with commas: 500mbit,125mbit [10gbit]",
     )
     cluster.add_argument(
-        "--interfaces", type=_positive, metavar="N", help="interfaces of a host, all at --rate [1]"
+        "--interfaces",
+        type=number_of("interfaces"),
+        metavar="N",
+        help="interfaces of a host, all at --rate [1]",
     )
     cluster.add_argument(
         "--latency",
@@ -193,14 +199,8 @@ def _refuse(message: str) -> None:
     raise UsageError(message)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
-
-
 def _layout(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part) for part in text.split("+"))
+    return tuple(number_of("ranks")(part) for part in text.split("+"))
 
 
 def _rates(text: str) -> tuple[float, ...]:

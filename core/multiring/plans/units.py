@@ -14,11 +14,11 @@ _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 def size(text: str) -> int:
-    """Bytes of `100M`, `64KiB` or `4096`: factors are powers of 1024. Raises argparse.ArgumentTypeError."""
-    match = re.fullmatch(r"(\d+)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    """Bytes of `100M`, `64KiB` or `4096`: powers of 1024 (`MB` is not). Raises argparse.ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+)\s*(?:b|([kmgt])(?:ib)?)?", text.strip().lower())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: give bytes, as 4096, 64K or 100M")
-    return int(match[1]) << _BINARY[match[2]]
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: give bytes, as 4096, 64K or 1MiB")
+    return int(match[1]) << _BINARY[match[2] or ""]
 
 
 def rate(text: str) -> float:

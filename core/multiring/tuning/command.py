@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 import multiring
 from multiring import Communicator, config, launch_environment
 from multiring import _core as native
+from multiring.argument_types import ITEM, array_sizes, wall_seconds
 from multiring.diagnostics import links
 from multiring.errors import UsageError
 from multiring.plans import units
@@ -27,7 +27,6 @@ __all__ = ["add_arguments", "main"]
 
 DEFAULT_SIZES = [1024 * 4**power for power in range(9)]
 _MOST_PAIRS = 8
-_ITEM = 4  # bytes of a float32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--sizes",
-        type=_sizes,
+        type=array_sizes,
         default=DEFAULT_SIZES,
         metavar="LIST",
         help="bytes to reduce, as 4K,1M,64M [1K to 64M in powers of four]",
     )
     parser.add_argument(
         "--seconds",
-        type=_seconds,
+        type=wall_seconds,
         default=60.0,
         metavar="S",
         help="time for all sizes together, about; of slow networks the largest sizes are left out [60]",
@@ -96,7 +95,7 @@ def _tune(comm: Communicator, args: argparse.Namespace) -> None:
     say = _say if comm.rank == 0 else _be_silent
     rate, latency = _measure_link(comm)
     say(f"{Tuning(ranks, ()).layout} (hosts x ranks): {units.rate_text(rate)}, {units.seconds_text(latency)}")
-    measured = measure(comm, args.sizes, args.seconds, say)
+    measured = measure(comm, sorted(args.sizes), args.seconds, say)
     if comm.rank == 0:
         tuning = Tuning(ranks, classes_of(measured, comm.size))
         predicted = [_predict(comm._core.hosts, ranks, rate, latency, each) for each in measured]
@@ -154,8 +153,8 @@ def _predict(
     dealt = len(hosts) > len(ranks) and hosts[1] != hosts[0]
     cluster = native.Cluster(list(ranks), [native.Interface(rate, latency)], round_robin=dealt)
     request, model = native.PlanRequest(), native.CostModel()
-    request.count, request.mode = measured.nbytes // _ITEM, mode
-    request.segment = measured.way.segment // _ITEM
+    request.count, request.mode = measured.nbytes // ITEM, mode
+    request.segment = measured.way.segment // ITEM
     # All algorithms are given, so that only the segment is chosen; hosts that differ have no mode to give.
     plan = native.choose_plan(cluster, request, model) if regular else native.Plan(cluster, request)
     return native.predict_plan(plan, model)
@@ -202,20 +201,3 @@ def _say(text: str) -> None:
 
 def _be_silent(text: str) -> None:
     """Every rank but the first."""
-
-
-def _sizes(text: str) -> list[int]:
-    sizes = sorted({units.size(part) for part in text.split(",")})
-    if sizes[0] == 0 or any(size % _ITEM for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text!r}: give multiples of {_ITEM} bytes, more than 0")
-    return sizes
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time: give seconds, more than 0")
-    return seconds

@@ -81,6 +81,7 @@ void RankGroup::build_cluster(const InprocHub::Options& options) {
     const int host = options_.hosts == 2 ? static_cast<int>(rank % 3 != 0) : rank % options_.hosts;
     int& count = counts[static_cast<std::size_t>(host)];
     places_.push_back({host, count++, "host" + std::to_string(host), 1000 + rank});
+    sent_.push_back(std::make_unique<SentCounters>());
   }
   for (const int count : counts) hosts_.push_back(std::make_shared<InprocHub>(count, options));
 }
@@ -115,17 +116,18 @@ std::shared_ptr<Transport> RankGroup::connect_cluster(int rank, Store& store, co
 }
 
 ClusterContext::MakeNetwork RankGroup::network_maker(int rank, Store& store) const {
+  SentCounters& sent = *sent_[static_cast<std::size_t>(rank)];
   if (mpi_ == nullptr)
-    return [&store](std::span<const int> members, int self, int channels, const std::string& name) {
+    return [&store, &sent](std::span<const int> members, int self, int channels, const std::string& name) {
       TcpOptions tcp = tcp_options(self, static_cast<int>(members.size()), channels);
       tcp.job = name;
-      return std::make_unique<TcpNetwork>(store, tcp);
+      return counted(std::make_unique<TcpNetwork>(store, tcp), sent.of(name));
     };
-  return [session = mpi_->session(rank)](std::span<const int> members, int self, int channels,
-                                         const std::string& name) {
+  return [session = mpi_->session(rank), &sent](std::span<const int> members, int self, int channels,
+                                                const std::string& name) {
     MpiOptions options = mpi_options(self, static_cast<int>(members.size()), channels, name);
     options.members.assign(members.begin(), members.end());
-    return std::make_unique<MpiNetwork>(session, options);
+    return counted(std::make_unique<MpiNetwork>(session, options), sent.of(name));
   };
 }
 

@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "engine/communicator.h"
+#include "support/counting_network.h"
 #include "support/inproc_mpi.h"
 #include "transport/cluster/cluster_transport.h"
 #include "transport/inproc/inproc_hub.h"
@@ -65,6 +66,9 @@ class RankGroup {
   /// To inject faults; inproc only.
   InprocHub& hub() const { return *hub_; }
 
+  /// What `rank` has sent to other hosts so far; cluster only.
+  const SentCounters& sent(int rank) const { return *sent_[static_cast<std::size_t>(rank)]; }
+
   /// Runs `body` in one thread for each rank and raises what the first rank to fail raised. A rank that fails
   /// breaks the communicator for all, so that none waits for it. Communicators stay open until all have
   /// ended.
@@ -90,6 +94,7 @@ class RankGroup {
   std::vector<std::shared_ptr<InprocHub>> hosts_;
   std::vector<ClusterRank> places_;
   std::unique_ptr<InprocMpi> mpi_;
+  std::vector<std::unique_ptr<SentCounters>> sent_;
 };
 
 }  // namespace multiring::testing

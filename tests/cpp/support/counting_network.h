@@ -1,0 +1,47 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "transport/network.h"
+
+namespace multiring::testing {
+
+/// Messages that a rank has posted to ranks of other hosts.
+struct Sent {
+  std::size_t messages = 0;
+  std::size_t bytes = 0;
+
+  Sent operator-(const Sent& before) const { return {messages - before.messages, bytes - before.bytes}; }
+};
+
+/// What a rank has sent so far by all its networks of one kind.
+class SentCounter {
+ public:
+  void count(std::size_t bytes) {
+    messages_ += 1;
+    bytes_ += bytes;
+  }
+  Sent read() const { return {messages_, bytes_}; }
+
+ private:
+  std::atomic<std::size_t> messages_{0};
+  std::atomic<std::size_t> bytes_{0};
+};
+
+/// By what carries it: the messages of plans, and what is published in rounds.
+struct SentCounters {
+  SentCounter plans;
+  SentCounter rounds;
+  SentCounter mail;
+
+  /// The one of a network that a ClusterTransport has made under this name.
+  SentCounter& of(const std::string& name);
+};
+
+/// The given network, with what is sent on it counted.
+std::unique_ptr<Network> counted(std::unique_ptr<Network> network, SentCounter& counter);
+
+}  // namespace multiring::testing
