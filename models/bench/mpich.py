@@ -116,20 +116,16 @@ class Mpich(Elsewhere):
         self._comm = comm
         self._mpiexec: subprocess.Popen[bytes] | None = None
         self._directory = Path(comm.broadcast_object(_make_directory(comm.size) if comm.rank == 0 else None))
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(self._directory / str(comm.rank)))
-            listener.listen(1)
+        try:
+            self._connection = self._start_all(path, emulation)
+            self._stream = self._connection.makefile("rw", encoding="utf-8")
+            flags = str(self._directory / "flags")
+            self._started = self._ask("start", cpus=cpus, size=comm.size, flags=flags, crowded=crowded)
+            self._check_place()
             comm.barrier()
-            if comm.rank == 0:
-                self._mpiexec = _start(find_mpich(path), self._directory, comm.size, emulation)
-            self._connection = self._accept(listener)
-        self._stream = self._connection.makefile("rw", encoding="utf-8")
-        flags = str(self._directory / "flags")
-        self._started = self._ask("start", cpus=cpus, size=comm.size, flags=flags, crowded=crowded)
-        self._check_place()
-        comm.barrier()
-        if comm.rank == 0:  # all have connected, and have mapped the flags
-            shutil.rmtree(self._directory, ignore_errors=True)
+        finally:
+            if comm.rank == 0:  # all have connected, and have mapped the flags
+                shutil.rmtree(self._directory, ignore_errors=True)
 
     @property
     def versions(self) -> dict[str, str]:
@@ -155,6 +151,16 @@ class Mpich(Elsewhere):
         except subprocess.TimeoutExpired:
             self._mpiexec.kill()
             self._mpiexec.wait()
+
+    def _start_all(self, path: Path, emulation: Emulation | None) -> socket.socket:
+        """Has rank 0 start the companions; the connection to this rank's. Collective."""
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(self._directory / str(self._comm.rank)))
+            listener.listen(1)
+            self._comm.barrier()
+            if self._comm.rank == 0:
+                self._mpiexec = _start(find_mpich(path), self._directory, self._comm.size, emulation)
+            return self._accept(listener)
 
     def _accept(self, listener: socket.socket) -> socket.socket:
         listener.settimeout(_LOOK_SECONDS)

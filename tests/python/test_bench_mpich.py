@@ -104,6 +104,21 @@ def test_mpich_is_measured_beside_the_others_on_one_host() -> None:
     assert found["left_out"] == ""
 
 
+def test_an_mpiexec_that_starts_nothing_ends_the_run(tmp_path: Path) -> None:
+    made = environment(tmp_path / "a", "printf MPICH")
+    mpiexec = made / "bin" / "mpiexec"
+    mpiexec.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec echo HYDRA\necho "nothing here" >&2; exit 3\n'
+    )
+    words = ["--sizes", "4KiB", "--seconds", "0.02", "--peers", "none", "--mpich", str(made)]
+    with Job(bench(*words)) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 1, done.stderr
+    assert "nothing here\n" in done.stderr
+    assert "InternalError: MPICH's rank 0 did not start (mpiexec ended with 3)" in done.stderr
+
+
 def test_the_companion_needs_nothing_of_multiring() -> None:
     source = REPOSITORY / "models" / "bench" / "companion.py"
     found = re.findall(r"^ *(?:import|from) ([a-z0-9_]+)", source.read_text(), re.MULTILINE)
