@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 
 from multiring import Communicator
 from multiring.argument_types import ITEM, array_sizes, wall_seconds
-from multiring.models.bench.contenders import PEERS, make_contenders
+from multiring.errors import InternalError, UsageError
+from multiring.models.bench.contenders import PEERS, Contender, Elsewhere, make_contenders
 from multiring.models.bench.emulated_start import Emulation
 from multiring.models.bench.measure import Meeting, Pace, Sample, measure
+from multiring.models.bench.mpich import NAME, Mpich
 from multiring.models.bench.progress import open_progress
 from multiring.models.bench.results import LIMIT, LIMIT_BYTES, Machine, Report, Row
 from multiring.models.bench.table import size_text, time_text
+from multiring.models.bench.traffic import LOOPBACK, Sent
 
 __all__ = ["DEFAULT_SIZES", "add_arguments", "run"]
 
 DEFAULT_SIZES = [4**power for power in range(1, 15)]
+_LEFT_OUT = f"{NAME} was left out: --mpich adds it, from a virtual environment with mpich, mpi4py and numpy"
 
 _EXPLANATION = f"""\
 what is measured:
@@ -35,6 +42,8 @@ what is measured:
                        rate of its links, headers not counted (TCP's share of a frame is 0.949)
   Gloo                 torch.distributed over Gloo (--peers gloo)
   Open MPI, MPICH ...  MPI_Allreduce of the library that mpi4py loads (--peers mpi)
+  MPICH                the same beside Open MPI, in processes of its own that take the ranks' place for their
+                       turns (--mpich)
 
 how the time is taken:
   All contenders take turns of a few iterations within one run, so that what else the machine does meets all
@@ -53,12 +62,15 @@ columns:
                   faster
   of limit        how much of the limit multiring reaches: the limit's median / multiring's; from
                   {LIMIT_BYTES // 1024} KiB on, since below the call from Python takes longest
+  links busy      on emulated hosts: which part of what each link can send in the median's time it has sent,
+                  headers included; of the host where that is least; from {LIMIT_BYTES // 1024} KiB on
 
 examples:
   multiring bench allreduce
   multiring bench allreduce -np 4 --sizes 4,64KiB,16MiB --peers gloo --json results.json --plot results.png
   mpirun -n 2 multiring bench allreduce
   multiring bench allreduce --emulate 2x4 --rate 1gbit --sizes 4KiB,1MiB,16MiB
+  multiring bench allreduce --emulate 2x1 --mpich ~/mpich
 """
 
 
@@ -80,6 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"other libraries: {', '.join(PEERS)}, or none [those that are installed]",
     )
     parser.add_argument(
+        "--mpich",
+        type=Path,
+        metavar="DIRECTORY",
+        help="measure also MPICH, from a virtual environment (or a Python) that has mpich, mpi4py and numpy: "
+        "it cannot be in one with Open MPI",
+    )
+    parser.add_argument(
         "--wire",
         choices=("bfloat16", "float16"),
         help="measure also what crosses from host to host in half precision",
@@ -98,11 +117,13 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
 
     Raises:
         UsageError: MPI was not started by its own launcher.
-        InternalError: A contender's result is wrong, or a rank does not come back from it.
+        InternalError: A contender's result is wrong, or did not cross the emulated links, or a rank does
+            not come back from it.
     """
-    contenders = make_contenders(comm, args.peers, args.wire)
-    names = [contender.name for contender in contenders]
     emulation: Emulation | None = args.emulation
+    contenders: list[Contender | Elsewhere] = [*make_contenders(comm, args.peers, args.wire)]
+    mpich = None if args.mpich is None else _add_mpich(comm, contenders, args)
+    names = [contender.name for contender in contenders]
     meeting = Meeting(comm, args.cores, emulated=emulation is not None)
     pace = Pace(seconds=args.seconds)
     rows: list[Row] = []
@@ -111,22 +132,56 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
     with open_progress(len(args.sizes), args.progress_terminal, shown=comm.rank == 0) as progress:
         for size in args.sizes:
             progress.begin(size_text(size))
-            samples = measure(comm, contenders, size // ITEM, pace, meeting)
-            rows += [Row(name, size, sample) for name, sample in zip(names, samples, strict=True)]
+            found = measure(comm, contenders, size // ITEM, pace, meeting)
+            if emulation is not None:
+                for contender, (_, sent) in zip(contenders, found, strict=True):
+                    check_crossed(contender, emulation, size, sent)
+            rows += [Row(name, size, *one) for name, one in zip(names, found, strict=True)]
             if emulation is not None:
                 rows.append(Row(LIMIT, size, _limit(emulation, size)))
-            progress.done(f"{size_text(size)}: {_line(names, samples)}")
+            progress.done(f"{size_text(size)}: {_line(names, [sample for sample, _ in found])}")
     for contender in contenders:
         contender.close()
     return Report(
         command=args.shown_as,
         launcher=args.launcher,
-        machine=Machine.here(args.cores, mpi="mpi" in args.peers),
+        machine=Machine.here(
+            args.cores, mpi="mpi" in args.peers, others=None if mpich is None else mpich.versions
+        ),
         ranks=comm.size,
         hosts="" if emulation is None else str(emulation),
         date=comm.broadcast_object(datetime.now().astimezone().isoformat(timespec="seconds")),
         rows=tuple(rows),
+        left_out=_LEFT_OUT if args.peers and NAME not in names else "",
     )
+
+
+def check_crossed(contender: Contender | Elsewhere, emulation: Emulation, size: int, sent: Sent) -> None:
+    """Sees that the hosts' links have carried what has to cross them.
+
+    Raises:
+        InternalError: Some of it has gone another way. Libraries may find out that the hosts share a kernel.
+    """
+    least = 2 * (emulation.hosts - 1) * size  # any algorithm: every host's part to one, and the sum back
+    crossed = sum(sum(hosts) for name, hosts in sent.items() if name != LOOPBACK)
+    if contender.exact and crossed < least:
+        raise InternalError(
+            f"{contender.name} sent {crossed:.0f} B over the links of the emulated hosts for an allreduce of "
+            f"{size} B, where {least} B have to cross them: the rest went through memory, which hosts do not "
+            "share; look for settings of it in the environment, as UCX_TLS or FI_PROVIDER"
+        )
+
+
+def _add_mpich(
+    comm: Communicator, contenders: list[Contender | Elsewhere], args: argparse.Namespace
+) -> Mpich:
+    if NAME in [contender.name for contender in contenders]:
+        raise UsageError(f"the mpi4py of {sys.executable} uses {NAME} already: leave --mpich out")
+    crowded = comm.size > args.cores
+    cpus = sorted(os.sched_getaffinity(0))
+    mpich = Mpich(comm, args.mpich, cpus, crowded=crowded, emulation=args.emulation)
+    contenders.append(mpich)
+    return mpich
 
 
 def _limit(emulation: Emulation, size: int) -> Sample:
@@ -147,5 +202,7 @@ def _peers(text: str) -> list[str]:
     for name in names:
         if name not in PEERS:
             known = " and ".join(f"{peer} (in the package {PEERS[peer][0]})" for peer in PEERS)
-            raise argparse.ArgumentTypeError(f"there is no peer {name!r}: known are {known}; or give none")
+            raise argparse.ArgumentTypeError(
+                f"there is no peer {name!r}: known are {known}; or give none; --mpich adds MPICH"
+            )
     return names

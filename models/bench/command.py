@@ -28,6 +28,7 @@ from multiring.errors import MultiringError, UsageError
 from multiring.launch_environment import Placement
 from multiring.models.bench import emulated_start, launch
 from multiring.models.bench.emulated_start import Emulation
+from multiring.models.bench.mpich import find_mpich
 
 __all__ = ["BENCHMARKS", "Benchmark", "Outcome", "add_arguments", "main", "write_whole"]
 
@@ -124,6 +125,8 @@ def main(args: argparse.Namespace) -> int:
     place = launch_environment.detect()
     # A rank chooses for itself what the process that started it has chosen: MPI only where mpirun did it.
     options.peers = launch.choose_peers(options.peers, place.launcher)
+    if options.mpich is not None and place.launcher == "none":
+        find_mpich(options.mpich)  # said before anything starts
     if place.launcher == "none":
         arguments, mpi = [name, *words, *_seen_by_ranks(options)], "mpi" in options.peers
         if options.emulation is not None:
@@ -158,7 +161,7 @@ def _parse(name: str, benchmark: Benchmark, words: list[str]) -> argparse.Namesp
         allow_abbrev=False,
     )
     _add_shared_arguments(parser)
-    parser.set_defaults(peers=[], shown_as=shlex.join([*prog.split(), *words]))
+    parser.set_defaults(peers=[], mpich=None, shown_as=shlex.join([*prog.split(), *words]))
     benchmark.add_arguments(parser)
     options = parser.parse_args(words)
     try:

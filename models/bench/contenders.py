@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from multiring import Communicator, _core
 from multiring.errors import UsageError
 from multiring.types import WireName
 
-__all__ = ["PEERS", "Contender", "make_contenders"]
+__all__ = ["PEERS", "Contender", "Elsewhere", "make_contenders"]
 
 FloatArray = npt.NDArray[np.float32]
 Call = Callable[[], object]
@@ -40,6 +41,33 @@ class Contender(Protocol):
 
     def close(self) -> None:
         """Ends the library's part, where it needs that."""
+
+
+class Elsewhere(ABC):
+    """Something that sums arrays over the ranks in processes of its own, which do whole turns.
+
+    Attributes:
+        name: In tables and plots.
+        exact: As `Contender.exact`.
+    """
+
+    name: str
+    exact = True
+
+    @abstractmethod
+    def prepare(self, count: int) -> None:
+        """Has an array of `count` elements ready for each rank. Collective."""
+
+    @abstractmethod
+    def iterate(self, first: int, count: int) -> list[tuple[int, int]]:
+        """Iterations from the number `first` on; when this rank entered and left each, in nanoseconds.
+
+        Collective. They are made and checked as `measure` does.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the processes. Collective."""
 
 
 class Ordinary:

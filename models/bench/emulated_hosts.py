@@ -171,5 +171,8 @@ def _device(link: int) -> str:
 def _run(*command: str) -> str:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise OSError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.returncode}")
+        said = "; ".join(part.strip() for part in (done.stderr, done.stdout) if part.strip())
+        raise OSError(
+            f"`{' '.join(command)}` failed with exit code {done.returncode}: {said or 'it says nothing'}"
+        )
     return done.stdout

@@ -12,6 +12,7 @@ import re
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from multiring.errors import UsageError
@@ -104,7 +105,11 @@ def start(emulation: Emulation, arguments: Sequence[str], *, mpi: bool) -> int:
         raise UsageError(
             f"MPI is started on emulated hosts by Open MPI's mpirun only, not by {vendor or 'another'}'s"
         )
-    with EmulatedHosts(emulation.hosts, emulation.rates) as hosts:
+    with ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(EmulatedHosts(emulation.hosts, emulation.rates))
+        except OSError as error:
+            raise UsageError(f"the hosts {emulation} cannot be emulated: {error}") from error
         environ = {
             HOSTS: ",".join(map(str, hosts.process_ids)),
             "GLOO_SOCKET_IFNAME": "eth0",

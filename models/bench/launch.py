@@ -33,6 +33,7 @@ __all__ = [
     "OPEN_MPI",
     "Mpirun",
     "abort_mpi",
+    "ask",
     "choose_peers",
     "count_cores",
     "find_mpirun",
@@ -40,6 +41,7 @@ __all__ = [
     "pin",
     "run_mpi",
     "start",
+    "vendor_of",
 ]
 
 MODULE = "multiring.models.bench.command"
@@ -127,7 +129,7 @@ def find_mpirun(vendor: str | None = None, candidates: Iterable[Path] | None = N
         UsageError: mpi4py finds no library, or there is no `mpirun` of it.
     """
     vendor = _vendor() if vendor is None else vendor
-    found = [Mpirun(path, _vendor_of(path)) for path in (_candidates() if candidates is None else candidates)]
+    found = [Mpirun(path, vendor_of(path)) for path in (_candidates() if candidates is None else candidates)]
     for mpirun in found:
         if mpirun.vendor in (vendor, ""):
             return mpirun
@@ -139,7 +141,7 @@ def find_mpirun(vendor: str | None = None, candidates: Iterable[Path] | None = N
 
 
 def _vendor() -> str:
-    asked = _ask([sys.executable, "-c", _VENDOR])
+    asked = ask([sys.executable, "-c", _VENDOR])
     if asked.returncode != 0:
         why = (asked.stderr.strip().splitlines() or ["it says nothing"])[-1]
         raise UsageError(
@@ -156,14 +158,16 @@ def _candidates() -> list[Path]:
     return [*found, Path(in_path)] if in_path is not None and Path(in_path) != beside else found
 
 
-def _vendor_of(mpirun: Path) -> str:
-    text = _ask([str(mpirun), "--version"]).stdout
+def vendor_of(mpirun: Path) -> str:
+    """Whose a launcher is, as `Mpirun.vendor`."""
+    text = ask([str(mpirun), "--version"]).stdout
     if "Open MPI" in text or "OpenRTE" in text:
         return OPEN_MPI
     return "MPICH" if "HYDRA" in text.upper() else ""
 
 
-def _ask(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def ask(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command that answers soon; one that cannot be run ends with 1 and the reason on stderr."""
     environ = mpi_environment(os.environ)
     try:
         return subprocess.run(

@@ -9,7 +9,6 @@ last rank leaves it, so that how exactly they start together does not count.
 
 from __future__ import annotations
 
-import mmap
 import os
 import tempfile
 import time
@@ -21,14 +20,11 @@ import numpy.typing as npt
 
 from multiring import Communicator
 from multiring.errors import InternalError
-from multiring.models.bench.contenders import Contender, FloatArray
+from multiring.models.bench.companion import LINE, Barrier, flags_of, map_flags
+from multiring.models.bench.contenders import Call, Contender, Elsewhere, FloatArray
+from multiring.models.bench.traffic import Sent, Traffic
 
 __all__ = ["Meeting", "Pace", "Ratio", "Sample", "measure"]
-
-# A look takes some 50 ns: ranks that are a few microseconds apart do not sleep.
-_LOOKS = 4000
-_SLEEP = 20e-6  # seconds
-_PATIENCE = 300.0  # seconds that a contender may take at least
 
 
 @dataclass(frozen=True)
@@ -89,8 +85,8 @@ class Ratio:
         return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 
-class Meeting:
-    """A barrier of the benchmark's own: flags in memory of all ranks that Python reads and writes.
+class Meeting(Barrier):
+    """The benchmark's own barrier.
 
     Args:
         comm: The ranks.
@@ -99,30 +95,12 @@ class Meeting:
             multiring could give.
     """
 
+    failure = InternalError
+
     def __init__(self, comm: Communicator, cores: int, *, emulated: bool = False) -> None:
-        self._mine, self._theirs = _file_flags(comm) if emulated else _symmetric_flags(comm)
-        self._crowded = comm.size > cores
-        self._round = 0
-
-    def __call__(self) -> None:
-        """Returns when all ranks have called it."""
-        self._round = here = self._round + 1
-        self._mine[0] = here
-        for flag in self._theirs:
-            looks = 0
-            while flag[0] < here:
-                looks += 1
-                if looks > _LOOKS:
-                    self._sleep(looks)
-                elif self._crowded:
-                    os.sched_yield()
-
-    def _sleep(self, looks: int) -> None:
-        """Leaves the processor: a contender's own thread may have to run on it before the peer can come, and
-        would wait for the end of this thread's time slice."""
-        time.sleep(_SLEEP)
-        if looks * _SLEEP > _PATIENCE:
-            raise InternalError(f"a rank has not come back from a contender for {_PATIENCE:.0f} s")
+        mine, theirs = _file_flags(comm) if emulated else _symmetric_flags(comm)
+        super().__init__(mine, theirs, crowded=comm.size > cores)
+        self.emulated = emulated
 
 
 def _symmetric_flags(comm: Communicator) -> tuple[memoryview, list[memoryview]]:
@@ -133,39 +111,48 @@ def _symmetric_flags(comm: Communicator) -> tuple[memoryview, list[memoryview]]:
 
 
 def _file_flags(comm: Communicator) -> tuple[memoryview, list[memoryview]]:
-    line = 8  # flags of a cache line
     path = None
     if comm.rank == 0:
         descriptor, path = tempfile.mkstemp(prefix="multiring-bench-")
-        os.truncate(descriptor, comm.size * line * np.dtype(np.int64).itemsize)
+        os.truncate(descriptor, comm.size * LINE * np.dtype(np.int64).itemsize)
         os.close(descriptor)
     path = comm.broadcast_object(path)
-    # Not np.memmap, whose element is looked up slowly.
-    with open(path, "r+b") as file:
-        flags = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+    flags = map_flags(path)
     comm.barrier()
     if comm.rank == 0:
         os.unlink(path)
-    each = [flags[rank * line : rank * line + 1] for rank in range(comm.size)]
-    return each[comm.rank], [flag for rank, flag in enumerate(each) if rank != comm.rank]
+    return flags_of(flags, comm.rank, comm.size)
 
 
 class _Race:
     """One size: every contender's array and call, and the times so far."""
 
     def __init__(
-        self, comm: Communicator, meeting: Meeting, contenders: Sequence[Contender], count: int
+        self,
+        comm: Communicator,
+        meeting: Meeting,
+        contenders: Sequence[Contender | Elsewhere],
+        count: int,
     ) -> None:
         self.comm = comm
         self.meeting = meeting
         self.contenders = contenders
         self.prepared = [contender.prepare(count) for contender in contenders]
         self.times: list[list[tuple[int, int]]] = [[] for _ in contenders]
+        self.traffic = [Traffic() for _ in contenders]
         self.iteration = 0
 
-    def iterate(self, index: int) -> tuple[int, int]:
-        """One iteration of a contender; when this rank entered and left it, in nanoseconds."""
-        x, call = self.prepared[index]
+    def iterate(self, index: int, count: int) -> list[tuple[int, int]]:
+        """Iterations of a contender; when this rank entered and left each, in nanoseconds."""
+        contender, prepared = self.contenders[index], self.prepared[index]
+        if isinstance(contender, Elsewhere):
+            self.iteration += count
+            return contender.iterate(self.iteration - count + 1, count)
+        assert prepared is not None
+        return [self.iterate_here(index, *prepared) for _ in range(count)]
+
+    def iterate_here(self, index: int, x: FloatArray, call: Call) -> tuple[int, int]:
+        """One iteration in this process."""
         self.iteration += 1
         value = float(self.iteration % 64 + self.comm.rank)
         x.fill(value)
@@ -191,21 +178,33 @@ class _Race:
 
     def iterations(self, index: int, pace: Pace) -> int:
         """Iterations that fit into the time; the same on all ranks."""
-        self.iterate(index)
-        begin, end = self.iterate(index)
+        _, (begin, end) = self.iterate(index, 2)
         seconds = self.comm.allreduce(np.array([(end - begin) / 1e9]), op="max")[0]
         return int(np.clip(pace.seconds / max(seconds, 1e-7), pace.least, pace.most))
 
     def turn(self, index: int, iterations: int) -> None:
         """Some iterations of a contender, after one that warms up what the others have cooled down."""
-        self.iterate(index)
-        self.times[index] += [self.iterate(index) for _ in range(iterations)]
+        if not self.meeting.emulated:
+            self.times[index] += self.iterate(index, iterations + 1)[1:]
+            return
+        # Nobody sends before all are here: before the first call and after the last there is a meeting.
+        self.traffic[index].begin()
+        self.times[index] += self.iterate(index, iterations + 1)[1:]
+        self.meeting()
+        self.traffic[index].end(iterations + 1)
 
 
 def measure(
-    comm: Communicator, contenders: Sequence[Contender], count: int, pace: Pace, meeting: Meeting
-) -> list[Sample]:
-    """Measures all contenders on `count` elements; the same result on all ranks. Collective."""
+    comm: Communicator,
+    contenders: Sequence[Contender | Elsewhere],
+    count: int,
+    pace: Pace,
+    meeting: Meeting,
+) -> list[tuple[Sample, Sent]]:
+    """Measures all contenders on `count` elements; the same result on all ranks. Collective.
+
+    What they sent is known of emulated hosts only.
+    """
     race = _Race(comm, meeting, contenders, count)
     left = [race.iterations(index, pace) for index in range(len(contenders))]
     while any(left):
@@ -214,7 +213,9 @@ def measure(
             if now > 0:
                 race.turn(index, now)
                 left[index] -= now
-    return [Sample.of(_durations(comm, times)) for times in race.times]
+    samples = [Sample.of(_durations(comm, times)) for times in race.times]
+    sent = [traffic.gather(comm) if meeting.emulated else {} for traffic in race.traffic]
+    return list(zip(samples, sent, strict=True))
 
 
 def _durations(comm: Communicator, times: list[tuple[int, int]]) -> npt.NDArray[np.float64]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from multiring import machine
 from multiring.models.bench.contenders import Limit, Ordinary, Symmetric
+from multiring.models.bench.emulated_start import Emulation, bytes_per_second
 from multiring.models.bench.measure import Sample
+from multiring.models.bench.traffic import Sent
 from multiring.models.errors import DataError
 
 __all__ = ["LIMIT", "LIMIT_BYTES", "OURS", "Machine", "Report", "Row"]
@@ -45,12 +48,13 @@ class Machine:
     versions: dict[str, str]
 
     @classmethod
-    def here(cls, cores: int, *, mpi: bool) -> Machine:
+    def here(cls, cores: int, *, mpi: bool, others: Mapping[str, str] | None = None) -> Machine:
         """This machine.
 
         Args:
             cores: Processors that the ranks have together.
             mpi: Whether MPI is loaded, and its version wanted.
+            others: Versions of libraries in other environments.
         """
         return cls(
             processor=machine.processor_name(),
@@ -58,7 +62,7 @@ class Machine:
             memory=machine.memory_limit() or machine.memory_total(),
             kernel=f"{platform.system()} {platform.release()}",
             python=platform.python_version(),
-            versions=_versions(mpi=mpi),
+            versions={**_versions(mpi=mpi), **(others or {})},
         )
 
 
@@ -85,11 +89,13 @@ class Row:
         contender: Its name.
         bytes: Size of the array.
         sample: Seconds that one allreduce took.
+        sent: Bytes that left each emulated host by each interface for one allreduce; empty elsewhere.
     """
 
     contender: str
     bytes: int
     sample: Sample
+    sent: Sent = field(default_factory=dict)
 
     @property
     def algorithm_bandwidth(self) -> float:
@@ -109,6 +115,7 @@ class Report:
         date: When, in ISO format with the offset from UTC.
         rows: By size, then in the order of the contenders.
         hosts: Emulated ones, as `--emulate` and `--rate` have them; empty: the ranks were on one host.
+        left_out: Which library was not measured, and what adds it; empty: none to speak of.
     """
 
     command: str
@@ -118,6 +125,7 @@ class Report:
     date: str
     rows: tuple[Row, ...]
     hosts: str = ""
+    left_out: str = ""
 
     @property
     def sizes(self) -> list[int]:
@@ -161,6 +169,22 @@ class Report:
             return None
         return limit.sample.median / row.sample.median
 
+    def busy(self, row: Row) -> dict[str, list[float]]:
+        """For each link and emulated host, which part of what it can send in the median's time it has sent.
+
+        Headers included. What a link has saved up in a pause comes out faster than its rate, so that it may
+        be more than 1; empty where no hosts are emulated.
+        """
+        if not row.sent:
+            return {}
+        emulation = Emulation.parse(*self.hosts.split(" --rate "))
+        return {
+            f"eth{link}": [
+                sent / bytes_per_second(rate) / row.sample.median for sent in row.sent[f"eth{link}"]
+            ]
+            for link, rate in enumerate(emulation.rates)
+        }
+
     def to_json(self) -> str:
         """Everything measured and, under "derived", what follows from it."""
         fields = {name: value for name, value in asdict(self).items() if name != "rows"}
@@ -179,7 +203,8 @@ class Report:
             if fields.pop("kind") != KIND:
                 raise ValueError(f"it is no {KIND!r}")
             rows = [
-                Row(row["contender"], row["bytes"], Sample(**row["sample"])) for row in fields.pop("rows")
+                Row(row["contender"], row["bytes"], Sample(**row["sample"]), row.get("sent", {}))
+                for row in fields.pop("rows")
             ]
             return cls(machine=Machine(**fields.pop("machine")), rows=tuple(rows), **fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -205,4 +230,5 @@ class Report:
             "bus_bandwidth": self.bus_bandwidth(row),
             "ratios": {peer: self.ratio(row, peer) for peer in self.peers},
             "of_limit": self.of_limit(row),
+            "busy": self.busy(row),
         }

@@ -6,7 +6,7 @@ import io
 import math
 from collections.abc import Sequence
 
-from multiring.models.bench.results import LIMIT, OURS, Report, Row
+from multiring.models.bench.results import LIMIT, LIMIT_BYTES, OURS, Report, Row
 
 __all__ = ["compact", "describe", "markdown", "rich", "size_text", "time_text"]
 
@@ -66,6 +66,8 @@ def rich(report: Report, columns: int | None) -> str:
     for line in describe(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(table)
+    if report.left_out:
+        console.print(report.left_out, markup=False, highlight=False, soft_wrap=True)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().rstrip("\n")
 
@@ -106,7 +108,8 @@ def _compact_cells(report: Report, ours: Sequence[str], size: int) -> list[str]:
 
 def _header(report: Report) -> list[str]:
     fixed = ["size", "library", "latency us [10 %..90 %]", "algorithm GB/s", "bus GB/s"]
-    return [*fixed, *(f"x {peer}" for peer in report.peers), "of limit"]
+    busy = ["links busy"] if report.hosts else []
+    return [*fixed, *(f"x {peer}" for peer in report.peers), "of limit", *busy]
 
 
 def _cells(report: Report, row: Row) -> list[str]:
@@ -119,7 +122,14 @@ def _cells(report: Report, row: Row) -> list[str]:
         _number(report.bus_bandwidth(row) / 1e9),
         *(_times(report.ratio(row, peer)) for peer in report.peers),
         _percent(report.of_limit(row)),
+        *([_busy(report, row)] if report.hosts else []),
     ]
+
+
+def _busy(report: Report, row: Row) -> str:
+    if row.bytes < LIMIT_BYTES:
+        return ""
+    return ", ".join(_percent(min(hosts)) for hosts in report.busy(row).values())
 
 
 def _style(row: Row) -> str:
@@ -135,7 +145,8 @@ def _markdown(
     lines = ["| " + " | ".join(cells) + " |" for cells in (header, rules, *rows)]
     first, second, third = describe(report)
     date, _, command = third.partition(": ")
-    return "\n".join([*lines, "", f"`{command}`, {date}: {first}; {second}."])
+    left_out = f" {report.left_out}." if report.left_out else ""
+    return "\n".join([*lines, "", f"`{command}`, {date}: {first}; {second}.{left_out}"])
 
 
 def _bandwidth(row: Row) -> str:

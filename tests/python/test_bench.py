@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import pytest
 from PIL import Image
 
 from multiring import cli
-from multiring.errors import UsageError
-from multiring.models.bench import allreduce, command, results, table
+from multiring.errors import InternalError, UsageError
+from multiring.models.bench import allreduce, command, contenders, results, table, traffic
+from multiring.models.bench.emulated_start import Emulation
 from multiring.models.bench.measure import Sample
 from multiring.models.bench.progress import open_progress
 from multiring.models.bench.results import Machine, Report, Row
@@ -117,6 +120,51 @@ def test_the_machine_is_described() -> None:
     assert {"multiring", "numpy"} <= here.versions.keys()
 
 
+def test_how_busy_links_were_is_what_they_sent_over_what_they_could() -> None:
+    sent = {"eth0": [1.25e6, 2.5e6], "eth1": [3.75e6, 3.75e6], "lo": [5e6, 0.0]}
+    row = Row("multiring", 2**20, Sample(0.125, 0.1, 0.2, 7), sent)
+    report = replace(made_up(), rows=(row, Row("limit", 2**20, Sample(0.1, 0.1, 0.1, 0))))
+    report = replace(report, hosts="2x1 --rate 400mbit,240mbit")
+    assert report.busy(row) == {"eth0": [0.2, 0.4], "eth1": [1.0, 1.0]}
+    assert Report.from_json(report.to_json()) == report
+    header, _, first, limit = markdown_rows(report.render("markdown", None))
+    assert (header[-1], first[-1], limit[-1]) == ("links busy", "20 %, 100 %", "")
+
+
+def test_sent_bytes_are_read_for_each_interface() -> None:
+    text = """Inter-|   Receive                       |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
+    lo:    1200      11    0    0    0     0          0         0     1200      11    0    0    0     0       0          0
+  eth0:9999999999999  5    0    0    0     0          0         0      345       5    0    0    0     0       0          0
+"""  # noqa: E501  (as the kernel has it)
+    assert traffic.sent_bytes(text) == {"lo": 1200, "eth0": 345}
+    assert "lo" in traffic.sent_bytes()
+
+
+@pytest.mark.parametrize(
+    ("sent", "right"),
+    [
+        ({"eth0": [400.0, 430.0], "lo": [0.0, 0.0]}, True),
+        ({"eth0": [200.0, 220.0], "eth1": [200.0, 210.0], "lo": [0.0, 0.0]}, True),
+        ({"eth0": [400.0, 150.0], "lo": [900.0, 900.0]}, False),
+    ],
+)
+def test_what_did_not_cross_the_links_is_not_believed(sent: traffic.Sent, right: bool) -> None:
+    class Somebody(contenders.Ordinary):
+        def __init__(self) -> None:
+            self.name = "Somebody"
+
+    emulation = Emulation.parse("2x2", "1gbit")
+    with (
+        contextlib.nullcontext()
+        if right
+        else pytest.raises(
+            InternalError, match="Somebody sent 550 B over the links .* of 400 B, where 800 B have to cross"
+        )
+    ):
+        allreduce.check_crossed(Somebody(), emulation, 400, sent)
+
+
 # ---- Tables and the picture.
 
 
@@ -184,6 +232,14 @@ def test_without_peers_there_are_no_columns_for_them() -> None:
         text = report.render(style, None)
         assert "Gloo" not in text
         assert "x " not in text.splitlines()[0]
+
+
+def test_what_was_left_out_is_told_under_the_table() -> None:
+    report = replace(made_up(), left_out="Some MPI was left out")
+    assert report.render("rich", None).splitlines()[-1] == "Some MPI was left out"
+    for style in ("markdown", "compact"):
+        assert report.render(style, None).endswith(". Some MPI was left out.")
+    assert Report.from_json(report.to_json()) == report
 
 
 def test_the_table_in_a_file_is_plain_and_whole() -> None:
