@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,12 @@ from multiring import cli
 from multiring.errors import UsageError
 from multiring.launch_environment import Placement
 from multiring.launcher import engine_rank
+from multiring.launcher.engine_job import heard_ends
 from multiring.launcher.engines import MPICH, OPEN_MPI, SRUN, Engine, choose
 from multiring.launcher.hosts import HostSlots
 from multiring.launcher.remote_ranks import SSH
+from multiring.launcher.report import RankEnd, blame
+from multiring.store import TcpStore, TcpStoreServer
 
 HERE = socket.gethostname()
 TWO = [HostSlots("", 2), HostSlots("b", 1)]
@@ -132,3 +138,43 @@ def test_an_engine_that_is_not_known_is_told(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit, match="2"):
         cli.main(["run", "-np", "2", "--engine", "pbs", "train.py"])
     assert "invalid choice: 'pbs'" in capsys.readouterr().err
+
+
+LOST = "multiring.errors.PeerLostError: rank 2 on b is gone"
+BROKEN = "RuntimeError: rank 2 is gone"  # a framework's, which does not say that it is ours
+
+
+def blamed(told: Sequence[tuple[str, int] | tuple[str, int, int] | tuple[str, int, int, str]]) -> RankEnd:
+    """Whom a launcher blames that has heard, in order, ("failed", rank) or ("end", rank, code, words)."""
+    with (
+        TcpStoreServer("127.0.0.1", 0, b"x" * 16) as server,
+        TcpStore("127.0.0.1", server.port, b"x" * 16) as store,
+    ):
+        for what, rank, *rest in told:
+            if what == "failed":
+                store.set(engine_rank.failure_key(rank), b"")
+            else:
+                code, *words = rest
+                end = RankEnd(rank, 100 + rank, int(code), False, list(map(str, words)), f"host{rank}")
+                store.set(engine_rank.end_key(rank), json.dumps(vars(end)).encode())
+        return blame([end for end in heard_ends(server, store) if end.code and not end.by_launcher])
+
+
+def test_the_first_to_fail_is_blamed_whoever_tells_more_first() -> None:
+    first = [("failed", 2), ("failed", 0), ("end", 0, 1, BROKEN), ("end", 2, 3), ("failed", 1), ("end", 1, 1)]
+    assert blamed(first).rank == 2
+    assert blamed([("end", 1, 127), ("end", 0, 127)]).rank == 1, "they have not even started"
+
+
+def test_who_lost_another_is_not_blamed_though_heard_first() -> None:
+    assert blamed([("failed", 0), ("end", 0, 1, LOST), ("failed", 2), ("end", 2, 3)]).rank == 2
+    crashed = [("failed", 0), ("failed", 2), ("end", 0, 1, BROKEN), ("end", 2, -signal.SIGSEGV)]
+    assert blamed(crashed).rank == 2, "nothing else brings a signal about"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_the_engine_ends_is_not_blamed(number: int) -> None:
+    """It does so when it has heard of a failure, and we hear of that before."""
+    assert blamed([("failed", 2), ("end", 2, 3), ("failed", 0), ("end", 0, -number)]).rank == 2
+    killed = [("failed", 2), ("failed", 0), ("end", 2, 1, BROKEN), ("end", 0, -number)]
+    assert blamed(killed).rank == 0, "nobody had told the engine"

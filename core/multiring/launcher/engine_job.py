@@ -8,6 +8,7 @@ the engine makes of signals and exit codes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -38,7 +39,7 @@ from multiring.launcher.report import RankEnd, blame, exit_code, failure_report
 from multiring.launcher.supervisor import Outcome, Supervisor, passed_on_signals
 from multiring.store import Store, TcpStore, TcpStoreServer
 
-__all__ = ["run_by_engine"]
+__all__ = ["heard_ends", "run_by_engine"]
 
 # Of a rank that has started us: an engine would tell its own ranks the same.
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
@@ -83,7 +84,8 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
                 process.signal_group(signal.SIGKILL)
             guard.join()
             process.release()
-        return _judge(options, engine, supervisor, process, store, time.monotonic() - began)
+        ends = heard_ends(server, store)
+        return _judge(options, engine, supervisor, process, ends, time.monotonic() - began)
 
 
 def _start(
@@ -157,7 +159,7 @@ def _judge(
     engine: Engine,
     supervisor: Supervisor,
     process: RankProcess,
-    store: Store,
+    ends: Sequence[RankEnd],
     seconds: float,
 ) -> int:
     if supervisor.outcome is Outcome.INTERRUPTED:
@@ -170,7 +172,6 @@ def _judge(
         return 128 + signal.SIGPIPE
     if process.code == 0:
         return 0
-    ends = [end for rank in range(engine.ranks) if (end := _end(store, rank)) is not None]
     if failures := [end for end in ends if end.code and not end.by_launcher]:
         culprit = blame(failures)
         own = socket.gethostname()
@@ -181,10 +182,24 @@ def _judge(
     return exit_code(1 if process.code is None else process.code)
 
 
-def _end(store: Store, rank: int) -> RankEnd | None:
-    """How a rank has ended; None: it has not said so."""
-    told = _value(store, engine_rank.end_key(rank))
-    if told is None:
-        return None
-    end = RankEnd(**json.loads(told))
-    return end if end.host != socket.gethostname() else RankEnd(**{**vars(end), "host": ""})
+def heard_ends(server: TcpStoreServer, store: Store) -> list[RankEnd]:
+    """How the ranks have ended that have said so, in the order in which we heard that they had.
+
+    No clock is compared: we have heard first of the rank that failed first, up to the time that word takes
+    from host to host. Of those that failed because of it, their last words tell, and a rank whose last words
+    are such does not end before we have heard of another (or 3 seconds have passed). When one has told all of
+    its end, the engine hears of it, and ends the others: a rank that fails after that by a signal with which
+    engines do so was ended by us, as it were.
+    """
+    keys = server.keys()
+    heard = {key: place for place, key in enumerate(keys)}
+    ends = [RankEnd(**json.loads(store.get(key, 0.0))) for key in keys if engine_rank.is_end_key(key)]
+    told_at = {end.rank: heard[engine_rank.end_key(end.rank)] for end in ends}
+    failed_at = {rank: heard.get(engine_rank.failure_key(rank), at) for rank, at in told_at.items()}
+    judged = []
+    for end in sorted(ends, key=lambda end: failed_at[end.rank]):
+        engine_knew = any(one.code and told_at[one.rank] < failed_at[end.rank] for one in ends)
+        by_engine = engine_knew and end.code in (-signal.SIGTERM, -signal.SIGKILL)
+        host = "" if end.host == socket.gethostname() else end.host
+        judged.append(dataclasses.replace(end, by_launcher=end.by_launcher or by_engine, host=host))
+    return judged
