@@ -9,9 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from multiring import cli
+from multiring import _core, cli
 from multiring.errors import UsageError
-from multiring.launcher.hosts import HostSlots, Seat, address_towards, parse_hostfile, parse_hosts, seats
+from multiring.launcher.hosts import (
+    HostSlots,
+    Seat,
+    address_towards,
+    is_here,
+    parse_hostfile,
+    parse_hosts,
+    seats,
+)
 
 HERE = socket.gethostname()
 
@@ -29,6 +37,12 @@ HERE = socket.gethostname()
 )
 def test_hosts_are_read_and_this_one_is_known_by_any_name(text: str, expected: list[tuple[str, int]]) -> None:
     assert parse_hosts(text) == [HostSlots(*host) for host in expected]
+
+
+def test_this_host_is_known_by_all_addresses_of_its_interfaces() -> None:
+    addresses = [address for _, address, _ in _core.interface_addresses([])]
+    assert all(map(is_here, ["127.0.0.1", "127.0.1.1", "someone@localhost", HERE, *addresses]))
+    assert not any(map(is_here, ["127.0.0.9", "192.0.2.77", "2001:db8::77", "no-such-host.invalid"]))
 
 
 @pytest.mark.parametrize("text", ["", "a,,b", "a:0", "a:x", "a:", ":4", "a:4:5", "-oProxyCommand=x", "a b"])

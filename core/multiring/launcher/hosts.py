@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from multiring.errors import UsageError
+from multiring.launcher.interfaces import has_address
 
 __all__ = ["HostSlots", "Seat", "address_towards", "is_here", "parse_hostfile", "parse_hosts", "seats"]
 
@@ -105,11 +106,13 @@ def is_here(host: str) -> bool:
     own = socket.gethostname()
     if host in ("localhost", own, own.partition(".")[0]):
         return True
-    for family, kind, protocol, _, address in _look_up(host):
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.bind((address[0], 0, *address[2:]))
-            # Any address of the loopback network can be bound; only one is meant for us.
-            return not str(address[0]).startswith("127.") or str(address[0]) in ("127.0.0.1", "127.0.1.1")
+    for *_, address in _look_up(host):
+        # Any address of the loopback network leads here; these are meant for us.
+        if address[0] in ("127.0.0.1", "127.0.1.1", "::1"):
+            return True
+        with contextlib.suppress(OSError):
+            if has_address(address):
+                return True
     return False
 
 
