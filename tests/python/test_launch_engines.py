@@ -15,7 +15,7 @@ import pytest
 from multiring import cli
 from multiring.errors import UsageError
 from multiring.launch_environment import Placement
-from multiring.launcher import engine_rank
+from multiring.launcher import engine_job, engine_rank
 from multiring.launcher.engine_job import heard_ends
 from multiring.launcher.engines import MPICH, OPEN_MPI, SRUN, Engine, choose
 from multiring.launcher.hosts import HostSlots
@@ -138,6 +138,27 @@ def test_an_engine_that_is_not_known_is_told(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit, match="2"):
         cli.main(["run", "-np", "2", "--engine", "pbs", "train.py"])
     assert "invalid choice: 'pbs'" in capsys.readouterr().err
+
+
+def test_an_engine_that_waits_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun itself is quiet about it."""
+    said: list[str] = []
+
+    def say(lines: Sequence[str]) -> None:
+        said.extend(lines)
+        (tmp_path / "said").touch()
+
+    monkeypatch.setattr(engine_job, "say", say)
+    monkeypatch.setattr(engine_job, "_START_SECONDS", 0.1)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", HERE)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    srun = tmp_path / "srun"
+    srun.write_text(f"#!/bin/sh\nuntil [ -e {tmp_path}/said ]; do sleep 0.02; done\nexit 3\n")
+    srun.chmod(0o755)
+    assert cli.main(["run", "--engine", "srun", "-np", "1", "--timeout", "30", "true"]) == 3
+    first, second = said
+    assert first.startswith(f"{srun} has not started a rank within 0.1 s: it waits, perhaps for other steps")
+    assert second.startswith(f"{srun} ended with exit code 3 after ")
 
 
 LOST = "multiring.errors.PeerLostError: rank 2 on b is gone"

@@ -41,6 +41,8 @@ from multiring.store import Store, TcpStore, TcpStoreServer
 
 __all__ = ["heard_ends", "run_by_engine"]
 
+# An engine that has started no rank for so long may wait for something, and be quiet about it.
+_START_SECONDS = 10.0
 # Of a rank that has started us: an engine would tell its own ranks the same.
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
@@ -76,6 +78,7 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
         for name, descriptor in process.outputs().items():
             outputs.add(0, name, descriptor)
         supervisor = Supervisor([process], outputs, selector, signals, guard.finish, lambda rank: False)
+        supervisor.after(_START_SECONDS, "start", lambda: _tell_of_waiting(engine, store))
         began = time.monotonic()
         try:
             supervisor.run(options.timeout)
@@ -112,6 +115,15 @@ def _start(
         return _EngineProcess(command, engine.environ(environ, options.ssh), stdin, store)
     except OSError as error:
         raise ProgramError(f"{engine.path} cannot be started: {error}", EXIT_NOT_EXECUTABLE) from error
+
+
+def _tell_of_waiting(engine: Engine, store: Store) -> None:
+    if _value(store, engine_rank.STARTED) is not None:
+        return
+    reason = "it is still on its way to other hosts, or cannot get there"
+    if engine.kind == SRUN:
+        reason = "it waits, perhaps for other steps of this allocation, which `squeue --steps` shows"
+    say([f"{engine.path} has not started a rank within {_START_SECONDS:g} s: {reason}; Ctrl-C ends it"])
 
 
 class _EngineProcess(RankProcess):
