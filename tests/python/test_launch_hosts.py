@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -151,6 +152,42 @@ def test_a_python_that_is_not_there_is_told(capfd: pytest.CaptureFixture[str], s
     told = capfd.readouterr()
     assert "multiring: rank 0 (on 127.0.0.2) failed with exit code 127" in told.err
     assert "/nowhere/python" in told.err
+
+
+def limited(limits: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """`multiring run` with limits for descriptors, as `ulimit` takes them; ranks tell theirs."""
+    run = [
+        sys.executable,
+        "-m",
+        "multiring",
+        "run",
+        "--timeout",
+        "60",
+        *words,
+        "--",
+        "sh",
+        "-c",
+        "ulimit -Sn",
+    ]
+    command = ["sh", "-c", f'ulimit {limits} && exec "$@"', "sh", *run]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_there_are_descriptors_enough_for_many_ranks(ssh: str, tmp_path: Path, elsewhere: bool) -> None:
+    """Which the ranks do not hear of."""
+    words = ["-H", "127.0.0.2:16,localhost:4", "--ssh", ssh] if elsewhere else ["-np", "20"]
+    done = limited("-Sn 40", *words, "--output-dir", str(tmp_path / "output"))
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if "welcome" not in line]
+    assert sorted(told) == sorted(f"[{rank}] 40" for rank in range(20))
+
+
+def test_too_low_a_hard_limit_is_told() -> None:
+    done = limited("-n 40", "-np", "20")
+    assert done.returncode == 2
+    words = r"multiring: 20 ranks need \d+ descriptors in the launcher, and its hard limit is 40: raise it \("
+    assert re.search(words, done.stderr)
 
 
 def test_a_host_without_ssh_is_told_and_ends_the_others(capfd: pytest.CaptureFixture[str], ssh: str) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 
 from multiring import errors
 from multiring.launcher import engine_rank
+from multiring.launcher.descriptors import enough_descriptors
 from multiring.launcher.directory import job_directory
 from multiring.launcher.engines import SRUN, Engine
 from multiring.launcher.hosts import address_towards
@@ -61,6 +62,8 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
     remote = options.remote_hosts
     address = options.address or (address_towards(remote) if remote else "127.0.0.1")
     with (
+        # Of each rank and of what starts it there are three connections to the store, each as two.
+        enough_descriptors(6 * engine.ranks, engine.ranks),
         passed_on_signals() as signals,
         selectors.PollSelector() as selector,
         job_directory(job_id) as (_, guard),
