@@ -31,9 +31,9 @@ def enough_descriptors(needed: int, ranks: int) -> Iterator[None]:
     try:
         if total := allow_descriptors(needed):
             raise UsageError(
-                f"{ranks} ranks need {total} descriptors in the launcher, and its hard limit is {hard}: raise "
-                "it (LimitNOFILE of the service that has started this shell, /etc/security/limits.conf, "
-                "`docker run --ulimit nofile`), or start fewer ranks"
+                f"{ranks} ranks need {total} descriptors in the launcher, and its hard limit is {hard}: "
+                "raise it (LimitNOFILE of the service that has started this shell, "
+                "/etc/security/limits.conf, `docker run --ulimit nofile`), or start fewer ranks"
             )
         yield
     finally:
