@@ -268,7 +268,7 @@ def test_there_are_descriptors_enough_for_many_ranks(ssh: str, tmp_path: Path, e
 def test_too_low_a_hard_limit_is_told() -> None:
     done = limited("-n 40", "-np", "20")
     assert done.returncode == 2
-    words = r"multiring: 20 ranks need \d+ descriptors in the launcher, and its hard limit is 40: raise it \("
+    words = r"multiring: 20 ranks need \d+ descriptors in this process, and its hard limit is 40: raise it \("
     assert re.search(words, done.stderr)
 
 

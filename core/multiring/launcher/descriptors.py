@@ -17,12 +17,12 @@ _STARTED_WITH = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 @contextlib.contextmanager
-def enough_descriptors(needed: int, ranks: int) -> Iterator[None]:
+def enough_descriptors(needed: int, purpose: str) -> Iterator[None]:
     """Lets this process open so many more descriptors than it has, within.
 
     Args:
-        needed: How many the job needs at the same time.
-        ranks: Of the job.
+        needed: How many are needed at the same time.
+        purpose: What for, for the error.
 
     Raises:
         UsageError: The hard limit does not allow it.
@@ -31,9 +31,9 @@ def enough_descriptors(needed: int, ranks: int) -> Iterator[None]:
     try:
         if total := allow_descriptors(needed):
             raise UsageError(
-                f"{ranks} ranks need {total} descriptors in the launcher, and its hard limit is {hard}: "
+                f"{purpose} need {total} descriptors in this process, and its hard limit is {hard}: "
                 "raise it (LimitNOFILE of the service that has started this shell, "
-                "/etc/security/limits.conf, `docker run --ulimit nofile`), or start fewer ranks"
+                "/etc/security/limits.conf, `docker run --ulimit nofile`), or take fewer"
             )
         yield
     finally:

@@ -63,7 +63,7 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
     address = options.address or (address_towards(remote) if remote else "127.0.0.1")
     with (
         # Of each rank and of what starts it there are three connections to the store, each as two.
-        enough_descriptors(6 * engine.ranks, engine.ranks),
+        enough_descriptors(6 * engine.ranks, f"{engine.ranks} ranks"),
         passed_on_signals() as signals,
         selectors.PollSelector() as selector,
         job_directory(job_id) as (_, guard),

@@ -46,7 +46,7 @@ def run_job(options: JobOptions) -> int:
     job_id, secret = secrets.token_hex(8), secrets.token_hex(32)
     start = RankStarter(options, environ)
     with (
-        enough_descriptors(_descriptors(options), options.ranks),
+        enough_descriptors(_descriptors(options), f"{options.ranks} ranks"),
         passed_on_signals() as signals,
         selectors.PollSelector() as selector,
         job_directory(job_id) as (directory, guard),
