@@ -134,6 +134,29 @@ except multiring.PeerLostError:
     assert "multiring: rank 2 (on emulated1) failed with exit code 3" in done.stderr
 
 
+def test_who_loses_another_does_not_have_it_ended_by_the_engine(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """The one that is to blame has left the job, and takes longer to its own end."""
+    text = """
+import os, sys, time
+import numpy as np, multiring
+c = multiring.init()
+peers = c.allgather(np.array([os.getpid()])).flat[:2]
+if c.rank < 2:
+    c.barrier()
+multiring.shutdown()
+while any(os.path.exists(f"/proc/{peer}") for peer in peers):
+    time.sleep(0.01)
+sys.exit(3)
+"""
+    with start(script(text, tmp_path)) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 3, done.stderr
+    assert "multiring: rank 2 (on emulated1) failed with exit code 3" in done.stderr
+
+
 def test_ctrl_c_reaches_all_ranks(start: Callable[..., Job], tmp_path: Path) -> None:
     with start(script(WAIT, tmp_path)) as job:
         for rank in range(3):

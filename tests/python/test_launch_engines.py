@@ -166,14 +166,15 @@ BROKEN = "RuntimeError: rank 2 is gone"  # a framework's, which does not say tha
 
 
 def blamed(told: Sequence[tuple[str, int] | tuple[str, int, int] | tuple[str, int, int, str]]) -> RankEnd:
-    """Whom a launcher blames that has heard, in order, ("failed", rank) or ("end", rank, code, words)."""
+    """Whom a launcher blames that has heard, in order, ("failed", rank), ("end", rank, code, words) or
+    ("exit", rank)."""
     with (
         TcpStoreServer("127.0.0.1", 0, b"x" * 16) as server,
         TcpStore("127.0.0.1", server.port, b"x" * 16) as store,
     ):
         for what, rank, *rest in told:
-            if what == "failed":
-                store.set(engine_rank.failure_key(rank), b"")
+            if what != "end":
+                store.set({"failed": engine_rank.failure_key, "exit": engine_rank.exit_key}[what](rank), b"")
             else:
                 code, *words = rest
                 end = RankEnd(rank, 100 + rank, int(code), False, list(map(str, words)), f"host{rank}")
@@ -196,6 +197,9 @@ def test_who_lost_another_is_not_blamed_though_heard_first() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_what_the_engine_ends_is_not_blamed(number: int) -> None:
     """It does so when it has heard of a failure, and we hear of that before."""
-    assert blamed([("failed", 2), ("end", 2, 3), ("failed", 0), ("end", 0, -number)]).rank == 2
-    killed = [("failed", 2), ("failed", 0), ("end", 2, 1, BROKEN), ("end", 0, -number)]
-    assert blamed(killed).rank == 0, "nobody had told the engine"
+    by_it = [("failed", 2), ("end", 2, 3), ("exit", 2), ("failed", 0), ("end", 0, -number), ("exit", 0)]
+    assert blamed(by_it).rank == 2
+    before_it = [("failed", 2), ("end", 2, 1, BROKEN), ("failed", 0), ("exit", 2), ("end", 0, -number)]
+    assert blamed(before_it).rank == 0, "nobody had told the engine"
+    in_vain = [("failed", 1), ("end", 1, 1, LOST), ("exit", 1), ("failed", 0), ("end", 0, -number)]
+    assert blamed(in_vain).rank == 1

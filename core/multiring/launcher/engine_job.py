@@ -202,18 +202,20 @@ def heard_ends(server: TcpStoreServer, store: Store) -> list[RankEnd]:
 
     No clock is compared: we have heard first of the rank that failed first, up to the time that word takes
     from host to host. Of those that failed because of it, their last words tell, and a rank whose last words
-    are such does not end before we have heard of another (or 3 seconds have passed). When one has told all of
-    its end, the engine hears of it, and ends the others: a rank that fails after that by a signal with which
-    engines do so was ended by us, as it were.
+    are such is kept from the engine until we have heard of another (or 3 seconds have passed). Once the
+    engine hears of one it ends the others, and we hear before it does: a rank that fails after that, by a
+    signal with which engines do so, was ended by us, as it were.
     """
     keys = server.keys()
     heard = {key: place for place, key in enumerate(keys)}
     ends = [RankEnd(**json.loads(store.get(key, 0.0))) for key in keys if engine_rank.is_end_key(key)]
     told_at = {end.rank: heard[engine_rank.end_key(end.rank)] for end in ends}
     failed_at = {rank: heard.get(engine_rank.failure_key(rank), at) for rank, at in told_at.items()}
+    exits = [heard[key] for key in map(engine_rank.exit_key, told_at) if key in heard]
+    first_exit = min(exits, default=len(keys))
     judged = []
     for end in sorted(ends, key=lambda end: failed_at[end.rank]):
-        engine_knew = any(one.code and told_at[one.rank] < failed_at[end.rank] for one in ends)
+        engine_knew = first_exit < failed_at[end.rank]
         by_engine = engine_knew and end.code in (-signal.SIGTERM, -signal.SIGKILL)
         host = "" if end.host == socket.gethostname() else end.host
         judged.append(dataclasses.replace(end, by_launcher=end.by_launcher or by_engine, host=host))

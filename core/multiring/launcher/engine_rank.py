@@ -42,7 +42,7 @@ from multiring.launcher.report import RankEnd, exit_code
 from multiring.launcher.supervisor import Outcome, Supervisor, passed_on_signals
 from multiring.store import Store, open_store
 
-__all__ = ["STARTED", "end_key", "failure_key", "is_end_key", "main", "signal_key"]
+__all__ = ["STARTED", "end_key", "exit_key", "failure_key", "is_end_key", "main", "signal_key"]
 
 STARTED = "launcher/started"  # set when a rank has
 _CAUSE = "launcher/cause"  # set when a rank has failed, and not because it lost another
@@ -70,6 +70,11 @@ def is_end_key(key: str) -> bool:
 def failure_key(rank: int) -> str:
     """Set as soon as a rank has failed; `end_key` follows when its output has come."""
     return f"launcher/failure-{rank}"
+
+
+def exit_key(rank: int) -> str:
+    """Set when the engine is about to hear that a rank has failed."""
+    return f"launcher/exit-{rank}"
 
 
 @dataclass(frozen=True)
@@ -126,11 +131,12 @@ def _report(end: RankEnd, store: Store) -> None:
     store.set(end_key(end.rank), json.dumps({**vars(end), "stderr": list(end.stderr)}).encode())
     if end.code == 0 or end.by_launcher:
         return
-    if not end.is_secondary:
+    if end.is_secondary:
+        with contextlib.suppress(errors.TimeoutError):
+            store.get(_CAUSE, _CAUSE_SECONDS)
+    else:
         store.set(_CAUSE, b"")
-        return
-    with contextlib.suppress(errors.TimeoutError):
-        store.get(_CAUSE, _CAUSE_SECONDS)
+    store.set(exit_key(end.rank), b"")
 
 
 class _Rank(RankProcess):
