@@ -148,6 +148,7 @@ if c.rank < 2:
 multiring.shutdown()
 while any(os.path.exists(f"/proc/{peer}") for peer in peers):
     time.sleep(0.01)
+time.sleep(1)  # in which the engine would have ended it
 sys.exit(3)
 """
     with start(script(text, tmp_path)) as job:
