@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from multiring import _core, config, launch_environment
+from multiring import _core, config, launch_environment, torchrun
 from multiring.communicator import Communicator
 from multiring.errors import UsageError
 from multiring.launch_environment import Placement
@@ -189,20 +189,32 @@ def _connect_mpi(job: mpi_job.MpiJob, settings: config.Settings) -> _core.Commun
 def _connect_launched(place: Placement, settings: config.Settings) -> _core.Communicator:
     options = _options(place.rank, place.size, settings)
     options.spread = place.is_spread and place.size > 1
-    options.secret = place.secret or b""
-    options.job = f"{place.job_id}/{_generation}"
-    if place.size == 1:
-        return _core.connect(None, options)
     with ExitStack() as stack:
-        if place.rank == 0 and place.launcher != "multiring":
-            _serve(place)
-        store = stack.enter_context(open_store(place.store_url, place.secret, settings.timeout))
-        if isinstance(store, FileStore) and not place.is_spread:
-            options.socket_directory = str(store.directory)
-        core = _core.connect(_Prefixed(store, f"generation-{_generation}/"), options)
+        store: Store | None = None
+        if place.size > 1:
+            place, opened, prefix = _meet(place, settings)
+            stack.enter_context(opened)
+            store = _Prefixed(opened, prefix)
+            if isinstance(opened, FileStore) and not place.is_spread:
+                options.socket_directory = str(opened.directory)
+        options.secret = place.secret or b""
+        options.job = f"{place.job_id}/{_generation}"
+        core = _core.connect(store, options)
         if len(set(core.hosts)) > 1:  # groups that are split from it meet in the store, too
             _held.enter_context(stack.pop_all())
         return core
+
+
+def _meet(place: Placement, settings: config.Settings) -> tuple[Placement, Store, str]:
+    """The place with all that is known once the ranks have met, the store where they did, and how the keys of
+    this generation begin there."""
+    if torchrun.is_meant(place):
+        place, store = torchrun.meet(place, settings)
+        return place, store, f"{place.job_id}/"  # another one each time
+    if place.rank == 0 and place.launcher != "multiring":
+        _serve(place)
+    store = open_store(place.store_url, place.secret, settings.timeout)
+    return place, store, f"generation-{_generation}/"
 
 
 def _serve(place: Placement) -> None:

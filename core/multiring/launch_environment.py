@@ -3,7 +3,8 @@
 Recognised, the first that fits: `multiring run`, torchrun, Open MPI, MPICH (and others that use its Hydra),
 Slurm's srun. Foreign launchers bring no store of ours, so their ranks meet in a directory whose name every
 rank of the job derives alike and that no other job, nor another run of the same job, derives. On several
-hosts that is a port of the first one under srun, which names the hosts; others have to be told.
+hosts that is a port of the first one under srun, which names the hosts, and of rank 0's host under torchrun,
+whose own store says where (torchrun.py); others have to be told.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import hashlib
 import os
 import tempfile
+import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,10 @@ from multiring.mpi.bridge import carries
 from multiring.store.file import job_directory_prefix
 from multiring.user_secret import job_secret
 
-__all__ = ["Placement", "detect"]
+__all__ = ["TORCHRUN_SCHEME", "Placement", "detect"]
+
+# Ranks meet by torchrun's store at that host and port, in the run of that name.
+TORCHRUN_SCHEME = "torchrun://"
 
 # Rank 0 of a job under srun serves the store on one of these ports of its host, which are not those that
 # systems give away to who asks for any.
@@ -155,13 +160,21 @@ def _from_torchrun(
     # /tmp/torchelastic_x1b2/<run id>_a3c4/attempt_0/<local rank>/error.json
     attempt = os.path.dirname(os.path.dirname(environ.get("TORCHELASTIC_ERROR_FILE", "")))
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-    return _foreign(
+    place = _foreign(
         settings,
         "torchrun",
         (number("RANK"), size, number("LOCAL_RANK"), local_size),
         (number("GROUP_RANK", 0), number("GROUP_WORLD_SIZE", _hosts(size, local_size))),
         [environ.get(name, "") for name in names] + [attempt],
     )
+    # Else rank 0 of torch.distributed would have to serve that store, and there may be none.
+    has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_ADDR" in environ
+    if settings.store or not place.is_spread or not has_store:
+        return place
+    host = environ["MASTER_ADDR"]
+    address = f"{f'[{host}]' if ':' in host else host}:{number('MASTER_PORT')}"
+    run = urllib.parse.quote(environ["TORCHELASTIC_RUN_ID"], safe="")
+    return dataclasses.replace(place, store_url=f"{TORCHRUN_SCHEME}{address}/{run}")
 
 
 def _from_openmpi(

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import time
 from pathlib import Path
 
 from multiring.errors import UsageError
@@ -18,6 +19,9 @@ from multiring.errors import UsageError
 __all__ = ["job_secret"]
 
 _BYTES = 32
+# Where it cannot be made at once, one that is incomplete is being written; a network file system may show it
+# so for some seconds.
+_PATIENCE = 10.0
 
 
 def job_secret(job: str) -> bytes:
@@ -42,24 +46,50 @@ def job_secret(job: str) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    with open(path) as file:
-        about = os.fstat(file.fileno())
-        if about.st_uid != os.geteuid() or about.st_mode & 0o077:
-            raise ValueError(f"others may read {path}, or it is theirs: remove it")
-        found = bytes.fromhex(file.read())
-    if len(found) < _BYTES:
-        raise ValueError(f"{path} is incomplete: remove it")
-    return found
+    until = time.monotonic() + _PATIENCE
+    while True:
+        with open(path) as file:  # anew each time, or a network file system need not look
+            about = os.fstat(file.fileno())
+            if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+                raise ValueError(f"others may read {path}, or it is theirs: remove it")
+            text = file.read()
+        if len(text) >= 2 * _BYTES:
+            return bytes.fromhex(text)
+        if time.monotonic() > until:
+            raise ValueError(f"{path} is incomplete: remove it")
+        time.sleep(0.02)
 
 
 def _make(path: Path) -> None:
-    """Makes the file, unless another process is quicker: it is there whole or not at all."""
+    """Makes the file, unless another process is quicker: it is there whole or not at all.
+
+    Where the file system has no hard links, it is there empty for an instant before it is whole. Only the
+    process that has made it writes it and may take it away again, so that all have the same secret, or none.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f"secret.{os.getpid()}.{secrets.token_hex(8)}")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_hex(_BYTES))
+    _write_new(draft)
     try:
+        os.link(draft, path)
+    except FileExistsError:
+        pass
+    except OSError:  # PermissionError or one of many others
         with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
+            _write_new(path)
     finally:
         draft.unlink()
+
+
+def _write_new(path: Path) -> None:
+    """Makes a file that is not there, or FileExistsError, with a new secret, or none at all."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        text = secrets.token_hex(_BYTES).encode()
+        try:
+            if os.write(descriptor, text) < len(text):
+                raise OSError(f"there is no space left for {path}")
+        finally:
+            os.close(descriptor)  # on network file systems the time when it may turn out that it is full
+    except BaseException:
+        path.unlink()
+        raise

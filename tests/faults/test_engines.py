@@ -111,6 +111,53 @@ def test_a_rank_that_fails_is_blamed(
     assert f"multiring: rank 2 (on emulated1) failed with {told}" in done.stderr
 
 
+def test_the_first_to_fail_is_blamed(start: Callable[..., Job], tmp_path: Path) -> None:
+    """And not the rank with the lowest number, which ends because of it and does not say so."""
+    text = """
+import os, sys, time
+import numpy as np, multiring
+c = multiring.init()
+starters = c.allgather(np.array([os.getppid()]))
+if c.rank == 2:
+    sys.exit(3)
+try:
+    c.barrier()
+except multiring.PeerLostError:
+    while os.path.exists(f"/proc/{starters.flat[2]}"):  # it reports the end of its rank
+        time.sleep(0.01)
+    sys.exit(5)
+"""
+    with start(script(text, tmp_path)) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 3, done.stderr
+    assert "multiring: rank 2 (on emulated1) failed with exit code 3" in done.stderr
+
+
+def test_who_loses_another_does_not_have_it_ended_by_the_engine(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """The one that is to blame has left the job, and takes longer to its own end."""
+    text = """
+import os, sys, time
+import numpy as np, multiring
+c = multiring.init()
+peers = c.allgather(np.array([os.getpid()])).flat[:2]
+if c.rank < 2:
+    c.barrier()
+multiring.shutdown()
+while any(os.path.exists(f"/proc/{peer}") for peer in peers):
+    time.sleep(0.01)
+time.sleep(1)  # in which the engine would have ended it
+sys.exit(3)
+"""
+    with start(script(text, tmp_path)) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 3, done.stderr
+    assert "multiring: rank 2 (on emulated1) failed with exit code 3" in done.stderr
+
+
 def test_ctrl_c_reaches_all_ranks(start: Callable[..., Job], tmp_path: Path) -> None:
     with start(script(WAIT, tmp_path)) as job:
         for rank in range(3):

@@ -288,3 +288,22 @@ def test_a_host_that_ssh_cannot_reach_is_told(hosts: EmulatedHosts, ssh: str, tm
     assert "multiring: rank 1 (on 10.93.0.77) failed with exit code 255" in done.stderr
     assert "ssh: connect to host 10.93.0.77" in done.stderr
     assert time.monotonic() - began < 30
+
+
+def test_a_host_knows_itself_where_any_address_can_be_bound(hosts: EmulatedHosts) -> None:
+    """As hosts of a service that moves from one to the other are set up."""
+
+    def on_first(script: str) -> subprocess.CompletedProcess[str]:
+        command = hosts.command(0, ["sh", "-c", script])
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    changed = on_first(
+        "echo 1 >/proc/sys/net/ipv4/ip_nonlocal_bind && ip addr add 10.93.0.9/24 dev eth0 && "
+        "ip -6 addr add fd00::9/64 dev eth0"
+    )
+    if changed.returncode != 0:
+        pytest.skip(f"/proc/sys or IPv6 cannot be set here: {changed.stderr}")
+    asked = ["127.0.0.1", hosts.address(0), "10.93.0.9", "fd00::9", hosts.address(1), "fd00::8", "127.0.0.9"]
+    code = f"from multiring.launcher.hosts import is_here; print(*map(is_here, {asked}))"
+    told = on_first(f'exec "{sys.executable}" -c "{code}"')
+    assert told.stdout.split() == ["True"] * 4 + ["False"] * 3, told.stderr

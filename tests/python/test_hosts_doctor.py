@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import itertools
 import os
 import signal
@@ -12,11 +14,14 @@ from typing import Any
 import pytest
 
 from multiring import _core
-from multiring.diagnostics.checks import Status
+from multiring.diagnostics import hosts_doctor
+from multiring.diagnostics.checks import Finding, Status
 from multiring.diagnostics.host_findings import as_rate, host_findings, rate_findings
-from multiring.diagnostics.host_probe import HostProbe, Listener
+from multiring.diagnostics.host_probe import MARK, HostProbe, Listener, call_seconds
+from multiring.diagnostics.host_session import RemoteSession, SessionError
 from multiring.diagnostics.host_tables import rates_table
 from multiring.diagnostics.links import rounds
+from multiring.launcher.hosts import HostSlots
 from tests.support import Job, wait_until
 
 NAMES = ["a", "b", "c"]
@@ -143,6 +148,55 @@ def test_addresses_are_paired_as_ranks_would_connect() -> None:
     other = [("ens1", "10.0.1.2", 24), ("ens0", "10.0.0.2", 24)]
     assert sorted(_core.pair_addresses(one, other)) == [(0, 1), (1, 0)]
     assert _core.pair_addresses([("eth0", "10.0.0.1", 24)], [("eth0", "fd00::1", 64)]) == []
+
+
+def answers(directory: Path, script: str) -> RemoteSession:
+    """A host that answers as a script says."""
+    ssh = directory / "ssh"
+    ssh.write_text(f"#!/bin/sh\n{script}")
+    ssh.chmod(0o755)
+    return RemoteSession("b", [str(ssh)], "")
+
+
+def test_a_late_answer_is_not_taken_for_that_of_the_next_question(tmp_path: Path) -> None:
+    """Both come when the second question has been asked, between things that a shell says."""
+    late, right = (f'echo welcome; echo \'{MARK}{{"answer": "{word}"}}\'' for word in ("late", "right"))
+    session = answers(tmp_path, f"read first; read second; {late}; {right}; read third; {right}\n")
+    with contextlib.closing(session):
+        with pytest.raises(SessionError, match="does not answer in time"):
+            session.ask("call", 0.1)
+        assert session.ask("call", 20.0) == "right"
+        assert session.ask("call", 20.0) == "right"
+
+
+def test_more_hosts_have_more_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[float] = []
+
+    class Session:
+        def __init__(self, *_: object) -> None: ...
+
+        def ask(self, question: str, timeout: float, **_: object) -> None:
+            given.append(timeout)
+            raise SessionError(Finding(Status.FAILED, "nobody is there", "start it"))
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(hosts_doctor, "RemoteSession", Session)
+    times = []
+    for count in (2, 128):
+        given.clear()
+        args = argparse.Namespace(ssh="ssh", remote_python="", address="")
+        hosts = [HostSlots(f"h{number}.invalid", 1) for number in range(count)]
+        found = hosts_doctor.main(args, hosts, lambda row: None)
+        assert [finding.detail for finding in found] == ["nobody is there"] * count
+        assert len(given) == count
+        times.append(max(given))
+    assert 90 <= times[0] < 100
+    assert times[1] == pytest.approx(3 * 90)
+    assert call_seconds(64) < 10 <= call_seconds(65)
+    capsys.readouterr()
 
 
 def test_ctrl_c_ends_those_who_wait_for_a_host(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import secrets
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from multiring import config
 from multiring.launcher import options
 from multiring.launcher.hosts import HostSlots, parse_hostfile
 from multiring.models.bench.emulated_hosts import EmulatedHosts, why_not
@@ -167,18 +165,8 @@ def test_what_does_not_fit_is_found(
     assert any(words in found for found in wrong_in_mpi_job(job, models)), wrong_in_mpi_job(job, models)
 
 
-def test_every_variable_is_one_of_multiring() -> None:
-    known = {variable.name: variable for variable in config.VARIABLES}
-    given = {entry["name"]: entry for found in containers() for entry in found.get("env", [])}
-    ours = {name: entry for name, entry in given.items() if name.startswith("MULTIRING_")}
-    assert set(ours) == {"MULTIRING_STORE", "MULTIRING_SECRET"}
-    assert set(given) - set(ours) == {"OMP_NUM_THREADS"}
-    for name, entry in ours.items():
-        if "value" in entry:
-            known[name].parse(entry["value"])
-    reference = given["MULTIRING_SECRET"]["valueFrom"]["secretKeyRef"]
-    command = f"kubectl create secret generic {reference['name']} --from-file={reference['key']}="
-    assert command in (FOLDER / "pytorchjob.yaml").read_text()
+def test_no_variable_of_multiring_has_to_be_set() -> None:
+    assert {entry["name"] for found in containers() for entry in found.get("env", [])} == {"OMP_NUM_THREADS"}
 
 
 def test_every_command_is_understood() -> None:
@@ -268,12 +256,11 @@ def test_what_the_pytorch_job_starts_works(pods: EmulatedHosts, tmp_path: Path) 
     """With what the operator and the kubelet put into the environment of the pods."""
     pytest.importorskip("torch.distributed.run", reason="needs PyTorch")
     (tmp_path / "script.py").write_text(SCRIPT)
-    secret = secrets.token_hex(32)
     started = []
     for number, name in enumerate(("Master", "Worker")):
         pod = container(PYTORCH_JOB, name)
         environ = {**MASTER, "RANK": str(number), "WORLD_SIZE": "2", "PET_NNODES": "2"}
-        environ |= {entry["name"]: entry.get("value", secret) for entry in pod["env"]}
+        environ |= {entry["name"]: entry["value"] for entry in pod["env"]}
         # No name is looked up here.
         environ = {key: text.replace("digits-master-0", pods.address(0)) for key, text in environ.items()}
         words = expanded(pod["command"], environ)

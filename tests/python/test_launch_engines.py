@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,13 @@ import pytest
 from multiring import cli
 from multiring.errors import UsageError
 from multiring.launch_environment import Placement
-from multiring.launcher import engine_rank
+from multiring.launcher import engine_job, engine_rank
+from multiring.launcher.engine_job import heard_ends
 from multiring.launcher.engines import MPICH, OPEN_MPI, SRUN, Engine, choose
 from multiring.launcher.hosts import HostSlots
 from multiring.launcher.remote_ranks import SSH
+from multiring.launcher.report import RankEnd, blame
+from multiring.store import TcpStore, TcpStoreServer
 
 HERE = socket.gethostname()
 TWO = [HostSlots("", 2), HostSlots("b", 1)]
@@ -132,3 +138,68 @@ def test_an_engine_that_is_not_known_is_told(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit, match="2"):
         cli.main(["run", "-np", "2", "--engine", "pbs", "train.py"])
     assert "invalid choice: 'pbs'" in capsys.readouterr().err
+
+
+def test_an_engine_that_waits_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun itself is quiet about it."""
+    said: list[str] = []
+
+    def say(lines: Sequence[str]) -> None:
+        said.extend(lines)
+        (tmp_path / "said").touch()
+
+    monkeypatch.setattr(engine_job, "say", say)
+    monkeypatch.setattr(engine_job, "_START_SECONDS", 0.1)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", HERE)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    srun = tmp_path / "srun"
+    srun.write_text(f"#!/bin/sh\nuntil [ -e {tmp_path}/said ]; do sleep 0.02; done\nexit 3\n")
+    srun.chmod(0o755)
+    assert cli.main(["run", "--engine", "srun", "-np", "1", "--timeout", "30", "true"]) == 3
+    first, second = said
+    assert first.startswith(f"{srun} has not started a rank within 0.1 s: it waits, perhaps for other steps")
+    assert second.startswith(f"{srun} ended with exit code 3 after ")
+
+
+LOST = "multiring.errors.PeerLostError: rank 2 on b is gone"
+BROKEN = "RuntimeError: rank 2 is gone"  # a framework's, which does not say that it is ours
+
+
+def blamed(told: Sequence[tuple[str, int] | tuple[str, int, int] | tuple[str, int, int, str]]) -> RankEnd:
+    """Whom a launcher blames that has heard, in order, ("failed", rank), ("end", rank, code, words) or
+    ("exit", rank)."""
+    with (
+        TcpStoreServer("127.0.0.1", 0, b"x" * 16) as server,
+        TcpStore("127.0.0.1", server.port, b"x" * 16) as store,
+    ):
+        for what, rank, *rest in told:
+            if what != "end":
+                store.set({"failed": engine_rank.failure_key, "exit": engine_rank.exit_key}[what](rank), b"")
+            else:
+                code, *words = rest
+                end = RankEnd(rank, 100 + rank, int(code), False, list(map(str, words)), f"host{rank}")
+                store.set(engine_rank.end_key(rank), json.dumps(vars(end)).encode())
+        return blame([end for end in heard_ends(server, store) if end.code and not end.by_launcher])
+
+
+def test_the_first_to_fail_is_blamed_whoever_tells_more_first() -> None:
+    first = [("failed", 2), ("failed", 0), ("end", 0, 1, BROKEN), ("end", 2, 3), ("failed", 1), ("end", 1, 1)]
+    assert blamed(first).rank == 2
+    assert blamed([("end", 1, 127), ("end", 0, 127)]).rank == 1, "they have not even started"
+
+
+def test_who_lost_another_is_not_blamed_though_heard_first() -> None:
+    assert blamed([("failed", 0), ("end", 0, 1, LOST), ("failed", 2), ("end", 2, 3)]).rank == 2
+    crashed = [("failed", 0), ("failed", 2), ("end", 0, 1, BROKEN), ("end", 2, -signal.SIGSEGV)]
+    assert blamed(crashed).rank == 2, "nothing else brings a signal about"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_the_engine_ends_is_not_blamed(number: int) -> None:
+    """It does so when it has heard of a failure, and we hear of that before."""
+    by_it = [("failed", 2), ("end", 2, 3), ("exit", 2), ("failed", 0), ("end", 0, -number), ("exit", 0)]
+    assert blamed(by_it).rank == 2
+    before_it = [("failed", 2), ("end", 2, 1, BROKEN), ("failed", 0), ("exit", 2), ("end", 0, -number)]
+    assert blamed(before_it).rank == 0, "nobody had told the engine"
+    in_vain = [("failed", 1), ("end", 1, 1, LOST), ("exit", 1), ("failed", 0), ("end", 0, -number)]
+    assert blamed(in_vain).rank == 1

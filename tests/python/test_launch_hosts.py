@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -9,9 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from multiring import cli
+from multiring import _core, cli
 from multiring.errors import UsageError
-from multiring.launcher.hosts import HostSlots, Seat, address_towards, parse_hostfile, parse_hosts, seats
+from multiring.launcher.hosts import (
+    HostSlots,
+    Seat,
+    address_towards,
+    is_here,
+    parse_hostfile,
+    parse_hosts,
+    seats,
+)
 
 HERE = socket.gethostname()
 
@@ -31,7 +40,15 @@ def test_hosts_are_read_and_this_one_is_known_by_any_name(text: str, expected: l
     assert parse_hosts(text) == [HostSlots(*host) for host in expected]
 
 
-@pytest.mark.parametrize("text", ["", "a,,b", "a:0", "a:x", "a:", ":4", "a:4:5", "-oProxyCommand=x", "a b"])
+def test_this_host_is_known_by_all_addresses_of_its_interfaces() -> None:
+    addresses = [address for _, address, _ in _core.interface_addresses([])]
+    assert all(map(is_here, ["127.0.0.1", "127.0.1.1", "someone@localhost", HERE, *addresses]))
+    assert not any(map(is_here, ["127.0.0.9", "192.0.2.77", "2001:db8::77", "no-such-host.invalid"]))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,,b", "a,", "a:0", "a:x", "a:", ":4", "a:4:5", "-oProxyCommand=x", "a b"]
+)
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="-H "):
         parse_hosts(text)
@@ -43,17 +60,94 @@ def test_hostfiles_of_open_mpi_and_of_mpich_are_read(tmp_path: Path) -> None:
     assert parse_hostfile(path) == [HostSlots("node0", 5), HostSlots("node1", 2), HostSlots("node2", 1)]
     path.write_text("node0 max_slots=8 slots=4\n")
     assert parse_hostfile(path) == [HostSlots("node0", 4)]
-    path.write_text("node0 slots=4 user=bob\n")
-    with pytest.raises(UsageError, match="line 1: 'node0 slots=4 user=bob' is no host"):
-        parse_hostfile(path)
-    path.write_text("node0 slots=4\nnode1 four\n")
-    with pytest.raises(UsageError, match=r"hosts, line 2: 'node1 four' is no host: give host, host:4"):
-        parse_hostfile(path)
     path.write_text("# nobody\n")
     with pytest.raises(UsageError, match="names no host"):
         parse_hostfile(path)
     with pytest.raises(UsageError, match="--hostfile .*missing"):
         parse_hostfile(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xef\xbb\xbfnode0 slots=2\r\nnode1:1\r\n",
+        b"node0\t slots =\t2 # of ours: x=y\nnode1",
+        b"node0\n  node1\n#\n\n node0 slots=1",
+        b"node0 slots=2 max-slots=2\nnode1 max_slots=999999\n",
+    ],
+)
+def test_a_hostfile_may_come_from_any_editor(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes(data)
+    assert parse_hostfile(path) == [HostSlots("node0", 2), HostSlots("node1", 1)]
+
+
+def test_addresses_of_ipv6_stand_in_brackets(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("[2001:db8::1] slots=2\n[2001:db8::2]:3\n[fe80::1%eth7]\nbob@10.0.0.1:2\n")
+    expected = [("2001:db8::1", 2), ("2001:db8::2", 3), ("fe80::1%eth7", 1), ("bob@10.0.0.1", 2)]
+    assert parse_hostfile(path) == [HostSlots(*host) for host in expected]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("node1 slots=0", "it has no slots, so leave it out"),
+        ("node1:0", "it has no slots, so leave it out"),
+        ("node1 slots=-4", "slots are a number from 1 to 999999 and not '-4'"),
+        ("node1 slots=four", "not 'four'"),
+        ("node1 slots=4.0", "not '4.0'"),
+        ("node1 slots=", "not ''"),
+        ("node1 slots==4", "not '=4'"),
+        ("node1 slots=\uff14", "not '\uff14'"),
+        ("node1 slots=1000000", "not '1000000'"),
+        ("node1 slots=" + "9" * 5000, f"not '{'9' * 20}'"),
+        ("node1:", "not ''"),
+        ("node1:4x", "not '4x'"),
+        ("node1 max_slots=many", "max_slots are a number from 1 to 999999 and not 'many'"),
+        ("node1 slots=4 max_slots=2", "max_slots=2 are fewer than its slots"),
+        ("node1 slots=4 slots=8", "slots are given twice"),
+        ("node1:4 slots=4", "slots are given twice"),
+        ("node1 max_slots=4 max-slots=4", "max_slots are given twice"),
+        ("node1 slots=4 user=bob", "'user=bob' is neither slots=N nor max_slots=N"),
+        ("node1 four", "'four' is neither slots=N nor max_slots=N"),
+        ("node1 4", "'4' is neither"),
+        ("node1 slots=4 node2 slots=4", "'node2' is neither"),
+        ("node1 slots 4", "'slots' is neither"),
+        ("node1,node2", "'node1,node2' is no name"),
+        ("node1;reboot", "is no name"),
+        ("$(reboot)", "is no name"),
+        ("-oProxyCommand", "is no name"),
+        ("-l@node1", "is no name"),
+        ("root@-node1", "is no name"),
+        ("node\0", "is no name"),
+        ("slots=4", "'slots=4' is no name"),
+        ("2001:db8::1", "not 'db8::1'"),
+        ("::1", "'::1' is no name"),
+        ("[2001:db8::1", "is no name"),
+        ("[2001:db8::1]4", "is no name"),
+        ("[2001:db8::x]:4", "2001:db8::x"),
+        ("[10.0.0.1]:4", "10.0.0.1"),
+        ("[]:4", "Address cannot be empty"),
+    ],
+)
+def test_what_a_hostfile_cannot_have_is_told_with_its_line(tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(f"node0 slots=4  # \u2028 \x0b \x85\n\n{line}\nnode2\n")
+    with pytest.raises(UsageError) as caught:
+        parse_hostfile(path)
+    told = str(caught.value)
+    assert told.startswith(f"--hostfile {path}, line 3: {line[:100]!r} is no host: ")
+    assert reason in told
+    assert told.endswith("; give host, host:4, [address]:4 or `host slots=4`")
+
+
+@pytest.mark.parametrize("data", [b"node0 slots=4\nn\xf6de1\n", "node0\n".encode("utf-16")])
+def test_a_hostfile_that_is_no_text_is_told(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=f"--hostfile {path}: 'utf-8' codec can't decode"):
+        parse_hostfile(path)
 
 
 def test_the_first_host_is_filled_first() -> None:
@@ -75,7 +169,10 @@ def test_the_address_is_one_of_the_way_to_the_host() -> None:
     ("words", "message"),
     [
         (["train.py"], "say how many ranks to start, as in: multiring run -np 2 train.py"),
-        (["-H", "a:0", "train.py"], "'a:0' has no slots; leave the host out"),
+        (
+            ["-H", "a:0", "train.py"],
+            "-H a:0: 'a:0' is no host: it has no slots, so leave it out",
+        ),
         (["-np", "3", "-H", "a:2", "train.py"], "-np 3 needs more slots than the 2"),
         (["-H", "a", "--hostfile", "b", "train.py"], "not allowed with argument"),
         (["-H", "a:2", "--ssh", "ssh -o 'x", "t.py"], "--ssh ssh -o 'x: No closing quotation"),
@@ -137,6 +234,42 @@ def test_a_python_that_is_not_there_is_told(capfd: pytest.CaptureFixture[str], s
     told = capfd.readouterr()
     assert "multiring: rank 0 (on 127.0.0.2) failed with exit code 127" in told.err
     assert "/nowhere/python" in told.err
+
+
+def limited(limits: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """`multiring run` with limits for descriptors, as `ulimit` takes them; ranks tell theirs."""
+    run = [
+        sys.executable,
+        "-m",
+        "multiring",
+        "run",
+        "--timeout",
+        "60",
+        *words,
+        "--",
+        "sh",
+        "-c",
+        "ulimit -Sn",
+    ]
+    command = ["sh", "-c", f'ulimit {limits} && exec "$@"', "sh", *run]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_there_are_descriptors_enough_for_many_ranks(ssh: str, tmp_path: Path, elsewhere: bool) -> None:
+    """Which the ranks do not hear of."""
+    words = ["-H", "127.0.0.2:16,localhost:4", "--ssh", ssh] if elsewhere else ["-np", "20"]
+    done = limited("-Sn 40", *words, "--output-dir", str(tmp_path / "output"))
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if "welcome" not in line]
+    assert sorted(told) == sorted(f"[{rank}] 40" for rank in range(20))
+
+
+def test_too_low_a_hard_limit_is_told() -> None:
+    done = limited("-n 40", "-np", "20")
+    assert done.returncode == 2
+    words = r"multiring: 20 ranks need \d+ descriptors in this process, and its hard limit is 40: raise it \("
+    assert re.search(words, done.stderr)
 
 
 def test_a_host_without_ssh_is_told_and_ends_the_others(capfd: pytest.CaptureFixture[str], ssh: str) -> None:

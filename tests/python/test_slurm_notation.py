@@ -1,4 +1,4 @@
-"""Slurm's lists of hosts and tasks, and the secret of a user."""
+"""Slurm's lists of hosts and tasks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from multiring import slurm, user_secret
+from multiring import slurm
 from multiring.errors import UsageError
 
 
@@ -57,24 +57,3 @@ def test_the_hosts_of_an_allocation(scontrol: dict[str, str], monkeypatch: pytes
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(UsageError, match=r"n\[1-2\], are not known: .*scontrol.*name them by -H"):
         slurm.allocated_hosts(scontrol | {"PATH": "/nonexistent"})
-
-
-def test_the_secret_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    first = user_secret.job_secret("a")
-    path = tmp_path / ".config/multiring/secret"
-    assert len(first) == 32
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert [file.name for file in path.parent.iterdir()] == ["secret"]
-    assert user_secret.job_secret("a") == first
-    assert user_secret.job_secret("b") != first
-    path.chmod(0o644)
-    with pytest.raises(UsageError, match="others may read .*; set MULTIRING_SECRET"):
-        user_secret.job_secret("a")
-    path.chmod(0o600)
-    path.write_text("ab")
-    with pytest.raises(UsageError, match="is incomplete: remove it; set MULTIRING_SECRET"):
-        user_secret.job_secret("a")
-    monkeypatch.setenv("HOME", "/proc/1/nowhere")
-    with pytest.raises(UsageError, match="cannot be kept"):
-        user_secret.job_secret("a")

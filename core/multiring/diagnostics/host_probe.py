@@ -23,7 +23,7 @@ from multiring.diagnostics.checks import CHECKS, Finding, Status
 from multiring.diagnostics.environment import versions
 from multiring.errors import MultiringError
 
-__all__ = ["MARK", "MODULE", "HostProbe", "Listener", "main"]
+__all__ = ["MARK", "MODULE", "HostProbe", "Listener", "call_seconds", "main"]
 
 MARK = "multiring-doctor "
 MODULE = "multiring.diagnostics.host_probe"
@@ -32,6 +32,7 @@ MODULE = "multiring.diagnostics.host_probe"
 _NOT_HERE = ("self-test", "processors", "launcher")
 # Enough for what a firewall lets pass, and twice sent again.
 _CALL_SECONDS = 4.0
+_CALLS_AT_ONCE = 64
 _TOKEN_BYTES = 16
 
 
@@ -132,8 +133,13 @@ class HostProbe:
     def _call(self, targets: list[list[Any]]) -> list[str]:
         if not targets:
             return []
-        with ThreadPoolExecutor(min(64, len(targets))) as pool:
+        with ThreadPoolExecutor(min(_CALLS_AT_ONCE, len(targets))) as pool:
             return list(pool.map(_reach, targets))
+
+
+def call_seconds(count: int) -> float:
+    """How long calls to so many targets may take: none of them may answer."""
+    return -(-count // _CALLS_AT_ONCE) * 2 * _CALL_SECONDS  # to connect, and to hear the token
 
 
 def _reach(target: Sequence[Any]) -> str:

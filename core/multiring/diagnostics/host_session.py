@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-import select
+import selectors
 import shlex
 import subprocess
 import sys
@@ -72,6 +72,7 @@ class RemoteSession(HostSession):
         self._host, self._ssh, self._python = host, list(ssh), python or sys.executable
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed by close()
         self._read = b""
+        self._late = 0  # answers that are still to come, and nobody waits for any more
         try:
             self._process = subprocess.Popen(
                 [*self._ssh, host, f"exec {shlex.quote(self._python)} -P -m {MODULE}"],
@@ -92,9 +93,13 @@ class RemoteSession(HostSession):
         with contextlib.suppress(BrokenPipeError):  # it has ended, which reading tells
             self._process.stdin.write(json.dumps({"question": question, **details}).encode() + b"\n")
         deadline = time.monotonic() + timeout
+        self._late += 1  # there is one answer to each question, and they come in order
         while True:
             line = self._line(deadline)
-            if line.startswith(MARK):
+            if not line.startswith(MARK):
+                continue
+            self._late -= 1
+            if self._late == 0:
                 told = json.loads(line.removeprefix(MARK))
                 if "error" in told:
                     raise SessionError(_unexpected(told["error"]))
@@ -117,7 +122,9 @@ class RemoteSession(HostSession):
     def _line(self, deadline: float) -> str:
         assert self._process.stdout is not None
         while b"\n" not in self._read:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            with selectors.PollSelector() as selector:  # with hundreds of hosts, beyond what select() takes
+                selector.register(self._process.stdout, selectors.EVENT_READ)
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise SessionError(
                     Finding(

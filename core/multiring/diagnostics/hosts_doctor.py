@@ -18,10 +18,11 @@ from typing import Any
 
 from multiring.diagnostics.checks import Finding, Status
 from multiring.diagnostics.host_findings import LINKS_MARK, Row, host_findings, rate_findings
-from multiring.diagnostics.host_probe import Listener
+from multiring.diagnostics.host_probe import Listener, call_seconds
 from multiring.diagnostics.host_session import HostSession, RemoteSession, SessionError
 from multiring.diagnostics.host_tables import hosts_table, rates_table
 from multiring.errors import UsageError
+from multiring.launcher.descriptors import enough_descriptors
 from multiring.launcher.hosts import HostSlots, address_towards
 from multiring.launcher.options import split_ssh
 from multiring.launcher.remote_ranks import current_directory
@@ -32,6 +33,10 @@ _FACTS_SECONDS = 90.0  # the native library is loaded, perhaps from a slow netwo
 _ANSWER_SECONDS = 30.0
 _JOB_SECONDS = 120.0
 _CLOCK_QUESTIONS = 8
+# All are asked at once, from here, and perhaps load from one file server: with so many more hosts, everything
+# may take as long again.
+_HOSTS_IN_TIME = 64
+_DESCRIPTORS_OF_SESSION = 3
 _LINKS = "multiring.diagnostics.links"  # not imported: it needs the native library
 
 
@@ -78,8 +83,12 @@ def main(args: argparse.Namespace, slots: Sequence[HostSlots], show: Callable[[R
         UsageError: An option cannot be understood.
     """
     ssh = split_ssh(args.ssh)
-    doctor = _Doctor(args, ssh, [_Host(host, host.name or os.uname().nodename) for host in slots])
-    with contextlib.closing(doctor):
+    hosts = [_Host(host, host.name or os.uname().nodename) for host in slots]
+    needed = _DESCRIPTORS_OF_SESSION * len(hosts)
+    with (
+        enough_descriptors(needed, f"{len(hosts)} hosts"),
+        contextlib.closing(_Doctor(args, ssh, hosts)) as doctor,
+    ):
         rows = []
         for row in doctor.rows():
             show(row)
@@ -91,6 +100,7 @@ class _Doctor:
     def __init__(self, args: argparse.Namespace, ssh: list[str], hosts: list[_Host]) -> None:
         self._args, self._ssh, self._hosts = args, ssh, hosts
         self._own = HostSession()
+        self._patience = 1.0 + len(hosts) / _HOSTS_IN_TIME
 
     def close(self) -> None:
         self._own.close()
@@ -102,7 +112,7 @@ class _Doctor:
         """Prints the tables as they come, and gives what was found."""
         environ = {name: text for name, text in os.environ.items() if name.startswith("MULTIRING_")}
         ask = {"directory": current_directory(), "environ": environ}
-        here = self._own.ask("facts", _FACTS_SECONDS, **ask)
+        here = self._own.ask("facts", _FACTS_SECONDS * self._patience, **ask)
         problems = _at_once(self._hosts, lambda host: self._look_at(host, ask, here))
         print(hosts_table([(host.name, host.slots.slots, host.facts, host.offset) for host in self._hosts]))
         print(flush=True)
@@ -121,8 +131,8 @@ class _Doctor:
             host.session, host.facts = self._own, here
             return
         host.session = RemoteSession(host.slots.name, self._ssh, self._args.remote_python)
-        facts = host.session.ask("facts", _FACTS_SECONDS, **ask)
-        offsets = [_offset(host.session) for _ in range(_CLOCK_QUESTIONS)]
+        facts = host.session.ask("facts", _FACTS_SECONDS * self._patience, **ask)
+        offsets = [_offset(host.session, _ANSWER_SECONDS * self._patience) for _ in range(_CLOCK_QUESTIONS)]
         host.offset = min(offsets, key=lambda offset: offset[1])
         host.facts = facts
 
@@ -147,7 +157,9 @@ class _Doctor:
     def _listen(self, host: _Host) -> None:
         assert host.session is not None
         addresses = [address for _, address, _ in host.addresses]
-        host.ports = host.session.ask("listen", _ANSWER_SECONDS, addresses=addresses, token=host.token)
+        host.ports = host.session.ask(
+            "listen", _ANSWER_SECONDS * self._patience, addresses=addresses, token=host.token
+        )
 
     def _way_to_the_launcher(self, hosts: Sequence[_Host]) -> Iterator[Row]:
         """Ranks of other hosts meet at a port of the launcher."""
@@ -163,7 +175,7 @@ class _Doctor:
             return
         target = ["", address, listener.ports[0], token.hex()]
         with contextlib.closing(listener):
-            answers = _call([(host, [target]) for host in others])
+            answers = self._call([(host, [target]) for host in others])
         for host, (why,) in zip(others, answers, strict=True):
             if why:
                 mend = (
@@ -195,8 +207,23 @@ class _Doctor:
                     targets.append([own[1], other[1], listener.ports[its], listener.token])
                     ends.append((caller, own, listener, other))
             plan.append((caller, targets))
-        whys = [why for answers in _call(plan) for why in answers]
+        whys = [why for answers in self._call(plan) for why in answers]
         return rows + [_unreached(*end, why) for end, why in zip(ends, whys, strict=True) if why]
+
+    def _call(self, plan: Sequence[tuple[_Host, list[list[Any]]]]) -> list[list[str]]:
+        """For each host why it does not reach its targets, with "" for those that it reaches."""
+
+        def call(entry: tuple[_Host, list[list[Any]]]) -> list[str]:
+            host, targets = entry
+            assert host.session is not None
+            timeout = _ANSWER_SECONDS * self._patience + call_seconds(len(targets))
+            try:
+                return [str(why) for why in host.session.ask("call", timeout, targets=targets)]
+            except SessionError as error:
+                return [error.finding.detail] * len(targets)
+
+        with ThreadPoolExecutor(max(1, len(plan))) as pool:
+            return list(pool.map(call, plan))
 
     def _rates(self) -> Iterator[Row]:
         """A job of one rank on each host measures."""
@@ -204,7 +231,15 @@ class _Doctor:
         places = ",".join(f"[{name}]:1" if ":" in name else f"{name}:1" for name in names)
         command = [sys.executable, "-m", "multiring", "run", "-H", places, "--ssh", shlex.join(self._ssh)]
         command += ["--remote-python", self._args.remote_python, "--address", self._args.address]
-        command += ["--engine", "ssh", "--no-tag-output", "--timeout", str(_JOB_SECONDS), "-m", _LINKS]
+        command += [
+            "--engine",
+            "ssh",
+            "--no-tag-output",
+            "--timeout",
+            str(_JOB_SECONDS * self._patience),
+            "-m",
+            _LINKS,
+        ]
         run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         found = [line for line in run.stdout.splitlines() if line.startswith(LINKS_MARK)]
         if run.returncode != 0 or not found:
@@ -236,29 +271,14 @@ def _at_once(hosts: Sequence[_Host], action: Callable[[_Host], None]) -> list[Ro
         return [row for row in pool.map(run, hosts) if row is not None]
 
 
-def _call(plan: Sequence[tuple[_Host, list[list[Any]]]]) -> list[list[str]]:
-    """For each host why it does not reach its targets, with "" for those that it reaches."""
-
-    def call(entry: tuple[_Host, list[list[Any]]]) -> list[str]:
-        host, targets = entry
-        assert host.session is not None
-        try:
-            return [str(why) for why in host.session.ask("call", _ANSWER_SECONDS, targets=targets)]
-        except SessionError as error:
-            return [error.finding.detail] * len(targets)
-
-    with ThreadPoolExecutor(max(1, len(plan))) as pool:
-        return list(pool.map(call, plan))
-
-
 def _same_machine(one: _Host, other: _Host) -> bool:
     return bool(one.facts and other.facts and one.facts["machine"] == other.facts["machine"])
 
 
-def _offset(session: HostSession) -> tuple[float, float]:
+def _offset(session: HostSession, timeout: float) -> tuple[float, float]:
     """Seconds that its clock is ahead of ours, and how exact that is."""
     before = time.time()
-    there = session.ask("clock", _ANSWER_SECONDS)
+    there = session.ask("clock", timeout)
     after = time.time()
     return there - (before + after) / 2, (after - before) / 2
 

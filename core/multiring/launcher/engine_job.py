@@ -8,6 +8,7 @@ the engine makes of signals and exit codes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -20,6 +21,7 @@ from collections.abc import Mapping, Sequence
 
 from multiring import errors
 from multiring.launcher import engine_rank
+from multiring.launcher.descriptors import enough_descriptors
 from multiring.launcher.directory import job_directory
 from multiring.launcher.engines import SRUN, Engine
 from multiring.launcher.hosts import address_towards
@@ -38,8 +40,10 @@ from multiring.launcher.report import RankEnd, blame, exit_code, failure_report
 from multiring.launcher.supervisor import Outcome, Supervisor, passed_on_signals
 from multiring.store import Store, TcpStore, TcpStoreServer
 
-__all__ = ["run_by_engine"]
+__all__ = ["heard_ends", "run_by_engine"]
 
+# An engine that has started no rank for so long may wait for something, and be quiet about it.
+_START_SECONDS = 10.0
 # Of a rank that has started us: an engine would tell its own ranks the same.
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
@@ -58,6 +62,8 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
     remote = options.remote_hosts
     address = options.address or (address_towards(remote) if remote else "127.0.0.1")
     with (
+        # Of each rank and of what starts it there are three connections to the store, each as two.
+        enough_descriptors(6 * engine.ranks, f"{engine.ranks} ranks"),
         passed_on_signals() as signals,
         selectors.PollSelector() as selector,
         job_directory(job_id) as (_, guard),
@@ -75,6 +81,7 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
         for name, descriptor in process.outputs().items():
             outputs.add(0, name, descriptor)
         supervisor = Supervisor([process], outputs, selector, signals, guard.finish, lambda rank: False)
+        supervisor.after(_START_SECONDS, "start", lambda: _tell_of_waiting(engine, store))
         began = time.monotonic()
         try:
             supervisor.run(options.timeout)
@@ -83,7 +90,8 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
                 process.signal_group(signal.SIGKILL)
             guard.join()
             process.release()
-        return _judge(options, engine, supervisor, process, store, time.monotonic() - began)
+        ends = heard_ends(server, store)
+        return _judge(options, engine, supervisor, process, ends, time.monotonic() - began)
 
 
 def _start(
@@ -110,6 +118,15 @@ def _start(
         return _EngineProcess(command, engine.environ(environ, options.ssh), stdin, store)
     except OSError as error:
         raise ProgramError(f"{engine.path} cannot be started: {error}", EXIT_NOT_EXECUTABLE) from error
+
+
+def _tell_of_waiting(engine: Engine, store: Store) -> None:
+    if _value(store, engine_rank.STARTED) is not None:
+        return
+    reason = "it is still on its way to other hosts, or cannot get there"
+    if engine.kind == SRUN:
+        reason = "it waits, perhaps for other steps of this allocation, which `squeue --steps` shows"
+    say([f"{engine.path} has not started a rank within {_START_SECONDS:g} s: {reason}; Ctrl-C ends it"])
 
 
 class _EngineProcess(RankProcess):
@@ -157,7 +174,7 @@ def _judge(
     engine: Engine,
     supervisor: Supervisor,
     process: RankProcess,
-    store: Store,
+    ends: Sequence[RankEnd],
     seconds: float,
 ) -> int:
     if supervisor.outcome is Outcome.INTERRUPTED:
@@ -170,7 +187,6 @@ def _judge(
         return 128 + signal.SIGPIPE
     if process.code == 0:
         return 0
-    ends = [end for rank in range(engine.ranks) if (end := _end(store, rank)) is not None]
     if failures := [end for end in ends if end.code and not end.by_launcher]:
         culprit = blame(failures)
         own = socket.gethostname()
@@ -181,10 +197,26 @@ def _judge(
     return exit_code(1 if process.code is None else process.code)
 
 
-def _end(store: Store, rank: int) -> RankEnd | None:
-    """How a rank has ended; None: it has not said so."""
-    told = _value(store, engine_rank.end_key(rank))
-    if told is None:
-        return None
-    end = RankEnd(**json.loads(told))
-    return end if end.host != socket.gethostname() else RankEnd(**{**vars(end), "host": ""})
+def heard_ends(server: TcpStoreServer, store: Store) -> list[RankEnd]:
+    """How the ranks have ended that have said so, in the order in which we heard that they had.
+
+    No clock is compared: we have heard first of the rank that failed first, up to the time that word takes
+    from host to host. Of those that failed because of it, their last words tell, and a rank whose last words
+    are such is kept from the engine until we have heard of another (or 3 seconds have passed). Once the
+    engine hears of one it ends the others, and we hear before it does: a rank that fails after that, by a
+    signal with which engines do so, was ended by us, as it were.
+    """
+    keys = server.keys()
+    heard = {key: place for place, key in enumerate(keys)}
+    ends = [RankEnd(**json.loads(store.get(key, 0.0))) for key in keys if engine_rank.is_end_key(key)]
+    told_at = {end.rank: heard[engine_rank.end_key(end.rank)] for end in ends}
+    failed_at = {rank: heard.get(engine_rank.failure_key(rank), at) for rank, at in told_at.items()}
+    exits = [heard[key] for key in map(engine_rank.exit_key, told_at) if key in heard]
+    first_exit = min(exits, default=len(keys))
+    judged = []
+    for end in sorted(ends, key=lambda end: failed_at[end.rank]):
+        engine_knew = first_exit < failed_at[end.rank]
+        by_engine = engine_knew and end.code in (-signal.SIGTERM, -signal.SIGKILL)
+        host = "" if end.host == socket.gethostname() else end.host
+        judged.append(dataclasses.replace(end, by_launcher=end.by_launcher or by_engine, host=host))
+    return judged

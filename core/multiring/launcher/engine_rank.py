@@ -1,13 +1,15 @@
 """What an engine (srun, mpirun) starts for `multiring run`: starts one rank and sees it through.
 
 Which rank, is in the engine's variables. The store of the launcher tells of signals that have arrived there,
-and is told how the rank has ended. When the launcher is gone the rank gets SIGTERM and soon SIGKILL.
+and is told how the rank has ended: at once that it has failed, and then how, both before the engine knows.
+When the launcher is gone the rank gets SIGTERM and soon SIGKILL.
 
 Usage: python -m multiring.launcher.engine_rank ORDER
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -40,9 +42,12 @@ from multiring.launcher.report import RankEnd, exit_code
 from multiring.launcher.supervisor import Outcome, Supervisor, passed_on_signals
 from multiring.store import Store, open_store
 
-__all__ = ["STARTED", "end_key", "main", "signal_key"]
+__all__ = ["STARTED", "end_key", "exit_key", "failure_key", "is_end_key", "main", "signal_key"]
 
 STARTED = "launcher/started"  # set when a rank has
+_CAUSE = "launcher/cause"  # set when a rank has failed, and not because it lost another
+# A rank that has lost another waits so long for that one to fail: the engine ends all when the first one has.
+_CAUSE_SECONDS = 3.0
 _MARK = "REMOTE_RANK_MARK"  # in the environment of the rank and of what it starts
 _WAIT_SECONDS = 3600.0
 
@@ -55,6 +60,21 @@ def signal_key(number: int) -> str:
 def end_key(rank: int) -> str:
     """Where a rank's end is told."""
     return f"launcher/end-{rank}"
+
+
+def is_end_key(key: str) -> bool:
+    """Whether `end_key` gives such a key."""
+    return key.startswith(end_key(0)[:-1])
+
+
+def failure_key(rank: int) -> str:
+    """Set as soon as a rank has failed; `end_key` follows when its output has come."""
+    return f"launcher/failure-{rank}"
+
+
+def exit_key(rank: int) -> str:
+    """Set when the engine is about to hear that a rank has failed."""
+    return f"launcher/exit-{rank}"
 
 
 @dataclass(frozen=True)
@@ -80,9 +100,8 @@ def main() -> int:
         return _refuse(error, 2)
     with store:
         end = _run(order, place, store)
-        told = {**vars(end), "stderr": list(end.stderr)}
         try:
-            store.set(end_key(place.rank), json.dumps(told).encode())
+            _report(end, store)
         except MultiringError as error:
             _refuse(error, 1)
     return exit_code(1 if end.code is None else end.code)
@@ -106,6 +125,31 @@ def _place(hosts: Sequence[int], given: Placement) -> _Place | None:
             f"on {len(hosts)} hosts: start it by --engine ssh, and report this with the engine's version"
         )
     return _Place(rank, size, Seat("", local, hosts[host], host, len(hosts)), given.job_id)
+
+
+def _report(end: RankEnd, store: Store) -> None:
+    store.set(end_key(end.rank), json.dumps({**vars(end), "stderr": list(end.stderr)}).encode())
+    if end.code == 0 or end.by_launcher:
+        return
+    if end.is_secondary:
+        with contextlib.suppress(errors.TimeoutError):
+            store.get(_CAUSE, _CAUSE_SECONDS)
+    else:
+        store.set(_CAUSE, b"")
+    store.set(exit_key(end.rank), b"")
+
+
+class _Rank(RankProcess):
+    """The rank. That it has failed is told as soon as it is seen: others may fail because of it."""
+
+    store: Store
+
+    def look(self) -> bool:
+        ended = super().look()
+        if ended and self.code != 0:
+            with contextlib.suppress(MultiringError):
+                self.store.set(failure_key(self.rank), b"")
+        return ended
 
 
 def _warn(message: str) -> None:
@@ -135,6 +179,7 @@ def _run(order: Mapping[str, Any], place: _Place, store: Store) -> RankEnd:
         try:
             for name, descriptor in process.outputs().items():
                 outputs.add(place.rank, name, descriptor)
+            process.store = store
             store.set(STARTED, b"")
         except (MultiringError, OSError) as error:
             process.signal_group(signal.SIGKILL)
@@ -155,7 +200,7 @@ def _run(order: Mapping[str, Any], place: _Place, store: Store) -> RankEnd:
     return RankEnd(place.rank, process.pid, process.code, told_to_end, outputs.tail(place.rank), host)
 
 
-def _start(order: Mapping[str, Any], place: _Place, mark: str, *, piped: bool) -> RankProcess:
+def _start(order: Mapping[str, Any], place: _Place, mark: str, *, piped: bool) -> _Rank:
     try:
         os.chdir(order["directory"])
     except OSError as error:
@@ -170,7 +215,7 @@ def _start(order: Mapping[str, Any], place: _Place, mark: str, *, piped: bool) -
     environ |= binding.thread_environment(machine.core_allowance(), place.seat.local_size, environ)
     command = command_of(order["program"], order["module"], environ)
     manager = os.environ.get("PMI_FD", "")  # by which MPI's library in the rank talks to the engine
-    return RankProcess(
+    return _Rank(
         place.rank,
         command,
         environ,

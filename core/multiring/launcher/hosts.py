@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import re
 import socket
 from collections.abc import Sequence
@@ -11,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from multiring.errors import UsageError
+from multiring.launcher.interfaces import has_address
 
 __all__ = ["HostSlots", "Seat", "address_towards", "is_here", "parse_hostfile", "parse_hosts", "seats"]
 
-_HOST = re.compile(r"(?P<host>[^\s:=]+)(?::(?P<slots>\d+))?")
-_KNOWN = ("slots", "max_slots", "max-slots")
+# A name or an address of IPv4, or one of IPv6 in brackets; with who is to log in, and with slots.
+_HOST = re.compile(r"(?P<name>(?:[^\s:=,@-][^\s:=,@]*@)?\w[\w.-]*)(?::(?P<slots>.*))?")
+_ADDRESS = re.compile(r"\[(?P<name>[^\]]*)\](?::(?P<slots>.*))?")
+_KNOWN = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots"}
+_MOST_DIGITS = 6  # more slots on a host are a mistake
 
 
 @dataclass(frozen=True)
@@ -61,16 +66,17 @@ def parse_hosts(text: str) -> list[HostSlots]:
 
 def parse_hostfile(path: Path) -> list[HostSlots]:
     """The hosts of a file as Open MPI and Horovod have it: `host slots=4`, or `host:4` as MPICH has it, one a
-    line; `#` begins a comment.
+    line; `#` begins a comment. A host that is named again gets the slots of both.
 
     Raises:
         UsageError: The file cannot be read or has other lines.
     """
     try:
-        lines = path.read_text().splitlines()
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--hostfile {path}: {error}") from error
-    stripped = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
+    # Other ends of lines than these are none for those who count lines.
+    stripped = [(number, line.partition("#")[0].strip()) for number, line in enumerate(text.split("\n"), 1)]
     hosts = [_parse(line, f"--hostfile {path}, line {number}") for number, line in stripped if line]
     if not hosts:
         raise UsageError(f"--hostfile {path} names no host")
@@ -78,17 +84,42 @@ def parse_hostfile(path: Path) -> list[HostSlots]:
 
 
 def _parse(text: str, where: str) -> HostSlots:
-    name, *pairs = re.sub(r"\s*=\s*", "=", text).split() or [""]
-    bracketed = re.fullmatch(r"\[([0-9a-fA-F:.]+)\](.*)", name)
-    match = _HOST.fullmatch(f"v6{bracketed[2]}" if bracketed else name)
-    given = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-    known = len(given) == len(pairs) and set(given) <= set(_KNOWN)
-    if match is None or match["host"].startswith("-") or not known:
-        raise UsageError(f"{where}: {text!r} is no host: give host, host:4, [address]:4 or `host slots=4`")
-    slots = match["slots"] or given.get("slots", "1")
-    if not slots.isdecimal() or int(slots) < 1:
-        raise UsageError(f"{where}: {text!r} has no slots; leave the host out")
-    return HostSlots(bracketed[1] if bracketed else match["host"], int(slots))
+    """One host: `host`, `host:4`, `[address]:4` or `host slots=4 max_slots=8`."""
+    try:
+        return _host(*re.sub(r"\s*=\s*", "=", text).split() or [""])
+    except ValueError as error:
+        expected = "host, host:4, [address]:4 or `host slots=4`"
+        raise UsageError(f"{where}: {text[:100]!r} is no host: {error}; give {expected}") from None
+
+
+def _host(word: str, *pairs: str) -> HostSlots:
+    match = (_ADDRESS if word.startswith("[") else _HOST).fullmatch(word)
+    if match is None:
+        raise ValueError(f"{word!r} is no name")
+    name = match["name"]
+    if word.startswith("["):
+        ipaddress.IPv6Address(name)
+    given = {} if match["slots"] is None else {"slots": match["slots"]}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or key not in _KNOWN:
+            raise ValueError(f"{pair!r} is neither slots=N nor max_slots=N")
+        if _KNOWN[key] in given:
+            raise ValueError(f"{_KNOWN[key]} are given twice")
+        given[_KNOWN[key]] = value
+    counts = {key: _count(key, value) for key, value in given.items()}
+    slots = counts.get("slots", 1)
+    if slots > counts.get("max_slots", slots):
+        raise ValueError(f"max_slots={counts['max_slots']} are fewer than its slots")
+    return HostSlots(name, slots)
+
+
+def _count(key: str, value: str) -> int:
+    if not (value.isascii() and value.isdecimal() and len(value) <= _MOST_DIGITS):
+        raise ValueError(f"{key} are a number from 1 to {10**_MOST_DIGITS - 1} and not {value[:20]!r}")
+    if int(value) == 0:
+        raise ValueError("it has no slots, so leave it out")
+    return int(value)
 
 
 def _merged(hosts: Sequence[HostSlots]) -> list[HostSlots]:
@@ -105,11 +136,13 @@ def is_here(host: str) -> bool:
     own = socket.gethostname()
     if host in ("localhost", own, own.partition(".")[0]):
         return True
-    for family, kind, protocol, _, address in _look_up(host):
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.bind((address[0], 0, *address[2:]))
-            # Any address of the loopback network can be bound; only one is meant for us.
-            return not str(address[0]).startswith("127.") or str(address[0]) in ("127.0.0.1", "127.0.1.1")
+    for *_, address in _look_up(host):
+        # Any address of the loopback network leads here; these are meant for us.
+        if address[0] in ("127.0.0.1", "127.0.1.1", "::1"):
+            return True
+        with contextlib.suppress(OSError):
+            if has_address(address):
+                return True
     return False
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from multiring import config, machine
+from multiring.launcher.descriptors import enough_descriptors
 from multiring.launcher.directory import Guard, job_directory
 from multiring.launcher.hosts import address_towards
 from multiring.launcher.multiplexer import Multiplexer
@@ -45,6 +46,7 @@ def run_job(options: JobOptions) -> int:
     job_id, secret = secrets.token_hex(8), secrets.token_hex(32)
     start = RankStarter(options, environ)
     with (
+        enough_descriptors(_descriptors(options), f"{options.ranks} ranks"),
         passed_on_signals() as signals,
         selectors.PollSelector() as selector,
         job_directory(job_id) as (directory, guard),
@@ -57,6 +59,19 @@ def run_job(options: JobOptions) -> int:
         }
         start.selector, start.wake = selector, signals.wake
         return _Job(options, start, signals, selector, guard).run()
+
+
+def _descriptors(options: JobOptions) -> int:
+    """How many are open at once: of a rank here its two pipes, elsewhere both ends of two pipes; with other
+    hosts the connection of each rank to the store, as two, and of each ssh three pipes; and files."""
+    elsewhere = sum(bool(options.seat(rank).host) for rank in range(options.ranks))
+    files = 0 if options.output_dir is None else 2 * options.ranks
+    return (
+        2 * options.ranks
+        + files
+        + (2 * (elsewhere + options.ranks) if elsewhere else 0)
+        + (3 * len(options.remote_hosts))
+    )
 
 
 def job_environment(options: JobOptions) -> dict[str, str]:

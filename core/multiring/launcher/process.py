@@ -7,11 +7,14 @@ import ctypes
 import errno
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
+
+from multiring.launcher.descriptors import limits_of_children
 
 __all__ = ["PIPE_BYTES", "RankProcess", "signal_name"]
 
@@ -155,6 +158,7 @@ class RankProcess:
 def _before_exec(launcher: int, cpus: frozenset[int] | None) -> Callable[[], None]:
     """What the child does between fork and exec; everything it needs is looked up here, before the fork."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
+    limits = limits_of_children()
 
     def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -162,5 +166,7 @@ def _before_exec(launcher: int, cpus: frozenset[int] | None) -> Callable[[], Non
             os._exit(1)
         if cpus is not None:
             os.sched_setaffinity(0, cpus)
+        if limits is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
     return prepare

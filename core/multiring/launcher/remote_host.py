@@ -21,6 +21,7 @@ from typing import Any
 from multiring import machine
 from multiring.errors import MultiringError
 from multiring.launcher import binding
+from multiring.launcher.descriptors import allow_descriptors
 from multiring.launcher.frames import END, FRAME, GREETING, STREAMS
 from multiring.launcher.guardian import end_processes
 from multiring.launcher.process import RankProcess
@@ -203,7 +204,9 @@ def main() -> int:
         if not byte:
             return 1
         line += byte
-    _Host(json.loads(line)).run()
+    order = json.loads(line)
+    allow_descriptors(2 * len(order["ranks"]))
+    _Host(order).run()
     return 0
 
 

@@ -137,6 +137,6 @@ def _others(culprit: RankEnd, others: Sequence[RankEnd]) -> list[str]:
             how = f"failed as well ({end.how()})"
         groups.setdefault(how, []).append(end.rank)
     return [
-        f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}: {how}"
+        f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, sorted(ranks)))}: {how}"
         for how, ranks in groups.items()
     ]

@@ -142,7 +142,7 @@ class Supervisor:
             timeout: Seconds after which the job is ended, or None.
         """
         if timeout is not None:
-            self._after(timeout, "time limit", lambda: self.end(Outcome.TIMED_OUT))
+            self.after(timeout, "time limit", lambda: self.end(Outcome.TIMED_OUT))
         self._look()
         while not self._over:
             self._outputs.before_wait()
@@ -161,9 +161,10 @@ class Supervisor:
         self._ending = True
         self.outcome = outcome
         self._tell(signal.SIGTERM)
-        self._after(_END_SECONDS, "kill", self._kill)
+        self.after(_END_SECONDS, "kill", self._kill)
 
-    def _after(self, seconds: float, name: str, act: Callable[[], None]) -> None:
+    def after(self, seconds: float, name: str, act: Callable[[], None]) -> None:
+        """Calls `act` once so many seconds from now, unless the ranks have ended before; a name has one."""
         self._due[name] = (time.monotonic() + seconds, act)
 
     def _patience(self) -> float | None:
@@ -188,7 +189,7 @@ class Supervisor:
             elif rank.code != 0:
                 self.failures.append(rank)
                 if len(self.failures) == 1 or self._cause_until is not None:
-                    self._after(_JUDGE_SECONDS, "judge", self._judge)
+                    self.after(_JUDGE_SECONDS, "judge", self._judge)
         if not self._draining and not any(rank.is_running for rank in self._ranks):
             if self.failures:
                 self._judge()
@@ -200,7 +201,7 @@ class Supervisor:
                 now = time.monotonic()
                 self._cause_until = self._cause_until or now + _CAUSE_SECONDS
                 if now < self._cause_until:
-                    self._after(self._cause_until - now, "judge", self._judge)
+                    self.after(self._cause_until - now, "judge", self._judge)
                     return
             self.end(Outcome.FAILED)
         elif not self._ending:
@@ -213,7 +214,7 @@ class Supervisor:
         for rank in self._ranks:
             rank.signal_group(signal.SIGKILL)
         self._end_leftovers()
-        self._after(_DRAIN_SECONDS, "drain", self._outputs.end)
+        self.after(_DRAIN_SECONDS, "drain", self._outputs.end)
 
     def _tell(self, number: int) -> None:
         for rank in self._ranks:
@@ -223,7 +224,7 @@ class Supervisor:
 
     def _kill(self) -> None:
         self._tell(signal.SIGKILL)
-        self._after(_STUCK_SECONDS, "stuck", self._give_up)
+        self.after(_STUCK_SECONDS, "stuck", self._give_up)
 
     def _give_up(self) -> None:
         self._drain()
@@ -251,7 +252,7 @@ class Supervisor:
             self.outcome = Outcome.INTERRUPTED
             self.signal = number
             self._tell(number)
-            self._after(_INTERRUPT_SECONDS, "kill", self._kill)
+            self.after(_INTERRUPT_SECONDS, "kill", self._kill)
 
     def _pause(self) -> None:
         """Stops the ranks and then the launcher, as Ctrl-Z asks, and goes on when the launcher does."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import os
-import secrets
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +14,13 @@ from multiring import _core, config
 from multiring.errors import MultiringError, UsageError
 from multiring.mpi.agreement import agree, compare
 from multiring.mpi.bridge import bridge_path, is_built
-from multiring.store import Store, TcpStore, TcpStoreServer
+from multiring.offered_store import offer_store
+from multiring.store import Store, TcpStore
 
 __all__ = ["MpiJob", "finalize_at_exit", "join_communicator", "join_launched"]
 
 # Ways to reach the store that do not answer cost so much each, in seconds.
 _CONNECT_SECONDS = 5.0
-# More addresses than this are of containers; what ranks tell each other has an end.
-_MOST_ADDRESSES = 16
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ def join_launched(rank: int, size: int, launcher: str, settings: config.Settings
             f"this process is rank {rank} of {size} for {launcher}, but rank {session.rank} of "
             f"{session.size} for the MPI of the bridge ({library}): {remedy}"
         )
-    told = json.dumps(_offer(settings)).encode() if rank == 0 else b""
+    told = json.dumps(offer_store(settings.interfaces)).encode() if rank == 0 else b""
     return _job(rank, size, session, json.loads(session.broadcast(told, 0, settings.timeout)))
 
 
@@ -107,7 +104,7 @@ def join_communicator(comm: Any, settings: config.Settings) -> MpiJob:
             _require_same_library(MPI, settings)
             facts["engine"] = "mpi"
         if rank == 0:
-            facts["offer"] = _offer(settings)
+            facts["offer"] = offer_store(settings.interfaces)
     except MultiringError as error:
         facts["error"] = str(error)
     # From here on all ranks do the same, or none would know why another does not come.
@@ -186,35 +183,6 @@ def finalize_at_exit() -> None:
         _opened[-1][1].finalize()
 
 
-def _offer(settings: config.Settings) -> dict[str, Any]:
-    """What rank 0 tells the others of a new job: its name, and where and how its store is reached."""
-    addresses: list[str] = []
-    try:
-        addresses = _core.own_addresses(settings.interfaces)
-    except UsageError:
-        if settings.interfaces:
-            raise  # or else the host has no network, and all ranks are on it
-    wanted = [each for each in addresses if ":" not in each] or addresses  # one family: a port listens on one
-    only_ipv6 = bool(wanted) and ":" in wanted[0]
-    server, secret = _serve("::" if only_ipv6 else "0.0.0.0")
-    told = [*wanted[:_MOST_ADDRESSES], "::1" if only_ipv6 else "127.0.0.1"]
-    return {
-        "job": secrets.token_hex(8),
-        "addresses": [(host, server.port) for host in told],
-        "secret": secret.hex(),
-    }
-
-
 def _job(rank: int, size: int, session: _core.MpiSession | None, offer: dict[str, Any]) -> MpiJob:
     addresses = [(host, port) for host, port in offer["addresses"]]
     return MpiJob(rank, size, session, f"mpi-{offer['job']}", addresses, bytes.fromhex(offer["secret"]))
-
-
-@functools.cache
-def _serve(host: str) -> tuple[TcpStoreServer, bytes]:
-    """Serves a store as long as this process lives, for one job after the other, and its secret."""
-    secret = secrets.token_bytes(32)
-    server = TcpStoreServer(host, 0, secret)
-    process = os.getpid()
-    atexit.register(lambda: server.close() if os.getpid() == process else None)  # not of a fork
-    return server, secret

@@ -89,6 +89,11 @@ class TcpStoreServer:
     ) -> None:
         self.close()
 
+    def keys(self) -> list[str]:
+        """The keys that have been set, in the order in which they first were."""
+        with self._changed:
+            return [key.decode(errors="replace") for key in self._values]
+
     def close(self) -> None:
         """Stops serving and closes every connection; clients get PeerLostError. May be called again."""
         with self._changed:

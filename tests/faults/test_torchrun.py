@@ -1,0 +1,112 @@
+"""torchrun on two emulated hosts, with the script that runs everywhere and no variable set."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from multiring.models.bench import emulated_hosts
+from multiring.models.bench.emulated_hosts import EmulatedHosts
+from tests.support import REPOSITORY, Job
+
+pytest.importorskip("torch.distributed.run", reason="torchrun comes with torch, an optional dependency")
+
+# Joins the job twice, so that the second time meets where the first one has just left.
+SUM = """
+import hashlib, json, os, sys
+import numpy as np, multiring
+for turn in range(2):
+    multiring.shutdown()
+    comm = multiring.init()
+    assert comm.allreduce(np.full(10, comm.rank + 1.0)).tolist() == [10.0] * 10
+place = [comm.rank, comm.size, comm.local_rank, comm.local_size, comm.cross_rank, comm.cross_size]
+found = place, os.environ["TORCHELASTIC_RESTART_COUNT"], "torch" in sys.modules
+os.write(1, ("\\nfound " + json.dumps(found) + "\\n").encode())  # at once: ranks share a pipe
+comm.barrier()
+"""
+# What comes before it where the last rank fails once, when all have met.
+FAILS_ONCE = """
+import os, sys, time
+import multiring
+failed = os.environ["TEST_DIRECTORY"] + "/failed"
+if not os.path.exists(failed):
+    comm = multiring.init()
+    comm.barrier()
+    if comm.rank == 3:
+        open(failed, "w").close()
+        sys.exit(3)
+    {others}
+"""
+PLACES = [[0, 4, 0, 2, 0, 2], [1, 4, 1, 2, 0, 2], [2, 4, 0, 2, 1, 2], [3, 4, 1, 2, 1, 2]]
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[EmulatedHosts]:
+    if reason := emulated_hosts.why_not():
+        pytest.skip(reason)
+    with EmulatedHosts(2) as hosts:
+        yield hosts
+
+
+def command(hosts: EmulatedHosts, backend: str, host: int) -> list[str]:
+    """Starts two ranks on the host of that number; no host knows the other's name."""
+    first = hosts.address(0)
+    where = {
+        "c10d": [
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29500", "--rdzv-id", "job 1"),
+            *("--local-addr", hosts.address(host), "--rdzv-conf", f"is_host={1 - host}"),
+        ],
+        "static": ["--node-rank", str(host), "--master-addr", first, "--master-port", "29500"],
+    }[backend]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    return hosts.command(host, [*words, "--max-restarts", "1", *where])
+
+
+def run(
+    torchrun: Callable[[int], list[str]], text: str, tmp_path: Path
+) -> list[subprocess.CompletedProcess[str]]:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    environ = {"PYTHONPATH": str(REPOSITORY), "TEST_DIRECTORY": str(tmp_path)}
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(
+                Job(lambda root, host=host: [*torchrun(host), str(script)], environ, cwd=tmp_path)
+            )
+            for host in range(2)
+        ]
+        done = [job.finish(90) for job in jobs]
+        for job in jobs:
+            job.assert_nothing_left()
+    return done
+
+
+def found(done: list[subprocess.CompletedProcess[str]]) -> list[tuple[list[int], str, bool]]:
+    lines = [line for each in done for line in each.stdout.splitlines()]
+    return sorted(json.loads(line.removeprefix("found ")) for line in lines if line.startswith("found "))
+
+
+@pytest.mark.parametrize(
+    ("backend", "others", "restarts"),
+    [
+        # Their own torchrun sees them fail.
+        ("static", "comm.barrier()", ["1", "1", "1", "1"]),
+        # It starts them anew because the other one does, and counts nothing.
+        ("c10d", "time.sleep(3600)", ["0", "0", "1", "1"]),
+    ],
+)
+def test_ranks_of_two_hosts_find_each_other_after_a_restart_too(
+    two_hosts: EmulatedHosts, tmp_path: Path, backend: str, others: str, restarts: list[str]
+) -> None:
+    text = FAILS_ONCE.format(others=others) + SUM
+    done = run(lambda host: command(two_hosts, backend, host), text, tmp_path)
+    assert [each.returncode for each in done] == [0, 0], done
+    assert (tmp_path / "failed").exists()
+    assert [place for place, *_ in found(done)] == PLACES
+    assert [counted for _, counted, _ in found(done)] == restarts

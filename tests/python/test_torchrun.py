@@ -1,0 +1,245 @@
+"""Ranks of torchrun on several hosts, with a fake of its store: what goes wrong, and what lies there."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from multiring import config, errors, launch_environment, torchrun
+from multiring.errors import UsageError
+from multiring.launch_environment import Placement
+from multiring.offered_store import offer_store
+from multiring.store import Store, TcpStore
+from tests.support import run_job, wait_until
+
+ENVIRON = {
+    "RANK": "0",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "a job/7",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+KEY = "multiring//a job/7"
+SECRET = "cd" * 16
+
+
+class Board:
+    """torchrun's store."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.gone = False
+
+    def connect(self, host: str, port: int, timeout: float) -> Board:
+        assert (host, port) == ("localhost", 29500)
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        if self.gone:
+            raise RuntimeError("Connection reset by peer\nand a stack")
+        return all(key in self.values for key in keys)
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def place(rank: int, more: Mapping[str, str] | None = None) -> Placement:
+    local = {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "GROUP_RANK": str(rank // 2)}
+    return launch_environment.detect({**ENVIRON, **local, **(more or {})})
+
+
+def meet(rank: int, board: Board, **settings: Any) -> tuple[Placement, Store]:
+    return torchrun.meet(place(rank), config.Settings(**{"timeout": 20.0, **settings}), board.connect)
+
+
+def meet_all(
+    threads: ThreadPoolExecutor, board: Board, **settings: Any
+) -> list[Future[tuple[Placement, Store]]]:
+    return [threads.submit(meet, rank, board, **settings) for rank in (3, 1, 2, 0)]
+
+
+def assert_together(found: list[Future[tuple[Placement, Store]]]) -> tuple[str, bytes | None]:
+    """Each reads what any has written; the job's name and secret."""
+    results = [future.result(30) for future in found]
+    for _, store in results:
+        with store:
+            store.set(f"from {id(store)}", b"x")
+    (told,) = {(place.job_id, place.secret) for place, _ in results}
+    return told
+
+
+def test_the_place_says_where_torchruns_store_is() -> None:
+    found = place(2)
+    assert found.store_url == "torchrun://localhost:29500/a%20job%2F7"
+    assert torchrun.is_meant(found)
+    assert place(2, {"MASTER_ADDR": "fd00::1"}).store_url.startswith("torchrun://[fd00::1]:29500/")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"MULTIRING_STORE": "tcp://node0:29400"},
+        {"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"},
+    ],
+)
+def test_torchruns_store_is_left_alone_where_there_is_another_one(more: dict[str, str]) -> None:
+    assert not torchrun.is_meant(place(1, more | {"LOCAL_RANK": "1", "GROUP_RANK": "0"}))
+
+
+@pytest.mark.parametrize("told", ["False", ""])
+def test_a_torchrun_without_a_store_is_told_of_the_variables(told: str) -> None:
+    with pytest.raises(UsageError, match="set MULTIRING_STORE and MULTIRING_SECRET"):
+        place(1, {"TORCHELASTIC_USE_AGENT_STORE": told})
+
+
+def test_ranks_meet_again_and_again(threads: ThreadPoolExecutor, board: Board) -> None:
+    told = [assert_together(meet_all(threads, board)) for _ in range(3)]
+    assert len({job for job, _ in told}) == 3
+    assert list(board.values) == [KEY]
+
+
+def test_a_secret_of_the_users_own_is_not_left_in_torchruns_store(
+    threads: ThreadPoolExecutor, board: Board
+) -> None:
+    _, secret = assert_together(meet_all(threads, board, secret=bytes.fromhex(SECRET)))
+    assert secret == bytes.fromhex(SECRET)
+    assert b"secret" not in board.values[KEY]
+    assert SECRET.encode() not in board.values[KEY]
+
+
+def test_a_rank_without_the_users_secret_is_told_so(threads: ThreadPoolExecutor, board: Board) -> None:
+    board.set(KEY, json.dumps({"job": "x", "addresses": [["localhost", 1]]}))
+    with pytest.raises(UsageError, match="rank 0 has a MULTIRING_SECRET and this rank has none"):
+        meet(1, board)
+
+
+def leave_offer(board: Board, **changes: Any) -> dict[str, Any]:
+    """An offer of a rank 0 that still serves its store, as after a restart elsewhere."""
+    offer = {**offer_store([]), **changes}
+    board.set(KEY, json.dumps(offer))
+    return offer
+
+
+def gone(board: Board) -> None:
+    leave_offer(board, addresses=[("127.0.0.1", 1)])
+
+
+def of_others_now(board: Board) -> None:
+    leave_offer(board, secret="ab" * 32)
+
+
+def already_called(board: Board) -> None:
+    offer = leave_offer(board)
+    with TcpStore(*offer["addresses"][-1], bytes.fromhex(offer["secret"])) as store:
+        store.set(f"{offer['job']}/roll", json.dumps(["0" * 16] * 3).encode())
+
+
+def never_called(board: Board) -> None:
+    leave_offer(board)
+
+
+@pytest.mark.parametrize("leave", [gone, of_others_now, already_called, never_called])
+def test_what_lies_there_from_before_a_restart_is_passed_over(
+    threads: ThreadPoolExecutor, board: Board, leave: Callable[[Board], None]
+) -> None:
+    leave(board)
+    stale = board.values[KEY]
+    looked = threading.Event()
+    check = board.check
+    board.check = lambda keys: looked.set() or check(keys)  # type: ignore[method-assign]
+    others = [threads.submit(meet, rank, board) for rank in (1, 2, 3)]
+    assert looked.wait(10)
+    told, _ = assert_together([*others, threads.submit(meet, 0, board)])
+    assert json.loads(stale)["job"] not in told
+
+
+def test_a_rank_that_was_restarted_signs_in_anew(threads: ThreadPoolExecutor, board: Board) -> None:
+    """While rank 0 waits for others: what its predecessor has left is not read out."""
+    first = threads.submit(meet, 0, board)
+    wait_until(lambda: KEY in board.values, "the offer")
+    offer = json.loads(board.values[KEY])
+    with TcpStore(*offer["addresses"][-1], bytes.fromhex(offer["secret"])) as store:
+        store.set(f"{offer['job']}/roll/1", b"of the one before")
+        again = threads.submit(meet, 1, board)
+        wait_until(lambda: store.get(f"{offer['job']}/roll/1", 1.0) != b"of the one before", "rank 1")
+    assert_together([first, again, *(threads.submit(meet, rank, board) for rank in (2, 3))])
+
+
+def test_missing_ranks_are_named(board: Board) -> None:
+    write = board.set
+
+    def offered(key: str, value: str) -> None:
+        write(key, value)
+        offer = json.loads(value)
+        with TcpStore(*offer["addresses"][-1], bytes.fromhex(offer["secret"])) as store:
+            store.set(f"{offer['job']}/roll/2", b"here")
+
+    board.set = offered  # type: ignore[method-assign]
+    words = r"rank 0 of 4 waits for ranks 1, 3, .* by torchrun's store at localhost:29500 within 0\.2 s"
+    with pytest.raises(errors.TimeoutError, match=words) as caught:
+        meet(0, board, timeout=0.2)
+    assert "MULTIRING_STORE and MULTIRING_SECRET" in str(caught.value)
+
+
+def test_a_rank_0_that_says_nothing_is_named(board: Board) -> None:
+    words = r"rank 1 of 4 has found no store of rank 0 .*29500 within 0\.1 s: it has not said where"
+    with pytest.raises(errors.TimeoutError, match=words) as caught:
+        meet(1, board, timeout=0.1)
+    assert (caught.value.rank, caught.value.peer) == (1, 0)
+
+
+def test_a_store_that_cannot_be_reached_is_told(board: Board) -> None:
+    def connect(host: str, port: int, timeout: float) -> Board:
+        raise RuntimeError("the client socket has timed out\nand a stack")
+
+    words = (
+        "rank 3 cannot reach torchrun's store at localhost:29500, .*: the client socket has timed out. See"
+    )
+    with pytest.raises(UsageError, match=words):
+        torchrun.meet(place(3), config.Settings(), connect)
+    board.gone = True
+    with pytest.raises(UsageError, match="where the ranks meet: Connection reset by peer. See"):
+        meet(1, board)
+
+
+def test_a_python_without_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)
+    with pytest.raises(UsageError, match=r"rank 1 of 4.*no torch.*set MULTIRING_STORE and MULTIRING_SECRET"):
+        torchrun.meet(place(1), config.Settings())
+
+
+def test_a_real_store_that_is_not_there_is_told() -> None:
+    pytest.importorskip("torch.distributed", reason="torchrun comes with torch, an optional dependency")
+    with pytest.raises(UsageError, match=re.escape("rank 1 cannot reach torchrun's store at localhost:1,")):
+        torchrun.meet(place(1, {"MASTER_PORT": "1"}), config.Settings(timeout=0.5))
+
+
+def test_other_jobs_do_not_import_torch() -> None:
+    text = "import sys\nimport multiring\nmultiring.init()\nassert 'torch' not in sys.modules\n"
+    assert run_job(2, text).returncode == 0
