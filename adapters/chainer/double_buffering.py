@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -11,6 +13,7 @@ import chainer
 from multiring.chainer.gradients import GradientSlots
 from multiring.chainer.optimizer import MultiNodeOptimizer
 from multiring.errors import MultiringError, UsageError
+from multiring.gradient_reducer import GradientReducer
 from multiring.initialization import before_shutdown
 
 __all__ = ["DoubleBufferingOptimizer"]
@@ -24,8 +27,8 @@ class DoubleBufferingOptimizer(MultiNodeOptimizer):
         update with    nothing      the averages of step 1     the averages of step 2
 
     Two sets of buckets take turns, so a step's gradients have the whole next forward and backward pass to
-    travel. When parameters are broadcast or the model changes, what is on its way is dropped. So is that of
-    the last step, but where the optimizer ends it waits for it: others may be about to send theirs.
+    travel. When parameters are broadcast or the model changes, what is on its way is dropped. Nobody waits
+    for that of the last step, but the world is not left before it has arrived: others may be sending theirs.
 
     Attributes:
         needs_update: Whether gradients are on their way, so that the next `update` updates.
@@ -42,8 +45,10 @@ class DoubleBufferingOptimizer(MultiNodeOptimizer):
         _all.add(self)
 
     def __del__(self) -> None:
-        """Wait as `close` does."""
-        _let_end(self)
+        """Let what is on its way arrive. Does not wait: this may be any thread, that of the peers' too."""
+        sent = vars(self).get("_sent")
+        if sent is not None:
+            _parting.append(sent.reducer)
 
     def _step(self) -> None:
         if self._slots is None or self._other is None:
@@ -95,6 +100,7 @@ class DoubleBufferingOptimizer(MultiNodeOptimizer):
 
     def _make_slots(self, parameters: dict[str, chainer.Parameter]) -> None:
         self._release()
+        _parting[:] = [reducer for reducer in _parting if not reducer.has_arrived]
         if any(parameter.is_initialized for parameter in parameters.values()):
             self._slots, self._other = self._new_slots(parameters, 2)
 
@@ -106,25 +112,38 @@ class DoubleBufferingOptimizer(MultiNodeOptimizer):
         self._close_all([slots for slots in both if slots is not None])
 
     def _drop(self) -> None:
-        for name in ("_sent", "_other"):
-            slots = vars(self).get(name)
-            if slots is not None:
-                slots.cancel() if name == "_sent" else slots.close()
+        sent, other = (vars(self).get(name) for name in ("_sent", "_other"))
         self._sent = self._other = self._scales = None
         self.needs_update = False
+        try:
+            if sent is not None:
+                sent.cancel()
+        finally:
+            if other is not None:
+                other.close()
 
+
+_log = logging.getLogger("multiring")
+
+# Others are at most a step behind. A program that is told to end may not wait for longer.
+_LAST_STEP_SECONDS = 10.0
 
 _all: WeakSet[DoubleBufferingOptimizer] = WeakSet()
+# Of optimizers that are gone: what was still on its way.
+_parting: list[GradientReducer] = []
 
 
-def _let_end(optimizer: DoubleBufferingOptimizer) -> None:
-    with suppress(MultiringError):  # of gradients that nobody is going to see
-        optimizer._drop()
+def _let_arrive() -> None:
+    reducers = [optimizer._sent.reducer for optimizer in list(_all) if optimizer._sent is not None] + _parting
+    _parting.clear()
+    until = time.monotonic() + _LAST_STEP_SECONDS
+    for reducer in reducers:
+        try:
+            reducer.await_sent(max(0.0, until - time.monotonic()))
+        except MultiringError as error:
+            _log.warning(
+                "gradients of the last step, which nothing is updated with, have not arrived: %s", error
+            )
 
 
-def _let_all_end() -> None:
-    for optimizer in list(_all):
-        _let_end(optimizer)
-
-
-before_shutdown(_let_all_end)
+before_shutdown(_let_arrive)

@@ -121,13 +121,14 @@ void bind_work(py::module_& module) {
       .def(
           "wait",
           [](const PyWork& self, double timeout) {
-            if (self.work->done()) {  // no need to let go of the GIL
-              return self.work->wait(Deadline::never(), {});
-            }
+            // Done or not: what it has written may be memory that the child shares with the parent.
             if (self.process != ::getpid())
               throw_usage(
                   "the operation belongs to the parent process: a forked child cannot wait for it, because "
                   "the thread that runs it is not there");
+            if (self.work->done()) {  // no need to let go of the GIL
+              return self.work->wait(Deadline::never(), {});
+            }
             const py::gil_scoped_release release;
             self.work->wait(timeout < 0 ? Deadline::never() : Deadline::after(timeout), check_signals());
           },

@@ -47,11 +47,11 @@ void alltoall(Exchange& exchange, const Call& call, Operation& operation) {
     longest = std::max(longest, *std::max_element(splits.begin(), splits.end()));
     if (!is_here(rank)) continue;
     for (std::size_t reader = 0; reader < size; ++reader)
-      if (is_here(reader)) longest_here = std::max(longest_here, splits[reader]);
+      if (reader != rank && is_here(reader)) longest_here = std::max(longest_here, splits[reader]);
   }
   const std::vector<StagedCopy::Incoming> incoming = join_rows(exchange, call, operation, to_me, row_bytes);
   if (longest * row_bytes == 0) return;
-  if (worth_messages(exchange.transport(), longest * row_bytes * size))
+  if (worth_messages(transport, longest * row_bytes * size, longest * row_bytes))
     return ClusterCopy(exchange, call, outgoing, incoming).run(longest_here * row_bytes);
   StagedCopy copy(exchange, call, outgoing);
   exchange.begin(call.descriptor);

@@ -7,8 +7,9 @@
 namespace multiring {
 namespace {
 
-// Estimated, not measured: below, a round to all hosts at once is over before a chain has been passed.
-constexpr std::size_t kChainFrom = 256 * 1024;
+// For each host. Estimated, not measured: below, a round to all hosts at once is over before a chain has been
+// passed.
+constexpr std::size_t kChainFrom = 64 * 1024;
 constexpr std::size_t kLeastSegment = 16 * 1024;
 constexpr std::size_t kMostSegment = 256 * 1024;
 // The last host has the first segment when the others have been passed once. With so many segments for each
@@ -31,8 +32,9 @@ std::vector<std::vector<int>> hosts_from(const Transport& transport, int root) {
 }  // namespace
 
 bool ClusterBroadcast::pays(const Transport& transport, std::size_t bytes) {
-  if (transport.shares_memory() || bytes <= std::min(kChainFrom, transport.staging_bytes())) return false;
-  return hosts_from(transport, 0).size() > 2;
+  if (transport.shares_memory()) return false;
+  const std::size_t hosts = hosts_from(transport, 0).size();
+  return hosts > 2 && bytes > std::min(kChainFrom, transport.staging_bytes()) * hosts;
 }
 
 ClusterBroadcast::ClusterBroadcast(Exchange& exchange, const Call& call, const Operation& operation)

@@ -10,13 +10,15 @@ namespace {
 
 // As for allreduces (collective/allreduce.cpp). Estimated, not measured.
 constexpr std::size_t kMessagesFrom = 16 * 1024;
+constexpr std::size_t kLeastPiece = 1024;
 constexpr std::size_t kMostSegment = 256 * 1024;
 constexpr std::size_t kCacheLine = 64;
 
 }  // namespace
 
-bool worth_messages(const Transport& transport, std::size_t bytes) {
-  return !transport.shares_memory() && bytes > std::min(kMessagesFrom, transport.staging_bytes());
+bool worth_messages(const Transport& transport, std::size_t bytes, std::size_t piece) {
+  return !transport.shares_memory() && bytes > std::min(kMessagesFrom, transport.staging_bytes()) &&
+         piece >= kLeastPiece;
 }
 
 MessageRing::MessageRing(Exchange& exchange, const Call& call, Hierarchy& hierarchy, std::size_t segment)
@@ -130,6 +132,9 @@ void ClusterCopy::copy_within_host(std::size_t longest) {
     std::memcpy(incoming_[self].data, outgoing_[self].data, incoming_[self].bytes);
   if (mates_.size() == 1) return;
   const std::size_t lane = hierarchy_.staging_bytes() / mates_.size() / kCacheLine * kCacheLine;
+  if (lane == 0)
+    throw Error(ErrorKind::kUsage, "MULTIRING_STAGING_BYTES is too small for " +
+                                       std::to_string(mates_.size()) + " ranks on a host");
   const auto place = static_cast<std::size_t>(std::ranges::find(mates_, exchange_.rank()) - mates_.begin());
   Waiting waiting = call_.waiting;
   waiting.brief = true;

@@ -11,9 +11,10 @@
 
 namespace multiring {
 
-/// Whether so many bytes are worth messages of their own between hosts. In rounds everything goes to every
-/// host, wanted there or not.
-bool worth_messages(const Transport& transport, std::size_t bytes);
+/// Whether so many bytes are worth messages of their own between hosts, in pieces of up to `piece`. In rounds
+/// everything goes to every host, wanted there or not; but a message to each rank takes a connection and a
+/// time of its own.
+bool worth_messages(const Transport& transport, std::size_t bytes, std::size_t piece);
 
 /// Messages that take turns in one piece of memory, each in segments: the ring of a rank that sends and
 /// receives between hosts. What is posted lies there and not in the caller's arrays, which a network might

@@ -83,7 +83,8 @@ void reduce_scatter(Exchange& exchange, const Call& call, Operation& operation) 
   const bool want_direct = operation.descriptor.bytes > kDirectFrom && operation.descriptor.input_region != 0;
   exchange.begin(operation.descriptor);
   // Two ranks send each other everything either way.
-  const bool by_plan = size > 2 && worth_messages(exchange.transport(), operation.descriptor.bytes);
+  const bool by_plan = size > 2 && worth_messages(exchange.transport(), operation.descriptor.bytes,
+                                                  operation.descriptor.bytes);
   if (!want_direct && !by_plan) fill(0);
   exchange.synchronise(call);
   exchange.require_match(call);

@@ -23,7 +23,8 @@ void scatter(Exchange& exchange, const Call& call, Operation& operation) {
   }
   StagedCopy copy(exchange, call, outgoing);
   exchange.begin(operation.descriptor);
-  if (!worth_messages(exchange.transport(), operation.descriptor.bytes)) copy.fill_first();
+  if (!worth_messages(exchange.transport(), operation.descriptor.bytes, operation.descriptor.bytes / size))
+    copy.fill_first();
   exchange.synchronise(call);
   exchange.require_match(call);
 
@@ -41,7 +42,8 @@ void scatter(Exchange& exchange, const Call& call, Operation& operation) {
   std::vector<StagedCopy::Incoming> incoming(size);
   incoming[static_cast<std::size_t>(root)] = {operation.output, rows * row_bytes};
   const std::size_t longest = block_range(sent.rows, size, 0).size() * row_bytes;  // block 0 is it
-  if (!worth_messages(exchange.transport(), sent.bytes)) return copy.run(incoming, longest);
+  if (!worth_messages(exchange.transport(), sent.bytes, sent.bytes / size))
+    return copy.run(incoming, longest);
   const bool root_is_here =
       exchange.transport().host_number(root) == exchange.transport().host_number(exchange.rank());
   ClusterCopy(exchange, call, outgoing, incoming).run(root_is_here ? longest : 0);

@@ -250,6 +250,22 @@ class GradientReducer:
         if current.order is not None:
             self._follow(*current.order, current.elsewhere)
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether nothing that was sent is on its way any more."""
+        last = None if self._round is None else self._round.last
+        return last is None or last.done()
+
+    def await_sent(self, timeout: float) -> None:
+        """Wait for what has been sent, `timeout` seconds at most, and leave it where it is.
+
+        Raises:
+            MultiringError: The communication failed, or (TimeoutError) it has not arrived by then.
+        """
+        last = None if self._round is None else self._round.last
+        if last is not None:
+            last.wait(timeout)
+
     def residuals(self) -> dict[str, NDArray[Any]]:
         """What compression has kept back of this rank's gradients, times prescale: copies by the parameters'
         names, flat, in the order of the elements in the slots. Empty before the first round."""

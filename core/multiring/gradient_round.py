@@ -44,6 +44,13 @@ class Round:
     absent: list[int] = field(default_factory=list)
     order: tuple[NDArray[np.int64], Work] | None = None
 
+    @property
+    def last(self) -> Work | None:
+        """Of what has been sent, what ends last; None where nothing was sent."""
+        if self.order is not None:
+            return self.order[1]
+        return self.works[-1] if self.works else None
+
     def note_place(self, index: int, place: InPlace, rank: int, specs: Sequence[ParameterSpec]) -> None:
         """A gradient is not in its slot.
 

@@ -107,17 +107,28 @@ def init(comm: Any = None) -> Communicator:
         _generation += 1
         _joining = True
         try:
-            core = _connect(comm, settings)
+            joined = _join(comm, settings)
         finally:
             _joining = False
-        _joined = comm
-        _world = Communicator(core)
+        _joined, _world = comm, joined
+        return joined
+
+
+def _join(comm: Any, settings: config.Settings) -> Communicator:
+    """The world, which nobody else sees before all ranks are done with it here."""
+    core = _connect(comm, settings)
+    joined = Communicator(core)
+    try:
         _warn_of_other_tuning(core)
-        if _world.cross_size > 1:  # whoever serves the store may end as soon as all have joined
-            _world.barrier()
+        if joined.cross_size > 1:  # whoever serves the store may end as soon as all have joined
+            joined.barrier()
             if not settings.tuning and not settings.mode:
-                follow_measured_ways(_world)
-        return _world
+                follow_measured_ways(joined)
+    except BaseException:
+        joined.close()
+        _held.close()
+        raise
+    return joined
 
 
 def _is_same(comm: Any, other: Any) -> bool:
@@ -234,6 +245,7 @@ def _configure_log(level: str) -> None:
     # Python by itself writes nothing that is less than a warning. A program that has handlers decides.
     if _log.getEffectiveLevel() < logging.WARNING and not _log.hasHandlers():
         _log.addHandler(logging.StreamHandler())
+        _log.propagate = False  # or what is configured later would tell all twice
 
 
 def shutdown() -> None:

@@ -225,6 +225,46 @@ def test_gradients_of_the_last_step_are_let_arrive(ending: str) -> None:
     assert finished.returncode == 0, finished.stderr
 
 
+FORKED = """
+import os, sys
+import numpy as np
+import multiring.chainer
+import chainer
+from chainer import functions, links
+
+multiring.init()
+comm = multiring.chainer.create_communicator()
+# The first layer has no gradient, so the order of arrival is not the one that was expected.
+np.random.seed(0)
+model = chainer.Sequential(*[links.Linear(8, 8) for _ in range(3)])
+optimizer = multiring.chainer.create_multi_node_optimizer(
+    chainer.optimizers.SGD(0.1), comm, double_buffering=True, bucket_bytes=256, first_bucket_bytes=64
+)
+optimizer.setup(model)
+for step in range(6):
+    x = np.full((2, 8), comm.rank + step, np.float32)
+    optimizer.update(lambda: functions.sum(model[2](functions.sin(model[1](x)))))
+    if step in (1, 2):
+        optimizer._sent.reducer.await_sent(60.0)
+        if {forks} and os.fork() == 0:
+            {ending}
+            os._exit(0)
+        if {forks}:
+            os.wait()
+print(comm.rank, [float(each.array.sum()) for each in model.params()])
+"""
+
+
+@pytest.mark.parametrize("ending", ["del optimizer", "optimizer.close()"])
+def test_a_forked_child_leaves_the_gradients_of_its_parent_alone(ending: str) -> None:
+    """Though they have arrived when it is forked."""
+    alone = run_job(2, FORKED.format(forks=False, ending="pass"))
+    guarded = f"try: {ending}\n            except Exception: pass"
+    forked = run_job(2, FORKED.format(forks=True, ending=guarded))
+    assert alone.returncode == forked.returncode == 0, forked.stderr
+    assert sorted(alone.stdout.splitlines()) == sorted(forked.stdout.splitlines())
+
+
 LOOP = """
 import os, signal, time
 import multiring.chainer

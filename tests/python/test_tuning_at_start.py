@@ -57,6 +57,13 @@ def test_what_was_not_measured_goes_as_usual() -> None:
     assert found == (SizeClass(KIB, TREE), SizeClass(16 * KIB, Way(ROUNDS)), SizeClass(32 * KIB, Way(AUTO)))
 
 
+def test_a_way_that_was_given_up_is_none_for_larger_sizes() -> None:
+    # Measured at 1 KiB alone, where it is by far the quickest.
+    measured = [*straight(rounds=(1000, 50), auto=(100, 15)), Measured(KIB, TREE, 31e-6)]
+    found = startup.classes_by_model(measured, 4)
+    assert found == (SizeClass(KIB, TREE), SizeClass(256 * KIB, Way(AUTO)))
+
+
 def test_a_line_does_not_overrule_what_was_measured_beside_it() -> None:
     measured = straight((KIB, 8 * KIB), rounds=(100, 1), auto=(500, 1), tree=(500, 1))
     # Far quicker at 1 KiB, as slow as rounds at 8 KiB: there the line between them is below both.

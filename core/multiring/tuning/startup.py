@@ -104,14 +104,18 @@ def _quickest(
         latency, per_byte = lines[way]
         return latency + per_byte * nbytes
 
-    if usual not in lines:
+    # A way that was given up among smaller sizes is none for larger ones.
+    known = [way for way, measured in times.items() if max(measured) >= nbytes]
+    if usual not in known:
         return usual
-    best = min(lines, key=predicted)
-    near = [each for each in times[best] if each in times[usual]]
-    if not near or predicted(best) > _QUICKER * predicted(usual):
-        return usual
-    nearest = min(near, key=lambda each: abs(math.log(each / nbytes)))
-    return best if times[best][nearest] <= _QUICKER * times[usual][nearest] else usual
+    nearest = min(times[usual], key=lambda each: abs(math.log(each / nbytes)))
+    quicker = [
+        way
+        for way in known
+        if predicted(way) <= _QUICKER * predicted(usual)
+        and times[way].get(nearest, math.inf) <= _QUICKER * times[usual][nearest]
+    ]
+    return min(quicker, key=predicted, default=usual)
 
 
 def _line(times: Mapping[int, float]) -> tuple[float, float]:
