@@ -6,6 +6,7 @@ In each library the method of a collective takes the arrays of `Buffers` and giv
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from multiring import Communicator
@@ -50,28 +51,22 @@ class MultiringCollectives(Ordinary):
         self._root = comm.rank == ROOT
 
     def broadcast(self, x: FloatArray, out: FloatArray) -> Call:
-        call = self._comm.broadcast
-        return lambda: call(x, ROOT, out)
+        return partial(self._comm.broadcast, x, ROOT, out)
 
     def allgather(self, x: FloatArray, out: FloatArray) -> Call:
-        call = self._comm.allgather
-        return lambda: call(x, out)
+        return partial(self._comm.allgather, x, out)
 
     def reduce_scatter(self, x: FloatArray, out: FloatArray) -> Call:
-        call = self._comm.reduce_scatter
-        return lambda: call(x, "sum", out)
+        return partial(self._comm.reduce_scatter, x, "sum", out)
 
     def alltoall(self, x: FloatArray, out: FloatArray) -> Call:
-        call = self._comm.alltoall
-        return lambda: call(x)
+        return partial(self._comm.alltoall, x)
 
     def scatter(self, x: FloatArray, out: FloatArray) -> Call:
-        call, source = self._comm.scatter, x if self._root else None
-        return lambda: call(source, ROOT)
+        return partial(self._comm.scatter, x if self._root else None, ROOT)
 
     def gather(self, x: FloatArray, out: FloatArray) -> Call:
-        call = self._comm.gather
-        return lambda: call(x, ROOT)
+        return partial(self._comm.gather, x, ROOT)
 
 
 class GlooCollectives(Gloo):
@@ -82,25 +77,24 @@ class GlooCollectives(Gloo):
         self._root, self._size = comm.rank == ROOT, comm.size
 
     def broadcast(self, x: FloatArray, out: FloatArray) -> Call:
-        call, tensor = _of_torch("broadcast"), _tensor(x)
-        return lambda: call(tensor, ROOT)
+        return partial(_of_torch("broadcast"), _tensor(x), ROOT)
 
     def allgather(self, x: FloatArray, out: FloatArray) -> Call:
-        return _onto(_of_torch("all_gather_single", "all_gather_into_tensor"), x, out)
+        gather = _of_torch("all_gather_single", "all_gather_into_tensor")
+        return partial(gather, _tensor(out), _tensor(x))
 
     def reduce_scatter(self, x: FloatArray, out: FloatArray) -> Call:
-        return _onto(_of_torch("reduce_scatter_single", "reduce_scatter_tensor"), x, out)
+        reduce = _of_torch("reduce_scatter_single", "reduce_scatter_tensor")
+        return partial(reduce, _tensor(out), _tensor(x))
 
     def alltoall(self, x: FloatArray, out: FloatArray) -> Call:
-        return _onto(_of_torch("all_to_all_single"), x, out)
+        return partial(_of_torch("all_to_all_single"), _tensor(out), _tensor(x))
 
     def scatter(self, x: FloatArray, out: FloatArray) -> Call:
-        call, target, blocks = _of_torch("scatter"), _tensor(out), self._blocks(x)
-        return lambda: call(target, blocks, ROOT)
+        return partial(_of_torch("scatter"), _tensor(out), self._blocks(x), ROOT)
 
     def gather(self, x: FloatArray, out: FloatArray) -> Call:
-        call, source, blocks = _of_torch("gather"), _tensor(x), self._blocks(out)
-        return lambda: call(source, blocks, ROOT)
+        return partial(_of_torch("gather"), _tensor(x), self._blocks(out), ROOT)
 
     def _blocks(self, x: FloatArray) -> list[Any] | None:
         return list(_tensor(x).chunk(self._size)) if self._root else None
@@ -119,39 +113,28 @@ def _of_torch(*names: str) -> Any:
     return next(getattr(distributed, name) for name in names if hasattr(distributed, name))
 
 
-def _onto(call: Any, x: FloatArray, out: FloatArray) -> Call:
-    source, target = _tensor(x), _tensor(out)
-    return lambda: call(target, source)
-
-
 class MpiCollectives(Mpi):
     """The MPI library that mpi4py finds."""
 
     def broadcast(self, x: FloatArray, out: FloatArray) -> Call:
-        call, buffer = self._world.Bcast, _floats(x)
-        return lambda: call(buffer, ROOT)
+        return partial(self._world.Bcast, _floats(x), ROOT)
 
     def allgather(self, x: FloatArray, out: FloatArray) -> Call:
-        call, source, target = self._world.Allgather, _floats(x), _floats(out)
-        return lambda: call(source, target)
+        return partial(self._world.Allgather, _floats(x), _floats(out))
 
     def reduce_scatter(self, x: FloatArray, out: FloatArray) -> Call:
         from mpi4py import MPI
 
-        call, source, target, op = self._world.Reduce_scatter_block, _floats(x), _floats(out), MPI.SUM
-        return lambda: call(source, target, op)
+        return partial(self._world.Reduce_scatter_block, _floats(x), _floats(out), MPI.SUM)
 
     def alltoall(self, x: FloatArray, out: FloatArray) -> Call:
-        call, source, target = self._world.Alltoall, _floats(x), _floats(out)
-        return lambda: call(source, target)
+        return partial(self._world.Alltoall, _floats(x), _floats(out))
 
     def scatter(self, x: FloatArray, out: FloatArray) -> Call:
-        call, source, target = self._world.Scatter, _floats(x), _floats(out)
-        return lambda: call(source, target, ROOT)
+        return partial(self._world.Scatter, _floats(x), _floats(out), ROOT)
 
     def gather(self, x: FloatArray, out: FloatArray) -> Call:
-        call, source, target = self._world.Gather, _floats(x), _floats(out)
-        return lambda: call(source, target, ROOT)
+        return partial(self._world.Gather, _floats(x), _floats(out), ROOT)
 
 
 def _floats(x: FloatArray) -> Any:
