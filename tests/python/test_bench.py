@@ -56,8 +56,8 @@ def row(report: Report, contender: str, size: int) -> Row:
     return found
 
 
-def parse(*words: str) -> argparse.Namespace:
-    return command._parse("allreduce", command._load("allreduce"), list(words))
+def parse(*words: str, benchmark: str = "allreduce") -> argparse.Namespace:
+    return command._parse(benchmark, command._load(benchmark), list(words))
 
 
 # ---- What follows from the times.
@@ -401,9 +401,9 @@ def test_progress_is_a_line_for_every_size_on_rank_0_only(capsys: pytest.Capture
     assert capsys.readouterr() == ("", "4 B: fast\n")
 
 
-def bench(*words: str) -> Callable[[Path], list[str]]:
+def bench(*words: str, benchmark: str = "allreduce") -> Callable[[Path], list[str]]:
     return lambda root: [
-        *(sys.executable, "-m", "multiring", "bench", "allreduce"),
+        *(sys.executable, "-m", "multiring", "bench", benchmark),
         *(word.replace("DIR", str(root / "d")) for word in words),
     ]
 

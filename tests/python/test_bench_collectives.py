@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 from PIL import Image
 
 from multiring import Communicator, InternalError, cli
-from multiring.models.bench import cases, collectives, command
+from multiring.models.bench import cases, collectives
 from multiring.models.bench.collective_kinds import COLLECTIVES, ROOT, Blocks, Buffers
 from multiring.models.bench.collectives_report import CollectiveRow, CollectivesReport
 from multiring.models.bench.contenders import Call, FloatArray
@@ -24,7 +22,7 @@ from multiring.models.bench.libraries import MultiringCollectives, OneCollective
 from multiring.models.bench.measure import Meeting, Pace, Sample, measure
 from multiring.models.bench.results import Report
 from multiring.models.errors import DataError
-from tests.python.test_bench import MACHINE, markdown_rows
+from tests.python.test_bench import MACHINE, bench, markdown_rows, parse
 from tests.rank_pool import RankPool, RanksFailed
 from tests.support import Job
 
@@ -33,15 +31,15 @@ COUNT = 5  # elements of a block
 MIB = 2**20
 
 
-def parse(*words: str) -> argparse.Namespace:
-    return command._parse("collectives", command._load("collectives"), list(words))
-
-
-def bench(*words: str) -> Callable[[Path], list[str]]:
-    return lambda root: [
-        *(sys.executable, "-m", "multiring", "bench", "collectives"),
-        *(word.replace("DIR", str(root / "d")) for word in words),
-    ]
+def run_bench(*words: str) -> tuple[str, str, CollectivesReport]:
+    """Runs it to its end: what it prints, what it tells meanwhile, and what it writes."""
+    files = ["--json", "DIR/r.json", "--format", "markdown"]
+    with Job(bench(*words, *files, benchmark="collectives")) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+        assert done.returncode == 0, done.stderr
+        text = (job.directory / "r.json").read_text()
+    return done.stdout, done.stderr, CollectivesReport.from_json(text)
 
 
 # ---- What is right.
@@ -256,11 +254,12 @@ def test_the_picture_has_a_row_for_each_collective(tmp_path: Path) -> None:
 
 
 def test_options_are_understood() -> None:
-    options = parse()
+    options = parse(benchmark="collectives")
     assert options.collectives == NAMES == list(COLLECTIVES)
     assert options.sizes == [4 * 2**10, 256 * 2**10, 4 * MIB, 16 * MIB]
     assert (options.ranks, options.peers, options.seconds) == (None, None, 0.5)
-    options = parse("--collectives", "gather, alltoall,gather", "--sizes=4,1K", "--peers", "none")
+    words = ["--collectives", "gather, alltoall,gather", "--sizes=4,1K", "--peers", "none"]
+    options = parse(*words, benchmark="collectives")
     assert options.collectives == ["gather", "alltoall"]
     assert (options.sizes, options.peers) == ([4, 1024], [])
 
@@ -301,28 +300,20 @@ def test_help_explains_collectives_and_columns(capsys: pytest.CaptureFixture[str
 def test_a_run_measures_all_collectives_beside_a_peer(ranks: int, peer: str, name: str) -> None:
     # With three ranks the array is not of equal blocks, and becomes a little larger.
     words = ["-np", str(ranks), "--sizes", "4,4KiB", "--peers", peer, "--seconds", "0.01"]
-    with Job(bench(*words, "--json", "DIR/r.json", "--format", "markdown")) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-        assert done.returncode == 0, done.stderr
-        report = CollectivesReport.from_json((job.directory / "r.json").read_text())
-    assert done.stdout == report.render("markdown", None) + "\n"
+    stdout, stderr, report = run_bench(*words)
+    assert stdout == report.render("markdown", None) + "\n"
     assert report.what == ", ".join(NAMES)
     assert (report.ranks, report.sizes, report.contenders) == (ranks, [4, 4096], ["multiring", name])
     assert len(report.rows) == len(NAMES) * 2 * 2
     assert all(0 < row.sample.low <= row.sample.median <= row.sample.high for row in report.rows)
-    assert "scatter 4 KiB: multiring " in done.stderr
+    assert "scatter 4 KiB: multiring " in stderr
 
 
 def test_emulated_hosts_show_the_limit_and_how_busy_links_were() -> None:
     if reason := why_not():
         pytest.skip(reason)
     words = ["--emulate", "2x2", "--rate", "400mbit", "--sizes", "64KiB", "--seconds", "0.01"]
-    with Job(bench(*words, "--peers", "gloo", "--json", "DIR/r.json", "--format", "markdown")) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-        assert done.returncode == 0, done.stderr
-        report = CollectivesReport.from_json((job.directory / "r.json").read_text())
+    _, _, report = run_bench(*words, "--peers", "gloo")
     assert report.hosts == "2x2 --rate 400mbit"
     assert report.contenders == ["multiring", "Gloo", "limit"]
     seconds = {"broadcast": 1, "alltoall": 1} | dict.fromkeys(NAMES[1:3] + NAMES[4:], 0.5)
