@@ -5,21 +5,26 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 from multiring import Communicator
-from multiring.argument_types import ITEM, array_sizes, wall_seconds
-from multiring.errors import InternalError, UsageError
-from multiring.models.bench.contenders import PEERS, Contender, Elsewhere, make_contenders
+from multiring.argument_types import ITEM
+from multiring.errors import UsageError
+from multiring.models.bench.cases import (
+    BANDWIDTH_COLUMN,
+    HOW_TIMED,
+    LATER_COLUMNS,
+    Case,
+    Crossing,
+    add_case_arguments,
+    measure_cases,
+    report_fields,
+)
+from multiring.models.bench.contenders import Contender, Elsewhere, FloatArray, make_contenders
 from multiring.models.bench.emulated_start import Emulation
-from multiring.models.bench.measure import Meeting, Pace, Sample, measure
+from multiring.models.bench.measure import Sum
 from multiring.models.bench.mpich import NAME, Mpich
-from multiring.models.bench.progress import open_progress
-from multiring.models.bench.results import LIMIT, LIMIT_BYTES, Machine, Report, Row
-from multiring.models.bench.table import size_text, time_text
-from multiring.models.bench.traffic import LOOPBACK, Sent
+from multiring.models.bench.results import LIMIT_BYTES, Report, Row
 
 __all__ = ["DEFAULT_SIZES", "add_arguments", "run"]
 
@@ -45,25 +50,16 @@ what is measured:
   MPICH                the same beside Open MPI, in processes of its own that take the ranks' place for their
                        turns (--mpich)
 
-how the time is taken:
-  All contenders take turns of a few iterations within one run, so that what else the machine does meets all
-  of them alike. Before every iteration each rank writes its array anew, as a backward pass does, and all
-  ranks meet at a barrier that belongs to no contender. An iteration lasts from when the last rank enters the
-  call to when the last rank leaves it. Results are checked.
+{HOW_TIMED}
 
 columns:
   size            of the array on each rank; 1 KiB = 1024 B
   library         see above
   latency us      microseconds of one allreduce: the median, and in brackets the 10th and the 90th percentile
-  algorithm GB/s  algorithm bandwidth: size / median; 1 GB = 10^9 B
+  {BANDWIDTH_COLUMN}
   bus GB/s        bus bandwidth: algorithm bandwidth * 2 (n - 1) / n for n ranks, which is what each rank
                   would have to send and to receive if a ring did it; comparable over numbers of ranks
-  x Gloo ...      how many times as long that library takes: its median / multiring's; above 1 multiring is
-                  faster
-  of limit        how much of the limit multiring reaches: the limit's median / multiring's; from
-                  {LIMIT_BYTES // 1024} KiB on, since below the call from Python takes longest
-  links busy      on emulated hosts: which part of what each link can send in the median's time it has sent,
-                  headers included; of the host where that is least; from {LIMIT_BYTES // 1024} KiB on
+{LATER_COLUMNS} least; from {LIMIT_BYTES // 1024} KiB on
 
 examples:
   multiring bench allreduce
@@ -77,19 +73,12 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options, and explains the table."""
     parser.epilog = _EXPLANATION
-    parser.add_argument(
-        "--sizes",
-        type=array_sizes,
-        default=DEFAULT_SIZES,
-        metavar="LIST",
-        help="sizes of the array, such as 4,1KiB,64KiB,1MiB [4 B to 256 MiB in powers of four]",
-    )
-    parser.add_argument(
-        "--peers",
-        type=_peers,
-        default=None,  # not that of all benchmarks, which is no peers
-        metavar="LIST",
-        help=f"other libraries: {', '.join(PEERS)}, or none [those that are installed]",
+    add_case_arguments(
+        parser,
+        DEFAULT_SIZES,
+        array="array",
+        shown="4 B to 256 MiB in powers of four",
+        seconds_for="contender and size",
     )
     parser.add_argument(
         "--mpich",
@@ -103,13 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("bfloat16", "float16"),
         help="measure also what crosses from host to host in half precision",
     )
-    parser.add_argument(
-        "--seconds",
-        type=wall_seconds,
-        default=0.5,
-        metavar="S",
-        help="time for each contender and size; a few iterations are made even if they take longer [0.5]",
-    )
 
 
 def run(comm: Communicator, args: argparse.Namespace) -> Report:
@@ -120,60 +102,34 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
         InternalError: A contender's result is wrong, or did not cross the emulated links, or a rank does
             not come back from it.
     """
-    emulation: Emulation | None = args.emulation
-    contenders: list[Contender | Elsewhere] = [*make_contenders(comm, args.peers, args.wire)]
+    contenders: list[Contender[FloatArray] | Elsewhere] = [*make_contenders(comm, args.peers, args.wire)]
     mpich = None if args.mpich is None else _add_mpich(comm, contenders, args)
-    names = [contender.name for contender in contenders]
-    meeting = Meeting(comm, args.cores, emulated=emulation is not None)
-    pace = Pace(seconds=args.seconds)
-    rows: list[Row] = []
-    # What happens once only, in any of the libraries, and what their threads still do from the start.
-    measure(comm, contenders, args.sizes[0] // ITEM, Pace(seconds=min(args.seconds, 0.2)), meeting)
-    with open_progress(len(args.sizes), args.progress_terminal, shown=comm.rank == 0) as progress:
-        for size in args.sizes:
-            progress.begin(size_text(size))
-            found = measure(comm, contenders, size // ITEM, pace, meeting)
-            if emulation is not None:
-                for contender, (_, sent) in zip(contenders, found, strict=True):
-                    check_crossed(contender, emulation, size, sent)
-            rows += [Row(name, size, *one) for name, one in zip(names, found, strict=True)]
-            if emulation is not None:
-                rows.append(Row(LIMIT, size, _limit(emulation, size)))
-            progress.done(f"{size_text(size)}: {_line(names, [sample for sample, _ in found])}")
+    task = Sum(comm.rank, comm.size)
+    cases = [
+        Case("allreduce", size, size // ITEM, contenders, task, _crossing(args.emulation, size))
+        for size in args.sizes
+    ]
+    measured = measure_cases(comm, args, cases)
     for contender in contenders:
         contender.close()
+    names = [contender.name for contender in contenders]
     return Report(
-        command=args.shown_as,
-        launcher=args.launcher,
-        machine=Machine.here(
-            args.cores, mpi="mpi" in args.peers, others=None if mpich is None else mpich.versions
-        ),
-        ranks=comm.size,
-        hosts="" if emulation is None else str(emulation),
-        date=comm.broadcast_object(datetime.now().astimezone().isoformat(timespec="seconds")),
-        rows=tuple(rows),
+        **report_fields(comm, args, None if mpich is None else mpich.versions),
+        rows=tuple(Row(one.contender, one.bytes, one.sample, one.sent) for one in measured),
         left_out=_LEFT_OUT if args.peers and NAME not in names else "",
     )
 
 
-def check_crossed(contender: Contender | Elsewhere, emulation: Emulation, size: int, sent: Sent) -> None:
-    """Sees that the hosts' links have carried what has to cross them.
-
-    Raises:
-        InternalError: Some of it has gone another way. Libraries may find out that the hosts share a kernel.
-    """
-    least = 2 * (emulation.hosts - 1) * size  # any algorithm: every host's part to one, and the sum back
-    crossed = sum(sum(hosts) for name, hosts in sent.items() if name != LOOPBACK)
-    if contender.exact and crossed < least:
-        raise InternalError(
-            f"{contender.name} sent {crossed:.0f} B over the links of the emulated hosts for an allreduce of "
-            f"{size} B, where {least} B have to cross them: the rest went through memory, which hosts do not "
-            "share; look for settings of it in the environment, as UCX_TLS or FI_PROVIDER"
-        )
+def _crossing(emulation: Emulation | None, size: int) -> Crossing | None:
+    """Any algorithm has to send every host's part to one, and the sum back."""
+    if emulation is None:
+        return None
+    together = 2 * (emulation.hosts - 1) * size
+    return Crossing(together / emulation.hosts, together)
 
 
 def _add_mpich(
-    comm: Communicator, contenders: list[Contender | Elsewhere], args: argparse.Namespace
+    comm: Communicator, contenders: list[Contender[FloatArray] | Elsewhere], args: argparse.Namespace
 ) -> Mpich:
     if NAME in [contender.name for contender in contenders]:
         raise UsageError(f"the mpi4py of {sys.executable} uses {NAME} already: leave --mpich out")
@@ -182,27 +138,3 @@ def _add_mpich(
     mpich = Mpich(comm, args.mpich, cpus, crowded=crowded, emulation=args.emulation)
     contenders.append(mpich)
     return mpich
-
-
-def _limit(emulation: Emulation, size: int) -> Sample:
-    sent = 2 * (emulation.hosts - 1) / emulation.hosts * size
-    seconds = sent / emulation.bytes_per_second
-    return Sample(seconds, seconds, seconds, 0)
-
-
-def _line(names: Sequence[str], samples: Sequence[Sample]) -> str:
-    found = zip(names, samples, strict=True)
-    return ", ".join(f"{name} {time_text(sample.median)} us" for name, sample in found)
-
-
-def _peers(text: str) -> list[str]:
-    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
-    if names == ["none"]:
-        return []
-    for name in names:
-        if name not in PEERS:
-            known = " and ".join(f"{peer} (in the package {PEERS[peer][0]})" for peer in PEERS)
-            raise argparse.ArgumentTypeError(
-                f"there is no peer {name!r}: known are {known}; or give none; --mpich adds MPICH"
-            )
-    return names

@@ -50,6 +50,9 @@ BENCHMARKS = {
     "allreduce": _Entry(
         "multiring.models.bench.allreduce", "latency and bandwidth of allreduce over sizes", "bench"
     ),
+    "collectives": _Entry(
+        "multiring.models.bench.collectives", "latency and bandwidth of the other collectives", "bench"
+    ),
     "gradients": _Entry(
         "multiring.models.bench.gradients", "training steps with averaged gradients", "bench"
     ),

@@ -1,5 +1,5 @@
 """What is measured: multiring on two kinds of memory, the limit of the machine, and the libraries that one
-could use instead. Each sums float32 arrays over the ranks, in place."""
+could use instead. Each sums float32 arrays over the ranks, in place; `libraries` has what else they do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,26 +18,28 @@ from multiring import Communicator, _core
 from multiring.errors import UsageError
 from multiring.types import WireName
 
-__all__ = ["PEERS", "Contender", "Elsewhere", "make_contenders"]
+__all__ = ["PEERS", "Call", "Contender", "Elsewhere", "FloatArray", "make_contenders"]
 
 FloatArray = npt.NDArray[np.float32]
 Call = Callable[[], object]
+Arrays = TypeVar("Arrays", covariant=True)
 
 
-class Contender(Protocol):
-    """Something that sums an array over the ranks.
+class Contender(Protocol[Arrays]):
+    """Something that does a collective on arrays of its own, such as to sum one over the ranks.
 
     Attributes:
         name: In tables and plots.
-        exact: Whether the result is the very sum; the limit leaves out the waiting, and so may not see all
-            input.
+        exact: Whether the result is the very one, and checked; the limit leaves out the waiting, and so may
+            not see all input.
     """
 
     name: str
     exact: bool
 
-    def prepare(self, count: int) -> tuple[FloatArray, Call]:
-        """An array of `count` elements, and the call that sums it over the ranks in place. Collective."""
+    def prepare(self, count: int) -> tuple[Arrays, Call]:
+        """Arrays of `count` elements (in a collective that has blocks: each block), and the call that works
+        on them. Collective."""
 
     def close(self) -> None:
         """Ends the library's part, where it needs that."""
@@ -237,9 +239,11 @@ def installed_peers() -> list[str]:
     return [name for name, (package, _) in PEERS.items() if importlib.util.find_spec(package) is not None]
 
 
-def make_contenders(comm: Communicator, peers: list[str], wire: WireName | None) -> list[Contender]:
+def make_contenders(
+    comm: Communicator, peers: list[str], wire: WireName | None
+) -> list[Contender[FloatArray]]:
     """All that are measured, in the order of the table."""
-    contenders: list[Contender] = [Ordinary(comm)]
+    contenders: list[Contender[FloatArray]] = [Ordinary(comm)]
     if wire is not None:
         contenders.append(Narrow(comm, wire))
     if comm.cross_size == 1:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,10 @@ from multiring.models.bench.companion import LINE, Barrier, flags_of, map_flags
 from multiring.models.bench.contenders import Call, Contender, Elsewhere, FloatArray
 from multiring.models.bench.traffic import Sent, Traffic
 
-__all__ = ["Meeting", "Pace", "Ratio", "Sample", "measure"]
+__all__ = ["Meeting", "Pace", "Ratio", "Sample", "Sum", "Task", "measure"]
+
+Arrays = TypeVar("Arrays")
+TaskArrays = TypeVar("TaskArrays", contravariant=True)
 
 
 @dataclass(frozen=True)
@@ -124,18 +128,60 @@ def _file_flags(comm: Communicator) -> tuple[memoryview, list[memoryview]]:
     return flags_of(flags, comm.rank, comm.size)
 
 
-class _Race:
-    """One size: every contender's array and call, and the times so far."""
+class Task(Protocol[TaskArrays]):
+    """What all contenders do: with which input, and with which result."""
+
+    def write(self, arrays: TaskArrays, iteration: int) -> None:
+        """Writes this rank's input anew."""
+
+    def wrong(self, arrays: TaskArrays, result: object, iteration: int) -> str:
+        """Looks at a few elements of the result; says what is wrong, or nothing.
+
+        Args:
+            arrays: The contender's.
+            result: What its call has returned.
+            iteration: Its number, as at `write`.
+        """
+
+
+class Sum:
+    """Every rank's array becomes the sum of all ranks'.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def write(self, arrays: FloatArray, iteration: int) -> None:
+        """As `Task`."""
+        arrays.fill(float(iteration % 64 + self._rank))
+
+    def wrong(self, arrays: FloatArray, result: object, iteration: int) -> str:
+        """As `Task`."""
+        x, size = arrays, self._size
+        expected = size * (iteration % 64) + size * (size - 1) // 2
+        if not x.size or x[0] == x[x.size // 2] == x[-1] == expected:
+            return ""
+        return f"the sum of {x.size} elements is {x[0]}, {x[x.size // 2]}, {x[-1]} where {expected} is right"
+
+
+class _Race(Generic[Arrays]):
+    """One size: every contender's arrays and call, and the times so far."""
 
     def __init__(
         self,
         comm: Communicator,
         meeting: Meeting,
-        contenders: Sequence[Contender | Elsewhere],
+        contenders: Sequence[Contender[Arrays] | Elsewhere],
+        task: Task[Arrays],
         count: int,
     ) -> None:
         self.comm = comm
         self.meeting = meeting
+        self.task = task
         self.contenders = contenders
         self.prepared = [contender.prepare(count) for contender in contenders]
         self.times: list[list[tuple[int, int]]] = [[] for _ in contenders]
@@ -151,30 +197,20 @@ class _Race:
         assert prepared is not None
         return [self.iterate_here(index, *prepared) for _ in range(count)]
 
-    def iterate_here(self, index: int, x: FloatArray, call: Call) -> tuple[int, int]:
+    def iterate_here(self, index: int, arrays: Arrays, call: Call) -> tuple[int, int]:
         """One iteration in this process."""
         self.iteration += 1
-        value = float(self.iteration % 64 + self.comm.rank)
-        x.fill(value)
+        self.task.write(arrays, self.iteration)
         self.meeting()
         begin = time.perf_counter_ns()
-        call()
+        result = call()
         end = time.perf_counter_ns()
-        if self.contenders[index].exact:
-            self.check(x, self.iteration, index)
-        else:  # nothing has kept the peers from being at work on this rank's array still
+        contender = self.contenders[index]
+        if not contender.exact:  # nothing has kept the peers from being at work on this rank's array still
             self.meeting()
+        elif wrong := self.task.wrong(arrays, result, self.iteration):
+            raise InternalError(f"{contender.name} on rank {self.comm.rank}: {wrong}")
         return begin, end
-
-    def check(self, x: FloatArray, iteration: int, index: int) -> None:
-        """Looks at a few elements of the result."""
-        size = self.comm.size
-        expected = size * (iteration % 64) + size * (size - 1) // 2
-        if x.size and not (x[0] == x[x.size // 2] == x[-1] == expected):
-            raise InternalError(
-                f"{self.contenders[index].name} on rank {self.comm.rank}: the sum of {x.size} elements is "
-                f"{x[0]}, {x[x.size // 2]}, {x[-1]} where {expected} is right"
-            )
 
     def iterations(self, index: int, pace: Pace) -> int:
         """Iterations that fit into the time; the same on all ranks."""
@@ -196,16 +232,18 @@ class _Race:
 
 def measure(
     comm: Communicator,
-    contenders: Sequence[Contender | Elsewhere],
+    contenders: Sequence[Contender[Arrays] | Elsewhere],
+    task: Task[Arrays],
     count: int,
     pace: Pace,
     meeting: Meeting,
 ) -> list[tuple[Sample, Sent]]:
-    """Measures all contenders on `count` elements; the same result on all ranks. Collective.
+    """Measures all contenders on `count` elements, as `Contender.prepare`; the same result on all ranks.
+    Collective.
 
     What they sent is known of emulated hosts only.
     """
-    race = _Race(comm, meeting, contenders, count)
+    race = _Race(comm, meeting, contenders, task, count)
     left = [race.iterations(index, pace) for index in range(len(contenders))]
     while any(left):
         for index in range(len(contenders)):

@@ -1,4 +1,4 @@
-"""The results of `multiring bench allreduce` as a picture."""
+"""The results of `multiring bench allreduce` and `collectives` as a picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_LABELS = 9  # on the axis of sizes
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draws latency and algorithm bandwidth over the size, side by side, into a PNG.
+    """Draws latency and algorithm bandwidth over the size, side by side for each collective, into a PNG.
 
     Bands reach from the 10th to the 90th percentile. The limit begins where it is one, at 64 KiB.
 
@@ -33,16 +33,18 @@ def draw(report: Report, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 5.6), layout="constrained")
+    parts = report.parts()
+    figure = Figure(figsize=(13, 5.6 * len(parts)), layout="constrained")
     FigureCanvasAgg(figure)
     first, second, _ = describe(report)
     figure.suptitle(f"{first}\n{second}", fontsize=11)
-    latency, bandwidth = figure.subplots(1, 2)
-    _lines(latency, report, lambda row, seconds: seconds * 1e6)
-    _dress(latency, report, "latency", "us, lower is better")
-    _lines(bandwidth, report, lambda row, seconds: row.bytes / seconds / 1e9)
-    _dress(bandwidth, report, "algorithm bandwidth", "GB/s, higher is better")
-    handles, labels = latency.get_legend_handles_labels()
+    pairs = figure.subplots(len(parts), 2, squeeze=False)
+    for part, (latency, bandwidth) in zip(parts, pairs, strict=True):
+        _lines(latency, part, lambda row, seconds: seconds * 1e6)
+        _dress(latency, part, "latency", "us, lower is better")
+        _lines(bandwidth, part, lambda row, seconds: row.bytes / seconds / 1e9)
+        _dress(bandwidth, part, "algorithm bandwidth", "GB/s, higher is better")
+    handles, labels = pairs[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=max(1, len(labels)))
     figure.savefig(path, dpi=120, format="png")
 
@@ -81,8 +83,8 @@ def _lines(axes: Axes, report: Report, value: Callable[[Row, float], float]) -> 
 def _dress(axes: Axes, report: Report, title: str, unit: str) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-    axes.set_title(title)
-    axes.set_xlabel("size of the array on each rank")
+    axes.set_title(", ".join((*report.rows[0].labels, title)))
+    axes.set_xlabel(report.size_meaning)
     axes.set_ylabel(unit)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

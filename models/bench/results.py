@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from multiring import machine
 from multiring.models.bench.contenders import Limit, Ordinary, Symmetric
@@ -88,14 +88,19 @@ class Row:
     Attributes:
         contender: Its name.
         bytes: Size of the array.
-        sample: Seconds that one allreduce took.
-        sent: Bytes that left each emulated host by each interface for one allreduce; empty elsewhere.
+        sample: Seconds that one operation took.
+        sent: Bytes that left each emulated host by each interface for one operation; empty elsewhere.
     """
 
     contender: str
     bytes: int
     sample: Sample
     sent: Sent = field(default_factory=dict)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What tells it from others of the same contender and size."""
+        return ()
 
     @property
     def algorithm_bandwidth(self) -> float:
@@ -118,6 +123,11 @@ class Report:
         left_out: Which library was not measured, and what adds it; empty: none to speak of.
     """
 
+    kind: ClassVar[str] = KIND
+    row_type: ClassVar[type[Row]] = Row
+    label_names: ClassVar[tuple[str, ...]] = ()  # of `Row.labels`
+    size_meaning: ClassVar[str] = "size of the array on each rank"
+
     command: str
     launcher: str
     machine: Machine
@@ -126,6 +136,15 @@ class Report:
     rows: tuple[Row, ...]
     hosts: str = ""
     left_out: str = ""
+
+    @property
+    def what(self) -> str:
+        """What was measured."""
+        return "allreduce"
+
+    def parts(self) -> Sequence[Report]:
+        """A report for each collective: what follows has a meaning within one only."""
+        return [self]
 
     @property
     def sizes(self) -> list[int]:
@@ -185,14 +204,18 @@ class Report:
             for link, rate in enumerate(emulation.rates)
         }
 
+    def links_busy(self, row: Row) -> list[float]:
+        """Of `busy`, for each link, the least: all hosts have as much to send."""
+        return [min(hosts) for hosts in self.busy(row).values()]
+
     def to_json(self) -> str:
         """Everything measured and, under "derived", what follows from it."""
         fields = {name: value for name, value in asdict(self).items() if name != "rows"}
-        rows = [{**asdict(row), "derived": self._derived(row)} for row in self.rows]
-        return json.dumps({"kind": KIND, **fields, "rows": rows}, indent=2, allow_nan=False)
+        rows = [{**asdict(row), "derived": part._derived(row)} for part in self.parts() for row in part.rows]
+        return json.dumps({"kind": self.kind, **fields, "rows": rows}, indent=2, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> Report:
+    def from_json(cls, text: str) -> Self:
         """The report that `to_json` has written.
 
         Raises:
@@ -200,15 +223,15 @@ class Report:
         """
         try:
             fields: dict[str, Any] = json.loads(text)
-            if fields.pop("kind") != KIND:
-                raise ValueError(f"it is no {KIND!r}")
-            rows = [
-                Row(row["contender"], row["bytes"], Sample(**row["sample"]), row.get("sent", {}))
-                for row in fields.pop("rows")
-            ]
+            if fields.pop("kind") != cls.kind:
+                raise ValueError(f"it is no {cls.kind!r}")
+            rows = []
+            for row in fields.pop("rows"):
+                del row["derived"]
+                rows.append(cls.row_type(**{**row, "sample": Sample(**row["sample"])}))
             return cls(machine=Machine(**fields.pop("machine")), rows=tuple(rows), **fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"no results of `{KIND}`: {error!r}") from error
+            raise DataError(f"no results of `{cls.kind}`: {error!r}") from error
 
     def render(self, style: str, columns: int | None) -> str:
         """A text to print; see `multiring.models.bench.table`."""

@@ -1,4 +1,5 @@
-"""The results of `multiring bench allreduce` as text: for terminals, and in Markdown long and short."""
+"""The results of `multiring bench allreduce` and `collectives` as text: for terminals, and in Markdown, long
+and short."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def describe(report: Report) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
     where = f" of emulated hosts ({report.hosts}), all" if report.hosts else ""
     return [
-        f"allreduce of float32 over {ranks}{where} on {machine.processor}, {cores}{memory}",
+        f"{report.what} of float32 over {ranks}{where} on {machine.processor}, {cores}{memory}",
         f"{machine.kernel}, Python {machine.python}, {versions}",
         f"{report.date}: {report.command}",
     ]
@@ -56,11 +57,12 @@ def rich(report: Report, columns: int | None) -> str:
     header = _header(report)
     table = Table(box=ROUNDED)
     for name in header:
-        table.add_column(name, justify="left" if name == "library" else "right", no_wrap=True)
-    for size in report.sizes:
-        for row in report.of_size(size):
-            table.add_row(*_cells(report, row), style=_style(row))
-        table.add_section()
+        table.add_column(name, justify="left" if name in _left(report) else "right", no_wrap=True)
+    for part in report.parts():
+        for size in part.sizes:
+            for row in part.of_size(size):
+                table.add_row(*_cells(part, row), style=_style(row))
+            table.add_section()
     needed = Console(width=WIDE).measure(table).maximum
     console = Console(file=io.StringIO(), width=max(needed, columns or 0), force_terminal=columns is not None)
     for line in describe(report):
@@ -74,30 +76,31 @@ def rich(report: Report, columns: int | None) -> str:
 
 def markdown(report: Report) -> str:
     """The table of `rich` in Markdown, and a line that tells how it was made."""
-    rows = [_cells(report, row) for size in report.sizes for row in report.of_size(size)]
-    return _markdown(report, _header(report), rows, left=(1,))
+    rows = [_cells(part, row) for part in report.parts() for size in part.sizes for row in part.of_size(size)]
+    return _markdown(report, _header(report), rows)
 
 
 def compact(report: Report) -> str:
-    """A Markdown table with one line for each size.
+    """A Markdown table with one line for each collective and size.
 
     Latencies are medians, and GB/s are those of the algorithm. The ratios are those of the faster one of
     multiring's two.
     """
-    ours, limit = [name for name in OURS if name in report.contenders], "of limit"
-    header = ["size", f"{ours[0]} us", "GB/s", limit] if ours else ["size"]
+    ours, limit = [name for name in OURS if name in report.contenders], _limit_name(report)
+    header = [*report.label_names, "size", *([f"{ours[0]} us", "GB/s", *limit] if ours else [])]
     for name in [*ours[1:], *report.peers]:
         header += [f"{name} us", "GB/s"]
     header += [f"best x {peer}" for peer in report.peers]
-    return _markdown(report, header, [_compact_cells(report, ours, size) for size in report.sizes])
+    rows = [_compact_cells(part, ours, size) for part in report.parts() for size in part.sizes]
+    return _markdown(report, header, rows)
 
 
 def _compact_cells(report: Report, ours: Sequence[str], size: int) -> list[str]:
-    cells = [size_text(size)]
+    cells = [*report.of_size(size)[0].labels, size_text(size)]
     for place, name in enumerate([*ours, *report.peers]):
         row = report.row(name, size)
         cells += ["", ""] if row is None else [time_text(row.sample.median), _bandwidth(row)]
-        if place == 0 and ours:
+        if place == 0 and ours and LIMIT in report.contenders:
             cells.append("" if row is None else _percent(report.of_limit(row)))
     mine = [row for name in ours if (row := report.row(name, size)) is not None]
     for peer in report.peers:
@@ -107,21 +110,27 @@ def _compact_cells(report: Report, ours: Sequence[str], size: int) -> list[str]:
 
 
 def _header(report: Report) -> list[str]:
-    fixed = ["size", "library", "latency us [10 %..90 %]", "algorithm GB/s", "bus GB/s"]
+    fixed = [*report.label_names, "size", "library", "latency us [10 %..90 %]", "algorithm GB/s", "bus GB/s"]
     busy = ["links busy"] if report.hosts else []
-    return [*fixed, *(f"x {peer}" for peer in report.peers), "of limit", *busy]
+    return [*fixed, *(f"x {peer}" for peer in report.peers), *_limit_name(report), *busy]
+
+
+def _limit_name(report: Report) -> list[str]:
+    """The column's, where the limit is known."""
+    return ["of limit"] if LIMIT in report.contenders else []
 
 
 def _cells(report: Report, row: Row) -> list[str]:
     sample = row.sample
     return [
+        *row.labels,
         size_text(row.bytes),
         row.contender,
         f"{time_text(sample.median)} [{time_text(sample.low)}..{time_text(sample.high)}]",
         _bandwidth(row),
         _number(report.bus_bandwidth(row) / 1e9),
         *(_times(report.ratio(row, peer)) for peer in report.peers),
-        _percent(report.of_limit(row)),
+        *(_percent(report.of_limit(row)) for _ in _limit_name(report)),
         *([_busy(report, row)] if report.hosts else []),
     ]
 
@@ -129,7 +138,7 @@ def _cells(report: Report, row: Row) -> list[str]:
 def _busy(report: Report, row: Row) -> str:
     if row.bytes < LIMIT_BYTES:
         return ""
-    return ", ".join(_percent(min(hosts)) for hosts in report.busy(row).values())
+    return ", ".join(map(_percent, report.links_busy(row)))
 
 
 def _style(row: Row) -> str:
@@ -138,10 +147,13 @@ def _style(row: Row) -> str:
     return "bold" if row.contender in OURS else ""
 
 
-def _markdown(
-    report: Report, header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()
-) -> str:
-    rules = [":--" if column in left else "--:" for column in range(len(header))]
+def _left(report: Report) -> list[str]:
+    """The columns that hold words."""
+    return [*report.label_names, "library"]
+
+
+def _markdown(report: Report, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    rules = [":--" if name in _left(report) else "--:" for name in header]
     lines = ["| " + " | ".join(cells) + " |" for cells in (header, rules, *rows)]
     first, second, third = describe(report)
     date, _, command = third.partition(": ")

@@ -16,7 +16,7 @@ from PIL import Image
 
 from multiring import cli
 from multiring.errors import InternalError, UsageError
-from multiring.models.bench import allreduce, command, contenders, results, table, traffic
+from multiring.models.bench import allreduce, cases, command, results, table, traffic
 from multiring.models.bench.emulated_start import Emulation
 from multiring.models.bench.measure import Sample
 from multiring.models.bench.progress import open_progress
@@ -56,8 +56,8 @@ def row(report: Report, contender: str, size: int) -> Row:
     return found
 
 
-def parse(*words: str) -> argparse.Namespace:
-    return command._parse("allreduce", command._load("allreduce"), list(words))
+def parse(*words: str, benchmark: str = "allreduce") -> argparse.Namespace:
+    return command._parse(benchmark, command._load(benchmark), list(words))
 
 
 # ---- What follows from the times.
@@ -150,11 +150,9 @@ def test_sent_bytes_are_read_for_each_interface() -> None:
     ],
 )
 def test_what_did_not_cross_the_links_is_not_believed(sent: traffic.Sent, right: bool) -> None:
-    class Somebody(contenders.Ordinary):
-        def __init__(self) -> None:
-            self.name = "Somebody"
-
-    emulation = Emulation.parse("2x2", "1gbit")
+    crossing = allreduce._crossing(Emulation.parse("2x2", "1gbit"), 400)
+    assert crossing is not None
+    measured = cases.Measured("allreduce", "Somebody", 400, Sample(1.0, 1.0, 1.0, 1), sent)
     with (
         contextlib.nullcontext()
         if right
@@ -162,7 +160,7 @@ def test_what_did_not_cross_the_links_is_not_believed(sent: traffic.Sent, right:
             InternalError, match="Somebody sent 550 B over the links .* of 400 B, where 800 B have to cross"
         )
     ):
-        allreduce.check_crossed(Somebody(), emulation, 400, sent)
+        cases.check_crossed(measured, crossing)
 
 
 # ---- Tables and the picture.
@@ -403,9 +401,9 @@ def test_progress_is_a_line_for_every_size_on_rank_0_only(capsys: pytest.Capture
     assert capsys.readouterr() == ("", "4 B: fast\n")
 
 
-def bench(*words: str) -> Callable[[Path], list[str]]:
+def bench(*words: str, benchmark: str = "allreduce") -> Callable[[Path], list[str]]:
     return lambda root: [
-        *(sys.executable, "-m", "multiring", "bench", "allreduce"),
+        *(sys.executable, "-m", "multiring", "bench", benchmark),
         *(word.replace("DIR", str(root / "d")) for word in words),
     ]
 
