@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "collective/cluster_copy.h"
 #include "collective/collectives.h"
 
 namespace multiring {
@@ -38,12 +39,28 @@ std::vector<std::uint64_t> rows_of_all(const Exchange& exchange) {
   return rows;
 }
 
+/// A large gather across hosts: by messages, so that what the root alone wants goes nowhere else.
+void gather_by_messages(Exchange& exchange, const Call& call, const Operation& operation,
+                        const std::vector<StagedCopy::Incoming>& incoming, std::size_t longest) {
+  const Transport& transport = exchange.transport();
+  const int root = operation.descriptor.key.root;
+  std::vector<StagedCopy::Outgoing> outgoing(incoming.size());
+  outgoing[static_cast<std::size_t>(root)] = {operation.input, operation.descriptor.bytes};
+  const bool root_is_here = transport.host_number(root) == transport.host_number(exchange.rank());
+  ClusterCopy(exchange, call, outgoing, incoming).run(root_is_here ? longest : 0);
+}
+
 /// Allgather and gather: every rank stages its piece; all ranks, or the root only, take all pieces.
 void gather_pieces(Exchange& exchange, const Call& call, Operation& operation, bool wanted) {
+  const bool to_root = operation.descriptor.key.kind == OpKind::kGather;
+  const auto by_messages = [&](std::size_t piece) {
+    return to_root && worth_messages(exchange.transport(), piece, piece);
+  };
   const StagedCopy::Outgoing outgoing[] = {{operation.input, operation.descriptor.bytes}};
   StagedCopy copy(exchange, call, outgoing);
   exchange.begin(operation.descriptor);
-  copy.fill_first();
+  // Where this piece goes by messages all do: the longest decides.
+  if (!by_messages(operation.descriptor.bytes)) copy.fill_first();
   exchange.synchronise(call);
   exchange.require_match(call);
   const std::vector<std::uint64_t> rows = rows_of_all(exchange);
@@ -52,6 +69,7 @@ void gather_pieces(Exchange& exchange, const Call& call, Operation& operation, b
   const std::size_t longest = *std::max_element(rows.begin(), rows.end()) * row_bytes;
   std::vector<StagedCopy::Incoming> incoming(rows.size());
   if (wanted) incoming = join_rows(exchange, call, operation, rows, row_bytes);
+  if (by_messages(longest)) return gather_by_messages(exchange, call, operation, incoming, longest);
   copy.run(incoming, longest);
 }
 

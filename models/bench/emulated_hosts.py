@@ -141,14 +141,17 @@ class EmulatedHosts:
         self._run(switch, "tc", "qdisc", "add", "dev", port, *limit)
 
     def _hold(self) -> int:
-        """The id of a process in new namespaces, which ends with this one."""
-        command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "sleep", "infinity"]
-        holder = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        """The id of a process in new namespaces, which ends with this one: by the signal, or, where this one
+        is gone before it is asked for, by the end of its input."""
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "cat", "-"]
+        holder = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        assert holder.stdin is not None
+        self._cleanup.callback(holder.stdin.close)
         self._cleanup.callback(holder.wait)
         self._cleanup.callback(holder.kill)
-        # It becomes `sleep` when it is in the namespaces.
+        # It becomes `cat` when it is in the namespaces.
         until = time.monotonic() + _PATIENCE
-        while Path(f"/proc/{holder.pid}/comm").read_text().strip() != "sleep":
+        while Path(f"/proc/{holder.pid}/comm").read_text().strip() != "cat":
             if holder.poll() is not None:
                 raise OSError(f"`{' '.join(command)}` ended with exit code {holder.returncode}")
             if time.monotonic() > until:

@@ -18,7 +18,7 @@ from tests.python.test_bench import bench
 from tests.support import REPOSITORY, Job, wait_until
 
 MPICH = REPOSITORY / "build" / "mpich"
-HOLDER = b"sleep\0infinity\0"  # the command line of what holds an emulated host
+HOLDER = b"cat\0-\0"  # the command line of what holds an emulated host
 
 
 def holders(job: Job) -> int:

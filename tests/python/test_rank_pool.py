@@ -111,7 +111,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_the_pool_starts_anew(pool
     with pytest.raises(RanksTimedOut, match="no answer from rank 0 of 2") as caught:
         pool.run(sleep_on_rank_0, timeout=1.0)
     assert "in sleep_on_rank_0" in str(caught.value)
-    assert not any(process_exists(pid) for pid in pids)
+    wait_until(lambda: not any(process_exists(pid) for pid in pids), "the end of ranks that were killed")
     assert [value for _, value in pool.run(total, 0.0)] == [1.0, 1.0]
 
 
