@@ -257,11 +257,8 @@ class GradientReducer:
         return last is None or last.done()
 
     def await_sent(self, timeout: float) -> None:
-        """Wait for what has been sent, `timeout` seconds at most, and leave it where it is.
-
-        Raises:
-            MultiringError: The communication failed, or (TimeoutError) it has not arrived by then.
-        """
+        """Wait for what has been sent, and leave it where it is. Raises MultiringError: the communication
+        failed, or (TimeoutError) `timeout` seconds have passed."""
         last = None if self._round is None else self._round.last
         if last is not None:
             last.wait(timeout)
