@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
+
+#include "collective/host_ranks.h"
 
 namespace multiring {
 namespace {
@@ -17,35 +18,22 @@ constexpr std::size_t kMostSegment = 256 * 1024;
 constexpr std::size_t kSegmentsPerHost = 8;
 constexpr std::size_t kCacheLine = 64;
 
-/// The ranks of each host in their order, the root's host first, then by number.
-std::vector<std::vector<int>> hosts_from(const Transport& transport, int root) {
-  std::map<int, std::vector<int>> found;
-  for (int rank = 0; rank < transport.size(); ++rank) found[transport.host_number(rank)].push_back(rank);
-  std::vector<std::vector<int>> hosts;
-  for (auto& [number, ranks] : found) hosts.push_back(std::move(ranks));
-  const auto own = std::ranges::find_if(
-      hosts, [&](const std::vector<int>& ranks) { return std::ranges::binary_search(ranks, root); });
-  std::ranges::rotate(hosts, own);
-  return hosts;
-}
-
 }  // namespace
 
 bool ClusterBroadcast::pays(const Transport& transport, std::size_t bytes) {
   if (transport.shares_memory()) return false;
-  const std::size_t hosts = hosts_from(transport, 0).size();
+  const std::size_t hosts = ranks_by_host(transport).size();
   return hosts > 2 && bytes > std::min(kChainFrom, transport.staging_bytes()) * hosts;
 }
 
 ClusterBroadcast::ClusterBroadcast(Exchange& exchange, const Call& call, const Operation& operation)
     : exchange_(exchange), call_(call), operation_(operation), hierarchy_(*exchange.transport().hierarchy()) {
   const int root = operation.descriptor.key.root;
-  const auto hosts = hosts_from(exchange.transport(), root);
-  // Roots that stand differently on their hosts keep different ranks busy.
-  const auto place = static_cast<std::size_t>(std::ranges::find(hosts[0], root) - hosts[0].begin());
-  for (const std::vector<int>& ranks : hosts) {
+  const HostRing hosts(exchange.transport(), root);
+  for (const std::vector<int>& ranks : hosts.hosts()) {
     if (ranks[0] == hierarchy_.host_ranks()[0]) link_ = chain_.size();
-    chain_.push_back(ranks[place % ranks.size()]);
+    // Roots that stand differently on their hosts keep different ranks busy.
+    chain_.push_back(hosts.counterpart(ranks));
   }
   const std::size_t bytes = operation.descriptor.bytes;
   const std::size_t most = std::min(kMostSegment, exchange.transport().staging_bytes());

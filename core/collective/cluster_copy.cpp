@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "collective/host_ranks.h"
 #include "topology/chunks.h"
 
 namespace multiring {
@@ -17,7 +18,7 @@ constexpr std::size_t kCacheLine = 64;
 }  // namespace
 
 bool worth_messages(const Transport& transport, std::size_t bytes, std::size_t piece) {
-  return !transport.shares_memory() && bytes > std::min(kMessagesFrom, transport.staging_bytes()) &&
+  return crosses_hosts(transport) && bytes > std::min(kMessagesFrom, transport.staging_bytes()) &&
          piece >= kLeastPiece;
 }
 

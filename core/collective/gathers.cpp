@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "collective/cluster_allgather.h"
 #include "collective/cluster_copy.h"
 #include "collective/collectives.h"
 
@@ -54,7 +55,8 @@ void gather_by_messages(Exchange& exchange, const Call& call, const Operation& o
 void gather_pieces(Exchange& exchange, const Call& call, Operation& operation, bool wanted) {
   const bool to_root = operation.descriptor.key.kind == OpKind::kGather;
   const auto by_messages = [&](std::size_t piece) {
-    return to_root && worth_messages(exchange.transport(), piece, piece);
+    const Transport& transport = exchange.transport();
+    return to_root ? worth_messages(transport, piece, piece) : ClusterAllgather::pays(transport, piece);
   };
   const StagedCopy::Outgoing outgoing[] = {{operation.input, operation.descriptor.bytes}};
   StagedCopy copy(exchange, call, outgoing);
@@ -69,8 +71,9 @@ void gather_pieces(Exchange& exchange, const Call& call, Operation& operation, b
   const std::size_t longest = *std::max_element(rows.begin(), rows.end()) * row_bytes;
   std::vector<StagedCopy::Incoming> incoming(rows.size());
   if (wanted) incoming = join_rows(exchange, call, operation, rows, row_bytes);
-  if (by_messages(longest)) return gather_by_messages(exchange, call, operation, incoming, longest);
-  copy.run(incoming, longest);
+  if (!by_messages(longest)) return copy.run(incoming, longest);
+  if (to_root) return gather_by_messages(exchange, call, operation, incoming, longest);
+  ClusterAllgather(exchange, call, outgoing[0], incoming).run(longest);
 }
 
 }  // namespace

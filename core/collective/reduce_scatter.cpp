@@ -6,6 +6,7 @@
 
 #include "collective/cluster_allreduce.h"
 #include "collective/cluster_copy.h"
+#include "collective/cluster_reduce_scatter.h"
 #include "collective/collectives.h"
 #include "topology/chunks.h"
 
@@ -41,8 +42,8 @@ void reduce_block(const Operation& operation, const std::vector<const void*>& in
          bytes / operation.element_size());
 }
 
-/// Across hosts: by the plan of an allreduce, of whose result this rank keeps its block. That sends twice
-/// what has to be sent; in rounds every host gets everything of every rank.
+/// By the plan of an allreduce, of whose result this rank keeps its block: for many small blocks, which are
+/// not worth a message each. That sends twice what has to be sent; in rounds every host gets everything.
 void reduce_by_plan(Exchange& exchange, const Call& call, const Operation& operation, Range block) {
   Operation whole;
   whole.descriptor = operation.descriptor;
@@ -52,6 +53,14 @@ void reduce_by_plan(Exchange& exchange, const Call& call, const Operation& opera
   Operation* const operations[] = {&whole};
   const PieceList pieces(operations);
   ClusterAllreduce(exchange, call, operations, pieces, *exchange.transport().hierarchy()).run();
+}
+
+void reduce_across_hosts(Exchange& exchange, const Call& call, const Operation& operation,
+                         const std::vector<Range>& blocks) {
+  // Block 0 is the longest.
+  if (worth_messages(exchange.transport(), operation.descriptor.bytes, blocks[0].size()))
+    return ClusterReduceScatter(exchange, call, operation, blocks).run();
+  reduce_by_plan(exchange, call, operation, blocks[static_cast<std::size_t>(exchange.rank())]);
 }
 
 }  // namespace
@@ -82,15 +91,14 @@ void reduce_scatter(Exchange& exchange, const Call& call, Operation& operation) 
 
   const bool want_direct = operation.descriptor.bytes > kDirectFrom && operation.descriptor.input_region != 0;
   exchange.begin(operation.descriptor);
-  // Two ranks send each other everything either way.
-  const bool by_plan = size > 2 && worth_messages(exchange.transport(), operation.descriptor.bytes,
-                                                  operation.descriptor.bytes);
-  if (!want_direct && !by_plan) fill(0);
+  const bool across =
+      worth_messages(exchange.transport(), operation.descriptor.bytes, operation.descriptor.bytes);
+  if (!want_direct && !across) fill(0);
   exchange.synchronise(call);
   exchange.require_match(call);
   for (int rank = 0; rank < exchange.size(); ++rank)  // blocks are of rows: (3, 4) is not (4, 3)
     if (exchange.descriptor(rank).rows != operation.descriptor.rows) exchange.throw_mismatch(call);
-  if (by_plan) return reduce_by_plan(exchange, call, operation, blocks[self]);
+  if (across) return reduce_across_hosts(exchange, call, operation, blocks);
   if (operation.descriptor.bytes > kDirectFrom && all_symmetric(exchange)) {
     for (std::size_t rank = 0; rank < size; ++rank)
       inputs[rank] = operation.input_region->part(static_cast<int>(rank)) +

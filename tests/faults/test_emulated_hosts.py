@@ -41,8 +41,10 @@ print("running", flush=True)
 array = np.ones(int(sys.argv[1]), np.float32)
 operations = {
     "allreduce": lambda: comm.allreduce(array),
+    "allgather": lambda: comm.allgather(array),
     "alltoall": lambda: comm.alltoall(array),
     "broadcast": lambda: comm.broadcast(array, 0),
+    "gather": lambda: comm.gather(array, 0),
     "reduce_scatter": lambda: comm.reduce_scatter(array),
     "scatter": lambda: comm.scatter(array if comm.rank == 0 else None, 0),
 }
@@ -56,7 +58,7 @@ except multiring.MultiringError as error:
 # Elements of what goes in rounds, and of what goes by messages in many segments.
 SMALL, LARGE = "3", "3000000"
 
-# What this host sends for one allreduce, by the kernel's count. After the barrier everybody has everything.
+# What this host sends for one operation, by the kernel's count. After the barrier everybody has everything.
 COUNT_BYTES = """
 import numpy as np
 import multiring
@@ -69,7 +71,7 @@ x = np.ones({count}, np.float32)
 for _ in range(2):  # the first connects
     comm.barrier()
     before = sent()
-    assert (comm.allreduce(x) == comm.size).all()
+    {operation}
     comm.barrier()
 print(sent() - before)
 """
@@ -131,11 +133,32 @@ def test_bytes_tell_which_way_an_allreduce_goes(
         ({"MULTIRING_MODE": "1x3t"}, (2, 1, 1)),  # everything to the first, and the sums back
     ]
     for job, (env, expected) in enumerate(settings):
-        ranks = start(hosts, [1, 1, 1], COUNT_BYTES.format(count=count), job=job, **env)
+        script = COUNT_BYTES.format(count=count, operation="assert (comm.allreduce(x) == comm.size).all()")
+        ranks = start(hosts, [1, 1, 1], script, job=job, **env)
         for rank, (process, wanted) in enumerate(zip(ranks, expected, strict=True)):
             output, errors = process.communicate(timeout=60)
             assert process.returncode == 0, f"rank {rank}: {errors}"
             assert int(output) / (4 * count) == pytest.approx(wanted, rel=0.1), (env, rank)
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        ("assert (comm.allgather(x) == 1).all()", (2, 2, 2)),
+        ("assert (comm.reduce_scatter(x) == 3).all()", (2 / 3,) * 3),
+        # Of two rows the last rank keeps none, and sends both.
+        ("assert (comm.reduce_scatter(x.reshape(2, -1)) == 3).all()", (1 / 2, 1 / 2, 1)),
+    ],
+)
+def test_a_host_sends_once_what_others_need(
+    emulate: Callable[[int], EmulatedHosts], operation: str, expected: Sequence[float]
+) -> None:
+    count = 2_000_000
+    ranks = start(emulate(3), [1, 1, 1], COUNT_BYTES.format(count=count, operation=operation))
+    for rank, (process, wanted) in enumerate(zip(ranks, expected, strict=True)):
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, f"rank {rank}: {errors}"
+        assert int(output) / (4 * count) == pytest.approx(wanted, rel=0.1), rank
 
 
 def await_running(ranks: Ranks) -> None:
@@ -186,8 +209,10 @@ def host_of_each(layout: Sequence[int]) -> list[int]:
         ("allreduce", SMALL, 4),
         ("allreduce", LARGE, 0),
         ("allreduce", LARGE, 2),
+        ("allgather", LARGE, 3),
         ("alltoall", LARGE, 1),
         ("broadcast", LARGE, 2),
+        ("gather", LARGE, 2),
         ("reduce_scatter", LARGE, 3),
         ("scatter", LARGE, 0),
     ],
@@ -207,3 +232,26 @@ def test_a_killed_rank_is_named_on_every_host(
         else:
             name = hosts.name(host_of_each(layout)[victim])
             assert_lost(process, [f"{victim} on {name}"], killed, CLOSED_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("operation", "victim"), [("allgather", 1), ("broadcast", 4), ("gather", 3), ("reduce_scatter", 0)]
+)
+def test_an_interrupted_rank_ends_the_operation_of_all(
+    emulate: Callable[[int], EmulatedHosts], operation: str, victim: int
+) -> None:
+    layout = (2, 1, 2)
+    hosts = emulate(len(layout))
+    ranks = start(hosts, layout, LOOP, LARGE, operation)
+    await_running(ranks)
+    interrupted = time.monotonic()
+    ranks[victim].send_signal(signal.SIGINT)
+    for rank, process in enumerate(ranks):
+        output, errors = process.communicate(timeout=60)
+        if rank == victim:
+            assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+            continue
+        kind, message, at = json.loads(output or "[]") or ("", errors, 0.0)
+        assert kind in ("AbortedError", "PeerLostError"), message
+        assert f"rank {victim}" in message
+        assert at - interrupted < CLOSED_SECONDS
