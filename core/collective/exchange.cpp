@@ -98,7 +98,7 @@ void Exchange::throw_for(const Call& call, const WaitResult& result) const {
     case WaitResult::Outcome::kTimeout:
       throw_timeout(call);
     case WaitResult::Outcome::kPeerLost:
-      throw_lost(call, result.peer, result.peer_left);
+      throw_lost(call, result);
     case WaitResult::Outcome::kAborted:
       throw_if_aborted(call);
       break;
@@ -170,17 +170,20 @@ void Exchange::throw_timeout(const Call& call) const {
   throw Error(ErrorKind::kTimeout, text, context(call, absent.empty() ? -1 : absent.front()));
 }
 
-void Exchange::throw_lost(const Call& call, int peer, bool left) const {
-  std::string died = "its process has died (killed, crashed or out of memory)";
+void Exchange::throw_lost(const Call& call, const WaitResult& result) const {
+  const int peer = result.peer;
+  std::string died = result.peer_gone ? "nothing answers at its address: it has exited or died"
+                                      : "its process has died (killed, crashed or out of memory)";
   if (transport_.host(peer) != transport_.host(rank())) died += ", or its host cannot be reached any more";
-  throw Error(ErrorKind::kPeerLost,
-              where(call) + ", lost rank " + std::to_string(peer) + " on " + transport_.host(peer) +
-                  " (process " + std::to_string(transport_.process_id(peer)) + "): " +
-                  (left ? "it has shut down or exited while others still needed it (had it fewer batches "
-                          "than the others?)"
-                        : died) +
-                  ". It was last in " + doing(peer) + ". Look at that rank's output.",
-              context(call, peer));
+  throw Error(
+      ErrorKind::kPeerLost,
+      where(call) + ", lost rank " + std::to_string(peer) + " on " + transport_.host(peer) + " (process " +
+          std::to_string(transport_.process_id(peer)) + "): " +
+          (result.peer_left ? "it has shut down or exited while others still needed it (had it fewer batches "
+                              "than the others?)"
+                            : died) +
+          ". It was last in " + doing(peer) + ". Look at that rank's output.",
+      context(call, peer));
 }
 
 void Exchange::throw_if_aborted(const Call& call) const {

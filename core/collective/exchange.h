@@ -74,7 +74,7 @@ class MULTIRING_API Exchange {
   bool all_match() const;
   [[noreturn]] void throw_for(const Call& call, const WaitResult& result) const;
   [[noreturn]] void throw_timeout(const Call& call) const;
-  [[noreturn]] void throw_lost(const Call& call, int peer, bool left) const;
+  [[noreturn]] void throw_lost(const Call& call, const WaitResult& result) const;
   [[noreturn]] void throw_aborted(const Call& call, const AbortRecord& record) const;
   std::string where(const Call& call) const;
   std::string doing(int rank) const;

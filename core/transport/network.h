@@ -51,6 +51,19 @@ class MULTIRING_API Network {
   /// each other, or do not belong to the same job), kAborted.
   virtual void connect(std::span<const Link> links, const Waiting& waiting) = 0;
 
+  /// Whether links can be made when they are first needed, by `reach` of one end alone.
+  virtual bool links_on_demand() const { return false; }
+  /// As connect, but the peers need only make progress now and then, and what is begun goes on when the wait
+  /// has ended with kTimeout: call it again. kPeerLost is an outcome, too.
+  virtual WaitResult reach(std::span<const Link> links, const Waiting& waiting) {
+    connect(links, waiting);
+    return {};
+  }
+  /// Whether messages are possible on `link`.
+  virtual bool linked(const Link&) const { return true; }
+  /// Changes whenever peers may have made links possible. Any thread may ask.
+  virtual std::uint64_t arrivals() const { return 0; }
+
   /// Sends what `parts` make one after the other. The memory is not to be changed before the message is done;
   /// the list of parts itself is copied.
   virtual Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) = 0;

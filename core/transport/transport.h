@@ -39,6 +39,8 @@ struct WaitResult {
   Outcome outcome = Outcome::kArrived;
   int peer = -1;           ///< kPeerLost: who
   bool peer_left = false;  ///< kPeerLost: it said goodbye (shutdown or exit) rather than died
+  bool peer_gone =
+      false;  ///< kPeerLost: nothing answers at its address; whether it left or died is not known
   bool ok() const { return outcome == Outcome::kArrived; }
 };
 

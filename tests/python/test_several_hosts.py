@@ -100,6 +100,31 @@ def test_groups_leave_no_descriptors(spread: Pools) -> None:
     assert spread(3, 2).run(many_groups) == [0, 0, 0]
 
 
+def connect_for_messages(comm: Communicator) -> None:
+    """With each peer one control connection, and one for each of two channels, from the first message on."""
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    peers = [rank for rank in range(comm.size) if rank != comm.rank]
+    held = len(os.listdir("/proc/self/fd"))
+    for to, sources in [([after], [before]), ([after], [before]), (peers, peers)]:
+        for peer in to:
+            comm.send(np.full(3, comm.rank), peer)
+        for peer in sources:
+            assert comm.recv(peer)[0] == peer
+        connections = 3 * len({*to, *sources})
+        # Of calls that have crossed one is closed when its rank looks at its connections, which this does.
+        wait_until(
+            lambda wanted=held + connections: (
+                not comm.is_broken and len(os.listdir("/proc/self/fd")) == wanted
+            ),
+            f"{connections} connections",
+        )
+        comm.barrier()
+
+
+def test_ranks_connect_when_they_send_messages(spread: Pools) -> None:
+    spread(5, 5).run(connect_for_messages)
+
+
 def look_elsewhere(comm: Communicator) -> None:
     mine = comm.symmetric_empty(5, np.float32)
     mine[:] = 1
@@ -165,6 +190,25 @@ def test_a_rank_that_is_killed(nursery: Nursery, name: str) -> None:
         assert f"lost rank 1 on {os.uname().nodename} (process " in str(outcome.error)
         assert outcome.ended is not None
         assert outcome.ended - outcomes[1].notes["killed"] < SECONDS
+
+
+def end_before_a_message(rank: int) -> None:
+    """Rank 1 ends before anything but rounds has passed between it and the others."""
+    pretend_hosts()
+    comm = multiring.init()
+    comm.barrier()
+    if comm.rank == 1:
+        os._exit(0)
+    if comm.rank == 0:
+        comm.recv(1)
+    comm.send(np.ones(3), 1)
+
+
+def test_a_message_to_or_from_a_rank_that_has_ended(nursery: Nursery) -> None:
+    outcomes = nursery.run(3, end_before_a_message, init=False, env={HOSTS: "3"})
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome.error, PeerLostError), outcome.trace or outcome
+        assert "lost rank 1 on" in str(outcome.error)
 
 
 def die_while_waiting(rank: int, name: str) -> None:

@@ -74,7 +74,7 @@ void ClusterTransport::connect(const Waiting& waiting) {
   std::vector<Network::Link> links;
   for (const int other : mirror_->partners()) links.push_back({other, 0});
   mirror_->network().connect(links, waiting);
-  mail->connect(mail_links, waiting);
+  if (!mail->links_on_demand()) mail->connect(mail_links, waiting);
   mail_ = make_mail(std::move(mail));
   hierarchy_ = make_hierarchy(waiting);
 }

@@ -39,8 +39,30 @@ RemoteMail::RemoteMail(std::unique_ptr<Network> network, int rank, const std::ve
   network_->keep(peers_);
   for (const int each : peers) {
     peer(each).remote = true;
-    expect_header(each);
-    expect_answer(each);
+    if (!network_->links_on_demand()) start(each);
+  }
+}
+
+void RemoteMail::start(int rank) {
+  Peer& from = peer(rank);
+  from.linked = true;
+  expect_header(rank);
+  expect_answer(rank);
+  for (const auto& [chunk, bytes] : std::exchange(from.unsent, {})) post(rank, chunk, bytes);
+}
+
+bool RemoteMail::linked(int rank) {
+  const std::lock_guard lock(mutex_);
+  return peer(rank).linked;
+}
+
+void RemoteMail::welcome() {
+  const std::uint64_t arrivals = network_->arrivals();
+  if (arrivals == std::exchange(arrivals_, arrivals)) return;
+  for (std::size_t rank = 0; rank < peers_->size(); ++rank) {
+    const int other = static_cast<int>(rank);
+    if (!peer(other).remote || peer(other).linked) continue;
+    if (network_->linked({other, kChunks}) && network_->linked({other, kAnswers})) start(other);
   }
 }
 
@@ -58,11 +80,16 @@ void RemoteMail::expect_answer(int destination) {
 }
 
 void RemoteMail::send(int destination, std::uint64_t chunk, std::size_t bytes) {
-  std::byte* header = memory_.header(rank_, destination, chunk);
-  set_following_bytes(header, bytes);
-  const std::span<const std::byte> head[] = {{header, Transport::kHeaderBytes}};
-  const std::span<const std::byte> body[] = {{memory_.payload(rank_, destination, chunk), bytes}};
+  set_following_bytes(memory_.header(rank_, destination, chunk), bytes);
   const std::lock_guard lock(mutex_);
+  if (!peer(destination).linked) return peer(destination).unsent.emplace_back(chunk, bytes), void();
+  post(destination, chunk, bytes);
+}
+
+void RemoteMail::post(int destination, std::uint64_t chunk, std::size_t bytes) {
+  const std::span<const std::byte> head[] = {
+      {memory_.header(rank_, destination, chunk), Transport::kHeaderBytes}};
+  const std::span<const std::byte> body[] = {{memory_.payload(rank_, destination, chunk), bytes}};
   std::vector<Ticket>& sends = peer(destination).sends;
   sends.push_back(network_->post_send(destination, kChunks, head));
   if (bytes > 0) sends.push_back(network_->post_send(destination, kChunks, body));
@@ -79,20 +106,21 @@ void RemoteMail::answer(int source, std::uint64_t chunk) {
 }
 
 WaitResult RemoteMail::await_chunk(int source, const std::function<bool()>& ready, const Waiting& waiting) {
-  return await(ready, [this, source] { return std::vector{peer(source).incoming}; }, waiting);
+  return await(source, ready, [this, source] { return std::vector{peer(source).incoming}; }, waiting);
 }
 
 WaitResult RemoteMail::await_answer(int destination, const std::function<bool()>& ready,
                                     const Waiting& waiting) {
-  return await(ready, [this, destination] { return std::vector{peer(destination).answering}; }, waiting);
+  return await(
+      destination, ready, [this, destination] { return std::vector{peer(destination).answering}; }, waiting);
 }
 
 WaitResult RemoteMail::await_sent(int destination, const Waiting& waiting) {
   const auto left = [this, destination] {
     const std::lock_guard lock(mutex_);
-    return peer(destination).sends.empty();
+    return peer(destination).sends.empty() && peer(destination).unsent.empty();
   };
-  return await(left, [this, destination] { return peer(destination).sends; }, waiting);
+  return await(destination, left, [this, destination] { return peer(destination).sends; }, waiting);
 }
 
 void RemoteMail::look() {
@@ -109,7 +137,7 @@ void RemoteMail::leave() {
 }
 
 /// `tickets`: what to wait for, of messages that are not done; under `mutex_`.
-WaitResult RemoteMail::await(const std::function<bool()>& ready,
+WaitResult RemoteMail::await(int rank, const std::function<bool()>& ready,
                              const std::function<std::vector<Ticket>()>& tickets, const Waiting& waiting) {
   const Counted counted(waiting_);
   Patience patience(waiting);
@@ -117,27 +145,9 @@ WaitResult RemoteMail::await(const std::function<bool()>& ready,
     if (const DriverSeat::Ride ride(seat_); ride) {
       take_in();
       if (ready()) return {};
-      std::unique_lock lock(mutex_);
-      const std::vector<Ticket> wanted = tickets();
-      lock.unlock();
       const bool alone = waiting_.load(std::memory_order_relaxed) == 1;
-      const Waiting turn = patience.turn(alone ? kTurn : kTurnAmongOthers);
-      for (const Ticket ticket : wanted) {
-        if (ticket == 0 || network_->done(ticket)) continue;
-        const WaitResult result = network_->wait({&ticket, 1}, turn);
-        if (!result.ok() && result.outcome != Outcome::kTimeout) return result;
-        if (result.ok()) {  // used up: what it was has to be taken in by hand
-          lock.lock();
-          for (std::size_t other = 0; other < peers_->size(); ++other) {
-            Peer& from = (*peers_)[other];
-            if (from.incoming == ticket) from.incoming = 0;
-            if (from.answering == ticket) from.answering = 0;
-            std::erase(from.sends, ticket);
-          }
-          lock.unlock();
-        }
-        break;
-      }
+      const WaitResult result = drive(rank, tickets, patience.turn(alone ? kTurn : kTurnAmongOthers));
+      if (!result.ok() && result.outcome != Outcome::kTimeout) return result;
       take_in();
     } else {
       std::this_thread::sleep_for(kLook);
@@ -151,6 +161,31 @@ WaitResult RemoteMail::await(const std::function<bool()>& ready,
   }
 }
 
+/// One turn of whoever moves the messages: makes the link, or waits for the first message that is not done.
+WaitResult RemoteMail::drive(int rank, const std::function<std::vector<Ticket>()>& tickets,
+                             const Waiting& turn) {
+  if (!linked(rank)) {
+    const Network::Link links[] = {{rank, kChunks}, {rank, kAnswers}};
+    return network_->reach(links, turn);
+  }
+  std::unique_lock lock(mutex_);
+  const std::vector<Ticket> wanted = tickets();
+  lock.unlock();
+  const auto pending =
+      std::ranges::find_if(wanted, [this](Ticket ticket) { return ticket != 0 && !network_->done(ticket); });
+  if (pending == wanted.end()) return {};
+  const Ticket ticket = *pending;
+  const WaitResult result = network_->wait({&ticket, 1}, turn);
+  if (!result.ok()) return result;
+  lock.lock();  // used up: what it was has to be taken in by hand
+  for (Peer& from : *peers_) {
+    if (from.incoming == ticket) from.incoming = 0;
+    if (from.answering == ticket) from.answering = 0;
+    std::erase(from.sends, ticket);
+  }
+  return {};
+}
+
 /// Whether a message is there; uses its ticket up then. 0: one that was used up.
 bool RemoteMail::arrived(Ticket ticket) {
   if (ticket == 0) return true;
@@ -162,9 +197,10 @@ bool RemoteMail::arrived(Ticket ticket) {
 void RemoteMail::take_in() {
   const std::lock_guard lock(mutex_);
   if (left_) return;
+  welcome();
   for (std::size_t rank = 0; rank < peers_->size(); ++rank) {
     Peer& from = (*peers_)[rank];
-    if (!from.remote) continue;
+    if (!from.linked) continue;
     const int other = static_cast<int>(rank);
     while (arrived(from.incoming)) take_chunk(other);
     while (arrived(from.answering)) {

@@ -32,6 +32,7 @@ Error refused(const TwoEnds& ends, const Call& call) {
                                " of this job. Has the launcher given every process its own rank?");
     case Verdict::kOtherSettings:
     case Verdict::kWelcome:
+    case Verdict::kCrossed:
       break;
   }
   return error_between(ErrorKind::kUsage, ends, "runs another version of multiring or other settings than",

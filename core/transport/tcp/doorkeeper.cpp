@@ -109,9 +109,10 @@ void Doorkeeper::begin(Call& call) {
   outgoing_.back()->begin();
 }
 
-void Doorkeeper::forget_calls() {
-  for (const auto& encounter : outgoing_) encounter->hang_up();
-  calls_.clear();
+void Doorkeeper::forget(const Call& call) {
+  for (const auto& encounter : outgoing_)
+    if (encounter->makes(call) && !encounter->over()) encounter->hang_up();
+  std::erase(calls_, &call);
 }
 
 void Doorkeeper::look_at_clock() {

@@ -69,7 +69,7 @@ class Doorkeeper {
 
   /// Calls until it is answered or fails. The call stays with the caller until `forget`.
   void call(Call& call);
-  void forget_calls();
+  void forget(const Call& call);
 
   /// What time brings: late strangers, calls to be tried again. Cheap if called too often.
   void look_at_clock();

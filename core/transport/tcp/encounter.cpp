@@ -137,6 +137,8 @@ void Doorkeeper::Encounter::received_welcome() {
     call_->state = Call::State::kDone;
     return enter(call_->facts);
   }
+  // Its own call will come, or has.
+  if (welcome && welcome->proven && welcome->verdict == Verdict::kCrossed) return broken_off(0);
   if (welcome && (welcome->proven || welcome->verdict == Verdict::kOtherSecret))
     call_->verdict = welcome->verdict;
   else

@@ -19,6 +19,7 @@ class Doorkeeper::Encounter final : public EventSink {
   Encounter(Doorkeeper& door, Descriptor socket, Call& call);
 
   void on_events(std::uint32_t events) override;
+  bool makes(const Call& call) const { return call_ == &call; }
   bool over() const { return stage_ == Stage::kOver; }
   bool late(Clock::time_point now) const { return now >= until_; }
   /// Hangs up. The object stays, for events may be on their way to it.

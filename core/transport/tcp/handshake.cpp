@@ -142,7 +142,7 @@ std::optional<Welcome> parse_welcome(const HandshakeKey& key, const Nonce& liste
   const std::span<const std::byte> said = bytes.subspan(8, 4);
   const auto verdict = FieldReader(said).get<std::uint32_t>();
   if (verdict < static_cast<std::uint32_t>(Verdict::kWelcome) ||
-      verdict > static_cast<std::uint32_t>(Verdict::kDuplicate))
+      verdict > static_cast<std::uint32_t>(Verdict::kCrossed))
     return std::nullopt;
   const Sha256Digest proof = listener_proof(key, listener_nonce, caller_nonce, facts, said);
   return Welcome{equal_in_constant_time(proof, bytes.last(32)), static_cast<Verdict>(verdict)};

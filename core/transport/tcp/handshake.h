@@ -50,6 +50,7 @@ enum class Verdict : std::uint32_t {
   kOtherSettings = 3,  ///< number of ranks, channels or version differ
   kWrongRank = 4,      ///< the listener is another rank than the one that was called
   kDuplicate = 5,      ///< it has this connection already: two processes say that they are the same rank
+  kCrossed = 6,        ///< it is calling the caller, too, and is the higher rank: its call is taken
 };
 
 inline constexpr std::size_t kChallengeBytes = 8 + 32;

@@ -73,15 +73,16 @@ void TcpNetwork::connect(std::span<const Link> links, const Waiting& waiting) {
   // They belong to this function, however it ends.
   struct Forget {
     TcpNetwork& network;
+    const std::list<Call>& calls;
     ~Forget() {
       const std::lock_guard lock(network.mutex_);
-      network.door_.forget_calls();
+      for (const Call& call : calls) network.door_.forget(call);
     }
-  } const forget{*this};
+  } const forget{*this, calls};
   {
     const std::lock_guard lock(mutex_);
     if (left_) throw left_error(ErrorKind::kInternal);
-    calls = missing_calls(links);
+    calls = missing_calls(links, false);
     for (Call& call : calls) door_.call(call);
   }
   std::optional<Error> error;
@@ -104,6 +105,48 @@ void TcpNetwork::connect(std::span<const Link> links, const Waiting& waiting) {
   const std::lock_guard lock(mutex_);
   std::erase_if(complaints_, [&](const auto& complaint) { return concerns(complaint.first, links); });
   throw *error;
+}
+
+WaitResult TcpNetwork::reach(std::span<const Link> links, const Waiting& waiting) {
+  waiting.deadline.start();
+  for (const Link& link : links) {
+    check_link(link);
+    if (linked(link)) continue;
+    try {
+      find(link.peer, waiting);
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kTimeout) throw;
+      return {WaitResult::Outcome::kTimeout};
+    }
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (left_) throw left_error(ErrorKind::kInternal);
+    for (std::list<Call> calls = missing_calls(links, true); !calls.empty();) {
+      begun_.splice(begun_.end(), calls, calls.begin());
+      door_.call(begun_.back());
+    }
+  }
+  std::optional<Error> error;
+  WaitResult result = drive(waiting, [&](WaitResult* found) {
+    if (std::all_of(links.begin(), links.end(), [&](const Link& link) { return ready(link); })) return true;
+    if (abort_) *found = {WaitResult::Outcome::kAborted};
+    if (abort_) return true;
+    error = trouble(links, begun_, waiting);
+    return error.has_value();
+  });
+  if (!error) return result;
+  const std::lock_guard lock(mutex_);
+  drop_calls([](const Call& call) { return call.state == Call::State::kFailed; });  // they may be tried again
+  if (error->kind() != ErrorKind::kPeerLost) throw *error;
+  const int rank = error->context().peer;
+  const bool left = peer(rank).left;
+  return {WaitResult::Outcome::kPeerLost, rank, left, !left && !peer(rank).ending};
+}
+
+bool TcpNetwork::linked(const Link& link) const {
+  const std::lock_guard lock(mutex_);
+  return ready(link);
 }
 
 void TcpNetwork::check_link(const Link& link) const {
@@ -187,11 +230,12 @@ void TcpNetwork::find(int rank, const Waiting& waiting) {
   }
 }
 
-std::list<Call> TcpNetwork::missing_calls(std::span<const Link> links) const {
+/// `of_both`: also those that the peer would make if it connected, too.
+std::list<Call> TcpNetwork::missing_calls(std::span<const Link> links, bool of_both) const {
   std::list<Call> calls;
   std::set<std::pair<int, int>> planned;
   for (const Link& link : links) {
-    if (link.peer > options_.rank || ready(link)) continue;
+    if ((link.peer > options_.rank && !of_both) || ready(link)) continue;
     if (lacks_control(peer(link.peer)) && planned.insert({link.peer, HelloFacts::kControl}).second)
       plan_calls(link.peer, HelloFacts::kControl, calls);
     if (planned.insert({link.peer, link.channel}).second) plan_calls(link.peer, link.channel, calls);
@@ -201,7 +245,12 @@ std::list<Call> TcpNetwork::missing_calls(std::span<const Link> links) const {
 
 void TcpNetwork::plan_calls(int rank, int channel, std::list<Call>& calls) const {
   const auto& theirs = peer(rank).endpoint->addresses;
-  std::vector<AddressPair> pairs = pair_addresses(own_.addresses, theirs);
+  // Whoever calls, stripes have the same numbers.
+  const bool higher = options_.rank > rank;
+  std::vector<AddressPair> pairs =
+      higher ? pair_addresses(own_.addresses, theirs) : pair_addresses(theirs, own_.addresses);
+  if (!higher)
+    for (AddressPair& pair : pairs) std::swap(pair.caller, pair.listener);
   if (pairs.empty())
     throw error_between(
         ErrorKind::kUsage, ends(rank, 0.0), "has no address of the family (IPv4, IPv6) of any of",
@@ -215,18 +264,16 @@ void TcpNetwork::plan_calls(int rank, int channel, std::list<Call>& calls) const
     return own_.addresses[pair.caller].megabits > 0 && theirs[pair.listener].megabits > 0;
   });
   const auto stripes = static_cast<std::int32_t>(pairs.size()) * each;
-  // Those that were made by an earlier attempt stay.
-  const auto made = peer(rank).streams.find(channel);
   std::int32_t stripe = 0;
   for (const AddressPair& pair : pairs) {
     const InterfaceAddress& from = own_.addresses[pair.caller];
     const InterfaceAddress& to = theirs[pair.listener];
     const std::uint32_t weight = speeds_known ? std::min(from.megabits, to.megabits) : 1;
     for (int i = 0; i < each; ++i, ++stripe) {
-      if (made != peer(rank).streams.end() && made->second->has_link(static_cast<std::size_t>(stripe)))
-        continue;
-      calls.push_back(
-          {{options_.rank, rank, options_.size, channel, stripe, stripes, weight, settings_}, from, to});
+      const HelloFacts facts{options_.rank, rank, options_.size, channel, stripe, stripes, weight, settings_};
+      // Those that were made by an earlier attempt stay, and those that are under way.
+      const bool made = !control && stands(facts, rank);
+      if (!made && !is_calling(facts)) calls.push_back({facts, from, to});
     }
   }
 }
@@ -236,8 +283,13 @@ Verdict TcpNetwork::judge(const HelloFacts& facts) {
       facts.stripes > kMaxStripes || facts.stripe < 0 || facts.stripe >= facts.stripes || facts.weight == 0 ||
       facts.channel < HelloFacts::kControl || facts.channel >= options_.channels)
     return complain(facts, Verdict::kOtherSettings);
-  if (facts.listener != options_.rank || facts.caller <= options_.rank || facts.caller >= options_.size)
+  if (facts.listener != options_.rank || facts.caller == options_.rank || facts.caller < 0 ||
+      facts.caller >= options_.size)
     return Verdict::kWrongRank;
+  HelloFacts other_way = facts;
+  std::swap(other_way.caller, other_way.listener);
+  if (facts.caller < options_.rank && (is_calling(other_way) || stands(facts, facts.caller)))
+    return Verdict::kCrossed;
   const Peer& caller = peer(facts.caller);
   if (facts.channel == HelloFacts::kControl)
     return complain(facts, lacks_control(caller) ? Verdict::kWelcome : Verdict::kDuplicate);
@@ -246,6 +298,30 @@ Verdict TcpNetwork::judge(const HelloFacts& facts) {
   const auto stripe = static_cast<std::size_t>(facts.stripe);
   const bool fits = found->second->stripes() == static_cast<std::size_t>(facts.stripes);
   return complain(facts, fits && !found->second->has_link(stripe) ? Verdict::kWelcome : Verdict::kDuplicate);
+}
+
+bool TcpNetwork::is_calling(const HelloFacts& facts) const {
+  return std::any_of(begun_.begin(), begun_.end(), [&](const Call& call) {
+    return call.facts.listener == facts.listener && call.facts.channel == facts.channel &&
+           call.facts.stripe == facts.stripe && call.state != Call::State::kDone &&
+           call.state != Call::State::kFailed;
+  });
+}
+
+/// Whether this rank has that connection with `rank`.
+bool TcpNetwork::stands(const HelloFacts& facts, int rank) const {
+  if (facts.channel == HelloFacts::kControl) return !lacks_control(peer(rank));
+  const auto found = peer(rank).streams.find(facts.channel);
+  return found != peer(rank).streams.end() && found->second->has_link(static_cast<std::size_t>(facts.stripe));
+}
+
+void TcpNetwork::drop_calls(const std::function<bool(const Call&)>& dropped) {
+  for (auto call = begun_.begin(); call != begun_.end();) {
+    const auto each = call++;
+    if (!dropped(*each)) continue;
+    door_.forget(*each);
+    begun_.erase(each);
+  }
 }
 
 // An attempt to connect that was given up may have left the end of its control connection behind.
@@ -272,6 +348,7 @@ bool TcpNetwork::concerns(int rank, std::span<const Link> links) const {
 void TcpNetwork::enter(const HelloFacts& facts, Descriptor socket, bool called) {
   const int rank = called ? facts.listener : facts.caller;
   Peer& other = peer(rank);
+  arrivals_.fetch_add(1, std::memory_order_release);
   other.address = remote_host(socket.get());
   set_no_delay(socket.get());
   set_heartbeat(socket.get(), options_.heartbeat, facts.channel == HelloFacts::kControl);

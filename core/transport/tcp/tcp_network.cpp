@@ -86,6 +86,10 @@ void TcpNetwork::has_work(TcpLink& link) {
 }
 
 void TcpNetwork::look_at_clock() {
+  drop_calls([this](const Call& call) {
+    return call.state == Call::State::kDone ||
+           (call.state == Call::State::kPause && stands(call.facts, call.facts.listener));
+  });
   door_.look_at_clock();
   check_answers();
   if (ending_.empty()) return;
@@ -223,7 +227,7 @@ void TcpNetwork::leave() {
   if (std::exchange(left_, true)) return;
   delivery_ = Deadline::after(options_.heartbeat);
   door_.stop_listening();
-  door_.forget_calls();
+  drop_calls([](const Call&) { return true; });
   const std::vector<std::byte> goodbye = encode_goodbye();
   for (Peer& other : peers_) {
     if (other.control && other.control->open()) other.control->say(goodbye);

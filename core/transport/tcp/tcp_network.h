@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <list>
@@ -49,9 +50,10 @@ struct TcpOptions {
 /// Messages over TCP.
 ///
 /// Every pair of ranks that has a link has one control connection, and for each channel a group of data
-/// connections: `connections_per_interface` over each pair of interfaces in the same network. The higher rank
-/// calls the lower one. Long messages are striped over the connections of a channel in proportion to the
-/// speeds of the interfaces, or to `set_weights`.
+/// connections: `connections_per_interface` over each pair of interfaces in the same network. Where both
+/// connect the higher rank calls the lower one. A rank that reaches for another calls it; if both do so at
+/// the same time, what the higher one calls is taken. Long messages are striped over the connections of a
+/// channel in proportion to the speeds of the interfaces, or to `set_weights`.
 ///
 /// **Lost peers.** A process that ends closes its connections, which peers see at once. A host that vanishes
 /// is found by the kernels' heartbeat (docs/adr/0010: keepalive on the connections; on the control connection
@@ -75,6 +77,10 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   int channels() const override { return options_.channels; }
   std::string host(int rank) override;
   void connect(std::span<const Link> links, const Waiting& waiting) override;
+  bool links_on_demand() const override { return true; }
+  WaitResult reach(std::span<const Link> links, const Waiting& waiting) override;
+  bool linked(const Link& link) const override;
+  std::uint64_t arrivals() const override { return arrivals_.load(std::memory_order_acquire); }
   Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override;
   Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) override;
   WaitResult wait(std::span<const Ticket> tickets, const Waiting& waiting) override;
@@ -134,7 +140,11 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   // Connecting.
   void check_link(const Link& link) const;
   void find(int peer, const Waiting& waiting);
-  std::list<Call> missing_calls(std::span<const Link> links) const;
+  std::list<Call> missing_calls(std::span<const Link> links, bool of_both) const;
+  /// This rank's call for the same connection that is under way.
+  bool is_calling(const HelloFacts& facts) const;
+  bool stands(const HelloFacts& facts, int rank) const;
+  void drop_calls(const std::function<bool(const Call&)>& dropped);
   Verdict complain(const HelloFacts& facts, Verdict verdict);
   TwoEnds ends(int peer, double waited) const;
   void plan_calls(int peer, int channel, std::list<Call>& calls) const;
@@ -162,6 +172,8 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   std::vector<int> ending_;    // peers of which a connection is closed, and not all is settled
   Clock::time_point next_check_ = {};
   std::optional<AbortRecord> abort_;
+  std::list<Call> begun_;  // by reach, and not done
+  std::atomic<std::uint64_t> arrivals_{0};
   std::map<int, Verdict> complaints_;  // what was answered to ranks that called and were refused
   bool left_ = false;
   Deadline delivery_ = Deadline::never();  // of what was sent before this rank left

@@ -25,6 +25,12 @@ class CountingNetwork final : public Network {
   void connect(std::span<const Link> links, const Waiting& waiting) override {
     network_->connect(links, waiting);
   }
+  bool links_on_demand() const override { return network_->links_on_demand(); }
+  WaitResult reach(std::span<const Link> links, const Waiting& waiting) override {
+    return network_->reach(links, waiting);
+  }
+  bool linked(const Link& link) const override { return network_->linked(link); }
+  std::uint64_t arrivals() const override { return network_->arrivals(); }
   Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) override {
     return network_->post_receive(peer, channel, buffer);
   }

@@ -1,0 +1,217 @@
+// Connections that one rank makes when it needs them, whatever the other one does.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "support/errors.h"
+#include "support/latch.h"
+#include "support/tcp_group.h"
+
+namespace multiring {
+namespace {
+
+using testing::all_links;
+using testing::Buffer;
+using testing::error_of;
+using testing::expect_text;
+using testing::Latch;
+using testing::open_descriptors;
+using testing::pattern;
+using testing::receive;
+using testing::send;
+using testing::tcp_options;
+using testing::TcpGroup;
+using testing::wait_seconds;
+using Outcome = WaitResult::Outcome;
+
+/// One message each way on each link, sends first.
+void exchange(TcpNetwork& network) {
+  std::vector<std::unique_ptr<Buffer>> buffers;
+  std::vector<Network::Ticket> tickets;
+  const auto seed = [](int from, int to, int channel) {
+    return static_cast<unsigned>(from * 100 + to * 10 + channel);
+  };
+  constexpr std::size_t kBytes = 200'001;  // striped
+  for (const auto& [peer, channel] : all_links(network)) {
+    buffers.push_back(std::make_unique<Buffer>(pattern(kBytes, seed(network.rank(), peer, channel))));
+    tickets.push_back(send(network, peer, channel, *buffers.back()));
+  }
+  const std::size_t first = buffers.size();
+  for (const auto& [peer, channel] : all_links(network)) {
+    buffers.push_back(std::make_unique<Buffer>(kBytes));
+    tickets.push_back(receive(network, peer, channel, *buffers.back()));
+  }
+  ASSERT_EQ(network.wait(tickets, wait_seconds(60)).outcome, Outcome::kArrived);
+  std::size_t index = first;
+  for (const auto& [peer, channel] : all_links(network))
+    ASSERT_TRUE(*buffers[index++] == pattern(kBytes, seed(peer, network.rank(), channel)));
+}
+
+void meet(Latch& latch) {
+  latch.count_down();
+  latch.wait();
+}
+
+void progress_until(TcpNetwork& network, const std::function<bool()>& reached) {
+  const Waiting waiting = wait_seconds(20);
+  while (!reached() && !waiting.deadline.expired()) network.progress();
+  ASSERT_TRUE(reached());
+}
+
+bool all_linked(const TcpNetwork& network) {
+  const auto links = all_links(network);
+  return std::all_of(links.begin(), links.end(), [&](const auto& link) { return network.linked(link); });
+}
+
+class TcpReachFrom : public ::testing::TestWithParam<int> {};
+
+TEST_P(TcpReachFrom, OneEndIsEnough) {
+  TcpGroup group(2, 2, 3);
+  group.run_unconnected([&](TcpNetwork& network) {
+    EXPECT_FALSE(all_linked(network));
+    const std::uint64_t before = network.arrivals();
+    if (network.rank() == GetParam()) {
+      EXPECT_TRUE(network.reach(all_links(network), wait_seconds(20)).ok());
+    } else {
+      progress_until(network, [&] { return all_linked(network); });
+    }
+    EXPECT_NE(network.arrivals(), before);
+    exchange(network);
+    EXPECT_TRUE(network.reach(all_links(network), wait_seconds(0.0)).ok()) << "it stands already";
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(LowerAndHigher, TcpReachFrom, ::testing::Values(0, 1));
+
+// Of two that call each other at the same time one is answered, in all orders in which that can happen.
+TEST(TcpReach, CallsThatCrossMakeOneConnection) {
+  constexpr int kSize = 3;
+  constexpr int kChannels = 2;
+  constexpr int kConnections = 2;
+  for (int repetition = 0; repetition < 60; ++repetition) {
+    TcpGroup group(kSize, kChannels, kConnections);
+    Latch start(kSize);
+    Latch done(kSize);
+    std::atomic<bool> counted = false;
+    const int before = open_descriptors();
+    std::atomic<int> idle{0};  // descriptors of networks without a connection
+    group.run_unconnected([&](TcpNetwork& network) {
+      meet(start);
+      if (network.rank() == 0) idle = open_descriptors() - before;
+      meet(done);
+      // Some come a little later, some in short turns between which they do something else.
+      const auto links = all_links(network);
+      if (network.rank() == 1)
+        for (int i = 0; i < repetition % 20; ++i) network.progress();
+      const double turn = repetition % 2 == 0 ? 20.0 : 0.0005;
+      const Waiting limit = wait_seconds(20);
+      WaitResult result{Outcome::kTimeout};
+      while (result.outcome == Outcome::kTimeout && !limit.deadline.expired())
+        result = network.reach(links, wait_seconds(turn));
+      ASSERT_TRUE(result.ok());
+      exchange(network);
+      for (const auto& [peer, channel] : links) ASSERT_EQ(network.stripes(peer, channel), kConnections);
+      // Both ends of a control connection and of those of the channels for each pair, once all others are
+      // closed.
+      constexpr int kPairs = kSize * (kSize - 1) / 2;
+      constexpr int kWanted = 2 * kPairs * (1 + kChannels * kConnections);
+      progress_until(network, [&] {  // to count them takes one itself, so one counts for all
+        if (network.rank() == 0 && open_descriptors() - before - idle == kWanted) counted = true;
+        return counted.load();
+      });
+    });
+  }
+}
+
+TEST(TcpReach, APeerThatMakesNoProgressAnswersLater) {
+  InprocStore store;
+  TcpNetwork zero(store, tcp_options(0, 2));
+  TcpNetwork one(store, tcp_options(1, 2));
+  for (TcpNetwork* caller : {&zero, &one})
+    EXPECT_EQ(caller->reach(all_links(*caller), wait_seconds(0.05)).outcome, Outcome::kTimeout);
+  const Waiting limit = wait_seconds(20);
+  while (!(all_linked(zero) && all_linked(one)) && !limit.deadline.expired()) {
+    zero.progress();
+    one.progress();
+  }
+  EXPECT_TRUE(zero.reach(all_links(zero), wait_seconds(20)).ok());
+  EXPECT_TRUE(one.reach(all_links(one), wait_seconds(20)).ok());
+}
+
+TEST(TcpReach, APeerThatHasNotComeIsWaitedFor) {
+  InprocStore store;
+  TcpNetwork zero(store, tcp_options(0, 2));
+  EXPECT_EQ(zero.reach(all_links(zero), wait_seconds(0.05)).outcome, Outcome::kTimeout);
+}
+
+TEST(TcpReach, APeerThatIsGoneIsLost) {
+  for (const int caller : {0, 1}) {
+    InprocStore store;
+    TcpNetwork network(store, tcp_options(caller, 2));
+    TcpNetwork(store, tcp_options(1 - caller, 2));  // has come and gone
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      const WaitResult result = network.reach(all_links(network), wait_seconds(20));
+      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
+      EXPECT_EQ(result.peer, 1 - caller);
+      EXPECT_TRUE(result.peer_gone);
+    }
+  }
+}
+
+TEST(TcpReach, APeerThatIsLostOnTheWayIsLost) {
+  for (const bool leaves : {false, true}) {
+    TcpGroup group(2, 2);
+    Latch linked(2);
+    group.run_unconnected([&](TcpNetwork& network) {
+      const std::vector<Network::Link> first = {{1 - network.rank(), 0}};
+      ASSERT_TRUE(network.reach(first, wait_seconds(20)).ok());
+      meet(linked);
+      if (network.rank() == 1) {
+        if (leaves) network.leave();
+        return group.destroy(1);
+      }
+      const WaitResult result = network.reach(all_links(network), wait_seconds(20));
+      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
+      EXPECT_EQ(result.peer, 1);
+      EXPECT_TRUE(leaves || !result.peer_left);
+    });
+  }
+}
+
+TEST(TcpReach, AnAbortAndTheOwnEndAreTold) {
+  InprocStore store;
+  TcpNetwork zero(store, tcp_options(0, 2));
+  TcpNetwork one(store, tcp_options(1, 2));
+  EXPECT_EQ(zero.reach(all_links(zero), wait_seconds(0.02)).outcome, Outcome::kTimeout);
+  zero.abort(ErrorKind::kAborted, "enough");
+  EXPECT_EQ(zero.reach(all_links(zero), wait_seconds(20)).outcome, Outcome::kAborted);
+  EXPECT_EQ(one.reach(all_links(one), wait_seconds(0.02)).outcome, Outcome::kTimeout);
+  one.leave();  // with a call under way
+  expect_text(error_of(ErrorKind::kInternal, [&] { one.reach(all_links(one), wait_seconds(20)); }),
+              "has left and connects with nobody any more");
+}
+
+TEST(TcpReach, AnotherSecretIsToldToWhoeverCalls) {
+  for (const int caller : {0, 1}) {
+    InprocStore store;
+    TcpOptions strange = tcp_options(caller, 2);
+    strange.secret = "another";
+    TcpNetwork network(store, strange);
+    TcpNetwork other(store, tcp_options(1 - caller, 2));
+    std::atomic<bool> told = false;
+    std::thread call([&] {
+      expect_text(error_of(ErrorKind::kUsage, [&] { network.reach(all_links(network), wait_seconds(20)); }),
+                  "does not know the secret of rank " + std::to_string(1 - caller));
+      told = true;
+    });
+    progress_until(other, [&] { return told.load(); });
+    call.join();
+  }
+}
+
+}  // namespace
+}  // namespace multiring
