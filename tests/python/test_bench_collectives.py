@@ -22,7 +22,8 @@ from multiring.models.bench.libraries import MultiringCollectives, OneCollective
 from multiring.models.bench.measure import Meeting, Pace, Sample, measure
 from multiring.models.bench.results import Report
 from multiring.models.errors import DataError
-from tests.python.test_bench import MACHINE, bench, markdown_rows, parse
+from tests.python.test_bench import bench, parse
+from tests.python.test_bench_report import MACHINE, markdown_rows
 from tests.rank_pool import RankPool, RanksFailed
 from tests.support import Job
 
