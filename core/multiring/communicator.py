@@ -104,7 +104,8 @@ class Communicator(Collectives):
         """Sends an array to rank `dst`, which has to call `recv`.
 
         Messages between two ranks are received in the order in which they were sent; the tags are compared.
-        Returns when `x` may be changed: at once for a message of up to 128 KiB if none is under way.
+        Returns when `x` may be changed: at once for a message of up to 128 KiB if none is under way. Only the
+        first message to a rank of another host waits until that rank is in any call, to connect with it.
         """
         operation = self._operation("SEND", None, dst)
         operation.set_input(contiguous(as_array(x)))
