@@ -6,7 +6,7 @@
 namespace multiring {
 namespace {
 
-constexpr std::size_t kMostSegment = 256 * 1024;
+constexpr std::size_t kMostSegment = 128 * 1024;
 constexpr std::size_t kCacheLine = 64;
 
 /// The most ranks of one host that are paired with one of another.
@@ -46,12 +46,12 @@ void ClusterAllgather::run(std::size_t longest) {
   if (own_.bytes > 0) std::memmove(incoming_[self].data, own_.data, own_.bytes);
   const std::size_t turns = segment_count(longest, segment_bytes_) * hosts_.size();
   // Every turn takes a place in the ring, so what it has received is there after as many as there are places.
-  for (std::size_t turn = 0; turn < turns + MessageRing::kPlaces; ++turn) {
+  for (std::size_t turn = 0; turn < turns + ring.places(); ++turn) {
     if (turn < turns)
       post(ring, turn);
     else if (turn == turns)
       ring.finish();
-    if (turn >= MessageRing::kPlaces) show(turn - MessageRing::kPlaces);
+    if (turn >= ring.places()) show(turn - ring.places());
   }
 }
 

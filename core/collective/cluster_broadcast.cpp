@@ -55,8 +55,8 @@ void ClusterBroadcast::pass_on() {
     if (peer >= 0) peers.push_back(peer);
   MessageRing ring(exchange_, call_, hierarchy_, segment_bytes_);
   ring.connect(peers);
-  // What a place in the ring has received is there when the next but kPlaces is posted.
-  const std::size_t lag = before >= 0 ? MessageRing::kPlaces : 0;
+  // What a place in the ring has received is there when as many more have been posted as there are places.
+  const std::size_t lag = before >= 0 ? ring.places() : 0;
   for (std::size_t turn = 0; turn < segments_ + lag; ++turn) {
     const Range coming = before >= 0 ? segment(turn) : Range{};
     const bool passes = turn >= lag;

@@ -21,8 +21,6 @@ bool worth_messages(const Transport& transport, std::size_t bytes, std::size_t p
 /// write to after an operation has failed.
 class MessageRing {
  public:
-  static constexpr std::size_t kPlaces = 4;
-
   /// `segment`: most bytes of a message.
   MessageRing(Exchange& exchange, const Call& call, Hierarchy& hierarchy, std::size_t segment);
   ~MessageRing();
@@ -30,6 +28,8 @@ class MessageRing {
   MessageRing& operator=(const MessageRing&) = delete;
 
   std::size_t segment() const { return segment_; }
+  /// Messages each way that may be on their way at once: what was posted so many posts ago has landed.
+  std::size_t places() const { return places_.size(); }
   void connect(std::span<const int> peers);
   /// Posts what has the next place in the ring, when what was there has landed: `out` of a segment at most
   /// goes to `to`, and `in` is for what comes from `from`. Either may be empty.

@@ -6,7 +6,7 @@
 namespace multiring {
 namespace {
 
-constexpr std::size_t kMostSegment = 256 * 1024;
+constexpr std::size_t kMostSegment = 128 * 1024;
 constexpr std::size_t kCacheLine = 64;
 
 }  // namespace
@@ -40,7 +40,10 @@ void ClusterReduceScatter::divide() {
   const std::size_t elements = std::min(longest, segment_bytes_) / element_;
   for (const std::vector<Subtree>& nodes : nodes_)
     message_bytes_ = std::max(message_bytes_, bytes_of(nodes, elements));
-  slots_ = 1 + (MessageRing::kPlaces + hosts_.size() - 1) / hosts_.size();
+}
+
+void ClusterReduceScatter::make_room(std::size_t places) {
+  slots_ = 1 + (places + hosts_.size() - 1) / hosts_.size();
   parts_.resize(slots_ * hosts_.size() * message_bytes_);
   sent_.resize(message_bytes_);
 }
@@ -54,6 +57,7 @@ std::size_t ClusterReduceScatter::bytes_of(const std::vector<Subtree>& nodes, st
 void ClusterReduceScatter::run() {
   MessageRing ring(exchange_, call_, hierarchy_, message_bytes_);
   ring.connect(hosts_.peers());
+  make_room(ring.places());
   const std::size_t turns = segments_ * hosts_.size();
   for (std::size_t turn = 0; turn < turns; ++turn) {
     stage(turn);

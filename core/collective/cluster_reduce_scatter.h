@@ -32,6 +32,8 @@ class ClusterReduceScatter {
   using Part = PartialSums::Part;
 
   void divide();
+  /// For what arrives until so many more messages have been posted.
+  void make_room(std::size_t places);
   void stage(std::size_t turn);
   void post(MessageRing& ring, std::size_t turn);
   /// Writes what this host contributes to a rank's segment, the sums one after the other. Returns their
