@@ -1,10 +1,14 @@
 // The core's allreduce, or the MPI library's own, among ranks that SimGrid's SMPI simulates, one after the
-// other in one process: smpirun ... simulated_allreduce multiring|mpi RANKS_PER_HOST MODE BYTES [BYTES ...]
+// other in one process: smpirun ... simulated_allreduce multiring|mpi|mpi-timing RANKS_PER_HOST MODE BYTES
+// [BYTES ...]
 //
 // The core is what runs everywhere: matching, plans, segments, messages over the MPI transport. The ranks of
 // a host meet in memory of this process. Simulated time passes in the network and for each message (smpirun's
 // options), for the messages of matching rounds as RoundCost says (three numbers), and for what the core adds
 // and copies (MEMORY_SECONDS for each byte that a rank sends).
+//
+// With mpi-timing the library's messages carry no data once sums have been checked: they take as long, and
+// the library needs no memory for copies of the arrays on each rank.
 //
 // MODE is as MULTIRING_MODE, "-" for the automatic one. Prints "BYTES SECONDS" for each size, after it has
 // checked the sums of all elements on all ranks.
@@ -309,27 +313,35 @@ void check_sums(Allreduce& allreduce, int rank, int size) {
   }
 }
 
+/// From here on this rank's messages have their sizes but no contents, and SMPI shares its copies of arrays
+/// between all ranks, as when it replays a trace.
+void stop_carrying_data(int rank) {
+  smpi_replay_init(simgrid::s4u::Actor::self()->get_property("instance_id"), rank, 0.0);
+  MPI_Barrier(MPI_COMM_WORLD);
+}
+
 /// Simulated seconds of an allreduce of `count` elements, as the slowest rank sees it. All ranks have the
 /// same input and write the same sums to one output: a thousand copies would not fit. (The core writes
 /// nothing but results there; libraries keep partial sums in it, so theirs cannot be looked at.)
 double measure(Allreduce& allreduce, std::size_t count, int size, bool check) {
   static std::vector<float> input;
   static std::vector<float> output;
+  static double slowest;        // the ranks' common memory: a message might carry no data
   MPI_Barrier(MPI_COMM_WORLD);  // all have looked at the sums of the size before
   if (input.size() != count) {
     input.resize(count);
     output.assign(count, 0.0F);
     for (std::size_t i = 0; i < count; ++i) input[i] = static_cast<float>(i % 251);
   }
+  slowest = 0.0;
   MPI_Barrier(MPI_COMM_WORLD);
   const double start = MPI_Wtime();
   allreduce.run(input, output);
-  const double own = MPI_Wtime() - start;
-  double seconds = 0.0;
-  MPI_Allreduce(&own, &seconds, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
+  slowest = std::max(slowest, MPI_Wtime() - start);
+  MPI_Barrier(MPI_COMM_WORLD);
   for (std::size_t i = 0; check && i < count; i += 1009)
     require(output[i] == static_cast<float>(i % 251) * static_cast<float>(size), "the sum");
-  return seconds;
+  return slowest;
 }
 
 }  // namespace
@@ -338,11 +350,9 @@ double measure(Allreduce& allreduce, std::size_t count, int size, bool check) {
 int main(int argc, char** argv) {
   using namespace multiring;
   if (argc < 9) {
-    std::fprintf(
-        stderr,
-        "simulated_allreduce multiring|mpi RANKS_PER_HOST MODE MESSAGE_SECONDS LATENCY BYTES_PER_SECOND "
-        "MEMORY_SECONDS "
-        "BYTES [BYTES ...]\n");
+    std::fprintf(stderr,
+                 "simulated_allreduce multiring|mpi|mpi-timing RANKS_PER_HOST MODE MESSAGE_SECONDS LATENCY "
+                 "BYTES_PER_SECOND MEMORY_SECONDS BYTES [BYTES ...]\n");
     return 2;
   }
   MPI_Init(&argc, &argv);
@@ -360,6 +370,7 @@ int main(int argc, char** argv) {
     else
       allreduce = std::make_unique<LibraryAllreduce>();
     check_sums(*allreduce, rank, size);
+    if (std::strcmp(argv[1], "mpi-timing") == 0) stop_carrying_data(rank);
     for (int index = 8; index < argc; ++index) {
       const std::size_t count = std::strtoull(argv[index], nullptr, 10) / sizeof(float);
       const double seconds = measure(*allreduce, count, size, core);

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from multiring.errors import UsageError
-from multiring.models.scaling.machine import CONTENDERS, OURS, Machine, mode_for
+from multiring.models.scaling.machine import CONTENDERS, OURS, Machine, is_timing_only, mode_for
 
 __all__ = ["SIZES", "build", "simulate"]
 
@@ -42,15 +42,32 @@ def build() -> Path:
 
 
 def simulate(
-    program: Path, contender: str, ranks: int, machine: Machine, sizes: Sequence[int] = SIZES
+    program: Path,
+    contender: str,
+    ranks: int,
+    machine: Machine,
+    sizes: Sequence[int] = SIZES,
+    timing_only: bool | None = None,
 ) -> dict[int, float]:
     """Seconds of an allreduce of each size in bytes; sums have been checked.
 
     What a library adds is not in it (`Machine.addition_seconds`).
 
+    Args:
+        program: What `build` returns.
+        contender: A key of `CONTENDERS`.
+        ranks: Number of ranks.
+        machine: What is simulated.
+        sizes: Bytes of the allreduces.
+        timing_only: A library's messages of these sizes carry no data, only those of the check of sums do
+            [where `is_timing_only` says so]. Those of multiring always do.
+
     Raises:
         UsageError: The simulation failed.
     """
+    if timing_only is None:
+        timing_only = is_timing_only(contender, ranks)
+    who = "multiring" if contender == OURS else "mpi-timing" if timing_only else "mpi"
     hosts = ranks // machine.ranks_per_host
     share = machine.bytes_per_second * machine.usable / machine.ranks_per_host
     with tempfile.TemporaryDirectory(prefix="multiring-scaling-") as directory:
@@ -63,7 +80,7 @@ def simulate(
                 *("smpirun", "-np", str(ranks), "-platform", str(platform), "-hostfile", str(hostfile)),
                 *_options(machine),
                 *CONTENDERS[contender],
-                *(str(program), "multiring" if contender == OURS else "mpi"),
+                *(str(program), who),
                 *(str(machine.ranks_per_host), mode_for(hosts, machine.ranks_per_host)),
                 *(str(machine.message_seconds), str(2 * machine.latency), str(share)),
                 str(machine.memory_seconds_per_byte_sent(hosts) if contender == OURS else 0.0),

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from multiring.models.scaling import simulation
-from multiring.models.scaling.machine import CONTENDERS, MACHINE, OURS, mode_for
-from multiring.models.scaling.report import efficiency, write
+from multiring.models.scaling.machine import CONTENDERS, MACHINE, OURS, is_timing_only, mode_for
+from multiring.models.scaling.report import efficiency, tables, write
 from multiring.models.scaling.results import Results, load, save
 from multiring.models.scaling.training import Profile, buckets, interpolate, parameters, step_seconds
 from tests.support import REPOSITORY
 
 PROGRAM = REPOSITORY / "build" / "scaling" / "models" / "scaling" / "simulated_allreduce"
+COPYING = [name for name in CONTENDERS if is_timing_only(name, 1024)]
+
+
+def simulated(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that simulates."""
+    for reason, lacking in (
+        ("SimGrid is not installed (libsimgrid-dev)", shutil.which("smpirun") is None),
+        ("the simulation is not built: make scaling builds it", not PROGRAM.is_file()),
+    ):
+        test = pytest.mark.skipif(lacking, reason=reason)(test)
+    return test
 
 
 @pytest.mark.parametrize("hosts", [2**power for power in range(1, 11)])
@@ -72,11 +84,29 @@ def test_the_report_replaces_what_was_there(tmp_path: Path) -> None:
     assert page.read_text() == once
 
 
-@pytest.mark.skipif(shutil.which("smpirun") is None, reason="SimGrid is not installed (libsimgrid-dev)")
-@pytest.mark.skipif(not PROGRAM.is_file(), reason="the simulation is not built: make scaling builds it")
+def test_the_page_compares_all_at_every_number_of_ranks() -> None:
+    written = tables(load(REPOSITORY / "models" / "scaling" / "results.json"))
+    assert "\n| 1024 |" in written
+    assert "| - |" not in written
+
+
+def test_data_are_carried_by_multiring_and_wherever_they_fit() -> None:
+    assert not is_timing_only(OURS, 1024)
+    assert not any(is_timing_only(name, 512) for name in CONTENDERS)
+
+
+@simulated
 @pytest.mark.parametrize("contender", [OURS, "ring"])
 def test_simulated_times_are_above_the_limit(contender: str) -> None:
     size = 2_097_152
     found = simulation.simulate(PROGRAM, contender, 16, MACHINE, (size,))
     limit = 2 * 3 / 4 * size / (MACHINE.bytes_per_second * MACHINE.usable)
     assert limit < found[size] < 20 * limit
+
+
+@simulated
+@pytest.mark.parametrize("contender", COPYING)
+def test_messages_without_data_take_as_long(contender: str) -> None:
+    sizes = (262_144, 2_097_152)
+    carried = simulation.simulate(PROGRAM, contender, 16, MACHINE, sizes, timing_only=False)
+    assert simulation.simulate(PROGRAM, contender, 16, MACHINE, sizes, timing_only=True) == carried
