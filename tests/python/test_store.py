@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -224,6 +225,52 @@ def test_coming_and_leaving_at_the_same_time_is_safe(tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
+def test_a_directory_of_the_user_survives_with_what_is_in_it(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    (own / "key-folder").mkdir(0o700, parents=True)
+    own.chmod(0o700)
+    foreign = ("thesis.tex", "key-rsa", "part-1", "0-1.sock", "key-folder/multiring-key-x", "multiring-key")
+    for name in foreign:
+        (own / name).write_text("precious")
+    for _ in range(2):
+        with FileStore(own) as first, FileStore(own) as second:
+            first.set("key", b"value")
+            second.set("k" * 4000, b"value")
+            with socket.socket(socket.AF_UNIX) as left:  # as a rank that was killed leaves it
+                left.bind(str(own / f"3-{os.getpid()}.sock"))
+        assert sorted(p.relative_to(own).as_posix() for p in own.rglob("*") if p.is_file()) == sorted(foreign)
+        assert len(list(own.iterdir())) == len(foreign), "and what was the store's is gone"
+
+
+def test_an_empty_directory_of_the_user_stays(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir(0o700)
+    FileStore(tmp_path / "own").close()
+    assert (tmp_path / "own").is_dir()
+
+
+def test_what_was_put_beside_a_store_survives_it(tmp_path: Path) -> None:
+    with FileStore(tmp_path / "store") as store:
+        store.set("key", b"value")
+        (tmp_path / "store" / "notes").write_text("precious")
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["notes"]
+
+
+def test_keys_of_ranks_that_were_killed_mislead_nobody(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, multiring.store as s; x = s.FileStore(sys.argv[1]); x.set('key', b'old');"
+        "os.kill(os.getpid(), 9)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "store")]
+    assert subprocess.run(command, check=False).returncode == -9
+    with FileStore(tmp_path / "store") as store, FileStore(tmp_path / "store") as other:
+        with pytest.raises(errors.TimeoutError):
+            store.get("key", 0.0)
+        store.set("key", b"new")
+        with FileStore(tmp_path / "store") as late:
+            assert late.get("key", 0.0) == other.get("key", 0.0) == b"new"
+    assert not (tmp_path / "store").exists()
+
+
 def test_a_directory_that_vanishes_ends_those_who_wait(tmp_path: Path) -> None:
     with FileStore(tmp_path / "store") as store, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(store.get, "key", 60.0)
@@ -239,7 +286,7 @@ def test_directories_of_dead_jobs_are_removed_and_no_others(tmp_path: Path) -> N
     used = FileStore(tmp_path / (prefix + "used"))
     for name in (prefix + "dead", prefix + "young", "multiring-other"):
         (tmp_path / name).mkdir(0o700)
-        (tmp_path / name / "key-x").touch()
+        (tmp_path / name / "multiring-key-x").touch()
     earlier = time.time() - 3600
     for name in (prefix + "dead", prefix + "used", "multiring-other"):
         os.utime(tmp_path / name, (earlier, earlier))
