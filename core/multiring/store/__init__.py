@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import logging
 import socket
 import urllib.parse
 
 from multiring.errors import UsageError
 from multiring.store.base import MAX_KEY_BYTES, MAX_VALUE_BYTES, Store
 from multiring.store.file import FileStore
-from multiring.store.tcp import TcpStore, TcpStoreServer
+from multiring.store.tcp import OTHER_SECRET, TcpStore, TcpStoreServer
 
 __all__ = [
     "MAX_KEY_BYTES",
     "MAX_VALUE_BYTES",
+    "OTHER_SECRET",
     "FileStore",
     "Store",
     "TcpStore",
@@ -29,23 +29,19 @@ __all__ = [
 ]
 
 
-_log = logging.getLogger("multiring")
-
-
 def serve_store(url: str, secret: bytes | None) -> TcpStoreServer | None:
-    """Serves the store that `url` names, if that is a port of this host on which nobody serves yet.
+    """Serves the store that `url` names; None if that is no port, or there is no secret to keep it by.
 
     For rank 0 of a job whose launcher has no store of its own: any rank then finds it there.
+
+    Raises:
+        UsageError: Somebody serves there already, or it is a port of another host.
     """
     address = _tcp_address(url)
     if address is None or secret is None:
         return None
     host, port = address
-    try:
-        return TcpStoreServer(_address_to_listen_on(host), port, secret)
-    except UsageError as error:  # somebody serves it already, or it is on another host
-        _log.info("rank 0 does not serve %s: %s", url, error)
-        return None
+    return TcpStoreServer(_address_to_listen_on(host), port, secret)
 
 
 def _address_to_listen_on(host: str) -> str:
@@ -75,16 +71,20 @@ def _tcp_address(url: str) -> tuple[str, int] | None:
     return None
 
 
-def open_store(url: str, secret: bytes | None, timeout: float = 30.0) -> Store:
+def open_store(
+    url: str, secret: bytes | None, timeout: float = 30.0, refused_because: str = OTHER_SECRET
+) -> Store:
     """Opens the store that `url` names: `file:///directory` or `tcp://host:port`.
 
     Args:
         url: The store; `MULTIRING_STORE` as a launcher sets it.
         secret: The job's secret; a TCP store needs it, a file store is kept safe by its directory's mode.
         timeout: Seconds within which a TCP store has to be reached.
+        refused_because: What it means if a TCP store knows another secret; for the message.
 
     Raises:
-        UsageError: The URL is not understood, or a TCP store has no secret.
+        UsageError: The URL is not understood, or a TCP store has no secret or another one.
+        TimeoutError: A TCP store cannot be reached.
     """
     parts = urllib.parse.urlsplit(url)
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path.startswith("/"):
@@ -92,5 +92,5 @@ def open_store(url: str, secret: bytes | None, timeout: float = 30.0) -> Store:
     if address := _tcp_address(url):
         if secret is None:
             raise UsageError(f"the store {url} needs a secret: set MULTIRING_SECRET on every rank")
-        return TcpStore(*address, secret, timeout)
+        return TcpStore(*address, secret, timeout, refused_because)
     raise UsageError(f"store {url!r} is not understood: give file:///directory or tcp://host:port")

@@ -27,7 +27,10 @@ from multiring.errors import PeerLostError, UsageError
 from multiring.store.base import MAX_KEY_BYTES, MAX_VALUE_BYTES, Store, check_key, check_value, no_such_key
 from multiring.store.handshake import prove_to_client, prove_to_server
 
-__all__ = ["TcpStore", "TcpStoreServer"]
+__all__ = ["OTHER_SECRET", "TcpStore", "TcpStoreServer"]
+
+# Why a server may refuse a client that was given its secret.
+OTHER_SECRET = "MULTIRING_SECRET differs between ranks, or the port belongs to another job"
 
 _REQUEST = struct.Struct("!BIH")
 _MAX_REQUEST = _REQUEST.size + MAX_KEY_BYTES + MAX_VALUE_BYTES
@@ -221,17 +224,26 @@ class TcpStore(Store):
         port: Port of the server.
         secret: The job's secret.
         connect_timeout: Seconds to go on trying, because the server may start after its clients.
+        refused_because: What it means if the server has another secret; for the message.
 
     Raises:
         UsageError: The server has another secret.
         TimeoutError: The server cannot be reached.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes, connect_timeout: float = 30.0) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: bytes,
+        connect_timeout: float = 30.0,
+        refused_because: str = OTHER_SECRET,
+    ) -> None:
         self.host = host
         self.port = port
         self._secret = secret
         self._connect_timeout = connect_timeout
+        self._refused_because = refused_because
         self._lock = threading.Lock()
         self._closed = False  # guarded by _lock
         # One for each request that is under way at the same time, kept for the next; guarded by _lock.
@@ -269,8 +281,7 @@ class TcpStore(Store):
                 return self._try_to_connect(max(0.1, deadline - time.monotonic()))
             except (AuthenticationError, AssertionError) as error:
                 raise UsageError(
-                    f"the {self} does not know this job's secret: MULTIRING_SECRET differs between ranks, or "
-                    "the port belongs to another job"
+                    f"the {self} does not know this job's secret: {self._refused_because}"
                 ) from error
             except (OSError, EOFError) as error:
                 if time.monotonic() >= deadline:
