@@ -242,7 +242,7 @@ def _open(place: Placement, settings: config.Settings) -> Store:
         ) from others
     why = OTHER_SECRET if settings.secret else OTHER_USER_SECRET
     try:
-        return open_store(place.store_url, place.secret, settings.timeout, why)
+        return open_store(place.store_url, place.secret, settings.timeout, why, settings.timeout)
     except MultiringError as error:
         if others is not None:
             error.args = (f"{error}. Rank 0 does not serve it either, since {others}",)

@@ -72,7 +72,11 @@ def _tcp_address(url: str) -> tuple[str, int] | None:
 
 
 def open_store(
-    url: str, secret: bytes | None, timeout: float = 30.0, refused_because: str = OTHER_SECRET
+    url: str,
+    secret: bytes | None,
+    timeout: float = 30.0,
+    refused_because: str = OTHER_SECRET,
+    answer_timeout: float | None = 0.0,
 ) -> Store:
     """Opens the store that `url` names: `file:///directory` or `tcp://host:port`.
 
@@ -81,6 +85,7 @@ def open_store(
         secret: The job's secret; a TCP store needs it, a file store is kept safe by its directory's mode.
         timeout: Seconds within which a TCP store has to be reached.
         refused_because: What it means if a TCP store knows another secret; for the message.
+        answer_timeout: Seconds within which a TCP store has to answer, 20 at least; None: any number.
 
     Raises:
         UsageError: The URL is not understood, or a TCP store has no secret or another one.
@@ -92,5 +97,5 @@ def open_store(
     if address := _tcp_address(url):
         if secret is None:
             raise UsageError(f"the store {url} needs a secret: set MULTIRING_SECRET on every rank")
-        return TcpStore(*address, secret, timeout, refused_because)
+        return TcpStore(*address, secret, timeout, refused_because, answer_timeout)
     raise UsageError(f"store {url!r} is not understood: give file:///directory or tcp://host:port")

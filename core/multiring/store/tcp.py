@@ -47,6 +47,10 @@ _MAX_STRANGERS = 128
 _GET_SLICE = 0.5
 _REPLY_GRACE = 20.0
 
+# The kernels find out within about half a minute that the other host has gone. They answer for a process that
+# stands still, which is no reason to give up.
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+
 
 class TcpStoreServer:
     """Serves a store on one port until it is closed; runs in threads of its own.
@@ -213,6 +217,8 @@ def _connection(sock: socket.socket) -> Connection:
     """A message connection over a duplicate of the socket's descriptor, closed apart from the socket."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return Connection(os.dup(sock.fileno()))
 
 
@@ -225,6 +231,8 @@ class TcpStore(Store):
         secret: The job's secret.
         connect_timeout: Seconds to go on trying, because the server may start after its clients.
         refused_because: What it means if the server has another secret; for the message.
+        answer_timeout: Seconds that an answer may take, beyond what the server is asked to wait, 20 at least;
+            None: any number. A process that serves a store may be stopped for a while, as by Ctrl-Z.
 
     Raises:
         UsageError: The server has another secret.
@@ -238,12 +246,14 @@ class TcpStore(Store):
         secret: bytes,
         connect_timeout: float = 30.0,
         refused_because: str = OTHER_SECRET,
+        answer_timeout: float | None = 0.0,
     ) -> None:
         self.host = host
         self.port = port
         self._secret = secret
         self._connect_timeout = connect_timeout
         self._refused_because = refused_because
+        self._answer_timeout = answer_timeout
         self._lock = threading.Lock()
         self._closed = False  # guarded by _lock
         # One for each request that is under way at the same time, kept for the next; guarded by _lock.
@@ -304,6 +314,9 @@ class TcpStore(Store):
                 raise
             return connection
 
+    def _patience(self, wait: float) -> float | None:
+        return None if self._answer_timeout is None else wait + max(self._answer_timeout, _REPLY_GRACE)
+
     def _ask(self, operation: int, wait: float, key: bytes, value: bytes = b"") -> bytes:
         request = _REQUEST.pack(operation, math.ceil(wait * 1000), len(key)) + key + value
         with self._lock:
@@ -311,8 +324,8 @@ class TcpStore(Store):
         connection = connection or self._connect()
         try:
             connection.send_bytes(request)
-            if not connection.poll(wait + _REPLY_GRACE):
-                raise OSError(f"no answer within {wait + _REPLY_GRACE:g} s")
+            if not connection.poll(self._patience(wait)):
+                raise OSError(f"no answer within {self._patience(wait):g} s")
             reply = connection.recv_bytes(_MAX_REPLY)
         except (OSError, EOFError) as error:
             connection.close()
