@@ -211,9 +211,12 @@ def test_process_management_of_slurm_is_not_taken_for_mpich() -> None:
         SLURM_ON_TWO_HOSTS,
     ],
 )
-def test_several_hosts_need_a_store_or_mpi(environ: dict[str, str], tmp_path: Path) -> None:
-    bridge = tmp_path / "mpi_bridge.so"
-    environ = environ | {"MULTIRING_MPI_BRIDGE": str(bridge)}
+def test_several_hosts_need_a_store_or_mpi(
+    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    bridge = tmp_path / "lib" / "multiring" / "mpi_bridge.so"
+    bridge.parent.mkdir(parents=True)
     needs_store = r"2 of them on this host.*set MULTIRING_STORE and MULTIRING_SECRET"
     with pytest.raises(UsageError, match=needs_store):
         detect(environ)
@@ -229,6 +232,8 @@ def test_several_hosts_need_a_store_or_mpi(environ: dict[str, str], tmp_path: Pa
         assert detect(by_mpi).size == 4
         with pytest.raises(UsageError, match=needs_store):
             detect(by_mpi | {"MULTIRING_TRANSPORT": "tcp"})
+        with pytest.raises(UsageError, match="MULTIRING_MPI_BRIDGE names bridge.so, which is no file on"):
+            detect(by_mpi | {"MULTIRING_MPI_BRIDGE": "bridge.so"})
 
 
 def test_ranks_of_srun_meet_on_the_first_host_by_a_secret_of_the_user(

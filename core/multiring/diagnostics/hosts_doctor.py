@@ -229,7 +229,8 @@ class _Doctor:
         """A job of one rank on each host measures."""
         names = [host.slots.name or "localhost" for host in self._hosts]
         places = ",".join(f"[{name}]:1" if ":" in name else f"{name}:1" for name in names)
-        command = [sys.executable, "-m", "multiring", "run", "-H", places, "--ssh", shlex.join(self._ssh)]
+        command = [sys.executable, "-P", "-m", "multiring", "run", "-H", places]
+        command += ["--ssh", shlex.join(self._ssh), "--env", "PYTHONSAFEPATH=1"]
         command += ["--remote-python", self._args.remote_python, "--address", self._args.address]
         command += [
             "--engine",

@@ -133,12 +133,16 @@ class TcpStoreServer:
     def _start(self, accepted: socket.socket) -> None:
         try:
             peer = _Peer(accepted)
-            peer.thread = threading.Thread(target=self._serve, args=(peer,), daemon=True)
-            with self._peers_lock:
-                self._peers[peer] = None
-            peer.thread.start()
-        except (OSError, RuntimeError):  # no descriptor or no thread left: the client asks again
+        except OSError:  # no descriptor left: the client asks again
             accepted.close()
+            return
+        peer.thread = threading.Thread(target=self._serve, args=(peer,), daemon=True)
+        with self._peers_lock:
+            self._peers[peer] = None
+        try:
+            peer.thread.start()
+        except RuntimeError:  # no thread left
+            self._forget(peer)
 
     def _dismiss_strangers(self) -> None:
         now = time.monotonic()
@@ -156,9 +160,12 @@ class TcpStoreServer:
         except (OSError, EOFError, AuthenticationError, AssertionError, ValueError, struct.error):
             pass  # gone, or not one of ours
         finally:
-            with self._peers_lock:
-                self._peers.pop(peer, None)
-            peer.close()
+            self._forget(peer)
+
+    def _forget(self, peer: _Peer) -> None:
+        with self._peers_lock:
+            self._peers.pop(peer, None)
+        peer.close()
 
     def _answer(self, request: bytes) -> bytes:
         operation, milliseconds, key_length = _REQUEST.unpack_from(request)
