@@ -6,7 +6,6 @@ serves any ranks that can reach one port. Neither is meant for bulk data.
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import socket
 import urllib.parse
@@ -24,6 +23,7 @@ __all__ = [
     "Store",
     "TcpStore",
     "TcpStoreServer",
+    "address_to_listen_on",
     "open_store",
     "serve_store",
 ]
@@ -41,16 +41,25 @@ def serve_store(url: str, secret: bytes | None) -> TcpStoreServer | None:
     if address is None or secret is None:
         return None
     host, port = address
-    return TcpStoreServer(_address_to_listen_on(host), port, secret)
+    return TcpStoreServer(address_to_listen_on(host), port, secret)
 
 
-def _address_to_listen_on(host: str) -> str:
-    """Many systems give their own name an address that no other host reaches (127.0.1.1)."""
-    with contextlib.suppress(OSError, ValueError):
-        if host != "localhost" and not _is_literal(host):
-            found = socket.gethostbyname(host)
-            return "0.0.0.0" if ipaddress.ip_address(found).is_loopback else found
-    return host
+def address_to_listen_on(host: str) -> str:
+    """The address of this host that others reach when they call it `host`, a name or an address.
+
+    Many systems give their own name an address that no other host reaches (127.0.1.1): then it is all there
+    are of that family.
+    """
+    if _is_literal(host):
+        return host
+    try:
+        found = [str(address[0]) for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError):
+        return host  # and who listens there tells why that cannot be
+    address = next((each for each in found if ":" not in each), found[0])
+    if host == "localhost" or not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return address
+    return "::" if ":" in address else "0.0.0.0"
 
 
 def _is_literal(host: str) -> bool:
