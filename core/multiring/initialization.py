@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from multiring import _core, config, launch_environment, torchrun
+from multiring import _core, config, launch_environment, offered_store, torchrun
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError, UsageError
 from multiring.launch_environment import Placement
@@ -227,10 +228,13 @@ def _meet(place: Placement, settings: config.Settings) -> tuple[Placement, Store
     if place.launcher == "slurm" and not settings.store:
         # What follows from the job's name may be what follows from another one's. All ranks know the name.
         prefix = f"{place.job_id}/{prefix}"
-    return place, _open(place, settings), prefix
+    if place.launcher == "multiring":  # which has made the store for this job
+        return place, _open(place, settings, settings.timeout), prefix
+    reopen = functools.partial(_open, place, settings)
+    return place, *offered_store.meet(place.rank, place.size, prefix, settings.timeout, reopen)
 
 
-def _open(place: Placement, settings: config.Settings) -> Store:
+def _open(place: Placement, settings: config.Settings, timeout: float) -> Store:
     """Opens the store where the ranks meet. A foreign launcher serves none: where one is named, rank 0
     does."""
     others = _serve(place) if place.rank == 0 and place.launcher != "multiring" else None
@@ -242,7 +246,7 @@ def _open(place: Placement, settings: config.Settings) -> Store:
         ) from others
     why = OTHER_SECRET if settings.secret else OTHER_USER_SECRET
     try:
-        return open_store(place.store_url, place.secret, settings.timeout, why, settings.timeout)
+        return open_store(place.store_url, place.secret, timeout, why, settings.timeout)
     except MultiringError as error:
         if others is not None:
             error.args = (f"{error}. Rank 0 does not serve it either, since {others}",)
