@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import sys
@@ -11,17 +12,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from multiring import _core, config, launch_environment, torchrun
+from multiring import _core, config, launch_environment, offered_store, torchrun
 from multiring.communicator import Communicator
-from multiring.errors import UsageError
+from multiring.errors import MultiringError, UsageError
 from multiring.launch_environment import Placement
 from multiring.mpi import job as mpi_job
 from multiring.mpi.bridge import carries
 from multiring.reductions import wire_type
-from multiring.store import FileStore, Store, open_store, serve_store
+from multiring.store import OTHER_SECRET, FileStore, Store, open_store, serve_store
 from multiring.tuning.startup import follow_measured_ways
 from multiring.tuning.table import OFF, Tuning, ranks_of_hosts
 from multiring.tuning.table import load as load_tuning
+from multiring.user_secret import OTHER_USER_SECRET
 
 __all__ = [
     "at_shutdown",
@@ -222,22 +224,49 @@ def _meet(place: Placement, settings: config.Settings) -> tuple[Placement, Store
     if torchrun.is_meant(place):
         place, store = torchrun.meet(place, settings)
         return place, store, f"{place.job_id}/"  # another one each time
-    if place.rank == 0 and place.launcher != "multiring":
-        _serve(place)
-    store = open_store(place.store_url, place.secret, settings.timeout)
-    return place, store, f"generation-{_generation}/"
+    prefix = f"generation-{_generation}/"
+    if place.launcher == "slurm" and not settings.store:
+        # What follows from the job's name may be what follows from another one's. All ranks know the name.
+        prefix = f"{place.job_id}/{prefix}"
+    if place.launcher == "multiring":  # which has made the store for this job
+        return place, _open(place, settings, settings.timeout), prefix
+    reopen = functools.partial(_open, place, settings)
+    return place, *offered_store.meet(place.rank, place.size, prefix, settings.timeout, reopen)
 
 
-def _serve(place: Placement) -> None:
-    """A foreign launcher serves no store: where one is named, rank 0 does, as long as it lives. Others may be
-    reading when it has joined, or shut down."""
+def _open(place: Placement, settings: config.Settings, timeout: float) -> Store:
+    """Opens the store where the ranks meet. A foreign launcher serves none: where one is named, rank 0
+    does."""
+    others = _serve(place) if place.rank == 0 and place.launcher != "multiring" else None
+    if others is not None and not settings.store:  # whoever it is that does, he is not of this job
+        raise UsageError(
+            f"rank 0 cannot serve the store {place.store_url}, where the ranks of this job meet: {others}. "
+            "Set MULTIRING_STORE to a port that is free there, and MULTIRING_SECRET, both the same on all "
+            "ranks (docs/clusters.md)"
+        ) from others
+    why = OTHER_SECRET if settings.secret else OTHER_USER_SECRET
+    try:
+        return open_store(place.store_url, place.secret, timeout, why, settings.timeout)
+    except MultiringError as error:
+        if others is not None:
+            error.args = (f"{error}. Rank 0 does not serve it either, since {others}",)
+        raise
+
+
+def _serve(place: Placement) -> UsageError | None:
+    """Serves the store as long as this process lives, or says why it does not: others may be reading when it
+    has joined, or shut down."""
     if place.store_url in _served:
-        return
-    server = serve_store(place.store_url, place.secret)
+        return None
+    try:
+        server = serve_store(place.store_url, place.secret)
+    except UsageError as error:
+        return error
     if server is not None:
         _served.add(place.store_url)
         process = os.getpid()
         atexit.register(lambda: server.close() if os.getpid() == process else None)  # not of a fork
+    return None
 
 
 def _configure_log(level: str) -> None:

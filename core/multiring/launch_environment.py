@@ -229,6 +229,7 @@ def _from_slurm(
     host = number("SLURM_NODEID", 0)
     tasks = slurm.tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    key = [environ.get(name, "") for name in names]
     place = _foreign(
         settings,
         "slurm",
@@ -239,21 +240,25 @@ def _from_slurm(
             tasks[host] if host < len(tasks) else size // hosts,
         ),
         (host, hosts),
-        [environ.get(name, "") for name in names],
+        key,
     )
-    return _meeting_on_first_host(place, settings, environ) if place.is_spread else place
+    return _meeting_on_first_host(place, settings, environ, key) if place.is_spread else place
 
 
 def _meeting_on_first_host(
-    place: Placement, settings: config.Settings, environ: Mapping[str, str]
+    place: Placement, settings: config.Settings, environ: Mapping[str, str], key: list[str]
 ) -> Placement:
-    """The place with a store on the host of rank 0, where the user has named none."""
+    """The place with a store on the host of rank 0, where the user has named none.
+
+    Port and secret follow from what Slurm calls the job: a user may give many jobs the same name of ours.
+    """
     host = slurm.first_host(environ.get("SLURM_STEP_NODELIST", ""))
     if settings.store or not host:
         return place
-    digest = hashlib.sha256(place.job_id.encode()).digest()
+    name = f"slurm-{_digest('slurm', key)}"
+    digest = hashlib.sha256(name.encode()).digest()
     port = _SLURM_PORTS[int.from_bytes(digest[:4]) % len(_SLURM_PORTS)]
-    secret = settings.secret or job_secret(place.job_id)
+    secret = settings.secret or job_secret(name)
     return dataclasses.replace(place, store_url=f"tcp://{host}:{port}", secret=secret)
 
 
@@ -288,7 +293,7 @@ def _foreign(
     hosts: tuple[int, int],
     key: list[str],
 ) -> Placement:
-    digest = hashlib.sha256("\0".join([launcher, *key]).encode()).hexdigest()[:16]
+    digest = _digest(launcher, key)
     directory = Path(tempfile.gettempdir()).absolute() / (job_directory_prefix() + digest)
     return Placement(
         *ranks,
@@ -296,8 +301,13 @@ def _foreign(
         launcher,
         settings.store or directory.as_uri(),
         settings.secret,
-        settings.job_id or f"{launcher}-{digest}",
+        f"{settings.job_id or launcher}-{digest}",
     )
+
+
+def _digest(launcher: str, key: list[str]) -> str:
+    """Another one for every job of a launcher that tells its jobs apart by `key`."""
+    return hashlib.sha256("\0".join([launcher, *key]).encode()).hexdigest()[:16]
 
 
 def _launcher_process(rank_variable: str) -> str:

@@ -1,22 +1,32 @@
-"""A store that rank 0 serves on its host, and what it tells the others of it.
+"""Where the ranks of a launcher meet that serves no store of ours.
 
-For launchers that serve none of ours but can hand a few words of rank 0 to all ranks.
+Some can hand a few words of rank 0 to all ranks: then these are about a store that it offers. Else all know
+where the store is, but not whether what they find there is of their own job: a launcher may start one program
+after the other (`mpirun sh -c "python a.py; python b.py"`), and a rank of the second one may come while rank
+0 of the first one is about to leave. So rank 0 calls a roll: each rank signs in with a number made for this
+occasion, and goes on when rank 0 has read out that number.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
-from multiring import _core
-from multiring.errors import UsageError
-from multiring.store import TcpStoreServer
+from multiring import _core, errors
+from multiring.errors import PeerLostError, UsageError
+from multiring.store import Store, TcpStoreServer
 
-__all__ = ["offer_store"]
+__all__ = ["meet", "offer_store", "ranks_text", "signed"]
+
+# Who may have come to a store of others looks so often whether it still is that.
+_LOOK_SECONDS = 0.1
 
 # More addresses than this are of containers; what ranks tell each other has an end.
 _MOST_ADDRESSES = 16
@@ -61,3 +71,92 @@ def _serve(host: str, secret: bytes | None) -> tuple[TcpStoreServer, bytes]:
     process = os.getpid()
     atexit.register(lambda: server.close() if os.getpid() == process else None)  # not of a fork
     return server, secret
+
+
+def meet(
+    rank: int, size: int, prefix: str, timeout: float, reopen: Callable[[float], Store]
+) -> tuple[Store, str]:
+    """Brings the ranks together that have been told the same store. Collective.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        prefix: How the keys of this meeting begin.
+        timeout: Seconds within which all have to come.
+        reopen: Opens the store within so many seconds, once more if it was that of ranks that have left.
+
+    Returns:
+        The store, and how keys begin that nobody has used before.
+
+    Raises:
+        UsageError: The store cannot be opened.
+        TimeoutError: Ranks are missing after `timeout` seconds; says which.
+    """
+    deadline = time.monotonic() + timeout
+    with ExitStack() as stack:
+        while True:
+            store = stack.enter_context(reopen(max(0.1, deadline - time.monotonic())))
+            try:
+                take_part = _call if rank == 0 else _answer
+                name = take_part(store, rank, size, prefix, deadline)
+                stack.pop_all()
+                return store, f"{prefix}{name}/"
+            except PeerLostError:  # it was that of ranks that have left
+                if rank == 0 or time.monotonic() >= deadline:
+                    raise
+                stack.close()
+
+
+def _call(store: Store, rank: int, size: int, prefix: str, deadline: float) -> str:
+    """Rank 0's part; the name of the meeting."""
+    name = secrets.token_hex(8)
+    store.set(f"{prefix}roll", name.encode())
+    entries = [f"{prefix}{name}/roll/{other}" for other in range(1, size)]
+    present = [signed(store, entry, max(0.0, deadline - time.monotonic())) for entry in entries]
+    if missing := [other for other, number in enumerate(present, 1) if number is None]:
+        raise errors.TimeoutError(
+            f"rank {rank} of {size} has waited in vain at the {store} for {ranks_text(missing)}: they have "
+            "not called multiring.init(), cannot get there, or were told another store; look at the output "
+            "of every rank, or raise MULTIRING_TIMEOUT",
+            rank=rank,
+            peer=missing[0],
+        )
+    # Once more: who signed in first may have been started again while the last were awaited.
+    store.set(f"{prefix}{name}/roll", json.dumps([signed(store, entry, 0.0) for entry in entries]).encode())
+    return name
+
+
+def _answer(store: Store, rank: int, size: int, prefix: str, deadline: float) -> str:
+    """The others' part: signs in wherever rank 0 calls, until it reads out this rank's number."""
+    number, name = secrets.token_hex(8), ""
+    while (left := deadline - time.monotonic()) > 0:
+        if (called := signed(store, f"{prefix}roll", min(_LOOK_SECONDS, left))) is None:
+            continue
+        if called != name:
+            name = called
+            store.set(f"{prefix}{name}/roll/{rank}", number.encode())
+        present = signed(store, f"{prefix}{name}/roll", min(_LOOK_SECONDS, left))
+        if present is not None and number in json.loads(present):
+            return name
+        if present is not None:  # those were others
+            time.sleep(min(_LOOK_SECONDS / 4, left))
+    why = "called others" if name else "not called multiring.init()"
+    raise errors.TimeoutError(
+        f"rank {rank} of {size} has waited in vain at the {store} for rank 0, which has {why}, or waits for "
+        "ranks that do not come; look at the output of every rank, or raise MULTIRING_TIMEOUT",
+        rank=rank,
+        peer=0,
+    )
+
+
+def signed(store: Store, key: str, timeout: float) -> str | None:
+    """What a rank has set a key to; None: none has in time."""
+    try:
+        return store.get(key, timeout).decode()
+    except errors.TimeoutError:
+        return None
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """ "rank 1" or "ranks 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

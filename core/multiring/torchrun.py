@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from multiring import config, errors
 from multiring.errors import MultiringError, UsageError
 from multiring.launch_environment import TORCHRUN_SCHEME, Placement
-from multiring.offered_store import offer_store
+from multiring.offered_store import offer_store, ranks_text, signed
 from multiring.store import Store, TcpStore
 
 __all__ = ["TorchStore", "is_meant", "meet"]
@@ -168,17 +168,17 @@ def _call_roll(place: Placement, settings: config.Settings, board: _Board) -> tu
         stack.enter_context(store)
         board.write({name: value for name, value in offer.items() if name != "secret" or not settings.secret})
         others = range(1, place.size)
-        if missing := [rank for rank in others if _signed(store, _entry(offer, rank), board.left()) is None]:
+        if missing := [rank for rank in others if signed(store, _entry(offer, rank), board.left()) is None]:
             raise errors.TimeoutError(
-                f"rank 0 of {place.size} waits for {_ranks(missing)}, which should have found its store at "
-                f"port {port} by {board} within {settings.timeout:g} s: they have not called "
+                f"rank 0 of {place.size} waits for {ranks_text(missing)}, which should have found its store "
+                f"at port {port} by {board} within {settings.timeout:g} s: they have not called "
                 f"multiring.init(), or cannot connect to that port (MULTIRING_INTERFACES chooses the "
                 f"addresses). {_REMEDY}",
                 rank=0,
                 elapsed=settings.timeout,
             )
         # Once more: who signed in first may have been restarted while the last were awaited.
-        present = [_signed(store, _entry(offer, rank), 0.0) for rank in others]
+        present = [signed(store, _entry(offer, rank), 0.0) for rank in others]
         store.set(_roll(offer), json.dumps(present).encode())
         stack.pop_all()
         return offer, store
@@ -229,17 +229,6 @@ def _is_called(store: Store, offer: dict[str, Any], rank: int, number: str, boar
     """Signs in, and waits until rank 0 has read out all who have; False: others, or it offers another one."""
     store.set(_entry(offer, rank), number.encode())
     while board.left() > 0 and board.read() == offer:
-        if (called := _signed(store, _roll(offer), min(_LONGEST_PAUSE, board.left()))) is not None:
+        if (called := signed(store, _roll(offer), min(_LONGEST_PAUSE, board.left()))) is not None:
             return number in json.loads(called)
     return False
-
-
-def _signed(store: Store, key: str, timeout: float) -> str | None:
-    try:
-        return store.get(key, timeout).decode()
-    except errors.TimeoutError:
-        return None
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

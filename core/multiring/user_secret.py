@@ -16,7 +16,13 @@ from pathlib import Path
 
 from multiring.errors import UsageError
 
-__all__ = ["job_secret"]
+__all__ = ["OTHER_USER_SECRET", "job_secret"]
+
+# Why two processes of a job may have different secrets.
+OTHER_USER_SECRET = (
+    "this host does not see the same ~/.config/multiring/secret as the host of rank 0, or another job has "
+    "the port: set MULTIRING_STORE and MULTIRING_SECRET, both the same on all ranks (docs/clusters.md)"
+)
 
 _BYTES = 32
 # Where it cannot be made at once, one that is incomplete is being written; a network file system may show it

@@ -222,6 +222,19 @@ def test_left_over_variables_of_a_launcher_are_a_warning() -> None:
     assert checks.launcher({"OMPI_COMM_WORLD_RANK": "0"}).status is Status.WARNING
 
 
+def test_doctor_runs_nothing_of_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "multiring").mkdir()
+    for name in ("selectors.py", "json.py", "multiring/__init__.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'has-run')!r}, 'w'); raise SystemExit(9)\n")
+    monkeypatch.chdir(tmp_path)
+    for check in (checks.native_library, checks.self_test):
+        found = check()
+        assert found.status is Status.OK, found
+    assert not (tmp_path / "has-run").exists()
+
+
 def test_a_self_test_that_fails_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     found = checks.self_test()

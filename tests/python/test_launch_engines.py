@@ -7,21 +7,26 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from multiring import cli
-from multiring.errors import UsageError
+from multiring.errors import PeerLostError, UsageError
 from multiring.launch_environment import Placement
 from multiring.launcher import engine_job, engine_rank
 from multiring.launcher.engine_job import heard_ends
 from multiring.launcher.engines import MPICH, OPEN_MPI, SRUN, Engine, choose
 from multiring.launcher.hosts import HostSlots
+from multiring.launcher.process import RankProcess
 from multiring.launcher.remote_ranks import SSH
-from multiring.launcher.report import RankEnd, blame
+from multiring.launcher.report import RankEnd, blame, failure_report
 from multiring.store import TcpStore, TcpStoreServer
+from tests.support import wait_until
 
 HERE = socket.gethostname()
 TWO = [HostSlots("", 2), HostSlots("b", 1)]
@@ -159,6 +164,119 @@ def test_an_engine_that_waits_is_told_of(tmp_path: Path, monkeypatch: pytest.Mon
     first, second = said
     assert first.startswith(f"{srun} has not started a rank within 0.1 s: it waits, perhaps for other steps")
     assert second.startswith(f"{srun} ended with exit code 3 after ")
+
+
+# A launcher's store, and what an engine starts, whose patience with a silent launcher is short.
+SERVE = f"""
+import sys
+from multiring.store import TcpStoreServer
+with TcpStoreServer("127.0.0.1", 0, b"{"x" * 16}") as server:
+    print(server.port, flush=True)
+    sys.stdin.read()
+"""
+SEE_THROUGH = """
+import sys
+from multiring.store import tcp
+from multiring.launcher import engine_rank
+tcp._REPLY_GRACE = 0.2
+sys.exit(engine_rank.main())
+"""
+
+
+class EngineRank:
+    """A rank that waits for a file, started as Open MPI does, and the process that serves the store."""
+
+    def __init__(self, directory: Path, processes: ExitStack) -> None:
+        self.directory = directory
+        wait = f"touch {directory}/ready; until [ -e {directory}/go ]; do sleep 0.02; done; exit 5"
+        order = {
+            "program": ["sh", "-c", wait],
+            "module": None,
+            "bind": "none",
+            "directory": str(directory),
+            "output_dir": None,
+            "tag_output": None,
+            "coloured": False,
+            "stdin": False,
+            "hosts": [1],
+        }
+        pipe = subprocess.PIPE
+        serve = [sys.executable, "-c", SERVE]
+        self.server = processes.enter_context(subprocess.Popen(serve, stdin=pipe, stdout=pipe, text=True))
+        processes.callback(self.server.kill)
+        assert self.server.stdout is not None
+        self.port = int(self.server.stdout.readline())
+        environ = os.environ | {
+            "OMPI_COMM_WORLD_RANK": "0",
+            "OMPI_COMM_WORLD_SIZE": "1",
+            "MULTIRING_STORE": f"tcp://127.0.0.1:{self.port}",
+            "MULTIRING_SECRET": ("x" * 16).encode().hex(),
+        }
+        start = [sys.executable, "-c", SEE_THROUGH, json.dumps(order)]
+        self.process = processes.enter_context(
+            subprocess.Popen(start, env=environ, stderr=pipe, stdout=pipe, text=True)
+        )
+        processes.callback(self.process.kill)
+        wait_until((directory / "ready").exists, "the start of the rank")
+
+    def store(self) -> TcpStore:
+        return TcpStore("127.0.0.1", self.port, b"x" * 16)
+
+
+@pytest.fixture
+def engine_rank_process(tmp_path: Path) -> Iterator[EngineRank]:
+    with ExitStack() as processes:
+        yield EngineRank(tmp_path, processes)
+
+
+def test_a_launcher_that_stands_still_is_waited_for(engine_rank_process: EngineRank) -> None:
+    """Ranks go on meanwhile, and what becomes of them is told when it goes on as well."""
+    started = engine_rank_process
+    with started.store() as store:
+        store.get(engine_rank.STARTED, 30.0)
+        os.kill(started.server.pid, signal.SIGSTOP)
+        with pytest.raises(subprocess.TimeoutExpired):  # ten times its patience
+            started.process.wait(2)
+        (started.directory / "go").touch()
+        with pytest.raises(subprocess.TimeoutExpired):
+            started.process.wait(2)
+        os.kill(started.server.pid, signal.SIGCONT)
+        assert started.process.wait(30) == 5
+        end = RankEnd(**json.loads(store.get(engine_rank.end_key(0), 0.0)))
+    assert (end.code, end.by_launcher, end.why) == (5, False, "")
+
+
+def test_a_rank_ends_with_the_launcher(engine_rank_process: EngineRank) -> None:
+    engine_rank_process.server.kill()
+    _, told = engine_rank_process.process.communicate(timeout=30)
+    assert engine_rank_process.process.returncode == 128 + signal.SIGTERM
+    assert "cannot be reached within 1 s" in told
+
+
+def test_a_rank_that_had_to_end_without_the_launcher_says_so(tmp_path: Path) -> None:
+    class Lost(TcpStore):
+        def get(self, key: str, timeout: float) -> bytes:
+            raise PeerLostError("the store is gone (connection timed out)")
+
+    command = ["sh", "-c", "exec sleep 3600.6"]
+    arrived = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
+    process = RankProcess(0, command, os.environ, cpus=None, stdin=False, piped=False)
+    try:
+        listener = engine_rank._Listener(Lost.__new__(Lost), process)
+        listener.run()
+        assert arrived == [signal.SIGTERM], "as if the engine had ended it"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        process.signal_group(signal.SIGKILL)
+        wait_until(process.look, "its end")
+        process.release()
+    end = RankEnd(0, 1, -signal.SIGTERM, False, [], "b", listener.lost)
+    report = failure_report(end, [end], host=HERE, seconds=31.0, oom_kills=0)
+    assert report == [
+        "rank 0 (on b) failed with signal SIGTERM after 31.0 s",
+        "  ended on its host, because the launcher was lost: the store is gone (connection timed out)",
+    ]
 
 
 LOST = "multiring.errors.PeerLostError: rank 2 on b is gone"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +19,7 @@ import pytest
 from multiring import launch_environment
 from multiring.errors import UsageError
 from multiring.launch_environment import Placement
+from multiring.store import TcpStoreServer
 from multiring.store.file import job_directory_prefix
 from tests.support import Job, run_job
 
@@ -208,9 +211,12 @@ def test_process_management_of_slurm_is_not_taken_for_mpich() -> None:
         SLURM_ON_TWO_HOSTS,
     ],
 )
-def test_several_hosts_need_a_store_or_mpi(environ: dict[str, str], tmp_path: Path) -> None:
-    bridge = tmp_path / "mpi_bridge.so"
-    environ = environ | {"MULTIRING_MPI_BRIDGE": str(bridge)}
+def test_several_hosts_need_a_store_or_mpi(
+    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    bridge = tmp_path / "lib" / "multiring" / "mpi_bridge.so"
+    bridge.parent.mkdir(parents=True)
     needs_store = r"2 of them on this host.*set MULTIRING_STORE and MULTIRING_SECRET"
     with pytest.raises(UsageError, match=needs_store):
         detect(environ)
@@ -226,6 +232,8 @@ def test_several_hosts_need_a_store_or_mpi(environ: dict[str, str], tmp_path: Pa
         assert detect(by_mpi).size == 4
         with pytest.raises(UsageError, match=needs_store):
             detect(by_mpi | {"MULTIRING_TRANSPORT": "tcp"})
+        with pytest.raises(UsageError, match="MULTIRING_MPI_BRIDGE names bridge.so, which is no file on"):
+            detect(by_mpi | {"MULTIRING_MPI_BRIDGE": "bridge.so"})
 
 
 def test_ranks_of_srun_meet_on_the_first_host_by_a_secret_of_the_user(
@@ -243,6 +251,85 @@ def test_ranks_of_srun_meet_on_the_first_host_by_a_secret_of_the_user(
     assert first.store_url != another_job.store_url
     given = detect(environ | {"MULTIRING_SECRET": "cd" * 16})
     assert (given.secret, given.store_url) == (bytes.fromhex("cd" * 16), first.store_url)
+
+
+def test_jobs_of_slurm_to_which_the_user_gives_one_name_stay_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    environ = SLURM_ON_TWO_HOSTS | {"SLURM_STEP_NODELIST": "node[07-08]", "MULTIRING_JOB_ID": "nightly"}
+    one, other = detect(environ), detect(environ | {"SLURM_JOB_ID": "78"})
+    assert one.store_url != other.store_url
+    assert one.secret != other.secret
+    assert one.job_id != other.job_id
+    assert one.job_id.startswith("nightly-")
+    unnamed = detect({name: value for name, value in environ.items() if name != "MULTIRING_JOB_ID"})
+    assert (unnamed.store_url, unnamed.secret) == (one.store_url, one.secret)
+
+
+@pytest.fixture
+def first_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment of rank 0 under srun, on two hosts of which the first one is this."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return SLURM_ON_TWO_HOSTS | {
+        "SLURM_STEP_NODELIST": "localhost,other",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "MULTIRING_TRANSPORT": "tcp",
+        "MULTIRING_TIMEOUT": "30",
+    }
+
+
+def serve_where_rank_0_would(environ: dict[str, str]) -> TcpStoreServer:
+    """Another job's store, at the port that follows from the name of this one; gives it a name to suit."""
+    for job in range(1000, 1100):
+        environ["SLURM_JOB_ID"] = str(job)
+        port = int(detect(environ).store_url.rpartition(":")[2])
+        with contextlib.suppress(UsageError):  # in use
+            return TcpStoreServer("127.0.0.1", port, b"a secret of another job")
+    raise AssertionError("no port of a hundred is free")
+
+
+def end_of_init(environ: dict[str, str]) -> str:
+    """The last line of the error of a process with that environment that joins its job."""
+    ended = subprocess.run(
+        [sys.executable, "-c", "import multiring; multiring.init()"],
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == 1, ended.stderr
+    return ended.stderr.splitlines()[-1]
+
+
+def test_rank_0_takes_nobody_elses_store_for_its_own(first_of_two: dict[str, str]) -> None:
+    with serve_where_rank_0_would(first_of_two) as server:
+        # Though it would be let in.
+        given = first_of_two | {"MULTIRING_SECRET": b"a secret of another job".hex()}
+        for environ in (first_of_two, given):
+            told = end_of_init(environ)
+            assert f"UsageError: rank 0 cannot serve the store tcp://localhost:{server.port}" in told
+            assert "Address already in use" in told
+            assert ". Set MULTIRING_STORE to a port that is free there" in told
+
+
+def test_a_home_that_is_not_that_of_rank_0_is_told(first_of_two: dict[str, str]) -> None:
+    with serve_where_rank_0_would(first_of_two):
+        told = end_of_init(first_of_two | {"SLURM_PROCID": "2", "SLURM_NODEID": "1"})
+    assert "this host does not see the same ~/.config/multiring/secret as the host of rank 0" in told
+    assert "differs between ranks" not in told
+
+
+def test_rank_0_tells_why_it_does_not_serve_the_store_that_the_user_has_named() -> None:
+    with TcpStoreServer("127.0.0.1", 0, b"a secret of another job") as server:
+        url = f"tcp://127.0.0.1:{server.port}"
+        first = OPENMPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+        told = end_of_init(first | {"MULTIRING_STORE": url, "MULTIRING_SECRET": "cd" * 16})
+    assert f"UsageError: the store {url} does not know this job's secret: MULTIRING_SECRET differs" in told
+    assert "Rank 0 does not serve it either, since the store cannot listen on 127.0.0.1" in told
+    assert "Address already in use" in told
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +24,7 @@ from multiring.launcher.hosts import (
     parse_hosts,
     seats,
 )
+from multiring.store import address_to_listen_on
 
 HERE = socket.gethostname()
 
@@ -42,8 +46,72 @@ def test_hosts_are_read_and_this_one_is_known_by_any_name(text: str, expected: l
 
 def test_this_host_is_known_by_all_addresses_of_its_interfaces() -> None:
     addresses = [address for _, address, _ in _core.interface_addresses([])]
-    assert all(map(is_here, ["127.0.0.1", "127.0.1.1", "someone@localhost", HERE, *addresses]))
+    assert all(map(is_here, ["127.0.0.1", "127.0.1.1", HERE, *addresses]))
     assert not any(map(is_here, ["127.0.0.9", "192.0.2.77", "2001:db8::77", "no-such-host.invalid"]))
+
+
+def test_a_host_where_somebody_else_is_to_log_in_is_not_this_one() -> None:
+    me = pwd.getpwuid(os.geteuid()).pw_name
+    assert all(map(is_here, [f"{me}@localhost", f"{me}@{HERE}", f"{me}@127.0.0.1"]))
+    assert not any(map(is_here, ["nobody-we-know@localhost", f"nobody-we-know@{HERE}"]))
+    hosts = parse_hosts(f"nobody-we-know@localhost:2,localhost:1,{me}@localhost:3")
+    assert hosts == [HostSlots("nobody-we-know@localhost", 2), HostSlots("", 4)]
+
+
+NAMES = {
+    "plain": ["192.0.2.7"],
+    "debian": ["127.0.1.1"],
+    "both": ["2001:db8::7", "192.0.2.7"],
+    "six": ["2001:db8::7"],
+    "looped": ["::1", "127.0.1.1"],
+    "six-looped": ["::1"],
+    "localhost": ["::1", "127.0.0.1"],
+}
+
+
+@pytest.fixture
+def known_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = socket.getaddrinfo
+
+    def answer(host: str, *args: Any, **options: Any) -> list[Any]:
+        if host not in NAMES:
+            return ask(host, *args, **options)
+        families = [socket.AF_INET6 if ":" in each else socket.AF_INET for each in NAMES[host]]
+        return [(family, 1, 6, "", (each, 0)) for family, each in zip(families, NAMES[host], strict=True)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+
+
+@pytest.mark.usefixtures("known_names")
+def test_where_the_launcher_listens_by_any_name() -> None:
+    expected = {
+        "plain": "192.0.2.7",
+        "debian": "0.0.0.0",
+        "both": "192.0.2.7",
+        "six": "2001:db8::7",
+        "looped": "0.0.0.0",
+        "six-looped": "::",
+        "localhost": "127.0.0.1",
+        "127.0.0.1": "127.0.0.1",
+        "2001:db8::9": "2001:db8::9",
+        "no-such-host.invalid": "no-such-host.invalid",
+    }
+    assert {name: address_to_listen_on(name) for name in expected} == expected
+
+
+@pytest.mark.usefixtures("known_names")
+def test_an_address_given_by_name_is_told_as_it_was_given(ssh: str, tmp_path: Path) -> None:
+    """And others reach it, though this host takes its name for loopback."""
+    path = tmp_path / "say.py"
+    path.write_text(
+        "import os, socket, sys\n"
+        "url = os.environ['MULTIRING_STORE']\n"
+        "with socket.create_connection(('127.0.0.9', int(url.rpartition(':')[2]))):\n"
+        f"    open({str(tmp_path / 'told')!r}, 'w').write(url)\n"
+    )
+    words = ["run", "-H", "127.0.0.2:1", "--ssh", ssh, "--address", "debian", "--timeout", "60", str(path)]
+    assert cli.main(words) == 0
+    assert re.fullmatch(r"tcp://debian:\d+", (tmp_path / "told").read_text())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import Job, process_exists, run_job, start_job, wait_until
+from tests.support import Job, open_descriptors, process_exists, run_job, start_job, wait_until
 
 # A rank that has said where it is and then does nothing. MODE decides how it takes signals.
 IDLE = """
@@ -342,6 +342,41 @@ os.kill(os.getpid(), 9)
         wait_until(lambda: not process_exists(pid), "the end of the rank that writes")
         assert job.finish().returncode == 137
         job.assert_nothing_left()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
+def test_a_slow_reader_loses_nothing_of_ranks_that_have_ended(tmp_path: Path, elsewhere: bool) -> None:
+    """Though who started the rank stops to read its pipe some time after its end."""
+    script = (
+        IDLE
+        + """
+os.set_blocking(1, False)
+written = tries = 0
+while tries < 100:  # until all are full on the way to the reader, who does not read
+    try:
+        written += os.write(1, b"%09d\\n" % (written // 10))
+        tries = 0
+    except BlockingIOError:
+        tries += 1
+        time.sleep(0.01)
+tell("end", f"{written} {os.getppid()} {os.readlink('/proc/self/fd/1')}")
+"""
+    )
+    options = ["--tag-output", "--output-dir", str(tmp_path / "out")]
+    if elsewhere:  # no other host at all, but what starts ranks there
+        ssh = tmp_path / "ssh"
+        ssh.write_text('#!/bin/sh\nexec sh -c "$2"\n')
+        ssh.chmod(0o755)
+        options += ["-H", "elsewhere.invalid", "--ssh", str(ssh), "--address", "127.0.0.1"]
+    with start_job(1, script, launcher_args=options) as job:
+        count, starter, pipe = job.wait_for_file("end").split()
+        wait_until(lambda: pipe not in open_descriptors(int(starter)).values(), "the end of reading")
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 0, done.stderr
+    same = done.stdout == "".join(f"[0] {n:09}\n" for n in range(int(count) // 10))
+    assert same, f"the end is {done.stdout[-30:]!r}, and {count} bytes were written"
+    assert (tmp_path / "out" / "rank.0.stdout").stat().st_size == int(count)
 
 
 def test_on_a_terminal_ctrl_c_ends_the_job_and_prompts_are_shown() -> None:

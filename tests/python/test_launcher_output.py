@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiring.errors import UsageError
+from multiring.launcher.frames import END, FRAME, GREETING
 from multiring.launcher.multiplexer import Multiplexer
 from multiring.launcher.output import Console, LineSplitter, Sink, Tail
+from multiring.launcher.remote_ranks import RemoteHost
 
 _CHUNKS = st.lists(st.text(alphabet="ab\r\n", max_size=8).map(str.encode))
 
@@ -215,6 +217,82 @@ def test_a_reader_that_stops_makes_ranks_wait_and_loses_nothing(screen: Screen) 
             received += os.read(screen.stdout, 1 << 20)
         same = received == line * total
         assert same  # not compared here: a difference would be shown in full
+
+
+def test_the_end_takes_what_a_slow_reader_has_left_unread(screen: Screen, tmp_path: Path) -> None:
+    """And no more than that: who has the pipe may go on for ever."""
+    with selectors.PollSelector() as selector:
+        outputs = Multiplexer(
+            selector, tagged=False, directory=tmp_path, warn=ignore, descriptors=screen.descriptors
+        )
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        outputs.add(0, "stdout", reading)
+        lines = (b"%09d\n" % number for number in range(1 << 20))
+        written = bytearray()
+        taken_before_the_end = 0
+        with pytest.raises(BlockingIOError):  # nobody reads, so the pipe is full at last
+            while True:
+                line = next(lines)
+                os.write(writing, line)
+                written += line
+                turn(outputs, selector)
+                taken_before_the_end = (tmp_path / "rank.0.stdout").stat().st_size
+        assert taken_before_the_end < len(written)
+        outputs.end()
+        with pytest.raises(BrokenPipeError):
+            os.write(writing, b"")
+            os.write(writing, b"more")
+        os.close(writing)
+        assert (tmp_path / "rank.0.stdout").read_bytes() == written
+        received = bytearray()
+        os.set_blocking(screen.stdout, False)
+        while not outputs.is_finished or len(received) < len(written):
+            with contextlib.suppress(BlockingIOError):
+                received += os.read(screen.stdout, 1 << 20)
+            turn(outputs, selector)
+        same = received == written
+        assert same
+
+
+def test_a_rank_elsewhere_has_not_ended_before_its_output_has_come(tmp_path: Path) -> None:
+    words = b"x" * 65536 + b"LAST LINE\n"
+    said = tmp_path / "said"
+    said.write_bytes(GREETING + FRAME.pack(0, 3, len(words)) + words + FRAME.pack(END, 3, 1) + b"7")
+    woken: list[bool] = []
+    with selectors.PollSelector() as selector:
+        host = RemoteHost(
+            ssh=["sh", "-c", f"cat {said}; exec sleep 3600.4"],
+            host="elsewhere",
+            python="",
+            order={},
+            places={3: {}},
+            selector=selector,
+            wake=lambda: woken.append(True),
+        )
+        rank = host.ranks[3]
+        reading = rank.outputs()["stdout"]
+        heard = bytearray()
+
+        def go_on() -> None:
+            for key, _ in selector.select(10):
+                key.data()
+
+        while not woken:
+            go_on()
+        assert not rank.look(), "its last words do not fit into the pipe, and nobody reads them"
+        woken.clear()
+        heard += os.read(reading, 65536)
+        while not woken:
+            go_on()
+        assert rank.look()
+        assert rank.code == 7
+        heard += os.read(reading, 1 << 20)
+        assert heard == words
+        os.close(reading)
+        os.close(rank.outputs()["stderr"])
+        host.end_ssh()
+        host.release()
 
 
 def test_files_get_the_bytes_as_they_are(screen: Screen, tmp_path: Path) -> None:

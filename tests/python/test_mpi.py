@@ -8,10 +8,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from multiring import cli
 from multiring.errors import UsageError
 from multiring.mpi import build
+from multiring.mpi.agreement import agree, compare
 from tests.support import REPOSITORY
 
 SECONDS = 90.0
@@ -291,6 +294,41 @@ def test_what_is_no_communicator_is_refused(mpi: Mpi) -> None:
     done = mpi.run(1, "multiring.init(comm=3)")
     assert done.returncode != 0
     assert "takes an intracommunicator of mpi4py, not 3" in done.stderr
+
+
+class Alone:
+    """The communicator of one rank, which exchanges what it says with itself."""
+
+    def Get_size(self) -> int:  # noqa: N802 - as MPI calls it
+        return 1
+
+    def Iallgather(self, mine: np.ndarray, found: np.ndarray) -> Alone:  # noqa: N802
+        found[0] = mine
+        return self
+
+    def Test(self) -> bool:  # noqa: N802
+        return True
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{SNOWMAN}", "\0", "\udc80"])
+def test_an_error_of_any_length_reaches_all_ranks(letter: str) -> None:
+    facts = {"engine": "tcp", "error": "cannot load: " + 20_000 * letter, "offer": {"job": "j"}}
+    (found,) = agree(Alone(), facts, 1.0)
+    assert found["offer"] == {"job": "j"}
+    with pytest.raises(UsageError, match=r"rank 0 on .*: cannot load: (?s:.*) \[\.\.\.\]$") as told:
+        compare([found])
+    assert len(told.value.args[0]) > 300
+    (short,) = agree(Alone(), facts | {"error": 300 * letter}, 1.0)
+    assert short["error"] == 300 * letter
+
+
+def test_paths_that_are_told_are_good_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build, "build", lambda output, mpicc: "MPI")
+    assert cli.main(["build", "mpi", "--output", "here/bridge.so"]) == 0
+    assert f"Set MULTIRING_MPI_BRIDGE={tmp_path}/here/bridge.so where" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

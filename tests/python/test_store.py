@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from multiring import errors
 from multiring.errors import PeerLostError, UsageError
+from multiring.offered_store import meet
 from multiring.store import MAX_VALUE_BYTES, FileStore, Store, TcpStore, TcpStoreServer, open_store
 from multiring.store.file import job_directory_prefix
 from tests.support import no_new_descriptors
@@ -224,6 +227,52 @@ def test_coming_and_leaving_at_the_same_time_is_safe(tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
+def test_a_directory_of_the_user_survives_with_what_is_in_it(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    (own / "key-folder").mkdir(0o700, parents=True)
+    own.chmod(0o700)
+    foreign = ("thesis.tex", "key-rsa", "part-1", "0-1.sock", "key-folder/multiring-key-x", "multiring-key")
+    for name in foreign:
+        (own / name).write_text("precious")
+    for _ in range(2):
+        with FileStore(own) as first, FileStore(own) as second:
+            first.set("key", b"value")
+            second.set("k" * 4000, b"value")
+            with socket.socket(socket.AF_UNIX) as left:  # as a rank that was killed leaves it
+                left.bind(str(own / f"3-{os.getpid()}.sock"))
+        assert sorted(p.relative_to(own).as_posix() for p in own.rglob("*") if p.is_file()) == sorted(foreign)
+        assert len(list(own.iterdir())) == len(foreign), "and what was the store's is gone"
+
+
+def test_an_empty_directory_of_the_user_stays(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir(0o700)
+    FileStore(tmp_path / "own").close()
+    assert (tmp_path / "own").is_dir()
+
+
+def test_what_was_put_beside_a_store_survives_it(tmp_path: Path) -> None:
+    with FileStore(tmp_path / "store") as store:
+        store.set("key", b"value")
+        (tmp_path / "store" / "notes").write_text("precious")
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["notes"]
+
+
+def test_keys_of_ranks_that_were_killed_mislead_nobody(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, multiring.store as s; x = s.FileStore(sys.argv[1]); x.set('key', b'old');"
+        "os.kill(os.getpid(), 9)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "store")]
+    assert subprocess.run(command, check=False).returncode == -9
+    with FileStore(tmp_path / "store") as store, FileStore(tmp_path / "store") as other:
+        with pytest.raises(errors.TimeoutError):
+            store.get("key", 0.0)
+        store.set("key", b"new")
+        with FileStore(tmp_path / "store") as late:
+            assert late.get("key", 0.0) == other.get("key", 0.0) == b"new"
+    assert not (tmp_path / "store").exists()
+
+
 def test_a_directory_that_vanishes_ends_those_who_wait(tmp_path: Path) -> None:
     with FileStore(tmp_path / "store") as store, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(store.get, "key", 60.0)
@@ -239,7 +288,7 @@ def test_directories_of_dead_jobs_are_removed_and_no_others(tmp_path: Path) -> N
     used = FileStore(tmp_path / (prefix + "used"))
     for name in (prefix + "dead", prefix + "young", "multiring-other"):
         (tmp_path / name).mkdir(0o700)
-        (tmp_path / name / "key-x").touch()
+        (tmp_path / name / "multiring-key-x").touch()
     earlier = time.time() - 3600
     for name in (prefix + "dead", prefix + "used", "multiring-other"):
         os.utime(tmp_path / name, (earlier, earlier))
@@ -247,6 +296,69 @@ def test_directories_of_dead_jobs_are_removed_and_no_others(tmp_path: Path) -> N
         found = sorted(path.name for path in tmp_path.iterdir())
     used.close()
     assert found == sorted(["multiring-other", prefix + "new", prefix + "used", prefix + "young"])
+
+
+# --- where ranks meet under a launcher that serves no store
+
+
+def reopening(url: str) -> Callable[[float], Store]:
+    return lambda timeout: open_store(url, SECRET, timeout)
+
+
+@pytest.fixture(params=["file", "tcp"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "file":
+        with FileStore(tmp_path / "store"):
+            yield (tmp_path / "store").as_uri()
+    else:
+        with TcpStoreServer("127.0.0.1", 0, SECRET) as server:
+            yield f"tcp://127.0.0.1:{server.port}"
+
+
+def test_ranks_of_one_program_do_not_meet_those_of_the_one_before(url: str) -> None:
+    """Though these have left everything behind in the store, and rank 0 comes last."""
+    used = set()
+    with ThreadPoolExecutor(3) as threads, ExitStack() as stores:
+        for _ in range(3):
+            others = [threads.submit(meet, rank, 3, "x/", 60.0, reopening(url)) for rank in (1, 2)]
+            assert not wait(others, timeout=0.3).done, "there is no rank 0 of theirs yet"
+            found = [meet(0, 3, "x/", 60.0, reopening(url)), *(other.result() for other in others)]
+            for store, _ in found:
+                stores.enter_context(store)
+            (prefix,) = {prefix for _, prefix in found}
+            assert prefix.startswith("x/")
+            used.add(prefix)
+            found[0][0].set(prefix + "key", b"value")
+    assert len(used) == 3
+
+
+def test_a_rank_that_came_to_the_store_of_the_program_before_goes_to_its_own() -> None:
+    with ThreadPoolExecutor(1) as threads, ExitStack() as stores:
+        old = stores.enter_context(TcpStoreServer("127.0.0.1", 0, SECRET))
+        come = threading.Event()
+
+        def reopen(timeout: float) -> Store:
+            opened = TcpStore("127.0.0.1", old.port, SECRET, timeout)
+            come.set()
+            return opened
+
+        other = threads.submit(meet, 1, 2, "", 60.0, reopen)
+        assert come.wait(30)
+        old.close()  # as its rank 0 ends
+        stores.enter_context(TcpStoreServer("127.0.0.1", old.port, SECRET))
+        store, prefix = meet(0, 2, "", 60.0, reopen)
+        stores.enter_context(store)
+        assert stores.enter_context(other.result()[0]) is not store
+        assert other.result()[1] == prefix
+
+
+def test_who_does_not_come_is_told(url: str) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(meet, 2, 4, "", 1.0, reopening(url))
+        with pytest.raises(errors.TimeoutError, match=r"rank 0 of 4 has waited .* for ranks 1, (2, )?3:"):
+            meet(0, 4, "", 1.0, reopening(url))
+        with pytest.raises(errors.TimeoutError, match=r"rank 2 of 4 has waited in vain .* for rank 0"):
+            other.result()
 
 
 # --- URLs

@@ -188,6 +188,24 @@ def test_one_client_serves_several_threads(server: TcpStoreServer) -> None:
         assert [wait.result() for wait in waits] == [b"0", b"1", b"2"]
 
 
+def test_a_thread_that_cannot_be_started_costs_one_connection_only(
+    server: TcpStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if threading.current_thread().name == "multiring-store":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with stranger(server) as refused:
+        read_to_the_end(refused)
+    monkeypatch.undo()
+    assert_serves(server)
+    server.close()
+
+
 def test_threads_end_with_the_server() -> None:
     before = threading.active_count()
     with (

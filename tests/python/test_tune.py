@@ -15,7 +15,7 @@ from multiring import UsageError, cli
 from multiring.tuning.measure import Measured, candidates, classes_of
 from multiring.tuning.table import AUTO, ROUNDS, SizeClass, Tuning, Way, load, ranks_of_hosts
 from tests.nursery import Nursery
-from tests.support import HOSTS, pretend_hosts, run_job
+from tests.support import HOSTS, REPOSITORY, pretend_hosts, run_job
 
 CLASSES = (
     SizeClass(64, Way("2tx2d")),
@@ -171,8 +171,10 @@ def test_tune_writes_what_jobs_follow(tmp_path: Path, nursery: Nursery) -> None:
 
 def test_the_largest_sizes_are_left_out_where_time_is_short(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
-    result = run_job(3, TUNE, "--seconds", "1e-9", "--output", path, env={HOSTS: "2"})
+    arguments = ["--seconds", "1e-9", "--output", path.name]
+    result = run_job(3, TUNE, *arguments, env={HOSTS: "2", "PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
+    assert f"export MULTIRING_TUNING={path}\n" in result.stdout, "for jobs that are started elsewhere, too"
     assert "4 KiB and more: left out, as that takes over --seconds 1e-09" in result.stderr
     found = json.loads(path.read_text())
     assert found["ranks_of_hosts"] == [2, 1]

@@ -56,7 +56,7 @@ class Finding:
 def native_library() -> Finding:
     """Loads the native library in a process of its own, because what is wrong with it may end the process."""
     run = subprocess.run(
-        [sys.executable, "-c", "import multiring._core"], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-c", "import multiring._core"], capture_output=True, text=True, check=False
     )
     if run.returncode == 0:
         return Finding(Status.OK, "loads")
@@ -230,7 +230,9 @@ def launcher(environ: Mapping[str, str] = os.environ) -> Finding:
 
 def self_test() -> Finding:
     """Runs an allreduce on two ranks through the launcher."""
-    command = [sys.executable, "-m", "multiring", "run", "-np", "2", "--timeout", str(_SELF_TEST_SECONDS)]
+    # Nowhere is what lies in the current directory taken for a module.
+    command = [sys.executable, "-P", "-m", "multiring", "run", "-np", "2"]
+    command += ["--timeout", str(_SELF_TEST_SECONDS), "--env", "PYTHONSAFEPATH=1"]
     command += ["-m", "multiring.diagnostics.selftest"]
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

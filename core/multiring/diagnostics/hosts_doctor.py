@@ -26,6 +26,7 @@ from multiring.launcher.descriptors import enough_descriptors
 from multiring.launcher.hosts import HostSlots, address_towards
 from multiring.launcher.options import split_ssh
 from multiring.launcher.remote_ranks import current_directory
+from multiring.store import address_to_listen_on
 
 __all__ = ["main"]
 
@@ -168,7 +169,7 @@ class _Doctor:
             return
         try:
             address = self._args.address or address_towards([host.slots.name for host in others])
-            listener = Listener([address], token := secrets.token_bytes(16))
+            listener = Listener([address_to_listen_on(address)], token := secrets.token_bytes(16))
         except (UsageError, OSError) as error:
             mend = "name an address of this host that the others reach with --address"
             yield Row("launcher", Finding(Status.FAILED, f"nobody can reach this host: {error}", mend))
@@ -229,7 +230,8 @@ class _Doctor:
         """A job of one rank on each host measures."""
         names = [host.slots.name or "localhost" for host in self._hosts]
         places = ",".join(f"[{name}]:1" if ":" in name else f"{name}:1" for name in names)
-        command = [sys.executable, "-m", "multiring", "run", "-H", places, "--ssh", shlex.join(self._ssh)]
+        command = [sys.executable, "-P", "-m", "multiring", "run", "-H", places]
+        command += ["--ssh", shlex.join(self._ssh), "--env", "PYTHONSAFEPATH=1"]
         command += ["--remote-python", self._args.remote_python, "--address", self._args.address]
         command += [
             "--engine",

@@ -38,7 +38,7 @@ from multiring.launcher.rank_starter import (
 from multiring.launcher.remote_ranks import current_directory
 from multiring.launcher.report import RankEnd, blame, exit_code, failure_report
 from multiring.launcher.supervisor import Outcome, Supervisor, passed_on_signals
-from multiring.store import Store, TcpStore, TcpStoreServer
+from multiring.store import Store, TcpStore, TcpStoreServer, address_to_listen_on
 
 __all__ = ["heard_ends", "run_by_engine"]
 
@@ -67,11 +67,11 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
         passed_on_signals() as signals,
         selectors.PollSelector() as selector,
         job_directory(job_id) as (_, guard),
-        TcpStoreServer(address, 0, secret) as server,
+        TcpStoreServer(address_to_listen_on(address), 0, secret) as server,
         TcpStore(address, server.port, secret) as store,
     ):
         environ |= {
-            "MULTIRING_STORE": store_url(server),
+            "MULTIRING_STORE": store_url(address, server.port),
             "MULTIRING_SECRET": secret.hex(),
             "MULTIRING_JOB_ID": job_id,
         }

@@ -50,6 +50,8 @@ _CAUSE = "launcher/cause"  # set when a rank has failed, and not because it lost
 _CAUSE_SECONDS = 3.0
 _MARK = "REMOTE_RANK_MARK"  # in the environment of the rank and of what it starts
 _WAIT_SECONDS = 3600.0
+# A launcher that could not be heard any more is told so if it can be reached within so many seconds.
+_AGAIN_SECONDS = 1.0
 
 
 def signal_key(number: int) -> str:
@@ -95,13 +97,18 @@ def main() -> int:
         place = _place(order["hosts"], given)
         if place is None:
             return 0
-        store = open_store(given.store_url, given.secret)
+        # Apart, so that each has its connection: a launcher that stands still takes no new ones.
+        telling, hearing = (open_store(given.store_url, given.secret, answer_timeout=None) for _ in range(2))
     except MultiringError as error:
         return _refuse(error, 2)
-    with store:
-        end = _run(order, place, store)
+    with telling, hearing:
+        end = _run(order, place, telling, hearing)
         try:
-            _report(end, store)
+            if not end.why:
+                _report(end, telling)
+            else:
+                with open_store(given.store_url, given.secret, _AGAIN_SECONDS) as anew:
+                    _report(end, anew)
         except MultiringError as error:
             _refuse(error, 1)
     return exit_code(1 if end.code is None else end.code)
@@ -161,7 +168,7 @@ def _refuse(error: Exception, code: int) -> int:
     return code
 
 
-def _run(order: Mapping[str, Any], place: _Place, store: Store) -> RankEnd:
+def _run(order: Mapping[str, Any], place: _Place, store: Store, hearing: Store) -> RankEnd:
     tagged = place.size > 1 if order["tag_output"] is None else order["tag_output"]
     directory = None if order["output_dir"] is None else Path(order["output_dir"])
     host = socket.gethostname()
@@ -185,7 +192,8 @@ def _run(order: Mapping[str, Any], place: _Place, store: Store) -> RankEnd:
             process.signal_group(signal.SIGKILL)
             code = _refuse(error, 2 if isinstance(error, UsageError) else EXIT_NOT_EXECUTABLE)
             return RankEnd(place.rank, os.getpid(), code, False, [], host)
-        threading.Thread(target=_listen, args=(store, process), daemon=True).start()
+        listener = _Listener(hearing, process)
+        threading.Thread(target=listener.run, daemon=True).start()
         supervisor = Supervisor(
             [process],
             outputs,
@@ -195,9 +203,10 @@ def _run(order: Mapping[str, Any], place: _Place, store: Store) -> RankEnd:
             lambda rank: False,
         )
         supervisor.run(None)
-        told_to_end = supervisor.outcome is Outcome.INTERRUPTED
+        told_to_end = supervisor.outcome is Outcome.INTERRUPTED and not listener.lost
         process.release()
-    return RankEnd(place.rank, process.pid, process.code, told_to_end, outputs.tail(place.rank), host)
+    tail = outputs.tail(place.rank)
+    return RankEnd(place.rank, process.pid, process.code, told_to_end, tail, host, listener.lost)
 
 
 def _start(order: Mapping[str, Any], place: _Place, mark: str, *, piped: bool) -> _Rank:
@@ -226,22 +235,37 @@ def _start(order: Mapping[str, Any], place: _Place, mark: str, *, piped: bool) -
     )
 
 
-def _listen(store: Store, process: RankProcess) -> None:
-    """Passes on the signals that arrive at the launcher; its own end is one."""
-    told = 0
-    while True:
-        try:
-            number = int(store.get(signal_key(told), _WAIT_SECONDS))
-        except errors.TimeoutError:
-            continue
-        except MultiringError:  # the launcher has gone
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        told += 1
-        if number == signal.SIGKILL:
-            process.signal_group(number)
-        else:
-            os.kill(os.getpid(), number)
+class _Listener:
+    """Passes on the signals that arrive at the launcher; its own end is one.
+
+    That it does not answer is no proof of its end: it may be stopped. Its kernel tells, or there is none.
+
+    Attributes:
+        lost: How the rank had to be ended without the launcher; empty: it has not been.
+    """
+
+    def __init__(self, store: Store, process: RankProcess) -> None:
+        self.lost = ""
+        self._store = store
+        self._process = process
+
+    def run(self) -> None:
+        told = 0
+        while True:
+            try:
+                number = int(self._store.get(signal_key(told), _WAIT_SECONDS))
+            except errors.TimeoutError:
+                continue
+            except MultiringError as error:
+                if self._process.is_running:  # else it is we who leave
+                    self.lost = f"ended on its host, because the launcher was lost: {error}"
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return
+            told += 1
+            if number == signal.SIGKILL:
+                self._process.signal_group(number)
+            else:
+                os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":

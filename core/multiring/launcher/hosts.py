@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
+import pwd
 import re
 import socket
 from collections.abc import Sequence
@@ -132,8 +134,12 @@ def _merged(hosts: Sequence[HostSlots]) -> list[HostSlots]:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name or an address is that of the host that this process runs on."""
+    """Whether a name or an address is that of the host that this process runs on, and nobody else is to log
+    in there."""
     own = socket.gethostname()
+    user, _, host = host.rpartition("@")
+    if user and user != _own_user():
+        return False
     if host in ("localhost", own, own.partition(".")[0]):
         return True
     for *_, address in _look_up(host):
@@ -144,6 +150,13 @@ def is_here(host: str) -> bool:
             if has_address(address):
                 return True
     return False
+
+
+def _own_user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # in a container, say
+        return ""
 
 
 def _look_up(host: str) -> list[tuple[Any, ...]]:

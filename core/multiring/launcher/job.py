@@ -28,7 +28,7 @@ from multiring.launcher.rank_starter import (
 )
 from multiring.launcher.report import RankEnd, blame, exit_code, failure_report
 from multiring.launcher.supervisor import ArrivedSignals, Outcome, Supervisor, passed_on_signals
-from multiring.store import TcpStoreServer
+from multiring.store import TcpStoreServer, address_to_listen_on
 
 __all__ = ["EXIT_TIMED_OUT", "job_environment", "run_job", "say", "store_url"]
 
@@ -95,13 +95,13 @@ def _store(options: JobOptions, directory: Path, secret: str) -> Iterator[str]:
         yield directory.as_uri()
         return
     address = options.address or address_towards(options.remote_hosts)
-    with TcpStoreServer(address, 0, bytes.fromhex(secret)) as server:
-        yield store_url(server)
+    with TcpStoreServer(address_to_listen_on(address), 0, bytes.fromhex(secret)) as server:
+        yield store_url(address, server.port)
 
 
-def store_url(server: TcpStoreServer) -> str:
-    """What ranks are told of it."""
-    return f"tcp://{f'[{server.host}]' if ':' in server.host else server.host}:{server.port}"
+def store_url(host: str, port: int) -> str:
+    """What ranks are told of a store."""
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class _Job:

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from multiring.errors import UsageError
-from multiring.launcher.output import Console, LineSplitter, Sink, Tail
+from multiring.launcher.output import READ_BYTES, Console, LineSplitter, Sink, Tail, read_what_is_there
 
 __all__ = ["Multiplexer"]
-
-_READ_BYTES = 1 << 16
 
 # Ranks are not read from while more than this waits to be written, so that they wait and not our memory
 # grows.
@@ -129,9 +127,13 @@ class Multiplexer:
                 self._watch(stream.descriptor, selectors.EVENT_READ, wanted, partial(self._read, stream))
 
     def end(self) -> None:
-        """Stops reading, whether or not the streams have ended, and passes on what has come."""
+        """Stops reading, whether or not the streams have ended, and passes on what has been written."""
         for stream in self._streams.values():
-            self._close(stream)
+            if stream.is_open:
+                # Unread perhaps because our own reader is slow. It is no more than fits into a pipe.
+                for data in read_what_is_there(stream.descriptor):
+                    self._take(stream, data)
+                self._close(stream)
 
     def discard(self) -> None:
         """Throws away what has not been written yet."""
@@ -149,10 +151,12 @@ class Multiplexer:
     def _read(self, stream: _Stream) -> None:
         if not stream.is_open:
             return
-        data = os.read(stream.descriptor, _READ_BYTES)
-        if not data:
+        if data := os.read(stream.descriptor, READ_BYTES):
+            self._take(stream, data)
+        else:
             self._close(stream)
-            return
+
+    def _take(self, stream: _Stream, data: bytes) -> None:
         if stream.file is not None:
             self._write_file(stream, data)
         for line in stream.splitter.feed(data):
@@ -166,8 +170,6 @@ class Multiplexer:
             stream.console.put(stream, stream.rank, line)
 
     def _close(self, stream: _Stream) -> None:
-        if not stream.is_open:
-            return
         self._put(stream, stream.splitter.take())
         stream.is_open = stream.is_read = False
         self._watch(stream.descriptor, selectors.EVENT_READ, False, lambda: None)

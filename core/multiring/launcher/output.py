@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import select
 import stat
+import struct
+import termios
 from collections import deque
+from collections.abc import Iterator
 
-__all__ = ["Console", "LineSplitter", "Sink", "Tail"]
+__all__ = ["READ_BYTES", "Console", "LineSplitter", "Sink", "Tail", "read_what_is_there"]
+
+READ_BYTES = 1 << 16  # at once
 
 # A line this long is passed on in parts: memory has an end.
 _LONGEST_LINE = 16 << 20
@@ -20,6 +26,15 @@ _WRITES_PER_TURN = 64
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _ERASE_REST_OF_LINE = b"\x1b[K"
+
+
+def read_what_is_there(descriptor: int) -> Iterator[bytes]:
+    """What a pipe holds at the moment of the first look, however much more is written to it; never waits."""
+    (left,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+    while left > 0:
+        data = os.read(descriptor, min(left, READ_BYTES))
+        left -= len(data)
+        yield data
 
 
 class LineSplitter:

@@ -24,6 +24,7 @@ from multiring.launcher import binding
 from multiring.launcher.descriptors import allow_descriptors
 from multiring.launcher.frames import END, FRAME, GREETING, STREAMS
 from multiring.launcher.guardian import end_processes
+from multiring.launcher.output import READ_BYTES, read_what_is_there
 from multiring.launcher.process import RankProcess
 from multiring.launcher.rank_starter import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, ProgramError, command_of
 
@@ -31,7 +32,6 @@ __all__ = ["main"]
 
 _END_SECONDS = 3.0  # from SIGTERM to SIGKILL when the launcher is gone
 _DRAIN_SECONDS = 2.0  # for output that a process outside of our reach keeps open
-_READ_BYTES = 1 << 16
 # Ranks are not read from while more than this waits for the launcher, so that they wait and not our memory
 # grows.
 _MOST_PENDING = 1 << 20
@@ -71,7 +71,7 @@ class _Host:
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
         os.set_blocking(1, False)
-        self._selector.register(reading, selectors.EVENT_READ, partial(os.read, reading, _READ_BYTES))
+        self._selector.register(reading, selectors.EVENT_READ, partial(os.read, reading, READ_BYTES))
         self._selector.register(0, selectors.EVENT_READ, self._hear)
         while self._ranks or (self._pending and self._is_heard):
             self._watch()
@@ -129,7 +129,7 @@ class _Host:
             self._pending.clear()
 
     def _read(self, number: int, kind: int, descriptor: int) -> None:
-        if data := os.read(descriptor, _READ_BYTES):
+        if data := os.read(descriptor, READ_BYTES):
             self._tell(kind, number, data)
         else:
             self._close(self._ranks[number], kind)
@@ -146,14 +146,17 @@ class _Host:
             rank.drain_until = time.monotonic() + _DRAIN_SECONDS
         if rank.process.is_running or (rank.open and time.monotonic() < rank.drain_until):
             return
-        for kind in list(rank.open):
+        for kind, descriptor in list(rank.open.items()):
+            # Unread perhaps because the launcher is slow. It is no more than fits into a pipe.
+            for data in read_what_is_there(descriptor):
+                self._tell(kind, number, data)
             self._close(rank, kind)
         self._tell(END, number, b"%d" % (rank.process.code or 0))
         rank.process.release()
         del self._ranks[number]
 
     def _hear(self) -> None:
-        data = os.read(0, _READ_BYTES)
+        data = os.read(0, READ_BYTES)
         *lines, self._left = (self._left + data).split(b"\n")
         for line in lines:
             self._pass_on(line)

@@ -16,6 +16,7 @@ from typing import Any
 
 from multiring.errors import UsageError
 from multiring.launcher.frames import END, FRAME, GREETING, STREAMS
+from multiring.launcher.output import READ_BYTES
 from multiring.launcher.process import PIPE_BYTES, RankProcess
 
 __all__ = ["SSH", "RemoteHost", "RemoteRank", "current_directory"]
@@ -26,7 +27,6 @@ SSH = (
     "-o ClearAllForwardings=yes"
 )
 _MODULE = "multiring.launcher.remote_host"
-_READ_BYTES = 1 << 16
 
 
 class RemoteHost:
@@ -47,6 +47,7 @@ class RemoteHost:
 
     Attributes:
         ranks: The ranks by their numbers.
+        wake: As given.
 
     Raises:
         OSError: ssh cannot be started.
@@ -75,11 +76,11 @@ class RemoteHost:
         first = next(iter(places))
         self._ssh = RankProcess(first, command, os.environ, cpus=None, stdin=False, piped=True, told=told)
         self._selector = selector
-        self._wake = wake
+        self.wake = wake
         self._frames = bytearray()
         self._is_greeted = False
         self._codes: dict[int, int] = {}
-        self._pipes = {(rank, kind): _Pipe(self._resume) for rank in places for kind in range(len(STREAMS))}
+        self._pipes = {(rank, kind): _Pipe(self._on_empty) for rank in places for kind in range(len(STREAMS))}
         self._first = first
         outputs = self._ssh.outputs()
         self._stdout: int | None = outputs["stdout"]
@@ -127,6 +128,14 @@ class RemoteHost:
         for pipe in self._pipes.values():
             pipe.abandon(self._selector)
 
+    def is_taken_up(self, rank: int) -> bool:
+        """Whether all that has come of a rank's output is in its pipes, where it outlives the rank."""
+        return not any(self._pipes[rank, kind].pending for kind in range(len(STREAMS)))
+
+    def _on_empty(self) -> None:
+        self._resume()
+        self.wake()  # a rank may count as ended now
+
     def _resume(self) -> None:
         """Reads frames, unless what came is not taken up yet."""
         if self._stdout is None:
@@ -145,7 +154,7 @@ class RemoteHost:
 
     def _hear_ssh(self) -> None:
         """What ssh itself says, and Python before it is ours, is taken for words of the first rank."""
-        if data := os.read(self._stderr, _READ_BYTES):
+        if data := os.read(self._stderr, READ_BYTES):
             self._put(self._first, 1, data)
         else:
             self._close(self._stderr)
@@ -153,7 +162,7 @@ class RemoteHost:
 
     def _hear(self) -> None:
         assert self._stdout is not None
-        if data := os.read(self._stdout, _READ_BYTES):
+        if data := os.read(self._stdout, READ_BYTES):
             self._frames += data
             self._take_frames()
             self._resume()
@@ -162,7 +171,7 @@ class RemoteHost:
         self._stdout = None
         for pipe in self._pipes.values():
             pipe.finish(self._selector)
-        self._wake()
+        self.wake()
 
     def _take_frames(self) -> None:
         if not self._is_greeted:
@@ -184,7 +193,7 @@ class RemoteHost:
             self._codes[rank] = int(data)
             for stream in range(len(STREAMS)):
                 self._pipes[rank, stream].finish(self._selector)
-            self._wake()
+            self.wake()
 
     def _put(self, rank: int, kind: int, data: bytes) -> None:
         self._pipes[rank, kind].put(data, self._selector)
@@ -257,7 +266,9 @@ class RemoteRank(RankProcess):
         """Whether it has ended since the last look."""
         if self.code is not None:
             return False
-        self.code = self._host.code_of(self.rank)
+        # As a rank here has not ended before it has written its last words.
+        if self._is_killed or self._host.is_taken_up(self.rank):
+            self.code = self._host.code_of(self.rank)
         return self.code is not None
 
     def signal(self, number: int) -> None:
@@ -282,6 +293,7 @@ class RemoteRank(RankProcess):
                 if self._is_killed:
                     self._host.end_ssh()
                 self._is_killed = True
+                self._host.wake()
 
 
 def current_directory() -> str:

@@ -42,6 +42,7 @@ class RankEnd:
         by_launcher: Whether it ended after the launcher had told it to.
         stderr: The last lines of its stderr.
         host: Another host that it was on; empty: this one.
+        why: What is known of the reason; empty: nothing else.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class RankEnd:
     by_launcher: bool
     stderr: Sequence[str]
     host: str = ""
+    why: str = ""
 
     @property
     def is_secondary(self) -> bool:
@@ -107,7 +109,9 @@ def failure_report(
     where = f"on {culprit.host}" if culprit.host else f"process {culprit.pid} on {host}"
     who = f"rank {culprit.rank} ({where})"
     lines = [f"{who} failed with {culprit.how()} after {seconds:.1f} s"]
-    if culprit.code is not None and culprit.code < 0:
+    if culprit.why:
+        lines.append(f"  {culprit.why}")
+    elif culprit.code is not None and culprit.code < 0:
         hint = _HINTS.get(-culprit.code)
         if oom_kills and culprit.code == -signal.SIGKILL:
             hint = (

@@ -29,7 +29,7 @@ def agree(comm: Any, facts: dict[str, Any], timeout: float) -> list[dict[str, An
     Raises:
         TimeoutError: Ranks are missing after `timeout` seconds.
     """
-    told = json.dumps({**facts, "host": socket.gethostname()}).encode()
+    told = _encoded({**facts, "host": socket.gethostname()})
     mine = np.zeros(_BYTES, np.uint8)
     mine[: len(told)] = np.frombuffer(told, np.uint8)
     all_of_them = np.zeros((comm.Get_size(), _BYTES), np.uint8)
@@ -50,6 +50,15 @@ def agree(comm: Any, facts: dict[str, Any], timeout: float) -> list[dict[str, An
         _abandoned.append((request, mine, all_of_them))
         raise
     return [json.loads(bytes(row).rstrip(b"\0")) for row in all_of_them]
+
+
+def _encoded(facts: dict[str, Any]) -> bytes:
+    """The facts in no more than `_BYTES`: a long error (of a loader, say) loses its end."""
+    error = facts["error"]
+    while len(told := json.dumps(facts).encode()) > _BYTES and error:
+        error = error[: -max(1, len(error) // 16)]
+        facts = {**facts, "error": error + " [...]"}
+    return told
 
 
 def compare(found: list[dict[str, Any]]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from multiring import config
+from multiring.errors import UsageError
 
 __all__ = ["bridge_path", "carries", "is_built"]
 
@@ -19,14 +21,29 @@ def bridge_path(settings: config.Settings | None = None) -> Path:
 
 
 def is_built(settings: config.Settings | None = None) -> bool:
-    """Whether there is a bridge."""
-    return bridge_path(settings).is_file()
+    """Whether there is a bridge.
+
+    Raises:
+        UsageError: MULTIRING_MPI_BRIDGE names none.
+    """
+    settings = settings or config.load()
+    found = bridge_path(settings).is_file()
+    if settings.mpi_bridge and not found:
+        raise UsageError(
+            f"MULTIRING_MPI_BRIDGE names {settings.mpi_bridge}, which is no file on {socket.gethostname()}: "
+            "run `multiring build mpi` there, or unset it, or set MULTIRING_TRANSPORT=tcp"
+        )
+    return found
 
 
 def carries(
     settings: config.Settings, launcher: str, is_spread: bool, environ: Mapping[str, str] = os.environ
 ) -> bool:
-    """Whether MPI carries the bytes of a job that `launcher` has started, on several hosts if `is_spread`."""
+    """Whether MPI carries the bytes of a job that `launcher` has started, on several hosts if `is_spread`.
+
+    Raises:
+        UsageError: MULTIRING_MPI_BRIDGE says so, but names no file.
+    """
     if settings.transport:
         return settings.transport == "mpi"
     # srun brings MPI only where it was told to (--mpi).

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Builds, and tells what was built."""
-    output = args.output or bridge_path()
+    output = (args.output or bridge_path()).absolute()
     library = build(output, args.mpicc)
     print(f"Built {output} for {library}.")
     if args.output:
@@ -87,7 +87,7 @@ def _find_compiler() -> str:
 def _library_of(bridge: Path) -> str:
     """Loads it in a process of its own: it brings a whole MPI library with it."""
     script = "import sys; from multiring import _core; print(_core.mpi_library(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", script, str(bridge)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", "-c", script, str(bridge)], capture_output=True, text=True)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UsageError(f"what was built cannot be loaded: {last}")

@@ -3,8 +3,9 @@
 A value is written to a temporary file that is then renamed, so a reader sees all of it or none.
 
 Whoever uses the directory holds a shared lock on it, which the kernel lets go of when a process ends in
-whatever way. The last one to leave, who can have it exclusively, removes the directory; what nobody holds is
-abandoned.
+whatever way. Who can have it exclusively is alone: what the last one to leave finds there, or the first one
+to come, nobody needs any more. Only files of stores are removed, known by their names, and only a directory
+that a store has made.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import shutil
+import re
 import stat
 import tempfile
 import time
@@ -30,6 +31,14 @@ __all__ = ["FileStore", "job_directory_prefix", "remove_abandoned"]
 _FIRST_PAUSE = 0.0002
 _LONGEST_PAUSE = 0.01
 
+# What stores and ranks (peer_links.cpp) leave in the directory: names that nobody else would give to a file,
+# or to a socket.
+_PREFIX = "multiring-"
+_FILE = re.compile(rf"{_PREFIX}(?:key|hash|part)-[\w.%~-]*")
+_SOCKET = re.compile(r"\d+-\d+\.sock")
+# In a directory that a store has made, so that the last one to leave removes it.
+_MADE = _PREFIX + "made"
+
 # Between making a directory and locking it passes less than this, in seconds.
 _ABANDONED_SECONDS = 60.0
 
@@ -43,8 +52,9 @@ class FileStore(Store):
     """A store for the ranks of one host.
 
     Args:
-        directory: Made with mode 0700 if it is missing. One that is there must belong to the caller and be
-            closed to everybody else, because who can write there can speak for any rank.
+        directory: Made with mode 0700 if it is missing, and then removed by the last one to leave. One that
+            is there must belong to the caller and be closed to everybody else, because who can write there
+            can speak for any rank; it stays, with all that is not of a store.
 
     Raises:
         UsageError: The directory is not a directory of the caller's own, or cannot be made.
@@ -54,10 +64,14 @@ class FileStore(Store):
         self.directory = Path(directory).absolute()
         self._lock: int | None = None  # a descriptor of the directory
         try:
+            made = False
             while self._lock is None:
-                self._make()
+                made = self._make()
                 self._lock = _lock_shared(self.directory)
+            if made:
+                os.close(os.open(_MADE, os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=self._lock))
         except OSError as error:
+            self.close()
             raise UsageError(
                 f"the store's directory {self.directory} cannot be used: {error.strerror}; "
                 "name another in MULTIRING_STORE or set TMPDIR to a directory you can write to"
@@ -66,16 +80,18 @@ class FileStore(Store):
     def __str__(self) -> str:
         return f"store file://{self.directory}"
 
-    def _make(self) -> None:
+    def _make(self) -> bool:
+        """Whether there was no such directory."""
         self.directory.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.directory.mkdir(mode=0o700)
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError):  # the last one to use it has just removed it
                 self._check_owner()
-            return
+            return False
         if self.directory.name.startswith(job_directory_prefix()):
             remove_abandoned(self.directory)
+        return True
 
     def _check_owner(self) -> None:
         found = self.directory.lstat()
@@ -94,9 +110,9 @@ class FileStore(Store):
 
     def _path(self, key: str) -> Path:
         encoded = check_key(key)
-        name = "key-" + urllib.parse.quote(encoded, safe="")
+        name = f"{_PREFIX}key-" + urllib.parse.quote(encoded, safe="")
         if len(name) > 200:  # file names end at 255 bytes
-            name = "hash-" + hashlib.sha256(encoded).hexdigest()
+            name = f"{_PREFIX}hash-" + hashlib.sha256(encoded).hexdigest()
         return self.directory / name
 
     def set(self, key: str, value: bytes) -> None:
@@ -104,7 +120,7 @@ class FileStore(Store):
         check_value(key, value)
         temporary: str | None = None
         try:
-            descriptor, temporary = tempfile.mkstemp(prefix="part-", dir=self.directory)
+            descriptor, temporary = tempfile.mkstemp(prefix=f"{_PREFIX}part-", dir=self.directory)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(value)
             os.rename(temporary, path)
@@ -145,7 +161,8 @@ class FileStore(Store):
         )
 
     def close(self) -> None:
-        """Leaves the store; the last one to leave removes it. May be called again.
+        """Leaves the store; the last one to leave removes it, and its directory if a store has made that. May
+        be called again.
 
         It is safe to open the directory again while others still leave it.
         """
@@ -153,7 +170,7 @@ class FileStore(Store):
             lock, self._lock = self._lock, None
             try:
                 if _lock_exclusively(lock):
-                    _remove_tree(self.directory)
+                    _remove(self.directory, lock)
             finally:
                 os.close(lock)
 
@@ -163,12 +180,17 @@ class FileStore(Store):
 
 
 def _lock_shared(directory: Path) -> int | None:
-    """Locks the directory; None if it has been removed meanwhile by the last one who used it."""
+    """Locks the directory; None if it has been removed meanwhile by the last one who used it.
+
+    What it holds while nobody has it locked is of ranks that were killed, and would mislead ours.
+    """
     try:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
     try:
+        if _lock_exclusively(lock):
+            _empty(lock)
         fcntl.flock(lock, fcntl.LOCK_SH)
         if os.path.samestat(os.fstat(lock), os.stat(directory)):
             return lock
@@ -189,9 +211,32 @@ def _lock_exclusively(lock: int) -> bool:
     return True
 
 
-def _remove_tree(directory: Path) -> None:
-    # Once only: as soon as it is gone, somebody else may make a new one under the same name.
-    shutil.rmtree(directory, ignore_errors=True)
+def _is_of_a_store(name: str, directory: int) -> bool:
+    with contextlib.suppress(OSError):
+        mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+        names = _FILE if stat.S_ISREG(mode) else _SOCKET if stat.S_ISSOCK(mode) else None
+        return names is not None and names.fullmatch(name) is not None
+    return False
+
+
+def _empty(lock: int) -> None:
+    """Removes what is of stores from a directory that is locked exclusively."""
+    for name in os.listdir(lock):
+        if _is_of_a_store(name, lock):
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=lock)
+
+
+def _remove(directory: Path, lock: int) -> None:
+    """Empties the directory, and removes it if a store or a job has made it."""
+    with contextlib.suppress(OSError):  # there may be something of somebody else in it, or it is gone
+        _empty(lock)
+        if _MADE in os.listdir(lock):
+            os.unlink(_MADE, dir_fd=lock)
+        elif not directory.name.startswith(job_directory_prefix()):
+            return
+        # Once only: as soon as it is gone, somebody else may make a new one under the same name.
+        directory.rmdir()
 
 
 def remove_abandoned(new: Path) -> None:
@@ -211,6 +256,6 @@ def _remove_if_abandoned(path: Path) -> None:
         found = os.fstat(lock)
         old = time.time() - found.st_mtime > _ABANDONED_SECONDS
         if old and found.st_uid == os.geteuid() and _lock_exclusively(lock):
-            _remove_tree(path)
+            _remove(path, lock)
     finally:
         os.close(lock)

@@ -27,7 +27,10 @@ from multiring.errors import PeerLostError, UsageError
 from multiring.store.base import MAX_KEY_BYTES, MAX_VALUE_BYTES, Store, check_key, check_value, no_such_key
 from multiring.store.handshake import prove_to_client, prove_to_server
 
-__all__ = ["TcpStore", "TcpStoreServer"]
+__all__ = ["OTHER_SECRET", "TcpStore", "TcpStoreServer"]
+
+# Why a server may refuse a client that was given its secret.
+OTHER_SECRET = "MULTIRING_SECRET differs between ranks, or the port belongs to another job"
 
 _REQUEST = struct.Struct("!BIH")
 _MAX_REQUEST = _REQUEST.size + MAX_KEY_BYTES + MAX_VALUE_BYTES
@@ -43,6 +46,10 @@ _MAX_STRANGERS = 128
 # A client asks anew so often, so that no server thread waits long for a client that is gone.
 _GET_SLICE = 0.5
 _REPLY_GRACE = 20.0
+
+# The kernels find out within about half a minute that the other host has gone. They answer for a process that
+# stands still, which is no reason to give up.
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 
 
 class TcpStoreServer:
@@ -126,12 +133,16 @@ class TcpStoreServer:
     def _start(self, accepted: socket.socket) -> None:
         try:
             peer = _Peer(accepted)
-            peer.thread = threading.Thread(target=self._serve, args=(peer,), daemon=True)
-            with self._peers_lock:
-                self._peers[peer] = None
-            peer.thread.start()
-        except (OSError, RuntimeError):  # no descriptor or no thread left: the client asks again
+        except OSError:  # no descriptor left: the client asks again
             accepted.close()
+            return
+        peer.thread = threading.Thread(target=self._serve, args=(peer,), daemon=True)
+        with self._peers_lock:
+            self._peers[peer] = None
+        try:
+            peer.thread.start()
+        except RuntimeError:  # no thread left
+            self._forget(peer)
 
     def _dismiss_strangers(self) -> None:
         now = time.monotonic()
@@ -149,9 +160,12 @@ class TcpStoreServer:
         except (OSError, EOFError, AuthenticationError, AssertionError, ValueError, struct.error):
             pass  # gone, or not one of ours
         finally:
-            with self._peers_lock:
-                self._peers.pop(peer, None)
-            peer.close()
+            self._forget(peer)
+
+    def _forget(self, peer: _Peer) -> None:
+        with self._peers_lock:
+            self._peers.pop(peer, None)
+        peer.close()
 
     def _answer(self, request: bytes) -> bytes:
         operation, milliseconds, key_length = _REQUEST.unpack_from(request)
@@ -210,6 +224,8 @@ def _connection(sock: socket.socket) -> Connection:
     """A message connection over a duplicate of the socket's descriptor, closed apart from the socket."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return Connection(os.dup(sock.fileno()))
 
 
@@ -221,17 +237,30 @@ class TcpStore(Store):
         port: Port of the server.
         secret: The job's secret.
         connect_timeout: Seconds to go on trying, because the server may start after its clients.
+        refused_because: What it means if the server has another secret; for the message.
+        answer_timeout: Seconds that an answer may take, beyond what the server is asked to wait, 20 at least;
+            None: any number. A process that serves a store may be stopped for a while, as by Ctrl-Z.
 
     Raises:
         UsageError: The server has another secret.
         TimeoutError: The server cannot be reached.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes, connect_timeout: float = 30.0) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: bytes,
+        connect_timeout: float = 30.0,
+        refused_because: str = OTHER_SECRET,
+        answer_timeout: float | None = 0.0,
+    ) -> None:
         self.host = host
         self.port = port
         self._secret = secret
         self._connect_timeout = connect_timeout
+        self._refused_because = refused_because
+        self._answer_timeout = answer_timeout
         self._lock = threading.Lock()
         self._closed = False  # guarded by _lock
         # One for each request that is under way at the same time, kept for the next; guarded by _lock.
@@ -269,8 +298,7 @@ class TcpStore(Store):
                 return self._try_to_connect(max(0.1, deadline - time.monotonic()))
             except (AuthenticationError, AssertionError) as error:
                 raise UsageError(
-                    f"the {self} does not know this job's secret: MULTIRING_SECRET differs between ranks, or "
-                    "the port belongs to another job"
+                    f"the {self} does not know this job's secret: {self._refused_because}"
                 ) from error
             except (OSError, EOFError) as error:
                 if time.monotonic() >= deadline:
@@ -293,6 +321,9 @@ class TcpStore(Store):
                 raise
             return connection
 
+    def _patience(self, wait: float) -> float | None:
+        return None if self._answer_timeout is None else wait + max(self._answer_timeout, _REPLY_GRACE)
+
     def _ask(self, operation: int, wait: float, key: bytes, value: bytes = b"") -> bytes:
         request = _REQUEST.pack(operation, math.ceil(wait * 1000), len(key)) + key + value
         with self._lock:
@@ -300,8 +331,8 @@ class TcpStore(Store):
         connection = connection or self._connect()
         try:
             connection.send_bytes(request)
-            if not connection.poll(wait + _REPLY_GRACE):
-                raise OSError(f"no answer within {wait + _REPLY_GRACE:g} s")
+            if not connection.poll(self._patience(wait)):
+                raise OSError(f"no answer within {self._patience(wait):g} s")
             reply = connection.recv_bytes(_MAX_REPLY)
         except (OSError, EOFError) as error:
             connection.close()

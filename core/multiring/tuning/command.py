@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _tune(comm: Communicator, args: argparse.Namespace) -> None:
     ranks = ranks_of_hosts(comm._core.hosts)
-    path = args.output or _default_path(Tuning(ranks, ()))
+    path = (args.output or _default_path(Tuning(ranks, ()))).absolute()
     _require_writable(comm, path)
     say = _say if comm.rank == 0 else _be_silent
     rate, latency = _measure_link(comm)
