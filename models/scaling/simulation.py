@@ -111,8 +111,8 @@ def _options(machine: Machine) -> list[str]:
         f"--cfg=smpi/ois:0:{machine.message_seconds}:0",
         "--cfg=network/crosstraffic:no",
         "--cfg=contexts/stack-size:8192",
-        # Before each allreduce that is timed, for all alike. SimGrid's own lets ranks go one after the other, a
-        # microsecond apart: those who wait for the last would count that as theirs.
+        # Before each allreduce that is timed, for all alike. SimGrid's own lets ranks go one after the other,
+        # a microsecond apart: those who wait for the last would count that as theirs.
         "--cfg=smpi/barrier:ompi_bruck",
         # Libraries' own copies of what they add, which a thousand ranks have no room for.
         "--cfg=smpi/auto-shared-malloc-thresh:1048576",
