@@ -30,8 +30,7 @@ ClusterAllgather::ClusterAllgather(Exchange& exchange, const Call& call, StagedC
       hosts_(exchange.transport(), exchange.rank()),
       own_(own),
       incoming_(incoming) {
-  const std::size_t staging = exchange.transport().staging_bytes();
-  lane_bytes_ = staging / most_pairs(hosts_.hosts()) / kCacheLine * kCacheLine;
+  lane_bytes_ = hierarchy_.staging_bytes() / most_pairs(hosts_.hosts()) / kCacheLine * kCacheLine;
   if (lane_bytes_ == 0)
     throw Error(ErrorKind::kUsage, "MULTIRING_STAGING_BYTES is too small for " +
                                        std::to_string(exchange.size()) + " ranks on " +

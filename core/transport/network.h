@@ -90,6 +90,8 @@ class MULTIRING_API Network {
   /// others, end with kAborted. The first error wins. Those that are still connecting with it learn of it
   /// when it makes progress, or from its end.
   virtual void abort(ErrorKind kind, const std::string& message) = 0;
+  /// The same for an error that a rank has told of elsewhere.
+  virtual void relay(const AbortRecord& record) = 0;
   /// The first error that any rank told of; false if there is none.
   virtual bool aborted(AbortRecord* record) const = 0;
   /// Says goodbye: peers learn that this rank left rather than died. Messages that were done still arrive.

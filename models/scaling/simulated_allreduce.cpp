@@ -147,6 +147,7 @@ class ModelledNetwork final : public Network {
   }
   void progress() override {}
   void abort(ErrorKind, const std::string&) override {}
+  void relay(const AbortRecord&) override {}
   bool aborted(AbortRecord*) const override { return false; }
   void leave() override {}
   void abandon() override {}

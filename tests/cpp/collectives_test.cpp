@@ -237,6 +237,27 @@ TEST_P(CollectivesTest, ReduceScatter) {
   });
 }
 
+// Of 2 + 3 ranks those of the smaller host show two pieces at once, in memory that is no larger than 2 MiB.
+TEST(Allgather, OfPiecesLargerThanMuchStagingMemory) {
+  constexpr std::uint64_t kRows = 5 << 20;
+  testing::GroupOptions options;
+  options.transport = testing::TransportKind::kCluster;
+  options.size = 5;
+  options.staging_bytes = 4 << 20;
+  RankGroup group(options);
+  group.run([&](Communicator& communicator) {
+    const auto piece = [](std::size_t rank) { return input_of(DType::kUInt8, kRows, rank); };
+    const Bytes input = piece(static_cast<std::size_t>(communicator.rank()));
+    Request request{.kind = OpKind::kAllgather, .dtype = DType::kUInt8, .rows = kRows};
+    request.input = input.data();
+    Operation operation = testing::make_operation(request);
+    communicator.run(operation, {});
+    const Bytes result = testing::result_of(operation);
+    for (std::size_t rank = 0; rank < 5; ++rank)
+      EXPECT_TRUE(slice(result, rank * kRows, (rank + 1) * kRows) == piece(rank)) << "of rank " << rank;
+  });
+}
+
 // Inputs in symmetric memory on all ranks, on some, on none; below and above the threshold of the direct way.
 TEST_P(CollectivesTest, ReduceScatterFromSymmetricMemory) {
   group_.run([&](Communicator& communicator) {

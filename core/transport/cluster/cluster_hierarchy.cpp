@@ -1,11 +1,20 @@
 #include "transport/cluster/cluster_hierarchy.h"
 
 namespace multiring {
+
 WaitResult ClusterHierarchy::meet(const Waiting& waiting) {
   ++round_;
   host_->arrive(round_, 0);
-  WaitResult result =
-      watch_(waiting, [this](const Waiting& watched) { return host_->await_all(round_, watched); });
+  WaitResult result = watch_(waiting, [this](const Waiting& watched) {
+    // A rank of this host may wait for a message that waits here to be sent on.
+    const std::function<void()> look = [&] {
+      network_->progress();
+      watched.check_interrupt();
+    };
+    Waiting driving = watched;
+    driving.interrupt = &look;
+    return host_->await_all(round_, driving);
+  });
   if (result.outcome == WaitResult::Outcome::kTimeout)
     for (std::size_t place = host_ranks_.size(); place-- > 0;)
       if (host_->arrived(static_cast<int>(place)) < round_) result.peer = host_ranks_[place];

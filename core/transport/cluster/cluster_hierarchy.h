@@ -46,6 +46,7 @@ class ClusterHierarchy final : public Hierarchy {
 
   // As those of Transport and Network, from any thread.
   void abort(ErrorKind kind, const std::string& message) { network_->abort(kind, message); }
+  void relay(const AbortRecord& record) { network_->relay(record); }
   bool aborted(AbortRecord* record) const { return network_->aborted(record); }
   void leave();
   void abandon();

@@ -48,6 +48,7 @@ ClusterTransport::ClusterTransport(std::shared_ptr<const ClusterContext> context
 ClusterTransport::~ClusterTransport() {
   ClusterTransport::leave();
   hierarchy_.reset();
+  if (mail_ != nullptr) context_->mails->remove(*mail_);
   mail_.reset();
   mirror_.reset();
 }
@@ -76,6 +77,7 @@ void ClusterTransport::connect(const Waiting& waiting) {
   mirror_->network().connect(links, waiting);
   if (!mail->links_on_demand()) mail->connect(mail_links, waiting);
   mail_ = make_mail(std::move(mail));
+  context_->mails->add(*mail_);
   hierarchy_ = make_hierarchy(waiting);
 }
 
@@ -168,7 +170,9 @@ WaitResult ClusterTransport::listening(const Waiting& waiting,
   };
   Waiting here = waiting;
   here.interrupt = &look;
-  return wait(here);
+  const WaitResult result = wait(here);
+  if (!result.ok()) hear();
+  return result;
 }
 
 WaitResult ClusterTransport::watch(const Waiting& waiting, const std::function<WaitResult()>& trouble,
@@ -195,11 +199,16 @@ WaitResult ClusterTransport::watch(const Waiting& waiting, const std::function<W
 
 void ClusterTransport::hear() const {
   mirror_->look();
-  mail_->look();
+  context_->mails->look();
   AbortRecord record;
   if (mirror_->network().aborted(&record) || mail_->network().aborted(&record) ||
       (hierarchy_ != nullptr && hierarchy_->aborted(&record)))
     publish_abort(record);
+  // The rank that told of it may be connected with none of those that this one is connected with.
+  if (!SharedTransport::aborted(&record) || relayed_.exchange(true)) return;
+  mirror_->network().relay(record);
+  mail_->network().relay(record);
+  if (hierarchy_ != nullptr) hierarchy_->relay(record);
 }
 
 void ClusterTransport::mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) {

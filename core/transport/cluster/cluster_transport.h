@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -9,6 +10,7 @@
 #include "base/export.h"
 #include "transport/cluster/cluster_hierarchy.h"
 #include "transport/cluster/host_mirror.h"
+#include "transport/cluster/mail_list.h"
 #include "transport/cluster/remote_mail.h"
 #include "transport/network.h"
 #include "transport/shared/shared_transport.h"
@@ -32,7 +34,8 @@ struct ClusterContext {
 
   std::vector<ClusterRank> ranks;  ///< of the world
   int rank = 0;                    ///< this one's in the world
-  std::shared_ptr<HostLink> link;  ///< to those of the same host
+  std::shared_ptr<MailList> mails = std::make_shared<MailList>();
+  std::shared_ptr<HostLink> link;  ///< to those of the same host; a MailHostLink
   MakeNetwork make_network;
 };
 
@@ -92,7 +95,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
                    const std::function<WaitResult(const Waiting&)>& wait);
   /// Runs a wait on this host's memory that ends, too, when another host ends it.
   WaitResult listening(const Waiting& waiting, const std::function<WaitResult(const Waiting&)>& wait) const;
-  /// What the other hosts have told of since, told to this one.
+  /// What the other hosts have told of since, told to this one, and the other way; lets in who has mail.
   void hear() const;
 
   std::shared_ptr<const ClusterContext> context_;
@@ -103,6 +106,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   std::unique_ptr<HostMirror> mirror_;
   std::unique_ptr<RemoteMail> mail_;
   std::unique_ptr<ClusterHierarchy> hierarchy_;
+  mutable std::atomic<bool> relayed_{false};  // to other hosts: what a rank of this one has told of
 };
 
 }  // namespace multiring

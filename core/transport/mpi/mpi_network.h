@@ -56,6 +56,7 @@ class MULTIRING_API MpiNetwork final : public Network {
   void progress() override;
   void keep(std::shared_ptr<const void> memory) override;
   void abort(ErrorKind kind, const std::string& message) override;
+  void relay(const AbortRecord& record) override;
   bool aborted(AbortRecord* record) const override;
   /// Waits half a second at most for what MPI has not finished.
   void leave() override;

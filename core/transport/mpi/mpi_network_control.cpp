@@ -68,9 +68,11 @@ void MpiNetwork::spread_abort(const AbortRecord& record, int from) {
       tell(other, message);
 }
 
-void MpiNetwork::abort(ErrorKind kind, const std::string& message) {
+void MpiNetwork::abort(ErrorKind kind, const std::string& message) { relay({kind, options_.rank, message}); }
+
+void MpiNetwork::relay(const AbortRecord& record) {
   const std::lock_guard lock(mutex_);
-  if (!left_) spread_abort({kind, options_.rank, message}, -1);
+  if (!left_) spread_abort(record, -1);
 }
 
 bool MpiNetwork::aborted(AbortRecord* record) const {

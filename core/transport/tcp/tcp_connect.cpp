@@ -51,7 +51,8 @@ void check(const TcpOptions& options) {
 TcpNetwork::TcpNetwork(Store& store, const TcpOptions& options)
     : store_(store),
       options_((check(options), options)),
-      settings_(static_cast<std::uint64_t>(options.channels)),
+      settings_(static_cast<std::uint64_t>(options.channels) |
+                static_cast<std::uint64_t>(options.connections_per_interface) << 32U),
       own_{host_name(), ::getpid(),
            choose_addresses(interface_addresses(), options.interfaces, options.local)},
       poller_(descriptors_),
@@ -115,8 +116,12 @@ WaitResult TcpNetwork::reach(std::span<const Link> links, const Waiting& waiting
     try {
       find(link.peer, waiting);
     } catch (const Error& error) {
-      if (error.kind() != ErrorKind::kTimeout) throw;
-      return {WaitResult::Outcome::kTimeout};
+      if (error.kind() == ErrorKind::kTimeout) return {WaitResult::Outcome::kTimeout};
+      const std::string why = error.what();
+      throw error_between(error.kind(), ends(link.peer, waiting.deadline.elapsed()),
+                          "cannot learn the address of",
+                          ", to which it has sent nothing before: " + why.substr(0, why.find('\n')) +
+                              ". Where rank 0 serves the store, it has to stay until the others are done");
     }
   }
   {
@@ -131,13 +136,16 @@ WaitResult TcpNetwork::reach(std::span<const Link> links, const Waiting& waiting
   WaitResult result = drive(waiting, [&](WaitResult* found) {
     if (std::all_of(links.begin(), links.end(), [&](const Link& link) { return ready(link); })) return true;
     if (abort_) *found = {WaitResult::Outcome::kAborted};
-    if (abort_) return true;
+    const bool closed = waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire);
+    if (closed) *found = {WaitResult::Outcome::kCancelled};
+    if (abort_ || closed) return true;
     error = trouble(links, begun_, waiting);
     return error.has_value();
   });
   if (!error) return result;
   const std::lock_guard lock(mutex_);
   drop_calls([](const Call& call) { return call.state == Call::State::kFailed; });  // they may be tried again
+  std::erase_if(complaints_, [&](const auto& complaint) { return concerns(complaint.first, links); });
   if (error->kind() != ErrorKind::kPeerLost) throw *error;
   const int rank = error->context().peer;
   const bool left = peer(rank).left;
@@ -382,7 +390,8 @@ std::optional<Error> TcpNetwork::trouble(std::span<const Link> links, const std:
   for (const auto& [rank, verdict] : complaints_)
     if (concerns(rank, links)) return caller_error(ends(rank, waited), verdict);
   for (const Call& call : calls)
-    if (call.state == Call::State::kFailed && !peer(call.facts.listener).left)
+    if (call.state == Call::State::kFailed && !peer(call.facts.listener).left &&
+        concerns(call.facts.listener, links))
       return call_error(ends(call.facts.listener, waited), call);
   for (const Link& link : links) {
     if (ready(link) || !(peer(link.peer).ending || peer(link.peer).left)) continue;

@@ -210,9 +210,11 @@ void TcpNetwork::spread_abort(const AbortRecord& record, const TcpLink* from) {
     if (other.control && other.control->open() && other.control.get() != from) other.control->say(frame);
 }
 
-void TcpNetwork::abort(ErrorKind kind, const std::string& message) {
+void TcpNetwork::abort(ErrorKind kind, const std::string& message) { relay({kind, options_.rank, message}); }
+
+void TcpNetwork::relay(const AbortRecord& record) {
   const std::lock_guard lock(mutex_);
-  spread_abort({kind, options_.rank, message}, nullptr);
+  spread_abort(record, nullptr);
   poller_.wake();
 }
 

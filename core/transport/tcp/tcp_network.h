@@ -88,6 +88,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   void give_up(std::span<const Ticket> tickets) override;
   void progress() override;
   void abort(ErrorKind kind, const std::string& message) override;
+  void relay(const AbortRecord& record) override;
   bool aborted(AbortRecord* record) const override;
   void leave() override;
   void abandon() override;

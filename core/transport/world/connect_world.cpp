@@ -229,7 +229,7 @@ std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store, co
         "the job. Set it to the same 32 hexadecimal digits or more on all ranks");
   auto context = std::make_shared<ClusterContext>();
   context->rank = address.rank;
-  context->link = link_host(*store, address, places, waiting);
+  context->link = std::make_shared<MailHostLink>(link_host(*store, address, places, waiting), context->mails);
   context->make_network = network_maker(store, address, cards);
   SharedTransportOptions options = address.transport;
   options.crowded = any_crowded(*store, address, places, *context->link, waiting);

@@ -42,6 +42,7 @@ class CountingNetwork final : public Network {
   void progress() override { network_->progress(); }
   void keep(std::shared_ptr<const void> memory) override { network_->keep(std::move(memory)); }
   void abort(ErrorKind kind, const std::string& message) override { network_->abort(kind, message); }
+  void relay(const AbortRecord& record) override { network_->relay(record); }
   bool aborted(AbortRecord* record) const override { return network_->aborted(record); }
   void leave() override { network_->leave(); }
   void abandon() override { network_->abandon(); }

@@ -104,7 +104,8 @@ std::shared_ptr<Transport> RankGroup::connect_cluster(int rank, Store& store, co
   auto context = std::make_shared<ClusterContext>();
   context->ranks = places_;
   context->rank = rank;
-  context->link = hosts_[static_cast<std::size_t>(place.host)]->link(place.local);
+  context->link = std::make_shared<MailHostLink>(
+      hosts_[static_cast<std::size_t>(place.host)]->link(place.local), context->mails);
   context->make_network = network_maker(rank, store);
   SharedTransportOptions shared;
   shared.staging_bytes = options_.staging_bytes;
