@@ -48,11 +48,15 @@ void check(const TcpOptions& options) {
 
 }  // namespace
 
+std::uint64_t settings_of(const TcpOptions& options) {
+  return static_cast<std::uint64_t>(options.channels) |
+         static_cast<std::uint64_t>(options.connections_per_interface) << 32U;
+}
+
 TcpNetwork::TcpNetwork(Store& store, const TcpOptions& options)
     : store_(store),
       options_((check(options), options)),
-      settings_(static_cast<std::uint64_t>(options.channels) |
-                static_cast<std::uint64_t>(options.connections_per_interface) << 32U),
+      settings_(settings_of(options)),
       own_{host_name(), ::getpid(),
            choose_addresses(interface_addresses(), options.interfaces, options.local)},
       poller_(descriptors_),

@@ -47,6 +47,9 @@ struct TcpOptions {
   double spin_microseconds = 0.0;
 };
 
+/// What has to be the same on all ranks.
+MULTIRING_API std::uint64_t settings_of(const TcpOptions& options);
+
 /// Messages over TCP.
 ///
 /// Every pair of ranks that has a link has one control connection, and for each channel a group of data

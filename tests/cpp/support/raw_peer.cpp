@@ -67,7 +67,7 @@ bool RawPeer::introduce(const TcpOptions& options, const tcp::HelloFacts& facts)
 }
 
 tcp::HelloFacts facts_of_rank_1(const TcpOptions& options, int channel, int stripe, int stripes) {
-  return {1, 0, options.size, channel, stripe, stripes, 1, static_cast<std::uint64_t>(options.channels)};
+  return {1, 0, options.size, channel, stripe, stripes, 1, tcp::settings_of(options)};
 }
 
 RawListener::RawListener() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
