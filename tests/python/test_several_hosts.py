@@ -295,7 +295,7 @@ def test_another_secret(nursery: Nursery) -> None:
     assert isinstance(outcomes[1].error, UsageError), outcomes[1].trace
     assert "MULTIRING_SECRET differs between ranks" in str(outcomes[1].error)
     assert isinstance(outcomes[0].error, multiring.TimeoutError), outcomes[0].trace
-    assert "for rank 1 of 2" in str(outcomes[0].error)
+    assert "for rank 1: they have not called multiring.init()" in str(outcomes[0].error)
 
 
 def test_no_secret(nursery: Nursery, tmp_path: Path) -> None:
