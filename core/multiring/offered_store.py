@@ -116,8 +116,8 @@ def _call(store: Store, rank: int, size: int, prefix: str, deadline: float) -> s
     if missing := [other for other, number in enumerate(present, 1) if number is None]:
         raise errors.TimeoutError(
             f"rank {rank} of {size} has waited in vain at the {store} for {ranks_text(missing)}: they have "
-            "not called multiring.init(), cannot get there, or were told another store or secret; look at the "
-            "output of every rank, or raise MULTIRING_TIMEOUT",
+            "not called multiring.init(), cannot get there, or were told another store or secret; look at "
+            "the output of every rank, or raise MULTIRING_TIMEOUT",
             rank=rank,
             peer=missing[0],
         )

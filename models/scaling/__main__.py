@@ -1,4 +1,4 @@
-"""Makes the scaling curve: make scaling. Takes long, most of it for the peers."""
+"""Makes the scaling curve: make scaling. Takes half an hour, most of it for multiring at 1,024 ranks."""
 
 from __future__ import annotations
 
