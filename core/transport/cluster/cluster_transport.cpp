@@ -48,7 +48,7 @@ ClusterTransport::ClusterTransport(std::shared_ptr<const ClusterContext> context
 ClusterTransport::~ClusterTransport() {
   ClusterTransport::leave();
   hierarchy_.reset();
-  if (mail_ != nullptr) context_->mails->remove(*mail_);
+  mail_entry_.reset();
   mail_.reset();
   mirror_.reset();
 }
@@ -77,7 +77,7 @@ void ClusterTransport::connect(const Waiting& waiting) {
   mirror_->network().connect(links, waiting);
   if (!mail->links_on_demand()) mail->connect(mail_links, waiting);
   mail_ = make_mail(std::move(mail));
-  context_->mails->add(*mail_);
+  mail_entry_ = std::make_unique<MailList::Entry>(context_->mails, *mail_);
   hierarchy_ = make_hierarchy(waiting);
 }
 

@@ -105,6 +105,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   std::vector<int> known_from_;
   std::unique_ptr<HostMirror> mirror_;
   std::unique_ptr<RemoteMail> mail_;
+  std::unique_ptr<MailList::Entry> mail_entry_;
   std::unique_ptr<ClusterHierarchy> hierarchy_;
   mutable std::atomic<bool> relayed_{false};  // to other hosts: what a rank of this one has told of
 };

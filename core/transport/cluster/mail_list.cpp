@@ -12,14 +12,15 @@ constexpr auto kBetweenLooks = std::chrono::milliseconds(20);
 
 }  // namespace
 
-void MailList::add(RemoteMail& mail) {
-  const std::lock_guard lock(mutex_);
-  mails_.push_back(&mail);
+MailList::Entry::Entry(std::shared_ptr<MailList> list, RemoteMail& mail)
+    : list_(std::move(list)), mail_(mail) {
+  const std::lock_guard lock(list_->mutex_);
+  list_->mails_.push_back(&mail_);
 }
 
-void MailList::remove(RemoteMail& mail) {
-  const std::lock_guard lock(mutex_);
-  std::erase(mails_, &mail);
+MailList::Entry::~Entry() {
+  const std::lock_guard lock(list_->mutex_);
+  std::erase(list_->mails_, &mail_);
 }
 
 void MailList::look() {

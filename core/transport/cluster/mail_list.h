@@ -19,9 +19,19 @@ namespace multiring {
 /// send to it in another.
 class MULTIRING_API MailList {
  public:
-  void add(RemoteMail& mail);
-  /// When it returns, nobody looks at that mail any more.
-  void remove(RemoteMail& mail);
+  /// Mail that is looked at as long as this is there.
+  class Entry {
+   public:
+    Entry(std::shared_ptr<MailList> list, RemoteMail& mail);
+    ~Entry();
+    Entry(const Entry&) = delete;
+    Entry& operator=(const Entry&) = delete;
+
+   private:
+    std::shared_ptr<MailList> list_;
+    RemoteMail& mail_;
+  };
+
   /// Looks at all, unless another thread does so already.
   void look();
   /// The same, but not again and again. For waits that are short.
