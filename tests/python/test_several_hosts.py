@@ -101,6 +101,31 @@ def abort_while_a_partner_computes(rank: int) -> None:
     comm.allreduce(np.ones(3))
 
 
+def abort_while_others_wait_in_another_group(rank: int) -> None:
+    """Rank 3 waits for rank 0, and who is connected with rank 0, or shares its host, waits elsewhere for 3."""
+    pretend_hosts()
+    comm = multiring.init()
+    other = comm.split(0)
+    assert other is not None
+    comm.barrier()
+    if comm.rank == 0:
+        comm.abort("enough")
+        time.sleep(SECONDS)
+        note("woke")
+    elif comm.rank == 3:
+        comm.barrier()
+    else:
+        other.barrier()
+
+
+def test_an_abort_passes_ranks_that_wait_in_another_group(nursery: Nursery) -> None:
+    outcomes = nursery.run(4, abort_while_others_wait_in_another_group, init=False, env={HOSTS: "2"})
+    assert isinstance(outcomes[3].error, AbortedError), outcomes[3].trace or outcomes[3]
+    assert "rank 0 stopped all ranks" in str(outcomes[3].error)
+    assert outcomes[3].ended is not None
+    assert outcomes[3].ended < outcomes[0].notes["woke"]
+
+
 def test_an_abort_reaches_a_host_whose_partner_computes(nursery: Nursery) -> None:
     outcomes = nursery.run(4, abort_while_a_partner_computes, init=False, env={HOSTS: "2"})
     for outcome in (outcomes[0], outcomes[1]):

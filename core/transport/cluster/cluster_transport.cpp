@@ -47,8 +47,8 @@ ClusterTransport::ClusterTransport(std::shared_ptr<const ClusterContext> context
 // The networks first: they have receives posted in the memory of the host.
 ClusterTransport::~ClusterTransport() {
   ClusterTransport::leave();
-  hierarchy_.reset();
   mail_entry_.reset();
+  hierarchy_.reset();
   mail_.reset();
   mirror_.reset();
 }
@@ -77,8 +77,16 @@ void ClusterTransport::connect(const Waiting& waiting) {
   mirror_->network().connect(links, waiting);
   if (!mail->links_on_demand()) mail->connect(mail_links, waiting);
   mail_ = make_mail(std::move(mail));
-  mail_entry_ = std::make_unique<MailList::Entry>(context_->mails, *mail_);
   hierarchy_ = make_hierarchy(waiting);
+  // What is wrong with this group is not to end the waits of others.
+  const auto look = [this] {
+    try {
+      hear_here();
+    } catch (const Error& error) {
+      mail_->network().abort(error.kind(), error.what());
+    }
+  };
+  mail_entry_ = std::make_unique<MailList::Entry>(context_->mails, look);
 }
 
 std::unique_ptr<HostMirror> ClusterTransport::make_mirror(std::unique_ptr<Network> network) {
@@ -198,8 +206,13 @@ WaitResult ClusterTransport::watch(const Waiting& waiting, const std::function<W
 }
 
 void ClusterTransport::hear() const {
+  hear_here();
+  context_->mails->look_now_and_then();
+}
+
+void ClusterTransport::hear_here() const {
   mirror_->look();
-  context_->mails->look();
+  mail_->look();
   AbortRecord record;
   if (mirror_->network().aborted(&record) || mail_->network().aborted(&record) ||
       (hierarchy_ != nullptr && hierarchy_->aborted(&record)))

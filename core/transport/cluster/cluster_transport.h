@@ -97,6 +97,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   WaitResult listening(const Waiting& waiting, const std::function<WaitResult(const Waiting&)>& wait) const;
   /// What the other hosts have told of since, told to this one, and the other way; lets in who has mail.
   void hear() const;
+  void hear_here() const;
 
   std::shared_ptr<const ClusterContext> context_;
   const std::uint64_t own_tag_;
@@ -105,8 +106,8 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   std::vector<int> known_from_;
   std::unique_ptr<HostMirror> mirror_;
   std::unique_ptr<RemoteMail> mail_;
-  std::unique_ptr<MailList::Entry> mail_entry_;
   std::unique_ptr<ClusterHierarchy> hierarchy_;
+  std::unique_ptr<MailList::Entry> mail_entry_;
   mutable std::atomic<bool> relayed_{false};  // to other hosts: what a rank of this one has told of
 };
 

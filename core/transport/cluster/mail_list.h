@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -10,36 +11,34 @@
 #include <vector>
 
 #include "base/export.h"
-#include "transport/cluster/remote_mail.h"
 #include "transport/shared/host_link.h"
 
 namespace multiring {
 
-/// The mail of all transports of a process. Whichever of them a rank waits in, it lets those in that want to
-/// send to it in another.
+/// What all transports of a process look at. Whichever of them a rank waits in, it lets those in that want to
+/// send to it in another, and passes on the errors that are told there.
 class MULTIRING_API MailList {
  public:
-  /// Mail that is looked at as long as this is there.
+  /// `look` is called as long as this is there; it raises nothing and never waits.
   class Entry {
    public:
-    Entry(std::shared_ptr<MailList> list, RemoteMail& mail);
+    Entry(std::shared_ptr<MailList> list, std::function<void()> look);
     ~Entry();
     Entry(const Entry&) = delete;
     Entry& operator=(const Entry&) = delete;
+    void look() const { look_(); }
 
    private:
     std::shared_ptr<MailList> list_;
-    RemoteMail& mail_;
+    std::function<void()> look_;
   };
 
-  /// Looks at all, unless another thread does so already.
-  void look();
-  /// The same, but not again and again. For waits that are short.
+  /// Looks at all, unless that was just now, or another thread does so already.
   void look_now_and_then();
 
  private:
-  std::mutex mutex_;  // guards mails_; whoever looks has it
-  std::vector<RemoteMail*> mails_;
+  std::mutex mutex_;  // guards entries_; whoever looks has it
+  std::vector<const Entry*> entries_;
   std::atomic<std::int64_t> next_look_{0};
 };
 

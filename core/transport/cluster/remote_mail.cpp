@@ -131,9 +131,11 @@ void RemoteMail::look() {
 }
 
 void RemoteMail::leave() {
-  const std::lock_guard lock(mutex_);
-  left_ = true;
-  network_->leave();
+  {
+    const std::lock_guard lock(mutex_);
+    left_ = true;
+  }
+  network_->leave();  // which may take its time; who looks is not to wait for it
 }
 
 /// `tickets`: what to wait for, of messages that are not done; under `mutex_`.

@@ -114,6 +114,14 @@ void TcpNetwork::connect(std::span<const Link> links, const Waiting& waiting) {
 
 WaitResult TcpNetwork::reach(std::span<const Link> links, const Waiting& waiting) {
   waiting.deadline.start();
+  // Whether something else has ended the wait.
+  const auto ended = [&](WaitResult* result) {
+    const bool closed = waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire);
+    if (closed || aborted(nullptr))
+      *result = {closed ? WaitResult::Outcome::kCancelled : WaitResult::Outcome::kAborted};
+    return !result->ok();
+  };
+  WaitResult result;
   for (const Link& link : links) {
     check_link(link);
     if (linked(link)) continue;
@@ -121,6 +129,7 @@ WaitResult TcpNetwork::reach(std::span<const Link> links, const Waiting& waiting
       find(link.peer, waiting);
     } catch (const Error& error) {
       if (error.kind() == ErrorKind::kTimeout) return {WaitResult::Outcome::kTimeout};
+      if (ended(&result)) return result;
       const std::string why = error.what();
       throw error_between(error.kind(), ends(link.peer, waiting.deadline.elapsed()),
                           "cannot learn the address of",
@@ -128,6 +137,7 @@ WaitResult TcpNetwork::reach(std::span<const Link> links, const Waiting& waiting
                               ". Where rank 0 serves the store, it has to stay until the others are done");
     }
   }
+  if (ended(&result)) return result;
   {
     const std::lock_guard lock(mutex_);
     if (left_) throw left_error(ErrorKind::kInternal);
@@ -137,7 +147,7 @@ WaitResult TcpNetwork::reach(std::span<const Link> links, const Waiting& waiting
     }
   }
   std::optional<Error> error;
-  WaitResult result = drive(waiting, [&](WaitResult* found) {
+  result = drive(waiting, [&](WaitResult* found) {
     if (std::all_of(links.begin(), links.end(), [&](const Link& link) { return ready(link); })) return true;
     if (abort_) *found = {WaitResult::Outcome::kAborted};
     const bool closed = waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire);
@@ -324,7 +334,9 @@ bool TcpNetwork::is_calling(const HelloFacts& facts) const {
 bool TcpNetwork::stands(const HelloFacts& facts, int rank) const {
   if (facts.channel == HelloFacts::kControl) return !lacks_control(peer(rank));
   const auto found = peer(rank).streams.find(facts.channel);
-  return found != peer(rank).streams.end() && found->second->has_link(static_cast<std::size_t>(facts.stripe));
+  const auto stripe = static_cast<std::size_t>(facts.stripe);
+  return found != peer(rank).streams.end() && stripe < found->second->stripes() &&
+         found->second->has_link(stripe);
 }
 
 void TcpNetwork::drop_calls(const std::function<bool(const Call&)>& dropped) {
