@@ -102,7 +102,7 @@ def abort_while_a_partner_computes(rank: int) -> None:
 
 
 def abort_while_others_wait_in_another_group(rank: int) -> None:
-    """Rank 3 waits for rank 0, and who is connected with rank 0, or shares its host, waits elsewhere for 3."""
+    """Rank 3 waits for rank 0; those connected with rank 0, or on its host, wait for rank 3 elsewhere."""
     pretend_hosts()
     comm = multiring.init()
     other = comm.split(0)
