@@ -89,10 +89,7 @@ void ClusterAllgather::show(std::size_t turn) {
   for_each(hosts_.place(), [&](const std::byte* data, std::size_t offset, std::size_t bytes) {
     std::memcpy(staging + offset, data, bytes);
   });
-  Waiting waiting = call_.waiting;
-  waiting.brief = true;
-  const WaitResult result = hierarchy_.meet(waiting);
-  if (!result.ok()) exchange_.throw_on_the_way(call_, result, result.peer);
+  meet_mates(exchange_, call_, hierarchy_);
   // Start with the next: the readers of a rank's memory do not all queue for it.
   for (std::size_t ahead = 1; ahead < mates.size(); ++ahead) {
     const std::size_t place = (hosts_.place() + ahead) % mates.size();

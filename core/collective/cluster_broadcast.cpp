@@ -78,10 +78,7 @@ void ClusterBroadcast::show(std::size_t index, const std::byte* held) {
   const Range range = segment(index);
   if (held != nullptr)
     std::memcpy(hierarchy_.staging(place_of(exchange_.rank())), held + range.begin, range.size());
-  Waiting waiting = call_.waiting;
-  waiting.brief = true;
-  const WaitResult result = hierarchy_.meet(waiting);
-  if (!result.ok()) exchange_.throw_on_the_way(call_, result, result.peer);
+  meet_mates(exchange_, call_, hierarchy_);
   if (held == nullptr)
     std::memcpy(operation_.output + range.begin, hierarchy_.staged(place_of(chain_[link_])), range.size());
 }

@@ -32,6 +32,13 @@ bool worth_messages(const Transport& transport, std::size_t bytes, std::size_t p
          piece >= kLeastPiece;
 }
 
+void meet_mates(const Exchange& exchange, const Call& call, Hierarchy& hierarchy) {
+  Waiting waiting = call.waiting;
+  waiting.brief = true;  // all are in the operation
+  const WaitResult result = hierarchy.meet(waiting);
+  if (!result.ok()) exchange.throw_on_the_way(call, result, result.peer);
+}
+
 MessageRing::MessageRing(Exchange& exchange, const Call& call, Hierarchy& hierarchy, std::size_t segment)
     : exchange_(exchange),
       call_(call),
@@ -147,8 +154,6 @@ void ClusterCopy::copy_within_host(std::size_t longest) {
     throw Error(ErrorKind::kUsage, "MULTIRING_STAGING_BYTES is too small for " +
                                        std::to_string(mates_.size()) + " ranks on a host");
   const auto place = static_cast<std::size_t>(std::ranges::find(mates_, exchange_.rank()) - mates_.begin());
-  Waiting waiting = call_.waiting;
-  waiting.brief = true;
   for (std::size_t segment = 0; segment < segment_count(longest, lane); ++segment) {
     for (std::size_t mate = 0; mate < mates_.size(); ++mate) {
       const StagedCopy::Outgoing& out = outgoing_[static_cast<std::size_t>(mates_[mate])];
@@ -157,8 +162,7 @@ void ClusterCopy::copy_within_host(std::size_t longest) {
         std::memcpy(hierarchy_.staging(static_cast<int>(place)) + mate * lane, out.data + range.begin,
                     range.size());
     }
-    const WaitResult result = hierarchy_.meet(waiting);
-    if (!result.ok()) exchange_.throw_on_the_way(call_, result, result.peer);
+    meet_mates(exchange_, call_, hierarchy_);
     for (std::size_t mate = 0; mate < mates_.size(); ++mate) {
       const StagedCopy::Incoming& in = incoming_[static_cast<std::size_t>(mates_[mate])];
       const Range range = segment_range(in.bytes, lane, segment);

@@ -16,6 +16,9 @@ namespace multiring {
 /// time of its own.
 bool worth_messages(const Transport& transport, std::size_t bytes, std::size_t piece);
 
+/// Meets the other ranks of this host in the middle of an operation. Raises what ends the wait instead.
+void meet_mates(const Exchange& exchange, const Call& call, Hierarchy& hierarchy);
+
 /// Messages that take turns in one piece of memory, each in segments: the ring of a rank that sends and
 /// receives between hosts. What is posted lies there and not in the caller's arrays, which a network might
 /// write to after an operation has failed.

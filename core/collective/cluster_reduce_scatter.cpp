@@ -81,10 +81,7 @@ void ClusterReduceScatter::stage(std::size_t turn) {
                   range.size());
     lane += segment_bytes_;
   }
-  Waiting waiting = call_.waiting;
-  waiting.brief = true;
-  const WaitResult result = hierarchy_.meet(waiting);
-  if (!result.ok()) exchange_.throw_on_the_way(call_, result, result.peer);
+  meet_mates(exchange_, call_, hierarchy_);
 }
 
 void ClusterReduceScatter::post(MessageRing& ring, std::size_t turn) {

@@ -78,7 +78,9 @@ def test_in_the_middle(nursery: Nursery, delay: float) -> None:
     outcomes = nursery.run(3, repeat_until_lost, delay)
     for rank in (0, 2):
         outcome = outcomes[rank]
-        assert isinstance(outcome.error, (PeerLostError, AbortedError)), outcome.trace or outcome
+        # Or it came back only when the queue had broken.
+        behind = isinstance(outcome.error, AbortedError) and "first error (peer lost)" in str(outcome.error)
+        assert behind or isinstance(outcome.error, PeerLostError), outcome.trace or outcome
         assert "lost rank 1" in str(outcome.error)
         assert outcome.ended is not None
         assert outcome.ended - outcomes[VICTIM].notes["left"] < SECONDS
