@@ -138,7 +138,7 @@ void Exchange::throw_on_the_way(const Call& call, const WaitResult& result, int 
 
 std::vector<int> Exchange::missing() const {
   std::vector<int> ranks;
-  const auto late = [this](int peer) { return transport_.arrived(peer) < round_; };
+  const auto late = [this](int peer) { return !transport_.has_come(peer, round_); };
   for (int peer = 0; peer < size(); ++peer) {
     const int teller = transport_.known_from(peer);
     if (late(peer) && (teller == peer || !late(teller))) ranks.push_back(peer);
@@ -157,7 +157,7 @@ void Exchange::throw_timeout(const Call& call) const {
   const std::vector<int> absent = missing();
   std::vector<int> came;
   for (int peer = 0; peer < size(); ++peer)
-    if (transport_.arrived(peer) >= round_) came.push_back(peer);
+    if (transport_.has_come(peer, round_)) came.push_back(peer);
   std::string text = where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + " for " +
                      rank_list(absent) + "; " + rank_list(came) + " came and waited as well. ";
   for (const int peer : absent)

@@ -110,6 +110,8 @@ class MULTIRING_API Transport {
   virtual WaitResult await_all(std::uint64_t round, const Waiting& waiting) = 0;
   /// The last round at which `rank` has arrived.
   virtual std::uint64_t arrived(int rank) const = 0;
+  /// Whether `rank` is known to have come to `round`. What it has published may not be here yet.
+  virtual bool has_come(int rank, std::uint64_t round) const = 0;
   /// Who tells this rank of the arrivals of `rank`: while that one is late, nothing is known of the other.
   virtual int known_from(int rank) const = 0;
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <map>
 #include <utility>
 
 namespace multiring {
@@ -66,16 +65,15 @@ std::unique_ptr<Network> ClusterTransport::make_network(int channels, const std:
 }
 
 void ClusterTransport::connect(const Waiting& waiting) {
-  auto rounds = make_network(1, "rounds");
+  mirror_ = make_mirror();
   auto mail = make_network(RemoteMail::kChannels, "mail");
-  std::vector<Network::Link> mail_links;
-  for (const int other : remote_)
-    for (int channel = 0; channel < RemoteMail::kChannels; ++channel) mail_links.push_back({other, channel});
-  mirror_ = make_mirror(std::move(rounds));
-  std::vector<Network::Link> links;
-  for (const int other : mirror_->partners()) links.push_back({other, 0});
-  mirror_->network().connect(links, waiting);
-  if (!mail->links_on_demand()) mail->connect(mail_links, waiting);
+  mirror_->network().connect(mirror_->links(), waiting);
+  if (!mail->links_on_demand()) {
+    std::vector<Network::Link> links;
+    for (const int other : remote_)
+      for (int channel = 0; channel < RemoteMail::kChannels; ++channel) links.push_back({other, channel});
+    mail->connect(links, waiting);
+  }
   mail_ = make_mail(std::move(mail));
   hierarchy_ = make_hierarchy(waiting);
   // What is wrong with this group is not to end the waits of others.
@@ -89,33 +87,20 @@ void ClusterTransport::connect(const Waiting& waiting) {
   mail_entry_ = std::make_unique<MailList::Entry>(context_->mails, look);
 }
 
-std::unique_ptr<HostMirror> ClusterTransport::make_mirror(std::unique_ptr<Network> network) {
-  // The members of each host in the order of their ranks, and where each stands among those of its own.
-  std::map<int, std::vector<int>> hosts;
-  std::vector<std::size_t> index;
-  for (int each = 0; each < size(); ++each) {
-    auto& host = hosts[place(each).host];
-    index.push_back(host.size());
-    host.push_back(each);
-  }
-  const auto answers_for = [&](int who, int host) {
-    return hosts[host][index[static_cast<std::size_t>(who)] % hosts[host].size()];
-  };
-  const int here = place(rank()).host;
-  std::vector<int> targets;
-  std::vector<int> sources;
-  for (const auto& [host, ranks] : hosts)
-    if (host != here) targets.push_back(answers_for(rank(), host));
-  for (int each = 0; each < size(); ++each)
-    known_from_.push_back(is_elsewhere(each) ? answers_for(each, here) : each);
-  for (const int other : remote_)
-    if (known_from(other) == rank()) sources.push_back(other);
+std::unique_ptr<HostMirror> ClusterTransport::make_mirror() {
+  std::vector<int> hosts;
+  for (int each = 0; each < size(); ++each) hosts.push_back(host_number(each));
+  MirrorRoutes routes = mirror_routes(hosts, rank(), context_->direct_hosts);
+  known_from_ = std::move(routes.answering);
   RoundMemory memory;
   memory.header = [this](int who, std::uint64_t round) { return header(who, round); };
   memory.staging = [this](int who, std::uint64_t round) { return staging(who, round); };
   memory.arrived = [this](int who, std::uint64_t round) { publish_arrival(who, round); };
+  memory.knowledge.has_come = [this](int who, std::uint64_t round) { return has_come(who, round); };
+  memory.knowledge.heard = [this](int who, std::uint64_t round) { publish_hearsay(who, round); };
   memory.staging_bytes = staging_bytes();
-  return std::make_unique<HostMirror>(std::move(network), targets, sources, std::move(memory));
+  auto network = make_network(HostMirror::channels(routes), "rounds");
+  return std::make_unique<HostMirror>(std::move(network), routes, std::move(memory));
 }
 
 std::unique_ptr<RemoteMail> ClusterTransport::make_mail(std::unique_ptr<Network> network) {

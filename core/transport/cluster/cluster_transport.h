@@ -35,7 +35,8 @@ struct ClusterContext {
   std::vector<ClusterRank> ranks;  ///< of the world
   int rank = 0;                    ///< this one's in the world
   std::shared_ptr<MailList> mails = std::make_shared<MailList>();
-  std::shared_ptr<HostLink> link;  ///< to those of the same host; a MailHostLink
+  std::shared_ptr<HostLink> link;                 ///< to those of the same host; a MailHostLink
+  int direct_hosts = MirrorRoutes::kDirectHosts;  ///< the same on all ranks
   MakeNetwork make_network;
 };
 
@@ -43,8 +44,7 @@ struct ClusterContext {
 /// hosts have their places, too.
 ///
 /// What a rank publishes in a round goes to one rank of each other host, which *answers for it* there: it
-/// receives it into its host's memory and says that it has come. Which one that is follows from the places
-/// of both on their hosts, so that all ranks of a host take part in the traffic. Mailboxes between hosts are
+/// receives it into its host's memory and says that it has come (`MirrorRoutes`). Mailboxes between hosts are
 /// carried by the two ranks themselves.
 class MULTIRING_API ClusterTransport final : public SharedTransport {
  public:
@@ -88,7 +88,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   void connect(const Waiting& waiting);
   std::unique_ptr<Network> make_network(int channels, const std::string& purpose) const;
   std::unique_ptr<ClusterHierarchy> make_hierarchy(const Waiting& waiting);
-  std::unique_ptr<HostMirror> make_mirror(std::unique_ptr<Network> network);
+  std::unique_ptr<HostMirror> make_mirror();
   std::unique_ptr<RemoteMail> make_mail(std::unique_ptr<Network> network);
   /// Runs a wait on a network that ends, too, when something on this host ends it.
   WaitResult watch(const Waiting& waiting, const std::function<WaitResult()>& trouble,

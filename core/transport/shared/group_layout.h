@@ -25,11 +25,12 @@ struct GroupControl {
   char abort_message[4096];
 };
 
-/// Written by one rank, read by all.
+/// Written by one rank, but for what others have heard of it; read by all.
 struct RankState {
   alignas(128) std::atomic<std::uint64_t> arrived;
   alignas(128) std::atomic<std::uint32_t> left;
-  WaitPoint mail;  ///< where this rank sleeps for its mailboxes; notified by its peers
+  std::atomic<std::uint64_t> heard;  ///< the last round to which others are known to have seen it come
+  WaitPoint mail;                    ///< where this rank sleeps for its mailboxes; notified by its peers
 };
 
 struct MailboxState {

@@ -48,6 +48,9 @@ class MULTIRING_API SharedTransport : public Transport {
   void arrive(std::uint64_t round, std::size_t staged) override;
   WaitResult await_all(std::uint64_t round, const Waiting& waiting) override;
   std::uint64_t arrived(int rank) const override;
+  bool has_come(int rank, std::uint64_t round) const override {
+    return arrived(rank) >= round || state(rank).heard.load(std::memory_order_relaxed) >= round;
+  }
   int known_from(int rank) const override { return rank; }
 
   std::size_t mailbox_chunk_bytes() const override { return GroupLayout::kMailboxChunkBytes; }
@@ -86,6 +89,13 @@ class MULTIRING_API SharedTransport : public Transport {
   MailboxState& mailbox(int source, int destination) const;
   /// `rank` has come to `round`, and what it has published lies in this host's memory.
   void publish_arrival(int rank, std::uint64_t round);
+  /// `rank` has come to `round`, as others tell; what it has published is not here yet.
+  void publish_hearsay(int rank, std::uint64_t round) {
+    std::atomic<std::uint64_t>& heard = state(rank).heard;
+    std::uint64_t known = heard.load(std::memory_order_relaxed);
+    while (known < round && !heard.compare_exchange_weak(known, round, std::memory_order_relaxed)) {
+    }
+  }
   /// The waits of this host's ranks end. The first record wins.
   void publish_abort(const AbortRecord& record) const;
   /// The first member on this host that has ended without coming to `round`; an arrival where there is none.

@@ -75,6 +75,7 @@ std::vector<GroupCase> group_cases(const std::vector<int>& sizes, const std::vec
 std::vector<GroupCase> all_group_cases() {
   std::vector<GroupCase> cases = group_cases({1, 2, 3, 4, 7}, {kSmallStaging});
   cases.push_back({TransportKind::kClusterMpi, 4, kSmallStaging});
+  cases.push_back({TransportKind::kClusterRelayed, 7, kSmallStaging, false, 5});
   return cases;
 }
 

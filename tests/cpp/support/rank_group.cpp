@@ -53,6 +53,8 @@ const char* transport_name(TransportKind kind) {
       return "cluster";
     case TransportKind::kClusterMpi:
       return "cluster_mpi";
+    case TransportKind::kClusterRelayed:
+      return "cluster_relayed";
   }
   return "";
 }
@@ -63,7 +65,7 @@ RankGroup::RankGroup(const GroupOptions& options) : options_(options) {
   hub.transport.staging_bytes = options_.staging_bytes;
   hub.transport.spin_microseconds = options_.spin_microseconds;
   hub.cores = options_.cores;
-  if (options_.transport == TransportKind::kCluster || options_.transport == TransportKind::kClusterMpi)
+  if (options_.transport != TransportKind::kInproc)
     build_cluster(hub);
   else
     hub_ = std::make_shared<InprocHub>(options_.size, hub);
@@ -104,6 +106,7 @@ std::shared_ptr<Transport> RankGroup::connect_cluster(int rank, Store& store, co
   auto context = std::make_shared<ClusterContext>();
   context->ranks = places_;
   context->rank = rank;
+  if (options_.transport == TransportKind::kClusterRelayed) context->direct_hosts = 2;
   context->link = std::make_shared<MailHostLink>(
       hosts_[static_cast<std::size_t>(place.host)]->link(place.local), context->mails);
   context->make_network = network_maker(rank, store);

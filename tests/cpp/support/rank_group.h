@@ -26,11 +26,12 @@ inline constexpr double kSlowness = 10.0;
 inline constexpr double kSlowness = 1.0;
 #endif
 
-/// kClusterMpi: as kCluster, with MPI between hosts (InprocMpi).
-enum class TransportKind { kInproc, kShm, kCluster, kClusterMpi };
+/// kClusterMpi: as kCluster, with MPI between hosts (InprocMpi). kClusterRelayed: as kCluster, with rounds
+/// that pass from host to host, as among many.
+enum class TransportKind { kInproc, kShm, kCluster, kClusterMpi, kClusterRelayed };
 inline constexpr TransportKind kTransports[] = {TransportKind::kInproc, TransportKind::kShm,
                                                 TransportKind::kCluster};
-/// "inproc", "shm", "cluster" or "cluster_mpi".
+/// "inproc", "shm", "cluster", "cluster_mpi" or "cluster_relayed".
 const char* transport_name(TransportKind kind);
 
 struct GroupOptions {

@@ -1,0 +1,206 @@
+// Rounds among many hosts, which pass from host to host.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "support/errors.h"
+#include "support/latch.h"
+#include "support/operations.h"
+#include "support/problem.h"
+#include "support/rank_group.h"
+#include "transport/cluster/mirror_routes.h"
+
+namespace multiring {
+namespace {
+
+using testing::error_of;
+using testing::GroupOptions;
+using testing::RankGroup;
+using testing::TransportKind;
+
+/// The host of each rank, where host h has 1 + h * 5 % most ranks, which take turns.
+std::vector<int> uneven_hosts(int count, int most) {
+  std::vector<int> hosts;
+  for (int turn = 0; turn < most; ++turn)
+    for (int host = 0; host < count; ++host)
+      if (turn < 1 + host * 5 % most) hosts.push_back(host * 3);
+  return hosts;
+}
+
+std::vector<MirrorRoutes> routes_of_all(const std::vector<int>& hosts, int direct) {
+  std::vector<MirrorRoutes> all;
+  for (std::size_t rank = 0; rank < hosts.size(); ++rank)
+    all.push_back(mirror_routes(hosts, static_cast<int>(rank), direct));
+  return all;
+}
+
+using Sent = std::map<std::pair<int, int>, std::vector<int>>;  // by sender and receiver
+
+/// The messages of a step, as senders and as receivers see them.
+std::pair<Sent, Sent> messages_of(const std::vector<MirrorRoutes>& all, std::size_t step) {
+  std::pair<Sent, Sent> messages;
+  for (std::size_t index = 0; index < all.size(); ++index) {
+    const auto rank = static_cast<int>(index);
+    for (const MirrorMessage& message : all[index].steps[step].out)
+      EXPECT_TRUE(messages.first.emplace(std::pair(rank, message.peer), message.ranks).second);
+    for (const MirrorMessage& message : all[index].steps[step].in)
+      EXPECT_TRUE(messages.second.emplace(std::pair(message.peer, rank), message.ranks).second);
+  }
+  return messages;
+}
+
+/// Everything comes once to whoever answers for it, from one that has it by then.
+void expect_all_comes(const std::vector<int>& hosts, int direct) {
+  const std::vector<MirrorRoutes> all = routes_of_all(hosts, direct);
+  std::vector<std::set<int>> has;
+  for (std::size_t rank = 0; rank < hosts.size(); ++rank) has.push_back({static_cast<int>(rank)});
+  std::set<std::pair<int, int>> streams;
+  for (std::size_t step = 0; step < all[0].steps.size(); ++step) {
+    const auto [sent, received] = messages_of(all, step);
+    ASSERT_EQ(sent, received);
+    const std::vector<std::set<int>> had = has;
+    for (const auto& [ends, ranks] : sent) {
+      const auto [from, to] = ends;
+      ASSERT_TRUE(streams.insert(ends).second) << "a second message from " << from << " to " << to;
+      ASSERT_NE(hosts[static_cast<std::size_t>(from)], hosts[static_cast<std::size_t>(to)]);
+      for (const int rank : ranks) {
+        ASSERT_TRUE(had[static_cast<std::size_t>(from)].contains(rank));
+        ASSERT_TRUE(has[static_cast<std::size_t>(to)].insert(rank).second) << rank << " comes twice";
+        ASSERT_EQ(all[static_cast<std::size_t>(to)].answering[static_cast<std::size_t>(rank)], to);
+      }
+    }
+  }
+  for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
+    ASSERT_EQ(all[rank].steps.size(), all[0].steps.size());
+    for (std::size_t other = 0; other < hosts.size(); ++other) {
+      const auto who = static_cast<std::size_t>(all[rank].answering[other]);
+      ASSERT_EQ(hosts[who], hosts[rank]);
+      ASSERT_TRUE(has[who].contains(static_cast<int>(other)));
+    }
+  }
+}
+
+TEST(MirrorRoutes, BringEverythingOnceToAllHosts) {
+  for (const int direct : {2, 3, 8})
+    for (int count = 1; count <= 30; ++count)
+      for (const int most : {1, 2, 5}) {
+        const ::testing::ScopedTrace trace(__FILE__, __LINE__,
+                                           std::to_string(count) + " hosts of up to " + std::to_string(most) +
+                                               " ranks, direct " + std::to_string(direct));
+        expect_all_comes(uneven_hosts(count, most), direct);
+      }
+}
+
+TEST(MirrorRoutes, TakeFewMessages) {
+  const auto messages = [](int hosts) {
+    std::vector<int> one_each(static_cast<std::size_t>(hosts));
+    std::iota(one_each.begin(), one_each.end(), 0);
+    const MirrorRoutes routes = mirror_routes(one_each, hosts / 2);
+    std::vector<std::size_t> sent;
+    for (const MirrorStep& step : routes.steps) {
+      EXPECT_EQ(step.out.size(), step.in.size());
+      sent.push_back(step.out.size());
+    }
+    return sent;
+  };
+  using Steps = std::vector<std::size_t>;
+  EXPECT_EQ(messages(1), Steps{});
+  EXPECT_EQ(messages(2), Steps{1});
+  EXPECT_EQ(messages(8), Steps{7});
+  EXPECT_EQ(messages(9), (Steps{2, 2}));
+  EXPECT_EQ(messages(37), (Steps{3, 3, 2}));
+  EXPECT_EQ(messages(64), (Steps{3, 3, 3}));
+  EXPECT_EQ(messages(256), (Steps{3, 3, 3, 3}));
+}
+
+GroupOptions many_hosts() {
+  GroupOptions options(TransportKind::kCluster, 13);
+  options.hosts = 12;
+  options.communicator.timeout = 60 * testing::kSlowness;  // what ends a wait is not this
+  options.time_limit = 50 * testing::kSlowness;
+  return options;
+}
+
+// Staging memory of several ranks in one message, in one each, and without any, of a different length on all.
+TEST(RelayedRounds, BringStagingMemoryOfAnyLength) {
+  RankGroup group(many_hosts());
+  group.run([](Communicator& communicator) {
+    const auto piece = [](std::size_t rank, std::size_t most) {
+      return testing::periodic_elements(DType::kUInt8, rank * 7919 % (most + 1),
+                                        static_cast<std::uint32_t>(rank), false);
+    };
+    for (const std::size_t most : {0, 1, 3000, 50000}) {
+      const testing::Bytes mine = piece(static_cast<std::size_t>(communicator.rank()), most);
+      testing::Request request{.kind = OpKind::kAllgather, .dtype = DType::kUInt8, .rows = mine.size()};
+      request.input = mine.data();
+      Operation operation = testing::make_operation(request);
+      communicator.run(operation, {});
+      testing::Bytes all;
+      for (std::size_t rank = 0; rank < 13; ++rank) {
+        const testing::Bytes theirs = piece(rank, most);
+        all.insert(all.end(), theirs.begin(), theirs.end());
+      }
+      EXPECT_TRUE(testing::result_of(operation) == all) << "up to " << most << " bytes";
+    }
+  });
+}
+
+// Ranks 3 and 8 hold up what others have published, who are not told to be late for it.
+TEST(RelayedRounds, TellWhoIsLate) {
+  GroupOptions options = many_hosts();
+  options.communicator.timeout = 2.0;
+  RankGroup group(options);
+  testing::Latch told(11);
+  group.run([&](Communicator& communicator) {
+    testing::run_barrier(communicator);
+    if (communicator.rank() == 3 || communicator.rank() == 8) return told.wait();
+    const Error error = error_of(ErrorKind::kTimeout, [&] { testing::run_barrier(communicator); });
+    testing::expect_text(error, "for ranks 3, 8; ranks 0-2, 4-7, 9-12 came and waited as well");
+    told.count_down();
+  });
+}
+
+TEST(RelayedRounds, WarnOfThoseWhoAreLate) {
+  GroupOptions options = many_hosts();
+  options.communicator.stall_warning = 0.5;
+  std::mutex mutex;  // guards warnings
+  std::vector<std::string> warnings;
+  testing::Latch warned(12);
+  options.communicator.warn = [&](const std::string& text) {
+    const std::lock_guard lock(mutex);
+    warnings.push_back(text);
+    warned.count_down();
+  };
+  RankGroup group(options);
+  group.run([&](Communicator& communicator) {
+    if (communicator.rank() == 11) warned.wait();
+    testing::run_barrier(communicator);
+  });
+  ASSERT_EQ(warnings.size(), 12U);
+  for (const std::string& text : warnings) EXPECT_NE(text.find("for rank 11;"), std::string::npos) << text;
+}
+
+TEST(RelayedRounds, ALostRankReachesAll) {
+  RankGroup group(many_hosts());
+  const auto ends = group.outcomes([](Communicator& communicator) {
+    testing::run_barrier(communicator);
+    if (communicator.rank() == 5) return communicator.close();
+    testing::run_barrier(communicator);
+  });
+  for (std::size_t rank = 0; rank < ends.size(); ++rank) {
+    if (rank == 5) continue;
+    ASSERT_TRUE(ends[rank].has_value()) << "rank " << rank;
+    EXPECT_EQ(ends[rank]->kind(), ErrorKind::kPeerLost);
+    testing::expect_text(*ends[rank], "lost rank 5 on host5");
+  }
+}
+
+}  // namespace
+}  // namespace multiring
