@@ -24,8 +24,10 @@ constexpr std::size_t kDirectFrom = kLeastSymmetricBytes;
 constexpr std::size_t kDirectFromCrowded = 8 * 1024;
 constexpr std::size_t kCacheLine = 64;
 
-// Below this one round of all ranks takes the place of a plan's several. Estimated, not measured.
+// Below both one round of all ranks takes the place of a plan's several: of an array, and of all ranks'
+// arrays, which such a round brings to every host. Estimated, not measured.
 constexpr std::size_t kPlannedFrom = 16 * 1024;
+constexpr std::size_t kPlannedFromAll = 128 * 1024;
 
 /// Two ranks send each other everything either way, but in a plan they can send it narrower.
 bool planned(Exchange& exchange, const Descriptor& descriptor) {
@@ -35,7 +37,9 @@ bool planned(Exchange& exchange, const Descriptor& descriptor) {
   const bool rounded = is_rounded(descriptor.key.wire);
   if (const Way* const way = exchange.plans().way(bytes, rounded); way != nullptr)
     return bytes > 0 && !way->rounds;
-  return (exchange.size() > 2 || rounded) && bytes > std::min(kPlannedFrom, transport.staging_bytes());
+  const std::size_t of_each = kPlannedFromAll / static_cast<std::size_t>(exchange.size());
+  return (exchange.size() > 2 || rounded) &&
+         bytes > std::min({kPlannedFrom, of_each, transport.staging_bytes()});
 }
 
 /// In the round after that in which all ranks have been found to ask for the same.

@@ -74,22 +74,32 @@ void add_candidates(const Cluster& cluster, PlanOptions options, const CostModel
   }
 }
 
+/// The dimensions that are tried.
+std::vector<Mode> modes_for(const Cluster& cluster, const PlanOptions& options) {
+  if (!options.mode.empty()) return {options.mode};
+  std::vector<Mode> modes{flat_mode(cluster)};
+  if (const Mode divided = automatic_mode(cluster); !options.rounded && divided != modes[0])
+    modes.push_back(divided);
+  return modes;
+}
+
 }  // namespace
 
 Plan choose_plan(const Cluster& cluster, const PlanOptions& options, const CostModel& model) {
   cluster.validate();
   if (!options.mode.empty()) require_fit(options.mode, cluster);
-  const Mode mode = options.mode.empty() ? automatic_mode(cluster) : options.mode;
   std::vector<int> channel_counts{1};
   const std::size_t all_channels = make_channels(cluster, options.channels).size();
   if (all_channels > 1) channel_counts.push_back(static_cast<int>(all_channels));
   std::vector<Candidate> candidates;
-  for (const Mode& combination : combinations(mode, options.reproducible)) {
-    for (const int channels : channel_counts) {
-      PlanOptions tried = options;
-      tried.mode = combination;
-      tried.channels = channels;
-      add_candidates(cluster, tried, model, candidates);
+  for (const Mode& mode : modes_for(cluster, options)) {
+    for (const Mode& combination : combinations(mode, options.reproducible)) {
+      for (const int channels : channel_counts) {
+        PlanOptions tried = options;
+        tried.mode = combination;
+        tried.channels = channels;
+        add_candidates(cluster, tried, model, candidates);
+      }
     }
   }
   double least = std::numeric_limits<double>::infinity();

@@ -103,12 +103,4 @@ void require_fit(const Mode& mode, const Cluster& cluster) {
            ": recursive doubling leaves the whole sum on every rank, so only the last dimension has it");
 }
 
-Mode automatic_mode(const Cluster& cluster) {
-  std::size_t most = 0;
-  for (const Host& host : cluster.hosts) most = std::max(most, host.ranks.size());
-  Mode mode{{static_cast<int>(most)}};
-  if (cluster.host_count() > 1) mode.push_back({cluster.host_count()});
-  return mode;
-}
-
 }  // namespace multiring

@@ -48,8 +48,12 @@ MULTIRING_API std::string format_mode(const Mode& mode);
 /// nothing to divide among further ones. A cluster whose hosts have different numbers of ranks has no mode.
 MULTIRING_API void require_fit(const Mode& mode, const Cluster& cluster);
 
-/// The dimensions of a cluster without a forced mode: within hosts, and across all hosts if there are
-/// several. The size within hosts is that of the largest.
+/// The dimensions of a cluster without a forced mode: within hosts, and across hosts if there are several, of
+/// which many are divided (64 hosts: 8x8) where that sends about the same bytes in fewer messages. The size
+/// within hosts is that of the largest.
 MULTIRING_API Mode automatic_mode(const Cluster& cluster);
+
+/// The same with one dimension across hosts.
+MULTIRING_API Mode flat_mode(const Cluster& cluster);
 
 }  // namespace multiring

@@ -16,11 +16,12 @@ bool same_sizes(const Mode& a, const Mode& b) {
   return std::ranges::equal(a, b, {}, &Dimension::size, &Dimension::size);
 }
 
-/// Every dimension with its algorithm. The sizes of the automatic mode fit hosts that differ as well.
-Mode resolve(Mode mode, const Cluster& cluster) {
-  const Mode automatic = automatic_mode(cluster);
-  if (mode.empty()) mode = automatic;
-  if (cluster.regular() || !same_sizes(mode, automatic)) require_fit(mode, cluster);
+/// Every dimension with its algorithm. The sizes of automatic modes fit hosts that differ as well.
+Mode resolve(Mode mode, const Cluster& cluster, bool rounded) {
+  // Each dimension rounds, and bits are not to depend on how many there are.
+  if (mode.empty()) mode = rounded ? flat_mode(cluster) : automatic_mode(cluster);
+  const bool automatic = same_sizes(mode, automatic_mode(cluster)) || same_sizes(mode, flat_mode(cluster));
+  if (cluster.regular() || !automatic) require_fit(mode, cluster);
   for (Dimension& dimension : mode)
     if (!dimension.algorithm) dimension.algorithm = Algorithm::kPairwise;
   return mode;
@@ -61,7 +62,7 @@ std::size_t Step::most_parts() const {
 
 Plan::Plan(Cluster cluster, const PlanOptions& options) : cluster_(std::move(cluster)), options_(options) {
   cluster_.validate();
-  mode_ = options_.mode = resolve(options.mode, cluster_);
+  mode_ = options_.mode = resolve(options.mode, cluster_, options_.rounded);
   if (options_.reproducible) require_canonical(mode_);
   channels_ = make_channels(cluster_, options_.channels);
   PlanBuilder builder(*this);

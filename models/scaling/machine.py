@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CONTENDERS", "MACHINE", "OURS", "Machine", "is_timing_only", "mode_for"]
+__all__ = ["CONTENDERS", "MACHINE", "OURS", "Machine", "is_timing_only"]
 
 OURS = "multiring"
 
@@ -82,12 +82,3 @@ MACHINE = Machine()
 def is_timing_only(contender: str, ranks: int) -> bool:
     """Whether the messages that are measured carry no data, for want of memory; times are the same."""
     return contender in _COPYING and ranks > _MOST_RANKS_WITH_COPIES
-
-
-def mode_for(hosts: int, ranks_per_host: int) -> str:
-    """How the core divides an allreduce there (MULTIRING_MODE): in dimensions of at most 8 hosts, so that a
-    rank has few partners instead of hundreds, and messages are not crumbs. `hosts`: a power of two."""
-    bits = hosts.bit_length() - 1
-    count = max(1, -(-bits // 3))
-    sizes = [2 ** (bits // count + (index >= count - bits % count)) for index in range(count)]
-    return "x".join(map(str, [ranks_per_host, *sizes]))

@@ -1,17 +1,16 @@
 // The core's allreduce, or the MPI library's own, among ranks that SimGrid's SMPI simulates, one after the
-// other in one process: smpirun ... simulated_allreduce multiring|mpi|mpi-timing RANKS_PER_HOST MODE BYTES
-// [BYTES ...]
+// other in one process: smpirun ... simulated_allreduce multiring|mpi|mpi-timing RANKS_PER_HOST COPY_SECONDS
+// MEMORY_SECONDS BYTES [BYTES ...]
 //
 // The core is what runs everywhere: matching, plans, segments, messages over the MPI transport. The ranks of
 // a host meet in memory of this process. Simulated time passes in the network and for each message (smpirun's
-// options), for the messages of matching rounds as RoundCost says (three numbers), and for what the core adds
-// and copies (MEMORY_SECONDS for each byte that a rank sends).
+// options), and for what the core adds and copies (MEMORY_SECONDS for each byte that a rank sends in a plan,
+// COPY_SECONDS for each of a matching round).
 //
 // With mpi-timing the library's messages carry no data once sums have been checked: they take as long, and
 // the library needs no memory for copies of the arrays on each rank.
 //
-// MODE is as MULTIRING_MODE, "-" for the automatic one. Prints "BYTES SECONDS" for each size, after it has
-// checked the sums of all elements on all ranks.
+// Prints "BYTES SECONDS" for each size, after it has checked the sums of all elements on all ranks.
 
 // SMPI's compiler turns calls of these into its own, and so the core's functions of the same name.
 #undef sleep
@@ -23,13 +22,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <map>
 #include <memory>
 #include <numeric>
 #include <simgrid/s4u.hpp>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -94,57 +91,20 @@ class SimulatedLink final : public HostLink {
   std::shared_ptr<HostLink> memory_;
 };
 
-/// What the messages of matching rounds cost: a rank exchanges one with every other host, of the size of a
-/// header. A thousand ranks would have a quarter of a million on the way at once, of which SimGrid would work
-/// out how each slows down each; their bytes are few, so they are charged by formula: the sender's and the
-/// receiver's processor and its share of the link for each, and the latency.
-struct RoundCost {
-  double message_seconds = 0.0;
-  double latency = 0.0;
-  double bytes_per_second = 0.0;  // of one rank's share of its host's link
-};
-
-/// Messages that pass through the memory of this process, at that cost. For the ranks' rounds; messages
-/// between two ranks of a user's ("mail") have receives posted that nothing comes for.
-class ModelledNetwork final : public Network {
+/// Between mailboxes, which an allreduce does not use: receives are posted that nothing comes for.
+class SilentNetwork final : public Network {
  public:
-  ModelledNetwork(std::string name, std::span<const int> members, int rank, int channels,
-                  const RoundCost& cost)
-      : name_(std::move(name)),
-        size_(static_cast<int>(members.size())),
-        rank_(rank),
-        channels_(channels),
-        cost_(cost) {}
+  SilentNetwork(int size, int rank, int channels) : size_(size), rank_(rank), channels_(channels) {}
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   int channels() const override { return channels_; }
   std::string host(int) override { return "simulated"; }
   void connect(std::span<const Link>, const Waiting&) override {}
-
-  Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override {
-    Letter letter;
-    for (const auto part : parts) letter.bytes.insert(letter.bytes.end(), part.begin(), part.end());
-    letter.sent = simgrid::s4u::Engine::get_clock() + charge(letter.bytes.size());
-    Box& box = boxes()[{name_, rank_, peer, channel}];
-    box.letters.push_back(std::move(letter));
-    if (const auto sleeper = std::exchange(box.sleeper, nullptr)) sleeper->wake();
-    return ++tickets_;
-  }
-  Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) override {
-    receives_[++tickets_] = {peer, channel, buffer};
-    return tickets_;
-  }
-  WaitResult wait(std::span<const Ticket> tickets, const Waiting&) override {
-    for (const Ticket ticket : tickets)
-      if (receives_.contains(ticket)) take(ticket);
-    const double now = simgrid::s4u::Engine::get_clock();
-    if (due_ > now) simgrid::s4u::this_actor::sleep_for(due_ - now);
-    return {};
-  }
-  bool done(Ticket ticket) const override { return !receives_.contains(ticket); }
-  void give_up(std::span<const Ticket> tickets) override {
-    for (const Ticket ticket : tickets) receives_.erase(ticket);
-  }
+  Ticket post_send(int, int, std::span<const std::span<const std::byte>>) override { return ++tickets_; }
+  Ticket post_receive(int, int, std::span<std::byte>) override { return ++tickets_; }
+  WaitResult wait(std::span<const Ticket>, const Waiting&) override { return {}; }
+  bool done(Ticket) const override { return false; }
+  void give_up(std::span<const Ticket>) override {}
   void progress() override {}
   void abort(ErrorKind, const std::string&) override {}
   void relay(const AbortRecord&) override {}
@@ -154,58 +114,20 @@ class ModelledNetwork final : public Network {
   void wake() override {}
 
  private:
-  struct Letter {
-    std::vector<std::byte> bytes;
-    double sent = 0.0;
-  };
-  struct Box {
-    std::deque<Letter> letters;
-    std::shared_ptr<Bed> sleeper;
-  };
-  struct Receive {
-    int peer;
-    int channel;
-    std::span<std::byte> buffer;
-  };
-  static std::map<std::tuple<std::string, int, int, int>, Box>& boxes() {
-    static std::map<std::tuple<std::string, int, int, int>, Box> all;
-    return all;
-  }
-  /// Seconds from now until this rank has dealt with one more message.
-  double charge(std::size_t bytes) {
-    const double now = simgrid::s4u::Engine::get_clock();
-    const double seconds = cost_.message_seconds + static_cast<double>(bytes) / cost_.bytes_per_second;
-    due_ = std::max(due_, now) + seconds;
-    return due_ - now;
-  }
-  void take(Ticket ticket) {
-    const Receive receive = receives_.at(ticket);
-    receives_.erase(ticket);
-    Box& box = boxes()[{name_, receive.peer, rank_, receive.channel}];
-    while (box.letters.empty()) {
-      const auto bed = std::make_shared<Bed>();
-      box.sleeper = bed;
-      bed->sleep();
-    }
-    const Letter letter = std::move(box.letters.front());
-    box.letters.pop_front();
-    std::memcpy(receive.buffer.data(), letter.bytes.data(), letter.bytes.size());
-    due_ = std::max(due_, letter.sent + cost_.latency);
-    charge(0);
-  }
-
-  const std::string name_;
   const int size_;
   const int rank_;
   const int channels_;
-  const RoundCost cost_;
   Ticket tickets_ = 0;
-  std::map<Ticket, Receive> receives_;
-  double due_ = 0.0;
 };
 
-std::shared_ptr<Transport> join(const std::shared_ptr<MpiSession>& session, int ranks_per_host,
-                                const RoundCost& cost) {
+/// Of a rank: messages of rounds and of plans are charged differently.
+struct Sessions {
+  std::shared_ptr<MpiSession> rounds;
+  std::shared_ptr<MpiSession> plans;
+};
+
+std::shared_ptr<Transport> join(const Sessions& sessions, int ranks_per_host) {
+  const MpiSession* const session = sessions.plans.get();
   const int host = session->rank() / ranks_per_host;
   std::shared_ptr<InprocHub>& hub = machine.hosts[host];
   SharedTransportOptions options;
@@ -217,17 +139,18 @@ std::shared_ptr<Transport> join(const std::shared_ptr<MpiSession>& session, int 
   for (int rank = 0; rank < session->size(); ++rank)
     context->ranks.push_back({rank / ranks_per_host, rank % ranks_per_host, "simulated", rank});
   context->link = std::make_shared<SimulatedLink>(hub->link(session->rank() % ranks_per_host));
-  context->make_network = [session, cost](std::span<const int> members, int rank, int channels,
-                                          const std::string& name) -> std::unique_ptr<Network> {
-    if (!name.ends_with("-plans"))
-      return std::make_unique<ModelledNetwork>(name, members, rank, channels, cost);
+  context->make_network = [sessions](std::span<const int> members, int rank, int channels,
+                                     const std::string& name) -> std::unique_ptr<Network> {
+    if (name.ends_with("-mail"))
+      return std::make_unique<SilentNetwork>(static_cast<int>(members.size()), rank, channels);
     MpiOptions mpi;
     mpi.rank = rank;
     mpi.members.assign(members.begin(), members.end());
     mpi.hosts.assign(members.size(), "simulated");
     mpi.channels = channels;
     mpi.name = name;
-    return std::make_unique<MpiNetwork>(session, std::move(mpi));
+    return std::make_unique<MpiNetwork>(name.ends_with("-rounds") ? sessions.rounds : sessions.plans,
+                                        std::move(mpi));
   };
   std::vector<int> members(static_cast<std::size_t>(session->size()));
   std::iota(members.begin(), members.end(), 0);
@@ -237,18 +160,22 @@ std::shared_ptr<Transport> join(const std::shared_ptr<MpiSession>& session, int 
 /// Seconds that additions and copies take for each byte that a rank sends: they are charged where the core
 /// does them, before it posts what they have made, so that they overlap with messages as they do in fact.
 double memory_seconds_per_byte = 0.0;
+/// The same for messages of rounds, whose bytes are only copied.
+double copy_seconds_per_byte = 0.0;
 
+template <const double& kSecondsPerByte>
 int charged_send(multiring_mpi_group* group, const multiring_mpi_part* parts, size_t count, int destination,
                  int tag, multiring_mpi_request* request, char* why, size_t why_bytes) {
   std::size_t bytes = 0;
   for (std::size_t index = 0; index < count; ++index) bytes += parts[index].bytes;
-  smpi_execute(static_cast<double>(bytes) * memory_seconds_per_byte);
+  smpi_execute(static_cast<double>(bytes) * kSecondsPerByte);
   return multiring_mpi_bridge.send(group, parts, count, destination, tag, request, why, why_bytes);
 }
 
+template <const double& kSecondsPerByte>
 std::shared_ptr<MpiSession> simulated_session() {
   static multiring_mpi functions = multiring_mpi_bridge;
-  functions.send = charged_send;
+  functions.send = charged_send<kSecondsPerByte>;
   // Never let go: here no receive is cancelled, and a goodbye may come to the memory of a rank that has
   // ended.
   static auto* const sessions = new std::vector<std::shared_ptr<MpiSession>>;
@@ -265,9 +192,13 @@ class Allreduce {
 
 class CoreAllreduce final : public Allreduce {
  public:
-  CoreAllreduce(int ranks_per_host, const std::string& mode, const RoundCost& cost)
-      : transport_(join(simulated_session(), ranks_per_host, cost)), exchange_(*transport_, "world") {
-    if (mode != "-") exchange_.plans().force_mode(parse_mode(mode), *transport_);
+  explicit CoreAllreduce(int ranks_per_host)
+      : transport_(
+            join({simulated_session<copy_seconds_per_byte>(), simulated_session<memory_seconds_per_byte>()},
+                 ranks_per_host)),
+        exchange_(*transport_, "world") {
+    if (const char* const mode = std::getenv("MULTIRING_MODE"))
+      exchange_.plans().force_mode(parse_mode(mode), *transport_);
   }
   void run(const std::vector<float>& input, std::vector<float>& output) override {
     Operation operation;
@@ -354,14 +285,15 @@ double measure(Allreduce& allreduce, std::size_t count, int size, bool check) {
 
 int main(int argc, char** argv) {
   using namespace multiring;
-  if (argc < 9) {
+  if (argc < 6) {
     std::fprintf(stderr,
-                 "simulated_allreduce multiring|mpi|mpi-timing RANKS_PER_HOST MODE MESSAGE_SECONDS LATENCY "
-                 "BYTES_PER_SECOND MEMORY_SECONDS BYTES [BYTES ...]\n");
+                 "simulated_allreduce multiring|mpi|mpi-timing RANKS_PER_HOST COPY_SECONDS MEMORY_SECONDS "
+                 "BYTES [BYTES ...]\n");
     return 2;
   }
   MPI_Init(&argc, &argv);
-  memory_seconds_per_byte = std::atof(argv[7]);
+  copy_seconds_per_byte = std::atof(argv[3]);
+  memory_seconds_per_byte = std::atof(argv[4]);
   int rank = 0;
   int size = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -370,13 +302,12 @@ int main(int argc, char** argv) {
     std::unique_ptr<Allreduce> allreduce;
     const bool core = std::strcmp(argv[1], "multiring") == 0;
     if (core)
-      allreduce = std::make_unique<CoreAllreduce>(
-          std::atoi(argv[2]), argv[3], RoundCost{std::atof(argv[4]), std::atof(argv[5]), std::atof(argv[6])});
+      allreduce = std::make_unique<CoreAllreduce>(std::atoi(argv[2]));
     else
       allreduce = std::make_unique<LibraryAllreduce>();
     check_sums(*allreduce, rank, size);
     if (std::strcmp(argv[1], "mpi-timing") == 0) stop_carrying_data(rank);
-    for (int index = 8; index < argc; ++index) {
+    for (int index = 5; index < argc; ++index) {
       const std::size_t count = std::strtoull(argv[index], nullptr, 10) / sizeof(float);
       const double seconds = measure(*allreduce, count, size, core);
       if (rank == 0) std::printf("%s %.9f\n", argv[index], seconds);

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from multiring.errors import UsageError
-from multiring.models.scaling.machine import CONTENDERS, OURS, Machine, is_timing_only, mode_for
+from multiring.models.scaling.machine import CONTENDERS, OURS, Machine, is_timing_only
 
 __all__ = ["SIZES", "build", "simulate"]
 
@@ -69,7 +69,6 @@ def simulate(
         timing_only = is_timing_only(contender, ranks)
     who = "multiring" if contender == OURS else "mpi-timing" if timing_only else "mpi"
     hosts = ranks // machine.ranks_per_host
-    share = machine.bytes_per_second * machine.usable / machine.ranks_per_host
     with tempfile.TemporaryDirectory(prefix="multiring-scaling-") as directory:
         platform = Path(directory) / "platform.xml"
         hostfile = Path(directory) / "hosts"
@@ -81,8 +80,7 @@ def simulate(
                 *_options(machine),
                 *CONTENDERS[contender],
                 *(str(program), who),
-                *(str(machine.ranks_per_host), mode_for(hosts, machine.ranks_per_host)),
-                *(str(machine.message_seconds), str(2 * machine.latency), str(share)),
+                *(str(machine.ranks_per_host), str(2.0 / machine.memory_bytes_per_second)),
                 str(machine.memory_seconds_per_byte_sent(hosts) if contender == OURS else 0.0),
                 *map(str, sizes),
             ],

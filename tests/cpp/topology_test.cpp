@@ -158,6 +158,22 @@ TEST(Mode, ThatDoesNotFitSaysTheNumbers) {
   EXPECT_EQ(format_mode(automatic_mode(alike(5, 1))), "1x5");
 }
 
+TEST(Modes, DivideManyHosts) {
+  const auto automatic = [](int hosts, int ranks) {
+    return format_mode(automatic_mode(alike(hosts, ranks)));
+  };
+  EXPECT_EQ(automatic(8, 4), "4x8");
+  EXPECT_EQ(automatic(16, 4), "4x4x4");
+  EXPECT_EQ(automatic(32, 4), "4x4x4x2");
+  EXPECT_EQ(automatic(64, 4), "4x4x4x4");
+  EXPECT_EQ(automatic(37, 4), "4x37") << "no sizes to divide them by";
+  EXPECT_EQ(automatic(20, 4), "4x4x5") << "five hosts first would be no node of the canonical tree";
+  EXPECT_EQ(automatic(36, 3), "3x4x3x3") << "a host has two sums to pass on, and so have four and twelve";
+  std::vector<int> uneven(64, 4);
+  uneven[63] = 1;
+  EXPECT_EQ(format_mode(automatic_mode(make_cluster(uneven, {{1e9, 0.0}}))), "4x4x4x4");
+}
+
 TEST(Stripes, CoverEveryRangeInProportion) {
   const std::vector<std::vector<double>> weights{
       {1.0}, {1.0, 1.0}, {4.0, 1.0}, {1e9, 3e9, 0.5e9}, {1e-3, 1e9}};

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from multiring.models.scaling import simulation
-from multiring.models.scaling.machine import CONTENDERS, MACHINE, OURS, is_timing_only, mode_for
+from multiring.models.scaling.machine import CONTENDERS, MACHINE, OURS, is_timing_only
 from multiring.models.scaling.report import efficiency, tables, write
 from multiring.models.scaling.results import Results, load, save
 from multiring.models.scaling.training import Profile, buckets, interpolate, parameters, step_seconds
@@ -28,13 +27,6 @@ def simulated(test: Callable[..., None]) -> Callable[..., None]:
     ):
         test = pytest.mark.skipif(lacking, reason=reason)(test)
     return test
-
-
-@pytest.mark.parametrize("hosts", [2**power for power in range(1, 11)])
-def test_modes_have_as_many_ranks_as_the_machine_and_few_partners(hosts: int) -> None:
-    first, *others = map(int, mode_for(hosts, 4).split("x"))
-    assert (first, math.prod(others)) == (4, hosts)
-    assert all(2 <= size <= 8 for size in others)
 
 
 def test_times_between_sizes_are_interpolated() -> None:

@@ -144,19 +144,17 @@ def _predict(
     hosts: Sequence[int], ranks: Sequence[int], rate: float, latency: float, measured: Measured
 ) -> float | None:
     """Seconds by the cost model; None: it knows nothing of rounds."""
-    mode = measured.way.mode
-    if mode == ROUNDS:
+    if measured.way.mode == ROUNDS:
         return None
-    regular = len(set(ranks)) == 1
-    if mode == AUTO:
-        mode = f"{ranks[0]}px{len(ranks)}p" if regular else ""
     dealt = len(hosts) > len(ranks) and hosts[1] != hosts[0]
     cluster = native.Cluster(list(ranks), [native.Interface(rate, latency)], round_robin=dealt)
     request, model = native.PlanRequest(), native.CostModel()
-    request.count, request.mode = measured.nbytes // ITEM, mode
-    request.segment = measured.way.segment // ITEM
-    # All algorithms are given, so that only the segment is chosen; hosts that differ have no mode to give.
-    plan = native.choose_plan(cluster, request, model) if regular else native.Plan(cluster, request)
+    request.count, request.segment = measured.nbytes // ITEM, measured.way.segment // ITEM
+    request.mode = "" if measured.way.mode == AUTO else measured.way.mode
+    plan = native.Plan(cluster, request)
+    if len(set(ranks)) == 1:  # all algorithms are given, so that only the segment is chosen
+        request.mode = plan.mode
+        plan = native.choose_plan(cluster, request, model)
     return native.predict_plan(plan, model)
 
 

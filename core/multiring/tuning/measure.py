@@ -22,10 +22,11 @@ from multiring.tuning.table import AUTO, ROUNDS, SizeClass, Tuning, Way, ranks_o
 if TYPE_CHECKING:
     from multiring.communicator import Communicator
 
-__all__ = ["ROUNDS_UP_TO", "Measured", "candidates", "classes_of", "default_way", "measure"]
+__all__ = ["Measured", "candidates", "classes_of", "default_way", "measure", "rounds_up_to"]
 
 # What is used without a table (core/collective/allreduce.cpp).
-ROUNDS_UP_TO = 16 * 1024
+_ROUNDS_UP_TO = 16 * 1024
+_ROUNDS_UP_TO_OF_ALL = 128 * 1024
 # A way has to be so much quicker than that to take its place: less is chance.
 _QUICKER = 0.95
 # A way that keeps few rounds at the price of bytes, and takes so many times as long as the automatic plan, is
@@ -71,9 +72,14 @@ def candidates(ranks: Sequence[int]) -> list[Way]:
     return [Way(mode) for mode in modes]
 
 
+def rounds_up_to(size: int) -> int:
+    """The largest allreduce, in bytes, of `size` ranks that goes by rounds without a table."""
+    return min(_ROUNDS_UP_TO, _ROUNDS_UP_TO_OF_ALL // size)
+
+
 def default_way(nbytes: int, size: int) -> Way:
     """How an allreduce of `size` ranks goes without a table."""
-    return Way(ROUNDS if size == 2 or nbytes <= ROUNDS_UP_TO else AUTO)
+    return Way(ROUNDS if size == 2 or nbytes <= rounds_up_to(size) else AUTO)
 
 
 def measure(

@@ -20,7 +20,7 @@ import numpy as np
 from multiring import _core as native
 from multiring.errors import UsageError
 from multiring.plans.units import size_text
-from multiring.tuning.measure import ROUNDS_UP_TO, Measured, default_way, measure
+from multiring.tuning.measure import Measured, default_way, measure, rounds_up_to
 from multiring.tuning.table import AUTO, SizeClass, Tuning, Way, ranks_of_hosts
 
 if TYPE_CHECKING:
@@ -84,8 +84,10 @@ def classes_by_model(measured: Sequence[Measured], size: int) -> tuple[SizeClass
     if all(way == default_way(nbytes, size) for nbytes, way in chosen.items()):
         return ()
     # From here on as usual; what is larger than all classes goes as the last.
-    chosen.setdefault(ROUNDS_UP_TO, default_way(ROUNDS_UP_TO, size))
-    chosen[max(2 * ROUNDS_UP_TO, nbytes)] = Way(AUTO)
+    limit = rounds_up_to(size)
+    if limit > max(sizes):
+        chosen[limit] = default_way(limit, size)
+    chosen[max(2 * limit, nbytes)] = Way(AUTO)
     classes: list[SizeClass] = []
     for up_to, way in chosen.items():
         if classes and classes[-1].way == way:
