@@ -136,38 +136,42 @@ void Exchange::throw_on_the_way(const Call& call, const WaitResult& result, int 
       context(call, peer));
 }
 
-std::vector<int> Exchange::missing() const {
-  std::vector<int> ranks;
-  const auto late = [this](int peer) { return !transport_.has_come(peer, round_); };
-  for (int peer = 0; peer < size(); ++peer) {
-    const int teller = transport_.known_from(peer);
-    if (late(peer) && (teller == peer || !late(teller))) ranks.push_back(peer);
-  }
-  return ranks;
-}
-
 std::string Exchange::describe_wait(const Call& call, double waited) const {
-  const std::vector<int> absent = missing();
+  const Missing absent = missing();
   std::string text = where(call) + ", has waited " + seconds_text(waited);
-  if (!absent.empty()) text += " for " + rank_list(absent);
+  if (!absent.late.empty())
+    text += " for " + late_list(absent);
+  else if (!absent.holding.empty())
+    text += ": " + held_up_text(absent.holding);
   return text + "; set MULTIRING_STALL_WARNING to change or silence this warning";
 }
 
 void Exchange::throw_timeout(const Call& call) const {
-  const std::vector<int> absent = missing();
+  const Missing absent = missing();
+  if (absent.late.empty()) throw_held_up(call, absent);
   std::vector<int> came;
   for (int peer = 0; peer < size(); ++peer)
     if (transport_.has_come(peer, round_)) came.push_back(peer);
   std::string text = where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + " for " +
-                     rank_list(absent) + "; " + rank_list(came) + " came and waited as well. ";
-  for (const int peer : absent)
+                     late_list(absent) + "; " + rank_list(came) + " came and waited as well. ";
+  for (const int peer : absent.late)
     text += "Rank " + std::to_string(peer) + " (process " + std::to_string(transport_.process_id(peer)) +
-            ", alive) was last in " + doing(peer) + ". ";
+            (transport_.is_watched(peer) ? ", alive) was last in " : ") was last heard of in ") +
+            doing(peer) + ". ";
   text += "See where it is with `py-spy dump --pid " +
-          (absent.empty() ? std::string() : std::to_string(transport_.process_id(absent.front()))) +
+          std::to_string(transport_.process_id(absent.late.front())) +
           "`; MULTIRING_TIMEOUT or the timeout argument set how long to "
           "wait.";
-  throw Error(ErrorKind::kTimeout, text, context(call, absent.empty() ? -1 : absent.front()));
+  throw Error(ErrorKind::kTimeout, text, context(call, absent.late.front()));
+}
+
+/// What ranks publish may pass through others, which may stop when they have come themselves.
+void Exchange::throw_held_up(const Call& call, const Missing& missing) const {
+  throw Error(ErrorKind::kTimeout,
+              where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + ": " +
+                  held_up_text(missing.holding) +
+                  ". MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
+              context(call, missing.holding.empty() ? -1 : missing.holding.front()));
 }
 
 void Exchange::throw_lost(const Call& call, const WaitResult& result) const {

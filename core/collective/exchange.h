@@ -66,14 +66,15 @@ class MULTIRING_API Exchange {
   [[noreturn]] void throw_on_the_way(const Call& call, const WaitResult& result, int peer) const;
   /// Raises the error that a peer told of, if there is one.
   void throw_if_aborted(const Call& call) const;
-  /// The ranks that are known not to have come to the current round, and the same as text for a warning.
-  std::vector<int> missing() const;
+  /// The ranks that keep this one waiting for the current round, and the same as text for a warning.
+  Missing missing() const { return transport_.missing(round_); }
   std::string describe_wait(const Call& call, double waited) const;
 
  private:
   bool all_match() const;
   [[noreturn]] void throw_for(const Call& call, const WaitResult& result) const;
   [[noreturn]] void throw_timeout(const Call& call) const;
+  [[noreturn]] void throw_held_up(const Call& call, const Missing& missing) const;
   [[noreturn]] void throw_lost(const Call& call, const WaitResult& result) const;
   [[noreturn]] void throw_aborted(const Call& call, const AbortRecord& record) const;
   std::string where(const Call& call) const;

@@ -14,4 +14,18 @@ std::string rank_list(const std::vector<int>& ranks) {
   return text;
 }
 
+std::string late_list(const Missing& missing) {
+  std::string text = rank_list(missing.late);
+  if (!missing.behind.empty())
+    text += " (nothing is known of " + rank_list(missing.behind) + ", whose messages come through others)";
+  return text;
+}
+
+std::string held_up_text(const std::vector<int>& holding) {
+  return (holding.empty() ? "all ranks have"
+                          : rank_list(holding) + (holding.size() == 1 ? " has" : " have")) +
+         " come, but not what others have sent through them: one that passes messages on is stopped or waits "
+         "for such a one, or the network has stalled; `ps -o pid,stat,cmd` shows a stopped process as T";
+}
+
 }  // namespace multiring

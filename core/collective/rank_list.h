@@ -4,10 +4,16 @@
 #include <vector>
 
 #include "base/export.h"
+#include "transport/transport.h"
 
 namespace multiring {
 
 /// "rank 3" or "ranks 0-2, 5", for messages. `ranks` in ascending order.
 MULTIRING_API std::string rank_list(const std::vector<int>& ranks);
+/// Those that are late: "rank 3", or "rank 3 (nothing is known of ranks 5, 6, whose messages come through
+/// it)".
+MULTIRING_API std::string late_list(const Missing& missing);
+/// That ranks which have come do not pass on what others have sent, and what that may mean.
+MULTIRING_API std::string held_up_text(const std::vector<int>& holding);
 
 }  // namespace multiring

@@ -84,7 +84,9 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   const CommunicatorOptions& options() const { return options_; }
   /// The ranks that an operation of this rank in progress still waits for. To be called by the thread that
   /// runs it (in CallOptions::interrupt).
-  std::vector<int> waited_for() const { return exchange_.missing(); }
+  Missing waited_for() const { return exchange_.missing(); }
+  /// Whether the end of `rank` would be noticed on this host.
+  bool is_watched(int rank) const { return transport_->is_watched(rank); }
 
   /// Runs a collective in this thread.
   void run(Operation& operation, const CallOptions& call);

@@ -29,6 +29,9 @@ std::string sentence(const Unmatched& unmatched) {
          (unmatched.missing.size() == 1 ? "has" : "have") + " not submitted it";
 }
 
+/// Whether all have come to the round of names in progress, and some do not pass on what others announce.
+bool is_held_up(const Missing& missing) { return missing.late.empty() && !missing.holding.empty(); }
+
 }  // namespace
 
 void NamedQueue::watch() {
@@ -64,25 +67,30 @@ Error NamedQueue::late_error(const Submission& late) const {
   context.host = data_->host();
   context.tensor = late.name();
   context.elapsed = late.waited();
-  const std::vector<int> absent = control_->waited_for();
-  if (!absent.empty()) context.peer = absent.front();
+  const Missing absent = control_->waited_for();
+  const std::vector<int>& first = absent.late.empty() ? absent.holding : absent.late;
+  if (!first.empty()) context.peer = first.front();
   std::string text = "rank " + std::to_string(rank()) + " on " + data_->host() + ", in named queue '" +
                      name() + "', waited " + seconds_text(late.waited()) + " for '" + late.name() +
                      "' to be submitted on all ranks: " + describe_unmatched() + ". ";
-  for (const int peer : absent)
-    text += "Rank " + std::to_string(peer) + " (process " + std::to_string(control_->process_id(peer)) +
-            ", alive) waits for nothing in this queue; see where it is with `py-spy dump --pid`. ";
-  return Error(
-      ErrorKind::kTimeout,
-      text +
-          "Every rank has to submit the same names equally often, in any order; look for a branch or "
-          "a loop length that depends on the rank. MULTIRING_TIMEOUT sets how long to wait.",
-      context);
+  for (const int peer : absent.late)
+    text +=
+        "Rank " + std::to_string(peer) + " (process " + std::to_string(control_->process_id(peer)) +
+        (control_->is_watched(peer) ? ", alive) waits for nothing" : ") is not known to wait for anything") +
+        " in this queue; see where it is with `py-spy dump --pid`. ";
+  if (!is_held_up(absent))
+    text +=
+        "Every rank has to submit the same names equally often, in any order; look for a branch or "
+        "a loop length that depends on the rank. ";
+  return Error(ErrorKind::kTimeout, text + "MULTIRING_TIMEOUT sets how long to wait.", context);
 }
 
 std::string NamedQueue::describe_unmatched() const {
+  const Missing missing = control_->waited_for();
+  if (is_held_up(missing)) return held_up_text(missing.holding);
+  std::vector<int> absent;
+  std::ranges::set_union(missing.late, missing.behind, std::back_inserter(absent));
   std::vector<Unmatched> all = matcher_.unmatched();
-  const std::vector<int> absent = control_->waited_for();
   std::vector<int> others;
   for (int peer = 0; peer < size(); ++peer)
     if (peer != rank()) others.push_back(peer);

@@ -51,6 +51,14 @@ struct AbortRecord {
   std::string message;
 };
 
+/// Who keeps a rank waiting for a round, as far as it knows. Ranks that only wait for others themselves are
+/// not among them; ranks ascend.
+struct Missing {
+  std::vector<int> late;     ///< they are not known to have come
+  std::vector<int> behind;   ///< nor are these, whose messages come through others that have not come
+  std::vector<int> holding;  ///< they have come, but not what they were to pass on; they may wait themselves
+};
+
 class Hierarchy;
 
 /// Memory that every rank of a host has mapped: one part of `bytes_per_rank` for each rank.
@@ -112,8 +120,9 @@ class MULTIRING_API Transport {
   virtual std::uint64_t arrived(int rank) const = 0;
   /// Whether `rank` is known to have come to `round`. What it has published may not be here yet.
   virtual bool has_come(int rank, std::uint64_t round) const = 0;
-  /// Who tells this rank of the arrivals of `rank`: while that one is late, nothing is known of the other.
-  virtual int known_from(int rank) const = 0;
+  virtual Missing missing(std::uint64_t round) const = 0;
+  /// Whether the end of `rank` would be noticed by a rank of this host.
+  virtual bool is_watched(int rank) const = 0;
 
   // Mailboxes. Chunks of a pair are numbered 1, 2, 3, ...; chunk c lies in the place c % kMailboxChunks.
   virtual std::size_t mailbox_chunk_bytes() const = 0;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
+#include <set>
 #include <utility>
 
 namespace multiring {
@@ -90,8 +92,19 @@ void ClusterTransport::connect(const Waiting& waiting) {
 std::unique_ptr<HostMirror> ClusterTransport::make_mirror() {
   std::vector<int> hosts;
   for (int each = 0; each < size(); ++each) hosts.push_back(host_number(each));
-  MirrorRoutes routes = mirror_routes(hosts, rank(), context_->direct_hosts);
-  known_from_ = std::move(routes.answering);
+  watched_.resize(hosts.size());
+  for (int here = 0; here < size(); ++here) {
+    if (is_elsewhere(here)) continue;
+    watched_[static_cast<std::size_t>(here)] = true;
+    const MirrorRoutes& routes =
+        routes_.emplace(here, mirror_routes(hosts, here, context_->direct_hosts)).first->second;
+    for (const MirrorStep& step : routes.steps)
+      for (const auto* const messages : {&step.out, &step.in})
+        for (const MirrorMessage& message : *messages)
+          watched_[static_cast<std::size_t>(message.peer)] = true;
+  }
+  const MirrorRoutes& routes = routes_.at(rank());
+  known_from_ = routes.answering;
   RoundMemory memory;
   memory.header = [this](int who, std::uint64_t round) { return header(who, round); };
   memory.staging = [this](int who, std::uint64_t round) { return staging(who, round); };
@@ -125,7 +138,37 @@ std::string ClusterTransport::host(int rank) const { return place(rank).host_nam
 
 std::int64_t ClusterTransport::process_id(int rank) const { return place(rank).process_id; }
 
-int ClusterTransport::known_from(int rank) const { return known_from_[static_cast<std::size_t>(rank)]; }
+// What has not come to this host would have come to one of its ranks from another host. If that one has come,
+// too, it waits for somebody itself, or does nothing any more.
+Missing ClusterTransport::missing(std::uint64_t round) const {
+  std::set<int> late;
+  std::set<int> behind;
+  std::set<int> holding;
+  const auto is_late = [&](int rank) { return !has_come(rank, round); };
+  const auto add_late = [&](std::set<int>& to, const MirrorMessage& message) {
+    std::ranges::copy_if(message.ranks, std::inserter(to, to.end()), is_late);
+  };
+  const auto look_at = [&](int here, const MirrorMessage& message) {
+    const auto is_here = [&](int rank) { return arrived(rank) >= round; };
+    if (std::ranges::all_of(message.ranks, is_here)) return;
+    for (const int end : {here, message.peer}) {
+      if (!is_late(end)) continue;
+      late.insert(end);
+      return add_late(behind, message);
+    }
+    if (std::ranges::any_of(message.ranks, is_late))
+      add_late(late, message);
+    else
+      holding.insert(message.peer);
+  };
+  for (const auto& [here, routes] : routes_) {
+    if (is_late(here)) late.insert(here);
+    for (const MirrorStep& step : routes.steps)
+      for (const MirrorMessage& message : step.in) look_at(here, message);
+  }
+  for (const int rank : late) behind.erase(rank);
+  return {{late.begin(), late.end()}, {behind.begin(), behind.end()}, {holding.begin(), holding.end()}};
+}
 
 void ClusterTransport::arrive(std::uint64_t round, std::size_t staged) {
   SharedTransport::arrive(round, staged);
@@ -150,8 +193,16 @@ WaitResult ClusterTransport::await_all(std::uint64_t round, const Waiting& waiti
     return result;
   });
   if (!mirrored.ok()) return mirrored;
-  // This rank has done its part: what is left is for others to bring.
-  return listening(waiting, [&](const Waiting& here) { return SharedTransport::await_all(round, here); });
+  // This rank has done its part: what is left is for others to bring. It goes on telling who has come.
+  waiting.deadline.start();  // or the copy's clock alone would run
+  const std::function<void()> tell = [&] {
+    waiting.check_interrupt();
+    mirror_->take_in();
+    mirror_->tell();
+  };
+  Waiting telling = waiting;
+  telling.interrupt = &tell;
+  return listening(telling, [&](const Waiting& here) { return SharedTransport::await_all(round, here); });
 }
 
 WaitResult ClusterTransport::listening(const Waiting& waiting,

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -59,7 +60,8 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   int host_number(int rank) const override { return place(rank).host; }
   bool shares_memory() const override { return false; }
 
-  int known_from(int rank) const override;
+  Missing missing(std::uint64_t round) const override;
+  bool is_watched(int rank) const override { return watched_[static_cast<std::size_t>(rank)]; }
   void arrive(std::uint64_t round, std::size_t staged) override;
   WaitResult await_all(std::uint64_t round, const Waiting& waiting) override;
   void mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) override;
@@ -78,6 +80,9 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   void leave() override;
   void abandon() override;
   void wake() override;
+
+ protected:
+  int known_from(int rank) const override { return known_from_[static_cast<std::size_t>(rank)]; }
 
  private:
   const ClusterRank& place(int rank) const {
@@ -104,6 +109,8 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   std::vector<int> world_;  // the members' ranks in the world
   std::vector<int> remote_;
   std::vector<int> known_from_;
+  std::map<int, MirrorRoutes> routes_;  // of the ranks of this host
+  std::vector<bool> watched_;           // by their connections
   std::unique_ptr<HostMirror> mirror_;
   std::unique_ptr<RemoteMail> mail_;
   std::unique_ptr<ClusterHierarchy> hierarchy_;

@@ -1,7 +1,6 @@
 #include "transport/cluster/host_mirror.h"
 
 #include <cstring>
-#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -38,13 +37,9 @@ std::uint64_t following_bytes(const std::byte* header) {
 
 HostMirror::HostMirror(std::unique_ptr<Network> network, const MirrorRoutes& routes, RoundMemory memory)
     : network_(std::move(network)), steps_(routes.steps), memory_(std::move(memory)) {
-  std::set<int> targets;
-  std::set<int> sources;
   std::size_t place = 0;
   for (std::size_t step = 0; step < steps_.size(); ++step) {
-    for (const MirrorMessage& message : steps_[step].out) targets.insert(message.peer);
     for (const MirrorMessage& message : steps_[step].in) {
-      sources.insert(message.peer);
       Incoming& incoming = incoming_.emplace_back();
       incoming.message = &message;
       incoming.step = step;
@@ -54,16 +49,20 @@ HostMirror::HostMirror(std::unique_ptr<Network> network, const MirrorRoutes& rou
   }
   scratch_ = std::make_shared<std::vector<std::byte>>(place);
   network_->keep(scratch_);
-  if (channels(routes) > 1) roll_call_.emplace(*network_, kRollCall, targets, sources, memory_.knowledge);
+  if (channels(routes) > 1) roll_call_.emplace(*network_, kRollCall, peers(), memory_.knowledge);
 }
 
-std::vector<Network::Link> HostMirror::links() const {
+std::set<int> HostMirror::peers() const {
   std::set<int> peers;
   for (const MirrorStep& step : steps_)
     for (const auto* const messages : {&step.out, &step.in})
       for (const MirrorMessage& message : *messages) peers.insert(message.peer);
+  return peers;
+}
+
+std::vector<Network::Link> HostMirror::links() const {
   std::vector<Network::Link> links;
-  for (const int peer : peers) {
+  for (const int peer : peers()) {
     links.push_back({peer, kRounds});
     if (roll_call_) links.push_back({peer, kRollCall});
   }
@@ -104,6 +103,7 @@ WaitResult HostMirror::await(const Waiting& waiting) {
   // A turn for each: whoever is lost is found though others are slow. The messages of early steps first, for
   // others wait for what they bring.
   for (std::size_t next = 0;;) {
+    if (left_.load(std::memory_order_relaxed)) return {WaitResult::Outcome::kCancelled};
     take_in();
     std::vector<Incoming*> pending;
     for (Incoming& incoming : incoming_)
@@ -120,12 +120,12 @@ WaitResult HostMirror::await(const Waiting& waiting) {
       awaited_ = pending[index]->expected;
       result = wait({&awaited_, 1}, turn);
       awaited_ = 0;
-      if (result.ok()) advance(*pending[index]);
+      if (result.ok() && !left_.load(std::memory_order_relaxed)) advance(*pending[index]);
     }
     if (result.ok() && pending.empty() && sends_.empty()) return {};
     next = result.ok() ? 0 : next + 1;
     if (!result.ok() && result.outcome != WaitResult::Outcome::kTimeout) return result;
-    if (!result.ok() && roll_call_) roll_call_->tell(round_);
+    if (!result.ok()) tell();
     if (patience.is_over()) return {WaitResult::Outcome::kTimeout};
   }
 }
@@ -233,6 +233,10 @@ void HostMirror::take_in() {
       advance(incoming);
     }
   if (roll_call_) roll_call_->take_in();
+}
+
+void HostMirror::tell() {
+  if (roll_call_ && !left_.load(std::memory_order_relaxed)) roll_call_->tell(round_);
 }
 
 void HostMirror::look() {

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -49,6 +50,8 @@ class HostMirror {
   WaitResult await(const Waiting& waiting);
   /// Takes in what has come since, and passes it on; for what a wait calls now and then.
   void take_in();
+  /// Tells others who has come to the round, if they do not see that themselves.
+  void tell();
   /// Moves what can be moved, unless a wait does so already. Any thread may call it.
   void look();
   /// Says goodbye to the partners.
@@ -65,6 +68,7 @@ class HostMirror {
     Ticket expected = 0;                                                   ///< 0: all is there
   };
 
+  std::set<int> peers() const;
   void expect_headers(Incoming& incoming);
   void expect_staging(Incoming& incoming);
   void advance(Incoming& incoming);

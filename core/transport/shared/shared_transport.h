@@ -51,7 +51,13 @@ class MULTIRING_API SharedTransport : public Transport {
   bool has_come(int rank, std::uint64_t round) const override {
     return arrived(rank) >= round || state(rank).heard.load(std::memory_order_relaxed) >= round;
   }
-  int known_from(int rank) const override { return rank; }
+  Missing missing(std::uint64_t round) const override {
+    Missing missing;
+    for (int rank = 0; rank < size(); ++rank)
+      if (!has_come(rank, round)) missing.late.push_back(rank);
+    return missing;
+  }
+  bool is_watched(int) const override { return true; }
 
   std::size_t mailbox_chunk_bytes() const override { return GroupLayout::kMailboxChunkBytes; }
   std::byte* mailbox_header(int source, int destination, std::uint64_t chunk) const override;
@@ -85,6 +91,8 @@ class MULTIRING_API SharedTransport : public Transport {
   /// A tag that no other transport of the same ranks has.
   std::uint64_t subgroup_tag(std::uint64_t tag) const;
 
+  /// Who tells this rank of the arrivals of `rank`: while that one is late, nothing is known of the other.
+  virtual int known_from(int rank) const { return rank; }
   bool is_elsewhere(int rank) const { return members_[static_cast<std::size_t>(rank)] == kElsewhere; }
   MailboxState& mailbox(int source, int destination) const;
   /// `rank` has come to `round`, and what it has published lies in this host's memory.

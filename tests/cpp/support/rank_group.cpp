@@ -76,11 +76,21 @@ void RankGroup::renew_mpi() {
   if (options_.transport == TransportKind::kClusterMpi) mpi_ = std::make_unique<InprocMpi>(options_.size);
 }
 
-// Neighbours are not on the same host, and hosts have different numbers of ranks.
+// Unless they are laid out, neighbours are not on the same host, and hosts have different numbers of ranks.
+int RankGroup::host_of(int rank) const {
+  if (options_.layout.empty())
+    return options_.hosts == 2 ? static_cast<int>(rank % 3 != 0) : rank % options_.hosts;
+  int host = 0;
+  for (int left = rank; left >= options_.layout[static_cast<std::size_t>(host)]; ++host)
+    left -= options_.layout[static_cast<std::size_t>(host)];
+  return host;
+}
+
 void RankGroup::build_cluster(const InprocHub::Options& options) {
+  if (!options_.layout.empty()) options_.hosts = static_cast<int>(options_.layout.size());
   std::vector<int> counts(static_cast<std::size_t>(options_.hosts));
   for (int rank = 0; rank < options_.size; ++rank) {
-    const int host = options_.hosts == 2 ? static_cast<int>(rank % 3 != 0) : rank % options_.hosts;
+    const int host = host_of(rank);
     int& count = counts[static_cast<std::size_t>(host)];
     places_.push_back({host, count++, "host" + std::to_string(host), 1000 + rank});
     sent_.push_back(std::make_unique<SentCounters>());

@@ -39,8 +39,9 @@ struct GroupOptions {
   int size = 2;
   std::size_t staging_bytes = SharedTransportOptions{}.staging_bytes;
   double spin_microseconds = -1.0;
-  int cores = 1;  ///< that the ranks believe they have; inproc only
-  int hosts = 2;  ///< that the ranks are spread over; cluster only
+  int cores = 1;            ///< that the ranks believe they have; inproc only
+  int hosts = 2;            ///< that the ranks are spread over; cluster only
+  std::vector<int> layout;  ///< ranks of each host, of which the first has the first; empty: `hosts` tells
   /// Of the communicators; its timeout is far below the group's limit.
   CommunicatorOptions communicator;
   /// Seconds that the ranks may take; then the process ends, for a thread that hangs cannot be stopped.
@@ -80,6 +81,7 @@ class RankGroup {
   void run_transports(const TransportBody& body);
 
  private:
+  int host_of(int rank) const;
   void build_cluster(const InprocHub::Options& options);
   void renew_mpi();
   std::shared_ptr<Transport> connect(int rank, Store& store) const;
