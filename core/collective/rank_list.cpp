@@ -22,8 +22,11 @@ std::string late_list(const Missing& missing) {
 }
 
 std::string held_up_text(const std::vector<int>& holding) {
-  return (holding.empty() ? "all ranks have"
-                          : rank_list(holding) + (holding.size() == 1 ? " has" : " have")) +
+  if (holding.empty())
+    return "all that others have sent is here, but not all that this rank sends has left, or the last came "
+           "just "
+           "as the time was up: the network is slow, or a rank does not read";
+  return rank_list(holding) + (holding.size() == 1 ? " has" : " have") +
          " come, but not what others have sent through them: one that passes messages on is stopped or waits "
          "for such a one, or the network has stalled; `ps -o pid,stat,cmd` shows a stopped process as T";
 }

@@ -13,7 +13,8 @@ MULTIRING_API std::string rank_list(const std::vector<int>& ranks);
 /// Those that are late: "rank 3", or "rank 3 (nothing is known of ranks 5, 6, whose messages come through
 /// it)".
 MULTIRING_API std::string late_list(const Missing& missing);
-/// That ranks which have come do not pass on what others have sent, and what that may mean.
+/// That ranks which have come do not pass on what others have sent, and what that may mean; with none, that
+/// nothing is missing here.
 MULTIRING_API std::string held_up_text(const std::vector<int>& holding);
 
 }  // namespace multiring

@@ -89,22 +89,22 @@ void ClusterTransport::connect(const Waiting& waiting) {
   mail_entry_ = std::make_unique<MailList::Entry>(context_->mails, look);
 }
 
-std::unique_ptr<HostMirror> ClusterTransport::make_mirror() {
+MirrorRoutes ClusterTransport::routes_of(int rank) const {
   std::vector<int> hosts;
   for (int each = 0; each < size(); ++each) hosts.push_back(host_number(each));
-  watched_.resize(hosts.size());
-  for (int here = 0; here < size(); ++here) {
-    if (is_elsewhere(here)) continue;
-    watched_[static_cast<std::size_t>(here)] = true;
-    const MirrorRoutes& routes =
-        routes_.emplace(here, mirror_routes(hosts, here, context_->direct_hosts)).first->second;
-    for (const MirrorStep& step : routes.steps)
-      for (const auto* const messages : {&step.out, &step.in})
-        for (const MirrorMessage& message : *messages)
-          watched_[static_cast<std::size_t>(message.peer)] = true;
-  }
-  const MirrorRoutes& routes = routes_.at(rank());
-  known_from_ = routes.answering;
+  return mirror_routes(hosts, rank, context_->direct_hosts);
+}
+
+const std::map<int, MirrorRoutes>& ClusterTransport::host_routes() const {
+  if (routes_.empty())
+    for (int here = 0; here < size(); ++here)
+      if (!is_elsewhere(here)) routes_.emplace(here, routes_of(here));
+  return routes_;
+}
+
+std::unique_ptr<HostMirror> ClusterTransport::make_mirror() {
+  MirrorRoutes routes = routes_of(rank());
+  known_from_ = std::move(routes.answering);
   RoundMemory memory;
   memory.header = [this](int who, std::uint64_t round) { return header(who, round); };
   memory.staging = [this](int who, std::uint64_t round) { return staging(who, round); };
@@ -156,18 +156,26 @@ Missing ClusterTransport::missing(std::uint64_t round) const {
       late.insert(end);
       return add_late(behind, message);
     }
-    if (std::ranges::any_of(message.ranks, is_late))
-      add_late(late, message);
-    else
-      holding.insert(message.peer);
+    if (std::ranges::any_of(message.ranks, is_late)) return add_late(late, message);
+    holding.insert(message.peer);
+    if (here != rank()) holding.insert(here);  // it may have stopped before it took the message in
   };
-  for (const auto& [here, routes] : routes_) {
+  for (const auto& [here, routes] : host_routes()) {
     if (is_late(here)) late.insert(here);
     for (const MirrorStep& step : routes.steps)
       for (const MirrorMessage& message : step.in) look_at(here, message);
   }
   for (const int rank : late) behind.erase(rank);
   return {{late.begin(), late.end()}, {behind.begin(), behind.end()}, {holding.begin(), holding.end()}};
+}
+
+// Of whom a rank only sends to it would notice nothing.
+bool ClusterTransport::is_watched(int rank) const {
+  if (!is_elsewhere(rank)) return true;
+  for (const auto& [here, routes] : host_routes())
+    for (const MirrorStep& step : routes.steps)
+      if (std::ranges::find(step.in, rank, &MirrorMessage::peer) != step.in.end()) return true;
+  return false;
 }
 
 void ClusterTransport::arrive(std::uint64_t round, std::size_t staged) {
@@ -195,10 +203,11 @@ WaitResult ClusterTransport::await_all(std::uint64_t round, const Waiting& waiti
   if (!mirrored.ok()) return mirrored;
   // This rank has done its part: what is left is for others to bring. It goes on telling who has come.
   waiting.deadline.start();  // or the copy's clock alone would run
+  const Clock::time_point start = Clock::now();
   const std::function<void()> tell = [&] {
     waiting.check_interrupt();
     mirror_->take_in();
-    mirror_->tell();
+    if (seconds_between(start, Clock::now()) >= HostMirror::kTurn) mirror_->tell();
   };
   Waiting telling = waiting;
   telling.interrupt = &tell;

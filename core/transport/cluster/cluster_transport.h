@@ -61,7 +61,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   bool shares_memory() const override { return false; }
 
   Missing missing(std::uint64_t round) const override;
-  bool is_watched(int rank) const override { return watched_[static_cast<std::size_t>(rank)]; }
+  bool is_watched(int rank) const override;
   void arrive(std::uint64_t round, std::size_t staged) override;
   WaitResult await_all(std::uint64_t round, const Waiting& waiting) override;
   void mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) override;
@@ -94,6 +94,9 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   std::unique_ptr<Network> make_network(int channels, const std::string& purpose) const;
   std::unique_ptr<ClusterHierarchy> make_hierarchy(const Waiting& waiting);
   std::unique_ptr<HostMirror> make_mirror();
+  MirrorRoutes routes_of(int rank) const;
+  /// Of all ranks of this host, for errors. For the thread that drives the rounds.
+  const std::map<int, MirrorRoutes>& host_routes() const;
   std::unique_ptr<RemoteMail> make_mail(std::unique_ptr<Network> network);
   /// Runs a wait on a network that ends, too, when something on this host ends it.
   WaitResult watch(const Waiting& waiting, const std::function<WaitResult()>& trouble,
@@ -109,8 +112,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   std::vector<int> world_;  // the members' ranks in the world
   std::vector<int> remote_;
   std::vector<int> known_from_;
-  std::map<int, MirrorRoutes> routes_;  // of the ranks of this host
-  std::vector<bool> watched_;           // by their connections
+  mutable std::map<int, MirrorRoutes> routes_;  // see host_routes
   std::unique_ptr<HostMirror> mirror_;
   std::unique_ptr<RemoteMail> mail_;
   std::unique_ptr<ClusterHierarchy> hierarchy_;

@@ -10,8 +10,7 @@
 namespace multiring {
 namespace {
 
-constexpr double kTurn = 0.02;  // seconds
-constexpr int kRounds = 0;      // channels
+constexpr int kRounds = 0;  // channels
 constexpr int kRollCall = 1;
 // Staging memory of several ranks goes together up to here, by way of a copy.
 constexpr std::size_t kMostTogether = 16 * 1024;
@@ -104,7 +103,7 @@ WaitResult HostMirror::await(const Waiting& waiting) {
   // others wait for what they bring.
   for (std::size_t next = 0;;) {
     if (left_.load(std::memory_order_relaxed)) return {WaitResult::Outcome::kCancelled};
-    take_in();
+    take_in_messages();
     std::vector<Incoming*> pending;
     for (Incoming& incoming : incoming_)
       if (incoming.expected != 0) pending.push_back(&incoming);
@@ -125,7 +124,10 @@ WaitResult HostMirror::await(const Waiting& waiting) {
     if (result.ok() && pending.empty() && sends_.empty()) return {};
     next = result.ok() ? 0 : next + 1;
     if (!result.ok() && result.outcome != WaitResult::Outcome::kTimeout) return result;
-    if (!result.ok()) tell();
+    if (!result.ok()) {
+      take_in();
+      tell();
+    }
     if (patience.is_over()) return {WaitResult::Outcome::kTimeout};
   }
 }
@@ -158,8 +160,12 @@ void HostMirror::take_headers(Incoming& incoming) {
     }
   }
   const std::size_t bytes = staged_bytes(message);
-  for (const int rank : message.ranks)
-    if (staged_bytes(rank) == 0) memory_.arrived(rank, round_);
+  for (const int rank : message.ranks) {
+    if (staged_bytes(rank) == 0)
+      memory_.arrived(rank, round_);
+    else
+      memory_.knowledge.heard(rank, round_);
+  }
   if (bytes == 0) return;
   if (!together(message, bytes)) {
     incoming.part = Incoming::Part::kEach;
@@ -227,12 +233,16 @@ void HostMirror::send(const MirrorMessage& message) {
 // has come.
 void HostMirror::take_in() {
   if (left_.load(std::memory_order_relaxed)) return;
+  take_in_messages();
+  if (roll_call_) roll_call_->take_in();
+}
+
+void HostMirror::take_in_messages() {
   for (Incoming& incoming : incoming_)
     while (incoming.expected != 0 && incoming.expected != awaited_ && network_->done(incoming.expected)) {
       network_->give_up({&incoming.expected, 1});
       advance(incoming);
     }
-  if (roll_call_) roll_call_->take_in();
 }
 
 void HostMirror::tell() {

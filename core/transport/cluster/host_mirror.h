@@ -36,6 +36,8 @@ struct RoundMemory {
 /// at a time posts and waits.
 class HostMirror {
  public:
+  static constexpr double kTurn = 0.02;  ///< seconds that a wait looks at one thing
+
   /// What the network has to have.
   static int channels(const MirrorRoutes& routes) { return routes.steps.size() > 1 ? 2 : 1; }
 
@@ -69,6 +71,7 @@ class HostMirror {
   };
 
   std::set<int> peers() const;
+  void take_in_messages();
   void expect_headers(Incoming& incoming);
   void expect_staging(Incoming& incoming);
   void advance(Incoming& incoming);
