@@ -13,6 +13,7 @@ __all__ = [
     "cpu_quota",
     "memory_limit",
     "memory_total",
+    "numa_nodes",
     "oom_kills",
     "process_limit",
     "processor_flags",
@@ -24,17 +25,29 @@ _SIMD_FLAGS_ARM = ("asimd", "asimdhp", "bf16", "sve", "sve2")
 
 
 def allowed_cpus(root: Path = Path("/")) -> list[int]:
-    """The processors this process may run on, so ordered that hardware threads of a core are neighbours.
+    """The processors this process may run on, so ordered that those of a package, of a NUMA node in it, and
+    hardware threads of a core are neighbours.
 
     Linux often numbers the second hardware threads after all first ones; equal shares of plain numbers would
     put two ranks on the same cores.
     """
 
-    def place(cpu: int) -> tuple[int, int, int]:
+    def place(cpu: int) -> tuple[int, int, int, int]:
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        return (_number(topology / "physical_package_id"), _number(topology / "core_id"), cpu)
+        package, core = _number(topology / "physical_package_id"), _number(topology / "core_id")
+        return (package, _numa_node(cpu, root), core, cpu)
 
     return sorted(os.sched_getaffinity(0), key=place)
+
+
+def numa_nodes(root: Path = Path("/")) -> list[int]:
+    """The NUMA nodes of these processors, ascending; node 0 where the system tells none."""
+    return sorted({_numa_node(cpu, root) for cpu in os.sched_getaffinity(0)})
+
+
+def _numa_node(cpu: int, root: Path) -> int:
+    links = (root / f"sys/devices/system/cpu/cpu{cpu}").glob("node[0-9]*")
+    return min((int(link.name.removeprefix("node")) for link in links), default=0)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:

@@ -67,7 +67,7 @@ def test_hosts_that_are_well(three: EmulatedHosts) -> None:
     assert not lines_about(done.stdout, "failed")
     assert "every host reaches every other one" in done.stdout
     head, *rows = done.stdout.split("\n\n")[0].splitlines()
-    assert head.split()[:6] == ["host", "ranks", "cores", "Python", "multiring", "NumPy"]
+    assert head.split()[:7] == ["host", "ranks", "cores", "NUMA", "nodes", "Python", "multiring"]
     assert [row.split()[0] for row in rows] == [three.name(0), three.address(1), three.address(2)]
     assert all(f"eth0 {three.address(host)}" in row for host, row in enumerate(rows))
     assert done.stdout.count("bit/s ") >= 6, done.stdout  # from each host to each other one

@@ -78,6 +78,7 @@ FACTS: dict[str, Any] = {
     "machine": "m1",
     "versions": {"multiring": "0.1.0", "python": "3.11.7", "numpy": "2.3.5"},
     "cores": 4,
+    "NUMA nodes": 2,
     "directory": True,
     "addresses": [["eth0", "10.0.0.1", 24]],
     "no addresses": "",

@@ -86,7 +86,17 @@ def test_hardware_threads_of_a_core_are_neighbours(tmp_path: Path, monkeypatch: 
     assert machine.allowed_cpus(tree(tmp_path, files)) == [0, 4, 1, 5, 2, 6, 3, 7]
 
 
+def test_processors_of_a_numa_node_are_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One package of two nodes, of which each second core belongs to node 1; no cores are told.
+    files = {f"sys/devices/system/cpu/cpu{cpu}/node{10 * (cpu % 2)}/cpulist": "" for cpu in range(4)}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+    assert machine.allowed_cpus(tree(tmp_path, files)) == [0, 2, 1, 3]
+    assert machine.numa_nodes(tmp_path) == [0, 10]
+    assert machine.numa_nodes(tmp_path / "nothing") == [0]
+
+
 def test_this_machine_can_be_read() -> None:
+    assert machine.numa_nodes()
     assert machine.processor_name()
     assert set(machine.allowed_cpus()) == os.sched_getaffinity(0)
     assert (machine.memory_total() or 0) > 1 << 20

@@ -97,6 +97,7 @@ def _machine() -> dict[str, Any]:
         "vector extensions": machine.processor_flags(),
         "processors": os.cpu_count(),
         "processors allowed": cpus,
+        "NUMA nodes allowed": machine.numa_nodes(),
         "processor quota": machine.cpu_quota(),
         "memory bytes": machine.memory_total(),
         "memory limit bytes": machine.memory_limit(),

@@ -116,6 +116,7 @@ class HostProbe:
             "machine": _machine(),
             "versions": {**found, "python": platform.python_version()},
             "cores": machine.core_allowance(),
+            "NUMA nodes": len(machine.numa_nodes()),
             "directory": os.path.isdir(directory) and os.access(directory, os.X_OK),
             "addresses": addresses,
             "no addresses": problem,

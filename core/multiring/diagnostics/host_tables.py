@@ -15,16 +15,17 @@ _Host = tuple[str, int, Mapping[str, Any] | None, tuple[float, float] | None]
 
 def hosts_table(hosts: Sequence[_Host]) -> str:
     """A line for each host: name, ranks, what it tells, its clock's offset."""
-    rows = [("host", "ranks", "cores", "Python", "multiring", "NumPy", "clock", "addresses")]
+    rows = [("host", "ranks", "cores", "NUMA nodes", "Python", "multiring", "NumPy", "clock", "addresses")]
     for name, ranks, facts, offset in hosts:
         if facts is None:
-            rows.append((name, str(ranks), *"-" * 6))
+            rows.append((name, str(ranks), *"-" * 7))
             continue
         versions = facts["versions"]
         clock = "this one" if offset is None else f"{offset[0]:+.3f} s (+-{offset[1]:.3f})"
         addresses = ", ".join(f"{interface} {address}" for interface, address, _ in facts["addresses"])
         numpy = versions.get("numpy", "none")
-        known = (str(facts["cores"]), versions["python"], versions["multiring"], numpy)
+        nodes = facts.get("NUMA nodes", "-")  # another version may not tell
+        known = (str(facts["cores"]), str(nodes), versions["python"], versions["multiring"], numpy)
         rows.append((name, str(ranks), *known, clock, addresses or "none"))
     return _table(rows)
 
