@@ -96,6 +96,15 @@ def test_variables_of_the_user_stay_and_can_be_set() -> None:
     assert environ["MULTIRING_TIMEOUT"] == "12"
 
 
+def test_options_say_what_variables_say() -> None:
+    env = {"MULTIRING_MODE": "2x1", "MULTIRING_INTERFACES": "eth9"}
+    for one in shown(2, env=env, launcher_args=["--mode", "2", "--interfaces", "eth0,^docker0"]):
+        assert one["environ"]["MULTIRING_MODE"] == "2"
+        assert one["environ"]["MULTIRING_INTERFACES"] == "eth0,^docker0"
+    (one,) = shown(1, env=env)
+    assert one["environ"]["MULTIRING_INTERFACES"] == "eth9"
+
+
 def test_options_after_the_program_belong_to_the_program() -> None:
     arguments = ["--timeout", "x", "-np", "9", "--", "-m", "--help", "", "a b", "☃"]
     assert [one["argv"] for one in shown(2, *arguments)] == [arguments] * 2

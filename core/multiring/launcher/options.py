@@ -67,6 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how allreduces across hosts are divided, as 4x8 or 4tx8d [chosen by their size]",
     )
     parser.add_argument(
+        "--interfaces",
+        metavar="LIST",
+        help="network interfaces between hosts, as eth0,10.0.0.0/8 or ^docker0 [all that are up]",
+    )
+    parser.add_argument(
         "--bind",
         choices=("core", "none"),
         help="core: give each rank an equal share of the processors; none: leave that to the kernel "
@@ -164,7 +169,7 @@ def main(args: argparse.Namespace) -> int:
         timeout=args.timeout,
         output_dir=args.output_dir,
         tag_output=args.tag_output,
-        environment={**dict(args.env), **({"MULTIRING_MODE": args.mode} if args.mode else {})},
+        environment={**dict(args.env), **_variables(args)},
         seats=seated,
         ssh=split_ssh(args.ssh),
         python=args.remote_python,
@@ -175,6 +180,12 @@ def main(args: argparse.Namespace) -> int:
     except ProgramError as error:
         print(f"multiring: {error}", file=sys.stderr)
         return error.code
+
+
+def _variables(args: argparse.Namespace) -> dict[str, str]:
+    """What options say in the place of variables."""
+    given = {"MULTIRING_MODE": args.mode, "MULTIRING_INTERFACES": args.interfaces}
+    return {name: value for name, value in given.items() if value}
 
 
 def _places(args: argparse.Namespace) -> tuple[list[Seat], Engine | None]:
