@@ -44,6 +44,7 @@ class Settings:
         transport: "tcp" or "mpi", between hosts; empty means that the launcher decides.
         mpi_bridge: Path of what `multiring build mpi` has made; empty means the usual one.
         wire: As what float32 crosses from host to host in allreduces that do not say.
+        check_every: Training steps between two comparisons of the training state over ranks; 0 means never.
     """
 
     rank: int | None = None
@@ -67,6 +68,7 @@ class Settings:
     transport: str = ""
     mpi_bridge: str = ""
     wire: WireName = "float32"
+    check_every: int = 100
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,16 @@ VARIABLES: tuple[Variable, ...] = (
         "As what float32 crosses from host to host in allreduces that do not say (docs/tuning.md).",
         False,
         _choice("float32", "bfloat16", "float16"),
+    ),
+    Variable(
+        "MULTIRING_CHECK_EVERY",
+        "check_every",
+        "100",
+        "number of steps, 0 for never",
+        "How often adapters compare parameters, hyperparameters and buffers over ranks "
+        "(docs/correctness.md).",
+        False,
+        _integer(0),
     ),
 )
 

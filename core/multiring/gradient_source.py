@@ -32,6 +32,8 @@ class ReducerOptions:
         wire: As what gradients of float32 cross from host to host, see `Communicator.allreduce`; None: as
             MULTIRING_WIRE says.
         compression: Sends part of the gradients only; None: all.
+        check_every: Steps between two comparisons of the training state, see `StateCheck`; 0: never; None: as
+            MULTIRING_CHECK_EVERY says.
     """
 
     op: Literal["average", "sum"] = "average"
@@ -42,6 +44,7 @@ class ReducerOptions:
     name: str = "gradients"
     wire: WireName | None = None
     compression: TopK | None = None
+    check_every: int | None = None
 
     @property
     def scale(self) -> float:
@@ -97,6 +100,8 @@ def check_arguments(rank: int, specs: Sequence[ParameterSpec], options: ReducerO
     if options.op not in ("average", "sum"):
         raise UsageError(f"rank {rank}: op is '{options.op}'; gradients take 'average' or 'sum'")
     wire_type(options.wire)
+    if options.check_every is not None and options.check_every < 0:
+        raise UsageError(f"rank {rank}: check_every is {options.check_every}; pass 0 (never) or more")
     if options.compression is not None and options.wire not in (None, "float32"):
         raise UsageError(
             f"rank {rank}: wire is '{options.wire}' and compression is {options.compression}; gradients take "

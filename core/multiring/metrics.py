@@ -1,4 +1,4 @@
-"""Metrics of an evaluation that was spread over ranks."""
+"""Weights of ranks with different numbers of samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multiring.errors import UsageError
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["average_metrics"]
+__all__ = ["average_metrics", "batch_weight"]
 
 
 def average_metrics(
@@ -34,8 +34,7 @@ def average_metrics(
         UsageError: `count` is negative or not finite.
         MismatchError: The ranks pass different names.
     """
-    if not (math.isfinite(count) and count >= 0):
-        raise UsageError(f"rank {comm.rank}: count is {count}; pass the number of samples, 0 or more")
+    _check_count(comm, count)
     names = sorted(metrics)
     sums = np.zeros(len(names) + 1, dtype=np.float64)
     if count > 0:
@@ -45,3 +44,30 @@ def average_metrics(
     total = comm.allreduce(sums, op="sum", name="average_metrics(" + ", ".join(names) + ")")
     averages = dict(zip(names, total[:-1] / total[-1], strict=True)) if total[-1] > 0 else {}
     return {name: float(averages.get(name, math.nan)) for name in metrics}
+
+
+def batch_weight(comm: Communicator, count: float) -> float:
+    """What to multiply the mean loss of a batch with where batches differ in size over ranks. Collective.
+
+    Gradients are averaged over ranks, not over samples. With `loss * batch_weight(comm, len(batch))` the
+    average over ranks is the mean over the samples of all ranks.
+
+    Args:
+        comm: Communicator of the ranks that train together.
+        count: Number of samples of this rank's batch (or another weight, 0 or more).
+
+    Returns:
+        count * size / (sum of the counts of all ranks); 0 where no rank has a sample.
+
+    Raises:
+        UsageError: `count` is negative or not finite.
+    """
+    _check_count(comm, count)
+    total = np.array([count], dtype=np.float64)
+    comm.allreduce(total, op="sum", out=total, name="batch_weight")
+    return float(count * comm.size / total[0]) if total[0] > 0 else 0.0
+
+
+def _check_count(comm: Communicator, count: float) -> None:
+    if not (math.isfinite(count) and count >= 0):
+        raise UsageError(f"rank {comm.rank}: count is {count}; pass the number of samples, 0 or more")

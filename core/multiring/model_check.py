@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from multiring.errors import MismatchError
@@ -16,7 +16,12 @@ __all__ = ["check_same"]
 Entry = tuple[str, str]
 
 
-def check_same(comm: Communicator, entries: Sequence[Entry], what: str) -> None:
+_ADVICE = "build the same model, in the same order and with the same options, on every rank"
+
+
+def check_same(
+    comm: Communicator, entries: Sequence[Entry] | None, what: str, *, advice: str = _ADVICE
+) -> None:
     """Raise on every rank unless all ranks pass equal lists. Collective.
 
     One small hash travels per rank; the lists themselves do only when the hashes differ.
@@ -24,22 +29,23 @@ def check_same(comm: Communicator, entries: Sequence[Entry], what: str) -> None:
     Args:
         comm: Communicator of the ranks to compare.
         entries: Pairs of a name and its description ("float32 (10, 64)"), in an order that is part of the
-            check.
+            check. None: this rank has nothing to compare, and agrees with all.
         what: What is compared, for the message: "parameters of the model".
+        advice: What to do about a difference, for the message.
 
     Raises:
         MismatchError: The lists differ; the message shows the first difference and which rank has what.
     """
     if comm.size == 1:
         return
-    digest = hashlib.sha256(repr((what, list(entries))).encode()).hexdigest()
-    if len(set(comm.allgather_object(digest))) == 1:
+    digest = None if entries is None else hashlib.sha256(repr((what, list(entries))).encode()).hexdigest()
+    if len(set(comm.allgather_object(digest)) - {None}) <= 1:
         return
-    everyone: list[tuple[str, list[Entry]]] = comm.allgather_object((what, list(entries)))
-    name, difference = _first_difference(everyone)
+    own = None if entries is None else (what, list(entries))
+    everyone: list[tuple[str, list[Entry]] | None] = comm.allgather_object(own)
+    name, difference = _first_difference({r: found for r, found in enumerate(everyone) if found is not None})
     raise MismatchError(
-        f"rank {comm.rank} on {comm.host}: the ranks do not agree about the {what}: {difference}; "
-        "build the same model, in the same order and with the same options, on every rank",
+        f"rank {comm.rank} on {comm.host}: the ranks do not agree about the {what}: {difference}; {advice}",
         rank=comm.rank,
         host=comm.host,
         operation="model check",
@@ -47,23 +53,26 @@ def check_same(comm: Communicator, entries: Sequence[Entry], what: str) -> None:
     )
 
 
-def _first_difference(everyone: Sequence[tuple[str, list[Entry]]]) -> tuple[str | None, str]:
+def _first_difference(everyone: Mapping[int, tuple[str, list[Entry]]]) -> tuple[str | None, str]:
     """Name of the first entry that differs and a sentence that says who has what there."""
-    topics = [what for what, _ in everyone]
-    if len(set(topics)) > 1:
+    topics = {rank: what for rank, (what, _) in everyone.items()}
+    if len(set(topics.values())) > 1:
         return None, _who_has(topics, "they compare")
-    for place in range(max(len(entries) for _, entries in everyone)):
-        found = [entries[place] if place < len(entries) else None for _, entries in everyone]
-        if len(set(found)) > 1:
-            name = next(entry[0] for entry in found if entry is not None)
-            shown = ["nothing" if entry is None else f"'{entry[0]}' {entry[1]}".rstrip() for entry in found]
+    for place in range(max(len(entries) for _, entries in everyone.values())):
+        found = {r: entries[place] if place < len(entries) else None for r, (_, entries) in everyone.items()}
+        if len(set(found.values())) > 1:
+            name = next(entry[0] for entry in found.values() if entry is not None)
+            shown = {
+                rank: "nothing" if entry is None else f"'{entry[0]}' {entry[1]}".rstrip()
+                for rank, entry in found.items()
+            }
             return name, _who_has(shown, f"entry {place} is")
     return None, "their lists differ"  # unreachable unless a hash collides
 
 
-def _who_has(values: Sequence[str], verb: str) -> str:
+def _who_has(values: Mapping[int, str], verb: str) -> str:
     ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
     return verb + " " + ", but ".join(f"{value} on {_ranks(who)}" for value, who in ranks.items())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["Array", "ReduceOpName", "WireName"]
+__all__ = ["Array", "BufferMode", "ReduceOpName", "WireName"]
 
 Array: TypeAlias = Any
 """An array: anything with the buffer protocol or DLPack in host memory (NumPy arrays, Torch CPU tensors that
@@ -15,3 +15,9 @@ ReduceOpName: TypeAlias = Literal["sum", "average", "min", "max", "product"]
 
 WireName: TypeAlias = Literal["float32", "float16", "bfloat16"]
 """As what float32 crosses from host to host."""
+
+BufferMode: TypeAlias = Literal["broadcast", "average", "local"]
+"""What happens, after each reduction of gradients, to the buffers of a model: what it holds beside its
+parameters, such as the running statistics of batch normalisation. "broadcast": every rank takes over those of
+the first rank that has data; "average": floating-point buffers are averaged over the ranks that have data,
+others are broadcast; "local": nothing."""

@@ -1,0 +1,90 @@
+"""Compares the training state over ranks every so many steps: drift is an error, not a bad model."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from numbers import Real
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from multiring import config
+from multiring.errors import UsageError
+from multiring.model_check import check_same
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["StateCheck"]
+
+_ADVICE = (
+    "broadcast parameters and optimizer state before the first step, use the same hyperparameters on every "
+    "rank, and change parameters in the same way on all of them (docs/correctness.md; check_every=0 turns "
+    "this check off)"
+)
+
+
+class StateCheck:
+    """Compares checksums of the training state over ranks every so many steps. Creation is collective.
+
+    Synchronous training keeps parameters, hyperparameters and buffers equal, bit for bit, on all ranks. Where
+    something has changed them on one rank alone, gradients are averages over different models from then on.
+    """
+
+    def __init__(self, comm: Communicator, every: int | None = None, what: str = "training state") -> None:
+        """Agree with the other ranks about when to compare.
+
+        Args:
+            comm: Ranks that train together. No other traffic may come between its steps in another order on
+                another rank.
+            every: Steps between two comparisons; 0: never; None: as MULTIRING_CHECK_EVERY says.
+            what: What is compared, for the message.
+
+        Raises:
+            UsageError: `every` is negative.
+            MismatchError: The ranks pass different values.
+        """
+        self._comm, self._what = comm, what
+        self._every = config.load().check_every if every is None else every
+        if self._every < 0:
+            raise UsageError(f"rank {comm.rank}: check_every is {every}; pass 0 (never) or more")
+        advice = "pass the same check_every, and set the same MULTIRING_CHECK_EVERY, on every rank"
+        check_same(comm, [("check_every", str(self._every))], "interval of the state check", advice=advice)
+        self._step = 0
+
+    def due(self) -> bool:
+        """Count a step; whether this one compares. To be called once in each step, on every rank.
+
+        The second step compares, because a broadcast that was forgotten or an optimizer of another kind shows
+        there, and then each that is a multiple of the interval.
+        """
+        self._step += 1
+        if self._comm.size == 1 or not self._every:
+            return False
+        return self._step == 2 or (self._step > 2 and self._step % self._every == 0)
+
+    def compare(self, entries: Iterable[tuple[str, object]], *, active: bool = True) -> None:
+        """Raise on every rank unless all ranks have equal entries. Collective.
+
+        Args:
+            entries: Names and values in an order that is the same on every rank. Of arrays the bytes are
+                compared, of other values what `repr` shows.
+            active: This rank takes part in training; otherwise `entries` are not looked at.
+
+        Raises:
+            MismatchError: The ranks differ; the message shows the first difference and which rank has what.
+        """
+        described = [(name, _describe(value)) for name, value in entries] if active else None
+        check_same(self._comm, described, f"{self._what} at step {self._step}", advice=_ADVICE)
+
+
+def _describe(value: object) -> str:
+    """What is compared of a value. A NumPy number counts as the Python number that it equals."""
+    if isinstance(value, np.ndarray):
+        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        return f"{value.dtype} {value.shape} with checksum {zlib.crc32(data):08x}"
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return repr(float(value))
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text  # an address says nothing about the value

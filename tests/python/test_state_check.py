@@ -1,0 +1,144 @@
+"""Ranks whose training state has drifted apart are told so, and by whom."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multiring import Communicator
+from multiring.buffer_sync import sync_arrays
+from multiring.errors import MismatchError, UsageError
+from multiring.metrics import batch_weight
+from multiring.state_check import StateCheck
+from tests.rank_pool import RankPool
+
+Pool = Callable[[int], RankPool]
+
+STATE = {"weight": np.arange(6, dtype=np.float32).reshape(2, 3), "lr": 0.1, "steps": 3, "nesterov": False}
+
+
+def check_drift(comm: Communicator, name: str, value: Any, expected: str) -> None:
+    check = StateCheck(comm, 1)
+    check.due()
+    check.compare(STATE.items())
+    own = STATE | ({name: value} if comm.rank == 1 else {})
+    with pytest.raises(MismatchError, match=expected) as caught:
+        check.compare(own.items())
+    assert caught.value.tensor == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        (
+            "weight",
+            np.float32([[0, 1, 2], [3, 4, 5.0000005]]),
+            r"'weight' float32 \(2, 3\) .*on ranks 0, 2, but .*on rank 1",
+        ),
+        ("weight", np.float32([[1, 0, 2], [3, 4, 5]]), "at step 1: .*'weight'"),
+        ("weight", np.arange(6, dtype=np.float32), r"\(6,\).* on rank 1"),
+        ("lr", 0.01, r"'lr' 0.1 on ranks 0, 2, but .*'lr' 0.01 on rank 1"),
+        ("nesterov", True, "'nesterov' False on ranks 0, 2, but .* True on rank 1"),
+    ],
+    ids=["one bit", "swapped", "shape", "number", "flag"],
+)
+def test_the_first_difference_is_named(ranks: Pool, name: str, value: Any, expected: str) -> None:
+    ranks(3).run(check_drift, name, value, expected)
+
+
+def check_agreement(comm: Communicator) -> None:
+    check = StateCheck(comm, 1)
+    own: dict[str, Any] = dict(STATE)
+    if (
+        comm.rank == 0
+    ):  # the same numbers, of other types; another layout; an object whose repr has an address
+        own |= {"lr": np.float64(0.1), "steps": np.int32(3), "weight": np.asfortranarray(STATE["weight"])}
+    check.compare([*own.items(), ("hook", lambda: None), ("empty", np.empty((0, 3)))])
+    joined = comm.rank == 2
+    check.compare({"other": 1}.items() if joined else own.items(), active=not joined)
+
+
+def test_what_is_equal_passes(ranks: Pool) -> None:
+    ranks(3).run(check_agreement)
+
+
+def check_steps(comm: Communicator, every: int, expected: list[int]) -> None:
+    check = StateCheck(comm, every)
+    assert [step for step in range(1, 13) if check.due()] == (expected if comm.size > 1 else [])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("every", "expected"), [(0, []), (1, [*range(2, 13)]), (5, [2, 5, 10]), (100, [2])], ids=str
+)
+def test_steps_that_compare(ranks: Pool, size: int, every: int, expected: list[int]) -> None:
+    ranks(size).run(check_steps, every, expected)
+
+
+def check_intervals(comm: Communicator) -> None:
+    with pytest.raises(MismatchError, match="'check_every' 10 on rank 0, but .*'check_every' 11 on rank 1"):
+        StateCheck(comm, 10 + comm.rank)
+    with pytest.raises(UsageError, match="check_every is -1"):
+        StateCheck(comm, -1)
+
+
+def test_intervals_have_to_agree(ranks: Pool) -> None:
+    ranks(2).run(check_intervals)
+
+
+def check_buffers(comm: Communicator, mode: Any, active: list[bool]) -> None:
+    rank, size = comm.rank, comm.size
+    plain = np.arange(8, dtype=np.float32)
+    arrays = {
+        "mean": plain[::2] + rank,
+        "strided": (np.zeros((3, 4)) + rank).T,
+        "complex": np.array([1j * rank, rank]),
+        "count": np.array(rank + 5),
+        "nothing": np.empty((0, 2)),
+        "half": np.full(3, rank, np.float16),
+    }
+    sync_arrays(comm, arrays, mode, active)
+    counted = [r for r in range(size) if active[r]]
+    value = {"local": rank, "broadcast": counted[0], "average": float(np.mean(counted))}[mode]
+    np.testing.assert_array_equal(arrays["mean"], plain[::2] + np.float32(value))
+    np.testing.assert_array_equal(arrays["strided"], np.full((4, 3), value))
+    np.testing.assert_array_equal(arrays["complex"], [1j * value, value])
+    np.testing.assert_array_equal(arrays["half"], np.full(3, value, np.float16))
+    assert arrays["count"] == (rank if mode == "local" else counted[0]) + 5
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "average", "local"])
+@pytest.mark.parametrize("active", [[True], [True, True], [False, True, False, True]], ids=str)
+def test_buffers(ranks: Pool, mode: str, active: list[bool]) -> None:
+    ranks(len(active)).run(check_buffers, mode, active)
+
+
+def check_buffer_errors(comm: Communicator) -> None:
+    with pytest.raises(UsageError, match="buffers is 'mean'; accepted: broadcast, average, local"):
+        sync_arrays(comm, {}, "mean")  # type: ignore[arg-type]
+    with pytest.raises(MismatchError, match="buffers: a"):
+        sync_arrays(comm, {"a": np.zeros(2 + comm.rank)})
+
+
+def test_buffers_that_differ(ranks: Pool) -> None:
+    ranks(2).run(check_buffer_errors)
+
+
+def check_weights(comm: Communicator, counts: list[float]) -> None:
+    losses = [np.arange(count).mean() if count else 0.0 for count in counts]
+    own = losses[comm.rank] * batch_weight(comm, counts[comm.rank])
+    mean = comm.allreduce(np.array([own]), op="average")[0]
+    samples = list(itertools.chain.from_iterable(range(int(count)) for count in counts))
+    assert mean == pytest.approx(np.mean(samples) if samples else 0.0)
+    for wrong in (-1, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="count is"):
+            batch_weight(comm, wrong)
+
+
+@pytest.mark.parametrize("counts", [[7], [3, 9], [0, 5, 1], [0, 0]], ids=str)
+def test_weighted_losses_average_to_the_mean_over_samples(ranks: Pool, counts: list[float]) -> None:
+    ranks(len(counts)).run(check_weights, counts)
