@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax
 from multiring import _core, initialization
+from multiring.derived import shared_queue
 from multiring.errors import InternalError, UsageError
 from multiring.jax.internals import forget_failed_programs
 
@@ -66,7 +67,9 @@ def number_of(comm: Communicator) -> int:
     Collective at the first call.
     """
     if comm not in _numbers:
-        _numbers[comm] = int(library().multiring_jax_register_queue(comm.named_queue().address))
+        queue = shared_queue(comm, "queue")
+        # Of two threads that come here at once, both register it: one number is kept.
+        _numbers.setdefault(comm, int(library().multiring_jax_register_queue(queue.address)))
     return _numbers[comm]
 
 

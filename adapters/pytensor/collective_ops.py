@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from multiring.derived import derived
+from multiring.derived import derived, shared_queue
 from multiring.errors import UsageError
 from multiring.pytensor.blocking import BlockingOp, is_plain
 from multiring.types import ReduceOpName
@@ -20,22 +20,11 @@ from pytensor.tensor.type import TensorType
 
 if TYPE_CHECKING:
     from multiring import Communicator
-    from multiring.named_queue import NamedQueue
     from pytensor.graph.fg import FunctionGraph
 
 __all__ = ["Allgather", "Allreduce", "Broadcast"]
 
 LINEAR = ("sum", "average")
-_queues: dict[Communicator, NamedQueue] = {}
-
-
-def _queue(comm: Communicator) -> NamedQueue:
-    """The queue of all functions that reduce over `comm`. Collective at the first call."""
-    if comm not in _queues:
-        for ended in [other for other, queue in _queues.items() if queue.is_broken]:
-            del _queues[ended]
-        _queues[comm] = comm.named_queue("pytensor")
-    return _queues[comm]
 
 
 class Collective(BlockingOp):
@@ -90,7 +79,7 @@ class Allreduce(Collective):
     def __init__(self, name: str, count: int, comm: Communicator, op: ReduceOpName) -> None:
         super().__init__(name, count, comm)
         self.op: ReduceOpName = op
-        self.queue = _queue(comm)
+        self.queue = shared_queue(comm, "pytensor")
         self.destroy_map: dict[int, list[int]] = {}
 
     def run(self, inputs: Sequence[Any], outputs: Sequence[list[Any]]) -> None:

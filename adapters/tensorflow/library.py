@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from multiring import _core
+from multiring.derived import shared_queue
 from multiring.errors import InternalError, UsageError
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def native_ops() -> Any:
 def number_of(comm: Communicator) -> int:
     """Number under which graphs refer to the communicator's queue. Collective at the first call."""
     if comm not in _numbers:
-        _numbers[comm] = _library().register(comm.named_queue("tensorflow"))
+        # Of two threads that come here at once, both register the one queue; one number is kept.
+        _numbers.setdefault(comm, _library().register(shared_queue(comm, "tensorflow")))
     return _numbers[comm]
 
 

@@ -1,19 +1,33 @@
-"""Communicators of the same ranks for traffic that must not mix with other traffic."""
+"""What a communicator has one of for each purpose: communicators of the same ranks, named queues."""
 
 from __future__ import annotations
 
+import threading
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from multiring.errors import InternalError
+from multiring.named_queue import NamedQueue
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["derived"]
+__all__ = ["derived", "shared_queue"]
 
-# Lives no longer than the parents: a child does not refer to its parent, which closes it.
-_children: weakref.WeakKeyDictionary[Communicator, dict[str, Communicator]] = weakref.WeakKeyDictionary()
+_GROUP, _QUEUE = "group", "queue"
+
+
+class _Made:
+    """What has been made of a communicator, by kind and purpose; the same on all ranks."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.parts: dict[tuple[str, str], Any] = {}
+
+
+# Lives no longer than the parents: a part does not refer to its parent, which closes it.
+_made: weakref.WeakKeyDictionary[Communicator, _Made] = weakref.WeakKeyDictionary()
 
 
 def derived(comm: Communicator, purpose: str) -> Communicator:
@@ -21,16 +35,50 @@ def derived(comm: Communicator, purpose: str) -> Communicator:
 
     Operations on different communicators are independent: layers that talk in the middle of a backward
     pass, for example, need not keep any order with the gradient buckets that leave meanwhile. Collective at
-    the first call for a purpose; closed together with `comm`.
+    the first call for a purpose, from any thread; closed together with `comm`.
     """
     if comm.size == 1:
         return comm
-    children = _children.setdefault(comm, {})
-    if purpose not in children:
-        child = comm.split(0)
-        if child is None:
-            raise InternalError(
-                f"rank {comm.rank}: a split in which every rank takes part gave no communicator"
-            )
-        children[purpose] = child
-    return children[purpose]
+    child: Communicator = _part(comm, _GROUP, purpose)
+    return child
+
+
+def shared_queue(comm: Communicator, purpose: str) -> NamedQueue:
+    """The named queue of `comm` for a purpose. Collective at the first call, from any thread."""
+    return NamedQueue(_part(comm, _QUEUE, purpose), comm)
+
+
+def _part(comm: Communicator, kind: str, purpose: str) -> Any:
+    made = _made.setdefault(comm, _Made())
+    key = kind, purpose
+    if key not in made.parts:
+        with made.lock:
+            while key not in made.parts:
+                _make(comm, key, made.parts)
+    return made.parts[key]
+
+
+def _make(comm: Communicator, key: tuple[str, str], parts: dict[tuple[str, str], Any]) -> None:
+    """Make what this rank wants, and what the others want.
+
+    Threads of two ranks may ask for different parts first: each rank then makes both, in one order, and the
+    threads that come later find theirs.
+    """
+    wanted = {key} if comm.size == 1 else set(comm.allgather_object(key))
+    for one in sorted(wanted - parts.keys()):
+        parts[one] = _MAKERS[one[0]](comm, one[1])
+
+
+def _split(comm: Communicator, purpose: str) -> Communicator:
+    child = comm.split(0)
+    if child is None:
+        raise InternalError(f"rank {comm.rank}: a split in which every rank takes part gave no communicator")
+    return child
+
+
+def _queue(comm: Communicator, purpose: str) -> Any:
+    # Without the face of it, which refers to the communicator.
+    return comm.named_queue(purpose)._core
+
+
+_MAKERS: dict[str, Callable[[Communicator, str], Any]] = {_GROUP: _split, _QUEUE: _queue}

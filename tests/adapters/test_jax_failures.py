@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,6 +117,26 @@ def different_rows(comm: Communicator) -> None:
 def test_rows_that_nobody_announced(ranks: Pool) -> None:
     for error in ranks(2).run_expecting_errors(different_rows):
         assert isinstance(error, MismatchError | AbortedError), error
+
+
+def first_used_by_two_threads(comm: Communicator) -> None:
+    """Two threads meet the communicator's queue for the first time, each under names of its own."""
+    for _ in range(5):
+        group = comm.split(0)
+        start = threading.Barrier(2)
+
+        def reduce(name: str) -> Any:
+            start.wait()  # noqa: B023
+            return mj.allreduce(jnp.ones(2), comm=group, name=name)  # noqa: B023
+
+        names = ["a", "b"] if comm.rank == 0 else ["b", "a"]
+        with ThreadPoolExecutor(2) as pool:
+            for found in list(pool.map(reduce, names)):
+                np.testing.assert_array_equal(found, comm.size)
+
+
+def test_the_first_use_from_two_threads_makes_one_queue(ranks: Pool) -> None:
+    ranks(2).run(first_used_by_two_threads)
 
 
 def refused(comm: Communicator) -> None:
