@@ -2,7 +2,8 @@
 
 A backward pass runs the layers from last to first and calls `after_backward` with the number of each. From
 these calls the callback learns which blobs have a new gradient and how many passes an iteration has
-(`iter_size`); with `overlap` the gradients of the last pass leave as soon as their layers are done.
+(`iter_size`); with `overlap` the gradients of the last pass leave as soon as their layers are done. Passes
+outside of an iteration (between `on_gradients_ready` and the next `on_start`) are the program's own.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ import numpy as np
 import multiring
 from multiring.arrays import address_of
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
+from multiring.buffer_sync import check_mode, sync_arrays
 from multiring.caffe.passes import BackwardPasses
-from multiring.caffe.shape import Array, Parameter, Solver, learned_blobs
-from multiring.caffe.state import broadcast_parameters
+from multiring.caffe.shape import Array, Blob, Parameter, Solver, learned_blobs
+from multiring.caffe.state import broadcast_solver, solver_settings, solver_state
 from multiring.compression import TopK
 from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
-from multiring.gradient_source import InPlace, ReducerOptions
+from multiring.gradient_source import InPlace, ReducerOptions, RoundResult
 from multiring.model_check import check_same
-from multiring.types import WireName
+from multiring.state_check import StateCheck
+from multiring.types import BufferMode, WireName
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -64,6 +67,8 @@ class SolverCallback:
         postscale: float = 1.0,
         wire: WireName | None = None,
         compression: TopK | None = None,
+        buffers: BufferMode = "broadcast",
+        check_every: int | None = None,
     ) -> None:
         """Compare the net over ranks and allocate buckets.
 
@@ -85,6 +90,10 @@ class SolverCallback:
                 are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
             compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
                 others for the next step (docs/tuning.md). Of gradients of float32 and float64.
+            buffers: What happens after each reduction to the statistics of BatchNorm layers: "broadcast":
+                those of the first rank that has data; "average"; "local": nothing, ranks test differently.
+            check_every: Compare weights, settings and statistics over ranks every so many iterations; 0:
+                never; None: as MULTIRING_CHECK_EVERY says (100).
 
         Raises:
             UsageError: Nothing to reduce, an unknown layer, a dtype that cannot be reduced, or a net that
@@ -98,17 +107,26 @@ class SolverCallback:
         self._parameters = self._select(frozen)
         specs = [self._specification(parameter) for parameter in self._parameters]
         op: Literal["average", "sum"] = "average" if average else "sum"
+        check_mode(self._comm.rank, buffers)
         options = ReducerOptions(
-            *(op, bucket_bytes, first_bucket_bytes, prescale, postscale), wire=wire, compression=compression
+            *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
+            wire=wire,
+            compression=compression,
+            check_every=check_every,
         )
         self._reducer = GradientReducer(self._comm, specs, options)
+        self._buffers = buffers
+        self._check = StateCheck(
+            self._reducer.comm or self._comm, check_every, "training state of the solver"
+        )
         self._dtypes = [np.dtype(spec.dtype) for spec in specs]
         # With one rank and no scaling there is nothing to do: gradients stay where they are.
         self._is_local = self._comm.size == 1 and options.scale == 1.0
         self._overlap, self._passes = overlap, BackwardPasses(self._parameters, iter_size)
-        self._is_started = False
+        self._is_started = self._in_iteration = False
+        self._next_iteration = 0
         self._produced: frozenset[str] = frozenset()
-        self._copied: set[int] = set()  # gradients that are in their slots
+        self._copied: dict[int, bytes] = {}  # gradients that are in their slots, and some values of them
         self._generation, self._views = -1, [np.empty(0)]
         self._is_watching = self._watch()
         self._number = _newest[solver] = next(_numbers)
@@ -133,19 +151,29 @@ class SolverCallback:
             return
         self._check_open()
         self._reducer.cancel()  # what an iteration that was aborted by an exception has left
-        self._copied = set()
+        self._copied = {}
         self._passes.begin()
         self._start()
+        if self._solver.iter not in (self._next_iteration - 1, self._next_iteration):
+            self._check.compare_next()  # a snapshot was restored: on all ranks?
+        self._in_iteration = True
 
     def on_gradients_ready(self) -> None:
         """Reduce the gradients in place. Collective.
 
         Raises:
             MultiringError: The communication failed; the gradients are undefined.
+            MismatchError: The ranks hold different weights, settings or statistics (see `check_every`).
+            UsageError: `on_start` was not called, or a gradient was changed after it had left.
         """
         if self._is_replaced:
             return
         self._check_open()
+        self._in_iteration = False
+        if not self._is_started:
+            raise UsageError(f"rank {self._comm.rank}: on_gradients_ready came before on_start; call both")
+        self._next_iteration = self._solver.iter + 1
+        self._check_untouched()
         if not self._is_watching or not self._passes.number:  # without a pass they were filled by hand
             for index in range(len(self._parameters)):
                 self._reducer.mark_produced(index)
@@ -157,33 +185,41 @@ class SolverCallback:
             for parameter, produced in zip(self._parameters, result.produced, strict=True)
             if produced
         )
-        copied, self._copied = self._copied, set()
-        for index in copied & set(np.flatnonzero(result.produced).tolist()):
+        copied, self._copied = self._copied, {}
+        for index in copied.keys() & set(np.flatnonzero(result.produced).tolist()):
             self._diff(index)[...] = self._views[index]
+        self._keep_equal(result)
 
     def broadcast(self, root: int | None = None) -> None:
         """Overwrite the weights of all ranks with those of `root`. Collective.
 
         The first iteration does it by itself; call it where only one rank has loaded other weights since.
+        The solver's history goes along if the solver shows it as `history`. pycaffe does not: where it
+        differs over ranks, the next but one iteration raises MismatchError.
+
+        Raises:
+            MismatchError: The ranks are at different iterations, or have different settings.
         """
-        broadcast_parameters(self._net, self._root if root is None else root, self._comm)
+        self._check_settings()
+        self._hand_over(self._root if root is None else root)
 
     @contextmanager
     def join(self) -> Iterator[None]:
         """Context of a loop that may have fewer iterations on some ranks than on others.
 
         A rank that leaves it answers the reductions of the others with zeros until all have left; averages
-        divide by the number of ranks that still have data. Then all take over the weights of one that had
-        data to the last. Every rank has to enter it, and no other collectives may be used inside. The
-        solver's own history is not handed over: pycaffe does not show it.
+        divide by the number of ranks that still have data. It updates as they do, by `solver.apply_update()`,
+        so that weights, history and iteration stay the same on all ranks; where the solver has no such
+        method, only the weights are handed over at the end, and an iteration after that is a MismatchError.
+        Every rank has to enter it, and no other collectives may be used inside.
         """
         self._check_open()
         self._start()  # here, since a rank may have no iteration at all
         yield
         if self._comm.size > 1:
-            root = self._reducer.join()
+            root = self._reducer.join(self._follow)
             self._refresh_views()
-            self.broadcast(root)
+            self._hand_over(root)
 
     def close(self) -> None:
         """Release the buckets. May be called twice. A solver that goes on needs another SolverCallback,
@@ -218,9 +254,43 @@ class SolverCallback:
     def _start(self) -> None:
         if self._is_started:
             return
-        check_same(self._comm, [("iteration", str(self._solver.iter))], "solver to train")
         self.broadcast()
+        self._next_iteration = self._solver.iter
         self._is_started = True
+
+    def _check_settings(self) -> None:
+        entries = [(name, str(value)) for name, value in solver_settings(self._solver)]
+        advice = (
+            "use the same solver file on every rank, and restore the same snapshot on all of them or none"
+        )
+        check_same(self._comm, entries, "solver to train", advice=advice)
+
+    def _hand_over(self, root: int) -> None:
+        broadcast_solver(self._solver, root, self._comm)
+        self._check.compare_next()
+
+    def _keep_equal(self, result: RoundResult) -> None:
+        """After a reduction: synchronise statistics, and compare the ranks if it is time to. Collective."""
+        if self._comm.size == 1:
+            return
+        arrays = {p.name: self._blob(p).data for p in learned_blobs(self._net) if p.is_statistic}
+        sync_arrays(self._reducer.comm or self._comm, arrays, self._buffers, result.active.tolist())
+        if self._check.due():
+            entries = solver_state(self._solver, statistics=self._buffers != "local")
+            is_part = result.active[self._comm.rank] or hasattr(self._solver, "apply_update")
+            self._check.compare(entries, active=bool(is_part))
+
+    def _follow(self, result: RoundResult) -> None:
+        """On a rank that has joined: do what the others do in an iteration."""
+        if not result.active.any():
+            return
+        self._refresh_views()
+        for index, view in enumerate(self._views):
+            self._diff(index)[...] = view if result.produced[index] else 0
+        self._keep_equal(result)
+        if hasattr(self._solver, "apply_update"):
+            self._solver.apply_update()
+        self._next_iteration = self._solver.iter
 
     def _select(self, frozen: Collection[str]) -> list[Parameter]:
         if unknown := sorted(set(frozen) - {str(name) for name in self._net.params}):
@@ -230,7 +300,7 @@ class SolverCallback:
         return [p for p in learned_blobs(self._net) if not p.is_statistic and p.layer not in frozen]
 
     def _specification(self, parameter: Parameter) -> ParameterSpec:
-        diff = self._net.params[parameter.layer][parameter.number].diff
+        diff = self._blob(parameter).diff
         return ParameterSpec(parameter.name, diff.shape, diff.dtype.name)
 
     def _watch(self) -> bool:
@@ -248,7 +318,7 @@ class SolverCallback:
 
     def _after_backward(self, layer: int) -> None:
         """A layer's part of a backward pass is done."""
-        if not self._is_watching:
+        if not self._is_watching or not self._in_iteration:
             return
         complete, partial = self._passes.advance(layer)
         leaves = self._overlap and self._passes.is_last
@@ -274,13 +344,31 @@ class SolverCallback:
         fails half-way, the next iteration clears the diffs before it asks what is still under way."""
         if not self._is_local:
             self._refresh_views()
-            self._views[index][...] = self._diff(index)
-            self._copied.add(index)
+            diff = self._diff(index)
+            self._views[index][...] = diff
+            self._copied[index] = _some_values(diff)
+
+    def _check_untouched(self) -> None:
+        """What has left during the backward pass must not have been changed since: it would be lost."""
+        for index, values in self._copied.items():
+            if _some_values(self._diff(index)) != values:
+                name = self._parameters[index].name
+                raise UsageError(
+                    f"rank {self._comm.rank}: the gradient of '{name}' was changed after it had been sent, "
+                    "between its layer's backward pass and on_gradients_ready; change gradients after "
+                    "on_gradients_ready (in a callback that is added later), or leave overlap=True out",
+                    rank=self._comm.rank,
+                    tensor=name,
+                )
+
+    def _blob(self, parameter: Parameter) -> Blob:
+        found: Blob = self._net.params[parameter.layer][parameter.number]
+        return found
 
     def _diff(self, index: int) -> Array:
         """The gradient; asked for anew each time, since a GPU build copies it to the host then."""
         parameter, spec = self._parameters[index], self._reducer.specs[index]
-        diff: Array = self._net.params[parameter.layer][parameter.number].diff
+        diff = self._blob(parameter).diff
         if diff.shape != spec.shape or diff.dtype != self._dtypes[index]:
             raise UsageError(
                 f"rank {self._comm.rank}: blob '{parameter.name}' has become {diff.dtype} {diff.shape}, it "
@@ -297,3 +385,8 @@ class SolverCallback:
                 self._reducer.slot(index).view(spec.dtype).reshape(spec.shape)
                 for index, spec in enumerate(self._reducer.specs)
             ]
+
+
+def _some_values(array: Array) -> bytes:
+    """Up to 16 of the values, spread over the array."""
+    return bytes(array.flat[:: max(1, array.size // 16)].tobytes()) if array.size else b""

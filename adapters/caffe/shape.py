@@ -12,8 +12,9 @@ __all__ = ["Array", "Blob", "Net", "Parameter", "Solver", "learned_blobs"]
 
 Array = NDArray[Any]
 
-# Their blobs are running statistics, which Caffe gives the learning rate 0: they have no gradient.
-STATISTICS = ("BatchNorm",)
+# The first blobs of these layers are running statistics, which Caffe gives the learning rate 0: they have no
+# gradient. A scale and a bias, which layers of some builds have besides, do learn.
+STATISTICS = {"BatchNorm": 3}
 
 
 class Blob(Protocol):
@@ -89,7 +90,7 @@ def learned_blobs(net: Net) -> list[Parameter]:
                 first.name, first.layer, first.number, (*first.users, *users), first.is_statistic
             )
             continue
-        statistic = any(index < len(kinds) and kinds[index] in STATISTICS for index in users)
+        statistic = any(index < len(kinds) and number < STATISTICS.get(kinds[index], 0) for index in users)
         found[memory] = Parameter(name, layer, number, users, statistic)
     return list(found.values())
 

@@ -51,7 +51,7 @@ class StateCheck:
             raise UsageError(f"rank {comm.rank}: check_every is {every}; pass 0 (never) or more")
         advice = "pass the same check_every, and set the same MULTIRING_CHECK_EVERY, on every rank"
         check_same(comm, [("check_every", str(self._every))], "interval of the state check", advice=advice)
-        self._step = 0
+        self._step, self._compare_until = 0, 2
 
     def due(self) -> bool:
         """Count a step; whether this one compares. To be called once in each step, on every rank.
@@ -62,7 +62,16 @@ class StateCheck:
         self._step += 1
         if self._comm.size == 1 or not self._every:
             return False
-        return self._step == 2 or (self._step > 2 and self._step % self._every == 0)
+        if self._step <= self._compare_until:
+            return self._step > 1
+        return self._step % self._every == 0
+
+    def compare_next(self, steps: int = 2) -> None:
+        """Compare in each of the next steps: something has changed the state of all ranks, such as a broadcast.
+
+        What cannot be compared, such as an optimizer state that is not shown, shows in the second of them.
+        """
+        self._compare_until = self._step + steps
 
     def compare(self, entries: Iterable[tuple[str, object]], *, active: bool = True) -> None:
         """Raise on every rank unless all ranks have equal entries. Collective.
@@ -83,7 +92,7 @@ def _describe(value: object) -> str:
     """What is compared of a value. A NumPy number counts as the Python number that it equals."""
     if isinstance(value, np.ndarray):
         data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        return f"{value.dtype} {value.shape} with checksum {zlib.crc32(data):08x}"
+        return f"{value.dtype} {value.shape} with checksum {zlib.crc32(data.data):08x}"
     if isinstance(value, Real) and not isinstance(value, bool):
         return repr(float(value))
     text = repr(value)

@@ -160,6 +160,12 @@ class Solver:
             self.test_all()
         self._log("Optimization Done.")
 
+    @property
+    def history(self) -> list[Array]:
+        """The arrays of the update rule, writable, in the order in which snapshots have them. pycaffe has no
+        such thing."""
+        return [array.numpy() for array in self.rule.history]
+
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
         return self._policy.rate(self.iter)
@@ -197,9 +203,8 @@ class Solver:
         self._log(f"Snapshotting to binary proto file {base}.caffemodel")
         self.net.save(f"{base}.caffemodel")
         self._log(f"Snapshotting solver state to binary proto file {base}.solverstate")
-        history = [array.numpy() for array in self.rule.history]
         path = Path(f"{base}.solverstate")
-        write_state(path, State(self.iter, self._policy.current_step, f"{base}.caffemodel", history))
+        write_state(path, State(self.iter, self._policy.current_step, f"{base}.caffemodel", self.history))
         return path
 
     def restore(self, path: str | Path) -> None:

@@ -75,11 +75,17 @@ class FakeNet:
 
 
 class FakeSolver:
-    """Calls back in Caffe's order; `update` is the part behind `on_gradients_ready`."""
+    """Calls back in Caffe's order; `update` is the part behind `on_gradients_ready`.
 
-    def __init__(self, net: FakeNet) -> None:
+    Attributes:
+        momentum: Caffe's: it holds the learning rate.
+    """
+
+    def __init__(self, net: FakeNet, rate: float = 0.1, momentum: float = 0.0) -> None:
         self.net = net
         self.iter = 0
+        self.rate, self.momentum = rate, momentum
+        self._history: dict[int, Array] = {}
         self.test_nets: list[FakeNet] = []
         self._callbacks: list[tuple[Callable[[], None], Callable[[], None]]] = []
 
@@ -95,19 +101,29 @@ class FakeSolver:
             on_gradients_ready()
 
     def update(self, rate: float) -> None:
+        done: set[int] = set()
         for blobs in self.net.params.values():
             for blob in blobs:
-                blob.data[...] -= rate * blob.diff
+                key = blob.data.__array_interface__["data"][0]
+                if key in done and blob.data.size:
+                    continue  # shared
+                done.add(key)
+                step = self.momentum * self._history.get(key, np.zeros_like(blob.diff)) + rate * blob.diff
+                self._history[key] = step
+                blob.data[...] -= step
         self.iter += 1
 
-    def step(self, passes: Iterable[Mapping[str, Sequence[Array]]], rate: float = 0.1) -> None:
+    def apply_update(self) -> None:
+        self.update(self.rate)
+
+    def step(self, passes: Iterable[Mapping[str, Sequence[Array]]]) -> None:
         """One iteration whose backward passes have these gradients."""
         self.net.clear_param_diffs()
         self.start()
         for gradients in passes:
             self.net.backward(gradients)
         self.gradients_ready()
-        self.update(rate)
+        self.apply_update()
 
 
 def blob(*shape: int, dtype: Any = np.float32, order: Any = "C") -> FakeBlob:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import multiring.caffe
 from multiring import Communicator
 from tests.adapters.caffe_support import FakeBlob, FakeLayer, FakeNet, FakeSolver
-from tests.adapters.contract import AdapterContract, oracle
+from tests.adapters.contract import RATE, AdapterContract, oracle
 
 Array = NDArray[Any]
 
@@ -28,7 +28,7 @@ class CaffeAdapter:
     def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
         self._comm = comm
         layers = {name: FakeLayer("Some", [FakeBlob(value.copy())]) for name, value in weights.items()}
-        self._solver = FakeSolver(FakeNet({**layers, "loss": FakeLayer("Loss", [])}))
+        self._solver = FakeSolver(FakeNet({**layers, "loss": FakeLayer("Loss", [])}), rate=RATE)
         self._callback = multiring.caffe.SolverCallback(
             self._solver,
             comm,
