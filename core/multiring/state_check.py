@@ -67,7 +67,7 @@ class StateCheck:
         return self._step % self._every == 0
 
     def compare_next(self, steps: int = 2) -> None:
-        """Compare in each of the next steps: something has changed the state of all ranks, such as a broadcast.
+        """Compare in each of the next steps: something has changed the state of all ranks: a broadcast.
 
         What cannot be compared, such as an optimizer state that is not shown, shows in the second of them.
         """
