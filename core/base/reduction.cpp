@@ -27,10 +27,10 @@ const ReduceKernels* compiled_kernels(Isa isa) {
 void check(DType dtype, const Reduction& reduction, std::span<const void* const> inputs) {
   reduce_op_name(reduction.op);  // throws for an unknown one
   if (inputs.empty()) throw std::invalid_argument("reduce() needs at least one input");
-  if (dtype != DType::kBool) return;
-  if (reduction.op == ReduceOp::kAverage) {
-    throw std::invalid_argument("the average of bool is not defined; convert to another dtype first");
+  if (reduction.op == ReduceOp::kAverage && !is_floating(dtype)) {
+    throw std::invalid_argument(std::string("reduce() has no average of ") + dtype_name(dtype));
   }
+  if (dtype != DType::kBool) return;
   if (reduction.prescale != 1.0 || reduction.postscale != 1.0) {
     throw std::invalid_argument("bool cannot be scaled; convert to another dtype first");
   }

@@ -19,8 +19,9 @@ MULTIRING_API const char* reduce_op_name(ReduceOp op);
 ///
 /// Average is the sum divided by the number of inputs (a true division: the average of equal values is that
 /// value). Scale factors are rounded to the type that is computed in. Integers: scale factors multiply in
-/// double, truncate toward zero and saturate (NaN gives 0), the average truncates toward zero, sums wrap.
-/// Bool: sum and max are "or", product and min are "and"; average and scale factors are not defined. Min and
+/// double, truncate toward zero and saturate (NaN gives 0), the average is exact and truncates toward zero,
+/// sums wrap. Bool: sum and max are "or", product and min are "and"; average and scale factors are not
+/// defined. Min and
 /// max give NaN if any input is NaN, and the lower input of equal ones (+0 and -0). A NaN that is computed is
 /// the positive quiet one of its type, since which payload an addition keeps differs between processors.
 struct Reduction {
@@ -40,7 +41,8 @@ struct Reduction {
 /// or the processor.
 ///
 /// Rounding mode and denormals are those of the standard while it runs, whatever the thread has set.
-/// Raises std::invalid_argument for no inputs and for what is not defined for bool.
+/// Raises std::invalid_argument for no inputs, for what is not defined for bool, and for averages of
+/// integers, which take a wider type than theirs (collective/integer_average.h).
 ///
 /// An output may be the same buffer as an input; buffers must not overlap otherwise. `count` may be 0.
 MULTIRING_API void reduce(DType dtype, const Reduction& reduction, std::span<const void* const> inputs,

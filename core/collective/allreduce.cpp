@@ -11,6 +11,7 @@
 
 #include "collective/cluster_allreduce.h"
 #include "collective/collectives.h"
+#include "collective/integer_average.h"
 #include "collective/rank_pointers.h"
 #include "collective/staged_allreduce.h"
 #include "topology/chunks.h"
@@ -81,7 +82,7 @@ void reduce_direct(Exchange& exchange, const Call& call, const Operation& operat
     inputs[rank] = operation.input_region->part(rank) + theirs.input_offset + slice.begin * element;
     outputs[rank] = operation.output_region->part(rank) + theirs.output_offset + slice.begin * element;
   }
-  reduce(operation.descriptor.dtype, operation.reduction(), inputs.all(), outputs.all(), slice.size());
+  reduce(operation.dtype(), operation.reduction(), inputs.all(), outputs.all(), slice.size());
   exchange.begin(call.descriptor);
   exchange.synchronise_again(call);
 }
@@ -90,8 +91,7 @@ void reduce_alone(const Operation& operation) {
   const auto reduce_piece = [&](const Piece& piece) {
     const void* const inputs[] = {piece.input};
     void* const outputs[] = {piece.output};
-    reduce(operation.descriptor.dtype, operation.reduction(), inputs, outputs,
-           piece.bytes / operation.element_size());
+    reduce(operation.dtype(), operation.reduction(), inputs, outputs, piece.bytes / operation.element_size());
   };
   if (operation.pieces.empty()) reduce_piece({operation.input, operation.output, operation.descriptor.bytes});
   for (const Piece& piece : operation.pieces) reduce_piece(piece);
@@ -100,6 +100,8 @@ void reduce_alone(const Operation& operation) {
 }  // namespace
 
 void allreduce(Exchange& exchange, const Call& call, Operation& operation) {
+  if (averages_integers(operation.descriptor) && !operation.is_widened)
+    return average_integers(exchange, call, operation, allreduce);
   if (exchange.size() == 1) return reduce_alone(operation);
   Operation* const operations[] = {&operation};
   if (planned(exchange, operation.descriptor)) {

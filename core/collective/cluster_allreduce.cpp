@@ -14,8 +14,9 @@ constexpr std::size_t kLeastSegment = 128 * 1024;
 // With so many segments most of the time several are on their way.
 constexpr std::size_t kSegments = 4;
 
-DType carried_dtype(const Descriptor& descriptor) {
-  return is_rounded(descriptor.key.wire) ? wire_dtype(descriptor.key.wire) : descriptor.dtype;
+DType carried_dtype(const Operation& operation) {
+  const Wire wire = operation.descriptor.key.wire;
+  return is_rounded(wire) ? wire_dtype(wire) : operation.dtype();
 }
 
 std::size_t round_up(std::size_t bytes, std::size_t multiple) {
@@ -33,8 +34,8 @@ ClusterAllreduce::ClusterAllreduce(Exchange& exchange, const Call& call,
       hierarchy_(hierarchy),
       mates_(hierarchy.host_ranks()),
       place_(static_cast<int>(std::ranges::find(mates_, exchange.rank()) - mates_.begin())),
-      sums_(operations[0]->descriptor.dtype, operations[0]->reduction(), exchange.size()),
-      carried_(carried_dtype(operations[0]->descriptor)),
+      sums_(operations[0]->dtype(), operations[0]->reduction(), exchange.size()),
+      carried_(carried_dtype(*operations[0])),
       element_(operations[0]->element_size()),
       carried_element_(dtype_size(carried_)),
       bytes_(pieces.bytes()),

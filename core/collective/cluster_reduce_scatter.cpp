@@ -19,7 +19,7 @@ ClusterReduceScatter::ClusterReduceScatter(Exchange& exchange, const Call& call,
       blocks_(blocks),
       hierarchy_(*exchange.transport().hierarchy()),
       hosts_(exchange.transport(), exchange.rank()),
-      sums_(operation.descriptor.dtype, operation.reduction(), exchange.size()),
+      sums_(operation.dtype(), operation.reduction(), exchange.size()),
       element_(operation.element_size()) {
   for (const std::vector<int>& host : hosts_.hosts())
     nodes_.push_back(canonical_parts(host, exchange.size()));

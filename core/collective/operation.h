@@ -55,9 +55,13 @@ struct Operation {
   // Kept so that the memory stays mapped while peers use it.
   std::shared_ptr<SymmetricRegion> input_region;
   std::shared_ptr<SymmetricRegion> output_region;
+  bool is_widened = false;  ///< int64 is added up for elements of another type (collective/integer_average.h)
 
-  std::size_t element_size() const { return dtype_size(descriptor.dtype); }
+  /// Type of what is added up or moved.
+  DType dtype() const { return is_widened ? DType::kInt64 : descriptor.dtype; }
+  std::size_t element_size() const { return dtype_size(dtype()); }
   Reduction reduction() const {
+    if (is_widened) return {};
     return {descriptor.key.op, descriptor.key.prescale, descriptor.key.postscale};
   }
 };

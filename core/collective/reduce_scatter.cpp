@@ -8,6 +8,7 @@
 #include "collective/cluster_copy.h"
 #include "collective/cluster_reduce_scatter.h"
 #include "collective/collectives.h"
+#include "collective/integer_average.h"
 #include "topology/chunks.h"
 
 namespace multiring {
@@ -38,8 +39,7 @@ std::vector<Range> blocks_of(const Operation& operation, int size) {
 void reduce_block(const Operation& operation, const std::vector<const void*>& inputs, std::byte* output,
                   std::size_t bytes) {
   void* const outputs[] = {output};
-  reduce(operation.descriptor.dtype, operation.reduction(), inputs, outputs,
-         bytes / operation.element_size());
+  reduce(operation.dtype(), operation.reduction(), inputs, outputs, bytes / operation.element_size());
 }
 
 /// By the plan of an allreduce, of whose result this rank keeps its block: for many small blocks, which are
@@ -47,6 +47,7 @@ void reduce_block(const Operation& operation, const std::vector<const void*>& in
 void reduce_by_plan(Exchange& exchange, const Call& call, const Operation& operation, Range block) {
   Operation whole;
   whole.descriptor = operation.descriptor;
+  whole.is_widened = operation.is_widened;
   whole.pieces = {{operation.input, nullptr, block.begin},
                   {operation.input + block.begin, operation.output, block.size()},
                   {operation.input + block.end, nullptr, operation.descriptor.bytes - block.end}};
@@ -66,6 +67,8 @@ void reduce_across_hosts(Exchange& exchange, const Call& call, const Operation& 
 }  // namespace
 
 void reduce_scatter(Exchange& exchange, const Call& call, Operation& operation) {
+  if (averages_integers(operation.descriptor) && !operation.is_widened)
+    return average_integers(exchange, call, operation, reduce_scatter);
   const auto size = static_cast<std::size_t>(exchange.size());
   const auto self = static_cast<std::size_t>(exchange.rank());
   const std::vector<Range> blocks = blocks_of(operation, exchange.size());

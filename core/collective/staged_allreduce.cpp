@@ -147,7 +147,7 @@ void StagedAllreduce::reduce_whole(Range segment) {
 void StagedAllreduce::reduce_bytes(std::span<const void* const> inputs, std::span<void* const> outputs,
                                    std::size_t bytes) {
   if (rounded_) return rounded_->reduce_whole(inputs, nodes_, outputs[0], bytes / first_.element_size());
-  reduce(first_.descriptor.dtype, first_.reduction(), inputs, outputs, bytes / first_.element_size());
+  reduce(first_.dtype(), first_.reduction(), inputs, outputs, bytes / first_.element_size());
 }
 
 }  // namespace multiring

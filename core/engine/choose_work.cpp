@@ -2,11 +2,14 @@
 
 #include <algorithm>
 
+#include "collective/integer_average.h"
+
 namespace multiring {
 namespace {
 
 bool may_fuse(const Operation& operation, std::size_t below) {
-  return operation.descriptor.key.kind == OpKind::kAllreduce && operation.descriptor.bytes < below;
+  return operation.descriptor.key.kind == OpKind::kAllreduce && operation.descriptor.bytes < below &&
+         !averages_integers(operation.descriptor);
 }
 
 bool same_reduction(const MatchKey& a, const MatchKey& b) {

@@ -17,8 +17,9 @@ struct Entry {
   std::uint32_t operations;
   std::uint32_t name_bytes;
   std::uint64_t step;
+  std::uint64_t place;
 };
-static_assert(sizeof(Entry) == 24, "copied as bytes: no padding");
+static_assert(sizeof(Entry) == 32, "copied as bytes: no padding");
 
 void append(std::vector<std::byte>& to, const void* data, std::size_t bytes) {
   const auto* begin = static_cast<const std::byte*>(data);
@@ -55,7 +56,7 @@ std::vector<std::byte> NameMatcher::encode(std::span<const Announcement> announc
   for (const Announcement& announcement : announcements) {
     const auto known = names_.find(std::string(announcement.name));
     Entry entry{known == names_.end() ? 0 : known->second.number, announcement.priority,
-                announcement.operations, 0, announcement.step};
+                announcement.operations, 0, announcement.step, announcement.place};
     if (entry.number == 0) entry.name_bytes = static_cast<std::uint32_t>(announcement.name.size());
     append(message, &entry, sizeof entry);
     append(message, announcement.name.data(), entry.name_bytes);
@@ -71,7 +72,7 @@ void NameMatcher::take(int rank, std::span<const std::byte> message) {
     message = message.subspan(sizeof entry);
     if (message.size() < entry.name_bytes || entry.number > numbered_.size() || entry.operations == 0)
       throw_garbled(rank);
-    const Announcement announcement{{}, entry.priority, entry.operations, entry.step};
+    const Announcement announcement{{}, entry.priority, entry.operations, entry.step, entry.place};
     if (entry.number > 0)
       announce(rank, numbered_[entry.number - 1], announcement);
     else
@@ -81,6 +82,7 @@ void NameMatcher::take(int rank, std::span<const std::byte> message) {
 }
 
 void NameMatcher::announce(int rank, const std::string& name, const Announcement& announcement) {
+  if (announcement.place > 0) require_order(rank, name, announcement.place);
   const auto place = static_cast<std::size_t>(rank);
   Name& entry = names_[name];
   entry.counts.resize(size_);
@@ -97,6 +99,26 @@ void NameMatcher::announce(int rank, const std::string& name, const Announcement
   }
   // A rank's k-th submission is never announced before its (k-1)-th, so the front is complete first.
   if (++open.present == size_) complete(name, entry);
+}
+
+void NameMatcher::require_order(int rank, const std::string& name, std::uint64_t place) {
+  const auto found = ordered_.try_emplace(place, Ordered{name, rank, 0}).first;
+  Ordered& ordered = found->second;
+  if (ordered.name != name) {
+    ErrorContext context;
+    context.rank = rank;
+    context.peer = ordered.rank;
+    context.tensor = name;
+    throw Error(ErrorKind::kMismatch,
+                "the ranks submitted different operations as number " + std::to_string(place) +
+                    " of those that all submit in one order: rank " + std::to_string(ordered.rank) + " '" +
+                    ordered.name + "', rank " + std::to_string(rank) + " '" + name +
+                    "'. Look for a loop length or a branch that depends on the rank, and for two threads; "
+                    "calls that belong together although they are written in different places, and calls of "
+                    "several threads, need names of their own.",
+                context);
+  }
+  if (++ordered.present == size_) ordered_.erase(found);
 }
 
 void NameMatcher::complete(const std::string& name, Name& entry) {

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <span>
 #include <string>
 #include <string_view>
@@ -13,13 +14,14 @@
 
 namespace multiring {
 
-/// What a rank tells of one submission: its name, the operations in it, how soon it should leave, and what
-/// step of the rank's it belongs to.
+/// What a rank tells of one submission: its name, the operations in it, how soon it should leave, what step of
+/// the rank's it belongs to, and its place among those that all ranks submit in one order.
 struct Announcement {
   std::string_view name;
   std::int32_t priority = 0;
   std::uint32_t operations = 1;
   std::uint64_t step = 0;
+  std::uint64_t place = 0;  ///< from 1; 0: in any order
 };
 
 /// A submission that all ranks have announced.
@@ -51,7 +53,8 @@ class MULTIRING_API NameMatcher {
 
   /// This rank's message.
   std::vector<std::byte> encode(std::span<const Announcement> announcements) const;
-  /// Takes rank `rank`'s message; raises an internal error if it is no such message.
+  /// Takes rank `rank`'s message; raises an internal error if it is no such message, and a mismatch error if
+  /// two ranks announced different names for one place in the order.
   void take(int rank, std::span<const std::byte> message);
   /// What has been matched since the last call, in the order in which rank 0 announced it. Raises a mismatch
   /// error if the ranks announced different numbers of operations under one name, or different steps.
@@ -84,7 +87,15 @@ class MULTIRING_API NameMatcher {
     Open open;
   };
 
+  /// The name in one place of the order, until all ranks have announced it.
+  struct Ordered {
+    std::string name;
+    int rank = 0;  // that announced it first
+    std::size_t present = 0;
+  };
+
   void announce(int rank, const std::string& name, const Announcement& announcement);
+  void require_order(int rank, const std::string& name, std::uint64_t place);
   void complete(const std::string& name, Name& entry);
   static void require_alike(const Complete& complete);
 
@@ -93,6 +104,7 @@ class MULTIRING_API NameMatcher {
   std::unordered_map<std::string, Name> names_;
   std::vector<std::string> numbered_;  // [number - 1]
   std::vector<Complete> complete_;
+  std::map<std::uint64_t, Ordered> ordered_;  // by place
   std::uint64_t order_ = 0;
   std::size_t open_ = 0;
 };

@@ -178,7 +178,8 @@ std::vector<std::byte> NamedQueue::news() {
   for (const auto& submission : fresh) {
     announcing_.push_back(submission->name());
     announcements.push_back({submission->name(), submission->priority(),
-                             static_cast<std::uint32_t>(submission->works().size()), submission->step()});
+                             static_cast<std::uint32_t>(submission->works().size()), submission->step(),
+                             submission->place()});
   }
   return matcher_.encode(announcements);
 }

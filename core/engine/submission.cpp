@@ -19,6 +19,7 @@ std::shared_ptr<Submission> Submission::make(NamedRequest request, const void* o
   made->name_ = std::move(request.name);
   made->priority_ = request.priority;
   made->step_ = request.step;
+  made->place_ = request.place;
   made->done_ = std::move(request.done);
   made->failed_ = std::move(failed);
   made->owner_ = owner;

@@ -25,6 +25,7 @@ struct NamedRequest {
   std::vector<Operation> operations;
   int priority = 0;
   std::uint64_t step = 0;            ///< has to be the same on all ranks
+  std::uint64_t place = 0;           ///< among those that all ranks submit in one order, from 1; 0: none of them
   std::shared_ptr<void> keep_alive;  ///< held until the last of the works is destroyed
   Done done;                         ///< may be empty
 };
@@ -41,6 +42,7 @@ class MULTIRING_API Submission final : public WorkObserver {
   const std::string& name() const { return name_; }
   int priority() const { return priority_; }
   std::uint64_t step() const { return step_; }
+  std::uint64_t place() const { return place_; }
   const std::vector<std::shared_ptr<Work>>& works() const { return works_; }
   double waited() const { return seconds_between(made_, Clock::now()); }
   /// Ends all its work, none of which has been queued.
@@ -61,6 +63,7 @@ class MULTIRING_API Submission final : public WorkObserver {
   std::string name_;
   int priority_ = 0;
   std::uint64_t step_ = 0;
+  std::uint64_t place_ = 0;
   std::vector<std::shared_ptr<Work>> works_;  // until all have ended
   NamedRequest::Done done_;
   Failed failed_;

@@ -156,6 +156,19 @@ TEST(NameMatcher, DifferentStepsAreAMismatch) {
   EXPECT_EQ(error.context().tensor, "bucket");
 }
 
+TEST(NameMatcher, DifferentNamesInOnePlaceOfTheOrderAreAMismatch) {
+  NameMatcher matcher(3);
+  const std::vector<Announcement> body{{"body", 0, 1, 0, 1}, {"body", 0, 1, 0, 2}};
+  const std::vector<Announcement> longer{{"free"}, {"body", 0, 1, 0, 3}};
+  const std::vector<Announcement> shorter{{"after", 0, 1, 0, 3}, {"free"}};
+  for (int rank = 0; rank < 3; ++rank) matcher.take(rank, matcher.encode(body));
+  EXPECT_EQ(matcher.matched().size(), 2u);
+  matcher.take(0, matcher.encode(longer));
+  const Error error = error_of(ErrorKind::kMismatch, [&] { matcher.take(1, matcher.encode(shorter)); });
+  expect_text(error, "as number 3 of those that all submit in one order: rank 0 'body', rank 1 'after'");
+  EXPECT_EQ(error.context().tensor, "after");
+}
+
 TEST(NameMatcher, RefusesGarbledMessages) {
   const std::vector<Announcement> news{{"name"}};
   const auto good = NameMatcher(2).encode(news);

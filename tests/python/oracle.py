@@ -71,9 +71,12 @@ class Reduction:
         """The canonical reduction of the inputs of ranks 0, 1, ..."""
         with np.errstate(all="ignore"):
             leaves = [_scaled(widened(bits, dtype), self.prescale) for bits in inputs]
+            computed = leaves[0].dtype
+            if self.op == "average" and computed.kind in "iu":  # Python's integers do not wrap
+                leaves = [leaf.astype(object) for leaf in leaves]
             result = _tree(leaves, _combine(self.op, dtype))
             if self.op == "average":
-                result = _divided(result, len(inputs))
+                result = _divided(result, len(inputs)).astype(computed)
             result = _scaled(result, self.postscale)
             if result.dtype.kind == "f":  # there is one NaN only
                 result = np.where(np.isnan(result), result.dtype.type(np.nan), result)

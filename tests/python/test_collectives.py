@@ -46,6 +46,24 @@ def test_reductions(ranks: Pools, size: int, op: str) -> None:
     ranks(size).run(check_reductions, op)
 
 
+def check_integer_averages(comm: Communicator) -> None:
+    top, deep = np.iinfo(np.uint64).max, np.iinfo(np.int64).min
+    for dtype, mine, theirs, wanted in [
+        ("int8", [127, -128, -3, 3], [127, -128, -4, 4], [127, -128, -3, 3]),
+        ("uint32", [2**32 - 1, 1], [2**32 - 1, 2], [2**32 - 1, 1]),
+        ("int64", [deep, 2**53 + 1, deep, -1], [deep, 2**53 + 1, -1, 0], [deep, 2**53 + 1, -(2**62), 0]),
+        ("uint64", [top, top, 0], [top, top - 1, 1], [top, top - 1, 0]),
+    ]:
+        array = np.array(mine if comm.rank == 0 else theirs, dtype)
+        np.testing.assert_array_equal(comm.allreduce(array, "average"), np.array(wanted, dtype))
+    strided = np.full((4, 6), 120, np.int8)[::2, ::3]
+    np.testing.assert_array_equal(comm.allreduce(strided, "average"), strided)
+
+
+def test_averages_of_integers_do_not_wrap(ranks: Pools) -> None:
+    ranks(2).run(check_integer_averages)
+
+
 def check_scales(comm: Communicator) -> None:
     for dtype in NUMPY_DTYPES[1:]:
         inputs = inputs_of(comm, 5, (97,), dtype)

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <type_traits>
 
@@ -120,15 +121,6 @@ T tree(ReduceOp op, const std::vector<T>& leaves, std::size_t lo, std::size_t hi
   return combined(op, tree(op, leaves, lo, lo + p), tree(op, leaves, lo + p, hi));
 }
 
-template <typename T>
-T divided(T x, std::size_t n) {
-  if constexpr (std::is_floating_point_v<T>) {
-    return x / static_cast<T>(n);
-  } else {
-    return static_cast<T>(static_cast<__int128>(x) / static_cast<__int128>(n));
-  }
-}
-
 template <typename E>
 Bytes reduce_elements(const Reduction& reduction, const std::vector<Bytes>& inputs) {
   using T = typename Element<E>::Compute;
@@ -140,8 +132,18 @@ Bytes reduce_elements(const Reduction& reduction, const std::vector<Bytes>& inpu
       std::memcpy(&stored, &inputs[k][at], sizeof(E));
       leaves[k] = scaled(Element<E>::widen(stored), reduction.prescale);
     }
-    T value = tree<T>(reduction.op, leaves, 0, leaves.size());
-    if (reduction.op == ReduceOp::kAverage) value = divided(value, inputs.size());
+    T value{};
+    if constexpr (std::is_integral_v<T>) {
+      if (reduction.op == ReduceOp::kAverage) {
+        const __int128 sum = std::accumulate(leaves.begin(), leaves.end(), static_cast<__int128>(0));
+        value = static_cast<T>(sum / static_cast<__int128>(inputs.size()));
+      } else {
+        value = tree<T>(reduction.op, leaves, 0, leaves.size());
+      }
+    } else {
+      value = tree<T>(reduction.op, leaves, 0, leaves.size());
+      if (reduction.op == ReduceOp::kAverage) value /= static_cast<T>(inputs.size());
+    }
     value = scaled(value, reduction.postscale);
     if constexpr (std::is_floating_point_v<T>) {
       if (std::isnan(value)) value = std::numeric_limits<T>::quiet_NaN();
