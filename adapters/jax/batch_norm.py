@@ -42,7 +42,7 @@ def batch_statistics(
     axis: int = -1,
     mask: Any | None = None,
     comm: Communicator | None = None,
-    name: str = "batch statistics",
+    name: str | None = None,
 ) -> BatchStatistics:
     """Mean and variance over the batches of all ranks; differentiable, the same bits on every rank.
 
@@ -65,8 +65,8 @@ def batch_statistics(
     x = jnp.asarray(x)
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise UsageError(
-            f"rank {comm.rank}: {name}: expected floating-point values of shape (batch, ..., channels), not "
-            f"{x.dtype.name} {x.shape}"
+            f"rank {comm.rank}: {name or 'batch statistics'}: expected floating-point values of shape "
+            f"(batch, ..., channels), not {x.dtype.name} {x.shape}"
         )
     axis %= x.ndim
     axes = tuple(other for other in range(x.ndim) if other != axis)
@@ -118,7 +118,7 @@ def sync_batch_norm(
     axis: int = -1,
     mask: Any | None = None,
     comm: Communicator | None = None,
-    name: str = "batch statistics",
+    name: str | None = None,
 ) -> tuple[jax.Array, BatchStatistics]:
     """Normalise with the statistics of the batches of all ranks; see `batch_statistics`.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from multiring.errors import UsageError
-from multiring.jax.arguments import as_arrays, check_op, resolve
+from multiring.jax.arguments import as_arrays, call_site, check_op, resolve
 from multiring.jax.library import number_of
 from multiring.jax.primitive import Bucket, Collective, block_rows, run
 
@@ -35,8 +35,10 @@ def allreduce(
         x: Array of the same shape and dtype on all ranks.
         op: "sum", "average" (integers truncate toward zero), "min", "max" or "product".
         comm: Ranks that take part; the world by default.
-        name: What the ranks' calls are matched by, and messages call it. Needed only where several threads
-            of a process use collectives.
+        name: What the ranks' calls are matched by, and messages call it. Without one a call is matched by its
+            place in the program, and all ranks have to make such calls in one order. Needed where several
+            threads of a process use collectives, and where calls that belong together are written in
+            different places.
         prescale: Factor before the reduction.
         postscale: Factor after it.
 
@@ -91,6 +93,7 @@ def allgather(
             mismatch.
     """
     comm = resolve(comm)
+    (x,) = as_arrays(comm, [x], [name or "allgather"])
     x = jnp.atleast_1d(x)
     received = (x.shape[0],) * comm.size if lengths is None else tuple(int(length) for length in lengths)
     if len(received) != comm.size or received[comm.rank] != x.shape[0]:
@@ -173,7 +176,10 @@ def _run_one(kind: str, x: Any, comm: Communicator, name: str | None, **options:
     label = kind if name is None else name
     arrays = as_arrays(comm, [x], [label])
     call = Collective(
-        kind, number_of(comm), comm.rank, comm.size, (Bucket(label, (0,), (label,)),), **options
+        *(kind, number_of(comm), comm.rank, comm.size, (Bucket(label, (0,), (label,)),)),
+        ordered=name is None,
+        site=call_site() if name is None else None,
+        **options,
     )
     result: jax.Array = run(call, arrays)[0]
     return result

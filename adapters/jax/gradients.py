@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,7 @@ from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.errors import UsageError
 from multiring.jax.arguments import as_arrays, resolve
 from multiring.jax.state import broadcast_parameters
-from multiring.jax.trees import Reduction, bucket_name, named_leaves, reduce_arrays
+from multiring.jax.trees import Reduction, bucket_name, named, named_leaves, reduce_arrays
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -54,12 +55,13 @@ def gradient_options(
     postscale: float,
     bucket_bytes: int,
     first_bucket_bytes: int,
-    name: str,
+    name: str | None,
 ) -> Reduction:
     """The options of a reduction of gradients; UsageError if they make no sense."""
     if op not in ("average", "sum"):
         raise UsageError(f"rank {comm.rank}: op is {op!r}; gradients take 'average' or 'sum'")
-    return Reduction(op, float(prescale), float(postscale), bucket_bytes, first_bucket_bytes, name)
+    scales = float(prescale), float(postscale)
+    return Reduction(op, *scales, bucket_bytes, first_bucket_bytes, **named(name, "gradients"))
 
 
 def average_gradients(
@@ -71,7 +73,7 @@ def average_gradients(
     postscale: float = 1.0,
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-    name: str = "gradients",
+    name: str | None = None,
 ) -> Any:
     """Average a pytree of gradients over ranks; inside or outside of a compiled function.
 
@@ -84,7 +86,7 @@ def average_gradients(
         postscale: Factor after it.
         bucket_bytes: Limit of a bucket, in bytes.
         first_bucket_bytes: Limit of the first bucket of each dtype.
-        name: First word of the buckets' names.
+        name: First word of the buckets' names; see `allreduce`.
 
     Returns:
         A tree of the same structure, with the same bits on every rank.
@@ -115,7 +117,7 @@ def average_partial_gradients(
     postscale: float = 1.0,
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-    name: str = "gradients",
+    name: str | None = None,
 ) -> tuple[Any, Participation]:
     """Average gradients that some ranks may lack, in part or altogether.
 
@@ -152,7 +154,10 @@ def reduce_partial(
     ]
     ranks = jnp.arange(comm.size) == comm.rank
     flags = jnp.concatenate([np.array([part is not None for part in present], bool), ranks]) & active
-    telling, label = Reduction("sum", name=f"{options.name}: participation"), ["who has one"]
+    # A rank without data answers from another place, in `join`.
+    options = dataclasses.replace(options, site=None)
+    telling = Reduction("sum", name=f"{options.name}: participation", ordered=options.ordered)
+    label = ["who has one"]
     told = reduce_arrays(comm, [flags.astype(jnp.int32)], label, telling)[0]
     produced, joined = told[: len(names)] > 0, told[len(names) :] > 0
     parts = as_arrays(comm, parts, names)

@@ -14,13 +14,14 @@ from multiring.errors import UsageError
 
 try:
     from jax._src import core, dispatch, effects
+    from jax._src.lax.lax import _convert_element_type
 except ImportError as _error:  # pragma: no cover - another JAX
     raise UsageError(
         f"multiring.jax does not know JAX {jax.__version__} ({_error}); install a JAX that it was tested "
         "with: pip install 'jax>=0.6,<0.11'"
     ) from _error
 
-__all__ = ["COLLECTIVE", "abstract_token", "forget_failed_programs"]
+__all__ = ["COLLECTIVE", "abstract_token", "forget_failed_programs", "number_in_program", "with_weak_type"]
 
 abstract_token: Any = core.abstract_token
 
@@ -45,3 +46,37 @@ def forget_failed_programs() -> None:
     """Forget the token of the last program of this thread, which carries its error on to the next one."""
     dispatch.runtime_tokens.current_tokens.pop(COLLECTIVE, None)
     dispatch.runtime_tokens.output_runtime_tokens.clear()
+
+
+def with_weak_type(array: Any, weak_type: bool) -> jax.Array:
+    """The same array, of a type that gives way to others (as Python's numbers do) or of one that does not."""
+    made: jax.Array = _convert_element_type(array, array.dtype, weak_type=weak_type)
+    return made
+
+
+class _WithoutCollectives(dict[Any, Any]):
+    """What has been lowered for a program, to be used again; functions with collectives are not kept."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        found = [getattr(key, "effects", ()), getattr(value, "effects", ())]
+        found += [part for part in key if isinstance(part, tuple)] if isinstance(key, tuple) else []
+        if not any(COLLECTIVE in part for part in found):
+            super().__setitem__(key, value)
+
+
+def number_in_program(ctx: Any, queue: int) -> tuple[str, int]:
+    """The program that is lowered, and the number of this call among its collectives on a queue, from 1.
+
+    JAX lowers a function that a program calls twice once. Each call is to have a number of its own, so
+    functions with collectives are lowered for each call; XLA would copy them to where they are called anyway.
+    """
+    module = ctx.module_context
+    for name in ("cached_primitive_lowerings", "lowering_cache"):
+        cache = getattr(module, name, None)
+        if type(cache) is dict:
+            setattr(module, name, _WithoutCollectives(cache))
+    name = module.module.operation.attributes["sym_name"].value
+    counts = module.cached_primitive_lowerings
+    key = "multiring", queue
+    counts[key] = counts.get(key, 0) + 1
+    return str(name).removeprefix("jit_"), counts[key]

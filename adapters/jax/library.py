@@ -18,9 +18,9 @@ from multiring.jax.internals import forget_failed_programs
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["DONE", "START", "library", "number_of"]
+__all__ = ["CHECK", "DONE", "START", "library", "number_of"]
 
-START, DONE = "multiring_start", "multiring_done"
+START, DONE, CHECK = "multiring_start", "multiring_done", "multiring_check"
 
 _leaving = False
 # Number of the queue of each communicator that has been used; the communicator itself holds the queue.
@@ -42,7 +42,8 @@ def library() -> ctypes.CDLL:
         raise InternalError(
             f"the native part of multiring.jax does not load; reinstall multiring: {error}"
         ) from error
-    for target, symbol in ((START, "multiring_jax_start"), (DONE, "multiring_jax_done")):
+    for target in (START, DONE, CHECK):
+        symbol = target.replace("multiring_", "multiring_jax_")
         try:
             capsule = jax.ffi.pycapsule(getattr(loaded, symbol))  # type: ignore[no-untyped-call]
             jax.ffi.register_ffi_target(target, capsule, platform="cpu")

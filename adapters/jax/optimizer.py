@@ -50,7 +50,7 @@ def distribute(
     every_k: int = 1,
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-    name: str = "gradients",
+    name: str | None = None,
 ) -> Any:
     """Wrap an optax optimizer: its `update` takes this rank's gradients and applies those of all ranks.
 
@@ -68,7 +68,7 @@ def distribute(
             the mean.
         bucket_bytes: Limit of a bucket, in bytes.
         first_bucket_bytes: Limit of the first bucket of each dtype.
-        name: First word of the buckets' names; two optimizers in one program may have the same.
+        name: First word of the buckets' names, see `allreduce`.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`. Its `update` also takes `active`, a boolean: a rank

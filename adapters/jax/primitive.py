@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from multiring.errors import UsageError
-from multiring.jax.internals import COLLECTIVE, abstract_token
+from multiring.jax.internals import COLLECTIVE, abstract_token, number_in_program
 from multiring.jax.library import DONE, START
 
 __all__ = ["OPS", "Bucket", "Collective", "Shape", "block_rows", "run"]
@@ -59,6 +59,10 @@ class Collective:
         received: Rows from each rank (allgather, alltoall).
         follows: Name of the bucket that begins the step, where that is one of an earlier call; its own first
             otherwise.
+        ordered: Whether the call has its place in the one order of all ranks; otherwise, as where the program
+            has given a name, names alone are matched.
+        site: Where the program makes the call: part of the names, together with the call's number in the
+            compiled program; None: names stay as they are.
     """
 
     kind: str
@@ -73,6 +77,8 @@ class Collective:
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
     follows: str = ""
+    ordered: bool = False
+    site: str | None = None
 
     @property
     def keeps_shape(self) -> bool:
@@ -128,7 +134,10 @@ def run(call: Collective, arrays: Sequence[Any]) -> list[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _compiled(call: Collective) -> Any:
-    return jax.jit(lambda *arrays: run(call, arrays))
+    def outside_of_jit(*arrays: Any) -> list[Any]:
+        return run(call, arrays)
+
+    return jax.jit(outside_of_jit)
 
 
 def _run_now(*arrays: Any, call: Collective) -> Any:
@@ -235,7 +244,19 @@ def _ffi_call(
     return list(call.results)
 
 
+def place_in_program(ctx: Any, queue: int, site: str | None) -> str:
+    """What tells the name of a call from those of others: the same on all ranks that run the same program, of
+    whatever shapes, and whatever else they have compiled."""
+    if site is None:
+        return ""
+    program, number = number_in_program(ctx, queue)
+    parts = [] if program == "outside_of_jit" else [f"#{number} of {program}"]
+    parts += [f"at {site}"] if site else []
+    return f" ({' '.join(parts)})" if parts else ""
+
+
 def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
+    place = place_in_program(ctx, call.queue, call.site)
     attributes: dict[str, Any] = {
         "queue": np.int64(call.queue),
         "kind": np.int64(KINDS[call.kind]),
@@ -244,6 +265,7 @@ def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
         "prescale": np.float64(call.prescale),
         "postscale": np.float64(call.postscale),
         "alias": call.keeps_shape,
+        "ordered": np.int64(call.ordered),
     }
     if call.sent:
         attributes["splits"] = np.array(call.sent, np.int64)
@@ -261,9 +283,9 @@ def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
             [abstract_token, *given],
             [abstract_token, ticket, *made],
             (1, 2),
-            name=bucket.name,
+            name=bucket.name + place,
             labels="\n".join(label.replace("\n", " ") for label in bucket.labels),
-            counter=call.follows or call.buckets[0].name,
+            counter=(call.follows or call.buckets[0].name) + place,
             counts=np.int64(number == 0 and not call.follows),
             **attributes,
         )
@@ -289,5 +311,5 @@ def _refuse(ctx: Any, *operands: Any, call: Collective) -> Any:
     )
 
 
-mlir.register_lowering(collective_p, _lower, platform="cpu")
-mlir.register_lowering(collective_p, _refuse)
+mlir.register_lowering(collective_p, _lower, platform="cpu", cacheable=False)
+mlir.register_lowering(collective_p, _refuse, cacheable=False)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import multiring.metrics
 from multiring.errors import UsageError
 from multiring.jax.arguments import resolve
+from multiring.jax.internals import with_weak_type
 from multiring.jax.trees import named_leaves
 from multiring.state_sync import StateBuffer, broadcast_state, check_root
 
@@ -31,7 +32,8 @@ def broadcast_parameters(tree: Any, root: int = 0, *, comm: Communicator | None 
         comm: Ranks that take part; the world by default.
 
     Returns:
-        A tree of the same structure, with arrays of JAX; on `root` the tree itself.
+        A tree of the same structure, with arrays of JAX and the weak types of `root`'s; on `root` the tree
+        itself.
 
     Raises:
         UsageError: `root` is not a rank, a leaf is no array or number, or this is called inside of a compiled
@@ -42,14 +44,16 @@ def broadcast_parameters(tree: Any, root: int = 0, *, comm: Communicator | None 
     check_root(comm, root)
     names, leaves, structure = named_leaves(tree)
     copies = [_copy(comm, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+    # Not compared: a root that has read a checkpoint lacks the weak types that others have.
+    weak = np.array([getattr(leaf, "weak_type", False) for leaf in leaves], np.uint8)
     buffers = [
         StateBuffer(f"{number}: {name}", copy.reshape(-1).view(np.uint8), f"{copy.dtype.name} {copy.shape}")
         for number, (name, copy) in enumerate(zip(names, copies, strict=True))
     ]
-    broadcast_state(comm, buffers, root)
+    broadcast_state(comm, [*buffers, StateBuffer("weak types", weak)], root)
     if comm.rank == root or comm.size == 1:
         return tree
-    return structure.unflatten([_like(leaf, copy) for leaf, copy in zip(leaves, copies, strict=True)])
+    return structure.unflatten([_like(*each) for each in zip(leaves, copies, weak, strict=True)])
 
 
 def _is_key(leaf: Any) -> bool:
@@ -72,14 +76,14 @@ def _copy(comm: Communicator, name: str, leaf: Any) -> np.ndarray[Any, Any]:
     return copy
 
 
-def _like(leaf: Any, copy: np.ndarray[Any, Any]) -> Any:
+def _like(leaf: Any, copy: np.ndarray[Any, Any], weak_type: bool) -> Any:
     if _is_key(leaf):
         return jax.random.wrap_key_data(jnp.asarray(copy), impl=jax.random.key_impl(leaf))
     if isinstance(leaf, np.ndarray | np.generic):
         return copy if isinstance(leaf, np.ndarray) else copy[()]
     if isinstance(leaf, bool | int | float | complex):
         return type(leaf)(copy[()])
-    return jnp.asarray(copy)
+    return with_weak_type(jnp.asarray(copy), bool(weak_type))
 
 
 def broadcast_object(obj: Any, root: int = 0, *, comm: Communicator | None = None) -> Any:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec, plan_buckets
-from multiring.jax.arguments import as_arrays, check_op, resolve
+from multiring.jax.arguments import as_arrays, call_site, check_op, resolve
 from multiring.jax.library import number_of
 from multiring.jax.primitive import Bucket, Collective, run
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["Reduction", "grouped_allreduce", "named_leaves"]
+__all__ = ["Reduction", "grouped_allreduce", "named", "named_leaves"]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -31,6 +31,8 @@ class Reduction:
         bucket_bytes: Limit of a bucket, in bytes.
         first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
         name: First word of the buckets' names.
+        ordered: See `Collective`.
+        site: See `Collective`.
     """
 
     op: str = "average"
@@ -39,11 +41,20 @@ class Reduction:
     bucket_bytes: int = BUCKET_BYTES
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
     name: str = "gradients"
+    ordered: bool = False
+    site: str | None = None
 
     @property
     def scale(self) -> float:
         """Product of both factors."""
         return self.prescale * self.postscale
+
+
+def named(name: str | None, otherwise: str) -> dict[str, Any]:
+    """How a call is matched: by its name, or by its place in the program if it has none."""
+    if name is not None:
+        return {"name": name}
+    return {"name": otherwise, "ordered": True, "site": call_site()}
 
 
 def named_leaves(tree: Any) -> tuple[list[str], list[Any], Any]:
@@ -58,7 +69,7 @@ def grouped_allreduce(
     op: str = "sum",
     *,
     comm: Communicator | None = None,
-    name: str = "grouped_allreduce",
+    name: str | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
     bucket_bytes: int = BUCKET_BYTES,
@@ -72,7 +83,7 @@ def grouped_allreduce(
         tree: Arrays of the same shapes and dtypes, in the same structure, on all ranks. None is no leaf.
         op: As in `allreduce`.
         comm: Ranks that take part; the world by default.
-        name: First word of the buckets' names, by which the ranks' calls are matched.
+        name: First word of the buckets' names, by which the ranks' calls are matched; see `allreduce`.
         prescale: Factor before the reduction.
         postscale: Factor after it.
         bucket_bytes: Limit of a bucket, in bytes; a larger array gets one for itself.
@@ -87,7 +98,10 @@ def grouped_allreduce(
     """
     comm = resolve(comm)
     check_op(comm, op)
-    options = Reduction(op, float(prescale), float(postscale), bucket_bytes, first_bucket_bytes, name)
+    options = Reduction(
+        *(op, float(prescale), float(postscale), bucket_bytes, first_bucket_bytes),
+        **named(name, "grouped_allreduce"),
+    )
     names, leaves, structure = named_leaves(tree)
     return structure.unflatten(reduce_arrays(comm, as_arrays(comm, leaves, names), names, options))
 
@@ -115,6 +129,8 @@ def reduce_arrays(
         prescale=options.prescale,
         postscale=options.postscale,
         follows=follows,
+        ordered=options.ordered,
+        site=options.site,
     )
     return run(call, arrays)
 

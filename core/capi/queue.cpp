@@ -93,6 +93,12 @@ int mr_queue_size(const mr_queue* queue) { return queue->size(); }
 
 mr_status mr_queue_submit(mr_queue* queue, const char* name, const mr_operation* operations, int count,
                           int priority, uint64_t step, mr_done done, void* context, mr_error* error) {
+  return mr_queue_submit_ordered(queue, name, operations, count, priority, step, 0, done, context, error);
+}
+
+mr_status mr_queue_submit_ordered(mr_queue* queue, const char* name, const mr_operation* operations,
+                                  int count, int priority, uint64_t step, uint64_t place, mr_done done,
+                                  void* context, mr_error* error) {
   return multiring::guarded(error, [&] {
     if (name == nullptr || count < 1) multiring::refuse("a named submission needs a name and operations");
     const std::shared_ptr<NamedQueue> target = queue->get();
@@ -100,11 +106,16 @@ mr_status mr_queue_submit(mr_queue* queue, const char* name, const mr_operation*
     request.name = name;
     request.priority = priority;
     request.step = step;
+    request.place = place;
     request.done = multiring::calling(done, context);
     for (int i = 0; i < count; ++i)
       request.operations.push_back(multiring::convert(operations[i], queue->size()));
     target->submit(std::move(request));
   });
+}
+
+void mr_queue_abort(mr_queue* queue, const char* message) {
+  multiring::guarded(nullptr, [&] { queue->get()->abort(Error(ErrorKind::kAborted, message)); });
 }
 
 void mr_queue_close(mr_queue* queue) {

@@ -55,8 +55,12 @@ std::vector<std::byte> NameMatcher::encode(std::span<const Announcement> announc
   std::vector<std::byte> message;
   for (const Announcement& announcement : announcements) {
     const auto known = names_.find(std::string(announcement.name));
-    Entry entry{known == names_.end() ? 0 : known->second.number, announcement.priority,
-                announcement.operations, 0, announcement.step, announcement.place};
+    Entry entry{known == names_.end() ? 0 : known->second.number,
+                announcement.priority,
+                announcement.operations,
+                0,
+                announcement.step,
+                announcement.place};
     if (entry.number == 0) entry.name_bytes = static_cast<std::uint32_t>(announcement.name.size());
     append(message, &entry, sizeof entry);
     append(message, announcement.name.data(), entry.name_bytes);

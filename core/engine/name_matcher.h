@@ -14,8 +14,8 @@
 
 namespace multiring {
 
-/// What a rank tells of one submission: its name, the operations in it, how soon it should leave, what step of
-/// the rank's it belongs to, and its place among those that all ranks submit in one order.
+/// What a rank tells of one submission: its name, the operations in it, how soon it should leave, what step
+/// of the rank's it belongs to, and its place among those that all ranks submit in one order.
 struct Announcement {
   std::string_view name;
   std::int32_t priority = 0;

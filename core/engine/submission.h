@@ -24,8 +24,8 @@ struct NamedRequest {
   std::string name;
   std::vector<Operation> operations;
   int priority = 0;
-  std::uint64_t step = 0;            ///< has to be the same on all ranks
-  std::uint64_t place = 0;           ///< among those that all ranks submit in one order, from 1; 0: none of them
+  std::uint64_t step = 0;   ///< has to be the same on all ranks
+  std::uint64_t place = 0;  ///< among those that all ranks submit in one order, from 1; 0: none of them
   std::shared_ptr<void> keep_alive;  ///< held until the last of the works is destroyed
   Done done;                         ///< may be empty
 };

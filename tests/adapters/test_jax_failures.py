@@ -82,7 +82,8 @@ def test_a_mismatch_in_a_tree_names_the_leaf(ranks: Pool) -> None:
 
 def left_out(comm: Communicator, partial: bool) -> None:
     """Rank 0 submits a part of its first step only, as if that had failed in between; then it goes on."""
-    like, sizes = {"a": jnp.ones(4), "b": jnp.ones(4)}, {"bucket_bytes": 16, "first_bucket_bytes": 16}
+    like = {"a": jnp.ones(4), "b": jnp.ones(4)}
+    sizes: Any = {"bucket_bytes": 16, "first_bucket_bytes": 16, "name": "gradients"}
 
     @jax.jit
     def step(gradients: dict[str, jax.Array]) -> Any:

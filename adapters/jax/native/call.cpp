@@ -129,15 +129,26 @@ Error* handle(const CallFrame* frame, void (*body)(const Call&)) {
   }
 }
 
+std::vector<std::string> lines(const std::string& text) {
+  std::vector<std::string> found(1);
+  for (const char letter : text) {
+    if (letter == '\n')
+      found.emplace_back();
+    else
+      found.back() += letter;
+  }
+  return found;
+}
+
 std::size_t byte_count(const Buffer& buffer) {
   static constexpr struct {
     DataType dtype;
     std::size_t bytes;
-  } kSizes[] = {{DataType::kBool, 1},   {DataType::kInt8, 1},   {DataType::kUInt8, 1},
-                {DataType::kInt16, 2},  {DataType::kUInt16, 2}, {DataType::kFloat16, 2},
-                {DataType::kInt32, 4},  {DataType::kUInt32, 4}, {DataType::kBFloat16, 2},
-                {DataType::kInt64, 8},  {DataType::kUInt64, 8}, {DataType::kFloat32, 4},
-                {DataType::kFloat64, 8}};
+  } kSizes[] = {{DataType::kBool, 1},    {DataType::kInt8, 1},      {DataType::kUInt8, 1},
+                {DataType::kInt16, 2},   {DataType::kUInt16, 2},    {DataType::kFloat16, 2},
+                {DataType::kInt32, 4},   {DataType::kUInt32, 4},    {DataType::kBFloat16, 2},
+                {DataType::kInt64, 8},   {DataType::kUInt64, 8},    {DataType::kFloat32, 4},
+                {DataType::kFloat64, 8}, {DataType::kComplex64, 8}, {DataType::kComplex128, 16}};
   std::size_t bytes = 0;
   for (const auto& size : kSizes)
     if (size.dtype == buffer.dtype) bytes = size.bytes;

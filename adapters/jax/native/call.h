@@ -44,6 +44,8 @@ class Call {
 /// Runs a handler's body: answers the question for metadata, keeps exceptions out of the C ABI.
 Error* handle(const CallFrame* frame, void (*body)(const Call&));
 
+/// The lines of a text, at least one.
+std::vector<std::string> lines(const std::string& text);
 std::size_t byte_count(const Buffer& buffer);
 mr_dtype core_dtype(DataType dtype);
 

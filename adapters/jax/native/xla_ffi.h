@@ -63,8 +63,10 @@ enum class DataType : int {
   kFloat16 = 10,
   kFloat32 = 11,
   kFloat64 = 12,
+  kComplex64 = 15,
   kBFloat16 = 16,
   kToken = 17,
+  kComplex128 = 18,
 };
 
 struct Buffer {

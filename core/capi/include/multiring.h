@@ -198,6 +198,14 @@ MR_API int mr_queue_size(const mr_queue* queue);
  * be touched, until `done` (NULL: none). Not for send and recv. */
 MR_API mr_status mr_queue_submit(mr_queue* queue, const char* name, const mr_operation* operations, int count,
                                  int priority, uint64_t step, mr_done done, void* context, mr_error* error);
+/* As mr_queue_submit, of what all ranks submit in one order: `place` counts these from 1 on each rank (0: not
+ * one of them). Another name in the same place on another rank is MR_MISMATCH at once, and not after the
+ * timeout. */
+MR_API mr_status mr_queue_submit_ordered(mr_queue* queue, const char* name, const mr_operation* operations,
+                                         int count, int priority, uint64_t step, uint64_t place, mr_done done,
+                                         void* context, mr_error* error);
+/* Breaks the queue on all ranks: pending and later submissions fail with MR_ABORTED and this message. */
+MR_API void mr_queue_abort(mr_queue* queue, const char* message);
 /* Ends this rank's part: pending submissions fail (done is called), later ones are refused with MR_ABORTED.
  * On a thread of the queue, as inside `done`, it only begins the end. */
 MR_API void mr_queue_close(mr_queue* queue);

@@ -1,0 +1,147 @@
+// Compares checksums of the training state over ranks, every so many steps, inside of a compiled function:
+//
+//     check(token, x...) -> token
+//
+// What it reads are arguments, which stay where they are during the call. A step without a comparison costs
+// the call alone.
+
+#include <algorithm>
+#include <bit>
+#include <cinttypes>
+#include <cstdio>
+#include <cstring>
+#include <map>
+
+#include "flights.h"
+
+namespace multiring::xla {
+namespace {
+
+using Numbers = std::vector<std::uint64_t>;
+
+constexpr std::uint64_t kFactor = 0x9e3779b97f4a7c15;
+
+std::uint64_t mix(std::uint64_t sum, std::uint64_t word) {
+  return std::rotl(sum ^ (word * kFactor), 27) * kFactor + 1;
+}
+
+/// A checksum that changes with every bit, at the speed of memory: four words at a time.
+std::uint64_t checksum(const void* data, std::size_t bytes, std::uint64_t seed) {
+  const auto* from = static_cast<const std::byte*>(data);
+  std::uint64_t lanes[4] = {seed, seed + 1, seed + 2, seed + 3};
+  std::size_t at = 0;
+  for (; at + sizeof lanes <= bytes; at += sizeof lanes) {
+    std::uint64_t words[4];
+    std::memcpy(words, from + at, sizeof words);
+    for (int i = 0; i < 4; ++i) lanes[i] = mix(lanes[i], words[i]);
+  }
+  for (; at < bytes; at += sizeof(std::uint64_t)) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, from + at, std::min(sizeof word, bytes - at));
+    lanes[0] = mix(lanes[0], word);
+  }
+  std::uint64_t sum = mix(bytes, lanes[0]);
+  for (int i = 1; i < 4; ++i) sum = mix(sum, lanes[i]);
+  return sum;
+}
+
+/// The numbers of all ranks, in the order of the ranks. Collective: as many on each.
+Numbers gather(mr_queue* queue, const std::string& name, bool ordered, std::uint64_t step,
+               const Numbers& mine) {
+  Numbers all(mine.size() * static_cast<std::size_t>(mr_queue_size(queue)));
+  const std::uint64_t count = mine.size();
+  mr_operation operation = MR_OPERATION_INIT;
+  operation.kind = MR_ALLGATHER;
+  operation.dtype = MR_UINT64;
+  operation.name = name.c_str();
+  operation.input = mine.data();
+  operation.output = all.data();
+  operation.output_bytes = all.size() * sizeof(std::uint64_t);
+  operation.dims = 1;
+  operation.shape = &count;
+  const auto flight = std::make_shared<Flight>();
+  flight->queue = queue;
+  Tower::instance().wait_for(submit(flight, name, ordered, step, {operation}));
+  if (flight->status == MR_OK) return all;
+  Tower::instance().wait_for_all(queue, true);
+  throw Failure(flight->status, flight->message);
+}
+
+std::string rank_text(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size() && i < 8; ++i)
+    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+  return text + (ranks.size() > 8 ? ", ..." : "");
+}
+
+/// "checksum 01 on rank 0, but checksum 02 on ranks 1, 2"
+std::string who_has(const std::map<std::uint64_t, std::vector<int>>& found, const char* format) {
+  std::string text;
+  for (const auto& [value, ranks] : found) {
+    char shown[64];
+    std::snprintf(shown, sizeof shown, format, value);
+    text += (text.empty() ? "" : ", but ") + std::string(shown) + " on " + rank_text(ranks);
+  }
+  return text;
+}
+
+/// By value, the ranks that have it, in column `column` of rows of `width`; of the ranks that are given.
+std::map<std::uint64_t, std::vector<int>> by_value(const Numbers& rows, std::size_t width, std::size_t column,
+                                                   const std::vector<int>& ranks) {
+  std::map<std::uint64_t, std::vector<int>> found;
+  for (const int rank : ranks) found[rows[static_cast<std::size_t>(rank) * width + column]].push_back(rank);
+  return found;
+}
+
+/// What to compare at this step: in the second, where a broadcast that was forgotten shows, and in each that
+/// is a multiple of the interval.
+bool is_due(std::uint64_t step, std::uint64_t every) { return step <= 2 ? step == 2 : step % every == 0; }
+
+void check(const Call& call) {
+  mr_queue* queue = Queues::instance().find(call.integer("queue"));
+  const std::string name = call.text("name");
+  const std::uint64_t step = Tower::instance().step(queue, "check " + call.text("counter"), true);
+  if (!is_due(step, static_cast<std::uint64_t>(call.integer("every")))) return;
+  const bool ordered = call.integer("ordered") != 0;
+  const auto& arrays = call.arguments();
+  std::vector<std::string> labels = lines(call.text("labels"));
+  labels.resize(arrays.size());
+  Numbers sums;
+  for (std::size_t i = 0; i < arrays.size(); ++i)
+    sums.push_back(
+        checksum(arrays[i]->data, byte_count(*arrays[i]), checksum(labels[i].data(), labels[i].size(), i)));
+
+  const Numbers row{sums.size(), checksum(sums.data(), sums.size() * sizeof sums[0], 0)};
+  const Numbers rows = gather(queue, name, ordered, step, row);
+  std::vector<int> ranks;  // those that have any: a rank that has no data any more compares nothing
+  std::size_t most = 0;
+  for (int rank = 0; rank < mr_queue_size(queue); ++rank) {
+    const std::uint64_t count = rows[static_cast<std::size_t>(rank) * row.size()];
+    if (count > 0) ranks.push_back(rank);
+    most = std::max(most, static_cast<std::size_t>(count));
+  }
+  const auto counts = by_value(rows, row.size(), 0, ranks);
+  if (counts.size() <= 1 && by_value(rows, row.size(), 1, ranks).size() <= 1) return;
+
+  sums.resize(most);
+  const Numbers all = gather(queue, name + ": tensors", ordered, step, sums);
+  std::string difference = "there are " + who_has(counts, "%" PRIu64 " arrays");
+  if (counts.size() == 1) {
+    std::size_t first = 0;
+    while (first + 1 < most && by_value(all, most, first, ranks).size() == 1) ++first;
+    labels.resize(most);
+    difference = (labels[first].empty() ? "entry " + std::to_string(first) : "'" + labels[first] + "'") +
+                 " has " + who_has(by_value(all, most, first, ranks), "checksum %016" PRIx64);
+  }
+  Tower::instance().wait_for_all(queue, false);
+  throw Failure(MR_MISMATCH, "rank " + std::to_string(mr_queue_rank(queue)) +
+                                 ": the ranks do not agree about the " + call.text("what") + " at step " +
+                                 std::to_string(step) + ": " + difference + "; " + call.text("advice"));
+}
+
+}  // namespace
+}  // namespace multiring::xla
+
+extern "C" MR_API multiring::xla::Error* multiring_jax_check(multiring::xla::CallFrame* frame) {
+  return multiring::xla::handle(frame, multiring::xla::check);
+}

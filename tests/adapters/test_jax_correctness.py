@@ -1,0 +1,168 @@
+"""What would give wrong results silently in JAX: it is right, or an error on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import multiring
+import multiring.jax as mj
+from multiring import Communicator
+from multiring.errors import MismatchError, UsageError
+from tests.rank_pool import RankPool
+
+Pool = Callable[[int], RankPool]
+
+
+def ends_in_error(comm: Communicator, program: Callable[..., Any], *arguments: Any) -> None:
+    """Run a program whose error breaks the queue, so that what comes after needs a new world."""
+    try:
+        with mj.raise_errors():
+            jax.block_until_ready(program(*arguments))
+    finally:
+        comm.barrier()
+        multiring.shutdown()
+
+
+total = jax.jit(mj.allreduce)
+
+
+def average(x: Any) -> Any:
+    return mj.allreduce(x, "average")
+
+
+def loop_then_sum(comm: Communicator, how: str) -> None:
+    """A loop that is longer on one rank, and behind it a call that has nothing to do with it."""
+    inside, behind = {
+        "calls": (lambda x: mj.allreduce(x), lambda x: mj.allreduce(x)),
+        "one helper": (average, average),
+        "one compiled function": (total, total),
+        "trees": (mj.average_gradients, mj.average_gradients),
+        "statistics": (
+            lambda x: mj.batch_statistics(x[None]).mean,
+            lambda x: mj.batch_statistics(x[None]).mean,
+        ),
+    }[how]
+
+    @jax.jit
+    def program(count: Any, x: Any) -> Any:
+        _, looped = jax.lax.while_loop(
+            lambda carry: carry[0] < count,
+            lambda carry: (carry[0] + 1, inside(carry[1]) * 0 + 1),
+            (0, x),
+        )
+        return looped, behind(100 * x)
+
+    ends_in_error(comm, program, 1 + comm.rank, jnp.ones(3))
+
+
+@pytest.mark.parametrize("how", ["calls", "one helper", "one compiled function", "trees", "statistics"])
+def test_a_loop_that_is_longer_on_one_rank_is_an_error_at_once(ranks: Pool, how: str) -> None:
+    for error in ranks(2).run_expecting_errors(loop_then_sum, how):
+        assert isinstance(error, MismatchError), error
+        assert "number 2 of those that all submit in one order" in str(error)
+        assert "(#1 of program at test_jax_correctness.py:" in str(error) or how == "one compiled function"
+        assert "(#2 of program" in str(error)
+
+
+def loop_outside_of_jit(comm: Communicator) -> None:
+    def program() -> Any:
+        for _ in range(1 + comm.rank):
+            mj.allreduce(jnp.ones(3))
+        return mj.allreduce(100 * jnp.ones(3))
+
+    ends_in_error(comm, program)
+
+
+def test_a_python_loop_that_is_longer_on_one_rank_is_an_error_at_once(ranks: Pool) -> None:
+    for error in ranks(2).run_expecting_errors(loop_outside_of_jit):
+        assert isinstance(error, MismatchError), error
+        assert "allreduce (at test_jax_correctness.py:" in str(error)
+
+
+def ranks_compile_differently(comm: Communicator) -> None:
+    """One rank compiles for other shapes, runs other code before, and makes a call of a group of its own."""
+    alone = comm.split(comm.rank)
+
+    @jax.jit
+    def program(batch: Any, x: Any) -> Any:
+        for _ in range(comm.rank):
+            batch = mj.allreduce(batch, comm=alone) * 2  # a group that the other rank is not in
+        grow = jax.grad(lambda x: jnp.sin(average(x)).sum() + batch.sum())(x)
+        again = jax.checkpoint(lambda x: total(x) + average(x))
+        mapped = jax.vmap(again)(jnp.stack([grow, x]))
+        return jax.lax.scan(lambda carry, y: (total(carry), average(y)), x, mapped)
+
+    x = jnp.arange(3.0) + comm.rank
+    first = program(jnp.ones(4), x)
+    second = program(jnp.ones(4 + comm.rank), x)  # compiled anew on one rank only
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    ahead = program.lower(jnp.ones(2 + comm.rank), x).compile()
+    jax.tree.map(np.testing.assert_array_equal, first, ahead(jnp.ones(2 + comm.rank), x))
+    mean = np.arange(3.0) + (comm.size - 1) / 2
+    np.testing.assert_allclose(first[0], mean * comm.size * comm.size, rtol=1e-6)
+
+
+def test_places_are_the_same_whatever_a_rank_compiles(ranks: Pool) -> None:
+    ranks(2).run(ranks_compile_differently)
+
+
+def written_in_two_places(comm: Communicator) -> None:
+    """Calls that belong together need a name where they are written in different places."""
+    if comm.rank == 0:
+        found = mj.broadcast(jnp.arange(3.0), name="start")
+    else:
+        found = mj.broadcast(jnp.zeros(3), name="start")
+    np.testing.assert_array_equal(found, np.arange(3.0))
+
+
+def test_a_name_joins_calls_of_different_places(ranks: Pool) -> None:
+    ranks(2).run(written_in_two_places)
+
+
+def values_that_do_not_fit(comm: Communicator) -> None:
+    with jax.enable_x64(False):
+        for value in (
+            np.array([2**40]),
+            np.uint64(2**40),
+            np.array([-(2**33), 1]),
+            np.array([1e300, np.inf]),
+        ):
+            with pytest.raises(UsageError, match="'allreduce' is .*64 with values from .* cannot hold them"):
+                mj.allreduce(value)
+            with pytest.raises(UsageError, match="'allgather' is"):
+                mj.allgather(value)
+            with pytest.raises(UsageError, match="'a' is"):
+                mj.average_gradients({"a": value})
+            with pytest.raises(UsageError, match="'b' is"):
+                jax.jit(lambda value=value: mj.grouped_allreduce({"b": value}))()
+        np.testing.assert_array_equal(
+            mj.allreduce(np.array([2**30 - 1, -5])), np.array([2**30 - 1, -5]) * comm.size
+        )
+        np.testing.assert_array_equal(mj.allreduce(np.array([np.inf, 1.5])), [np.inf, 1.5 * comm.size])
+        large = {"numpy": np.array([2**40 + comm.rank]), "number": 2**41 + comm.rank, "float": 1e300}
+        assert mj.broadcast_parameters(large) == {"numpy": np.array([2**40]), "number": 2**41, "float": 1e300}
+
+
+def test_values_that_do_not_fit_are_refused(ranks: Pool) -> None:
+    ranks(2).run(values_that_do_not_fit)
+
+
+def weak_types(comm: Communicator) -> None:
+    """Every rank has the types of the root, whether it lacked them or had more of them."""
+    weak, strong = jnp.asarray(0.5), jnp.asarray(0.5, jnp.result_type(float))
+    tree = {"weak": weak, "strong": strong} if comm.rank == 1 else {"weak": strong, "strong": weak}
+    found = mj.broadcast_parameters(tree, 1)
+    assert (found["weak"].weak_type, found["strong"].weak_type) == (True, False)
+    half = jnp.ones(2, jnp.bfloat16)
+    assert (half * found["weak"]).dtype == jnp.bfloat16
+    assert (half * found["strong"]).dtype == strong.dtype
+
+
+def test_weak_types_are_those_of_the_root(ranks: Pool) -> None:
+    ranks(2).run(weak_types)
