@@ -15,6 +15,7 @@ from typing import Any
 from multiring import _core, config, launch_environment, offered_store, torchrun
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError, UsageError
+from multiring.joined import tell_launcher
 from multiring.launch_environment import Placement
 from multiring.mpi import job as mpi_job
 from multiring.mpi.bridge import carries
@@ -126,6 +127,8 @@ def _join(comm: Any, settings: config.Settings) -> Communicator:
             joined.barrier()
             if not settings.tuning and not settings.mode:
                 follow_measured_ways(joined)
+        if joined.rank == 0:
+            tell_launcher(settings)
     except BaseException:
         joined.close()
         _held.close()

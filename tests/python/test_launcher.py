@@ -137,7 +137,7 @@ def test_the_example_of_the_readme_works(tmp_path: Path) -> None:
 
 
 def test_output_streams_stay_apart() -> None:
-    script = "import sys\nprint('out')\nprint('err', file=sys.stderr)\n"
+    script = "import sys, multiring\nmultiring.init()\nprint('out')\nprint('err', file=sys.stderr)\n"
     result = run_job(2, script)
     assert sorted(result.stdout.splitlines()) == ["[0] out", "[1] out"]
     assert sorted(result.stderr.splitlines()) == ["[0] err", "[1] err"]
@@ -215,7 +215,8 @@ if os.environ["MULTIRING_RANK"] == "0":
 
 def test_a_rank_that_ends_early_with_0_is_fine() -> None:
     script = """
-import os, pathlib, time
+import multiring, os, pathlib, time
+multiring.init()
 mark = pathlib.Path(os.environ["TEST_DIRECTORY"]) / "first-has-ended"
 if os.environ["MULTIRING_RANK"] == "0":
     mark.touch()
@@ -229,7 +230,7 @@ else:
 
 
 def test_a_job_that_goes_well_says_nothing_itself() -> None:
-    result = run_job(3, "pass\n")
+    result = run_job(3, "import multiring\nmultiring.init()\n")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 

@@ -20,12 +20,13 @@ import time
 from collections.abc import Mapping, Sequence
 
 from multiring import errors
+from multiring.joined import JOINED_KEY
 from multiring.launcher import engine_rank
 from multiring.launcher.descriptors import enough_descriptors
 from multiring.launcher.directory import job_directory
 from multiring.launcher.engines import SRUN, Engine
 from multiring.launcher.hosts import address_towards
-from multiring.launcher.job import EXIT_TIMED_OUT, job_environment, say, store_url
+from multiring.launcher.job import EXIT_TIMED_OUT, job_environment, say, say_if_none_joined, store_url
 from multiring.launcher.multiplexer import Multiplexer
 from multiring.launcher.process import RankProcess, signal_name
 from multiring.launcher.rank_starter import (
@@ -91,7 +92,10 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
             guard.join()
             process.release()
         ends = heard_ends(server, store)
-        return _judge(options, engine, supervisor, process, ends, time.monotonic() - began)
+        code = _judge(options, engine, supervisor, process, ends, time.monotonic() - began)
+        if code == 0 and JOINED_KEY not in server:
+            say_if_none_joined(engine.ranks)
+        return code
 
 
 def _start(

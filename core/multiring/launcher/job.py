@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from multiring import config, machine
+from multiring.errors import MultiringError
+from multiring.joined import JOINED_KEY
 from multiring.launcher.descriptors import enough_descriptors
 from multiring.launcher.directory import Guard, job_directory
 from multiring.launcher.hosts import address_towards
@@ -28,9 +30,9 @@ from multiring.launcher.rank_starter import (
 )
 from multiring.launcher.report import RankEnd, blame, exit_code, failure_report
 from multiring.launcher.supervisor import ArrivedSignals, Outcome, Supervisor, passed_on_signals
-from multiring.store import TcpStoreServer, address_to_listen_on
+from multiring.store import FileStore, TcpStoreServer, address_to_listen_on
 
-__all__ = ["EXIT_TIMED_OUT", "job_environment", "run_job", "say", "store_url"]
+__all__ = ["EXIT_TIMED_OUT", "job_environment", "run_job", "say", "say_if_none_joined", "store_url"]
 
 EXIT_TIMED_OUT = 124
 
@@ -50,7 +52,7 @@ def run_job(options: JobOptions) -> int:
         passed_on_signals() as signals,
         selectors.PollSelector() as selector,
         job_directory(job_id) as (directory, guard),
-        _store(options, directory, secret) as store,
+        _store(options, directory, secret) as (store, is_joined),
     ):
         start.shared = {
             "MULTIRING_STORE": store,
@@ -58,7 +60,7 @@ def run_job(options: JobOptions) -> int:
             "MULTIRING_JOB_ID": job_id,
         }
         start.selector, start.wake = selector, signals.wake
-        return _Job(options, start, signals, selector, guard).run()
+        return _Job(options, start, signals, selector, guard, is_joined).run()
 
 
 def _descriptors(options: JobOptions) -> int:
@@ -89,14 +91,22 @@ def job_environment(options: JobOptions) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _store(options: JobOptions, directory: Path, secret: str) -> Iterator[str]:
-    """Where the ranks meet: the job's directory, or where there are other hosts a port of ours."""
+def _store(options: JobOptions, directory: Path, secret: str) -> Iterator[tuple[str, Callable[[], bool]]]:
+    """Where the ranks meet: the job's directory, or where there are other hosts a port of ours; and whether
+    ranks have called multiring.init()."""
     if not options.remote_hosts:
-        yield directory.as_uri()
+        yield directory.as_uri(), lambda: _has_joined(directory)
         return
     address = options.address or address_towards(options.remote_hosts)
     with TcpStoreServer(address_to_listen_on(address), 0, bytes.fromhex(secret)) as server:
-        yield store_url(address, server.port)
+        yield store_url(address, server.port), lambda: JOINED_KEY in server
+
+
+def _has_joined(directory: Path) -> bool:
+    with contextlib.suppress(MultiringError), FileStore(directory) as store:
+        store.get(JOINED_KEY, 0.0)
+        return True
+    return False
 
 
 def store_url(host: str, port: int) -> str:
@@ -114,8 +124,10 @@ class _Job:
         signals: ArrivedSignals,
         selector: selectors.BaseSelector,
         guard: Guard,
+        is_joined: Callable[[], bool],
     ) -> None:
         self._options = options
+        self._is_joined, self._joined = is_joined, False
         self._start = start
         self._guard = guard
         tagged = options.ranks > 1 if options.tag_output is None else options.tag_output
@@ -129,7 +141,7 @@ class _Job:
         )
         self._ranks: list[RankProcess] = []
         self._supervisor = Supervisor(
-            self._ranks, self._outputs, selector, signals, guard.finish, self._is_consequence
+            self._ranks, self._outputs, selector, signals, self._end_leftovers, self._is_consequence
         )
 
     def run(self) -> int:
@@ -168,6 +180,10 @@ class _Job:
                 return ProgramError(f"rank {number} cannot be started: {why}{hint}", code)
         return None
 
+    def _end_leftovers(self) -> None:
+        self._joined = self._is_joined()  # before the directory goes
+        self._guard.finish()
+
     def _is_consequence(self, rank: RankProcess) -> bool:
         return RankEnd(rank.rank, rank.pid, rank.code, False, self._outputs.tail(rank.rank)).is_secondary
 
@@ -197,7 +213,11 @@ class _Job:
             )
             say([f"the job took longer than --timeout {self._options.timeout:g}; ended by it: ranks {late}"])
             return EXIT_TIMED_OUT
-        return 128 + signal.SIGPIPE if supervisor.outcome is Outcome.UNREAD else 0
+        if supervisor.outcome is Outcome.UNREAD:
+            return 128 + signal.SIGPIPE
+        if not self._joined:
+            say_if_none_joined(self._options.ranks)
+        return 0
 
 
 def _open_missing_standard_descriptors() -> None:
@@ -208,6 +228,14 @@ def _open_missing_standard_descriptors() -> None:
             os.close(descriptor)
             return
         os.set_inheritable(descriptor, True)
+
+
+def say_if_none_joined(ranks: int) -> None:
+    """Tells of a job that has ended well although no rank has joined it: each has trained a model alone."""
+    if ranks > 1:
+        what = f"none of the {ranks} ranks called multiring.init(): each of them ran on its own, and nothing"
+        advice = "Call it in the program, or start a program that is not distributed without `multiring run`"
+        say([f"{what} was reduced over ranks. {advice}"])
 
 
 def say(lines: Sequence[str]) -> None:

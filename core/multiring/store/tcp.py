@@ -96,6 +96,10 @@ class TcpStoreServer:
     ) -> None:
         self.close()
 
+    def __contains__(self, key: str) -> bool:
+        with self._changed:
+            return key.encode() in self._values
+
     def keys(self) -> list[str]:
         """The keys that have been set, in the order in which they first were."""
         with self._changed:
