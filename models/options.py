@@ -56,7 +56,9 @@ class TrainOptions:
         None, "first layers [by depth]", choices=["cifar", "imagenet"]
     )
     data: str = _option(
-        "digits", "digits, synthetic, or a folder with train/<class>/ and val/<class>/", metavar="DATA"
+        None,
+        "digits, synthetic, or a folder with train/<class>/ and val/<class>/ [digits; a recipe needs one]",
+        metavar="DATA",
     )
     image_size: int | None = _option(None, "pixels [digits: 16, folder: 224, synthetic: by stem]", type=int)
     classes: int | None = _option(
@@ -121,6 +123,13 @@ class TrainOptions:
                 raise UsageError(f"{_flag(name)} must not be negative, but is {value}")
         if self.batch_size is not None and self.global_batch is not None:
             raise UsageError("--batch-size (per rank) and --global-batch (over all ranks) exclude each other")
+        if self.data is None:
+            if self.recipe is not None:
+                raise UsageError(
+                    f"--recipe {self.recipe} needs the data that it is for: give --data and a folder with "
+                    "train/<class>/ and val/<class>/, or --data digits for a trial"
+                )
+            object.__setattr__(self, "data", "digits")
 
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace) -> TrainOptions:

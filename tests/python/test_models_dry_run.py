@@ -63,6 +63,14 @@ def test_recipes_are_those_of_the_original(name: str, depth: int, batch: int, ep
     assert RECIPES[name].warmup_epochs > 0
 
 
+def test_a_recipe_trains_on_no_other_data_without_being_told() -> None:
+    with pytest.raises(UsageError, match="resnet50-imagenet1k needs the data .*--data digits for a trial"):
+        parse(RECIPE)
+    assert parse(RECIPE, "--data=digits").data == "digits"
+    assert parse().data == "digits"
+    assert parse(*parse(RECIPE, "--data=digits").to_arguments()).data == "digits"
+
+
 def test_options_override_a_recipe() -> None:
     resolved = parse(RECIPE, "--data=x", "--batch-size=16", "--epochs=3", "--no-zero-residual").resolve()
     assert (resolved.global_batch, resolved.batch_size, resolved.epochs) == (None, 16, 3)
