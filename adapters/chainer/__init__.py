@@ -21,6 +21,7 @@ from multiring.chainer.factory import create_multi_node_optimizer  # noqa: E402
 from multiring.chainer.optimizer import MultiNodeOptimizer  # noqa: E402
 from multiring.chainer.state import (  # noqa: E402
     average_metrics,
+    batch_weight,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -35,6 +36,7 @@ __all__ = [
     "MultiNodeOptimizer",
     "SyncBatchNormalization",
     "average_metrics",
+    "batch_weight",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",

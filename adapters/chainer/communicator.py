@@ -231,8 +231,8 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
     def multi_node_mean_grad(self, model: chainer.Link, zero_fill: bool = False) -> None:
         """Average the gradients of a model over ranks. Collective.
 
-        Gradients are averaged where they are. Those whose array somebody else has too become views of
-        buckets, which the next call for the same model overwrites.
+        Gradients are averaged where they are. Those that are read-only, or whose memory another parameter's
+        gradient has too, become views of buckets, which the next call for the same model overwrites.
 
         Args:
             model: The model, with the same parameters on every rank.

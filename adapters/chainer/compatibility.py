@@ -2,14 +2,20 @@
 
 Chainer 7.8.1, its last release, uses two names that NumPy 2 has removed: `np.sctypes`, when it is imported,
 and `np.float`, when `resize_images` runs. Both are put back, with the values that they had, before Chainer is
-imported; nothing else is changed, in NumPy or in Chainer, and nothing at all where the names exist.
+imported; nothing else is changed in NumPy. In Chainer, `chainermn.create_communicator` refuses to let
+each rank of `multiring run` train alone; nothing else is changed.
 """
 
 from __future__ import annotations
 
+import functools
 from importlib import import_module
+from typing import Any
 
 import numpy as np
+
+from multiring import config
+from multiring.errors import UsageError
 
 __all__ = ["HOW_TO_INSTALL", "import_chainer", "restore_numpy_names"]
 
@@ -37,7 +43,7 @@ def restore_numpy_names() -> None:
 
 
 def import_chainer() -> None:
-    """Import Chainer and ChainerMN, which is part of it.
+    """Import Chainer and ChainerMN, which is part of it, and refuse to train alone under `multiring run`.
 
     Raises:
         ImportError: They are missing, or something that they need is; says what to install.
@@ -50,3 +56,28 @@ def import_chainer() -> None:
             missing = isinstance(error, ModuleNotFoundError) and error.name == name
             what = f"{name} is not installed" if missing else f"{name} cannot be imported: {error}"
             raise ImportError(f"{what}. {HOW_TO_INSTALL}", name=name) from error
+    _refuse_to_train_alone()
+
+
+def _refuse_to_train_alone() -> None:
+    """ChainerMN's own communicators are MPI's. Where `multiring run` has started the ranks, each has one."""
+    chainermn: Any = import_module("chainermn")
+    make = chainermn.create_communicator
+    if hasattr(make, "_of_multiring"):
+        return
+
+    @functools.wraps(make)
+    def create_communicator(
+        communicator_name: str = "pure_nccl", mpi_comm: Any = None, **options: Any
+    ) -> Any:
+        made, size = make(communicator_name, mpi_comm, **options), config.load().size
+        if mpi_comm is None and size is not None and made.size == 1 < size:
+            raise UsageError(
+                f"rank {config.load().rank}: chainermn.create_communicator('{communicator_name}') makes a "
+                f"communicator of MPI with one rank, but 'multiring run' has started {size}, each of which "
+                "would train alone; call multiring.chainer.create_communicator() instead"
+            )
+        return made
+
+    create_communicator._of_multiring = True  # type: ignore[attr-defined]
+    chainermn.create_communicator = create_communicator

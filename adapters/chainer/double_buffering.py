@@ -63,6 +63,9 @@ class DoubleBufferingOptimizer(MultiNodeOptimizer):
             previous.receive()
             for parameter in previous.parameters:
                 parameter._loss_scale = self._scales
+        # On the connections of the buckets that are empty now: what has just been sent is not waited for.
+        self._keep_equal(self._other, [True] * self.communicator.size)
+        if previous is not None:
             self._update_parameters()
         self._scales = sent_with
         self._sent, self.needs_update = current, True

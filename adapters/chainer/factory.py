@@ -11,7 +11,7 @@ from multiring.chainer.groups import Group
 from multiring.chainer.optimizer import MultiNodeOptimizer
 from multiring.compression import TopK
 from multiring.gradient_source import ReducerOptions
-from multiring.types import WireName
+from multiring.types import BufferMode, WireName
 
 __all__ = ["create_multi_node_optimizer"]
 
@@ -30,6 +30,8 @@ def create_multi_node_optimizer(
     overlap: bool = True,
     wire: WireName | None = None,
     compression: TopK | None = None,
+    buffers: BufferMode = "broadcast",
+    check_every: int | None = None,
 ) -> MultiNodeOptimizer:
     """Wrap an optimizer: its updates use gradients averaged over ranks. Takes the place of ChainerMN's.
 
@@ -51,6 +53,11 @@ def create_multi_node_optimizer(
             are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
         compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
             others for the next step (docs/tuning.md). Of gradients of float32 and float64.
+        buffers: What happens after each reduction to persistent arrays, such as the running statistics of
+            batch normalisation: "broadcast": those of the first rank that has data; "average"; "local":
+            nothing, ranks evaluate differently.
+        check_every: Compare parameters, hyperparameters and buffers over ranks every so many reductions; 0:
+            never; None: as MULTIRING_CHECK_EVERY says (100).
 
     Returns:
         The wrapper: everything that it does not define is the wrapped optimizer's own.
@@ -60,7 +67,12 @@ def create_multi_node_optimizer(
         MismatchError: The ranks have different parameters or options.
     """
     options = ReducerOptions(
-        *(op, bucket_bytes, first_bucket_bytes, prescale, postscale), wire=wire, compression=compression
+        *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
+        wire=wire,
+        compression=compression,
+        check_every=check_every,
     )
     kind = DoubleBufferingOptimizer if double_buffering else MultiNodeOptimizer
-    return kind(actual_optimizer, communicator, options, zero_fill=zero_fill, overlap=overlap)
+    return kind(
+        actual_optimizer, communicator, options, zero_fill=zero_fill, overlap=overlap, buffers=buffers
+    )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -43,10 +41,10 @@ def fill_with_zeros(parameters: Mapping[str, chainer.Parameter]) -> None:
 class GradientSlots:
     """Moves gradients between parameters and buckets; the reducer's `GradientSource`.
 
-    Chainer computes every gradient in memory of its own. There it is reduced when the backward pass is over
-    and nobody else has the array. Otherwise it is copied into its slot, and when it has been reduced
-    `parameter.grad` is a view of the slot (an array on the parameter's device for CuPy). What
-    `parameter.grad` is then tells what has been reduced: a gradient that is any other array is new.
+    When the backward pass is over, gradients are reduced in the arrays that the program has. Those that left
+    during it, that are read-only, or whose memory another parameter's gradient has too are copied into their
+    slots, and `parameter.grad` is a view of the slot (an array on the parameter's device for CuPy)
+    afterwards. What `parameter.grad` is then tells what has been reduced: any other array is new.
 
     Attributes:
         parameters: Those that take part.
@@ -114,8 +112,7 @@ class GradientSlots:
             everything: What was reduced before and is still there takes part as well: a program may have
                 written new gradients into the same arrays.
         """
-        addresses = [_address(parameter.grad) for parameter in self.parameters]
-        count = Counter(addresses)
+        own = _own_arrays([parameter.grad for parameter in self.parameters]) if in_place else set()
         for index in range(len(self.parameters) - 1, -1, -1):
             gradient = self.parameters[index].grad
             if gradient is None or self.reducer.is_ready(index):
@@ -125,12 +122,9 @@ class GradientSlots:
             self._check(index, gradient)
             if gradient is self._views[index]:
                 self.reducer.mark_ready(index)
-            elif in_place and count[addresses[index]] == 1 and _is_alone(gradient):
-                self._in_place[index] = gradient
-                self.reducer.mark_ready(index, InPlace(addresses[index], gradient))
-            else:
-                self._put(index, gradient)
-                self.reducer.mark_ready(index)
+                continue
+            place = self._locate(index, gradient, own=index in own)
+            self.reducer.mark_ready(index, place)
         self.reducer.flush(self)
 
     def receive(self) -> RoundResult:
@@ -140,8 +134,13 @@ class GradientSlots:
         finally:
             in_place, self._in_place = self._in_place, {}
         self._refresh_views()
-        for index in np.flatnonzero(result.produced):
-            self._show(int(index), in_place.get(int(index)))
+        for index in np.flatnonzero(result.produced).tolist():
+            array = in_place.get(index)
+            if array is not None and not array.flags.c_contiguous:
+                array[...] = self._views[index]
+            self._show(index, array)
+        if chainer.is_debug():
+            self._check_finite(result)
         return result
 
     def reduce(self, *, everything: bool = False) -> RoundResult:
@@ -156,9 +155,9 @@ class GradientSlots:
             self._in_place = {}
             self._refresh_views()
 
-    def join(self) -> int:
+    def join(self, after_round: Callable[[RoundResult], None]) -> int:
         """Answer the rounds of ranks that still have data; returns one that had to the end. Collective."""
-        root = self.reducer.join()
+        root = self.reducer.join(after_round)
         for parameter in self.parameters:
             parameter.cleargrad()
         self._refresh_views()
@@ -177,11 +176,8 @@ class GradientSlots:
         gradient = self.parameters[index].grad
         if gradient is None or gradient is self._views[index]:
             return gradient is not None
-        if isinstance(gradient, np.ndarray) and gradient.flags.c_contiguous and gradient.flags.writeable:
-            self._in_place[index] = gradient
-            return InPlace(address_of(gradient), gradient)
-        self._put(index, gradient)
-        return True
+        own = isinstance(gradient, np.ndarray) and gradient.flags.writeable
+        return self._locate(index, gradient, own=own) or True
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: this rank's backward pass has not told how the average is scaled.
@@ -189,6 +185,16 @@ class GradientSlots:
         `receive` shows all averages at once.
         """
         self.parameters[index]._loss_scale = self.loss_scale
+
+    def _locate(self, index: int, gradient: Any, *, own: bool) -> InPlace | None:
+        """Where a gradient is reduced: in place, or (None) in its slot, where it is copied to. The average of
+        the program's `own` arrays is to be in them in any case."""
+        if own:
+            self._in_place[index] = gradient
+            if gradient.flags.c_contiguous:
+                return InPlace(address_of(gradient), gradient)
+        self._put(index, gradient)
+        return None
 
     def _is_new(self, index: int) -> bool:
         gradient = self.parameters[index].grad
@@ -205,6 +211,15 @@ class GradientSlots:
                 rank=self._comm.rank,
                 tensor=name,
             )
+
+    def _check_finite(self, result: RoundResult) -> None:
+        """In Chainer's debug mode, as ChainerMN does."""
+        for index in np.flatnonzero(result.produced).tolist():
+            if not np.isfinite(to_host(self.parameters[index].grad)).all():
+                name = self.reducer.specs[index].name
+                raise ValueError(
+                    f"Parameters diverged after allreduce. The averaged gradient of '{name}' is not finite."
+                )
 
     def _put(self, index: int, gradient: Any) -> None:
         view = self._views[index]
@@ -242,31 +257,29 @@ def _nothing() -> None:
     """A dead reference."""
 
 
-def _address(gradient: Any) -> int:
-    return address_of(gradient) if isinstance(gradient, np.ndarray) and gradient.size > 0 else id(gradient)
+def _own_arrays(gradients: Sequence[Any]) -> set[int]:
+    """Indexes of the gradients in writable host memory that no other of them shares."""
+    extents = []
+    for index, gradient in enumerate(gradients):
+        if isinstance(gradient, np.ndarray) and gradient.size:
+            first = address_of(gradient)
+            spans = [(n - 1) * step for n, step in zip(gradient.shape, gradient.strides, strict=True)]
+            begin, end = (first + sum(span for span in spans if (span < 0) == low) for low in (True, False))
+            extents.append((begin, end + gradient.itemsize, index))
+    extents.sort()
+    reach, last, shared = 0, -1, set()
+    for begin, end, index in extents:
+        if begin < reach:
+            shared |= {last, index}
+        if end > reach:
+            reach, last = end, index
+    return {index for _, _, index in extents if gradients[index].flags.writeable} - shared
 
 
 def _has_history(parameter: chainer.Parameter) -> bool:
     """Whether Chainer could differentiate the gradient further."""
     known = parameter._grad_var
     return known is not None and known.creator_node is not None
-
-
-def _is_alone(gradient: Any) -> bool:
-    """Whether the gradient of a parameter may be reduced where it is: nobody else has the array."""
-    if not isinstance(gradient, np.ndarray):
-        return False
-    # Not a variable for the flags: they hold a reference to the array.
-    base = gradient.base
-    if not (gradient.flags.c_contiguous and gradient.flags.writeable):
-        return False
-    if base is None and not gradient.flags.owndata:
-        return False
-    # That of the gradient, of this function and of the argument.
-    if base is not None and not (isinstance(base, np.ndarray) and sys.getrefcount(base) <= 3):
-        return False
-    # The caller's, this function's, the argument's, and two of Chainer's.
-    return sys.getrefcount(gradient) <= 5
 
 
 def specifications(rank: int, parameters: Mapping[str, chainer.Parameter]) -> list[ParameterSpec]:

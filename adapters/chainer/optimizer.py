@@ -12,16 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 import chainer
-from multiring.chainer.arrays import to_host
+from multiring.buffer_sync import check_mode
+from multiring.chainer.arrays import is_array, to_host
 from multiring.chainer.communicator import ChainerCommunicator, create_communicator
 from multiring.chainer.gradients import GradientSlots, fill_with_zeros, named_parameters, specifications
 from multiring.chainer.groups import Group
 from multiring.chainer.overlap import watched_gradients
-from multiring.chainer.state import broadcast_optimizer_state, broadcast_parameters
+from multiring.chainer.state import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    sync_buffers,
+    training_state,
+)
 from multiring.chainer.sync_batch_normalization import SyncBatchNormalization
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions, check_arguments
 from multiring.model_check import check_same
+from multiring.state_check import StateCheck
+from multiring.types import BufferMode
 
 __all__ = ["MultiNodeOptimizer"]
 
@@ -39,8 +47,9 @@ class MultiNodeOptimizer:
         communicator: Communicator of the ranks that train together.
         zero_fill: Whether parameters that have a gradient on no rank get one of zeros before an update.
         overlap: Whether `update(lossfun, ...)` reduces gradients while its backward pass runs.
-        needs_broadcast: Whether the next update compares the parameters over the ranks, and broadcasts them
-            if they differ; set at the start and when parameters were added or initialised.
+        needs_broadcast: Whether the next update compares parameters and the optimizer's state over the ranks,
+            and broadcasts them if they differ; set at the start and when parameters were added or
+            initialised.
     """
 
     # What is declared here (and in subclasses) belongs to the wrapper, everything else to what it wraps.
@@ -50,6 +59,8 @@ class MultiNodeOptimizer:
     overlap: bool
     needs_broadcast: bool
     _options: ReducerOptions
+    _buffers: BufferMode
+    _check: StateCheck | None  # of the ranks' states; made anew with the buckets
     _slots: GradientSlots | None
     _known: list[tuple[str, int, bool]]  # the parameters that the buckets were made for
     _incomplete: bool  # some of them have no shape yet
@@ -67,10 +78,13 @@ class MultiNodeOptimizer:
         *,
         zero_fill: bool,
         overlap: bool,
+        buffers: BufferMode = "broadcast",
     ) -> None:
         """See `create_multi_node_optimizer`."""
         self.actual_optimizer = actual_optimizer
         self.communicator = _as_chainer_communicator(communicator)
+        check_mode(self.communicator.rank, buffers)
+        self._buffers, self._check = buffers, None
         self.zero_fill, self.overlap, self.needs_broadcast = zero_fill, overlap, True
         self._options = options
         self._slots = None
@@ -101,17 +115,21 @@ class MultiNodeOptimizer:
         With `lossfun` forward and backward pass are part of it, and gradients are reduced while the backward
         pass runs; without it, what gradients there are (unless `synchronize` has reduced them).
 
-        Where the ranks turn out to hold different parameters (at the first update, or when parameters were
-        initialised or added since), all take over those of rank 0, and nothing is updated this time: the
-        gradients were those of different models.
+        Where the ranks turn out to hold different parameters or optimizer states (at the first update, or
+        when parameters were initialised or added since), all take over those of rank 0, and nothing is
+        updated this time: the gradients were those of different models.
 
         Args:
             lossfun: Computes the loss, a scalar variable, from `args` and `kwds`.
             args: Its arguments.
             kwds: Its keyword arguments.
+
+        Raises:
+            MismatchError: The ranks hold different states (see `check_every`).
         """
         loss = None if lossfun is None else lossfun(*args, **kwds)
         if loss is not None:
+            self._updated_at = self._rounds  # what synchronize() may have reduced is cleared, too
             if getattr(self.actual_optimizer, "_use_cleargrads", True):
                 self.target.cleargrads()
             else:
@@ -169,7 +187,8 @@ class MultiNodeOptimizer:
             self._joining = False
         if self.communicator.size == 1 or self._slots is None:
             return
-        root = self._slots.join()
+        slots = self._slots
+        root = slots.join(lambda result: self._keep_equal(slots, result.active.tolist()))
         broadcast_parameters(self.target, root, self.communicator)
         broadcast_optimizer_state(self.actual_optimizer, root, self.communicator)
 
@@ -218,8 +237,19 @@ class MultiNodeOptimizer:
     def _reduce(self, *, everything: bool = False) -> None:
         if self._slots is not None:
             self._slots.loss_scale = self.actual_optimizer._loss_scale
-            self._slots.reduce(everything=everything)
+            result = self._slots.reduce(everything=everything)
+            self._keep_equal(self._slots, result.active.tolist())
         self._rounds += 1
+
+    def _keep_equal(self, slots: GradientSlots, active: list[bool]) -> None:
+        """After a reduction: synchronise buffers, and compare the ranks if it is time to. Collective."""
+        comm = slots.reducer.comm
+        if self._check is None or comm is None or not any(active):
+            return
+        sync_buffers(self.target, comm, self._buffers, active)
+        if self._check.due():
+            state = training_state(self.actual_optimizer, buffers=self._buffers != "local")
+            self._check.compare(state, active=active[self.communicator.rank])
 
     def _update_parameters(self) -> None:
         if self.zero_fill:
@@ -244,10 +274,13 @@ class MultiNodeOptimizer:
         if not self.needs_broadcast:
             return False
         self.needs_broadcast = False
-        digests = self.communicator.plain.allgather_object(_digest(self.target))
-        if len(set(digests)) == 1:
+        plain = self.communicator.plain
+        if len(set(plain.allgather_object(_digest(self.actual_optimizer)))) == 1:
             return False
         self.communicator.bcast_data(self.target)
+        broadcast_optimizer_state(self.actual_optimizer, 0, plain)
+        if self._buffers != "local":
+            sync_buffers(self.target, plain, "broadcast", [True] * plain.size)
         return True
 
     def _prepare_for_gradients(self) -> None:
@@ -275,6 +308,8 @@ class MultiNodeOptimizer:
         entries = [(name, _describe(parameter)) for name, parameter in parameters.items()]
         check_same(plain, entries, "parameters of the model")
         self._make_slots(parameters)
+        own = None if self._slots is None else self._slots.reducer.comm
+        self._check = None if own is None else StateCheck(own, self._options.check_every)
         self._known = _initialised(self.target)
         self._incomplete = not all(known for _, _, known in self._known)
         self.needs_broadcast = True
@@ -339,11 +374,16 @@ def _initialised(link: chainer.Link) -> list[tuple[str, int, bool]]:
     return [(name, id(p), p.is_initialized) for name, p in named_parameters(link).items()]
 
 
-def _digest(link: chainer.Link) -> str:
-    """Hash of all initialised parameters."""
-    digest = hashlib.blake2b()
-    for name, parameter in named_parameters(link).items():
-        if parameter.is_initialized:
-            digest.update(f"{name} ".encode())
-            digest.update(to_host(parameter.array).reshape(-1).view(np.uint8).data)
+def _digest(optimizer: chainer.Optimizer) -> str:
+    """Hash of all initialised parameters, and of what their update rules keep."""
+    digest = hashlib.blake2b(str(optimizer.t).encode())
+    for name, parameter in named_parameters(optimizer.target).items():
+        if not parameter.is_initialized:
+            continue
+        kept = getattr(parameter.update_rule, "state", None) or {}
+        for key, value in [("", parameter.array), *sorted(kept.items())]:
+            digest.update(f"{name} {key} ".encode())
+            digest.update(
+                to_host(value).reshape(-1).view(np.uint8).data if is_array(value) else repr(value).encode()
+            )
     return digest.hexdigest()

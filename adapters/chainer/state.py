@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, SupportsFloat, TypeVar
 
 import numpy as np
 
 import chainer
+from multiring import Communicator
 from multiring import metrics as shared_metrics
+from multiring.buffer_sync import sync_arrays
 from multiring.chainer.arrays import Array, is_array, on_device, place, to_host
 from multiring.chainer.gradients import named_parameters
 from multiring.chainer.groups import Group, plain_communicator
 from multiring.state_sync import StateBuffer, broadcast_state, check_root
+from multiring.types import BufferMode
 
 __all__ = [
     "average_metrics",
+    "batch_weight",
     "broadcast_arrays",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "parameter_arrays",
+    "sync_buffers",
+    "training_state",
 ]
 
 T = TypeVar("T")
@@ -75,9 +81,33 @@ def broadcast_arrays(arrays: Mapping[str, Any], root: int = 0, comm: Group = Non
         for name, array in staged.items()
     ]
     broadcast_state(plain, buffers, root)
-    for name, array in arrays.items():
-        if on_device(array) or not np.may_share_memory(staged[name], array):
-            array[...] = place(staged[name].reshape(array.shape), on_device(array))
+    _take_over(arrays, staged)
+
+
+def sync_buffers(link: chainer.Link, comm: Communicator, mode: BufferMode, active: Sequence[bool]) -> None:
+    """Make the buffers of all ranks the same: see `multiring.buffer_sync.sync_arrays`. Collective."""
+    arrays = _buffers(link) if mode != "local" else {}
+    staged = {name: to_host(array) for name, array in arrays.items()}
+    sync_arrays(comm, staged, mode, active)
+    _take_over(arrays, staged)
+
+
+def training_state(optimizer: chainer.Optimizer, *, buffers: bool) -> Iterator[tuple[str, object]]:
+    """What has to be the same on all ranks: hyperparameters and hooks of an optimizer and its update rules,
+    parameters, and buffers if asked for."""
+    yield "optimizer", type(optimizer).__name__
+    yield "updates of the optimizer", optimizer.t
+    yield "loss scale", optimizer._loss_scale
+    yield from _settings("optimizer", optimizer)
+    for name, parameter in named_parameters(optimizer.target).items():
+        rule = parameter.update_rule
+        if rule is not None:
+            yield f"update rule of {name}", (type(rule).__name__, rule.enabled)
+            yield from _settings(f"update rule of {name}", rule)
+        if parameter.is_initialized:
+            yield name, to_host(parameter.array)
+    for name, array in _buffers(optimizer.target).items() if buffers else ():
+        yield name, to_host(array)
 
 
 def broadcast_optimizer_state(optimizer: Any, root: int = 0, comm: Group = None) -> None:
@@ -136,3 +166,42 @@ def _on_host(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _placed(state: Mapping[str, Any] | None, device: bool) -> dict[str, Any] | None:
     return None if state is None else {k: place(v, device) if is_array(v) else v for k, v in state.items()}
+
+
+def batch_weight(count: float, comm: Group = None) -> float:
+    """What to multiply the mean loss of a batch with where batches differ in size over ranks. Collective; see
+    `multiring.metrics.batch_weight`."""
+    return shared_metrics.batch_weight(plain_communicator(comm), count)
+
+
+def _buffers(link: chainer.Link) -> dict[str, Any]:
+    """The persistent values that are arrays of numbers, by name. Those of unsigned integers are left out:
+    they may be states of random number generators, which each rank has of its own."""
+    return {
+        f"{path}/{name}".lstrip("/"): value
+        for path, owner in link.namedlinks()
+        for name in sorted(owner._persistent)
+        if is_array(value := getattr(owner, name))
+        and not isinstance(value, np.generic)
+        and value.dtype.kind in "bif"
+    }
+
+
+def _take_over(arrays: Mapping[str, Any], staged: Mapping[str, Array]) -> None:
+    """Copy what has arrived where it was not received in place."""
+    for name, array in arrays.items():
+        if on_device(array) or not np.may_share_memory(staged[name], array):
+            array[...] = place(staged[name].reshape(array.shape), on_device(array))
+
+
+def _settings(owner: str, found: Any) -> Iterator[tuple[str, object]]:
+    """Hyperparameters and hooks of an optimizer or of an update rule. Those that a rule takes from its
+    optimizer are the optimizer's."""
+    hyperparameters = getattr(found, "hyperparam", None)
+    own = {} if hyperparameters is None else vars(hyperparameters)
+    for name in sorted(own.keys() - {"_parent"}):
+        yield f"{name} of the {owner}", own[name]
+    for when in ("_pre_update_hooks", "_post_update_hooks"):
+        for name, hook in (getattr(getattr(found, "_hookable", None) or found, when, None) or {}).items():
+            values = {k: v for k, v in vars(hook).items() if isinstance(v, str | int | float)}
+            yield f"hook {name} of the {owner}", f"{type(hook).__name__} {sorted(values.items())}"
