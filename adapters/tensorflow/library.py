@@ -16,7 +16,7 @@ from multiring.errors import InternalError, UsageError
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["independent", "native_ops", "number_of", "place_of"]
+__all__ = ["abort", "is_asynchronous", "native_ops", "number_of", "place_of"]
 
 _NAME = "libmultiring_tensorflow.so"
 
@@ -80,17 +80,13 @@ def place_of(number: int) -> tuple[int, int]:
     return _library().places[number]
 
 
-def independent(results: Any) -> Any:
-    """Tells `tf.function` that the op has to run but needs no order among other ops with effects.
+def is_asynchronous() -> bool:
+    """Whether operations wait without holding one of TensorFlow's threads."""
+    return _library().is_asynchronous
 
-    Otherwise it would let them run one after the other only.
-    """
-    first = results[0] if isinstance(results, list | tuple) else results
-    # Operations that hold threads while they wait must keep the order that all ranks share.
-    if not tf.is_symbolic_tensor(first) or not _library().is_asynchronous:
-        return results
-    # Not part of TensorFlow's public interface; without it the ops still work, but one after the other.
-    manager = getattr(first.graph, "experimental_acd_manager", None)
-    if manager is not None and hasattr(manager, "run_independently"):
-        manager.run_independently(first.op)
-    return results
+
+def abort(number: int, message: str) -> None:
+    """Make all operations of the communicator with this number fail, on all ranks."""
+    for comm, known in list(_numbers.items()):
+        if known == number:
+            shared_queue(comm, "tensorflow").abort(message)

@@ -8,6 +8,7 @@ rank meets the k-th on the others.
 from __future__ import annotations
 
 import re
+import threading
 import weakref
 from typing import Any
 
@@ -15,7 +16,7 @@ import tensorflow as tf
 
 __all__ = ["operation_name"]
 
-# Operations so far in each function that is being traced.
+# Operations so far in each function, branch or body of a loop that is being traced.
 _counts: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
@@ -26,11 +27,16 @@ def operation_name(kind: str) -> str:
         kind: What it does, "allreduce".
     """
     if tf.executing_eagerly():
-        return kind  # eager operations of a thread run one after the other
+        thread = threading.current_thread()
+        if thread is threading.main_thread() or isinstance(thread, threading._DummyThread):
+            return kind  # eager operations of a thread run one after the other
+        return f"{_plain(thread.name)}/{kind}"
     graph = tf.compat.v1.get_default_graph()
-    while getattr(graph, "outer_graph", None) is not None and hasattr(graph.outer_graph, "outer_graph"):
-        graph = graph.outer_graph  # bodies of loops and branches have numbers of the process in their names
     counts = _counts.setdefault(graph, {})
     counts[kind] = counts.get(kind, 0) + 1
-    title = re.sub(r"_?\d+", "", getattr(graph, "name", "graph"))
-    return f"{title}/{kind} {counts[kind]}"
+    return f"{_plain(getattr(graph, 'name', 'graph'))}/{kind} {counts[kind]}"
+
+
+def _plain(title: str) -> str:
+    """Without numbers of the process, which differ from rank to rank."""
+    return re.sub(r"_?\d+", "", title)

@@ -7,7 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 from multiring.errors import UsageError
-from multiring.tensorflow.library import independent, native_ops, place_of
+from multiring.tensorflow.library import place_of
+from multiring.tensorflow.order import run
 
 __all__: list[str] = []
 
@@ -42,10 +43,9 @@ def _allreduce_gradient(op: Any, *gradients: Tensor) -> list[Tensor]:
     places = [place for place, gradient in enumerate(gradients) if gradient is not None]
     found: list[Tensor] = [None] * len(op.inputs)
     if places:
-        reduced = native_ops().multiring_allreduce(
-            [gradients[place] for place in places], [], labels=[], **_linear(op)
-        )
-        for place, value in zip(places, independent(reduced), strict=True):
+        tensors = [gradients[place] for place in places]
+        reduced = run("multiring_allreduce", tensors, [], labels=[], **_linear(op))
+        for place, value in zip(places, reduced, strict=True):
             found[place] = value
     return found
 
@@ -75,7 +75,7 @@ def _allgather_gradient(op: Any, gradient: Tensor, _: Tensor) -> list[Tensor]:
 def _reduce_scatter_gradient(op: Any, gradient: Tensor) -> Tensor:
     attributes = _linear(op)
     scale = _double(attributes["prescale_bits"]) * _double(attributes["postscale_bits"])
-    joined = independent(native_ops().multiring_allgather(gradient, [], **_attributes(op))).joined
+    joined = run("multiring_allgather", gradient, [], **_attributes(op)).joined
     if attributes["reduce_op"] == _AVERAGE:
         scale /= _place(op)[1]
     return joined if scale == 1.0 else joined * tf.cast(scale, joined.dtype)
@@ -83,14 +83,13 @@ def _reduce_scatter_gradient(op: Any, gradient: Tensor) -> Tensor:
 
 @tf.RegisterGradient("MultiringAlltoall")
 def _alltoall_gradient(op: Any, gradient: Tensor, _: Tensor) -> list[Tensor]:
-    back = native_ops().multiring_alltoall(gradient, op.outputs[1], **_attributes(op))
-    return [independent(back).joined, None]
+    return [run("multiring_alltoall", gradient, op.outputs[1], **_attributes(op)).joined, None]
 
 
 def _summed(op: Any, tensors: list[Tensor]) -> list[Tensor]:
     one = struct.unpack("<q", struct.pack("<d", 1.0))[0]
     options = {"reduce_op": _SUM, "prescale_bits": one, "postscale_bits": one, "labels": []}
-    return list(independent(native_ops().multiring_allreduce(tensors, [], **options, **_attributes(op))))
+    return list(run("multiring_allreduce", tensors, [], **options, **_attributes(op)))
 
 
 def _place(op: Any) -> tuple[int, int]:

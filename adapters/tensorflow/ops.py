@@ -14,8 +14,9 @@ import multiring
 import tensorflow as tf
 from multiring.errors import UsageError
 from multiring.tensorflow import op_gradients  # noqa: F401  # registers them
-from multiring.tensorflow.library import independent, native_ops, number_of
+from multiring.tensorflow.library import number_of
 from multiring.tensorflow.naming import operation_name
+from multiring.tensorflow.order import run
 from multiring.types import ReduceOpName
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ def grouped_allreduce(
         raise UsageError(f"op is {op!r}; accepted: {', '.join(_OPS)}")
     if len(tensors) == 0:
         return []
-    results = native_ops().multiring_allreduce(
+    results = run(
+        "multiring_allreduce",
         [tf.convert_to_tensor(tensor) for tensor in tensors],
         [] if step is None else [step],
         reduce_op=_OPS.index(op),
@@ -112,7 +114,7 @@ def grouped_allreduce(
         labels=list(labels),
         **_common("allreduce", name, comm, priority),
     )
-    return list(independent(results))
+    return list(results)
 
 
 @_as_is
@@ -133,10 +135,13 @@ def grouped_broadcast(
     """Broadcasts several tensors, of any dtypes, as one operation; see `broadcast`."""
     if len(tensors) == 0:
         return []
-    results = native_ops().multiring_broadcast(
-        [tf.convert_to_tensor(tensor) for tensor in tensors], root=root, **_common("broadcast", name, comm)
+    results = run(
+        "multiring_broadcast",
+        [tf.convert_to_tensor(tensor) for tensor in tensors],
+        root=root,
+        **_common("broadcast", name, comm),
     )
-    return list(independent(results))
+    return list(results)
 
 
 @_as_is
@@ -160,12 +165,11 @@ def allgather(
         The joined tensor. Differentiable: a rank's gradient is the sum over ranks of what belongs to its
         rows.
     """
-    return independent(
-        native_ops().multiring_allgather(
-            tf.convert_to_tensor(tensor),
-            [] if step is None else [step],
-            **_common("allgather", name, comm),
-        )
+    return run(
+        "multiring_allgather",
+        tf.convert_to_tensor(tensor),
+        [] if step is None else [step],
+        **_common("allgather", name, comm),
     ).joined
 
 
@@ -185,14 +189,13 @@ def reducescatter(
     """
     if op not in _OPS:
         raise UsageError(f"op is {op!r}; accepted: {', '.join(_OPS)}")
-    return independent(
-        native_ops().multiring_reduce_scatter(
-            tf.convert_to_tensor(tensor),
-            reduce_op=_OPS.index(op),
-            prescale_bits=_bits(prescale),
-            postscale_bits=_bits(postscale),
-            **_common("reducescatter", name, comm),
-        )
+    return run(
+        "multiring_reduce_scatter",
+        tf.convert_to_tensor(tensor),
+        reduce_op=_OPS.index(op),
+        prescale_bits=_bits(prescale),
+        postscale_bits=_bits(postscale),
+        **_common("reducescatter", name, comm),
     )
 
 
@@ -217,8 +220,8 @@ def alltoall(
         Differentiable.
     """
     rows = tf.zeros([0], tf.int64) if splits is None else tf.cast(splits, tf.int64)
-    result = independent(
-        native_ops().multiring_alltoall(tf.convert_to_tensor(tensor), rows, **_common("alltoall", name, comm))
+    result = run(
+        "multiring_alltoall", tf.convert_to_tensor(tensor), rows, **_common("alltoall", name, comm)
     )
     return result.joined if splits is None else (result.joined, result.rows)
 
@@ -236,7 +239,7 @@ def next_step(name: str, *, comm: Communicator | None = None, after: Sequence[Te
         after: Tensors that have to be there first: a function that fails before has not begun the step.
     """
     with tf.control_dependencies(list(after)):
-        return independent(native_ops().multiring_step(**_common("step", name, comm)))
+        return run("multiring_step", **_common("step", name, comm))
 
 
 def _common(kind: str, name: str | None, comm: Communicator | None, priority: int = 0) -> dict[str, Any]:

@@ -139,13 +139,14 @@ Call::Call(const Settings& settings, TF_OpKernelContext* context)
     : settings_(settings), context_(context), status_(api.TF_NewStatus()) {}
 
 Call::~Call() {
+  if (running_) end_run(settings_.communicator, settings_.name);
   for (TF_Tensor* tensor : held_) api.TF_DeleteTensor(tensor);
   api.TF_DeleteStatus(status_);
 }
 
 void Call::finish() {
   Done done = std::move(done_);
-  delete this;  // outputs have to be let go of before whoever waits for them may write to them
+  delete this;  // who waits may use the name and write to the outputs
   api.TF_RunAsyncOpKernelDoneCallback(reinterpret_cast<TF_AsyncOpKernelDoneCallback*>(&done));
 }
 
@@ -293,6 +294,17 @@ bool Call::take_step(int index) {
 }
 
 bool Call::submit() {
+  const bool alone = mr_queue_size(queue_) == 1;
+  running_ = !alone && begin_run(settings_.communicator, settings_.name);
+  if (!alone && !running_) {
+    const std::string message = "'" + settings_.name + "' was called on rank " +
+                                std::to_string(mr_queue_rank(queue_)) +
+                                " while another call of it was running, so ranks may reach the two in different "
+                                "order; call it from one thread and not in parallel, or give each of its uses a "
+                                "name or a communicator of its own";
+    mr_queue_abort(queue_, message.c_str());
+    return fail(kInvalidArgument, "multiring: UsageError: " + message);
+  }
   mr_error error{};
   const mr_status status = mr_queue_submit(
       queue_, settings_.name.c_str(), operations_.data(), static_cast<int>(operations_.size()),

@@ -55,6 +55,7 @@ class Call {
   TF_Status* status_;
   mr_queue* queue_ = nullptr;
   uint64_t step_ = 0;
+  bool running_ = false;  // counts as the one run of its name
   std::vector<mr_operation> operations_;
   std::vector<std::vector<uint64_t>> shapes_;
   std::vector<uint64_t> splits_;

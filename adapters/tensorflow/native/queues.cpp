@@ -2,6 +2,7 @@
 
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,6 +17,7 @@ struct Registry {
   std::mutex mutex;
   std::vector<mr_queue*> queues;
   std::map<std::pair<int64_t, std::string>, int64_t> steps;  // by the number of a queue and a name
+  std::set<std::pair<int64_t, std::string>> running;
 };
 
 Registry& registry() {
@@ -36,6 +38,18 @@ int64_t next_step(int64_t queue, const std::string& name) {
   Registry& all = registry();
   const std::lock_guard lock(all.mutex);
   return ++all.steps[{queue, name}];
+}
+
+bool begin_run(int64_t queue, const std::string& name) {
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  return all.running.insert({queue, name}).second;
+}
+
+void end_run(int64_t queue, const std::string& name) {
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  all.running.erase({queue, name});
 }
 
 }  // namespace multiring::tensorflow

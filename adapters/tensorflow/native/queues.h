@@ -15,4 +15,8 @@ mr_queue* find_queue(int64_t number);
 /* Counts the steps of `name` on a queue: 1, 2, ... */
 int64_t next_step(int64_t queue, const std::string& name);
 
+/* Whether `name` was not running on this queue; it is from now on, until end_run. */
+bool begin_run(int64_t queue, const std::string& name);
+void end_run(int64_t queue, const std::string& name);
+
 }  // namespace multiring::tensorflow

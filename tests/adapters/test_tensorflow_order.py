@@ -1,0 +1,361 @@
+"""Uses of one name keep their order, also where ranks reach them in another one.
+
+Each rank delays another use. Were the order not kept, the first of one rank would meet the second of the other,
+and the results would be wrong without an error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import multiring.tensorflow as mt
+from multiring import Communicator
+from multiring.errors import AbortedError, UsageError
+from tests.rank_pool import RankPool
+
+Pool = Callable[[int], RankPool]
+
+
+def late(x: Any, count: Any) -> Any:
+    """`x` after so many products of matrices, in an operation without effects, which nothing orders."""
+    x = tf.convert_to_tensor(x)
+    step = tf.eye(150) / 2.0
+    last = tf.while_loop(lambda k, _: k < count, lambda k, m: (k + 1, m @ step), (0, step))[1]
+    return x + tf.cast(tf.reduce_sum(last) * 0.0, x.dtype)
+
+
+def delays(comm: Communicator) -> tuple[Any, Any]:
+    """How late the two uses are: the first on rank 0, the second on the others."""
+    return tf.constant(400 if comm.rank == 0 else 1), tf.constant(1 if comm.rank == 0 else 400)
+
+
+def mean(comm: Communicator) -> float:
+    return (comm.size - 1) / 2
+
+
+def persistent_tape(comm: Communicator) -> None:
+    w = tf.Variable([1.0, 2.0])
+
+    @tf.function
+    def step(n1: Any, n2: Any, factor: Any) -> Any:
+        with mt.DistributedGradientTape(tf.GradientTape(persistent=True), comm) as tape:
+            l1, l2 = tf.reduce_sum(w) * factor, tf.reduce_sum(100.0 * w) * factor
+        return tape.gradient(l1, w, late(1.0, n1)), tape.gradient(l2, w, late(1.0, n2))
+
+    for number in range(4):
+        first, second = step(*delays(comm), tf.constant(comm.rank + number + 1.0))
+        np.testing.assert_allclose(first, [mean(comm) + number + 1] * 2)
+        np.testing.assert_allclose(second, [100 * (mean(comm) + number + 1)] * 2)
+
+
+def applied_twice(comm: Communicator) -> None:
+    one, other = (keras.Variable(np.zeros(3, "float32"), name="weight") for _ in range(2))
+    optimizer = mt.DistributedOptimizer(keras.optimizers.SGD(1.0), comm)
+    optimizer.build([one])
+    seen = []
+
+    @tf.function
+    def step(n1: Any, n2: Any) -> None:
+        for count, value in ((n1, 1.0), (n2, 100.0)):
+            optimizer.apply_gradients([(late(tf.ones([3]) * (value + comm.rank), count), one)])
+            seen.append(value)
+
+    for number in range(1, 4):
+        step(*delays(comm))
+        np.testing.assert_allclose(one.numpy(), [-number * (101.0 + 2 * mean(comm))] * 3)
+    assert seen == [1.0, 100.0]
+    del other
+
+
+def inner_twice(comm: Communicator, ahead: bool) -> None:
+    """An inner function that captures a variable; it may have been traced before, on its own."""
+    w = tf.Variable(2.0)
+
+    @tf.function
+    def net(x: Any, count: Any) -> Any:
+        return w * mt.allreduce(late(x, count), comm=comm)
+
+    @tf.function
+    def step(n1: Any, n2: Any) -> Any:
+        return net(tf.constant(1.0), n1), net(tf.constant(100.0), n2)
+
+    if ahead:
+        net(tf.constant(1.0), tf.constant(1))
+    for _ in range(4):
+        found = step(*delays(comm))
+        assert [float(value) for value in found] == [2.0 * comm.size, 200.0 * comm.size]
+
+
+def batch_norm_twice(comm: Communicator, depth: int) -> None:
+    """`net(real)` and `net(fake)` with their gradients; at a depth of 2 in a function inside of another."""
+    scale, offset = tf.Variable([2.0, 3.0]), tf.Variable([0.0, 1.0])
+    draw = np.random.default_rng(0)
+    whole = [
+        draw.standard_normal((4 * comm.size, 2)).astype("float32") * k + k for k in (1.0, 7.0)
+    ]
+    weights = [draw.standard_normal((4 * comm.size, 2)).astype("float32") for _ in range(2)]
+    mine = slice(4 * comm.rank, 4 * comm.rank + 4)
+
+    def normalise(x: Any, count: Any) -> Any:
+        return mt.sync_batch_norm(late(x, count), scale, offset, comm=comm)[0]
+
+    net = tf.function(normalise)
+    if depth == 2:
+        block = net
+
+        @tf.function
+        def net(x: Any, count: Any) -> Any:
+            return block(x, count) * 1.0
+
+    def gradients(call: Any, sources: Any, factors: Any, counts: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            # The products delay the gradients as well.
+            loss = tf.add_n(
+                [
+                    tf.reduce_sum(late(call(x, n) * f, n))
+                    for x, f, n in zip(sources, factors, counts, strict=True)
+                ]
+            )
+        return tape.gradient(loss, [*sources, scale, offset])
+
+    def alone(x: Any, _: Any) -> Any:
+        moments = tf.nn.moments(x, [0])
+        return tf.nn.batch_normalization(x, *moments, offset, scale, 1e-5)
+
+    wanted = gradients(alone, [tf.constant(x) for x in whole], weights, [0, 0])
+    traced = tf.function(lambda *arguments: gradients(net, *arguments))
+    for run in (traced, lambda *arguments: gradients(net, *arguments)):
+        found = run(
+            [tf.constant(x[mine]) for x in whole], [tf.constant(f[mine]) for f in weights], list(delays(comm))
+        )
+        for one, other in zip(found[:2], wanted[:2], strict=True):
+            np.testing.assert_allclose(one, other[mine], rtol=2e-3, atol=2e-4)
+        for one, other in zip(found[2:], wanted[2:], strict=True):
+            np.testing.assert_allclose(mt.allreduce(one, comm=comm), other, rtol=2e-3, atol=2e-4)
+
+
+def two_gradients(comm: Communicator) -> None:
+    """Two gradients through one normalisation."""
+    draw = np.random.default_rng(1)
+    whole = draw.standard_normal((4 * comm.size, 2)).astype("float32")
+    mine = slice(4 * comm.rank, 4 * comm.rank + 4)
+    factors = [np.float32([1.0, 2.0]), np.float32([50.0, -9.0])]
+
+    def losses(y: Any, counts: Any) -> list[Any]:
+        return [tf.reduce_sum(late(y * y * f, n)) for f, n in zip(factors, counts, strict=True)]
+
+    @tf.function
+    def step(x: Any, n1: Any, n2: Any) -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            y = mt.sync_batch_norm(x, tf.ones([2]), tf.ones([2]), comm=comm)[0]
+            found = losses(y, (n1, n2))
+        # The second is delayed before its gradient arrives.
+        return [tape.gradient(one, x, late(1.0, n)) for one, n in zip(found, (n1, n2), strict=True)]
+
+    x = tf.constant(whole)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = tf.nn.batch_normalization(x, *tf.nn.moments(x, [0]), tf.ones([2]), tf.ones([2]), 1e-5)
+        found = losses(y, (0, 0))
+    wanted = [tape.gradient(one, x) for one in found]
+    for _ in range(3):
+        for one, other in zip(step(tf.constant(whole[mine]), *delays(comm)), wanted, strict=True):
+            np.testing.assert_allclose(one, other[mine], rtol=2e-3, atol=2e-4)
+
+
+def one_name(comm: Communicator) -> None:
+    """Two operations of one name, and a function in between that uses the name again."""
+
+    @tf.function
+    def inner(x: Any, count: Any) -> Any:
+        return mt.allreduce(late(x, count), name="shared", comm=comm)
+
+    @tf.function
+    def step(n1: Any, n2: Any) -> Any:
+        first = mt.allreduce(late(1.0, n1), name="shared", comm=comm)
+        second = inner(tf.constant(10.0), n2)
+        third = mt.allreduce(late(100.0, n1), name="shared", comm=comm)
+        return first, second, third, inner(tf.constant(1000.0), n2)
+
+    for _ in range(4):
+        assert [float(value) / comm.size for value in step(*delays(comm))] == [1.0, 10.0, 100.0, 1000.0]
+
+
+def branches_and_loops(comm: Communicator) -> None:
+    """Loops whose iterations do not depend on each other, branches, and their gradients."""
+
+    @tf.function
+    def step(x: Any, n1: Any, n2: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            results = tf.TensorArray(tf.float32, 6, element_shape=[])
+            for k in tf.range(6):
+                count = tf.where(k % 2 == 0, n1, n2)
+                results = results.write(
+                    k, mt.allreduce(late(x * tf.cast(k, tf.float32), count), name="loop", comm=comm)
+                )
+            found = results.stack()
+            if n1 > 0:
+                one = mt.allreduce(late(x, n1), name="branch", comm=comm)
+            else:
+                one = x
+            if n2 > 0:
+                other = mt.allreduce(late(10.0 * x, n2), name="branch", comm=comm)
+            else:
+                other = x
+            loss = tf.reduce_sum(found * tf.range(6.0)) + one + 2.0 * other
+        return found, one, other, tape.gradient(loss, x)
+
+    size = comm.size
+    for number in range(3):
+        x = tf.constant(number + 1.0)
+        found, one, other, gradient = step(x, *delays(comm))
+        np.testing.assert_allclose(found, np.arange(6.0) * (number + 1) * size)
+        assert (float(one), float(other)) == ((number + 1) * size, 10.0 * (number + 1) * size)
+        assert float(gradient) == (55.0 + 1.0 + 20.0) * size
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "persistent tape": (persistent_tape,),
+    "optimizer applied twice": (applied_twice,),
+    "inner function": (inner_twice, False),
+    "inner function traced before": (inner_twice, True),
+    "sync_batch_norm in an inner function": (batch_norm_twice, 1),
+    "sync_batch_norm two functions deep": (batch_norm_twice, 2),
+    "two gradients": (two_gradients,),
+    "one name": (one_name,),
+    "branches and loops": (branches_and_loops,),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_uses_of_one_name_keep_their_order(ranks: Pool, case: str) -> None:
+    ranks(2).run(*CASES[case])
+
+
+def two_threads(comm: Communicator, what: str) -> list[str]:
+    """Two threads call one thing, in another order on each rank; one after the other where "in turn"."""
+    child = comm.split(0)  # an error breaks it for good
+    assert child is not None
+    traced = tf.function(lambda x: mt.allreduce(late(x, 50), name="one name", comm=child))
+    w = tf.Variable(0.0)
+    reduction = mt.GradientReduction([w], child)
+    step = tf.function(lambda x: reduction.reduce([x])[0])
+    nested = tf.function(lambda x: tf.cond(x > 0.0, lambda: step(x), lambda: x))
+    calls: dict[str, Callable[[Any], Any]] = {
+        "function": traced,
+        "eager": lambda x: mt.allreduce(x, name="one name", comm=child),
+        "reduction": nested,
+    }
+    call, errors = calls[what.split()[0]], []
+    other_may_end, other_is_done = threading.Event(), threading.Event()
+
+    def work(value: float) -> None:
+        try:
+            with mt.translate_errors():
+                call(tf.constant(value))
+        except (UsageError, AbortedError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        other_is_done.set()
+        other_may_end.wait(30.0)
+
+    values = [1.0, 100.0] if comm.rank == 0 else [100.0, 1.0]
+    workers = [threading.Thread(target=work, args=(value,)) for value in values]
+    for worker in workers:
+        worker.start()
+        if what.endswith("in turn"):
+            assert other_is_done.wait(30.0)
+            other_is_done.clear()
+    if not what.endswith("in turn"):
+        assert other_is_done.wait(30.0)
+    other_may_end.set()
+    for worker in workers:
+        worker.join()
+    return errors
+
+
+@pytest.mark.parametrize(
+    "what", ["function", "function in turn", "eager", "eager in turn", "reduction in turn"]
+)
+def test_one_name_in_two_threads_is_an_error_on_every_rank(ranks: Pool, what: str) -> None:
+    for errors in ranks(2).run(two_threads, what):
+        assert errors
+        assert any("a communicator of its own" in error for error in errors), errors
+
+
+def threads_in_order(comm: Communicator) -> None:
+    """A thread takes over from one that has ended; each of two may have a communicator of its own."""
+    traced = tf.function(lambda x, c: mt.allreduce(late(x, 50), comm=c))
+    totals: dict[float, float] = {}
+    first, second = comm.split(0), comm.split(0)
+
+    def work(value: float, c: Communicator) -> None:
+        for _ in range(3):
+            totals[value] = float(traced(tf.constant(value), c))
+
+    for value in (1.0, 2.0):
+        worker = threading.Thread(target=work, args=(value, comm))
+        worker.start()
+        worker.join()
+    both = [threading.Thread(target=work, args=one) for one in ((3.0, first), (4.0, second))]
+    for worker in both[:: 1 if comm.rank else -1]:
+        worker.start()
+    for worker in both:
+        worker.join()
+    assert totals == {value: value * comm.size for value in (1.0, 2.0, 3.0, 4.0)}
+
+
+def test_threads_that_do_not_share_names(ranks: Pool) -> None:
+    ranks(2).run(threads_in_order)
+
+
+def pipelines(comm: Communicator) -> None:
+    ready = tf.function(lambda x: mt.allreduce(x, comm=comm))
+    ready(tf.constant(1.0))  # traced outside of the pipeline
+    for function in (lambda x: mt.allreduce(x, comm=comm), ready):
+        for parallel in (None, 4):
+            numbers = tf.data.Dataset.from_tensor_slices([1.0, 2.0])
+            with pytest.raises(Exception, match="call it outside of the pipeline"):
+                numbers.map(function, num_parallel_calls=parallel)
+
+
+def test_pipelines_of_data_are_refused(ranks: Pool) -> None:
+    ranks(2).run(pipelines)
+
+
+def first_graphs(comm: Communicator) -> None:
+    """Graphs and sessions of TensorFlow 1: names are numbered, and parallel loops are refused."""
+    with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
+        n1, n2 = delays(comm)
+        found = [mt.allreduce(late(v, n), name="one", comm=comm) for v, n in ((1.0, n1), (100.0, n2))]
+        for _ in range(3):
+            assert session.run(found) == [comm.size, 100.0 * comm.size]
+
+        def loop(parallel: int) -> Any:
+            return tf.compat.v1.while_loop(
+                lambda k, _: k < 3,
+                lambda k, total: (k + 1, total + mt.allreduce(tf.cast(k, tf.float32), name="loop", comm=comm)),
+                (0, 0.0),
+                parallel_iterations=parallel,
+            )
+
+        tf.compat.v1.disable_control_flow_v2()
+        try:
+            assert session.run(loop(1)[1]) == 3.0 * comm.size
+            with pytest.raises(UsageError, match="parallel_iterations=1"):
+                loop(10)
+        finally:
+            tf.compat.v1.enable_control_flow_v2()
+
+
+def test_graphs_of_tensorflow_1(ranks: Pool) -> None:
+    ranks(2).run(first_graphs)
