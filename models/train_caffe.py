@@ -78,7 +78,10 @@ class CaffeTrainer(Trainer):
                 path, dtype=dtype, sync_batch_norm_comm=self._comm if self._sync_bn else None
             )
         load_weights(self._net, self._spec, weights)
-        self._callback = multiring.caffe.SolverCallback(self._solver, self._comm, overlap=True, iter_size=1)
+        # The trainer averages statistics itself, where ranks have their own.
+        self._callback = multiring.caffe.SolverCallback(
+            self._solver, self._comm, overlap=True, iter_size=1, buffers="local"
+        )
         self._solver.add_callback(*self._callback)
 
     @property

@@ -47,7 +47,10 @@ class ChainerTrainer(Trainer):
         self._parameters = trained_parameters(model)
         multiring.chainer.broadcast_parameters(model, comm=self._comm)
         self._communicator = multiring.chainer.create_communicator(self._comm)
-        self._optimizer = multiring.chainer.create_multi_node_optimizer(Sgd(self._recipe), self._communicator)
+        # The trainer averages statistics itself, where ranks have their own.
+        self._optimizer = multiring.chainer.create_multi_node_optimizer(
+            Sgd(self._recipe), self._communicator, buffers="local"
+        )
         self._optimizer.setup(model)
         decay_weights(model, self._recipe.weight_decay)
 

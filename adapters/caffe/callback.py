@@ -8,7 +8,6 @@ outside of an iteration (between `on_gradients_ready` and the next `on_start`) a
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -36,9 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SolverCallback"]
 
-# Number of the newest callback of each solver: Caffe has no way to take one off again.
-_newest: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_numbers = itertools.count()
+# The newest callback of each solver: Caffe has no way to take one off again.
+_newest: weakref.WeakKeyDictionary[Any, weakref.ref[SolverCallback]] = weakref.WeakKeyDictionary()
 
 
 class SolverCallback:
@@ -104,7 +102,14 @@ class SolverCallback:
         self._solver, self._net, self._root = solver, solver.net, root
         if iter_size is not None and iter_size < 1:
             raise UsageError(f"rank {self._comm.rank}: iter_size is {iter_size}; pass 1 or more")
+        earlier = _newest.get(solver, lambda: None)()
+        if earlier is not None and not earlier._closed:
+            raise UsageError(
+                f"rank {self._comm.rank}: the solver has a SolverCallback already, and gradients would be "
+                "reduced twice; close() that one before making another"
+            )
         self._parameters = self._select(frozen)
+        self._statistics = [p for p in learned_blobs(self._net) if p.is_statistic]
         specs = [self._specification(parameter) for parameter in self._parameters]
         op: Literal["average", "sum"] = "average" if average else "sum"
         check_mode(self._comm.rank, buffers)
@@ -129,7 +134,7 @@ class SolverCallback:
         self._copied: dict[int, bytes] = {}  # gradients that are in their slots, and some values of them
         self._generation, self._views = -1, [np.empty(0)]
         self._is_watching = self._watch()
-        self._number = _newest[solver] = next(_numbers)
+        _newest[solver] = weakref.ref(self)
 
     def __iter__(self) -> Iterator[Callable[[], None]]:
         """Unpacks as `on_start, on_gradients_ready`."""
@@ -245,7 +250,7 @@ class SolverCallback:
 
     @property
     def _is_replaced(self) -> bool:
-        return self._closed and _newest[self._solver] > self._number
+        return self._closed and _newest[self._solver]() not in (None, self)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -273,7 +278,7 @@ class SolverCallback:
         """After a reduction: synchronise statistics, and compare the ranks if it is time to. Collective."""
         if self._comm.size == 1:
             return
-        arrays = {p.name: self._blob(p).data for p in learned_blobs(self._net) if p.is_statistic}
+        arrays = {p.name: self._blob(p).data for p in self._statistics}
         sync_arrays(self._reducer.comm or self._comm, arrays, self._buffers, result.active.tolist())
         if self._check.due():
             entries = solver_state(self._solver, statistics=self._buffers != "local")

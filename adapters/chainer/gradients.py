@@ -112,7 +112,7 @@ class GradientSlots:
             everything: What was reduced before and is still there takes part as well: a program may have
                 written new gradients into the same arrays.
         """
-        own = _own_arrays([parameter.grad for parameter in self.parameters]) if in_place else set()
+        pending = {}
         for index in range(len(self.parameters) - 1, -1, -1):
             gradient = self.parameters[index].grad
             if gradient is None or self.reducer.is_ready(index):
@@ -120,10 +120,11 @@ class GradientSlots:
             if not everything and gradient is self._shown[index]():
                 continue
             self._check(index, gradient)
-            if gradient is self._views[index]:
-                self.reducer.mark_ready(index)
-                continue
-            place = self._locate(index, gradient, own=index in own)
+            pending[index] = gradient
+        own = _own_arrays(pending) if in_place else set()
+        for index, gradient in pending.items():
+            is_there = gradient is self._views[index]
+            place = None if is_there else self._locate(index, gradient, own=index in own)
             self.reducer.mark_ready(index, place)
         self.reducer.flush(self)
 
@@ -257,16 +258,9 @@ def _nothing() -> None:
     """A dead reference."""
 
 
-def _own_arrays(gradients: Sequence[Any]) -> set[int]:
+def _own_arrays(gradients: Mapping[int, Any]) -> set[int]:
     """Indexes of the gradients in writable host memory that no other of them shares."""
-    extents = []
-    for index, gradient in enumerate(gradients):
-        if isinstance(gradient, np.ndarray) and gradient.size:
-            first = address_of(gradient)
-            spans = [(n - 1) * step for n, step in zip(gradient.shape, gradient.strides, strict=True)]
-            begin, end = (first + sum(span for span in spans if (span < 0) == low) for low in (True, False))
-            extents.append((begin, end + gradient.itemsize, index))
-    extents.sort()
+    extents = sorted((*_extent(g), k) for k, g in gradients.items() if isinstance(g, np.ndarray) and g.size)
     reach, last, shared = 0, -1, set()
     for begin, end, index in extents:
         if begin < reach:
@@ -274,6 +268,16 @@ def _own_arrays(gradients: Sequence[Any]) -> set[int]:
         if end > reach:
             reach, last = end, index
     return {index for _, _, index in extents if gradients[index].flags.writeable} - shared
+
+
+def _extent(array: Array) -> tuple[int, int]:
+    """The addresses where an array begins and ends."""
+    first = address_of(array)
+    if array.flags.c_contiguous:
+        return first, first + array.nbytes
+    spans = [(length - 1) * step for length, step in zip(array.shape, array.strides, strict=True)]
+    begin, end = (first + sum(span for span in spans if (span < 0) == low) for low in (True, False))
+    return begin, end + array.itemsize
 
 
 def _has_history(parameter: chainer.Parameter) -> bool:

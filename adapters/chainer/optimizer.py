@@ -81,6 +81,11 @@ class MultiNodeOptimizer:
         buffers: BufferMode = "broadcast",
     ) -> None:
         """See `create_multi_node_optimizer`."""
+        if hasattr(actual_optimizer, "actual_optimizer"):
+            raise UsageError(
+                f"{type(actual_optimizer).__name__} is a multi-node optimizer already, and gradients would be "
+                "reduced twice; wrap the optimizer of Chainer itself"
+            )
         self.actual_optimizer = actual_optimizer
         self.communicator = _as_chainer_communicator(communicator)
         check_mode(self.communicator.rank, buffers)
@@ -191,6 +196,8 @@ class MultiNodeOptimizer:
         root = slots.join(lambda result: self._keep_equal(slots, result.active.tolist()))
         broadcast_parameters(self.target, root, self.communicator)
         broadcast_optimizer_state(self.actual_optimizer, root, self.communicator)
+        if self._check is not None:
+            self._check.compare_next()
 
     def close(self) -> None:
         """Release the buckets; gradients go on in memory of their own. May be called twice.

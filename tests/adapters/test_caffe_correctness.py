@@ -305,7 +305,9 @@ def not_started(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="came before on_start"):
         on_gradients_ready()
     with pytest.raises(UsageError, match="buffers is 'some'"):
-        multiring.caffe.SolverCallback(solver, comm, buffers="some")  # type: ignore[arg-type]
+        multiring.caffe.SolverCallback(make_solver(), comm, buffers="some")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="already, and gradients would be reduced twice; close"):
+        multiring.caffe.SolverCallback(solver, comm)
 
 
 def test_refused(ranks: Pool) -> None:
@@ -368,10 +370,26 @@ def test_uneven_data_with_momentum(ranks: Pool) -> None:
 
 
 def unequal_batches(comm: Communicator) -> None:
+    """The weight is what the diff of the loss is filled with, as Caffe does with its `loss_weight`."""
     counts = [1, 5, 3]
-    weight = multiring.caffe.batch_weight(counts[comm.rank], comm)
-    np.testing.assert_allclose(weight, counts[comm.rank] * 3 / 9)
+    generator = np.random.default_rng(0)
+    images, labels = generator.standard_normal((9, 2, 3, 3)), np.arange(9.0) % 3
+    solvers = []
+    for begin, count in ((sum(counts[: comm.rank]), counts[comm.rank]), (0, 9)):
+        with tempfile.TemporaryDirectory() as name:
+            net = caffe_nets.SMALL.replace("batch_size: 4", f"batch_size: {count}")
+            solver = caffe_nets.make_solver(Path(name), "momentum: 0.9", net, samples=count)
+        solver.net.set_input_arrays(images[begin : begin + count], labels[begin : begin + count])
+        solvers.append(solver)
+    mine, alone = solvers
+    mine.add_callback(*multiring.caffe.SolverCallback(mine, comm, overlap=True, iter_size=1))
+    for _ in range(3):
+        mine.net.blobs["loss"].diff[...] = multiring.caffe.batch_weight(counts[comm.rank], comm)
+        for solver in solvers:
+            solver.step(1)
+    for one, other in zip(mine.net.learnable, alone.net.learnable, strict=True):
+        np.testing.assert_allclose(one.blob.data, other.blob.data, rtol=1e-10, atol=1e-12)
 
 
-def test_weight_of_a_batch(ranks: Pool) -> None:
+def test_batches_that_differ_in_size(ranks: Pool) -> None:
     ranks(3).run(unequal_batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import multiring.chainer  # before Chainer
 
 # isort: split
 import chainer
+import chainermn
 from chainer import functions, links
 
 from multiring import Communicator
@@ -248,6 +250,57 @@ def look_between(comm: Communicator) -> None:
 
 def test_an_update_after_gradients_were_looked_at(ranks: Pool) -> None:
     ranks(2).run(look_between)
+
+
+def swap(comm: Communicator) -> None:
+    """What changes objects and arrays between steps, but no value, changes nothing."""
+    found = []
+    for swaps in (False, True):
+        model = make_model()
+        optimizer = make_optimizer(comm, check_every=1).setup(model)
+        for step in range(5):
+            if swaps and step == 1:
+                model.to_device("@numpy")
+                for parameter in model.params():
+                    parameter.array = parameter.array.copy()
+            if swaps and step == 2:
+                copied = copy.deepcopy(model)
+                model.cleargrads()
+                copied.cleargrads()
+            if swaps and step == 3:
+                parameter = chainer.Parameter(model.middle.W.array)
+                parameter.update_rule, parameter.grad = model.middle.W.update_rule, model.middle.W.grad
+                del model.middle.W
+                with model.middle.init_scope():
+                    model.middle.W = parameter
+            if swaps and step == 4:
+                for parameter in model.params():
+                    parameter.grad = None if parameter.grad is None else parameter.grad.copy()
+            model.cleargrads()
+            squares(model, 10 * step + comm.rank).backward()
+            if swaps:
+                for parameter in model.params():
+                    parameter.grad = None if parameter.grad is None else parameter.grad.copy()
+            optimizer.update()
+        found.append(bits_of(model))
+        assert same_everywhere(comm, found)
+        optimizer.close()
+    assert found[0] == found[1]
+
+
+def test_objects_that_change_between_steps(ranks: Pool) -> None:
+    ranks(2).run(swap)
+
+
+def wrap_twice(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    for make in (chainermn.create_multi_node_optimizer, multiring.chainer.create_multi_node_optimizer):
+        with pytest.raises(UsageError, match="would be reduced twice"):
+            make_optimizer(comm, make(chainer.optimizers.SGD(), mn))
+
+
+def test_an_optimizer_is_wrapped_once(ranks: Pool) -> None:
+    ranks(2).run(wrap_twice)
 
 
 def kept_arrays(comm: Communicator, layout: str) -> None:
