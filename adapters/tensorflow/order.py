@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 from multiring.errors import UsageError
 from multiring.tensorflow.library import is_asynchronous, native_ops
-from multiring.tensorflow.threads import claim, claim_at_each_call
+from multiring.tensorflow.threads import claim, claim_at_each_call, leave_branch
 
 __all__ = ["run"]
 
@@ -152,6 +152,7 @@ def _resolve(op: Any, reads: Any, writes: Any) -> bool:
     graph = op.graph
     if _sizes.get(graph) != graph.num_operations():
         _order(graph)
+        leave_branch(graph)
         _sizes[graph] = graph.num_operations()
     return False
 

@@ -12,10 +12,11 @@ from multiring.errors import UsageError
 from multiring.initialization import at_shutdown
 from multiring.tensorflow.library import abort, place_of
 
-__all__ = ["claim", "claim_at_each_call"]
+__all__ = ["claim", "claim_at_each_call", "leave_branch"]
 
 _Key = tuple[int, str]  # number of the communicator's queue, name
 
+_PARTS = {"CondBranchFuncGraph", "WhileCondFuncGraph", "WhileBodyFuncGraph"}
 _lock = threading.Lock()
 _owners: dict[_Key, threading.Thread] = {}
 # What the functions that are being traced, or were, claim when they are called.
@@ -33,7 +34,7 @@ def claim(keys: Iterable[_Key]) -> None:
     if isinstance(mine, threading._DummyThread):
         return  # one of TensorFlow's, which runs a tf.py_function in the order of the graph
     with _lock:
-        for key in keys:
+        for key in sorted(keys):
             if place_of(key[0])[1] == 1:
                 continue
             owner = _owners.get(key)
@@ -55,41 +56,56 @@ def claim(keys: Iterable[_Key]) -> None:
 
 def claim_at_each_call(graph: Any, key: _Key) -> None:
     """Have the name claimed by each thread that calls the function of this graph."""
-    while hasattr(getattr(graph, "outer_graph", None), "capture_call_time_value") and _is_part(graph):
+    while _is_part(graph, _PARTS) and hasattr(graph.outer_graph, "capture_call_time_value"):
         graph = graph.outer_graph  # branches and bodies of loops run in the thread of their function
     if graph.name.startswith("__backward_"):
         return  # made by TensorFlow, in a way that has no place for it; the forward function has claimed
     if graph not in _claims:
         _claims[graph] = _Claim()
-    _claims[graph].add(graph, key)
+        _claims[graph].attach(graph)
+    _claims[graph].keys.add(key)
 
 
-def _is_part(graph: Any) -> bool:
-    names = {kind.__name__ for kind in type(graph).__mro__}
-    return not names.isdisjoint({"CondBranchFuncGraph", "WhileCondFuncGraph", "WhileBodyFuncGraph"})
+def leave_branch(graph: Any) -> None:
+    """Hand the claims of functions that a branch calls to the function around it.
+
+    TensorFlow does so itself, but for the branches of `tf.cond`, which have no place for them.
+    """
+    if not _is_part(graph, {"CondBranchFuncGraph"}):
+        return
+    captures = graph.function_captures
+    for claims in [key for key in captures.by_ref_internal if isinstance(key, _Claim)]:
+        _, placeholder, kind = captures.pop(claims, True)
+        outer = claims.attach(graph.outer_graph)
+        captures.add_or_replace(
+            key=id(outer), external=outer, internal=placeholder, tracetype=kind, is_by_ref=False
+        )
+
+
+def _is_part(graph: Any, kinds: set[str]) -> bool:
+    return not kinds.isdisjoint(kind.__name__ for kind in type(graph).__mro__)
 
 
 class _Claim:
-    """The names of one graph, claimed when the function is called from Python."""
+    """The names of one function, claimed when it is called from Python."""
 
     def __init__(self) -> None:
-        self._keys: set[_Key] = set()
+        self.keys: set[_Key] = set()
         self._checked: tuple[threading.Thread, int] | None = None
+        with tf.init_scope():
+            self._zero = tf.constant(0)
 
-    def add(self, graph: Any, key: _Key) -> None:
-        """Take in another name; the first time, make the graph call this object."""
-        if not self._keys:
-            with tf.init_scope():
-                zero = tf.constant(0)
-            self._zero = zero
-            with graph.as_default():
-                graph.capture_call_time_value(self, tf.TensorSpec([], tf.int32), key=self, default_value=zero)
-        self._keys.add(key)
+    def attach(self, graph: Any) -> Any:
+        """Make the function of this graph call this object whenever it is called; its value there."""
+        with graph.as_default():
+            return graph.capture_call_time_value(
+                self, tf.TensorSpec([], tf.int32), key=self, default_value=self._zero
+            )
 
     def __call__(self) -> Any:
-        """Runs at each call, in the thread of the caller. What the graph makes of the value does not matter."""
-        state = threading.current_thread(), len(self._keys)
+        """Runs at each call, in the thread of the caller. Nothing depends on the value."""
+        state = threading.current_thread(), len(self.keys)
         if self._checked != state:
-            claim(self._keys)
+            claim(self.keys)
             self._checked = state
         return self._zero
