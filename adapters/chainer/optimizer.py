@@ -83,7 +83,7 @@ class MultiNodeOptimizer:
         """See `create_multi_node_optimizer`."""
         if hasattr(actual_optimizer, "actual_optimizer"):
             raise UsageError(
-                f"{type(actual_optimizer).__name__} is a multi-node optimizer already, and gradients would be "
+                f"{type(actual_optimizer).__name__} is a multi-node optimizer already: gradients would be "
                 "reduced twice; wrap the optimizer of Chainer itself"
             )
         self.actual_optimizer = actual_optimizer
