@@ -104,6 +104,20 @@ TEST(NameMatcher, PriorityIsThatOfRankZero) {
   EXPECT_EQ(matches[1].priority, -1);
 }
 
+// What all ranks submit in one order: another name with the same number is no other operation's turn.
+TEST(NameMatcher, ANumberInTheOrderHasOneName) {
+  const auto numbered = [](const char* name, std::uint64_t number) {
+    return Announcement{name, 0, 1, 0, number};
+  };
+  Job job(3);
+  EXPECT_EQ(job.round({{numbered("a", 1), {"free"}}, {}, {numbered("a", 1), numbered("b", 2)}}).size(), 0u);
+  EXPECT_EQ(Job::names(job.round({{numbered("b", 2)}, {{"free"}, numbered("a", 1)}, {{"free"}}})),
+            (Names{"a", "free"}));
+  const Error error = error_of(ErrorKind::kMismatch, [&] { job.round({{}, {numbered("c", 2)}, {}}); });
+  expect_text(error, "as number 2 of those that all submit in one order: rank 2 'b', rank 1 'c'");
+  EXPECT_EQ(error.context().tensor, "c");
+}
+
 TEST(NameMatcher, OneRankMatchesAtOnce) {
   Job job(1);
   EXPECT_EQ(job.names_of_round({{"a", "b", "a"}}), (Names{"a", "b", "a"}));
@@ -113,9 +127,9 @@ TEST(NameMatcher, KnownNamesTravelAsNumbers) {
   Job job(2, 2);
   const Names names{std::string(100, 'a'), std::string(100, 'b'), std::string(100, 'c')};
   job.names_of_round({names, names});
-  EXPECT_EQ(job.bytes(), 6 * (24 + 100u));
+  EXPECT_EQ(job.bytes(), 6 * (32 + 100u));
   EXPECT_EQ(job.names_of_round({names, {names[2], names[1], names[0]}}), names);
-  EXPECT_EQ(job.bytes(), 6 * 24 + 2 * 100u);  // there are numbers for two
+  EXPECT_EQ(job.bytes(), 6 * 32 + 2 * 100u);  // there are numbers for two
 }
 
 TEST(NameMatcher, SaysWhoWaitsForWhom) {
