@@ -28,11 +28,13 @@ from multiring.jax.gradients import (
     Participation,
     average_gradients,
     average_partial_gradients,
+    batch_weight,
     join,
     value_and_grad,
 )
 from multiring.jax.state import average_metrics, broadcast_object, broadcast_parameters
-from multiring.jax.trees import grouped_allreduce
+from multiring.jax.state_check import check_state
+from multiring.jax.trees import grouped_allreduce, sync_buffers
 
 if TYPE_CHECKING:
     from multiring.jax.optimizer import distribute
@@ -47,15 +49,18 @@ __all__ = [
     "average_metrics",
     "average_partial_gradients",
     "batch_statistics",
+    "batch_weight",
     "broadcast",
     "broadcast_object",
     "broadcast_parameters",
+    "check_state",
     "distribute",
     "grouped_allreduce",
     "join",
     "raise_errors",
     "reducescatter",
     "sync_batch_norm",
+    "sync_buffers",
     "value_and_grad",
 ]
 

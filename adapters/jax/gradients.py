@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
@@ -14,7 +16,9 @@ import jax.numpy as jnp
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.errors import UsageError
 from multiring.jax.arguments import as_arrays, resolve
+from multiring.jax.collectives import allreduce
 from multiring.jax.state import broadcast_parameters
+from multiring.jax.state_check import check_interval, check_leaves, check_state
 from multiring.jax.trees import Reduction, bucket_name, named, named_leaves, reduce_arrays
 
 if TYPE_CHECKING:
@@ -24,6 +28,7 @@ __all__ = [
     "Participation",
     "average_gradients",
     "average_partial_gradients",
+    "batch_weight",
     "gradient_options",
     "join",
     "reduce_gradients",
@@ -56,12 +61,15 @@ def gradient_options(
     bucket_bytes: int,
     first_bucket_bytes: int,
     name: str | None,
+    check_every: int | None = 0,
 ) -> Reduction:
-    """The options of a reduction of gradients; UsageError if they make no sense."""
+    """The options of a reduction of gradients; UsageError if they make no sense. 0: no state is compared."""
     if op not in ("average", "sum"):
         raise UsageError(f"rank {comm.rank}: op is {op!r}; gradients take 'average' or 'sum'")
     scales = float(prescale), float(postscale)
-    return Reduction(op, *scales, bucket_bytes, first_bucket_bytes, **named(name, "gradients"))
+    matched = named(name, "gradients")
+    interval = check_interval(comm, check_every)
+    return Reduction(op, *scales, bucket_bytes, first_bucket_bytes, check_every=interval, **matched)
 
 
 def average_gradients(
@@ -103,7 +111,30 @@ def average_gradients(
 def reduce_gradients(comm: Communicator, gradients: Any, options: Reduction) -> Any:
     """Reduce a pytree in which None stands for no gradient on any rank."""
     names, leaves, structure = named_leaves(gradients)
-    return structure.unflatten(reduce_arrays(comm, as_arrays(comm, leaves, names), names, options))
+    _refuse_reduced(comm, leaves, names)
+    reduced = reduce_arrays(comm, as_arrays(comm, leaves, names), names, options)
+    _note_reduced(comm, reduced)
+    return structure.unflatten(reduced)
+
+
+# Reduced gradients that the program holds, by communicator and id: what must not be reduced again.
+_reduced: WeakKeyDictionary[Communicator, WeakValueDictionary[int, Any]] = WeakKeyDictionary()
+
+
+def _note_reduced(comm: Communicator, arrays: Sequence[Any]) -> None:
+    if comm.size > 1:
+        _reduced.setdefault(comm, WeakValueDictionary()).update({id(array): array for array in arrays})
+
+
+def _refuse_reduced(comm: Communicator, arrays: Sequence[Any], names: Sequence[str]) -> None:
+    known = _reduced.get(comm, {})
+    for array, name in zip(arrays, names, strict=True):
+        if array is not None and known.get(id(array)) is array:
+            raise UsageError(
+                f"rank {comm.rank}: the gradient of '{name}' has been reduced over these ranks already, and "
+                "would be once more; pass what jax.grad gives to distribute's update, or averaged gradients "
+                "to an optimizer that is not wrapped"
+            )
 
 
 def average_partial_gradients(
@@ -118,6 +149,7 @@ def average_partial_gradients(
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     name: str | None = None,
+    check_every: int | None = None,
 ) -> tuple[Any, Participation]:
     """Average gradients that some ranks may lack, in part or altogether.
 
@@ -129,23 +161,27 @@ def average_partial_gradients(
         active: Whether this rank has data: a boolean, or a boolean array of shape (). What an inactive rank
             passes as gradients does not count.
 
-    The other arguments are those of `average_gradients`.
+    `check_every` is that of `distribute`: here the ranks only answer those that compare. The other arguments
+    are those of `average_gradients`.
 
     Returns:
         A tree of the structure of `like`, zeros where no rank had a gradient, and who took part.
     """
     comm = resolve(comm)
-    options = gradient_options(comm, op, prescale, postscale, bucket_bytes, first_bucket_bytes, name)
+    sizes = bucket_bytes, first_bucket_bytes
+    options = gradient_options(comm, op, prescale, postscale, *sizes, name, check_every)
     return reduce_partial(comm, gradients, like, active, options)
 
 
 def reduce_partial(
-    comm: Communicator, gradients: Any, like: Any, active: Any, options: Reduction
+    comm: Communicator, gradients: Any, like: Any, active: Any, options: Reduction, state: Any = None
 ) -> tuple[Any, Participation]:
-    """See `average_partial_gradients`."""
+    """See `average_partial_gradients`. `state` is compared every so many steps."""
+    check_leaves(comm, state, options.check_every, name=f"{options.name}: state", ordered=options.ordered)
     names, models, structure = named_leaves(like)
     present = structure.flatten_up_to(gradients)
     active = jnp.asarray(active, bool)
+    _refuse_reduced(comm, present, names)
     parts = [
         jnp.zeros(jnp.shape(model), jnp.result_type(model))
         if part is None
@@ -170,6 +206,7 @@ def reduce_partial(
             jnp.where(whole, total, total * (comm.size / jnp.maximum(count, 1)).astype(total.dtype))
             for total in sums
         ]
+    _note_reduced(comm, sums)
     return structure.unflatten(sums), Participation(structure.unflatten(list(produced)), joined)
 
 
@@ -218,6 +255,7 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     comm: Communicator | None = None,
+    check_every: int | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` whose gradients are averaged over ranks; the value is this rank's own.
@@ -227,12 +265,44 @@ def value_and_grad(
         argnums: As in JAX.
         has_aux: As in JAX.
         comm: Ranks that take part; the world by default.
+        check_every: Compare what is differentiated, the parameters, over ranks every so many calls; see
+            `check_state`.
         options: Those of `average_gradients`.
     """
     local = jax.value_and_grad(function, argnums=argnums, has_aux=has_aux)
 
     def averaged(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        places = (argnums,) if isinstance(argnums, int) else argnums
+        named_check = {"name": f"{options['name']}: state"} if options.get("name") else {}
+        check_state([args[place] for place in places], every=check_every, comm=comm, **named_check)
         value, gradients = local(*args, **kwargs)
         return value, average_gradients(gradients, comm=comm, **options)
 
     return averaged
+
+
+def batch_weight(count: Any, *, comm: Communicator | None = None, name: str | None = None) -> jax.Array:
+    """What to multiply the mean loss of a batch with where batches differ in size over ranks. Collective.
+
+    Gradients are averaged over ranks, not over samples. With `loss * batch_weight(len(batch))` the average
+    over ranks is the mean over the samples of all ranks. Inside or outside of a compiled function; the weight
+    has no derivative.
+
+    Args:
+        count: Number of samples of this rank's batch, or another weight: 0 or more, of the same dtype on all
+            ranks. A traced array, such as the sum of a mask, needs no compilation for each count.
+        comm: Ranks that train together; the world by default.
+        name: See `allreduce`.
+
+    Returns:
+        count * size / (sum of the counts of all ranks), shape (); 0 where no rank has a sample.
+    """
+    comm = resolve(comm)
+    if isinstance(count, int | float) and not 0 <= count < math.inf:
+        raise UsageError(f"rank {comm.rank}: count is {count}; pass the number of samples, 0 or more")
+    (mine,) = as_arrays(comm, [count], ["count"])
+    mine = jax.lax.stop_gradient(mine)
+    total = allreduce(mine, comm=comm, name=name)
+    kind = jnp.promote_types(mine.dtype, jnp.float32)
+    weight = mine.astype(kind) * comm.size / jnp.maximum(total, jnp.finfo(kind).tiny).astype(kind)
+    return jnp.where(total > 0, weight, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.errors import UsageError
 from multiring.jax.arguments import resolve
 from multiring.jax.gradients import gradient_options, reduce_gradients, reduce_partial
+from multiring.jax.state_check import check_interval, check_leaves
 from multiring.jax.trees import named_leaves
 from multiring.model_check import check_same
 
@@ -22,6 +24,9 @@ except ImportError as _error:
     raise ImportError("multiring.jax.distribute needs optax: pip install 'multiring[jax]'") from _error
 
 __all__ = ["DistributedState", "distribute"]
+
+
+_counters = itertools.count(1)  # each optimizer begins with its first step
 
 
 class DistributedState(NamedTuple):
@@ -51,6 +56,7 @@ def distribute(
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     name: str | None = None,
+    check_every: int | None = None,
 ) -> Any:
     """Wrap an optax optimizer: its `update` takes this rank's gradients and applies those of all ranks.
 
@@ -69,6 +75,9 @@ def distribute(
         bucket_bytes: Limit of a bucket, in bytes.
         first_bucket_bytes: Limit of the first bucket of each dtype.
         name: First word of the buckets' names, see `allreduce`.
+        check_every: Compare checksums of parameters and optimizer state over ranks in the second step and
+            every so many steps, so that ranks that drift apart are an error; 0: never; None: as
+            MULTIRING_CHECK_EVERY says (100).
 
     Returns:
         An `optax.GradientTransformationExtraArgs`. Its `update` also takes `active`, a boolean: a rank
@@ -79,20 +88,24 @@ def distribute(
     Raises:
         UsageError: An option is out of range.
     """
+    if getattr(optimizer.update, "reduces_gradients", False):
+        raise UsageError("the optimizer is wrapped by multiring.jax.distribute already; wrap it once")
     wrapped = optax.with_extra_args_support(optimizer)
     if every_k < 1:
         raise UsageError(f"every_k is {every_k}; pass 1 or more")
-    settings = (op, float(prescale), float(postscale), bucket_bytes, first_bucket_bytes, name)
+    settings = (op, float(prescale), float(postscale), bucket_bytes, first_bucket_bytes, name, check_every)
     gradient_options(resolve(comm), *settings)
+    counter = next(_counters)
 
     def init(params: Any) -> Any:
         group = resolve(comm)
-        names, leaves, _ = named_leaves(params)
-        if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            described = [f"{jnp.result_type(leaf).name} {jnp.shape(leaf)}" for leaf in leaves]
-            entries = [*zip(names, described, strict=True), ("options", repr((settings, every_k)))]
-            check_same(group, entries, "parameters of the model")
         inner = wrapped.init(params)
+        entries = _describe(params)
+        if entries is not None:
+            options = *settings[:-1], check_interval(group, check_every), every_k
+            check_same(group, [*entries, ("options", repr(options))], "parameters of the model")
+            kind = "optimizer state", str(jax.tree.structure(inner))
+            check_same(group, [*(_describe(inner) or []), kind], "state of the optimizer")
         if every_k == 1:
             return inner
         sums = jax.tree.map(jnp.zeros_like, params)
@@ -101,11 +114,14 @@ def distribute(
     def apply(updates: Any, state: Any, params: Any, active: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
         group = resolve(comm)
         options = gradient_options(group, *settings)
+        training = {"parameters": params, "state": state}
         if active is None:
+            matched = {"ordered": options.ordered, "site": options.site, "counter": counter}
+            check_leaves(group, training, options.check_every, name=f"{options.name}: state", **matched)
             reduced = reduce_gradients(group, updates, options)
         else:
             reduced, _ = reduce_partial(
-                group, updates, updates if params is None else params, active, options
+                group, updates, updates if params is None else params, active, options, training
             )
         result: tuple[Any, Any] = wrapped.update(reduced, state, params, **extra)
         return result
@@ -130,4 +146,13 @@ def distribute(
         changes, inner, rest = jax.lax.cond(held == every_k, now, later)
         return changes, DistributedState(inner, held % every_k, rest, any_active & (held < every_k))
 
+    update.reduces_gradients = True  # type: ignore[attr-defined]
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _describe(tree: Any) -> list[tuple[str, str]] | None:
+    """Names, dtypes and shapes of the leaves; None where a function is traced."""
+    names, leaves, _ = named_leaves(tree)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return None
+    return [(n, f"{jnp.result_type(x).name} {jnp.shape(x)}") for n, x in zip(names, leaves, strict=True)]

@@ -17,7 +17,16 @@ from multiring.errors import UsageError
 from multiring.jax.internals import COLLECTIVE, abstract_token, number_in_program
 from multiring.jax.library import DONE, START
 
-__all__ = ["OPS", "Bucket", "Collective", "Shape", "block_rows", "run"]
+__all__ = [
+    "OPS",
+    "Bucket",
+    "Collective",
+    "Shape",
+    "block_rows",
+    "ffi_call",
+    "place_in_program",
+    "run",
+]
 
 Shape = tuple[int, ...]
 
@@ -222,7 +231,7 @@ batching.primitive_batchers[collective_p] = _batch
 # start sends, since every end comes after the last start.
 
 
-def _ffi_call(
+def ffi_call(
     ctx: Any,
     target: str,
     operands: Sequence[Any],
@@ -237,7 +246,7 @@ def _ffi_call(
         target,
         has_side_effect=True,
         operand_output_aliases={first[0] + i: first[1] + i for i in range(count)}
-        if attributes.pop("alias")
+        if attributes.pop("alias", False)
         else {},
     )
     call = rule(ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **attributes)
@@ -276,7 +285,7 @@ def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
         members = bucket.members
         given = [ctx.avals_in[i] for i in members]
         made = [ctx.avals_out[i] for i in members]
-        results = _ffi_call(
+        results = ffi_call(
             ctx,
             START,
             [token, *(operands[i] for i in members)],
@@ -296,7 +305,7 @@ def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
     landed = token  # one end after the other: they wait in one of XLA's threads, not in all of them
     for members, made, values in flights:
         avals = [abstract_token, ticket, *made]
-        landed, *values = _ffi_call(
+        landed, *values = ffi_call(
             ctx, DONE, [landed, *values], avals, [abstract_token, *made], (2, 1), alias=True
         )
         for i, value in zip(members, values, strict=True):

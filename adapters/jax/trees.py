@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec, plan_buckets
+from multiring.buffer_sync import check_mode
 from multiring.jax.arguments import as_arrays, call_site, check_op, resolve
 from multiring.jax.library import number_of
 from multiring.jax.primitive import Bucket, Collective, run
+from multiring.state_sync import check_root
+from multiring.types import BufferMode
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["Reduction", "grouped_allreduce", "named", "named_leaves"]
+__all__ = ["Reduction", "grouped_allreduce", "named", "named_leaves", "sync_buffers"]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -31,6 +34,7 @@ class Reduction:
         bucket_bytes: Limit of a bucket, in bytes.
         first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
         name: First word of the buckets' names.
+        check_every: Steps between two comparisons of the state; 0: never.
         ordered: See `Collective`.
         site: See `Collective`.
     """
@@ -41,6 +45,7 @@ class Reduction:
     bucket_bytes: int = BUCKET_BYTES
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
     name: str = "gradients"
+    check_every: int = 0
     ordered: bool = False
     site: str | None = None
 
@@ -106,26 +111,71 @@ def grouped_allreduce(
     return structure.unflatten(reduce_arrays(comm, as_arrays(comm, leaves, names), names, options))
 
 
+def sync_buffers(
+    tree: Any,
+    mode: BufferMode = "broadcast",
+    *,
+    root: int = 0,
+    comm: Communicator | None = None,
+    name: str | None = None,
+) -> Any:
+    """Make the buffers of a model the same on all ranks; inside or outside of a compiled function.
+
+    For what a model holds beside its parameters and updates with this rank's batch alone, such as Flax's
+    `batch_stats`. To be called at the end of each training step: evaluation and checkpoints are then the same
+    on every rank. Has no derivative. The statistics of `sync_batch_norm` are the same anyway.
+
+    Args:
+        tree: Arrays of the same structure, shapes and dtypes on all ranks.
+        mode: "broadcast": those of `root`, as PyTorch's DistributedDataParallel does it; "average": averages
+            of floating-point arrays over the ranks, others of `root`; "local": nothing.
+        root: Rank whose arrays all ranks take over.
+        comm: Ranks that train together; the world by default.
+        name: See `allreduce`.
+
+    Returns:
+        A tree of the same structure.
+    """
+    comm = resolve(comm)
+    check_mode(comm.rank, mode)
+    check_root(comm, root)
+    if mode == "local" or comm.size == 1:
+        return tree
+    options = Reduction("average", **named(name, "buffers"))
+    names, leaves, structure = named_leaves(tree)
+    arrays = [jax.lax.stop_gradient(array) for array in as_arrays(comm, leaves, names)]
+    averaged = [i for i, array in enumerate(arrays) if mode == "average" and array.dtype.name in FLOATS]
+    copied = [i for i in range(len(arrays)) if i not in set(averaged)]
+    for members, source in ((averaged, None), (copied, root)):
+        part = [arrays[i] for i in members], [names[i] for i in members]
+        for i, array in zip(members, reduce_arrays(comm, *part, options, root=source), strict=True):
+            arrays[i] = array
+    return structure.unflatten(arrays)
+
+
 def reduce_arrays(
     comm: Communicator,
     arrays: Sequence[jax.Array],
     names: Sequence[str],
     options: Reduction,
     follows: str = "",
+    root: int | None = None,
 ) -> list[jax.Array]:
     """Reduce arrays in buckets. With one rank and no scale they come back as they are.
 
-    `follows` is the name of the bucket that has begun the step, if it is none of these.
+    `follows` is the name of the bucket that has begun the step, if it is none of these. With a `root` they
+    are broadcast from there instead.
     """
     if not arrays or (comm.size == 1 and options.scale == 1.0):
         return list(arrays)
     call = Collective(
-        "allreduce",
+        "allreduce" if root is None else "broadcast",
         number_of(comm),
         comm.rank,
         comm.size,
         tuple(_buckets(arrays, names, options, comm.size)),
         op=options.op,
+        root=-1 if root is None else root,
         prescale=options.prescale,
         postscale=options.postscale,
         follows=follows,

@@ -16,9 +16,9 @@ from multiring.model_check import check_same
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["StateCheck"]
+__all__ = ["ADVICE", "StateCheck"]
 
-_ADVICE = (
+ADVICE = (
     "broadcast parameters and optimizer state before the first step, use the same hyperparameters on every "
     "rank, and change parameters in the same way on all of them (docs/correctness.md; check_every=0 turns "
     "this check off)"
@@ -85,7 +85,7 @@ class StateCheck:
             MismatchError: The ranks differ; the message shows the first difference and which rank has what.
         """
         described = [(name, _describe(value)) for name, value in entries] if active else None
-        check_same(self._comm, described, f"{self._what} at step {self._step}", advice=_ADVICE)
+        check_same(self._comm, described, f"{self._what} at step {self._step}", advice=ADVICE)
 
 
 def _describe(value: object) -> str:

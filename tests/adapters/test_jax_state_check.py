@@ -1,0 +1,271 @@
+"""Training state that differs between ranks is an error in JAX; buffers and weights of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import multiring.jax as mj
+from multiring import Communicator
+from multiring.errors import MismatchError, UsageError
+from tests.rank_pool import RankPool
+
+Pool = Callable[[int], RankPool]
+Tree = dict[str, Any]
+
+
+def start() -> Tree:
+    return {"layer": {"weight": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), "bias": jnp.ones(3)}}
+
+
+def loss(params: Tree, x: Any) -> Any:
+    return jnp.square(jnp.tanh(x @ params["layer"]["weight"] + params["layer"]["bias"]) - 1).mean()
+
+
+def data(step: int, rank: int, samples: int = 2) -> Any:
+    return jnp.asarray(np.random.default_rng([step, rank]).standard_normal((samples, 4)), jnp.float32)
+
+
+def last_bit(tree: Tree, name: str) -> Tree:
+    """The same with the last bit of one number changed."""
+    leaf = tree["layer"][name]
+    changed = leaf.at[(0,) * leaf.ndim].set(jnp.nextafter(leaf[(0,) * leaf.ndim], jnp.inf))
+    return {"layer": {**tree["layer"], name: changed}}
+
+
+def trains(comm: Communicator, every: int, drift_at: int, steps: int, what: str, donate: bool = False) -> int:
+    """Train; rank 1's state changes before one step. The number of the step that raises."""
+    optimizer = mj.distribute(optax.adam(0.1), check_every=every)
+    params = start()
+    state = optimizer.init(params)
+
+    def step(params: Tree, state: Any, x: Any) -> Any:
+        updates, state = optimizer.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step, donate_argnums=(0, 1) if donate else ())
+    for number in range(1, steps + 1):
+        if number == drift_at and comm.rank == 1:
+            if what == "parameters":
+                params = last_bit(params, "bias")
+            else:
+                state = (state[0]._replace(nu=last_bit(state[0].nu, "weight")), *state[1:])
+        try:
+            with mj.raise_errors():
+                params, state = jax.block_until_ready(step(params, state, data(number, comm.rank)))
+        except MismatchError as error:
+            ranks = "rank 1" if comm.size == 2 else "ranks 0, 2"
+            assert f"training state at step {number}: " in str(error)
+            assert ("'parameters.layer.bias'" if what == "parameters" else "nu.layer.weight'") in str(error)
+            assert "on rank 1" in str(error)
+            assert ranks in str(error)
+            return number
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("every", "drift_at", "what", "found_at"),
+    [
+        (100, 1, "parameters", 2),  # a broadcast that was forgotten
+        (4, 3, "parameters", 4),
+        (4, 8, "state", 8),
+        (0, 1, "parameters", 0),
+        (3, 99, "parameters", 0),
+    ],
+)
+def test_state_that_differs_is_an_error_on_all_ranks(
+    ranks: Pool, every: int, drift_at: int, what: str, found_at: int
+) -> None:
+    size = 3 if what == "parameters" else 2
+    assert ranks(size).run(trains, every, drift_at, 9, what, every == 4) == [found_at] * size
+
+
+def different_optimizers(comm: Communicator) -> None:
+    mj.distribute(optax.adam(0.1) if comm.rank else optax.sgd(0.1, momentum=0.9)).init(start())
+
+
+def test_init_compares_the_optimizers(ranks: Pool) -> None:
+    for error in ranks(2).run_expecting_errors(different_optimizers):
+        assert isinstance(error, MismatchError), error
+        assert "state of the optimizer" in str(error)
+
+
+def different_rates(comm: Communicator) -> str:
+    optimizer = mj.distribute(optax.sgd(0.1 * (1 + comm.rank)))
+    params = start()
+    state = optimizer.init(params)
+    with pytest.raises(MismatchError, match="at step 2: 'parameters.layer.") as raised, mj.raise_errors():
+        for number in range(3):
+            updates, state = optimizer.update(jax.grad(loss)(params, data(number, comm.rank)), state, params)
+            params = jax.block_until_ready(optax.apply_updates(params, updates))
+    return str(raised.value)
+
+
+def test_learning_rates_that_differ_show_in_the_second_step(ranks: Pool) -> None:
+    for message in ranks(2).run(different_rates):
+        assert "same hyperparameters on every rank" in message
+
+
+def checked_in_transformations(comm: Communicator) -> None:
+    """In a loop, a derivative, a batch and a recomputation; steps are counted as they run."""
+    x = start()
+
+    def step(params: Tree, number: Any) -> Any:
+        drift = jnp.where((number == 4) & (comm.rank == 1), 1.0, 0.0)
+        params = jax.tree.map(lambda leaf: leaf + drift, params)
+        mj.check_state(params, every=5)
+        return params, None
+
+    loop = jax.jit(lambda params, count: jax.lax.scan(step, params, jnp.arange(count)), static_argnums=1)
+    jax.block_until_ready(loop(x, 4))
+    with pytest.raises(MismatchError, match=r"at step 9|at step 10"), mj.raise_errors():
+        jax.block_until_ready(loop(x, 6))
+
+    @jax.checkpoint
+    def checked(scale: Any) -> Any:
+        mj.check_state({"scale": scale}, every=1)
+        return scale**2
+
+    for _ in range(3):
+        np.testing.assert_allclose(jax.jit(jax.grad(checked))(3.0), 6.0)
+        np.testing.assert_allclose(jax.jit(jax.vmap(checked))(jnp.arange(3.0)), [0, 1, 4])
+    mixed = {"key": jax.random.key(1), "number": 3, "text": "a", "complex": jnp.ones(2, jnp.complex64)}
+    mj.check_state({**mixed, "small": jnp.ones(2, jnp.float8_e4m3fn)}, every=1)
+
+
+def test_the_check_in_transformations(ranks: Pool) -> None:
+    ranks(2).run(checked_in_transformations)
+
+
+def checked_gradients(comm: Communicator) -> None:
+    step = jax.jit(mj.value_and_grad(loss, check_every=2))
+    params = start()
+    jax.block_until_ready(step(params, data(0, comm.rank)))
+    with pytest.raises(MismatchError, match="at step 2: '0.layer.weight'"), mj.raise_errors():
+        params = last_bit(params, "weight") if comm.rank == 0 else params
+        jax.block_until_ready(step(params, data(1, comm.rank)))
+    with pytest.raises(UsageError, match="check_every is -1"):
+        mj.check_state(params, every=-1)
+
+
+def test_value_and_grad_compares_what_it_differentiates(ranks: Pool) -> None:
+    ranks(2).run(checked_gradients)
+
+
+def uneven(comm: Communicator, drift: bool) -> None:
+    """Ranks without data answer the comparisons of the others, which go on finding what differs."""
+    optimizer = mj.distribute(optax.sgd(0.1, momentum=0.9), check_every=1)
+    params = start()
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params: Tree, state: Any, x: Any) -> Any:
+        changes, state = optimizer.update(jax.grad(loss)(params, x), state, params, active=True)
+        return optax.apply_updates(params, changes), state
+
+    for number in range(2 + 2 * comm.rank):
+        if drift and number == 3 and comm.rank == 2:
+            params = last_bit(params, "bias")
+        params, state = step(params, state, data(number, comm.rank))
+    params, state = mj.join(params, state=state, check_every=1)
+    digests = comm.allgather_object([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)])
+    assert all(other == digests[0] for other in digests)
+
+
+def uneven_with_drift(comm: Communicator) -> None:
+    try:
+        with mj.raise_errors():
+            uneven(comm, True)
+    finally:
+        comm.abort("done")
+
+
+def test_the_check_with_uneven_data(ranks: Pool) -> None:
+    ranks(3).run(uneven, False)
+    for rank, error in enumerate(ranks(3).run_expecting_errors(uneven_with_drift)):
+        assert isinstance(error, MismatchError), error
+        assert "on rank 1" in str(error)
+        assert "on rank 2" in str(error)
+        assert "rank 0," not in str(error)  # it has no data any more
+        assert ("entry 0" if rank == 0 else "'parameters.layer.bias' has checksum") in str(error)
+
+
+def buffers(comm: Communicator) -> None:
+    tree = {
+        "mean": jnp.full(3, float(comm.rank)),
+        "steps": jnp.asarray(comm.rank + 5),
+        "half": jnp.ones(2, "bfloat16"),
+    }
+    for sync in (mj.sync_buffers, jax.jit(mj.sync_buffers, static_argnums=1)):
+        found = sync(tree, "average")
+        np.testing.assert_array_equal(found["mean"], np.mean(range(comm.size)))
+        assert found["steps"] == 5
+        assert found["half"].dtype == jnp.bfloat16
+        found = sync(tree, "broadcast")
+        np.testing.assert_array_equal(found["mean"], 0.0)
+        assert found["steps"] == 5
+        np.testing.assert_array_equal(sync(tree, "local")["mean"], tree["mean"])
+    np.testing.assert_array_equal(mj.sync_buffers(tree, root=comm.size - 1)["mean"], comm.size - 1)
+    slope = jax.grad(lambda x: (mj.sync_buffers({"a": x}, "average")["a"] * x).sum())(tree["mean"])
+    np.testing.assert_array_equal(slope, np.mean(range(comm.size)))
+    with pytest.raises(UsageError, match="accepted: broadcast, average, local"):
+        mj.sync_buffers(tree, "max")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_buffers_are_those_of_one_rank_or_averages(ranks: Pool, size: int) -> None:
+    ranks(size).run(buffers)
+
+
+def weighted(comm: Communicator) -> None:
+    """Gradients are those of one process with all samples; some ranks have none."""
+    counts = [3, 0, 5][: comm.size]
+    whole = jnp.concatenate([data(0, rank, count) for rank, count in enumerate(counts)])
+    wanted = jax.grad(loss)(start(), whole)
+    size = max(counts)
+    filled = jnp.zeros((size, 4)).at[: counts[comm.rank]].set(data(0, comm.rank, counts[comm.rank]))
+    mask = jnp.arange(size) < counts[comm.rank]
+
+    def mean(params: Tree, x: Any, mask: Any) -> Any:
+        each = jax.vmap(loss, (None, 0))(params, x[:, None])
+        return jnp.where(mask, each, 0).sum() / jnp.maximum(mask.sum(), 1) * mj.batch_weight(mask.sum())
+
+    found = jax.jit(lambda *args: mj.average_gradients(jax.grad(mean)(*args)))(start(), filled, mask)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, wanted)
+    weight = mj.batch_weight(counts[comm.rank])
+    np.testing.assert_allclose(weight, counts[comm.rank] * comm.size / sum(counts), rtol=1e-6)
+    assert mj.batch_weight(0) == 0
+    with pytest.raises(UsageError, match="count is -1"):
+        mj.batch_weight(-1)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_weighted_gradients_are_those_of_all_samples(ranks: Pool, size: int) -> None:
+    ranks(size).run(weighted)
+
+
+def reduced_twice(comm: Communicator) -> None:
+    params = start()
+    optimizer = mj.distribute(optax.sgd(0.1), check_every=0)
+    state = optimizer.init(params)
+    with pytest.raises(UsageError, match="'layer.bias' has been reduced over these ranks already"):
+        jax.jit(lambda x: optimizer.update(mj.value_and_grad(loss)(params, x)[1], state, params))(data(0, 0))
+    averaged = mj.average_gradients(params)
+    with pytest.raises(UsageError, match="reduced over these ranks already"):
+        optimizer.update(averaged, state, params)
+    with pytest.raises(UsageError, match="reduced over these ranks already"):
+        mj.average_partial_gradients(averaged, params)
+    with pytest.raises(UsageError, match="wrapped by multiring.jax.distribute already"):
+        mj.distribute(optimizer)
+    group = comm.split(0)
+    mj.average_gradients(averaged, comm=group)  # in two steps over two groups: within hosts, between them
+
+
+def test_gradients_that_are_reduced_twice_are_refused(ranks: Pool) -> None:
+    ranks(2).run(reduced_twice)
