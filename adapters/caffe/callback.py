@@ -18,16 +18,14 @@ import numpy as np
 import multiring
 from multiring.arrays import address_of
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
-from multiring.buffer_sync import check_mode, sync_arrays
+from multiring.buffer_sync import check_mode
 from multiring.caffe.passes import BackwardPasses
-from multiring.caffe.shape import Array, Blob, Parameter, Solver, learned_blobs
-from multiring.caffe.state import broadcast_solver, solver_settings, solver_state
+from multiring.caffe.shape import Array, Blob, Parameter, Solver, learned_blobs, some_values
+from multiring.caffe.state import SolverState
 from multiring.compression import TopK
 from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
 from multiring.gradient_source import InPlace, ReducerOptions, RoundResult
-from multiring.model_check import check_same
-from multiring.state_check import StateCheck
 from multiring.types import BufferMode, WireName
 
 if TYPE_CHECKING:
@@ -109,7 +107,6 @@ class SolverCallback:
                 "reduced twice; close() that one before making another"
             )
         self._parameters = self._select(frozen)
-        self._statistics = [p for p in learned_blobs(self._net) if p.is_statistic]
         specs = [self._specification(parameter) for parameter in self._parameters]
         op: Literal["average", "sum"] = "average" if average else "sum"
         check_mode(self._comm.rank, buffers)
@@ -120,16 +117,13 @@ class SolverCallback:
             check_every=check_every,
         )
         self._reducer = GradientReducer(self._comm, specs, options)
-        self._buffers = buffers
-        self._check = StateCheck(
-            self._reducer.comm or self._comm, check_every, "training state of the solver"
-        )
+        self._state = SolverState(solver, self._comm, self._reducer.comm, buffers, check_every)
         self._dtypes = [np.dtype(spec.dtype) for spec in specs]
         # With one rank and no scaling there is nothing to do: gradients stay where they are.
         self._is_local = self._comm.size == 1 and options.scale == 1.0
         self._overlap, self._passes = overlap, BackwardPasses(self._parameters, iter_size)
         self._is_started = self._in_iteration = False
-        self._next_iteration = 0
+        self._next_iteration, self._seen_iteration = 0, -2
         self._produced: frozenset[str] = frozenset()
         self._copied: dict[int, bytes] = {}  # gradients that are in their slots, and some values of them
         self._generation, self._views = -1, [np.empty(0)]
@@ -160,7 +154,7 @@ class SolverCallback:
         self._passes.begin()
         self._start()
         if self._solver.iter not in (self._next_iteration - 1, self._next_iteration):
-            self._check.compare_next()  # a snapshot was restored: on all ranks?
+            self._state.compare_next()  # a snapshot was restored: on all ranks?
         self._in_iteration = True
 
     def on_gradients_ready(self) -> None:
@@ -193,7 +187,7 @@ class SolverCallback:
         copied, self._copied = self._copied, {}
         for index in copied.keys() & set(np.flatnonzero(result.produced).tolist()):
             self._diff(index)[...] = self._views[index]
-        self._keep_equal(result)
+        self._state.keep_equal(result.active.tolist())
 
     def broadcast(self, root: int | None = None) -> None:
         """Overwrite the weights of all ranks with those of `root`. Collective.
@@ -205,8 +199,8 @@ class SolverCallback:
         Raises:
             MismatchError: The ranks are at different iterations, or have different settings.
         """
-        self._check_settings()
-        self._hand_over(self._root if root is None else root)
+        self._state.check_settings()
+        self._state.broadcast(self._root if root is None else root)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -224,7 +218,7 @@ class SolverCallback:
         if self._comm.size > 1:
             root = self._reducer.join(self._follow)
             self._refresh_views()
-            self._hand_over(root)
+            self._state.broadcast(root)
 
     def close(self) -> None:
         """Release the buckets. May be called twice. A solver that goes on needs another SolverCallback,
@@ -263,28 +257,6 @@ class SolverCallback:
         self._next_iteration = self._solver.iter
         self._is_started = True
 
-    def _check_settings(self) -> None:
-        entries = [(name, str(value)) for name, value in solver_settings(self._solver)]
-        advice = (
-            "use the same solver file on every rank, and restore the same snapshot on all of them or none"
-        )
-        check_same(self._comm, entries, "solver to train", advice=advice)
-
-    def _hand_over(self, root: int) -> None:
-        broadcast_solver(self._solver, root, self._comm)
-        self._check.compare_next()
-
-    def _keep_equal(self, result: RoundResult) -> None:
-        """After a reduction: synchronise statistics, and compare the ranks if it is time to. Collective."""
-        if self._comm.size == 1:
-            return
-        arrays = {p.name: self._blob(p).data for p in self._statistics}
-        sync_arrays(self._reducer.comm or self._comm, arrays, self._buffers, result.active.tolist())
-        if self._check.due():
-            entries = solver_state(self._solver, statistics=self._buffers != "local")
-            is_part = result.active[self._comm.rank] or hasattr(self._solver, "apply_update")
-            self._check.compare(entries, active=bool(is_part))
-
     def _follow(self, result: RoundResult) -> None:
         """On a rank that has joined: do what the others do in an iteration."""
         if not result.active.any():
@@ -292,7 +264,7 @@ class SolverCallback:
         self._refresh_views()
         for index, view in enumerate(self._views):
             self._diff(index)[...] = view if result.produced[index] else 0
-        self._keep_equal(result)
+        self._state.keep_equal(result.active.tolist())
         if hasattr(self._solver, "apply_update"):
             self._solver.apply_update()
         self._next_iteration = self._solver.iter
@@ -324,6 +296,7 @@ class SolverCallback:
     def _after_backward(self, layer: int) -> None:
         """A layer's part of a backward pass is done."""
         if not self._is_watching or not self._in_iteration:
+            self._check_added()
             return
         complete, partial = self._passes.advance(layer)
         leaves = self._overlap and self._passes.is_last
@@ -333,6 +306,15 @@ class SolverCallback:
         for index in complete if leaves else ():
             self._copy(index)
             self._reducer.mark_ready(index)
+
+    def _check_added(self) -> None:
+        """Two passes of the program's own with an update between them: the solver trains without this."""
+        before, self._seen_iteration = self._seen_iteration, self._solver.iter
+        if self._is_watching and not self._is_started and self._seen_iteration == before + 1:
+            raise UsageError(
+                f"rank {self._comm.rank}: the solver trains without its SolverCallback, on this rank alone; "
+                "call solver.add_callback(*callback)"
+            )
 
     def _check_unsent(self, index: int) -> None:
         if self._reducer.is_ready(index):
@@ -351,12 +333,12 @@ class SolverCallback:
             self._refresh_views()
             diff = self._diff(index)
             self._views[index][...] = diff
-            self._copied[index] = _some_values(diff)
+            self._copied[index] = some_values(diff)
 
     def _check_untouched(self) -> None:
         """What has left during the backward pass must not have been changed since: it would be lost."""
         for index, values in self._copied.items():
-            if _some_values(self._diff(index)) != values:
+            if some_values(self._diff(index)) != values:
                 name = self._parameters[index].name
                 raise UsageError(
                     f"rank {self._comm.rank}: the gradient of '{name}' was changed after it had been sent, "
@@ -390,8 +372,3 @@ class SolverCallback:
                 self._reducer.slot(index).view(spec.dtype).reshape(spec.shape)
                 for index, spec in enumerate(self._reducer.specs)
             ]
-
-
-def _some_values(array: Array) -> bytes:
-    """Up to 16 of the values, spread over the array."""
-    return bytes(array.flat[:: max(1, array.size // 16)].tobytes()) if array.size else b""

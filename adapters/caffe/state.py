@@ -7,20 +7,22 @@ from typing import TYPE_CHECKING, SupportsFloat, TypeVar
 
 import multiring
 from multiring import metrics as shared_metrics
+from multiring.buffer_sync import sync_arrays
 from multiring.caffe.shape import Array, Net, Solver, learned_blobs
+from multiring.model_check import check_same
+from multiring.state_check import StateCheck
 from multiring.state_sync import broadcast_arrays
+from multiring.types import BufferMode
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
 __all__ = [
+    "SolverState",
     "average_metrics",
     "batch_weight",
     "broadcast_object",
     "broadcast_parameters",
-    "broadcast_solver",
-    "solver_settings",
-    "solver_state",
 ]
 
 T = TypeVar("T")
@@ -49,28 +51,72 @@ def broadcast_parameters(net: Net, root: int = 0, comm: Communicator | None = No
     broadcast_arrays(comm, _weights(net), root)
 
 
-def broadcast_solver(solver: Solver, root: int, comm: Communicator) -> None:
-    """`broadcast_parameters` of the solver's net, and the solver's history if it shows it. Collective."""
-    broadcast_arrays(comm, _weights(solver.net) | dict(_history(solver)), root)
+class SolverState:
+    """What has to stay the same on all ranks: a solver's settings, its weights, and its history if it has a
+    `history`. Creation is collective."""
 
+    def __init__(
+        self,
+        solver: Solver,
+        comm: Communicator,
+        own: Communicator | None,
+        buffers: BufferMode,
+        check_every: int | None,
+    ) -> None:
+        """Make a `StateCheck`.
 
-def solver_settings(solver: Solver) -> Iterator[tuple[str, object]]:
-    """What updates depend on and the solver shows: its type, its iteration, fields of its `param`."""
-    yield "iteration", solver.iter
-    yield "type of solver", type(solver).__name__
-    param = getattr(solver, "param", None)
-    for name in _SETTINGS:
-        value = getattr(param, name, None)
-        if value is not None:
-            yield name, value if isinstance(value, str | int | float) else list(value)
+        Args:
+            solver: A solver of pycaffe's shape.
+            comm: Ranks that train together.
+            own: The same ranks, for what follows a reduction; None with one rank.
+            buffers: What to do with the statistics of BatchNorm layers.
+            check_every: Iterations between two comparisons.
+        """
+        self._solver, self._comm, self._own, self._buffers = solver, comm, own or comm, buffers
+        self._statistics = [p for p in learned_blobs(solver.net) if p.is_statistic]
+        self._check = StateCheck(self._own, check_every, "training state of the solver")
+        self.compare_next = self._check.compare_next
 
+    def check_settings(self) -> None:
+        """Raise MismatchError on every rank unless all have the same settings. Collective."""
+        entries = [(name, str(value)) for name, value in self._settings()]
+        advice = "use the same solver file, and restore the same snapshot, on every rank"
+        check_same(self._comm, entries, "solver to train", advice=advice)
 
-def solver_state(solver: Solver, *, statistics: bool = True) -> Iterator[tuple[str, object]]:
-    """What has to be the same on all ranks: settings, weights, statistics if asked for, and the history if
-    the solver shows it."""
-    yield from solver_settings(solver)
-    yield from _weights(solver.net, statistics=statistics).items()
-    yield from _history(solver)
+    def broadcast(self, root: int) -> None:
+        """Overwrite weights and history with those of `root`. Collective."""
+        broadcast_arrays(self._comm, _weights(self._solver.net) | dict(self._history()), root)
+        self.compare_next()
+
+    def keep_equal(self, active: list[bool]) -> None:
+        """After a reduction: synchronise statistics, and compare the ranks if it is time to. Collective."""
+        if self._comm.size == 1:
+            return
+        net = self._solver.net
+        arrays = {found.name: net.params[found.layer][found.number].data for found in self._statistics}
+        sync_arrays(self._own, arrays, self._buffers, active)
+        if self._check.due():
+            takes_part = active[self._comm.rank] or hasattr(self._solver, "apply_update")
+            self._check.compare(self._everything(), active=takes_part)
+
+    def _settings(self) -> Iterator[tuple[str, object]]:
+        """What updates depend on and the solver shows."""
+        yield "iteration", self._solver.iter
+        yield "type of solver", type(self._solver).__name__
+        param = getattr(self._solver, "param", None)
+        for name in _SETTINGS:
+            value = getattr(param, name, None)
+            if value is not None:
+                yield name, value if isinstance(value, str | int | float) else list(value)
+
+    def _history(self) -> Iterator[tuple[str, Array]]:
+        for number, array in enumerate(getattr(self._solver, "history", ())):
+            yield f"history[{number}]", array
+
+    def _everything(self) -> Iterator[tuple[str, object]]:
+        yield from self._settings()
+        yield from _weights(self._solver.net, statistics=self._buffers != "local").items()
+        yield from self._history()
 
 
 def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:
@@ -99,8 +145,3 @@ def _weights(net: Net, *, statistics: bool = True) -> dict[str, Array]:
         for found in learned_blobs(net)
         if statistics or not found.is_statistic
     }
-
-
-def _history(solver: Solver) -> Iterator[tuple[str, Array]]:
-    for number, array in enumerate(getattr(solver, "history", ())):
-        yield f"history[{number}]", array

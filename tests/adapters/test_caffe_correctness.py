@@ -322,6 +322,46 @@ class OldSolver(FakeSolver):
         raise AttributeError("apply_update")
 
 
+def not_added(comm: Communicator) -> None:
+    solver = make_solver()
+    callback = multiring.caffe.SolverCallback(solver, comm)
+    solver.iter = 100  # a snapshot was restored
+    solver.net.backward(draw(0))
+    solver.net.backward(draw(0))
+    solver.step([draw(0)])
+    with pytest.raises(UsageError, match=r"trains without its SolverCallback.*call solver.add_callback"):
+        solver.step([draw(0)])
+    solver.add_callback(*callback)
+    solver.step([draw(0)])
+    solver.net.backward(draw(0))
+    callback.close()
+
+
+def test_a_callback_that_was_not_added(ranks: Pool) -> None:
+    ranks(2).run(not_added)
+
+
+def fail_and_look(comm: Communicator, buckets: dict[str, int]) -> None:
+    """All ranks skip an iteration that fails; one looks at gradients before it goes on, which Caffe cannot
+    tell from that iteration's own backward pass."""
+    solver = make_solver()
+    callback = multiring.caffe.SolverCallback(solver, comm, overlap=True, iter_size=1, **buckets)
+    solver.add_callback(*callback)
+    solver.step([draw(0)])
+    solver.net.clear_param_diffs()
+    solver.start()
+    if comm.rank == 0:
+        solver.net.backward(draw(1))
+    for step in range(3):
+        solver.step([draw(10 * step + comm.rank)])
+
+
+@pytest.mark.parametrize("buckets", [{}, SMALL])
+def test_a_backward_pass_after_a_failed_iteration(ranks: Pool, buckets: dict[str, int]) -> None:
+    for error in ranks(2).run_expecting_errors(fail_and_look, buckets):
+        assert isinstance(error, MismatchError), error
+
+
 def uneven(comm: Communicator, updates: bool) -> None:
     """Ranks that have left join() update as the others do, so histories and iterations stay the same."""
     solver, alone = make_solver(), make_solver()

@@ -19,7 +19,16 @@ from chainer import functions, links
 
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.adapters.chainer_support import SMALL, Pool, bits_of, draw, make_model, squares
+from tests.adapters.chainer_support import (
+    SMALL,
+    Pool,
+    assert_gradients,
+    bits_of,
+    draw,
+    expected,
+    make_model,
+    squares,
+)
 from tests.support import run_job
 
 
@@ -290,6 +299,27 @@ def swap(comm: Communicator) -> None:
 
 def test_objects_that_change_between_steps(ranks: Pool) -> None:
     ranks(2).run(swap)
+
+
+def penalise(comm: Communicator) -> None:
+    """A gradient inside of the loss, as in a gradient penalty, is this rank's own."""
+
+    def loss(model: Any, rank: int) -> Any:
+        x = chainer.Variable(draw(rank))
+        (inner,) = chainer.grad([model(x)], [x], enable_double_backprop=True)
+        return functions.mean(model(x) ** 2) + functions.mean(inner**2)
+
+    model = make_model()
+    optimizer = make_optimizer(comm, chainer.optimizers.SGD(0.0)).setup(model)
+    wanted = expected(comm, loss)
+    for _ in range(2):
+        optimizer.update(loss, model, comm.rank)
+        model.spare.cleargrads()
+        assert_gradients(model, wanted, comm)
+
+
+def test_a_gradient_inside_of_the_loss(ranks: Pool) -> None:
+    ranks(2).run(penalise)
 
 
 def wrap_twice(comm: Communicator) -> None:
