@@ -15,6 +15,19 @@ adapters of frameworks are compared with.
 from __future__ import annotations
 
 from multiring.numpy.gradients import GradientBuckets
-from multiring.numpy.state import average_metrics, broadcast_object, broadcast_parameters
+from multiring.numpy.state import (
+    average_metrics,
+    batch_weight,
+    broadcast_object,
+    broadcast_parameters,
+    sync_buffers,
+)
 
-__all__ = ["GradientBuckets", "average_metrics", "broadcast_object", "broadcast_parameters"]
+__all__ = [
+    "GradientBuckets",
+    "average_metrics",
+    "batch_weight",
+    "broadcast_object",
+    "broadcast_parameters",
+    "sync_buffers",
+]

@@ -13,6 +13,7 @@ from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
 from multiring.gradient_source import ReducerOptions
 from multiring.numpy.state import broadcast_parameters
+from multiring.state_check import StateCheck
 from multiring.types import WireName
 from numpy.typing import NDArray
 
@@ -39,12 +40,14 @@ class GradientBuckets:
         postscale: float = 1.0,
         wire: WireName | None = None,
         compression: TopK | None = None,
+        check_every: int | None = None,
     ) -> None:
         """Allocate the buckets.
 
         Args:
-            parameters: Arrays of dtype float16, float32 or float64 by name, in the same order on every rank;
-                only their shapes and dtypes are looked at.
+            parameters: Arrays of dtype float16, float32 or float64 by name, in the same order on every rank.
+                What the mapping holds is compared over ranks, see `check_every`: put new arrays in it, or
+                update those that are there.
             comm: Ranks that train together; the world by default.
             average: Divide by the number of ranks that have data; otherwise gradients are added.
             bucket_bytes: Limit of a bucket, in bytes.
@@ -55,6 +58,9 @@ class GradientBuckets:
                 are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
             compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
                 others for the next step (docs/tuning.md). Of gradients of float32 and float64.
+            check_every: Compare checksums of the parameters over ranks in the second step and every so many
+                steps, so that ranks that drift apart are an error; 0: never; None: as MULTIRING_CHECK_EVERY
+                says (100).
 
         Raises:
             UsageError: No parameters, or a dtype that cannot be reduced.
@@ -64,10 +70,16 @@ class GradientBuckets:
         specs = [ParameterSpec(name, a.shape, a.dtype.name) for name, a in parameters.items()]
         op: Literal["average", "sum"] = "average" if average else "sum"
         options = ReducerOptions(
-            *(op, bucket_bytes, first_bucket_bytes, prescale, postscale), wire=wire, compression=compression
+            *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
+            wire=wire,
+            compression=compression,
+            check_every=check_every,
         )
         self._index = {spec.name: index for index, spec in enumerate(specs)}
         self._reducer = GradientReducer(self._comm, specs, options)
+        own = self._reducer.comm
+        self._check = None if own is None else StateCheck(own, check_every)
+        self._parameters = parameters
         self._present = [False] * len(specs)
         self._views = self._make_views()
 
@@ -113,11 +125,15 @@ class GradientBuckets:
         Returns:
             The gradients that exist: reduced where any rank had a new one, as they were otherwise. The
             arrays are views of the buckets and change with the next round.
+
+        Raises:
+            MismatchError: The ranks' parameters differ.
         """
         generation = self._reducer.generation
         self._reducer.finish(self)
         if self._reducer.generation != generation:
             self._views = self._make_views()
+        self._compare(active=True)
         return {name: self._views[index] for name, index in self._index.items() if self._present[index]}
 
     def zero(self) -> None:
@@ -137,7 +153,7 @@ class GradientBuckets:
             parameters: Arrays to overwrite in the end, by name.
         """
         yield
-        root = self._reducer.join()
+        root = self._reducer.join(lambda result: self._compare(active=False))
         self.zero()
         self._views = self._make_views()
         broadcast_parameters(parameters, root, self._comm)
@@ -154,6 +170,10 @@ class GradientBuckets:
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: another rank had a gradient that this rank had not."""
         self._present[index] = True
+
+    def _compare(self, *, active: bool) -> None:
+        if self._check is not None and self._check.due():
+            self._check.compare(self._parameters.items(), active=active)
 
     def _find(self, name: str) -> int:
         if name not in self._index:

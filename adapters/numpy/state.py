@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import multiring
 from multiring import metrics as shared_metrics
+from multiring.buffer_sync import sync_arrays
 from multiring.state_sync import broadcast_arrays
+from multiring.types import BufferMode
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["average_metrics", "broadcast_object", "broadcast_parameters"]
+__all__ = ["average_metrics", "batch_weight", "broadcast_object", "broadcast_parameters", "sync_buffers"]
 
 T = TypeVar("T")
 
@@ -48,3 +50,17 @@ def average_metrics(
 ) -> dict[str, float]:
     """Average metrics over ranks, weighted by `count` samples; see `multiring.metrics.average_metrics`."""
     return shared_metrics.average_metrics(multiring.world() if comm is None else comm, metrics, count)
+
+
+def batch_weight(count: float, comm: Communicator | None = None) -> float:
+    """What to multiply the mean loss, or its gradients, with where batches differ in size over ranks.
+    Collective; see `multiring.metrics.batch_weight`."""
+    return shared_metrics.batch_weight(multiring.world() if comm is None else comm, count)
+
+
+def sync_buffers(
+    arrays: Mapping[str, NDArray[Any]], mode: BufferMode = "broadcast", comm: Communicator | None = None
+) -> None:
+    """Make arrays that each rank has updated from its own batch alone the same on all ranks, in place; see
+    `multiring.buffer_sync.sync_arrays`. Collective unless `mode` is "local"."""
+    sync_arrays(multiring.world() if comm is None else comm, arrays, mode)

@@ -22,7 +22,13 @@ from multiring.pytensor import in_place as _in_place  # noqa: F401  # registers 
 from multiring.pytensor import numba_calls as _numba_calls  # noqa: F401  # registers itself
 from multiring.pytensor.collectives import allgather, allreduce, broadcast, grouped_allreduce
 from multiring.pytensor.gradients import DistributedGradients, Reduced
-from multiring.pytensor.state import average_metrics, broadcast_object, broadcast_parameters
+from multiring.pytensor.state import (
+    average_metrics,
+    batch_weight,
+    broadcast_object,
+    broadcast_parameters,
+    sync_buffers,
+)
 from multiring.pytensor.updates import distribute_updates, grad
 
 __all__ = [
@@ -31,10 +37,12 @@ __all__ = [
     "allgather",
     "allreduce",
     "average_metrics",
+    "batch_weight",
     "broadcast",
     "broadcast_object",
     "broadcast_parameters",
     "distribute_updates",
     "grad",
     "grouped_allreduce",
+    "sync_buffers",
 ]

@@ -35,6 +35,8 @@ from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
 from multiring.gradient_source import InPlace, ReducerOptions
 from multiring.pytensor.blocking import TOKEN, BlockingOp, PerformOp, is_plain, token
+from multiring.state_check import StateCheck
+from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.gradient import disconnected_type, grad_not_implemented
 from pytensor.graph.basic import Apply, Variable
 from pytensor.tensor.type import TensorType
@@ -47,11 +49,19 @@ __all__ = ["Begin", "Finish", "Ready", "ReadyInPlace", "Round"]
 
 
 class Round:
-    """The reducer as the ops see it. Implements `GradientSource`."""
+    """The reducer as the ops see it. Implements `GradientSource`.
+
+    Attributes:
+        comm: The ranks.
+        state: Shared variables that have to be the same on all ranks, by name.
+    """
 
     def __init__(self, comm: Communicator, specs: Sequence[ParameterSpec], options: ReducerOptions) -> None:
-        self.rank, self.specs = comm.rank, specs
+        self.comm, self.rank, self.specs = comm, comm.rank, specs
         self.reducer = GradientReducer(comm, specs, options)
+        own = self.reducer.comm
+        self._check = None if own is None else StateCheck(own, options.check_every)
+        self.state: dict[str, SharedVariable] = {}
         self.is_closed = False
         self.elsewhere: dict[int, NDArray[Any]] = {}  # gradients of this round that are not in their slots
         self._views: list[NDArray[Any]] = []
@@ -79,6 +89,13 @@ class Round:
         """All gradients, wherever they lie."""
         elsewhere, self.elsewhere = self.elsewhere, {}
         return [elsewhere.get(index, view) for index, view in enumerate(self.views)]
+
+    def compare(self, *, active: bool = True) -> None:
+        """At the end of each round: compare the state over ranks, if it is time. What was computed from the
+        gradients is still that of the step before."""
+        if self._check is not None and self._check.due():
+            values = ((name, shared.get_value(borrow=True)) for name, shared in self.state.items())
+            self._check.compare(values, active=active)
 
     def close(self) -> None:
         """Release the buckets."""
@@ -253,6 +270,7 @@ class Finish(BlockingOp):
         """Send what has not left, wait for all."""
         try:
             result = self.current.reducer.finish(self.current)
+            self.current.compare()
         finally:
             arrays = self.current.take_results()
         for storage, array in zip(outputs, arrays, strict=False):

@@ -57,6 +57,7 @@ class DistributedGradients:
         postscale: float = 1.0,
         wire: WireName | None = None,
         compression: TopK | None = None,
+        check_every: int | None = None,
     ) -> None:
         """Compare the model over ranks and allocate the buckets.
 
@@ -73,6 +74,9 @@ class DistributedGradients:
                 are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
             compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
                 others for the next step (docs/tuning.md). Of gradients of float32 and float64.
+            check_every: Compare checksums of the parameters (with `distribute_updates`, of all that is
+                computed from gradients) over ranks in the second step and every so many steps, so that ranks
+                that drift apart are an error; 0: never; None: as MULTIRING_CHECK_EVERY says (100).
 
         Raises:
             UsageError: No parameters, not shared variables, or a dtype that cannot be reduced.
@@ -88,9 +92,13 @@ class DistributedGradients:
         ]
         op: Literal["average", "sum"] = "average" if average else "sum"
         options = ReducerOptions(
-            *(op, bucket_bytes, first_bucket_bytes, prescale, postscale), wire=wire, compression=compression
+            *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
+            wire=wire,
+            compression=compression,
+            check_every=check_every,
         )
         self._round = Round(self._comm, specs, options)
+        self._round.state.update(zip(self._names, self._params, strict=True))
         self._memory = pt.constant(np.array(next(_memories), dtype=np.int64))
 
     def reduce(self, gradients: Sequence[Variable | None]) -> Reduced:
@@ -116,6 +124,7 @@ class DistributedGradients:
         for index, (name, gradient) in enumerate(zip(self._names, gradients, strict=True)):
             if gradient is not None and not isinstance(gradient.type, DisconnectedType):
                 self._check(index, gradient)
+                self._refuse_reduced(name, gradient)
                 ready[index] = Ready(name, self._round, index)(gradient, begun, self._memory)
         # In the order of the parameters: PyTensor computes the inputs of a node from the last to the first,
         # so gradients leave as the backward pass makes them.
@@ -137,12 +146,32 @@ class DistributedGradients:
                 running statistics too where there are some.
         """
         yield
-        root = self._round.reducer.join()
+        root = self._round.reducer.join(lambda result: self._round.compare(active=False))
         broadcast_parameters(self._params if state is None else state, root, self._comm)
 
     def close(self) -> None:
         """Release the buckets; functions that use them raise UsageError from now on. May be called twice."""
         self._round.close()
+
+    def watch(self, state: Sequence[SharedVariable]) -> None:
+        """Compare these shared variables too: what the optimizer computes from the gradients, such as
+        velocities. The same on every rank."""
+        known = {id(shared) for shared in self._round.state.values()}
+        for place, shared in enumerate(state):
+            if id(shared) not in known:
+                self._round.state[f"state[{place}] {shared.name or ''}".rstrip()] = shared
+
+    def _refuse_reduced(self, name: str, gradient: Variable) -> None:
+        """Refuse what comes right out of a reduction; what is computed from it cannot be told from others."""
+        op = None if gradient.owner is None else gradient.owner.op
+        if isinstance(op, Finish) and op.current.comm is self._comm and self._comm.size > 1:
+            raise UsageError(
+                f"rank {self._comm.rank}: the gradient of '{name}' has been reduced over these ranks "
+                "already, and would be once more; pass what pytensor.grad gives, or use the reduced "
+                "gradients as they are",
+                rank=self._comm.rank,
+                tensor=name,
+            )
 
     def _check(self, index: int, gradient: Variable) -> None:
         spec, kind = self._round.specs[index], gradient.type

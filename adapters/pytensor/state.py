@@ -9,14 +9,23 @@ import numpy as np
 
 import multiring
 from multiring import metrics as shared_metrics
+from multiring.buffer_sync import sync_arrays
 from multiring.errors import UsageError
 from multiring.state_sync import StateBuffer, broadcast_state, check_root
+from multiring.types import BufferMode
 from pytensor.compile.sharedvalue import SharedVariable
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["average_metrics", "broadcast_object", "broadcast_parameters", "names_of"]
+__all__ = [
+    "average_metrics",
+    "batch_weight",
+    "broadcast_object",
+    "broadcast_parameters",
+    "names_of",
+    "sync_buffers",
+]
 
 T = TypeVar("T")
 
@@ -79,6 +88,41 @@ def broadcast_parameters(
             named[name].set_value(array.reshape(np.shape(values[name])), borrow=True)
         for name, value in objects.items():
             named[name].set_value(value, borrow=True)
+
+
+def sync_buffers(
+    variables: Iterable[SharedVariable], mode: BufferMode = "broadcast", comm: Communicator | None = None
+) -> None:
+    """Make the buffers of a model the same on all ranks. Collective unless `mode` is "local".
+
+    For shared variables that each rank updates from its own batch alone, such as running statistics. To be
+    called after each call of the training function, or at least before evaluation and saving.
+
+    Args:
+        variables: Shared variables of arrays, in the same order on every rank.
+        mode: "broadcast": those of rank 0; "average": averages of floating-point arrays over the ranks,
+            others of rank 0; "local": nothing.
+        comm: Ranks that train together; the world by default.
+
+    Raises:
+        UsageError: There is no such mode, not a shared variable of an array, or two of one name.
+    """
+    comm = multiring.world() if comm is None else comm
+    shared = list(variables)
+    named = dict(zip(names_of(shared, comm.rank), shared, strict=True))
+    values = {name: np.array(variable.get_value(borrow=True)) for name, variable in named.items()}
+    for name, value in values.items():
+        if value.dtype == object:
+            raise UsageError(f"rank {comm.rank}: '{name}' holds no array; use broadcast_parameters for it")
+    sync_arrays(comm, values, mode)
+    for name, value in values.items():
+        named[name].set_value(value, borrow=True)
+
+
+def batch_weight(count: float, comm: Communicator | None = None) -> float:
+    """What to multiply the mean loss with where batches differ in size over ranks. Collective; see
+    `multiring.metrics.batch_weight`. To be passed to the training function as an input."""
+    return shared_metrics.batch_weight(multiring.world() if comm is None else comm, count)
 
 
 def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:

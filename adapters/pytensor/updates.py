@@ -113,8 +113,15 @@ def distribute_updates(
             f"rank {rank}: the updates do not depend on the gradient of {unused}; pass the variables that "
             "they were built from (a second call of pytensor.grad makes others)"
         ) from error
+    target.watch([shared for shared, value in pairs if _depends(value, gradients)])
     new = [(target, next(replaced) if isinstance(value, Variable) else value) for target, value in pairs]
     return cast("Updates", dict(new) if isinstance(updates, Mapping) else new)
+
+
+def _depends(value: Any, gradients: Sequence[Variable]) -> bool:
+    from pytensor.graph.traversal import ancestors
+
+    return isinstance(value, Variable) and not set(gradients).isdisjoint(ancestors([value]))
 
 
 def _unused(
