@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ import torch
 from multiring.bucketing import ParameterSpec
 from multiring.errors import UsageError
 
-__all__ = ["as_tensor", "byte_view", "gradient_view", "specification"]
+__all__ = ["as_tensor", "byte_view", "checksum", "dense_strides", "specification"]
 
 _REAL = {
     torch.float16: "float16",
@@ -53,25 +54,26 @@ def as_tensor(data: NDArray[np.uint8], dtype: str) -> torch.Tensor:
     return torch.from_numpy(data).view(_TORCH[dtype])
 
 
-def gradient_view(data: NDArray[np.uint8], parameter: torch.Tensor) -> torch.Tensor:
-    """Bytes of a slot as a tensor of the parameter's shape, dtype and strides; shares the memory."""
-    flat = torch.from_numpy(data).view(parameter.dtype)
-    return flat.as_strided(parameter.shape, _dense_strides(parameter))
-
-
 def byte_view(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """Memory of a contiguous CPU tensor of any dtype as bytes. Shape (nbytes,)."""
     data: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return data
 
 
+def checksum(tensor: torch.Tensor) -> int:
+    """Of the elements in row-major order, dense or sparse."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor.detach().to_dense()
+    return zlib.crc32(byte_view(tensor.resolve_conj().resolve_neg().contiguous()).data)
+
+
 def _layout(parameter: torch.Tensor) -> str:
-    strides = _dense_strides(parameter)
+    strides = dense_strides(parameter)
     complex_ = "complex " if parameter.dtype in _COMPLEX else ""
     return complex_ + ("" if parameter.is_contiguous() else f"strides {strides}")
 
 
-def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The tensor's strides if they leave no holes (autograd makes gradients so), else row-major ones."""
     shape = tuple(tensor.shape)
     expected = 1

@@ -6,8 +6,9 @@ engine, which runs before `backward()` returns; there the round of the shared re
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -44,8 +45,10 @@ class _Pass:
     def __init__(self, hooks: GradientHooks, reduce: bool) -> None:
         self.reduce = reduce
         self._hooks = hooks
+        # What is taken part with, so that the parameters need not be looked up for every gradient.
+        self._held = hooks._slots.begin()
         # Callbacks of other models run in between, so that all have sent before any waits.
-        self._steps = iter((hooks._slots.flush, hooks._slots.send_values) if reduce else ())
+        self._steps = iter(hooks._steps() if reduce else ())
         self._inner: torch.utils.hooks.RemovableHandle | None = None
 
     def queue(self, *_: object) -> None:
@@ -141,9 +144,22 @@ class GradientHooks:
             return
         if self._pass is None or self._pass() is None:
             self._slots.cancel()
-        self._slots.follow_trainable()
-        self._slots.flush()
+        held = self._slots.begin()
+        for step in self._steps():
+            step()
+        del held
         self._end_pass(True)
+
+    def synchronize_replaced(self) -> None:
+        """Reduce gradients that the program has put in the place of reduced ones, unless they are the same on
+        all ranks, as what a program makes of reduced gradients is. Collective if there are any."""
+        replaced = [] if self._is_local else self._slots.replaced_gradients()
+        if replaced and self._slots.find_new(replaced):
+            self.synchronize()
+
+    def begin_step(self) -> None:
+        """What was reduced so far is used up: what replaces it is not made of it."""
+        self._slots.produced_since_step[:] = False
 
     @contextmanager
     def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
@@ -171,7 +187,7 @@ class GradientHooks:
         yield
         if self._is_local:
             return
-        root = self._slots.join()
+        root = self._slots.join(lambda result: None)
         self._passes = 0
         broadcast_parameters(self._slots.named() if module is None else module, root, self._comm)
         if optimizer is not None:
@@ -211,14 +227,27 @@ class GradientHooks:
                 f"rank {self._comm.rank}: backward(create_graph=True) cannot differentiate through the "
                 "reduction over ranks; use torch.autograd.grad for higher derivatives"
             )
+        del gradient  # whether others have it is looked at below
         if current.reduce:
             self._slots.mark_ready(position)
         else:
             self._slots.mark_produced(position)
 
+    def _steps(self) -> tuple[Callable[[], None], ...]:
+        """How a round ends."""
+        return self._slots.flush, self._slots.send_values, self._receive
+
+    def _receive(self) -> None:
+        self._slots.finish()
+
     def _begin_pass(self) -> _Pass:
+        if _is_autograd_compiled():
+            raise UsageError(
+                f"rank {self._comm.rank}: compiled autograd has rewritten the backward pass, in which gradients "
+                "are not reduced; leave out torch._dynamo.config.compiled_autograd (torch.compile of the model "
+                "works without it)"
+            )
         self._slots.cancel()
-        self._slots.follow_trainable()
         current = _Pass(self, self._enabled and self._passes + 1 >= self._passes_per_round)
         self._pass = weakref.ref(current)
         current.queue()
@@ -228,10 +257,14 @@ class GradientHooks:
         self._pass = None
         if reduce:
             self._passes = 0
-            self._slots.finish()
             self.rounds += 1
         elif self._enabled:
             self._passes += 1
+
+
+def _is_autograd_compiled() -> bool:
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported by us: it takes a second
+    return compiled is not None and compiled.in_compiled_autograd_region
 
 
 def _check_unhooked(rank: int, name: str, parameter: torch.Tensor) -> None:

@@ -103,7 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             result = self._wrapped.step()
         else:
             result = self._wrapped.step(self._synchronised(closure))
-        self._stepped_at = self._hooks.rounds
+        self._stepped()
         return result
 
     def synchronize(self) -> None:
@@ -111,10 +111,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Only needed before a step is prepared by other means (clipping, unscaling) in a place where backward
         has been called less than `backward_passes_per_step` times, or did not involve the parameters on
-        this rank.
+        this rank, or where the program has put gradients into `parameter.grad` itself.
         """
         if self._hooks.has_unreduced or self._hooks.rounds == self._stepped_at:
             self._hooks.synchronize()
+        else:
+            self._hooks.synchronize_replaced()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -207,6 +209,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         self._stepped_at = 0
 
+    def _stepped(self) -> None:
+        """What was reduced is used up."""
+        self._stepped_at = self._hooks.rounds
+        self._hooks.begin_step()
+
     def _synchronised(self, closure: Closure) -> Closure:
         """The closure, followed by what makes its result the same on every rank."""
 
@@ -215,7 +222,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
             if not self._skip:
                 self.synchronize()
-            self._stepped_at = self._hooks.rounds
+            self._stepped()
             if self._comm.size == 1 or loss is None:
                 return loss
             value = torch.as_tensor(loss).detach().to("cpu", torch.float64).reshape(1)

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 import torch
 from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
 from multiring.gradient_source import InPlace, ReducerOptions, RoundResult
-from multiring.torch.buffers import as_tensor, gradient_view, specification
+from multiring.torch.buffers import as_tensor, checksum, specification
+from multiring.torch.placement import GradientPlaces
 from multiring.torch.sparse import RowExchange
 from torch.utils.weak import TensorWeakRef
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["ParameterSlots"]
+__all__ = ["Held", "ParameterSlots"]
 
 
-class _Place:
-    """The slot of a gradient; what has to be looked at for each gradient that arrives."""
+class Held(list[torch.Tensor | None]):
+    """References to the parameters that take part, for the time of a round."""
 
-    __slots__ = ("dtype", "is_complex", "is_contiguous", "shape", "view")
-
-    def __init__(self, view: torch.Tensor) -> None:
-        self.view, self.dtype, self.shape = view, view.dtype, view.shape
-        self.is_contiguous, self.is_complex = view.is_contiguous(), view.is_complex()
+    __slots__ = ("__weakref__",)
 
 
 class ParameterSlots:
@@ -38,7 +36,8 @@ class ParameterSlots:
     Autograd computes a gradient in memory of its own, and it is reduced there. A gradient that the program
     keeps for the next backward pass to add to (`zero_grad(set_to_none=False)`) moves into its slot in
     symmetric memory, once: from then on `parameter.grad` is a view of the slot, and nothing is copied to or
-    from the peers. So does one whose elements lie in another order than those of the parameter.
+    from the peers. What the program has put into `parameter.grad` stays there: where its memory is shared, or
+    its elements lie in another order than those of the parameter, the average is copied back into it.
 
     Parameters are referred to weakly: their hooks lead here, through memory that the garbage collector
     cannot see, so a strong reference would keep a dropped model for ever.
@@ -56,11 +55,8 @@ class ParameterSlots:
         self._parameters = [TensorWeakRef(parameter) for parameter in parameters.values()]
         self._required = [True] * len(self._names)
         self._exchanges: dict[int, RowExchange] = {}
-        self._views: dict[int, torch.Tensor] = {}
-        self._places: dict[int, _Place] = {}
-        # What was reduced where it lay. Only to compare tensors with: to use one would take a TensorWeakRef.
-        self._last: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._placed: list[tuple[int, InPlace]] = []  # what this round reduces where it lies
+        self._places = GradientPlaces(comm.rank)
+        self._held: weakref.ref[Held] | None = None
         self._comm, self._options, self._sparse = comm, options, frozenset(sparse)
         self._reducer: GradientReducer | None = None
         self._plan()
@@ -83,10 +79,18 @@ class ParameterSlots:
         found = ((name, ref()) for name, ref in zip(self._names, self._parameters, strict=True))
         return {name: parameter for name, parameter in found if parameter is not None}
 
-    def follow_trainable(self) -> None:
-        """Plan anew if parameters were frozen or thawed since. Collective then."""
-        if self._requirements() != self._required:
+    def begin(self) -> Held:
+        """Begin a round. Plan anew if parameters were frozen or thawed since; collective then.
+
+        Returns:
+            What to keep until the round has ended.
+        """
+        parameters = [ref() for ref in self._parameters]
+        if self._requirements(parameters) != self._required:
             self._plan()
+        held = Held([parameters[position] for position in self._index])
+        self._held = weakref.ref(held)
+        return held
 
     def mark_produced(self, position: int) -> None:
         """A gradient was accumulated that a later round is to contain."""
@@ -109,19 +113,20 @@ class ParameterSlots:
         for exchange in self._exchanges.values():
             exchange.send_values()
 
-    def finish(self) -> None:
-        """Last step: wait for everything."""
+    def finish(self) -> RoundResult:
+        """Third step: wait for the gradients."""
         exchanges, self._exchanges = self._exchanges, {}
+        parameters = self._current()
         try:
             result = self.reducer.finish(self)
+            self._places.check(parameters)
+            self._refresh_views()
+            self._settle(result, exchanges)
+            self._places.settle(result.produced)
         finally:
-            placed, self._placed = self._placed, []
-        for index, place in placed:
-            parameter = self._trainable[index]()
-            if parameter is not None and parameter.grad is not place.owner:
-                raise self._was_replaced(index)
-        self._settle(result, exchanges)
-        self._refresh_views()
+            self._places.forget_round()
+        self.produced_since_step |= result.produced
+        return result
 
     def cancel(self) -> None:
         """Forget the round of a backward pass that was aborted by an exception.
@@ -131,9 +136,10 @@ class ParameterSlots:
         """
         if self.reducer.is_open:
             self._exchanges = {}
-            kept = [index for index in self.reducer.sent() if self._is_kept(index)]
+            sent = set(self.reducer.sent())
+            kept = [index for index in self._places.sent(self._current()) if index in sent]
             self.reducer.cancel()
-            self._placed = []
+            self._places.forget_round()
             self._refresh_views()
             if kept:
                 name = self.reducer.specs[kept[0]].name
@@ -145,9 +151,18 @@ class ParameterSlots:
                     tensor=name,
                 )
 
-    def join(self) -> int:
-        """Answer the rounds of ranks that still have data; returns one that had to the end. Collective."""
-        root = self.reducer.join(lambda result: self._settle(result, self._send_rows(joined=True)))
+    def join(self, after_round: Callable[[RoundResult], None]) -> int:
+        """Answer the rounds of ranks that still have data; returns one that had to the end. Collective.
+
+        Args:
+            after_round: Called at the end of each round.
+        """
+
+        def settle(result: RoundResult) -> None:
+            self._settle(result, self._send_rows(joined=True))
+            after_round(result)
+
+        root = self.reducer.join(settle)
         for parameter in self.named().values():
             parameter.grad = None
         self._refresh_views()
@@ -157,15 +172,16 @@ class ParameterSlots:
         """Release the buckets; gradients go on in memory of their own. May be called twice."""
         if self._reducer is None:
             return
-        views = {id(view) for view in self._views.values()}
-        for parameter in self.named().values() if self._comm.size > 1 else ():
-            if parameter.grad is not None and id(parameter.grad) in views:
-                parameter.grad = parameter.grad.clone()
-        self._views.clear()
-        self._places.clear()
-        self._last.clear()
+        self._places.forget_round()
+        if self._comm.size > 1:
+            self._places.move_out(self._current())
         self._reducer.close()
         self._reducer = None
+
+    def carry_on(self, other: ParameterSlots) -> None:
+        """Know which gradients `other`, in whose place this comes, has reduced."""
+        names = {spec.name: index for index, spec in enumerate(self.reducer.specs)}
+        self._places.carry_on(other._places, names)
 
     def load_residuals(self, residuals: Mapping[str, NDArray[Any]]) -> None:
         """Put these in the place of what compression has kept back; those of frozen parameters wait."""
@@ -177,70 +193,76 @@ class ParameterSlots:
         ]
         self.reducer.load_residuals(residuals, resting)
 
-    def store(self, index: int) -> InPlace | bool:
-        """Part of `GradientSource`: where the gradient is, if there is one."""
-        parameter = self._trainable[index]()
-        gradient = None if parameter is None else parameter.grad
-        if parameter is None or gradient is None:
-            return False
-        place = self._places.get(index)
-        if place is None or gradient is place.view:  # sparse, or there already
-            return True
-        view, dtype, shape = place.view, place.dtype, place.shape
-        if gradient.dtype != dtype or gradient.shape != shape:
-            name = self.reducer.specs[index].name
-            raise UsageError(
-                f"rank {self._comm.rank}: parameter '{name}' has become {gradient.dtype} "
-                f"{tuple(gradient.shape)}, it was {view.dtype} {tuple(view.shape)} when its hook was "
-                "registered; remove() the hooks before changing a model and register them again"
+    def replaced_gradients(self) -> list[int]:
+        """Gradients that are not what was reduced last: other tensors, and those of parameters that no round
+        since the last step has reduced, where they were written to."""
+        return self._places.find_replaced(self._current(), self.produced_since_step)
+
+    def find_new(self, replaced: list[int]) -> bool:
+        """Which of the gradients that the program has replaced are still to be reduced: those that are not the
+        same on all ranks, or that no round since the last step has reduced. Collective.
+
+        Returns:
+            Whether there are any, on any rank.
+        """
+        parameters, comm = self._current(), self.reducer.comm
+        gradients = {index: p.grad for index in replaced if (p := parameters[index]) is not None}
+        own = {index: checksum(gradient) for index, gradient in gradients.items() if gradient is not None}
+        everyone = [own] if comm is None else comm.allgather_object(own)
+        is_any_new = False
+        for index in sorted(set().union(*everyone)):
+            is_new = not self.produced_since_step[index] or any(
+                other.get(index) != everyone[0].get(index) for other in everyone
             )
-        last = self._last.get(index)
-        if (last is None or last() is not gradient) and _is_plain(gradient, place):
-            self._last[index] = weakref.ref(gradient)
-            return InPlace(gradient.data_ptr(), gradient)
-        view.copy_(gradient if gradient.layout == torch.strided else gradient.to_dense())
-        parameter.grad = view
-        return True
+            is_any_new |= is_new
+            if is_new and index in own:
+                self.reducer.mark_produced(index)
+            elif (gradient := gradients.get(index)) is not None:
+                self._places.note(index, gradient)  # the same on all ranks, made of what was reduced
+        return is_any_new
+
+    def store(self, index: int) -> InPlace | bool:
+        """Part of `GradientSource`: where the gradient is, if there is one.
+
+        One of which no hook has told is new all the same if it is not what was reduced last.
+        """
+        parameter = self._current()[index]
+        if parameter is None or parameter.grad is None:
+            return False
+        if not self.reducer.is_produced(index) and self._places.is_new(index, parameter.grad):
+            self.reducer.mark_produced(index)
+        return self._places.put(index, parameter, from_autograd=False)
 
     def _locate(self, indices: list[int]) -> list[tuple[int, InPlace]]:
-        found = [(index, self.store(index)) for index in indices]
-        for index, place in found:
+        parameters, places = self._current(), []
+        for index in indices:
+            if self._places.is_placed(index):
+                continue
+            parameter = parameters[index]
+            place = parameter is not None and self._places.put(index, parameter, from_autograd=True)
             if place is False:
-                raise self._was_replaced(index)
-        places = [(index, place) for index, place in found if isinstance(place, InPlace)]
-        self._placed += places
+                raise self._places.was_replaced(index)
+            if isinstance(place, InPlace):
+                places.append((index, place))
         return places
-
-    def _was_replaced(self, index: int) -> UsageError:
-        name = self.reducer.specs[index].name
-        return UsageError(
-            f"rank {self._comm.rank}: the gradient of '{name}' was replaced or taken away while it was to be "
-            "averaged, by another hook on the parameter; change gradients after backward(), or register that "
-            "hook before multiring's",
-            rank=self._comm.rank,
-            tensor=name,
-        )
-
-    def _is_kept(self, index: int) -> bool:
-        """Whether the gradient is still where it was reduced."""
-        parameter, last = self._trainable[index](), self._last.get(index)
-        gradient = None if parameter is None else parameter.grad
-        if gradient is None or gradient.layout != torch.strided:
-            return False
-        return gradient is self._views.get(index) or (last is not None and gradient is last())
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: another rank had a gradient where this one had none."""
-        parameter = self._trainable[index]()
-        if parameter is not None and index in self._views:
-            parameter.grad = self._views[index]
+        parameter = self._current()[index]
+        if parameter is not None:
+            self._places.publish(index, parameter)
+
+    def _current(self) -> Held:
+        """The parameters that take part."""
+        held = None if self._held is None else self._held()
+        return Held([ref() for ref in self._trainable]) if held is None else held
 
     def _plan(self) -> None:
         """Make a reducer for the parameters that require a gradient now. Collective."""
-        self._required = self._requirements()
-        alive = self.named()
-        places = [k for k, name in enumerate(self._names) if self._required[k] and name in alive]
-        parameters = {self._names[place]: alive[self._names[place]] for place in places}
+        alive = [ref() for ref in self._parameters]
+        self._required = self._requirements(alive)
+        positions = [k for k, p in enumerate(alive) if self._required[k] and p is not None]
+        parameters = {self._names[k]: p for k in positions if (p := alive[k]) is not None}
         specs = [specification(name, p, name in self._sparse) for name, p in parameters.items()]
         unreduced: set[str] = set()
         residuals: dict[str, NDArray[Any]] = {}
@@ -256,21 +278,25 @@ class ParameterSlots:
             as_array=as_tensor,
             locate=lambda indices: () if (method := locate()) is None else method(indices),
         )
-        self._index = {place: index for index, place in enumerate(places)}
-        self._trainable = [self._parameters[place] for place in places]
+        self._index = {position: index for index, position in enumerate(positions)}
+        self._trainable = [self._parameters[position] for position in positions]
+        self._held = None
         self._forms = [(parameter.shape, parameter.dtype) for parameter in parameters.values()]
-        self._generation, self._views = -1, {}
+        before, self._places = self._places, GradientPlaces(self._comm.rank)
+        self._generation = -1
         self._refresh_views()
+        self._places.carry_on(before, {spec.name: index for index, spec in enumerate(specs)})
+        self.produced_since_step = np.zeros(len(specs), dtype=np.bool_)
         self._reducer.carry_on(residuals)
         for index, spec in enumerate(specs):
             if spec.name in unreduced:
                 self._reducer.mark_produced(index)
 
-    def _requirements(self) -> list[bool]:
+    def _requirements(self, parameters: Sequence[torch.Tensor | None]) -> list[bool]:
         """Per parameter: it requires a gradient. One that exists no more counts as it did."""
         return [
-            before if (parameter := ref()) is None else parameter.requires_grad
-            for ref, before in zip(self._parameters, self._required, strict=True)
+            before if parameter is None else parameter.requires_grad
+            for parameter, before in zip(parameters, self._required, strict=True)
         ]
 
     def _refresh_views(self) -> None:
@@ -278,17 +304,9 @@ class ParameterSlots:
         if self._generation == self.reducer.generation:
             return
         self._generation = self.reducer.generation
-        parameters, before = self.named(), self._views
-        self._views = {
-            index: gradient_view(self.reducer.slot(index), parameters[spec.name])
-            for index, spec in enumerate(self.reducer.specs)
-            if not spec.sparse and spec.name in parameters
-        }
-        self._places = {index: _Place(view) for index, view in self._views.items()}
-        for index, view in self._views.items():
-            parameter = parameters[self.reducer.specs[index].name]
-            if parameter.grad is not None and parameter.grad is before.get(index):
-                parameter.grad = view
+        parameters, specs = self._current(), self.reducer.specs
+        slots = {k: self.reducer.slot(k) for k, spec in enumerate(specs) if not spec.sparse}
+        self._places.lay_out(parameters, specs, slots)
 
     def _send_rows(self, *, joined: bool) -> dict[int, RowExchange]:
         exchanges = {}
@@ -309,27 +327,4 @@ class ParameterSlots:
             parameter = self._trainable[index]()
             if result.produced[index] and parameter is not None:
                 parameter.grad = gradient
-
-
-def _is_plain(gradient: torch.Tensor, place: _Place) -> bool:
-    """Whether the elements lie in memory as they do in the slot, and belong to this gradient alone."""
-    return (
-        gradient.layout is torch.strided
-        and ((place.is_contiguous and gradient.is_contiguous()) or gradient.stride() == place.view.stride())
-        and not gradient.is_neg()
-        and not (place.is_complex and gradient.is_conj())
-        and _storage_users(gradient) == _ALONE
-    )
-
-
-# Private; a Torch without it costs the copy into the slot.
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-
-
-def _storage_users(tensor: torch.Tensor) -> int:
-    """References to the memory, of which there are more where autograd needs it for other gradients still; 0
-    if this Torch does not tell."""
-    return 0 if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
-
-
-_ALONE = _storage_users(torch.zeros(1)) or -1
+                self._places.note(index, gradient)

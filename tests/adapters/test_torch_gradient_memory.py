@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import multiring.torch
 from multiring import Communicator
 from multiring.errors import UsageError
-from multiring.torch import slots
+from multiring.torch import placement
 from tests.adapters.torch_support import (
     SMALL,
     Pool,
@@ -120,10 +120,12 @@ def order_of_elements(comm: Communicator) -> None:
                 parameter.shape,
                 [2 * stride for stride in parameter.contiguous().stride()],
             )
+    given = [parameter.grad for parameter in model.parameters()]
     hooks.synchronize()
-    for parameter in model.parameters():  # of no backward pass, so nobody's to average
-        assert parameter.grad is not None
-        assert bool((parameter.grad == comm.rank).all())
+    for parameter, gradient in zip(model.parameters(), given, strict=True):
+        assert parameter.grad is gradient
+        assert gradient is not None
+        assert bool((gradient == sum(range(comm.size)) / comm.size).all())
     hooks.remove()
 
 
@@ -174,8 +176,8 @@ def test_gradients_of_a_failed_pass_are_not_kept(ranks: Pool, size: int) -> None
 def nobody_tells(comm: Communicator) -> None:
     """A Torch that does not tell how many users memory has: gradients are copied into their slots."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slots, "_use_count", None)
-        patch.setattr(slots, "_ALONE", -1)
+        patch.setattr(placement, "_use_count", None)
+        patch.setattr(placement, "_ALONE", -1)
         model = make_model()
         hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
         wanted = expected(comm, squares)
