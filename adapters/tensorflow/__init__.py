@@ -33,7 +33,13 @@ if TYPE_CHECKING:
         reducescatter,
     )
     from multiring.tensorflow.optimizer import DistributedOptimizer
-    from multiring.tensorflow.state import average_metrics, broadcast_object, broadcast_variables
+    from multiring.tensorflow.state import (
+        average_metrics,
+        batch_weight,
+        broadcast_object,
+        broadcast_variables,
+        sync_buffers,
+    )
     from multiring.tensorflow.tape import DistributedGradientTape
 
 _HOMES = {
@@ -44,6 +50,7 @@ _HOMES = {
     "allreduce": "ops",
     "alltoall": "ops",
     "average_metrics": "state",
+    "batch_weight": "state",
     "broadcast": "ops",
     "broadcast_object": "state",
     "broadcast_variables": "state",
@@ -53,6 +60,7 @@ _HOMES = {
     "reducescatter": "ops",
     "shard_dataset": "data",
     "sync_batch_norm": "batch_norm",
+    "sync_buffers": "state",
     "translate_errors": "errors",
 }
 
@@ -96,6 +104,7 @@ __all__ = [
     "allreduce",
     "alltoall",
     "average_metrics",
+    "batch_weight",
     "broadcast",
     "broadcast_object",
     "broadcast_variables",
@@ -105,5 +114,6 @@ __all__ = [
     "reducescatter",
     "shard_dataset",
     "sync_batch_norm",
+    "sync_buffers",
     "translate_errors",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,12 @@ import keras
 import numpy as np
 
 import multiring
-from multiring import metrics as shared_metrics
+from multiring.buffer_sync import check_mode
 from multiring.errors import UsageError
-from multiring.tensorflow.state import broadcast_object, broadcast_variables
+from multiring.tensorflow.agreement import MetricAverage, decide_together
+from multiring.tensorflow.state import broadcast_object, broadcast_variables, sync_buffers
 from multiring.tensorflow.variables import named_variables, to_numpy
+from multiring.types import BufferMode
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -35,54 +38,78 @@ def _world(comm: Communicator | None) -> Communicator:
     return multiring.world() if comm is None else comm
 
 
-class BroadcastInitialState(keras.callbacks.Callback):
-    """Gives all ranks the weights and the optimizer state of rank `root` when training begins. Collective."""
+def _nothing() -> None:
+    """What there is to synchronise outside of training."""
 
-    def __init__(self, root: int = 0, comm: Communicator | None = None) -> None:
+
+class BroadcastInitialState(keras.callbacks.Callback):
+    """Gives all ranks the same state when training begins, and keeps it the same. Collective.
+
+    - Weights and optimizer state are those of rank `root`.
+    - After each batch (on Keras's JAX backend before an evaluation and after each epoch) all ranks take over
+      the moving statistics and other variables of layers that are not trained, so that evaluation and
+      checkpoints are the same everywhere. Seeds of random layers stay each rank's own.
+    - Where callbacks of any rank decide by metrics (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint with
+      save_best_only) and no MetricAverage comes before them, one is put there, on all ranks.
+    - When one rank stops at the end of an epoch, or by TerminateOnNaN, all do.
+    """
+
+    def __init__(
+        self, root: int = 0, comm: Communicator | None = None, *, buffers: BufferMode = "broadcast"
+    ) -> None:
+        """Create.
+
+        Args:
+            root: Rank whose state everyone gets.
+            comm: Ranks that train together; the world by default.
+            buffers: What becomes of variables that are not trained: "broadcast" those of rank 0, "average"
+                them, or leave them "local".
+        """
         super().__init__()
-        self._root, self._comm, self._done = root, comm, False
+        self._root, self._comm, self._done, self._buffers = root, comm, False, buffers
+        self._sync: Callable[[], None] = _nothing
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Broadcasts, unless the model has no variables yet."""
+        comm = _world(self._comm)
+        check_mode(comm.rank, self._buffers)
+        decide_together(sys._getframe(1).f_locals.get("self"), self.model, self.params, comm)
         if self.model.built:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Broadcasts after the first batch where the model was built only then."""
+        """Broadcasts after the first batch where the model was built only then; then buffers."""
         if not self._done:
             self._broadcast()
+        if keras.backend.backend() != "jax":  # where variables have no values before the epoch ends
+            self._sync()
+
+    def on_test_begin(self, logs: Logs = None) -> None:
+        """Keras's JAX backend has given values to the variables."""
+        if keras.backend.backend() == "jax":
+            self._sync()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """As in `on_test_begin`."""
+        self.on_test_begin()
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        """From here on, one rank may evaluate alone."""
+        self._sync = _nothing
 
     def _broadcast(self) -> None:
         comm = _world(self._comm)
         broadcast_variables(_state_of(self.model), self._root, comm)
         self._done = True
 
+        def sync() -> None:
+            sync_buffers(self.model, self._buffers, comm)
 
-class MetricAverage(keras.callbacks.Callback):
-    """Averages the metrics of an epoch over ranks, in place, so that callbacks behind it see averages.
-    Collective.
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
 
-    Put it before callbacks that decide by metrics (EarlyStopping, ReduceLROnPlateau): all ranks then decide
-    alike.
-    """
-
-    def __init__(self, weight: float | Callable[[], float] = 1.0, comm: Communicator | None = None) -> None:
-        """Create.
-
-        Args:
-            weight: What this rank counts for, such as the number of its samples; or a function that says so.
-            comm: Ranks that train together; the world by default.
-        """
-        super().__init__()
-        self._weight, self._comm = weight, comm
-
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Averages all metrics that are numbers."""
-        if not logs:
-            return
-        numbers = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
-        weight = self._weight() if callable(self._weight) else self._weight
-        logs.update(shared_metrics.average_metrics(_world(self._comm), numbers, weight))
+            sync = tf.function(sync, autograph=False)
+        self._sync = sync
 
 
 class LearningRateWarmup(keras.callbacks.Callback):

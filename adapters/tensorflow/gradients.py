@@ -21,6 +21,7 @@ from multiring.bucketing import ParameterSpec, plan_buckets
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions, check_arguments
 from multiring.model_check import check_same
+from multiring.tensorflow.drift import DriftCheck, interval
 from multiring.tensorflow.ops import grouped_allreduce, next_step
 from multiring.tensorflow.sparse import allreduce_slices
 from multiring.tensorflow.state import broadcast_variables
@@ -61,6 +62,7 @@ class GradientReduction:
         *,
         kinds: Sequence[Kind] | None = None,
         uneven: bool = False,
+        state: Callable[[], Any] | None = None,
     ) -> None:
         """Compare the variables over ranks and plan the buckets.
 
@@ -71,6 +73,8 @@ class GradientReduction:
             kinds: What gradients this rank has: "dense", "sparse" (`tf.IndexedSlices`) or None. Ranks may
                 differ. Without it all are taken for dense.
             uneven: Ranks may run out of data at different times, also in `tf.function`; see `join`.
+            state: Gives variables of the optimizer, to be compared over ranks together with `variables` every
+                `options.check_every` steps.
 
         Raises:
             UsageError: No variables, names that repeat, a dtype that cannot be reduced.
@@ -84,12 +88,14 @@ class GradientReduction:
         plain = [ParameterSpec(name, shape, dtype) for name, shape, dtype in described]
         check_arguments(self.comm.rank, plain, self._options)
         entries = [(spec.name, spec.describe()) for spec in plain]
-        options_entry = ("options", repr((asdict(self._options), uneven)))
+        every = interval(self._options.check_every)
+        options_entry = ("options", repr((asdict(self._options), uneven, every)))
         check_same(self.comm, [*entries, options_entry], "variables of the model")
         # A number of its own, the same on every rank, keeps the buckets of several models apart.
         shared = self.comm.allgather_object((next(_numbers), own))
         self._title = f"{self._options.name} {max(number for number, _ in shared)}"
         everyone = [set(found) for found in zip(*[found for _, found in shared], strict=True)]
+        self._drift = DriftCheck(variables, self.comm, every, self._title, state) if every else None
         self._absent = [found == {None} for found in everyone]
         self.specs = tuple(
             ParameterSpec(name, shape, dtype, sparse="sparse" in found)
@@ -164,6 +170,8 @@ class GradientReduction:
         own[len(self.specs) + self.comm.rank] = active
         own[-1] = needs_all = self._options.op == "average" and not (self._uneven or tf.executing_eagerly())
         step = self._next_step(gradients)
+        if self._drift is not None:
+            self._drift.run(step, active=active)
         flags = grouped_allreduce(
             [tf.constant(own)], name=f"{self._title}: flags", comm=self.comm, step=step
         )[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -12,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring.bucketing import ParameterSpec
+from multiring.derived import derived
 from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
 from multiring.gradient_source import ReducerOptions
-from multiring.tensorflow.variables import describe_variables
+from multiring.state_check import StateCheck
+from multiring.tensorflow.variables import describe_variables, named_variables
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -33,8 +36,20 @@ class HostReduction:
     compiles, this happens in a callback that keeps its place among others of its kind.
     """
 
-    def __init__(self, variables: Sequence[Any], comm: Communicator, options: ReducerOptions) -> None:
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        comm: Communicator,
+        options: ReducerOptions,
+        state: Callable[[], Any] = list,
+    ) -> None:
         """Compare the variables over ranks and allocate the buckets.
+
+        Args:
+            variables: What is trained.
+            comm: Ranks that train together.
+            options: How to reduce.
+            state: Gives variables of the optimizer, to be compared over ranks together with `variables`.
 
         Raises:
             UsageError: No variables, names that repeat, a dtype that cannot be reduced.
@@ -44,6 +59,9 @@ class HostReduction:
         specs = [ParameterSpec(name, shape, dtype) for name, shape, dtype in described]
         self._reducer = GradientReducer(comm, specs, options)
         self._published: set[int] = set()
+        # Checks run between steps, so that they need only keep the order of the steps.
+        self._check = StateCheck(derived(comm, "state of Keras"), options.check_every)
+        self._variables, self._state = [weakref.ref(variable) for variable in variables], state
 
     def reduce(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """The gradients reduced over ranks, in the same order; None where no rank has one. Collective.
@@ -62,11 +80,19 @@ class HostReduction:
         present = [k for k, gradient in enumerate(gradients) if gradient is not None]
         if jax is not None and any(isinstance(gradients[k], jax.core.Tracer) for k in present):
             return self._reduce_in_callback(jax, gradients, present)
+        if self._check.due():
+            self._check.compare(self._entries())
         found = self._exchange([None if g is None else _to_numpy(g) for g in gradients])
         return [
             None if value is None else keras.ops.convert_to_tensor(value, dtype=value.dtype.name)
             for value in found
         ]
+
+    def _entries(self) -> Iterator[tuple[str, Array]]:
+        alive = [variable for variable in (ref() for ref in self._variables) if variable is not None]
+        for kind, variables in (("optimizer variable", self._state()), ("parameter", alive)):
+            for name, variable in named_variables(variables).items():
+                yield f"{kind} '{name}'", _to_numpy(variable)
 
     def store(self, index: int) -> bool:
         """Part of `GradientSource`: what this rank has was put into its slot before."""

@@ -79,7 +79,7 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         passes = self.options.backward_passes_per_step
         if passes == 1:
-            self.inner_optimizer.apply(self._reduction.reduce(grads, variables), trainable_variables)
+            self.inner_optimizer.apply(self._reduce(grads, variables), trainable_variables)
             return
         indexes = [self._get_variable_index(variable) for variable in variables]
         for index, gradient in zip(indexes, grads, strict=True):
@@ -96,11 +96,14 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):
         """Apply the means of what was accumulated; None is for variables that never had a gradient."""
         passes = self.options.backward_passes_per_step
         means = [None if total is None else total / passes for total in sums]
-        self.inner_optimizer.apply(self._reduction.reduce(means, variables), variables)
+        self.inner_optimizer.apply(self._reduce(means, variables), variables)
         for total in sums:
             if total is not None:
                 total.assign(keras.ops.zeros_like(total))
         self._count.assign(0)
+
+    def _reduce(self, grads: Tensors, variables: Sequence[Any]) -> list[Any]:
+        return self._reduction.reduce(grads, variables, self.inner_optimizer)
 
     @property
     def variables(self) -> list[Any]:
@@ -212,13 +215,13 @@ class DistributedLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             self.build(list(trainable_variables or ()))
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        super().apply(self._reduction.reduce(grads, variables), variables)
+        super().apply(self._reduction.reduce(grads, variables, self), variables)
 
     def stateless_apply(
         self, optimizer_variables: Tensors, grads: Tensors, trainable_variables: Tensors
     ) -> Any:
         """The same for Keras's JAX backend."""
-        reduced = self._reduction.reduce(grads, self._trainable_variables)
+        reduced = self._reduction.reduce(grads, self._trainable_variables, self)
         return super().stateless_apply(optimizer_variables, reduced, trainable_variables)
 
     def get_config(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ backend.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +13,7 @@ import multiring
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions
+from multiring.model_check import check_same
 from multiring.tensorflow.kept import KeptReductions
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ class WrapperOptions:
         bucket_bytes: Limit of a bucket, in bytes.
         first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
         sparse_as_dense: Reduce sparse gradients as dense tensors.
+        check_every: Steps between two comparisons of the training state over ranks; 0: never; None: as
+            MULTIRING_CHECK_EVERY says.
     """
 
     op: Literal["average", "sum"] = "average"
@@ -42,6 +46,7 @@ class WrapperOptions:
     bucket_bytes: int = BUCKET_BYTES
     first_bucket_bytes: int = FIRST_BUCKET_BYTES
     sparse_as_dense: bool = False
+    check_every: int | None = None
 
     def __post_init__(self) -> None:
         if self.backward_passes_per_step < 1:
@@ -53,7 +58,12 @@ class WrapperOptions:
     def reducer(self) -> ReducerOptions:
         """The part that the reduction itself takes."""
         return ReducerOptions(
-            self.op, self.bucket_bytes, self.first_bucket_bytes, self.prescale, self.postscale
+            self.op,
+            self.bucket_bytes,
+            self.first_bucket_bytes,
+            self.prescale,
+            self.postscale,
+            check_every=self.check_every,
         )
 
 
@@ -69,8 +79,13 @@ class LazyReduction:
     def __deepcopy__(self, memo: Any) -> LazyReduction:
         return LazyReduction(self._comm, self._options, self._backend)
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any) -> list[Any]:
         """The gradients reduced over ranks. Collective.
+
+        Args:
+            gradients: This rank's.
+            variables: What they are gradients of.
+            optimizer: Whose variables and settings have to be the same on all ranks.
 
         Raises:
             MismatchError: The ranks have different variables or options (at the first call with these).
@@ -80,7 +95,9 @@ class LazyReduction:
             return list(gradients)
         if self._backend == "tensorflow":
             gradients = self._as_dense(gradients)
-        reduction = self._made.get(comm, variables, None, lambda: self._make(gradients, variables, comm))
+        reduction = self._made.get(
+            comm, variables, None, lambda: self._make(gradients, variables, comm, optimizer)
+        )
         reduced: list[Any] = reduction.reduce(gradients)
         return reduced
 
@@ -91,11 +108,34 @@ class LazyReduction:
             return gradients
         return [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
 
-    def _make(self, gradients: Sequence[Any], variables: Sequence[Any], comm: Communicator) -> Any:
+    def _settings(self, optimizer: Any) -> list[tuple[str, str]]:
+        """What ranks have to give the optimizer alike."""
+        settings = {"kind": type(optimizer).__name__}
+        if self._backend == "tensorflow":
+            import tensorflow as tf
+
+            with tf.init_scope():  # values of variables are wanted, also while a function is traced
+                settings |= optimizer.get_config()
+        elif self._backend != "jax":  # where variables have no values in a step
+            settings |= optimizer.get_config()
+        return [(name, repr(value)) for name, value in settings.items() if name != "name"]
+
+    def _make(
+        self, gradients: Sequence[Any], variables: Sequence[Any], comm: Communicator, optimizer: Any
+    ) -> Any:
+        check_same(comm, self._settings(optimizer), "optimizer")
+        known = weakref.ref(optimizer)
+
+        def state() -> Any:
+            held = known()
+            return [] if held is None else held.variables
+
         if self._backend == "tensorflow":
             from multiring.tensorflow.gradients import GradientReduction, kinds_of
 
-            return GradientReduction(variables, comm, self._options.reducer, kinds=kinds_of(gradients))
+            return GradientReduction(
+                variables, comm, self._options.reducer, kinds=kinds_of(gradients), state=state
+            )
         from multiring.tensorflow.host_gradients import HostReduction
 
-        return HostReduction(variables, comm, self._options.reducer)
+        return HostReduction(variables, comm, self._options.reducer, state)

@@ -25,6 +25,7 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in other adapters
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     sparse_as_dense: bool = False,
+    check_every: int | None = None,
     name: str | None = None,
 ) -> Any:
     """Wraps an optimizer: gradients are reduced over ranks before it steps.
@@ -45,6 +46,8 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in other adapters
         bucket_bytes: Limit of a bucket, in bytes.
         first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
         sparse_as_dense: Reduce `tf.IndexedSlices` as dense tensors.
+        check_every: Compare the variables, the optimizer's variables (the learning rate among them) over ranks
+            every so many steps; 0: never; None: as MULTIRING_CHECK_EVERY says (100). Not on Keras's JAX backend.
         name: Name of the optimizer; that of the wrapped one with "distributed_" by default.
 
     Returns:
@@ -61,6 +64,7 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in other adapters
         "bucket_bytes": bucket_bytes,
         "first_bucket_bytes": first_bucket_bytes,
         "sparse_as_dense": sparse_as_dense,
+        "check_every": check_every,
     }
     tf_keras = sys.modules.get("tf_keras")  # imported, or there would be no optimizer of it
     if tf_keras is not None and isinstance(optimizer, tf_keras.optimizers.Optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
@@ -9,13 +10,16 @@ import numpy as np
 
 import multiring
 from multiring import metrics as shared_metrics
+from multiring.buffer_sync import check_mode, sync_arrays
+from multiring.derived import derived
 from multiring.state_sync import StateBuffer, broadcast_state, check_root
-from multiring.tensorflow.variables import named_variables, to_numpy
+from multiring.tensorflow.variables import buffers_of, named_variables, to_numpy
+from multiring.types import BufferMode
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["average_metrics", "broadcast_object", "broadcast_variables"]
+__all__ = ["average_metrics", "batch_weight", "broadcast_object", "broadcast_variables", "sync_buffers"]
 
 T = TypeVar("T")
 
@@ -50,6 +54,55 @@ def broadcast_variables(variables: Any, root: int = 0, comm: Communicator | None
             variable.assign(arrays[name])
 
 
+def sync_buffers(model: Any, mode: BufferMode = "broadcast", comm: Communicator | None = None) -> None:
+    """Make what a model holds beside its trained variables, such as moving statistics, the same on all ranks.
+
+    Collective. For loops of one's own, at the end of each training step, in a `tf.function` or not: then
+    evaluation and checkpoints are the same on all ranks. Under `fit()` the callback `BroadcastInitialState`
+    does it.
+
+    Args:
+        model: A model of Keras or tf_keras, a `tf.Module`, or variables. Of a model its layers' variables that
+            are never trained, without metrics and the seeds of random layers, which stay each rank's own.
+        mode: "broadcast" those of rank 0, "average" what is floating-point, or leave all "local".
+        comm: Ranks that train together; the world by default.
+
+    Raises:
+        UsageError: There is no such mode.
+    """
+    comm = multiring.world() if comm is None else comm
+    check_mode(comm.rank, mode)
+    found = buffers_of(model)
+    if comm.size == 1 or mode == "local" or not found:
+        return
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is None or not all(_is_of_tensorflow(v, tensorflow) for v in found.values()):
+        arrays = {name: to_numpy(variable) for name, variable in found.items()}
+        sync_arrays(derived(comm, "buffers of Keras"), arrays, mode)
+        for name, variable in found.items():
+            variable.assign(arrays[name])
+        return
+    from multiring.tensorflow.ops import grouped_allreduce, grouped_broadcast
+
+    values = {name: tensorflow.convert_to_tensor(variable) for name, variable in found.items()}
+    averaged = [name for name in found if mode == "average" and values[name].dtype.is_floating]
+    rest = [name for name in found if name not in averaged]
+    title = f"buffers: {next(iter(found))} and {len(found) - 1} more"
+    results = grouped_broadcast([values[name] for name in rest], name=title, comm=comm)
+    means = grouped_allreduce(
+        [values[name] for name in averaged], "average", name=f"{title}, averaged", comm=comm
+    )
+    for name, value in zip([*rest, *averaged], [*results, *means], strict=True):
+        found[name].assign(value)
+
+
+def _is_of_tensorflow(variable: Any, tensorflow: Any) -> bool:
+    # A variable of Keras 3 has the one of its backend as its value.
+    return isinstance(variable, tensorflow.Variable) or isinstance(
+        getattr(variable, "_value", None), tensorflow.Variable
+    )
+
+
 def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:
     """Return `root`'s object on every rank; it has to be picklable. Collective."""
     comm = multiring.world() if comm is None else comm
@@ -62,3 +115,30 @@ def average_metrics(
 ) -> dict[str, float]:
     """Average metrics over ranks, weighted by `count` samples; see `multiring.metrics.average_metrics`."""
     return shared_metrics.average_metrics(multiring.world() if comm is None else comm, metrics, count)
+
+
+def batch_weight(count: Any, comm: Communicator | None = None) -> Any:
+    """What to multiply the mean loss of a batch with where batches differ in size over ranks. Collective.
+
+    Gradients are averaged over ranks, not over samples. With `loss * batch_weight(tf.shape(x)[0])` the average
+    over ranks is the mean over the samples of all ranks; a loss that is a mean over ranks' samples then has
+    equal weight for each sample.
+
+    Args:
+        count: Number of samples of this rank's batch (or another weight, 0 or more); a tensor or a number.
+        comm: Ranks that train together; the world by default.
+
+    Returns:
+        count * size / (sum of the counts of all ranks), 0 where no rank has a sample: float32 of TensorFlow for a
+        tensor and in a `tf.function`, otherwise a float.
+    """
+    comm = multiring.world() if comm is None else comm
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is None or (tensorflow.executing_eagerly() and not tensorflow.is_tensor(count)):
+        return shared_metrics.batch_weight(comm, float(count))
+    from multiring.tensorflow.ops import allreduce
+
+    own = tensorflow.cast(count, tensorflow.float64)
+    total = allreduce(own, name="batch weight", comm=comm)
+    weight = tensorflow.math.divide_no_nan(own * comm.size, total)
+    return tensorflow.cast(weight, tensorflow.float32)

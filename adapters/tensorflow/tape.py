@@ -42,6 +42,7 @@ class DistributedGradientTape:
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         sparse_as_dense: bool = False,
         uneven: bool = False,
+        check_every: int | None = None,
     ) -> None:
         """Wrap `tape`. Not collective.
 
@@ -56,10 +57,14 @@ class DistributedGradientTape:
             first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
             sparse_as_dense: Reduce `tf.IndexedSlices` as dense tensors.
             uneven: Ranks may run out of data at different times; see `GradientReduction.join`.
+            check_every: Compare the variables over ranks every so many steps; 0: never; None: as
+                MULTIRING_CHECK_EVERY says (100).
         """
         self._tape = tape
         self._comm = multiring.world() if comm is None else comm
-        self._options = ReducerOptions(op, bucket_bytes, first_bucket_bytes, prescale, postscale)
+        self._options = ReducerOptions(
+            op, bucket_bytes, first_bucket_bytes, prescale, postscale, check_every=check_every
+        )
         self._dense, self._uneven = sparse_as_dense, uneven
 
     def __enter__(self) -> DistributedGradientTape:

@@ -53,7 +53,8 @@ class DistributedTfKerasOptimizer(_Delegating, tf_keras.optimizers.Optimizer):
     def aggregate_gradients(self, grads_and_vars: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """Gradients reduced over ranks. Collective. Called by a LossScaleOptimizer around this one, too."""
         gradients, variables = zip(*grads_and_vars, strict=True)
-        return list(zip(self._reduction.reduce(gradients, variables), variables, strict=True))
+        reduced = self._reduction.reduce(gradients, variables, self._optimizer)
+        return list(zip(reduced, variables, strict=True))
 
     def apply_gradients(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["describe_variables", "named_variables", "to_numpy"]
+__all__ = ["buffers_of", "describe_variables", "named_variables", "to_numpy"]
 
 Variables = Any
 
@@ -44,6 +44,26 @@ def describe_variables(variables: Sequence[Any]) -> list[tuple[str, tuple[int, .
         (name, tuple(int(extent) for extent in variable.shape), _dtype(variable))
         for name, variable in zip(names, variables, strict=True)
     ]
+
+
+def buffers_of(model: Any) -> dict[str, Any]:
+    """What the layers of a model hold beside what is trained, such as moving statistics, by unique names.
+
+    Without the weights of frozen layers, the states of metrics and the seeds of random layers.
+    """
+    if isinstance(model, Iterable | Mapping):
+        return named_variables(model)
+    if not hasattr(model, "_flatten_layers"):
+        trained = {id(variable) for variable in model.trainable_variables}
+        return named_variables([variable for variable in model.variables if id(variable) not in trained])
+    weights = {id(variable) for variable in model.non_trainable_weights}
+    found = {}
+    for layer in model._flatten_layers():
+        own = getattr(layer, "_non_trainable_variables", None)  # of Keras 3; the other is of tf_keras
+        for variable in layer._non_trainable_weights if own is None else own:
+            if id(variable) in weights:
+                found[id(variable)] = variable
+    return named_variables(list(found.values()))
 
 
 def to_numpy(variable: Any) -> np.ndarray[Any, Any]:

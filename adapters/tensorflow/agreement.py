@@ -1,0 +1,107 @@
+"""Callbacks of Keras 3 that decide by metrics decide alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+import multiring
+from multiring import metrics as shared_metrics
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["MetricAverage", "decide_together"]
+
+Logs = dict[str, Any] | None
+
+
+class MetricAverage(keras.callbacks.Callback):
+    """Averages the metrics of an epoch over ranks, in place, so that callbacks behind it see averages.
+    Collective.
+
+    Put it before callbacks that decide by metrics (EarlyStopping, ReduceLROnPlateau): all ranks then decide
+    alike. `BroadcastInitialState` puts one there where it is missing.
+    """
+
+    def __init__(self, weight: float | Callable[[], float] = 1.0, comm: Communicator | None = None) -> None:
+        """Create.
+
+        Args:
+            weight: What this rank counts for, such as the number of its samples; or a function that says so.
+            comm: Ranks that train together; the world by default.
+        """
+        super().__init__()
+        self._weight, self._comm = weight, comm
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Averages all metrics that are numbers."""
+        if not logs:
+            return
+        comm = multiring.world() if self._comm is None else self._comm
+        numbers = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
+        weight = self._weight() if callable(self._weight) else self._weight
+        logs.update(shared_metrics.average_metrics(comm, numbers, weight))
+
+
+class _StopTogether(keras.callbacks.Callback):
+    """Stops all ranks when one stops. The last of the callbacks."""
+
+    def __init__(self, comm: Communicator, batches: bool) -> None:
+        super().__init__()
+        self._comm, self._batches = comm, batches
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Where a callback may stop in the middle of an epoch."""
+        if self._batches:
+            self._agree()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Before `fit()` looks whether it is to go on."""
+        self._agree()
+
+    def _agree(self) -> None:
+        stops = np.array([bool(self.model.stop_training)])
+        if self._comm.allreduce(stops, op="max", name="stop training")[0]:
+            self.model.stop_training = True
+
+
+def decide_together(container: Any, model: Any, params: Any, comm: Communicator) -> None:
+    """Complete the callbacks of `fit()` so that ranks take the same decisions. Collective.
+
+    Args:
+        container: Keras's list of the callbacks, where known.
+        model: The model that is trained.
+        params: What Keras tells callbacks.
+        comm: Ranks that train together.
+    """
+    given = list(getattr(container, "callbacks", ()))
+    known = isinstance(container, keras.callbacks.CallbackList)
+    first = next((k for k, callback in enumerate(given) if _decides(callback)), len(given))
+    averaged = any(isinstance(callback, MetricAverage) for callback in given[:first])
+    nan = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in given)
+    if comm.size == 1:
+        return
+    # Some ranks may have callbacks that others have not, such as a checkpoint on rank 0.
+    found = comm.allgather_object((known, first < len(given) and not averaged, nan))
+    if not all(one[0] for one in found):
+        return
+    added: list[Any] = [_StopTogether(comm, any(one[2] for one in found))]
+    if any(one[1] for one in found):
+        average = MetricAverage(comm=comm)
+        given.insert(first if first < len(given) else 0, average)
+        added.append(average)
+    for callback in added:
+        callback.set_params(params)
+        callback.set_model(model)
+    container.callbacks = [*given, added[0]]
+
+
+def _decides(callback: Any) -> bool:
+    """Whether it does by metrics what has to be done on all ranks alike."""
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return bool(callback.save_best_only)
+    return isinstance(callback, keras.callbacks.EarlyStopping | keras.callbacks.ReduceLROnPlateau)

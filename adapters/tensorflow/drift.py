@@ -1,0 +1,132 @@
+"""The check that all ranks still hold the same variables, in eager mode and inside of `tf.function`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import tensorflow as tf
+from multiring import config
+from multiring.errors import MismatchError
+from multiring.tensorflow.ops import allgather
+from multiring.tensorflow.variables import named_variables
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["DriftCheck", "interval"]
+
+_BITS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
+_NOT_TAKING_PART = -1
+_ADVICE = (
+    "broadcast variables and optimizer state before the first step, use the same hyperparameters on every rank, "
+    "and change variables in the same way on all of them (docs/correctness.md; check_every=0 turns this check off)"
+)
+
+
+def interval(check_every: int | None) -> int:
+    """Steps between two comparisons; 0: never."""
+    return config.load().check_every if check_every is None else check_every
+
+
+class DriftCheck:
+    """Compares checksums of variables over ranks in the second step and then in each that is a multiple of the
+    interval, as `multiring.state_check.StateCheck` does for arrays. Part of the graph where there is one.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        comm: Communicator,
+        every: int,
+        title: str,
+        state: Callable[[], Any] | None = None,
+    ) -> None:
+        """Create. Not collective.
+
+        Args:
+            variables: What is trained; kept by weak references. Tensors are left out.
+            comm: Ranks that train together.
+            every: Steps between two comparisons.
+            title: Name of the reduction whose steps these are.
+            state: Gives further variables, those of an optimizer.
+        """
+        self._variables = [weakref.ref(v) for v in variables if hasattr(v, "assign")]
+        self._comm, self._every, self._title, self._state = comm, every, title, state
+
+    def run(self, step: Any, *, active: bool) -> None:
+        """Compare if it is time. Collective; every rank calls it in each step, with the number of the step.
+
+        Raises:
+            MismatchError: Variables differ; inside of a `tf.function` a `tf.errors.UnknownError` that says so.
+        """
+        named = self._named()
+        if not named:
+            return
+        due = tf.logical_or(tf.equal(step, 2), tf.equal(step % self._every, 0) & (step > 1))
+        if not tf.executing_eagerly():
+            tf.cond(due, lambda: self._compare(named, step, active), lambda: None)
+        elif due.numpy():
+            self._compare(named, step, active)
+
+    def _named(self) -> dict[str, Any]:
+        alive = [variable for variable in (ref() for ref in self._variables) if variable is not None]
+        # The optimizer's come first: another learning rate makes other parameters.
+        state = [] if self._state is None else self._state()
+        found = {f"optimizer variable '{name}'": v for name, v in named_variables(state).items()}
+        return found | {f"parameter '{name}'": v for name, v in named_variables(alive).items()}
+
+    def _compare(self, named: dict[str, Any], step: Any, active: bool) -> None:
+        if active:
+            own = tf.stack([_checksum(tf.convert_to_tensor(variable)) for variable in named.values()])
+        else:
+            own = tf.fill([len(named)], tf.constant(_NOT_TAKING_PART, tf.int64))
+        rows = allgather(own[None], name=f"{self._title}: state", comm=self._comm, step=step)
+
+        def verify(rows: Any, step: Any) -> None:
+            if problem := self._difference(list(named), rows, int(step)):
+                raise RuntimeError(f"multiring: MismatchError: {problem}")
+
+        if not tf.executing_eagerly():
+            tf.numpy_function(verify, [rows, step], [])
+        elif problem := self._difference(list(named), rows.numpy(), int(step)):
+            raise MismatchError(problem)
+
+    def _difference(self, names: list[str], rows: Any, step: int) -> str:
+        """What differs first, and who has what; empty if nothing does."""
+        ranks = [rank for rank in range(len(rows)) if rows[rank, 0] != _NOT_TAKING_PART]
+        differing = np.flatnonzero((rows[ranks] != rows[ranks[:1]]).any(0)) if ranks else []
+        if len(differing) == 0:
+            return ""
+        first = differing[0]
+        values: dict[int, list[int]] = {}
+        for rank in ranks:
+            values.setdefault(int(rows[rank, first]), []).append(rank)
+        who = "; ".join(
+            f"rank{'s' if len(have) > 1 else ''} {', '.join(map(str, have))} with checksum {value:016x}"
+            for value, have in values.items()
+        )
+        return (
+            f"the training state at step {step} differs on rank {self._comm.rank} and others: {names[first]} is "
+            f"on {who} ({len(differing)} of {len(names)} variables differ); {_ADVICE}"
+        )
+
+
+def _checksum(value: Any) -> Any:
+    """A number of at least 0 from the bits of a tensor; sums over rows and columns notice what was swapped."""
+    if value.dtype == tf.bool:
+        value = tf.cast(value, tf.uint8)
+    if value.dtype not in (tf.int64, tf.uint64):
+        bits = tf.cast(tf.bitcast(value, _BITS[value.dtype.size]), tf.int32)
+    else:
+        bits = tf.bitcast(value, tf.int64)
+    table = tf.reshape(bits, [-1, value.shape[-1] if value.shape.rank and value.shape[-1] else 1])
+    total = tf.constant(0, tf.int64)
+    for axis, factor in ((1, 1), (0, 1000003)):
+        sums = tf.cast(tf.reduce_sum(table, axis), tf.int64)
+        places = 2 * tf.range(tf.size(sums, tf.int64)) + 1
+        total += tf.reduce_sum(sums * places) * factor
+    return tf.math.floormod(total, (1 << 61) - 1)

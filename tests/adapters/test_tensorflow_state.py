@@ -1,0 +1,260 @@
+"""What has to be the same on all ranks: found out where it is not, and kept so by synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import multiring.tensorflow as mt
+from multiring import Communicator
+from multiring.errors import MismatchError, UsageError
+from multiring.tensorflow import callbacks
+from tests.rank_pool import RankPool
+
+Pool = Callable[[int], RankPool]
+
+
+def train(comm: Communicator, library: Any, spoil: Callable[[Any], None], **options: Any) -> None:
+    """Six steps under `fit()`; after the third, rank 1's model is changed by `spoil`."""
+    library.utils.set_random_seed(0)
+    model = library.Sequential([library.layers.Input((4,)), library.layers.Dense(3, name="head")])
+    sgd = library.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(mt.DistributedOptimizer(sgd, comm, check_every=5), "mse", **options)
+    x, y = np.ones((12, 4), "float32") * (comm.rank + 1), np.ones((12, 3), "float32")
+
+    class Spoil(library.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2 and comm.rank == 1:
+                spoil(self.model)
+
+    with mt.translate_errors():
+        model.fit(x, y, 2, epochs=1, verbose=0, shuffle=False, callbacks=[Spoil()])
+
+
+def change_weight(model: Any) -> None:
+    model.layers[-1].kernel.assign(model.layers[-1].kernel + 1e-6)
+
+
+def change_rate(model: Any) -> None:
+    model.optimizer.learning_rate = 0.05
+
+
+@pytest.mark.parametrize(
+    ("library", "spoil", "options", "text"),
+    [
+        (keras, change_weight, {}, "head/kernel"),
+        (keras, change_weight, {"run_eagerly": True}, "head/kernel"),
+        (keras, change_rate, {}, "learning_rate"),
+        (tf_keras, change_weight, {}, "head/kernel"),
+    ],
+)
+def test_drift_is_found(
+    ranks: Pool, library: Any, spoil: Callable[[Any], None], options: dict[str, Any], text: str
+) -> None:
+    for error in ranks(2).run_expecting_errors(train_by_name, library.__name__, spoil, options):
+        assert isinstance(error, MismatchError), error
+        assert "the training state at step 5 differs" in str(error)
+        assert text in str(error)
+        assert "rank 0 with checksum" in str(error)
+
+
+def train_by_name(comm: Communicator, library: str, spoil: Callable[[Any], None], options: Any) -> None:
+    train(comm, {"keras": keras, "tf_keras": tf_keras}[library], spoil, **options)
+
+
+def forgotten_broadcast(comm: Communicator, traced: bool) -> None:
+    w = tf.Variable([1.0, 2.0 + comm.rank], name="weights")
+
+    def step(factor: Any) -> None:
+        with mt.DistributedGradientTape(tf.GradientTape(), comm) as tape:
+            loss = tf.reduce_sum(w) * factor
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+
+    run = tf.function(step) if traced else step
+    run(tf.constant(1.0))
+    with mt.translate_errors():
+        run(tf.constant(1.0))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_forgotten_broadcast_is_found_in_the_second_step(ranks: Pool, traced: bool) -> None:
+    for error in ranks(3).run_expecting_errors(forgotten_broadcast, traced):
+        assert isinstance(error, MismatchError), error
+        assert "parameter 'weights'" in str(error)
+
+
+def different_optimizers(comm: Communicator, nesterov: bool) -> None:
+    w = keras.Variable(np.ones(2, "float32"))
+    inner = keras.optimizers.SGD(0.1, momentum=0.9, nesterov=nesterov) if comm.rank else None
+    optimizer = mt.DistributedOptimizer(inner or keras.optimizers.SGD(0.1, momentum=0.9), comm)
+    optimizer.build([w])
+    optimizer.apply([tf.ones([2])])
+
+
+def test_other_settings_of_the_optimizer_are_found(ranks: Pool) -> None:
+    ranks(2).run(different_optimizers, False)
+    for error in ranks(2).run_expecting_errors(different_optimizers, True):
+        assert isinstance(error, MismatchError), error
+        assert "nesterov" in str(error)
+
+
+def samples(comm: Communicator, rank: int) -> Any:
+    return np.random.default_rng(rank).standard_normal((12, 4)).astype("float32") + 3.0 * rank
+
+
+def running_mean(batches: list[Any]) -> Any:
+    mean = np.zeros(4)
+    for batch in batches:
+        mean = mean * 0.9 + batch.mean(0) * 0.1
+    return mean
+
+
+def moving_statistics(comm: Communicator, buffers: str, compiled: dict[str, Any]) -> None:
+    """Batch normalisation of the inputs, whose moving mean needs no training to be known."""
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    normalise = layers.BatchNormalization(momentum=0.9)
+    drop = layers.Dropout(0.5, seed=comm.rank)
+    model = keras.Sequential([layers.Input((4,)), normalise, drop, layers.Dense(3)])
+    model.compile(mt.DistributedOptimizer(keras.optimizers.SGD(0.1), comm), "mse", **compiled)
+    validation = samples(comm, 9)
+    seen: list[Any] = []
+
+    class Look(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append((logs["val_loss"], [w.tobytes() for w in self.model.get_weights()]))
+
+    start = callbacks.BroadcastInitialState(comm=comm, buffers=buffers)  # type: ignore[arg-type]
+    x = samples(comm, comm.rank)
+    targets = np.ones((12, 3), "float32")
+    model.fit(
+        x, targets, 3, epochs=2, shuffle=False, verbose=0, callbacks=[start, Look()],
+        validation_data=(validation, targets),
+    )  # fmt: skip
+    means = [
+        running_mean(np.split(samples(comm, rank), 4) * 2) for rank in range(comm.size)
+    ]
+    wanted = {"broadcast": means[0], "average": np.mean(means, 0), "local": means[comm.rank]}[buffers]
+    np.testing.assert_allclose(normalise.moving_mean.numpy(), wanted, rtol=1e-4)
+    everyone = comm.allgather_object(seen)
+    assert (everyone[0] == everyone[-1]) == (buffers != "local")
+    states = comm.allgather_object([int(v) for v in drop.seed_generator.state.numpy()])
+    assert states[0] != states[-1], "seeds of random layers are each rank's own"
+    if comm.rank == 0:
+        model.evaluate(validation, targets, verbose=0)  # no collective
+        model.get_weights()
+
+
+@pytest.mark.parametrize(
+    ("buffers", "compiled"),
+    [
+        ("broadcast", {}),
+        ("broadcast", {"steps_per_execution": 4}),
+        ("broadcast", {"run_eagerly": True}),
+        ("average", {}),
+        ("local", {}),
+    ],
+)
+def test_moving_statistics(ranks: Pool, buffers: str, compiled: dict[str, Any]) -> None:
+    ranks(2).run(moving_statistics, buffers, compiled)
+
+
+def sync_by_hand(comm: Communicator, traced: bool) -> None:
+    """In a loop of one's own, for tf_keras and for a `tf.Module`; weights of frozen layers do not travel."""
+    layers = tf_keras.layers
+    model = tf_keras.Sequential([layers.Input((4,)), layers.BatchNormalization(), layers.Dense(2)])
+    model.layers[1].trainable = False
+    model.layers[1].kernel.assign(tf.ones([4, 2]) * comm.rank)
+    module = tf.Module()
+    module.count, module.scale = tf.Variable(comm.rank + 5, trainable=False), tf.Variable(1.0 * comm.rank)
+
+    def step(x: Any) -> None:
+        model(x, training=True)
+        mt.sync_buffers(model, "average", comm)
+        mt.sync_buffers(module, comm=comm)
+
+    run = tf.function(step) if traced else step
+    run(tf.constant(samples(comm, comm.rank)))
+    means = [samples(comm, rank).mean(0) * 0.01 for rank in range(comm.size)]
+    np.testing.assert_allclose(model.layers[0].moving_mean, np.mean(means, 0), rtol=1e-4)
+    np.testing.assert_array_equal(model.layers[1].kernel, np.full((4, 2), comm.rank))
+    assert (int(module.count), float(module.scale)) == (5, comm.rank)
+    with pytest.raises(UsageError, match="buffers is 'mean'"):
+        mt.sync_buffers(model, "mean", comm)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_buffers_are_synchronised_by_hand(ranks: Pool, traced: bool) -> None:
+    ranks(2).run(sync_by_hand, traced)
+
+
+def decisions(comm: Communicator) -> None:
+    """Metrics of one rank alone get worse, are the best, or are not numbers: all ranks do the same."""
+    x = np.ones((6, 4), "float32")
+
+    def fit(targets: Any, *chosen: Any, only: int | None = None) -> Any:
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        model.compile(mt.DistributedOptimizer(keras.optimizers.SGD(1e-3), comm), "mse")
+        added = [callbacks.BroadcastInitialState(comm=comm)]
+        if only is None or only == comm.rank:
+            added = [*chosen, *added]
+        history = model.fit(x, targets, 2, epochs=6, verbose=0, shuffle=False, callbacks=added).history
+        return len(history["loss"]), history["loss"][-1], float(model.optimizer.learning_rate)
+
+    # The mean of the targets is learnt: rank 0's loss rises, rank 1's falls.
+    targets = np.full((6, 1), 0.0 if comm.rank == 0 else 50.0, "float32")
+    keras_callbacks = keras.callbacks
+    found = [
+        fit(targets, keras_callbacks.EarlyStopping("loss", patience=0, start_from_epoch=1)),
+        fit(targets, keras_callbacks.EarlyStopping("loss", patience=0, mode="max"), only=0),
+        fit(targets, keras_callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1e9)),
+        fit(targets, keras_callbacks.ReduceLROnPlateau("loss", patience=1), only=None),
+    ]
+    with np.errstate(invalid="ignore"):
+        broken = np.where(np.arange(6)[:, None] == 3, np.nan, targets) if comm.rank == 1 else targets
+    model_stops = fit(broken, keras_callbacks.TerminateOnNaN())
+    everyone = comm.allgather_object(found)
+    assert everyone[0] == everyone[1], everyone
+    assert found[1][0] < 6, "one rank's decision to stop counts for all"
+    assert found[2][2] < 1e-3
+    assert {steps for steps, *_ in comm.allgather_object(model_stops)} == {1}
+
+
+def test_callbacks_decide_alike(ranks: Pool) -> None:
+    ranks(2).run(decisions)
+
+
+def unequal_batches(comm: Communicator, traced: bool) -> None:
+    """Batches of 1, 2, 3... samples against the whole batch in one process; the last rank has none."""
+    counts = [rank + 1 for rank in range(comm.size - 1)] + [0]
+    whole = np.random.default_rng(0).standard_normal((sum(counts), 3)).astype("float32")
+    mine = whole[sum(counts[: comm.rank]) : sum(counts[: comm.rank + 1])]
+    w = tf.Variable([1.0, -2.0, 0.5])
+
+    def loss_of(x: Any) -> Any:
+        return tf.math.divide_no_nan(
+            tf.reduce_sum(tf.tanh(tf.linalg.matvec(x, w))), tf.cast(tf.shape(x)[0], tf.float32)
+        )
+
+    def step(x: Any) -> Any:
+        with mt.DistributedGradientTape(tf.GradientTape(), comm) as tape:
+            weight = mt.batch_weight(tf.shape(x)[0] if traced else len(x), comm)
+            loss = loss_of(x) * weight
+        return tape.gradient(loss, w)
+
+    with tf.GradientTape() as tape:
+        loss = loss_of(tf.constant(whole))
+    run = tf.function(step) if traced else step
+    np.testing.assert_allclose(run(tf.constant(mine)), tape.gradient(loss, w), rtol=1e-5)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_weights_of_unequal_batches(ranks: Pool, traced: bool) -> None:
+    ranks(3).run(unequal_batches, traced)
