@@ -157,6 +157,11 @@ class GradientHooks:
         if replaced and self._slots.find_new(replaced):
             self.synchronize()
 
+    def carry_on(self, before: GradientHooks) -> None:
+        """Know which gradients the hooks in whose place these come have reduced."""
+        if not self._is_local:
+            self._slots.carry_on(before._slots)
+
     def begin_step(self) -> None:
         """What was reduced so far is used up: what replaces it is not made of it."""
         self._slots.produced_since_step[:] = False

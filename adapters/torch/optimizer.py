@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +26,15 @@ if TYPE_CHECKING:
 __all__ = ["DistributedOptimizer"]
 
 Closure = Callable[[], Any]
+
+# The attributes of the wrapper; all others are the wrapped optimizer's.
+_OWN = frozenset(
+    f"_{name}"
+    for name in (
+        *("comm", "guard", "hooks", "options", "passes", "skip", "source", "sparse", "stepped_at", "wrapped"),
+        *("buffers", "check_every", "is_stepping", "parameters_known"),
+    )
+)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -97,12 +108,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Returns:
             What the wrapped optimizer returns.
         """
-        if closure is None:
-            if not self._skip:
-                self.synchronize()
-            result = self._wrapped.step()
-        else:
-            result = self._wrapped.step(self._synchronised(closure))
+        self._is_stepping = True
+        try:
+            if closure is None:
+                if not self._skip:
+                    self.synchronize()
+                result = self._wrapped.step()
+            else:
+                result = self._wrapped.step(self._synchronised(closure))
+        finally:
+            self._is_stepping = False
         self._stepped()
         return result
 
@@ -137,12 +152,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def remove(self) -> None:
         """Remove the hooks and release the buckets; the wrapped optimizer goes on with local gradients."""
+        self._guard.remove()
         self._hooks.remove()
         self._skip = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients; see `torch.optim.Optimizer.zero_grad`."""
         self._wrapped.zero_grad(set_to_none)
+        self._stepped()  # or a step that GradScaler has left out
 
     def state_dict(self) -> dict[str, Any]:
         """State of the wrapped optimizer."""
@@ -163,15 +180,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the wrapped optimizer; buckets are planned anew. Collective."""
         self._wrapped.add_param_group(param_group)
-        residuals = self._hooks.residuals()
-        self._hooks.remove()
+        before, residuals = self._hooks, self._hooks.residuals()
+        self._guard.remove()
+        before.remove()
         self._register()
         self._hooks.load_residuals(residuals)
+        self._hooks.carry_on(before)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Parameter groups of the wrapped optimizer, not a copy."""
+        # GradScaler looks for overflows in the gradients of the groups, and asks for nothing else before it
+        # decides whether to step: they have to be reduced by then, or ranks would decide on their own.
+        if sys._getframe(1).f_code.co_name == "_unscale_grads_" and not self._skip:
+            self.synchronize()
         return self._wrapped.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._wrapped.param_groups = groups
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
@@ -185,12 +212,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return getattr(self._wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """GradScaler leaves its findings on the optimizer whose step is to use them."""
-        target = self._wrapped if name in ("grad_scale", "found_inf") else self
+        """Likewise. Methods are the wrapper's: schedulers put others in the place of `step`."""
+        target = self if name in _OWN or hasattr(type(self), name) else self._wrapped
         object.__setattr__(target, name, value)
 
     def __delattr__(self, name: str) -> None:
-        target = self._wrapped if name in ("grad_scale", "found_inf") else self
+        target = self if name in self.__dict__ else self._wrapped
         object.__delattr__(target, name)
 
     def __repr__(self) -> str:
@@ -204,10 +231,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
         names = named_parameters(self._source, self._wrapped, self._comm.rank)
         marked = set() if model is None else sparse_parameters(model)
         sparse = {name for name, p in names.items() if id(p) in marked or name in self._sparse}
+        self._parameters_known = sum(len(group["params"]) for group in self._wrapped.param_groups)
         self._hooks = GradientHooks(
             names, self._comm, self._options, sparse=sparse, passes_per_round=self._passes, module=model
         )
         self._stepped_at = 0
+        self._is_stepping = False
+        # Weak: the wrapped optimizer would keep the wrapper.
+        wrapper = weakref.ref(self)
+        self._guard = self._wrapped.register_step_pre_hook(
+            lambda *_: None if (found := wrapper()) is None else found._check_step()
+        )
+
+    def _check_step(self) -> None:
+        """Before a step of the wrapped optimizer: raise UsageError if it is to use gradients of this rank."""
+        if not self._is_stepping and not self._skip and self._hooks.has_unreduced:
+            raise UsageError(
+                f"rank {self._comm.rank}: step() of the wrapped optimizer was called while gradients are not "
+                "reduced, after less than backward_passes_per_step backward calls; call step() of the "
+                "DistributedOptimizer, and give it to GradScaler"
+            )
+        known = self._parameters_known
+        if (count := sum(len(group["params"]) for group in self._wrapped.param_groups)) != known:
+            raise UsageError(
+                f"rank {self._comm.rank}: the optimizer has {count} parameters, it had {known} when it was "
+                "wrapped, and the gradients of the others are not reduced; add parameters by "
+                "add_param_group() of the DistributedOptimizer"
+            )
 
     def _stepped(self) -> None:
         """What was reduced is used up."""
