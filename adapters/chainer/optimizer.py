@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 
 import chainer
 from multiring.buffer_sync import check_mode
-from multiring.chainer.arrays import is_array, to_host
 from multiring.chainer.communicator import ChainerCommunicator, create_communicator
 from multiring.chainer.gradients import GradientSlots, fill_with_zeros, named_parameters, specifications
 from multiring.chainer.groups import Group
@@ -21,6 +19,7 @@ from multiring.chainer.overlap import watched_gradients
 from multiring.chainer.state import (
     broadcast_optimizer_state,
     broadcast_parameters,
+    state_digest,
     sync_buffers,
     training_state,
 )
@@ -282,13 +281,18 @@ class MultiNodeOptimizer:
             return False
         self.needs_broadcast = False
         plain = self.communicator.plain
-        if len(set(plain.allgather_object(_digest(self.actual_optimizer)))) == 1:
+        if len(set(plain.allgather_object(state_digest(self.actual_optimizer)))) == 1:
             return False
         self.communicator.bcast_data(self.target)
         broadcast_optimizer_state(self.actual_optimizer, 0, plain)
-        if self._buffers != "local":
-            sync_buffers(self.target, plain, "broadcast", [True] * plain.size)
+        self._broadcast_buffers()
         return True
+
+    def _broadcast_buffers(self) -> None:
+        """All ranks begin with those of rank 0."""
+        plain = self.communicator.plain
+        if self._buffers != "local" and plain.size > 1:
+            sync_buffers(self.target, plain, "broadcast", [True] * plain.size)
 
     def _prepare_for_gradients(self) -> None:
         if getattr(self.actual_optimizer, "target", None) is None:
@@ -314,6 +318,7 @@ class MultiNodeOptimizer:
             check_arguments(plain.rank, specifications(plain.rank, parameters), self._options)
         entries = [(name, _describe(parameter)) for name, parameter in parameters.items()]
         check_same(plain, entries, "parameters of the model")
+        self._broadcast_buffers()
         self._make_slots(parameters)
         own = None if self._slots is None else self._slots.reducer.comm
         self._check = None if own is None else StateCheck(own, self._options.check_every)
@@ -379,18 +384,3 @@ def _describe(parameter: chainer.Parameter) -> str:
 
 def _initialised(link: chainer.Link) -> list[tuple[str, int, bool]]:
     return [(name, id(p), p.is_initialized) for name, p in named_parameters(link).items()]
-
-
-def _digest(optimizer: chainer.Optimizer) -> str:
-    """Hash of all initialised parameters, and of what their update rules keep."""
-    digest = hashlib.blake2b(str(optimizer.t).encode())
-    for name, parameter in named_parameters(optimizer.target).items():
-        if not parameter.is_initialized:
-            continue
-        kept = getattr(parameter.update_rule, "state", None) or {}
-        for key, value in [("", parameter.array), *sorted(kept.items())]:
-            digest.update(f"{name} {key} ".encode())
-            digest.update(
-                to_host(value).reshape(-1).view(np.uint8).data if is_array(value) else repr(value).encode()
-            )
-    return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, SupportsFloat, TypeVar
 
@@ -25,6 +26,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "parameter_arrays",
+    "state_digest",
     "sync_buffers",
     "training_state",
 ]
@@ -145,6 +147,21 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, comm: Group = None)
     for name, (count, values) in found.items():
         rules[name].t = count
         rules[name]._state = _placed(values, on_device(parameters[name].array))
+
+
+def state_digest(optimizer: chainer.Optimizer) -> str:
+    """Hash of all initialised parameters, and of what their update rules keep."""
+    digest = hashlib.blake2b(str(optimizer.t).encode())
+    for name, parameter in named_parameters(optimizer.target).items():
+        if not parameter.is_initialized:
+            continue
+        kept = getattr(parameter.update_rule, "state", None) or {}
+        for key, value in [("", parameter.array), *sorted(kept.items())]:
+            digest.update(f"{name} {key} ".encode())
+            digest.update(
+                to_host(value).reshape(-1).view(np.uint8).data if is_array(value) else repr(value).encode()
+            )
+    return digest.hexdigest()
 
 
 def broadcast_object(obj: T, root: int = 0, comm: Group = None) -> T:

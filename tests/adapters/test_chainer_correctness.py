@@ -97,6 +97,7 @@ def normalise(comm: Communicator, options: dict[str, Any], own_loop: bool) -> No
     for mode in ("local", "broadcast", "average"):
         model = Normalised(comm.rank)
         optimizer = make_optimizer(comm, buffers=mode, check_every=1, **options).setup(model)
+        assert (model.seen == (comm.rank if mode == "local" else 0)).all()
         for step in range(4):
             x = draw(10 * step + comm.rank) + comm.rank
             if own_loop:
