@@ -176,7 +176,7 @@ def _run_one(kind: str, x: Any, comm: Communicator, name: str | None, **options:
     label = kind if name is None else name
     arrays = as_arrays(comm, [x], [label])
     call = Collective(
-        *(kind, number_of(comm), comm.rank, comm.size, (Bucket(label, (0,), (label,)),)),
+        *(kind, number_of(comm, name or ""), comm.rank, comm.size, (Bucket(label, (0,), (label,)),)),
         ordered=name is None,
         site=call_site() if name is None else None,
         **options,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax
 from multiring import _core, initialization
-from multiring.derived import shared_queue
+from multiring.derived import claim, shared_queue
 from multiring.errors import InternalError, UsageError
 from multiring.jax.internals import forget_failed_programs
 
@@ -62,11 +62,13 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-def number_of(comm: Communicator) -> int:
+def number_of(comm: Communicator, name: str = "") -> int:
     """Number under which programs refer to the queue that a communicator's collectives go through.
 
-    Collective at the first call.
+    Collective at the first call. `name` is what a call is matched by; nothing where that is its place. It
+    belongs to the thread that calls or traces it.
     """
+    claim(comm, "queue", name)
     if comm not in _numbers:
         queue = shared_queue(comm, "queue")
         # Of two threads that come here at once, both register it: one number is kept.

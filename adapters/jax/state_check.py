@@ -98,7 +98,8 @@ def check_leaves(comm: Communicator, tree: Any, every: int, **matched: Any) -> N
         if (array := _as_array(leaf)) is not None:
             labels.append(label)
             arrays.append(array)
-    check_p.bind(*arrays, check=StateCheck(number_of(comm), every, tuple(labels), **matched))
+    queue = number_of(comm, "" if matched.get("ordered") else matched["name"])
+    check_p.bind(*arrays, check=StateCheck(queue, every, tuple(labels), **matched))
 
 
 def _as_array(leaf: Any) -> Any:

@@ -170,7 +170,7 @@ def reduce_arrays(
         return list(arrays)
     call = Collective(
         "allreduce" if root is None else "broadcast",
-        number_of(comm),
+        number_of(comm, "" if options.ordered else options.name),
         comm.rank,
         comm.size,
         tuple(_buckets(arrays, names, options, comm.size)),

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 import pytensor.tensor as pt
 from multiring.arrays import STREAMING_BYTES, address_of, copy_large
 from multiring.bucketing import ParameterSpec
+from multiring.derived import claim
 from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
 from multiring.gradient_source import InPlace, ReducerOptions
@@ -129,6 +130,7 @@ class Begin(PerformOp):
                 f"rank {self.current.rank}: this function reduces gradients, but its DistributedGradients is "
                 "closed; build and compile it anew"
             )
+        claim(self.current.comm, "pytensor", f"gradients {id(self.current)}: {self.name}")
         if self.current.reducer.is_open:
             self.current.reducer.cancel()
         self.current.elsewhere.clear()

@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from multiring.errors import InternalError
+from multiring.errors import InternalError, UsageError
 from multiring.named_queue import NamedQueue
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["derived", "shared_queue"]
+__all__ = ["claim", "derived", "shared_queue"]
 
 _GROUP, _QUEUE = "group", "queue"
 
@@ -24,6 +24,7 @@ class _Made:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.parts: dict[tuple[str, str], Any] = {}
+        self.owners: dict[tuple[str, str], threading.Thread] = {}
 
 
 # Lives no longer than the parents: a part does not refer to its parent, which closes it.
@@ -46,6 +47,37 @@ def derived(comm: Communicator, purpose: str) -> Communicator:
 def shared_queue(comm: Communicator, purpose: str) -> NamedQueue:
     """The named queue of `comm` for a purpose. Collective at the first call, from any thread."""
     return NamedQueue(_part(comm, _QUEUE, purpose), comm)
+
+
+def claim(comm: Communicator, purpose: str, name: str) -> None:
+    """The name belongs to this thread from now on, until the thread ends.
+
+    Nothing orders what two threads submit under one name: one's would meet the other's on another rank.
+
+    Args:
+        comm: The ranks.
+        purpose: Of the `shared_queue` that the operations of this name go through.
+        name: What the operations are matched by.
+
+    Raises:
+        UsageError: It belongs to another thread that lives. The operations of all ranks in the queue fail.
+    """
+    made, mine, key = _made.setdefault(comm, _Made()), threading.current_thread(), (purpose, name)
+    owner = made.owners.setdefault(key, mine)
+    if owner is mine or comm.size == 1 or isinstance(mine, threading._DummyThread):
+        return
+    if not owner.is_alive():
+        made.owners[key] = mine
+        return
+    what = f"'{name}'" if name else "a collective without a name"
+    message = (
+        f"rank {comm.rank}: {what} was called from thread '{mine.name}' and belongs to thread "
+        f"'{owner.name}': ranks may reach operations of two threads in different order, so that one thread's "
+        "would meet the other's; give each thread a communicator of its own (comm.split(0)), or its "
+        "operations names of their own"
+    )
+    shared_queue(comm, purpose).abort(message)
+    raise UsageError(message, rank=comm.rank, tensor=name or None)
 
 
 def _part(comm: Communicator, kind: str, purpose: str) -> Any:

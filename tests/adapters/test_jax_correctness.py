@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -65,7 +68,7 @@ def loop_then_sum(comm: Communicator, how: str) -> None:
 def test_a_loop_that_is_longer_on_one_rank_is_an_error_at_once(ranks: Pool, how: str) -> None:
     for error in ranks(2).run_expecting_errors(loop_then_sum, how):
         assert isinstance(error, MismatchError), error
-        assert "number 2 of those that all submit in one order" in str(error)
+        assert "of those that all submit in one order: rank 0 '" in str(error)
         assert "(#1 of program at test_jax_correctness.py:" in str(error) or how == "one compiled function"
         assert "(#2 of program" in str(error)
 
@@ -110,6 +113,36 @@ def ranks_compile_differently(comm: Communicator) -> None:
 
 def test_places_are_the_same_whatever_a_rank_compiles(ranks: Pool) -> None:
     ranks(2).run(ranks_compile_differently)
+
+
+def unnamed_in_two_threads(comm: Communicator, where: str) -> None:
+    """Nothing orders them: one thread's call would meet the other's."""
+    group = comm.split(0)
+    own = [comm.split(0) for _ in range(2)]
+
+    def reduce(place: int) -> Any:
+        name = f"of thread {place}" if where == "names" else None
+        members = own[place] if where == "communicators" else group
+        function = partial(mj.allreduce, comm=members, name=name)
+        both.wait()
+        return (jax.jit(function) if where == "compiled" else function)(jnp.full(2, 1.0 + place))
+
+    both = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        for place, found in enumerate(pool.map(reduce, range(2))):
+            np.testing.assert_array_equal(found, comm.size * (1.0 + place))
+
+
+@pytest.mark.parametrize("where", ["outside", "compiled"])
+def test_calls_without_names_belong_to_one_thread(ranks: Pool, where: str) -> None:
+    errors = ranks(2).run_expecting_errors(unnamed_in_two_threads, where)
+    assert any("give each thread a communicator of its own" in str(error) for error in errors), errors
+    assert all(isinstance(error, Exception) for error in errors)
+
+
+@pytest.mark.parametrize("where", ["names", "communicators"])
+def test_threads_with_names_or_communicators_of_their_own(ranks: Pool, where: str) -> None:
+    ranks(2).run(unnamed_in_two_threads, where)
 
 
 def written_in_two_places(comm: Communicator) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -136,6 +138,27 @@ def one_name_twice(comm: Communicator) -> None:
 
 def test_reductions_of_one_name_keep_their_order(ranks: Pool) -> None:
     ranks(3).run(one_name_twice)
+
+
+def one_name_in_two_threads(comm: Communicator) -> None:
+    group = comm.split(0)
+    x = pt.vector("x")
+    total = multiring.pytensor.allreduce(x, "total", comm=group)
+    functions = [pytensor.function([x], k * total, mode="FAST_COMPILE") for k in range(2)]
+    both = threading.Barrier(2)
+
+    def call(function: Any) -> Any:
+        both.wait()
+        return function(np.ones(3))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(call, functions))
+
+
+def test_a_name_belongs_to_one_thread(ranks: Pool) -> None:
+    errors = ranks(2).run_expecting_errors(one_name_in_two_threads)
+    assert any("'total' was called from thread" in str(error) for error in errors), errors
+    assert all(isinstance(error, Exception) for error in errors)
 
 
 def drifting_arrays(comm: Communicator) -> int:
