@@ -71,7 +71,7 @@ def _check_range(comm: Communicator, value: Any, label: str) -> None:
             continue  # JAX says what is wrong
         if given.dtype == narrow or given.size == 0 or given.dtype.kind not in "iuf":
             continue
-        limits = jnp.finfo(narrow) if given.dtype.kind == "f" else jnp.iinfo(narrow)
+        limits: Any = np.finfo(narrow) if given.dtype.kind == "f" else np.iinfo(narrow)
         finite = given[np.isfinite(given)]
         if finite.size and (finite.min() < limits.min or finite.max() > limits.max):
             raise UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -127,7 +127,7 @@ def _note_reduced(comm: Communicator, arrays: Sequence[Any]) -> None:
 
 
 def _refuse_reduced(comm: Communicator, arrays: Sequence[Any], names: Sequence[str]) -> None:
-    known = _reduced.get(comm, {})
+    known: Mapping[int, Any] = _reduced.get(comm, {})
     for array, name in zip(arrays, names, strict=True):
         if array is not None and known.get(id(array)) is array:
             raise UsageError(
@@ -304,5 +304,5 @@ def batch_weight(count: Any, *, comm: Communicator | None = None, name: str | No
     mine = jax.lax.stop_gradient(mine)
     total = allreduce(mine, comm=comm, name=name)
     kind = jnp.promote_types(mine.dtype, jnp.float32)
-    weight = mine.astype(kind) * comm.size / jnp.maximum(total, jnp.finfo(kind).tiny).astype(kind)
+    weight = mine.astype(kind) * comm.size / jnp.maximum(total, float(np.finfo(kind).tiny)).astype(kind)
     return jnp.where(total > 0, weight, 0)
