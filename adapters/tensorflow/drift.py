@@ -22,8 +22,9 @@ __all__ = ["DriftCheck", "interval"]
 _BITS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 _NOT_TAKING_PART = -1
 _ADVICE = (
-    "broadcast variables and optimizer state before the first step, use the same hyperparameters on every rank, "
-    "and change variables in the same way on all of them (docs/correctness.md; check_every=0 turns this check off)"
+    "broadcast variables and optimizer state before the first step, use the same hyperparameters on every "
+    "rank, and change variables in the same way on all of them (docs/correctness.md; check_every=0 turns "
+    "this check off)"
 )
 
 
@@ -33,8 +34,9 @@ def interval(check_every: int | None) -> int:
 
 
 class DriftCheck:
-    """Compares checksums of variables over ranks in the second step and then in each that is a multiple of the
-    interval, as `multiring.state_check.StateCheck` does for arrays. Part of the graph where there is one.
+    """Compares checksums of variables over ranks in the second step and in each multiple of the interval.
+
+    As `multiring.state_check.StateCheck` does for arrays; but part of the graph where there is one.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class DriftCheck:
         """Compare if it is time. Collective; every rank calls it in each step, with the number of the step.
 
         Raises:
-            MismatchError: Variables differ; inside of a `tf.function` a `tf.errors.UnknownError` that says so.
+            MismatchError: Variables differ; inside of a `tf.function` as a `tf.errors.UnknownError`.
         """
         named = self._named()
         if not named:
@@ -110,13 +112,13 @@ class DriftCheck:
             for value, have in values.items()
         )
         return (
-            f"the training state at step {step} differs on rank {self._comm.rank} and others: {names[first]} is "
-            f"on {who} ({len(differing)} of {len(names)} variables differ); {_ADVICE}"
+            f"the training state at step {step} differs over ranks, seen on rank {self._comm.rank}: "
+            f"{names[first]} is on {who} ({len(differing)} of {len(names)} variables differ); {_ADVICE}"
         )
 
 
 def _checksum(value: Any) -> Any:
-    """A number of at least 0 from the bits of a tensor; sums over rows and columns notice what was swapped."""
+    """A number of at least 0 from the bits of a tensor; by rows and columns, to notice swapped values."""
     if value.dtype == tf.bool:
         value = tf.cast(value, tf.uint8)
     if value.dtype not in (tf.int64, tf.uint64):

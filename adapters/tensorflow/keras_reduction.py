@@ -94,6 +94,9 @@ class LazyReduction:
         if comm.size == 1 and self._options.prescale * self._options.postscale == 1.0:
             return list(gradients)
         if self._backend == "tensorflow":
+            from multiring.tensorflow.reduced import refuse_reduced
+
+            refuse_reduced(gradients, variables, comm)
             gradients = self._as_dense(gradients)
         reduction = self._made.get(
             comm, variables, None, lambda: self._make(gradients, variables, comm, optimizer)

@@ -220,9 +220,7 @@ def alltoall(
         Differentiable.
     """
     rows = tf.zeros([0], tf.int64) if splits is None else tf.cast(splits, tf.int64)
-    result = run(
-        "multiring_alltoall", tf.convert_to_tensor(tensor), rows, **_common("alltoall", name, comm)
-    )
+    result = run("multiring_alltoall", tf.convert_to_tensor(tensor), rows, **_common("alltoall", name, comm))
     return result.joined if splits is None else (result.joined, result.rows)
 
 

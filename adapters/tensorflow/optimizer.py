@@ -46,8 +46,9 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in other adapters
         bucket_bytes: Limit of a bucket, in bytes.
         first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
         sparse_as_dense: Reduce `tf.IndexedSlices` as dense tensors.
-        check_every: Compare the variables, the optimizer's variables (the learning rate among them) over ranks
-            every so many steps; 0: never; None: as MULTIRING_CHECK_EVERY says (100). Not on Keras's JAX backend.
+        check_every: Compare variables and the optimizer's variables (the learning rate among them) over ranks
+            every so many steps; 0: never; None: as MULTIRING_CHECK_EVERY says (100). Not on Keras's JAX
+            backend.
         name: Name of the optimizer; that of the wrapped one with "distributed_" by default.
 
     Returns:

@@ -45,7 +45,10 @@ def run(name: str, *inputs: Any, **attributes: Any) -> Any:
             a parallel loop of TensorFlow 1, or another thread uses the name.
     """
     op = getattr(native_ops(), name)
-    key = attributes["communicator"], f"{'step ' if name == 'multiring_step' else ''}{attributes['tensor_name']}"
+    key = (
+        attributes["communicator"],
+        f"{'step ' if name == 'multiring_step' else ''}{attributes['tensor_name']}",
+    )
     if tf.executing_eagerly():
         claim([key])
         return op(*inputs, **attributes)
@@ -131,8 +134,8 @@ def _refuse_parallel_loop(context: Any, name: str) -> None:
     while context is not None:
         if context.IsWhileContext() and context.parallel_iterations != 1:
             raise UsageError(
-                f"'{name}' cannot run in a tf.while_loop of TensorFlow 1 whose iterations overlap: ranks would "
-                "reach them in different order; pass parallel_iterations=1"
+                f"'{name}' cannot run in a tf.while_loop of TensorFlow 1 whose iterations overlap: ranks "
+                "would reach them in different order; pass parallel_iterations=1"
             )
         context = context.outer_context
 
@@ -141,8 +144,8 @@ def _refuse_dataset(graph: Any, key: _Key) -> None:
     while graph is not None:
         if str(getattr(graph, "name", "")).startswith(("Dataset_", "tf_data_")):
             raise UsageError(
-                f"'{key[1]}' cannot run in a function of a tf.data pipeline: elements are made in parallel and "
-                "ahead of time, in another order on each rank; call it outside of the pipeline"
+                f"'{key[1]}' cannot run in a function of a tf.data pipeline: elements are made in parallel "
+                "and ahead of time, in another order on each rank; call it outside of the pipeline"
             )
         graph = getattr(graph, "outer_graph", None)
 

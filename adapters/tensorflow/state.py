@@ -62,8 +62,8 @@ def sync_buffers(model: Any, mode: BufferMode = "broadcast", comm: Communicator 
     does it.
 
     Args:
-        model: A model of Keras or tf_keras, a `tf.Module`, or variables. Of a model its layers' variables that
-            are never trained, without metrics and the seeds of random layers, which stay each rank's own.
+        model: A model of Keras or tf_keras, a `tf.Module`, or variables. Of a model its layers' variables
+            that are never trained, without metrics and the seeds of random layers.
         mode: "broadcast" those of rank 0, "average" what is floating-point, or leave all "local".
         comm: Ranks that train together; the world by default.
 
@@ -120,17 +120,16 @@ def average_metrics(
 def batch_weight(count: Any, comm: Communicator | None = None) -> Any:
     """What to multiply the mean loss of a batch with where batches differ in size over ranks. Collective.
 
-    Gradients are averaged over ranks, not over samples. With `loss * batch_weight(tf.shape(x)[0])` the average
-    over ranks is the mean over the samples of all ranks; a loss that is a mean over ranks' samples then has
-    equal weight for each sample.
+    Gradients are averaged over ranks, not over samples. With `loss * batch_weight(tf.shape(x)[0])` the
+    average over ranks is the mean over the samples of all ranks.
 
     Args:
         count: Number of samples of this rank's batch (or another weight, 0 or more); a tensor or a number.
         comm: Ranks that train together; the world by default.
 
     Returns:
-        count * size / (sum of the counts of all ranks), 0 where no rank has a sample: float32 of TensorFlow for a
-        tensor and in a `tf.function`, otherwise a float.
+        count * size / (sum of the counts of all ranks), 0 where no rank has a sample; a tensor (float32)
+        for a tensor and in a `tf.function`, otherwise a float.
     """
     comm = multiring.world() if comm is None else comm
     tensorflow = sys.modules.get("tensorflow")

@@ -11,6 +11,7 @@ from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.gradient_source import ReducerOptions
 from multiring.tensorflow.gradients import GradientReduction, kinds_of
 from multiring.tensorflow.kept import KeptReductions
+from multiring.tensorflow.reduced import remember_reduced
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -103,6 +104,7 @@ class DistributedGradientTape:
         if self._dense:
             found = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in found]
         reduced = self.reduction(variables, found).reduce(found)
+        remember_reduced(variables)
         return tf.nest.pack_sequence_as(gradients, reduced)
 
     def reduction(

@@ -46,9 +46,9 @@ def claim(keys: Iterable[_Key]) -> None:
     number, name = key
     message = (
         f"'{name}' on rank {place_of(number)[0]} was called from thread '{mine.name}' and belongs to thread "
-        f"'{owner.name}': ranks may reach operations of two threads in different order, so that one thread's would "
-        "meet the other's; give each thread a communicator of its own (comm.split(0)), or its operations "
-        "names of their own"
+        f"'{owner.name}': ranks may reach operations of two threads in different order, so that one thread's "
+        "would meet the other's; give each thread a communicator of its own (comm.split(0)), or its "
+        "operations names of their own"
     )
     abort(number, message)
     raise UsageError(message)

@@ -69,13 +69,14 @@ def learning_rates(comm: Communicator) -> None:
     rates = Rates()
     warmup = callbacks.LearningRateWarmup(0.8, 6, comm=comm)
     decay = callbacks.LearningRateSchedule(0.8, lambda epoch: 0.5 ** (epoch - 1), start_epoch=2)
-    fit(comm, make_model(comm), warmup, decay, rates, epochs=4)
+    start_alike = callbacks.BroadcastInitialState(comm=comm)
+    fit(comm, make_model(comm), start_alike, warmup, decay, rates, epochs=4)
     start = 0.8 / comm.size
     rising = [round(start + (0.8 - start) * (k + 1) / 6, 6) for k in range(6)]
     assert rates.found == [*rising, 0.8, 0.8, *[0.4] * 4, *[0.2] * 4]
     fine = Rates()
     every = callbacks.LearningRateSchedule(1.0, lambda epoch: epoch, end_epoch=1, steps_per_epoch=4)
-    fit(comm, make_model(comm), every, fine, epochs=2)
+    fit(comm, make_model(comm), callbacks.BroadcastInitialState(comm=comm), every, fine, epochs=2)
     assert fine.found == [0.0, 0.25, 0.5, 0.75, *[0.75] * 4]
     with pytest.raises(UsageError, match="warm-up of 0 steps"):
         callbacks.LearningRateWarmup(0.1, 0)

@@ -1,7 +1,7 @@
 """Uses of one name keep their order, also where ranks reach them in another one.
 
-Each rank delays another use. Were the order not kept, the first of one rank would meet the second of the other,
-and the results would be wrong without an error.
+Each rank delays another use. Were the order not kept, the first of one rank would meet the second of the
+other, and the results would be wrong without an error.
 """
 
 from __future__ import annotations
@@ -97,9 +97,7 @@ def batch_norm_twice(comm: Communicator, depth: int) -> None:
     """`net(real)` and `net(fake)` with their gradients; at a depth of 2 in a function inside of another."""
     scale, offset = tf.Variable([2.0, 3.0]), tf.Variable([0.0, 1.0])
     draw = np.random.default_rng(0)
-    whole = [
-        draw.standard_normal((4 * comm.size, 2)).astype("float32") * k + k for k in (1.0, 7.0)
-    ]
+    whole = [draw.standard_normal((4 * comm.size, 2)).astype("float32") * k + k for k in (1.0, 7.0)]
     weights = [draw.standard_normal((4 * comm.size, 2)).astype("float32") for _ in range(2)]
     mine = slice(4 * comm.rank, 4 * comm.rank + 4)
 
@@ -204,11 +202,11 @@ def branches_and_loops(comm: Communicator) -> None:
                     k, mt.allreduce(late(x * tf.cast(k, tf.float32), count), name="loop", comm=comm)
                 )
             found = results.stack()
-            if n1 > 0:
+            if n1 > 0:  # noqa: SIM108  # AutoGraph makes a tf.cond of it
                 one = mt.allreduce(late(x, n1), name="branch", comm=comm)
             else:
                 one = x
-            if n2 > 0:
+            if n2 > 0:  # noqa: SIM108
                 other = mt.allreduce(late(10.0 * x, n2), name="branch", comm=comm)
             else:
                 other = x
@@ -345,7 +343,10 @@ def first_graphs(comm: Communicator) -> None:
         def loop(parallel: int) -> Any:
             return tf.compat.v1.while_loop(
                 lambda k, _: k < 3,
-                lambda k, total: (k + 1, total + mt.allreduce(tf.cast(k, tf.float32), name="loop", comm=comm)),
+                lambda k, total: (
+                    k + 1,
+                    total + mt.allreduce(tf.cast(k, tf.float32), name="loop", comm=comm),
+                ),
                 (0, 0.0),
                 parallel_iterations=parallel,
             )

@@ -59,7 +59,7 @@ def test_drift_is_found(
 ) -> None:
     for error in ranks(2).run_expecting_errors(train_by_name, library.__name__, spoil, options):
         assert isinstance(error, MismatchError), error
-        assert "the training state at step 5 differs" in str(error)
+        assert "the training state at step 5 differs over ranks" in str(error)
         assert text in str(error)
         assert "rank 0 with checksum" in str(error)
 
@@ -137,9 +137,7 @@ def moving_statistics(comm: Communicator, buffers: str, compiled: dict[str, Any]
         x, targets, 3, epochs=2, shuffle=False, verbose=0, callbacks=[start, Look()],
         validation_data=(validation, targets),
     )  # fmt: skip
-    means = [
-        running_mean(np.split(samples(comm, rank), 4) * 2) for rank in range(comm.size)
-    ]
+    means = [running_mean(np.split(samples(comm, rank), 4) * 2) for rank in range(comm.size)]
     wanted = {"broadcast": means[0], "average": np.mean(means, 0), "local": means[comm.rank]}[buffers]
     np.testing.assert_allclose(normalise.moving_mean.numpy(), wanted, rtol=1e-4)
     everyone = comm.allgather_object(seen)
