@@ -13,11 +13,13 @@ optimizer.step()
 from __future__ import annotations
 
 from multiring.torch.clipping import clip_grad_norm_
+from multiring.torch.copies import local_copy
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.optimizer import DistributedOptimizer
 from multiring.torch.registration import register_gradient_hooks
 from multiring.torch.state import (
     average_metrics,
+    batch_weight,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -29,10 +31,12 @@ __all__ = [
     "GradientHooks",
     "SyncBatchNorm",
     "average_metrics",
+    "batch_weight",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "clip_grad_norm_",
     "convert_sync_batchnorm",
+    "local_copy",
     "register_gradient_hooks",
 ]

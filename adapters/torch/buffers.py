@@ -12,7 +12,7 @@ import torch
 from multiring.bucketing import ParameterSpec
 from multiring.errors import UsageError
 
-__all__ = ["as_tensor", "byte_view", "checksum", "dense_strides", "specification"]
+__all__ = ["as_tensor", "byte_view", "checksum", "dense_strides", "is_reducible", "specification"]
 
 _REAL = {
     torch.float16: "float16",
@@ -36,6 +36,11 @@ def specification(name: str, parameter: torch.Tensor, sparse: bool) -> Parameter
         raise UsageError(
             f"parameter '{name}' is lazy and has no shape yet; run a batch through the model first"
         )
+    if hasattr(parameter, "device_mesh"):
+        raise UsageError(
+            f"parameter '{name}' is a DTensor, split over ranks as by fully_shard(), which reduces gradients "
+            "itself; leave that out, or multiring's hooks"
+        )
     if parameter.device.type != "cpu":
         raise UsageError(
             f"parameter '{name}' is on device {parameter.device}; gradients are reduced on the CPU only: "
@@ -47,6 +52,11 @@ def specification(name: str, parameter: torch.Tensor, sparse: bool) -> Parameter
     if dtype not in _REAL:
         raise UsageError(f"parameter '{name}' has dtype {dtype}, whose gradients cannot be reduced")
     return ParameterSpec(name, shape, _REAL[dtype], _layout(parameter), sparse)
+
+
+def is_reducible(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype can be averaged."""
+    return dtype in _REAL or dtype in _COMPLEX
 
 
 def as_tensor(data: NDArray[np.uint8], dtype: str) -> torch.Tensor:

@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from multiring.errors import UsageError
-from multiring.gradient_source import ReducerOptions
+from multiring.gradient_source import ReducerOptions, RoundResult
+from multiring.torch.copies import ModelGuard, forget_copy
+from multiring.torch.model_state import ModelState
 from multiring.torch.slots import ParameterSlots
 from multiring.torch.state import broadcast_optimizer_state, broadcast_parameters
+from multiring.torch.supported import check_module
 from multiring.torch.sync_batchnorm import SyncBatchNorm
+from multiring.types import BufferMode
 from torch.autograd import Variable
 
 if TYPE_CHECKING:
@@ -87,6 +91,8 @@ class GradientHooks:
         sparse: Collection[str] = (),
         passes_per_round: int = 1,
         module: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        buffers: BufferMode = "broadcast",
     ) -> None:
         """Compare the model over ranks, allocate buckets, register hooks. Collective.
 
@@ -97,7 +103,10 @@ class GradientHooks:
             options: How to reduce.
             sparse: Names of the parameters whose gradients stay sparse.
             passes_per_round: Backward passes whose gradients are added up before they are reduced.
-            module: The model, whose state `join` hands to ranks that ran out of data.
+            module: The model, whose buffers are made the same, and whose state `join` hands to ranks that ran
+                out of data.
+            optimizer: The optimizer of the parameters, whose hyperparameters are compared.
+            buffers: What happens to buffers after a reduction.
         """
         if passes_per_round < 1:
             raise UsageError(
@@ -106,6 +115,8 @@ class GradientHooks:
         floating = {name: p for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
         for name, parameter in floating.items():
             _check_unhooked(comm.rank, name, parameter)
+        if module is not None and comm.size > 1:
+            check_module(module, comm.rank)
         self.rounds = 0
         self._comm = comm
         # Weak, as all references to the model from here; see `ParameterSlots`.
@@ -114,6 +125,13 @@ class GradientHooks:
         self._enabled = True
         self._pass: weakref.ref[_Pass] | None = None
         self._slots = ParameterSlots(floating, comm, options, sparse)
+        self._state = (
+            ModelState(comm, self._slots, options, buffers, module, optimizer) if comm.size > 1 else None
+        )
+        forget_copy(floating.values())
+        self._guard = (
+            ModelGuard(module, comm.rank, floating.values()) if module is not None and comm.size > 1 else None
+        )
         # With one rank and no scaling there is nothing to do: gradients stay where autograd puts them.
         self._is_local = comm.size == 1 and options.scale == 1.0
         self._handles = (
@@ -192,7 +210,7 @@ class GradientHooks:
         yield
         if self._is_local:
             return
-        root = self._slots.join(lambda result: None)
+        root = self._slots.join(self._answer)
         self._passes = 0
         broadcast_parameters(self._slots.named() if module is None else module, root, self._comm)
         if optimizer is not None:
@@ -216,6 +234,8 @@ class GradientHooks:
 
     def remove(self) -> None:
         """Remove the hooks and release the buckets. May be called twice."""
+        if self._guard is not None:
+            self._guard.remove()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -240,17 +260,28 @@ class GradientHooks:
 
     def _steps(self) -> tuple[Callable[[], None], ...]:
         """How a round ends."""
-        return self._slots.flush, self._slots.send_values, self._receive
+        slots, state = self._slots, self._state
+        steps = slots.flush, slots.send_values, self._receive
+        return steps if state is None else (*steps, state.take_over, state.compare)
 
     def _receive(self) -> None:
-        self._slots.finish()
+        result = self._slots.finish()
+        if self._state is not None:
+            self._state.begin(result)
+
+    def _answer(self, result: RoundResult) -> None:
+        """End a round of other ranks, which still have data."""
+        if self._state is not None:
+            self._state.begin(result)
+            self._state.take_over()
+            self._state.compare()
 
     def _begin_pass(self) -> _Pass:
         if _is_autograd_compiled():
             raise UsageError(
-                f"rank {self._comm.rank}: compiled autograd has rewritten the backward pass, in which gradients "
-                "are not reduced; leave out torch._dynamo.config.compiled_autograd (torch.compile of the model "
-                "works without it)"
+                f"rank {self._comm.rank}: gradients are not reduced in a backward pass that compiled autograd has "
+                "rewritten; leave out torch._dynamo.config.compiled_autograd (torch.compile of the model works "
+                "without it)"
             )
         self._slots.cancel()
         current = _Pass(self, self._enabled and self._passes + 1 >= self._passes_per_round)

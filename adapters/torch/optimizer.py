@@ -18,7 +18,7 @@ from multiring.torch.hooks import GradientHooks
 from multiring.torch.registration import named_parameters
 from multiring.torch.sparse import sparse_parameters
 from multiring.torch.state import NamedTensors
-from multiring.types import WireName
+from multiring.types import BufferMode, WireName
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -32,7 +32,7 @@ _OWN = frozenset(
     f"_{name}"
     for name in (
         *("comm", "guard", "hooks", "options", "passes", "skip", "source", "sparse", "stepped_at", "wrapped"),
-        *("buffers", "check_every", "is_stepping", "parameters_known"),
+        *("buffers", "is_stepping", "parameters_known"),
     )
 )
 
@@ -60,6 +60,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sparse_parameters: Iterable[str] = (),
         wire: WireName | None = None,
         compression: TopK | None = None,
+        buffers: BufferMode = "broadcast",
+        check_every: int | None = None,
     ) -> None:
         """Wrap `optimizer` and register hooks on the parameters that it updates. Collective.
 
@@ -81,6 +83,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
             compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
                 others for the next step (docs/tuning.md). Of gradients of float32 and float64.
+            buffers: What happens to the buffers of the model, if it is given, after each reduction:
+                "broadcast": all ranks take over those of the first rank that has data; "average": floating-point
+                ones are averaged; "local": nothing.
+            check_every: Compare parameters, hyperparameters and buffers over ranks every so many reductions;
+                0: never; None: as MULTIRING_CHECK_EVERY says (100).
 
         Raises:
             UsageError: Parameters of the optimizer are not among the named ones, or have hooks already.
@@ -90,8 +97,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._source = model_or_named_parameters
         self._comm = multiring.world() if comm is None else comm
         self._options = ReducerOptions(
-            *(op, bucket_bytes, first_bucket_bytes, prescale, postscale), wire=wire, compression=compression
+            *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
+            wire=wire,
+            compression=compression,
+            check_every=check_every,
         )
+        self._buffers = buffers
         self._passes, self._sparse = backward_passes_per_step, frozenset(sparse_parameters)
         if not isinstance(self._source, torch.nn.Module | Mapping | None):
             self._source = dict(self._source)  # an iterator would be used up
@@ -233,7 +244,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sparse = {name for name, p in names.items() if id(p) in marked or name in self._sparse}
         self._parameters_known = sum(len(group["params"]) for group in self._wrapped.param_groups)
         self._hooks = GradientHooks(
-            names, self._comm, self._options, sparse=sparse, passes_per_round=self._passes, module=model
+            *(names, self._comm, self._options),
+            sparse=sparse,
+            passes_per_round=self._passes,
+            module=model,
+            optimizer=self._wrapped,
+            buffers=self._buffers,
         )
         self._stepped_at = 0
         self._is_stepping = False

@@ -13,8 +13,8 @@ from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.sparse import sparse_parameters as find_sparse_parameters
-from multiring.torch.state import NamedTensors
-from multiring.types import WireName
+from multiring.torch.state import NamedTensors, plain_name
+from multiring.types import BufferMode, WireName
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -34,6 +34,8 @@ def register_gradient_hooks(
     sparse_parameters: Iterable[str] = (),
     wire: WireName | None = None,
     compression: TopK | None = None,
+    buffers: BufferMode = "broadcast",
+    check_every: int | None = None,
 ) -> GradientHooks:
     """Reduce the gradients of a model over ranks in every backward call from now on. Collective.
 
@@ -57,6 +59,11 @@ def register_gradient_hooks(
             are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
         compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
             others for the next step (docs/tuning.md). Of gradients of float32 and float64.
+        buffers: What happens to the buffers of the model, such as running statistics, after each reduction:
+            "broadcast": all ranks take over those of the first rank that has data; "average": floating-point
+            ones are averaged; "local": nothing.
+        check_every: Compare parameters and buffers over ranks every so many reductions; 0: never; None: as
+            MULTIRING_CHECK_EVERY says (100).
 
     Returns:
         A handle with `remove()`, `no_sync()`, `synchronize()` and `join()`; the hooks live on if it is
@@ -69,16 +76,19 @@ def register_gradient_hooks(
     comm = multiring.world() if comm is None else comm
     op: Literal["average", "sum"] = "average" if average else "sum"
     options = ReducerOptions(
-        *(op, bucket_bytes, first_bucket_bytes, prescale, postscale), wire=wire, compression=compression
+        *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
+        wire=wire,
+        compression=compression,
+        check_every=check_every,
     )
-    parameters = {_plain(name): parameter for name, parameter in model.named_parameters()}
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     marked, given = find_sparse_parameters(model), set(sparse_parameters)
     if unknown := given - set(parameters):
         raise UsageError(
             f"rank {comm.rank}: sparse_parameters names {sorted(unknown)}, which the model does not have"
         )
     sparse = {name for name, parameter in parameters.items() if id(parameter) in marked} | given
-    return GradientHooks(parameters, comm, options, sparse=sparse, module=model)
+    return GradientHooks(parameters, comm, options, sparse=sparse, module=model, buffers=buffers)
 
 
 def named_parameters(
@@ -100,7 +110,7 @@ def named_parameters(
         source = source.named_parameters()
     pairs = source.items() if isinstance(source, Mapping) else source
     identities = {id(parameter) for parameter in wanted}
-    named = {_plain(name): parameter for name, parameter in pairs if id(parameter) in identities}
+    named = {plain_name(name): parameter for name, parameter in pairs if id(parameter) in identities}
     found = {id(parameter) for parameter in named.values()}
     missing = [tuple(parameter.shape) for parameter in wanted if id(parameter) not in found]
     if missing:
@@ -109,8 +119,3 @@ def named_parameters(
             f"named ones, the first of shape {missing[0]}; pass the model or all of its named_parameters()"
         )
     return named
-
-
-def _plain(name: str) -> str:
-    """The name without what torch.compile puts in front, so that compiled and other ranks agree."""
-    return name.replace("_orig_mod.", "")

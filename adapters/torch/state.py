@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 __all__ = [
     "NamedTensors",
     "average_metrics",
+    "batch_weight",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "plain_name",
 ]
 
 T = TypeVar("T")
@@ -125,6 +127,12 @@ def average_metrics(
     return shared_metrics.average_metrics(multiring.world() if comm is None else comm, metrics, count)
 
 
+def batch_weight(count: float, comm: Communicator | None = None) -> float:
+    """What to multiply the mean loss of a batch of `count` samples with, where batches differ in size over
+    ranks; see `multiring.metrics.batch_weight`. Collective."""
+    return shared_metrics.batch_weight(multiring.world() if comm is None else comm, count)
+
+
 class _Placeholder:
     """Stands for a tensor while the structure around it travels as a pickle."""
 
@@ -159,9 +167,14 @@ def _attach_tensors(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return value
 
 
+def plain_name(name: str) -> str:
+    """The name without what torch.compile puts in front, so that compiled and other ranks agree."""
+    return name.replace("_orig_mod.", "")
+
+
 def _named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
     if isinstance(source, torch.nn.Module):
         named = [*source.named_parameters(), *source.named_buffers()]
-        return {name.replace("_orig_mod.", ""): tensor for name, tensor in named}
+        return {plain_name(name): tensor for name, tensor in named}
     pairs = source.items() if isinstance(source, Mapping) else source
     return {name: tensor for name, tensor in pairs if isinstance(tensor, torch.Tensor)}

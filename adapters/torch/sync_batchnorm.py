@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import multiring
@@ -34,6 +36,36 @@ class _Group:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Group, (None,)
+
+
+# Per communicator: which thread has used which layer last.
+_threads: weakref.WeakKeyDictionary[
+    Communicator, weakref.WeakKeyDictionary[torch.nn.Module, threading.Thread]
+] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _check_thread(comm: Communicator, layer: SyncBatchNorm) -> None:
+    """Raise UsageError where two threads use layers of one communicator: their order differs by rank.
+
+    A model may be handed to another thread; all layers that its thread has used go with it.
+    """
+    current = threading.current_thread()
+    with _lock:
+        users = _threads.setdefault(comm, weakref.WeakKeyDictionary())
+        before = users.get(layer)
+        if before is current:
+            return
+        if before is None and any(other is not current and other.is_alive() for other in users.values()):
+            raise UsageError(
+                f"rank {comm.rank}: {layer.label} is used by thread '{current.name}' while another thread has "
+                "used other layers over the same communicator: which batches are normalised together would be "
+                "a matter of chance; give each model a communicator of its own: convert_sync_batchnorm(model, "
+                "comm.split(0))"
+            )
+        for other in [other for other, thread in users.items() if thread is before]:
+            users[other] = current
+        users[layer] = current
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -89,12 +121,17 @@ class SyncBatchNorm(_BatchNorm):
             )
         return self._train(input) if self.training else super().forward(input)
 
+    def normalises_over(self, comm: Communicator) -> bool:
+        """Whether the batches of these ranks are normalised together."""
+        return self._group.parent() is comm
+
     # The public torch.compiler.disable would import the compiler along with this module.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _train(self, x: Tensor) -> Tensor:
         parent = self._group.parent()
         if parent.size == 1:
             return super().forward(x)
+        _check_thread(parent, self)
         comm = derived(parent, "sync_batchnorm")
         with torch.no_grad():
             statistics = global_statistics(x, comm, self.label)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -282,11 +281,11 @@ def test_one_rank_has_no_hooks(ranks: Pool) -> None:
 
 
 def copied_and_outlived(comm: Communicator) -> None:
-    """A copy of a model has no hooks; gradients may be read after the end of the communicator."""
+    """A local copy of a model has no hooks; gradients may be read after the end of the communicator."""
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
     torch.autograd.backward(squares(model, comm.rank))
-    duplicate = copy.deepcopy(model)
+    duplicate = multiring.torch.local_copy(model)
     duplicate.zero_grad()
     torch.autograd.backward(squares(duplicate, comm.rank))
     assert hooks.rounds == 1

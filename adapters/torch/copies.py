@@ -1,0 +1,111 @@
+"""Copies of a model with gradient hooks: they have none, and say so when they are trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import multiring
+import torch
+from multiring.errors import UsageError
+
+__all__ = ["ModelGuard", "forget_copy", "local_copy"]
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+
+class _Guard:
+    """Hook of a module with hooked parameters, called when its state has been loaded.
+
+    A copy of the module, by `copy.deepcopy` or a pickle, copies this along with the parameters, whose own hooks
+    Torch leaves behind: that is how the copies get hooks that tell.
+    """
+
+    def __init__(self, rank: int, parameters: list[torch.Tensor]) -> None:
+        self._rank, self._parameters = rank, parameters
+
+    def __call__(self, module: torch.nn.Module, _: object) -> None:
+        now = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if any(one is not other for one, other in zip(now, self._parameters, strict=False)):
+            raise UsageError(
+                f"rank {self._rank}: load_state_dict(assign=True) has put other parameters into the model, whose "
+                "gradients are not reduced; load without assign=True, or load before registering gradient "
+                "hooks (or the DistributedOptimizer): remove() them and register them again"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _mark_copy, (self._parameters,)
+
+
+class _CopyHook:
+    """Hook of a parameter of a copy."""
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if multiring.is_initialized() and multiring.size() > 1:
+            raise UsageError(
+                f"rank {multiring.rank()}: a copy of a model with gradient hooks is trained (a parameter of shape "
+                f"{tuple(parameter.shape)}), and has no hooks itself: its gradients are not reduced. Register "
+                "hooks on the copy, or make it by multiring.torch.local_copy(model) if its gradients are to "
+                "stay local"
+            )
+
+
+class _Nothing:
+    """In the place of a guard in a copy."""
+
+    def __init__(self, parameters: list[torch.Tensor] | None = None) -> None:
+        self._parameters = parameters or []
+
+    def __call__(self, *_: object) -> None:
+        """The state of a copy was loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _mark_copy, (self._parameters,)
+
+
+def _mark_copy(parameters: list[torch.Tensor]) -> _Nothing:
+    for parameter in parameters:
+        required = parameter.requires_grad
+        parameter.requires_grad_(True)  # torch takes hooks on no others
+        parameter.register_post_accumulate_grad_hook(_CopyHook())  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(required)
+    return _Nothing(parameters)
+
+
+class ModelGuard:
+    """The guards of a model with gradient hooks."""
+
+    def __init__(self, module: torch.nn.Module, rank: int, hooked: Iterable[torch.Tensor]) -> None:
+        known = {id(parameter) for parameter in hooked}
+        self._handles = []
+        for part in module.modules():
+            own = [parameter for parameter in part._parameters.values() if parameter is not None]
+            if any(id(parameter) in known for parameter in own):
+                self._handles.append(part.register_load_state_dict_post_hook(_Guard(rank, own)))
+
+    def remove(self) -> None:
+        """Copies that are made from now on are plain ones."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def forget_copy(parameters: Iterable[torch.Tensor]) -> None:
+    """These parameters, of a copy perhaps, may be trained."""
+    for parameter in parameters:
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _CopyHook)]:
+            del hooks[key]
+
+
+def local_copy(model: Module) -> Module:
+    """A deep copy of a model with gradient hooks whose own gradients stay local, for inner loops (MAML) and the
+    like; such copies are not trained together. `copy.deepcopy` does for copies that are not trained at all."""
+    duplicate = copy.deepcopy(model)
+    forget_copy(duplicate.parameters())
+    for part in duplicate.modules():
+        hooks = part._load_state_dict_post_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _Nothing)]:
+            del hooks[key]
+    return duplicate

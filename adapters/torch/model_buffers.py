@@ -1,0 +1,148 @@
+"""The buffers of a model (running statistics, counters), made the same on all ranks after a reduction."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+import torch
+from multiring.errors import MismatchError
+from multiring.model_check import check_same
+from multiring.torch.buffers import is_reducible
+from multiring.torch.state import plain_name
+from multiring.torch.sync_batchnorm import SyncBatchNorm
+from multiring.types import BufferMode
+from torch.nn.modules.batchnorm import _NormBase
+
+if TYPE_CHECKING:
+    from multiring import Communicator, Work
+
+__all__ = ["ModelBuffers"]
+
+Tensor = torch.Tensor
+_Form = tuple[str, torch.Size, torch.dtype]
+
+
+class ModelBuffers:
+    """Packs the buffers into one message, and one per dtype that is averaged. Creation compares them over the
+    ranks; collective.
+
+    Modules are referred to weakly, as all of the model from its hooks.
+    """
+
+    def __init__(self, module: torch.nn.Module, comm: Communicator, mode: BufferMode) -> None:
+        self._mode, self._rank = mode, comm.rank
+        self._modules = [
+            (plain_name(name), weakref.ref(part))
+            for name, part in module.named_modules()
+            # Of these every rank computes the same bits.
+            if not (isinstance(part, SyncBatchNorm) and part.normalises_over(comm))
+        ]
+        self._works: list[Work] = []
+        self._changed = ""
+        self._take_layout([(name, tensor.shape, tensor.dtype) for name, tensor, _ in self._find()])
+        forms = [(name, f"{dtype} {tuple(shape)}") for name, shape, dtype in self._forms]
+        check_same(comm, forms, "buffers of the model", advice=_ADVICE)
+
+    def begin(self, comm: Communicator, active: NDArray[np.bool_]) -> None:
+        """Send this rank's buffers, and do not wait. Collective.
+
+        Args:
+            comm: Ranks that train together, and no traffic between them in another order.
+            active: Per rank, whether it has data and its buffers count.
+        """
+        found = self._find()
+        forms = [(name, tensor.shape, tensor.dtype) for name, tensor, _ in found]
+        if forms != self._forms:
+            self._note_changes(forms)
+            self._take_layout(forms)
+        if not forms:
+            return
+        root = int(np.argmax(active))
+        averages = [(key, memory) for key, memory in self._memory.items() if key is not None]
+        if self._rank == root or (averages and active[self._rank]):
+            with torch.no_grad():
+                torch._foreach_copy_(self._views, [tensor for _, tensor, _ in found])  # type: ignore[attr-defined]
+        elif averages:
+            for _, memory in averages:
+                memory.zero_()
+        self._is_source = self._rank == root and not averages
+        name = f"buffers: {forms[0][0]}" + (f" and {len(forms) - 1} more" if len(forms) > 1 else "")
+        for dtype, memory in averages:
+            part = memory.view(dtype)
+            part = torch.view_as_real(part).reshape(-1) if part.is_complex() else part
+            factor = 1 / float(active.sum())
+            self._works.append(comm.allreduce_async(part, out=part, name=name, postscale=factor))
+        if (packed := self._memory.get(None)) is not None:
+            self._works.append(comm.broadcast_async(packed, root, out=packed, name=name))
+
+    def end(self) -> None:
+        """Wait, and take over what all ranks are to have.
+
+        Raises:
+            MismatchError: The ranks have buffers of different shapes.
+        """
+        works, self._works = self._works, []
+        try:
+            for work in works:
+                work.wait()
+        except MismatchError as error:
+            here = self._changed or "no buffer has changed"
+            raise MismatchError(
+                f"{error}; the ranks have buffers of different shapes: on rank {self._rank} {here}. {_ADVICE}",
+                rank=self._rank,
+                operation="buffers of the model",
+            ) from error
+        if not works or self._is_source:
+            return
+        # Torch itself writes running statistics unseen by autograd, which has them for the gradients of an
+        # earlier forward pass but does not use them. What else changes is seen, and an error if it is used.
+        targets = [tensor.data if is_statistic else tensor for _, tensor, is_statistic in self._find()]
+        with torch.no_grad():
+            torch._foreach_copy_(targets, self._views)  # type: ignore[attr-defined]
+
+    def _find(self) -> list[tuple[str, Tensor, bool]]:
+        """Name, tensor, and whether it is a running statistic; each tensor once."""
+        found, seen = [], set()
+        for name, ref in self._modules:
+            part = ref()
+            for key, tensor in {} if part is None else part._buffers.items():
+                if tensor is None or id(tensor) in seen or not _has_values(tensor):
+                    continue
+                seen.add(id(tensor))
+                found.append((f"{name}.{key}" if name else key, tensor, isinstance(part, _NormBase)))
+        return found
+
+    def _note_changes(self, forms: list[_Form]) -> None:
+        before = {name: shape for name, shape, _ in self._forms}
+        self._changed = ", ".join(
+            f"'{name}' is {tuple(shape)}" + (f", was {tuple(before[name])}" if name in before else ", is new")
+            for name, shape, _ in forms
+            if before.get(name) != shape
+        )
+
+    def _take_layout(self, forms: list[_Form]) -> None:
+        """Allocate memory for the messages: by dtype what is averaged, by None what is broadcast."""
+        self._forms = forms
+        sizes: dict[torch.dtype | None, int] = {}
+        places = []
+        for _, shape, dtype in forms:
+            key = dtype if self._mode == "average" and is_reducible(dtype) else None
+            start, nbytes = sizes.get(key, 0), shape.numel() * dtype.itemsize
+            sizes[key] = start + -(-nbytes // 16) * 16  # so that each lies where its dtype may lie
+            places.append((key, start, start + nbytes))
+        self._memory = {key: torch.zeros(size, dtype=torch.uint8) for key, size in sizes.items()}
+        self._views = [
+            self._memory[key][start:end].view(dtype).view(shape)
+            for (key, start, end), (_, shape, dtype) in zip(places, forms, strict=True)
+        ]
+
+
+_ADVICE = 'give buffers the same shapes on every rank, or pass buffers="local"'
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not torch.nn.parameter.is_lazy(tensor)

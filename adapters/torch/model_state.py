@@ -1,0 +1,160 @@
+"""What ranks have in common beside gradients: buffers are made the same, and all of it is compared."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+import torch
+from multiring.buffer_sync import check_mode
+from multiring.errors import UsageError
+from multiring.gradient_source import ReducerOptions, RoundResult
+from multiring.model_check import check_same
+from multiring.state_check import StateCheck
+from multiring.torch.buffers import byte_view
+from multiring.torch.model_buffers import ModelBuffers
+from multiring.torch.state import plain_name
+from multiring.torch.slots import ParameterSlots
+from multiring.types import BufferMode
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["ModelState"]
+
+Tensor = torch.Tensor
+Entries = Iterator[tuple[str, object]]
+
+
+class ModelState:
+    """What happens when gradients have been reduced: every rank is at the same step then.
+
+    A program with several models takes each step with all before it takes the next with one.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        slots: ParameterSlots,
+        options: ReducerOptions,
+        mode: BufferMode,
+        module: torch.nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        """Compare buffers and options over ranks. Collective.
+
+        Args:
+            comm: Ranks that train together.
+            slots: The parameters.
+            options: How often to compare.
+            mode: What happens to buffers.
+            module: The model.
+            optimizer: Its optimizer, if that is known.
+        """
+        check_mode(comm.rank, mode)
+        check_same(comm, [("buffers", mode)], "options of the gradient hooks")
+        # Weak, as all references to the model from here; see `ParameterSlots`.
+        self._module = None if module is None else weakref.ref(module)
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._rank, self._slots = comm.rank, slots
+        self._buffers = None if module is None or mode == "local" else ModelBuffers(module, comm, mode)
+        self._check = StateCheck(_own(slots), options.check_every, "training state of the model")
+        self._active = self._is_due = False
+        self._finish: Callable[[], None] | None = None
+        self._unhooked: tuple[str, ...] = ()
+
+    def begin(self, result: RoundResult) -> None:
+        """A round has ended with this result: send buffers. Collective."""
+        if not result.active.any():
+            return
+        own, self._active = _own(self._slots), bool(result.active[self._rank])
+        if self._buffers is not None:
+            self._buffers.begin(own, result.active)
+        self._check.go_on(own)
+        self._is_due = self._check.due()
+
+    def take_over(self) -> None:
+        """Wait for buffers, and send checksums where that is due."""
+        if self._buffers is not None:
+            self._buffers.end()
+        if self._is_due:
+            self._is_due = False
+            self._finish = self._check.begin(self._entries(), active=self._active)
+
+    def compare(self) -> None:
+        """Wait for the checksums.
+
+        Raises:
+            MismatchError: The ranks differ.
+            UsageError: There are parameters whose gradients are not reduced.
+        """
+        finish, self._finish = self._finish, None
+        if finish is None:
+            return
+        finish()
+        if self._unhooked:
+            raise UsageError(
+                f"rank {self._rank}: gradients of parameter '{self._unhooked[0]}' are not reduced: it was not "
+                "part of the model when gradient hooks were registered; remove() them and register them "
+                "again after a change of the model",
+                rank=self._rank,
+                tensor=self._unhooked[0],
+            )
+
+    def _entries(self) -> Entries:
+        named = self._slots.named()
+        self._unhooked = tuple(self._find_unhooked({id(parameter) for parameter in named.values()}))
+        yield "parameters without gradient hooks", self._unhooked
+        for name, parameter in named.items():
+            yield f"parameter {name}", _array(parameter)
+        if self._optimizer is not None and (optimizer := self._optimizer()) is not None:
+            yield from _hyperparameters(optimizer)
+        module = None if self._module is None or self._buffers is None else self._module()
+        for name, buffer in [] if module is None else module.named_buffers():
+            if buffer.layout is torch.strided:
+                yield f"buffer {plain_name(name)}", _array(buffer)
+
+    def _find_unhooked(self, known: set[int]) -> Iterator[str]:
+        """Names of the parameters that are trained and have no hooks."""
+        module = None if self._module is None else self._module()
+        if self._optimizer is not None:
+            optimizer = self._optimizer()
+            groups = [] if optimizer is None else optimizer.param_groups
+            names = {} if module is None else {id(p): plain_name(n) for n, p in module.named_parameters()}
+            for number, group in enumerate(groups):
+                for k, parameter in enumerate(group["params"]):
+                    if id(parameter) not in known and parameter.requires_grad:
+                        yield names.get(id(parameter), f"group{number}.parameter{k}")
+        elif module is not None:
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in known and parameter.requires_grad:
+                    yield plain_name(name)
+
+
+def _own(slots: ParameterSlots) -> Communicator:
+    comm = slots.reducer.comm
+    assert comm is not None  # there are several ranks
+    return comm
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> Entries:
+    """Learning rates, and whatever else the groups of an optimizer hold."""
+    yield "type of the optimizer", type(optimizer).__name__
+    for number, group in enumerate(optimizer.param_groups):
+        for key in sorted(group):
+            value = group[key]
+            if key in ("params", "param_names"):
+                value = len(value)
+            yield f"{key} of parameter group {number}", _array(value) if isinstance(value, Tensor) else value
+
+
+def _array(tensor: Tensor) -> NDArray[Any]:
+    tensor = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    try:
+        array: NDArray[Any] = tensor.numpy()
+    except TypeError:  # NumPy has no such dtype
+        array = byte_view(tensor)
+    return array
