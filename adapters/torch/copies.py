@@ -18,8 +18,8 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 class _Guard:
     """Hook of a module with hooked parameters, called when its state has been loaded.
 
-    A copy of the module, by `copy.deepcopy` or a pickle, copies this along with the parameters, whose own hooks
-    Torch leaves behind: that is how the copies get hooks that tell.
+    A copy of the module, by `copy.deepcopy` or a pickle, copies this along with the parameters, whose own
+    hooks Torch leaves behind: that is how the copies get hooks that tell.
     """
 
     def __init__(self, rank: int, parameters: list[torch.Tensor]) -> None:
@@ -29,9 +29,9 @@ class _Guard:
         now = [parameter for parameter in module._parameters.values() if parameter is not None]
         if any(one is not other for one, other in zip(now, self._parameters, strict=False)):
             raise UsageError(
-                f"rank {self._rank}: load_state_dict(assign=True) has put other parameters into the model, whose "
-                "gradients are not reduced; load without assign=True, or load before registering gradient "
-                "hooks (or the DistributedOptimizer): remove() them and register them again"
+                f"rank {self._rank}: load_state_dict(assign=True) has put other parameters into the model, "
+                "whose gradients are not reduced; load without assign=True, or load before registering "
+                "gradient hooks (or the DistributedOptimizer): remove() them and register them again"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -44,10 +44,10 @@ class _CopyHook:
     def __call__(self, parameter: torch.Tensor) -> None:
         if multiring.is_initialized() and multiring.size() > 1:
             raise UsageError(
-                f"rank {multiring.rank()}: a copy of a model with gradient hooks is trained (a parameter of shape "
-                f"{tuple(parameter.shape)}), and has no hooks itself: its gradients are not reduced. Register "
-                "hooks on the copy, or make it by multiring.torch.local_copy(model) if its gradients are to "
-                "stay local"
+                f"rank {multiring.rank()}: a copy of a model with gradient hooks is trained (a parameter of "
+                f"shape {tuple(parameter.shape)}), and has no hooks itself: its gradients are not reduced. "
+                "Register hooks on the copy, or make it by multiring.torch.local_copy(model) if its "
+                "gradients are to stay local"
             )
 
 
@@ -80,9 +80,12 @@ class ModelGuard:
         known = {id(parameter) for parameter in hooked}
         self._handles = []
         for part in module.modules():
-            own = [parameter for parameter in part._parameters.values() if parameter is not None]
+            own: list[torch.Tensor] = [
+                parameter for parameter in part._parameters.values() if parameter is not None
+            ]
             if any(id(parameter) in known for parameter in own):
-                self._handles.append(part.register_load_state_dict_post_hook(_Guard(rank, own)))
+                handle = part.register_load_state_dict_post_hook(_Guard(rank, own))  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
 
     def remove(self) -> None:
         """Copies that are made from now on are plain ones."""
@@ -100,8 +103,8 @@ def forget_copy(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def local_copy(model: Module) -> Module:
-    """A deep copy of a model with gradient hooks whose own gradients stay local, for inner loops (MAML) and the
-    like; such copies are not trained together. `copy.deepcopy` does for copies that are not trained at all."""
+    """A deep copy of a model with gradient hooks whose own gradients stay local, for inner loops (MAML) and
+    the like. `copy.deepcopy` does for copies that are not trained at all."""
     duplicate = copy.deepcopy(model)
     forget_copy(duplicate.parameters())
     for part in duplicate.modules():

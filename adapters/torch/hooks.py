@@ -279,9 +279,9 @@ class GradientHooks:
     def _begin_pass(self) -> _Pass:
         if _is_autograd_compiled():
             raise UsageError(
-                f"rank {self._comm.rank}: gradients are not reduced in a backward pass that compiled autograd has "
-                "rewritten; leave out torch._dynamo.config.compiled_autograd (torch.compile of the model works "
-                "without it)"
+                f"rank {self._comm.rank}: gradients are not reduced in a backward pass that compiled "
+                "autograd has rewritten; leave out torch._dynamo.config.compiled_autograd (torch.compile of "
+                "the model works without it)"
             )
         self._slots.cancel()
         current = _Pass(self, self._enabled and self._passes + 1 >= self._passes_per_round)

@@ -65,7 +65,7 @@ class ModelBuffers:
         averages = [(key, memory) for key, memory in self._memory.items() if key is not None]
         if self._rank == root or (averages and active[self._rank]):
             with torch.no_grad():
-                torch._foreach_copy_(self._views, [tensor for _, tensor, _ in found])  # type: ignore[attr-defined]
+                torch._foreach_copy_(self._views, [tensor for _, tensor, _ in found])
         elif averages:
             for _, memory in averages:
                 memory.zero_()
@@ -92,7 +92,8 @@ class ModelBuffers:
         except MismatchError as error:
             here = self._changed or "no buffer has changed"
             raise MismatchError(
-                f"{error}; the ranks have buffers of different shapes: on rank {self._rank} {here}. {_ADVICE}",
+                f"{error}; the ranks have buffers of different shapes: on rank {self._rank} {here}. "
+                f"{_ADVICE.capitalize()}",
                 rank=self._rank,
                 operation="buffers of the model",
             ) from error
@@ -102,7 +103,7 @@ class ModelBuffers:
         # earlier forward pass but does not use them. What else changes is seen, and an error if it is used.
         targets = [tensor.data if is_statistic else tensor for _, tensor, is_statistic in self._find()]
         with torch.no_grad():
-            torch._foreach_copy_(targets, self._views)  # type: ignore[attr-defined]
+            torch._foreach_copy_(targets, self._views)
 
     def _find(self) -> list[tuple[str, Tensor, bool]]:
         """Name, tensor, and whether it is a running statistic; each tensor once."""

@@ -16,8 +16,8 @@ from multiring.model_check import check_same
 from multiring.state_check import StateCheck
 from multiring.torch.buffers import byte_view
 from multiring.torch.model_buffers import ModelBuffers
-from multiring.torch.state import plain_name
 from multiring.torch.slots import ParameterSlots
+from multiring.torch.state import plain_name
 from multiring.types import BufferMode
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ class ModelState:
         finish()
         if self._unhooked:
             raise UsageError(
-                f"rank {self._rank}: gradients of parameter '{self._unhooked[0]}' are not reduced: it was not "
-                "part of the model when gradient hooks were registered; remove() them and register them "
+                f"rank {self._rank}: gradients of parameter '{self._unhooked[0]}' are not reduced: it was "
+                "not part of the model when gradient hooks were registered; remove() them and register them "
                 "again after a change of the model",
                 rank=self._rank,
                 tensor=self._unhooked[0],

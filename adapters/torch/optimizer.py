@@ -84,8 +84,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
                 others for the next step (docs/tuning.md). Of gradients of float32 and float64.
             buffers: What happens to the buffers of the model, if it is given, after each reduction:
-                "broadcast": all ranks take over those of the first rank that has data; "average": floating-point
-                ones are averaged; "local": nothing.
+                "broadcast": all ranks take over those of the first rank that has data; "average":
+                floating-point ones are averaged; "local": nothing.
             check_every: Compare parameters, hyperparameters and buffers over ranks every so many reductions;
                 0: never; None: as MULTIRING_CHECK_EVERY says (100).
 
@@ -199,7 +199,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._hooks.carry_on(before)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups of the wrapped optimizer, not a copy."""
         # GradScaler looks for overflows in the gradients of the groups, and asks for nothing else before it
         # decides whether to step: they have to be reduced by then, or ranks would decide on their own.

@@ -1,4 +1,4 @@
-"""Where gradients lie: in memory of autograd's, in their slots, or in tensors that the program has put there."""
+"""Where gradients lie: in memory of autograd's, in their slots, or in tensors of the program."""
 
 from __future__ import annotations
 
@@ -228,10 +228,10 @@ class GradientPlaces:
         """What to raise where a gradient was touched while it was reduced."""
         name = self._specs[index].name
         return UsageError(
-            f"rank {self._rank}: the gradient of '{name}' was replaced or taken away, or written to, while it "
-            "was to be averaged, by another hook on the parameter or by DistributedDataParallel, which averages "
-            "gradients itself: leave that out; change gradients after backward(), or register the other hook "
-            "before multiring's",
+            f"rank {self._rank}: the gradient of '{name}' was replaced or taken away, or written to, while "
+            "it was to be averaged, by another hook on the parameter or by DistributedDataParallel, which "
+            "averages gradients itself: leave that out; change gradients after backward(), or register the "
+            "other hook before multiring's",
             rank=self._rank,
             tensor=name,
         )
@@ -259,9 +259,9 @@ class GradientPlaces:
         name = self._specs[index].name
         where = "" if gradient.is_cpu else f" on {gradient.device}"
         return UsageError(
-            f"rank {self._rank}: parameter '{name}' has become {gradient.dtype} {tuple(gradient.shape)}{where}"
-            f", it was {place.dtype} {tuple(place.shape)} when its hook was registered; remove() the hooks "
-            "before changing a model and register them again",
+            f"rank {self._rank}: parameter '{name}' has become {gradient.dtype} "
+            f"{tuple(gradient.shape)}{where}, it was {place.dtype} {tuple(place.shape)} when "
+            "its hook was registered; remove() the hooks before changing a model and register them again",
             rank=self._rank,
             tensor=name,
         )

@@ -199,8 +199,8 @@ class ParameterSlots:
         return self._places.find_replaced(self._current(), self.produced_since_step)
 
     def find_new(self, replaced: list[int]) -> bool:
-        """Which of the gradients that the program has replaced are still to be reduced: those that are not the
-        same on all ranks, or that no round since the last step has reduced. Collective.
+        """Find which of the gradients that the program has replaced are still to be reduced: those that are
+        not the same on all ranks, or that no round since the last step has reduced. Collective.
 
         Returns:
             Whether there are any, on any rank.

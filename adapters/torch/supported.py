@@ -18,20 +18,20 @@ _WRAPPERS = (
 
 
 def check_module(module: torch.nn.Module, rank: int) -> None:
-    """Raise UsageError for parts that average or split gradients themselves, or change weights in forward()."""
+    """Raise UsageError for parts that reduce gradients themselves, or change weights in forward()."""
     for name, part in module.named_modules():
         where = f"module '{name}'" if name else "the model"
         for home, kind in _WRAPPERS:
             wrapper = getattr(sys.modules.get(home), kind, None)
             if wrapper is not None and isinstance(part, wrapper):
                 raise UsageError(
-                    f"rank {rank}: {where} is a {kind}, which reduces gradients itself: they would be reduced "
-                    "twice; register hooks on the model without it, or leave out multiring's hooks"
+                    f"rank {rank}: {where} is a {kind}, which reduces gradients itself: they would be "
+                    "reduced twice; register hooks on the model without it, or leave out multiring's hooks"
                 )
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.max_norm is not None:
             raise UsageError(
-                f"rank {rank}: {where} is an {type(part).__name__} with max_norm={part.max_norm:g}, which changes "
-                "the rows that forward() looks up, on each rank others: ranks would drift apart; leave max_norm "
-                "out and limit all rows after each step of the optimizer, as by torch.renorm(weight, 2, 0, "
-                "max_norm)"
+                f"rank {rank}: {where} is an {type(part).__name__} with max_norm={part.max_norm:g}, which "
+                "changes the rows that forward() looks up, on each rank others: ranks would drift apart; "
+                "leave max_norm out and limit all rows after each step of the optimizer, as by "
+                "torch.renorm(weight, 2, 0, max_norm)"
             )

@@ -58,10 +58,10 @@ def _check_thread(comm: Communicator, layer: SyncBatchNorm) -> None:
             return
         if before is None and any(other is not current and other.is_alive() for other in users.values()):
             raise UsageError(
-                f"rank {comm.rank}: {layer.label} is used by thread '{current.name}' while another thread has "
-                "used other layers over the same communicator: which batches are normalised together would be "
-                "a matter of chance; give each model a communicator of its own: convert_sync_batchnorm(model, "
-                "comm.split(0))"
+                f"rank {comm.rank}: {layer.label} is used by thread '{current.name}' while another thread "
+                "has used other layers over the same communicator: which batches are normalised together "
+                "would be a matter of chance; give each model a communicator of its own: "
+                "convert_sync_batchnorm(model, comm.split(0))"
             )
         for other in [other for other, thread in users.items() if thread is before]:
             users[other] = current

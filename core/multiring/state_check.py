@@ -90,7 +90,8 @@ class StateCheck:
     def begin(self, entries: Iterable[tuple[str, object]], *, active: bool = True) -> Callable[[], None]:
         """`compare` in two halves: this one does not wait, the other is to call what it returns.
 
-        A program with several models begins with all before it waits for one: ranks may have them in any order.
+        A program with several models begins with all before it waits for one: ranks may have them in any
+        order.
         """
         what = f"{self._what} at step {self._step}"
         described = [(name, _describe(value)) for name, value in entries] if active else None
