@@ -100,10 +100,10 @@ class DriftCheck:
     def _difference(self, names: list[str], rows: Any, step: int) -> str:
         """What differs first, and who has what; empty if nothing does."""
         ranks = [rank for rank in range(len(rows)) if rows[rank, 0] != _NOT_TAKING_PART]
-        differing = np.flatnonzero((rows[ranks] != rows[ranks[:1]]).any(0)) if ranks else []
+        differing = np.flatnonzero((rows[ranks] != rows[ranks[:1]]).any(0)) if ranks else np.zeros(0)
         if len(differing) == 0:
             return ""
-        first = differing[0]
+        first = int(differing[0])
         values: dict[int, list[int]] = {}
         for rank in ranks:
             values.setdefault(int(rows[rank, first]), []).append(rank)

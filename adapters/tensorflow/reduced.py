@@ -12,8 +12,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 import tensorflow as tf
 from multiring.errors import UsageError
 
@@ -60,7 +58,7 @@ def refuse_reduced(gradients: Sequence[Any], variables: Sequence[Any], comm: Com
     for key in held:
         _reduced.pop(key, None)
     if suspected and comm.size > 1:
-        bits = [zlib.crc32(np.ascontiguousarray(value.numpy()).view(np.uint8).reshape(-1)) for value in found]
+        bits = [zlib.crc32(value.numpy().tobytes()) for value in found]
         if all(others == bits for others in comm.allgather_object(bits)) and any(
             value.numpy().any() for value in found
         ):

@@ -362,3 +362,24 @@ def first_graphs(comm: Communicator) -> None:
 
 def test_graphs_of_tensorflow_1(ranks: Pool) -> None:
     ranks(2).run(first_graphs)
+
+
+def buckets_overlap(comm: Communicator) -> None:
+    """With one tape in a step no bucket waits for another, nor for what checks the variables."""
+    variables = [tf.Variable(tf.ones([8])) for _ in range(4)]
+
+    @tf.function
+    def step(x: Any) -> Any:
+        options = {"bucket_bytes": 32, "first_bucket_bytes": 32}
+        with mt.DistributedGradientTape(tf.GradientTape(), comm, **options) as tape:
+            loss = tf.add_n([tf.reduce_sum(v * x) for v in variables])
+        return tape.gradient(loss, variables)
+
+    graph = step.get_concrete_function(tf.constant(1.0)).graph
+    buckets = [op for op in graph.get_operations() if op.type == "MultiringAllreduce"]
+    assert len(buckets) == 5  # and the flags
+    assert not any(op.control_inputs for op in buckets)
+
+
+def test_buckets_of_one_step_overlap(ranks: Pool) -> None:
+    ranks(2).run(buckets_overlap)
