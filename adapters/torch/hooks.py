@@ -175,6 +175,10 @@ class GradientHooks:
         if replaced and self._slots.find_new(replaced):
             self.synchronize()
 
+    def hold(self) -> object:
+        """References to the parameters: while somebody has them, they are not looked up for each step."""
+        return self._slots.hold()
+
     def carry_on(self, before: GradientHooks) -> None:
         """Know which gradients the hooks in whose place these come have reduced."""
         if not self._is_local:

@@ -31,7 +31,19 @@ Closure = Callable[[], Any]
 _OWN = frozenset(
     f"_{name}"
     for name in (
-        *("comm", "guard", "hooks", "options", "passes", "skip", "source", "sparse", "stepped_at", "wrapped"),
+        *(
+            "comm",
+            "guard",
+            "held",
+            "hooks",
+            "options",
+            "passes",
+            "skip",
+            "source",
+            "sparse",
+            "stepped_at",
+            "wrapped",
+        ),
         *("buffers", "is_stepping", "parameters_known"),
     )
 )
@@ -251,6 +263,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer=self._wrapped,
             buffers=self._buffers,
         )
+        self._held: object = self._hooks.hold()
         self._stepped_at = 0
         self._is_stepping = False
         # Weak: the wrapped optimizer would keep the wrapper.

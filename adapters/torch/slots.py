@@ -25,9 +25,15 @@ __all__ = ["Held", "ParameterSlots"]
 
 
 class Held(list[torch.Tensor | None]):
-    """References to the parameters that take part, for the time of a round."""
+    """References to the parameters that take part, for the time of a round or longer.
 
-    __slots__ = ("__weakref__",)
+    Attributes:
+        watched: References to all parameters.
+    """
+
+    __slots__ = ("__weakref__", "watched")
+
+    watched: list[torch.Tensor | None]
 
 
 class ParameterSlots:
@@ -85,11 +91,20 @@ class ParameterSlots:
         Returns:
             What to keep until the round has ended.
         """
-        parameters = [ref() for ref in self._parameters]
-        if self._requirements(parameters) != self._required:
+        held = self.hold()
+        if self._requirements(held.watched) != self._required:
             self._plan()
-        held = Held([parameters[position] for position in self._index])
-        self._held = weakref.ref(held)
+            held = self.hold()
+        return held
+
+    def hold(self) -> Held:
+        """References that need not be looked up again as long as somebody has them."""
+        held = None if self._held is None else self._held()
+        if held is None:
+            watched = [ref() for ref in self._parameters]
+            held = Held([watched[position] for position in self._index])
+            held.watched = watched
+            self._held = weakref.ref(held)
         return held
 
     def mark_produced(self, position: int) -> None:
@@ -116,7 +131,7 @@ class ParameterSlots:
     def finish(self) -> RoundResult:
         """Third step: wait for the gradients."""
         exchanges, self._exchanges = self._exchanges, {}
-        parameters = self._current()
+        parameters = self.hold()
         try:
             result = self.reducer.finish(self)
             self._places.check(parameters)
@@ -137,7 +152,7 @@ class ParameterSlots:
         if self.reducer.is_open:
             self._exchanges = {}
             sent = set(self.reducer.sent())
-            kept = [index for index in self._places.sent(self._current()) if index in sent]
+            kept = [index for index in self._places.sent(self.hold()) if index in sent]
             self.reducer.cancel()
             self._places.forget_round()
             self._refresh_views()
@@ -174,7 +189,7 @@ class ParameterSlots:
             return
         self._places.forget_round()
         if self._comm.size > 1:
-            self._places.move_out(self._current())
+            self._places.move_out(self.hold())
         self._reducer.close()
         self._reducer = None
 
@@ -196,7 +211,7 @@ class ParameterSlots:
     def replaced_gradients(self) -> list[int]:
         """Gradients that are not what was reduced last: other tensors, and those of parameters that no round
         since the last step has reduced, where they were written to."""
-        return self._places.find_replaced(self._current(), self.produced_since_step)
+        return self._places.find_replaced(self.hold(), self.produced_since_step)
 
     def find_new(self, replaced: list[int]) -> bool:
         """Find which of the gradients that the program has replaced are still to be reduced: those that are
@@ -205,7 +220,7 @@ class ParameterSlots:
         Returns:
             Whether there are any, on any rank.
         """
-        parameters, comm = self._current(), self.reducer.comm
+        parameters, comm = self.hold(), self.reducer.comm
         gradients = {index: p.grad for index in replaced if (p := parameters[index]) is not None}
         own = {index: checksum(gradient) for index, gradient in gradients.items() if gradient is not None}
         everyone = [own] if comm is None else comm.allgather_object(own)
@@ -226,7 +241,7 @@ class ParameterSlots:
 
         One of which no hook has told is new all the same if it is not what was reduced last.
         """
-        parameter = self._current()[index]
+        parameter = self.hold()[index]
         if parameter is None or parameter.grad is None:
             return False
         if not self.reducer.is_produced(index) and self._places.is_new(index, parameter.grad):
@@ -234,7 +249,7 @@ class ParameterSlots:
         return self._places.put(index, parameter, from_autograd=False)
 
     def _locate(self, indices: list[int]) -> list[tuple[int, InPlace]]:
-        parameters, places = self._current(), []
+        parameters, places = self.hold(), []
         for index in indices:
             if self._places.is_placed(index):
                 continue
@@ -248,14 +263,9 @@ class ParameterSlots:
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: another rank had a gradient where this one had none."""
-        parameter = self._current()[index]
+        parameter = self.hold()[index]
         if parameter is not None:
             self._places.publish(index, parameter)
-
-    def _current(self) -> Held:
-        """The parameters that take part."""
-        held = None if self._held is None else self._held()
-        return Held([ref() for ref in self._trainable]) if held is None else held
 
     def _plan(self) -> None:
         """Make a reducer for the parameters that require a gradient now. Collective."""
@@ -304,7 +314,7 @@ class ParameterSlots:
         if self._generation == self.reducer.generation:
             return
         self._generation = self.reducer.generation
-        parameters, specs = self._current(), self.reducer.specs
+        parameters, specs = self.hold(), self.reducer.specs
         slots = {k: self.reducer.slot(k) for k, spec in enumerate(specs) if not spec.sparse}
         self._places.lay_out(parameters, specs, slots)
 

@@ -132,6 +132,9 @@ def with_ddp(comm: Communicator, path: str, how: str, as_view: bool) -> None:
         ):
             torch.autograd.backward(squares(wrapped, comm.rank))
         hooks.remove()
+        dist.barrier()  # what DDP has sent has arrived
+        del wrapped
+        comm.barrier()
     finally:
         dist.destroy_process_group()
 
