@@ -251,7 +251,7 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
         if self.size > 1:
             scales = (p._loss_scale for p in parameters.values() if p.grad is not None)
             found.slots.loss_scale = next(scales, None)
-            found.slots.reduce(everything=True)
+            found.slots.reduce()
         if zero_fill:
             fill_with_zeros(parameters)
 

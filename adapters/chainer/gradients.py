@@ -104,20 +104,17 @@ class GradientSlots:
         self._put(index, gradient)
         self.reducer.mark_ready(index)
 
-    def send(self, *, everything: bool = False, in_place: bool = True) -> None:
-        """Let everything leave that has not.
+    def send(self, *, in_place: bool = True) -> None:
+        """Let everything leave that has not. What was reduced before and is still there takes part as well: a
+        program may have written new gradients into the same arrays.
 
         Args:
             in_place: They may be reduced where they are: the program does not see them until `receive`.
-            everything: What was reduced before and is still there takes part as well: a program may have
-                written new gradients into the same arrays.
         """
         pending = {}
         for index in range(len(self.parameters) - 1, -1, -1):
             gradient = self.parameters[index].grad
             if gradient is None or self.reducer.is_ready(index):
-                continue
-            if not everything and gradient is self._shown[index]():
                 continue
             self._check(index, gradient)
             pending[index] = gradient
@@ -144,9 +141,9 @@ class GradientSlots:
             self._check_finite(result)
         return result
 
-    def reduce(self, *, everything: bool = False) -> RoundResult:
+    def reduce(self) -> RoundResult:
         """`send` and `receive`. Collective."""
-        self.send(everything=everything)
+        self.send()
         return self.receive()
 
     def cancel(self) -> None:
@@ -173,12 +170,8 @@ class GradientSlots:
         self.reducer.close()
 
     def store(self, index: int) -> InPlace | bool:
-        """Part of `GradientSource`: what is not new is where it was reduced."""
-        gradient = self.parameters[index].grad
-        if gradient is None or gradient is self._views[index]:
-            return gradient is not None
-        own = isinstance(gradient, np.ndarray) and gradient.flags.writeable
-        return self._locate(index, gradient, own=own) or True
+        """Part of `GradientSource`: `send` has marked all gradients that there are."""
+        return False
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: this rank's backward pass has not told how the average is scaled.

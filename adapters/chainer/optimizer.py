@@ -228,7 +228,7 @@ class MultiNodeOptimizer:
     def _step(self) -> None:
         """Make sure that gradients are reduced, and update."""
         if self._rounds == self._updated_at:
-            self._reduce(everything=True)
+            self._reduce()
         elif self._slots is not None and (new := self._slots.new):
             raise UsageError(
                 f"rank {self.communicator.rank}: the gradient of '{new[0]}' was replaced after it had been "
@@ -240,10 +240,10 @@ class MultiNodeOptimizer:
         self._update_parameters()
         self._updated_at = self._rounds
 
-    def _reduce(self, *, everything: bool = False) -> None:
+    def _reduce(self) -> None:
         if self._slots is not None:
             self._slots.loss_scale = self.actual_optimizer._loss_scale
-            result = self._slots.reduce(everything=everything)
+            result = self._slots.reduce()
             self._keep_equal(self._slots, result.active.tolist())
         self._rounds += 1
 

@@ -1,0 +1,64 @@
+"""Which gradients count as reduced where a program writes into arrays, looks at averages, or skips updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import multiring.chainer  # before Chainer
+
+# isort: split
+import chainer
+
+from multiring import Communicator
+from tests.adapters.chainer_support import SMALL, Pool, bits_of, make_model, squares
+
+
+def make_optimizer(comm: Communicator, **options: Any) -> tuple[Any, Any]:
+    model = make_model()
+    optimizer = multiring.chainer.create_multi_node_optimizer(
+        chainer.optimizers.SGD(0.5), comm, **SMALL, **options
+    )
+    for parameter in model.params():
+        parameter.grad = np.zeros_like(parameter.array)
+    return model, optimizer.setup(model)
+
+
+def same_everywhere(comm: Communicator, values: object) -> bool:
+    return comm.allgather_object(values) == [values] * comm.size
+
+
+def write_in_place(comm: Communicator, way: str) -> None:
+    """New gradients in the same arrays in every step; the weights go the way of their averages."""
+    model, optimizer = make_optimizer(comm, double_buffering=way == "double buffering")
+    values = [np.float64(10**step) for step in range(6)]
+    begin = model.middle.W.array.copy()
+    for step, value in enumerate(values):
+        for name, parameter in model.namedparams():
+            if way != "backward" or name.startswith("/spare"):  # the others have theirs of the loss
+                parameter.grad[...] = (comm.rank + 1) * value
+        if way == "backward":
+            for link in (model.first, model.middle, model.last):
+                link.cleargrads()
+            optimizer.backward(squares(model, 10 * step + comm.rank))
+        elif way != "double buffering":
+            optimizer.synchronize()
+        average = value * (comm.size + 1) / 2
+        if way != "double buffering":
+            np.testing.assert_array_equal(model.spare.W.grad, average)
+        if way != "skip" or step % 2:
+            optimizer.update()
+    total = {"skip": sum(values[1::2]), "double buffering": sum(values[:-1])}.get(way, sum(values))
+    if way != "backward":
+        np.testing.assert_allclose(
+            begin - model.middle.W.array, 0.5 * total * (comm.size + 1) / 2, rtol=1e-12
+        )
+    assert same_everywhere(comm, bits_of(model))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("way", ["synchronize", "skip", "backward", "double buffering"])
+def test_gradients_written_in_place(ranks: Pool, way: str) -> None:
+    ranks(2).run(write_in_place, way)
