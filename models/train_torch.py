@@ -38,7 +38,11 @@ class TorchTrainer(Trainer):
         if self._sync_bn:
             multiring.torch.convert_sync_batchnorm(model, comm=self._comm)
         multiring.torch.broadcast_parameters(model, root=0, comm=self._comm)
-        self._hooks = multiring.torch.register_gradient_hooks(model, comm=self._comm)
+        self._hooks = multiring.torch.register_gradient_hooks(
+            model,
+            comm=self._comm,
+            buffers="local",  # averaged before an evaluation
+        )
         named = dict(model.named_parameters())
         decaying = [named[parameter.name] for parameter in self._spec.parameters() if parameter.decays]
         others = [named[parameter.name] for parameter in self._spec.parameters() if not parameter.decays]

@@ -11,7 +11,7 @@ from multiring.models.bench.measure import Sample
 from multiring.models.bench.results import Machine
 from multiring.models.errors import DataError
 
-__all__ = ["GradientsReport", "Memory", "StepRow"]
+__all__ = ["GradientsReport", "Memory", "StateRow", "StepRow"]
 
 KIND = "multiring bench gradients"
 
@@ -38,6 +38,32 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class StateRow:
+    """What it costs to keep the rest of a model in step.
+
+    Attributes:
+        name: Of the model.
+        buffer_bytes: Of its buffers.
+        state_bytes: Of its parameters and buffers.
+        buffers: Seconds in which all ranks take over the buffers of the first.
+        check: Seconds of one comparison of parameters and buffers.
+        interval: Steps between two comparisons; 0: there are none.
+    """
+
+    name: str
+    buffer_bytes: int
+    state_bytes: int
+    buffers: Sample
+    check: Sample
+    interval: int
+
+    @property
+    def check_per_step(self) -> float:
+        """Seconds that comparisons take of each step, on average."""
+        return self.check.median / self.interval if self.interval else 0.0
+
+
+@dataclass(frozen=True)
 class GradientsReport:
     """Everything that one run has measured. In each list the first row is without synchronisation.
 
@@ -52,6 +78,7 @@ class GradientsReport:
         gradients: Steps that write and reduce ResNet-50's gradients.
         training: Steps of the small training.
         memory: With ResNet-50's gradients, by the name of the kind.
+        state: What the rest of the training state costs, by model.
     """
 
     command: str
@@ -64,6 +91,7 @@ class GradientsReport:
     gradients: tuple[StepRow, ...]
     training: tuple[StepRow, ...]
     memory: dict[str, Memory]
+    state: tuple[StateRow, ...] = ()
 
     def communication(self, row: StepRow) -> float:
         """Seconds that a step of `row` takes longer than one without synchronisation."""
@@ -90,6 +118,7 @@ class GradientsReport:
             "more_memory": {row.name: asdict(self.more_memory(row)) for row in self.gradients[1:]},
             "images_per_second": {row.name: self.images_per_second(row) for row in self.training},
             "efficiency": {row.name: self.efficiency(row) for row in self.training},
+            "check_per_step": {row.name: row.check_per_step for row in self.state},
         }
         return json.dumps({"kind": KIND, **asdict(self), "derived": derived}, indent=2, allow_nan=False)
 
@@ -107,6 +136,9 @@ class GradientsReport:
             del fields["derived"]
             for name in ("gradients", "training"):
                 fields[name] = tuple(StepRow(r["name"], Sample(**r["sample"])) for r in fields[name])
+            for row in fields["state"]:
+                row["buffers"], row["check"] = Sample(**row["buffers"]), Sample(**row["check"])
+            fields["state"] = tuple(StateRow(**row) for row in fields["state"])
             fields["memory"] = {name: Memory(**memory) for name, memory in fields["memory"].items()}
             return cls(machine=Machine(**fields.pop("machine")), **fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -122,12 +122,14 @@ class Unsynchronised(_Base):
 
 
 class Hooks(_Base):
-    """multiring.torch.register_gradient_hooks, as it comes."""
+    """multiring.torch.register_gradient_hooks, for gradients alone; the other state is measured apart."""
 
     name = "multiring"
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        self._hooks = multiring.torch.register_gradient_hooks(model, comm=self._comm)
+        self._hooks = multiring.torch.register_gradient_hooks(
+            model, comm=self._comm, buffers="local", check_every=0
+        )
         return model
 
     def close(self) -> None:

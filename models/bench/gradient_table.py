@@ -15,7 +15,7 @@ Table = tuple[str, list[str], list[list[str]]]
 
 def tables(report: GradientsReport) -> list[Table]:
     """Title, columns and cells of each table."""
-    return [_gradients(report), _training(report)]
+    return [_gradients(report), _training(report), *([_state(report)] if report.state else [])]
 
 
 def _gradients(report: GradientsReport) -> Table:
@@ -52,8 +52,31 @@ def _training(report: GradientsReport) -> Table:
     return f"batch {report.batch} a rank, {report.ranks} ranks", columns, rows
 
 
-def _milliseconds(sample: Sample) -> str:
-    return f"{sample.median * 1e3:.1f} ms [{sample.low * 1e3:.1f}..{sample.high * 1e3:.1f}]"
+def _state(report: GradientsReport) -> Table:
+    columns = ["state of", "buffers", "a step", "state", "a check", "of each step"]
+    rows = [
+        [
+            row.name,
+            f"{row.buffer_bytes / 1e3:.0f} kB",
+            _milliseconds(row.buffers, 2),
+            f"{row.state_bytes / 1e6:.1f} MB",
+            _milliseconds(row.check, 2),
+            f"{row.check_per_step * 1e3:.3f} ms",
+        ]
+        for row in report.state
+    ]
+    return (
+        f"buffers broadcast after each step, all compared every {report.state[0].interval} steps",
+        columns,
+        rows,
+    )
+
+
+def _milliseconds(sample: Sample, digits: int = 1) -> str:
+    median, low, high = (
+        f"{1e3 * seconds:.{digits}f}" for seconds in (sample.median, sample.low, sample.high)
+    )
+    return f"{median} ms [{low}..{high}]"
 
 
 def markdown(report: GradientsReport) -> str:

@@ -36,6 +36,9 @@ without --framework (Torch, beside DistributedDataParallel over Gloo):
   for the training of ResNet-20 (batch 32 a rank, images of 32 x 32):
   images/s       of all ranks together
   efficiency     images/s over that without synchronisation
+  for the rest of the training state of ResNet-20 and ResNet-50:
+  a step         buffers of rank 0 taken over by all ranks, as after each reduction by default
+  a check        parameters and buffers compared over ranks; of each step: that over the steps between two
 
 with --framework F:
   for ResNet-50's gradients, which lie where the framework's backward pass leaves them:

@@ -1,12 +1,14 @@
 """What it costs to keep gradients in step in Torch, beside DistributedDataParallel.
 
-Two measurements, each of a training step without synchronisation, with multiring's gradient hooks and with
-Torch's DistributedDataParallel over Gloo, in turns in the same run:
+A training step without synchronisation, with multiring's gradient hooks and with Torch's
+DistributedDataParallel over Gloo, in turns in the same run:
 
 - ResNet-50's 161 gradients, 102 MB, from a backward pass that writes them and does nothing else. What a step
   takes longer than without synchronisation is its communication.
 - A small training, ResNet-20 on images of 32 x 32 in float32 with plain SGD, whose images per second are set
   against those without synchronisation: the scaling efficiency.
+
+And what it costs to synchronise buffers and to compare the training state, which both are without above.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from multiring.models.bench.gradient_steps import (
 from multiring.models.bench.measure import Meeting, Sample
 from multiring.models.bench.memory import PeakMemory, proportional_bytes, return_freed_memory
 from multiring.models.bench.results import Machine
+from multiring.models.bench.torch_state import measure_state
 
 __all__ = ["TRAINING_TURN", "WARM_UP", "run"]
 
@@ -55,6 +58,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> GradientsReport:
     memory = [_memory(comm, kind, lambda: GradientsOnly(shapes)) for kind in kinds]
     gradients = _times(comm, meeting, kinds, lambda: GradientsOnly(shapes), args.steps, 1)
     training = _times(comm, meeting, kinds, training_model, args.steps, TRAINING_TURN)
+    state = measure_state(comm, meeting, args.steps)
     gloo.close()
     names = [kind.name for kind in KINDS.values()]
     return GradientsReport(
@@ -68,6 +72,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> GradientsReport:
         gradients=tuple(StepRow(*row) for row in zip(names, gradients, strict=True)),
         training=tuple(StepRow(*row) for row in zip(names, training, strict=True)),
         memory=dict(zip(names, memory, strict=True)),
+        state=state,
     )
 
 

@@ -17,7 +17,7 @@ from multiring.errors import InternalError, UsageError
 from multiring.models.bench import gradients
 from multiring.models.bench.adapter_gradients import measure_reduction
 from multiring.models.bench.adapter_report import AdapterReport
-from multiring.models.bench.gradient_report import GradientsReport, Memory, StepRow
+from multiring.models.bench.gradient_report import GradientsReport, Memory, StateRow, StepRow
 from multiring.models.bench.gradient_steps import GradientsOnly, gradient_shapes
 from multiring.models.bench.gradients_torch import make_reduction
 from multiring.models.bench.measure import Meeting, Sample
@@ -55,6 +55,7 @@ def report() -> GradientsReport:
             n: Memory(h << 20, p << 20)
             for n, h, p in zip(names, [200, 210, 190], [201, 320, 190], strict=True)
         },
+        state=(StateRow("ResNet-20", 10_000, 1_100_000, sample(1e-4), sample(2e-3), 100),),
     )
 
 
@@ -80,6 +81,7 @@ def test_tables(report: GradientsReport) -> None:
     text = report.render("markdown", None)
     assert "| multiring | 20.0 ms [18.0..22.0] | 10.0 ms | 10.22 GB/s | +10.0 MiB | +120.0 MiB |" in text
     assert "| multiring | 125.0 ms [112.5..137.5] | 512 | 0.800 |" in text
+    assert "| ResNet-20 | 10 kB | 0.10 ms [0.09..0.11] | 1.1 MB | 2.00 ms [1.80..2.20] | 0.020 ms |" in text
     assert "DDP over Gloo" in report.render("rich", None)
 
 
@@ -124,6 +126,7 @@ def test_a_run_measures_prints_and_writes_and_leaves_nothing() -> None:
         assert (job.directory / "r.png").read_bytes().startswith(b"\x89PNG")
     assert [row.name for row in report.gradients] == ["no synchronisation", "multiring", "DDP over Gloo"]
     assert report.ranks == 2
+    assert [row.name for row in report.state] == ["ResNet-20", "ResNet-50"]
     assert done.stdout == report.render("rich", None) + "\n"
 
 
