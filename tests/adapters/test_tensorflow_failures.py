@@ -10,6 +10,7 @@ import keras, numpy as np
 import multiring, multiring.tensorflow as mt
 
 comm = multiring.init()
+keras.utils.set_random_seed(0)
 model = keras.Sequential([keras.layers.Input((64,)), *[keras.layers.Dense(64) for _ in range(4)]])
 sizes = {"bucket_bytes": 1 << 14, "first_bucket_bytes": 1 << 12}
 optimizer = mt.DistributedOptimizer(keras.optimizers.SGD(0.0), **sizes)
