@@ -20,7 +20,7 @@ from multiring.arrays import address_of
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
 from multiring.buffer_sync import check_mode
 from multiring.caffe.passes import BackwardPasses
-from multiring.caffe.shape import Array, Blob, Parameter, Solver, learned_blobs, some_values
+from multiring.caffe.shape import Array, Blob, Parameter, Solver, checksum, learned_blobs
 from multiring.caffe.state import SolverState
 from multiring.compression import TopK
 from multiring.errors import UsageError
@@ -125,7 +125,7 @@ class SolverCallback:
         self._is_started = self._in_iteration = False
         self._next_iteration, self._seen_iteration = 0, -2
         self._produced: frozenset[str] = frozenset()
-        self._copied: dict[int, bytes] = {}  # gradients that are in their slots, and some values of them
+        self._copied: dict[int, int] = {}  # gradients that are in their slots, and their checksums
         self._generation, self._views = -1, [np.empty(0)]
         self._is_watching = self._watch()
         _newest[solver] = weakref.ref(self)
@@ -153,8 +153,8 @@ class SolverCallback:
         self._copied = {}
         self._passes.begin()
         self._start()
-        if self._solver.iter not in (self._next_iteration - 1, self._next_iteration):
-            self._state.compare_next()  # a snapshot was restored: on all ranks?
+        if self._solver.iter != self._next_iteration:
+            self._state.compare_next()  # a snapshot was restored, or an update failed: on all ranks?
         self._in_iteration = True
 
     def on_gradients_ready(self) -> None:
@@ -333,12 +333,12 @@ class SolverCallback:
             self._refresh_views()
             diff = self._diff(index)
             self._views[index][...] = diff
-            self._copied[index] = some_values(diff)
+            self._copied[index] = checksum(diff)
 
     def _check_untouched(self) -> None:
         """What has left during the backward pass must not have been changed since: it would be lost."""
-        for index, values in self._copied.items():
-            if some_values(self._diff(index)) != values:
+        for index, before in self._copied.items():
+            if checksum(self._diff(index)) != before:
                 name = self._parameters[index].name
                 raise UsageError(
                     f"rank {self._comm.rank}: the gradient of '{name}' was changed after it had been sent, "

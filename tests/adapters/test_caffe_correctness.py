@@ -294,6 +294,24 @@ def change_what_has_left(comm: Communicator, overlap: bool) -> None:
     callback.close()
 
 
+def change_one_value(comm: Communicator) -> None:
+    solver = make_solver()
+    callback = multiring.caffe.SolverCallback(solver, comm, overlap=True, iter_size=1, **SMALL)
+
+    def mask() -> None:
+        solver.net.params["conv"][0].diff.reshape(-1)[-2] = 0
+
+    solver.add_callback(lambda: None, mask)
+    solver.add_callback(*callback)
+    with pytest.raises(UsageError, match=r"'conv\[0\]' was changed after it had been sent"):
+        solver.step([draw(comm.rank)])
+    callback.close()
+
+
+def test_one_value_changed_before_it_is_reduced(ranks: Pool) -> None:
+    ranks(2).run(change_one_value)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_gradients_changed_before_they_are_reduced(ranks: Pool, overlap: bool) -> None:
     ranks(2).run(change_what_has_left, overlap)
@@ -312,6 +330,28 @@ def not_started(comm: Communicator) -> None:
 
 def test_refused(ranks: Pool) -> None:
     ranks(2).run(not_started)
+
+
+def go_back(comm: Communicator, root_only: bool) -> None:
+    """A snapshot of the iteration before is restored."""
+    with tempfile.TemporaryDirectory() as name:
+        solver = caffe_nets.make_solver(Path(name), "momentum: 0.9")
+        solver.is_root = True  # each takes a snapshot of its own
+        solver.add_callback(*multiring.caffe.SolverCallback(solver, comm))
+        solver.step(3)
+        snapshot = solver.snapshot()
+        solver.step(1)
+        if comm.rank == 0 or not root_only:
+            solver.restore(snapshot)
+        solver.step(4)
+        assert not root_only
+    assert same_everywhere(comm, bits(solver.net))
+
+
+def test_a_snapshot_of_the_iteration_before(ranks: Pool) -> None:
+    ranks(2).run(go_back, False)
+    for error in ranks(2).run_expecting_errors(go_back, True):
+        assert isinstance(error, MismatchError), error
 
 
 class OldSolver(FakeSolver):
