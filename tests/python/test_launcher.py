@@ -289,3 +289,16 @@ def test_closed_standard_descriptors_do_no_harm() -> None:
     with Job(lambda root: ["sh", "-c", command], cwd=REPOSITORY) as job:
         assert job.finish().returncode == 0
         job.assert_nothing_left()
+
+
+def test_a_job_that_no_rank_has_joined_is_told_at_its_end() -> None:
+    told = "none of the 2 ranks called multiring.init(): each of them ran on its own"
+    alone = run_job(2, "print('trained')\n")
+    assert alone.returncode == 0
+    assert told in alone.stderr
+    left = run_job(2, "import multiring\nmultiring.init()\nmultiring.shutdown()\n")
+    assert (left.returncode, left.stderr) == (0, "")
+    assert run_job(1, "print('a single process')\n").stderr == ""
+    failed = run_job(2, "import sys\nsys.exit(3)\n")
+    assert failed.returncode == 3
+    assert told not in failed.stderr

@@ -297,11 +297,11 @@ bool Call::submit() {
   const bool alone = mr_queue_size(queue_) == 1;
   running_ = !alone && begin_run(settings_.communicator, settings_.name);
   if (!alone && !running_) {
-    const std::string message = "'" + settings_.name + "' was called on rank " +
-                                std::to_string(mr_queue_rank(queue_)) +
-                                " while another call of it was running, so ranks may reach the two in different "
-                                "order; call it from one thread and not in parallel, or give each of its uses a "
-                                "name or a communicator of its own";
+    const std::string message =
+        "'" + settings_.name + "' was called on rank " + std::to_string(mr_queue_rank(queue_)) +
+        " while another call of it was running, so ranks may reach the two in different "
+        "order; call it from one thread and not in parallel, or give each of its uses a "
+        "name or a communicator of its own";
     mr_queue_abort(queue_, message.c_str());
     return fail(kInvalidArgument, "multiring: UsageError: " + message);
   }
