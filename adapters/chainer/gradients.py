@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ class GradientSlots:
         parameters: Those that take part.
         reducer: The shared machinery at work.
         loss_scale: What the gradients of this rank are scaled with; None: not at all.
+        is_repeatable: Reducing a gradient again that is the same on all ranks changes nothing.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class GradientSlots:
         self._comm = comm
         specs = specifications(comm.rank, ready)
         self.reducer = GradientReducer(comm, specs, options)
+        self.is_repeatable = options.scale * (comm.size if options.op == "sum" else 1) == 1.0
         self._generation = -1
         self._views: list[Array] = []
         # Weak: what the program lets go of is not to be kept until the next round.
@@ -83,6 +86,41 @@ class GradientSlots:
     def new(self) -> list[str]:
         """Names of the parameters whose gradients on this rank were not reduced yet."""
         return [spec.name for index, spec in enumerate(self.reducer.specs) if self._is_new(index)]
+
+    def is_settled(self, *, joining: bool) -> bool:
+        """Whether gradients are still what they were reduced to, or what clipping has made of that: all ranks
+        have the same, bit for bit. Collective.
+
+        Args:
+            joining: Ranks may have joined, which answer reductions only: nothing is sent.
+
+        Raises:
+            UsageError: They are not, and must not be reduced now.
+        """
+        new = self.new
+        is_settled = not new if joining else self._is_same_on_all_ranks(bool(new) and not self.is_repeatable)
+        if not is_settled and (joining or not self.is_repeatable):
+            name = (
+                f"the gradient of '{new[0]}' was replaced" if new else "a gradient was changed on some ranks"
+            )
+            raise UsageError(
+                f"rank {self._comm.rank}: {name} after it had been averaged; write the same values into the "
+                "array on every rank (`parameter.grad[...] = value`), or call update(lossfun), which clears "
+                "gradients",
+                rank=self._comm.rank,
+                tensor=new[0] if new else None,
+            )
+        return is_settled
+
+    def _is_same_on_all_ranks(self, is_new: bool) -> bool:
+        checksum = 0
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                checksum = _checksum(parameter.grad, index + checksum)
+        row = np.array([[checksum, is_new]], np.int64)
+        comm = self.reducer.comm
+        found = row if comm is None else comm.allgather(row, name="checksum of the gradients")
+        return bool((found == [checksum, False]).all())
 
     def arrived(self, index: int, gradient: Any) -> None:
         """A gradient of this round is final while the backward pass runs: put it in its slot, from where it
@@ -245,6 +283,10 @@ class GradientSlots:
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None and parameter.grad is before[index]:
                 self._show(index)
+
+
+def _checksum(array: Any, before: int = 0) -> int:
+    return zlib.crc32(np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8).data, before)
 
 
 def _nothing() -> None:

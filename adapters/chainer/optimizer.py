@@ -144,6 +144,7 @@ class MultiNodeOptimizer:
             del loss
         if not stale:
             self._step()
+        self._updated_at = self._rounds
 
     def backward(self, loss: chainer.Variable) -> None:
         """Run a backward pass of a loop of one's own, and reduce gradients while it runs. Collective.
@@ -227,18 +228,12 @@ class MultiNodeOptimizer:
 
     def _step(self) -> None:
         """Make sure that gradients are reduced, and update."""
-        if self._rounds == self._updated_at:
+        is_reduced = self._rounds != self._updated_at
+        if is_reduced and self._slots is not None:
+            is_reduced = self._slots.is_settled(joining=self._joining)
+        if not is_reduced:
             self._reduce()
-        elif self._slots is not None and (new := self._slots.new):
-            raise UsageError(
-                f"rank {self.communicator.rank}: the gradient of '{new[0]}' was replaced after it had been "
-                "averaged; write into the array (`parameter.grad[...] = value`), or call synchronize() again "
-                "on all ranks to average what is new",
-                rank=self.communicator.rank,
-                tensor=new[0],
-            )
         self._update_parameters()
-        self._updated_at = self._rounds
 
     def _reduce(self) -> None:
         if self._slots is not None:

@@ -11,6 +11,7 @@ import multiring.chainer  # before Chainer
 
 # isort: split
 import chainer
+from chainer import functions
 
 from multiring import Communicator
 from tests.adapters.chainer_support import SMALL, Pool, bits_of, make_model, squares
@@ -62,3 +63,40 @@ def write_in_place(comm: Communicator, way: str) -> None:
 @pytest.mark.parametrize("way", ["synchronize", "skip", "backward", "double buffering"])
 def test_gradients_written_in_place(ranks: Pool, way: str) -> None:
     ranks(2).run(write_in_place, way)
+
+
+def skip_updates(comm: Communicator, way: str) -> None:
+    """All ranks look at averages and skip an update: the next one is of new gradients, not of those."""
+    model, optimizer = make_optimizer(comm)
+    if way == "stale":  # the first update broadcasts and is no update: what was looked at before it is over
+        model.middle.W.array[0, 0] += comm.rank
+    begin, total = model.middle.W.array.copy(), 0.0
+    for step in range(4):
+        if way == "new arrays":
+            model.cleargrads()
+            functions.sum(model.middle.W * (comm.rank + 1.0) * 10**step).backward()
+        else:
+            for parameter in model.params():
+                parameter.grad[...] = (comm.rank + 1) * 10**step
+        if step in (0, 2):
+            optimizer.synchronize()
+        if step == 2 and way != "clipped":
+            continue
+        if step == 2:
+            for parameter in model.params():
+                parameter.grad = np.minimum(parameter.grad, 1.0)  # the same on all ranks
+        optimizer.update()
+        average = 1.0 if step == 2 else 10**step * (comm.size + 1) / 2
+        np.testing.assert_array_equal(model.middle.W.grad, average)
+        if step == 0 and way == "stale":
+            begin = model.middle.W.array.copy()
+        else:
+            total += average
+    np.testing.assert_allclose(begin - model.middle.W.array, 0.5 * total, rtol=1e-12)
+    assert same_everywhere(comm, bits_of(model))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("way", ["new arrays", "written", "clipped", "stale"])
+def test_updates_that_all_ranks_skip(ranks: Pool, way: str) -> None:
+    ranks(3).run(skip_updates, way)
