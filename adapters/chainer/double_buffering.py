@@ -67,6 +67,7 @@ class DoubleBufferingOptimizer(MultiNodeOptimizer):
         self._keep_equal(self._other, [True] * self.communicator.size)
         if previous is not None:
             self._update_parameters()
+            previous.note_update()
         self._scales = sent_with
         self._sent, self.needs_update = current, True
         self._slots, self._other = self._other, current

@@ -79,6 +79,7 @@ class GradientSlots:
         # Weak: what the program lets go of is not to be kept until the next round.
         self._shown: list[Callable[[], Any]] = [_nothing] * len(specs)
         self._in_place: dict[int, Array] = {}  # of the round under way
+        self._done: dict[int, int] = {}  # checksums of what an update was made with
         self.loss_scale: float | None = None
         self._refresh_views()
 
@@ -122,6 +123,31 @@ class GradientSlots:
         found = row if comm is None else comm.allgather(row, name="checksum of the gradients")
         return bool((found == [checksum, False]).all())
 
+    def note_update(self) -> None:
+        """An update is over: what is still there unchanged when the next gradients are reduced is not one."""
+        if not self.is_repeatable:
+            self._done = {
+                index: _checksum(parameter.grad)
+                for index, parameter in enumerate(self.parameters)
+                if parameter.grad is not None and not self._is_new(index)
+            }
+
+    def check_cleared(self) -> None:
+        """Raise UsageError if a backward pass would add to what must not be reduced again."""
+        for index, parameter in enumerate(self.parameters):
+            if not self.is_repeatable and not self._is_new(index) and np.any(parameter.grad):
+                raise self._reduced_twice(index)
+
+    def _reduced_twice(self, index: int) -> UsageError:
+        name, options = self.reducer.specs[index].name, self.reducer.options
+        return UsageError(
+            f"rank {self._comm.rank}: the gradient of '{name}' was reduced before, and would be once more "
+            f"with op='{options.op}', prescale={options.prescale}, postscale={options.postscale}; clear gradients "
+            "before each backward pass, or average and multiply the loss instead",
+            rank=self._comm.rank,
+            tensor=name,
+        )
+
     def arrived(self, index: int, gradient: Any) -> None:
         """A gradient of this round is final while the backward pass runs: put it in its slot, from where it
         may leave.
@@ -148,6 +174,9 @@ class GradientSlots:
 
         Args:
             in_place: They may be reduced where they are: the program does not see them until `receive`.
+
+        Raises:
+            UsageError: One of them is what was reduced before, and must not be again.
         """
         pending = {}
         for index in range(len(self.parameters) - 1, -1, -1):
@@ -155,8 +184,12 @@ class GradientSlots:
             if gradient is None or self.reducer.is_ready(index):
                 continue
             self._check(index, gradient)
+            is_done = gradient is self._shown[index]() and self._done.get(index) == _checksum(gradient)
+            if is_done and np.any(gradient):
+                raise self._reduced_twice(index)
             pending[index] = gradient
-        own = _own_arrays(pending) if in_place else set()
+        # A sum in an array that another parameter's gradient is too, in another optimizer, would be added up.
+        own = _own_arrays(pending) if in_place and self.is_repeatable else set()
         for index, gradient in pending.items():
             is_there = gradient is self._views[index]
             place = None if is_there else self._locate(index, gradient, own=index in own)

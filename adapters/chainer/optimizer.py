@@ -156,6 +156,8 @@ class MultiNodeOptimizer:
             loss: A scalar variable.
         """
         self._prepare_for_gradients()
+        if self._slots is not None:
+            self._slots.check_cleared()
         self._backward(loss, overlap=self.overlap)
         self._reduce()
 
@@ -168,6 +170,13 @@ class MultiNodeOptimizer:
         Change them in place afterwards, as in clipping: what is another array counts as new.
         """
         self._prepare_for_gradients()
+        if self._slots is not None and not self._slots.is_repeatable and self._rounds != self._updated_at:
+            raise UsageError(
+                f"rank {self.communicator.rank}: gradients were reduced since the last update, and may hold "
+                f"sums; with op='{self._options.op}' and scales use backward(loss), or average and multiply "
+                "the loss instead",
+                rank=self.communicator.rank,
+            )
         self._reduce()
 
     @contextmanager
@@ -234,6 +243,8 @@ class MultiNodeOptimizer:
         if not is_reduced:
             self._reduce()
         self._update_parameters()
+        if self._slots is not None:
+            self._slots.note_update()
 
     def _reduce(self) -> None:
         if self._slots is not None:

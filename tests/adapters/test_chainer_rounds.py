@@ -1,4 +1,4 @@
-"""Which gradients count as reduced where a program writes into arrays, looks at averages, or skips updates."""
+"""What counts as reduced where a program writes into arrays, looks at averages, or skips updates."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import chainer
 from chainer import functions
 
 from multiring import Communicator
+from multiring.errors import UsageError
 from tests.adapters.chainer_support import SMALL, Pool, bits_of, make_model, squares
 
 
@@ -100,3 +101,62 @@ def skip_updates(comm: Communicator, way: str) -> None:
 @pytest.mark.parametrize("way", ["new arrays", "written", "clipped", "stale"])
 def test_updates_that_all_ranks_skip(ranks: Pool, way: str) -> None:
     ranks(3).run(skip_updates, way)
+
+
+def sum_once(comm: Communicator, options: dict[str, Any]) -> None:
+    """Sums are not summed up again: what is not known to be new is refused, on all ranks."""
+    total = comm.size * (comm.size + 1) / 2 if "op" in options else (comm.size + 1) / 2 * options["prescale"]
+
+    def loss() -> Any:
+        return functions.sum(model.middle.W) * (comm.rank + 1.0)
+
+    again = pytest.raises(UsageError, match=r"'middle/W' was reduced before, and would be once more with op=")
+    model, optimizer = make_optimizer(comm, **options)
+    for step in range(6):
+        clear = model.zerograds if step == 3 else model.cleargrads
+        clear()
+        if step % 2:
+            optimizer.backward(loss())
+            with again:
+                optimizer.backward(loss())
+            with pytest.raises(UsageError, match="may hold sums"):
+                optimizer.synchronize()
+        else:
+            loss().backward()
+        optimizer.update()
+        np.testing.assert_array_equal(model.middle.W.grad, total)
+        with again:
+            optimizer.update()
+        np.testing.assert_array_equal(model.middle.W.grad, total)
+    for _ in range(2):  # written into what an update has left
+        for parameter in model.params():
+            parameter.grad[...] = comm.rank + 1
+        optimizer.update()
+        np.testing.assert_array_equal(model.middle.W.grad, total)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("options", [{"op": "sum"}, {"prescale": 0.5}])
+def test_sums_are_reduced_once(ranks: Pool, options: dict[str, Any]) -> None:
+    ranks(2).run(sum_once, options)
+
+
+def one_array_of_two(comm: Communicator) -> None:
+    """Chainer's backward of an addition gives both terms one array; here they belong to two optimizers."""
+    links = [chainer.Link(), chainer.Link()]
+    optimizers = []
+    for link in links:
+        with link.init_scope():
+            link.w = chainer.Parameter(np.zeros(4))
+        make = multiring.chainer.create_multi_node_optimizer
+        optimizers.append(make(chainer.optimizers.SGD(1.0), comm, op="sum").setup(link))
+    x = chainer.Variable(np.zeros(4))
+    functions.sum((links[0].w + links[1].w + x) * (comm.rank + 1.0)).backward()
+    for link, optimizer in zip(links, optimizers, strict=True):
+        optimizer.update()
+        np.testing.assert_array_equal(link.w.array, -comm.size * (comm.size + 1) / 2)
+    np.testing.assert_array_equal(x.grad, comm.rank + 1)
+
+
+def test_an_array_that_two_optimizers_reduce(ranks: Pool) -> None:
+    ranks(2).run(one_array_of_two)
