@@ -18,7 +18,7 @@ from multiring.chainer import array_collectives as arrays
 from multiring.chainer.gradients import GradientSlots, fill_with_zeros, named_parameters
 from multiring.chainer.groups import Group, plain_communicator
 from multiring.chainer.messages import Mailbox
-from multiring.chainer.state import average_metrics, broadcast_arrays, parameter_arrays
+from multiring.chainer.state import average_metrics, broadcast_arrays, forget_copies, parameter_arrays
 from multiring.chainer.without_mpi import keep_mpi_out
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions
@@ -227,6 +227,7 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
             MismatchError: The ranks have different parameters, or have initialised others.
         """
         broadcast_arrays(parameter_arrays(model), 0, self)
+        forget_copies(model)
 
     def multi_node_mean_grad(self, model: chainer.Link, zero_fill: bool = False) -> None:
         """Average the gradients of a model over ranks. Collective.

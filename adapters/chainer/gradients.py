@@ -142,8 +142,8 @@ class GradientSlots:
         name, options = self.reducer.specs[index].name, self.reducer.options
         return UsageError(
             f"rank {self._comm.rank}: the gradient of '{name}' was reduced before, and would be once more "
-            f"with op='{options.op}', prescale={options.prescale}, postscale={options.postscale}; clear gradients "
-            "before each backward pass, or average and multiply the loss instead",
+            f"with op='{options.op}', prescale={options.prescale}, postscale={options.postscale}; clear "
+            "gradients before each backward pass, or average and multiply the loss instead",
             rank=self._comm.rank,
             tensor=name,
         )

@@ -33,6 +33,9 @@ __all__ = [
 
 T = TypeVar("T")
 
+# What dynamic loss scaling has found out.
+_LOSS_SCALING = ("_loss_scale", "_loss_scaling_isnan_ever")
+
 
 def broadcast_parameters(
     link_or_arrays: chainer.Link | Mapping[str, Any], root: int = 0, comm: Group = None
@@ -62,10 +65,19 @@ def broadcast_parameters(
             else:
                 others[f"{path}/{name}"] = (link, name)
     broadcast_arrays(arrays, root, comm)
+    forget_copies(link_or_arrays)
     values = [getattr(link, name) for link, name in others.values()]
     received = plain_communicator(comm).broadcast_object(values, root)
     for (link, name), value in zip(others.values(), received, strict=True):
         setattr(link, name, value)
+
+
+def forget_copies(link: chainer.Link) -> None:
+    """Have update rules make the float32 copies of float16 parameters (`use_fp32_update`) anew, which are of the
+    values before. On all ranks: those of the root have more digits."""
+    for parameter in named_parameters(link).values():
+        if getattr(parameter.update_rule, "_fp32_param", None) is not None:
+            parameter.update_rule._fp32_param = None
 
 
 def parameter_arrays(link: chainer.Link) -> dict[str, Any]:
@@ -108,12 +120,16 @@ def training_state(optimizer: chainer.Optimizer, *, buffers: bool) -> Iterator[t
             yield from _settings(f"update rule of {name}", rule)
         if parameter.is_initialized:
             yield name, to_host(parameter.array)
+            copy = getattr(rule, "_fp32_param", None)
+            if copy is not None and copy.is_initialized:
+                yield f"float32 copy of {name}", to_host(copy.array)
     for name, array in _buffers(optimizer.target).items() if buffers else ():
         yield name, to_host(array)
 
 
 def broadcast_optimizer_state(optimizer: Any, root: int = 0, comm: Group = None) -> None:
-    """Give all ranks the optimizer state of `root`: counts of updates and epochs, and update rules' states.
+    """Give all ranks the optimizer state of `root`: counts of updates and epochs, update rules' states, and the
+    scale of dynamic loss scaling.
 
     Hyperparameters are not part of it, as they are not part of Chainer's snapshots either. Collective.
 
@@ -130,6 +146,7 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, comm: Group = None)
     if plain.size == 1:
         return
     optimizer = getattr(optimizer, "actual_optimizer", optimizer)
+    forget_copies(optimizer.target)
     rules = {
         name: parameter.update_rule
         for name, parameter in named_parameters(optimizer.target).items()
@@ -138,11 +155,14 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, comm: Group = None)
     state = None
     if plain.rank == root:
         found = {name: (rule.t, _on_host(rule.state)) for name, rule in rules.items()}
-        state = (optimizer.t, optimizer.epoch, found)
+        scaling = {key: value for key, value in vars(optimizer).items() if key in _LOSS_SCALING}
+        state = (optimizer.t, optimizer.epoch, scaling, found)
     received = plain.broadcast_object(state, root)
     if plain.rank == root:
         return
-    optimizer.t, optimizer.epoch, found = received
+    optimizer.t, optimizer.epoch, scaling, found = received
+    if optimizer._loss_scaling_is_dynamic:
+        vars(optimizer).update(scaling)
     parameters = named_parameters(optimizer.target)
     for name, (count, values) in found.items():
         rules[name].t = count
