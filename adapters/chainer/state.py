@@ -60,7 +60,7 @@ def broadcast_parameters(
     for path, link in link_or_arrays.namedlinks():
         for name in sorted(link._persistent):
             value = getattr(link, name)
-            if is_array(value) and not isinstance(value, np.generic):
+            if is_array(value) and not isinstance(value, np.generic) and not _is_constant(value):
                 arrays[f"{path}/{name}".lstrip("/")] = value
             else:
                 others[f"{path}/{name}"] = (link, name)
@@ -69,12 +69,14 @@ def broadcast_parameters(
     values = [getattr(link, name) for link, name in others.values()]
     received = plain_communicator(comm).broadcast_object(values, root)
     for (link, name), value in zip(others.values(), received, strict=True):
+        if _is_constant(getattr(link, name)):
+            value.setflags(write=False)
         setattr(link, name, value)
 
 
 def forget_copies(link: chainer.Link) -> None:
-    """Have update rules make the float32 copies of float16 parameters (`use_fp32_update`) anew, which are of the
-    values before. On all ranks: those of the root have more digits."""
+    """Have update rules make the float32 copies of float16 parameters (`use_fp32_update`) anew: they hold the
+    values before. On all ranks, since those of the root have more digits."""
     for parameter in named_parameters(link).values():
         if getattr(parameter.update_rule, "_fp32_param", None) is not None:
             parameter.update_rule._fp32_param = None
@@ -128,8 +130,8 @@ def training_state(optimizer: chainer.Optimizer, *, buffers: bool) -> Iterator[t
 
 
 def broadcast_optimizer_state(optimizer: Any, root: int = 0, comm: Group = None) -> None:
-    """Give all ranks the optimizer state of `root`: counts of updates and epochs, update rules' states, and the
-    scale of dynamic loss scaling.
+    """Give all ranks the optimizer state of `root`: counts of updates and epochs, update rules' states, and
+    the scale of dynamic loss scaling.
 
     Hyperparameters are not part of it, as they are not part of Chainer's snapshots either. Collective.
 
@@ -211,9 +213,13 @@ def batch_weight(count: float, comm: Group = None) -> float:
     return shared_metrics.batch_weight(plain_communicator(comm), count)
 
 
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and not value.flags.writeable
+
+
 def _buffers(link: chainer.Link) -> dict[str, Any]:
     """The persistent values that are arrays of numbers, by name. Those of unsigned integers are left out:
-    they may be states of random number generators, which each rank has of its own."""
+    they may be states of random number generators, which each rank has of its own. So are read-only ones."""
     return {
         f"{path}/{name}".lstrip("/"): value
         for path, owner in link.namedlinks()
@@ -221,6 +227,7 @@ def _buffers(link: chainer.Link) -> dict[str, Any]:
         if is_array(value := getattr(owner, name))
         and not isinstance(value, np.generic)
         and value.dtype.kind in "bif"
+        and not _is_constant(value)
     }
 
 
@@ -240,5 +247,7 @@ def _settings(owner: str, found: Any) -> Iterator[tuple[str, object]]:
         yield f"{name} of the {owner}", own[name]
     for when in ("_pre_update_hooks", "_post_update_hooks"):
         for name, hook in (getattr(getattr(found, "_hookable", None) or found, when, None) or {}).items():
-            values = {k: v for k, v in vars(hook).items() if isinstance(v, str | int | float)}
+            # A hook of the program's own may keep what differs: a clock, a path.
+            shown = vars(hook) if type(hook).__module__.startswith("chainer.optimizer_hooks") else {}
+            values = {k: v for k, v in shown.items() if isinstance(v, str | int | float)}
             yield f"hook {name} of the {owner}", f"{type(hook).__name__} {sorted(values.items())}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -160,3 +161,42 @@ def one_array_of_two(comm: Communicator) -> None:
 
 def test_an_array_that_two_optimizers_reduce(ranks: Pool) -> None:
     ranks(2).run(one_array_of_two)
+
+
+class _Clock:
+    """A hook that keeps what differs over ranks."""
+
+    name, timing, call_for_each_param = "clock", "pre", False
+
+    def __init__(self, rank: int) -> None:
+        self.path = f"log.{rank}"
+
+    def __call__(self, optimizer: Any) -> None:
+        self.seconds = time.perf_counter()
+
+
+class _Slots:
+    __slots__ = ()
+    name, timing, call_for_each_param = "slots", "post", False
+
+    def __call__(self, optimizer: Any) -> None: ...
+
+
+def keep_differences(comm: Communicator) -> None:
+    """Hooks and read-only arrays of a program's own are left alone."""
+    model, optimizer = make_optimizer(comm, check_every=1)
+    model.add_persistent("grid", np.broadcast_to(np.arange(3.0) + comm.rank, (2, 3)))
+    optimizer.add_hook(_Clock(comm.rank))
+    optimizer.add_hook(_Slots())
+    with optimizer.join():
+        for step in range(3 + comm.rank):
+            optimizer.update(squares, model, 10 * step + comm.rank)
+        assert model.grid[0, 0] == comm.rank
+    optimizer.update(squares, model, comm.rank)
+    assert not model.grid.flags.writeable
+    assert same_everywhere(comm, [bits_of(model), model.grid.tobytes()])  # join() takes over from one rank
+    optimizer.close()
+
+
+def test_what_may_differ_over_ranks(ranks: Pool) -> None:
+    ranks(2).run(keep_differences)
