@@ -106,7 +106,9 @@ class SolverState:
         param = getattr(self._solver, "param", None)
         for name in _SETTINGS:
             value = getattr(param, name, None)
-            if value is not None:
+            # Only this policy depends on it; otherwise ranks may have batches for more or fewer iterations.
+            is_idle = name == "max_iter" and getattr(param, "lr_policy", None) != "poly"
+            if value is not None and not is_idle:
                 yield name, value if isinstance(value, str | int | float) else list(value)
 
     def _history(self) -> Iterator[tuple[str, Array]]:

@@ -449,6 +449,25 @@ def test_uneven_data_with_momentum(ranks: Pool) -> None:
         assert "'iteration' 0.0 on rank 0, but 'iteration' 2.0 on rank 1" in str(error)
 
 
+def stop_apart(comm: Communicator, policy: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        text = f'max_iter: {3 + comm.rank} lr_policy: "{policy}" power: 1 momentum: 0.9'
+        solver = caffe_nets.make_solver(Path(name), text)
+    callback = multiring.caffe.SolverCallback(solver, comm, check_every=1)
+    solver.add_callback(*callback)
+    with callback.join():
+        solver.step(solver.param.max_iter)
+    solver.step(2)
+    assert same_everywhere(comm, bits(solver.net))
+
+
+def test_ranks_that_stop_at_iterations_of_their_own(ranks: Pool) -> None:
+    ranks(2).run(stop_apart, "fixed")
+    for error in ranks(2).run_expecting_errors(stop_apart, "poly"):
+        assert isinstance(error, MismatchError), error
+        assert re.search(r"'max_iter' .*3.* on rank 0, but 'max_iter' .*4.* on rank 1", str(error)), error
+
+
 def unequal_batches(comm: Communicator) -> None:
     """The weight is what the diff of the loss is filled with, as Caffe does with its `loss_weight`."""
     counts = [1, 5, 3]
