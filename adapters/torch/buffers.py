@@ -12,7 +12,17 @@ import torch
 from multiring.bucketing import ParameterSpec
 from multiring.errors import UsageError
 
-__all__ = ["as_tensor", "byte_view", "checksum", "dense_strides", "is_reducible", "specification"]
+__all__ = [
+    "as_tensor",
+    "byte_view",
+    "check_writable",
+    "checksum",
+    "dense_strides",
+    "has_same_bytes",
+    "is_reducible",
+    "overlaps_itself",
+    "specification",
+]
 
 _REAL = {
     torch.float16: "float16",
@@ -68,6 +78,34 @@ def byte_view(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """Memory of a contiguous CPU tensor of any dtype as bytes. Shape (nbytes,)."""
     data: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return data
+
+
+def has_same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether CPU tensors of one shape and dtype have the same bits: NaN equals NaN, 0.0 is not -0.0."""
+    one, two = (
+        torch.from_numpy(byte_view(t.detach().resolve_conj().resolve_neg().contiguous()))
+        for t in (tensor, other)
+    )
+    return torch.equal(one, two)
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as those of an expanded tensor do: it cannot be written to."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > extent
+
+
+def check_writable(rank: int, what: str, tensor: torch.Tensor) -> None:
+    """Raise UsageError if the values of another rank cannot be written to the tensor."""
+    if overlaps_itself(tensor):
+        raise UsageError(
+            f"rank {rank}: {what} has other values than on the rank whose values all take over, and they "
+            f"cannot be written to it: its elements share memory (shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}), as those of expand() do; make it by expand(...).clone(), or give it the "
+            "same values on every rank",
+            rank=rank,
+            tensor=what,
+        )
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import torch
 from multiring.errors import MismatchError
 from multiring.model_check import check_same
-from multiring.torch.buffers import is_reducible
+from multiring.torch.buffers import check_writable, has_same_bytes, is_reducible
 from multiring.torch.state import plain_name
 from multiring.torch.sync_batchnorm import SyncBatchNorm
 from multiring.types import BufferMode
@@ -101,9 +101,21 @@ class ModelBuffers:
             return
         # Torch itself writes running statistics unseen by autograd, which has them for the gradients of an
         # earlier forward pass but does not use them. What else changes is seen, and an error if it is used.
-        targets = [tensor.data if is_statistic else tensor for _, tensor, is_statistic in self._find()]
-        with torch.no_grad():
-            torch._foreach_copy_(targets, self._views)
+        # What is the same is left alone: autograd may have saved a constant.
+        targets, values = [], []
+        for (name, tensor, is_statistic), value in zip(self._find(), self._views, strict=True):
+            if is_statistic and not tensor.is_inference():
+                targets.append(tensor.data)
+            elif not has_same_bytes(tensor, value):
+                check_writable(self._rank, f"buffer '{name}'", tensor)
+                targets.append(tensor)
+            else:
+                continue
+            values.append(value)
+        if targets:
+            # This mode also writes to tensors that were made in it.
+            with torch.inference_mode():
+                torch._foreach_copy_(targets, values)
 
     def _find(self) -> list[tuple[str, Tensor, bool]]:
         """Name, tensor, and whether it is a running statistic; each tensor once."""

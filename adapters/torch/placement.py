@@ -13,7 +13,7 @@ import torch
 from multiring.bucketing import ParameterSpec
 from multiring.errors import UsageError
 from multiring.gradient_source import InPlace
-from multiring.torch.buffers import dense_strides
+from multiring.torch.buffers import dense_strides, overlaps_itself
 
 __all__ = ["GradientPlaces", "Parameters"]
 
@@ -124,7 +124,7 @@ class GradientPlaces:
             self._record(index, gradient, address, version)
             return InPlace(address, gradient)
         view.copy_(gradient)
-        if (from_autograd and version <= 0) or _overlaps_itself(gradient):
+        if (from_autograd and version <= 0) or overlaps_itself(gradient):
             return self._show(index, parameter, place)
         self._write_back[index] = gradient
         self._round[index] = gradient, version
@@ -274,12 +274,6 @@ def _is_alone(gradient: Tensor, is_complex: bool) -> bool:
         and not (is_complex and gradient.is_conj())
         and _storage_users(gradient) == _ALONE
     )
-
-
-def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether elements share memory, as those of an expanded tensor do: it cannot be written to."""
-    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() > extent
 
 
 def _address(tensor: Tensor) -> int:
