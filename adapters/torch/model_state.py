@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 import torch
@@ -141,14 +143,23 @@ def _own(slots: ParameterSlots) -> Communicator:
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> Entries:
-    """Learning rates, and whatever else the groups of an optimizer hold."""
+    """Learning rates, and what other numbers the groups of an optimizer hold."""
     yield "type of the optimizer", type(optimizer).__name__
     for number, group in enumerate(optimizer.param_groups):
         for key in sorted(group):
             value = group[key]
             if key in ("params", "param_names"):
                 value = len(value)
-            yield f"{key} of parameter group {number}", _array(value) if isinstance(value, Tensor) else value
+            if _is_numeric(value):
+                shown = _array(value) if isinstance(value, Tensor) else value
+                yield f"{key} of parameter group {number}", shown
+
+
+def _is_numeric(value: object) -> bool:
+    """Whether it enters into the update; names, paths and objects may be each rank's own."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_numeric, value))
+    return value is None or isinstance(value, Number | np.generic | Tensor)
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:

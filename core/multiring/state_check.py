@@ -120,5 +120,6 @@ def _describe(value: object) -> str:
         return f"{value.dtype} {value.shape} with checksum {zlib.crc32(data.data):08x}"
     if isinstance(value, Real) and not isinstance(value, bool):
         return repr(float(value))
-    text = repr(value)
+    # The order of a set of strings differs by process.
+    text = repr(sorted(map(repr, value)) if isinstance(value, set | frozenset) else value)
     return type(value).__name__ if " at 0x" in text else text  # an address says nothing about the value

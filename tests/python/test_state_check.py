@@ -13,7 +13,7 @@ from multiring import Communicator
 from multiring.buffer_sync import sync_arrays
 from multiring.errors import MismatchError, UsageError
 from multiring.metrics import batch_weight
-from multiring.state_check import StateCheck
+from multiring.state_check import StateCheck, _describe
 from tests.rank_pool import RankPool
 
 Pool = Callable[[int], RankPool]
@@ -142,3 +142,11 @@ def check_weights(comm: Communicator, counts: list[float]) -> None:
 @pytest.mark.parametrize("counts", [[7], [3, 9], [0, 5, 1], [0, 0]], ids=str)
 def test_weighted_losses_average_to_the_mean_over_samples(ranks: Pool, counts: list[float]) -> None:
     ranks(len(counts)).run(check_weights, counts)
+
+
+def test_the_order_of_a_set_does_not_count() -> None:
+    one, other = {0, 8}, {8, 0}  # in one slot of the table: in the order in which they came
+    assert repr(one) != repr(other)
+    assert _describe(one) == _describe(other)
+    assert _describe(frozenset(one)) == _describe(frozenset(other))
+    assert _describe({0, 9}) != _describe(one)
