@@ -31,6 +31,7 @@ from tests.support import HOSTS, REPOSITORY, Job
 __all__ = ["RankPool", "RanksFailed", "RanksTimedOut", "UnpicklableError"]
 
 _START_SECONDS = 60.0
+_LOAD_SECONDS = 120.0
 _RESET_SECONDS = 30.0
 # Shorter than the default: a rank that waits in vain in a test should say so before the test's own time
 # limit.
@@ -77,6 +78,7 @@ class RankPool:
         self._job: Job | None = None
         self._connections: list[Connection] = []
         self._pids: list[int] = []
+        self._loaded: set[str] = set()  # modules that the ranks have imported
 
     def __enter__(self) -> RankPool:
         return self
@@ -152,6 +154,11 @@ class RankPool:
             "abort": abort,
         }
         self._start()
+        if module not in self._loaded:
+            # Ranks take seconds to import a framework, on a busy machine not the same ones: what one waits for
+            # then is not what the deadlines of the call are for.
+            self._exchange({**request, "kind": "load"}, _LOAD_SECONDS)
+            self._loaded.add(module)
         answers = self._exchange(request, timeout)
         if any(answer["broken"] for answer in answers):
             self._reset()
@@ -195,6 +202,7 @@ class RankPool:
         if self._job is not None and self._job.process.poll() is None:
             return
         self.close()
+        self._loaded.clear()
         directory = Path(tempfile.mkdtemp(prefix="mrp-", dir="/tmp"))
         try:
             with socket.socket(socket.AF_UNIX) as listener:

@@ -45,9 +45,15 @@ def _obey(request: dict[str, Any]) -> dict[str, Any]:
     if request["kind"] == "reset":
         return _attempt(_reset)
 
-    def call() -> Any:
+    def load() -> None:
         sys.path[:] = request["path"]
         _load(request["module"], request["file"])
+
+    if request["kind"] == "load":
+        return _portable(_attempt(load))
+
+    def call() -> Any:
+        load()
         function, args, kwargs = pickle.loads(request["call"])
         return function(multiring.world(), *args, **kwargs)
 
