@@ -155,7 +155,7 @@ class RankPool:
         }
         self._start()
         if module not in self._loaded:
-            # Ranks take seconds to import a framework, on a busy machine not the same ones: what one waits for
+            # On a busy machine one rank imports a framework seconds later than another: what others wait for
             # then is not what the deadlines of the call are for.
             self._exchange({**request, "kind": "load"}, _LOAD_SECONDS)
             self._loaded.add(module)
