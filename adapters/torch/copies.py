@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import multiring
 import torch
 from multiring.errors import UsageError
 
-__all__ = ["ModelGuard", "forget_copy", "local_copy"]
+if TYPE_CHECKING:
+    from multiring.torch.hooks import GradientHooks
+
+__all__ = ["Arrival", "ModelGuard", "forget_copy", "is_hooked", "local_copy"]
 
 Module = TypeVar("Module", bound=torch.nn.Module)
+
+
+class Arrival:
+    """The hook of one parameter."""
+
+    __slots__ = ("_hooks", "_position")
+
+    def __init__(self, hooks: GradientHooks, position: int) -> None:
+        self._hooks = hooks
+        self._position = position
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self._hooks.arrived(self._position, parameter)
+
+
+def is_hooked(parameter: torch.Tensor) -> bool:
+    """Whether the parameter has a gradient hook."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(isinstance(hook, Arrival) for hook in hooks.values())
 
 
 class _Guard:
@@ -27,7 +49,9 @@ class _Guard:
 
     def __call__(self, module: torch.nn.Module, _: object) -> None:
         now = [parameter for parameter in module._parameters.values() if parameter is not None]
-        if any(one is not other for one, other in zip(now, self._parameters, strict=False)):
+        kept, before = set(map(id, now)), set(map(id, self._parameters))
+        # Parameters may have moved, as pruning moves them, or have given way to others with hooks.
+        if before - kept and any(id(one) not in before and not is_hooked(one) for one in now):
             raise UsageError(
                 f"rank {self._rank}: load_state_dict(assign=True) has put other parameters into the model, "
                 "whose gradients are not reduced; load without assign=True, or load before registering "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions, RoundResult
-from multiring.torch.copies import ModelGuard, forget_copy
+from multiring.torch.copies import Arrival, ModelGuard, forget_copy, is_hooked
 from multiring.torch.model_state import ModelState
 from multiring.torch.slots import ParameterSlots
 from multiring.torch.state import broadcast_optimizer_state, broadcast_parameters
@@ -28,19 +28,6 @@ if TYPE_CHECKING:
     from multiring import Communicator
 
 __all__ = ["GradientHooks"]
-
-
-class _Arrival:
-    """The hook of one parameter."""
-
-    __slots__ = ("_hooks", "_position")
-
-    def __init__(self, hooks: GradientHooks, position: int) -> None:
-        self._hooks = hooks
-        self._position = position
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self._hooks._arrived(self._position, parameter)
 
 
 class _Pass:
@@ -188,6 +175,11 @@ class GradientHooks:
         """What was reduced so far is used up: what replaces it is not made of it."""
         self._slots.produced_since_step[:] = False
 
+    def note_step(self, *, is_common: bool) -> None:
+        """The optimizer has stepped; see `ModelState.note_step`."""
+        if self._state is not None:
+            self._state.note_step(is_common)
+
     @contextmanager
     def join(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
         """Context of a loop that may have fewer iterations on some ranks than on others.
@@ -216,6 +208,8 @@ class GradientHooks:
             return
         root = self._slots.join(self._answer)
         self._passes = 0
+        if self._state is not None:
+            self._state.forget_step()
         broadcast_parameters(self._slots.named() if module is None else module, root, self._comm)
         if optimizer is not None:
             broadcast_optimizer_state(optimizer, root, self._comm)
@@ -245,7 +239,7 @@ class GradientHooks:
         self._handles = []
         self._slots.close()
 
-    def _arrived(self, position: int, parameter: torch.Tensor) -> None:
+    def arrived(self, position: int, parameter: torch.Tensor) -> None:
         """The gradient of a parameter has been accumulated."""
         current = None if self._pass is None else self._pass()
         if current is None:
@@ -308,8 +302,7 @@ def _is_autograd_compiled() -> bool:
 
 
 def _check_unhooked(rank: int, name: str, parameter: torch.Tensor) -> None:
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    if any(isinstance(hook, _Arrival) for hook in hooks.values()):
+    if is_hooked(parameter):
         raise UsageError(
             f"rank {rank}: parameter '{name}' already has gradient hooks; remove() their handle first"
         )
@@ -321,6 +314,6 @@ def _register(
     required = parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes hooks on no others; they stay when it is switched off again
     handle: torch.utils.hooks.RemovableHandle
-    handle = parameter.register_post_accumulate_grad_hook(_Arrival(hooks, position))  # type: ignore[no-untyped-call]
+    handle = parameter.register_post_accumulate_grad_hook(Arrival(hooks, position))  # type: ignore[no-untyped-call]
     parameter.requires_grad_(required)
     return handle

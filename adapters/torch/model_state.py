@@ -15,8 +15,9 @@ from multiring.buffer_sync import check_mode
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions, RoundResult
 from multiring.model_check import check_same
-from multiring.state_check import StateCheck
+from multiring.state_check import Description, StateCheck, describe
 from multiring.torch.buffers import byte_view
+from multiring.torch.copies import is_hooked
 from multiring.torch.model_buffers import ModelBuffers
 from multiring.torch.slots import ParameterSlots
 from multiring.torch.state import plain_name
@@ -67,6 +68,7 @@ class ModelState:
         self._active = self._is_due = False
         self._finish: Callable[[], None] | None = None
         self._unhooked: tuple[str, ...] = ()
+        self._noted: list[tuple[str, Description]] | None = None
 
     def begin(self, result: RoundResult) -> None:
         """A round has ended with this result: send buffers. Collective."""
@@ -78,6 +80,22 @@ class ModelState:
         self._check.go_on(own)
         self._is_due = self._check.due()
 
+    def note_step(self, is_common: bool) -> None:
+        """The optimizer has stepped.
+
+        Where the next round compares, it compares the parameters as they are now: a program may perturb
+        them on each rank on its own during backward (SAM, adversarial weights).
+
+        Args:
+            is_common: All ranks have made this step, with reduced gradients.
+        """
+        is_due = is_common and self._check.is_next_due()
+        self._noted = [(name, describe(value)) for name, value in self._parameters()] if is_due else None
+
+    def forget_step(self) -> None:
+        """Ranks have taken over parameters since."""
+        self._noted = None
+
     def take_over(self) -> None:
         """Wait for buffers, and send checksums where that is due."""
         if self._buffers is not None:
@@ -85,6 +103,7 @@ class ModelState:
         if self._is_due:
             self._is_due = False
             self._finish = self._check.begin(self._entries(), active=self._active)
+        self._noted = None
 
     def compare(self) -> None:
         """Wait for the checksums.
@@ -107,11 +126,9 @@ class ModelState:
             )
 
     def _entries(self) -> Entries:
-        named = self._slots.named()
-        self._unhooked = tuple(self._find_unhooked({id(parameter) for parameter in named.values()}))
+        self._unhooked = tuple(self._find_unhooked())
         yield "parameters without gradient hooks", self._unhooked
-        for name, parameter in named.items():
-            yield f"parameter {name}", _array(parameter)
+        yield from self._parameters() if self._noted is None else self._noted
         if self._optimizer is not None and (optimizer := self._optimizer()) is not None:
             yield from _hyperparameters(optimizer)
         module = None if self._module is None or self._buffers is None else self._module()
@@ -119,7 +136,11 @@ class ModelState:
             if buffer.layout is torch.strided:
                 yield f"buffer {plain_name(name)}", _array(buffer)
 
-    def _find_unhooked(self, known: set[int]) -> Iterator[str]:
+    def _parameters(self) -> Entries:
+        for name, parameter in self._slots.named().items():
+            yield f"parameter {name}", _array(parameter)
+
+    def _find_unhooked(self) -> Iterator[str]:
         """Names of the parameters that are trained and have no hooks."""
         module = None if self._module is None else self._module()
         if self._optimizer is not None:
@@ -128,11 +149,11 @@ class ModelState:
             names = {} if module is None else {id(p): plain_name(n) for n, p in module.named_parameters()}
             for number, group in enumerate(groups):
                 for k, parameter in enumerate(group["params"]):
-                    if id(parameter) not in known and parameter.requires_grad:
+                    if parameter.requires_grad and not is_hooked(parameter):
                         yield names.get(id(parameter), f"group{number}.parameter{k}")
         elif module is not None:
             for name, parameter in module.named_parameters():
-                if id(parameter) not in known and parameter.requires_grad:
+                if parameter.requires_grad and not is_hooked(parameter):
                     yield plain_name(name)
 
 

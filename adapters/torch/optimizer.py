@@ -14,6 +14,7 @@ from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.compression import TopK
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions
+from multiring.torch.copies import is_hooked
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.registration import named_parameters
 from multiring.torch.sparse import sparse_parameters
@@ -44,7 +45,7 @@ _OWN = frozenset(
             "stepped_at",
             "wrapped",
         ),
-        *("buffers", "is_stepping", "parameters_known"),
+        *("buffers", "is_stepping", "known"),
     )
 )
 
@@ -142,6 +143,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._is_stepping = False
         self._stepped()
+        self._hooks.note_step(is_common=not self._skip)
         return result
 
     def synchronize(self) -> None:
@@ -254,7 +256,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         names = named_parameters(self._source, self._wrapped, self._comm.rank)
         marked = set() if model is None else sparse_parameters(model)
         sparse = {name for name, p in names.items() if id(p) in marked or name in self._sparse}
-        self._parameters_known = sum(len(group["params"]) for group in self._wrapped.param_groups)
+        self._known = set(map(id, names.values()))
         self._hooks = GradientHooks(
             *(names, self._comm, self._options),
             sparse=sparse,
@@ -263,7 +265,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer=self._wrapped,
             buffers=self._buffers,
         )
-        self._held: object = self._hooks.hold()
+        self._held: object = self._hooks.hold()  # so that what is known by its id lives on
         self._stepped_at = 0
         self._is_stepping = False
         # Weak: the wrapped optimizer would keep the wrapper.
@@ -280,13 +282,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "reduced, after less than backward_passes_per_step backward calls; call step() of the "
                 "DistributedOptimizer, and give it to GradScaler"
             )
-        known = self._parameters_known
-        if (count := sum(len(group["params"]) for group in self._wrapped.param_groups)) != known:
-            raise UsageError(
-                f"rank {self._comm.rank}: the optimizer has {count} parameters, it had {known} when it was "
-                "wrapped, and the gradients of the others are not reduced; add parameters by "
-                "add_param_group() of the DistributedOptimizer"
-            )
+        for number, group in enumerate(self._wrapped.param_groups):
+            for k, parameter in enumerate(group["params"]):
+                if id(parameter) not in self._known and not is_hooked(parameter):
+                    raise UsageError(
+                        f"rank {self._comm.rank}: parameter {k} of group {number} of the optimizer, of shape "
+                        f"{tuple(parameter.shape)}, was not there when the optimizer was wrapped, and its "
+                        "gradient is not reduced; add parameters by add_param_group() of the "
+                        "DistributedOptimizer, or remove() it and wrap the optimizer again"
+                    )
 
     def _stepped(self) -> None:
         """What was reduced is used up."""

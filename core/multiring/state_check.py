@@ -17,12 +17,12 @@ from multiring.model_check import check_same
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["ADVICE", "StateCheck"]
+__all__ = ["ADVICE", "Description", "StateCheck", "describe"]
 
 ADVICE = (
     "broadcast parameters and optimizer state before the first step, use the same hyperparameters on every "
     "rank, and change parameters in the same way on all of them (docs/correctness.md; check_every=0 turns "
-    "this check off)"
+    "this check off, as for weights that each rank perturbs on its own while gradients are computed)"
 )
 
 
@@ -60,12 +60,18 @@ class StateCheck:
         The second step compares, because a broadcast that was forgotten or an optimizer of another kind shows
         there, and then each that is a multiple of the interval.
         """
+        is_due = self.is_next_due()
         self._step += 1
+        return is_due
+
+    def is_next_due(self) -> bool:
+        """What `due` is going to say of the next step, as things are."""
+        step = self._step + 1
         if self._comm.size == 1 or not self._every:
             return False
-        if self._step <= self._compare_until:
-            return self._step > 1
-        return self._step % self._every == 0
+        if step <= self._compare_until:
+            return step > 1
+        return step % self._every == 0
 
     def compare_next(self, steps: int = 2) -> None:
         """Compare in each of the next steps: something has changed the state of all ranks: a broadcast.
@@ -113,8 +119,19 @@ class StateCheck:
         self._comm = comm
 
 
-def _describe(value: object) -> str:
+class Description(str):
+    """What `describe` has said of a value earlier, in the value's place."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def describe(value: object) -> Description:
     """What is compared of a value. A NumPy number counts as the Python number that it equals."""
+    return Description(_describe(value))
+
+
+def _describe(value: object) -> str:
     if isinstance(value, np.ndarray):
         data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         return f"{value.dtype} {value.shape} with checksum {zlib.crc32(data.data):08x}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import Tensor, nn
 
 import multiring.torch
@@ -118,3 +121,152 @@ def own_notes(comm: Communicator) -> None:
 
 def test_notes_in_parameter_groups_may_differ(ranks: Pool) -> None:
     ranks(2).run(own_notes)
+
+
+def sharpness_aware(comm: Communicator) -> None:
+    """SAM with perturbations by each rank's own gradients, against one process that computes all ranks' in turn."""
+    model, reference = make_model(), make_model()
+    optimizer = multiring.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model, comm, check_every=1, **SMALL
+    )
+    steps = torch.optim.SGD(reference.parameters(), 0.1)
+
+    def perturb(part: nn.Module) -> list[Tensor]:
+        before = [p.detach().clone() for p in part.parameters()]
+        with torch.no_grad():
+            for p in part.parameters():
+                assert p.grad is not None
+                p += 0.1 * p.grad
+                p.grad = None
+        return before
+
+    def restore(part: nn.Module, before: list[Tensor]) -> None:
+        with torch.no_grad():
+            for p, old in zip(part.parameters(), before, strict=True):
+                p.copy_(old)
+
+    for _ in range(4):
+        with optimizer.no_sync():
+            torch.autograd.backward(squares(model, comm.rank))
+        before = perturb(model)
+        torch.autograd.backward(squares(model, comm.rank))
+        restore(model, before)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = [torch.zeros_like(p) for p in reference.parameters()]
+        for rank in range(comm.size):
+            reference.zero_grad()
+            torch.autograd.backward(squares(reference, rank))
+            before = perturb(reference)
+            torch.autograd.backward(squares(reference, rank))
+            restore(reference, before)
+            for one, p in zip(total, reference.parameters(), strict=True):
+                assert p.grad is not None
+                one += p.grad / comm.size
+        for one, p in zip(total, reference.parameters(), strict=True):
+            p.grad = one
+        steps.step()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+    optimizer.remove()
+
+
+def test_weights_perturbed_on_each_rank_during_backward(ranks: Pool) -> None:
+    ranks(2).run(sharpness_aware)
+
+
+def after_uneven_data(comm: Communicator) -> None:
+    """What ranks had before they took over the parameters of one is not compared."""
+    model = make_model()
+    optimizer = multiring.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model, comm, check_every=1, **SMALL
+    )
+    for _ in range(2):
+        with optimizer.join():
+            for _ in range(2 + comm.rank):
+                optimizer.zero_grad()
+                torch.autograd.backward(squares(model, comm.rank))
+                optimizer.step()
+    # Steps of each rank's own, and averages afterwards: equal again when they are compared.
+    for _ in range(2):
+        optimizer.zero_grad()
+        with optimizer.no_sync(), optimizer.skip_synchronize():
+            torch.autograd.backward(squares(model, comm.rank))
+            optimizer.step()
+        multiring.torch.broadcast_parameters(model, comm=comm)
+        optimizer.zero_grad()
+        torch.autograd.backward(squares(model, comm.rank))
+        optimizer.step()
+    optimizer.remove()
+
+
+def test_parameters_that_were_taken_over_are_compared(ranks: Pool) -> None:
+    ranks(2).run(after_uneven_data)
+
+
+def group_is_dropped(comm: Communicator) -> None:
+    model: Any = make_model()
+    groups = [{"params": list(part.parameters())} for part in (model[0], model[2], model[4])]
+    optimizer = multiring.torch.DistributedOptimizer(torch.optim.SGD(groups, 0.1), model, comm, **SMALL)
+    for step in range(3):
+        if step == 1:
+            del optimizer.param_groups[0]
+            model[0].requires_grad_(False)
+        optimizer.zero_grad()
+        torch.autograd.backward(squares(model, comm.rank))
+        optimizer.step()
+    # One in the place of another is not one that is known.
+    model[4].weight = nn.Parameter(model[4].weight.detach().clone())
+    optimizer.param_groups[-1]["params"][0] = model[4].weight
+    optimizer.zero_grad()
+    torch.autograd.backward(squares(model, comm.rank))
+    with pytest.raises(UsageError, match=r"parameter 0 of group 1 of the optimizer, of shape \(3, 8\)"):
+        optimizer.step()
+    optimizer.remove()
+
+
+def test_parameters_that_leave_and_join_the_groups(ranks: Pool) -> None:
+    ranks(2).run(group_is_dropped)
+
+
+def moved_parameters(comm: Communicator) -> None:
+    """Pruning renames parameters, tying shares them: they have hooks as before."""
+    model: Any = make_model()
+    hooks = multiring.torch.register_gradient_hooks(model, comm, check_every=1, **SMALL)
+    nn.utils.prune.l1_unstructured(model[0], "weight", amount=0.5)
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+    model[2].weight = model[0].weight_orig
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(UsageError, match="assign=True"):
+        model.load_state_dict(
+            {name: value.clone() for name, value in model.state_dict().items()}, assign=True
+        )
+    hooks.remove()
+
+
+def test_moved_parameters_can_be_loaded(ranks: Pool) -> None:
+    ranks(2).run(moved_parameters)
+
+
+def growing(comm: Communicator) -> None:
+    """A block that comes later has hooks of its own."""
+    model = make_model()
+    handles = [multiring.torch.register_gradient_hooks(model, comm, check_every=1, **SMALL)]
+    for step in range(3):
+        if step == 1:
+            block = make_model(1)[2]
+            handles.append(multiring.torch.register_gradient_hooks(block, comm, check_every=1, **SMALL))
+            model.insert(2, block)
+        model.zero_grad()
+        torch.autograd.backward(squares(model, comm.rank))
+
+    def grown() -> nn.Module:
+        return make_model().insert(2, make_model(1)[2])
+
+    assert_gradients(model, expected(comm, squares, grown), comm)
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_block_with_hooks_of_its_own(ranks: Pool) -> None:
+    ranks(2).run(growing)
