@@ -26,8 +26,6 @@ _PREFIX = "Multiring"
 _keys: weakref.WeakKeyDictionary[Any, frozenset[_Key]] = weakref.WeakKeyDictionary()
 # Operations of each graph when it was put in order.
 _sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-# The last operation of each name, where nothing else orders a graph.
-_last: weakref.WeakKeyDictionary[Any, dict[_Key, Any]] = weakref.WeakKeyDictionary()
 # How often a name was used in a graph of TensorFlow 1.
 _uses: weakref.WeakKeyDictionary[Any, dict[_Key, int]] = weakref.WeakKeyDictionary()
 
@@ -59,7 +57,7 @@ def run(name: str, *inputs: Any, **attributes: Any) -> Any:
         attributes["tensor_name"] = _numbered(graph, key, attributes["tensor_name"])
         return op(*inputs, **attributes)
     _refuse_dataset(graph, key)
-    last = _last.setdefault(graph, {})
+    last = _last_of(graph)
     manager = getattr(graph, "experimental_acd_manager", None)
     with tf.control_dependencies([last[key]] if key in last and manager is None else []):
         results = op(*inputs, **attributes)
@@ -73,6 +71,17 @@ def run(name: str, *inputs: Any, **attributes: Any) -> Any:
         # while they wait do: the order that all ranks share.
         manager.run_independently(first.op)
     return results
+
+
+def _last_of(graph: Any) -> dict[_Key, Any]:
+    """The last operation of each name so far.
+
+    Kept by the graph itself: operations refer to their graph, which would never be freed otherwise.
+    """
+    last: dict[_Key, Any] | None = getattr(graph, "_multiring_last", None)
+    if last is None:
+        last = graph._multiring_last = {}
+    return last
 
 
 def _order(graph: Any) -> None:
