@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 import tensorflow as tf
+from multiring.tensorflow.threads import in_py_function
 
 __all__ = ["operation_name"]
 
@@ -28,7 +29,9 @@ def operation_name(kind: str) -> str:
     """
     if tf.executing_eagerly():
         thread = threading.current_thread()
-        if thread is threading.main_thread() or isinstance(thread, threading._DummyThread):
+        if in_py_function():
+            return f"py_function/{kind}"
+        if thread is threading.main_thread():
             return kind  # eager operations of a thread run one after the other
         return f"{_plain(thread.name)}/{kind}"
     graph = tf.compat.v1.get_default_graph()

@@ -12,27 +12,53 @@ from multiring.errors import UsageError
 from multiring.initialization import at_shutdown
 from multiring.tensorflow.library import abort, place_of
 
-__all__ = ["claim", "claim_at_each_call", "leave_branch"]
+__all__ = ["claim", "claim_at_each_call", "in_py_function", "leave_branch"]
 
 _Key = tuple[int, str]  # number of the communicator's queue, name
 
 _PARTS = {"CondBranchFuncGraph", "WhileCondFuncGraph", "WhileBodyFuncGraph"}
 _lock = threading.Lock()
-_owners: dict[_Key, threading.Thread] = {}
+_owners: dict[_Key, threading.Thread | _Workers] = {}
 # What the functions that are being traced, or were, claim when they are called.
 _claims: weakref.WeakKeyDictionary[Any, _Claim] = weakref.WeakKeyDictionary()
 at_shutdown(_owners.clear)
 
 
+class _Workers:
+    """Owner of what the threads of TensorFlow submit, in which `tf.py_function` runs.
+
+    One for all of them: the functions of a graph run in its order, in whichever thread is free.
+    """
+
+    name = "of tf.py_function"
+
+    def is_alive(self) -> bool:
+        """There may always be more of them."""
+        return True
+
+
+_workers = _Workers()
+
+
+def in_py_function() -> bool:
+    """Whether this thread is one that Python has not started."""
+    thread = threading.current_thread()
+    return isinstance(thread, threading._DummyThread) and thread is not threading.main_thread()
+
+
+def _owner_here() -> threading.Thread | _Workers:
+    return _workers if in_py_function() else threading.current_thread()
+
+
 def claim(keys: Iterable[_Key]) -> None:
     """The names belong to this thread from now on, until it ends.
+
+    All threads in which `tf.py_function` runs count as one.
 
     Raises:
         UsageError: One belongs to another thread that lives. The operations of all ranks fail then.
     """
-    mine = threading.current_thread()
-    if isinstance(mine, threading._DummyThread):
-        return  # one of TensorFlow's, which runs a tf.py_function in the order of the graph
+    mine = _owner_here()
     with _lock:
         for key in sorted(keys):
             if place_of(key[0])[1] == 1:
@@ -91,7 +117,7 @@ class _Claim:
 
     def __init__(self) -> None:
         self.keys: set[_Key] = set()
-        self._checked: tuple[threading.Thread, int] | None = None
+        self._checked: tuple[threading.Thread | _Workers, int] | None = None
         with tf.init_scope():
             self._zero = tf.constant(0)
 
@@ -104,7 +130,7 @@ class _Claim:
 
     def __call__(self) -> Any:
         """Runs at each call, in the thread of the caller. Nothing depends on the value."""
-        state = threading.current_thread(), len(self.keys)
+        state = _owner_here(), len(self.keys)
         if self._checked != state:
             claim(self.keys)
             self._checked = state
