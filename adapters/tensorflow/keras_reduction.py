@@ -4,8 +4,9 @@ backend.
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,14 +115,18 @@ class LazyReduction:
     def _settings(self, optimizer: Any) -> list[tuple[str, str]]:
         """What ranks have to give the optimizer alike."""
         settings = {"kind": type(optimizer).__name__}
-        if self._backend == "tensorflow":
-            import tensorflow as tf
+        try:
+            if self._backend == "tensorflow":
+                import tensorflow as tf
 
-            with tf.init_scope():  # values of variables are wanted, also while a function is traced
+                with tf.init_scope():  # values of variables are wanted, also while a function is traced
+                    settings |= optimizer.get_config()
+            elif self._backend != "jax":  # where variables have no values in a step
                 settings |= optimizer.get_config()
-        elif self._backend != "jax":  # where variables have no values in a step
-            settings |= optimizer.get_config()
-        return [(name, repr(value)) for name, value in settings.items() if name != "name"]
+        except Exception as error:  # a schedule without get_config; nothing needs one but this check
+            # Compared as well: a rank that raised here alone would leave the others waiting.
+            settings["settings"] = f"cannot be read ({type(error).__name__})"
+        return [(name, _text(value)) for name, value in settings.items() if name != "name"]
 
     def _make(
         self, gradients: Sequence[Any], variables: Sequence[Any], comm: Communicator, optimizer: Any
@@ -142,3 +147,14 @@ class LazyReduction:
         from multiring.tensorflow.host_gradients import HostReduction
 
         return HostReduction(variables, comm, self._options.reducer, state)
+
+
+def _text(value: Any) -> str:
+    """What is compared of a setting: without addresses and the order of sets, which differ by process."""
+    if isinstance(value, set | frozenset):
+        return f"set {sorted(map(_text, value))}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_text(found)}' for key, found in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_text, value))})"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
