@@ -10,6 +10,7 @@ import numpy as np
 
 import multiring
 from multiring import metrics as shared_metrics
+from multiring.tensorflow.state import broadcast_variables
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["MetricAverage", "decide_together"]
 
 Logs = dict[str, Any] | None
+
+
+def _numbers(logs: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
 
 
 class MetricAverage(keras.callbacks.Callback):
@@ -42,17 +47,38 @@ class MetricAverage(keras.callbacks.Callback):
         if not logs:
             return
         comm = multiring.world() if self._comm is None else self._comm
-        numbers = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
+        numbers = _numbers(logs)
         weight = self._weight() if callable(self._weight) else self._weight
         logs.update(shared_metrics.average_metrics(comm, numbers, weight))
+
+
+class _SharedMetricAverage(MetricAverage):
+    """The one that nobody asked for: leaves alone what some rank does not have, such as val_loss."""
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Averages the metrics that all ranks have."""
+        comm = multiring.world() if self._comm is None else self._comm
+        own = {} if logs is None else logs
+        names = set.intersection(*map(set, comm.allgather_object(sorted(_numbers(own)))))
+        shared = {name: own[name] for name in sorted(names)}
+        super().on_epoch_end(epoch, shared)
+        own.update(shared)
 
 
 class _StopTogether(keras.callbacks.Callback):
     """Stops all ranks when one stops. The last of the callbacks."""
 
-    def __init__(self, comm: Communicator, batches: bool) -> None:
+    def __init__(self, comm: Communicator, batches: bool, restoring: list[Any] | None) -> None:
+        """Create.
+
+        Args:
+            comm: Ranks that train together.
+            batches: A callback of some rank may stop in the middle of an epoch.
+            restoring: Callbacks of this rank that may restore weights when training ends; None: no rank has
+                one.
+        """
         super().__init__()
-        self._comm, self._batches = comm, batches
+        self._comm, self._batches, self._restoring = comm, batches, restoring
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Where a callback may stop in the middle of an epoch."""
@@ -62,6 +88,15 @@ class _StopTogether(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Before `fit()` looks whether it is to go on."""
         self._agree()
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        """Gives all ranks the weights that a callback of some of them has restored."""
+        if self._restoring is None:
+            return
+        restored = any(callback.best_weights is not None for callback in self._restoring)
+        ranks = [rank for rank, found in enumerate(self._comm.allgather_object(restored)) if found]
+        if 0 < len(ranks) < self._comm.size:
+            broadcast_variables(self.model.weights, ranks[0], self._comm)
 
     def _agree(self) -> None:
         stops = np.array([bool(self.model.stop_training)])
@@ -86,12 +121,14 @@ def decide_together(container: Any, model: Any, params: Any, comm: Communicator)
     if comm.size == 1:
         return
     # Some ranks may have callbacks that others have not, such as a checkpoint on rank 0.
-    found = comm.allgather_object((known, first < len(given) and not averaged, nan))
+    restoring = [callback for callback in given if getattr(callback, "restore_best_weights", False)]
+    found = comm.allgather_object((known, first < len(given) and not averaged, nan, bool(restoring)))
     if not all(one[0] for one in found):
         return
-    added: list[Any] = [_StopTogether(comm, any(one[2] for one in found))]
+    restores = any(one[3] for one in found)
+    added: list[Any] = [_StopTogether(comm, any(one[2] for one in found), restoring if restores else None)]
     if any(one[1] for one in found):
-        average = MetricAverage(comm=comm)
+        average = _SharedMetricAverage(comm=comm)
         given.insert(first if first < len(given) else 0, average)
         added.append(average)
     for callback in added:

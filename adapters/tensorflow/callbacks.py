@@ -70,12 +70,24 @@ class BroadcastInitialState(keras.callbacks.Callback):
         self._sync: Callable[[], None] = _nothing
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Broadcasts, unless the model has no variables yet."""
+        """Broadcasts the variables that the model has by now."""
         comm = _world(self._comm)
         check_mode(comm.rank, self._buffers)
+        self._sync = _nothing
         decide_together(sys._getframe(1).f_locals.get("self"), self.model, self.params, comm)
-        if self.model.built:
-            self._broadcast()
+        steps = int(getattr(self.model, "steps_per_execution", None) or 1)
+        # Of models that define a train_step of their own, parts may be built and the whole not.
+        built, late = bool(self.model.built), not self.model.weights and steps > 1
+        found = comm.allgather_object((built, late))
+        if any(late for _, late in found) and comm.size > 1:
+            raise UsageError(
+                f"rank {comm.rank}: the model has no variables that could be broadcast before its first "
+                f"batches, and with steps_per_execution={steps} ranks would train different models until then; "
+                "build it before fit() on every rank (with an Input layer or model.build(shape)), or leave "
+                "steps_per_execution at 1"
+            )
+        self._broadcast()
+        self._done = all(built for built, _ in found)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Broadcasts after the first batch where the model was built only then; then buffers."""
