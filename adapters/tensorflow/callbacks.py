@@ -82,8 +82,8 @@ class BroadcastInitialState(keras.callbacks.Callback):
         if any(late for _, late in found) and comm.size > 1:
             raise UsageError(
                 f"rank {comm.rank}: the model has no variables that could be broadcast before its first "
-                f"batches, and with steps_per_execution={steps} ranks would train different models until then; "
-                "build it before fit() on every rank (with an Input layer or model.build(shape)), or leave "
+                f"batches, and with steps_per_execution={steps} ranks would train different models until "
+                "then; build it before fit() on every rank (with an Input layer or model.build(shape)), or leave "
                 "steps_per_execution at 1"
             )
         self._broadcast()
