@@ -138,10 +138,15 @@ class GradientPlaces:
         """This is a reduced gradient."""
         self._note(index, gradient)
 
+    def is_known(self, index: int, gradient: Tensor) -> bool:
+        """Whether this is the tensor that was reduced last, which may have been written to since."""
+        known = self._reduced.get(index)
+        return known is not None and known[0]() is gradient and known[1] == _address(gradient)
+
     def is_new(self, index: int, gradient: Tensor) -> bool:
         """Whether the gradient is not the one that was reduced last, or was written to since."""
         known = self._reduced.get(index)
-        if known is None or known[0]() is not gradient or known[1] != _address(gradient):
+        if known is None or not self.is_known(index, gradient):
             return True
         version, view = known[2], self._places[index].view
         if version is None and view is not None:
@@ -157,7 +162,7 @@ class GradientPlaces:
             if gradient is None:
                 continue
             known = self._reduced.get(index)
-            if known is None or known[0]() is not gradient or known[1] != _address(gradient):
+            if known is None or not self.is_known(index, gradient):
                 found.append(index)
             elif known[2] != (version := _version(gradient)):
                 if produced[index]:

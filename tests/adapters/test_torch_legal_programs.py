@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -124,7 +125,7 @@ def test_notes_in_parameter_groups_may_differ(ranks: Pool) -> None:
 
 
 def sharpness_aware(comm: Communicator) -> None:
-    """SAM with perturbations by each rank's own gradients, against one process that computes all ranks' in turn."""
+    """SAM, perturbed by each rank's own gradients; one process computes all ranks' in turn."""
     model, reference = make_model(), make_model()
     optimizer = multiring.torch.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), 0.1), model, comm, check_every=1, **SMALL
@@ -270,3 +271,53 @@ def growing(comm: Communicator) -> None:
 
 def test_a_block_with_hooks_of_its_own(ranks: Pool) -> None:
     ranks(2).run(growing)
+
+
+def local_gradients_added(comm: Communicator, op: Any) -> None:
+    """To reduced ones, in place, on rank 0 to another parameter as well; the same edits are left alone."""
+    model, reference = make_model(), make_model()
+    optimizer = multiring.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model, comm, op=op, check_every=1, **SMALL
+    )
+    steps = torch.optim.SGD(reference.parameters(), 0.1)
+
+    def added(part: Any, rank: int) -> list[Tensor]:
+        chosen = list(part.parameters())[: 3 if rank else 4]
+        return list(torch.autograd.grad((part(draw(10 + rank)) ** 4).mean(), chosen))
+
+    for step in range(3):
+        optimizer.zero_grad()
+        torch.autograd.backward(squares(model, comm.rank))
+        if step:
+            for p, more in zip(model.parameters(), added(model, comm.rank), strict=False):
+                assert p.grad is not None
+                p.grad += more
+        optimizer.step()
+        gradients = expected(comm, squares, lambda: copy.deepcopy(reference))
+        for p, gradient in zip(reference.parameters(), gradients, strict=True):
+            p.grad = gradient
+        for rank in range(comm.size if step else 0):
+            for p, more in zip(reference.parameters(), added(reference, rank), strict=False):
+                assert p.grad is not None
+                p.grad += more / comm.size
+        steps.step()
+        steps.zero_grad()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+    # What is the same on all ranks is not reduced again; ranks that have left are not asked.
+    with optimizer.join():
+        for _ in range(2 + comm.rank):
+            optimizer.zero_grad()
+            torch.autograd.backward(squares(model, comm.rank))
+            rounds = optimizer._hooks.rounds
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            assert optimizer._hooks.rounds == rounds
+    optimizer.remove()
+
+
+def test_local_gradients_added_to_reduced_ones(ranks: Pool) -> None:
+    ranks(2).run(local_gradients_added, "average")
+    for error in ranks(2).run_expecting_errors(local_gradients_added, "sum"):
+        assert isinstance(error, UsageError), error
+        assert "'0.weight' was reduced in backward and then written to" in str(error)
