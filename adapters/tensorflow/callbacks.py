@@ -83,8 +83,8 @@ class BroadcastInitialState(keras.callbacks.Callback):
             raise UsageError(
                 f"rank {comm.rank}: the model has no variables that could be broadcast before its first "
                 f"batches, and with steps_per_execution={steps} ranks would train different models until "
-                "then; build it before fit() on every rank (with an Input layer or model.build(shape)), or leave "
-                "steps_per_execution at 1"
+                "then; build it before fit() on every rank (with an Input layer or model.build(shape)), or "
+                "leave steps_per_execution at 1"
             )
         self._broadcast()
         self._done = all(built for built, _ in found)

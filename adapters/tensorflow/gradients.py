@@ -25,7 +25,7 @@ from multiring.tensorflow.drift import DriftCheck, interval
 from multiring.tensorflow.ops import grouped_allreduce, next_step
 from multiring.tensorflow.sparse import allreduce_slices
 from multiring.tensorflow.state import broadcast_variables
-from multiring.tensorflow.variables import describe_variables
+from multiring.tensorflow.variables import NAMES_ADVICE, describe_variables
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -90,7 +90,8 @@ class GradientReduction:
         entries = [(spec.name, spec.describe()) for spec in plain]
         every = interval(self._options.check_every)
         options_entry = ("options", repr((asdict(self._options), uneven, every)))
-        check_same(self.comm, [*entries, options_entry], "variables of the model")
+        compared = [*entries, options_entry]
+        check_same(self.comm, compared, "variables of the model", advice=NAMES_ADVICE)
         # A number of its own, the same on every rank, keeps the buckets of several models apart.
         shared = self.comm.allgather_object((next(_numbers), own))
         self._title = f"{self._options.name} {max(number for number, _ in shared)}"

@@ -13,7 +13,7 @@ from multiring import metrics as shared_metrics
 from multiring.buffer_sync import check_mode, sync_arrays
 from multiring.derived import derived
 from multiring.state_sync import StateBuffer, broadcast_state, check_root
-from multiring.tensorflow.variables import buffers_of, named_variables, to_numpy
+from multiring.tensorflow.variables import NAMES_ADVICE, buffers_of, named_variables, to_numpy
 from multiring.types import BufferMode
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def broadcast_variables(variables: Any, root: int = 0, comm: Communicator | None
         StateBuffer(name, array.reshape(-1).view(np.uint8), f"{array.dtype} {array.shape}")
         for name, array in arrays.items()
     ]
-    broadcast_state(comm, buffers, root)
+    broadcast_state(comm, buffers, root, advice=NAMES_ADVICE)
     if comm.rank != root:
         for name, variable in found.items():
             variable.assign(arrays[name])

@@ -7,9 +7,15 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["buffers_of", "describe_variables", "named_variables", "to_numpy"]
+from multiring.model_check import ADVICE
+
+__all__ = ["NAMES_ADVICE", "buffers_of", "describe_variables", "named_variables", "to_numpy"]
 
 Variables = Any
+NAMES_ADVICE = (
+    f"{ADVICE}; Keras numbers the layers without a name by how many the process has made: where a rank "
+    "has made another model before, name the layers, or call keras.utils.clear_session() first"
+)
 
 
 def named_variables(source: Variables) -> dict[str, Any]:

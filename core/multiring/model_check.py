@@ -11,16 +11,16 @@ from multiring.errors import MismatchError
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["check_same"]
+__all__ = ["ADVICE", "check_same"]
 
 Entry = tuple[str, str]
 
 
-_ADVICE = "build the same model, in the same order and with the same options, on every rank"
+ADVICE = "build the same model, in the same order and with the same options, on every rank"
 
 
 def check_same(
-    comm: Communicator, entries: Sequence[Entry] | None, what: str, *, advice: str = _ADVICE
+    comm: Communicator, entries: Sequence[Entry] | None, what: str, *, advice: str = ADVICE
 ) -> None:
     """Raise on every rank unless all ranks pass equal lists. Collective.
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from multiring.bucketing import BUCKET_BYTES
 from multiring.errors import UsageError
-from multiring.model_check import check_same
+from multiring.model_check import ADVICE, check_same
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -41,11 +41,17 @@ def check_root(comm: Communicator, root: int) -> None:
 
 
 def broadcast_state(
-    comm: Communicator, buffers: Sequence[StateBuffer], root: int = 0, pack_bytes: int = BUCKET_BYTES
+    comm: Communicator,
+    buffers: Sequence[StateBuffer],
+    root: int = 0,
+    pack_bytes: int = BUCKET_BYTES,
+    *,
+    advice: str = ADVICE,
 ) -> None:
     """Overwrite the buffers of all ranks with those of `root`. Collective.
 
-    Buffers of `pack_bytes` or more travel from where they are; smaller ones are packed together.
+    Buffers of `pack_bytes` or more travel from where they are; smaller ones are packed together. `advice` is
+    what to do about different names, for the error.
 
     Raises:
         UsageError: `root` is not a rank.
@@ -55,7 +61,7 @@ def broadcast_state(
     if comm.size == 1:
         return
     entries = [(item.name, f"{item.description} {item.data.nbytes} bytes") for item in buffers]
-    check_same(comm, entries, "state to broadcast")
+    check_same(comm, entries, "state to broadcast", advice=advice)
     for number, pack in enumerate(_packs(buffers, pack_bytes)):
         name = f"state[{number}]: {pack[0].name}" + (f" and {len(pack) - 1} more" if len(pack) > 1 else "")
         if len(pack) == 1:

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import multiring.tensorflow as mt
 from multiring import Communicator
-from multiring.errors import UsageError
+from multiring.errors import MismatchError, UsageError
 from multiring.tensorflow import callbacks
 from tests.rank_pool import RankPool
 
@@ -214,3 +214,17 @@ def restored_by_one(comm: Communicator) -> None:
 
 def test_weights_that_one_rank_restores_are_everyones(ranks: Pool) -> None:
     ranks(2).run(restored_by_one)
+
+
+def other_numbers(comm: Communicator) -> None:
+    if comm.rank == 0:
+        keras.layers.Dense(1)
+    model = make_model(comm, keras.optimizers.SGD(0.1))
+    with pytest.raises(MismatchError, match=r"name the layers, or call keras\.utils\.clear_session"):
+        fit(comm, model)
+    keras.utils.clear_session()
+    fit(comm, make_model(comm, keras.optimizers.SGD(0.1)))
+
+
+def test_numbers_of_layers_are_explained(ranks: Pool) -> None:
+    ranks(2).run(other_numbers)
