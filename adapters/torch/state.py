@@ -9,7 +9,7 @@ import multiring
 import torch
 from multiring import metrics as shared_metrics
 from multiring.state_sync import StateBuffer, broadcast_state, check_root
-from multiring.torch.buffers import byte_view, check_writable, has_same_bytes
+from multiring.torch.buffers import byte_view, check_writable, has_same_bytes, overlaps_itself
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -57,10 +57,11 @@ def broadcast_parameters(
             return
         for name, tensor in tensors.items():
             if staged[name].data_ptr() != tensor.data_ptr():
-                if not has_same_bytes(tensor.cpu(), staged[name]):
-                    check_writable(comm.rank, f"'{name}'", tensor)
-                    with torch.inference_mode(tensor.is_inference()):
-                        tensor.detach().copy_(staged[name])
+                if overlaps_itself(tensor) and has_same_bytes(tensor.cpu(), staged[name]):
+                    continue
+                check_writable(comm.rank, f"'{name}'", tensor)
+                with torch.inference_mode(tensor.is_inference()):
+                    tensor.detach().copy_(staged[name])
             elif not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)  # autograd did not see the values change
 
