@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 import multiring
-from multiring.arrays import address_of
+from multiring.arrays import address_of, checksum
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
 from multiring.buffer_sync import check_mode
 from multiring.caffe.passes import BackwardPasses
-from multiring.caffe.shape import Array, Blob, Parameter, Solver, checksum, learned_blobs
+from multiring.caffe.shape import Array, Blob, Parameter, Solver, learned_blobs
 from multiring.caffe.state import SolverState
 from multiring.compression import TopK
 from multiring.errors import UsageError

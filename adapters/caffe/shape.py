@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "Blob", "Net", "Parameter", "Solver", "checksum", "learned_blobs"]
+__all__ = ["Array", "Blob", "Net", "Parameter", "Solver", "learned_blobs"]
 
 Array = NDArray[Any]
 
@@ -107,8 +105,3 @@ def _all_blobs(net: Net) -> Iterator[tuple[str, int, str, Blob]]:
 def _memory(array: Array) -> object:
     """Equal for arrays over the same memory."""
     return array.__array_interface__["data"][0] if array.size else object()
-
-
-def checksum(array: Array) -> int:
-    """Of all values: a program may change a few of them."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

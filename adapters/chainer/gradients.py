@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import chainer
-from multiring.arrays import STREAMING_BYTES, address_of, copy_large
+from multiring.arrays import STREAMING_BYTES, address_of, checksum, copy_large
 from multiring.bucketing import ParameterSpec
 from multiring.chainer.arrays import Array, on_device, place, to_host
 from multiring.errors import UsageError
@@ -114,14 +113,14 @@ class GradientSlots:
         return is_settled
 
     def _is_same_on_all_ranks(self, is_new: bool) -> bool:
-        checksum = 0
+        total = 0
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
-                checksum = _checksum(parameter.grad, index + checksum)
-        row = np.array([[checksum, is_new]], np.int64)
+                total = _checksum(parameter.grad, index ^ total)
+        row = np.array([[total, is_new]], np.uint64)
         comm = self.reducer.comm
         found = row if comm is None else comm.allgather(row, name="checksum of the gradients")
-        return bool((found == [checksum, False]).all())
+        return bool((found == np.array([total, False], np.uint64)).all())
 
     def note_update(self) -> None:
         """An update is over: what is still there unchanged when the next gradients are reduced is not one."""
@@ -319,7 +318,7 @@ class GradientSlots:
 
 
 def _checksum(array: Any, before: int = 0) -> int:
-    return zlib.crc32(np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8).data, before)
+    return checksum(to_host(array), before)
 
 
 def _nothing() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import zlib
 
 import numpy as np
 from numpy.typing import NDArray
 
 import torch
+from multiring.arrays import checksum as bytes_checksum
 from multiring.bucketing import ParameterSpec
 from multiring.errors import UsageError
 
@@ -112,7 +112,7 @@ def checksum(tensor: torch.Tensor) -> int:
     """Of the elements in row-major order, dense or sparse."""
     if tensor.layout is not torch.strided:
         tensor = tensor.detach().to_dense()
-    return zlib.crc32(byte_view(tensor.resolve_conj().resolve_neg().contiguous()).data)
+    return bytes_checksum(byte_view(tensor.resolve_conj().resolve_neg().contiguous()))
 
 
 def _layout(parameter: torch.Tensor) -> str:

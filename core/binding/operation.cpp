@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "base/checksum.h"
 #include "base/cpu.h"
 #include "base/streaming_copy.h"
 #include "binding/dlpack.h"
@@ -209,6 +210,13 @@ void bind_operation(py::module_& module) {
       .value("FLOAT32", Wire::kFloat32)
       .value("FLOAT16", Wire::kFloat16)
       .value("BFLOAT16", Wire::kBFloat16);
+  module.def(
+      "checksum",
+      [](std::uintptr_t address, std::size_t nbytes, std::uint64_t seed) {
+        return checksum(reinterpret_cast<const void*>(address), nbytes, seed);
+      },
+      py::arg("address"), py::arg("nbytes"), py::arg("seed") = 0,
+      "A number that changes with every bit of the memory, at the speed of memory.");
   py::class_<ArrayReduction>(module, "ArrayReduction",
                              "Reduces arrays element by element into every output, as a collective does, but "
                              "without ranks.")

@@ -36,6 +36,7 @@ __all__: list[str] = [
     "address_of",
     "after_fork",
     "before_fork",
+    "checksum",
     "choose_plan",
     "connect",
     "copy_streaming",
@@ -690,6 +691,15 @@ def after_fork() -> None:
 def before_fork() -> None:
     """
     To be called before each fork.
+    """
+
+def checksum(
+    address: typing.SupportsInt | typing.SupportsIndex,
+    nbytes: typing.SupportsInt | typing.SupportsIndex,
+    seed: typing.SupportsInt | typing.SupportsIndex = 0,
+) -> int:
+    """
+    A number that changes with every bit of the memory, at the speed of memory.
     """
 
 def choose_plan(cluster: Cluster, request: PlanRequest, model: CostModel) -> Plan:

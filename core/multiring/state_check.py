@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from multiring import config
+from multiring.arrays import checksum
 from multiring.errors import UsageError
 from multiring.model_check import check_same
 
@@ -133,8 +133,7 @@ def describe(value: object) -> Description:
 
 def _describe(value: object) -> str:
     if isinstance(value, np.ndarray):
-        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        return f"{value.dtype} {value.shape} with checksum {zlib.crc32(data.data):08x}"
+        return f"{value.dtype} {value.shape} with checksum {checksum(value):016x}"
     if isinstance(value, Real) and not isinstance(value, bool):
         return repr(float(value))
     # The order of a set of strings differs by process.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from multiring import UsageError, _core
-from multiring.arrays import copy_large
+from multiring.arrays import checksum, copy_large
 
 SHARED = np.zeros(4)
 
@@ -48,3 +48,22 @@ def test_copies_past_the_caches(count: int, offset: int) -> None:
     np.testing.assert_array_equal(memory[offset : offset + count], x)
     assert (memory[:offset] == 7).all()
     assert (memory[offset + count :] == 7).all()
+
+
+def test_a_checksum_changes_with_every_bit_and_place() -> None:
+    draw = np.random.default_rng(0)
+    for size in (0, 1, 7, 8, 31, 32, 33, 1000):
+        data = draw.integers(0, 256, size, np.uint8)
+        seen = {checksum(data), checksum(data, 1), checksum(np.append(data, np.uint8(0)))}
+        for bit in range(8 * size):
+            changed = data.copy()
+            changed[bit // 8] ^= 1 << bit % 8
+            seen.add(checksum(changed))
+        assert len(seen) == 3 + 8 * size
+    swapped = np.arange(100.0)
+    before = checksum(swapped)
+    swapped[[3, 71]] = swapped[[71, 3]]
+    assert checksum(swapped) != before
+    grid = np.arange(12.0).reshape(3, 4)
+    assert checksum(grid[:, ::2]) == checksum(np.ascontiguousarray(grid[:, ::2]))
+    assert checksum(grid, 2**64 - 1) != checksum(grid)
