@@ -65,7 +65,7 @@ def run(name: str, *inputs: Any, **attributes: Any) -> Any:
     last[key] = first.op
     claim_at_each_call(graph, key)
     if manager is None:
-        graph.control_outputs.append(first.op)  # so that whoever calls the function waits for it
+        graph.control_outputs.append(first.op)  # the caller of the function waits for it
     elif _resolvers is not None and is_asynchronous():
         # Has to run, but needs no order among other operations with effects. Operations that hold a thread
         # while they wait do: the order that all ranks share.
