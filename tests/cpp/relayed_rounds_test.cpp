@@ -297,18 +297,21 @@ TEST_P(RelayedRounds, WatchThoseTheyReceiveFrom) {
 TEST_P(RelayedRounds, TellWhoHasStopped) {
   GroupOptions options = many_hosts(GetParam());
   RankGroup group(options);
+  testing::Latch connected(13);
   testing::Latch told(12);
   std::atomic<int> held_up{0};
   group.run_transports([&](const std::shared_ptr<Transport>& transport) {
     Exchange exchange(*transport, "world");
     const Descriptor descriptor = testing::barrier_operation().descriptor;
     exchange.begin(descriptor);
+    connected.count_down();  // or a rank that is still connecting would be the one that is late
+    connected.wait();
     if (transport->rank() == 3) {
       transport->arrive(exchange.round(), 0);
       return told.wait();
     }
     Call call{descriptor, {}};
-    call.waiting.deadline = Deadline::after(1.0);
+    call.waiting.deadline = Deadline::after(testing::kSlowness > 1 ? 5.0 : 1.5);  // for all others to come
     try {
       exchange.synchronise(call);
     } catch (const Error& error) {
