@@ -179,6 +179,7 @@ def _run_one(kind: str, x: Any, comm: Communicator, name: str | None, **options:
         *(kind, number_of(comm, name or ""), comm.rank, comm.size, (Bucket(label, (0,), (label,)),)),
         ordered=name is None,
         site=call_site() if name is None else None,
+        owned=name or "",
         **options,
     )
     result: jax.Array = run(call, arrays)[0]

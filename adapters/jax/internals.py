@@ -7,6 +7,7 @@ way to define one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +22,14 @@ except ImportError as _error:  # pragma: no cover - another JAX
         "with: pip install 'jax>=0.6,<0.11'"
     ) from _error
 
-__all__ = ["COLLECTIVE", "abstract_token", "forget_failed_programs", "number_in_program", "with_weak_type"]
+__all__ = [
+    "COLLECTIVE",
+    "ThreadEffect",
+    "abstract_token",
+    "forget_failed_programs",
+    "number_in_program",
+    "with_weak_type",
+]
 
 abstract_token: Any = core.abstract_token
 
@@ -29,6 +37,32 @@ abstract_token: Any = core.abstract_token
 class _CollectiveEffect(effects.Effect):
     def __str__(self) -> str:
         return "multiring"
+
+
+class ThreadEffect(effects.Effect):
+    """Tells which thread runs a compiled program, which JAX says nowhere else.
+
+    JAX looks up the tokens of a program's ordered effects in a dictionary, in the thread that runs the
+    program and each time it does. So the hash is asked for there, and `check` may raise.
+
+    Args:
+        key: What effects are equal by.
+        check: Called in the threads that trace or run a program with this effect.
+    """
+
+    def __init__(self, key: tuple[int, str], check: Callable[[], None]) -> None:
+        self.key = key
+        self.check = check
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ThreadEffect) and other.key == self.key
+
+    def __hash__(self) -> int:
+        self.check()
+        return hash(self.key)
+
+    def __str__(self) -> str:
+        return f"multiring{list(self.key)}"
 
 
 COLLECTIVE = _CollectiveEffect()
@@ -40,11 +74,16 @@ for _allowed in (
     effects.remat_allowed_effects,
 ):
     _allowed.add_type(_CollectiveEffect)
+    _allowed.add_type(ThreadEffect)
 
 
 def forget_failed_programs() -> None:
-    """Forget the token of the last program of this thread, which carries its error on to the next one."""
-    dispatch.runtime_tokens.current_tokens.pop(COLLECTIVE, None)
+    """Forget the tokens of the last program of this thread, which carry its error on to the next one."""
+    tokens = dispatch.runtime_tokens.current_tokens
+    ours = (_CollectiveEffect, ThreadEffect)
+    others = [(effect, token) for effect, token in tokens.items() if not isinstance(effect, ours)]
+    tokens.clear()
+    tokens.update(others)
     dispatch.runtime_tokens.output_runtime_tokens.clear()
 
 

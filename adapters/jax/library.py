@@ -13,18 +13,19 @@ import jax
 from multiring import _core, initialization
 from multiring.derived import claim, shared_queue
 from multiring.errors import InternalError, UsageError
-from multiring.jax.internals import forget_failed_programs
+from multiring.jax.internals import ThreadEffect, forget_failed_programs
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["CHECK", "DONE", "START", "library", "number_of"]
+__all__ = ["CHECK", "DONE", "START", "library", "number_of", "thread_effect"]
 
 START, DONE, CHECK = "multiring_start", "multiring_done", "multiring_check"
 
 _leaving = False
 # Number of the queue of each communicator that has been used; the communicator itself holds the queue.
 _numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+_communicators: dict[int, weakref.ref[Communicator]] = {}  # by these numbers
 
 
 @functools.cache
@@ -73,7 +74,22 @@ def number_of(comm: Communicator, name: str = "") -> int:
         queue = shared_queue(comm, "queue")
         # Of two threads that come here at once, both register it: one number is kept.
         _numbers.setdefault(comm, int(library().multiring_jax_register_queue(queue.address)))
+        _communicators[_numbers[comm]] = weakref.ref(comm)
     return _numbers[comm]
+
+
+@functools.lru_cache(maxsize=4096)
+def thread_effect(queue: int, name: str) -> ThreadEffect:
+    """The effect of a program that uses a name, as `number_of` takes it: the name belongs to the thread that
+    runs the program."""
+
+    def check() -> None:
+        reference = _communicators.get(queue)  # of a program of another process there is none
+        comm = reference() if reference is not None else None
+        if comm is not None:
+            claim(comm, "queue", name)
+
+    return ThreadEffect((queue, name), check)
 
 
 def _invalidate() -> None:

@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from multiring.errors import UsageError
 from multiring.jax.internals import COLLECTIVE, abstract_token, number_in_program
-from multiring.jax.library import DONE, START
+from multiring.jax.library import DONE, START, thread_effect
 
 __all__ = [
     "OPS",
@@ -72,6 +72,8 @@ class Collective:
             has given a name, names alone are matched.
         site: Where the program makes the call: part of the names, together with the call's number in the
             compiled program; None: names stay as they are.
+        owned: What belongs to the thread that runs the program: the name that the program has given, or ""
+            for all calls without one.
     """
 
     kind: str
@@ -88,6 +90,7 @@ class Collective:
     follows: str = ""
     ordered: bool = False
     site: str | None = None
+    owned: str = ""
 
     @property
     def keeps_shape(self) -> bool:
@@ -156,7 +159,7 @@ def _run_now(*arrays: Any, call: Collective) -> Any:
 
 def _infer(*arrays: Any, call: Collective) -> Any:
     results = [jax.core.ShapedArray(call.result_shape(array.shape), array.dtype) for array in arrays]
-    return results, {COLLECTIVE}
+    return results, {COLLECTIVE, thread_effect(call.queue, call.owned)}
 
 
 collective_p.def_impl(_run_now)

@@ -17,7 +17,7 @@ from multiring import config
 from multiring.errors import UsageError
 from multiring.jax.arguments import DTYPES, resolve
 from multiring.jax.internals import COLLECTIVE, abstract_token
-from multiring.jax.library import CHECK, number_of
+from multiring.jax.library import CHECK, number_of, thread_effect
 from multiring.jax.primitive import ffi_call, place_in_program
 from multiring.jax.trees import named, named_leaves
 from multiring.state_check import ADVICE
@@ -42,6 +42,7 @@ class StateCheck:
         counter: Steps are counted for each name and number.
         ordered: See `Collective`.
         site: See `Collective`.
+        owned: See `Collective`.
     """
 
     queue: int
@@ -51,6 +52,7 @@ class StateCheck:
     counter: int = 0
     ordered: bool = False
     site: str | None = None
+    owned: str = ""
 
 
 def check_interval(comm: Communicator, every: int | None) -> int:
@@ -98,8 +100,9 @@ def check_leaves(comm: Communicator, tree: Any, every: int, **matched: Any) -> N
         if (array := _as_array(leaf)) is not None:
             labels.append(label)
             arrays.append(array)
-    queue = number_of(comm, "" if matched.get("ordered") else matched["name"])
-    check_p.bind(*arrays, check=StateCheck(queue, every, tuple(labels), **matched))
+    owned = "" if matched.get("ordered") else matched["name"]
+    check = StateCheck(number_of(comm, owned), every, tuple(labels), owned=owned, **matched)
+    check_p.bind(*arrays, check=check)
 
 
 def _as_array(leaf: Any) -> Any:
@@ -155,7 +158,9 @@ def _lower(ctx: Any, *operands: Any, check: StateCheck) -> Any:
 
 
 check_p.def_impl(lambda *arrays, check: _compiled(check)(*arrays))
-check_p.def_effectful_abstract_eval(lambda *arrays, check: ([], {COLLECTIVE}))
+check_p.def_effectful_abstract_eval(
+    lambda *arrays, check: ([], {COLLECTIVE, thread_effect(check.queue, check.owned)})
+)
 ad.primitive_jvps[check_p] = _without_results
 batching.primitive_batchers[check_p] = _without_results
 mlir.register_lowering(check_p, _lower, platform="cpu", cacheable=False)

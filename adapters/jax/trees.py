@@ -168,9 +168,10 @@ def reduce_arrays(
     """
     if not arrays or (comm.size == 1 and options.scale == 1.0):
         return list(arrays)
+    owned = "" if options.ordered else options.name
     call = Collective(
         "allreduce" if root is None else "broadcast",
-        number_of(comm, "" if options.ordered else options.name),
+        number_of(comm, owned),
         comm.rank,
         comm.size,
         tuple(_buckets(arrays, names, options, comm.size)),
@@ -181,6 +182,7 @@ def reduce_arrays(
         follows=follows,
         ordered=options.ordered,
         site=options.site,
+        owned=owned,
     )
     return run(call, arrays)
 

@@ -140,6 +140,41 @@ def test_calls_without_names_belong_to_one_thread(ranks: Pool, where: str) -> No
     assert all(isinstance(error, Exception) for error in errors)
 
 
+def one_compiled_function_in_two_threads(comm: Communicator, name: str | None) -> None:
+    """It is traced once: the second thread only runs it."""
+    group = comm.split(0)
+
+    @jax.jit
+    def total(x: Any) -> Any:
+        return mj.allreduce(x, comm=group, name=name) + mj.allreduce(2 * x, comm=group, name=name)
+
+    np.testing.assert_array_equal(total(jnp.ones(2)), 3 * comm.size)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="belongs to thread 'MainThread'"):
+        pool.submit(total, jnp.ones(2)).result()
+
+
+@pytest.mark.parametrize("name", [None, "gradients"])
+def test_a_compiled_function_belongs_to_one_thread(ranks: Pool, name: str | None) -> None:
+    ranks(2).run(one_compiled_function_in_two_threads, name)
+
+
+def threads_take_turns(comm: Communicator) -> None:
+    """A function belongs to a thread until that ends."""
+    group = comm.split(0)
+
+    @jax.jit
+    def total(x: Any) -> Any:
+        return mj.allreduce(x, comm=group)
+
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as pool:
+            np.testing.assert_array_equal(pool.submit(total, jnp.ones(2)).result(), comm.size)
+
+
+def test_threads_that_end_hand_their_functions_on(ranks: Pool) -> None:
+    ranks(2).run(threads_take_turns)
+
+
 @pytest.mark.parametrize("where", ["names", "communicators"])
 def test_threads_with_names_or_communicators_of_their_own(ranks: Pool, where: str) -> None:
     ranks(2).run(unnamed_in_two_threads, where)
