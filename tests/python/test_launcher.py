@@ -136,6 +136,32 @@ def test_the_example_of_the_readme_works(tmp_path: Path) -> None:
         assert sorted(job.finish().stdout.splitlines()) == ["[0] trained", "[1] trained"]
 
 
+def a_python(directory: Path, *, with_multiring: bool) -> Path:
+    """Another `python`, which finds multiring or does not."""
+    directory.mkdir()
+    python = directory / "python"
+    isolated = "" if with_multiring else "-S"  # without site-packages
+    python.write_text(f'#!/bin/sh\nANOTHER_PYTHON=1 exec "{sys.executable}" {isolated} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+@pytest.mark.parametrize("program", [["python"], ["sh", "-c", 'exec python "$0"'], ["env", "A=1", "python"]])
+@pytest.mark.parametrize("with_multiring", [True, False])
+def test_python_is_one_that_has_multiring(tmp_path: Path, with_multiring: bool, program: list[str]) -> None:
+    (tmp_path / "multiring").mkdir()  # as a clone of the repository is called
+    script = "import multiring, os\nmultiring.init()\nprint('another', os.environ.get('ANOTHER_PYTHON'))\n"
+    (tmp_path / "train.py").write_text(script)
+    other = a_python(tmp_path / "bin", with_multiring=with_multiring)
+    path = {"PATH": f"{other.parent}:/usr/bin:/bin"}
+    with launch("-np", "2", *program, "train.py", cwd=tmp_path, env=path) as job:
+        result = job.finish()
+    taken = "1" if with_multiring else "None"
+    assert sorted(result.stdout.splitlines()) == [f"[{rank}] another {taken}" for rank in range(2)]
+    told = f"python is {other}, which has no multiring: the ranks run {sys.executable}"
+    assert (told in result.stderr) == (program == ["python"] and not with_multiring)
+
+
 def test_output_streams_stay_apart() -> None:
     script = "import sys, multiring\nmultiring.init()\nprint('out')\nprint('err', file=sys.stderr)\n"
     result = run_job(2, script)
@@ -250,6 +276,8 @@ def test_a_job_that_goes_well_says_nothing_itself() -> None:
         (["-np", "2", "--env", "MULTIRING_TIMEOUT=soon", "true"], 2, "MULTIRING_TIMEOUT"),
         (["-np", "2", "no-such-program"], 127, "no-such-program"),
         (["-np", "2", "./no-such-script.py"], 127, "no-such-script.py"),
+        (["-np", "2", "python", "no-such-script.py"], 127, "there is no script no-such-script.py in"),
+        (["-np", "2", "/usr/bin/python3", "no-such-script.py"], 127, "there is no script"),
         (["-np", "2", "./plain-file"], 126, "chmod +x"),
         (["-np", "2", "./no-interpreter"], 127, "cannot be started"),
         (["-np", "2", "./no-format"], 126, "cannot be started"),

@@ -153,3 +153,11 @@ def test_a_memory_limit_that_struck_is_named() -> None:
 
 def test_signals_without_a_name_are_numbers() -> None:
     assert "signal 40" in report(end(0, -40))
+
+
+def test_exit_codes_above_128_name_the_signal_that_they_stand_for() -> None:
+    text = report(end(0, 137))
+    assert "exit code 137 (128 + 9: SIGKILL ended what the rank had started)" in text
+    assert "out-of-memory" in text
+    for code in (128, 255, 127):
+        assert f"failed with exit code {code} after" in report(end(0, code))

@@ -36,6 +36,7 @@ from multiring.launcher.rank_starter import (
     EXIT_NOT_FOUND,
     ProgramError,
     command_of,
+    own_python_first,
     place_variables,
 )
 from multiring.launcher.report import RankEnd, exit_code
@@ -218,8 +219,7 @@ def _start(order: Mapping[str, Any], place: _Place, mark: str, *, piped: bool) -
             EXIT_NOT_EXECUTABLE,
         ) from error
     environ = {**DEFAULTS, **os.environ, **place_variables(place.rank, place.size, place.seat), _MARK: mark}
-    # `python` is the one that has multiring, as in an activated environment.
-    environ["PATH"] = f"{os.path.dirname(sys.executable)}:{environ.get('PATH', os.defpath)}"
+    environ["PATH"] = own_python_first(environ)
     shares = binding.shares(machine.allowed_cpus(), place.seat.local_size, order["bind"])
     environ |= binding.thread_environment(machine.core_allowance(), place.seat.local_size, environ)
     command = command_of(order["program"], order["module"], environ)

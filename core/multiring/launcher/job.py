@@ -47,6 +47,8 @@ def run_job(options: JobOptions) -> int:
     environ = job_environment(options)
     job_id, secret = secrets.token_hex(8), secrets.token_hex(32)
     start = RankStarter(options, environ)
+    if start.told:
+        say([start.told])
     with (
         enough_descriptors(_descriptors(options), f"{options.ranks} ranks"),
         passed_on_signals() as signals,

@@ -6,6 +6,7 @@ import os
 import selectors
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,12 +27,18 @@ __all__ = [
     "RankStarter",
     "command_of",
     "may_read_stdin",
+    "own_python_first",
     "passed_on",
     "place_variables",
 ]
 
 EXIT_NOT_EXECUTABLE = 126
 EXIT_NOT_FOUND = 127
+
+_PYTHONS = ("python", "python3")
+# A directory of that name, such as a clone of the repository, is found as well, but has no origin.
+_FINDS_MULTIRING = "import importlib.util as u; s = u.find_spec('multiring'); exit(not (s and s.origin))"
+_FIND_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,7 @@ class RankStarter:
         shared: Variables that tell the ranks where to meet.
         selector: Of the loop that the ranks are watched in; ranks on other hosts need it.
         wake: To be called when one of those has ended.
+        told: What to tell the user about the Python of the ranks; empty: nothing.
 
     Raises:
         UsageError: More processors are asked for than there are.
@@ -109,12 +117,17 @@ class RankStarter:
         self.shared: dict[str, str] = {}
         self.selector: selectors.BaseSelector | None = None
         self.wake: Callable[[], None] = lambda: None
+        self.told = ""
         self._hosts: dict[str, RemoteHost] = {}
         self._options = options
-        self._environ = environ
+        self._environ: Mapping[str, str] = environ
         here = sum(not options.seat(rank).host for rank in range(options.ranks))
         if here:
-            self._command = command_of(options.program, options.module, environ)
+            program = options.program
+            if options.module is None and not program[0].endswith(".py"):  # those are run by this Python
+                program, environ, self.told = _with_multiring(program, environ)
+                self._environ = environ
+            self._command = command_of(program, options.module, environ)
             self._shares = binding.shares(machine.allowed_cpus(), here, options.bind)
             self._threads = binding.thread_environment(machine.core_allowance(), here, environ)
 
@@ -168,9 +181,14 @@ def command_of(program: Sequence[str], module: str | None, environ: Mapping[str,
     if module is not None:
         return [sys.executable, "-u", "-m", module, *program]
     name, *arguments = program
-    if name.endswith(".py"):
-        if not Path(name).is_file():
-            raise ProgramError(f"there is no script {name} in {Path.cwd()}", EXIT_NOT_FOUND)
+    script = name
+    if os.path.basename(name) in _PYTHONS and arguments:
+        script = arguments[
+            0
+        ]  # Python would look for it on each rank, and each would say that it is not there
+    if script.endswith(".py") and not Path(script).is_file():
+        raise ProgramError(f"there is no script {script} in {Path.cwd()}", EXIT_NOT_FOUND)
+    if script is name and name.endswith(".py"):
         return [sys.executable, "-u", name, *arguments]
     if shutil.which(name, path=environ.get("PATH")) is None:
         if Path(name).is_dir():
@@ -182,6 +200,53 @@ def command_of(program: Sequence[str], module: str | None, environ: Mapping[str,
             )
         raise ProgramError(f"there is no program {name}", EXIT_NOT_FOUND)
     return [name, *arguments]
+
+
+def own_python_first(environ: Mapping[str, str]) -> str:
+    """A PATH on which `python` is the one that runs this, as in an activated environment."""
+    return f"{os.path.dirname(sys.executable)}:{environ.get('PATH', os.defpath)}"
+
+
+def _with_multiring(
+    program: Sequence[str], environ: Mapping[str, str]
+) -> tuple[list[str], dict[str, str], str]:
+    """Program and environment in which `python` has multiring, where its environment has not been activated.
+
+    A `python` in PATH that has multiring stays: it may be that of another environment, chosen on purpose.
+
+    Returns:
+        The program and its arguments, the environment, and what to tell the user; empty: nothing.
+    """
+    name, *arguments = program
+    names = (name,) if name in _PYTHONS else _PYTHONS
+    found = next(filter(None, (shutil.which(python, path=environ.get("PATH")) for python in names)), None)
+    if found is not None and _has_multiring(found, environ):
+        return list(program), dict(environ), ""
+    environ = {**environ, "PATH": own_python_first(environ)}
+    if name not in _PYTHONS:
+        return list(program), environ, ""
+    there = f"is {found}, which has no multiring" if found else "is not in PATH"
+    told = f"{name} {there}: the ranks run {sys.executable}. Activate its environment, or name the Python"
+    # By its path: beside this Python there may be none of that name.
+    return [sys.executable, *arguments], environ, told
+
+
+def _has_multiring(python: str, environ: Mapping[str, str]) -> bool:
+    if os.path.dirname(python) == os.path.dirname(sys.executable):
+        return True
+    try:
+        looked = subprocess.run(
+            [python, "-c", _FINDS_MULTIRING],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_FIND_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return True  # no reason to take another one
+    return looked.returncode == 0
 
 
 def place_variables(rank: int, size: int, seat: Seat) -> dict[str, str]:

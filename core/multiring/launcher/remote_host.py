@@ -26,7 +26,13 @@ from multiring.launcher.frames import END, FRAME, GREETING, STREAMS
 from multiring.launcher.guardian import end_processes
 from multiring.launcher.output import READ_BYTES, read_what_is_there
 from multiring.launcher.process import RankProcess
-from multiring.launcher.rank_starter import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, ProgramError, command_of
+from multiring.launcher.rank_starter import (
+    EXIT_NOT_EXECUTABLE,
+    EXIT_NOT_FOUND,
+    ProgramError,
+    command_of,
+    own_python_first,
+)
 
 __all__ = ["main"]
 
@@ -189,8 +195,7 @@ def _start(order: Mapping[str, Any], rank: int, environ: Mapping[str, str]) -> R
             EXIT_NOT_EXECUTABLE,
         ) from error
     environ = {**os.environ, **environ}
-    # `python` is the one that has multiring, as in an activated environment.
-    environ["PATH"] = f"{os.path.dirname(sys.executable)}:{environ.get('PATH', os.defpath)}"
+    environ["PATH"] = own_python_first(environ)
     local_rank, local_size = int(environ["MULTIRING_LOCAL_RANK"]), int(environ["MULTIRING_LOCAL_SIZE"])
     shares = binding.shares(machine.allowed_cpus(), local_size, order["bind"])
     environ |= binding.thread_environment(machine.core_allowance(), local_size, environ)

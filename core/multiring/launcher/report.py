@@ -65,7 +65,19 @@ class RankEnd:
         """ "exit code 3" or "signal SIGKILL"."""
         if self.code is None:
             return "cannot be ended (stuck in the kernel)"
-        return f"signal {signal_name(-self.code)}" if self.code < 0 else f"exit code {self.code}"
+        if self.code < 0:
+            return f"signal {signal_name(-self.code)}"
+        ended = _signal_of(self.code)
+        what = f" (128 + {ended}: {signal_name(ended)} ended what the rank had started)" if ended else ""
+        return f"exit code {self.code}{what}"
+
+
+def _signal_of(code: int | None) -> int:
+    """The signal that has ended the rank, or what a shell in it had started (128 + signal); 0: none."""
+    if code is None or code in range(129):
+        return 0
+    number = -code if code < 0 else code - 128
+    return number if code < 0 or number in set(signal.Signals) else 0
 
 
 def blame(failures: Sequence[RankEnd]) -> RankEnd:
@@ -111,9 +123,9 @@ def failure_report(
     lines = [f"{who} failed with {culprit.how()} after {seconds:.1f} s"]
     if culprit.why:
         lines.append(f"  {culprit.why}")
-    elif culprit.code is not None and culprit.code < 0:
-        hint = _HINTS.get(-culprit.code)
-        if oom_kills and culprit.code == -signal.SIGKILL:
+    elif number := _signal_of(culprit.code):
+        hint = _HINTS.get(number)
+        if oom_kills and number == signal.SIGKILL:
             hint = (
                 "the kernel's out-of-memory killer struck in this container during the job: use fewer ranks "
                 "or a smaller batch, or raise the memory limit"
