@@ -12,6 +12,7 @@ import multiring
 from multiring import metrics as shared_metrics
 from multiring.buffer_sync import check_mode, sync_arrays
 from multiring.derived import derived
+from multiring.errors import UsageError
 from multiring.state_sync import StateBuffer, broadcast_state, check_root
 from multiring.tensorflow.variables import NAMES_ADVICE, buffers_of, named_variables, to_numpy
 from multiring.types import BufferMode
@@ -25,7 +26,10 @@ T = TypeVar("T")
 
 
 def broadcast_variables(variables: Any, root: int = 0, comm: Communicator | None = None) -> None:
-    """Overwrite variables of all ranks with those of `root`. Collective; not inside `tf.function`.
+    """Overwrite variables of all ranks with those of `root`. Collective; eagerly or inside `tf.function`.
+
+    In a `tf.function` it happens in each run of what is traced: trace it for the first batch alone, with a
+    Python bool (`if first_batch:`) or a `tf.cond` that all ranks decide alike.
 
     Args:
         variables: A model, an optimizer, a mapping, or a sequence of variables, of TensorFlow or of Keras on
@@ -35,14 +39,20 @@ def broadcast_variables(variables: Any, root: int = 0, comm: Communicator | None
         comm: Ranks that take part; the world by default.
 
     Raises:
-        UsageError: `root` is not a rank.
-        MismatchError: The ranks pass different names, shapes or dtypes.
+        UsageError: `root` is not a rank; or, in a `tf.function`, a variable is not TensorFlow's.
+        MismatchError: The ranks pass different names, shapes or dtypes. From a `tf.function` it comes as an
+            error of TensorFlow; see `multiring.tensorflow.translate_errors`.
     """
     comm = multiring.world() if comm is None else comm
     check_root(comm, root)
     if comm.size == 1:
         return
     found = named_variables(variables)
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is not None and not tensorflow.executing_eagerly():
+        # Nothing in it is for AutoGraph, which would take long.
+        tensorflow.autograph.experimental.do_not_convert(_broadcast_in_graph)(tensorflow, found, root, comm)
+        return
     arrays = {name: to_numpy(variable) for name, variable in found.items()}
     buffers = [
         StateBuffer(name, array.reshape(-1).view(np.uint8), f"{array.dtype} {array.shape}")
@@ -52,6 +62,34 @@ def broadcast_variables(variables: Any, root: int = 0, comm: Communicator | None
     if comm.rank != root:
         for name, variable in found.items():
             variable.assign(arrays[name])
+
+
+def _broadcast_in_graph(tf: Any, found: Mapping[str, Any], root: int, comm: Communicator) -> None:
+    """Add the broadcast to the function that is being traced."""
+    from multiring.tensorflow.naming import operation_name
+    from multiring.tensorflow.ops import grouped_allreduce, grouped_broadcast
+
+    if not isinstance(tf.compat.v1.get_default_graph(), tf.__internal__.FuncGraph):
+        raise UsageError(
+            "broadcast_variables runs eagerly or in a tf.function: in a graph of TensorFlow 1 assign what "
+            "multiring.tensorflow.grouped_broadcast returns, and run the assignments"
+        )
+    for name, variable in found.items():
+        if not _is_of_tensorflow(variable, tf) or variable.dtype in ("string", tf.string):
+            raise UsageError(f"variable '{name}' cannot be broadcast in a tf.function: it holds no numbers")
+    name = operation_name("broadcast_variables")
+    values = [tf.convert_to_tensor(variable) for variable in found.values()]
+    labels = [f"{title} {value.dtype.name} {value.shape}" for title, value in zip(found, values, strict=True)]
+    # A broadcast compares counts of elements alone; this one compares what the variables are.
+    compared = grouped_allreduce(
+        [tf.zeros([], tf.uint8)] * len(labels), "max", name=f"{name}: compare", labels=labels, comm=comm
+    )
+    with tf.control_dependencies(compared):
+        sent = [tf.bitcast(value, tf.uint8) if value.dtype.is_complex else value for value in values]
+        received = grouped_broadcast(sent, root, name=name, comm=comm)
+    if comm.rank != root:
+        for variable, value, result in zip(found.values(), values, received, strict=True):
+            variable.assign(tf.bitcast(result, value.dtype) if value.dtype.is_complex else result)
 
 
 def sync_buffers(model: Any, mode: BufferMode = "broadcast", comm: Communicator | None = None) -> None:

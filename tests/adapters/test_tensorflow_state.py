@@ -256,3 +256,76 @@ def unequal_batches(comm: Communicator, traced: bool) -> None:
 @pytest.mark.parametrize("traced", [False, True])
 def test_weights_of_unequal_batches(ranks: Pool, traced: bool) -> None:
     ranks(3).run(unequal_batches, traced)
+
+
+def broadcast_in_function(comm: Communicator) -> None:
+    """As Horovod's scripts do it: behind the first step, in the function that is traced for it."""
+    keras.utils.set_random_seed(comm.rank)
+    layers = [keras.layers.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()]
+    model, sgd = keras.Sequential(layers), keras.optimizers.SGD(0.1, momentum=0.9)
+    others = {
+        "half": tf.Variable(tf.fill([2], tf.cast(comm.rank + 1, tf.bfloat16))),
+        "complex": tf.Variable(tf.fill([2, 1], tf.complex(1.0, float(comm.rank)))),
+        "flag": tf.Variable(comm.rank == 1),
+        "step": tf.Variable(comm.rank, dtype=tf.int64),
+        "empty": tf.Variable(tf.zeros([0, 3])),
+    }
+
+    @tf.function
+    def step(x: Any, first_batch: bool) -> Any:
+        with mt.DistributedGradientTape(tf.GradientTape(), comm, check_every=0) as tape:
+            loss = tf.reduce_mean(model(x, training=True) ** 2)
+        weights = model.trainable_variables
+        sgd.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        if first_batch:
+            mt.broadcast_variables(model, 1, comm)
+            mt.broadcast_variables(sgd.variables, 1, comm)
+            mt.broadcast_variables(others, 1, comm)
+        return tf.reduce_sum(model.weights[0])  # what is read later has been broadcast
+
+    x = tf.random.stateless_normal([5, 4], [comm.rank, 0])
+    for batch in range(3):
+        total = step(x, batch == 0)
+        if batch == 0:
+            mine = [variable.numpy() for variable in [*model.weights, *sgd.variables, *others.values()]]
+            mine.append(total.numpy())
+            everyone = comm.allgather_object([(value.dtype, value.tobytes()) for value in mine])
+            assert everyone == [everyone[1]] * comm.size
+            assert others["complex"].numpy()[0, 0] == 1 + 1j
+            assert others["half"].numpy().tolist() == [2, 2]
+
+
+def test_variables_are_broadcast_in_functions(ranks: Pool) -> None:
+    ranks(2).run(broadcast_in_function)
+    ranks(3).run(broadcast_in_function)
+
+
+def unlike_broadcasts(comm: Communicator, kind: str) -> None:
+    name, shape = ("w" if kind == "shape" or comm.rank else "v"), [2, 3]
+    variable = tf.Variable(tf.zeros([3, 2] if kind == "shape" and comm.rank else shape))
+
+    @tf.function
+    def step() -> None:
+        mt.broadcast_variables({name: variable}, comm=comm)
+
+    with mt.translate_errors():
+        step()
+
+
+@pytest.mark.parametrize("kind", ["name", "shape"])
+def test_unlike_variables_in_functions_are_a_mismatch(ranks: Pool, kind: str) -> None:
+    for error in ranks(2).run_expecting_errors(unlike_broadcasts, kind):
+        assert isinstance(error, MismatchError), error
+        assert ("w float32 (3, 2)" if kind == "shape" else "v float32 (2, 3)") in str(error)
+
+
+def refused_broadcasts(comm: Communicator) -> None:
+    with tf.Graph().as_default(), pytest.raises(UsageError, match="grouped_broadcast"):
+        mt.broadcast_variables([tf.compat.v1.get_variable("w", [2])], comm=comm)
+    text = tf.Variable(["text"])
+    with pytest.raises(UsageError, match="'text' cannot be broadcast in a tf.function"):
+        tf.function(lambda: mt.broadcast_variables({"text": text}, comm=comm), autograph=False)()
+
+
+def test_what_cannot_be_broadcast_in_a_graph_is_told(ranks: Pool) -> None:
+    ranks(2).run(refused_broadcasts)
