@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from multiring import Communicator
+from multiring.errors import UsageError
 from tests.rank_pool import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -69,3 +71,123 @@ def check_unpicklable(comm: Communicator) -> None:
 
 def test_unpicklable_objects(ranks: Pools) -> None:
     ranks(3).run(check_unpicklable)
+
+
+MIB = 1 << 20
+
+
+class Unloadable:
+    """Can be pickled everywhere and unpickled on some ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load, (self.rank,)
+
+
+RANK = [-1]
+
+
+def _load(rank: int) -> Unloadable:
+    if RANK[0] == rank:
+        raise LookupError("no such class here")
+    return Unloadable(rank)
+
+
+def check_sizes(comm: Communicator) -> None:
+    """Around the sizes at which pieces are joined and cut."""
+    for size in (64 << 10, MIB - 1, MIB, MIB + 1, 8 * MIB, 8 * MIB + 1):
+        obj: list[Any] = [b"a" * size, bytearray(b"b" * size), "c" * size, "\n"]
+        obj.append((np.arange(size) % 251).astype(np.uint8))
+        obj += [np.full(300, number) for number in range(size >> 12)]
+        obj.append(1 << (8 * size))
+        received = comm.broadcast_object(obj if comm.rank == 0 else None)
+        assert received[:4] == obj[:4]
+        assert received[-1] == obj[-1]
+        for one, other in zip(received[4:-1], obj[4:-1], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_sizes(ranks: Pools) -> None:
+    ranks(2).run(check_sizes)
+
+
+def check_kinds_of_arrays(comm: Communicator) -> None:
+    large = np.arange(3 * MIB // 8).reshape(3, -1) * 0.5
+    constant = large + 1
+    constant.setflags(write=False)
+    every = [
+        *(large, np.asfortranarray(large), large[:, ::2], large.T, constant, large[:0], np.array(1.5)),
+        *(large.astype("datetime64[s]"), large.astype(object), large.astype("f2"), large.astype(">f8")),
+        np.ma.masked_array(large, large > 5),
+        np.zeros(3, [("a", "i4"), ("b", "f8")]),
+    ]
+    received = comm.broadcast_object(every if comm.rank == 1 else None, root=1)
+    for one, other in zip(received, every, strict=True):
+        assert (type(one), one.dtype, one.shape) == (type(other), other.dtype, other.shape)
+        np.testing.assert_array_equal(one, other)
+        assert one.flags.writeable == (other is not constant)
+
+
+def test_kinds_of_arrays(ranks: Pools) -> None:
+    ranks(2).run(check_kinds_of_arrays)
+
+
+def memory_beside(comm: Communicator, obj: Any) -> int:
+    """Most bytes that a broadcast of `obj` has taken on this rank, less the object itself on a receiver."""
+    mine = obj if comm.rank == 0 else None
+    tracemalloc.start()
+    try:
+        received = comm.broadcast_object(mine)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert type(received) is type(obj)
+    return peak - held
+
+
+def check_memory(comm: Communicator) -> None:
+    size = 48 * MIB
+    array = np.ones(size, np.uint8)
+    for obj in ({"x": array}, b"x" * size, bytearray(size), [array[: 200 << 10].copy() for _ in range(200)]):
+        assert memory_beside(comm, obj) < 12 * MIB
+
+
+def test_a_broadcast_takes_no_second_copy(ranks: Pools) -> None:
+    ranks(2).run(check_memory)
+
+
+def check_a_failing_root(comm: Communicator) -> None:
+    """All ranks are told, whatever has left before, and the next call works."""
+    before: list[list[Any]] = [[], [np.ones(3 * MIB)], [bytes([k]) * 100_000 for k in range(30)]]
+    for number, found in enumerate(before):
+        obj = [*found, lambda: None]
+        if comm.rank == 0:
+            with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+                comm.broadcast_object(obj)
+        else:
+            with pytest.raises(UsageError, match=r"rank 0 could not pickle its object \(.*lambda"):
+                comm.broadcast_object(None)
+        assert comm.broadcast_object(number) == number
+
+
+def check_a_failing_receiver(comm: Communicator) -> None:
+    """The rank that fails takes what the root still sends."""
+    RANK[0] = comm.rank
+    try:
+        for after in (b"", b"x" * (20 * MIB)):
+            obj = [b"x" * MIB, Unloadable(1), after]
+            if comm.rank == 1:
+                with pytest.raises(LookupError, match="no such class here"):
+                    comm.broadcast_object(None)
+            else:
+                assert comm.broadcast_object(obj)[2] == after
+            assert comm.broadcast_object(comm.rank) == 0
+    finally:
+        RANK[0] = -1
+
+
+def test_failures_of_a_broadcast(ranks: Pools) -> None:
+    ranks(3).run(check_a_failing_root)
+    ranks(3).run(check_a_failing_receiver)
