@@ -18,7 +18,7 @@ from multiring.types import BufferMode
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["Reduction", "grouped_allreduce", "named", "named_leaves", "sync_buffers"]
+__all__ = ["Reduction", "grouped_allreduce", "named", "named_leaves", "reduce_arrays", "sync_buffers"]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 

@@ -285,6 +285,39 @@ def test_trees(ranks: Pool, size: int, bucket_bytes: int) -> None:
     ranks(size).run(trees, bucket_bytes)
 
 
+def trees_in_collectives(comm: Communicator) -> None:
+    rank, size = comm.rank, comm.size
+    tree = {"w": jnp.full((2, 3), rank + 1.0), "b": (jnp.int32(rank), None, np.full(4, rank, "float16"))}
+    same = partial(jax.tree.map, np.testing.assert_array_equal)
+    sums = jax.tree.map(lambda leaf: sum(leaf - rank + r for r in range(size)), tree)
+    same(mj.allreduce(tree), sums)
+    same(jax.jit(mj.allreduce)(tree), sums)
+    same(jax.jit(lambda t: mj.allreduce(t, "max", name="largest"))(tree), mj.allreduce(tree, "max"))
+    same(mj.allreduce([1, 2.0]), [size, 2.0 * size])  # of jax.lax.psum, too, a list is a tree
+    assert mj.allreduce({}) == {}
+    root = jax.tree.map(lambda leaf: leaf - rank + size - 1, tree)
+    same(mj.broadcast(tree, size - 1), root)
+    same(jax.jit(lambda t: mj.broadcast(t, size - 1, name="all"))(tree), root)
+    gradient = jax.grad(lambda t: jnp.sum(mj.allreduce(t)["w"] ** 2))({"w": tree["w"]})
+    np.testing.assert_array_equal(gradient["w"], 2.0 * size * np.asarray(sums["w"]))
+
+    rows = {"x": jnp.full((2, 2), rank), "y": [jnp.full(2, rank)]}
+    joined = jax.tree.map(lambda leaf: np.concatenate([leaf - rank + r for r in range(size)]), rows)
+    same(jax.jit(mj.allgather)(rows), joined)
+    same(mj.allgather(rows, [2] * size, name="rows"), joined)
+    wide = jax.tree.map(lambda leaf: jnp.tile(leaf, [size] + [1] * (leaf.ndim - 1)), rows)
+    same(jax.jit(mj.alltoall)(wide), joined)
+    same(mj.alltoall(wide, [2] * size, [2] * size, name="to all"), joined)
+    same(mj.reducescatter(wide, "max", name="mine"), jax.tree.map(lambda leaf: leaf * 0 + size - 1, rows))
+    with pytest.raises(UsageError, match="reducescatter takes arrays of at least one dimension"):
+        mj.reducescatter({"x": 1.0})
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_collectives_take_trees(ranks: Pool, size: int) -> None:
+    ranks(size).run(trees_in_collectives)
+
+
 def groups(comm: Communicator) -> None:
     half = comm.split(comm.rank % 2)
     assert half is not None
