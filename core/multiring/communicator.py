@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import operator
-import pickle
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -18,14 +16,11 @@ from multiring.collectives import Collectives, into
 from multiring.errors import UsageError
 from multiring.named_queue import NamedQueue
 from multiring.reductions import wire_name
+from multiring.state_sync import pickled, receive_object, send_object, unpickled
 from multiring.types import Array, WireName
 from multiring.work import seconds
 
 __all__ = ["Communicator"]
-
-# Pieces in which a pickled object travels: what is smaller is joined up to _JOINED_BYTES.
-_PIECE_BYTES = 8 << 20
-_JOINED_BYTES = 1 << 20
 
 
 class Communicator(Collectives):
@@ -147,15 +142,21 @@ class Communicator(Collectives):
             UsageError: `root` could not pickle its object; what pickling raised is raised there. What a rank
                 cannot unpickle raises on this rank alone. The communicator still works.
         """
-        return _send_object(self, obj, root) if self.rank == root else _receive_object(self, root)
+        return send_object(self, obj, root) if self.rank == root else receive_object(self, root)
 
     def allgather_object(self, obj: Any) -> list[Any]:
-        """Returns the picklable objects of all ranks, in the order of the ranks."""
-        data = np.frombuffer(pickle.dumps(obj), np.uint8)
+        """Returns the picklable objects of all ranks, in the order of the ranks.
+
+        Raises:
+            UsageError: Some rank could not pickle its object; what pickling raised is raised there. The
+                communicator still works.
+        """
+        data, failure = pickled(obj)
         lengths = self.allgather(np.array([data.size], np.int64), name="allgather_object.lengths")
         joined = self.allgather(data, name="allgather_object.data")
-        ends = np.cumsum(lengths)
-        return [pickle.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+        if failure is not None:
+            raise failure
+        return unpickled(self, "allgather_object", joined, lengths)
 
     # Groups and memory.
 
@@ -260,137 +261,3 @@ class Communicator(Collectives):
             for queue in communicator._queues:
                 queue.abandon()
             communicator._core.abandon()
-
-
-# The pickle module writes an object to a file and reads it from one, and passes large bytes and arrays from
-# and to their own memory. These files are broadcasts in pieces. The length of a piece goes first, negative
-# for the last piece; a length of 0 says that the root could not pickle its object, and the next piece why.
-
-
-def _send_object(comm: Communicator, obj: Any, root: int) -> Any:
-    writer = _ObjectWriter(comm, root)
-    try:
-        pickle.Pickler(writer, 5).dump(obj)
-        writer.end()
-    except BaseException as error:
-        if not comm.is_broken:
-            writer.fail(f"{type(error).__name__}: {error}")
-        raise
-    return obj
-
-
-def _receive_object(comm: Communicator, root: int) -> Any:
-    reader = _ObjectReader(comm, root)
-    try:
-        return pickle.Unpickler(reader).load()
-    finally:
-        if not comm.is_broken:
-            reader.skip_rest()
-
-
-class _ObjectWriter:
-    """A file; what is written to it goes to all ranks."""
-
-    def __init__(self, comm: Communicator, root: int) -> None:
-        self._comm, self._root = comm, root
-        self._joined = bytearray()
-
-    def write(self, data: bytes | pickle.PickleBuffer) -> int:
-        view = data.raw() if isinstance(data, pickle.PickleBuffer) else memoryview(data)
-        if view.nbytes < _JOINED_BYTES:
-            self._joined += view
-            if len(self._joined) > _JOINED_BYTES:
-                self._send_joined()
-            return view.nbytes
-        self._send_joined()
-        for begin in range(0, view.nbytes, _PIECE_BYTES):
-            piece = view[begin : begin + _PIECE_BYTES]
-            self._send(piece, piece.nbytes)
-        return view.nbytes
-
-    def end(self) -> None:
-        """Send the last piece, which may be empty."""
-        self._joined += b"."  # a length of 0 has another meaning; nothing is read after the end of a pickle
-        self._send(memoryview(self._joined), -len(self._joined))
-
-    def fail(self, text: str) -> None:
-        """Tell the others that the object is not coming."""
-        self._send(memoryview(b""), 0)
-        reason = text.encode(errors="replace")
-        self._send(memoryview(reason), -len(reason))
-
-    def _send_joined(self) -> None:
-        if self._joined:
-            piece, self._joined = self._joined, bytearray()
-            self._send(memoryview(piece), len(piece))
-
-    def _send(self, piece: memoryview, length: int) -> None:
-        self._comm.broadcast(np.array([length]), self._root, name="broadcast_object.length")
-        if length:
-            array = np.frombuffer(piece, np.uint8)
-            out = array if array.flags.writeable else None  # without it, the result is a copy of the piece
-            self._comm.broadcast(array, self._root, out=out, name="broadcast_object.data")
-
-
-class _ObjectReader:
-    """A file that holds what the root writes."""
-
-    def __init__(self, comm: Communicator, root: int) -> None:
-        self._comm, self._root = comm, root
-        self._piece = memoryview(b"")  # what has arrived and was not read yet
-        self._is_last = False
-
-    def readinto(self, target: Any) -> int:
-        view = memoryview(target).cast("B")
-        filled = 0
-        while filled < view.nbytes:
-            if not self._piece:
-                length = self._next_length()
-                if length <= view.nbytes - filled:
-                    self._receive(view[filled : filled + length])
-                    filled += length
-                    continue
-                self._piece = self._receive(memoryview(bytearray(length)))
-            part = self._piece[: view.nbytes - filled]
-            view[filled : filled + part.nbytes] = part
-            self._piece = self._piece[part.nbytes :]
-            filled += part.nbytes
-        return filled
-
-    def read(self, size: int) -> bytes:
-        memory = io.BytesIO(bytes(size))
-        with memory.getbuffer() as view:
-            self.readinto(view)
-        return memory.getvalue()  # the memory itself
-
-    def readline(self) -> bytes:
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            line += self.read(1)
-        return bytes(line)
-
-    def skip_rest(self) -> None:
-        """Take what the root still sends, so that the ranks' next calls meet."""
-        while not self._is_last:
-            self._receive(memoryview(bytearray(self._next_length())))
-
-    def _next_length(self) -> int:
-        length = self._number()
-        if length == 0:
-            text = bytes(self._receive(memoryview(bytearray(-self._number())))).decode()
-            self._is_last = True
-            raise UsageError(
-                f"broadcast_object failed on rank {self._comm.rank}: rank {self._root} could not pickle its "
-                f"object ({text}); nothing was received"
-            )
-        self._is_last = length < 0
-        return abs(length)
-
-    def _number(self) -> int:
-        received = self._comm.broadcast(np.zeros(1, np.int64), self._root, name="broadcast_object.length")
-        return int(received[0])
-
-    def _receive(self, target: memoryview) -> memoryview:
-        array = np.frombuffer(target, np.uint8)
-        self._comm.broadcast(array, self._root, out=array, name="broadcast_object.data")
-        return target

@@ -66,7 +66,14 @@ def test_arrays_in_objects(ranks: Pools) -> None:
 def check_unpicklable(comm: Communicator) -> None:
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
         comm.allgather_object(lambda: None)
-    assert comm.allgather_object(comm.rank) == list(range(comm.size))  # nothing had been sent
+    assert comm.allgather_object(comm.rank) == list(range(comm.size))
+    if comm.rank == 1:
+        with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+            comm.allgather_object(lambda: None)
+    else:
+        with pytest.raises(UsageError, match=r"rank 1 could not pickle its object \(.*lambda"):
+            comm.allgather_object(comm.rank)
+    assert comm.allgather_object(comm.rank) == list(range(comm.size))
 
 
 def test_unpicklable_objects(ranks: Pools) -> None:
