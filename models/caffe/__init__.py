@@ -10,7 +10,15 @@ ResNet needs. Everything else is refused with its line.
 
 from __future__ import annotations
 
+from multiring.errors import UsageError
 from multiring.models.caffe.blob import Blob
+from multiring.models.caffe.layer import (
+    set_random_seed,
+    set_solver_count,
+    set_solver_rank,
+    solver_count,
+    solver_rank,
+)
 from multiring.models.caffe.net import Net
 from multiring.models.caffe.prototxt import PrototxtError
 from multiring.models.caffe.schema import TEST, TRAIN
@@ -27,4 +35,29 @@ __all__ = [
     "SGDSolver",
     "Solver",
     "get_solver",
+    "set_mode_cpu",
+    "set_mode_gpu",
+    "set_multiprocess",
+    "set_random_seed",
+    "set_solver_count",
+    "set_solver_rank",
+    "solver_count",
+    "solver_rank",
 ]
+
+
+def set_mode_cpu() -> None:
+    """Compute on the CPU, as this solver always does."""
+
+
+def set_mode_gpu() -> None:
+    """Refused.
+
+    Raises:
+        UsageError: Always.
+    """
+    raise UsageError("the Caffe-style solver computes on the CPU; call set_mode_cpu(), or use Caffe itself")
+
+
+def set_multiprocess(multiprocess: bool) -> None:
+    """Nothing to decide here: every rank is a process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from multiring.errors import UsageError
 from multiring.models.caffe.blob import Blob, Shape
 from multiring.models.caffe.fillers import fill
 from multiring.models.caffe.prototxt import Place, PrototxtError
@@ -16,7 +18,23 @@ from multiring.models.caffe.prototxt import Place, PrototxtError
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["LAYERS", "Context", "ForwardLayer", "Gradients", "Layer", "Tensors", "make_layer", "register"]
+__all__ = [
+    "LAYERS",
+    "Context",
+    "ForwardLayer",
+    "Gradients",
+    "Layer",
+    "Tensors",
+    "draw_seed",
+    "make_layer",
+    "process_shard",
+    "register",
+    "set_random_seed",
+    "set_solver_count",
+    "set_solver_rank",
+    "solver_count",
+    "solver_rank",
+]
 
 Tensors = Sequence[torch.Tensor]
 Gradients = Sequence[torch.Tensor | None]
@@ -33,6 +51,7 @@ class Context:
         seed: Seed of what depends on a sample's number rather than on the generator.
         shard: This rank and the number of ranks, for data layers in training.
         comm: Ranks over whose batches BatchNorm normalises; None for this one's alone.
+        force_backward: All layers run backward, and all learned blobs get a gradient.
     """
 
     phase: int
@@ -41,6 +60,62 @@ class Context:
     seed: int = 0
     shard: tuple[int, int] = (0, 1)
     comm: Communicator | None = None
+    force_backward: bool = False
+
+
+_generator: torch.Generator | None = None
+_shard = (0, 1)
+
+
+def set_random_seed(seed: int) -> None:
+    """Have nets and solvers that are built from now on draw the same numbers in every run. A solver whose
+    prototxt has a `random_seed` goes by that."""
+    global _generator
+    _generator = torch.Generator().manual_seed(seed)
+
+
+def draw_seed() -> int:
+    """The seed of a net: the next of a row after `set_random_seed`, otherwise any."""
+    if _generator is None:
+        return secrets.randbits(31)
+    return int(torch.randint(1 << 31, (), generator=_generator))
+
+
+def set_solver_count(count: int) -> None:
+    """Say how many ranks train, for solvers that are built from now on without `shard`."""
+    global _shard
+    if count < 1:
+        raise UsageError(f"set_solver_count takes 1 or more, not {count}")
+    _shard = (_shard[0], int(count))
+
+
+def set_solver_rank(rank: int) -> None:
+    """Say which of them this process is; only rank 0 logs and writes snapshots."""
+    global _shard
+    if rank < 0:
+        raise UsageError(f"set_solver_rank takes 0 or more, not {rank}")
+    _shard = (int(rank), _shard[1])
+
+
+def solver_count() -> int:
+    """What `set_solver_count` has said."""
+    return _shard[1]
+
+
+def solver_rank() -> int:
+    """What `set_solver_rank` has said."""
+    return _shard[0]
+
+
+def process_shard() -> tuple[int, int]:
+    """This rank and the number of ranks.
+
+    Raises:
+        UsageError: They do not fit.
+    """
+    if _shard[0] >= _shard[1]:
+        raise UsageError(f"solver rank {_shard[0]} of {_shard[1]}: call set_solver_count and set_solver_rank")
+    return _shard
 
 
 class Layer(ABC):
@@ -97,6 +172,8 @@ class Layer(ABC):
 
     def learns(self, number: int) -> bool:
         """Whether blob `number` gets a gradient."""
+        if self.context.force_backward:
+            return True
         return number >= len(self.param.param) or self.param.param[number].lr_mult != 0
 
     def add_blob(self, shape: Shape, *filler: str) -> Blob:

@@ -67,7 +67,7 @@ class MemoryData(_Source):
         self._position = 0
 
     def infer(self, bottoms: Sequence[Shape]) -> list[Shape]:
-        return [self.shape, self.shape[:1]]
+        return [self.shape, (self.shape[0], 1, 1, 1)]
 
     def reset(self, data: Array, labels: Array) -> None:
         """Take other arrays.
@@ -81,7 +81,7 @@ class MemoryData(_Source):
             UsageError: The shapes are others.
         """
         images = torch.from_numpy(np.ascontiguousarray(data)).to(self.context.dtype)
-        targets = torch.from_numpy(np.ascontiguousarray(labels)).reshape(-1).to(self.context.dtype)
+        targets = torch.from_numpy(np.ascontiguousarray(labels)).reshape(-1, 1, 1, 1).to(self.context.dtype)
         if tuple(images.shape[1:]) != self.shape[1:] or len(images) % self.shape[0] or not len(images):
             raise UsageError(
                 f"layer {self.name!r}: data has shape {tuple(images.shape)}; it takes (n, "

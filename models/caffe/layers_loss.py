@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from multiring.models.caffe.layer import ForwardLayer, Gradients, Layer, Tensors
 __all__: list[str] = []
 
 _FULL, _VALID, _BATCH_SIZE, _NONE = range(4)
+_LARGEST_LOSS = -math.log(torch.finfo(torch.float32).tiny)
 
 
 def _rows(
@@ -43,7 +45,10 @@ def _check_labels(layer: Layer, bottoms: Sequence[Shape], axis: int) -> None:
 
 @register("SoftmaxWithLoss")
 class SoftmaxWithLoss(Layer):
-    """Mean of -log(probability of the label); a second top gives the probabilities."""
+    """Mean of -log(probability of the label); a second top gives the probabilities.
+
+    Caffe takes no probability for less than FLT_MIN: a sample's loss is 87.3 at most, its gradient goes on.
+    """
 
     bottoms = (2, 2)
     tops = (1, 2)
@@ -67,6 +72,7 @@ class SoftmaxWithLoss(Layer):
         rows, self._targets, self._counted = _rows(self, scores, labels, self._axis, self._ignored)
         logarithms = functional.log_softmax(rows, 1)
         losses = -logarithms.gather(1, self._targets.unsqueeze(1)).squeeze(1)
+        losses = losses.clamp(max=_LARGEST_LOSS)
         self._probabilities = logarithms.exp()
         self._divisor = self._normalizer(scores)
         tops = [torch.where(self._counted, losses, 0).sum() / self._divisor]

@@ -34,6 +34,8 @@ class BatchNorm(Layer):
             param.use_global_stats if param.HasField("use_global_stats") else self.context.phase == TEST
         )
         for number, spec in enumerate(self.param.param):
+            if len(self.param.param) == 3:  # of the time when they had to be given: Caffe sets them to zero
+                spec.lr_mult = spec.decay_mult = 0.0
             if spec.lr_mult != 0:
                 raise self.error(
                     "statistics of BatchNorm cannot be learned; set lr_mult: 0", "param", number, "lr_mult"
@@ -122,41 +124,62 @@ class BatchNorm(Layer):
 
 @register("Scale")
 class Scale(Layer):
-    """A learned factor, and with `bias_term` an offset, for the axes from `axis` on."""
+    """A factor for the axes from `axis` on, learned or a second bottom; with `bias_term` a learned offset."""
+
+    bottoms = (1, 2)
 
     def setup(self, bottoms: Sequence[Shape]) -> None:
         param = self.param.scale_param
-        axis = self.axis(param.axis, bottoms[0], "scale_param", "axis")
-        end = len(bottoms[0]) if param.num_axes == -1 else axis + param.num_axes
-        if param.num_axes < -1 or end > len(bottoms[0]):
+        count = len(bottoms[1]) if len(bottoms) > 1 else param.num_axes
+        is_single = len(bottoms) > 1 and count == 0  # one factor for all, whatever `axis` says
+        axis = 0 if is_single else self.axis(param.axis, bottoms[0], "scale_param", "axis")
+        end = len(bottoms[0]) if count == -1 else axis + count
+        if count < -1 or end > len(bottoms[0]):
             raise self.error(
-                f"shape {bottoms[0]} has no {param.num_axes} axes from {axis} on", "scale_param", "num_axes"
+                f"shape {bottoms[0]} has no {count} axes from {axis} on", "scale_param", "num_axes"
             )
         shape = bottoms[0][axis:end]
-        if not param.HasField("filler"):
-            param.filler.value = 1
-        self.add_blob(shape, "scale_param", "filler")
+        self._range = (axis, end)
+        self._is_learned = len(bottoms) == 1
+        if self._is_learned:
+            if not param.HasField("filler"):
+                param.filler.value = 1
+            self.add_blob(shape, "scale_param", "filler")
         if param.bias_term:
             self.add_blob(shape, "scale_param", "bias_filler")
-        self._view = (*[1] * axis, *shape, *[1] * (len(bottoms[0]) - end))
+        self._offset = len(self.blobs) - 1 if param.bias_term else None
         self._others = [k for k in range(len(bottoms[0])) if not axis <= k < end]
+
+    def infer(self, bottoms: Sequence[Shape]) -> list[Shape]:
+        axis, end = self._range
+        factor = bottoms[1] if len(bottoms) > 1 else self.blobs[0].shape
+        if bottoms[0][axis:end] != factor:
+            raise self.error(f"a factor of shape {factor} does not fit axes {axis} to {end} of {bottoms[0]}")
+        return [bottoms[0]]
 
     def forward(self, bottoms: Tensors) -> list[torch.Tensor]:
         self._input = bottoms[0]
-        scale = self.blobs[0].tensor.view(self._view)
-        if len(self.blobs) == 1:
+        self._factor = self.blobs[0].tensor if self._is_learned else bottoms[1]
+        scale = self._viewed(self._factor)
+        if self._offset is None:
             return [bottoms[0] * scale]
-        return [torch.addcmul(self.blobs[1].tensor.view(self._view), bottoms[0], scale)]
+        return [torch.addcmul(self._viewed(self.blobs[self._offset].tensor), bottoms[0], scale)]
 
     def backward(self, gradients: Gradients, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         (gradient,) = gradients
         assert gradient is not None
-        if self.learns(0):
-            self._add(0, gradient * self._input)
-        if len(self.blobs) > 1 and self.learns(1):
-            self._add(1, gradient)
-        return [gradient * self.blobs[0].tensor.view(self._view) if wanted[0] else None]
+        if self._offset is not None and self.learns(self._offset):
+            self.blobs[self._offset].gradient.add_(self._summed(gradient))
+        if self._is_learned and self.learns(0):
+            self.blobs[0].gradient.add_(self._summed(gradient * self._input))
+        bottom = gradient * self._viewed(self._factor) if wanted[0] else None
+        if self._is_learned:
+            return [bottom]
+        return [bottom, self._summed(gradient * self._input) if wanted[1] else None]
 
-    def _add(self, number: int, gradient: torch.Tensor) -> None:
-        total = gradient.sum(self._others) if self._others else gradient
-        self.blobs[number].gradient.add_(total)
+    def _viewed(self, values: torch.Tensor) -> torch.Tensor:
+        axis, end = self._range
+        return values.view(*[1] * axis, *values.shape, *[1] * (self._input.dim() - end))
+
+    def _summed(self, values: torch.Tensor) -> torch.Tensor:
+        return values.sum(self._others) if self._others else values

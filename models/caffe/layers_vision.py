@@ -100,7 +100,9 @@ class Convolution(Layer):
 class Pooling(Layer):
     """Maximum or mean of windows; sizes are rounded up unless `round_mode: FLOOR`.
 
-    A mean divides by the part of the window that lies within the image and its padding, as Caffe does.
+    A window that ends outside is cut off: a mean divides by the part that lies within the image and its
+    padding. A window that begins outside (a stride above the kernel size makes some) has in Caffe the least
+    float32 as its maximum and no number as its mean; it has here, too, and no gradient.
     """
 
     def setup(self, bottoms: Sequence[Shape]) -> None:
@@ -122,8 +124,6 @@ class Pooling(Layer):
             pad >= kernel for pad, kernel in zip(self._pad, self._sized, strict=True)
         ):
             raise self.error("pad has to be smaller than the kernel", "pooling_param", "pad")
-        if any(2 * pad > kernel for pad, kernel in zip(self._pad, self._sized, strict=True)):
-            raise self.error("a pad of more than half the kernel is not supported", "pooling_param", "pad")
 
     def _pair(self, param: Any, both: str) -> Pair:
         base = both.removesuffix("_size")
@@ -139,46 +139,82 @@ class Pooling(Layer):
         self._kernel: Pair = (
             (extents[0], extents[1]) if self.param.pooling_param.global_pooling else self._sized
         )
-        return [(count, channels, *(self._pooled(extents[k], k) for k in (0, 1)))]
+        self._pooled = (self._windows(extents[0], 0), self._windows(extents[1], 1))
+        return [(count, channels, *self._pooled)]
 
-    def _pooled(self, extent: int, k: int) -> int:
+    def _windows(self, extent: int, k: int) -> int:
+        """Number of windows along an axis of an image."""
         pad, kernel, stride = self._pad[k], self._kernel[k], self._stride[k]
         span = extent + 2 * pad - kernel
-        if span < 0:
-            raise self.error(f"an image of {extent} pixels is smaller than the window", "pooling_param")
-        if self.param.pooling_param.round_mode == _FLOOR:
-            return span // stride + 1
-        pooled = -(-span // stride) + 1
-        if (pooled - 1) * stride >= extent + pad:  # the last window would lie in the padding
-            if not pad:
-                raise self.error("the last window lies outside of the image", "pooling_param", "stride")
+        is_floor = self.param.pooling_param.round_mode == _FLOOR
+        pooled = (span // stride if is_floor else -(-span // stride)) + 1
+        if pad and (pooled - 1) * stride >= extent + pad:  # the last window would lie in the padding
             pooled -= 1
+        if pooled < 1:
+            raise self.error(
+                f"no window of {kernel} pixels fits an image of {extent} with stride {stride} and pad {pad}",
+                "pooling_param",
+            )
         return pooled
 
-    @property
-    def _ceil(self) -> bool:
-        return bool(self.param.pooling_param.round_mode != _FLOOR)
-
     def forward(self, bottoms: Tensors) -> list[torch.Tensor]:
-        x = self._input = bottoms[0]
-        sizes = (self._kernel, self._stride, self._pad)
+        x = self._shown = bottoms[0]
+        self._extents = (x.shape[2], x.shape[3])
+        is_mean = self.param.pooling_param.pool == _AVE
         if not len(x):
             return [x.new_zeros(self.infer([tuple(x.shape)])[0])]
-        if self.param.pooling_param.pool == _AVE:
-            return [functional.avg_pool2d(x, *sizes, ceil_mode=self._ceil)]
-        y, self._indices = torch.ops.aten.max_pool2d_with_indices(x, *sizes, (1, 1), self._ceil)
-        return [y]
+        pad, ceil = self._pad, self.param.pooling_param.round_mode != _FLOOR
+        self._is_widened = not all(self._is_plain(k) for k in (0, 1))
+        if self._is_widened:
+            margins = self._margins(0), self._margins(1)
+            empty = 0.0 if is_mean else torch.finfo(torch.float32).min
+            self._shown, pad, ceil = functional.pad(x, (*margins[1], *margins[0]), value=empty), (0, 0), False
+        self._sizes = (self._kernel, self._stride, pad)
+        self._ceil = ceil
+        if not is_mean:
+            y, self._indices = torch.ops.aten.max_pool2d_with_indices(
+                self._shown, *self._sizes, (1, 1), self._ceil
+            )
+            return [y]
+        if self._is_widened:
+            return [functional.avg_pool2d(self._shown, *self._sizes, divisor_override=1) / self._areas()]
+        return [functional.avg_pool2d(self._shown, *self._sizes, ceil_mode=self._ceil)]
 
     def backward(self, gradients: Gradients, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         (gradient,) = gradients
         assert gradient is not None
-        x, sizes = self._input, (self._kernel, self._stride, self._pad)
+        x = self._shown
         if not len(x):
             return [torch.zeros_like(x)]
         if self.param.pooling_param.pool == _AVE:
-            return [torch.ops.aten.avg_pool2d_backward(gradient, x, *sizes, self._ceil, True, None)]
-        return [
-            torch.ops.aten.max_pool2d_with_indices_backward(
-                gradient, x, *sizes, (1, 1), self._ceil, self._indices
+            divisor = 1 if self._is_widened else None
+            gradient = gradient / self._areas() if self._is_widened else gradient
+            bottom = torch.ops.aten.avg_pool2d_backward(gradient, x, *self._sizes, self._ceil, True, divisor)
+        else:
+            bottom = torch.ops.aten.max_pool2d_with_indices_backward(
+                gradient, x, *self._sizes, (1, 1), self._ceil, self._indices
             )
-        ]
+        if self._is_widened:
+            (top, _), (left, _) = self._margins(0), self._margins(1)
+            height, width = self._extents
+            bottom = bottom[:, :, top : top + height, left : left + width].contiguous()
+        return [bottom]
+
+    def _is_plain(self, k: int) -> bool:
+        """Whether Torch pools along an axis as Caffe does: there no window may begin outside."""
+        pad, kernel, extent = self._pad[k], self._kernel[k], self._extents[k]
+        last = (self._pooled[k] - 1) * self._stride[k]
+        return 2 * pad <= kernel <= extent + 2 * pad and last < extent + pad
+
+    def _margins(self, k: int) -> Pair:
+        """What to add before and after an axis so that all windows lie inside."""
+        end = (self._pooled[k] - 1) * self._stride[k] + self._kernel[k] - self._pad[k]
+        return self._pad[k], max(end - self._extents[k], 0)
+
+    def _areas(self) -> torch.Tensor:
+        """By what the sum of each window is divided."""
+        lengths = []
+        for k in (0, 1):
+            starts = torch.arange(self._pooled[k], dtype=self._shown.dtype) * self._stride[k] - self._pad[k]
+            lengths.append((starts + self._kernel[k]).clamp(max=self._extents[k] + self._pad[k]) - starts)
+        return torch.outer(*lengths)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from multiring.errors import UsageError
 from multiring.models.caffe import layers_basic, layers_loss, layers_norm, layers_vision
 from multiring.models.caffe.blob import Array, Blob
-from multiring.models.caffe.layer import Context, Layer, make_layer
+from multiring.models.caffe.layer import Context, Layer, draw_seed, make_layer
 from multiring.models.caffe.layers_data import DataLayer, MemoryData
 from multiring.models.caffe.learnable import Learnable, collect_learnable
 from multiring.models.caffe.prototxt import Place, read
 from multiring.models.caffe.schema import NetParameter
-from multiring.models.caffe.snapshots import read_net, write_net
-from multiring.models.caffe.splits import entries
+from multiring.models.caffe.snapshots import read_blobs, write_net
+from multiring.models.caffe.splits import backward_plan, entries
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -54,7 +56,7 @@ class Net:
         level: int = 0,
         stages: Sequence[str] = (),
         dtype: str = "float32",
-        seed: int = 0,
+        seed: int | None = None,
         sync_batch_norm_comm: Communicator | None = None,
     ) -> None:
         """Build the net of a prototxt.
@@ -66,7 +68,7 @@ class Net:
             level: Level that `include` and `exclude` rules are compared with.
             stages: Stages that they are compared with.
             dtype: "float32" or "float64".
-            seed: Seed of the fillers.
+            seed: Seed of the fillers; drawn by default, see `set_random_seed`.
             sync_batch_norm_comm: Ranks over whose batches BatchNorm layers normalise in training. Each
                 then takes a collective in every forward and backward pass.
 
@@ -76,6 +78,7 @@ class Net:
         param, place = read(network_file, NetParameter)
         param.state.phase, param.state.level = phase, level
         param.state.stage.extend(stages)
+        seed = draw_seed() if seed is None else seed
         generator = torch.Generator().manual_seed(seed)
         context = Context(phase, DTYPES[dtype], generator, seed=seed, comm=sync_batch_norm_comm)
         self._build(param, place, context)
@@ -90,6 +93,7 @@ class Net:
         return net
 
     def _build(self, param: Any, place: Place, context: Context) -> None:
+        context = replace(context, force_backward=bool(param.force_backward))
         self.name, self.phase, self._context = str(param.name), context.phase, context
         self.layers: list[Layer] = []
         self.blobs: OrderedDict[str, Blob] = OrderedDict()
@@ -110,11 +114,16 @@ class Net:
             (layer.name, layer.blobs) for layer in self.layers if layer.blobs
         )
         self.learnable: list[Learnable] = collect_learnable(self.layers)
-        self._choose_backward(bool(param.force_backward))
+        self._backward_plan = backward_plan(self.layers, self._weights, context.force_backward)
 
     def _append(self, layer: Layer, unread: dict[str, None]) -> None:
         bottoms = [self.blobs[name].shape for name in layer.param.bottom]
         layer.setup(bottoms)
+        if len(layer.param.param) > len(layer.blobs):
+            raise layer.error(
+                f"{len(layer.param.param)} param are given for {len(layer.blobs)} blobs; take out the others",
+                *("param", len(layer.blobs)),
+            )
         for number, (top, shape) in enumerate(zip(layer.param.top, layer.infer(bottoms), strict=True)):
             if top in self.blobs and top not in layer.param.bottom:
                 raise layer.error(f"blob {top!r} is given by an earlier layer already", "top", number)
@@ -126,36 +135,6 @@ class Net:
             unread.pop(name, None)
         unread.update(dict.fromkeys(layer.param.top))
         self.layers.append(layer)
-
-    def _choose_backward(self, force: bool) -> None:
-        """Which layers run backward: those between something that learns and a loss."""
-        needs: dict[str, bool] = {}
-        self._wanted: list[list[bool]] = []
-        for layer in self.layers:
-            wanted = [needs.get(name, False) for name in layer.param.bottom]
-            if force:
-                wanted = [not layer.is_loss or k == 0 for k in range(len(wanted))]
-            given = list(layer.param.propagate_down)
-            if given and len(given) != len(wanted):
-                raise layer.error(
-                    f"{len(wanted)} bottoms have {len(given)} values of propagate_down", "propagate_down"
-                )
-            wanted = given or wanted
-            runs = any(wanted) or any(layer.learns(k) for k in range(len(layer.blobs)))
-            needs.update(dict.fromkeys(layer.param.top, runs and layer.has_backward))
-            self._wanted.append(wanted)
-        self._under_loss: set[str] = {name for name, weight in self._weights.items() if weight}
-        self._runs_backward = [False] * len(self.layers)
-        for index in range(len(self.layers) - 1, -1, -1):
-            layer = self.layers[index]
-            if not layer.has_backward or not self._under_loss & set(layer.param.top):
-                continue
-            self._runs_backward[index] = any(self._wanted[index]) or any(
-                layer.learns(k) for k in range(len(layer.blobs))
-            )
-            self._under_loss |= {
-                name for name, wanted in zip(layer.param.bottom, self._wanted[index], strict=True) if wanted
-            }
 
     @property
     def layer_dict(self) -> OrderedDict[str, Layer]:
@@ -232,6 +211,40 @@ class Net:
         names = list(self.layers[last].param.top) if end is not None else self.outputs
         return {name: self.blobs[name].data for name in [*names, *(blobs or ())]}
 
+    def forward_all(self, blobs: Sequence[str] | None = None, **inputs: Array) -> dict[str, Array]:
+        """Run the layers batch by batch over any number of samples; the last batch is filled with zeros.
+
+        Args:
+            blobs: Names of blobs to return besides the outputs.
+            inputs: Samples for all input blobs by name, of equal number.
+
+        Returns:
+            Values of the outputs and of `blobs` by name, one entry per sample.
+
+        Raises:
+            UsageError: The inputs differ in number, or a blob to return has no entry per sample.
+        """
+        counts = {name: len(value) for name, value in inputs.items()}
+        if len(set(counts.values())) != 1:
+            raise UsageError(f"forward_all takes equally many samples for each input, not {counts}")
+        (count,) = set(counts.values())
+        size = next(iter(self.blobs.values())).num
+        found: dict[str, list[Array]] = {name: [] for name in [*self.outputs, *(blobs or ())]}
+        for begin in range(0, count, size):
+            parts = {name: value[begin : begin + size] for name, value in inputs.items()}
+            missing = size - min(count - begin, size)
+            padded = {
+                k: np.pad(part, [(0, missing)] + [(0, 0)] * (part.ndim - 1)) for k, part in parts.items()
+            }
+            for name, value in self.forward(blobs, None, None, **padded).items():
+                if value.shape[:1] != (size,):
+                    raise UsageError(
+                        f"blob {name!r} has shape {value.shape}, not one entry for each of {size} samples; "
+                        "forward_all cannot put batches of it together"
+                    )
+                found[name].append(value[: size - missing].copy())
+        return {name: np.concatenate(values) for name, values in found.items()}
+
     def forward_from_to(self, first: int, last: int) -> float:
         """Run the layers `first` to `last`; the sum of their weighted losses."""
         loss = 0.0
@@ -252,18 +265,28 @@ class Net:
     ) -> dict[str, Array]:
         """Run the layers' backward passes, adding to the gradients of the learned blobs.
 
+        Without a loss nothing runs, unless the net says `force_backward: true`.
+
         Args:
             diffs: Names of blobs whose gradients to return besides those of the inputs.
             start: Name of the layer to start with, the last one by default.
             end: Name of the layer to end with, the first one by default.
-            gradients: Gradients of output blobs by name.
+            gradients: Gradients of all output blobs by name. They stay until others are given.
 
         Returns:
             Gradients of the inputs (or of the bottoms of `end`) and of `diffs`, by name.
+
+        Raises:
+            UsageError: `gradients` has other names than the outputs, or another batch size.
         """
         first = self._find(start) if start is not None else len(self.layers) - 1
         last = self._find(end) if end is not None else 0
+        if gradients and set(gradients) != set(self.outputs):
+            raise UsageError(f"the outputs of the net are {self.outputs}, not {sorted(gradients)}")
         for name, value in gradients.items():
+            shape = self.blobs[name].shape
+            if np.shape(value)[:1] != shape[:1]:
+                raise UsageError(f"blob {name!r} has shape {shape}, its gradient {np.shape(value)}")
             self.blobs[name].diff[...] = value
         self.backward_from_to(first, last)
         names = list(self.layers[last].param.bottom) if end is not None else self.inputs
@@ -274,7 +297,7 @@ class Net:
         with torch.no_grad():
             for index in range(first, last - 1, -1):
                 self._call("before_backward", index)
-                if self._runs_backward[index]:
+                if self._backward_plan.runs[index]:
                     self._backward_layer(index)
                 self._call("after_backward", index)
 
@@ -313,22 +336,7 @@ class Net:
             CheckpointError: The file cannot be read.
             UsageError: A layer's blobs have other shapes; nothing was copied then.
         """
-        found = read_net(Path(path))
-        pairs: list[tuple[Blob, Array]] = []
-        for name, blobs in self.params.items():
-            arrays = found.get(name, [])
-            if not arrays:
-                continue
-            shapes = [blob.shape for blob in blobs]
-            if [array.shape for array in arrays] != shapes:
-                legacy = [array.shape[-len(shape) :] for array, shape in zip(arrays, shapes, strict=False)]
-                if len(arrays) != len(blobs) or legacy != shapes:
-                    raise UsageError(
-                        f"layer {name!r} has blobs of shapes {shapes}, {path} has "
-                        f"{[array.shape for array in arrays]}"
-                    )
-            pairs += zip(blobs, arrays, strict=True)
-        for blob, array in pairs:
+        for blob, array in read_blobs(Path(path), self.params):
             blob.data[...] = array.reshape(blob.shape)
 
     def save(self, path: str | Path) -> None:
@@ -368,10 +376,12 @@ class Net:
     def _backward_layer(self, index: int) -> None:
         layer = self.layers[index]
         gradients = [
-            self.blobs[name].gradient if name in self._under_loss else None for name in layer.param.top
+            self.blobs[name].gradient if name in self._backward_plan.given else None
+            for name in layer.param.top
         ]
-        found = layer.backward(gradients, self._wanted[index])
-        for name, wanted, gradient in zip(layer.param.bottom, self._wanted[index], found, strict=True):
+        wanted_here = self._backward_plan.wanted[index]
+        found = layer.backward(gradients, wanted_here)
+        for name, wanted, gradient in zip(layer.param.bottom, wanted_here, found, strict=True):
             if wanted and gradient is not None:
                 self.blobs[name].gradient = gradient
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from multiring.errors import UsageError
 from multiring.models.caffe.blob import Array, Blob
 from multiring.models.caffe.schema import NetParameter, SolverState, message
 from multiring.models.errors import CheckpointError
 
-__all__ = ["State", "read_net", "read_state", "write_net", "write_state"]
+__all__ = ["State", "read_blobs", "read_net", "read_state", "write_net", "write_state"]
 
 BlobProto: Any = message("BlobProto")
 
@@ -67,6 +68,30 @@ def read_net(path: Path) -> dict[str, list[Array]]:
             "upgrade_net_proto_binary"
         )
     return {str(layer.name): [_unpack(path, blob) for blob in layer.blobs] for layer in net.layer}
+
+
+def read_blobs(path: Path, params: Mapping[str, Sequence[Blob]]) -> list[tuple[Blob, Array]]:
+    """Blobs of layers with the values that a `.caffemodel` has for layers of the same names.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+        UsageError: A layer's blobs have other shapes.
+    """
+    found = read_net(path)
+    pairs: list[tuple[Blob, Array]] = []
+    for name, blobs in params.items():
+        arrays = found.get(name, [])
+        if not arrays:
+            continue
+        shapes = [blob.shape for blob in blobs]
+        if [array.shape for array in arrays] != shapes:
+            legacy = [array.shape[-len(shape) :] for array, shape in zip(arrays, shapes, strict=False)]
+            if len(arrays) != len(blobs) or legacy != shapes:
+                raise UsageError(
+                    f"layer {name!r} has blobs of shapes {shapes}, {path} has {[a.shape for a in arrays]}"
+                )
+        pairs += zip(blobs, arrays, strict=True)
+    return pairs
 
 
 def write_state(path: Path, state: State) -> None:

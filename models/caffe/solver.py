@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,13 +14,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from multiring.models.caffe.blob import Array, decimal
-from multiring.models.caffe.layer import Context
+from multiring.models.caffe.layer import Context, draw_seed, process_shard
 from multiring.models.caffe.net import DTYPES, Net
 from multiring.models.caffe.nets import test_nets, train_net
 from multiring.models.caffe.prototxt import Place, read
 from multiring.models.caffe.schema import SolverParameter
 from multiring.models.caffe.snapshots import State, read_state, write_state
-from multiring.models.caffe.updates import RULES, Policy, Rule
+from multiring.models.caffe.updates import RULES, Policy, Rule, clip, decay
 from multiring.models.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class Solver:
         solver_file: str | Path,
         *,
         dtype: str = "float32",
-        shard: tuple[int, int] = (0, 1),
+        shard: tuple[int, int] | None = None,
         seed: int | None = None,
         sync_batch_norm_comm: Communicator | None = None,
     ) -> None:
@@ -67,15 +66,17 @@ class Solver:
                 then beside it.
             dtype: "float32" or "float64".
             shard: This rank and the number of ranks: data layers in training give rank r of n the samples
-                r, r + n, ...; only rank 0 logs and writes snapshots.
-            seed: Used where the prototxt has no `random_seed`; drawn by default. Give all ranks the same:
-                it decides the order of shuffled data, of which each takes its part.
+                r, r + n, ...; only rank 0 logs and writes snapshots. By default what `set_solver_rank` and
+                `set_solver_count` have said, or one rank.
+            seed: Used where the prototxt has no `random_seed`; drawn by default, see `set_random_seed`. Give
+                all ranks the same: it decides the order of shuffled data, of which each takes its part.
             sync_batch_norm_comm: See `Net`.
 
         Raises:
             PrototxtError: A file is wrong or asks for what is not supported; names file and line.
         """
         self.param, place = read(solver_file, SolverParameter)
+        shard = process_shard() if shard is None else shard
         self.is_root = shard[0] == 0
         self._place = place
         self._check(place)
@@ -83,7 +84,7 @@ class Solver:
         if self.param.random_seed >= 0:
             seed = self.param.random_seed
         elif seed is None:
-            seed = secrets.randbits(31)
+            seed = draw_seed()
         context = Context(
             0,
             DTYPES[dtype],
@@ -166,6 +167,11 @@ class Solver:
         such thing."""
         return [array.numpy() for array in self.rule.history]
 
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update, as pycaffe has it; reading it takes no step of the policy."""
+        return self.learning_rate()
+
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
         return self._policy.rate(self.iter)
@@ -173,17 +179,22 @@ class Solver:
     def apply_update(self) -> None:
         """Change the weights by their gradients, which become the steps; counts the iteration."""
         rate = self.learning_rate()
+        if self._policy.advance(self.iter):
+            self._log(f"MultiStep Status: Iteration {self.iter}, step = {self._policy.current_step}")
         if self.param.display and self.iter % self.param.display == 0:
             self._log(f"Iteration {self.iter}, lr = {rate:g}")
         with torch.no_grad():
-            self._clip()
+            gradients = [learnable.blob.gradient for learnable in self.net.learnable]
+            if done := clip(gradients, decimal(self.param.clip_gradients)):
+                self._log(f"Gradient clipping: {done}")
             for number, learnable in enumerate(self.net.learnable):
                 if learnable.lr_mult == 0:
                     continue
                 values, gradient = learnable.blob.tensor, learnable.blob.gradient
                 if self.param.iter_size > 1:
                     gradient.mul_(1.0 / self.param.iter_size)
-                self._decay(values, gradient, decimal(self.param.weight_decay) * learnable.decay_mult)
+                factor = decimal(self.param.weight_decay) * learnable.decay_mult
+                decay(values, gradient, factor, self.param.regularization_type)
                 self.rule.step(number, gradient, rate * learnable.lr_mult, self.iter)
                 values.sub_(gradient)
         self.iter += 1
@@ -319,26 +330,6 @@ class Solver:
                 part = f" (* {weight:g} = {weight * value:g} loss)" if weight else ""
                 self._log(f"    {which} net output #{number}: {name} = {value:g}{part}")
                 number += 1
-
-    def _clip(self) -> None:
-        limit = decimal(self.param.clip_gradients)
-        if limit < 0:
-            return
-        gradients = [learnable.blob.gradient for learnable in self.net.learnable]
-        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
-        if norm > limit:
-            self._log(
-                f"Gradient clipping: scaling down gradients (L2 norm {norm:g} > {limit:g}) by scale factor "
-                f"{limit / norm:g}"
-            )
-            for gradient in gradients:
-                gradient.mul_(limit / norm)
-
-    def _decay(self, values: torch.Tensor, gradient: torch.Tensor, decay: float) -> None:
-        if decay and self.param.regularization_type == "L2":
-            gradient.add_(values, alpha=decay)
-        elif decay:
-            gradient.add_(values.sign(), alpha=decay)
 
     def _log(self, text: str) -> None:
         if self.is_root:

@@ -1,15 +1,17 @@
-"""A net as it is built: layers chosen by phase, inputs as layers, copies where a blob is read twice."""
+"""A net as it is built: layers chosen by phase, inputs as layers, copies where a blob is read twice, and
+which of the layers run backward."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from multiring.models.caffe.layer import LAYERS
+from multiring.models.caffe.layer import LAYERS, Layer
 from multiring.models.caffe.prototxt import Place
 from multiring.models.caffe.schema import LayerParameter
 
-__all__ = ["Entry", "entries"]
+__all__ = ["BackwardPlan", "Entry", "backward_plan", "entries"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,13 @@ def entries(net: Any, place: Place) -> list[Entry]:
             param = LayerParameter()
             param.CopyFrom(layer)
             chosen.append(Entry(param, where))
-    return _with_splits(chosen)
+    result = _with_splits(chosen)
+    for entry in result:
+        # As in Caffe, only now: a loss with the default weight gets no copy for the layer that reads it.
+        kind = LAYERS.get(entry.param.type)
+        if not entry.param.loss_weight and kind is not None and kind.is_loss:
+            entry.param.loss_weight.extend([1.0] + [0.0] * (len(entry.param.top) - 1))
+    return result
 
 
 def _inputs(net: Any, place: Place) -> list[Entry]:
@@ -92,7 +100,7 @@ def _with_splits(chosen: list[Entry]) -> list[Entry]:
 
 
 def _connect(chosen: list[Entry]) -> tuple[dict[Top, Top], dict[Top, int]]:
-    """Which top each bottom reads, and how many read each top (a loss counts as one more)."""
+    """Which top each bottom reads, and how many read each top (a given `loss_weight` counts as one more)."""
     latest: dict[str, Top] = {}
     sources: dict[Top, Top] = {}
     readers: dict[Top, int] = {}
@@ -107,9 +115,6 @@ def _connect(chosen: list[Entry]) -> tuple[dict[Top, Top], dict[Top, int]]:
             readers[latest[bottom]] = readers.get(latest[bottom], 0) + 1
         for k, top in enumerate(param.top):
             latest[top] = (number, k)
-        kind = LAYERS.get(param.type)
-        if not param.loss_weight and kind is not None and kind.is_loss:
-            param.loss_weight.extend([1.0] + [0.0] * (len(param.top) - 1))
         for k, weight in enumerate(param.loss_weight[: len(param.top)]):
             if weight and readers.get((number, k)) is None:
                 readers[(number, k)] = 0
@@ -139,3 +144,69 @@ def _split(chosen: list[Entry], source: Top, count: int, taken: dict[Top, int]) 
         producer.loss_weight[source[1]] = 0.0
         taken[source] = 1
     return split
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """Which layers of a net run backward.
+
+    Attributes:
+        runs: Per layer, whether it does.
+        wanted: Per layer and bottom, whether its gradient is computed.
+        given: Names of the blobs whose gradient the layers that give them read.
+    """
+
+    runs: list[bool]
+    wanted: list[list[bool]]
+    given: set[str]
+
+
+def backward_plan(layers: Sequence[Layer], weights: Mapping[str, float], force: bool) -> BackwardPlan:
+    """Run what lies between something that learns and a loss, or with `force` everything.
+
+    Args:
+        layers: Bottom to top.
+        weights: Weight of each blob in the loss, by name.
+        force: `force_backward` of the net.
+
+    Raises:
+        PrototxtError: `propagate_down` does not fit the bottoms.
+    """
+    wanted = _wanted(layers)
+    if force:
+        # Caffe asks every layer for all gradients but those of a loss's labels, whatever propagate_down says.
+        forced = [
+            [given or not (layer.is_loss and k == 1) for k, given in enumerate(mine)]
+            for layer, mine in zip(layers, wanted, strict=True)
+        ]
+        return BackwardPlan([layer.has_backward for layer in layers], forced, set(weights))
+    given = {name for name, weight in weights.items() if weight}
+    runs = [False] * len(layers)
+    for index in range(len(layers) - 1, -1, -1):
+        layer = layers[index]
+        if layer.has_backward and given & set(layer.param.top):
+            runs[index] = _has_use(layer, wanted[index])
+            given |= {name for name, used in zip(layer.param.bottom, wanted[index], strict=True) if used}
+    return BackwardPlan(runs, wanted, given)
+
+
+def _wanted(layers: Sequence[Layer]) -> list[list[bool]]:
+    """Per layer and bottom, whether anything below it learns, unless `propagate_down` decides."""
+    needs: dict[str, bool] = {}
+    result: list[list[bool]] = []
+    for layer in layers:
+        wanted = [needs.get(name, False) for name in layer.param.bottom]
+        given = list(layer.param.propagate_down)
+        if given and len(given) != len(wanted):
+            raise layer.error(
+                f"{len(wanted)} bottoms have {len(given)} values of propagate_down", "propagate_down"
+            )
+        wanted = given or wanted
+        needs.update(dict.fromkeys(layer.param.top, _has_use(layer, wanted) and layer.has_backward))
+        result.append(wanted)
+    return result
+
+
+def _has_use(layer: Layer, wanted: Sequence[bool]) -> bool:
+    """Whether a backward pass of the layer brings a gradient that is used."""
+    return any(wanted) or any(layer.learns(k) for k in range(len(layer.blobs)))

@@ -17,7 +17,7 @@ from multiring.models.caffe.blob import decimal
 from multiring.models.caffe.learnable import Learnable
 from multiring.models.caffe.prototxt import Place
 
-__all__ = ["RULES", "Adam", "Momentum", "Nesterov", "Policy", "Rule"]
+__all__ = ["RULES", "Adam", "Momentum", "Nesterov", "Policy", "Rule", "clip", "decay"]
 
 POLICIES = ("fixed", "step", "exp", "inv", "multistep", "poly", "sigmoid")
 # Fields of the solver that a policy cannot do without.
@@ -29,7 +29,7 @@ class Policy:
     """The learning rate as a function of the iteration.
 
     Attributes:
-        current_step: Values of `stepvalue` that have passed, kept in snapshots.
+        current_step: Steps that "step" and "multistep" have taken, kept in snapshots.
     """
 
     def __init__(self, param: Any, place: Place) -> None:
@@ -48,32 +48,56 @@ class Policy:
             value = getattr(param, name)
             if (name == "stepvalue" and not value) or (name != "stepvalue" and not param.HasField(name)):
                 raise place.error(f"lr_policy {param.lr_policy!r} needs {name}", "lr_policy")
-        if param.lr_policy == "step" and param.stepsize < 1:
+        if param.lr_policy in ("step", "sigmoid") and param.stepsize < 1:
             raise place.error("stepsize has to be at least 1", "stepsize")
+        if "gamma" in _NEEDED.get(param.lr_policy, ()) and param.gamma < 0:
+            raise place.error(f"lr_policy {param.lr_policy!r} needs a gamma of at least 0", "gamma")
 
     def rate(self, iteration: int) -> float:
         """Learning rate of the update number `iteration`, counted from 0."""
         param = self._param
         base, gamma, power = (decimal(getattr(param, name)) for name in ("base_lr", "gamma", "power"))
         match param.lr_policy:
-            case "step":
-                return base * float(gamma ** (iteration // param.stepsize))
+            case "step" | "multistep":
+                return base * float(gamma ** self._step(iteration))
             case "exp":
                 return base * float(gamma**iteration)
             case "inv":
                 return base * float((1 + gamma * iteration) ** -power)
-            case "multistep":
-                while (
-                    self.current_step < len(param.stepvalue)
-                    and iteration >= param.stepvalue[self.current_step]
-                ):
-                    self.current_step += 1
-                return base * float(gamma**self.current_step)
             case "poly":
                 return base * float((1 - iteration / param.max_iter) ** power)
             case "sigmoid":
                 return base / (1 + math.exp(-gamma * (iteration - param.stepsize)))
         return base
+
+    def advance(self, iteration: int) -> bool:
+        """Take the step that the update number `iteration` takes; whether "multistep" took one."""
+        before, self.current_step = self.current_step, self._step(iteration)
+        return self._param.lr_policy == "multistep" and self.current_step > before
+
+    def _step(self, iteration: int) -> int:
+        values, step = self._param.stepvalue, self.current_step
+        if self._param.lr_policy == "step":
+            return int(iteration // self._param.stepsize)
+        # One an iteration, as in Caffe: of values that are equal, or have passed before, each takes its turn.
+        is_due = step < len(values) and iteration >= values[step]
+        return step + 1 if self._param.lr_policy == "multistep" and is_due else step
+
+
+def clip(gradients: Sequence[torch.Tensor], limit: float) -> str | None:
+    """Scale gradients so that the L2 norm of all together is `limit` at most; what was done, in words."""
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients)) if limit >= 0 else 0.0
+    if limit < 0 or norm <= limit:
+        return None
+    for gradient in gradients:
+        gradient.mul_(limit / norm)
+    return f"scaling down gradients (L2 norm {norm:g} > {limit:g}) by scale factor {limit / norm:g}"
+
+
+def decay(values: torch.Tensor, gradient: torch.Tensor, factor: float, kind: str) -> None:
+    """Add weight decay to a gradient; `kind` is "L1" or "L2"."""
+    if factor:
+        gradient.add_(values if kind == "L2" else values.sign(), alpha=factor)
 
 
 class Rule(ABC):

@@ -35,7 +35,7 @@ def make_net(directory: Path, text: str, phase: int = TRAIN, **options: Any) -> 
     """A float64 net of a text."""
     path = directory / "net.prototxt"
     path.write_text(text)
-    return Net(path, phase, **{"dtype": "float64", **options})
+    return Net(path, phase, **{"dtype": "float64", "seed": 0, **options})
 
 
 def make_solver(directory: Path, text: str = "", net: str = SMALL, *, samples: int = 12) -> Solver:

@@ -37,6 +37,10 @@ KINDS = {
         pooling_param { kernel_size: 3 stride: 2 round_mode: FLOOR } }""",
     "ave": """layer { name: "x" type: "Pooling" bottom: "data" top: "x"
         pooling_param { pool: AVE kernel_h: 3 kernel_w: 2 stride: 2 pad: 1 } }""",
+    "max_wide": """layer { name: "x" type: "Pooling" bottom: "data" top: "x"
+        pooling_param { kernel_h: 3 kernel_w: 9 stride: 2 pad: 2 } }""",
+    "ave_wide": """layer { name: "x" type: "Pooling" bottom: "data" top: "x"
+        pooling_param { pool: AVE kernel_h: 9 kernel_w: 4 stride: 3 pad: 3 } }""",
     "global": """layer { name: "x" type: "Pooling" bottom: "data" top: "x"
         pooling_param { pool: AVE global_pooling: true } }""",
     "relu": """layer { name: "x" type: "ReLU" bottom: "data" top: "x" }""",
@@ -48,6 +52,12 @@ KINDS = {
         scale_param { axis: 2 num_axes: -1 filler { type: "gaussian" std: 1 } } }""",
     "scale_one": """layer { name: "x" type: "Scale" bottom: "data" top: "x"
         scale_param { axis: 0 num_axes: 0 filler { value: 3 } bias_term: true } }""",
+    "scale_by": """layer { name: "f" type: "InnerProduct" bottom: "data" top: "f" inner_product_param {
+          num_output: 4 weight_filler { type: "xavier" } } }
+        layer { name: "x" type: "Scale" bottom: "data" bottom: "f" top: "x"
+          scale_param { axis: 0 bias_term: true bias_filler { type: "uniform" } } }""",
+    "scale_by_itself": """layer { name: "r" type: "ReLU" bottom: "data" top: "r" relu_param { negative_slope: 0.5 } }
+        layer { name: "x" type: "Scale" bottom: "data" bottom: "r" top: "x" scale_param { axis: 0 } }""",
     "sum": """layer { name: "e" type: "Eltwise" bottom: "data" bottom: "data" bottom: "data" top: "x"
         eltwise_param { coeff: 1 coeff: -0.5 coeff: 2 } }""",
     "product": """layer { name: "r" type: "ReLU" bottom: "data" top: "r" relu_param { negative_slope: 0.5 } }
@@ -112,7 +122,9 @@ def pooled(image: np.ndarray, kernel: int, stride: int, pad: int, mean: bool) ->
             bottom, right = min(top + kernel, height + pad), min(left + kernel, width + pad)
             area = (bottom - top) * (right - left)
             window = image[max(top, 0) : min(bottom, height), max(left, 0) : min(right, width)]
-            result[row, column] = window.sum() / area if mean else window.max()
+            least = np.finfo(np.float32).min  # what Caffe starts a maximum with
+            total = window.sum() / area if area else np.nan
+            result[row, column] = total if mean else window.max(initial=least)
     return result
 
 
@@ -127,6 +139,12 @@ def pooled(image: np.ndarray, kernel: int, stride: int, pad: int, mean: bool) ->
         (9, 4, 3, 2),
         (5, 5, 1, 0),
         (7, 2, 3, 0),
+        (4, 5, 2, 0),  # larger than the image
+        (5, 3, 1, 2),  # a pad of more than half a window
+        (6, 4, 3, 3),
+        (4, 1, 2, 0),  # the last window begins outside
+        (7, 2, 4, 0),
+        (8, 2, 9, 0),
     ],
 )
 @pytest.mark.parametrize("pool", ["MAX", "AVE"])
@@ -143,6 +161,34 @@ def test_pooling_rounds_as_caffe(
     wanted = pooled(image, kernel, stride, pad, pool == "AVE")
     assert net.blobs["x"].shape[2:] == wanted.shape
     np.testing.assert_allclose(net.forward()["x"][0, 0], wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("pool", ["MAX", "AVE"])
+def test_windows_that_begin_outside_have_no_gradient(tmp_path: Path, pool: str) -> None:
+    net = make_net(
+        tmp_path,
+        f"""force_backward: true
+        layer {{ name: "data" type: "Input" top: "data" input_param {{ shape {{ dim: 1 dim: 1 dim: 4 dim: 3 }} }} }}
+        layer {{ name: "x" type: "Pooling" bottom: "data" top: "x"
+          pooling_param {{ pool: {pool} kernel_size: 1 stride: 2 }} }}""",
+    )
+    net.forward()
+    given = np.arange(1.0, 7.0).reshape(1, 1, 3, 2)
+    wanted = np.zeros((1, 1, 4, 3))
+    wanted[:, :, ::2, ::2] = given[:, :, :2]
+    np.testing.assert_array_equal(net.backward(x=given)["data"], wanted)
+
+
+def test_the_loss_of_a_sample_ends_at_the_least_float(tmp_path: Path) -> None:
+    text = """force_backward: true
+    layer { name: "data" type: "Input" top: "data" top: "label" input_param { shape { dim: 2 dim: 3 } shape { dim: 2 } } }
+    layer { name: "loss" type: "SoftmaxWithLoss" bottom: "data" bottom: "label" top: "loss" }"""
+    net = make_net(tmp_path, text)
+    net.blobs["data"].data[...] = [[200, 0, 0], [0, 80, 0]]
+    net.blobs["label"].data[...] = [1, 2]
+    least = -math.log(np.finfo(np.float32).tiny)
+    assert float(net.forward()["loss"]) == pytest.approx((least + 80) / 2, rel=1e-12)
+    np.testing.assert_allclose(net.backward()["data"], [[0.5, -0.5, 0], [0, 0.5, -0.5]], atol=1e-12)
 
 
 def test_batch_statistics_are_gathered_as_caffe_does(tmp_path: Path) -> None:
@@ -228,6 +274,12 @@ REFUSED = {
     ' weight_filler {\n type: "bilinear" } } }': "8: filler type 'bilinear' is not supported",
     'layer { name: "a" type: "BatchNorm" bottom: "data" top: "a" param { lr_mult: 0 }\n param {\n lr_mult: 1 } }': (
         "7: layer 'a': statistics of BatchNorm cannot be learned"
+    ),
+    'layer { name: "a" type: "Scale" bottom: "data" bottom: "label" top: "a" }': (
+        r"5: layer 'a': a factor of shape \(3,\) does not fit axes 1 to 2 of"
+    ),
+    'layer { name: "a" type: "Pooling" bottom: "data" top: "a"\n pooling_param { kernel_size: 9 } }': (
+        "6: layer 'a': no window of 9 pixels fits an image of 7 with stride 1 and pad 0"
     ),
     'layers { name: "a" type: RELU }': "5: field layers of NetParameter is not supported; this is the format of 2014",
     'layer { name: "a" type: "ReLU" bottom: "data" top: "label" }': "5: layer 'a': blob 'label' is given by an earlier",

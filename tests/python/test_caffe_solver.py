@@ -100,7 +100,11 @@ POLICIES = {
         0.1 * 0.5 ** ((k >= 2) + (k >= 5))
     ),
     'lr_policy: "poly" power: 2': lambda k: 0.1 * (1 - k / 10) ** 2,
-    'lr_policy: "sigmoid" gamma: -0.5 stepsize: 4': lambda k: 0.1 / (1 + math.exp(0.5 * (k - 4))),
+    # Caffe takes one step an iteration.
+    'lr_policy: "multistep" gamma: 0.5 stepvalue: 2 stepvalue: 2 stepvalue: 3 stepvalue: 7': lambda k: (
+        0.1 * 0.5 ** ((k >= 2) + (k >= 3) + (k >= 4) + (k >= 7))
+    ),
+    'lr_policy: "sigmoid" gamma: 0.5 stepsize: 4': lambda k: 0.1 / (1 + math.exp(-0.5 * (k - 4))),
 }
 
 
@@ -108,7 +112,8 @@ POLICIES = {
 def test_learning_rate_policies(tmp_path: Path, text: str) -> None:
     solver = make_solver(tmp_path, text)
     for iteration in range(10):
-        assert solver.learning_rate() == pytest.approx(POLICIES[text](iteration), rel=1e-12)
+        for _ in range(2):  # reading changes nothing
+            assert solver.lr == pytest.approx(POLICIES[text](iteration), rel=1e-12)
         solver.step(1)
 
 
@@ -232,6 +237,8 @@ def test_a_request_to_stop_ends_with_a_snapshot(tmp_path: Path) -> None:
 REFUSED = {
     'type: "RMSProp"': "solver type 'RMSProp' is not supported; choose one of SGD, Nesterov, Adam",
     'lr_policy: "cosine"': "lr_policy 'cosine' is unknown",
+    'lr_policy: "exp" gamma: -0.1': "lr_policy 'exp' needs a gamma of at least 0",
+    'lr_policy: "sigmoid" gamma: 1 stepsize: 0': "stepsize has to be at least 1",
     'lr_policy: "step" gamma: 0.1': "lr_policy 'step' needs stepsize",
     "rms_decay: 0.9": "field rms_decay of SolverParameter is not supported",
     "snapshot_format: HDF5": "snapshot_format: HDF5 is not supported",
