@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-import pickle
+import logging
 import weakref
 from typing import Any, SupportsFloat
 
@@ -19,43 +17,90 @@ from multiring.chainer.gradients import GradientSlots, fill_with_zeros, named_pa
 from multiring.chainer.groups import Group, plain_communicator
 from multiring.chainer.messages import Mailbox
 from multiring.chainer.state import average_metrics, broadcast_arrays, forget_copies, parameter_arrays
-from multiring.chainer.without_mpi import keep_mpi_out
+from multiring.chainer.without_mpi import ObjectCommunicator, keep_mpi_out
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions
 
 __all__ = ["ChainerCommunicator", "create_communicator"]
 
 
+# Those of ChainerMN of all releases that average gradients.
+_NAMES = ("pure_nccl", "hierarchical", "two_dimensional", "single_node", "flat", "non_cuda_aware", "naive")
+
+_log = logging.getLogger("multiring")
+
+
 def create_communicator(
-    comm: Group = None, mpi_comm: Any = None, *, batched_copy: bool = True, allreduce_grad_dtype: Any = None
+    comm: Group | str = None,
+    mpi_comm: Any = None,
+    *,
+    communicator_name: str | None = None,
+    batched_copy: bool = True,
+    allreduce_grad_dtype: Any = None,
 ) -> ChainerCommunicator:
     """A communicator for everything in `chainermn`; takes the place of `chainermn.create_communicator`.
 
     Args:
-        comm: Ranks that train together; the world by default, which is initialised if it is not yet.
+        comm: Ranks that train together; the world by default, which is initialised if it is not yet. Or the
+            name of a communicator, as ChainerMN has it here.
         mpi_comm: A communicator of mpi4py with the same ranks, for the program's own use: it is kept as
-            `mpi_comm` and split along. Nothing of multiring needs it.
+            `mpi_comm` and split along. Nothing of multiring needs it. If None, `mpi_comm` has the methods of
+            mpi4py for Python objects, without MPI.
+        communicator_name: A name that ChainerMN knows. It chooses nothing: there is one kind of communicator,
+            for any network and array, which a line of the log says.
         batched_copy: Accepted as by ChainerMN, and kept in the configuration; there is no other way of
             copying here.
-        allreduce_grad_dtype: Has to be None: gradients travel as they are.
+        allreduce_grad_dtype: None or float32, which are the same: gradients of float16 are added up in
+            float32, others in their own dtype.
 
     Raises:
         UsageError: An argument is of another kind, or `mpi_comm` has other ranks.
     """
     if isinstance(comm, str):
-        raise UsageError(
-            f"create_communicator('{comm}'): there is one kind of communicator here; leave the name out"
-        )
-    if allreduce_grad_dtype is not None:
-        raise UsageError(
-            f"allreduce_grad_dtype={allreduce_grad_dtype!r}: gradients travel in their own dtype"
-        )
+        if communicator_name is not None:
+            raise UsageError(f"create_communicator got two names, {comm!r} and {communicator_name!r}")
+        comm, communicator_name = None, comm
+    _check_name(communicator_name)
+    _check_dtype(allreduce_grad_dtype)
     keep_mpi_out()
     if comm is None:
         comm = multiring.init()
     communicator = ChainerCommunicator(plain_communicator(comm), mpi_comm)
     communicator.set_config("batched_copy", batched_copy)
+    communicator.set_config("allreduce_grad_dtype", allreduce_grad_dtype)
+    if communicator_name is not None and communicator.rank == 0:
+        _log.warning(
+            "create_communicator(%r): multiring has one kind of communicator, which is used: %d ranks on %d "
+            "host(s); leave the name out",
+            *(communicator_name, communicator.size, communicator.inter_size),
+        )
     return communicator
+
+
+def _check_name(name: str | None) -> None:
+    if name == "dummy":
+        raise UsageError("create_communicator('dummy'): there is no communicator here that sends nothing")
+    if name is not None and name not in _NAMES:
+        raise UsageError(
+            f"create_communicator({name!r}): ChainerMN has no such communicator; leave the name out (there "
+            f"is one kind here), or keep one of {', '.join(_NAMES)}"
+        )
+
+
+def _check_dtype(dtype: Any) -> None:
+    """Raise UsageError unless gradients are added up in this dtype, or more precisely."""
+    if dtype is None or np.dtype(dtype) == np.float32:
+        return
+    name = np.dtype(dtype).name
+    if name != "float16":
+        raise UsageError(
+            f"allreduce_grad_dtype={name}: gradients are added up in their own dtype; leave it out"
+        )
+    raise UsageError(
+        "allreduce_grad_dtype=float16: gradients are added up in float32 here. To send half as many bytes "
+        "from host to host, leave it out and pass wire='float16' (or 'bfloat16', which has the range of "
+        "float32) to multiring.chainer.create_multi_node_optimizer, or set MULTIRING_WIRE=float16"
+    )
 
 
 class ChainerCommunicator(chainermn.CommunicatorBase):
@@ -71,7 +116,8 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
 
     Attributes:
         plain: The `multiring.Communicator` at work.
-        mpi_comm: What was passed for it.
+        mpi_comm: What was passed for it, or mpi4py's methods for Python objects and its barrier.
+        batched_copy: What was passed for it.
     """
 
     def __init__(self, comm: Communicator, mpi_comm: Any = None, *, owned: bool = False) -> None:
@@ -82,10 +128,13 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
                 "pass one with the same ranks"
             )
         self.plain = comm
-        self.mpi_comm = mpi_comm
+        self._mailbox = Mailbox(comm)
+        self._objects = ObjectCommunicator(comm, self._mailbox)
+        self.mpi_comm = self._objects if mpi_comm is None else mpi_comm
         self._owned = owned
         self._configs: dict[str, Any] = {}  # of this object; the base class has one dictionary for all
-        self._mailbox = Mailbox(comm)
+        self.set_config("batched_copy", True)
+        self.set_config("allreduce_grad_dtype", None)
         self._slots: weakref.WeakKeyDictionary[chainer.Link, _ModelSlots] = weakref.WeakKeyDictionary()
 
     @property
@@ -119,22 +168,43 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
         return self.plain.cross_size
 
     def set_config(self, name: str, value: Any = True, **kwargs: Any) -> None:
-        """Keep a setting: "batched_copy", or "allreduce_grad_dtype", which has to be None.
+        """Keep a setting, which is an attribute: "batched_copy" or "allreduce_grad_dtype", see
+        `create_communicator`.
 
         Raises:
             ValueError: There is no such setting, or no such value.
         """
-        if name == "allreduce_grad_dtype" and value is not None:
-            raise UsageError(f"allreduce_grad_dtype={value!r}: gradients travel in their own dtype")
-        if name not in ("batched_copy", "allreduce_grad_dtype"):
+        if name == "allreduce_grad_dtype":
+            _check_dtype(value)
+            value = None if value is None else np.dtype(value)
+        elif name != "batched_copy":
             super().set_config(name, **kwargs)
-        self._configs[name] = value
+        with self.config_scope():  # what is set in here is a setting
+            setattr(self, name, value)
+
+    def get_config(self, name: str | None = None) -> Any:
+        """The setting of that name; all settings by name if None.
+
+        Raises:
+            KeyError: There is no such setting.
+        """
+        # The base class keeps its own note of being in a `config_scope` among them.
+        settings = {key: getattr(self, key) for key in self._configs if not key.startswith("_")}
+        return settings if name is None else settings[name]
 
     def split(self, color: int | None, key: int) -> ChainerCommunicator | None:
-        """One communicator for each color, as `MPI_Comm_split`; None where `color` is None. Collective."""
+        """One communicator for each color, with the same settings, as `MPI_Comm_split`; None where `color` is
+        None or negative, as `MPI.UNDEFINED` is. Collective."""
+        color = None if color is not None and color < 0 else color
         child = self.plain.split(color, key)
-        mpi_child = None if self.mpi_comm is None else _split_mpi(self.mpi_comm, color, key)
-        return None if child is None else ChainerCommunicator(child, mpi_child, owned=True)
+        mpi_child = None if self.mpi_comm is self._objects else _split_mpi(self.mpi_comm, color, key)
+        if child is None:
+            return None
+        made = ChainerCommunicator(child, mpi_child, owned=True)
+        with made.config_scope():
+            for name, value in self.get_config().items():
+                setattr(made, name, value)
+        return made
 
     def finalize(self) -> None:
         """Release buckets, and the ranks' connections if this communicator comes from `split`."""
@@ -170,9 +240,9 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
         """The arrays of all ranks on every rank. Shapes may differ."""
         return arrays.allgather(self.plain, x)
 
-    def allreduce(self, data: Any) -> Any:
+    def allreduce(self, x: Any) -> Any:
         """Sum of the arrays of all ranks, which are of the same shape and dtype."""
-        return arrays.allreduce(self.plain, data)
+        return arrays.allreduce(self.plain, x)
 
     def scatter(self, xs: Any, root: int = 0) -> Any:
         """Array i of `root`'s tuple, or row i of its array, on rank i; what others pass is ignored."""
@@ -185,38 +255,28 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
         self._mailbox.send_object(obj, dest, tag)
 
     def recv_obj(self, source: int, status: Any = None, tag: int | None = None) -> Any:
-        """Receive the object that `source` has sent with `tag` (with any tag if None)."""
-        if status is not None:
-            raise UsageError(f"rank {self.rank}: recv_obj has no use for an MPI status; leave it out")
-        return self._mailbox.receive_object(source, None if tag is None or tag < 0 else tag)
+        """Receive the object that `source` has sent with `tag` (with any tag if None or negative).
+
+        `status` is told the source, the tag and the number of bytes: one of mpi4py, or any object that takes
+        the attributes `source`, `tag` and `count`.
+        """
+        return self._mailbox.receive_object(source, None if tag is None or tag < 0 else tag, status)
 
     def bcast_obj(self, obj: Any, max_buf_len: int | None = None, root: int = 0) -> Any:
         """The object of `root`, on every rank; there is no limit that `max_buf_len` would serve."""
-        return self.plain.broadcast_object(obj, root)
+        return self._objects.bcast(obj, root)
 
     def gather_obj(self, obj: Any, root: int = 0) -> list[Any] | None:
         """The objects of all ranks on `root`, None elsewhere."""
-        data = np.frombuffer(pickle.dumps(obj), np.uint8)
-        lengths = self.plain.gather(np.array([data.size]), root, name="chainer gather_obj lengths")
-        joined = self.plain.gather(data, root, name="chainer gather_obj")
-        if lengths is None or joined is None:
-            return None
-        return [pickle.loads(part.tobytes()) for part in np.split(joined, np.cumsum(lengths)[:-1])]
+        return self._objects.gather(obj, root)
 
     def allreduce_obj(self, obj: Any) -> Any:
         """Sum (`+`) of the objects of all ranks, in the order of the ranks."""
-        return functools.reduce(operator.add, self.plain.allgather_object(obj))
+        return self._objects.allreduce(obj)
 
     def scatter_obj(self, objs: Any, root: int = 0) -> Any:
         """Object i of `root`'s sequence on rank i; what others pass is ignored."""
-        parts = [b""] * self.size
-        if self.rank == root:
-            if len(objs) != self.size:
-                raise UsageError(f"rank {root}: scatter_obj of {len(objs)} objects to {self.size} ranks")
-            parts = [pickle.dumps(obj) for obj in objs]
-        data = np.frombuffer(b"".join(parts), np.uint8)
-        received = self.plain.alltoall(data, [len(part) for part in parts], name="chainer scatter_obj")
-        return pickle.loads(received[0].tobytes())
+        return self._objects.scatter(objs, root)
 
     # Models.
 

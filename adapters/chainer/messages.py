@@ -38,6 +38,7 @@ class _Letter:
     tag: int
     is_object: bool
     content: Any
+    nbytes: int  # of the message
 
 
 class Mailbox:
@@ -60,7 +61,8 @@ class Mailbox:
         check_same_dtype("send", (x.dtype for x in arrays))
         if dest == self._comm.rank:
             copies = tuple(x.copy() for x in arrays)
-            self._keep(dest, _Letter(tag, False, copies if is_tuple else copies[0]))
+            nbytes = sum(x.nbytes for x in copies)
+            self._keep(dest, _Letter(tag, False, copies if is_tuple else copies[0], nbytes))
             return
         device = bool(arrays) and on_device(arrays[0])
         staged = [to_host(x) for x in arrays]
@@ -74,19 +76,24 @@ class Mailbox:
     def send_object(self, obj: Any, dest: int, tag: int) -> None:
         """Send anything that can be pickled."""
         if dest == self._comm.rank:
-            self._keep(dest, _Letter(tag, True, pickle.loads(pickle.dumps(obj))))
+            data = pickle.dumps(obj)
+            self._keep(dest, _Letter(tag, True, pickle.loads(data), len(data)))
         else:
             self._send_header((tag, True, obj), dest)
 
     def receive_arrays(self, source: int, tag: int | None) -> Any:
         """The oldest message of that tag (any with None), as it was sent."""
-        return self._take(source, tag, False)
+        return self._take(source, tag, False).content
 
-    def receive_object(self, source: int, tag: int | None) -> Any:
-        """The oldest object of that tag (any with None)."""
-        return self._take(source, tag, True)
+    def receive_object(self, source: int, tag: int | None, status: Any = None) -> Any:
+        """The oldest object of that tag (any with None). `status` is told where it came from, see
+        `_fill_status`."""
+        letter = self._take(source, tag, True)
+        if status is not None:
+            _fill_status(status, source, letter)
+        return letter.content
 
-    def _take(self, source: int, tag: int | None, is_object: bool) -> Any:
+    def _take(self, source: int, tag: int | None, is_object: bool) -> _Letter:
         if not 0 <= source < self._comm.size:
             raise UsageError(
                 f"rank {self._comm.rank}: cannot receive from rank {source}; name one from 0 to "
@@ -108,7 +115,7 @@ class Mailbox:
                 f"by {sent}; receive it with {other}"
             )
         waiting.remove(letter)
-        return letter.content
+        return letter
 
     def _keep(self, source: int, letter: _Letter) -> None:
         self._waiting.setdefault(source, deque()).append(letter)
@@ -117,10 +124,25 @@ class Mailbox:
         self._comm.send(np.frombuffer(pickle.dumps(header, pickle.HIGHEST_PROTOCOL), np.uint8), dest)
 
     def _receive(self, source: int) -> _Letter:
-        tag, is_object, *rest = pickle.loads(self._comm.recv(source).tobytes())
+        data = self._comm.recv(source)
+        tag, is_object, *rest = pickle.loads(data)
         if is_object:
-            return _Letter(tag, True, rest[0])
+            return _Letter(tag, True, rest[0], data.nbytes)
         is_tuple, device, content = rest
         staged = [self._comm.recv(source) for _ in range(content)] if isinstance(content, int) else content
         arrays = tuple(place(x, device) for x in staged)
-        return _Letter(tag, False, arrays if is_tuple else arrays[0])
+        nbytes = sum(x.nbytes for x in staged)
+        return _Letter(tag, False, arrays if is_tuple else arrays[0], nbytes)
+
+
+def _fill_status(status: Any, source: int, letter: _Letter) -> None:
+    """Tell a `Status` of mpi4py, or any object that takes attributes, a message's source, tag and size."""
+    if not hasattr(status, "Set_source"):
+        status.source, status.tag, status.count = source, letter.tag, letter.nbytes
+        return
+    from mpi4py import MPI  # the program has it, or there would be no status of it
+
+    status.Set_source(source)
+    status.Set_tag(letter.tag)
+    status.Set_error(MPI.SUCCESS)
+    status.Set_elements(MPI.BYTE, letter.nbytes)

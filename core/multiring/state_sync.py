@@ -23,6 +23,7 @@ __all__ = [
     "broadcast_arrays",
     "broadcast_state",
     "check_root",
+    "not_pickled",
     "pickled",
     "receive_object",
     "send_object",
@@ -133,7 +134,7 @@ def _broadcast_packed(comm: Communicator, pack: Sequence[StateBuffer], root: int
 
 
 class _NotPickled(str):
-    """Stands for an object that a rank could not pickle, and says why."""
+    """Stands for an object that a rank could not send, and says why."""
 
 
 def pickled(obj: Any) -> tuple[NDArray[np.uint8], Exception | None]:
@@ -141,12 +142,16 @@ def pickled(obj: Any) -> tuple[NDArray[np.uint8], Exception | None]:
     try:
         return np.frombuffer(pickle.dumps(obj, 5), np.uint8), None
     except Exception as error:
-        text = _NotPickled(f"{type(error).__name__}: {error}")
-        return np.frombuffer(pickle.dumps(text), np.uint8), error
+        return not_pickled(error), error
+
+
+def not_pickled(error: Exception) -> NDArray[np.uint8]:
+    """Bytes to be sent in place of an object that cannot be."""
+    return np.frombuffer(pickle.dumps(_NotPickled(f"{type(error).__name__}: {error}")), np.uint8)
 
 
 def unpickled(comm: Communicator, operation: str, joined: Any, lengths: Any) -> list[Any]:
-    """The objects of all ranks from what `pickled` has made of them.
+    """The objects of all ranks from what `pickled` has made of them; None from one that has sent nothing.
 
     Args:
         comm: The ranks.
@@ -155,14 +160,17 @@ def unpickled(comm: Communicator, operation: str, joined: Any, lengths: Any) -> 
         lengths: Of each rank.
 
     Raises:
-        UsageError: Some rank could not pickle its object.
+        UsageError: Some rank could not send its object.
     """
     ends = np.cumsum(lengths)
-    found = [pickle.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+    found = [
+        pickle.loads(joined[end - length : end]) if length else None
+        for end, length in zip(ends, lengths, strict=True)
+    ]
     for rank, obj in enumerate(found):
         if isinstance(obj, _NotPickled):
             raise UsageError(
-                f"{operation} failed on rank {comm.rank}: rank {rank} could not pickle its object ({obj}); "
+                f"{operation} failed on rank {comm.rank}: rank {rank} could not send its object ({obj}); "
                 "nothing was received"
             )
     return found

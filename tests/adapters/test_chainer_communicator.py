@@ -187,12 +187,18 @@ def refuse(comm: Communicator) -> None:
         mn.scatter((np.zeros(2),) if mn.rank == 1 else None, 1)
     with pytest.raises(ValueError, match="Unknown config: nothing"):
         mn.set_config("nothing", 1)
-    with pytest.raises(UsageError, match="leave the name out"):
-        multiring.chainer.create_communicator("naive")
+    with pytest.raises(UsageError, match="'fast'.*no such communicator; leave the name out.*pure_nccl"):
+        multiring.chainer.create_communicator("fast")
+    with pytest.raises(UsageError, match="no communicator here that sends nothing"):
+        multiring.chainer.create_communicator(communicator_name="dummy")
+    with pytest.raises(UsageError, match="two names, 'naive' and 'flat'"):
+        multiring.chainer.create_communicator("naive", communicator_name="flat")
     with pytest.raises(UsageError, match=r"is no communicator of multiring.*create_communicator\(\)"):
         multiring.chainer.create_communicator(object())
-    with pytest.raises(UsageError, match="allreduce_grad_dtype"):
+    with pytest.raises(UsageError, match="allreduce_grad_dtype=float16.*pass wire='float16'"):
         multiring.chainer.create_communicator(comm, allreduce_grad_dtype=np.float16)
+    with pytest.raises(UsageError, match="allreduce_grad_dtype=float64: .*leave it out"):
+        mn.set_config("allreduce_grad_dtype", np.float64)
     assert mn.allreduce(np.ones(1)) == mn.size
 
 
@@ -222,12 +228,15 @@ def properties(comm: Communicator) -> None:
     assert (mn.rank, mn.size) == (comm.rank, comm.size)
     assert (mn.intra_rank, mn.intra_size) == (comm.local_rank, comm.local_size)
     assert (mn.inter_rank, mn.inter_size) == (comm.cross_rank, comm.cross_size)
-    assert mn.get_config("batched_copy") is True
+    assert mn.get_config("batched_copy") is mn.batched_copy is True
     mn.set_config("batched_copy", False)
-    assert mn.get_config() == {"batched_copy": False}
-    other = multiring.chainer.create_communicator()
+    assert mn.batched_copy is False
+    assert mn.get_config() == {"batched_copy": False, "allreduce_grad_dtype": None}
+    other = multiring.chainer.create_communicator(allreduce_grad_dtype=np.float32)
     assert (other.size, other.get_config("batched_copy")) == (comm.size, True)
-    assert other.mpi_comm is None
+    assert other.get_config("allreduce_grad_dtype") == other.allreduce_grad_dtype == np.float32
+    with pytest.raises(KeyError, match="nothing"):
+        other.get_config("nothing")
     mpi = OtherMpi(comm.rank, comm.size)
     assert multiring.chainer.create_communicator(comm, mpi_comm=mpi).mpi_comm is mpi
     with pytest.raises(UsageError, match="pass one with the same ranks"):
@@ -235,15 +244,23 @@ def properties(comm: Communicator) -> None:
 
 
 def split(comm: Communicator) -> None:
-    mn = multiring.chainer.create_communicator(comm)
+    mn = multiring.chainer.create_communicator(comm, batched_copy=False)
+    with mn.config_scope():
+        mn.of_its_own = "setting"
     half = mn.split(mn.rank % 2, -mn.rank)
     assert half is not None
     members = [rank for rank in reversed(range(mn.size)) if rank % 2 == mn.rank % 2]
     assert half.size == len(members)
     assert members[half.rank] == mn.rank
     assert half.allreduce_obj([mn.rank]) == members
-    assert half.get_config() == {}
+    assert half.get_config() == mn.get_config()
+    assert (half.batched_copy, half.of_its_own) == (False, "setting")
+    assert (half.mpi_comm.rank, half.mpi_comm.size) == (half.rank, half.size)
+    half.set_config("batched_copy")
+    assert mn.get_config("batched_copy") is False
     half.finalize()
+    undefined = mn.split(-32766 if mn.rank else 0, 0)  # MPI.UNDEFINED
+    assert (undefined is None) == (mn.rank > 0)
     assert (mn.split(0 if mn.rank == 1 else None, 0) is None) == (mn.rank != 1)
     mn.finalize()
     assert mn.allreduce_obj(1) == mn.size
