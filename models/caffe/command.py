@@ -137,8 +137,9 @@ def _train_job(args: argparse.Namespace) -> int:
 
 
 def _relaunch(args: argparse.Namespace) -> int:
-    command = [sys.executable, "-m", "multiring", "run", "-np", str(args.np), "-m", "multiring", "caffe"]
-    command += ["train", "--solver", args.solver]
+    # Untagged: rank 0 alone logs, and what reads Caffe's logs (parse_log.py) takes no "[0]" before the time.
+    command = [sys.executable, "-m", "multiring", "run", "-np", str(args.np), "--no-tag-output"]
+    command += ["-m", "multiring", "caffe", "train", "--solver", args.solver]
     for name in ("snapshot", "weights", "threads", "sigint_effect", "sighup_effect"):
         if (value := getattr(args, name)) is not None:
             command += [f"--{name}", str(value)]
