@@ -4,12 +4,18 @@ Chainer 7.8.1, its last release, uses two names that NumPy 2 has removed: `np.sc
 and `np.float`, when `resize_images` runs. Both are put back, with the values that they had, before Chainer is
 imported; nothing else is changed in NumPy. In Chainer, `chainermn.create_communicator` refuses to let
 each rank of `multiring run` train alone; nothing else is changed.
+
+Processes that `multiprocessing` starts with "spawn" or "forkserver", such as those of Chainer's
+`MultiprocessIterator`, import NumPy and Chainer anew, and not necessarily this package. One without the two
+names would die, and the pool of processes would start another for ever. So the names are sent to each such
+process, ahead of what it runs.
 """
 
 from __future__ import annotations
 
 import functools
 from importlib import import_module
+from multiprocessing import spawn
 from typing import Any
 
 import numpy as np
@@ -42,6 +48,37 @@ def restore_numpy_names() -> None:
             setattr(np, name, value)
 
 
+class _Numpy:
+    """Is the module when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, ("numpy",)
+
+
+class _NumpyName:
+    """Sets a name of NumPy when it is unpickled. Needs nothing of this package, which imports Chainer."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return setattr, (_Numpy(), self._name, getattr(np, self._name))
+
+
+def _restore_in_child_processes() -> None:
+    """Have `multiprocessing` send the names with what prepares a process, which is unpickled first of all."""
+    make: Any = spawn.get_preparation_data
+    if hasattr(make, "_of_multiring"):
+        return
+
+    @functools.wraps(make)
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {**make(name), "names of NumPy": [_NumpyName("sctypes"), _NumpyName("float")]}
+
+    get_preparation_data._of_multiring = True  # type: ignore[attr-defined]
+    spawn.get_preparation_data = get_preparation_data
+
+
 def import_chainer() -> None:
     """Import Chainer and ChainerMN, which is part of it, and refuse to train alone under `multiring run`.
 
@@ -49,6 +86,7 @@ def import_chainer() -> None:
         ImportError: They are missing, or something that they need is; says what to install.
     """
     restore_numpy_names()
+    _restore_in_child_processes()
     for name in ("chainer", "chainermn"):
         try:
             import_module(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +75,51 @@ def test_what_is_missing_is_said(missing: str, text: str) -> None:
     assert text in done.stdout, done.stderr
     for word in ("--no-build-isolation", "setuptools<82", "numpy<2.4", "multiring[chainer]", "Python 3.11"):
         assert word in done.stdout
+
+
+# It imports the adapter where a child process, which imports this module too, does not.
+ITERATOR = """
+import multiprocessing
+import sys
+
+
+def modules():
+    assert "chainer" not in sys.modules
+    print("child", flush=True)
+
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[1])
+    import multiring.chainer
+    import chainer
+    import loader
+
+    for child in (multiprocessing.Process(target=modules), loader.Loader()):
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+    batches = chainer.iterators.MultiprocessIterator(range(6), 3, repeat=False, shuffle=False, n_processes=1)
+    print(list(batches), flush=True)
+    batches.finalize()
+"""
+
+LOADER = """
+import multiprocessing
+import chainer
+
+
+class Loader(multiprocessing.Process):
+    def run(self):
+        print("loader", flush=True)
+"""
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_child_processes_have_the_names_of_numpy(tmp_path: Path, start_method: str) -> None:
+    (tmp_path / "loader.py").write_text(LOADER)
+    script = tmp_path / "script.py"
+    script.write_text(ITERATOR)
+    command = [sys.executable, "-W", "ignore", str(script), start_method]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "child\nloader\n[[0, 1, 2], [3, 4, 5]]\n", done.stderr
