@@ -3,7 +3,7 @@
     multiring run -np 2 python examples/caffe_digits.py
 
 The lines that multiring needs are numbered; without a launcher the same script trains in one process. It runs
-on the Caffe-style solver; with a Caffe of your own, `import caffe` takes its place.
+on pycaffe where there is one, and on the Caffe-style solver elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from sklearn.datasets import load_digits
 
 import multiring  # 1
 import multiring.caffe
-from multiring.models import caffe
+
+try:
+    from caffe import SGDSolver
+except ImportError:
+    from multiring.models.caffe import SGDSolver
 
 BATCH = 64  # images per step over all ranks
 STEPS = 400
@@ -56,12 +60,12 @@ def load() -> tuple[np.ndarray, np.ndarray]:
     return images, digits.target[order].astype(np.float32)
 
 
-def make_solver(batch: int) -> caffe.Solver:
+def make_solver(batch: int) -> SGDSolver:
     with tempfile.TemporaryDirectory() as directory:
         net, solver = Path(directory) / "net.prototxt", Path(directory) / "solver.prototxt"
         net.write_text(NET % batch)
         solver.write_text(SOLVER % (net, STEPS))
-        return caffe.SGDSolver(solver)
+        return SGDSolver(str(solver))
 
 
 def main() -> None:
@@ -71,14 +75,16 @@ def main() -> None:
     solver = make_solver(batch)
     callback = multiring.caffe.SolverCallback(solver, overlap=True)  # 4
     solver.add_callback(*callback)  # 5: weights come from rank 0, gradients are averages over ranks
-    share = np.arange(1472).reshape(-1, comm.size, batch)[:, comm.rank].ravel()
-    solver.net.set_input_arrays(images[share], labels[share])
+    share = np.arange(1472 - 1472 % (comm.size * batch)).reshape(-1, comm.size, batch)[:, comm.rank].ravel()
+    net = solver.net  # kept: Caffe's own net reads the arrays where this object keeps them
+    net.set_input_arrays(images[share], labels[share])
     solver.step(STEPS)
     test = np.arange(1472, len(labels))[comm.rank :: comm.size]
     test = test[: len(test) // batch * batch]
-    net = solver.test_nets[0]
-    net.set_input_arrays(images[test], labels[test])
-    found = [float(net.forward()["accuracy"]) for _ in range(len(test) // batch)]
+    test_net = solver.test_nets[0]
+    test_net.share_with(net)
+    test_net.set_input_arrays(images[test], labels[test])
+    found = [float(test_net.forward()["accuracy"]) for _ in range(len(test) // batch)]
     metrics = multiring.caffe.average_metrics({"accuracy": np.mean(found)}, len(test))
     if comm.rank == 0:
         print(f"{comm.size} ranks, test accuracy {metrics['accuracy']:.4f}")
