@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import multiring
 from multiring.buffer_sync import check_mode
 from multiring.errors import UsageError
 from multiring.tensorflow.agreement import MetricAverage, decide_together
+from multiring.tensorflow.keras_optimizer import DistributedKerasOptimizer, DistributedLossScaleOptimizer
 from multiring.tensorflow.state import broadcast_object, broadcast_variables, sync_buffers
 from multiring.tensorflow.variables import named_variables, to_numpy
 from multiring.types import BufferMode
@@ -75,6 +77,7 @@ class BroadcastInitialState(keras.callbacks.Callback):
         check_mode(comm.rank, self._buffers)
         self._sync = _nothing
         decide_together(sys._getframe(1).f_locals.get("self"), self.model, self.params, comm)
+        _warn_if_alone(self.model, comm)
         steps = int(getattr(self.model, "steps_per_execution", None) or 1)
         # Of models that define a train_step of their own, parts may be built and the whole not.
         built, late = bool(self.model.built), not self.model.weights and steps > 1
@@ -122,6 +125,24 @@ class BroadcastInitialState(keras.callbacks.Callback):
 
             sync = tf.function(sync, autograph=False)
         self._sync = sync
+
+
+def _warn_if_alone(model: Any, comm: Communicator) -> None:
+    """Tell of an optimizer that `fit()` would step with the gradients of this rank alone.
+
+    A loaded model has such a one. Not an error: a program may average weights by a callback of its own.
+    """
+    steps_itself = not type(model).train_step.__module__.startswith("keras.")  # with a tape, perhaps
+    if comm.size == 1 or steps_itself or model.optimizer is None:
+        return
+    inside = [model.optimizer, *vars(model.optimizer).values()]
+    if not any(isinstance(one, DistributedKerasOptimizer | DistributedLossScaleOptimizer) for one in inside):
+        warnings.warn(
+            f"rank {comm.rank}: gradients are not reduced over ranks, since the optimizer is a plain "
+            f"{type(model.optimizer).__name__}, as that of a loaded model is: set model.optimizer = "
+            "multiring.tensorflow.DistributedOptimizer(model.optimizer) before fit()",
+            stacklevel=2,
+        )
 
 
 class LearningRateWarmup(keras.callbacks.Callback):

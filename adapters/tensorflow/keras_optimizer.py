@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -20,13 +19,12 @@ __all__ = ["DistributedKerasOptimizer", "DistributedLossScaleOptimizer"]
 Tensors = Sequence[Any]
 
 
-@keras.saving.register_keras_serializable(package="multiring")
 class DistributedKerasOptimizer(keras.optimizers.Optimizer):
     """Holds an optimizer and hands it gradients that were reduced over ranks.
 
     It is a `keras.optimizers.Optimizer` by type because `compile()` accepts nothing else. Variables,
-    learning rate, iterations and settings are those of `inner_optimizer`: what is saved with one can be
-    loaded with the other.
+    learning rate, iterations and settings are those of `inner_optimizer`. It is saved as that one, so that a
+    model can be loaded where multiring is not imported.
     """
 
     _wrapped = False  # until the inner optimizer is there
@@ -162,21 +160,24 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def get_config(self) -> dict[str, Any]:
-        """What `from_config` needs; the communicator is left out, a loaded optimizer takes the world."""
-        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        return {"name": self.name, "inner_optimizer": inner, **asdict(self.options)}
+        """That of the inner optimizer."""
+        config: dict[str, Any] = self.inner_optimizer.get_config()
+        return config
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> DistributedKerasOptimizer:
-        """Make an optimizer from what `get_config` returned."""
-        rest = dict(config)
-        inner = keras.saving.deserialize_keras_object(
-            rest.pop("inner_optimizer"), custom_objects=custom_objects
-        )
-        return cls(inner, **rest)
+    def save_own_variables(self, store: Any) -> None:
+        """Saves what the inner optimizer would; sums of an unfinished group of passes are left out."""
+        self.inner_optimizer.save_own_variables(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads what `save_own_variables`, or a plain optimizer, has saved."""
+        self.inner_optimizer.load_own_variables(store)
+
+    @property
+    def __class__(self) -> Any:
+        """Of the inner optimizer: the class by whose name Keras saves an object, and loads it."""
+        return self.inner_optimizer.__class__ if self._wrapped else type(self)
 
 
-@keras.saving.register_keras_serializable(package="multiring")
 class DistributedLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """A `LossScaleOptimizer` that looks at gradients after they were reduced: all ranks skip the same steps.
 
@@ -224,6 +225,7 @@ class DistributedLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         reduced = self._reduction.reduce(grads, self._trainable_variables, self)
         return super().stateless_apply(optimizer_variables, reduced, trainable_variables)
 
-    def get_config(self) -> dict[str, Any]:
-        """What `from_config` needs; the communicator is left out, a loaded optimizer takes the world."""
-        return {**super().get_config(), **asdict(self.options)}
+    @property
+    def __class__(self) -> Any:
+        """Keras's, as which it is saved; see `DistributedKerasOptimizer`."""
+        return keras.optimizers.LossScaleOptimizer

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import tf_keras
@@ -21,12 +20,11 @@ _tracking = tf.__internal__.tracking
 _Delegating: Any = _tracking.DelegatingTrackableMixin
 
 
-@tf_keras.saving.register_keras_serializable(package="multiring")
 class DistributedTfKerasOptimizer(_Delegating, tf_keras.optimizers.Optimizer):
     """Holds an optimizer and hands it gradients that were reduced over ranks.
 
     It is a tf_keras optimizer by type because `compile()` accepts nothing else; variables, settings and the
-    format of checkpoints are the wrapped optimizer's own.
+    format of checkpoints are the wrapped optimizer's own. It is saved as that one.
     """
 
     @_tracking.no_automatic_dependency_tracking
@@ -111,19 +109,14 @@ class DistributedTfKerasOptimizer(_Delegating, tf_keras.optimizers.Optimizer):
         return getattr(self._optimizer, name)
 
     def get_config(self) -> dict[str, Any]:
-        """What `from_config` needs; the communicator is left out, a loaded optimizer takes the world."""
-        inner = tf_keras.optimizers.serialize(self._optimizer)
-        return {"name": self._name, "inner_optimizer": inner, **asdict(self.options)}
+        """That of the wrapped optimizer."""
+        config: dict[str, Any] = self._optimizer.get_config()
+        return config
 
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], custom_objects: Any = None
-    ) -> DistributedTfKerasOptimizer:
-        """Make an optimizer from what `get_config` returned."""
-        rest = dict(config)
-        inner = tf_keras.optimizers.deserialize(rest.pop("inner_optimizer"), custom_objects=custom_objects)
-        made: DistributedTfKerasOptimizer = cls(inner, **rest)
-        return made
+    @property
+    def __class__(self) -> Any:
+        """Of the wrapped optimizer: the class by whose name tf_keras saves an object, and loads it."""
+        return self._optimizer.__class__ if "_optimizer" in vars(self) else type(self)
 
 
 def wrap(

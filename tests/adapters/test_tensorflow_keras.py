@@ -1,12 +1,10 @@
-"""Keras 3 and tf_keras models under `fit()`: wrapped optimizers, mixed precision, saving."""
+"""Keras 3 and tf_keras models under `fit()`: wrapped optimizers, mixed precision."""
 
 from __future__ import annotations
 
 import functools
-import tempfile
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -264,32 +262,6 @@ def refused(comm: Communicator) -> None:
 
 def test_refused(ranks: Pool) -> None:
     ranks(1).run(refused)
-
-
-def save_and_load(comm: Communicator, suffix: str) -> None:
-    """What is saved with the wrapper loads as such, and into a model with the plain optimizer."""
-    model = make_model()
-    model.compile(mt.DistributedOptimizer(keras.optimizers.Adam(0.01), comm), loss_of(keras))
-    model.fit(*share(comm), 6, verbose=0, shuffle=False)
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / f"model{suffix}"
-        model.save(path)
-        loaded = keras.models.load_model(path)
-    assert type(loaded.optimizer) is type(model.optimizer)
-    assert loaded.optimizer.get_config() == model.optimizer.get_config()
-    pairs = zip(loaded.optimizer.variables, model.optimizer.variables, strict=True)
-    assert all(np.array_equal(found.numpy(), wanted.numpy()) for found, wanted in pairs)
-    for one in (model, loaded):
-        one.fit(*share(comm), 6, verbose=0, shuffle=False)
-    for found, wanted in zip(weights_of(loaded), weights_of(model), strict=True):
-        np.testing.assert_array_equal(found, wanted)
-    plain = keras.optimizers.Adam(0.01)
-    plain.build(model.trainable_variables)
-    assert [v.shape for v in plain.variables] == [v.shape for v in model.optimizer.variables]
-
-
-def test_saving_and_loading(ranks: Pool) -> None:
-    ranks(2).run(save_and_load, ".keras")
 
 
 def custom_loop(comm: Communicator) -> None:
