@@ -9,9 +9,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SMALL", "FakeBlob", "FakeLayer", "FakeNet", "FakeSolver", "blob", "draw", "expect", "make_solver"]
+from multiring import Communicator
+from tests.rank_pool import RankPool
+
+__all__ = [
+    "SMALL",
+    "FakeBlob",
+    "FakeLayer",
+    "FakeNet",
+    "FakeSolver",
+    "Pool",
+    "bits",
+    "blob",
+    "draw",
+    "expect",
+    "make_solver",
+    "same_everywhere",
+]
 
 Array = NDArray[Any]
+Pool = Callable[[int], RankPool]
 SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 64}
 
 
@@ -175,3 +192,13 @@ def expect(net: FakeNet, passes: list[list[dict[str, list[Array]]]]) -> None:
     np.testing.assert_allclose(net.params["twin_b"][0].diff, twins, rtol=1e-6)
     for k in (0, 1):
         np.testing.assert_allclose(net.params["conv"][k].diff, total["conv"][k], rtol=1e-6)
+
+
+def bits(net: Any) -> list[bytes]:
+    """All weights, to compare them exactly."""
+    return [one.data.tobytes() for blobs in net.params.values() for one in blobs]
+
+
+def same_everywhere(comm: Communicator, values: object) -> bool:
+    """Whether all ranks have given equal values. Collective."""
+    return comm.allgather_object(values) == [values] * comm.size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,13 @@ from tests.adapters.caffe_support import (
     FakeLayer,
     FakeNet,
     FakeSolver,
+    Pool,
     blob,
     draw,
     expect,
     make_solver,
 )
-from tests.rank_pool import RankPool
 
-Pool = Callable[[int], RankPool]
 Array = NDArray[Any]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,11 +10,8 @@ import pytest
 import multiring.caffe
 from multiring import Communicator
 from multiring.errors import MismatchError
-from tests.adapters.caffe_support import SMALL, draw, expect, make_solver
-from tests.rank_pool import RankPool
+from tests.adapters.caffe_support import SMALL, Pool, draw, expect, make_solver
 from tests.support import REPOSITORY, start_job
-
-Pool = Callable[[int], RankPool]
 
 
 def differ(comm: Communicator, what: str) -> None:

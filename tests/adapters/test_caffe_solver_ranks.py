@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,9 @@ import pytest
 import multiring.caffe
 from multiring import Communicator
 from multiring.models.bench.gradients_caffe import make_reduction
+from tests.adapters.caffe_support import Pool
 from tests.python.caffe_nets import make_solver
-from tests.rank_pool import RankPool
 from tests.support import REPOSITORY, start_job
-
-Pool = Callable[[int], RankPool]
 
 
 def train(comm: Communicator, overlap: bool, iter_size: int) -> list[bytes]:
@@ -61,6 +58,7 @@ def test_the_reduction_that_is_measured(ranks: Pool, size: int) -> None:
 KILLED = """
 import os, pathlib, signal, time
 import multiring, multiring.caffe
+from tests.adapters.caffe_support import Pool
 from tests.python.caffe_nets import make_solver
 
 comm = multiring.init()
