@@ -19,7 +19,8 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -41,12 +42,17 @@ class _Letter:
     nbytes: int  # of the message
 
 
+_Waiting: TypeAlias = dict[int, deque[_Letter]]
+_waiting: WeakKeyDictionary[Communicator, _Waiting] = WeakKeyDictionary()
+
+
 class Mailbox:
-    """Sends and receives; one for each communicator."""
+    """Sends and receives. All of one communicator of the core share what waits, as ChainerMN's communicators
+    share the messages of one of MPI."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._waiting: dict[int, deque[_Letter]] = {}
+        self._waiting: _Waiting = _waiting.setdefault(comm, {})
 
     def send_arrays(self, data: Any, dest: int, tag: int) -> None:
         """Send an array, or a tuple or list of arrays of one dtype."""

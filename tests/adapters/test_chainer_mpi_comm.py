@@ -75,6 +75,21 @@ def test_messages(ranks: Pool) -> None:
     ranks(2).run(messages)
 
 
+def several_communicators(comm: Communicator) -> None:
+    """What one has put aside is there for the other."""
+    one, other = (multiring.chainer.create_communicator(comm) for _ in range(2))
+    if comm.rank == 0:
+        one.send_obj("one", 1, tag=1)
+        other.send_obj("other", 1, tag=2)
+    else:
+        assert other.recv_obj(0, tag=2) == "other"
+        assert one.recv_obj(0, tag=1) == "one"
+
+
+def test_communicators_of_the_same_ranks_share_messages(ranks: Pool) -> None:
+    ranks(2).run(several_communicators)
+
+
 def fill_a_status_of_mpi4py(comm: Communicator) -> None:
     from mpi4py import MPI
 
