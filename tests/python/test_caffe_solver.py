@@ -170,6 +170,21 @@ def test_a_restored_training_goes_on_bit_for_bit(tmp_path: Path, kind: str, dtyp
     assert not list(tmp_path.rglob(".shot*"))
 
 
+def test_a_blob_that_no_longer_learns_stays_whatever_its_history_holds(tmp_path: Path) -> None:
+    learning = make_solver(tmp_path, "momentum: 0.9", SMALL.replace("lr_mult: 0", "lr_mult: 1"))
+    learning.step(2)
+    path = learning.snapshot()
+    assert path is not None
+    solver = make_solver(tmp_path, "momentum: 0.9")
+    solver.restore(path)
+    before = weights(solver)
+    frozen = [one.lr_mult for one in solver.net.learnable].index(0)
+    assert solver.history[frozen].any()
+    solver.step(2)
+    same = [np.array_equal(*pair) for pair in zip(weights(solver), before, strict=True)]
+    assert same == [number == frozen for number in range(len(same))]
+
+
 def test_snapshots_are_caffes_messages(tmp_path: Path) -> None:
     solver = make_solver(tmp_path, 'momentum: 0.9 lr_policy: "multistep" gamma: 0.1 stepvalue: 1')
     solver.step(2)
