@@ -109,7 +109,8 @@ class Mailbox:
         letter = next((one for one in waiting if tag is None or one.tag == tag), None)
         while letter is None:
             if source == self._comm.rank:
-                raise UsageError(f"rank {source}: nothing with tag {tag} was sent from this rank to itself")
+                wanted = "nothing" if tag is None else f"nothing with tag {tag}"
+                raise UsageError(f"rank {source}: {wanted} was sent from this rank to itself")
             arrived = self._receive(source)
             waiting.append(arrived)
             if tag is None or arrived.tag == tag:

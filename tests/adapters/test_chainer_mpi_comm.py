@@ -190,7 +190,7 @@ def names(comm: Communicator) -> list[str]:
 def test_names_of_chainermn_are_accepted(ranks: Pool) -> None:
     lines, others = ranks(2).run(names)
     assert len(lines) == 7
-    assert all("one kind of communicator, which is used: 2 ranks on 1 host(s)" in line for line in lines)
+    assert all("one kind of communicator, which is used: 2 ranks on " in line for line in lines)
     assert "'pure_nccl'" in lines[0]
     assert "'flat'" in lines[-1]
     assert others == []
