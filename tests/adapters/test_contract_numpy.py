@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from multiring import Communicator
 from multiring.errors import UsageError
 from tests.adapters.contract import AdapterContract, oracle
 from tests.rank_pool import RankPool
+from tests.support import REPOSITORY, run_job
 
 Pool = Callable[[int], RankPool]
 
@@ -139,3 +142,34 @@ def state_of_all_kinds(comm: Communicator) -> None:
 
 def test_state_of_all_kinds(ranks: Pool) -> None:
     ranks(2).run(state_of_all_kinds)
+
+
+RESULTS = """
+for rank in range(comm.size):
+    np.testing.assert_array_equal(rows[rows[:, 0] == rank], np.full((rank + 1, 2), rank))
+np.testing.assert_array_equal(mine, np.array_split(np.arange(10), comm.size)[comm.rank])
+np.testing.assert_array_equal(block, mine * comm.size)
+assert total[0] == comm.size and largest >= loss and first[2] == 2
+np.testing.assert_array_equal(received, np.full(comm.size, comm.rank))
+assert names == [f"rank {rank}" for rank in range(comm.size)]
+assert [part[0] for part in parts] == [k * comm.size for k in range(4)]
+assert [one[0] for one in sums] == [comm.size] * 2
+assert members == list(range(comm.rank % 2, comm.size, 2))
+assert bucket[0] == sum(range(comm.size))
+assert state["epoch"] == 3 and set(metrics) == {"loss"}
+print("weights", np.concatenate([one.ravel() for one in weights.values()]).tobytes().hex()[:64])
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_script_of_the_page_runs(tmp_path: Path, size: int) -> None:
+    page = (REPOSITORY / "docs" / "numpy.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 5
+    script = tmp_path / "script.py"
+    script.write_text("\n".join([*blocks, RESULTS]))
+    done = run_job(size, script)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"weights (\w+)", done.stdout)
+    assert len(found) == size
+    assert len(set(found)) == 1
