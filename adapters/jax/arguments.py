@@ -12,7 +12,7 @@ import numpy as np
 
 import jax
 import jax.numpy as jnp
-import multiring
+from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.jax.primitive import OPS
 
@@ -26,11 +26,6 @@ DTYPES = (
     *(f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u")),
     *("float16", "bfloat16", "float32", "float64"),
 )
-
-
-def resolve(comm: Communicator | None) -> Communicator:
-    """The communicator to use: the world where none is given."""
-    return multiring.world() if comm is None else comm
 
 
 def check_op(comm: Communicator, op: str) -> None:

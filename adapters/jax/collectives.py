@@ -12,6 +12,7 @@ from multiring.jax.arguments import as_arrays, call_site, check_op, resolve
 from multiring.jax.library import number_of
 from multiring.jax.primitive import Bucket, Collective, block_rows, run
 from multiring.jax.trees import Reduction, named, named_leaves, reduce_arrays
+from multiring.reductions import explain_arguments
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reducescatter"]
 
 
+@explain_arguments
 def allreduce(
     x: Any,
     op: str = "sum",
@@ -54,7 +56,7 @@ def allreduce(
     """
     comm = resolve(comm)
     check_op(comm, op)
-    scales = {"prescale": float(prescale), "postscale": float(postscale)}
+    scales: dict[str, Any] = {"prescale": float(prescale), "postscale": float(postscale)}
     names, leaves, structure = named_leaves(x)
     if jax.tree_util.all_leaves([x]):
         return _run_one("allreduce", x, comm, name, op=op, **scales)
@@ -62,6 +64,7 @@ def allreduce(
     return structure.unflatten(reduce_arrays(comm, as_arrays(comm, leaves, names), names, options))
 
 
+@explain_arguments
 def broadcast(x: Any, root: int = 0, *, comm: Communicator | None = None, name: str | None = None) -> Any:
     """Give every rank the array of rank `root`, or a tree of arrays.
 
@@ -138,7 +141,7 @@ def reducescatter(
     """
     comm = resolve(comm)
     check_op(comm, op)
-    scales = {"prescale": float(prescale), "postscale": float(postscale)}
+    scales: dict[str, Any] = {"prescale": float(prescale), "postscale": float(postscale)}
 
     def scatter(leaf: Any, own: str | None) -> jax.Array:
         _check_rows(comm, leaf, "reducescatter")

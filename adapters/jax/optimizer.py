@@ -14,6 +14,7 @@ from multiring.jax.gradients import gradient_options, reduce_gradients, reduce_p
 from multiring.jax.state_check import check_interval, check_leaves
 from multiring.jax.trees import named_leaves
 from multiring.model_check import check_same
+from multiring.reductions import explain_arguments
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -45,6 +46,7 @@ class DistributedState(NamedTuple):
     active: jax.Array
 
 
+@explain_arguments
 def distribute(
     optimizer: Any,
     *,

@@ -14,6 +14,7 @@ from multiring.errors import UsageError
 from multiring.jax.arguments import resolve
 from multiring.jax.internals import with_weak_type
 from multiring.jax.trees import named_leaves
+from multiring.reductions import explain_arguments
 from multiring.state_sync import StateBuffer, broadcast_state, check_root
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["average_metrics", "broadcast_object", "broadcast_parameters"]
 
 
+@explain_arguments
 def broadcast_parameters(tree: Any, root: int = 0, *, comm: Communicator | None = None) -> Any:
     """Give every rank the pytree of rank `root`: parameters, optimizer state, a train state. Collective.
 
@@ -86,6 +88,7 @@ def _like(leaf: Any, copy: np.ndarray[Any, Any], weak_type: bool) -> Any:
     return with_weak_type(jnp.asarray(copy), bool(weak_type))
 
 
+@explain_arguments
 def broadcast_object(obj: Any, root: int = 0, *, comm: Communicator | None = None) -> Any:
     """Give every rank the picklable object of rank `root`. Collective."""
     return resolve(comm).broadcast_object(obj, root)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-import multiring
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
 from multiring.compression import TopK
+from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.gradient_reducer import GradientReducer
 from multiring.gradient_source import ReducerOptions
@@ -66,7 +66,7 @@ class GradientBuckets:
             UsageError: No parameters, or a dtype that cannot be reduced.
             MismatchError: The ranks pass different names, shapes, dtypes or options.
         """
-        self._comm = multiring.world() if comm is None else comm
+        self._comm = resolve(comm)
         specs = [ParameterSpec(name, a.shape, a.dtype.name) for name, a in parameters.items()]
         op: Literal["average", "sum"] = "average" if average else "sum"
         options = ReducerOptions(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
-import multiring
 from multiring import metrics as shared_metrics
 from multiring.buffer_sync import sync_arrays
+from multiring.derived import resolve
 from multiring.state_sync import broadcast_arrays
 from multiring.types import BufferMode
 from numpy.typing import NDArray
@@ -34,13 +34,13 @@ def broadcast_parameters(
         UsageError: `root` is not a rank.
         MismatchError: The ranks pass different names, shapes or dtypes.
     """
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     broadcast_arrays(comm, parameters, root)
 
 
 def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:
     """Return `root`'s object on every rank; it has to be picklable. Collective."""
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     received: T = comm.broadcast_object(obj, root)
     return received
 
@@ -49,13 +49,13 @@ def average_metrics(
     metrics: Mapping[str, SupportsFloat], count: float, comm: Communicator | None = None
 ) -> dict[str, float]:
     """Average metrics over ranks, weighted by `count` samples; see `multiring.metrics.average_metrics`."""
-    return shared_metrics.average_metrics(multiring.world() if comm is None else comm, metrics, count)
+    return shared_metrics.average_metrics(resolve(comm), metrics, count)
 
 
 def batch_weight(count: float, comm: Communicator | None = None) -> float:
     """What to multiply the mean loss, or its gradients, with where batches differ in size over ranks.
     Collective; see `multiring.metrics.batch_weight`."""
-    return shared_metrics.batch_weight(multiring.world() if comm is None else comm, count)
+    return shared_metrics.batch_weight(resolve(comm), count)
 
 
 def sync_buffers(
@@ -63,4 +63,4 @@ def sync_buffers(
 ) -> None:
     """Make arrays that each rank has updated from its own batch alone the same on all ranks, in place; see
     `multiring.buffer_sync.sync_arrays`. Collective unless `mode` is "local"."""
-    sync_arrays(multiring.world() if comm is None else comm, arrays, mode)
+    sync_arrays(resolve(comm), arrays, mode)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import multiring
+from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.pytensor.collective_ops import Allgather, Allreduce, Broadcast
 from multiring.state_sync import check_root
@@ -111,7 +111,7 @@ def allgather(x: Variable, name: str, *, comm: Communicator | None = None) -> Va
 
 
 def _world(comm: Communicator | None) -> Communicator:
-    return multiring.world() if comm is None else comm
+    return resolve(comm)
 
 
 def _as_tensor(x: Variable, name: str) -> Variable:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-import multiring
 import pytensor.tensor as pt
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
 from multiring.compression import TopK
+from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions
 from multiring.pytensor.gradient_ops import Begin, Finish, Ready, Round
@@ -82,7 +82,7 @@ class DistributedGradients:
             UsageError: No parameters, not shared variables, or a dtype that cannot be reduced.
             MismatchError: The ranks pass different names, shapes, dtypes or options.
         """
-        self._comm = multiring.world() if comm is None else comm
+        self._comm = resolve(comm)
         self._params = list(params.values() if isinstance(params, Mapping) else params)
         found = names_of(self._params, self._comm.rank)
         self._names = list(params) if isinstance(params, Mapping) else found

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import numpy as np
 
-import multiring
 from multiring import metrics as shared_metrics
 from multiring.buffer_sync import sync_arrays
+from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.state_sync import StateBuffer, broadcast_state, check_root
 from multiring.types import BufferMode
@@ -67,7 +67,7 @@ def broadcast_parameters(
         UsageError: `root` is not a rank, not a shared variable, or two of one name.
         MismatchError: The ranks pass different names, shapes or dtypes.
     """
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     check_root(comm, root)
     shared = list(variables)
     named = dict(zip(names_of(shared, comm.rank), shared, strict=True))
@@ -107,7 +107,7 @@ def sync_buffers(
     Raises:
         UsageError: There is no such mode, not a shared variable of an array, or two of one name.
     """
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     shared = list(variables)
     named = dict(zip(names_of(shared, comm.rank), shared, strict=True))
     values = {name: np.array(variable.get_value(borrow=True)) for name, variable in named.items()}
@@ -122,12 +122,12 @@ def sync_buffers(
 def batch_weight(count: float, comm: Communicator | None = None) -> float:
     """What to multiply the mean loss with where batches differ in size over ranks. Collective; see
     `multiring.metrics.batch_weight`. To be passed to the training function as an input."""
-    return shared_metrics.batch_weight(multiring.world() if comm is None else comm, count)
+    return shared_metrics.batch_weight(resolve(comm), count)
 
 
 def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:
     """Return `root`'s object on every rank; it has to be picklable. Collective."""
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     received: T = comm.broadcast_object(obj, root)
     return received
 
@@ -136,4 +136,4 @@ def average_metrics(
     metrics: Mapping[str, SupportsFloat], count: float, comm: Communicator | None = None
 ) -> dict[str, float]:
     """Average metrics over ranks, weighted by `count` samples; see `multiring.metrics.average_metrics`."""
-    return shared_metrics.average_metrics(multiring.world() if comm is None else comm, metrics, count)
+    return shared_metrics.average_metrics(resolve(comm), metrics, count)

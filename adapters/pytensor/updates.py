@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import multiring
 import pytensor
+from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.pytensor.gradients import DistributedGradients
 from pytensor.compile.sharedvalue import SharedVariable
@@ -98,7 +98,7 @@ def distribute_updates(
         UsageError: The updates do not depend on one of the gradients; see also `DistributedGradients`.
         MismatchError: The ranks have different parameters or options.
     """
-    rank = (multiring.world() if comm is None else comm).rank
+    rank = (resolve(comm)).rank
     pairs: list[tuple[Any, Any]] = list(updates.items() if isinstance(updates, Mapping) else updates)
     target = DistributedGradients(params, comm, **options) if via is None else via
     reduced = target.reduce(gradients).gradients

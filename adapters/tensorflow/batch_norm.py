@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import multiring
 import tensorflow as tf
+from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.tensorflow.naming import operation_name
 from multiring.tensorflow.ops import allgather, allreduce
@@ -55,7 +55,7 @@ def sync_batch_norm(
         raise UsageError(
             f"batch normalisation needs floating-point (batch, ..., channels), not {x.dtype.name} {x.shape}"
         )
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     name = operation_name("batch normalisation") if name is None else name
     axes = list(range(x.shape.rank - 1))
     work = tf.float64 if x.dtype == tf.float64 else tf.float32

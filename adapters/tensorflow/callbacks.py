@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-import multiring
 from multiring.buffer_sync import check_mode
+from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.tensorflow.agreement import MetricAverage, decide_together
 from multiring.tensorflow.keras_optimizer import DistributedKerasOptimizer, DistributedLossScaleOptimizer
@@ -34,10 +34,6 @@ __all__ = [
 ]
 
 Logs = dict[str, Any] | None
-
-
-def _world(comm: Communicator | None) -> Communicator:
-    return multiring.world() if comm is None else comm
 
 
 def _nothing() -> None:
@@ -73,7 +69,7 @@ class BroadcastInitialState(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Broadcasts the variables that the model has by now."""
-        comm = _world(self._comm)
+        comm = resolve(self._comm)
         check_mode(comm.rank, self._buffers)
         self._sync = _nothing
         decide_together(sys._getframe(1).f_locals.get("self"), self.model, self.params, comm)
@@ -113,7 +109,7 @@ class BroadcastInitialState(keras.callbacks.Callback):
         self._sync = _nothing
 
     def _broadcast(self) -> None:
-        comm = _world(self._comm)
+        comm = resolve(self._comm)
         broadcast_variables(_state_of(self.model), self._root, comm)
         self._done = True
 
@@ -171,7 +167,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         if self._done >= self._steps:
             return
         self._done += 1
-        start = self._peak / _world(self._comm).size if self._start is None else self._start
+        start = self._peak / resolve(self._comm).size if self._start is None else self._start
         _set_learning_rate(self.model, start + (self._peak - start) * (self._done / self._steps))
 
 
@@ -237,7 +233,7 @@ class RankZeroCheckpoint(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Writes the file on rank 0."""
-        if _world(self._comm).rank != 0:
+        if resolve(self._comm).rank != 0:
             return
         arrays = {name: to_numpy(variable) for name, variable in _numbered(self.model).items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -261,7 +257,7 @@ def resume(model: Any, path: str | os.PathLike[str], comm: Communicator | None =
     Raises:
         UsageError: The file is of another model. Raised on all ranks.
     """
-    comm = _world(comm)
+    comm = resolve(comm)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-import multiring
 import tensorflow as tf
+from multiring.derived import resolve
 from multiring.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def shard_dataset(
     Raises:
         UsageError: The number of elements is not known, and has to be for "drop" and "repeat".
     """
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     if remainder not in ("keep", "drop", "repeat"):
         raise UsageError(f"remainder is {remainder!r}; accepted: keep, drop, repeat")
     count = int(dataset.cardinality())

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-import multiring
 import tensorflow as tf
 from multiring.bucketing import ParameterSpec, plan_buckets
+from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions, check_arguments
 from multiring.model_check import check_same
@@ -80,7 +80,7 @@ class GradientReduction:
             UsageError: No variables, names that repeat, a dtype that cannot be reduced.
             MismatchError: The ranks have different variables or options.
         """
-        self.comm = multiring.world() if comm is None else comm
+        self.comm = resolve(comm)
         self._options = options or ReducerOptions()
         self._uneven = uneven
         own = list(kinds) if kinds is not None else ["dense"] * len(variables)

@@ -173,7 +173,7 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer.load_own_variables(store)
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # type: ignore[misc]  # read-only
         """Of the inner optimizer: the class by whose name Keras saves an object, and loads it."""
         return self.inner_optimizer.__class__ if self._wrapped else type(self)
 
@@ -226,6 +226,6 @@ class DistributedLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return super().stateless_apply(optimizer_variables, reduced, trainable_variables)
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # type: ignore[misc]  # read-only
         """Keras's, as which it is saved; see `DistributedKerasOptimizer`."""
         return keras.optimizers.LossScaleOptimizer

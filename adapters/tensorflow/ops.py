@@ -10,9 +10,10 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-import multiring
 import tensorflow as tf
+from multiring.derived import resolve
 from multiring.errors import UsageError
+from multiring.reductions import explain_arguments
 from multiring.tensorflow import op_gradients  # noqa: F401  # registers them
 from multiring.tensorflow.library import number_of
 from multiring.tensorflow.naming import operation_name
@@ -40,6 +41,7 @@ _as_is = tf.autograph.experimental.do_not_convert
 
 
 @_as_is
+@explain_arguments
 def allreduce(
     tensor: Tensor,
     op: ReduceOpName = "sum",
@@ -79,6 +81,7 @@ def allreduce(
 
 
 @_as_is
+@explain_arguments
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     op: ReduceOpName = "sum",
@@ -118,6 +121,7 @@ def grouped_allreduce(
 
 
 @_as_is
+@explain_arguments
 def broadcast(
     tensor: Tensor, root: int = 0, *, name: str | None = None, comm: Communicator | None = None
 ) -> Tensor:
@@ -242,7 +246,7 @@ def next_step(name: str, *, comm: Communicator | None = None, after: Sequence[Te
 
 def _common(kind: str, name: str | None, comm: Communicator | None, priority: int = 0) -> dict[str, Any]:
     """Attributes that all ops have."""
-    number = number_of(multiring.world() if comm is None else comm)
+    number = number_of(resolve(comm))
     return {
         "tensor_name": operation_name(kind) if name is None else name,
         "communicator": number,

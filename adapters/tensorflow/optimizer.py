@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.errors import UsageError
+from multiring.reductions import explain_arguments
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["DistributedOptimizer"]
 
 
+@explain_arguments
 def DistributedOptimizer(  # noqa: N802  # used as a class, as in other adapters
     optimizer: Any,
     comm: Communicator | None = None,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import multiring
 import tensorflow as tf
+from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.tensorflow.naming import operation_name
 from multiring.tensorflow.ops import allgather, allreduce
@@ -49,7 +49,7 @@ def allreduce_slices(
     """
     if op not in ("sum", "average"):
         raise UsageError(f"op is {op!r}; sparse tensors can be reduced by 'sum' and 'average'")
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     if comm.size == 1 and scale == 1.0:
         return slices
     name = operation_name("allreduce of slices") if name is None else name

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import numpy as np
 
-import multiring
 from multiring import metrics as shared_metrics
 from multiring.buffer_sync import check_mode, sync_arrays
-from multiring.derived import derived
+from multiring.derived import derived, resolve
 from multiring.errors import UsageError
+from multiring.reductions import explain_arguments
 from multiring.state_sync import StateBuffer, broadcast_state, check_root
 from multiring.tensorflow.variables import NAMES_ADVICE, buffers_of, named_variables, to_numpy
 from multiring.types import BufferMode
@@ -25,6 +25,7 @@ __all__ = ["average_metrics", "batch_weight", "broadcast_object", "broadcast_var
 T = TypeVar("T")
 
 
+@explain_arguments
 def broadcast_variables(variables: Any, root: int = 0, comm: Communicator | None = None) -> None:
     """Overwrite variables of all ranks with those of `root`. Collective; eagerly or inside `tf.function`.
 
@@ -43,7 +44,7 @@ def broadcast_variables(variables: Any, root: int = 0, comm: Communicator | None
         MismatchError: The ranks pass different names, shapes or dtypes. From a `tf.function` it comes as an
             error of TensorFlow; see `multiring.tensorflow.translate_errors`.
     """
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     check_root(comm, root)
     if comm.size == 1:
         return
@@ -108,7 +109,7 @@ def sync_buffers(model: Any, mode: BufferMode = "broadcast", comm: Communicator 
     Raises:
         UsageError: There is no such mode.
     """
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     check_mode(comm.rank, mode)
     found = buffers_of(model)
     if comm.size == 1 or mode == "local" or not found:
@@ -141,9 +142,10 @@ def _is_of_tensorflow(variable: Any, tensorflow: Any) -> bool:
     )
 
 
+@explain_arguments
 def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:
     """Return `root`'s object on every rank; it has to be picklable. Collective."""
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     received: T = comm.broadcast_object(obj, root)
     return received
 
@@ -152,7 +154,7 @@ def average_metrics(
     metrics: Mapping[str, SupportsFloat], count: float, comm: Communicator | None = None
 ) -> dict[str, float]:
     """Average metrics over ranks, weighted by `count` samples; see `multiring.metrics.average_metrics`."""
-    return shared_metrics.average_metrics(multiring.world() if comm is None else comm, metrics, count)
+    return shared_metrics.average_metrics(resolve(comm), metrics, count)
 
 
 def batch_weight(count: Any, comm: Communicator | None = None) -> Any:
@@ -169,7 +171,7 @@ def batch_weight(count: Any, comm: Communicator | None = None) -> Any:
         count * size / (sum of the counts of all ranks), 0 where no rank has a sample; a tensor (float32)
         for a tensor and in a `tf.function`, otherwise a float.
     """
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is None or (tensorflow.executing_eagerly() and not tensorflow.is_tensor(count)):
         return shared_metrics.batch_weight(comm, float(count))

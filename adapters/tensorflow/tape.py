@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import multiring
 import tensorflow as tf
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from multiring.derived import resolve
 from multiring.gradient_source import ReducerOptions
+from multiring.reductions import explain_arguments
 from multiring.tensorflow.gradients import GradientReduction, kinds_of
 from multiring.tensorflow.kept import KeptReductions
 from multiring.tensorflow.reduced import remember_reduced
@@ -31,6 +32,7 @@ class DistributedGradientTape:
     are watched may be sources too; those that each step makes anew are compared in each step.
     """
 
+    @explain_arguments
     def __init__(
         self,
         tape: tf.GradientTape,
@@ -62,7 +64,7 @@ class DistributedGradientTape:
                 MULTIRING_CHECK_EVERY says (100).
         """
         self._tape = tape
-        self._comm = multiring.world() if comm is None else comm
+        self._comm = resolve(comm)
         self._options = ReducerOptions(
             op, bucket_bytes, first_bucket_bytes, prescale, postscale, check_every=check_every
         )

@@ -114,7 +114,7 @@ class DistributedTfKerasOptimizer(_Delegating, tf_keras.optimizers.Optimizer):
         return config
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # type: ignore[misc]  # read-only
         """Of the wrapped optimizer: the class by whose name tf_keras saves an object, and loads it."""
         return self._optimizer.__class__ if "_optimizer" in vars(self) else type(self)
 

@@ -12,6 +12,15 @@ optimizer.step()
 
 from __future__ import annotations
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as _error:
+    if _error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "multiring.torch needs PyTorch: pip install 'multiring[torch]'", name="torch"
+    ) from _error
+
 from multiring.torch.clipping import clip_grad_norm_
 from multiring.torch.copies import local_copy
 from multiring.torch.hooks import GradientHooks

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-import multiring
 import torch
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.compression import TopK
+from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions
+from multiring.reductions import explain_arguments
 from multiring.torch.copies import is_hooked
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.registration import named_parameters
@@ -58,6 +59,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     schedulers insist on one; schedulers may be given the wrapper or the wrapped optimizer.
     """
 
+    @explain_arguments
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -108,7 +110,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._wrapped = optimizer
         self._source = model_or_named_parameters
-        self._comm = multiring.world() if comm is None else comm
+        self._comm = resolve(comm)
         self._options = ReducerOptions(
             *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
             wire=wire,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
-import multiring
 import torch
 from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.compression import TopK
+from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.gradient_source import ReducerOptions
+from multiring.reductions import explain_arguments
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.sparse import sparse_parameters as find_sparse_parameters
 from multiring.torch.state import NamedTensors, plain_name
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["named_parameters", "register_gradient_hooks"]
 
 
+@explain_arguments
 def register_gradient_hooks(
     model: torch.nn.Module,
     comm: Communicator | None = None,
@@ -73,7 +75,7 @@ def register_gradient_hooks(
         UsageError: No parameters, a device or dtype that cannot be reduced, or parameters with hooks already.
         MismatchError: The ranks have different parameters or options; the message names the first difference.
     """
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     op: Literal["average", "sum"] = "average" if average else "sum"
     options = ReducerOptions(
         *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 import multiring
 import torch
 from multiring import metrics as shared_metrics
+from multiring.derived import resolve
+from multiring.reductions import explain_arguments
 from multiring.state_sync import StateBuffer, broadcast_state, check_root
 from multiring.torch.buffers import byte_view, check_writable, has_same_bytes, overlaps_itself
 
@@ -28,6 +30,7 @@ T = TypeVar("T")
 NamedTensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
+@explain_arguments
 def broadcast_parameters(
     model_or_named_tensors: NamedTensors, root: int = 0, comm: Communicator | None = None
 ) -> None:
@@ -43,7 +46,7 @@ def broadcast_parameters(
         UsageError: `root` is not a rank, or a tensor that differs cannot be written to.
         MismatchError: The ranks pass different names, shapes or dtypes.
     """
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     tensors = _named_tensors(model_or_named_tensors)
     with torch.no_grad():
         # CPU tensors without gaps are received where they are; others by way of a copy.
@@ -66,13 +69,15 @@ def broadcast_parameters(
                 torch.autograd.graph.increment_version(tensor)  # autograd did not see the values change
 
 
+@explain_arguments
 def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:
     """Return `root`'s object on every rank; it has to be picklable. Collective."""
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     received: T = comm.broadcast_object(obj, root)
     return received
 
 
+@explain_arguments
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root: int = 0, comm: Communicator | None = None
 ) -> None:
@@ -90,7 +95,7 @@ def broadcast_optimizer_state(
         UsageError: `root` is not a rank.
         MismatchError: Parameter groups differ over ranks.
     """
-    comm = multiring.world() if comm is None else comm
+    comm = resolve(comm)
     check_root(comm, root)
     if comm.size == 1:
         return
@@ -128,13 +133,13 @@ def average_metrics(
     metrics: Mapping[str, SupportsFloat], count: float, comm: Communicator | None = None
 ) -> dict[str, float]:
     """Average metrics over ranks, weighted by `count` samples; see `multiring.metrics.average_metrics`."""
-    return shared_metrics.average_metrics(multiring.world() if comm is None else comm, metrics, count)
+    return shared_metrics.average_metrics(resolve(comm), metrics, count)
 
 
 def batch_weight(count: float, comm: Communicator | None = None) -> float:
     """What to multiply the mean loss of a batch of `count` samples with, where batches differ in size over
     ranks; see `multiring.metrics.batch_weight`. Collective."""
-    return shared_metrics.batch_weight(multiring.world() if comm is None else comm, count)
+    return shared_metrics.batch_weight(resolve(comm), count)
 
 
 class _Placeholder:

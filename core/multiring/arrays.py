@@ -23,6 +23,7 @@ __all__ = [
     "like",
     "multiply",
     "target_for",
+    "without_gradient",
 ]
 
 # From here on an array that is copied is not worth a place in the caches: with the buckets of a model whose
@@ -44,13 +45,29 @@ def _maker(x: Array, name: str) -> Any:
 
 
 def as_array(x: Any) -> Array:
-    """Python numbers and sequences as NumPy arrays; arrays as they are."""
-    if not isinstance(x, _PLAIN):
+    """Python numbers and sequences as NumPy arrays; arrays as they are.
+
+    Raises:
+        UsageError: It makes no array, or requires a gradient.
+    """
+    if isinstance(x, np.ndarray):
         return x
+    if not isinstance(x, _PLAIN):
+        return without_gradient(x)
     try:
         return np.asarray(x)
     except ValueError as error:
         raise UsageError(f"a {type(x).__name__} does not make an array: {error}") from None
+
+
+def without_gradient(x: Array) -> Array:
+    """`x` itself; raises UsageError where its library would differentiate through what happens to it."""
+    if getattr(x, "requires_grad", False):
+        raise UsageError(
+            f"the array, a {type(x).__name__}, requires a gradient, and none goes through a collective: pass "
+            "tensor.detach(), or tensor.grad for its gradient"
+        )
+    return x
 
 
 def contiguous(x: Array) -> Array:
@@ -72,9 +89,9 @@ def target_for(out: Array) -> Array:
     into it afterwards.
 
     Raises:
-        UsageError: `out` is read-only.
+        UsageError: `out` is read-only, or requires a gradient.
     """
-    target = contiguous(out)
+    target = contiguous(without_gradient(out))
     if target is not out and (out.readonly if isinstance(out, memoryview) else _is_read_only(out)):
         raise UsageError(f"cannot write to an array of type {type(out).__name__}: is it read-only?")
     return target

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multiring import _core as native
-from multiring.arrays import as_array, contiguous, copy_into, empty_like, like, target_for
+from multiring.arrays import as_array, contiguous, copy_into, empty_like, like, target_for, without_gradient
 from multiring.errors import UsageError
 from multiring.reductions import reduce_op, wire_type
 from multiring.types import Array, ReduceOpName, WireName
@@ -73,7 +73,7 @@ class Collectives:
             if self._numpy_allreduce(x, out, op, name, prescale, postscale, timeout, wire):
                 return out
         factors = (reduce_op(op), name or "", prescale, postscale, seconds(timeout), wire_type(wire))
-        if not self._core.allreduce(x, out, *factors):
+        if not self._core.allreduce(x, without_gradient(out), *factors):
             source, target = contiguous(x), target_for(out)
             if not self._core.allreduce(source, target, *factors):
                 raise UsageError(

@@ -1,19 +1,18 @@
-"""What a communicator has one of for each purpose: communicators of the same ranks, named queues."""
+"""Which communicator a call is for, and what it has one of for each purpose: communicators, named queues."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from multiring.communicator import Communicator
 from multiring.errors import InternalError, UsageError
+from multiring.initialization import world
 from multiring.named_queue import NamedQueue
 
-if TYPE_CHECKING:
-    from multiring import Communicator
-
-__all__ = ["claim", "derived", "shared_queue"]
+__all__ = ["claim", "derived", "resolve", "shared_queue"]
 
 _GROUP, _QUEUE = "group", "queue"
 
@@ -29,6 +28,22 @@ class _Made:
 
 # Lives no longer than the parents: a part does not refer to its parent, which closes it.
 _made: weakref.WeakKeyDictionary[Communicator, _Made] = weakref.WeakKeyDictionary()
+
+
+def resolve(comm: Communicator | None) -> Communicator:
+    """The communicator that a call is for: the world where none is given.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    if comm is None:
+        return world()
+    if not isinstance(comm, Communicator):
+        raise UsageError(
+            f"comm is {comm!r}, of type {type(comm).__name__}: pass a multiring.Communicator, such as "
+            "multiring.world() or what its split() returns, or leave it out for all ranks"
+        )
+    return comm
 
 
 def derived(comm: Communicator, purpose: str) -> Communicator:

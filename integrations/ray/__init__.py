@@ -5,6 +5,13 @@ import multiring.ray
 results = multiring.ray.run(train, num_workers=8, args=(config,))
 """
 
+try:
+    import ray as _ray  # noqa: F401
+except ModuleNotFoundError as _error:
+    if _error.name != "ray":
+        raise
+    raise ModuleNotFoundError("multiring.ray needs Ray: pip install 'multiring[ray]'", name="ray") from _error
+
 from multiring.ray.job import run
 from multiring.ray.outcome import RankError
 

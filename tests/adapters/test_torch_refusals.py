@@ -190,3 +190,20 @@ def weighted(comm: Communicator) -> None:
 
 def test_batches_of_different_sizes(ranks: Pool) -> None:
     ranks(3).run(weighted)
+
+
+def what_is_no_communicator(comm: Communicator) -> None:
+    model = nn.Linear(2, 2)
+    for call in (
+        lambda: multiring.torch.register_gradient_hooks(model, comm=3),  # type: ignore[arg-type]
+        lambda: multiring.torch.DistributedOptimizer(torch.optim.SGD(model.parameters()), model, "world"),  # type: ignore[arg-type]
+        lambda: multiring.torch.broadcast_parameters(model, 0, model),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(UsageError, match=r"comm is .*: pass a multiring\.Communicator"):
+            call()
+    hooks = multiring.torch.register_gradient_hooks(model, comm)  # nothing is left of what was refused
+    hooks.remove()
+
+
+def test_what_is_no_communicator(ranks: Pool) -> None:
+    ranks(2).run(what_is_no_communicator)

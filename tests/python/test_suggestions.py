@@ -1,4 +1,4 @@
-"""Typos in names that modules take from their parts on first use."""
+"""Typos in names that modules take from their parts on first use; arguments and packages that are missing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import subprocess
 import sys
 
 import pytest
+
+from multiring.reductions import explain_arguments
+
+
+def last_words(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    return done.stderr.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -18,7 +26,43 @@ import pytest
     ],
 )
 def test_python_suggests_the_name_that_was_meant(module: str, typo: str, meant: str) -> None:
-    script = f"import {module}\n{module}.{typo}\n"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert f"has no attribute '{typo}'. Did you mean: '{meant}'?" in done.stderr
+    words = last_words(f"import {module}\n{module}.{typo}\n")
+    assert f"has no attribute '{typo}'. Did you mean: '{meant}'?" in words
+
+
+@pytest.mark.parametrize("name", ["torch", "ray", "jax", "pytensor"])
+def test_a_missing_framework_is_told_with_what_to_install(name: str) -> None:
+    words = last_words(f"import sys\nsys.modules['{name}'] = None\nimport multiring.{name}\n")
+    assert f"multiring.{name} needs" in words
+    assert f"pip install 'multiring[{name}]'" in words
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("tensorflow.DistributedGradientTape(None, wire='float16')", "set MULTIRING_WIRE=bfloat16"),
+        ("tensorflow.DistributedOptimizer(None, compression=1)", "set MULTIRING_WIRE=bfloat16"),
+        (
+            "tensorflow.broadcast_variables([], root_rank=0)",
+            "broadcast_variables has no argument 'root_rank'",
+        ),
+        ("torch.DistributedOptimizer(None, named_parameters=[])", "as the second argument"),
+        ("jax.distribute(None, wire='float16')", "distribute has no argument 'wire': set MULTIRING_WIRE"),
+    ],
+)
+def test_arguments_of_other_libraries_are_told_what_takes_their_place(call: str, said: str) -> None:
+    words = last_words(f"import multiring.{call.partition('.')[0]}\nmultiring.{call}\n")
+    assert words.startswith("TypeError: ")
+    assert said in words
+
+
+def test_arguments_that_a_function_has_are_its_own() -> None:
+    @explain_arguments
+    def reduce(x: int, *, average: bool = True) -> tuple[int, bool]:
+        """Reduce."""
+        return x, average
+
+    assert reduce(1, average=False) == (1, False)
+    assert reduce.__doc__ == "Reduce."
+    with pytest.raises(TypeError, match="unexpected keyword argument 'frobnicate'"):
+        reduce(1, frobnicate=2)  # type: ignore[call-arg]
