@@ -172,8 +172,8 @@ class DistributedKerasOptimizer(keras.optimizers.Optimizer):
         """Loads what `save_own_variables`, or a plain optimizer, has saved."""
         self.inner_optimizer.load_own_variables(store)
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # read-only
+    @property  # type: ignore[misc]  # not to be set
+    def __class__(self) -> Any:
         """Of the inner optimizer: the class by whose name Keras saves an object, and loads it."""
         return self.inner_optimizer.__class__ if self._wrapped else type(self)
 
@@ -225,7 +225,7 @@ class DistributedLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         reduced = self._reduction.reduce(grads, self._trainable_variables, self)
         return super().stateless_apply(optimizer_variables, reduced, trainable_variables)
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # read-only
+    @property  # type: ignore[misc]  # not to be set
+    def __class__(self) -> Any:
         """Keras's, as which it is saved; see `DistributedKerasOptimizer`."""
         return keras.optimizers.LossScaleOptimizer

@@ -113,8 +113,8 @@ class DistributedTfKerasOptimizer(_Delegating, tf_keras.optimizers.Optimizer):
         config: dict[str, Any] = self._optimizer.get_config()
         return config
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # read-only
+    @property  # type: ignore[misc]  # not to be set
+    def __class__(self) -> Any:
         """Of the wrapped optimizer: the class by whose name tf_keras saves an object, and loads it."""
         return self._optimizer.__class__ if "_optimizer" in vars(self) else type(self)
 
