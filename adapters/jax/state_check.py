@@ -20,7 +20,7 @@ from multiring.jax.internals import COLLECTIVE, abstract_token
 from multiring.jax.library import CHECK, number_of, thread_effect
 from multiring.jax.primitive import ffi_call, place_in_program
 from multiring.jax.trees import named, named_leaves
-from multiring.state_check import ADVICE
+from multiring.state_check import advice_at
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -151,7 +151,7 @@ def _lower(ctx: Any, *operands: Any, check: StateCheck) -> Any:
         every=np.int64(check.every),
         ordered=np.int64(check.ordered),
         what="training state",
-        advice=ADVICE,
+        advice=advice_at(None),
     )
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({COLLECTIVE: results[0]})))
     return []

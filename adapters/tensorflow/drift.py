@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from multiring import config
 from multiring.errors import MismatchError
+from multiring.state_check import advice_at
 from multiring.tensorflow.ops import allgather
 from multiring.tensorflow.variables import named_variables
 
@@ -21,11 +22,7 @@ __all__ = ["DriftCheck", "interval"]
 
 _BITS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 _NOT_TAKING_PART = -1
-_ADVICE = (
-    "broadcast variables and optimizer state before the first step, use the same hyperparameters on every "
-    "rank, and change variables in the same way on all of them (docs/correctness.md; check_every=0 turns "
-    "this check off)"
-)
+_BROADCAST = "broadcast_variables, or under fit() the callback BroadcastInitialState,"
 
 
 def interval(check_every: int | None) -> int:
@@ -113,7 +110,8 @@ class DriftCheck:
         )
         return (
             f"the training state at step {step} differs over ranks, seen on rank {self._comm.rank}: "
-            f"{names[first]} is on {who} ({len(differing)} of {len(names)} variables differ); {_ADVICE}"
+            f"{names[first]} is on {who} ({len(differing)} of {len(names)} variables differ); "
+            + advice_at(step, _BROADCAST)
         )
 
 

@@ -17,13 +17,28 @@ from multiring.model_check import check_same
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["ADVICE", "Description", "StateCheck", "describe"]
+__all__ = ["Description", "StateCheck", "advice_at", "describe"]
 
-ADVICE = (
-    "broadcast parameters and optimizer state before the first step, use the same hyperparameters on every "
-    "rank, and change parameters in the same way on all of them (docs/correctness.md; check_every=0 turns "
-    "this check off, as for weights that each rank perturbs on its own while gradients are computed)"
+_ADVICE = (
+    "use the same hyperparameters on every rank, and change parameters in the same way on all of them "
+    "(docs/correctness.md; check_every=0 turns this check off, as for weights that each rank perturbs on its "
+    "own while gradients are computed)"
 )
+
+
+def advice_at(step: int | None, call: str = "broadcast_parameters") -> str:
+    """What to do about state that differs over ranks.
+
+    Args:
+        step: Where it was found, or None where that is not known. At the second one, the first that compares,
+            it has mostly differed from the start.
+        call: What broadcasts the state.
+    """
+    if step is None:
+        return f"if this is step 2, {call} was most likely not called before the first step; {_ADVICE}"
+    if step == 2:
+        return f"most likely {call} was not called, on every rank, before the first step; else {_ADVICE}"
+    return f"broadcast parameters and optimizer state before the first step, {_ADVICE}"
 
 
 class StateCheck:
@@ -99,7 +114,7 @@ class StateCheck:
         A program with several models begins with all before it waits for one: ranks may have them in any
         order.
         """
-        what = f"{self._what} at step {self._step}"
+        what, advice = f"{self._what} at step {self._step}", advice_at(self._step)
         described = [(name, _describe(value)) for name, value in entries] if active else None
         if self._comm.size == 1:
             return lambda: None
@@ -110,7 +125,7 @@ class StateCheck:
 
         def finish() -> None:
             if len({row.tobytes() for row in work.wait() if row.any()}) > 1:
-                check_same(self._comm, described, what, advice=ADVICE)
+                check_same(self._comm, described, what, advice=advice)
 
         return finish
 

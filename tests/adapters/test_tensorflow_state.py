@@ -87,6 +87,7 @@ def test_a_forgotten_broadcast_is_found_in_the_second_step(ranks: Pool, traced: 
     for error in ranks(3).run_expecting_errors(forgotten_broadcast, traced):
         assert isinstance(error, MismatchError), error
         assert "parameter 'weights'" in str(error)
+        assert "most likely broadcast_variables, or under fit() the callback" in str(error)
 
 
 def different_optimizers(comm: Communicator, nesterov: bool) -> None:

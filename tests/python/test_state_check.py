@@ -50,6 +50,21 @@ def test_the_first_difference_is_named(ranks: Pool, name: str, value: Any, expec
     ranks(3).run(check_drift, name, value, expected)
 
 
+def forget_broadcast(comm: Communicator) -> None:
+    check = StateCheck(comm, 3)
+    for step in range(1, 7):
+        if not check.due():
+            continue
+        with pytest.raises(MismatchError) as caught:
+            check.compare([("weight", np.full(2, comm.rank))])
+        said = "most likely broadcast_parameters was not called, on every rank, before the first step"
+        assert (said in str(caught.value)) == (step == 2), (step, caught.value)
+
+
+def test_a_forgotten_broadcast_is_told(ranks: Pool) -> None:
+    ranks(2).run(forget_broadcast)
+
+
 def check_agreement(comm: Communicator) -> None:
     check = StateCheck(comm, 1)
     own: dict[str, Any] = dict(STATE)
