@@ -33,7 +33,9 @@ class Command:
 
 
 COMMANDS = {
-    "run": Command("multiring.launcher.options", "start a program as several ranks on this host"),
+    "run": Command(
+        "multiring.launcher.options", "start a program as several ranks, on this host or on several"
+    ),
     "train": Command("multiring.models.train", "train a ResNet on real images", extras="torch,train"),
     "caffe": Command(
         "multiring.models.caffe.command", "train a net from Caffe's prototxt files", extras="caffe"

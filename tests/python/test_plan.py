@@ -80,6 +80,15 @@ def test_text_says_what_the_plan_does_and_takes(capsys: pytest.CaptureFixture[st
     )
 
 
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [("2x4", [4, 4]), ("1x4", [4]), ("3", [1, 1, 1]), ("2+1", [2, 1])]
+)
+def test_hosts_and_the_ranks_of_each(
+    capsys: pytest.CaptureFixture[str], layout: str, ranks: list[int]
+) -> None:
+    assert [len(host) for host in plan_of(capsys, "--hosts", layout)["hosts"]] == ranks
+
+
 def test_hosts_that_differ_are_drawn_with_the_owners_of_each_share(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

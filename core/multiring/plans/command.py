@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Nothing is measured or sent: the cluster is the one that the options describe.\n\n"
         "  multiring plan --ranks-per-host 4 --hosts 8 --bytes 100M --rate 10gbit\n"
+        "  multiring plan --hosts 2x4 --bytes 4K\n"
         "  multiring plan --hosts 2+1+2 --bytes 4K\n"
         "  multiring plan --ranks-per-host 4 --hosts 16 --mode 4x8x2 --links 10gbit:20us,2.5gbit:100us"
     )
@@ -45,9 +46,9 @@ def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         "--hosts",
         "--layout",
         type=_layout,
-        default=(2,),
+        default=2,
         metavar="N",
-        help="number of hosts, or the ranks of each as 1+3 or 2+1+2 [2]",
+        help="number of hosts, hosts and ranks on each as 2x4, or the ranks of each as 1+3 or 2+1+2 [2]",
     )
     cluster.add_argument(
         "--ranks-per-host", type=number_of("ranks"), metavar="N", help="ranks on every host [1]"
@@ -174,14 +175,14 @@ def predict(args: argparse.Namespace) -> Prediction:
 
 
 def _ranks_of_hosts(args: argparse.Namespace) -> list[int]:
-    if len(args.hosts) > 1:
+    if not isinstance(args.hosts, int):
         if args.ranks_per_host is not None:
             _refuse("--hosts tells the ranks of each host already: leave --ranks-per-host out")
         ranks, total = list(args.hosts), sum(args.hosts)
     else:
         each = args.ranks_per_host or 1
-        total = each * args.hosts[0]
-        ranks = [each] * args.hosts[0] if total <= _MOST_RANKS else []
+        total = each * args.hosts
+        ranks = [each] * args.hosts if total <= _MOST_RANKS else []
     if total > _MOST_RANKS:
         _refuse(f"plans are worked out for at most {_MOST_RANKS} ranks here, not {total}")
     return ranks
@@ -199,8 +200,16 @@ def _refuse(message: str) -> None:
     raise UsageError(message)
 
 
-def _layout(text: str) -> tuple[int, ...]:
-    return tuple(number_of("ranks")(part) for part in text.split("+"))
+def _layout(text: str) -> int | tuple[int, ...]:
+    """A number of hosts, or the ranks of each."""
+    hosts, by, each = text.partition("x")
+    if by:
+        count, ranks = number_of("hosts")(hosts), number_of("ranks")(each)
+        if count * ranks > _MOST_RANKS:
+            raise argparse.ArgumentTypeError(f"plans are worked out for at most {_MOST_RANKS} ranks here")
+        return (ranks,) * count
+    parts = tuple(number_of("ranks")(part) for part in text.split("+"))
+    return parts if len(parts) > 1 else parts[0]
 
 
 def _rates(text: str) -> tuple[float, ...]:
