@@ -16,8 +16,9 @@ from datetime import datetime
 from pathlib import Path
 
 import multiring
-from multiring import Communicator, launch_environment
+from multiring import Communicator, config, launch_environment
 from multiring.errors import MultiringError, UsageError
+from multiring.joined import TOLD_KEY, tell_launcher
 from multiring.models import checkpoint, outputs
 from multiring.models.checkpoint import Checkpoint
 from multiring.models.data import open_dataset
@@ -63,10 +64,16 @@ def main(args: argparse.Namespace) -> int:
         if options.np not in (None, comm.size):
             raise UsageError(f"-np {options.np} was given inside a job of {comm.size} ranks; leave it out")
         if options.dry_run:
-            return dry_run(options, comm)
+            code = dry_run(options, comm)
+            if code:
+                tell_launcher(config.load(), TOLD_KEY)
+            return code
         train(options, comm, started=started)
     except (MultiringError, OSError) as error:
-        if comm.rank == 0 or not isinstance(error, multiring.AbortedError):
+        if isinstance(error, UsageError):
+            tell_launcher(config.load(), TOLD_KEY)
+        # All ranks have the same options; where one alone has raised, rank 0 is aborted with what it says.
+        if comm.rank == 0 or not isinstance(error, multiring.AbortedError | UsageError):
             print(f"multiring train: rank {comm.rank}: {type(error).__name__}: {error}", file=sys.stderr)
         # The others may be waiting in a collective that this rank will not join.
         comm.abort(f"rank {comm.rank}: {error}")

@@ -1,4 +1,4 @@
-"""How `multiring run` learns that its ranks have joined the job, and have not run each on its own."""
+"""What `multiring run` learns from its ranks: that they have joined the job, and have said why it fails."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from multiring import config
 from multiring.errors import MultiringError
 from multiring.store import OTHER_SECRET, open_store
 
-__all__ = ["JOINED_KEY", "tell_launcher"]
+__all__ = ["JOINED_KEY", "TOLD_KEY", "tell_launcher"]
 
 JOINED_KEY = "launcher/joined"
+TOLD_KEY = "launcher/told"  # the program has told the user why it ends with another exit code than 0
 _SECONDS = 10.0
 
 
-def tell_launcher(settings: config.Settings) -> None:
-    """Set the key in the launcher's store, if there is one. For one rank, after the first initialisation."""
+def tell_launcher(settings: config.Settings, key: str = JOINED_KEY) -> None:
+    """Set a key in the launcher's store, if there is one; `JOINED_KEY` on one rank, once it has joined."""
     if settings.store and settings.secret:
         with contextlib.suppress(MultiringError):  # the job works without it
             url, limit = settings.store, min(settings.timeout, _SECONDS)
             with open_store(url, settings.secret, limit, OTHER_SECRET, settings.timeout) as store:
-                store.set(JOINED_KEY, b"")
+                store.set(key, b"")

@@ -21,9 +21,10 @@ import torch
 
 import multiring
 import multiring.caffe
-from multiring import Communicator, launch_environment
+from multiring import Communicator, config, launch_environment
 from multiring.derived import derived
 from multiring.errors import MultiringError, UsageError
+from multiring.joined import TOLD_KEY, tell_launcher
 from multiring.models.caffe.net import Net
 from multiring.models.caffe.requests import ACTIONS, Requests
 from multiring.models.caffe.schema import TEST, TRAIN
@@ -121,7 +122,10 @@ def _train_job(args: argparse.Namespace) -> int:
         with _logging():
             _train(args, comm)
     except (MultiringError, OSError) as error:
-        if comm.rank == 0 or not isinstance(error, multiring.AbortedError):
+        if isinstance(error, UsageError):
+            tell_launcher(config.load(), TOLD_KEY)
+        # All ranks have the same options; where one alone has raised, rank 0 is aborted with what it says.
+        if comm.rank == 0 or not isinstance(error, multiring.AbortedError | UsageError):
             print(f"multiring caffe: rank {comm.rank}: {type(error).__name__}: {error}", file=sys.stderr)
         comm.abort(f"rank {comm.rank}: {error}")
         return 2 if isinstance(error, UsageError) else 1

@@ -330,3 +330,17 @@ def test_a_job_that_no_rank_has_joined_is_told_at_its_end() -> None:
     failed = run_job(2, "import sys\nsys.exit(3)\n")
     assert failed.returncode == 3
     assert told not in failed.stderr
+
+
+@pytest.mark.parametrize(("end", "reported"), [("sys.exit(3)", False), ("os.kill(os.getpid(), 9)", True)])
+def test_a_program_that_has_told_why_it_fails_is_not_reported(end: str, reported: bool) -> None:
+    script = f"""
+import os, sys
+from multiring import config, joined
+if os.environ["MULTIRING_RANK"] == "1":
+    joined.tell_launcher(config.load(), joined.TOLD_KEY)
+    {end}
+"""
+    result = run_job(2, script)
+    assert result.returncode == (137 if reported else 3)
+    assert ("failed with" in result.stderr) == reported

@@ -16,6 +16,7 @@ from PIL import Image
 import multiring
 from multiring import Communicator, machine
 from multiring.errors import UsageError
+from multiring.joined import TOLD_KEY
 from multiring.models import train
 from multiring.models.dry_run import BASE_BYTES, Finding, memory_needed, render
 from multiring.models.options import TrainOptions, add_arguments
@@ -148,6 +149,17 @@ def test_the_command_on_two_ranks(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "with 2 ranks of batch 4 (global batch 7)" in done.stdout
     assert done.stdout.count("nothing stands in its way") == 1
+
+
+def test_the_launcher_adds_nothing_to_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(train, "tell_launcher", lambda settings, key: told.append(key))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for code in (0, 1):
+        monkeypatch.setattr(train, "dry_run", lambda options, comm, code=code: code)
+        assert train.main(parser.parse_args(["--dry-run", "--data=synthetic"])) == code
+        assert told == [TOLD_KEY] * code
 
 
 def test_a_verdict_needs_a_failure() -> None:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from multiring import errors
-from multiring.joined import JOINED_KEY
+from multiring.joined import JOINED_KEY, TOLD_KEY
 from multiring.launcher import engine_rank
 from multiring.launcher.descriptors import enough_descriptors
 from multiring.launcher.directory import job_directory
@@ -92,7 +92,8 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
             guard.join()
             process.release()
         ends = heard_ends(server, store)
-        code = _judge(options, engine, supervisor, process, ends, time.monotonic() - began)
+        told = TOLD_KEY in server
+        code = _judge(options, engine, supervisor, process, ends, time.monotonic() - began, told)
         if code == 0 and JOINED_KEY not in server:
             say_if_none_joined(engine.ranks)
         return code
@@ -180,6 +181,7 @@ def _judge(
     process: RankProcess,
     ends: Sequence[RankEnd],
     seconds: float,
+    told: bool,
 ) -> int:
     if supervisor.outcome is Outcome.INTERRUPTED:
         say([f"{signal_name(supervisor.signal)} received after {seconds:.1f} s; all ranks have ended"])
@@ -194,7 +196,8 @@ def _judge(
     if failures := [end for end in ends if end.code and not end.by_launcher]:
         culprit = blame(failures)
         own = socket.gethostname()
-        say(failure_report(culprit, ends, host=own, seconds=seconds, oom_kills=0, by_ssh=False))
+        if not told or culprit.code is None or culprit.code < 0:
+            say(failure_report(culprit, ends, host=own, seconds=seconds, oom_kills=0, by_ssh=False))
         return exit_code(culprit.code or 0)
     end = RankEnd(0, process.pid, process.code, False, [])
     say([f"{engine.path} ended with {end.how()} after {seconds:.1f} s, and no rank has failed"])

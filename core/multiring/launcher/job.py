@@ -15,7 +15,7 @@ from pathlib import Path
 
 from multiring import config, machine
 from multiring.errors import MultiringError
-from multiring.joined import JOINED_KEY
+from multiring.joined import JOINED_KEY, TOLD_KEY
 from multiring.launcher.descriptors import enough_descriptors
 from multiring.launcher.directory import Guard, job_directory
 from multiring.launcher.hosts import address_towards
@@ -54,7 +54,7 @@ def run_job(options: JobOptions) -> int:
         passed_on_signals() as signals,
         selectors.PollSelector() as selector,
         job_directory(job_id) as (directory, guard),
-        _store(options, directory, secret) as (store, is_joined),
+        _store(options, directory, secret) as (store, is_set),
     ):
         start.shared = {
             "MULTIRING_STORE": store,
@@ -62,7 +62,7 @@ def run_job(options: JobOptions) -> int:
             "MULTIRING_JOB_ID": job_id,
         }
         start.selector, start.wake = selector, signals.wake
-        return _Job(options, start, signals, selector, guard, is_joined).run()
+        return _Job(options, start, signals, selector, guard, is_set).run()
 
 
 def _descriptors(options: JobOptions) -> int:
@@ -93,20 +93,20 @@ def job_environment(options: JobOptions) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _store(options: JobOptions, directory: Path, secret: str) -> Iterator[tuple[str, Callable[[], bool]]]:
+def _store(options: JobOptions, directory: Path, secret: str) -> Iterator[tuple[str, Callable[[str], bool]]]:
     """Where the ranks meet: the job's directory, or where there are other hosts a port of ours; and whether
-    ranks have called multiring.init()."""
+    a rank has set a key there."""
     if not options.remote_hosts:
-        yield directory.as_uri(), lambda: _has_joined(directory)
+        yield directory.as_uri(), lambda key: _has(directory, key)
         return
     address = options.address or address_towards(options.remote_hosts)
     with TcpStoreServer(address_to_listen_on(address), 0, bytes.fromhex(secret)) as server:
-        yield store_url(address, server.port), lambda: JOINED_KEY in server
+        yield store_url(address, server.port), lambda key: key in server
 
 
-def _has_joined(directory: Path) -> bool:
+def _has(directory: Path, key: str) -> bool:
     with contextlib.suppress(MultiringError), FileStore(directory) as store:
-        store.get(JOINED_KEY, 0.0)
+        store.get(key, 0.0)
         return True
     return False
 
@@ -126,10 +126,10 @@ class _Job:
         signals: ArrivedSignals,
         selector: selectors.BaseSelector,
         guard: Guard,
-        is_joined: Callable[[], bool],
+        is_set: Callable[[str], bool],
     ) -> None:
         self._options = options
-        self._is_joined, self._joined = is_joined, False
+        self._is_set, self._joined, self._told = is_set, False, False
         self._start = start
         self._guard = guard
         tagged = options.ranks > 1 if options.tag_output is None else options.tag_output
@@ -183,7 +183,7 @@ class _Job:
         return None
 
     def _end_leftovers(self) -> None:
-        self._joined = self._is_joined()  # before the directory goes
+        self._joined, self._told = map(self._is_set, (JOINED_KEY, TOLD_KEY))  # before the directory goes
         self._guard.finish()
 
     def _is_consequence(self, rank: RankProcess) -> bool:
@@ -201,7 +201,8 @@ class _Job:
             others = [ends[rank] for rank in sorted(ends)]
             host = socket.gethostname()
             kills = 0 if culprit.host else oom_kills  # of this host
-            say(failure_report(culprit, others, host=host, seconds=seconds, oom_kills=kills))
+            if not self._told or culprit.code is None or culprit.code < 0:
+                say(failure_report(culprit, others, host=host, seconds=seconds, oom_kills=kills))
             return exit_code(culprit.code or 0)
         stuck = [end for end in ends.values() if end.code is None]
         if stuck:
