@@ -22,7 +22,7 @@ Record = Mapping[str, Any]
 # Label and colour of the lines.
 TRAINING = ("training", "#1f4e9c")
 TEST = ("test", "#d1600a")
-LEAST_ERROR = 0.01
+LINEAR_BELOW = 0.1
 
 
 class MetricsFile:
@@ -132,30 +132,24 @@ def plot_curve(records: list[dict[str, Any]], path: Path, title: str) -> None:
     if steps:
         position = [record["position"] for record in steps]
         values = [record["loss"] for record in steps]
-        loss.plot(position, values, color="#b8c4d6", linewidth=1, label="training, steps")
+        alone = "." if len(steps) == 1 else ""  # a line needs two points to be seen
+        loss.plot(position, values, color="#b8c4d6", linewidth=1, marker=alone, label="training, steps")
     _line(loss, epochs, [record["train_loss"] for record in epochs], TRAINING)
     _line(loss, tests, [record["test_loss"] for record in tests], TEST)
+    loss.set_yscale("log")
     _dress(loss, "loss", "cross-entropy per image (log scale)")
     _line(error, epochs, [_percent_wrong(record["train_accuracy"]) for record in epochs], TRAINING)
     _line(error, tests, [_percent_wrong(record["test_accuracy"]) for record in tests], TEST)
-    _dress(error, "error", "wrong answers in % (log scale)")
-    if tests:
-        reached = tests[-1]["test_accuracy"]
-        text = f"test accuracy {100 * reached:.2f} %"
-        error.annotate(
-            text,
-            (tests[-1]["position"], _percent_wrong(reached)),
-            xytext=(0, 14),
-            textcoords="offset points",
-            horizontalalignment="right",
-            color=TEST[1],
-        )
+    # In the title, where no line passes.
+    reached = f"; test accuracy {100 * tests[-1]['test_accuracy']:.2f} %" if tests else ""
+    error.set_yscale("symlog", linthresh=LINEAR_BELOW)  # a logarithmic axis has no zero
+    error.set_ylim(bottom=-LINEAR_BELOW / 10)  # so that a line at 0 is seen whole
+    _dress(error, f"error{reached}", f"wrong answers in % (log scale from {LINEAR_BELOW:g} on)")
     figure.savefig(path, dpi=120)
 
 
 def _percent_wrong(accuracy: float) -> float:
-    # A logarithmic axis has no zero.
-    return max(100.0 * (1.0 - accuracy), LEAST_ERROR)
+    return 100.0 * (1.0 - accuracy)
 
 
 def _line(axes: Axes, records: list[dict[str, Any]], values: list[float], style: tuple[str, str]) -> None:
@@ -171,7 +165,6 @@ def _dress(axes: Axes, title: str, unit: str) -> None:
     axes.set_title(title)
     axes.set_xlabel("epochs")
     axes.set_ylabel(unit)
-    axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(visible=True, which="major", alpha=0.4)

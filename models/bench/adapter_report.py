@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from multiring.models.bench.measure import Ratio, Sample
+from multiring.models.bench.measure import REPEAT, Ratio, Sample
 from multiring.models.bench.results import Machine
 from multiring.models.bench.training_speed import ALONE, LIMIT, OWN, TOGETHER, TrainingSpeed
 from multiring.models.errors import DataError
@@ -145,21 +145,30 @@ class AdapterReport:
         figure = Figure(figsize=(10, 3.6), layout="constrained")
         figure.suptitle(f"{self.framework}, {self.ranks} ranks on {self.machine.processor}")
         left, right = figure.subplots(1, 2)
-        bars = left.barh(["core", "adapter"], [float(np.median(t)) * 1e3 for t in (self.core, self.adapter)])
-        left.bar_label(bars, ["", f"{self.overhead.median:.2f} x"], padding=3)
+        # Labels compare the bars that they stand at: the medians. The tables have the ratios within rounds.
+        core, adapter = (float(np.median(times)) for times in (self.core, self.adapter))
+        bars = left.barh(["core", "adapter"], [core * 1e3, adapter * 1e3])
+        left.bar_label(bars, ["", f"{adapter / core:.2f} x{_noise(self.overhead)}"], padding=3)
         left.set_title(f"reduction of {self.bytes / 1e6:.0f} MB of gradients")
         left.set_xlabel("ms, less is better")
         speed = self.training
         kinds = list(speed.seconds)
-        bars = right.barh(kinds, [speed.images_per_second(kind) for kind in kinds])
-        ratios = [speed.ratio(ALONE, kind) for kind in kinds]
-        right.bar_label(bars, [f"{ratio.median:.1%}" for ratio in ratios if ratio is not None], padding=3)
+        rates = [speed.images_per_second(kind) for kind in kinds]
+        bars = right.barh(kinds, rates)
+        alone = speed.images_per_second(ALONE)
+        noise = [_noise(speed.ratio(ALONE, kind)) for kind in kinds]
+        labels = [f"{rate / alone:.1%}{word}" for rate, word in zip(rates, noise, strict=True)]
+        right.bar_label(bars, labels, padding=3)
         right.set_title(f"training of ResNet-20, batch {speed.batch} a rank")
         right.set_xlabel("images/s, more is better")
         for axes in (left, right):
             axes.invert_yaxis()
             axes.margins(x=0.25)
         figure.savefig(path, format="png", dpi=150)
+
+
+def _noise(ratio: Ratio | None) -> str:
+    return f", {REPEAT}" if ratio is not None and ratio.is_noisy else ""
 
 
 def _milliseconds(seconds: tuple[float, ...] | list[float]) -> str:

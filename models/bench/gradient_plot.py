@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from multiring.models.bench.gradient_report import GradientsReport
+from multiring.models.bench.measure import REPEAT
 
 __all__ = ["draw"]
 
@@ -24,9 +25,10 @@ def draw(report: GradientsReport, path: Path) -> None:
     bars = right.barh(
         [row.name for row in report.training], [report.images_per_second(row) for row in report.training]
     )
-    right.bar_label(
-        bars, [f"{report.efficiency(row):.1%}" for row in report.training], padding=-4, label_type="center"
-    )
+    labels = [f"{report.efficiency(row):.1%}" for row in report.training]
+    for place, row in enumerate(report.training[1:], start=1):
+        labels[place] += f", {REPEAT}" if report.is_noisy(row) else ""
+    right.bar_label(bars, labels, padding=-4, label_type="center")
     right.set_title(f"training of ResNet-20, batch {report.batch} a rank")
     right.set_xlabel("images/s, more is better")
     for axes in (left, right):

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from multiring.models.bench.measure import Sample
+from multiring.models.bench.measure import NOISE, Sample
 from multiring.models.bench.results import Machine
 from multiring.models.errors import DataError
 
@@ -110,6 +110,17 @@ class GradientsReport:
     def efficiency(self, row: StepRow) -> float:
         """Images per second over those without synchronisation."""
         return self.training[0].sample.median / row.sample.median
+
+    def is_noisy(self, row: StepRow) -> bool:
+        """Whether steps scatter by more than `row` differs from those without synchronisation.
+
+        From the median to the tenth or the ninetieth percentile, and by more than a tenth of the median.
+        """
+        base = (self.gradients if row in self.gradients else self.training)[0].sample
+        scatter = [
+            max(sample.high - sample.median, sample.median - sample.low) for sample in (base, row.sample)
+        ]
+        return max(scatter) > max(abs(row.sample.median - base.median), NOISE * base.median)
 
     def to_json(self) -> str:
         """Everything measured and, under "derived", what follows from it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from multiring.models.bench.gradient_report import GradientsReport, StepRow
-from multiring.models.bench.measure import Sample
+from multiring.models.bench.measure import REPEAT, Sample
 
 __all__ = ["markdown", "rich", "tables"]
 
@@ -31,7 +31,7 @@ def _costs(report: GradientsReport, row: StepRow) -> list[str]:
     # A step may come out shorter than without synchronisation where there is next to nothing to do.
     bandwidth = f"{report.bytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
     return [
-        f"{seconds * 1e3:.1f} ms",
+        f"{seconds * 1e3:.1f} ms{_noise(report, row)}",
         bandwidth,
         f"{more.held / MIB:+.1f} MiB",
         f"{more.peak / MIB:+.1f} MiB",
@@ -45,11 +45,16 @@ def _training(report: GradientsReport) -> Table:
             row.name,
             _milliseconds(row.sample),
             f"{report.images_per_second(row):.0f}",
-            f"{report.efficiency(row):.3f}",
+            f"{report.efficiency(row):.3f}{_noise(report, row)}",
         ]
         for row in report.training
     ]
     return f"batch {report.batch} a rank, {report.ranks} ranks", columns, rows
+
+
+def _noise(report: GradientsReport, row: StepRow) -> str:
+    is_base = row in (report.gradients[0], report.training[0])
+    return "" if is_base or not report.is_noisy(row) else f", {REPEAT}"
 
 
 def _state(report: GradientsReport) -> Table:

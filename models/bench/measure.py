@@ -25,7 +25,10 @@ from multiring.models.bench.companion import LINE, Barrier, flags_of, map_flags
 from multiring.models.bench.contenders import Call, Contender, Elsewhere, FloatArray
 from multiring.models.bench.traffic import Sent, Traffic
 
-__all__ = ["Meeting", "Pace", "Ratio", "Sample", "Sum", "Task", "measure"]
+__all__ = ["NOISE", "REPEAT", "Meeting", "Pace", "Ratio", "Sample", "Sum", "Task", "measure"]
+
+NOISE = 0.1  # times that scatter by less than this part of them are as steady as machines are
+REPEAT = "noisy, repeat"
 
 Arrays = TypeVar("Arrays")
 TaskArrays = TypeVar("TaskArrays", contravariant=True)
@@ -70,11 +73,19 @@ class Ratio:
 
     The interval is that of order statistics (of the sign test), which assumes nothing of how times scatter.
     With fewer than six rounds it is from the lowest to the highest.
+
+    Attributes:
+        median: The median.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        is_noisy: The interval is wider than what the ratio tells, its distance from 1, and than a tenth; or
+            the ratio of the medians of both times lies outside.
     """
 
     median: float
     low: float
     high: float
+    is_noisy: bool = False
 
     @classmethod
     def of(cls, times: Sequence[float], others: Sequence[float]) -> Ratio:
@@ -82,11 +93,16 @@ class Ratio:
         ratios = np.sort(np.asarray(times, np.float64) / np.asarray(others, np.float64))
         count = len(ratios)
         below = max(0, int(count / 2 - 1.96 * np.sqrt(count) / 2))
-        return cls(float(np.median(ratios)), float(ratios[below]), float(ratios[count - 1 - below]))
+        median, low, high = (float(x) for x in (np.median(ratios), ratios[below], ratios[count - 1 - below]))
+        of_medians = float(np.median(times) / np.median(others))
+        is_wide = high - low > max(abs(median - 1.0), NOISE)
+        is_outside = of_medians < low * (1 - 1e-9) or of_medians > high * (1 + 1e-9)
+        return cls(median, low, high, is_wide or is_outside)
 
     def text(self, digits: int) -> str:
         """For a table."""
-        return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+        text = f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+        return f"{text}, {REPEAT}" if self.is_noisy else text
 
 
 class Meeting(Barrier):

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,14 @@ def test_tables(report: GradientsReport) -> None:
     assert "| multiring | 125.0 ms [112.5..137.5] | 512 | 0.800 |" in text
     assert "| ResNet-20 | 10 kB | 0.10 ms [0.09..0.11] | 1.1 MB | 2.00 ms [1.80..2.20] | 0.020 ms |" in text
     assert "DDP over Gloo" in report.render("rich", None)
+
+
+def test_steps_that_scatter_more_than_they_differ_are_noisy(report: GradientsReport) -> None:
+    assert "noisy" not in report.render("markdown", None)
+    base, ours = report.training[0], StepRow("multiring", Sample(0.11, 0.08, 0.3, 10))
+    noisy = replace(report, training=(base, ours))
+    assert "| 0.909, noisy, repeat |" in noisy.render("markdown", None)
+    assert noisy.render("markdown", None).count("noisy") == 1
 
 
 def test_picture(report: GradientsReport, tmp_path: Path) -> None:
@@ -187,6 +196,28 @@ def test_tables_of_an_adapter_show_overhead_efficiency_and_its_own_way(
 def test_an_adapter_is_drawn(adapter_report: AdapterReport, tmp_path: Path) -> None:
     adapter_report.draw(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_labels_of_an_adapters_bars_compare_these_bars(
+    adapter_report: AdapterReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under noise the ratio within rounds may say the contrary of the medians."""
+    from matplotlib.figure import Figure
+
+    times = {"alone": [0.2, 0.237, 0.4, 0.23, 0.5], "multiring": [0.27, 0.28, 0.26, 0.27, 0.3]}
+    noisy = replace(adapter_report, training=TrainingSpeed(2, 32, 1, times))
+    assert noisy.training.efficiency.median > 0.8
+    assert "noisy, repeat" in noisy.render("markdown", None)
+    assert "noisy" not in adapter_report.render("markdown", None)
+    drawn: list[str] = []
+
+    def keep(figure: Figure, *_: object, **__: object) -> None:
+        drawn.extend(text.get_text() for axes in figure.axes for text in axes.texts)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    noisy.draw(tmp_path / "a.png")
+    assert f"{0.237 / 0.27:.1%}, noisy, repeat" in drawn
+    assert "100.0%" in drawn
 
 
 def reduce_and_check(comm: Communicator, astray: bool) -> str:

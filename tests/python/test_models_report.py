@@ -95,6 +95,23 @@ def test_the_curve_is_drawn_from_any_number_of_records(tmp_path: Path, count: in
     assert ((0xD1, 0x60, 0x0A) in seen) == (count >= 3)
 
 
+def test_what_the_curve_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    for count in (1, 3):
+        plot_curve(RECORDS[:count], tmp_path / "curve.png", "a title")
+    loss, _ = drawn[0].axes
+    (alone,) = loss.lines
+    assert alone.get_marker() == ".", "a single point is seen"
+    _, error = drawn[1].axes
+    assert [list(line.get_ydata()) for line in error.lines] == [[50.0, 0.0], [pytest.approx(10.0)]]
+    assert error.get_ylim()[0] < 0 < error.get_ylim()[1]
+    assert not error.texts, "no text lies on the lines"
+    assert error.get_title() == "error; test accuracy 90.00 %"
+
+
 def test_plain_lines_are_rare_but_epochs_always_show(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
