@@ -170,7 +170,8 @@ void ArrayView::take_dlpack(py::handle object) {
     on_host = object.attr("__dlpack_device__")().cast<py::tuple>()[0].cast<std::int32_t>() == dlpack::kCpu;
     if (on_host) owner_ = object.attr("__dlpack__")();
   } catch (py::error_already_set& error) {
-    throw_usage("cannot take an array of type " + type_name(object) + ": " + std::string(error.what()) +
+    throw_usage("cannot take an array of type " + type_name(object) + ": " +
+                std::string(py::str(error.value())) +
                 ". A tensor that requires a gradient is passed as tensor.detach().");
   }
   if (!on_host) throw_device(object);

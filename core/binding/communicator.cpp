@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "binding/fork_gate.h"
+#include "binding/gil.h"
 #include "binding/interrupt.h"
 #include "binding/numpy_call.h"
 #include "binding/operation.h"
@@ -24,7 +25,7 @@ namespace multiring::binding {
 
 const std::function<void()>& check_signals() {
   static const std::function<void()> check = [] {
-    const py::gil_scoped_acquire gil;
+    const GilAcquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
   };
   return check;
@@ -33,8 +34,7 @@ const std::function<void()>& check_signals() {
 std::shared_ptr<void> keep_alive(std::shared_ptr<std::vector<ArrayView>> views, py::object owners) {
   auto* held = new std::pair(std::move(views), std::move(owners));
   return {held, [held](void*) {
-            const ForkGate::Passage passage;
-            const py::gil_scoped_acquire gil;
+            const GilAcquire gil;
             delete held;
           }};
 }
@@ -45,19 +45,19 @@ bool run_allreduce(Communicator& self, py::handle input, py::handle output, Redu
                    std::string_view name, double prescale, double postscale, double timeout, Wire wire) {
   PyOperation prepared;
   if (!prepare_allreduce(prepared, input, output, op, name, prescale, postscale, wire)) return false;
-  const py::gil_scoped_release release;
+  const GilRelease release;
   self.run(prepared.operation, call_options(timeout));
   return true;
 }
 
 void run(Communicator& self, PyOperation& prepared, double timeout) {
-  const py::gil_scoped_release release;
+  const GilRelease release;
   self.run(prepared.operation, call_options(timeout));
 }
 
 PyWork submit(Communicator& self, PyOperation& prepared, int priority) {
   auto views = keep_alive(std::move(prepared.views), std::move(prepared.owners));
-  const py::gil_scoped_release release;
+  const GilRelease release;
   return {self.submit(std::move(prepared.operation), priority, std::move(views))};
 }
 
@@ -87,7 +87,7 @@ py::array symmetric_empty(Communicator& self, const std::vector<std::uint64_t>& 
   const std::size_t bytes = array_bytes(shape, dtype);
   std::shared_ptr<SymmetricRegion> region;
   {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     region = self.allocate_symmetric(bytes, call_options(timeout));
   }
   return array_in(region, region->part(self.rank()), dtype, shape);
@@ -129,7 +129,7 @@ void bind_work(py::module_& module) {
             if (self.work->done()) {  // no need to let go of the GIL
               return self.work->wait(Deadline::never(), {});
             }
-            const py::gil_scoped_release release;
+            const GilRelease release;
             self.work->wait(timeout < 0 ? Deadline::never() : Deadline::after(timeout), check_signals());
           },
           py::arg("timeout"))
@@ -139,7 +139,7 @@ void bind_work(py::module_& module) {
 }  // namespace
 
 void bind_communicator(py::module_& module) {
-  using Released = py::call_guard<py::gil_scoped_release>;
+  using Released = py::call_guard<GilRelease>;
   bind_work(module);
   // The destructor joins the progress thread, which may need the GIL to let go of arrays.
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator", "A group of ranks.",
@@ -167,14 +167,14 @@ void bind_communicator(py::module_& module) {
       .def(
           "send",
           [](Communicator& self, PyOperation& prepared, std::int64_t tag, double timeout) {
-            const py::gil_scoped_release release;
+            const GilRelease release;
             self.send(prepared.operation, tag, call_options(timeout));
           },
           py::arg("operation"), py::arg("tag"), py::arg("timeout"))
       .def(
           "recv",
           [](Communicator& self, PyOperation& prepared, std::int64_t tag, double timeout) {
-            const py::gil_scoped_release release;
+            const GilRelease release;
             self.receive(prepared.operation, tag, call_options(timeout));
           },
           py::arg("operation"), py::arg("tag"), py::arg("timeout"))
@@ -182,7 +182,7 @@ void bind_communicator(py::module_& module) {
           "split",
           [](Communicator& self, std::int64_t color, std::int64_t key,
              double timeout) -> std::optional<std::shared_ptr<Communicator>> {
-            const py::gil_scoped_release release;
+            const GilRelease release;
             auto group = self.split(color, key, call_options(timeout));
             return group == nullptr ? std::nullopt : std::optional(std::move(group));
           },

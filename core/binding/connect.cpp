@@ -3,9 +3,12 @@
 
 #include <string>
 
+#include "base/protocol.h"
 #include "binding/communicator.h"
+#include "binding/gil.h"
 #include "binding/interrupt.h"
 #include "binding/store.h"
+#include "collective/descriptor.h"
 #include "transport/tcp/address.h"
 #include "transport/world/connect_world.h"
 
@@ -39,11 +42,11 @@ struct WorldOptions {
 std::function<void(const std::string&)> warner(const py::object& callable) {
   if (callable.is_none()) return {};
   auto held = std::shared_ptr<py::object>(new py::object(callable), [](py::object* object) {
-    const py::gil_scoped_acquire gil;
+    const GilAcquire gil;
     delete object;
   });
   return [held](const std::string& message) {
-    const py::gil_scoped_acquire gil;
+    const GilAcquire gil;
     try {
       (*held)(message);
     } catch (py::error_already_set& error) {
@@ -53,7 +56,7 @@ std::function<void(const std::string&)> warner(const py::object& callable) {
 }
 
 std::shared_ptr<MpiSession> open_session(const std::string& bridge, std::uintptr_t communicator) {
-  const py::gil_scoped_release release;
+  const GilRelease release;
   return MpiSession::load(bridge, reinterpret_cast<const void*>(communicator));
 }
 
@@ -61,7 +64,7 @@ py::bytes broadcast(MpiSession& session, const py::bytes& bytes, int root, doubl
   const std::string value = bytes;
   std::string received;
   {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     Waiting waiting;
     waiting.deadline = Deadline::after(timeout);
     waiting.interrupt = &check_signals();
@@ -73,7 +76,7 @@ py::bytes broadcast(MpiSession& session, const py::bytes& bytes, int root, doubl
 std::shared_ptr<Communicator> connect(const py::object& store, const WorldOptions& options) {
   // Kept by the transport of several hosts, which lets go of it wherever it is let go of itself.
   const std::shared_ptr<Store> rendezvous(new PyStore(store), [](Store* held) {
-    const py::gil_scoped_acquire gil;
+    const GilAcquire gil;
     delete held;
   });
   WorldAddress address;
@@ -91,6 +94,7 @@ std::shared_ptr<Communicator> connect(const py::object& store, const WorldOption
   address.tuning = options.tuning;
   address.mpi = options.mpi;
   address.wire = wire_name(options.wire);
+  address.build = build_text(sizeof(Descriptor));
   CommunicatorOptions communicator;
   communicator.mode = options.mode;
   if (options.tuning != "off") communicator.tuning = options.tuning;  // off: compared with the others only
@@ -98,7 +102,7 @@ std::shared_ptr<Communicator> connect(const py::object& store, const WorldOption
   communicator.timeout = options.timeout;
   communicator.stall_warning = options.stall_warning;
   communicator.warn = warner(options.warn);
-  const py::gil_scoped_release release;
+  const GilRelease release;
   Waiting waiting;
   waiting.deadline = Deadline::after(options.timeout);
   waiting.interrupt = &check_signals();
@@ -117,7 +121,7 @@ void bind_connect(py::module_& module) {
       .def_property_readonly("library", &MpiSession::library)
       .def("broadcast", &broadcast, py::arg("value"), py::arg("root"), py::arg("timeout"),
            "What `root` has, at most 4096 bytes, on all ranks. Collective.")
-      .def("finalize", &MpiSession::finalize, py::call_guard<py::gil_scoped_release>(),
+      .def("finalize", &MpiSession::finalize, py::call_guard<GilRelease>(),
            "Ends MPI if this session has initialised it. Collective.");
   py::class_<WorldOptions>(module, "WorldOptions", "Who this rank is, and how its communicator behaves.")
       .def(py::init<>())

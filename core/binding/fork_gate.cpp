@@ -4,6 +4,8 @@
 #include <chrono>
 #include <thread>
 
+#include "binding/gil.h"
+
 namespace py = pybind11;
 
 namespace multiring::binding {
@@ -18,8 +20,7 @@ constexpr std::chrono::microseconds kLook(100);
 
 }  // namespace
 
-ForkGate::Passage::Passage() : counted_(PyGILState_GetThisThreadState() == nullptr) {
-  if (!counted_) return;
+ForkGate::Passage::Passage() {
   for (;;) {
     int now = passing.load(std::memory_order_relaxed);
     if (now != kClosed && passing.compare_exchange_weak(now, now + 1, std::memory_order_acquire)) return;
@@ -27,14 +28,12 @@ ForkGate::Passage::Passage() : counted_(PyGILState_GetThisThreadState() == nullp
   }
 }
 
-ForkGate::Passage::~Passage() {
-  if (counted_) passing.fetch_sub(1, std::memory_order_release);
-}
+ForkGate::Passage::~Passage() { passing.fetch_sub(1, std::memory_order_release); }
 
 void ForkGate::close() {
   bool closed = false;
   {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(1);
     do {
       int nobody = 0;

@@ -9,16 +9,14 @@ namespace multiring::binding {
 /// (CPython 3.11).
 class ForkGate {
  public:
-  /// Held by a native thread around taking the GIL. A thread that Python knows passes without.
+  /// Held by a native thread while it makes or deletes its thread state: not while it has the GIL, which the
+  /// thread that forks has to get back. See GilAcquire.
   class Passage {
    public:
     Passage();
     ~Passage();
     Passage(const Passage&) = delete;
     Passage& operator=(const Passage&) = delete;
-
-   private:
-    const bool counted_;
   };
 
   /// Before a fork, with the GIL, which it lets go of while it waits: for a second at most, since what has

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "binding/communicator.h"
+#include "binding/gil.h"
 #include "binding/interrupt.h"
 #include "binding/operation.h"
 #include "binding/work.h"
@@ -31,7 +32,7 @@ class PyNamedQueue {
 };
 
 std::unique_ptr<PyNamedQueue> create(Communicator& communicator, const std::string& name, double timeout) {
-  const py::gil_scoped_release release;
+  const GilRelease release;
   return std::make_unique<PyNamedQueue>(
       new mr_queue(NamedQueue::create(communicator, name, call_options(timeout))));
 }
@@ -44,7 +45,7 @@ PyWork submit(const PyNamedQueue& self, std::string name, PyOperation& prepared,
   request.step = step;
   request.keep_alive = keep_alive(std::move(prepared.views), std::move(prepared.owners));
   request.operations.push_back(std::move(prepared.operation));
-  const py::gil_scoped_release release;
+  const GilRelease release;
   return {self.handle().get()->submit(std::move(request)).front()};
 }
 
@@ -59,7 +60,7 @@ bool is_broken(const PyNamedQueue& self) {
 }  // namespace
 
 void bind_named_queue(py::module_& module) {
-  using Released = py::call_guard<py::gil_scoped_release>;
+  using Released = py::call_guard<GilRelease>;
   // The destructor joins threads, which may need the GIL to let go of arrays.
   py::class_<PyNamedQueue>(module, "NamedQueue", "Operations matched by name.",
                            py::release_gil_before_calling_cpp_dtor())

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "binding/array_view.h"
+#include "binding/gil.h"
 #include "binding/interrupt.h"
 
 namespace multiring::binding {
@@ -144,18 +145,6 @@ bool take_arguments(PyObject* const* args, Operation* operation, double* timeout
   return true;
 }
 
-/// Lets go of the GIL; raised errors find it held again.
-class WithoutGil {
- public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-
- private:
-  PyThreadState* state_;
-};
-
 PyObject* numpy_allreduce(PyObject* capsule, PyObject* const* args, Py_ssize_t count) {
   auto* self = static_cast<std::shared_ptr<Communicator>*>(PyCapsule_GetPointer(capsule, kCapsule));
   if (self == nullptr) return nullptr;
@@ -168,7 +157,7 @@ PyObject* numpy_allreduce(PyObject* capsule, PyObject* const* args, Py_ssize_t c
     double timeout = -1.0;
     if (!take_arguments(args, &operation, &timeout)) Py_RETURN_FALSE;
     {
-      const WithoutGil released;
+      const GilRelease released;
       (*self)->run(operation, call_options(timeout));
     }
     Py_RETURN_TRUE;
@@ -194,7 +183,7 @@ py::object make_numpy_allreduce(std::shared_ptr<Communicator> communicator) {
   auto* held = new std::shared_ptr<Communicator>(std::move(communicator));
   const py::capsule capsule(held, kCapsule, [](void* pointer) {
     // The last reference joins the progress thread, which may need the GIL to let go of arrays.
-    const py::gil_scoped_release release;
+    const GilRelease release;
     delete static_cast<std::shared_ptr<Communicator>*>(pointer);
   });
   return py::reinterpret_steal<py::object>(PyCFunction_New(&numpy_allreduce_method, capsule.ptr()));

@@ -10,6 +10,7 @@
 #include "base/cpu.h"
 #include "base/streaming_copy.h"
 #include "binding/dlpack.h"
+#include "binding/gil.h"
 #include "binding/result.h"
 
 namespace multiring::binding {
@@ -143,7 +144,7 @@ class ArrayReduction {
         require_apart(views_[a], views_[b]);
   }
   void run() const {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     reduce(views_[0].dtype(), reduction_, from_, to_, views_[0].count());
   }
 
@@ -176,7 +177,7 @@ class FloatModeContext {
 
 /// Addresses, not arrays: to take two tensors by DLPack would cost more than a gradient's other bookkeeping.
 void copy_addresses_streaming(std::uintptr_t to, std::uintptr_t from, std::size_t bytes) {
-  const py::gil_scoped_release release;
+  const GilRelease release;
   copy_streaming(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
 }
 

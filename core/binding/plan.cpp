@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "binding/communicator.h"
+#include "binding/gil.h"
 #include "topology/cost_model.h"
 #include "topology/traffic.h"
 
@@ -169,7 +170,7 @@ void bind_costs(py::module_& module) {
       [](const Cluster& cluster, const PlanRequest& request, const CostModel& model) {
         return choose_plan(cluster, request.options(), model);
       },
-      py::arg("cluster"), py::arg("request"), py::arg("model"), py::call_guard<py::gil_scoped_release>(),
+      py::arg("cluster"), py::arg("request"), py::arg("model"), py::call_guard<GilRelease>(),
       "The plan with the lowest predicted time.");
   module.def(
       "dtype_size", [](const std::string& name) { return dtype_size(parse_dtype(name)); }, py::arg("dtype"),

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "base/error.h"
+#include "binding/gil.h"
 
 namespace py = pybind11;
 
@@ -21,7 +22,7 @@ namespace {
 }  // namespace
 
 void PyStore::set(const std::string& key, const std::string& value) {
-  const py::gil_scoped_acquire gil;
+  const GilAcquire gil;
   try {
     store_.attr("set")(key, py::bytes(value));
   } catch (py::error_already_set& error) {
@@ -31,7 +32,7 @@ void PyStore::set(const std::string& key, const std::string& value) {
 
 std::string PyStore::get(const std::string& key, double seconds) {
   constexpr double kLongest = 1e9;  // Python's timers take no infinity
-  const py::gil_scoped_acquire gil;
+  const GilAcquire gil;
   try {
     return store_.attr("get")(key, std::fmin(seconds, kLongest)).cast<std::string>();
   } catch (py::error_already_set& error) {

@@ -37,6 +37,23 @@ std::uint64_t hash_name(std::string_view name) {
 
 bool same_key(const MatchKey& a, const MatchKey& b) { return std::memcmp(&a, &b, sizeof a) == 0; }
 
+bool is_plausible(const Descriptor& descriptor) {
+  return static_cast<int>(descriptor.key.kind) < kOpKindCount &&
+         static_cast<int>(descriptor.key.op) < kReduceOpCount &&
+         static_cast<int>(descriptor.key.wire) < kWireCount &&
+         static_cast<int>(descriptor.dtype) < kDTypeCount && descriptor.dims <= Descriptor::kMaxDims;
+}
+
+bool is_whole_array(const Descriptor& descriptor) {
+  std::uint64_t bytes = dtype_size(descriptor.dtype);
+  for (int dim = 0; dim < descriptor.dims; ++dim)
+    if (const std::uint64_t extent = descriptor.shape[static_cast<std::size_t>(dim)]; extent == 0)
+      return descriptor.bytes == 0;
+    else if (__builtin_mul_overflow(bytes, extent, &bytes))
+      return false;
+  return descriptor.bytes == bytes;
+}
+
 std::string describe(const Descriptor& descriptor) {
   std::string text = op_kind_name(descriptor.key.kind);
   if (!descriptor.name_view().empty()) text += " '" + std::string(descriptor.name_view()) + "'";

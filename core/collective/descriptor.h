@@ -95,6 +95,12 @@ MULTIRING_API std::uint64_t hash_name(std::string_view name);
 
 bool same_key(const MatchKey& a, const MatchKey& b);
 
+/// Whether what another process has written can be a descriptor: every number is in its range. To be asked
+/// before anything else is done with it.
+MULTIRING_API bool is_plausible(const Descriptor& descriptor);
+/// Whether shape and dtype are of as many bytes as a descriptor says.
+MULTIRING_API bool is_whole_array(const Descriptor& descriptor);
+
 /// "allreduce 'conv1.weight' sum float32[64, 3, 7, 7]", for messages.
 MULTIRING_API std::string describe(const Descriptor& descriptor);
 

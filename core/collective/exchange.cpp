@@ -43,6 +43,7 @@ void Exchange::synchronise(const Call& call) {
 
 void Exchange::synchronise_again(const Call& call) {
   transport_.arrive(round_, staged_);
+  call.waiting.deadline.start();  // or the copy's clock alone would run, anew in each exchange
   Waiting waiting = call.waiting;
   waiting.brief = true;
   const WaitResult result = transport_.await_all(round_, waiting);
@@ -57,6 +58,8 @@ bool Exchange::all_match() const {
 }
 
 void Exchange::require_match(const Call& call) const {
+  for (int peer = 0; peer < size(); ++peer)
+    if (!is_plausible(descriptor(peer))) throw_garbled(call, peer);
   if (all_match()) return;
   std::uint64_t least = descriptor(0).submitted;
   bool alike = true;
@@ -82,7 +85,7 @@ void Exchange::throw_mismatch(const Call& call) const {
   std::string text = "the ranks of communicator '" + communicator_ + "' asked for different operations: ";
   bool first = true;
   for (const auto& [what, ranks] : asked) {
-    text += (first ? "" : "; ") + rank_list(ranks) + " asked for " + what;
+    text += (first ? "" : "; ") + names_of(ranks) + " asked for " + what;
     first = false;
   }
   if (asked.size() == 1) text += " (names alike at the start, but different in all their length)";
@@ -91,6 +94,14 @@ void Exchange::throw_mismatch(const Call& call) const {
       "loop length that depends on the rank. (raised on " +
       where(call) + ")";
   throw Error(ErrorKind::kMismatch, text, context(call, other));
+}
+
+void Exchange::throw_garbled(const Call& call, int peer) const {
+  throw Error(ErrorKind::kInternal,
+              where(call) + ": what " + name_of(peer) + " on " + transport_.host(peer) +
+                  " asked for makes no sense. Do all ranks run the same version of multiring? Compare "
+                  "`multiring env` on both",
+              context(call, peer));
 }
 
 void Exchange::throw_for(const Call& call, const WaitResult& result) const {
@@ -111,12 +122,16 @@ void Exchange::throw_for(const Call& call, const WaitResult& result) const {
   throw Error(ErrorKind::kInternal, "a wait failed for no known reason on " + where(call), context(call, -1));
 }
 
+void Exchange::throw_within(const Call& call, const Error& error, const std::string& what) const {
+  throw Error(error.kind(), where(call) + what + ": " + error.what(), context(call, -1));
+}
+
 void Exchange::throw_for_peer(const Call& call, const WaitResult& result, int peer) const {
   if (result.outcome != WaitResult::Outcome::kTimeout) throw_for(call, result);
   throw Error(
       ErrorKind::kTimeout,
-      where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + " for rank " +
-          std::to_string(peer) + " (process " + std::to_string(transport_.process_id(peer)) +
+      where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + " for " + name_of(peer) +
+          " (process " + std::to_string(transport_.process_id(peer)) +
           "), which has not done its part. Does it call the matching send or recv? MULTIRING_TIMEOUT or "
           "the timeout argument set how long to wait.",
       context(call, peer));
@@ -125,8 +140,8 @@ void Exchange::throw_for_peer(const Call& call, const WaitResult& result, int pe
 void Exchange::throw_on_the_way(const Call& call, const WaitResult& result, int peer) const {
   if (result.outcome != WaitResult::Outcome::kTimeout) throw_for(call, result);
   const std::string late = peer < 0 ? "other ranks"
-                                    : "rank " + std::to_string(peer) + " on " + transport_.host(peer) +
-                                          " (process " + std::to_string(transport_.process_id(peer)) + ")";
+                                    : name_of(peer) + " on " + transport_.host(peer) + " (process " +
+                                          std::to_string(transport_.process_id(peer)) + ")";
   throw Error(
       ErrorKind::kTimeout,
       where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + ", at last for " + late +
@@ -140,9 +155,12 @@ std::string Exchange::describe_wait(const Call& call, double waited) const {
   const Missing absent = missing();
   std::string text = where(call) + ", has waited " + seconds_text(waited);
   if (!absent.late.empty())
-    text += " for " + late_list(absent);
+    text += " for " + late_list(absent, transport_);
   else if (!absent.holding.empty())
-    text += ": " + held_up_text(absent.holding);
+    text += ": " + held_up_text(absent.holding, transport_);
+  constexpr std::size_t kMostListed = 4;
+  for (std::size_t i = 0; i < std::min(absent.late.size(), kMostListed); ++i)
+    text += "; " + whereabouts(absent.late[i], ") was last in ");
   return text + "; set MULTIRING_STALL_WARNING to change or silence this warning";
 }
 
@@ -153,11 +171,13 @@ void Exchange::throw_timeout(const Call& call) const {
   for (int peer = 0; peer < size(); ++peer)
     if (transport_.has_come(peer, round_)) came.push_back(peer);
   std::string text = where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + " for " +
-                     late_list(absent) + "; " + rank_list(came) + " came and waited as well. ";
-  for (const int peer : absent.late)
-    text += "Rank " + std::to_string(peer) + " (process " + std::to_string(transport_.process_id(peer)) +
-            (transport_.is_watched(peer) ? ", alive) was last in " : ") was last heard of in ") +
-            doing(peer) + ". ";
+                     late_list(absent, transport_) + "; " + names_of(came) + " came and waited as well. ";
+  for (const int peer : absent.late) {
+    std::string told =
+        whereabouts(peer, transport_.is_watched(peer) ? ", alive) was last in " : ") was last heard of in ");
+    told.front() = 'R';
+    text += told + ". ";
+  }
   text += "See where it is with `py-spy dump --pid " +
           std::to_string(transport_.process_id(absent.late.front())) +
           "`; MULTIRING_TIMEOUT or the timeout argument set how long to "
@@ -169,7 +189,7 @@ void Exchange::throw_timeout(const Call& call) const {
 void Exchange::throw_held_up(const Call& call, const Missing& missing) const {
   throw Error(ErrorKind::kTimeout,
               where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + ": " +
-                  held_up_text(missing.holding) +
+                  held_up_text(missing.holding, transport_) +
                   ". MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
               context(call, missing.holding.empty() ? -1 : missing.holding.front()));
 }
@@ -181,12 +201,12 @@ void Exchange::throw_lost(const Call& call, const WaitResult& result) const {
   if (transport_.host(peer) != transport_.host(rank())) died += ", or its host cannot be reached any more";
   throw Error(
       ErrorKind::kPeerLost,
-      where(call) + ", lost rank " + std::to_string(peer) + " on " + transport_.host(peer) + " (process " +
+      where(call) + ", lost " + name_of(peer) + " on " + transport_.host(peer) + " (process " +
           std::to_string(transport_.process_id(peer)) + "): " +
           (result.peer_left ? "it has shut down or exited while others still needed it (had it fewer batches "
                               "than the others?)"
                             : died) +
-          ". It was last in " + doing(peer) + ". Look at that rank's output.",
+          ". It was last in " + last_of(peer) + ". Look at that rank's output.",
       context(call, peer));
 }
 
@@ -198,22 +218,40 @@ void Exchange::throw_if_aborted(const Call& call) const {
 void Exchange::throw_aborted(const Call& call, const AbortRecord& record) const {
   const bool own = record.origin == rank();
   throw Error(record.kind,
-              (own ? std::string() : "rank " + std::to_string(record.origin) + " stopped all ranks: ") +
-                  record.message + (own ? std::string() : " (noticed on " + where(call) + ")"),
+              (own ? std::string() : name_of(record.origin) + " stopped all ranks: ") + record.message +
+                  (own ? std::string() : " (noticed on " + where(call) + ")"),
               context(call, own ? -1 : record.origin));
 }
 
-std::string Exchange::where(const Call& call) const {
-  return "rank " + std::to_string(rank()) + " on " + transport_.host(rank()) + ", in " +
-         describe(call.descriptor) + " (" + std::to_string(call.descriptor.bytes) +
-         " bytes) of communicator '" + communicator_ + "'";
+std::string Exchange::whereabouts(int rank, const std::string& sign) const {
+  std::string text =
+      name_of(rank) + " (process " + std::to_string(transport_.process_id(rank)) + sign + last_of(rank);
+  const std::string elsewhere = elsewhere_ ? elsewhere_(rank) : "";
+  if (!elsewhere.empty())
+    text += ", and waits for this rank in " + elsewhere +
+            ": ranks have to use their communicators in the same order";
+  return text;
 }
 
-std::string Exchange::doing(int peer) const {
+std::string Exchange::names_of(const std::vector<int>& ranks) const { return rank_list(ranks, transport_); }
+
+std::string Exchange::name_of(int rank) const {
+  if (rank < 0 || rank >= size()) return "rank " + std::to_string(rank);
+  return names_of({rank});
+}
+
+std::string Exchange::where(const Call& call) const {
+  return name_of(rank()) + " on " + transport_.host(rank()) + ", in " + describe(call.descriptor) + " (" +
+         std::to_string(call.descriptor.bytes) + " bytes) of communicator '" + communicator_ + "'";
+}
+
+std::string Exchange::last_of(int peer) const {
   // A peer that lags is exactly one round behind; it writes the other of its two headers next, so this is
   // stable.
   const std::uint64_t round = transport_.arrived(peer);
-  return round == 0 ? "init" : describe(*reinterpret_cast<const Descriptor*>(transport_.header(peer, round)));
+  if (round == 0) return "init";
+  const auto& last = *reinterpret_cast<const Descriptor*>(transport_.header(peer, round));
+  return is_plausible(last) ? describe(last) : "something that cannot be read";
 }
 
 ErrorContext Exchange::context(const Call& call, int peer) const {

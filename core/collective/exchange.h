@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/export.h"
@@ -58,27 +60,41 @@ class MULTIRING_API Exchange {
   /// says who asked for what. All ranks come to the same verdict, for they read the same headers.
   void require_match(const Call& call) const;
   [[noreturn]] void throw_mismatch(const Call& call) const;
+  /// What a rank has written cannot be right.
+  [[noreturn]] void throw_garbled(const Call& call, int peer) const;
 
   /// Turns a wait on one peer (a mailbox) that failed into an error.
   [[noreturn]] void throw_for_peer(const Call& call, const WaitResult& result, int peer) const;
   /// The same in the middle of an operation that all ranks are in. `peer`: whom the wait was for; negative:
   /// not known.
   [[noreturn]] void throw_on_the_way(const Call& call, const WaitResult& result, int peer) const;
+  /// Turns a wait of this operation that ended badly into an error.
+  [[noreturn]] void throw_for(const Call& call, const WaitResult& result) const;
+  /// Raises an error of the operation that says what `error` says, which knows nothing of it; `what` is in
+  /// between.
+  [[noreturn]] void throw_within(const Call& call, const Error& error, const std::string& what) const;
   /// Raises the error that a peer told of, if there is one.
   void throw_if_aborted(const Call& call) const;
   /// The ranks that keep this one waiting for the current round, and the same as text for a warning.
   Missing missing() const { return transport_.missing(round_); }
   std::string describe_wait(const Call& call, double waited) const;
+  /// What a rank was last in, as it has published: "allreduce 'x' ...", or "init".
+  std::string last_of(int rank) const;
+  /// `elsewhere` tells what a rank waits for this rank in, outside of this exchange; empty: nothing is known.
+  void ask_elsewhere(std::function<std::string(int rank)> elsewhere) { elsewhere_ = std::move(elsewhere); }
+  /// "rank 3", or "rank 1 (world rank 3)" in a group that numbers its ranks differently.
+  std::string name_of(int rank) const;
 
  private:
   bool all_match() const;
-  [[noreturn]] void throw_for(const Call& call, const WaitResult& result) const;
   [[noreturn]] void throw_timeout(const Call& call) const;
   [[noreturn]] void throw_held_up(const Call& call, const Missing& missing) const;
   [[noreturn]] void throw_lost(const Call& call, const WaitResult& result) const;
   [[noreturn]] void throw_aborted(const Call& call, const AbortRecord& record) const;
+  std::string names_of(const std::vector<int>& ranks) const;
   std::string where(const Call& call) const;
-  std::string doing(int rank) const;
+  /// "rank 1 (process 12 on b<sign>) was last in init", and where it waits for this rank.
+  std::string whereabouts(int rank, const std::string& sign) const;
   ErrorContext context(const Call& call, int peer) const;
 
   Transport& transport_;
@@ -86,6 +102,7 @@ class MULTIRING_API Exchange {
   std::uint64_t round_ = 0;
   std::size_t staged_ = 0;
   PlanCache plans_;
+  std::function<std::string(int rank)> elsewhere_;
 };
 
 }  // namespace multiring

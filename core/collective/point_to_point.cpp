@@ -84,6 +84,19 @@ void PointToPoint::send(const Call& call, const Operation& operation, std::int64
   if (!result.ok()) exchange_.throw_for_peer(call, result, destination);
 }
 
+bool PointToPoint::is_crossed_by(int peer) {
+  Lane& lane = received_[static_cast<std::size_t>(peer)];
+  std::uint64_t next = 0;
+  {
+    const std::lock_guard lock(lane.mutex);
+    if (lane.busy) return false;
+    next = lane.chunks + 1;
+  }
+  Waiting at_once;
+  at_once.deadline = Deadline::after(0.0);
+  return exchange_.transport().await_written(peer, next, at_once).ok();
+}
+
 void PointToPoint::receive(const Call& call, Operation& operation, std::int64_t tag) {
   Transport& transport = exchange_.transport();
   const int source = operation.descriptor.key.root;
@@ -113,6 +126,8 @@ void PointToPoint::receive(const Call& call, Operation& operation, std::int64_t 
 void PointToPoint::accept(const Call& call, Operation& operation, const Envelope& envelope,
                           std::int64_t tag) const {
   const Descriptor& sent = envelope.descriptor;
+  if (!is_plausible(sent) || !is_whole_array(sent))
+    exchange_.throw_garbled(call, operation.descriptor.key.root);
   const bool expects = operation.output != nullptr;
   const Descriptor& wanted = operation.descriptor;
   if (envelope.tag != tag || (expects && (sent.dtype != wanted.dtype || sent.bytes != wanted.bytes))) {
@@ -124,10 +139,9 @@ void PointToPoint::accept(const Call& call, Operation& operation, const Envelope
     context.bytes = static_cast<std::int64_t>(wanted.bytes);
     context.elapsed = call.waiting.deadline.elapsed();
     throw Error(ErrorKind::kMismatch,
-                "rank " + std::to_string(wanted.key.root) + " sent tag " + std::to_string(envelope.tag) +
-                    " " + describe(sent) + " where rank " + std::to_string(exchange_.rank()) +
-                    " expects tag " + std::to_string(tag) +
-                    (expects ? " " + describe(wanted) : std::string()) +
+                exchange_.name_of(wanted.key.root) + " sent tag " + std::to_string(envelope.tag) + " " +
+                    describe(sent) + " where " + exchange_.name_of(exchange_.rank()) + " expects tag " +
+                    std::to_string(tag) + (expects ? " " + describe(wanted) : std::string()) +
                     ". Messages between two ranks are received in the order in which they were sent.",
                 context);
   }

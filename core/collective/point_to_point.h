@@ -23,6 +23,8 @@ class PointToPoint {
   void send(const Call& call, const Operation& operation, std::int64_t tag);
   /// key.root is the source. With `operation.output` null takes dtype and shape from the message and
   /// allocates the result, else raises a mismatch error unless dtype and count are as expected.
+  /// Whether `peer` sends to this rank, which does not receive: a reason why it may not receive itself.
+  bool is_crossed_by(int peer);
   void receive(const Call& call, Operation& operation, std::int64_t tag);
 
  private:

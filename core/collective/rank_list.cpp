@@ -1,5 +1,7 @@
 #include "collective/rank_list.h"
 
+#include <algorithm>
+
 namespace multiring {
 
 std::string rank_list(const std::vector<int>& ranks) {
@@ -14,19 +16,37 @@ std::string rank_list(const std::vector<int>& ranks) {
   return text;
 }
 
-std::string late_list(const Missing& missing) {
-  std::string text = rank_list(missing.late);
+std::string rank_list(const std::vector<int>& ranks, const Transport& transport) {
+  std::vector<int> world;
+  for (const int rank : ranks) world.push_back(transport.world_rank(rank));
+  if (world == ranks) return rank_list(ranks);
+  std::ranges::sort(world);  // a group may number its ranks in another order
+  return rank_list(ranks) + " (world " + rank_list(world) + ")";
+}
+
+bool speaks_for_all(const Missing& missing, int rank) {
+  const auto has = [](const std::vector<int>& ranks, int each) {
+    return std::ranges::find(ranks, each) != ranks.end();
+  };
+  for (int each = 0; each < rank; ++each)
+    if (!has(missing.late, each) && !has(missing.behind, each)) return false;
+  return true;
+}
+
+std::string late_list(const Missing& missing, const Transport& transport) {
+  std::string text = rank_list(missing.late, transport);
   if (!missing.behind.empty())
-    text += " (nothing is known of " + rank_list(missing.behind) + ", whose messages come through others)";
+    text += " (nothing is known of " + rank_list(missing.behind, transport) +
+            ", whose messages come through others)";
   return text;
 }
 
-std::string held_up_text(const std::vector<int>& holding) {
+std::string held_up_text(const std::vector<int>& holding, const Transport& transport) {
   if (holding.empty())
     return "all that others have sent is here, but not all that this rank sends has left, or the last came "
            "just "
            "as the time was up: the network is slow, or a rank does not read";
-  return rank_list(holding) + (holding.size() == 1 ? " has" : " have") +
+  return rank_list(holding, transport) + (holding.size() == 1 ? " has" : " have") +
          " come, but not what others have sent through them: one that passes messages on is stopped or waits "
          "for such a one, or the network has stalled; `ps -o pid,stat,cmd` shows a stopped process as T";
 }

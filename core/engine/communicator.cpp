@@ -1,9 +1,11 @@
 #include "engine/communicator.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <utility>
 
+#include "engine/communicator_list.h"
 #include "engine/validate.h"
 #include "topology/dimensions.h"
 
@@ -11,6 +13,7 @@ namespace multiring {
 namespace {
 
 constexpr std::chrono::duration<double> kTick(0.05);
+constexpr std::size_t kMostPage = std::size_t{64} << 10;
 
 }  // namespace
 
@@ -45,6 +48,16 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       tuning_(options_.tuning) {
   if (!options_.mode.empty()) exchange_.plans().force_mode(parse_mode(options_.mode), *transport_);
   if (!options_.tuning.empty()) exchange_.plans().follow(Tuning::parse(options_.tuning), *transport_);
+  exchange_.ask_elsewhere(
+      [this](int peer) { return CommunicatorList::waits_elsewhere(this, transport_->world_rank(peer)); });
+  CommunicatorList::add(this);
+}
+
+std::string Communicator::waits_for_this(int world_rank) const {
+  for (int peer = 0; peer < size(); ++peer)
+    if (transport_->world_rank(peer) == world_rank && transport_->arrived(peer) > transport_->arrived(rank()))
+      return exchange_.last_of(peer) + " of communicator '" + name() + "'";
+  return "";
 }
 
 void Communicator::follow(const std::string& tuning) {
@@ -171,7 +184,8 @@ Call Communicator::make_call(const Descriptor& descriptor, const CallOptions& op
   call.waiting.cancelled = &closing_;
   if (options_.warn && options_.stall_warning > 0) {
     stalled = [this, &descriptor](double waited) {
-      options_.warn(exchange_.describe_wait(Call{descriptor, {}}, waited));
+      if (speaks_for_all(exchange_.missing(), rank()))
+        options_.warn(exchange_.describe_wait(Call{descriptor, {}}, waited));
     };
     call.waiting.stalled = &stalled;
     call.waiting.stall_after = options_.stall_warning;
@@ -240,6 +254,18 @@ void Communicator::point_to_point(Operation& operation, const CallOptions& optio
   try {
     exchange_.throw_if_aborted(call);
     body(call);
+  } catch (const Error& error) {
+    const bool sends = operation.descriptor.key.kind == OpKind::kSend;
+    const bool crossed =
+        error.kind() == ErrorKind::kTimeout && sends && mail_.is_crossed_by(operation.descriptor.key.root);
+    const Error told = crossed ? Error(error.kind(),
+                                       std::string(error.what()) +
+                                           " It sends to this rank as well, and both wait "
+                                           "for the other to receive: let one of them receive first.",
+                                       error.context())
+                               : error;
+    fail(std::make_exception_ptr(told), describe(operation.descriptor));
+    throw told;
   } catch (...) {
     fail(std::current_exception(), describe(operation.descriptor));
     throw;
@@ -252,6 +278,17 @@ void Communicator::send(Operation& operation, std::int64_t tag, const CallOption
 
 void Communicator::receive(Operation& operation, std::int64_t tag, const CallOptions& options) {
   point_to_point(operation, options, [&](const Call& call) { mail_.receive(call, operation, tag); });
+}
+
+template <class Body>
+void Communicator::in_steps(const Call& call, const std::string& what, const Body& body) const {
+  try {
+    body();
+  } catch (const WaitEnded& ended) {
+    exchange_.throw_for(call, ended.result);
+  } catch (const Error& error) {
+    exchange_.throw_within(call, error, what);
+  }
 }
 
 std::shared_ptr<Communicator> Communicator::split(std::int64_t color, std::int64_t key,
@@ -304,8 +341,10 @@ std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::
   std::function<void(double)> stalled;
   const Call call = make_call(operation.descriptor, turn.options(), stalled);
   try {
-    std::shared_ptr<Communicator> child =
-        color >= 0 ? make_child(members, std::move(child_options), call.waiting) : nullptr;
+    const std::string making = ", making group '" + child_options.name + "'";
+    std::shared_ptr<Communicator> child;
+    if (color >= 0)
+      in_steps(call, making, [&] { child = make_child(members, std::move(child_options), call.waiting); });
     barrier(exchange_, call);  // a rank that could not join its group raises here on all
     return child;
   } catch (...) {
@@ -329,13 +368,19 @@ std::shared_ptr<SymmetricRegion> Communicator::allocate_symmetric(std::size_t by
   operation.descriptor.dims = 1;
   operation.descriptor.shape[0] = bytes;
   throw_if_abandoned();
+  // Parts are whole pages, one behind the other.
+  constexpr std::size_t kMost = static_cast<std::size_t>(std::numeric_limits<std::ptrdiff_t>::max());
+  if (bytes > kMost / static_cast<std::size_t>(size()) - kMostPage)
+    throw_usage(operation, "so much for each of " + std::to_string(size()) + " ranks has no addresses");
   complete(operation);
   const Turn turn(*this, operation, options);
   execute(operation, turn.options());
   std::function<void(double)> stalled;
   const Call call = make_call(operation.descriptor, turn.options(), stalled);
   try {
-    auto region = transport_->allocate(bytes, ++regions_, call.waiting);
+    std::shared_ptr<SymmetricRegion> region;
+    in_steps(call, ", mapping the memory",
+             [&] { region = transport_->allocate(bytes, ++regions_, call.waiting); });
     barrier(exchange_, call);  // a rank that could not map it raises here on all
     symmetric_.add(region);
     return region;

@@ -16,6 +16,7 @@
 #include "collective/exchange.h"
 #include "collective/operation.h"
 #include "collective/point_to_point.h"
+#include "collective/rank_list.h"
 #include "engine/symmetric_registry.h"
 #include "engine/work.h"
 #include "transport/transport.h"
@@ -85,6 +86,12 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// The ranks that an operation of this rank in progress still waits for. To be called by the thread that
   /// runs it (in CallOptions::interrupt).
   Missing waited_for() const { return exchange_.missing(); }
+  /// "rank 1 (world rank 3)", and what ranks that hold up messages may be at, for messages.
+  std::string names_of(const std::vector<int>& ranks) const { return rank_list(ranks, *transport_); }
+  std::string held_up_by(const std::vector<int>& ranks) const { return held_up_text(ranks, *transport_); }
+  /// What the rank of that number in the world waits for this rank in: "barrier of communicator 'world'".
+  /// Empty: nothing is known. Any thread may ask.
+  std::string waits_for_this(int world_rank) const;
   /// Whether the end of `rank` would be noticed on this host.
   bool is_watched(int rank) const { return transport_->is_watched(rank); }
 
@@ -152,6 +159,9 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   using Adjust = std::function<void(CommunicatorOptions&)>;
   std::shared_ptr<Communicator> split_into(std::int64_t color, std::int64_t key, const std::string& purpose,
                                            const CallOptions& options, const Adjust& adjust);
+  /// Runs a part of an operation that knows nothing of it: errors get its name, and `what` is being done.
+  template <class Body>
+  void in_steps(const Call& call, const std::string& what, const Body& body) const;
   std::shared_ptr<Communicator> make_child(const std::vector<int>& members, CommunicatorOptions options,
                                            const Waiting& waiting);
   void execute_chosen();

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine/communicator.h"
+#include "engine/communicator_list.h"
 
 namespace multiring {
 
@@ -86,8 +87,15 @@ bool Communicator::is_driven_here() const {
 
 bool Communicator::is_broken() const {
   if (abandoned_.load(std::memory_order_acquire)) return true;
-  const std::lock_guard lock(mutex_);
-  return first_error_.has_value() || transport_->aborted(nullptr);
+  {
+    const std::lock_guard lock(mutex_);
+    if (first_error_) return true;
+  }
+  try {
+    return transport_->aborted(nullptr);  // which may look at the network
+  } catch (const Error&) {
+    return true;
+  }
 }
 
 void Communicator::throw_if_abandoned() const {
@@ -106,6 +114,7 @@ void Communicator::abandon() {
 }
 
 Communicator::~Communicator() {
+  CommunicatorList::remove(this);
   if (progress_thread_.get_id() == std::this_thread::get_id()) {
     *gone_ = true;
     progress_thread_.detach();

@@ -22,10 +22,10 @@ std::string seconds_text(double seconds) {
 }
 
 /// "rank 0 submitted 'a' and waits for rank 1, which has not submitted it"
-std::string sentence(const Unmatched& unmatched) {
+std::string sentence(const Unmatched& unmatched, const Communicator& communicator) {
   const bool one = unmatched.announced.size() == 1;
-  return rank_list(unmatched.announced) + " submitted '" + unmatched.name + "' and " +
-         (one ? "waits" : "wait") + " for " + rank_list(unmatched.missing) + ", which " +
+  return communicator.names_of(unmatched.announced) + " submitted '" + unmatched.name + "' and " +
+         (one ? "waits" : "wait") + " for " + communicator.names_of(unmatched.missing) + ", which " +
          (unmatched.missing.size() == 1 ? "has" : "have") + " not submitted it";
 }
 
@@ -55,8 +55,8 @@ void NamedQueue::watch() {
       }
   }
   if (late != nullptr) throw late_error(*late);
-  if (stalled > 0 && options.warn)
-    options.warn("rank " + std::to_string(rank()) + " on " + data_->host() + ", in named queue '" + name() +
+  if (stalled > 0 && options.warn && speaks_for_all(control_->waited_for(), rank()))
+    options.warn(data_->names_of({rank()}) + " on " + data_->host() + ", in named queue '" + name() +
                  "', has waited " + seconds_text(stalled) + ": " + describe_unmatched() +
                  "; set MULTIRING_STALL_WARNING to change or silence this warning");
 }
@@ -70,14 +70,17 @@ Error NamedQueue::late_error(const Submission& late) const {
   const Missing absent = control_->waited_for();
   const std::vector<int>& first = absent.late.empty() ? absent.holding : absent.late;
   if (!first.empty()) context.peer = first.front();
-  std::string text = "rank " + std::to_string(rank()) + " on " + data_->host() + ", in named queue '" +
-                     name() + "', waited " + seconds_text(late.waited()) + " for '" + late.name() +
+  std::string text = data_->names_of({rank()}) + " on " + data_->host() + ", in named queue '" + name() +
+                     "', waited " + seconds_text(late.waited()) + " for '" + late.name() +
                      "' to be submitted on all ranks: " + describe_unmatched() + ". ";
-  for (const int peer : absent.late)
+  for (const int peer : absent.late) {
+    std::string named = data_->names_of({peer});
+    named.front() = 'R';
     text +=
-        "Rank " + std::to_string(peer) + " (process " + std::to_string(control_->process_id(peer)) +
+        named + " (process " + std::to_string(control_->process_id(peer)) +
         (control_->is_watched(peer) ? ", alive) waits for nothing" : ") is not known to wait for anything") +
         " in this queue; see where it is with `py-spy dump --pid`. ";
+  }
   if (!is_held_up(absent))
     text +=
         "Every rank has to submit the same names equally often, in any order; look for a branch or "
@@ -87,7 +90,7 @@ Error NamedQueue::late_error(const Submission& late) const {
 
 std::string NamedQueue::describe_unmatched() const {
   const Missing missing = control_->waited_for();
-  if (is_held_up(missing)) return held_up_text(missing.holding);
+  if (is_held_up(missing)) return data_->held_up_by(missing.holding);
   std::vector<int> absent;
   std::ranges::set_union(missing.late, missing.behind, std::back_inserter(absent));
   std::vector<Unmatched> all = matcher_.unmatched();
@@ -123,7 +126,7 @@ std::string NamedQueue::describe_unmatched() const {
   });
   std::string text;
   for (std::size_t i = 0; i < std::min(all.size(), kMostListed); ++i)
-    text += (i > 0 ? "; " : "") + sentence(all[i]);
+    text += (i > 0 ? "; " : "") + sentence(all[i], *data_);
   if (all.size() > kMostListed) text += "; and " + std::to_string(all.size() - kMostListed) + " more";
   return text;
 }

@@ -31,8 +31,7 @@ std::shared_ptr<Submission> Submission::make(NamedRequest request, const void* o
 }
 
 void Submission::fail(const Error& error) {
-  const std::vector<std::shared_ptr<Work>> works = works_;
-  for (const auto& work : works) work->fail(error);
+  for (const auto& work : works()) work->fail(error);
 }
 
 bool Submission::inside(const void* owner) {
@@ -51,7 +50,11 @@ void Submission::ended(const Error* error) {
 }
 
 void Submission::all_ended() {
-  const std::vector<std::shared_ptr<Work>> works = std::move(works_);
+  std::vector<std::shared_ptr<Work>> works;
+  {
+    const std::lock_guard lock(mutex_);
+    works.swap(works_);
+  }
   if (!done_) return;
   const Frame frame{owner_, innermost};
   innermost = &frame;

@@ -43,12 +43,19 @@ class MULTIRING_API Submission final : public WorkObserver {
   int priority() const { return priority_; }
   std::uint64_t step() const { return step_; }
   std::uint64_t place() const { return place_; }
-  const std::vector<std::shared_ptr<Work>>& works() const { return works_; }
+  /// Empty when all have ended.
+  std::vector<std::shared_ptr<Work>> works() const {
+    const std::lock_guard lock(mutex_);
+    return works_;
+  }
   double waited() const { return seconds_between(made_, Clock::now()); }
   /// Ends all its work, none of which has been queued.
   void fail(const Error& error);
   /// Lets go of work that was never queued; `done` is not called.
-  void discard() { works_.clear(); }
+  void discard() {
+    const std::lock_guard lock(mutex_);
+    works_.clear();
+  }
   /// Whether this thread is in a `done` of that owner.
   static bool inside(const void* owner);
 
@@ -64,12 +71,12 @@ class MULTIRING_API Submission final : public WorkObserver {
   int priority_ = 0;
   std::uint64_t step_ = 0;
   std::uint64_t place_ = 0;
-  std::vector<std::shared_ptr<Work>> works_;  // until all have ended
   NamedRequest::Done done_;
   Failed failed_;
   const void* owner_ = nullptr;
   Clock::time_point made_ = Clock::now();
-  std::mutex mutex_;  // guards all below; no other lock is taken while it is held
+  mutable std::mutex mutex_;                  // guards all below; no other lock is taken while it is held
+  std::vector<std::shared_ptr<Work>> works_;  // until all have ended
   std::size_t unfinished_ = 0;
   std::optional<Error> first_error_;
 };

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 #include "topology/chunks.h"
 
@@ -15,6 +16,28 @@ void throw_usage(const Operation& operation, const std::string& message) {
   throw Error(ErrorKind::kUsage, describe(operation.descriptor) + ": " + message, context);
 }
 
+namespace {
+
+/// Reductions and broadcasts work in place, and a gather may have its part in its place there; an all-to-all
+/// would read what it has written.
+void require_apart(const Operation& operation) {
+  const Descriptor& descriptor = operation.descriptor;
+  const std::byte *in = operation.input, *out = operation.output;
+  if (in == nullptr || out == nullptr || descriptor.bytes == 0 || operation.output_bytes == 0) return;
+  const OpKind kind = descriptor.key.kind;
+  const bool in_place =
+      kind == OpKind::kAllreduce || kind == OpKind::kBroadcast || kind == OpKind::kReduceScatter;
+  if (!in_place && kind != OpKind::kAlltoall) return;
+  if (in_place && in == out && operation.output_bytes == descriptor.bytes) return;
+  const std::less<const std::byte*> before;
+  if (before(in, out + operation.output_bytes) && before(out, in + descriptor.bytes))
+    throw_usage(operation, in_place ? "the output overlaps the input in part; give the input itself to work "
+                                      "in place, or other memory"
+                                    : "the output overlaps the input; give other memory");
+}
+
+}  // namespace
+
 void validate(const Operation& operation, int rank, int size, const std::string& communicator) {
   const Descriptor& descriptor = operation.descriptor;
   const OpKind kind = descriptor.key.kind;
@@ -25,16 +48,13 @@ void validate(const Operation& operation, int rank, int size, const std::string&
                                communicator + "' of size " + std::to_string(size));
   if (descriptor.key.op == ReduceOp::kAverage && descriptor.dtype == DType::kBool)
     throw_usage(operation, "bool has no average; use max (or) or min (and)");
-  const bool reduces = kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter;
-  if (reduces && descriptor.dtype == DType::kBool &&
-      (descriptor.key.prescale != 1.0 || descriptor.key.postscale != 1.0))
-    throw_usage(operation, "bool cannot be scaled");
   const bool scales = descriptor.key.prescale != 1.0 || descriptor.key.postscale != 1.0;
   if ((kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter) && scales &&
       descriptor.dtype == DType::kBool)
     throw_usage(operation, "bool cannot be scaled");
   if (is_rounded(descriptor.key.wire) && (kind != OpKind::kAllreduce || descriptor.dtype != DType::kFloat32))
     throw_usage(operation, "only an allreduce of float32 can cross the wire as another dtype");
+  require_apart(operation);
   if (kind == OpKind::kReduceScatter && operation.output != nullptr && descriptor.rows > 0) {
     const Range block =
         block_range(descriptor.rows, static_cast<std::size_t>(size), static_cast<std::size_t>(rank));

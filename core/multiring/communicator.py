@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from multiring import _core
 from multiring.arrays import as_array, contiguous, target_for
 from multiring.collectives import Collectives, into
-from multiring.errors import UsageError
+from multiring.errors import MultiringError, UsageError
 from multiring.named_queue import NamedQueue
 from multiring.reductions import wire_name
 from multiring.state_sync import pickled, receive_object, send_object, unpickled
@@ -245,6 +246,14 @@ class Communicator(Collectives):
             if not queue.is_closed:
                 queue.abort(text)
         self._core.abort(text)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tells the peers, in this group and those split from it, why this rank ends: whoever waits for it
+        would learn only that it has left. What is broken already keeps its first error."""
+        told = (str(error) or "no message").splitlines()[0][:300]
+        for communicator in [*self._descendants, self]:
+            with suppress(MultiringError):  # a queue or group that is closed
+                communicator.abort(f"it ends by an uncaught {type(error).__name__}: {told}")
 
     def close(self) -> None:
         """Ends this rank's part in the group, its named queues and the groups split from it. Pending work

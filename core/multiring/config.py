@@ -60,7 +60,7 @@ class Settings:
     log_level: str = "warning"
     spin_microseconds: int | None = None
     staging_bytes: int = 1 << 18
-    stall_warning: float = 30.0
+    stall_warning: float = 8.0
     host: str = ""
     interfaces: list[str] = field(default_factory=list)
     mode: str = ""

@@ -169,8 +169,25 @@ def _options(rank: int, size: int, settings: config.Settings) -> _core.WorldOpti
     options.spin_microseconds = -1.0 if settings.spin_microseconds is None else settings.spin_microseconds
     options.timeout = settings.timeout
     options.stall_warning = settings.stall_warning
-    options.warn = _log.warning
+    options.warn = _warn
     return options
+
+
+def _warn(message: str) -> None:
+    """Writes what the native core has to say into the log, and where the user's program is."""
+    where = _place_in_program()
+    _log.warning("%s%s", message, f" (this rank is at {where})" if where else "")
+
+
+def _place_in_program() -> str:
+    """File and line where the main thread is outside of installed packages; empty: not known."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] != "multiring" and "-packages" not in file and not file.startswith("<"):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def _warn_of_other_tuning(core: _core.Communicator) -> None:
@@ -386,8 +403,10 @@ def _forget_in_child() -> None:
 
 
 def _end() -> None:
-    failed = getattr(sys, "last_value", None) is not None
-    _leave([] if failed else _before_shutdown)
+    error = getattr(sys, "last_value", None)  # what nobody has caught
+    if error is not None and _world is not None and _world.size > 1:
+        _world._fail(error)
+    _leave([] if error is not None else _before_shutdown)
     mpi_job.finalize_at_exit()
 
 

@@ -64,6 +64,9 @@ class MULTIRING_API Network {
   /// Changes whenever peers may have made links possible. Any thread may ask.
   virtual std::uint64_t arrivals() const { return 0; }
 
+  /// kPeerLost if `rank` is known to have left or died.
+  virtual WaitResult ended(int /*rank*/) const { return {}; }
+
   /// Sends what `parts` make one after the other. The memory is not to be changed before the message is done;
   /// the list of parts itself is copied.
   virtual Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) = 0;

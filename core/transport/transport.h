@@ -44,6 +44,11 @@ struct WaitResult {
   bool ok() const { return outcome == Outcome::kArrived; }
 };
 
+/// Raised by what waits in several steps (`subgroup`, `allocate`) where a wait would have ended so.
+struct WaitEnded {
+  WaitResult result;
+};
+
 /// The first error of a transport's ranks, as all of them can read it.
 struct AbortRecord {
   ErrorKind kind = ErrorKind::kAborted;
@@ -99,6 +104,8 @@ class MULTIRING_API Transport {
   /// Name of the host of `rank` and its process id, for messages.
   virtual std::string host(int rank) const = 0;
   virtual std::int64_t process_id(int rank) const = 0;
+  /// The number of `rank` in the world, which users know it by.
+  virtual int world_rank(int rank) const = 0;
   /// Equal for ranks that share memory with each other.
   virtual int host_number(int rank) const = 0;
 
@@ -148,12 +155,12 @@ class MULTIRING_API Transport {
   virtual std::shared_ptr<SymmetricRegion> allocate(std::size_t bytes_per_rank, std::uint32_t id,
                                                     const Waiting& waiting) = 0;
   /// A transport among `members` (ranks of this one, in their new order, this rank among them). Collective
-  /// among the members; `tag` is the same on all members and never used twice.
+  /// among the members; `tag` is the same on all members and never used twice. Raises WaitEnded, too.
   virtual std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
                                               const Waiting& waiting) = 0;
 
-  /// Tells all ranks of an error: their waits end. The first one wins.
-  virtual void abort(ErrorKind kind, const std::string& message) = 0;
+  /// Tells all ranks of an error: their waits end. The first one wins. Does what it can where telling fails.
+  virtual void abort(ErrorKind kind, const std::string& message) noexcept = 0;
   /// The first error any rank told of; false if there is none.
   virtual bool aborted(AbortRecord* record) const = 0;
   /// Says goodbye: peers that still wait for this rank learn that it left. Idempotent.

@@ -259,6 +259,24 @@ TEST(Delays, DoNotChangeResults) {
   }
 }
 
+// An operation of many rounds has one deadline, not one for each round.
+TEST(Delays, CountAgainstOneDeadline) {
+  testing::GroupOptions options(TransportKind::kInproc, 2, 4096);
+  options.communicator.timeout = 0.3;
+  RankGroup group(options);
+  group.hub().delay(1, std::chrono::milliseconds(30));
+  const auto outcomes = group.outcomes([&](Communicator& communicator) {
+    std::vector<float> array(64 * 1024, 1.0f);  // 64 segments
+    Operation operation = testing::allreduce_of(DType::kFloat32, array.size(), array.data(), array.data());
+    communicator.run(operation, {});
+  });
+  for (const auto& outcome : outcomes) {
+    ASSERT_TRUE(outcome.has_value());
+    EXPECT_EQ(outcome->kind(), ErrorKind::kTimeout) << outcome->what();
+    EXPECT_EQ(std::string(outcome->what()).find("waited 0.0 s"), std::string::npos) << outcome->what();
+  }
+}
+
 // Nobody learns what a rank does: all, this one too, wait until the deadline, and the missing one is named.
 TEST(Drops, EndInTimeoutsThatNameTheDroppedRank) {
   for (const Activity& activity : testing::all_activities()) {

@@ -117,9 +117,9 @@ TEST(Processes, ExitWithoutCloseIsNoticed) {
   expect_lost(processes, processes.report(kVictim).at, "its process has died");
 }
 
-/// In a forked child: whether every call is refused. Ends the process.
+/// In a child of a plain fork(), of which Python knows nothing: whether every call is refused. Ends the
+/// process.
 [[noreturn]] void end_as_abandoned_child(Communicator& communicator) {
-  communicator.abandon();
   int refused = 0;
   const auto expect_refused = [&](const std::function<void()>& call) {
     try {

@@ -12,6 +12,7 @@
 #include "support/errors.h"
 #include "support/rank_group.h"
 #include "transport/shm/shm_link.h"
+#include "transport/world/connect_world.h"
 
 namespace multiring {
 namespace {
@@ -85,6 +86,42 @@ TEST(ShmConnect, LeavesNothingInTheSocketDirectory) {
   for (std::thread& rank : ranks) rank.join();
   EXPECT_TRUE(std::filesystem::is_empty(directory));
   std::filesystem::remove(directory);
+}
+
+/// What two ranks of different builds raise, who meet by `join(rank, store, build)`.
+template <class Join>
+void expect_builds_refused(const Join& join) {
+  InprocStore store;
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank)
+    ranks.emplace_back([&, rank] {
+      const std::string build = "multiring 0." + std::to_string(rank + 1) + ".0 (protocol 3.424)";
+      const Error error = testing::error_of(ErrorKind::kUsage, [&] { join(rank, store, build); });
+      expect_text(error, "multiring 0.1.0 (protocol");
+      expect_text(error, "multiring 0.2.0 (protocol");
+    });
+  for (std::thread& rank : ranks) rank.join();
+}
+
+TEST(Builds, ThatDifferAreRefusedOnOneHost) {
+  expect_builds_refused([](int rank, Store& store, const std::string& build) {
+    ShmOptions options = shm_options(rank, 2);
+    options.build = build;
+    connect_shm(store, options, wait_for(20));
+  });
+}
+
+TEST(Builds, ThatDifferAreRefusedBetweenHosts) {
+  expect_builds_refused([](int rank, Store& store, const std::string& build) {
+    WorldAddress address;
+    address.rank = rank;
+    address.size = 2;
+    address.spread = true;
+    address.host = "host" + std::to_string(rank);
+    address.secret = "the secret of the tests";
+    address.build = build;
+    connect_world(std::shared_ptr<Store>(&store, [](Store*) {}), address, wait_for(20));
+  });
 }
 
 class TransportTest : public ::testing::TestWithParam<TransportKind> {
@@ -188,13 +225,26 @@ TEST(ShmAllocate, FailureOfTheRankThatMakesTheMemoryReachesAll) {
   RankGroup group(GroupOptions(TransportKind::kShm, 2));
   const auto start = Clock::now();
   const auto outcomes = group.outcomes(
-      [](Communicator& communicator) { communicator.allocate_symmetric(std::size_t{1} << 62, {}); });
+      [](Communicator& communicator) { communicator.allocate_symmetric(std::size_t{1} << 55, {}); });
   EXPECT_LT(seconds_between(start, Clock::now()), 2.0 * testing::kSlowness);
   for (const auto& outcome : outcomes) {
     ASSERT_TRUE(outcome.has_value());
     EXPECT_EQ(outcome->kind(), ErrorKind::kInternal);
     expect_text(*outcome, "shared memory");
   }
+}
+
+// 2^62 + 1 bytes for each of 4 ranks are 4 bytes more than 64 bits count: too little would be mapped.
+TEST(ShmAllocate, RefusesWhatHasNoAddresses) {
+  RankGroup group(GroupOptions(TransportKind::kShm, 4));
+  group.run([](Communicator& communicator) {
+    for (const std::size_t bytes : {(std::size_t{1} << 62) + 1, ~std::size_t{0}}) {
+      const Error error =
+          testing::error_of(ErrorKind::kUsage, [&] { communicator.allocate_symmetric(bytes, {}); });
+      expect_text(error, "has no addresses");
+    }
+    testing::run_barrier(communicator);  // it is a usage error of all: nothing is broken
+  });
 }
 
 }  // namespace

@@ -11,11 +11,6 @@ namespace {
 
 using Outcome = WaitResult::Outcome;
 
-/// Ends a network's wait from within: raised by what the wait calls to look for an interrupt.
-struct Ended {
-  WaitResult result;
-};
-
 const ClusterRank& rank_of(const ClusterContext& context, int world) {
   return context.ranks[static_cast<std::size_t>(world)];
 }
@@ -32,6 +27,17 @@ std::vector<int> link_ranks(const ClusterContext& context, const std::vector<int
 }
 
 }  // namespace
+
+std::vector<int> ranks_of_host(const std::vector<ClusterRank>& ranks, int host) {
+  std::vector<int> found;
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+    const ClusterRank& place = ranks[rank];
+    if (place.host != host) continue;
+    found.resize(std::max(found.size(), static_cast<std::size_t>(place.local) + 1), -1);
+    found[static_cast<std::size_t>(place.local)] = static_cast<int>(rank);
+  }
+  return found;
+}
 
 ClusterTransport::ClusterTransport(std::shared_ptr<const ClusterContext> context, std::vector<int> members,
                                    std::uint64_t tag, const SharedTransportOptions& options,
@@ -234,15 +240,15 @@ WaitResult ClusterTransport::watch(const Waiting& waiting, const std::function<W
   const std::function<void()> look = [&] {
     waiting.check_interrupt();
     hear();
-    if (SharedTransport::aborted(nullptr)) throw Ended{{Outcome::kAborted}};
-    if (const WaitResult found = trouble(); !found.ok()) throw Ended{found};
+    if (SharedTransport::aborted(nullptr)) throw WaitEnded{{Outcome::kAborted}};
+    if (const WaitResult found = trouble(); !found.ok()) throw WaitEnded{found};
   };
   Waiting watched = waiting;
   watched.interrupt = &look;
   WaitResult result;
   try {
     result = wait(watched);
-  } catch (const Ended& ended) {
+  } catch (const WaitEnded& ended) {
     result = ended.result;
   }
   if (result.ok()) return result;
@@ -261,7 +267,7 @@ void ClusterTransport::hear_here() const {
   AbortRecord record;
   if (mirror_->network().aborted(&record) || mail_->network().aborted(&record) ||
       (hierarchy_ != nullptr && hierarchy_->aborted(&record)))
-    publish_abort(record);
+    publish_abort(record.kind, record.origin, record.message);
   // The rank that told of it may be connected with none of those that this one is connected with.
   if (!SharedTransport::aborted(&record) || relayed_.exchange(true)) return;
   mirror_->network().relay(record);
@@ -336,12 +342,11 @@ std::shared_ptr<Transport> ClusterTransport::subgroup(std::span<const int> chose
   const bool local =
       std::none_of(chosen.begin(), chosen.end(), [this](int member) { return is_elsewhere(member); });
   if (local) return SharedTransport::subgroup(chosen, tag, waiting);
+  // The new group's networks do not know yet who has ended: somebody whom they cannot reach may still come.
   const std::function<void()> look = [&] {
     waiting.check_interrupt();
-    AbortRecord record;
-    if (aborted(&record))
-      throw Error(record.kind,
-                  "rank " + std::to_string(record.origin) + " stopped all ranks: " + record.message);
+    if (aborted(nullptr)) throw WaitEnded{{Outcome::kAborted}};
+    if (const WaitResult ended = find_ended(); !ended.ok()) throw WaitEnded{ended};
   };
   waiting.deadline.start();  // or the copy's clock alone would run
   Waiting watched = waiting;
@@ -350,12 +355,31 @@ std::shared_ptr<Transport> ClusterTransport::subgroup(std::span<const int> chose
                                             watched);
 }
 
-void ClusterTransport::abort(ErrorKind kind, const std::string& message) {
-  if (aborted(nullptr)) return;  // another one came first
+WaitResult ClusterTransport::find_ended() const {
+  WaitResult found = find_ended_here();
+  for (const int other : remote_) {
+    for (const Network* network : {&mirror_->network(), &mail_->network()}) {
+      const WaitResult ended = network->ended(other);
+      if (!ended.ok() && (found.ok() || (found.peer_left && !ended.peer_left))) found = ended;
+    }
+  }
+  return found;
+}
+
+// What other hosts have told counts as the first error, if there is any; but a network in which looking or
+// telling fails is to keep no one here from learning of the error, nor those that other networks reach.
+void ClusterTransport::abort(ErrorKind kind, const std::string& message) noexcept {
+  const auto attempt = [](const auto& part) {
+    try {
+      part();
+    } catch (...) {
+    }
+  };
+  attempt([&] { aborted(nullptr); });
   SharedTransport::abort(kind, message);
-  mirror_->network().abort(kind, message);
-  mail_->network().abort(kind, message);
-  hierarchy_->abort(kind, message);
+  if (mirror_ != nullptr) attempt([&] { mirror_->network().abort(kind, message); });
+  if (mail_ != nullptr) attempt([&] { mail_->network().abort(kind, message); });
+  if (hierarchy_ != nullptr) attempt([&] { hierarchy_->abort(kind, message); });
 }
 
 bool ClusterTransport::aborted(AbortRecord* record) const {

@@ -26,6 +26,9 @@ struct ClusterRank {
   std::int64_t process_id = 0;
 };
 
+/// The ranks of a host, in the order of their local ranks.
+MULTIRING_API std::vector<int> ranks_of_host(const std::vector<ClusterRank>& ranks, int host);
+
 /// What all transports of a process have in common.
 struct ClusterContext {
   /// A network among `members` (ranks of the world, in the order of their ranks there), of which this one is
@@ -57,6 +60,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
 
   std::string host(int rank) const override;
   std::int64_t process_id(int rank) const override;
+  int world_rank(int rank) const override { return world_[static_cast<std::size_t>(rank)]; }
   int host_number(int rank) const override { return place(rank).host; }
   bool shares_memory() const override { return false; }
 
@@ -74,7 +78,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
                                       const Waiting& waiting) override;
 
-  void abort(ErrorKind kind, const std::string& message) override;
+  void abort(ErrorKind kind, const std::string& message) noexcept override;
   /// Looks what the other hosts have to tell, too, unless a wait does so already.
   bool aborted(AbortRecord* record) const override;
   void leave() override;
@@ -98,6 +102,8 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   /// Of all ranks of this host, for errors. For the thread that drives the rounds.
   const std::map<int, MirrorRoutes>& host_routes() const;
   std::unique_ptr<RemoteMail> make_mail(std::unique_ptr<Network> network);
+  /// A rank that is known to have ended; one that died rather than one that left.
+  WaitResult find_ended() const;
   /// Runs a wait on a network that ends, too, when something on this host ends it.
   WaitResult watch(const Waiting& waiting, const std::function<WaitResult()>& trouble,
                    const std::function<WaitResult(const Waiting&)>& wait);

@@ -45,13 +45,15 @@ class MULTIRING_API MailList {
 /// A link to the ranks of a host whose sleeps look at the mail.
 class MailHostLink final : public HostLink {
  public:
-  MailHostLink(std::shared_ptr<HostLink> link, std::shared_ptr<MailList> mails)
-      : link_(std::move(link)), mails_(std::move(mails)) {}
+  /// `world`: the ranks of this host as they are numbered in the world.
+  MailHostLink(std::shared_ptr<HostLink> link, std::vector<int> world, std::shared_ptr<MailList> mails)
+      : link_(std::move(link)), world_(std::move(world)), mails_(std::move(mails)) {}
 
   int rank() const override { return link_->rank(); }
   int size() const override { return link_->size(); }
   std::string host() const override { return link_->host(); }
   std::int64_t process_id(int rank) const override { return link_->process_id(rank); }
+  int world_rank(int rank) const override { return world_[static_cast<std::size_t>(rank)]; }
   std::shared_ptr<SharedBlock> share(std::size_t bytes, std::span<const int> members, std::uint64_t tag,
                                      const Waiting& waiting) override {
     return link_->share(bytes, members, tag, waiting);
@@ -67,6 +69,7 @@ class MailHostLink final : public HostLink {
 
  private:
   std::shared_ptr<HostLink> link_;
+  std::vector<int> world_;
   std::shared_ptr<MailList> mails_;
 };
 

@@ -18,7 +18,7 @@ class SharedBlock {
   virtual std::byte* data() const = 0;
 };
 
-/// How the ranks of one host share memory and notice each other's death. Ranks here are those of the world.
+/// How the ranks of one host share memory and notice each other's death. Ranks are numbered within the host.
 class MULTIRING_API HostLink {
  public:
   virtual ~HostLink() = default;
@@ -27,6 +27,8 @@ class MULTIRING_API HostLink {
   virtual int size() const = 0;
   virtual std::string host() const = 0;
   virtual std::int64_t process_id(int rank) const = 0;
+  /// Its rank in the world, which may be on several hosts.
+  virtual int world_rank(int rank) const { return rank; }
 
   /// A block that all `members` map. Collective among them; members[0] creates it. `tag` names it among all
   /// blocks that these members ever share.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <new>
 
 #include "base/text.h"
@@ -282,7 +283,8 @@ WaitResult SharedTransport::look_for_trouble(const Ready& ready, const Waiting& 
 }
 
 template <class Ready>
-WaitResult SharedTransport::find_lost_peer(const Ready& ready) {
+WaitResult SharedTransport::find_lost_peer(const Ready& ready) const {
+  WaitResult found;
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_ || !ready.pending(rank)) continue;
     // Whose arrival another rank has to tell of is as lost as that one.
@@ -291,13 +293,19 @@ WaitResult SharedTransport::find_lost_peer(const Ready& ready) {
     const bool left = state(teller).left.load(std::memory_order_acquire) != 0;
     const bool lost = left || link_->is_lost(members_[static_cast<std::size_t>(teller)]);
     // It may have arrived between the first look and its end.
-    if (lost && ready.pending(rank)) return {WaitResult::Outcome::kPeerLost, teller, left};
+    if (!lost || !ready.pending(rank)) continue;
+    found = {WaitResult::Outcome::kPeerLost, teller, left};
+    if (!left) break;  // whoever left may have done so because another one died
   }
-  return {};
+  return found;
 }
 
 WaitResult SharedTransport::find_lost(std::uint64_t round) {
   return find_lost_peer(Arrivals{&state(0), size(), rank_, round});
+}
+
+WaitResult SharedTransport::find_ended_here() const {
+  return find_lost_peer(Arrivals{&state(0), size(), rank_, std::numeric_limits<std::uint64_t>::max()});
 }
 
 std::shared_ptr<SymmetricRegion> SharedTransport::allocate(std::size_t bytes_per_rank, std::uint32_t id,
@@ -327,12 +335,9 @@ std::shared_ptr<Transport> SharedTransport::subgroup(std::span<const int> member
 // The rank that is to hand over memory may have failed to make it, and is alive all the same.
 void SharedTransport::look_for_abort(const Waiting& waiting) const {
   waiting.check_interrupt();
-  AbortRecord record;
-  if (aborted(&record))
-    throw Error(record.kind,
-                "rank " + std::to_string(record.origin) + " stopped all ranks: " + record.message);
+  if (aborted(nullptr)) throw WaitEnded{{WaitResult::Outcome::kAborted}};
   if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
-    throw Error(ErrorKind::kAborted, "the communicator was closed while it waited for shared memory");
+    throw WaitEnded{{WaitResult::Outcome::kCancelled}};
 }
 
 std::vector<int> SharedTransport::here() const {
@@ -352,17 +357,17 @@ std::uint64_t SharedTransport::subgroup_tag(std::uint64_t tag) const {
   return mixed(tag_, mixed(kSubgroups, tag));
 }
 
-void SharedTransport::abort(ErrorKind kind, const std::string& message) {
-  publish_abort({kind, rank_, message});
+void SharedTransport::abort(ErrorKind kind, const std::string& message) noexcept {
+  publish_abort(kind, rank_, message);
 }
 
-void SharedTransport::publish_abort(const AbortRecord& record) const {
+void SharedTransport::publish_abort(ErrorKind kind, int origin, const std::string& message) const noexcept {
   if (abandoned_.load(std::memory_order_acquire)) return;
   if (control_->abort_claimed.exchange(1, std::memory_order_acq_rel) == 0) {
-    control_->abort_kind = static_cast<std::uint8_t>(record.kind);
-    control_->abort_origin = record.origin;
-    const std::size_t length = cut_length(record.message, sizeof(control_->abort_message) - 1);
-    std::memcpy(control_->abort_message, record.message.data(), length);
+    control_->abort_kind = static_cast<std::uint8_t>(kind);
+    control_->abort_origin = origin;
+    const std::size_t length = cut_length(message, sizeof(control_->abort_message) - 1);
+    std::memcpy(control_->abort_message, message.data(), length);
     control_->abort_message[length] = '\0';
     control_->abort_published.store(1, std::memory_order_seq_cst);
   }

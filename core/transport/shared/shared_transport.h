@@ -38,6 +38,9 @@ class MULTIRING_API SharedTransport : public Transport {
   int size() const override { return static_cast<int>(members_.size()); }
   std::string host(int rank) const override;
   std::int64_t process_id(int rank) const override;
+  int world_rank(int rank) const override {
+    return link_->world_rank(members_[static_cast<std::size_t>(rank)]);
+  }
   int host_number(int) const override { return 0; }
   bool crowded() const override { return crowded_; }
   bool shares_memory() const override { return true; }
@@ -76,7 +79,7 @@ class MULTIRING_API SharedTransport : public Transport {
   std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
                                       const Waiting& waiting) override;
 
-  void abort(ErrorKind kind, const std::string& message) override;
+  void abort(ErrorKind kind, const std::string& message) noexcept override;
   bool aborted(AbortRecord* record) const override;
   void leave() override;
   void abandon() override;
@@ -105,9 +108,12 @@ class MULTIRING_API SharedTransport : public Transport {
     }
   }
   /// The waits of this host's ranks end. The first record wins.
-  void publish_abort(const AbortRecord& record) const;
-  /// The first member on this host that has ended without coming to `round`; an arrival where there is none.
+  void publish_abort(ErrorKind kind, int origin, const std::string& message) const noexcept;
+  /// A member on this host that has ended without coming to `round`, one that died rather than one that left;
+  /// an arrival where there is none.
   WaitResult find_lost(std::uint64_t round);
+  /// A member on this host that has ended; one that died rather than one that left.
+  WaitResult find_ended_here() const;
 
  private:
   RankState& state(int rank) const;
@@ -119,7 +125,7 @@ class MULTIRING_API SharedTransport : public Transport {
   template <class Ready>
   WaitResult look_for_trouble(const Ready& ready, const Waiting& waiting);
   template <class Ready>
-  WaitResult find_lost_peer(const Ready& ready);
+  WaitResult find_lost_peer(const Ready& ready) const;
   /// The members that the link reaches.
   std::vector<int> here() const;
   /// For waits that are not on shared atomics: raises what would end one of those.

@@ -2,63 +2,69 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstddef>
-#include <cstdlib>
 #include <cstring>
 
 #include "base/host_identity.h"
+#include "base/protocol.h"
 
 namespace multiring {
 namespace {
 
 constexpr std::uint32_t kMagic = 0x4d52494e;  // "MRIN"
-constexpr std::uint32_t kVersion = 2;
 constexpr int kPollMilliseconds = 50;
 
-/// The listening socket's file and, if it was made here, its directory; both go when the mesh stands.
+/// Where a rank listens: a file in a directory that was given, which goes when the mesh stands. Otherwise a
+/// name in the kernel's abstract namespace ("@..." here), of which nothing is left however a process ends.
+/// Anybody on the host may call there: `welcome` looks at whose process a caller is.
 class SocketPath {
  public:
-  explicit SocketPath(const std::string& directory, int rank) : directory_(directory) {
-    if (directory_.empty() || path_in(directory_, rank).size() >= sizeof(sockaddr_un{}.sun_path)) {
-      const char* base = std::getenv("TMPDIR");
-      std::string name = std::string(base != nullptr ? base : "/tmp") + "/multiring-XXXXXX";
-      if (path_in(name, rank).size() >= sizeof(sockaddr_un{}.sun_path)) name = "/tmp/multiring-XXXXXX";
-      if (::mkdtemp(name.data()) == nullptr) throw_errno("mkdtemp " + name);
-      directory_ = name;
-      made_ = true;
-    }
-    path_ = path_in(directory_, rank);
+  explicit SocketPath(const std::string& directory, int rank) {
+    // The process id keeps a re-initialisation apart from a socket that its predecessor left half open.
+    const std::string name = std::to_string(rank) + "-" + std::to_string(::getpid());
+    path_ = directory + "/" + name + ".sock";
+    if (!directory.empty() && path_.size() < sizeof(sockaddr_un{}.sun_path)) return;
+    std::array<std::uint64_t, 2> random{};
+    if (::getrandom(random.data(), sizeof random, 0) != static_cast<ssize_t>(sizeof random))
+      throw_errno("getrandom");
+    path_ = "@multiring-" + name + "-" + std::to_string(random[0]) + "-" + std::to_string(random[1]);
   }
   ~SocketPath() {
-    ::unlink(path_.c_str());
-    if (made_) ::rmdir(directory_.c_str());
+    if (path_.front() != '@') ::unlink(path_.c_str());
   }
   SocketPath(const SocketPath&) = delete;
   SocketPath& operator=(const SocketPath&) = delete;
   const std::string& path() const { return path_; }
 
  private:
-  // The process id keeps a re-initialisation apart from a socket that its predecessor left half open.
-  static std::string path_in(const std::string& directory, int rank) {
-    return directory + "/" + std::to_string(rank) + "-" + std::to_string(::getpid()) + ".sock";
-  }
-  std::string directory_;
   std::string path_;
-  bool made_ = false;
 };
 
-sockaddr_un address_of(const std::string& path) {
+struct SocketName {
   sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  std::memcpy(address.sun_path, path.c_str(), path.size() + 1);
-  return address;
+  socklen_t length = 0;
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&address); }
+};
+
+SocketName name_of(const std::string& path) {
+  SocketName name;
+  if (path.empty() || path.size() >= sizeof name.address.sun_path)
+    throw Error(ErrorKind::kInternal, "no rank can listen at '" + path + "'");
+  name.address.sun_family = AF_UNIX;
+  std::memcpy(name.address.sun_path, path.data(), path.size());
+  const bool abstract = path.front() == '@';
+  if (abstract) name.address.sun_path[0] = '\0';
+  name.length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size() + (abstract ? 0 : 1));
+  return name;
 }
 
 UniqueFd new_socket() {
@@ -70,10 +76,9 @@ UniqueFd new_socket() {
 
 UniqueFd listen_at(const std::string& path, int backlog) {
   UniqueFd listener = new_socket();
-  ::unlink(path.c_str());
-  const sockaddr_un address = address_of(path);
-  if (::bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0)
-    throw_errno("bind " + path);
+  if (path.front() != '@') ::unlink(path.c_str());
+  const SocketName name = name_of(path);
+  if (::bind(listener.get(), name.get(), name.length) != 0) throw_errno("bind " + path);
   if (::listen(listener.get(), backlog) != 0) throw_errno("listen " + path);
   return listener;
 }
@@ -120,6 +125,9 @@ struct PeerLinks::Hello {
   std::int32_t cpu_quota;  ///< cores that the rank's control group allows it
   std::int32_t unused;
   cpu_set_t cpus;
+  std::array<char, 64> build;  ///< cut if longer
+
+  std::string build_text() const { return {build.data(), ::strnlen(build.data(), build.size())}; }
 };
 
 PeerLinks::PeerLinks(Store& store, const Options& options, const Waiting& waiting)
@@ -128,7 +136,9 @@ PeerLinks::PeerLinks(Store& store, const Options& options, const Waiting& waitin
       own_quota_(cpu_quota()),
       cores_(own_quota_) {
   CPU_ZERO(&own_cpus_);
-  ::sched_getaffinity(0, sizeof own_cpus_, &own_cpus_);
+  // It fails where there are more CPUs than a cpu_set_t has: then all may be used, as far as can be told.
+  if (::sched_getaffinity(0, sizeof own_cpus_, &own_cpus_) != 0)
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) CPU_SET(cpu, &own_cpus_);
   cpus_ = own_cpus_;
   peers_[static_cast<std::size_t>(options.rank)].process_id = ::getpid();
   if (options.size > 1) connect_all(store, waiting);
@@ -191,13 +201,16 @@ void PeerLinks::await_readable(const UniqueFd& socket, const Waiting& waiting) c
 }
 
 PeerLinks::Hello PeerLinks::my_hello() const {
-  return {kMagic, kVersion, options_.rank, options_.size, options_.settings, own_quota_, 0, own_cpus_};
+  Hello hello{kMagic,    kProtocol, options_.rank, options_.size, options_.settings, own_quota_, 0,
+              own_cpus_, {}};
+  std::copy_n(options_.build.data(), std::min(options_.build.size(), hello.build.size()), hello.build.data());
+  return hello;
 }
 
 UniqueFd PeerLinks::call(int peer, const std::string& path) const {
   UniqueFd socket = new_socket();
-  const sockaddr_un address = address_of(path);
-  if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0)
+  const SocketName name = name_of(path);
+  if (::connect(socket.get(), name.get(), name.length) != 0)
     throw Error(ErrorKind::kPeerLost, "rank " + std::to_string(options_.rank) + " cannot connect to rank " +
                                           std::to_string(peer) + " at " + path + ": " + std::strerror(errno) +
                                           ". Has it failed? Look at its output.");
@@ -239,10 +252,15 @@ int PeerLinks::welcome(UniqueFd socket, bool answer) {
   const Hello mine = my_hello();
   if (answer && ::send(socket.get(), &mine, sizeof mine, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof mine))
     return -1;
-  if (got != static_cast<ssize_t>(sizeof hello) || hello.magic != kMagic || hello.version != kVersion ||
-      hello.size != options_.size || hello.settings != options_.settings)
-    throw Error(ErrorKind::kUsage, "rank " + std::to_string(hello.rank) +
-                                       " runs another version of multiring or other settings than rank " +
+  if (got != static_cast<ssize_t>(sizeof hello) || hello.magic != kMagic || hello.version != kProtocol ||
+      hello.build != mine.build)
+    throw Error(ErrorKind::kUsage,
+                "rank " + std::to_string(hello.rank) + " runs " +
+                    (got == static_cast<ssize_t>(sizeof hello) ? hello.build_text() : "another multiring") +
+                    " and rank " + std::to_string(options_.rank) + " " + mine.build_text() + ", both on " +
+                    host_name() + ": start all ranks with the same installation");
+  if (hello.size != options_.size || hello.settings != options_.settings)
+    throw Error(ErrorKind::kUsage, "rank " + std::to_string(hello.rank) + " has other settings than rank " +
                                        std::to_string(options_.rank) + " (size " +
                                        std::to_string(hello.size) + " against " +
                                        std::to_string(options_.size) + "): compare `multiring env` on both");

@@ -20,11 +20,13 @@ class PeerLinks {
   struct Options {
     int rank = 0;
     int size = 1;
-    /// Existing directory of mode 0700 for the listening socket; empty: a temporary one is made. Nothing is
-    /// left in it when the constructor returns or throws.
+    /// Existing directory of mode 0700 for the listening socket; empty: none is needed. Nothing is left in it
+    /// when the constructor returns or throws.
     std::string socket_directory;
     /// Has to be the same on all ranks.
     std::uint64_t settings = 0;
+    /// The same: what the library calls its version. For messages up to 64 bytes of it.
+    std::string build;
   };
 
   /// Connects all ranks through `store`. Collective.

@@ -46,6 +46,7 @@ std::shared_ptr<HostLink> make_shm_link(Store& store, const PeerLinks::Options& 
 
 std::shared_ptr<Transport> connect_shm(Store& store, const ShmOptions& options, const Waiting& waiting) {
   PeerLinks::Options link_options;
+  link_options.build = options.build;
   link_options.rank = options.rank;
   link_options.size = options.size;
   link_options.socket_directory = options.socket_directory;

@@ -14,6 +14,7 @@ struct ShmOptions {
   int size = 1;
   std::string socket_directory;  ///< see PeerLinks::Options
   SharedTransportOptions transport;
+  std::string build;  ///< see PeerLinks::Options
 };
 
 /// The link between the processes of one host. Collective.

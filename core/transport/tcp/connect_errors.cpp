@@ -28,7 +28,7 @@ Error refused(const TwoEnds& ends, const Call& call) {
     case Verdict::kDuplicate:
       return error_between(ErrorKind::kUsage, ends, "was refused by",
                            ", which has this connection already: two processes say that they are rank " +
-                               std::to_string(ends.rank) +
+                               std::to_string(ends.world_rank) +
                                " of this job. Has the launcher given every process its own rank?");
     case Verdict::kOtherSettings:
     case Verdict::kWelcome:
@@ -49,8 +49,9 @@ Error error_between(ErrorKind kind, const TwoEnds& ends, const std::string& what
   context.operation = "connect";
   context.elapsed = ends.waited;
   return Error(kind,
-               "rank " + std::to_string(ends.rank) + " on " + ends.host + " " + what + " rank " +
-                   std::to_string(ends.peer) + (ends.peer_host.empty() ? "" : " on " + ends.peer_host) + rest,
+               "rank " + std::to_string(ends.world_rank) + " on " + ends.host + " " + what + " rank " +
+                   std::to_string(ends.world_peer) + (ends.peer_host.empty() ? "" : " on " + ends.peer_host) +
+                   rest,
                context);
 }
 

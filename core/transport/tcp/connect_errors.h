@@ -14,6 +14,8 @@ struct TwoEnds {
   int peer = -1;
   std::string peer_host;  ///< empty: not known
   double waited = 0.0;
+  int world_rank = rank;  ///< how messages call the two
+  int world_peer = peer;
 };
 
 /// Error with both ends in its context and at the beginning of its message: "rank 1 on a <what> rank 0 on

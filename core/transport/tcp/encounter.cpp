@@ -57,7 +57,7 @@ void Doorkeeper::Encounter::called() {
     return fail_for_good();
   }
   // The listener may take its time, but its host has to be there.
-  set_heartbeat(socket_.get(), door_.options_.heartbeat, true);
+  set_heartbeat(socket_.get(), door_.options_.heartbeat, door_.options_.heartbeat, true);
   call_->state = Call::State::kAnswered;
   stage_ = Stage::kChallenge;
 }

@@ -76,17 +76,18 @@ std::size_t TcpLink::undelivered() const {
   return open() && ::ioctl(socket_.get(), SIOCOUTQ, &bytes) == 0 ? static_cast<std::size_t>(bytes) : 0;
 }
 
-void TcpLink::check_answers(Clock::time_point now, double seconds) {
-  if (!open()) return;
+TcpLink::Silence TcpLink::silence(Clock::time_point now) {
   const Unanswered owed = unanswered(socket_.get());
   if (!owed.anything) {
     unanswered_since_.reset();
-    return;
+    return {0.0, owed.since_answer, owed.since_heard};
   }
   // An answer in between was one to what was sent then; what is on its way now was sent later.
   if (!unanswered_since_ || owed.since_answer < seconds_between(*unanswered_since_, now))
     unanswered_since_ = now;
-  if (seconds_between(*unanswered_since_, now) >= seconds) fail(ETIMEDOUT);
+  return {seconds_between(*unanswered_since_, now), owed.since_answer, owed.since_heard};
 }
+
+void TcpLink::expire() { fail(ETIMEDOUT); }
 
 }  // namespace multiring::tcp

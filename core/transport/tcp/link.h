@@ -52,9 +52,17 @@ class TcpLink : public EventSink {
 
   /// Tells the peer that nothing more will be sent.
   void end_output();
-  /// Closes the connection with an error if the peer's kernel has owed an answer for `seconds`. It has to be
-  /// asked again and again to know.
-  void check_answers(Clock::time_point now, double seconds);
+  /// For how long the peer's kernel has owed an answer, of any kind; to be asked again and again to know.
+  struct Silence {
+    double owed = 0.0;          ///< seconds since something was sent that has had no answer; 0: nothing
+    double since_answer = 0.0;  ///< seconds since the last answer to anything
+    double since_heard = 0.0;   ///< seconds since anything came
+  };
+  Silence silence(Clock::time_point now);
+  /// Closes the connection, whose peer does not answer.
+  void expire();
+  /// Equal for connections that go the same way.
+  std::string path;
   /// After `end_output`, before the connection is let go: discards what comes in. True when nothing that was
   /// sent can be lost any more.
   bool delivered();

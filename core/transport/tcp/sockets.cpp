@@ -82,19 +82,26 @@ std::string remote_host(int socket) {
   return address ? address->host_text() : "";
 }
 
+std::string path_of(int socket) {
+  sockaddr_in6 own{};
+  socklen_t length = sizeof own;
+  if (::getsockname(socket, reinterpret_cast<sockaddr*>(&own), &length) != 0) return "";
+  const auto address = SocketAddress::from(reinterpret_cast<const sockaddr*>(&own));
+  return (address ? address->host_text() : "") + " to " + remote_host(socket);
+}
+
 void set_no_delay(int socket) { set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1); }
 
-void set_heartbeat(int socket, double seconds, bool unanswered_too) {
-  // Probes begin when a fifth of the time has passed in silence, and follow each other as quickly as the
-  // kernel counts, in seconds, and as many of them as it sends.
+void set_heartbeat(int socket, double seconds, double patience, bool unanswered_too) {
+  // Probes follow each other as quickly as the kernel counts, in seconds, and as many of them as it sends.
   const int idle = std::max(1, static_cast<int>(seconds / 5));
-  const int rest = std::max(1, static_cast<int>(std::ceil(seconds)) - idle);
+  const int rest = std::max(1, static_cast<int>(std::ceil(patience)) - idle);
   const int interval = (rest + kMostProbes - 1) / kMostProbes;
   set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, idle);
   set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, interval);
   set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, (rest + interval - 1) / interval);
   // 0: the kernel's own limit.
-  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, unanswered_too ? static_cast<int>(seconds * 1000) : 0);
+  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, unanswered_too ? static_cast<int>(patience * 1000) : 0);
   set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
 }
 
@@ -105,7 +112,8 @@ Unanswered unanswered(int socket) {
   // Where the peer has no room, the kernel asks for it at longer and longer intervals: what counts is whether
   // it has asked since the last answer, not how long ago that was.
   const bool sent = info.tcpi_unacked > 0 && info.tcpi_last_data_sent < info.tcpi_last_ack_recv;
-  return {sent || info.tcpi_probes > 0, info.tcpi_last_ack_recv / 1000.0};
+  return {sent || info.tcpi_probes > 0, info.tcpi_last_ack_recv / 1000.0,
+          std::min(info.tcpi_last_ack_recv, info.tcpi_last_data_recv) / 1000.0};
 }
 
 }  // namespace multiring::tcp

@@ -22,18 +22,21 @@ int call_error(int socket);
 
 /// The address at the other end, for messages; empty if it is not known any more.
 std::string remote_host(int socket);
+/// The same for connections that go from the same address to the same address.
+std::string path_of(int socket);
 
 /// Sends what is written at once instead of waiting for more.
 void set_no_delay(int socket);
-/// Has the kernels at both ends find out within about `seconds` of silence that the other one is gone.
-/// `unanswered_too`: also when something is on its way, for connections that carry little; others would take
-/// a peer that is slow to read for a dead one.
-void set_heartbeat(int socket, double seconds, bool unanswered_too);
+/// Has the kernels at both ends ask each other for a sign of life after a fifth of `seconds` of silence, and
+/// end the connection after `patience` seconds without any. `unanswered_too`: also when something is on its
+/// way, for connections that carry little; others would take a peer that is slow to read for a dead one.
+void set_heartbeat(int socket, double seconds, double patience, bool unanswered_too);
 
 /// What the peer's kernel owes an answer for.
 struct Unanswered {
   bool anything = false;      ///< something was sent after its last answer
   double since_answer = 0.0;  ///< seconds since its last answer
+  double since_heard = 0.0;   ///< seconds since anything came from it
 };
 Unanswered unanswered(int socket);
 

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "base/host_identity.h"
+#include "base/protocol.h"
 #include "transport/tcp/connect_errors.h"
 #include "transport/tcp/sockets.h"
 #include "transport/tcp/tcp_network.h"
@@ -50,7 +51,8 @@ void check(const TcpOptions& options) {
 
 std::uint64_t settings_of(const TcpOptions& options) {
   return static_cast<std::uint64_t>(options.channels) |
-         static_cast<std::uint64_t>(options.connections_per_interface) << 32U;
+         static_cast<std::uint64_t>(options.connections_per_interface) << 32U |
+         static_cast<std::uint64_t>(kProtocol) << 40U;
 }
 
 TcpNetwork::TcpNetwork(Store& store, const TcpOptions& options)
@@ -129,11 +131,18 @@ bool TcpNetwork::ready(const Link& link) const {
 }
 
 TwoEnds TcpNetwork::ends(int rank, double waited) const {
-  return {options_.rank, own_.host, rank, known_host(rank), waited};
+  return {options_.rank,   own_.host, rank, known_host(rank), waited, world_rank(options_.rank),
+          world_rank(rank)};
+}
+
+int TcpNetwork::world_rank(int rank) const {
+  const bool known = rank >= 0 && static_cast<std::size_t>(rank) < options_.world.size();
+  return known ? options_.world[static_cast<std::size_t>(rank)] : rank;
 }
 
 Error TcpNetwork::left_error(ErrorKind kind) const {
-  return Error(kind, "rank " + std::to_string(options_.rank) + " has left and connects with nobody any more");
+  return Error(kind, "rank " + std::to_string(world_rank(options_.rank)) +
+                         " has left and connects with nobody any more");
 }
 
 std::string TcpNetwork::known_host(int rank) const {
@@ -290,7 +299,9 @@ void TcpNetwork::enter(const HelloFacts& facts, Descriptor socket, bool called) 
   arrivals_.fetch_add(1, std::memory_order_release);
   other.address = remote_host(socket.get());
   set_no_delay(socket.get());
-  set_heartbeat(socket.get(), options_.heartbeat, facts.channel == HelloFacts::kControl);
+  set_heartbeat(socket.get(), options_.heartbeat, options_.heartbeat * TcpOptions::kPatience,
+                facts.channel == HelloFacts::kControl);
+  const std::string path = path_of(socket.get());
   if (facts.channel == HelloFacts::kControl) {
     if (other.control) {  // of an attempt that was given up; events may be on their way to it
       other.replaced_controls.push_back(std::move(other.control));
@@ -300,6 +311,7 @@ void TcpNetwork::enter(const HelloFacts& facts, Descriptor socket, bool called) 
     }
     other.control = std::make_unique<ControlLink>(std::move(socket), rank, options_.size,
                                                   static_cast<ControlObserver&>(*this));
+    other.control->path = path;
     poller_.add(other.control->socket(), *other.control);
     if (abort_) other.control->say(encode_abort(*abort_));
     return;
@@ -310,6 +322,7 @@ void TcpNetwork::enter(const HelloFacts& facts, Descriptor socket, bool called) 
                                          static_cast<std::size_t>(facts.stripes), options_.whole_below);
   DataLink& link =
       stream->add_link(static_cast<std::size_t>(facts.stripe), facts.weight, std::move(socket), *this);
+  link.path = path;
   poller_.add(link.socket(), link);
 }
 

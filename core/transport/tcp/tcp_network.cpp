@@ -19,6 +19,8 @@ constexpr double kSlice = 0.05;
 /// has ended: a process closes all of them at once.
 constexpr double kEndingSeconds = 1.0;
 constexpr double kChecksPerHeartbeat = 10;
+/// Seconds in which the end of a network waits for what is on its way, where an error has ended everything.
+constexpr double kDeliveryAfterAbort = 1.0;
 
 }  // namespace
 
@@ -105,16 +107,43 @@ void TcpNetwork::look_at_clock() {
   });
 }
 
-// The kernel sends no probes where something is on its way, and gives up on that after a quarter of an hour.
 void TcpNetwork::check_answers() {
   const Clock::time_point now = Clock::now();
   if (now < next_check_) return;
   next_check_ = now + std::chrono::duration_cast<Clock::duration>(
                           std::chrono::duration<double>(options_.heartbeat / kChecksPerHeartbeat));
-  for (Peer& other : peers_)
-    for (auto& [channel, stream] : other.streams)
-      for (const auto& link : stream->links())
-        if (link) link->check_answers(now, options_.heartbeat);
+  for (Peer& other : peers_) check_answers(other, now);
+}
+
+// A connection of which nothing is heard may be stuck on a slow way, with its host alive: as long as any
+// other one that goes the same way gets answers, it is given time. The kernel sends no probes where something
+// is on its way, and gives up on that after a quarter of an hour.
+void TcpNetwork::check_answers(Peer& other, Clock::time_point now) {
+  struct Waiting {
+    TcpLink* link;
+    TcpLink::Silence silence;
+    bool control;
+  };
+  std::vector<Waiting> all;
+  std::map<std::string, double> since_heard;  // by path
+  const auto look_at = [&](TcpLink* link, bool control) {
+    if (link == nullptr || !link->open()) return;
+    all.push_back({link, link->silence(now), control});
+    const double since = all.back().silence.since_heard;
+    const auto [known, is_new] = since_heard.emplace(link->path, since);
+    if (!is_new) known->second = std::min(known->second, since);
+  };
+  look_at(other.control.get(), true);
+  for (auto& [channel, stream] : other.streams)
+    for (const auto& link : stream->links()) look_at(link.get(), false);
+  const double limit = options_.heartbeat;
+  for (const Waiting& one : all) {
+    // On the control connection the kernel asks every second, so an answer is as old as the silence.
+    const double owed =
+        one.control && one.silence.owed >= limit / 2 ? one.silence.since_answer : one.silence.owed;
+    const bool alive = since_heard.at(one.link->path) < limit;
+    if (owed >= limit * (alive ? TcpOptions::kPatience : 1.0)) one.link->expire();
+  }
 }
 
 bool TcpNetwork::judge_messages(std::span<const Ticket> tickets, WaitResult* result) {
@@ -125,7 +154,9 @@ bool TcpNetwork::judge_messages(std::span<const Ticket> tickets, WaitResult* res
     const Message* message = messages_.find(ticket);
     if (message == nullptr)
       throw Error(ErrorKind::kInternal, "a wait for a message whose ticket was used up already");
-    if (message->state == Message::State::kLost && lost_peer < 0) lost_peer = message->peer;
+    // Whoever left may have done so because another one died.
+    if (message->state == Message::State::kLost && (lost_peer < 0 || peer(lost_peer).left))
+      lost_peer = message->peer;
     if (message->state == Message::State::kOutOfStep) out_of_step = message;
     all_done = all_done && message->state == Message::State::kDone;
   }
@@ -189,9 +220,10 @@ void TcpNetwork::closed(TcpLink& link, int error) {
 
 void TcpNetwork::fault(TcpLink& link, ErrorKind kind, const std::string& what) {
   const std::string host = known_host(link.peer());
-  spread_abort({kind, options_.rank,
-                "rank " + std::to_string(link.peer()) + (host.empty() ? "" : " on " + host) + " " + what},
-               nullptr);
+  spread_abort(
+      {kind, options_.rank,
+       "rank " + std::to_string(world_rank(link.peer())) + (host.empty() ? "" : " on " + host) + " " + what},
+      nullptr);
 }
 
 void TcpNetwork::heard_abort(TcpLink& link, const AbortRecord& record) { spread_abort(record, &link); }
@@ -227,7 +259,8 @@ bool TcpNetwork::aborted(AbortRecord* record) const {
 void TcpNetwork::leave() {
   const std::lock_guard lock(mutex_);
   if (std::exchange(left_, true)) return;
-  delivery_ = Deadline::after(options_.heartbeat);
+  delivery_ =
+      Deadline::after(abort_ ? std::min(kDeliveryAfterAbort, options_.heartbeat) : options_.heartbeat);
   door_.stop_listening();
   drop_calls([](const Call&) { return true; });
   const std::vector<std::byte> goodbye = encode_goodbye();
@@ -337,6 +370,13 @@ void TcpNetwork::give_up(std::span<const Ticket> tickets) {
     if (message->pending()) peer(message->peer).streams.at(message->channel)->stop();
     messages_.release(*message);
   }
+}
+
+WaitResult TcpNetwork::ended(int rank) const {
+  const std::lock_guard lock(mutex_);
+  const Peer& other = peer(rank);
+  if (!other.left && !other.dead) return {};
+  return {Outcome::kPeerLost, rank, other.left};
 }
 
 StrangerCounts TcpNetwork::strangers() const {

@@ -25,6 +25,8 @@ namespace multiring::tcp {
 struct TcpOptions {
   int rank = 0;
   int size = 1;
+  /// The ranks as the world numbers them, for messages; empty: the same numbers.
+  std::vector<int> world;
   /// What the ranks of a job know and nobody else does; not empty.
   std::string secret;
   /// Keeps jobs, and generations of a job, apart that share a secret or a store.
@@ -40,6 +42,8 @@ struct TcpOptions {
   std::size_t whole_below = 64 * 1024;
   /// Within about so many seconds a peer's host is found to be gone that did not say so; from 1 to a day.
   double heartbeat = 5.0;
+  /// A connection that gets no answer while others to the same address do is given so many times as long.
+  static constexpr double kPatience = 6.0;
   double handshake_seconds = 10.0;
   std::size_t max_strangers = 128;
   /// Microseconds for which a wait asks the kernel again and again before it sleeps, where Waiting::brief
@@ -84,6 +88,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   WaitResult reach(std::span<const Link> links, const Waiting& waiting) override;
   bool linked(const Link& link) const override;
   std::uint64_t arrivals() const override { return arrivals_.load(std::memory_order_acquire); }
+  WaitResult ended(int rank) const override;
   Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override;
   Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) override;
   WaitResult wait(std::span<const Ticket> tickets, const Waiting& waiting) override;
@@ -135,6 +140,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   void work();
   void look_at_clock();
   void check_answers();
+  void check_answers(Peer& other, Clock::time_point now);
   void await_delivery();
   bool judge_messages(std::span<const Ticket> tickets, WaitResult* result);
   void settle(Peer& peer);
@@ -151,6 +157,8 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   void drop_calls(const std::function<bool(const Call&)>& dropped);
   Verdict complain(const HelloFacts& facts, Verdict verdict);
   TwoEnds ends(int peer, double waited) const;
+  /// The rank as the world numbers it, for messages.
+  int world_rank(int rank) const;
   void plan_calls(int peer, int channel, std::list<Call>& calls) const;
   bool ready(const Link& link) const;
   static bool lacks_control(const Peer& peer);

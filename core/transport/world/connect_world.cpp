@@ -19,6 +19,7 @@ namespace {
 
 /// What a rank tells of itself, one line each.
 struct Card {
+  std::string build;    ///< version of the library and of what it speaks
   std::string boot;     ///< of the kernel: the same on a machine
   std::string network;  ///< devices that it has
   std::string host;     ///< given by the user
@@ -32,7 +33,8 @@ struct Card {
 
   std::string text() const {
     std::string lines;
-    for (const std::string* line : {&boot, &network, &host, &job, &mode, &tuning, &engine, &wire, &name})
+    for (const std::string* line :
+         {&build, &boot, &network, &host, &job, &mode, &tuning, &engine, &wire, &name})
       lines += *line + "\n";
     return lines + std::to_string(process_id);
   }
@@ -40,8 +42,8 @@ struct Card {
     Card card;
     std::istringstream lines(text);
     std::string number;
-    for (std::string* line : {&card.boot, &card.network, &card.host, &card.job, &card.mode, &card.tuning,
-                              &card.engine, &card.wire, &card.name, &number})
+    for (std::string* line : {&card.build, &card.boot, &card.network, &card.host, &card.job, &card.mode,
+                              &card.tuning, &card.engine, &card.wire, &card.name, &number})
       std::getline(lines, *line);
     card.process_id = std::strtoll(number.c_str(), nullptr, 10);
     return card;
@@ -105,15 +107,27 @@ void require_same(const std::vector<Card>& cards, int mine, const std::string& v
                                          here + "': it has to be the same on all ranks");
 }
 
+// Before anything else of another build's card is believed.
+void require_same_build(const std::vector<Card>& cards, int mine) {
+  const Card& here = cards[static_cast<std::size_t>(mine)];
+  for (std::size_t rank = 0; rank < cards.size(); ++rank)
+    if (const Card& there = cards[rank]; there.build != here.build)
+      throw Error(ErrorKind::kUsage, "rank " + std::to_string(rank) + " on " + there.name + " runs " +
+                                         there.build + ", rank " + std::to_string(mine) + " on " + here.name +
+                                         " " + here.build +
+                                         ": install the same version of multiring on all hosts");
+}
+
 std::vector<Card> exchange_cards(Store& store, const WorldAddress& address, const Waiting& waiting) {
   const std::string engine = address.mpi != nullptr ? "mpi" : "tcp";
-  const Card mine{host_identity(), network_identity(), address.host, address.job,
-                  address.mode,    address.tuning,     engine,       address.wire,
-                  host_name(),     ::getpid()};
+  const Card mine{address.build, host_identity(), network_identity(), address.host,
+                  address.job,   address.mode,    address.tuning,     engine,
+                  address.wire,  host_name(),     ::getpid()};
   store.set("world/" + std::to_string(address.rank), mine.text());
   std::vector<Card> cards;
   for (int rank = 0; rank < address.size; ++rank)
     cards.push_back(Card::parse(get(store, "world/" + std::to_string(rank), address, rank, waiting)));
+  require_same_build(cards, address.rank);
   require_same(cards, address.rank, "MULTIRING_MODE", &Card::mode);
   require_same(cards, address.rank, "MULTIRING_TUNING (what the file says)", &Card::tuning);
   require_same(cards, address.rank, "MULTIRING_TRANSPORT", &Card::engine);
@@ -145,6 +159,7 @@ std::shared_ptr<HostLink> link_host(Store& store, const WorldAddress& address,
       places.begin(), places.end(), [&](const ClusterRank& place) { return place.host == mine.host; }));
   options.socket_directory = address.socket_directory;
   options.settings = address.transport.staging_bytes;
+  options.build = address.build;
   return make_shm_link(local, options, waiting);
 }
 
@@ -200,6 +215,7 @@ ClusterContext::MakeNetwork network_maker(const std::shared_ptr<Store>& store, c
     TcpOptions options = base;
     options.rank = rank;
     options.size = static_cast<int>(members.size());
+    options.world.assign(members.begin(), members.end());
     options.channels = channels;
     options.job = job + "/" + name;
     return std::make_unique<TcpNetwork>(*store, options);
@@ -219,7 +235,8 @@ std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store, co
   }
   const auto elsewhere = [&](const ClusterRank& place) { return place.host != places.front().host; };
   if (std::none_of(places.begin(), places.end(), elsewhere)) {
-    ShmOptions options{address.rank, address.size, address.socket_directory, address.transport};
+    ShmOptions options{address.rank, address.size, address.socket_directory, address.transport,
+                       address.build};
     return connect_shm(*store, options, waiting);
   }
   if (address.secret.empty() && address.mpi == nullptr)
@@ -229,7 +246,9 @@ std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store, co
         "the job. Set it to the same 32 hexadecimal digits or more on all ranks");
   auto context = std::make_shared<ClusterContext>();
   context->rank = address.rank;
-  context->link = std::make_shared<MailHostLink>(link_host(*store, address, places, waiting), context->mails);
+  const int host = places[static_cast<std::size_t>(address.rank)].host;
+  context->link = std::make_shared<MailHostLink>(link_host(*store, address, places, waiting),
+                                                 ranks_of_host(places, host), context->mails);
   context->make_network = network_maker(store, address, cards);
   SharedTransportOptions options = address.transport;
   options.crowded = any_crowded(*store, address, places, *context->link, waiting);

@@ -29,7 +29,8 @@ struct WorldAddress {
   std::string tuning;                   ///< the same
   /// Carries what goes between hosts, in place of TCP; on all ranks or on none.
   std::shared_ptr<MpiSession> mpi;
-  std::string wire;  ///< the same
+  std::string wire;   ///< the same
+  std::string build;  ///< version of the library and of what it speaks; compared with the others'
   SharedTransportOptions transport;
 };
 

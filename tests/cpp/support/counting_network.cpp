@@ -39,9 +39,16 @@ class CountingNetwork final : public Network {
   }
   bool done(Ticket ticket) const override { return network_->done(ticket); }
   void give_up(std::span<const Ticket> tickets) override { network_->give_up(tickets); }
-  void progress() override { network_->progress(); }
+  void progress() override {
+    throw_if_failing();
+    network_->progress();
+  }
+  WaitResult ended(int rank) const override { return network_->ended(rank); }
   void keep(std::shared_ptr<const void> memory) override { network_->keep(std::move(memory)); }
-  void abort(ErrorKind kind, const std::string& message) override { network_->abort(kind, message); }
+  void abort(ErrorKind kind, const std::string& message) override {
+    throw_if_failing();
+    network_->abort(kind, message);
+  }
   void relay(const AbortRecord& record) override { network_->relay(record); }
   bool aborted(AbortRecord* record) const override { return network_->aborted(record); }
   void leave() override { network_->leave(); }
@@ -49,6 +56,10 @@ class CountingNetwork final : public Network {
   void wake() override { network_->wake(); }
 
  private:
+  void throw_if_failing() const {
+    if (counter_.failing()) throw Error(ErrorKind::kInternal, "the network fails, as the test has it");
+  }
+
   std::unique_ptr<Network> network_;
   SentCounter& counter_;
 };

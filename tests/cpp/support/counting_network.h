@@ -25,10 +25,14 @@ class SentCounter {
     bytes_ += bytes;
   }
   Sent read() const { return {messages_, bytes_}; }
+  /// From here on these networks fail at telling and hearing of aborts.
+  void fail() { failing_ = true; }
+  bool failing() const { return failing_; }
 
  private:
   std::atomic<std::size_t> messages_{0};
   std::atomic<std::size_t> bytes_{0};
+  std::atomic<bool> failing_{false};
 };
 
 /// By what carries it: the messages of plans, and what is published in rounds.

@@ -117,8 +117,9 @@ std::shared_ptr<Transport> RankGroup::connect_cluster(int rank, Store& store, co
   context->ranks = places_;
   context->rank = rank;
   if (options_.transport == TransportKind::kClusterRelayed) context->direct_hosts = 2;
-  context->link = std::make_shared<MailHostLink>(
-      hosts_[static_cast<std::size_t>(place.host)]->link(place.local), context->mails);
+  context->link =
+      std::make_shared<MailHostLink>(hosts_[static_cast<std::size_t>(place.host)]->link(place.local),
+                                     ranks_of_host(places_, place.host), context->mails);
   context->make_network = network_maker(rank, store);
   SharedTransportOptions shared;
   shared.staging_bytes = options_.staging_bytes;
@@ -135,6 +136,7 @@ ClusterContext::MakeNetwork RankGroup::network_maker(int rank, Store& store) con
     return [&store, &sent](std::span<const int> members, int self, int channels, const std::string& name) {
       TcpOptions tcp = tcp_options(self, static_cast<int>(members.size()), channels);
       tcp.job = name;
+      tcp.world.assign(members.begin(), members.end());
       return counted(std::make_unique<TcpNetwork>(store, tcp), sent.of(name));
     };
   return [session = mpi_->session(rank), &sent](std::span<const int> members, int self, int channels,

@@ -1,0 +1,60 @@
+#include "engine/communicator_list.h"
+
+#include <pthread.h>
+
+#include <mutex>
+#include <system_error>
+#include <unordered_set>
+
+#include "engine/communicator.h"
+
+namespace multiring {
+namespace {
+
+struct Listed {
+  std::mutex mutex;  // guards communicators; held across a fork, so that the child finds them whole
+  std::unordered_set<Communicator*> communicators;
+};
+
+/// Never destroyed: a process may fork until its very end.
+Listed& listed() {
+  static auto* const all = new Listed;
+  return *all;
+}
+
+void before_fork() { listed().mutex.lock(); }
+
+void after_fork_in_parent() { listed().mutex.unlock(); }
+
+void after_fork_in_child() {
+  for (Communicator* const communicator : listed().communicators) communicator->abandon();
+  listed().mutex.unlock();
+}
+
+void watch_forks() {
+  static const int error = ::pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  if (error != 0) throw std::system_error(error, std::generic_category(), "pthread_atfork");
+}
+
+}  // namespace
+
+void CommunicatorList::add(Communicator* communicator) {
+  watch_forks();
+  const std::lock_guard lock(listed().mutex);
+  listed().communicators.insert(communicator);
+}
+
+void CommunicatorList::remove(Communicator* communicator) {
+  const std::lock_guard lock(listed().mutex);
+  listed().communicators.erase(communicator);
+}
+
+std::string CommunicatorList::waits_elsewhere(const Communicator* here, int world_rank) {
+  const std::lock_guard lock(listed().mutex);
+  for (const Communicator* const each : listed().communicators)
+    if (each != here)
+      if (std::string found = each->waits_for_this(world_rank); !found.empty()) return found;
+  return "";
+}
+
+}  // namespace multiring

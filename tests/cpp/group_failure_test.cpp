@@ -1,0 +1,227 @@
+// Errors of groups: while they are made, how they call their ranks, and what is told where telling fails.
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "collective/exchange.h"
+#include "support/errors.h"
+#include "support/latch.h"
+#include "support/operations.h"
+#include "support/rank_group.h"
+
+namespace multiring {
+namespace {
+
+using testing::error_of;
+using testing::expect_text;
+using testing::GroupOptions;
+using testing::RankGroup;
+using testing::TransportKind;
+
+/// What a rank does in a split before the groups are made.
+void exchange_colors(Communicator& communicator) {
+  const std::int64_t mine[2] = {0, 0};
+  Operation operation = testing::make_operation({.kind = OpKind::kSplit, .dtype = DType::kInt64, .rows = 1});
+  operation.descriptor.key.count = 2;
+  operation.descriptor.bytes = sizeof mine;
+  operation.input = reinterpret_cast<const std::byte*>(mine);
+  communicator.run(operation, {});
+}
+
+class GroupFailure : public ::testing::TestWithParam<TransportKind> {};
+
+// The new group has no connection yet whose end could be seen, and the deadline is far away.
+TEST_P(GroupFailure, ARankThatDiesWhileAGroupIsMadeIsLost) {
+  GroupOptions options(GetParam(), 4);
+  options.layout = {2, 2};
+  options.time_limit = 20 * testing::kSlowness;
+  options.communicator.timeout = 1000;
+  RankGroup group(options);
+  testing::Latch ended(3);
+  group.run_transports([&](const std::shared_ptr<Transport>& transport) {
+    Communicator world(transport, options.communicator);
+    if (transport->rank() == 3) {
+      exchange_colors(world);
+      transport->abandon();  // as its kernel does when it is killed
+      return ended.wait();
+    }
+    const Error error = error_of(ErrorKind::kPeerLost, [&] { world.split(transport->rank() % 2, 0, {}); });
+    expect_text(error, "in split");
+    expect_text(error, "'world'");
+    expect_text(error, "rank 3");
+    ended.count_down();
+  });
+}
+
+TEST_P(GroupFailure, AnInterruptWhileAGroupIsMadeStopsAll) {
+  struct Interrupted {};
+  GroupOptions options(GetParam(), 4);
+  options.layout = {2, 2};
+  options.communicator.timeout = 1000;
+  RankGroup group(options);
+  testing::Latch split(1);
+  group.run_transports([&](const std::shared_ptr<Transport>& transport) {
+    Communicator world(transport, options.communicator);
+    const auto interrupted = [&] { throw Interrupted(); };
+    const std::function<void()> interrupt = interrupted;
+    if (transport->rank() != 3) {
+      const Error error = error_of(ErrorKind::kAborted, [&] { world.split(0, 0, {}); });
+      expect_text(error, "rank 3 on host1 was interrupted");
+      return split.count_down();
+    }
+    // The others cannot make their group without this rank, which waits for one of them in an own group.
+    exchange_colors(world);
+    Operation barrier = testing::barrier_operation();
+    EXPECT_THROW(world.run(barrier, {-1.0, &interrupt}), Interrupted);
+    split.wait();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, GroupFailure,
+                         ::testing::Values(TransportKind::kCluster, TransportKind::kClusterRelayed),
+                         [](const auto& info) { return testing::transport_name(info.param); });
+
+class GroupNames : public ::testing::TestWithParam<TransportKind> {};
+
+// Users know their ranks by the numbers of the world.
+TEST_P(GroupNames, ErrorsTellTheRanksOfTheWorld) {
+  GroupOptions options(GetParam(), 4);
+  options.layout = {2, 2};
+  RankGroup group(options);
+  testing::Latch timed_out(1);
+  group.run([&](Communicator& world) {
+    const auto odd = world.split(world.rank() % 2, 0, {});
+    const auto same = world.split(0, 0, {});
+    if (world.rank() == 1) {
+      const Error late = error_of(ErrorKind::kTimeout, [&] { testing::run_barrier(*odd, {0.05, nullptr}); });
+      expect_text(late, "rank 0 (world rank 1) on ");
+      expect_text(late, "for rank 1 (world rank 3)");
+      expect_text(late, "Rank 1 (world rank 3) (process ");
+      timed_out.count_down();
+    }
+    if (world.rank() == 3) {
+      timed_out.wait();
+      const Error told = error_of(ErrorKind::kTimeout, [&] { testing::run_barrier(*odd); });
+      expect_text(told, "rank 0 (world rank 1) stopped all ranks");
+    }
+    testing::run_barrier(world);
+    if (world.rank() == 3) return;
+    const Error lost = error_of(ErrorKind::kPeerLost, [&] { testing::run_barrier(*same); });
+    EXPECT_EQ(std::string(lost.what()).find("world rank"), std::string::npos) << lost.what();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, GroupNames, ::testing::ValuesIn(testing::kTransports),
+                         [](const auto& info) { return testing::transport_name(info.param); });
+
+// Each waits in a communicator for the other, which waits in the other one.
+TEST_P(GroupNames, CommunicatorsInDifferentOrderAreNamed) {
+  GroupOptions options(GetParam(), 2);
+  RankGroup group(options);
+  testing::Latch both(2);
+  group.run([&](Communicator& world) {
+    const auto a = world.split(0, 0, {});
+    const auto b = world.split(0, 0, {});
+    const auto& first = world.rank() == 0 ? a : b;
+    const Error error = error_of(ErrorKind::kTimeout, [&] { testing::run_barrier(*first, {0.3, nullptr}); });
+    both.count_down();
+    both.wait();
+    if (GetParam() != TransportKind::kCluster)  // on the others what a peer has published is seen at once
+      expect_text(error, std::string("and waits for this rank in barrier of communicator 'world/") +
+                             (world.rank() == 0 ? "2.0'" : "1.0'"));
+  });
+}
+
+// Both of two large messages wait to be received.
+TEST_P(GroupNames, TwoSendsToEachOtherAreTold) {
+  GroupOptions options(GetParam(), 2);
+  RankGroup group(options);
+  testing::Latch both(2);
+  group.run([&](Communicator& world) {
+    const std::vector<float> array(1 << 20, 1.0f);
+    testing::Request request{.kind = OpKind::kSend, .dtype = DType::kFloat32, .rows = array.size()};
+    request.root = 1 - world.rank();
+    request.input = array.data();
+    Operation message = testing::make_operation(request);
+    try {
+      world.send(message, 0, {0.5, nullptr});
+      ADD_FAILURE() << "sent";
+    } catch (const Error& error) {  // the first to notice, or told by it
+      expect_text(error, "both wait for the other to receive");
+    }
+    both.count_down();
+    both.wait();
+  });
+}
+
+// Whoever left may have done so because another one died, which has a higher number here.
+TEST(LostRanks, TheDeadComeBeforeThoseThatLeft) {
+  GroupOptions options(TransportKind::kInproc, 3);
+  RankGroup group(options);
+  testing::Latch gone(2);
+  group.run_transports([&](const std::shared_ptr<Transport>& transport) {
+    if (transport->rank() == 1) transport->leave();
+    if (transport->rank() == 2) group.hub().break_rank(2);
+    if (transport->rank() != 0) return gone.count_down();
+    gone.wait();
+    Communicator world(transport, options.communicator);
+    const Error error = error_of(ErrorKind::kPeerLost, [&] { testing::run_barrier(world); });
+    expect_text(error, "lost rank 2");
+    expect_text(error, "has died");
+  });
+}
+
+// A rank whose network fails while it tells of an error still ends what its own users wait for, and the other
+// ranks of its host learn of it.
+TEST(FailingNetworks, KeepNoPendingWorkWaiting) {
+  GroupOptions options(TransportKind::kCluster, 3);
+  options.layout = {2, 1};
+  RankGroup group(options);
+  testing::Latch told(2);
+  group.run_transports([&](const std::shared_ptr<Transport>& transport) {
+    const auto world = std::make_shared<Communicator>(transport, options.communicator);
+    if (transport->rank() == 2) return told.wait();  // and never comes
+    float value = 1;
+    const auto work = world->submit(testing::allreduce_of(DType::kFloat32, 1, &value, &value), 0, nullptr);
+    if (transport->rank() == 0) {
+      group.break_networks(0);
+      world->abort("as the test has it");
+      EXPECT_TRUE(world->is_broken());
+    }
+    const Error error = error_of(ErrorKind::kAborted, [&] { work->wait(Deadline::after(10), {}); });
+    expect_text(error, "as the test has it");
+    told.count_down();
+  });
+}
+
+// Another version of the library, or memory that somebody has written into.
+TEST(Garbled, WhatARankAsksForIsCheckedFirst) {
+  for (const int field : {0, 1, 2}) {
+    RankGroup group(GroupOptions(TransportKind::kInproc, 2));
+    testing::Latch seen(1);
+    group.run_transports([&](const std::shared_ptr<Transport>& transport) {
+      Communicator world(transport, GroupOptions().communicator);
+      if (transport->rank() == 0) {
+        const Error error = error_of(ErrorKind::kInternal, [&] { testing::run_barrier(world); });
+        expect_text(error, "what rank 1 on ");
+        expect_text(error, "makes no sense");
+        return seen.count_down();
+      }
+      Exchange exchange(*transport, "world");
+      exchange.begin(testing::barrier_operation().descriptor);
+      auto& written = *reinterpret_cast<Descriptor*>(transport->header(1, exchange.round()));
+      if (field == 0) written.dims = 200;
+      if (field == 1) written.dtype = static_cast<DType>(99);
+      if (field == 2) written.key.kind = static_cast<OpKind>(77);
+      transport->arrive(exchange.round(), 0);
+      seen.wait();
+    });
+  }
+}
+
+}  // namespace
+}  // namespace multiring
