@@ -101,8 +101,10 @@ void mr_abort(mr_communicator* communicator, const char* message) {
 
 void mr_communicator_free(mr_communicator* communicator) {
   if (communicator == nullptr) return;
-  for (const auto& queue : multiring::queues_of(communicator)) queue->close();
-  communicator->communicator->close();
+  guarded(nullptr, [&] {
+    for (const auto& queue : multiring::queues_of(communicator)) queue->close();
+    communicator->communicator->close();
+  });
   delete communicator;
 }
 

@@ -126,6 +126,10 @@ void Exchange::throw_within(const Call& call, const Error& error, const std::str
   throw Error(error.kind(), where(call) + what + ": " + error.what(), context(call, -1));
 }
 
+void Exchange::throw_usage_of(const Call& call, const std::string& what) const {
+  throw Error(ErrorKind::kUsage, where(call) + ": " + what, context(call, -1));
+}
+
 void Exchange::throw_for_peer(const Call& call, const WaitResult& result, int peer) const {
   if (result.outcome != WaitResult::Outcome::kTimeout) throw_for(call, result);
   throw Error(

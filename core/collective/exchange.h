@@ -73,6 +73,8 @@ class MULTIRING_API Exchange {
   /// Raises an error of the operation that says what `error` says, which knows nothing of it; `what` is in
   /// between.
   [[noreturn]] void throw_within(const Call& call, const Error& error, const std::string& what) const;
+  /// What this rank's user has done wrong in the call.
+  [[noreturn]] void throw_usage_of(const Call& call, const std::string& what) const;
   /// Raises the error that a peer told of, if there is one.
   void throw_if_aborted(const Call& call) const;
   /// The ranks that keep this one waiting for the current round, and the same as text for a warning.

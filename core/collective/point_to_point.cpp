@@ -20,6 +20,10 @@ class PointToPoint::Passage {
   Passage(const Exchange& exchange, Lane& lane, const Call& call, int peer) : lane_(lane) {
     constexpr std::chrono::milliseconds kTick(50);
     std::unique_lock lock(lane.mutex);
+    // A signal handler that interrupts a call of its own thread would wait for itself.
+    if (lane.busy && lane.owner == std::this_thread::get_id())
+      exchange.throw_usage_of(call,
+                              "called from a signal handler that interrupts another one to the same rank");
     if (lane.busy) call.waiting.deadline.start();
     while (lane.busy) {
       lane.idle.wait_for(lock, kTick);
@@ -34,6 +38,7 @@ class PointToPoint::Passage {
       lock.lock();
     }
     lane.busy = true;
+    lane.owner = std::this_thread::get_id();
   }
   ~Passage() {
     {

@@ -3,6 +3,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "base/export.h"
@@ -34,6 +35,7 @@ class PointToPoint {
     std::mutex mutex;  // guards busy; no other lock is taken while it is held
     std::condition_variable idle;
     bool busy = false;
+    std::thread::id owner;
     std::uint64_t chunks = 0;  // of whoever made it busy
   };
   class Passage;

@@ -138,6 +138,11 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// Ends this rank's part: pending work fails, peers that still need it learn that it left. Idempotent.
   void close();
   bool is_broken() const;
+  /// What broke it here; empty: it is not known to be broken.
+  std::optional<Error> first_error() const {
+    const std::lock_guard lock(mutex_);
+    return first_error_;
+  }
   /// Whether this thread runs an operation of this communicator (and so is in a callback of it).
   bool is_driven_here() const;
   /// To be called in a forked child: the communicator belongs to the parent alone, and every call here fails.

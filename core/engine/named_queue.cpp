@@ -158,10 +158,11 @@ bool NamedQueue::round() {
   try {
     if (!queued.empty()) data_->enqueue(queued);
   } catch (...) {
-    // They wait for nobody any more, so nobody else would end them.
-    const Error error = with_names(std::current_exception());
+    // They wait for nobody any more, so nobody else would end them. Where a peer's error came in between, it
+    // is theirs, too, and not that the communicator is broken.
+    const Error error = data_->first_error().value_or(with_names(std::current_exception()));
     for (const auto& submission : taken) submission->fail(error);
-    throw;
+    throw Error(error);
   }
   watch();
   return anything;

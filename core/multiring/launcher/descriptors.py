@@ -47,12 +47,19 @@ def allow_descriptors(needed: int) -> int:
         0; or, where the hard limit is too low, what it would have to be.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    total = needed + len(os.listdir("/proc/self/fd")) + _SPARE
+    total = needed + _open_descriptors() + _SPARE
     if soft == resource.RLIM_INFINITY or soft >= total:
         return 0
     is_enough = hard == resource.RLIM_INFINITY or hard >= total
     resource.setrlimit(resource.RLIMIT_NOFILE, (total if is_enough else hard, hard))
     return 0 if is_enough else total
+
+
+def _open_descriptors() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:  # not mounted
+        return 3
 
 
 def limits_of_children() -> tuple[int, int] | None:

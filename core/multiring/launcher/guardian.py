@@ -21,9 +21,16 @@ _TRY_SECONDS = 5.0
 
 
 def processes_of_job(mark: bytes, sessions: set[int]) -> list[int]:
-    """Living processes, zombies left out, with `mark` in their environment or in one of `sessions`."""
-    found = []
-    for name in os.listdir("/proc"):
+    """Living processes, zombies left out, with `mark` in their environment or in one of `sessions`.
+
+    None where /proc is not mounted (a container): then those alone are ended that the launcher knows.
+    """
+    found: list[int] = []
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return found
+    for name in names:
         if not name.isdigit() or int(name) == os.getpid():
             continue
         try:

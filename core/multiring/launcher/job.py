@@ -202,25 +202,34 @@ class _Job:
             host = socket.gethostname()
             kills = 0 if culprit.host else oom_kills  # of this host
             if not self._told or culprit.code is None or culprit.code < 0:
-                say(failure_report(culprit, others, host=host, seconds=seconds, oom_kills=kills))
+                self._say(failure_report(culprit, others, host=host, seconds=seconds, oom_kills=kills))
             return exit_code(culprit.code or 0)
         stuck = [end for end in ends.values() if end.code is None]
         if stuck:
-            say([f"rank {end.rank} (process {end.pid}) {end.how()}" for end in stuck])
+            self._say([f"rank {end.rank} (process {end.pid}) {end.how()}" for end in stuck])
         if supervisor.outcome is Outcome.INTERRUPTED:
-            say([f"{signal_name(supervisor.signal)} received after {seconds:.1f} s; all ranks have ended"])
+            self._say(
+                [f"{signal_name(supervisor.signal)} received after {seconds:.1f} s; all ranks have ended"]
+            )
             return 128 + supervisor.signal
         if supervisor.outcome is Outcome.TIMED_OUT:
             late = ", ".join(
                 str(rank) for rank in sorted(end.rank for end in ends.values() if end.by_launcher)
             )
-            say([f"the job took longer than --timeout {self._options.timeout:g}; ended by it: ranks {late}"])
+            self._say(
+                [f"the job took longer than --timeout {self._options.timeout:g}; ended by it: ranks {late}"]
+            )
             return EXIT_TIMED_OUT
         if supervisor.outcome is Outcome.UNREAD:
             return 128 + signal.SIGPIPE
         if not self._joined:
+            self._outputs.finish_line()
             say_if_none_joined(self._options.ranks)
         return 0
+
+    def _say(self, lines: Sequence[str]) -> None:
+        self._outputs.finish_line()
+        say(lines)
 
 
 def _open_missing_standard_descriptors() -> None:

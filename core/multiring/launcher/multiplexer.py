@@ -135,6 +135,12 @@ class Multiplexer:
                     self._take(stream, data)
                 self._close(stream)
 
+    def finish_line(self) -> None:
+        """Lets what the launcher itself writes to stderr begin on a line of its own."""
+        console = self._consoles["stderr"]
+        console.finish_line()
+        console.sink.flush()
+
     def discard(self) -> None:
         """Throws away what has not been written yet."""
         self.end()

@@ -140,6 +140,12 @@ class Console:
         if end:
             self._overwriting = end == b"\r"
 
+    def finish_line(self) -> None:
+        """Ends the line that a stream has begun: something else is to follow."""
+        if self._unfinished is not None:
+            self.sink.write(b"\n")
+            self._unfinished = None
+
     def _tag(self, rank: int) -> bytes:
         if not self._tagged:
             return b""

@@ -1,6 +1,7 @@
 #include "transport/shared/shared_transport.h"
 
 #include <sched.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
@@ -137,6 +138,8 @@ SharedTransport::SharedTransport(std::shared_ptr<HostLink> link, std::vector<int
   rank_ = static_cast<int>(self - members_.begin());
   block_ = link_->share(layout_.bytes, here(), block_tag(tag_, 0), waiting);
   control_ = reinterpret_cast<GroupControl*>(block_->data());
+  // A core dump would touch every page, mailboxes that were never used among them, and says nothing by it.
+  ::madvise(block_->data(), layout_.bytes, MADV_DONTDUMP);
 }
 
 SharedTransport::~SharedTransport() { SharedTransport::leave(); }

@@ -39,8 +39,9 @@ void Poller::remove(const Descriptor& descriptor) {
 }
 
 void Poller::sleep(int milliseconds) {
+  if (told_ < found_count_) return;  // a sink has failed: the rest is told first, since it is told once
   epoll_event events[kMaxEvents];
-  found_count_ = 0;
+  found_count_ = told_ = 0;
   const int count = ::epoll_wait(epoll_.get(), events, kMaxEvents, milliseconds);
   if (count < 0 && errno != EINTR) throw_errno("epoll_wait");
   for (int i = 0; i < count; ++i) {
@@ -55,8 +56,10 @@ void Poller::sleep(int milliseconds) {
 }
 
 void Poller::tell() {
-  for (int i = 0; i < found_count_; ++i) found_[i].sink->on_events(found_[i].events);
-  found_count_ = 0;
+  while (told_ < found_count_) {
+    const Found& next = found_[told_++];
+    next.sink->on_events(next.events);
+  }
 }
 
 void Poller::wake() {

@@ -45,6 +45,7 @@ class Poller {
   Descriptor wake_;
   Found found_[kMaxEvents];
   int found_count_ = 0;
+  int told_ = 0;  // of those found
 };
 
 }  // namespace multiring::tcp
