@@ -106,6 +106,14 @@ class EmulatedHosts:
         for link in range(len(self._rates)):
             self._run(self.count, "ip", "link", "set", _port(host, link), "down")
 
+    def slow_down(self, host: int, rate: str, queue: str = "1500kb") -> None:
+        """What the host sends takes this rate from now on, behind a queue of so many bytes as switches have.
+        For links that were made with a rate."""
+        for link in range(len(self._rates)):
+            # No less burst than before: a packet that waits and is larger would never leave.
+            limit = ["root", "tbf", "rate", rate, "burst", _BURST, "limit", queue]
+            self._run(host, "tc", "qdisc", "change", "dev", _device(link), *limit)
+
     def sent_bytes(self, host: int, link: int) -> int:
         """Bytes that have left the host by a link, with all headers."""
         path = f"/sys/class/net/{_device(link)}/statistics/tx_bytes"

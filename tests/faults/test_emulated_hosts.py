@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from multiring.models.bench.emulated_hosts import EmulatedHosts
+from multiring.models.bench.emulated_hosts import EmulatedHosts, why_not
 from multiring.tuning.table import ROUNDS, SizeClass, Tuning, Way
 from tests.support import REPOSITORY
 
@@ -198,6 +198,25 @@ def test_a_host_that_vanishes_is_lost_on_every_rank(
         for name, process in zip(names, ranks, strict=True):
             message = assert_lost(process, elsewhere if name in here else here, cut, SECONDS)
             assert "or its host cannot be reached any more" in message
+
+
+def test_a_link_that_becomes_slow_loses_nobody() -> None:
+    """Its queue is full: for longer than a heartbeat connections get no answers to what they have sent."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with EmulatedHosts(3, rates=["1gbit"]) as hosts:
+        ranks = start(hosts, [1, 1, 1], LOOP, LARGE, "allreduce")
+        try:
+            await_running(ranks)
+            for host in range(3):
+                hosts.slow_down(host, "5mbit")
+            with pytest.raises(subprocess.TimeoutExpired):  # an operation takes a minute
+                ranks[0].wait(SECONDS)
+            assert [process.poll() for process in ranks] == [None] * 3
+        finally:
+            for process in ranks:
+                process.kill()
+                process.communicate()
 
 
 def host_of_each(layout: Sequence[int]) -> list[int]:
