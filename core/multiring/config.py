@@ -237,9 +237,9 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "MULTIRING_STALL_WARNING",
         "stall_warning",
-        "30",
+        "8",
         "seconds; 0: never",
-        "A wait that lasts longer is reported, with the ranks that are missing.",
+        "A wait that lasts longer is reported by one rank: who is missing, and what they were last in.",
         False,
         _seconds,
     ),
