@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -85,6 +86,7 @@ class TcpStoreServer:
         self._closed = False  # guarded by _changed, like _values
         self._peers: dict[_Peer, None] = {}  # in order of arrival
         self._peers_lock = threading.Lock()  # never held together with _changed
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of the peers
         self._acceptor = threading.Thread(target=self._accept, name="multiring-store", daemon=True)
         self._acceptor.start()
 
@@ -118,8 +120,8 @@ class TcpStoreServer:
             peers = list(self._peers)
         for peer in peers:
             peer.hang_up()
-        for peer in peers:
-            peer.thread.join()
+        for thread in list(self._threads):  # also those that have forgotten their peer, and are about to end
+            thread.join()
 
     def _accept(self) -> None:
         while not self._closed:
@@ -140,11 +142,12 @@ class TcpStoreServer:
         except OSError:  # no descriptor left: the client asks again
             accepted.close()
             return
-        peer.thread = threading.Thread(target=self._serve, args=(peer,), daemon=True)
+        thread = threading.Thread(target=self._serve, args=(peer,), daemon=True)
         with self._peers_lock:
             self._peers[peer] = None
         try:
-            peer.thread.start()
+            thread.start()
+            self._threads.add(thread)
         except RuntimeError:  # no thread left
             self._forget(peer)
 
@@ -199,7 +202,6 @@ class _Peer:
         self.connection = _connection(accepted)
         self.arrived = time.monotonic()
         self.trusted = False
-        self.thread: threading.Thread
 
     def greet(self, secret: bytes) -> None:
         prove_to_client(self.connection, secret)
