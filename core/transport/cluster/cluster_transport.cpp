@@ -1,15 +1,20 @@
 #include "transport/cluster/cluster_transport.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <iterator>
 #include <set>
+#include <thread>
 #include <utility>
 
 namespace multiring {
 namespace {
 
 using Outcome = WaitResult::Outcome;
+
+constexpr int kLooksForACause = 20;
+constexpr std::chrono::milliseconds kLookForACause(10);
 
 const ClusterRank& rank_of(const ClusterContext& context, int world) {
   return context.ranks[static_cast<std::size_t>(world)];
@@ -351,8 +356,17 @@ std::shared_ptr<Transport> ClusterTransport::subgroup(std::span<const int> chose
   waiting.deadline.start();  // or the copy's clock alone would run
   Waiting watched = waiting;
   watched.interrupt = &look;
-  return std::make_shared<ClusterTransport>(context_, std::move(members), subgroup_tag(tag), options(),
-                                            watched);
+  try {
+    return std::make_shared<ClusterTransport>(context_, std::move(members), subgroup_tag(tag), options(),
+                                              watched);
+  } catch (const Error& error) {
+    // Who cannot be reached may have left because of an error that is told in this group, on its way still.
+    for (int times = 0; error.kind() == ErrorKind::kPeerLost && times < kLooksForACause; ++times) {
+      look();
+      std::this_thread::sleep_for(kLookForACause);
+    }
+    throw;
+  }
 }
 
 WaitResult ClusterTransport::find_ended() const {
