@@ -60,6 +60,7 @@ def diverge(comm: Communicator, way: str) -> None:
         else:
             optimizer.update()
             optimizer.update()
+    comm.barrier()  # the other rank has still to see its own
     mn.finalize()
     optimizer.close()
 
