@@ -40,7 +40,7 @@ GilAcquire::~GilAcquire() {
     PyGILState_Release(state_);
     return;
   }
-  // Not with the lock: whoever closes the gate waits for those in it before it gives the lock to anybody.
+  // Without the lock: the thread that forks waits for the threads in the gate, and then needs the lock.
   PyThreadState* const state = PyEval_SaveThread();
   const ForkGate::Passage passage;
   take_or_stop([state] { PyEval_RestoreThread(state); });

@@ -74,7 +74,7 @@ void PointToPoint::send(const Call& call, const Operation& operation, std::int64
     const std::uint64_t free_after =
         chunk > Transport::kMailboxChunks ? chunk - Transport::kMailboxChunks : 0;
     const WaitResult result = transport.await_read(destination, free_after, call.waiting);
-    if (!result.ok()) exchange_.throw_for_peer(call, result, destination);
+    if (!result.ok()) throw_unsent(call, result, destination);
     if (segment == 0) {
       const Envelope envelope{operation.descriptor, tag};
       std::memcpy(transport.mailbox_header(exchange_.rank(), destination, chunk), &envelope, sizeof envelope);
@@ -86,7 +86,20 @@ void PointToPoint::send(const Call& call, const Operation& operation, std::int64
     transport.mailbox_written(destination, chunk, range.size());
   }
   const WaitResult result = transport.await_sent(destination, call.waiting);
-  if (!result.ok()) exchange_.throw_for_peer(call, result, destination);
+  if (!result.ok()) throw_unsent(call, result, destination);
+}
+
+void PointToPoint::throw_unsent(const Call& call, const WaitResult& result, int destination) {
+  try {
+    exchange_.throw_for_peer(call, result, destination);
+  } catch (const Error& error) {
+    if (result.outcome != WaitResult::Outcome::kTimeout || !is_crossed_by(destination)) throw;
+    throw Error(error.kind(),
+                std::string(error.what()) +
+                    " It sends to this rank as well, and both wait for the other to receive: let one of them "
+                    "receive first.",
+                error.context());
+  }
 }
 
 bool PointToPoint::is_crossed_by(int peer) {

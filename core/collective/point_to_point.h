@@ -26,6 +26,7 @@ class PointToPoint {
   /// allocates the result, else raises a mismatch error unless dtype and count are as expected.
   /// Whether `peer` sends to this rank, which does not receive: a reason why it may not receive itself.
   bool is_crossed_by(int peer);
+  [[noreturn]] void throw_unsent(const Call& call, const WaitResult& result, int destination);
   void receive(const Call& call, Operation& operation, std::int64_t tag);
 
  private:

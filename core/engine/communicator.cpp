@@ -254,18 +254,6 @@ void Communicator::point_to_point(Operation& operation, const CallOptions& optio
   try {
     exchange_.throw_if_aborted(call);
     body(call);
-  } catch (const Error& error) {
-    const bool sends = operation.descriptor.key.kind == OpKind::kSend;
-    const bool crossed =
-        error.kind() == ErrorKind::kTimeout && sends && mail_.is_crossed_by(operation.descriptor.key.root);
-    const Error told = crossed ? Error(error.kind(),
-                                       std::string(error.what()) +
-                                           " It sends to this rank as well, and both wait "
-                                           "for the other to receive: let one of them receive first.",
-                                       error.context())
-                               : error;
-    fail(std::make_exception_ptr(told), describe(operation.descriptor));
-    throw told;
   } catch (...) {
     fail(std::current_exception(), describe(operation.descriptor));
     throw;

@@ -183,9 +183,7 @@ def command_of(program: Sequence[str], module: str | None, environ: Mapping[str,
     name, *arguments = program
     script = name
     if os.path.basename(name) in _PYTHONS and arguments:
-        script = arguments[
-            0
-        ]  # Python would look for it on each rank, and each would say that it is not there
+        script = arguments[0]  # or each rank's Python would say that it is not there
     if script.endswith(".py") and not Path(script).is_file():
         raise ProgramError(f"there is no script {script} in {Path.cwd()}", EXIT_NOT_FOUND)
     if script is name and name.endswith(".py"):

@@ -298,7 +298,7 @@ WaitResult SharedTransport::find_lost_peer(const Ready& ready) const {
     // It may have arrived between the first look and its end.
     if (!lost || !ready.pending(rank)) continue;
     found = {WaitResult::Outcome::kPeerLost, teller, left};
-    if (!left) break;  // whoever left may have done so because another one died
+    if (!left) break;  // a rank that left may have done so because another one died
   }
   return found;
 }

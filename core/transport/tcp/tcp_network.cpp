@@ -154,7 +154,7 @@ bool TcpNetwork::judge_messages(std::span<const Ticket> tickets, WaitResult* res
     const Message* message = messages_.find(ticket);
     if (message == nullptr)
       throw Error(ErrorKind::kInternal, "a wait for a message whose ticket was used up already");
-    // Whoever left may have done so because another one died.
+    // A rank that left may have done so because another one died.
     if (message->state == Message::State::kLost && (lost_peer < 0 || peer(lost_peer).left))
       lost_peer = message->peer;
     if (message->state == Message::State::kOutOfStep) out_of_step = message;
