@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdio>
 #include <span>
+#include <string>
 #include <string_view>
 
 namespace multiring {
@@ -17,5 +19,12 @@ inline std::size_t cut_length(std::string_view text, std::size_t limit) {
 }
 
 inline std::span<const std::byte> bytes_of(std::string_view text) { return std::as_bytes(std::span(text)); }
+
+/// "1.5 s"
+inline std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", seconds);
+  return text;
+}
 
 }  // namespace multiring

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <cstring>
 #include <map>
 #include <vector>
 
+#include "base/text.h"
 #include "collective/rank_list.h"
 
 namespace multiring {
@@ -14,12 +14,6 @@ namespace multiring {
 static_assert(sizeof(Descriptor) <= Transport::kUserHeaderBytes);
 
 namespace {
-
-std::string seconds_text(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.1f s", seconds);
-  return text;
-}
 
 std::string describe_request(const Descriptor& descriptor) {
   if (!descriptor.asynchronous) return describe(descriptor);

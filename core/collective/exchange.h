@@ -80,6 +80,8 @@ class MULTIRING_API Exchange {
   /// The ranks that keep this one waiting for the current round, and the same as text for a warning.
   Missing missing() const { return transport_.missing(round_); }
   std::string describe_wait(const Call& call, double waited) const;
+  /// "rank 0 on host: send ... on communicator 'world'", as errors and warnings begin.
+  std::string where(const Call& call) const;
   /// What a rank was last in, as it has published: "allreduce 'x' ...", or "init".
   std::string last_of(int rank) const;
   /// `elsewhere` tells what a rank waits for this rank in, outside of this exchange; empty: nothing is known.
@@ -94,7 +96,6 @@ class MULTIRING_API Exchange {
   [[noreturn]] void throw_lost(const Call& call, const WaitResult& result) const;
   [[noreturn]] void throw_aborted(const Call& call, const AbortRecord& record) const;
   std::string names_of(const std::vector<int>& ranks) const;
-  std::string where(const Call& call) const;
   /// "rank 1 (process 12 on b<sign>) was last in init", and where it waits for this rank.
   std::string whereabouts(int rank, const std::string& sign) const;
   ErrorContext context(const Call& call, int peer) const;

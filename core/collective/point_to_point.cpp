@@ -93,26 +93,20 @@ void PointToPoint::throw_unsent(const Call& call, const WaitResult& result, int 
   try {
     exchange_.throw_for_peer(call, result, destination);
   } catch (const Error& error) {
-    if (result.outcome != WaitResult::Outcome::kTimeout || !is_crossed_by(destination)) throw;
-    throw Error(error.kind(),
-                std::string(error.what()) +
-                    " It sends to this rank as well, and both wait for the other to receive: let one of them "
-                    "receive first.",
-                error.context());
+    const bool timeout = result.outcome == WaitResult::Outcome::kTimeout;
+    const std::string crossing = timeout ? describe_crossing(destination) : std::string();
+    if (crossing.empty()) throw;
+    throw Error(error.kind(), std::string(error.what()) + " " + crossing, error.context());
   }
 }
 
-bool PointToPoint::is_crossed_by(int peer) {
+std::string PointToPoint::describe_crossing(int peer) {
   Lane& lane = received_[static_cast<std::size_t>(peer)];
-  std::uint64_t next = 0;
   {
     const std::lock_guard lock(lane.mutex);
-    if (lane.busy) return false;
-    next = lane.chunks + 1;
+    if (lane.busy || !exchange_.transport().has_written(peer, lane.chunks + 1)) return {};
   }
-  Waiting at_once;
-  at_once.deadline = Deadline::after(0.0);
-  return exchange_.transport().await_written(peer, next, at_once).ok();
+  return "It sends to this rank as well, and no thread of this rank receives: let one of them receive first.";
 }
 
 void PointToPoint::receive(const Call& call, Operation& operation, std::int64_t tag) {

@@ -3,6 +3,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -22,11 +23,11 @@ class PointToPoint {
 
   /// key.root is the destination, key.count the elements, `tag` any number.
   void send(const Call& call, const Operation& operation, std::int64_t tag);
+  /// While a send to `peer` waits: why it may wait for ever, where `peer` sends to this rank as well and no
+  /// thread of this rank receives from it; else empty.
+  std::string describe_crossing(int peer);
   /// key.root is the source. With `operation.output` null takes dtype and shape from the message and
   /// allocates the result, else raises a mismatch error unless dtype and count are as expected.
-  /// Whether `peer` sends to this rank, which does not receive: a reason why it may not receive itself.
-  bool is_crossed_by(int peer);
-  [[noreturn]] void throw_unsent(const Call& call, const WaitResult& result, int destination);
   void receive(const Call& call, Operation& operation, std::int64_t tag);
 
  private:
@@ -41,6 +42,7 @@ class PointToPoint {
   };
   class Passage;
 
+  [[noreturn]] void throw_unsent(const Call& call, const WaitResult& result, int destination);
   void accept(const Call& call, Operation& operation, const Envelope& envelope, std::int64_t tag) const;
 
   Exchange& exchange_;

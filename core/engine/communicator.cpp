@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include "base/text.h"
 #include "engine/communicator_list.h"
 #include "engine/validate.h"
 #include "topology/dimensions.h"
@@ -250,7 +251,15 @@ void Communicator::point_to_point(Operation& operation, const CallOptions& optio
   }
   std::function<void(double)> stalled;
   Call call = make_call(operation.descriptor, options, stalled);
-  call.waiting.stalled = nullptr;  // its text speaks of rounds
+  // A receiver may wait for long with good reason; of senders, those whose peer sends to them are warned of.
+  stalled = [&](double waited) {
+    const int peer = operation.descriptor.key.root;
+    const std::string crossing =
+        operation.descriptor.key.kind == OpKind::kSend ? mail_.describe_crossing(peer) : std::string();
+    if (!crossing.empty())
+      options_.warn(exchange_.where(call) + ", has waited " + seconds_text(waited) + " for " +
+                    exchange_.name_of(peer) + ". " + crossing);
+  };
   try {
     exchange_.throw_if_aborted(call);
     body(call);

@@ -2,10 +2,10 @@
 // then.
 
 #include <algorithm>
-#include <cstdio>
 #include <iterator>
 #include <utility>
 
+#include "base/text.h"
 #include "collective/rank_list.h"
 #include "engine/named_queue.h"
 
@@ -14,12 +14,6 @@ namespace {
 
 constexpr std::chrono::milliseconds kWatchInterval(5);
 constexpr std::size_t kMostListed = 6;
-
-std::string seconds_text(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.1f s", seconds);
-  return text;
-}
 
 /// "rank 0 submitted 'a' and waits for rank 1, which has not submitted it"
 std::string sentence(const Unmatched& unmatched, const Communicator& communicator) {

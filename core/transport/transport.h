@@ -139,6 +139,9 @@ class MULTIRING_API Transport {
   /// `bytes`: of the payload.
   virtual void mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) = 0;
   virtual void mailbox_read(int source, std::uint64_t chunk) = 0;
+  /// Whether chunk `chunk` of `source` is here. Does not wait, so that it may be asked while another wait
+  /// goes on.
+  virtual bool has_written(int source, std::uint64_t chunk) const = 0;
   virtual WaitResult await_written(int source, std::uint64_t chunk, const Waiting& waiting) = 0;
   /// Waits until chunk `chunk` (0: none) sent to `destination` has been read.
   virtual WaitResult await_read(int destination, std::uint64_t chunk, const Waiting& waiting) = 0;

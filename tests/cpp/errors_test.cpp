@@ -20,6 +20,7 @@
 namespace multiring {
 namespace {
 
+using testing::Bytes;
 using testing::error_of;
 using testing::expect_text;
 using testing::GroupOptions;
@@ -279,6 +280,41 @@ TEST_P(ErrorsTest, StallWarningNamesWhoIsMissing) {
     EXPECT_NE(text.find("for rank 1; rank 1 (process "), std::string::npos) << text;
     EXPECT_NE(text.find(") was last in init; set MULTIRING_STALL_WARNING"), std::string::npos) << text;
   }
+}
+
+// Whichever rank is second to send sees the message of the first, and says so before its deadline and at it.
+TEST_P(ErrorsTest, SendsThatWaitForEachOtherAreTold) {
+  GroupOptions with_warning = options(2);
+  std::mutex mutex;
+  std::string warnings;
+  with_warning.communicator.stall_warning = 0.2;
+  with_warning.communicator.timeout = 2.0;
+  with_warning.communicator.warn = [&](const std::string& text) {
+    const std::lock_guard lock(mutex);
+    warnings += text + "\n";
+  };
+  RankGroup group(with_warning);
+  const std::string reason =
+      "It sends to this rank as well, and no thread of this rank receives: let one of them receive first.";
+  const auto outcomes = group.outcomes([&](Communicator& communicator) {
+    run_barrier(communicator);
+    const Bytes bytes(1 << 20);
+    Operation operation = testing::make_operation({.kind = OpKind::kSend,
+                                                   .dtype = DType::kUInt8,
+                                                   .rows = bytes.size(),
+                                                   .input = bytes.data(),
+                                                   .root = 1 - communicator.rank()});
+    communicator.send(operation, 0, {});
+  });
+  int timeouts = 0;
+  for (const auto& outcome : outcomes) {
+    ASSERT_TRUE(outcome.has_value());
+    if (outcome->kind() != ErrorKind::kTimeout) continue;
+    ++timeouts;
+    expect_text(*outcome, reason);
+  }
+  EXPECT_GE(timeouts, 1);
+  EXPECT_NE(warnings.find(reason), std::string::npos) << warnings;
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, ErrorsTest, ::testing::ValuesIn(testing::kTransports),

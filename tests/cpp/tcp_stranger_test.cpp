@@ -121,6 +121,35 @@ TEST(TcpStrangers, SlowOnesAreHungUpOn) {
   EXPECT_TRUE(slow.is_hung_up());
 }
 
+// A process has a network for each group, and one limit of descriptors for all of them.
+TEST(TcpStrangers, TheLimitHoldsForAllNetworksOfAProcess) {
+  constexpr int kNetworks = 6, kCallers = 20, kMost = 16;
+  InprocStore store;
+  TcpOptions options = tcp_options(0, 2);
+  options.max_strangers = kMost;
+  options.handshake_seconds = 60;
+  std::deque<TcpNetwork> networks;
+  for (int i = 0; i < kNetworks; ++i) {
+    options.job = "job" + std::to_string(i);
+    networks.emplace_back(store, options);
+  }
+  std::deque<RawPeer> callers;
+  std::uint64_t crowded = 0;
+  for (TcpNetwork& network : networks) {
+    for (int i = 0; i < kCallers; ++i) callers.emplace_back(network);
+    // The first network may fill the limit; what is left to the others is what each of them has for itself.
+    const std::uint64_t kept = &network == &networks.front() ? kMost : 8;
+    progress_until(network, [&] { return network.strangers().crowded == kCallers - kept; });
+    crowded += network.strangers().crowded;
+  }
+  EXPECT_EQ(kNetworks * kCallers - crowded, *options.open_handshakes);
+  EXPECT_EQ(*options.open_handshakes, kMost + (kNetworks - 1) * 8u);
+  for (RawPeer& caller : callers) caller.hang_up();
+  for (TcpNetwork& network : networks)
+    progress_until(network, [&] { return network.strangers().total() == kCallers; });
+  EXPECT_EQ(*options.open_handshakes, 0u);
+}
+
 // Ranks get in while strangers come faster than these are hung up on for being slow.
 TEST(TcpStrangers, AFloodOfThemLocksNobodyOut) {
   TcpGroup group(3, 2, 2);

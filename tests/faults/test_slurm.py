@@ -37,7 +37,8 @@ def cluster() -> Iterator[SlurmCluster]:
         pytest.skip(reason)
     with EmulatedHosts(2) as hosts, SlurmCluster(hosts) as started:
         yield started
-        assert started.run("squeue", "-h") == "", "jobs are left"
+        # Slurm takes note of a killed job's end after srun itself has ended.
+        wait_until(lambda: started.run("squeue", "-h") == "", "the end of all jobs")
 
 
 def start(cluster: SlurmCluster, script: Path, *words: str) -> Job:

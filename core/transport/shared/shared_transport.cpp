@@ -212,6 +212,10 @@ void SharedTransport::mailbox_read(int source, std::uint64_t chunk) {
   notify(state(source).mail);
 }
 
+bool SharedTransport::has_written(int source, std::uint64_t chunk) const {
+  return mailbox(source, rank_).written.load(std::memory_order_acquire) >= chunk;
+}
+
 WaitResult SharedTransport::await_written(int source, std::uint64_t chunk, const Waiting& waiting) {
   return wait(state(rank_).mail, PeerCounter{mailbox(source, rank_).written, source, chunk}, waiting);
 }

@@ -67,6 +67,7 @@ class MULTIRING_API SharedTransport : public Transport {
   std::byte* mailbox_payload(int source, int destination, std::uint64_t chunk) const override;
   void mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) override;
   void mailbox_read(int source, std::uint64_t chunk) override;
+  bool has_written(int source, std::uint64_t chunk) const override;
   WaitResult await_written(int source, std::uint64_t chunk, const Waiting& waiting) override;
   WaitResult await_read(int destination, std::uint64_t chunk, const Waiting& waiting) override;
   WaitResult await_sent(int, const Waiting&) override { return {}; }

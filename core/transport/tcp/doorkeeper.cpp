@@ -1,5 +1,6 @@
 #include "transport/tcp/doorkeeper.h"
 
+#include <algorithm>
 #include <cerrno>
 
 #include "base/error.h"
@@ -80,7 +81,11 @@ void Doorkeeper::accept_all(const Listener& listener) {
 void Doorkeeper::admit(UniqueFd socket) {
   std::size_t inside = 0;
   for (const auto& stranger : strangers_inside_) inside += stranger->over() ? 0 : 1;
-  for (auto oldest = strangers_inside_.begin(); inside >= options_.max_strangers; ++oldest) {
+  const std::size_t reserved = std::min(kReservedHandshakes, options_.max_strangers);
+  const auto crowded = [&] {
+    return inside >= reserved && *options_.open_handshakes >= options_.max_strangers;
+  };
+  for (auto oldest = strangers_inside_.begin(); crowded(); ++oldest) {
     if ((*oldest)->over()) continue;
     (*oldest)->hang_up();
     ++strangers_.crowded;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <list>
 #include <memory>
@@ -21,6 +22,10 @@ struct StrangerCounts {
   std::uint64_t crowded = 0;   ///< the oldest of too many
   std::uint64_t total() const { return garbage + unproven + late + crowded; }
 };
+
+/// How many connections that others have opened are in their handshake. The networks of a job share one, for
+/// a process has many of them and one limit on its descriptors.
+using OpenHandshakes = std::atomic<std::size_t>;
 
 /// A connection that this rank makes.
 struct Call {
@@ -46,8 +51,13 @@ class Doorkeeper {
     HandshakeKey key = {};
     double handshake_seconds = 10.0;
     double heartbeat = 5.0;
+    /// Handshakes at a time, of all that count in `open_handshakes`; then the oldest of this network is given
+    /// up. A network may always have kReservedHandshakes: a flood at the port of another one does not shut
+    /// its own.
     std::size_t max_strangers = 128;
+    std::shared_ptr<OpenHandshakes> open_handshakes = std::make_shared<OpenHandshakes>(0);
   };
+  static constexpr std::size_t kReservedHandshakes = 8;
   /// Who lives behind the door.
   class Resident {
    public:

@@ -26,7 +26,10 @@ Doorkeeper::Encounter::Encounter(Doorkeeper& door, Descriptor socket)
       stage_(Stage::kHello),
       until_(Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                 std::chrono::duration<double>(door.options_.handshake_seconds))),
-      listener_nonce_(random_nonce()) {}
+      listener_nonce_(random_nonce()) {
+  ++*door.options_.open_handshakes;
+  counted_.reset(door.options_.open_handshakes.get());
+}
 
 Doorkeeper::Encounter::Encounter(Doorkeeper& door, Descriptor socket, Call& call)
     : door_(door),
@@ -148,6 +151,7 @@ void Doorkeeper::Encounter::received_welcome() {
 
 void Doorkeeper::Encounter::enter(const HelloFacts& facts) {
   stage_ = Stage::kOver;
+  counted_.reset();
   door_.resident_.enter(facts, std::move(socket_), call_ != nullptr);
 }
 
@@ -177,6 +181,7 @@ void Doorkeeper::Encounter::fail_for_good() {
 
 void Doorkeeper::Encounter::hang_up() {
   stage_ = Stage::kOver;
+  counted_.reset();
   door_.poller_.remove(socket_);
   socket_.reset();
 }

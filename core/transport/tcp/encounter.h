@@ -27,6 +27,11 @@ class Doorkeeper::Encounter final : public EventSink {
   void begin();
 
  private:
+  // Counts a handshake for as long as it lasts.
+  struct Uncount {
+    void operator()(OpenHandshakes* open) const { --*open; }
+  };
+
   std::size_t expected() const;
   bool send_all(std::span<const std::byte> bytes);
   void called();
@@ -43,6 +48,7 @@ class Doorkeeper::Encounter final : public EventSink {
   Doorkeeper& door_;
   Descriptor socket_;
   Call* call_ = nullptr;  // null: somebody else has called
+  std::unique_ptr<OpenHandshakes, Uncount> counted_;
   Stage stage_;
   Clock::time_point until_ = Clock::time_point::max();
   Nonce listener_nonce_ = {};

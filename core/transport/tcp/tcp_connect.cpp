@@ -64,7 +64,7 @@ TcpNetwork::TcpNetwork(Store& store, const TcpOptions& options)
       poller_(descriptors_),
       door_(descriptors_, poller_,
             {derive_handshake_key(options.secret, options.job), options.handshake_seconds, options.heartbeat,
-             options.max_strangers},
+             options.max_strangers, options.open_handshakes},
             *this),
       peers_(static_cast<std::size_t>(options.size)) {
   door_.listen(own_.addresses);

@@ -45,7 +45,10 @@ struct TcpOptions {
   /// A connection that gets no answer while others to the same address do is given so many times as long.
   static constexpr double kPatience = 6.0;
   double handshake_seconds = 10.0;
+  /// Handshakes at a time that others have begun, of all networks with the same `open_handshakes`: copies of
+  /// these options share it.
   std::size_t max_strangers = 128;
+  std::shared_ptr<tcp::OpenHandshakes> open_handshakes = std::make_shared<tcp::OpenHandshakes>(0);
   /// Microseconds for which a wait asks the kernel again and again before it sleeps, where Waiting::brief
   /// says so. For ranks that have cores to themselves: where they do not, it keeps the peer from answering.
   double spin_microseconds = 0.0;
