@@ -232,7 +232,8 @@ else:
     try:
         join()
     except multiring.TimeoutError as error:
-        with open(os.environ["TOLD"], "w") as told:  # MPICH's mpirun may drop output that comes just before Abort
+        # To a file: MPICH's mpirun may drop output that comes just before Abort.
+        with open(os.environ["TOLD"], "w") as told:
             told.write(str(error))
     os.environ["MULTIRING_TIMEOUT"] = "60"
     MPI.COMM_WORLD.Barrier()
