@@ -14,7 +14,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 import multiring.torch
 from multiring import Communicator
 from multiring.errors import MismatchError, TimeoutError, UsageError
-from tests.adapters.torch_support import Pool
+from tests.adapters.torch.support import Pool
 from tests.support import REPOSITORY, run_job
 
 RESULTS = """

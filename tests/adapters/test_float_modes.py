@@ -13,7 +13,7 @@ import multiring.torch
 from multiring import Communicator, TopK
 from multiring.batch_moments import combine_moments
 from multiring.numpy import GradientBuckets
-from tests.adapters.torch_support import Pool
+from tests.adapters.torch.support import Pool
 from tests.rank_pool import RankPool
 
 # One round, several segments.

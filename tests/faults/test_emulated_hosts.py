@@ -25,7 +25,7 @@ CLOSED_SECONDS = 5.0
 
 CHECK = """
 import multiring
-from tests.python.test_several_hosts import check_all
+from tests.python.collectives.test_several_hosts import check_all
 comm = multiring.init()
 assert comm.cross_size == {hosts}, comm.cross_size
 check_all(comm)

@@ -23,7 +23,7 @@ PORT = "2222"
 CHECK = """
 import json, os, socket, sys
 import multiring
-from tests.python.test_several_hosts import check_all
+from tests.python.collectives.test_several_hosts import check_all
 comm = multiring.init()
 check_all(comm)
 place = [comm.rank, comm.size, comm.local_rank, comm.local_size, comm.cross_rank, comm.cross_size]

@@ -1,0 +1,95 @@
+"""The contract of adapters, over the solver callback on a solver of pycaffe's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from numpy.typing import NDArray
+
+import multiring.caffe
+from multiring import Communicator
+from tests.adapters.caffe.support import FakeBlob, FakeLayer, FakeNet, FakeSolver
+from tests.adapters.contract import RATE, AdapterContract, oracle
+
+Array = NDArray[Any]
+
+
+class CaffeAdapter:
+    """Implements `AdapterUnderTest`.
+
+    A blob of Caffe always has a `.diff`, so "no gradient" means here what Caffe can tell: since the diffs
+    were cleared, no rank's backward pass has run the blob's layer (`SolverCallback.produced`).
+    """
+
+    overlap = False
+
+    def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
+        self._comm = comm
+        layers = {name: FakeLayer("Some", [FakeBlob(value.copy())]) for name, value in weights.items()}
+        self._solver = FakeSolver(FakeNet({**layers, "loss": FakeLayer("Loss", [])}), rate=RATE)
+        self._callback = multiring.caffe.SolverCallback(
+            self._solver,
+            comm,
+            overlap=self.overlap,
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=bucket_bytes,
+        )
+        self._solver.add_callback(*self._callback)
+        self._in_iteration = False
+        self._found: set[str] = set()
+
+    def backward(self, x: Array, y: Array, *, extra: bool = True, synchronise: bool = True) -> float:
+        if not self._in_iteration:
+            self._solver.start()
+            self._in_iteration = True
+        loss, gradients = oracle(self.weights(), x, y, extra=extra)
+        self._solver.net.backward(
+            {name: [gradient] for name, gradient in gradients.items()}, skip=() if extra else ("extra",)
+        )
+        if synchronise:
+            self._solver.gradients_ready()
+            self._in_iteration = False
+            self._found |= self._callback.produced
+        return loss
+
+    def gradients(self) -> dict[str, Array | None]:
+        return {
+            name: blobs[0].diff.copy() if name in self._found else None
+            for name, blobs in self._solver.net.params.items()
+        }
+
+    def zero_grad(self) -> None:
+        self._solver.net.clear_param_diffs()
+        self._found = set()
+
+    def step(self, rate: float) -> None:
+        self._solver.update(rate)
+
+    def weights(self) -> dict[str, Array]:
+        return {name: blobs[0].data.copy() for name, blobs in self._solver.net.params.items()}
+
+    def broadcast(self, root: int) -> None:
+        multiring.caffe.broadcast_parameters(self._solver.net, root, self._comm)
+
+    def average_metrics(self, metrics: Mapping[str, float], count: float) -> dict[str, float]:
+        return multiring.caffe.average_metrics(metrics, count, self._comm)
+
+    def join(self) -> AbstractContextManager[None]:
+        return self._callback.join()
+
+    def close(self) -> None:
+        self._callback.close()
+
+
+class OverlappingCaffeAdapter(CaffeAdapter):
+    overlap = True
+
+
+class TestCaffeAdapter(AdapterContract):
+    adapter = CaffeAdapter
+
+
+class TestOverlappingCaffeAdapter(AdapterContract):
+    adapter = OverlappingCaffeAdapter

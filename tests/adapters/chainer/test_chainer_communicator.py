@@ -1,0 +1,340 @@
+"""ChainerMN's communicator contract over the core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import multiring.chainer  # before Chainer
+
+# isort: split
+import chainer
+import chainermn
+
+from multiring import Communicator
+from multiring.errors import MismatchError, UsageError
+from tests.adapters.chainer.support import Pool, bits_of, make_model, squares
+
+DTYPES = ["int32", "int64", "uint8", "bool", "float16", "float32", "float64"]
+SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (2, 0, 3), (5,), (2, 3, 4)]
+
+
+def value(rank: int, shape: tuple[int, ...], dtype: str) -> Any:
+    count = int(np.prod(shape))
+    return np.asarray(np.arange(count).reshape(shape) % 5 + rank, dtype)
+
+
+def same(found: Any, wanted: Any) -> None:
+    assert type(found) is np.ndarray
+    assert found.dtype == wanted.dtype
+    assert found.shape == wanted.shape
+    np.testing.assert_array_equal(found, wanted)
+
+
+def collectives(comm: Communicator, dtype: str) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    assert isinstance(mn, chainermn.CommunicatorBase)
+    everyone = range(mn.size)
+    root = mn.size - 1
+    for shape in SHAPES:
+        mine = value(mn.rank, shape, dtype)
+        if dtype != "bool":
+            total = sum((value(r, shape, dtype) for r in everyone), np.zeros(shape, dtype))
+            same(mn.allreduce(mine), np.asarray(total))
+        same(mn.bcast(mine if mn.rank == root else None, root), value(root, shape, dtype))
+        for found in (mn.allgather(mine), mn.gather(mine, root)):
+            assert found is not None or mn.rank != root
+            for rank in everyone if found is not None else ():
+                same(found[rank], value(rank, shape, dtype))
+        for rank, found in enumerate(mn.alltoall(tuple(value(mn.rank + r, shape, dtype) for r in everyone))):
+            same(found, value(rank + mn.rank, shape, dtype))
+        data = tuple(value(r, shape, dtype) for r in everyone) if mn.rank == root else None
+        same(mn.scatter(data, root), mine)
+    rows = np.arange(mn.size * 3).reshape(mn.size, 3).astype(dtype)
+    same(mn.scatter(rows if mn.rank == 0 else "ignored"), rows[mn.rank])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_collectives(ranks: Pool, size: int, dtype: str) -> None:
+    ranks(size).run(collectives, dtype)
+
+
+def different_shapes(comm: Communicator) -> None:
+    """What a rank passes need not have the shape of what others pass, and need not be contiguous."""
+    mn = multiring.chainer.create_communicator(comm)
+
+    def shaped(source: int, target: int) -> Any:
+        return np.full((source, target + 1), 10.0 * source + target, np.float32).T
+
+    received = mn.alltoall([shaped(mn.rank, target) for target in range(mn.size)])
+    for source, found in enumerate(received):
+        same(found, shaped(source, mn.rank))
+    for source, found in enumerate(mn.allgather(shaped(mn.rank, 2))):
+        same(found, shaped(source, 2))
+    same(
+        mn.scatter([shaped(1, target) for target in range(mn.size)] if mn.rank == 1 else None, root=1),
+        shaped(1, mn.rank),
+    )
+
+
+def test_shapes_may_differ(ranks: Pool) -> None:
+    ranks(3).run(different_shapes)
+
+
+def messages(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    mixed = tuple(value(mn.rank, shape, "float32") for shape in SHAPES)
+    peer = (mn.rank + 1) % mn.size
+    before = (mn.rank - 1) % mn.size
+    large = (np.arange(1 << 18, dtype=np.float64), np.ones((0, 2)), np.array(mn.rank + 0.5))
+
+    def send() -> None:
+        mn.send(mixed, peer, 3)
+        mn.send(value(mn.rank, (2, 3), "float16"), dest=peer, tag=1)
+        mn.send_obj({"from": mn.rank}, peer)
+        mn.send(large, peer, 0)
+        mn.send((), peer, 0)
+        mn.send([np.ones(2)], peer, 0)
+        mn.send_obj([mn.rank], peer, tag=7)
+
+    def receive() -> None:
+        assert mn.recv_obj(before, tag=7) == [before]
+        same(mn.recv(before, 1), value(before, (2, 3), "float16"))
+        found = mn.recv(before, 3)
+        assert isinstance(found, tuple)
+        for one, shape in zip(found, SHAPES, strict=True):
+            same(one, value(before, shape, "float32"))
+        assert mn.recv_obj(before) == {"from": before}
+        for one, other in zip(mn.recv(before, 0), (*large[:2], np.array(before + 0.5)), strict=True):
+            same(one, other)
+        assert mn.recv(before, 0) == ()
+        (only,) = mn.recv(before, 0)
+        same(only, np.ones(2))
+
+    for step in (send, receive) if mn.rank == 0 else (receive, send):
+        step()
+    # One small message leaves at once, so all may send first.
+    mn.send(mixed, peer, 3)
+    assert len(mn.recv(before, 3)) == len(mixed)
+    with pytest.raises(UsageError, match="no receiving from any rank"):
+        mn.recv_obj(-2)
+
+
+def to_itself(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    sent = np.zeros(3)
+    mn.send(sent, mn.rank, 5)
+    sent[:] = 1
+    same(mn.recv(mn.rank, 5), np.zeros(3))
+    with pytest.raises(UsageError, match="nothing with tag 5 was sent from this rank to itself"):
+        mn.recv(mn.rank, 5)
+    mn.send_obj("word", mn.rank)
+    with pytest.raises(UsageError, match="was sent by send_obj; receive it with recv_obj"):
+        mn.recv(mn.rank, 0)
+    assert mn.recv_obj(mn.rank) == "word"
+
+
+def test_messages(ranks: Pool) -> None:
+    ranks(2).run(messages)
+    ranks(3).run(messages)
+    ranks(1).run(to_itself)
+
+
+def objects(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    root = mn.size - 1
+    mine = {"rank": mn.rank, "long": "x" * mn.rank * 1000}
+    assert mn.bcast_obj(mine if mn.rank == root else None, max_buf_len=10, root=root)["rank"] == root
+    gathered = mn.gather_obj(mine, root)
+    assert (gathered is None) == (mn.rank != root)
+    if gathered is not None:
+        assert [one["rank"] for one in gathered] == list(range(mn.size))
+        assert gathered[-1] == mine
+    assert mn.allreduce_obj([mn.rank]) == list(range(mn.size))
+    assert mn.allreduce_obj(0.5) == 0.5 * mn.size
+    assert mn.allreduce_obj(np.float32(2)).dtype == np.float32
+    assert mn.scatter_obj([str(r) for r in range(mn.size)] if mn.rank == root else None, root) == str(mn.rank)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_objects(ranks: Pool, size: int) -> None:
+    ranks(size).run(objects)
+
+
+def refuse(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    pair = (np.zeros(2), np.zeros(2))
+    for call in (mn.allreduce, mn.allgather, mn.gather, mn.bcast):
+        with pytest.raises(TypeError, match="tuple data"):
+            call(pair)
+        with pytest.raises(TypeError, match="does not support dtype complex64"):
+            call(np.zeros(2, np.complex64))
+        with pytest.raises(TypeError, match="takes an array"):
+            call("text")
+    with pytest.raises(TypeError, match="all arrays have to be of one dtype, not float32 and float64"):
+        mn.allgather(np.zeros(2, "float32" if mn.rank else "float64"))
+    with pytest.raises(TypeError, match="takes an array"):
+        mn.send(3, 0, 0)
+    with pytest.raises(TypeError, match="one dtype"):
+        mn.send((np.zeros(1), np.zeros(1, np.float32)), 0, 0)
+    with pytest.raises(ValueError, match="same as communicator size"):
+        mn.alltoall((np.zeros(2),) * (mn.size + 1))
+    # The root alone sees what is wrong, and all are told.
+    with pytest.raises(ValueError, match="scatter received 1 arrays"):
+        mn.scatter((np.zeros(2),) if mn.rank == 1 else None, 1)
+    with pytest.raises(ValueError, match="Unknown config: nothing"):
+        mn.set_config("nothing", 1)
+    with pytest.raises(UsageError, match="'fast'.*no such communicator; leave the name out.*pure_nccl"):
+        multiring.chainer.create_communicator("fast")
+    with pytest.raises(UsageError, match="no communicator here that sends nothing"):
+        multiring.chainer.create_communicator(communicator_name="dummy")
+    with pytest.raises(UsageError, match="two names, 'naive' and 'flat'"):
+        multiring.chainer.create_communicator("naive", communicator_name="flat")
+    with pytest.raises(UsageError, match=r"is no communicator of multiring.*create_communicator\(\)"):
+        multiring.chainer.create_communicator(object())
+    with pytest.raises(UsageError, match="allreduce_grad_dtype=float16.*pass wire='float16'"):
+        multiring.chainer.create_communicator(comm, allreduce_grad_dtype=np.float16)
+    with pytest.raises(UsageError, match="allreduce_grad_dtype=float64: .*leave it out"):
+        mn.set_config("allreduce_grad_dtype", np.float64)
+    assert mn.allreduce(np.ones(1)) == mn.size
+
+
+def test_refused(ranks: Pool) -> None:
+    ranks(2).run(refuse)
+
+
+def send_different(comm: Communicator) -> None:
+    multiring.chainer.create_communicator(comm).allreduce(np.zeros(2 + comm.rank))
+
+
+def test_a_mismatch_names_the_operation(ranks: Pool) -> None:
+    for error in ranks(2).run_expecting_errors(send_different):
+        assert isinstance(error, MismatchError), error
+        assert "chainer allreduce" in str(error)
+
+
+class OtherMpi:
+    """The part of an mpi4py communicator that is looked at."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def properties(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    assert (mn.rank, mn.size) == (comm.rank, comm.size)
+    assert (mn.intra_rank, mn.intra_size) == (comm.local_rank, comm.local_size)
+    assert (mn.inter_rank, mn.inter_size) == (comm.cross_rank, comm.cross_size)
+    assert mn.get_config("batched_copy") is mn.batched_copy is True
+    mn.set_config("batched_copy", False)
+    assert mn.batched_copy is False
+    assert mn.get_config() == {"batched_copy": False, "allreduce_grad_dtype": None}
+    other = multiring.chainer.create_communicator(allreduce_grad_dtype=np.float32)
+    assert (other.size, other.get_config("batched_copy")) == (comm.size, True)
+    assert other.get_config("allreduce_grad_dtype") == other.allreduce_grad_dtype == np.float32
+    with pytest.raises(KeyError, match="nothing"):
+        other.get_config("nothing")
+    mpi = OtherMpi(comm.rank, comm.size)
+    assert multiring.chainer.create_communicator(comm, mpi_comm=mpi).mpi_comm is mpi
+    with pytest.raises(UsageError, match="pass one with the same ranks"):
+        multiring.chainer.create_communicator(comm, OtherMpi(comm.rank, comm.size + 1))
+
+
+def split(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm, batched_copy=False)
+    with mn.config_scope():
+        mn.of_its_own = "setting"
+    half = mn.split(mn.rank % 2, -mn.rank)
+    assert half is not None
+    members = [rank for rank in reversed(range(mn.size)) if rank % 2 == mn.rank % 2]
+    assert half.size == len(members)
+    assert members[half.rank] == mn.rank
+    assert half.allreduce_obj([mn.rank]) == members
+    assert half.get_config() == mn.get_config()
+    assert (half.batched_copy, half.of_its_own) == (False, "setting")
+    assert (half.mpi_comm.rank, half.mpi_comm.size) == (half.rank, half.size)
+    half.set_config("batched_copy")
+    assert mn.get_config("batched_copy") is False
+    half.finalize()
+    undefined = mn.split(-32766 if mn.rank else 0, 0)  # MPI.UNDEFINED
+    assert (undefined is None) == (mn.rank > 0)
+    assert (mn.split(0 if mn.rank == 1 else None, 0) is None) == (mn.rank != 1)
+    mn.finalize()
+    assert mn.allreduce_obj(1) == mn.size
+
+
+def test_properties_and_split(ranks: Pool) -> None:
+    ranks(3).run(properties)
+    ranks(3).run(split)
+
+
+def models(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    model = make_model(seed=mn.rank)
+    mn.broadcast_data(model)
+    assert bits_of(model) == bits_of(make_model(seed=0))
+    for step in range(2):
+        model.cleargrads()
+        squares(model, mn.rank).backward()
+        before = {name: None if p.grad is None else p.grad.copy() for name, p in model.namedparams()}
+        mn.multi_node_mean_grad(model, zero_fill=step == 1)
+        for name, parameter in model.namedparams():
+            if before[name] is None:
+                assert parameter.grad is None if step == 0 else not parameter.grad.any()
+            else:
+                wanted = sum(mn.allgather(before[name])) / mn.size
+                np.testing.assert_allclose(parameter.grad, wanted, rtol=1e-13)
+    with pytest.warns(DeprecationWarning, match="allreduce_grad"):
+        mn.allreduce_grad(model)
+
+
+def halves(comm: Communicator) -> None:
+    """float16 is added up in float32: 2049 would not survive a sum in float16."""
+    mn = multiring.chainer.create_communicator(comm)
+    out = np.array([2049 if mn.rank == 0 else 1, 1], np.float16)
+    mn._multi_node_mean(None, out)
+    np.testing.assert_array_equal(out, np.array([(2048 + mn.size - 1) / mn.size, 1], np.float16))
+    kept, result = np.arange(3.0), np.empty(3)
+    mn._multi_node_mean(kept, result)
+    np.testing.assert_array_equal(result, kept)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_models(ranks: Pool, size: int) -> None:
+    ranks(size).run(models)
+    ranks(size).run(halves)
+
+
+def test_different_models_are_refused(ranks: Pool) -> None:
+    for error in ranks(2).run_expecting_errors(average_different_models):
+        assert isinstance(error, MismatchError), error
+        assert "'first/W' float64 (8, 6)" in str(error)
+
+
+def average_different_models(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    model = make_model(inputs=None if comm.rank else 6)
+    model.cleargrads()
+    mn.multi_node_mean_grad(model)
+
+
+def gpu_arrays(comm: Communicator) -> None:
+    from chainer.backends import cuda
+
+    mn = multiring.chainer.create_communicator(comm)
+    x = cuda.cupy.arange(6, dtype="float32") + mn.rank
+    for found in (mn.allreduce(x), mn.bcast(x), *mn.allgather(x)):
+        assert isinstance(found, cuda.ndarray)
+    np.testing.assert_array_equal(cuda.to_cpu(mn.bcast(x)), np.arange(6))
+    model = make_model().to_gpu()
+    model.cleargrads()
+    mn.multi_node_mean_grad(model, zero_fill=True)
+    assert all(isinstance(parameter.grad, cuda.ndarray) for parameter in model.params())
+
+
+@pytest.mark.skipif(not chainer.backends.cuda.available, reason="CuPy with a GPU is not available")
+def test_gpu_arrays(ranks: Pool) -> None:
+    ranks(2).run(gpu_arrays)

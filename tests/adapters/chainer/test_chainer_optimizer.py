@@ -1,0 +1,300 @@
+"""The multi-node optimizer of Chainer: ranks train like one, and how it stands for the optimizer it wraps."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import multiring.chainer  # before Chainer
+
+# isort: split
+import chainer
+from chainer import functions, links
+
+from multiring import Communicator
+from multiring.errors import MismatchError, UsageError
+from tests.adapters.chainer.support import SMALL, Pool, bits_of, draw, make_model, squares
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "SGD": lambda: chainer.optimizers.SGD(0.1),
+    "MomentumSGD": lambda: chainer.optimizers.MomentumSGD(0.05),
+    "Adam": lambda: chainer.optimizers.Adam(0.01),
+}
+
+
+def whole(model: Any, step: int, size: int, **kwargs: Any) -> Any:
+    """Mean loss over what all ranks see in a step."""
+    return functions.mean(model(np.concatenate([draw(10 * step + r) for r in range(size)]), **kwargs) ** 2)
+
+
+def train_like_one(comm: Communicator, kind: str, overlap: bool, hooked: bool) -> list[dict[str, bytes]]:
+    """Compared with the same optimizer, alone with the samples of all ranks."""
+    model, single = make_model(), make_model()
+    alone = MAKERS[kind]().setup(single)
+    wrapped = multiring.chainer.create_multi_node_optimizer(MAKERS[kind](), comm, overlap=overlap, **SMALL)
+    assert wrapped.setup(model) is wrapped
+    for optimizer in (alone, wrapped) if hooked else ():
+        optimizer.add_hook(chainer.optimizer_hooks.WeightDecay(0.1))
+        optimizer.add_hook(chainer.optimizer_hooks.GradientClipping(0.5))
+    history = []
+    for step in range(5):
+        wrapped.update(squares, model, 10 * step + comm.rank)
+        alone.update(whole, single, step, comm.size)
+        history.append(bits_of(model))
+    for (name, one), (_, other) in zip(model.namedparams(), single.namedparams(), strict=True):
+        np.testing.assert_allclose(one.array, other.array, rtol=1e-10, atol=1e-13, err_msg=name)
+        assert one.creator is None
+        assert one.node.rank == 0
+    assert wrapped.t == 5
+    wrapped.close()
+    return history
+
+
+@pytest.mark.parametrize("kind", list(MAKERS))
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_train_like_one(ranks: Pool, kind: str, size: int) -> None:
+    histories = [ranks(size).run(train_like_one, kind, overlap, False) for overlap in (True, False)]
+    assert all(history == histories[0][0] for both in histories for history in both)
+
+
+def test_hooks_see_reduced_gradients(ranks: Pool) -> None:
+    one, other = ranks(2).run(train_like_one, "MomentumSGD", True, True)
+    assert one == other
+
+
+def different_weights(comm: Communicator) -> None:
+    """As in ChainerMN, ranks that start apart are brought together by the first update, and by it alone."""
+    model = make_model(seed=comm.rank)
+    optimizer = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm)
+    optimizer.setup(model)
+    optimizer.update(squares, model, comm.rank)
+    assert bits_of(model) == bits_of(make_model(seed=0))
+    assert optimizer.t == 0
+    optimizer.update(squares, model, comm.rank)
+    assert optimizer.t == 1
+    assert bits_of(model) != bits_of(make_model(seed=0))
+    assert comm.allgather_object(bits_of(model)) == [bits_of(model)] * comm.size
+
+
+def without_shape(comm: Communicator) -> None:
+    """Parameters that the first batch gives a shape, of other values on every rank."""
+    model = make_model(seed=comm.rank, inputs=None)
+    optimizer = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.Adam(), comm)
+    optimizer.setup(model)
+    for step in range(3):
+        optimizer.update(squares, model, 10 * step + comm.rank)
+        found = bits_of(model)
+        assert comm.allgather_object(found) == [found] * comm.size
+    assert optimizer.t == 2
+
+
+def grown(comm: Communicator) -> None:
+    """A link that joins later: set up again, it takes part, and the old ones keep their state."""
+    model = make_model()
+    optimizer = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.MomentumSGD(0.1), comm)
+    optimizer.setup(model)
+    optimizer.update(squares, model, comm.rank)
+    with model.init_scope(), chainer.using_config("dtype", np.float64):
+        model.extra = links.Linear(3, 2)
+    model.extra.W.update_rule = optimizer.actual_optimizer.create_update_rule()
+    model.extra.b.update_rule = optimizer.actual_optimizer.create_update_rule()
+    for step in range(2):
+        optimizer.update(lambda: functions.mean(model.extra(model(draw(comm.rank))) ** 2))
+        assert optimizer.t == 1 + step
+    found = bits_of(model)
+    assert comm.allgather_object(found) == [found] * comm.size
+
+
+def test_parameters_that_differ_or_come_later(ranks: Pool) -> None:
+    ranks(2).run(different_weights)
+    ranks(2).run(without_shape)
+    ranks(2).run(grown)
+
+
+def shape_on_one_rank(comm: Communicator) -> None:
+    model = make_model(inputs=None)
+    optimizer = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.SGD(), comm)
+    optimizer.setup(model)
+    if comm.rank == 1:
+        optimizer.update(squares, model, 0)
+    else:
+        model.cleargrads()
+        optimizer.update()
+
+
+def test_a_shape_on_one_rank_only_is_an_error_on_all(ranks: Pool) -> None:
+    for error in ranks(2).run_expecting_errors(shape_on_one_rank):
+        assert isinstance(error, MismatchError), error
+        assert "'first/W' not initialised on rank 0" in str(error)
+
+
+def own_loop(comm: Communicator) -> None:
+    """cleargrads, backward, update as in a loop without an updater; accumulation; zerograds."""
+    results = []
+    for way in ("plain", "backward", "accumulated", "zerograds"):
+        model = make_model()
+        actual = chainer.optimizers.MomentumSGD(0.1)
+        optimizer = multiring.chainer.create_multi_node_optimizer(actual, comm, **SMALL)
+        optimizer.setup(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Chainer finds zerograds too slow
+            optimizer.use_cleargrads(way != "zerograds")
+            for step in range(3):
+                if way == "zerograds":
+                    optimizer.update(squares, model, 10 * step + comm.rank)
+                    continue
+                model.cleargrads()
+                loss = squares(model, 10 * step + comm.rank)
+                if way == "backward":
+                    optimizer.backward(loss)
+                    assert not optimizer._slots or not optimizer._slots.new
+                elif way == "accumulated":
+                    (0.25 * loss).backward()
+                    (0.75 * squares(model, 10 * step + comm.rank)).backward()
+                else:
+                    loss.backward()
+                optimizer.update()
+        results.append({name: parameter.array.copy() for name, parameter in model.namedparams()})
+        optimizer.close()
+        optimizer.close()
+    for other in results[1:]:
+        for name, value in results[0].items():
+            np.testing.assert_allclose(other[name], value, rtol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_loops_of_ones_own(ranks: Pool, size: int) -> None:
+    ranks(size).run(own_loop)
+
+
+def stands_for(comm: Communicator, directory: str) -> None:
+    model = make_model()
+    actual = chainer.optimizers.Adam(0.01)
+    optimizer = multiring.chainer.create_multi_node_optimizer(actual, comm)
+    with pytest.raises(UsageError, match=r"call setup\(link\)"):
+        optimizer.update()
+    optimizer.setup(model)
+    optimizer.alpha = 0.02
+    assert actual.alpha == 0.02
+    assert "alpha" not in vars(optimizer)
+    optimizer.use_auto_new_epoch = True
+    optimizer.new_epoch(auto=True)
+    assert (actual.epoch, optimizer.epoch, optimizer.target) == (1, 1, model)
+    with pytest.raises(AttributeError, match="nothing"):
+        optimizer.nothing  # noqa: B018
+    optimizer.update(squares, model, comm.rank)
+    path = f"{directory}/{comm.rank}.npz"
+    chainer.serializers.save_npz(path, optimizer)
+    other = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.Adam(), comm)
+    other.setup(make_model())
+    chainer.serializers.load_npz(path, other)
+    assert other.t == 1
+    np.testing.assert_array_equal(
+        other.target.first.W.update_rule.state["m"], model.first.W.update_rule.state["m"]
+    )
+    with pytest.raises(UsageError, match="serialize"):
+        copy.deepcopy(optimizer)
+    assert "Adam" in repr(optimizer)
+    with pytest.raises(UsageError, match="is no communicator of multiring"):
+        multiring.chainer.create_multi_node_optimizer(actual, object())
+    # What is set up already is compared at once.
+    late = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.SGD().setup(make_model()), comm)
+    late.update(squares, late.target, comm.rank)
+    assert late.t == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_it_stands_for_the_optimizer(ranks: Pool, size: int, tmp_path: Path) -> None:
+    ranks(size).run(stands_for, str(tmp_path))
+
+
+def scaled_loss(comm: Communicator) -> None:
+    """Static scaling changes nothing; with dynamic scaling an overflow on one rank is skipped by all."""
+    plain, scaled = make_model(), make_model()
+    for model, scale in ((plain, None), (scaled, 1024.0)):
+        optimizer = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm, **SMALL)
+        optimizer.setup(model)
+        if scale is not None:
+            optimizer.loss_scaling(scale=scale)
+        for step in range(2):
+            optimizer.update(squares, model, 10 * step + comm.rank)
+        optimizer.close()
+    for (name, one), (_, other) in zip(plain.namedparams(), scaled.namedparams(), strict=True):
+        np.testing.assert_allclose(one.array, other.array, rtol=1e-12, err_msg=name)
+    optimizer.loss_scaling()
+    before = bits_of(scaled)
+    factor = np.inf if comm.rank == 0 else 1.0
+    with pytest.warns(UserWarning, match="Non finite number"), np.errstate(invalid="ignore"):
+        optimizer.update(lambda: squares(scaled, comm.rank) * factor)
+    assert bits_of(scaled) == before
+    optimizer.update(squares, scaled, comm.rank)
+    assert bits_of(scaled) != before
+    assert comm.allgather_object(bits_of(scaled)) == [bits_of(scaled)] * comm.size
+
+
+def test_loss_scaling(ranks: Pool) -> None:
+    ranks(2).run(scaled_loss)
+
+
+def double_buffered(comm: Communicator) -> list[dict[str, bytes]]:
+    """Every update uses the average gradients that the model had one update earlier."""
+    model, single = make_model(), make_model()
+    optimizer = multiring.chainer.create_multi_node_optimizer(
+        chainer.optimizers.MomentumSGD(0.1), comm, double_buffering=True, **SMALL
+    )
+    optimizer.setup(model)
+    assert not optimizer.needs_update
+    alone = chainer.optimizers.MomentumSGD(0.1).setup(single)
+    stale: dict[str, Any] = {}
+    history = []
+    for step in range(6):
+        optimizer.update(squares, model, 10 * step + comm.rank, spare=step in (0, 3))
+        assert optimizer.needs_update
+        single.cleargrads()
+        whole(single, step, comm.size, spare=step in (0, 3)).backward()
+        fresh = {name: parameter.grad for name, parameter in single.namedparams()}
+        if stale:
+            for name, parameter in single.namedparams():
+                parameter.grad = stale[name]
+            alone.update()
+        stale = fresh
+        for (name, one), (_, other) in zip(model.namedparams(), single.namedparams(), strict=True):
+            np.testing.assert_allclose(one.array, other.array, rtol=1e-10, atol=1e-13, err_msg=name)
+        history.append(bits_of(model))
+    assert optimizer.t == 5
+    with pytest.raises(UsageError, match="double buffering"):
+        optimizer.synchronize()
+    with pytest.raises(UsageError, match="double buffering"), optimizer.join():
+        pass
+    optimizer.close()
+    optimizer.close()
+    return history
+
+
+def double_buffered_from_apart(comm: Communicator) -> None:
+    model = make_model(seed=comm.rank, inputs=None)
+    optimizer = multiring.chainer.create_multi_node_optimizer(
+        chainer.optimizers.SGD(0.1), comm, double_buffering=True
+    )
+    optimizer.setup(model)
+    for step in range(4):
+        optimizer.update(squares, model, 10 * step + comm.rank)
+        assert comm.allgather_object(bits_of(model)) == [bits_of(model)] * comm.size
+    # The first was the broadcast, the second had nothing to update with.
+    assert optimizer.t == 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_double_buffering(ranks: Pool, size: int) -> None:
+    histories = ranks(size).run(double_buffered)
+    assert all(history == histories[0] for history in histories)
+
+
+def test_double_buffering_after_a_broadcast(ranks: Pool) -> None:
+    ranks(2).run(double_buffered_from_apart)

@@ -1,0 +1,212 @@
+"""`chainermn`: functions, links, datasets and iterators, each in a use that would show a wrong result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import multiring.chainer  # before Chainer
+
+# isort: split
+import chainer
+import chainermn
+from chainer import functions, links
+
+from multiring import Communicator
+from tests.adapters.chainer.support import Pool, draw
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def differentiable_functions(comm: Communicator) -> None:
+    """Forward values and gradients against what the definition says."""
+    mn = multiring.chainer.create_communicator(comm)
+    size, rank = mn.size, mn.rank
+    for dtype in (np.float32, np.float16):
+        x = chainer.Variable(np.full((2, 3), rank + 1, dtype))
+        gathered = chainermn.functions.allgather(mn, x)
+        weighted = sum((k + 1) * (rank + 1) * y for k, y in enumerate(gathered))
+        functions.sum(weighted).backward()
+        np.testing.assert_array_equal([float(y.array[0, 0]) for y in gathered], np.arange(size) + 1)
+        np.testing.assert_array_equal(x.grad, (rank + 1) * sum(range(1, size + 1)))
+
+        xs = [chainer.Variable(np.full(2, 10 * rank + k, dtype)) for k in range(size)]
+        ys = chainermn.functions.alltoall(mn, xs)
+        functions.sum(sum((k + 1) * y for k, y in enumerate(ys))).backward()
+        np.testing.assert_array_equal([float(y.array[0]) for y in ys], 10 * np.arange(size) + rank)
+        for x in xs:
+            np.testing.assert_array_equal(x.grad, rank + 1)
+
+        x = chainer.Variable(np.full(2, 5, dtype))
+        y = chainermn.functions.bcast(mn, x, root=1 % size)
+        functions.sum(y * (rank + 1)).backward()
+        if rank == 1 % size:
+            np.testing.assert_array_equal(x.grad, sum(range(1, size + 1)))
+
+        x = chainer.Variable(np.full(2, rank, dtype))
+        ys = chainermn.functions.gather(mn, x, root=0)
+        if rank == 0:
+            ys = ys if isinstance(ys, tuple) else (ys,)
+            functions.sum(sum((k + 2) * y for k, y in enumerate(ys))).backward()
+        else:
+            ys.grad = np.zeros_like(ys.array)
+            ys.backward()
+        np.testing.assert_array_equal(x.grad, rank + 2)
+
+        xs = [chainer.Variable(np.full(2, k, dtype)) for k in range(size)]
+        y = chainermn.functions.scatter(mn, xs if rank == 0 else None, root=0)
+        np.testing.assert_array_equal(y.array, rank)
+        functions.sum(y * (rank + 3)).backward()
+        if rank == 0:
+            np.testing.assert_array_equal([float(x.grad[0]) for x in xs], np.arange(size) + 3)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_differentiable_functions(ranks: Pool, size: int) -> None:
+    ranks(size).run(differentiable_functions)
+
+
+def send_and_receive(comm: Communicator) -> None:
+    """Rank 0 computes 2x, rank 1 squares it: the gradient of x is 8x."""
+    mn = multiring.chainer.create_communicator(comm)
+    x = chainer.Variable(np.array([1.0, 3.0], np.float32))
+    if mn.rank == 0:
+        phi = chainermn.functions.send((2 * x, -x), mn, rank=1, tag=4)
+        phi.backward()
+        np.testing.assert_array_equal(x.grad, 8 * x.array - 1)
+    else:
+        twice, minus = chainermn.functions.recv(mn, rank=0, tag=4)
+        functions.sum(twice**2 + minus).backward()
+
+
+class _Half(chainer.Chain):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.layer = links.Linear(inputs, outputs)
+
+    def forward(self, x: Any) -> Any:
+        return functions.tanh(self.layer(x))
+
+
+def chain_list(comm: Communicator) -> list[bytes]:
+    """A network over two ranks trains as the same network on one."""
+    mn = multiring.chainer.create_communicator(comm)
+    halves = [_Half(6, 5), _Half(5, 2)]
+    for number, half in enumerate(halves):
+        weight = half.layer.W.array
+        weight[...] = np.random.default_rng(number).standard_normal(weight.shape)
+    whole = chainer.Sequential(*[half.copy("copy") for half in halves])
+    model = chainermn.MultiNodeChainList(comm=mn)
+    model.add_link(halves[mn.rank], rank_in=None if mn.rank == 0 else 0, rank_out=1 if mn.rank == 0 else None)
+    optimizers = [chainer.optimizers.SGD(0.1).setup(one) for one in (model, whole)]
+    for step in range(3):
+        x = draw(step).astype(np.float32)
+        for network, optimizer in zip((model, whole), optimizers, strict=True):
+            network.cleargrads()
+            y = network(x)
+            loss = y if network is model and mn.rank == 0 else functions.sum(y**2)
+            loss.backward()
+            optimizer.update()
+    np.testing.assert_allclose(halves[mn.rank].layer.W.array, whole[mn.rank].layer.W.array, rtol=1e-6)
+    return []
+
+
+def test_model_parallelism(ranks: Pool) -> None:
+    ranks(2).run(send_and_receive)
+    ranks(2).run(chain_list)
+
+
+def recurrent_network(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    rnn = chainermn.links.create_multi_node_n_step_rnn(
+        links.NStepLSTM(1, 4, 4, 0.0),
+        mn,
+        rank_in=None if mn.rank == 0 else 0,
+        rank_out=1 if mn.rank == 0 else None,
+    )
+    rnn.cleargrads()
+    sequences = [chainer.Variable(np.ones((3, 4), np.float32)) for _ in range(2)]
+    outputs = rnn(sequences)
+    loss = outputs[-1] if mn.rank == 0 else functions.sum(functions.concat(outputs[-2], axis=0))
+    loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in rnn.params())
+
+
+def test_recurrent_networks_over_ranks(ranks: Pool) -> None:
+    ranks(2).run(recurrent_network)
+
+
+def multi_node_batch_normalization(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    whole = np.random.default_rng(0).standard_normal((4 * mn.size, 3, 2, 2)).astype(np.float32) + 2
+    mine = whole[4 * mn.rank : 4 * mn.rank + 4]
+    converted = chainermn.links.create_mnbn_model(chainer.Sequential(links.BatchNormalization(3)), mn)
+    assert isinstance(converted[0], chainermn.links.MultiNodeBatchNormalization)
+    layers = [converted, chainermn.links.MultiNodeBatchNormalization(3, mn)]
+    single = links.BatchNormalization(3)
+    wanted_input = chainer.Variable(whole)
+    functions.sum(single(wanted_input) ** 3).backward()
+    for layer in layers:
+        layer.cleargrads()
+        x = chainer.Variable(mine)
+        functions.sum(layer(x) ** 3).backward()
+        np.testing.assert_allclose(
+            x.grad, wanted_input.grad[4 * mn.rank : 4 * mn.rank + 4], rtol=1e-3, atol=1e-4
+        )
+    np.testing.assert_allclose(converted[0].avg_mean, single.avg_mean, rtol=1e-5)
+
+
+def test_multi_node_batch_normalization(ranks: Pool) -> None:
+    ranks(2).run(multi_node_batch_normalization)
+
+
+def datasets(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    root = mn.size - 1
+    data = list(range(10)) if mn.rank == root else None
+    part = chainermn.scatter_dataset(data, mn, root=root, shuffle=True, seed=3, force_equal_length=False)
+    assert sorted(mn.allreduce_obj([part[k] for k in range(len(part))])) == list(range(10))
+    assert len(chainermn.scatter_dataset(list(range(10)) if mn.rank == 0 else None, mn)) == -(-10 // mn.size)
+    begin, end = chainermn.scatter_index(10, mn, force_equal_length=False)
+    assert sum(e - b for b, e in [mn.bcast_obj((begin, end), root=r) for r in range(mn.size)]) == 10
+    assert len(chainermn.datasets.create_empty_dataset(part)) == len(part)
+
+
+def iterators(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    pairs = [(np.full(2, k, np.float32), np.int32(k)) for k in range(7)]
+    source = chainer.iterators.SerialIterator(pairs, 3, repeat=False, shuffle=False)
+    shared = chainermn.iterators.create_multi_node_iterator(source, mn)
+    labels = [[int(label) for _, label in batch] for batch in shared]
+    assert labels == [[0, 1, 2], [3, 4, 5], [6]]
+    plain = chainer.iterators.SerialIterator(np.arange(6, dtype=np.float32), 4)
+    shared = chainermn.iterators.create_multi_node_iterator(plain, mn, rank_master=1)
+    batches = [next(shared) for _ in range(3)]
+    assert mn.allreduce_obj([batches]) == [batches] * mn.size
+    synchronised = chainermn.iterators.create_synchronized_iterator(
+        chainer.iterators.SerialIterator(np.arange(20), 5), mn
+    )
+    batches = [[int(k) for k in next(synchronised)] for _ in range(8)]
+    assert mn.allreduce_obj([batches]) == [batches] * mn.size
+    assert batches[0] != [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_datasets(ranks: Pool, size: int) -> None:
+    ranks(size).run(datasets)
+
+
+def test_iterators(ranks: Pool) -> None:
+    ranks(2).run(iterators)
+
+
+def resized(comm: Communicator) -> None:
+    image = np.arange(16, dtype=np.float32).reshape(1, 1, 4, 4)
+    np.testing.assert_allclose(functions.resize_images(image, (2, 2)).array[0, 0], [[0, 3], [12, 15]])
+
+
+def test_resize_images_works(ranks: Pool) -> None:
+    ranks(1).run(resized)

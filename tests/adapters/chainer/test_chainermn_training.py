@@ -1,0 +1,166 @@
+"""Trainings with the extensions of `chainermn` on our communicator."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import multiring.chainer  # before Chainer
+
+# isort: split
+import chainer
+import chainermn
+from chainer import functions, training
+from chainer.training import extensions
+
+from multiring import Communicator
+from tests.adapters.chainer.support import Pool, bits_of, draw, make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+class _Classifier(chainer.Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.network = make_model()
+
+    def forward(self, x: Any, t: Any) -> Any:
+        y = self.network(x)
+        loss = functions.softmax_cross_entropy(y, t)
+        # ChainerMN's aggregator takes arrays only, unless ChainerX is built.
+        chainer.report({"loss": loss.array, "accuracy": functions.accuracy(y, t)}, self)
+        return loss
+
+
+def make_trainer(
+    mn: Any, out: str, epochs: int, *, theirs: bool = False
+) -> tuple[training.Trainer, _Classifier, Any]:
+    """As ChainerMN's examples make it, with one line changed."""
+    data = [(draw(k, 1)[0], np.int32(k % 3)) for k in range(24)]
+    model = _Classifier()
+    create = (
+        chainermn.create_multi_node_optimizer if theirs else multiring.chainer.create_multi_node_optimizer
+    )
+    optimizer = create(chainer.optimizers.MomentumSGD(0.05), mn)
+    optimizer.setup(model)
+    train = chainermn.scatter_dataset(data if mn.rank == 0 else None, mn, shuffle=True, seed=0)
+    iterator = chainer.iterators.SerialIterator(train, 4, shuffle=False)
+    updater = training.StandardUpdater(iterator, optimizer)
+    trainer = training.Trainer(updater, (epochs, "epoch"), out=out)
+    return trainer, model, optimizer
+
+
+def a_whole_training(comm: Communicator, out: str, theirs: bool) -> dict[str, bytes]:
+    mn = multiring.chainer.create_communicator(comm)
+    trainer, model, optimizer = make_trainer(mn, out, 2, theirs=theirs)
+    test = [(draw(100 + k + mn.rank, 1)[0], np.int32(k % 3)) for k in range(6)]
+    evaluator = extensions.Evaluator(chainer.iterators.SerialIterator(test, 3, repeat=False), model)
+    trainer.extend(chainermn.create_multi_node_evaluator(evaluator, mn))
+    trainer.extend(chainermn.extensions.ObservationAggregator(mn, "main/loss", "mean loss"))
+    trainer.extend(chainermn.extensions.AllreducePersistent(model, mn))
+    trainer.extend(extensions.ExponentialShift("lr", 0.5), trigger=(1, "epoch"))
+    trainer.extend(extensions.LogReport(["mean loss", "validation/main/loss"], trigger=(1, "epoch")))
+    trainer.run()
+    assert optimizer.lr == pytest.approx(0.05 / 4)
+    log = trainer.get_extension("LogReport").log[-1]
+    assert (
+        mn.allreduce_obj([(log["mean loss"], log["validation/main/loss"])])
+        == [(log["mean loss"], log["validation/main/loss"])] * mn.size
+    )
+    found = bits_of(model)
+    assert mn.allreduce_obj([found]) == [found] * mn.size
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_training_as_chainermn_has_it(ranks: Pool, size: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        ranks(size).run(a_whole_training, directory, False)
+
+
+def test_chainermns_own_optimizer_works_too(ranks: Pool) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        ranks(2).run(a_whole_training, directory, True)
+
+
+def generic_evaluator(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    mine = np.arange(mn.rank + 3, dtype=np.float32)
+
+    class Sums(chainermn.extensions.GenericMultiNodeEvaluator):  # type: ignore[misc]
+        def calc_local(self, x: Any) -> float:
+            return float(x.sum())
+
+        def aggregate(self, results: Any) -> float:
+            return float(sum(results))
+
+    iterator = chainer.iterators.SerialIterator(mine, 2, repeat=False, shuffle=False)
+    total = Sums(mn, iterator, None)(None)
+    assert total == (sum(sum(range(r + 3)) for r in range(mn.size)) if mn.rank == 0 else None)
+
+
+def test_generic_evaluator(ranks: Pool) -> None:
+    ranks(3).run(generic_evaluator)
+
+
+def snapshots(comm: Communicator, out: str) -> None:
+    """A job that stops after two epochs and goes on from its snapshot is the job that did not stop."""
+    mn = multiring.chainer.create_communicator(comm)
+    whole, wanted, _ = make_trainer(mn, out + "/whole", 4)
+    whole.run()
+    for epochs in (2, 4):
+        trainer, model, _ = make_trainer(mn, out + "/parts", epochs)
+        snapshot = chainermn.extensions.multi_node_snapshot(
+            mn, extensions.snapshot(autoload=True, snapshot_on_error=False), [0]
+        )
+        trainer.extend(snapshot, trigger=(1, "epoch"))
+        trainer.run()
+    assert trainer.updater.epoch == 4
+    assert bits_of(model) == bits_of(wanted)
+    comm.barrier()
+
+
+def checkpointer(comm: Communicator, out: str) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    whole, wanted, _ = make_trainer(mn, out + "/whole2", 2)
+    whole.run()
+    trainer, _, _ = make_trainer(mn, out + "/c", 1)
+    keeper = chainermn.create_multi_node_checkpointer(name="job", comm=mn, path=out + "/kept")
+    for _ in range(2):
+        trainer.updater.update()
+    keeper.save(trainer.updater, trainer.updater.iteration)
+    trainer, model, optimizer = make_trainer(mn, out + "/c", 2)
+    keeper = chainermn.create_multi_node_checkpointer(name="job", comm=mn, path=out + "/kept")
+    keeper.maybe_load(trainer.updater, optimizer)
+    assert trainer.updater.iteration == 2
+    assert optimizer.needs_broadcast is False
+    trainer.run()
+    assert bits_of(model) == bits_of(wanted)
+    comm.barrier()
+
+
+def test_snapshots(ranks: Pool, tmp_path: Path) -> None:
+    ranks(2).run(snapshots, str(tmp_path))
+    ranks(2).run(checkpointer, str(tmp_path))
+
+
+def early_stopping(comm: Communicator, out: str) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    trainer, _, optimizer = make_trainer(mn, out, 1)
+    optimizer.lr = 0.0
+    trigger = chainermn.extensions.MultiNodeEarlyStoppingTrigger(
+        mn, monitor="main/loss", patience=2, check_trigger=(1, "epoch"), max_trigger=(50, "epoch")
+    )
+    trainer = training.Trainer(trainer.updater, trigger, out=out)
+    trainer.run()
+    assert mn.allreduce_obj([trainer.updater.epoch]) == [trainer.updater.epoch] * mn.size
+    assert trainer.updater.epoch < 10
+
+
+def test_early_stopping(ranks: Pool, tmp_path: Path) -> None:
+    ranks(2).run(early_stopping, str(tmp_path))

@@ -1,0 +1,278 @@
+"""Gradients reduced inside compiled functions: what a training script sees of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytensor
+import pytensor.tensor as pt
+import pytest
+from pytensor.gradient import NullTypeGradError
+
+import multiring.pytensor
+from multiring import Communicator, TopK
+from multiring.errors import MismatchError, UsageError
+from multiring.pytensor import DistributedGradients, broadcast_parameters, distribute_updates, grad
+from tests.adapters.pytensor.support import Array, Pool, collectives_in, fast_run
+
+SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 16}
+
+
+def shared(**values: Any) -> list[Any]:
+    return [pytensor.shared(np.array(value, copy=True), name=name) for name, value in values.items()]
+
+
+def data(rank: int, step: int = 0) -> Array:
+    return np.random.default_rng([rank, step]).standard_normal((4, 3))
+
+
+def linear(dtype: str = "float64") -> tuple[Any, Any, list[Any]]:
+    """Images, cost and parameters of a model whose gradients are easily written down."""
+    x = pt.matrix("x", dtype=dtype)
+    w, b = shared(w=np.arange(3, dtype=dtype), b=np.array(1, dtype=dtype))
+    return x, ((x @ w + b) ** 2).mean(), [w, b]
+
+
+def oracle(x: Array, w: Array, b: Array) -> tuple[Array, Array]:
+    error = 2 * (x @ w + b) / len(x)
+    return x.T @ error, error.sum()
+
+
+def momentum(comm: Communicator, as_dict: bool) -> None:
+    """A training function with an optimizer of its own, clipping, and something that is no gradient."""
+    x, cost, (w, b) = linear()
+    vw, vb, seen = shared(vw=np.zeros(3), vb=np.zeros(()), seen=np.zeros(()))
+    gw, gb = gradients = pytensor.grad(cost, [w, b])
+    new_w, new_b = 0.9 * vw + pt.clip(gw, -0.5, 0.5), 0.9 * vb + gb
+    updates: Any = [(vw, new_w), (vb, new_b), (w, w - 0.1 * new_w), (b, b - 0.1 * new_b), (seen, seen + 1)]
+    if as_dict:
+        updates = dict(updates)
+    distributed = distribute_updates(updates, [w, b], gradients, comm, **SMALL)
+    assert type(distributed) is type(updates)
+    train = pytensor.function([x], [cost, gb], updates=distributed, mode=fast_run())
+    weights, offset, speed_w, speed_b = np.arange(3.0), np.float64(1.0), np.zeros(3), np.float64(0.0)
+    for step in range(4):
+        found = [oracle(data(rank, step), weights, offset) for rank in range(comm.size)]
+        _, own = train(data(comm.rank, step))
+        np.testing.assert_allclose(own, found[comm.rank][1], rtol=1e-12)
+        mean_w, mean_b = (sum(parts) / comm.size for parts in zip(*found, strict=True))
+        speed_w, speed_b = 0.9 * speed_w + np.clip(mean_w, -0.5, 0.5), 0.9 * speed_b + mean_b
+        weights, offset = weights - 0.1 * speed_w, offset - 0.1 * speed_b
+        for variable, wanted in [(w, weights), (b, offset), (vw, speed_w), (vb, speed_b), (seen, step + 1)]:
+            np.testing.assert_allclose(variable.get_value(), wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "as_dict"), [(1, False), (2, True), (3, False)])
+def test_distribute_updates(ranks: Pool, size: int, as_dict: bool) -> None:
+    ranks(size).run(momentum, as_dict)
+
+
+def send_everything(comm: Communicator) -> None:
+    """A compression that sends everything has the bits of none."""
+    found = []
+    for compression in (None, TopK(1.0)):
+        x, cost, parameters = linear()
+        gradients = DistributedGradients(parameters, comm, **SMALL, compression=compression)
+        reduced = gradients.reduce(pytensor.grad(cost, parameters)).gradients
+        step = pytensor.function([x], reduced, mode=fast_run())
+        found.append([[value.tobytes() for value in step(data(comm.rank, k))] for k in range(3)])
+    assert found[0] == found[1]
+
+
+def test_a_compression_that_sends_everything(ranks: Pool) -> None:
+    ranks(2).run(send_everything)
+
+
+def results_are_copies(comm: Communicator, mode: str) -> None:
+    """The next call overwrites the buckets, but nothing that has come out of the function."""
+    x, cost, (w, b) = linear()
+    kept = shared(kept=np.zeros(3))[0]
+    gradients = DistributedGradients([w, b], comm)
+    gw, gb = gradients.reduce(pytensor.grad(cost, [w, b])).gradients
+    chosen = fast_run() if mode == "fast_run" else mode
+    f = pytensor.function([x], [gw, gb, gw * 2], updates=[(kept, gw)], mode=chosen)
+    first = f(data(comm.rank))
+    before = [value.copy() for value in first]
+    held = kept.get_value(borrow=True)
+    f(data(comm.rank, 1))
+    for value, wanted in zip([*first, held], [*before, before[0]], strict=True):
+        np.testing.assert_array_equal(value, wanted)
+    assert (kept.get_value() != held).all()
+    gradients.close()
+
+
+@pytest.mark.parametrize("mode", ["fast_run", "FAST_COMPILE"])
+def test_results_are_not_overwritten(ranks: Pool, mode: str) -> None:
+    ranks(2).run(results_are_copies, mode)
+
+
+def gradients_leave_early(comm: Communicator) -> None:
+    """The gradient of the last layer is ready before that of the first has been computed."""
+    x = pt.matrix("x")
+    layers = shared(**{f"layer{k}": np.eye(3) for k in range(4)})
+    y = x
+    for layer in layers:
+        y = pt.tanh(y @ layer)
+    reduced = grad((y**2).mean(), layers, comm)
+    for mode, ready in ((fast_run(), "multiring.ready_in_place"), ("FAST_COMPILE", "multiring.ready")):
+        f = pytensor.function([x], reduced, mode=mode)
+        nodes = [str(node.op) for node in f.maker.fgraph.toposort()]
+        order = [name for name in nodes if name.startswith("multiring.ready")]
+        assert order == [f"{ready}{{layer{k}}}" for k in (3, 2, 1, 0)]
+        between = nodes[nodes.index(order[0]) : nodes.index(order[-1])]
+        assert sum("dot" in name.lower() for name in between) >= 5, "the backward pass was over"
+
+
+def test_gradients_leave_while_others_are_computed(ranks: Pool) -> None:
+    ranks(2).run(gradients_leave_early)
+
+
+def parameters_without_gradient(comm: Communicator) -> None:
+    x, cost, (w, b) = linear()
+    unused, rare = shared(unused=np.ones(2), rare=np.ones(2))
+    params = [w, unused, b, rare]
+    if comm.rank == comm.size - 1:
+        cost = cost + (rare**2).sum()
+    gradients = DistributedGradients(params, comm)
+    found = pytensor.grad(cost, params, disconnected_inputs="ignore", return_disconnected="none")
+    reduced, produced = gradients.reduce(found)
+    f = pytensor.function([x], [*reduced, produced], mode="FAST_COMPILE")
+    for _ in range(2):
+        _, of_unused, _, of_rare, exists = f(data(0))
+        assert exists.tolist() == [True, False, True, True]
+        np.testing.assert_array_equal(of_unused, np.zeros(2))
+        np.testing.assert_allclose(of_rare, np.full(2, 2 / comm.size), rtol=1e-14)
+    # The same by the short way.
+    short = grad(cost, params, gradients=gradients, disconnected_inputs="ignore")
+    np.testing.assert_array_equal(pytensor.function([x], short, mode="FAST_COMPILE")(data(0))[3], of_rare)
+    nothing = gradients.reduce([None] * 4)
+    f = pytensor.function([], [nothing.gradients[0], nothing.produced], mode="FAST_COMPILE")
+    value, exists = f()
+    assert not value.any()
+    assert not exists.any()
+    gradients.close()
+
+
+def test_parameters_without_gradient(ranks: Pool) -> None:
+    ranks(2).run(parameters_without_gradient)
+
+
+def dtypes_and_scales(comm: Communicator) -> None:
+    params = shared(
+        half=np.zeros(3, np.float16), single=np.zeros((2, 2), np.float32), none=np.zeros((0, 4)), number=0.5
+    )
+    gradients = DistributedGradients({p.name: p for p in params}, comm, average=False, postscale=0.5)
+    x = pt.scalar("x")
+    strided = pt.as_tensor(np.arange(8, dtype=np.float32).reshape(2, 4))[:, ::2] * x.astype("float32")
+    given = [pt.full((3,), x).astype("float16"), strided, pt.zeros((0, 4)), x * 2]
+    reduced = gradients.reduce(given).gradients
+    assert [g.type.dtype for g in reduced] == ["float16", "float32", "float64", "float64"]
+    found = pytensor.function([x], reduced, mode=fast_run())(comm.rank + 1.0)
+    total = 0.5 * sum(range(comm.size + 1))
+    np.testing.assert_array_equal(found[0], np.full(3, total, np.float16))
+    np.testing.assert_array_equal(found[1], np.float32(total) * np.array([[0, 2], [4, 6]], np.float32))
+    assert found[2].shape == (0, 4)
+    assert found[3] == 2 * total
+    gradients.close()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_dtypes_and_scales(ranks: Pool, size: int) -> None:
+    ranks(size).run(dtypes_and_scales)
+
+
+def two_models(comm: Communicator) -> None:
+    """A function that trains one model, one that trains the other, and one that trains both."""
+    x, cost, params = linear()
+    y, other_cost, other_params = linear()
+    first, second = DistributedGradients(params, comm), DistributedGradients(other_params, comm)
+    one = first.reduce(pytensor.grad(cost, params)).gradients
+    two = second.reduce(pytensor.grad(other_cost, other_params)).gradients
+    both = pytensor.function([x, y], [*one, *two], mode="FAST_COMPILE")
+    single = pytensor.function([x], one, mode="FAST_COMPILE")
+    assert len(collectives_in(both)) == 8  # begin, two times ready and the end, for each
+    values = both(data(comm.rank), data(comm.rank, 1))
+    np.testing.assert_array_equal(values[0], single(data(comm.rank))[0])
+    np.testing.assert_array_equal(values[2], single(data(comm.rank, 1))[0])
+    again = first.reduce(pytensor.grad(cost, params)).gradients
+    with pytest.raises(UsageError, match=r"gradients\{w and 1 more\} occurs twice"):
+        pytensor.function([x], [*one, *again], mode="FAST_COMPILE")
+    first.close()
+    with pytest.raises(UsageError, match="is closed; build and compile it anew"):
+        single(data(comm.rank))
+    second.close()
+
+
+def test_two_models(ranks: Pool) -> None:
+    ranks(2).run(two_models)
+
+
+def refused(comm: Communicator) -> None:
+    x, cost, (w, b) = linear()
+    gw, gb = pytensor.grad(cost, [w, b])
+    with pytest.raises(UsageError, match="no parameters"):
+        DistributedGradients([], comm)
+    with pytest.raises(UsageError, match="item 0 is x; pass shared variables"):
+        DistributedGradients([x], comm)
+    with pytest.raises(UsageError, match="dtype int64 cannot be reduced"):
+        DistributedGradients(shared(i=np.zeros(2, np.int64)), comm)
+    with pytest.raises(UsageError, match="two shared variables are called 'w'"):
+        DistributedGradients([w, *shared(w=np.zeros(1))], comm)
+    gradients = DistributedGradients([w, b], comm)
+    with pytest.raises(UsageError, match="1 gradients for 2 parameters"):
+        gradients.reduce([gw])
+    with pytest.raises(UsageError, match=r"the gradient of 'b' is .*, but the parameter is float64"):
+        gradients.reduce([gw, gw])
+    with pytest.raises(UsageError, match="do not depend on the gradient of 'b'; pass the variables"):
+        distribute_updates([(w, w - gw)], [w, b], [gw, gb], comm)
+    with pytest.raises(NullTypeGradError, match="Derivatives of averaged gradients"):
+        pytensor.grad(gradients.reduce([gw, gb]).gradients[0].sum(), w)
+    gradients.close()
+
+
+def test_refused(ranks: Pool) -> None:
+    ranks(1).run(refused)
+
+
+def state_of_all_kinds(comm: Communicator) -> None:
+    def make(rank: int) -> list[Any]:
+        draw = np.random.default_rng(rank)
+        values = {"bool": draw.random(5) > 0.5, "number": np.array(draw.random()), "none": np.zeros((0, 2))}
+        values["rows"] = draw.integers(0, 9, (4, 6)).T
+        return [*shared(**values), pytensor.shared(draw, name="generator"), pytensor.shared(draw.random(2))]
+
+    state, wanted = make(comm.rank), make(1)
+    broadcast_parameters(state, 1, comm)
+    for variable, other in zip(state, wanted, strict=True):
+        if variable.name == "generator":
+            assert variable.get_value().random() == other.get_value().random()
+        else:
+            value = variable.get_value()
+            assert value.dtype == other.get_value().dtype
+            np.testing.assert_array_equal(value, other.get_value())
+    assert multiring.pytensor.broadcast_object(comm.rank, 1) == 1
+    names: Sequence[str] = ["a", "b"] if comm.rank else ["a", "c"]
+    with pytest.raises(MismatchError, match="'c'"):
+        broadcast_parameters(shared(**dict.fromkeys(names, 0.0)), 0, comm)
+
+
+def test_state_of_all_kinds(ranks: Pool) -> None:
+    ranks(2).run(state_of_all_kinds)
+
+
+def test_without_pytensor() -> None:
+    code = "import sys; sys.modules['pytensor'] = None; import multiring.pytensor"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ImportError: multiring.pytensor needs PyTensor" in result.stderr
+    assert "pip install 'multiring[pytensor]'" in result.stderr
+
+
+def test_no_other_framework_is_imported() -> None:
+    """Numba is imported only for a function in its mode: that takes seconds."""
+    code = "import sys, multiring.pytensor; print(sorted({'numba', 'jax', 'torch'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

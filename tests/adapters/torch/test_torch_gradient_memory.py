@@ -1,0 +1,195 @@
+"""Where gradients of Torch are averaged: in autograd's memory, or in their slots."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multiring.torch
+from multiring import Communicator
+from multiring.errors import UsageError
+from multiring.torch import placement
+from tests.adapters.torch.support import (
+    SMALL,
+    Pool,
+    assert_gradients,
+    draw,
+    expected,
+    gradients_of,
+    make_model,
+    squares,
+)
+
+
+def gradients_move_into_buckets(comm: Communicator) -> None:
+    """Those that the program keeps, and only those."""
+    model = make_model()
+    hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
+    wanted = expected(comm, squares)
+    addresses: list[list[int]] = []
+    slots: list[list[int]] = []
+    for step in range(5):
+        model.zero_grad(set_to_none=step < 2)
+        torch.autograd.backward(squares(model, comm.rank))
+        assert_gradients(model, wanted, comm)
+        addresses.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None])
+        reducer = hooks._slots.reducer
+        slots.append([reducer.slot(index).ctypes.data for index in range(len(reducer.specs))])
+    assert not set(addresses[1]) & set(slots[1])
+    assert addresses[2:] == slots[2:]
+    before = gradients_of(model)
+    hooks.remove()
+    hooks.remove()
+    assert not {p.grad.data_ptr() for p in model.parameters() if p.grad is not None} & set(slots[4])
+    for old, new in zip(before, gradients_of(model), strict=True):
+        assert old is not None
+        assert torch.equal(old, new)  # type: ignore[arg-type]
+    model.zero_grad()
+    torch.autograd.backward(squares(model, comm.rank))
+    own = expected(comm, lambda model, _: squares(model, comm.rank))
+    for parameter, local in zip(model.parameters(), own, strict=True):
+        torch.testing.assert_close(parameter.grad, local, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_that_are_kept_move_into_buckets(ranks: Pool, size: int) -> None:
+    ranks(size).run(gradients_move_into_buckets)
+
+
+class _Shared(torch.autograd.Function):
+    """Its gradients are views of one memory, which the rest of the backward pass reads as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient.view_as(gradient), gradient.view_as(gradient)
+
+
+def memory_is_shared(comm: Communicator) -> None:
+    """What autograd still needs for other gradients is not averaged under its hands."""
+    torch.manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.randn(40, dtype=torch.float64)) for _ in range(4)])
+
+    def loss(model: Any, rank: int) -> Tensor:
+        x = draw(rank, 7)[0].repeat(7)[:40]
+        for weight in model:
+            x = _Shared.apply(x, weight)  # type: ignore[no-untyped-call]
+        return (x**2).sum()
+
+    wanted = expected(comm, loss, lambda: copy.deepcopy(model))
+    hooks = multiring.torch.register_gradient_hooks(model, comm, bucket_bytes=1, first_bucket_bytes=1)
+    for _ in range(3):
+        model.zero_grad()
+        torch.autograd.backward(loss(model, comm.rank))
+        assert_gradients(model, wanted, comm)
+    hooks.remove()
+
+
+def test_gradients_that_share_memory(ranks: Pool) -> None:
+    ranks(3).run(memory_is_shared)
+
+
+def order_of_elements(comm: Communicator) -> None:
+    """Gradients whose elements lie in another order than those of their parameter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 1), nn.Flatten(), nn.Linear(80, 3)).double()
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def loss(model: Any, rank: int) -> Tensor:
+        found: Tensor = (model(draw(rank, 36).view(2, 3, 6, 6)) ** 2).sum()
+        return found
+
+    wanted = expected(comm, loss, lambda: copy.deepcopy(model))
+    hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
+    for _ in range(2):
+        model.zero_grad()
+        torch.autograd.backward(loss(model, comm.rank))
+        assert_gradients(model, wanted, comm)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # As an optimizer or a program may leave them.
+            parameter.grad = torch.as_strided(
+                torch.full((2 * parameter.numel(),), float(comm.rank), dtype=torch.float64),
+                parameter.shape,
+                [2 * stride for stride in parameter.contiguous().stride()],
+            )
+    given = [parameter.grad for parameter in model.parameters()]
+    hooks.synchronize()
+    for parameter, gradient in zip(model.parameters(), given, strict=True):
+        assert parameter.grad is gradient
+        assert gradient is not None
+        assert bool((gradient == sum(range(comm.size)) / comm.size).all())
+    hooks.remove()
+
+
+def test_any_order_of_elements(ranks: Pool) -> None:
+    ranks(2).run(order_of_elements)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("half-way")
+
+
+def fail_half_way(comm: Communicator) -> None:
+    """After a failed backward pass gradients have to be new ones, or they would be what still arrives."""
+    model = make_model()
+    hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
+    wanted = expected(comm, squares)
+    for keeps in (False, True):
+        x = _Fails.apply(model[0](draw(comm.rank)))  # type: ignore[no-untyped-call]
+        for layer in list(model)[1:]:
+            x = layer(x)
+        with pytest.raises(ArithmeticError, match="half-way"):
+            torch.autograd.backward((x**2).mean())
+        assert hooks._slots.reducer.sent()
+        model.zero_grad(set_to_none=not keeps)
+        if keeps:
+            with pytest.raises(
+                UsageError, match=r"call zero_grad\(set_to_none=True\) after such an exception"
+            ):
+                torch.autograd.backward(squares(model, comm.rank))
+            model.zero_grad()
+        torch.autograd.backward(squares(model, comm.rank))
+        assert_gradients(model, wanted, comm)
+        model.zero_grad()
+    hooks.remove()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_of_a_failed_pass_are_not_kept(ranks: Pool, size: int) -> None:
+    ranks(size).run(fail_half_way)
+
+
+def nobody_tells(comm: Communicator) -> None:
+    """A Torch that does not tell how many users memory has: gradients are copied into their slots."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "_use_count", None)
+        patch.setattr(placement, "_ALONE", -1)
+        model = make_model()
+        hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
+        wanted = expected(comm, squares)
+        for _ in range(2):
+            model.zero_grad()
+            torch.autograd.backward(squares(model, comm.rank))
+            assert_gradients(model, wanted, comm)
+        reducer = hooks._slots.reducer
+        places = {reducer.slot(index).ctypes.data for index in range(len(reducer.specs))}
+        assert {p.grad.data_ptr() for p in model.parameters() if p.grad is not None} == places
+        hooks.remove()
+
+
+def test_without_the_number_of_users_gradients_are_copied(ranks: Pool) -> None:
+    ranks(2).run(nobody_tells)

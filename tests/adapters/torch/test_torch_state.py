@@ -1,0 +1,178 @@
+"""State of Torch models and optimizers over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import multiring.torch
+from multiring import Communicator
+from multiring.errors import MismatchError, UsageError
+from tests.adapters.torch.support import Pool, draw, make_model
+
+KINDS = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+)
+
+
+def all_kinds(comm: Communicator, root: int) -> None:
+    """Every dtype; no elements, no dimensions, gaps, other strides, more than one packet."""
+
+    def make(rank: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(rank)
+        tensors = {}
+        for kind in KINDS:
+            for number, shape in enumerate(((), (0, 3), (3, 5))):
+                tensors[f"{kind}-{number}"] = (torch.rand(shape) * 100).to(kind)
+        tensors["transposed"] = torch.rand(4, 3).t()
+        tensors["gaps"] = torch.rand(4, 6)[:, ::2]
+        tensors["large"] = torch.rand(7_000_000)
+        tensors["parameter"] = nn.Parameter(torch.rand(3))
+        return tensors
+
+    mine, wanted = make(comm.rank), make(root)
+    versions = {name: tensor._version for name, tensor in mine.items()}
+    multiring.torch.broadcast_parameters(mine, root, comm)
+    for name, tensor in mine.items():
+        assert tensor.stride() == wanted[name].stride()
+        assert torch.equal(
+            tensor.contiguous().view(-1).view(torch.uint8),
+            wanted[name].contiguous().view(-1).view(torch.uint8),
+        )
+        if comm.size > 1 and tensor.numel():
+            assert tensor._version > versions[name]  # autograd is told
+
+
+@pytest.mark.parametrize(("size", "root"), [(1, 0), (2, 1), (3, 0)])
+def test_tensors_of_all_kinds_are_broadcast(ranks: Pool, size: int, root: int) -> None:
+    ranks(size).run(all_kinds, root)
+
+
+def whole_model(comm: Communicator) -> None:
+    """Parameters and buffers; a compiled model has the names of a plain one."""
+    torch.manual_seed(comm.rank)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
+    model(torch.randn(2 + comm.rank, 2, 5, 5))
+    runner: Any = torch.compile(model, backend="eager") if comm.rank == 0 else model
+    multiring.torch.broadcast_parameters(runner, 1, comm)
+    states = comm.allgather_object({name: value.tolist() for name, value in model.state_dict().items()})
+    assert states[0] == states[1]
+    multiring.torch.broadcast_parameters(model.named_parameters(), 0, comm)
+    multiring.torch.broadcast_parameters(model.state_dict(), 0, comm)
+
+
+def test_models_are_broadcast(ranks: Pool) -> None:
+    ranks(2).run(whole_model)
+
+
+def refused(comm: Communicator) -> None:
+    with pytest.raises(UsageError, match="root is 7"):
+        multiring.torch.broadcast_parameters(make_model(), 7, comm)
+    with pytest.raises(MismatchError, match=r"'0\.weight'.*torch.float64 \(8, 6\).*but.*\(8, 4\)"):
+        multiring.torch.broadcast_parameters(make_model(inputs=6 if comm.rank == 0 else 4), 0, comm)
+    optimizer = torch.optim.SGD(list(make_model().parameters())[comm.rank :], 0.1)
+    with pytest.raises(MismatchError, match=r"\[\[6\], \[5\]\]"):
+        multiring.torch.broadcast_optimizer_state(optimizer, 0, comm)
+
+
+def test_refused(ranks: Pool) -> None:
+    ranks(2).run(refused)
+
+
+def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "sgd": lambda: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+        "adam": lambda: torch.optim.Adam(model.parameters(), 0.1, amsgrad=True),
+        "tensor lr": lambda: torch.optim.Adam(model.parameters(), torch.tensor(0.1), foreach=False),
+        "lbfgs": lambda: torch.optim.LBFGS(model.parameters(), 0.1),
+        "adafactor": lambda: torch.optim.Adafactor(model.parameters(), 0.1),
+    }
+    return makers[kind]()
+
+
+def optimizer_state(comm: Communicator, kind: str) -> None:
+    """The last rank has trained and changed its rate, the others have no state at all; then all train on."""
+    root = comm.size - 1
+    model = make_model()
+    optimizer = make_optimizer(kind, model)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(draw(0)) ** 2).mean()
+        torch.autograd.backward(loss)
+        return loss
+
+    if comm.rank == root:
+        optimizer.step(closure)
+        optimizer.step(closure)
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 0.5
+        optimizer.param_groups[0]["note"] = {"epoch": (3, None)}
+    before = repr(optimizer.state_dict()) if comm.rank == root else None
+    multiring.torch.broadcast_optimizer_state(optimizer, root, comm)
+    states = comm.allgather_object(repr(optimizer.state_dict()))
+    assert states[root] == comm.broadcast_object(before, root)
+    assert all(state == states[0] for state in states)
+    multiring.torch.broadcast_parameters(model, root, comm)
+    optimizer.step(closure)
+    bits = comm.allgather_object([p.detach().numpy().tobytes() for p in model.parameters()])
+    assert all(other == bits[0] for other in bits)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "tensor lr", "lbfgs", "adafactor"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_optimizer_state_is_broadcast(ranks: Pool, size: int, kind: str) -> None:
+    ranks(size).run(optimizer_state, kind)
+
+
+def half_model_single_state(comm: Communicator) -> None:
+    """State of another dtype than its parameter keeps it, as load_state_dict would not."""
+    model = nn.Linear(3, 2, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    if comm.rank == 0:
+        optimizer.state[model.weight]["master"] = torch.full((2, 3), 1 / 3)
+    multiring.torch.broadcast_optimizer_state(optimizer, 0, comm)
+    assert optimizer.state[model.weight]["master"].dtype == torch.float32
+    assert torch.equal(optimizer.state[model.weight]["master"], torch.full((2, 3), 1 / 3))
+
+
+def test_optimizer_state_keeps_its_dtype(ranks: Pool) -> None:
+    ranks(2).run(half_model_single_state)
+
+
+def objects_and_metrics(comm: Communicator) -> None:
+    assert multiring.torch.broadcast_object({"epoch": comm.rank}, 1, comm) == {"epoch": 1}
+    assert multiring.torch.broadcast_object(comm.rank) == 0
+    metrics = {"loss": torch.tensor(float(comm.rank)), "accuracy": 1}
+    assert multiring.torch.average_metrics(metrics, comm.rank + 1) == {"loss": 2 / 3, "accuracy": 1.0}
+    with pytest.raises(UsageError, match="count is -1"):
+        multiring.torch.average_metrics({"loss": 1.0}, -1)
+
+
+def test_objects_and_metrics(ranks: Pool) -> None:
+    ranks(2).run(objects_and_metrics)
+
+
+def different_metrics(comm: Communicator) -> None:
+    multiring.torch.average_metrics({"loss": 1.0} if comm.rank == 0 else {"lost": 1.0}, 1)
+
+
+def test_metrics_with_different_names(ranks: Pool) -> None:
+    for error in ranks(2).run_expecting_errors(different_metrics):
+        assert isinstance(error, MismatchError)
+        assert "average_metrics(lost)" in str(error)
+        assert "average_metrics(loss)" in str(error)

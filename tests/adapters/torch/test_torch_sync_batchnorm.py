@@ -1,0 +1,292 @@
+"""Synchronised batch normalisation against `torch.nn.BatchNorm` over the joined batch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import multiring.torch
+from multiring import Communicator
+from multiring.derived import derived
+from multiring.errors import MismatchError, UsageError
+from tests.adapters.torch.support import Pool
+
+LAYERS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+CHANNELS = 4
+
+
+def batch(seed: int, samples: int, dimensions: int, kind: torch.dtype = torch.float64) -> Tensor:
+    shape = (samples, CHANNELS, *(3, 2, 2)[:dimensions])
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (x * 2 + 5).to(kind)
+
+
+def make_layer(dimensions: int, kind: torch.dtype = torch.float64, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    layer = LAYERS[dimensions](CHANNELS, dtype=kind, **options)
+    if layer.affine:
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+    return layer
+
+
+def like_joined_batch(
+    comm: Communicator, dimensions: int, samples: Sequence[int], options: dict[str, Any]
+) -> list[bytes]:
+    """Outputs, gradients and running statistics over steps; returns the bits of the statistics."""
+    joined = make_layer(dimensions, **options)
+    layer = multiring.torch.convert_sync_batchnorm(copy.deepcopy(joined), comm)
+    assert isinstance(layer, multiring.torch.SyncBatchNorm)
+    for step in range(3):
+        parts = [batch(100 * step + rank, samples[rank], dimensions) for rank in range(comm.size)]
+        x = parts[comm.rank].clone().requires_grad_(True)
+        whole = torch.cat(parts).requires_grad_(True)
+        layer.zero_grad()
+        joined.zero_grad()
+        output, wanted = layer(x), joined(whole)
+        torch.autograd.backward((torch.sin(output) * x.detach()).sum())
+        torch.autograd.backward((torch.sin(wanted) * whole.detach()).sum())
+        first = sum(samples[: comm.rank])
+        mine = slice(first, first + samples[comm.rank])
+        assert whole.grad is not None
+        torch.testing.assert_close(output, wanted[mine], rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(x.grad, whole.grad[mine], rtol=1e-10, atol=1e-11)
+        for one, other in zip(layer.parameters(), joined.parameters(), strict=True):
+            assert one.grad is not None
+            total = comm.allreduce(one.grad)  # the hooks average it; here it is this rank's part
+            torch.testing.assert_close(total, other.grad, rtol=1e-10, atol=1e-11)
+        for buffer, other_buffer in zip(layer.buffers(), joined.buffers(), strict=True):
+            torch.testing.assert_close(buffer, other_buffer, rtol=1e-12, atol=1e-13)
+    layer.eval()
+    joined.eval()
+    if layer.track_running_stats:
+        torch.testing.assert_close(layer(whole), joined(whole), rtol=1e-12, atol=1e-12)
+    return [buffer.numpy().tobytes() for buffer in layer.buffers()]
+
+
+@pytest.mark.parametrize("dimensions", [0, 1, 2, 3])
+@pytest.mark.parametrize("samples", [(3, 3, 3), (5, 1, 2), (0, 4, 1), (0, 0, 7), (1, 1, 1)])
+def test_like_the_joined_batch(ranks: Pool, dimensions: int, samples: tuple[int, ...]) -> None:
+    results = ranks(3).run(like_joined_batch, dimensions, samples, {})
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 1e-2, "momentum": 0.3}],
+)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_options(ranks: Pool, size: int, options: dict[str, Any]) -> None:
+    ranks(size).run(like_joined_batch, 2, [3, 1, 2, 4][:size], options)
+
+
+def large_mean(comm: Communicator, kind: torch.dtype) -> None:
+    """A mean far above the deviation loses no more digits than the input itself has lost."""
+    parts = [batch(rank, 6, 2) for rank in range(comm.size)]
+    offset = 1e4 if kind == torch.float32 else 1e7
+    parts = [((part - 5) / 2 + offset).to(kind) for part in parts]
+    layer = multiring.torch.SyncBatchNorm(CHANNELS, momentum=1.0, dtype=kind, comm=comm)
+    layer(parts[comm.rank])
+    exact = torch.cat(parts).double()
+    mean, variance = exact.mean([0, 2, 3]), exact.var([0, 2, 3])
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    unit = torch.finfo(kind).eps
+    torch.testing.assert_close(layer.running_mean.double(), mean, rtol=2 * unit, atol=0)
+    # Rounding the input costs `unit * offset`; a sum of squares would have cost `unit * offset**2`.
+    torch.testing.assert_close(layer.running_var.double(), variance, rtol=4 * unit * offset, atol=0)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_large_means(ranks: Pool, kind: torch.dtype) -> None:
+    ranks(3).run(large_mean, kind)
+
+
+def half_input(comm: Communicator) -> None:
+    layer = multiring.torch.SyncBatchNorm(CHANNELS, comm=comm)
+    for kind in (torch.bfloat16, torch.float16):
+        x = batch(comm.rank, 5, 2, kind).requires_grad_(True)
+        output = layer(x.contiguous(memory_format=torch.channels_last))
+        assert output.dtype == kind
+        assert output.is_contiguous(memory_format=torch.channels_last)
+        torch.autograd.backward(output.sum())
+        assert x.grad is not None
+        assert x.grad.dtype == kind
+
+
+def test_half_inputs(ranks: Pool) -> None:
+    ranks(2).run(half_input)
+
+
+def make_network() -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [
+        nn.Conv2d(2, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+        nn.BatchNorm1d(3),
+    ]
+    return nn.Sequential(*layers).double()
+
+
+def network_trains_like_one(comm: Communicator) -> list[str]:
+    """Thirty steps of momentum: losses agree within 1e-10 with one rank that has the whole batch."""
+    alone = make_network()
+    model = multiring.torch.convert_sync_batchnorm(make_network(), comm)
+    hooks = multiring.torch.register_gradient_hooks(model, comm, bucket_bytes=1000, first_bucket_bytes=100)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, alone)]
+    history = []
+    for step in range(30):
+        parts = [
+            torch.randn(
+                4, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank)
+            )
+            for rank in range(comm.size)
+        ]
+        losses = []
+        for network, optimizer, x in (
+            (model, optimizers[0], parts[comm.rank]),
+            (alone, optimizers[1], torch.cat(parts)),
+        ):
+            optimizer.zero_grad()
+            loss = ((network(x) - x.mean([1, 2, 3], keepdim=True)[:, :, 0, 0]) ** 2).mean()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        total = multiring.torch.average_metrics({"loss": losses[0]}, 4, comm)["loss"]
+        assert abs(total - losses[1]) <= 1e-10 * losses[1]
+        history.append(total.hex())
+    hooks.remove()
+    return [*history, *(value.numpy().tobytes().hex() for value in model.state_dict().values())]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_network_trains_like_one_rank(ranks: Pool, size: int) -> None:
+    results = ranks(size).run(network_trains_like_one)
+    assert all(result == results[0] for result in results)
+    if size == 3:
+        assert ranks(size).run(network_trains_like_one) == results
+
+
+def conversion(comm: Communicator) -> None:
+    shared = nn.BatchNorm1d(3)
+    model = nn.ModuleDict(
+        {
+            "a": nn.Sequential(nn.Linear(3, 3), shared),
+            "b": shared,
+            "c": nn.SyncBatchNorm(3),
+            "d": nn.InstanceNorm1d(3),
+        }
+    )
+    shared.eval()
+    before = dict(model.named_parameters())
+    converted: Any = multiring.torch.convert_sync_batchnorm(model, comm)
+    assert converted is model
+    layer = converted["a"][1]
+    assert isinstance(layer, multiring.torch.SyncBatchNorm)
+    assert layer is converted["b"]
+    assert not layer.training
+    assert layer.label == "SyncBatchNorm a.1"
+    assert isinstance(converted["c"], multiring.torch.SyncBatchNorm)
+    assert isinstance(converted["d"], nn.InstanceNorm1d)
+    assert dict(model.named_parameters()).keys() == before.keys()
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    again: Any = multiring.torch.convert_sync_batchnorm(converted, comm)
+    assert again["a"][1] is layer
+    with pytest.raises(UsageError, match="'x' is a lazy layer"):
+        multiring.torch.convert_sync_batchnorm(nn.ModuleDict({"x": nn.LazyBatchNorm1d()}), comm)
+    for duplicate in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        duplicate.train()
+        duplicate(torch.randn(2, 3))
+        assert duplicate.running_mean is not layer.running_mean
+
+
+def test_conversion(ranks: Pool) -> None:
+    ranks(2).run(conversion)
+
+
+def refused(comm: Communicator) -> None:
+    layer = multiring.torch.SyncBatchNorm(3, comm=comm)
+    with pytest.raises(UsageError, match=r"shape \(2, 4\); expected \(batch, 3"):
+        layer(torch.randn(2, 4))
+    with pytest.raises(UsageError, match="one value per channel"):
+        layer(torch.randn(1 if comm.rank == 0 else 0, 3))
+    assert layer(torch.randn(0, 3)).shape == (0, 3)
+    assert layer.num_batches_tracked == 0
+    model = nn.Sequential(layer)
+    hooks = multiring.torch.register_gradient_hooks(model, comm)
+    with pytest.raises(UsageError, match="empty batches"), hooks.join():
+        pass
+    hooks.remove()
+
+
+def test_refused(ranks: Pool) -> None:
+    ranks(2).run(refused)
+
+
+def different_layers(comm: Communicator) -> None:
+    model: Any = nn.ModuleDict({"a": nn.BatchNorm1d(3), "b": nn.BatchNorm1d(3)})
+    multiring.torch.convert_sync_batchnorm(model, comm.split(0))  # this one will be broken
+    model["a" if comm.rank == 0 else "b"](torch.randn(2, 3))
+
+
+def test_layers_in_different_order_are_reported(ranks: Pool) -> None:
+    for error in ranks(2).run_expecting_errors(different_layers):
+        assert isinstance(error, MismatchError)
+        assert "SyncBatchNorm a forward" in str(error)
+        assert "SyncBatchNorm b forward" in str(error)
+
+
+def one_communicator(comm: Communicator) -> None:
+    """All layers of a communicator share one derived from it, which ends with it."""
+    parent = comm.split(0)
+    assert parent is not None
+    layers = [multiring.torch.SyncBatchNorm(3, comm=parent) for _ in range(3)]
+    for layer in layers:
+        layer(torch.randn(2, 3))
+    child = derived(parent, "sync_batchnorm")
+    assert child is derived(parent, "sync_batchnorm")
+    assert child is not derived(parent, "another purpose")
+    parent.close()
+    with pytest.raises(multiring.AbortedError):
+        layers[0](torch.randn(2, 3))
+    dropped = [weakref.ref(parent), weakref.ref(child)]
+    del parent, child, layers, layer
+    gc.collect()
+    assert [ref() for ref in dropped] == [None, None]
+
+
+def test_one_derived_communicator_that_ends_with_its_parent(ranks: Pool) -> None:
+    ranks(2).run(one_communicator)
+
+
+def compiled(comm: Communicator) -> None:
+    """Compilation leaves the layers out."""
+    alone = make_network()
+    model = multiring.torch.convert_sync_batchnorm(make_network(), comm)
+    runner = torch.compile(model, backend="aot_eager")
+    for step in range(2):
+        parts = [
+            torch.randn(4, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step + rank))
+            for rank in range(comm.size)
+        ]
+        output = runner(parts[comm.rank])
+        wanted = alone(torch.cat(parts))[4 * comm.rank : 4 * comm.rank + 4]
+        torch.testing.assert_close(output, wanted, rtol=1e-10, atol=1e-11)
+        torch.autograd.backward(output.sum())
+
+
+def test_compiled_network(ranks: Pool) -> None:
+    ranks(2).run(compiled)

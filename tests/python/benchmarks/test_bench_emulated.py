@@ -1,0 +1,170 @@
+"""`multiring bench allreduce --emulate`: on hosts that are network namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from multiring.models.bench.emulated_hosts import why_not
+from multiring.models.bench.results import Report
+from tests.python.benchmarks.test_bench import bench
+from tests.support import REPOSITORY, Job, wait_until
+
+MPICH = REPOSITORY / "build" / "mpich"
+HOLDER = b"cat\0-\0"  # the command line of what holds an emulated host
+
+
+def holders(job: Job) -> int:
+    """How many of the job's processes hold a host."""
+    found = 0
+    for pid in job.processes():
+        with contextlib.suppress(OSError):
+            found += Path(f"/proc/{pid}/cmdline").read_bytes() == HOLDER
+    return found
+
+
+@pytest.mark.parametrize("peers", ["gloo", "mpi"])
+def test_emulated_hosts_are_measured_and_leave_nothing(peers: str) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    words = ["--emulate", "2x2", "--rate", "400mbit,400mbit", "--sizes", "64KiB", "--seconds", "0.02"]
+    words += ["--wire", "bfloat16"]
+    with Job(bench(*words, "--peers", peers, "--json", "DIR/r.json", "--format", "markdown")) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+        assert done.returncode == 0, done.stderr
+        report = Report.from_json((job.directory / "r.json").read_text())
+    assert (report.ranks, report.hosts) == (4, "2x2 --rate 400mbit,400mbit")
+    peer = "Gloo" if peers == "gloo" else "Open MPI"
+    assert report.contenders == ["multiring", "multiring bfloat16", peer, "limit"]
+    limit = report.row("limit", 64 * 1024)
+    assert limit is not None
+    assert limit.sample.median == 64 * 1024 / 100e6  # the array once, over both links
+    assert "4 ranks of emulated hosts (2x2 --rate 400mbit,400mbit), all on" in done.stdout
+
+
+def test_emulated_hosts_are_not_started_inside_ranks() -> None:
+    launcher = [sys.executable, "-m", "multiring", "run", "-np", "2", "-m", "multiring"]
+    with Job(lambda root: [*launcher, *bench("--emulate", "2x1", "--peers", "none")(root)[3:]]) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 2
+    assert "--emulate starts its own ranks: leave multiring out" in done.stderr
+
+
+def test_emulated_hosts_end_with_a_bench_that_is_killed() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    words = ["--emulate", "2x1", "--sizes", "64KiB", "--seconds", "60", "--peers", "none"]
+    with Job(bench(*words)) as job:
+        wait_until(lambda: holders(job) > 0, "hosts")
+        job.process.kill()
+        job.finish()
+        wait_until(lambda: holders(job) == 0, "the end of the hosts")
+
+
+@pytest.fixture
+def with_mpich() -> Callable[..., Callable[[Path], list[str]]]:
+    """Gives the command line of a run on two hosts of two ranks with MPICH; skips where that cannot be."""
+    if reason := why_not():
+        pytest.skip(reason)
+    if not (MPICH / ".made").exists():
+        pytest.skip("no environment with MPICH: ci/make_mpich_environment.sh makes one")
+    return lambda *words: bench("--emulate", "2x2", "--mpich", str(MPICH), *words)
+
+
+def test_mpich_sends_between_hosts_and_shares_memory_within(
+    with_mpich: Callable[..., Callable[[Path], list[str]]],
+) -> None:
+    size = 256 * 1024
+    words = ["--sizes", "256KiB", "--seconds", "0.02", "--peers", "gloo", "--json", "DIR/r.json"]
+    with Job(with_mpich(*words, "--format", "markdown")) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+        assert done.returncode == 0, done.stderr
+        report = Report.from_json((job.directory / "r.json").read_text())
+    assert report.contenders == ["multiring", "Gloo", "MPICH", "limit"]
+    assert "MPICH" in report.machine.versions
+    assert "left out" not in done.stdout
+    mine, gloo, mpich = (report.row(name, size) for name in report.contenders[:3])
+    assert mine is not None
+    assert gloo is not None
+    assert mpich is not None
+    assert report.ratio(mine, "MPICH") == mpich.sample.median / mine.sample.median
+    # One sum of each host crosses its link, in one direction and the other.
+    assert all(size <= sent < 1.25 * size for sent in mpich.sent["eth0"]), mpich.sent
+    # What goes by TCP within a host crosses its loopback: Gloo's does, MPICH's does not.
+    assert max(mpich.sent["lo"]) < 1024, mpich.sent
+    assert min(gloo.sent["lo"]) >= size, gloo.sent
+
+
+def test_a_library_that_passes_the_links_by_is_not_believed(
+    with_mpich: Callable[..., Callable[[Path], list[str]]],
+) -> None:
+    words = ["--sizes", "64KiB", "--seconds", "0.02", "--peers", "none"]
+    # So UCX takes whatever way it finds: these hosts share a kernel, and memory.
+    with Job(with_mpich(*words), env={"UCX_TLS": "all", "MPIR_CVAR_CH4_NETMOD": "ucx"}) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 1, done.stderr
+    assert "over the links of the emulated hosts for an allreduce of 65536 B, where 131072 B" in done.stderr
+
+
+def test_a_rank_of_mpich_that_is_killed_ends_the_run(
+    with_mpich: Callable[..., Callable[[Path], list[str]]],
+) -> None:
+    before = set(Path("/dev/shm").glob("mpich_*"))
+    words = ["--sizes", "4KiB,16MiB", "--seconds", "60", "--peers", "none"]
+    with Job(with_mpich(*words)) as job:
+        assert job.process.stderr is not None
+        assert job.process.stderr.readline().startswith("4 KiB: ")
+        os.kill(companion_of(job, 1), signal.SIGKILL)
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 1, done.stderr
+    assert "InternalError: MPICH's rank" in done.stderr
+    assert set(Path("/dev/shm").glob("mpich_*")) <= before
+
+
+def companion_of(job: Job, rank: int) -> int:
+    """The process of MPICH that takes the turns of a rank."""
+
+    def fits(pid: int) -> bool:
+        process = Path(f"/proc/{pid}")
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            environ = (process / "environ").read_bytes().split(b"\0")
+            return f"PMI_RANK={rank}".encode() in environ and any(w.endswith(b"companion.py") for w in words)
+        return False
+
+    (found,) = filter(fits, job.processes())
+    return found
+
+
+def test_a_host_that_cannot_be_made_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    tool = tmp_path / "tc"
+    tool.write_text(
+        f"""#!/bin/sh
+case "$*" in *eth1*) echo "RTNETLINK answers: No such thing" >&2; exit 2;; esac
+exec {shutil.which("tc")} "$@"
+"""
+    )
+    tool.chmod(0o755)
+    words = ["--emulate", "2x1", "--rate", "400mbit,400mbit", "--peers", "none"]
+    with Job(bench(*words), env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}) as job:
+        done = job.finish()
+        job.assert_nothing_left()
+    assert done.returncode == 2, done.stderr
+    assert "multiring: the hosts 2x1 --rate 400mbit,400mbit cannot be emulated: `nsenter" in done.stderr
+    assert "tc qdisc add dev eth1" in done.stderr
+    assert "failed with exit code 2: RTNETLINK answers: No such thing" in done.stderr
+    assert "Traceback" not in done.stderr

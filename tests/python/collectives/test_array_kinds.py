@@ -1,0 +1,295 @@
+"""Every collective over every registered kind of array and every dtype, and arrays that are refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multiring import Communicator, UsageError
+from tests.python.collectives.array_kinds import (
+    KINDS,
+    ArrayKind,
+    assert_same_bits,
+    bits_of,
+    is_result_of,
+    like_kind,
+)
+from tests.python.collectives.oracle import Bits, random_bits
+from tests.python.collectives.registry import COLLECTIVES, Collective
+from tests.rank_pool import RankPool
+
+Pools = Callable[[int], RankPool]
+
+_PARAMETERS = [
+    pytest.param(
+        kind,
+        collective,
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec(KINDS[kind].package) is None,
+            reason=f"{KINDS[kind].package} not installed",
+        ),
+    )
+    for kind in KINDS
+    for collective in COLLECTIVES
+]
+
+
+def _inputs(comm: Communicator, kind: ArrayKind, collective: Collective, dtype: str) -> list[Bits]:
+    seed = zlib.crc32(pickle.dumps((kind.name, collective.name, dtype)))
+    shapes = []
+    for rank in range(comm.size):
+        rows = 7 if collective.rows is None else collective.rows(rank)
+        shapes.append((rows,) if kind.flat else (rows, 3))
+    return [random_bits(seed + rank, shape, dtype) for rank, shape in enumerate(shapes)]
+
+
+def check_kind(comm: Communicator, kind_name: str, collective_name: str) -> None:
+    kind, collective = KINDS[kind_name], COLLECTIVES[collective_name]
+    for dtype in kind.dtypes:
+        for asynchronous in (False, True):
+            _check(comm, kind, collective, dtype, asynchronous)
+
+
+def _check(
+    comm: Communicator, kind: ArrayKind, collective: Collective, dtype: str, asynchronous: bool
+) -> None:
+    inputs = _inputs(comm, kind, collective, dtype)
+    wanted = collective.expected(inputs, comm.rank, dtype)
+    x = kind.make(inputs[comm.rank], dtype)
+    result = collective.call(comm, x, asynchronous=asynchronous)
+    if wanted is None:
+        assert result is None
+        return
+    gives = not collective.only_root or comm.rank == comm.size - 1
+    assert is_result_of(kind if gives else KINDS["numpy"], result), type(result)
+    assert_same_bits(result, wanted)
+    assert_same_bits(x, inputs[comm.rank])  # an input is not written
+    if not (collective.takes_out and kind.writable):
+        return
+    out = like_kind(kind, wanted.shape, dtype)
+    assert collective.call(comm, x, asynchronous=asynchronous, out=out) is out
+    assert_same_bits(out, wanted)
+    if bits_of(x).shape == wanted.shape:  # in place
+        assert collective.call(comm, x, asynchronous=asynchronous, out=x) is x
+        assert_same_bits(x, wanted)
+
+
+@pytest.mark.parametrize(("kind", "collective"), _PARAMETERS)
+def test_kind(ranks: Pools, kind: str, collective: str) -> None:
+    ranks(3).run(check_kind, kind, collective)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_kind_alone(ranks: Pools, collective: str) -> None:
+    ranks(1).run(check_kind, "numpy", collective)
+    ranks(1).run(check_kind, "numpy F order", collective)
+
+
+def check_sent(comm: Communicator, kind_name: str) -> None:
+    kind = KINDS[kind_name]
+    for number, dtype in enumerate(kind.dtypes):
+        bits = random_bits(number, (5,) if kind.flat else (5, 2), dtype)
+        if comm.rank == 0:
+            for _ in range(2):
+                comm.send(kind.make(bits, dtype), 1, tag=number)
+        elif comm.rank == 1:
+            assert_same_bits(comm.recv(0, tag=number), bits)
+            out = like_kind(kind if kind.writable else KINDS["numpy"], bits.shape, dtype)
+            assert comm.recv(0, out=out, tag=number) is out
+            assert_same_bits(out, bits)
+
+
+@pytest.mark.parametrize("kind", [p.values[0] for p in _PARAMETERS if p.values[1] == "allreduce"])
+def test_kind_sent(ranks: Pools, kind: str) -> None:
+    if importlib.util.find_spec(KINDS[kind].package) is None:
+        pytest.skip(f"{KINDS[kind].package} not installed")
+    ranks(3).run(check_sent, kind)
+
+
+def check_scalars(comm: Communicator) -> None:
+    for x, dtype in ((3, "int64"), (2.5, "float64"), (True, "bool"), (np.float32(1.5), "float32")):
+        result = comm.allreduce(x, "max")
+        assert isinstance(result, np.ndarray)
+        assert result.shape == ()
+        assert result.dtype == dtype
+        assert result == x
+    zero_dimensional = np.array(comm.rank, np.int32)
+    assert_same_bits(comm.allgather(zero_dimensional), np.arange(comm.size, dtype=np.int32))
+    assert_same_bits(comm.broadcast(zero_dimensional, 1), np.array(1, np.int32))
+    assert_same_bits(comm.allreduce(zero_dimensional, out=zero_dimensional), np.array(3, np.int32))
+
+
+def test_numbers_and_zero_dimensions(ranks: Pools) -> None:
+    ranks(3).run(check_scalars)
+
+
+def check_out_of_another_kind(comm: Communicator) -> None:
+    out = bytearray(12)
+    comm.allreduce([1.0, 2.0, comm.rank], out=np.empty(3))
+    comm.allreduce(np.ones(12, np.uint8), out=out)
+    assert bytes(out) == bytes([comm.size] * 12)
+    wide = np.zeros((4, 6), np.float32)
+    comm.allgather(np.full((1, 3), comm.rank + 1, np.float32), out=wide[: comm.size, ::2])
+    assert wide[:3, ::2].tolist() == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
+    assert not wide[:, 1::2].any()
+    assert not wide[3].any()
+
+
+def test_out_of_another_kind(ranks: Pools) -> None:
+    ranks(3).run(check_out_of_another_kind)
+
+
+class OnDevice:
+    """Something that says it lies on a GPU."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise AssertionError("not to be called")
+
+
+class OnDeviceByInterface:
+    __cuda_array_interface__ = {"shape": (1,), "typestr": "<f4", "data": (0, False), "version": 3}
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "big-endian": (lambda: np.ones(3, ">f4"), r"dtype >f4.*native byte order"),
+    "complex": (lambda: np.ones(3, complex), "dtype complex128"),
+    "complex number": (lambda: 1j, "dtype complex128"),
+    "long double": (lambda: np.ones(3, np.longdouble), "dtype float128"),
+    "date": (lambda: np.zeros(3, "M8[s]"), "dtype datetime64"),
+    "record": (lambda: np.zeros(3, [("a", "i4"), ("b", "f4")]), "supported are"),
+    "object": (lambda: np.array([None]), "dtype object"),
+    "text": (lambda: ["a", "b"], "dtype <U1"),
+    "ragged list": (lambda: [[1], [1, 2]], "list does not make an array"),
+    "no array": (lambda: object(), "expected an array .* got object"),
+    "none": (lambda: None, "got NoneType|has to give an array"),
+    "too many dimensions": (lambda: np.ones((1,) * 9), "more than 8 dimensions"),
+    "on a device": (OnDevice, "OnDevice lies in device memory.*copy it to the host"),
+    "on a device, by interface": (OnDeviceByInterface, "lies in device memory"),
+}
+
+
+def _refusals(comm: Communicator, x: Any, pattern: str) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: comm.send(x, (comm.rank + 1) % comm.size),
+        lambda: comm.recv((comm.rank + 1) % comm.size, out=x if x is not None else object()),
+    ]
+    for collective in COLLECTIVES.values():
+        if collective.only_root and comm.rank != comm.size - 1:
+            continue
+        calls += [
+            lambda c=collective: c.call(comm, x),
+            lambda c=collective: c.call(comm, x, asynchronous=True),
+        ]
+    for number, call in enumerate(calls):
+        with pytest.raises(UsageError, match=pattern if number != 1 else ""):
+            call()
+
+
+def check_refused(comm: Communicator, name: str) -> None:
+    make, pattern = REFUSED[name]
+    _refusals(comm, make(), f"(?s){pattern}")
+    assert not comm.is_broken
+    comm.barrier()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(ranks: Pools, name: str) -> None:
+    ranks(3).run(check_refused, name)
+
+
+def check_refused_tensors(comm: Communicator) -> None:
+    import torch
+
+    in_one_line = r"\Athe array, a Tensor, requires a gradient[^\n]*tensor\.detach\(\)[^\n]*\Z"
+    _refusals(comm, torch.ones(3, requires_grad=True), in_one_line)
+    _refusals(comm, torch.ones(3, 2, requires_grad=True).T, in_one_line)
+    _refusals(comm, torch.ones(3, dtype=torch.complex64), "dtype torch.complex64")
+    _refusals(comm, torch.ones(3, device="meta"), "Tensor")
+    _refusals(comm, torch.ones(3).to_sparse(), "Tensor")
+    with pytest.raises(UsageError, match=in_one_line):
+        comm.allreduce(torch.ones(3), out=torch.ones(3, requires_grad=True))
+    comm.barrier()
+
+
+def test_refused_tensors(ranks: Pools) -> None:
+    pytest.importorskip("torch")
+    ranks(3).run(check_refused_tensors)
+
+
+def _bad_outs(x: np.ndarray[Any, Any]) -> list[tuple[Any, str]]:
+    read_only = x.copy()
+    read_only.flags.writeable = False
+    strided = np.zeros((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)[..., ::2]
+    strided.flags.writeable = False
+    return [
+        (read_only, "read-only"),
+        (strided, "read-only"),
+        (memoryview(read_only), "read-only"),
+        (x.tobytes(), "read-only|dtype"),
+        (x.astype(np.float64), "out has dtype float64, the input float32"),
+        (np.zeros((*x.shape[:-1], x.shape[-1] + 1), x.dtype), "elements|bytes"),
+        (np.zeros(x.shape, ">f4"), "native byte order"),
+        (x.tolist(), "expected an array"),
+    ]
+
+
+def check_bad_outs(comm: Communicator) -> None:
+    x = np.ones((6, 4), np.float32)
+    for name in ("allreduce", "broadcast"):
+        for asynchronous in (False, True):
+            for out, pattern in _bad_outs(x):
+                with pytest.raises(UsageError, match=pattern):
+                    COLLECTIVES[name].call(comm, x, asynchronous=asynchronous, out=out)
+    for out, pattern in _bad_outs(x[:2]):
+        with pytest.raises(UsageError, match=pattern):
+            comm.reduce_scatter(x, out=out)
+    for out, pattern in _bad_outs(x):
+        if pattern != "elements|bytes":  # known when all ranks have come
+            with pytest.raises(UsageError, match=pattern):
+                comm.allgather(x[:2], out=out)
+    _check_overlap(comm)
+    assert not comm.is_broken
+    comm.barrier()
+
+
+def _check_overlap(comm: Communicator) -> None:
+    x = np.zeros(100, np.float32)
+    for asynchronous in (False, True):
+        for name in ("allreduce", "broadcast"):
+            with pytest.raises(UsageError, match="overlaps the input"):
+                COLLECTIVES[name].call(comm, x[1:], asynchronous=asynchronous, out=x[:-1])
+        with pytest.raises(UsageError, match="overlaps the input"):
+            COLLECTIVES["allgather"].call(comm, x[:20], asynchronous=asynchronous, out=x[10:70])
+    comm.allreduce(x[50:], out=x[:50])  # side by side
+    read_only = x.copy()
+    read_only.flags.writeable = False
+    with pytest.raises(UsageError, match="read-only"):
+        comm.allreduce(read_only, out=read_only)
+
+
+def test_refused_outs(ranks: Pools) -> None:
+    ranks(3).run(check_bad_outs)
+
+
+def check_empty_expectation(comm: Communicator) -> None:
+    import torch
+
+    if comm.rank == 0:
+        comm.send(np.ones(4, np.float32), 1)
+    elif comm.rank == 1:
+        comm.recv(0, out=torch.empty(0))
+
+
+def test_an_empty_tensor_expects_an_empty_message(ranks: Pools) -> None:
+    pytest.importorskip("torch")
+    error = ranks(3).run_expecting_errors(check_empty_expectation)[1]
+    assert "expects tag 0 recv root 0 float32[0]" in str(error)

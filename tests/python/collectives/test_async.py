@@ -1,0 +1,224 @@
+"""Asynchronous operations: their handle, their order, their errors and what they keep alive."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import multiring
+from multiring import AbortedError, Communicator, MismatchError, UsageError
+from tests.python.collectives.array_kinds import assert_same_bits
+from tests.python.collectives.oracle import Reduction, random_bits
+from tests.rank_pool import RankPool
+
+Pools = Callable[[int], RankPool]
+
+
+def check_handle(comm: Communicator) -> None:
+    out = np.empty(4)
+    work = comm.allreduce_async(np.full(4, comm.rank + 1.0), out=out)
+    total = work.wait()
+    assert total is out
+    assert total[0] == comm.size * (comm.size + 1) / 2
+    assert work.done()
+    assert work.wait() is out
+    assert work.wait(timeout=0) is out
+    with pytest.raises(UsageError, match="timeout is -1"):
+        work.wait(timeout=-1)
+    gathered = comm.allgather_async(np.array([comm.rank])).wait()
+    assert gathered.tolist() == list(range(comm.size))
+    assert comm.barrier_async().wait() is None
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_handle(ranks: Pools, size: int) -> None:
+    ranks(size).run(check_handle)
+
+
+def check_wait_with_timeout(comm: Communicator) -> None:
+    other = comm.split(0)
+    assert other is not None
+    work = None
+    if comm.rank != 0:
+        work = comm.allreduce_async(np.ones(3), name="late")
+        assert not work.done()
+        start = time.monotonic()
+        with pytest.raises(multiring.TimeoutError, match=r"allreduce 'late'.*it goes on") as caught:
+            work.wait(timeout=0.05)
+        assert isinstance(caught.value, TimeoutError)
+        assert caught.value.operation == "allreduce"
+        assert caught.value.tensor == "late"
+        assert time.monotonic() - start >= 0.05
+        with pytest.raises(multiring.TimeoutError):
+            work.wait(timeout=0)
+    other.barrier()
+    if work is None:
+        work = comm.allreduce_async(np.ones(3), name="late")
+    assert work.wait()[0] == comm.size  # a wait that gave up has broken nothing
+
+
+def test_wait_with_timeout(ranks: Pools) -> None:
+    ranks(3).run(check_wait_with_timeout)
+
+
+def check_sync_waits(comm: Communicator) -> None:
+    pending = [comm.allreduce_async(np.full(n, 1.0)) for n in (1, 50_000, 3, 400_000)]
+    comm.barrier()
+    assert all(work.done() for work in pending)
+
+
+def test_synchronous_calls_wait_for_what_was_submitted_before(ranks: Pools) -> None:
+    ranks(3).run(check_sync_waits)
+
+
+def check_temporaries(comm: Communicator) -> None:
+    pending = []
+    for number in range(40):
+        pending.append(comm.allreduce_async(np.full(30_000, float(number)), priority=number % 3))
+        np.full(30_000, -1.0)  # would take the place of an input that was let go
+    gc.collect()
+    for number, work in enumerate(pending):
+        assert (work.wait() == number * comm.size).all()
+
+
+def test_arrays_are_kept_alive(ranks: Pools) -> None:
+    ranks(3).run(check_temporaries)
+
+
+def check_stress(comm: Communicator) -> None:
+    generator = np.random.default_rng(comm.rank)  # every rank at a speed of its own
+    pending = []
+    for number in range(300):
+        dtype = ("float32", "float32", "float16", "int64")[number % 4]
+        inputs = [random_bits(number * 8 + rank, (number % 37,), dtype) for rank in range(comm.size)]
+        wanted = Reduction().apply(inputs, dtype)
+        x = inputs[comm.rank]
+        pending.append((comm.allreduce_async(x, name=f"t{number}", priority=-(number % 5), out=x), wanted))
+        if generator.random() < 0.05:
+            time.sleep(0.001)
+        if number % 60 == 59:
+            assert_same_bits(comm.allgather(np.array([number])), np.full(comm.size, number))
+    for work, wanted in reversed(pending):
+        assert_same_bits(work.wait(), wanted)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_many_small_ones(ranks: Pools, size: int) -> None:
+    ranks(size).run(check_stress)
+
+
+def check_idle(comm: Communicator) -> float:
+    comm.allreduce_async(np.ones(1)).wait()
+    comm.barrier()
+    before = time.process_time()
+    time.sleep(0.3)
+    return time.process_time() - before
+
+
+def test_the_progress_thread_sleeps_when_idle(ranks: Pools) -> None:
+    assert max(ranks(2).run(check_idle)) < 0.1  # seconds of processor time
+
+
+def mismatch(comm: Communicator) -> tuple[list[str], bool]:
+    if comm.rank == 2:  # comes when the others have submitted both
+        comm.recv(0)
+        comm.recv(1)
+    first = comm.allreduce_async(np.ones(3 + comm.rank % 2), name="grad")
+    pending = [first, first]
+    if comm.rank != 2:
+        pending.append(comm.allreduce_async(np.ones(3), name="next"))
+        comm.send(np.ones(1), 2)
+    texts = []
+    for work in pending:
+        try:
+            work.wait()
+        except multiring.MultiringError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+        assert work.done()
+    with pytest.raises(AbortedError, match=r"broken on rank \d by its first error \(mismatch\)"):
+        comm.allreduce_async(np.ones(3))
+    return texts, comm.is_broken
+
+
+def test_errors_are_raised_at_wait(ranks: Pools) -> None:
+    for rank, (texts, is_broken) in enumerate(ranks(3).run(mismatch)):
+        assert len(texts) == (2 if rank == 2 else 3)  # what was pending fails as well
+        assert all(text.startswith("MismatchError: ") for text in texts)
+        assert all(
+            "the ranks of communicator 'world' asked for different operations" in text for text in texts
+        )
+        assert texts[1] == texts[0]  # at every wait
+        assert is_broken
+
+
+def check_closed(comm: Communicator) -> None:
+    other = comm.split(0)
+    assert other is not None
+    # No rank 0 takes part, so nothing is complete.
+    pending = [] if comm.rank == 0 else [other.allreduce_async(np.ones(3)) for _ in range(3)]
+    comm.barrier()
+    other.close()
+    for work in pending:
+        with pytest.raises(multiring.MultiringError):
+            work.wait()
+    with pytest.raises(AbortedError, match="closed|broken"):
+        other.allreduce_async(np.ones(3))
+    comm.barrier()
+
+
+def test_close_fails_what_is_pending(ranks: Pools) -> None:
+    ranks(3).run(check_closed)
+
+
+def check_let_go(comm: Communicator) -> None:
+    for _ in range(20):
+        # Nobody holds the communicator, its work or its arrays while its thread runs.
+        child = comm.split(0)
+        assert child is not None
+        with contextlib.suppress(AbortedError):  # a peer has let go of it already
+            for count in (1, 100_000):
+                child.allreduce_async(np.ones(count))
+        del child
+    gc.collect()
+    comm.barrier()
+
+
+def test_communicators_may_be_let_go_while_they_work(ranks: Pools) -> None:
+    ranks(3).run(check_let_go)
+
+
+def check_work_holds_communicator(comm: Communicator) -> None:
+    child = comm.split(0)
+    assert child is not None
+    work = child.allreduce_async(np.ones(200_000))
+    del child
+    gc.collect()
+    assert work.wait()[-1] == comm.size
+    comm.barrier()
+
+
+def test_work_keeps_its_communicator(ranks: Pools) -> None:
+    ranks(3).run(check_work_holds_communicator)
+
+
+def wait_of_mismatch(comm: Communicator, first: str) -> Any:
+    """One asynchronous, the others synchronous: not the same operation."""
+    if comm.rank == 0:
+        return comm.allreduce_async(np.ones(3), name=first).wait()
+    return comm.allreduce(np.ones(3), name=first)
+
+
+def test_asynchronous_against_synchronous(ranks: Pools) -> None:
+    for error in ranks(2).run_expecting_errors(wait_of_mismatch, "x"):
+        assert isinstance(error, MismatchError)
+        assert "rank 1 asked for allreduce 'x' sum float64[3]" in str(error)
+        assert re.search(
+            r"rank 0 asked for allreduce .x. sum float64\[3\] \(asynchronous operation \d+\)", str(error)
+        )

@@ -1,0 +1,276 @@
+"""Memory that all ranks have mapped."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multiring import AbortedError, Communicator, MismatchError, UsageError
+from tests.python.collectives.array_kinds import assert_same_bits, bits_of
+from tests.python.collectives.oracle import DTYPES, OPS, Bits, Reduction, blocks, random_bits, storage
+from tests.rank_pool import RankPool
+
+Pools = Callable[[int], RankPool]
+
+# Below and above the size from which symmetric memory is used where it lies, and one that is no multiple.
+COUNTS = (0, 1, 100, 5_000, 200_003)
+
+
+def shared_regions() -> int:
+    """Bytes of shared memory that this process has mapped."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:multiring" in line:
+            begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+            total += end - begin
+    return total
+
+
+def filled(comm: Communicator, count: int, dtype: str, seed: int) -> tuple[Bits, list[Bits]]:
+    inputs = [random_bits(seed + rank, (count,), dtype) for rank in range(comm.size)]
+    array = comm.symmetric_empty(count, storage(dtype))
+    array[...] = inputs[comm.rank]
+    return array, inputs
+
+
+def check_allreduce(comm: Communicator, dtype: str) -> None:
+    for count in COUNTS:
+        for op in OPS if count == 5_000 and dtype != "bool" else ("sum",):
+            array, inputs = filled(comm, count, dtype, count)
+            wanted = Reduction(op).apply(inputs, dtype)
+            out = comm.symmetric_empty(count, storage(dtype))
+            assert comm.allreduce(array, op, out=out) is out
+            assert_same_bits(out, wanted)
+            assert_same_bits(array, inputs[comm.rank])
+            assert_same_bits(comm.reduce_scatter(array, op), blocks(wanted, comm.size)[comm.rank])
+            plain = np.empty_like(out)
+            assert_same_bits(comm.allreduce(array, op, out=plain), wanted)
+            assert_same_bits(comm.allreduce(inputs[comm.rank], op, out=out), wanted)
+            assert comm.allreduce(array, op, out=array) is array
+            assert_same_bits(array, wanted)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "bfloat16"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_allreduce(ranks: Pools, size: int, dtype: str) -> None:
+    ranks(size).run(check_allreduce, dtype)
+
+
+def check_bfloat16(comm: Communicator) -> None:
+    import torch
+
+    bits, inputs = filled(comm, 60_001, "bfloat16", 1)
+    tensor = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    assert comm.allreduce(tensor, "average", out=tensor) is tensor
+    wanted = Reduction("average").apply(inputs, "bfloat16")
+    np.testing.assert_array_equal(bits_of(tensor), wanted)
+    np.testing.assert_array_equal(bits, wanted)  # the memory itself
+
+
+def test_bfloat16_as_a_view(ranks: Pools) -> None:
+    pytest.importorskip("torch")
+    ranks(3).run(check_bfloat16)
+
+
+def check_views(comm: Communicator) -> None:
+    array, inputs = filled(comm, 90_000, "float32", 4)
+    wanted = Reduction().apply(inputs, "float32")
+    for begin, end in ((0, 20_000), (20_000, 20_001), (20_001, 89_999)):
+        view = array[begin:end].reshape(-1, 1)
+        assert comm.allreduce(view, out=view) is view
+    assert_same_bits(array[:89_999], wanted[:89_999])
+    assert_same_bits(array[89_999:], inputs[comm.rank][89_999:])  # not touched
+    grid, inputs = filled(comm, 40_000, "float32", 5)
+    strided = grid.reshape(200, 200)[:, ::2]
+    wanted = Reduction().apply([bits.reshape(200, 200)[:, ::2] for bits in inputs], "float32")
+    comm.allreduce(strided, out=strided)
+    assert_same_bits(strided, wanted)
+
+
+def check_unlike_places(comm: Communicator) -> None:
+    """Ranks whose buffers lie at other offsets, or elsewhere, still get the same."""
+    array, _ = filled(comm, 50_000, "float32", 6)
+    inputs = [random_bits(rank, (20_000,), "float32") for rank in range(comm.size)]
+    wanted = Reduction().apply(inputs, "float32")
+    view = array[comm.rank * 16 + 3 :][:20_000]
+    view[:] = inputs[comm.rank]
+    assert_same_bits(comm.allreduce(view, out=view), wanted)
+    view[:] = inputs[comm.rank]
+    x: Any = view if comm.rank % 2 else inputs[comm.rank].copy()
+    assert_same_bits(comm.allreduce(x, out=x), wanted)
+    assert_same_bits(comm.reduce_scatter(inputs[comm.rank]), blocks(wanted, comm.size)[comm.rank])
+    view[:] = inputs[comm.rank]
+    x = view if comm.rank % 2 else inputs[comm.rank].copy()
+    assert_same_bits(comm.reduce_scatter(x), blocks(wanted, comm.size)[comm.rank])
+
+
+@pytest.mark.parametrize("check", [check_views, check_unlike_places])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_views(ranks: Pools, size: int, check: Callable[[Communicator], None]) -> None:
+    ranks(size).run(check)
+
+
+def check_async(comm: Communicator) -> None:
+    array, inputs = filled(comm, 400_000, "float32", 7)
+    wanted = Reduction().apply(inputs, "float32")
+    pending = [comm.allreduce_async(piece, out=piece) for piece in np.array_split(array, 9)]
+    for work in pending:
+        work.wait()
+    assert_same_bits(array, wanted)
+    array, _ = filled(comm, 400_000, "float32", 7)
+    work = comm.allreduce_async(array, out=array)
+    del array
+    gc.collect()
+    assert_same_bits(work.wait(), wanted)
+
+
+def test_asynchronous(ranks: Pools) -> None:
+    ranks(3).run(check_async)
+
+
+def check_freed(comm: Communicator) -> None:
+    gc.collect()
+    before = shared_regions()
+    array = comm.symmetric_empty((1000, 1000), np.float64)
+    assert array.shape == (1000, 1000)
+    assert shared_regions() >= before + comm.size * array.nbytes
+    view = array[5:10]
+    del array
+    assert shared_regions() > before  # the view keeps it
+    view[:] = 1
+    del view
+    assert shared_regions() == before
+    for _ in range(100):
+        comm.symmetric_empty(1000)
+    assert shared_regions() == before
+
+
+def test_memory_is_freed_with_the_last_view(ranks: Pools) -> None:
+    ranks(3).run(check_freed)
+
+
+def check_outlives(comm: Communicator) -> None:
+    group = comm.split(0)
+    assert group is not None
+    array = group.symmetric_empty(10_000)
+    array[:] = 1
+    group.barrier()
+    comm.barrier()
+    group.close()
+    del group
+    gc.collect()
+    assert array.sum() == 10_000  # still there
+    with pytest.raises(AbortedError, match="is closed"):
+        closed = comm.split(0)
+        assert closed is not None
+        closed.close()
+        closed.symmetric_empty(3)
+
+
+def test_memory_outlives_its_communicator(ranks: Pools) -> None:
+    ranks(3).run(check_outlives)
+
+
+def check_shapes(comm: Communicator) -> None:
+    for shape, wanted in (
+        (5, (5,)),
+        (np.int64(5), (5,)),
+        ((), ()),
+        ((2, 3), (2, 3)),
+        ([4, 0, 2], (4, 0, 2)),
+        (np.zeros((3, 2)).shape, (3, 2)),
+    ):
+        for dtype in (np.float32, "int8", np.dtype("f8"), bool):
+            array = comm.symmetric_empty(shape, dtype)
+            assert array.shape == wanted
+            assert array.dtype == np.dtype(dtype)
+            assert array.flags.c_contiguous
+            assert array.flags.writeable
+            assert array.ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_shapes(ranks: Pools, size: int) -> None:
+    ranks(size).run(check_shapes)
+
+
+def check_refused(comm: Communicator) -> None:
+    for shape, dtype, pattern in (
+        ((-1,), "f4", r"shape \[-1\] has a negative extent"),
+        ((2**62, 8), "f8", "more memory than there are addresses"),
+        ((2**31, 2**31), "f8", "more memory than there are addresses"),
+        ((3,), object, "dtype object cannot lie in symmetric memory"),
+        ((3,), "S0", "cannot lie in symmetric memory"),
+    ):
+        with pytest.raises(UsageError, match=pattern):
+            comm.symmetric_empty(shape, dtype)
+    for shape in ("ab", 1.5, None):
+        with pytest.raises(TypeError):
+            comm.symmetric_empty(shape)  # type: ignore[arg-type]
+    comm.barrier()
+
+
+def test_refused(ranks: Pools) -> None:
+    ranks(2).run(check_refused)
+
+
+def differing(comm: Communicator) -> None:
+    comm.symmetric_empty(10 + comm.rank, np.uint8)
+
+
+def test_sizes_that_differ(ranks: Pools) -> None:
+    for error in ranks(2).run_expecting_errors(differing):
+        assert isinstance(error, MismatchError)
+        text = "rank 0 asked for symmetric_empty uint8[10]; rank 1 asked for symmetric_empty uint8[11]"
+        assert text in str(error)
+
+
+def check_peers(comm: Communicator) -> None:
+    x = comm.symmetric_empty((3, 1000), np.int32)
+    x[...] = comm.rank
+    comm.barrier()
+    for rank in range(comm.size):
+        theirs = comm.symmetric_peer(x, rank)
+        assert theirs.shape == x.shape
+        assert theirs.dtype == x.dtype
+        assert (theirs == rank).all()
+        part = comm.symmetric_peer(x[1, 10:20], rank)
+        assert part.shape == (10,)
+        assert (part == rank).all()
+    comm.barrier()
+    comm.symmetric_peer(x, (comm.rank + 1) % comm.size)[2, 5] = 100 + comm.rank
+    comm.barrier()
+    assert x[2, 5] == 100 + (comm.rank - 1) % comm.size
+    x.flags.writeable = False
+    assert not comm.symmetric_peer(x, 0).flags.writeable
+    theirs = comm.symmetric_peer(x, 0)
+    first = x[0, 0] if comm.rank == 0 else 0
+    comm.barrier()
+    del x
+    gc.collect()
+    assert theirs[0, 0] == first  # the memory of all ranks stays mapped
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_arrays_of_peers(ranks: Pools, size: int) -> None:
+    ranks(size).run(check_peers)
+
+
+def check_no_peers(comm: Communicator) -> None:
+    x = comm.symmetric_empty((10, 10))
+    for rank in (-1, comm.size):
+        with pytest.raises(UsageError, match=rf"rank is {rank}; expected 0 to {comm.size - 1}"):
+            comm.symmetric_peer(x, rank)
+    with pytest.raises(UsageError, match="does not lie in symmetric memory of 'world'"):
+        comm.symmetric_peer(np.zeros(3), 0)
+    with pytest.raises(UsageError, match="C order"):
+        comm.symmetric_peer(x[:, ::2], 0)
+
+
+def test_arrays_that_have_no_peers(ranks: Pools) -> None:
+    ranks(2).run(check_no_peers)

@@ -1,0 +1,361 @@
+"""Gradients of which only the largest entries travel: by the description, step by step, and in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import multiring.top_k as implementation
+from multiring import Communicator, TopK
+from multiring.bucketing import ParameterSpec
+from multiring.errors import MismatchError, UsageError
+from multiring.gradient_reducer import GradientReducer
+from multiring.gradient_source import InPlace, ReducerOptions
+from multiring.top_k import add_up, largest
+from tests.python.collectives.oracle import Reduction, random_bits
+from tests.rank_pool import RankPool
+
+Pool = Callable[[int], RankPool]
+Values = NDArray[Any]
+
+SIZES = (7, 0, 300, 64, 1, 40)
+LIMITS = (600, 300)  # bytes: several buckets
+
+
+def test_the_largest_entries() -> None:
+    def chosen(values: list[float], count: int) -> list[int]:
+        return [int(place) for place in largest(np.array(values, np.float32), count)]
+
+    assert chosen([1, -3, 2, 0], 1) == [1]
+    assert chosen([1, -3, 2, 0], 3) == [0, 1, 2]
+    assert chosen([1, -3, 2, 0], 4) == [0, 1, 2, 3]
+    assert chosen([], 0) == []
+    assert chosen([2, -2, 2, 2], 2) == [0, 1], "the first of equal ones"
+    assert chosen([0, 0, 0], 2) == [0, 1]
+    assert chosen([5, np.inf, np.nan, 7], 2) == [1, 2]
+    assert chosen([np.nan, 5, np.nan, -np.inf], 2) == [0, 2]
+
+
+@pytest.mark.parametrize("op", ["sum", "average"])
+def test_what_was_sent_is_added_in_the_canonical_order(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implementation, "_BLOCK", 64)  # several blocks
+    generator = np.random.default_rng(3)
+    for ranks in (2, 3, 7):
+        dense = [random_bits(rank, (200,), "float32") for rank in range(ranks)]
+        places = [np.sort(generator.choice(200, 50, replace=False)) for _ in range(ranks)]
+        sparse = []
+        for values, mine in zip(dense, places, strict=True):
+            sparse.append(np.zeros(200, np.float32))
+            sparse[-1][mine] = values[mine]
+        found = add_up(places, [d[mine] for d, mine in zip(dense, places, strict=True)], 200, op)
+        assert found.tobytes() == Reduction(op).apply(sparse, "float32").tobytes()
+
+
+class Step:
+    """What the ranks do in one round, the same for all who ask; `Source` is one of them."""
+
+    def __init__(self, number: int, ranks: int) -> None:
+        generator = np.random.default_rng(number)
+        # Nobody has a new gradient of parameter 3 but in the last rounds.
+        present = generator.random((ranks, len(SIZES))) < 0.7
+        present[:, 3] &= number > 3
+        self.present = [np.flatnonzero(row).tolist() for row in present]
+        self.gradients = [
+            [
+                random_bits(1000 * number + 10 * index + rank, (size,), "float32")
+                for index, size in enumerate(SIZES)
+            ]
+            for rank in range(ranks)
+        ]
+
+
+class Source:
+    """The gradients of one rank, every other one in an array of its own."""
+
+    def __init__(self, reducer: GradientReducer, gradients: list[Values], late: Collection[int]) -> None:
+        self.reducer, self.gradients, self.late = reducer, gradients, late
+        self.arrays: dict[int, Values] = {}
+
+    def write(self, index: int) -> InPlace | None:
+        if index % 2:
+            self.reducer.slot(index).view(np.float32)[:] = self.gradients[index]
+            return None
+        array = self.arrays[index] = self.gradients[index].copy()
+        return InPlace(array.ctypes.data, array)
+
+    def read(self, index: int) -> Values:
+        return self.arrays[index] if index in self.arrays else self.reducer.slot(index).view(np.float32)
+
+    def store(self, index: int) -> InPlace | bool:
+        return (self.write(index) or True) if index in self.late else False
+
+    def publish(self, index: int) -> None:
+        pass
+
+
+def split(values: Values, indices: list[int]) -> list[Values]:
+    return np.split(values, np.cumsum([SIZES[index] for index in indices])[:-1])
+
+
+class Expected:
+    """All ranks by the description: gradient + residual is sent or stays, and nothing else happens to it."""
+
+    def __init__(self, ranks: int, compression: TopK, scaling: Reduction) -> None:
+        self.compression, self.scaling = compression, scaling
+        self.residuals = [[np.zeros(size, np.float32) for size in SIZES] for _ in range(ranks)]
+
+    def reduce(self, step: Step, buckets: list[list[int]]) -> dict[int, Values]:
+        """The reduced gradients of those parameters that any rank has produced."""
+        produced = set().union(*step.present)
+        reduced: dict[int, Values] = {}
+        for indices in buckets:
+            messages = []
+            for rank, mine in enumerate(step.present):
+                have = [
+                    (step.gradients[rank][index] if index in mine else np.zeros(SIZES[index], np.float32))
+                    * np.float32(self.scaling.prescale)
+                    + (self.residuals[rank][index] if index in mine else np.float32(0))
+                    for index in indices
+                ]
+                together = np.concatenate(have)
+                count = int(np.ceil(self.compression.ratio * len(together)))
+                places = np.argsort(-np.abs(together), kind="stable")[:count]
+                message = np.zeros_like(together)
+                message[places] = together[places]
+                rest = together - message
+                assert ((message + rest) == together).all()
+                messages.append(message)
+                for index, part in zip(indices, split(rest, indices), strict=True):
+                    if index in mine:
+                        self.residuals[rank][index] = part
+            total = Reduction(self.scaling.op, 1.0, self.scaling.postscale).apply(messages, "float32")
+            parts = zip(indices, split(total, indices), strict=True)
+            reduced |= {index: part for index, part in parts if index in produced}
+        return reduced
+
+
+def follow_the_description(
+    comm: Communicator, ratio: float, op: Literal["average", "sum"], prescale: float, postscale: float
+) -> None:
+    specs = [ParameterSpec(f"p{k}", (size,), "float32") for k, size in enumerate(SIZES)]
+    compression = TopK(ratio)
+    options = ReducerOptions(op, *LIMITS, prescale, postscale, compression=compression)
+    reducer = GradientReducer(comm, specs, options)
+    expected = Expected(comm.size, compression, Reduction(op, prescale, postscale))
+    for number in range(7):
+        step = Step(number, comm.size)
+        mine = step.present[comm.rank]
+        early, late = mine[::2], mine[1::2]
+        source = Source(reducer, step.gradients[comm.rank], late)
+        wanted = expected.reduce(step, [[slot.index for slot in b.slots] for b in reducer.plan.buckets])
+        for index in late:
+            reducer.mark_produced(index)
+        for index in early:
+            reducer.mark_ready(index, source.write(index))
+        result = reducer.finish(source)
+        assert set(np.flatnonzero(result.produced)) == set(wanted)
+        assert result.active.all()
+        for index, values in wanted.items():
+            assert source.read(index).tobytes() == values.tobytes(), (number, index)
+        kept = reducer.residuals()
+        for index, spec in enumerate(specs):
+            found = kept.get(spec.name, np.zeros(SIZES[index], np.float32))
+            np.testing.assert_array_equal(found, expected.residuals[comm.rank][index])
+        if number == 3:  # as a checkpoint is taken up
+            reducer.load_residuals({})
+            assert reducer.residuals() == {}
+            reducer.load_residuals(kept)
+    reducer.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("ratio", "scaling"),
+    [(0.1, ("average", 1.0, 1.0)), (0.003, ("sum", 0.5, 3.0)), (1.0, ("average", 1.0, 0.7))],
+)
+def test_every_step_follows_the_description(
+    ranks: Pool, size: int, ratio: float, scaling: tuple[str, float, float]
+) -> None:
+    ranks(size).run(follow_the_description, ratio, *scaling)
+
+
+def with_and_without(comm: Communicator) -> None:
+    """All entries are sent: the bits of the dense reduction."""
+    for dtype in ("float32", "float64"):
+        specs = [ParameterSpec(f"p{k}", (size,), dtype) for k, size in enumerate(SIZES)]
+        found = []
+        for compression in (None, TopK(1.0)):
+            reducer = GradientReducer(
+                comm, specs, ReducerOptions("average", *LIMITS, 0.3, 1.7, compression=compression)
+            )
+            for index, size in enumerate(SIZES):
+                gradient = random_bits(index + 100 * comm.rank, (size,), dtype)
+                reducer.slot(index).view(dtype)[:] = gradient
+                reducer.mark_ready(index)
+            reducer.finish(Source(reducer, [], ()))
+            found.append([reducer.slot(index).tobytes() for index in range(len(SIZES))])
+            assert not any(rest.any() for rest in reducer.residuals().values())
+            reducer.close()
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_ratio_of_one_has_the_bits_of_the_dense_sum(ranks: Pool, size: int) -> None:
+    ranks(size).run(with_and_without)
+
+
+def run_out_of_data(comm: Communicator) -> None:
+    """Rank 1 has data for one step, the others for two."""
+    spec = ParameterSpec("p", (6,), "float32")
+    reducer = GradientReducer(comm, [spec], ReducerOptions(compression=TopK(0.5)))
+    # What is kept back of the first step, (0, 0, 0, 3, 2, 1), makes the fourth entry one of the largest then.
+    steps = [[6, 5, 4, 0, 0, 0], [6, 5, 0, 6, 0, 0]]
+    for wanted in steps[:1] if comm.rank == 1 else steps:
+        reducer.slot(0).view(np.float32)[:] = [6, 5, 4, 3, 2, 1]
+        reducer.mark_ready(0)
+        reducer.finish(Source(reducer, [], ()))
+        np.testing.assert_array_equal(reducer.slot(0).view(np.float32), np.float32(wanted))
+    before = reducer.residuals()
+    assert before["p"].tolist() == ([0, 0, 0, 3, 2, 1] if comm.rank == 1 else [0, 0, 4, 0, 4, 2])
+    reducer.join()
+    assert before["p"].tobytes() == reducer.residuals()["p"].tobytes()
+    reducer.close()
+
+
+def test_ranks_that_run_out_of_data_send_zeros(ranks: Pool) -> None:
+    ranks(3).run(run_out_of_data)
+
+
+def infinities(comm: Communicator) -> None:
+    reducer = GradientReducer(
+        comm, [ParameterSpec("p", (4,), "float32")], ReducerOptions(compression=TopK(0.25))
+    )
+    reducer.slot(0).view(np.float32)[:] = [np.inf, np.nan, np.inf, 1] if comm.rank == 0 else [1, 2, 3, 4]
+    reducer.mark_ready(0)
+    reducer.finish(Source(reducer, [], ()))
+    assert np.isinf(reducer.slot(0).view(np.float32)[0])
+    kept = reducer.residuals()["p"].tolist()
+    assert kept == ([0, 0, 0, 1] if comm.rank == 0 else [1, 2, 3, 0])
+    reducer.close()
+
+
+def test_what_is_not_finite_is_sent_and_not_kept(ranks: Pool) -> None:
+    ranks(2).run(infinities)
+
+
+def ask_for_what_is_not_there(comm: Communicator) -> None:
+    for ratio in (0.0, -1.0, 1.5, float("nan")):
+        with pytest.raises(UsageError, match="the part that is sent is more than 0 and at most 1"):
+            TopK(ratio)
+    specs = [ParameterSpec("p", (4,), "float32"), ParameterSpec("h", (4,), "bfloat16")]
+    with pytest.raises(UsageError, match="gradients of 'h' are bfloat16; TopK takes float32 and float64"):
+        GradientReducer(comm, specs, ReducerOptions(compression=TopK(0.1)))
+    with pytest.raises(UsageError, match="gradients take one of them"):
+        GradientReducer(comm, specs[:1], ReducerOptions(compression=TopK(0.1), wire="float16"))
+    with pytest.raises(MismatchError, match=r"'options' .*ratio.: 0.1.* on rank 0, but"):
+        GradientReducer(comm, specs[:1], ReducerOptions(compression=TopK(0.1 + 0.1 * comm.rank)))
+    reducer = GradientReducer(comm, specs[:1], ReducerOptions(compression=TopK(0.1)))
+    with pytest.raises(UsageError, match=r"a residual of 'p' with 3 elements .* has 4 elements"):
+        reducer.load_residuals({"p": np.zeros(3)})
+    with pytest.raises(UsageError, match="the model has no such parameter"):
+        reducer.load_residuals({"q": np.zeros(3)})
+    reducer.close()
+
+
+def test_what_cannot_be_is_refused(ranks: Pool) -> None:
+    ranks(2).run(ask_for_what_is_not_there)
+
+
+def use_one_of_two(comm: Communicator) -> None:
+    """What is kept back of a parameter that is not used any more takes nobody's place."""
+    specs = [ParameterSpec(name, (10,), "float32") for name in ("unused", "used")]
+    options = ReducerOptions("sum", compression=TopK(0.1))
+    reducer = GradientReducer(comm, specs, options)
+    source = Source(reducer, [np.full(10, 1000, np.float32), np.ones(10, np.float32)], [])
+    assert reducer.plan.buckets[0].slots[1:], "one bucket holds both"
+    for index in (0, 1):
+        reducer.mark_ready(index, source.write(index))
+    reducer.finish(source)
+    kept = reducer.residuals()["unused"].copy()
+    arrived = np.zeros(10, np.float32)
+    with np.errstate(all="raise"):
+        for _ in range(30):
+            reducer.mark_ready(1, source.write(1))
+            assert reducer.finish(source).produced.tolist() == [False, True]
+            arrived += source.read(1)
+    assert (reducer.residuals()["unused"] == kept).all()
+    assert arrived.sum() + comm.size * reducer.residuals()["used"].sum() == comm.size * 10 * 31
+    assert (arrived > 0).all()
+
+
+def test_a_parameter_that_is_unused_takes_no_place(ranks: Pool) -> None:
+    ranks(2).run(use_one_of_two)
+
+
+class Digits:
+    """Softmax regression on real digits: convex, with a gradient of known Lipschitz constant."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        from sklearn.datasets import load_digits
+
+        images, labels = load_digits(return_X_y=True)
+        every = slice(0, len(images) // ranks * ranks)
+        self.whole = images[every] / 16, np.eye(10)[labels[every]]
+        self.images, self.targets = (part[rank::ranks] for part in self.whole)
+        images = self.whole[0]
+        # The Hessian of the loss by the scores is 1/2 at most.
+        self.smoothness = 0.5 * float(np.linalg.eigvalsh(images.T @ images / len(images))[-1])
+
+    def gradient(self, weights: Values) -> Values:
+        scores = np.exp(self.images @ weights)
+        errors = scores / scores.sum(1, keepdims=True) - self.targets
+        return self.images.T @ errors / len(self.images)
+
+    def loss(self, weights: Values) -> float:
+        images, targets = self.whole
+        scores = images @ weights
+        return float(np.mean(np.log(np.exp(scores).sum(1)) - (scores * targets).sum(1)))
+
+
+STEPS = 150
+
+
+def train(comm: Communicator, compression: TopK | None) -> tuple[Values, float, list[float]]:
+    """Weights, loss, and per step the norm of the residuals' mean over ranks."""
+    digits = Digits(comm.rank, comm.size)
+    reducer = GradientReducer(
+        comm, [ParameterSpec("w", (64, 10), "float64")], ReducerOptions(compression=compression)
+    )
+    weights = np.zeros((64, 10))
+    norms = []
+    for _ in range(STEPS):
+        slot = reducer.slot(0).view(np.float64).reshape(64, 10)
+        slot[:] = digits.gradient(weights)
+        reducer.mark_ready(0)
+        reducer.finish(Source(reducer, [], ()))
+        weights = weights - reducer.slot(0).view(np.float64).reshape(64, 10) / digits.smoothness
+        rest = reducer.residuals().get("w", np.zeros(640))
+        norms.append(float(np.linalg.norm(comm.allreduce(rest, "average"))))
+    reducer.close()
+    return weights, digits.loss(weights), norms
+
+
+def test_training_stays_within_the_bound_of_dense_training(ranks: Pool) -> None:
+    """With step 1/L, weights x, mean residuals e and x' = x - e/L, the x' take the dense step but for the
+    gradient, which is that of x: at most L |x' - x| = |e| away. A dense step of a convex loss brings no two
+    points further apart, so x' moves away from the dense y by |e|/L at most in each step, and x is |e|/L away
+    from x'."""
+    dense = ranks(2).run(train, None)
+    sparse = ranks(2).run(train, TopK(0.05))
+    assert sparse[0][0].tobytes() == sparse[1][0].tobytes()
+    (y, dense_loss, _), (x, loss, norms) = dense[0], sparse[0]
+    smoothness = Digits(0, 2).smoothness
+    bound = sum(norms) / smoothness  # the last of them for x itself, the others for the steps after them
+    assert np.linalg.norm(x - y) <= bound * (1 + 1e-9)
+    assert norms[-1] > 0, "everything was sent"
+    start = float(np.log(10))
+    assert loss - dense_loss < 0.05 * (start - dense_loss), (loss, dense_loss)

@@ -1,0 +1,53 @@
+"""The ResNet in JAX: the same numbers as in Torch, and on several ranks the same as on one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from multiring import Communicator
+from multiring.models.resnet_jax import load_weights, read_weights
+from multiring.models.weights import initial_weights
+from tests.python.models.trainer_contract import SPEC, TrainerContract, make, whole_batch, worst
+
+
+class TestJaxTrainer(TrainerContract):
+    framework = "jax"
+
+    def test_smaller_batches_are_filled_up(self, comm: Communicator) -> None:
+        trainers = [make(name, comm, seed=3, dtype="float64") for name in ("jax", "torch")]
+        for method, arguments in (("step", (0.05,)), ("evaluate", ())):
+            for count in (7, 2):
+                batch = whole_batch(count, count=count)
+                found, expected = (getattr(trainer, method)(batch, *arguments) for trainer in trainers)
+                assert found.loss == pytest.approx(expected.loss, rel=1e-9)
+                assert (found.correct, found.count) == (expected.correct, count)
+        for trainer in trainers:
+            trainer.close()
+
+
+def test_weights_come_back_as_they_were_loaded() -> None:
+    weights = initial_weights(SPEC, 0)
+    parameters, running = load_weights(SPEC, weights, np.dtype(np.float32))
+    assert parameters["stem.conv.weight"].shape == (3, 3, 1, 16)
+    assert worst(read_weights({**parameters, **running}), weights)[0] == 0.0
+
+
+def test_the_command_trains_and_goes_on(tmp_path: Path) -> None:
+    """Uneven last batches, a checkpoint, and a continuation with another number of ranks."""
+    arguments = (
+        *("train", "--framework=jax", "--data=digits", "--image-size=8", "--threads=1", "--no-report"),
+        *("--epochs=4", f"--output-dir={tmp_path}"),
+    )
+    for more in (["-np=2", "--batch-size=32", "--limit-steps=70"], ["--batch-size=64", "--resume"]):
+        command = [sys.executable, "-m", "multiring", *arguments, *more]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["ranks"] == 1
+    assert summary["test_accuracy"] > 0.9

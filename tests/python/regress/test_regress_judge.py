@@ -1,0 +1,247 @@
+"""What `multiring regress` makes of results: every kind of wrong one is found and named."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from multiring.models.peers.table import Peer
+from multiring.models.regress.checks import CHECKS, SMALL, Setup
+from multiring.models.regress.judge import Status, judge, relative_difference
+from multiring.models.regress.outcome import Outcome, Outcomes, State
+from multiring.models.regress.plan import Cell, Plan
+from tests.python.regress.results import OTHER, TORCH, make_outcomes, plan_for, verdict_of
+
+FULL = plan_for()
+
+
+@pytest.fixture
+def outcomes() -> Outcomes:
+    return make_outcomes(FULL)
+
+
+def altered(outcomes: Outcomes, key: tuple[str, int, str], name: str, factor: float) -> None:
+    """Multiplies the largest element of an array of a result."""
+    outcome = outcomes[key]
+    array = outcome.arrays[name].copy()
+    array.flat[np.abs(array).argmax()] *= factor
+    outcomes[key] = replace(outcome, arrays=outcome.arrays | {name: array})
+
+
+def test_honest_frameworks_pass_every_check(outcomes: Outcomes) -> None:
+    verdicts = judge(FULL, outcomes)
+    assert [v.status for v in verdicts] == [Status.PASS] * len(verdicts)
+    assert {v.cell for v in verdicts} == {
+        Cell(name, ranks, check)
+        for name in ("torch", "other")
+        for ranks, checks in ((1, ("agreement",)), (2, ("following", "bits", "accuracy", "speed")))
+        for check in checks
+    }
+    assert all(v.text and "nothing" not in v.text for v in verdicts)
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "error", "expected"),
+    [
+        ("probe-float32", "gradient/stem.conv.weight", 1e-3, "gradients float32: .*stem.conv.weight.*1e-04"),
+        ("probe-float32", "scores", 1e-3, "scores float32"),
+        ("probe-float64", "gradient/stem.conv.weight", 1e-8, "gradients float64: .*limit 1e-09"),
+        ("train-float64", "losses", 1e-8, "losses training float64: .*step 1"),
+        ("train-float64", "model/stem.conv.weight", 1e-7, "weights training float64"),
+        ("probe-float32", "scores", np.nan, "scores float32: inf"),
+    ],
+)
+def test_a_framework_that_computes_something_else_is_found(
+    outcomes: Outcomes, task: str, name: str, error: float, expected: str
+) -> None:
+    altered(outcomes, ("other", 1, task), name, 1 + error)
+    verdict = verdict_of(FULL, outcomes, "other", "agreement")
+    assert verdict.status is Status.FAIL
+    assert re.search(expected, verdict.text)
+    assert verdict_of(FULL, outcomes, "torch", "agreement").status is Status.PASS
+
+
+def test_a_difference_below_the_limit_passes(outcomes: Outcomes) -> None:
+    altered(outcomes, ("other", 1, "probe-float32"), "scores", 1 + 1e-5)
+    assert verdict_of(FULL, outcomes, "other", "agreement").status is Status.PASS
+
+
+def test_a_gradient_that_is_missing_is_found(outcomes: Outcomes) -> None:
+    key = ("other", 1, "probe-float64")
+    outcomes[key] = replace(outcomes[key], arrays={"scores": outcomes[key].arrays["scores"]})
+    verdict = verdict_of(FULL, outcomes, "other", "agreement")
+    assert verdict.status is Status.FAIL
+    assert "gradients float64: inf (stem.conv.weight)" in verdict.text
+
+
+@pytest.mark.parametrize(("training", "error"), [("float32", 1e-3), ("float64", 1e-8), ("uneven", 1e-8)])
+@pytest.mark.parametrize("name", ["losses", "model/stem.conv.weight"])
+def test_ranks_that_do_not_follow_one_rank_are_found(
+    outcomes: Outcomes, training: str, error: float, name: str
+) -> None:
+    altered(outcomes, ("other", 2, f"train-{training}"), name, 1 + error)
+    verdict = verdict_of(FULL, outcomes, "other", "following")
+    assert verdict.status is Status.FAIL
+    assert training in verdict.text
+    assert verdict_of(FULL, outcomes, "torch", "following").status is Status.PASS
+
+
+def test_float32_is_shown_and_not_judged_where_rounding_may_drive_it_apart() -> None:
+    plan = plan_for(setup=Setup(depth=20))
+    outcomes = make_outcomes(plan)
+    altered(outcomes, ("other", 2, "train-float32"), "losses", 1.01)
+    verdict = verdict_of(plan, outcomes, "other", "following")
+    assert verdict.status is Status.PASS
+    shown = {metric.name: metric for metric in verdict.metrics}["losses float32"]
+    assert shown.limit is None
+    assert shown.value > 1e-3
+
+
+@pytest.mark.parametrize("task", ["train-float32", "accuracy", "speed"])
+def test_other_bits_on_a_rank_are_found_after_every_run(outcomes: Outcomes, task: str) -> None:
+    key = ("other", 2, task)
+    first, second = outcomes[key].hashes
+    outcomes[key] = replace(outcomes[key], hashes=(first, second | {"weights": "other"}))
+    verdict = verdict_of(FULL, outcomes, "other", "bits")
+    assert verdict.status is Status.FAIL
+    assert verdict.text == f"ranks that differ after {task}: rank 1 (weights)"
+
+
+def test_low_accuracy_is_found(outcomes: Outcomes) -> None:
+    key = ("other", 2, "accuracy")
+    for accuracy, status in ((0.9699, Status.FAIL), (0.97, Status.PASS), (float("nan"), Status.FAIL)):
+        outcomes[key] = replace(outcomes[key], values=outcomes[key].values | {"accuracy": accuracy})
+        assert verdict_of(FULL, outcomes, "other", "accuracy").status is status
+
+
+@pytest.mark.parametrize("state", [State.FAILED, State.HUNG])
+def test_a_task_that_failed_is_an_error_of_its_checks_alone(outcomes: Outcomes, state: State) -> None:
+    outcomes["other", 2, "train-float64"] = Outcome(state, why="ended by SIGKILL", detail="last words")
+    by_check = {check: verdict_of(FULL, outcomes, "other", check) for check in CHECKS}
+    for check in ("following", "bits"):
+        assert by_check[check].status is Status.ERROR
+        assert by_check[check].text == "train-float64: ended by SIGKILL"
+        assert by_check[check].detail == "last words"
+    for check in ("agreement", "accuracy", "speed"):
+        assert by_check[check].status is Status.PASS
+
+
+def test_what_one_rank_did_not_finish_is_said_of_it(outcomes: Outcomes) -> None:
+    outcomes["torch", 1, "probe-float64"] = Outcome(State.FAILED, why="crashed")
+    verdict = verdict_of(FULL, outcomes, "other", "agreement")
+    assert verdict.status is Status.ERROR
+    assert verdict.text == "the oracle's probe-float64: crashed"
+    outcomes["torch", 1, "train-uneven"] = Outcome(State.FAILED, why="crashed")
+    assert verdict_of(FULL, outcomes, "torch", "following").text == "train-uneven on 1 rank: crashed"
+
+
+def test_a_framework_without_float64_is_judged_in_float32(outcomes: Outcomes) -> None:
+    for key in list(outcomes):
+        if key[0] == "other" and key[2] in ("probe-float64", "train-float64", "train-uneven"):
+            outcomes[key] = Outcome(State.UNAVAILABLE, why="float64 is not there: too small")
+    for check in ("agreement", "following", "bits"):
+        verdict = verdict_of(FULL, outcomes, "other", check)
+        assert verdict.status is Status.PASS
+        assert verdict.metrics
+    assert "float64 is not there" in verdict_of(FULL, outcomes, "other", "following").text
+
+
+def test_a_framework_that_is_missing_is_an_error_of_all_its_checks() -> None:
+    plan = plan_for(missing={"other": "other is not installed: run pip install other"})
+    assert all(job.framework is TORCH for job in plan.jobs)
+    for verdict in judge(plan, make_outcomes(plan)):
+        if verdict.cell.framework == "other":
+            assert verdict.status is Status.ERROR
+            assert "pip install other" in verdict.text
+        else:
+            assert verdict.status is Status.PASS
+
+
+def test_what_is_not_there_yet_is_waited_for(outcomes: Outcomes) -> None:
+    del outcomes["torch", 2, "speed"]
+    early = {v.cell: v.status for v in judge(FULL, outcomes, over=False) if v.cell.framework == "torch"}
+    assert early[Cell("torch", 2, "speed")] is Status.WAIT
+    assert early[Cell("torch", 2, "bits")] is Status.WAIT  # the ranks are compared after that run as well
+    late = {v.cell: v.status for v in judge(FULL, outcomes)}
+    assert late[Cell("torch", 2, "speed")] is Status.SKIP
+
+
+def test_relative_differences() -> None:
+    one = np.array([1.0, -4.0])
+    assert relative_difference(one, one) == 0
+    assert relative_difference(one + np.array([0.0, 0.4]), one) == pytest.approx(0.1)
+    assert relative_difference(one.astype(np.float32), one) == 0
+    assert relative_difference(one[:1], one) == np.inf
+    assert relative_difference(np.zeros(2), np.zeros(2)) == 0
+    assert relative_difference(np.ones(2), np.zeros(2)) == np.inf
+    assert relative_difference(np.zeros(0), np.zeros(0)) == 0
+    for broken in (np.nan, np.inf):
+        assert relative_difference(np.array([1.0, broken]), one) == np.inf
+        assert relative_difference(one, np.array([1.0, broken])) == np.inf
+
+
+def cells(plan: Plan, check: str) -> list[tuple[str, int]]:
+    return [(cell.framework, cell.ranks) for cell in plan.cells if cell.check == check]
+
+
+def test_the_plan_has_what_was_asked_for_and_one_rank_to_compare_with() -> None:
+    plan = plan_for([TORCH], ranks=(2, 3), checks=("following", "bits", "accuracy"))
+    assert cells(plan, "following") == cells(plan, "bits") == [("torch", 2), ("torch", 3)]
+    assert cells(plan, "accuracy") == [("torch", 2)]  # three ranks have no processors of their own here
+    tasks = {job.ranks: job.tasks for job in plan.jobs}
+    assert tasks[1] == ("train-float32", "train-float64", "train-uneven")
+    assert tasks[2] == (*tasks[1], "accuracy")
+    assert tasks[3] == tasks[1]
+
+
+def test_what_others_are_compared_with_is_run_even_where_it_is_not_checked() -> None:
+    plan = plan_for([OTHER], ranks=(1,), checks=("agreement",), reference=TORCH)
+    assert plan.oracle == "torch"
+    assert cells(plan, "agreement") == [("other", 1)]
+    assert [(job.framework.name, job.tasks) for job in plan.jobs] == [
+        (name, ("probe-float32", "probe-float64", "train-float64")) for name in ("torch", "other")
+    ]
+
+
+def test_times_are_taken_last_and_undisturbed() -> None:
+    kinds = [job.undisturbed for job in FULL.jobs]
+    assert kinds == sorted(kinds)
+    assert [job.tasks for job in FULL.jobs if job.undisturbed] == [("speed",)] * 2
+    peers = {job.framework.name: job.peer for job in FULL.jobs if job.undisturbed}
+    assert peers["torch"] is not None
+    assert peers["other"] is None
+
+
+def test_an_own_way_that_cannot_be_measured_is_told_and_one_that_needs_mpi_gets_it() -> None:
+    by_mpi = {"other": Peer("Theirs", "multiring.models.peers.torch_ddp", (), mpi=True)}
+    jobs = {job.framework.name: job for job in plan_for(peers=by_mpi).jobs if job.undisturbed}
+    assert (jobs["other"].mpi, jobs["other"].peer) == (True, by_mpi["other"])
+    assert (jobs["torch"].mpi, jobs["torch"].peer) == (False, None)
+    absent = {"other": replace(by_mpi["other"], packages=("not_there",))}
+    for plan, why in (
+        (plan_for(peers=by_mpi, no_mpi="there is no mpirun"), "there is no mpirun"),
+        (plan_for(peers=absent), "not_there is not installed"),
+    ):
+        assert not any(job.mpi or job.peer for job in plan.jobs)
+        verdict = verdict_of(plan, make_outcomes(plan), "other", "speed")
+        assert verdict.status is Status.PASS
+        assert verdict.text == f"efficiency 0.980 (0.980 to 0.980); Theirs not measured: {why}"
+
+
+def test_a_small_run_takes_few_steps_and_no_times() -> None:
+    plan = plan_for(setup=SMALL, checks=("agreement", "following", "bits"))
+    assert {task for job in plan.jobs for task in job.tasks} == {
+        *("probe-float32", "probe-float64", "train-float32", "train-uneven")
+    }
+    assert {v.status for v in judge(plan, make_outcomes(plan))} == {Status.PASS}
+
+
+def test_global_batches_are_shared_evenly_by_up_to_three_ranks_and_one_training_is_not() -> None:
+    setup = Setup()
+    assert all(setup.batch % ranks == 0 for ranks in (1, 2, 3))
+    assert all(setup.uneven % ranks for ranks in (2, 3))
+    assert setup.global_batches("float32") == [12] * 30
+    assert setup.global_batches("uneven") == [11] * 28 + [1, 1]

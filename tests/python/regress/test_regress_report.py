@@ -1,0 +1,262 @@
+"""What `multiring regress` writes, JUnit XML, JSON, HTML, lines and tables, and what its baseline does."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from multiring.models.errors import DataError
+from multiring.models.regress import baseline as baselines
+from multiring.models.regress.baseline import Baseline
+from multiring.models.regress.checks import Setup
+from multiring.models.regress.judge import Status, judge
+from multiring.models.regress.junit import to_junit
+from multiring.models.regress.live import Lines, summary
+from multiring.models.regress.outcome import Outcome, Outcomes, State
+from multiring.models.regress.page import to_html
+from multiring.models.regress.plan import Cell
+from tests.python.regress.results import TORCH, make_outcomes, make_report, plan_for
+
+PLAN = plan_for()
+
+
+@pytest.fixture
+def outcomes() -> Outcomes:
+    return make_outcomes(PLAN)
+
+
+@pytest.fixture
+def spoilt(outcomes: Outcomes) -> Outcomes:
+    """One check fails, one has no result, one is without a figure that is a number."""
+    key = ("other", 2, "accuracy")
+    outcomes[key] = replace(outcomes[key], values=outcomes[key].values | {"accuracy": 0.5})
+    colours = "\x1b[31mred & <dead>\x00 \ud800"
+    outcomes["other", 2, "speed"] = Outcome(State.FAILED, why="ended by SIGKILL", detail=colours)
+    scores = {"scores": outcomes["other", 1, "probe-float32"].arrays["scores"] * float("nan")}
+    outcomes["other", 1, "probe-float32"] = Outcome(State.DONE, arrays=scores)
+    return outcomes
+
+
+def base(outcomes: Outcomes) -> Baseline:
+    return baselines.update(None, PLAN, judge(PLAN, outcomes), 2)
+
+
+# ---- JUnit, JSON, HTML.
+
+
+def test_junit_has_a_case_for_every_check(spoilt: Outcomes) -> None:
+    report = make_report(PLAN, spoilt, regressions=("torch, 2 ranks, speed: efficiency 0.5, less & less",))
+    suites = ElementTree.fromstring(to_junit(report).encode())
+    (suite,) = suites
+    cases = suite.findall("testcase")
+    assert len(cases) == len(PLAN.cells) + 1
+    assert suite.get("tests") == str(len(cases))
+    assert (suite.get("failures"), suite.get("errors"), suite.get("skipped")) == ("3", "1", "0")
+    by_name = {(case.get("classname"), case.get("name")): case for case in cases}
+    assert len(by_name) == len(cases)
+    killed = by_name["multiring.regress.other", "speed on 2 ranks"].find("error")
+    assert killed is not None
+    assert killed.get("message") == "speed: ended by SIGKILL"
+    assert killed.text == "?[31mred & <dead>? ?"
+    wrong = by_name["multiring.regress.other", "accuracy on 2 ranks"].find("failure")
+    assert wrong is not None
+    assert "50.00%" in str(wrong.get("message"))
+    assert by_name["multiring.regress.torch", "agreement on 1 rank"].find("failure") is None
+    slower = by_name["multiring.regress.baseline", "torch, 2 ranks, speed"].find("failure")
+    assert slower is not None
+
+
+def test_json_holds_every_check_and_no_figure_that_is_no_number(spoilt: Outcomes) -> None:
+    def refuse(name: str) -> Any:
+        raise AssertionError(f"{name} is no JSON")
+
+    fields = json.loads(make_report(PLAN, spoilt).to_json(), parse_constant=refuse)
+    assert fields["result"] == "fail"
+    assert fields["headline"] == "3 of 10 checks failed"
+    checks = {(row["framework"], row["ranks"], row["check"]): row for row in fields["checks"]}
+    assert set(checks) == {(cell.framework, cell.ranks, cell.check) for cell in PLAN.cells}
+    assert checks["other", 2, "speed"]["status"] == "error"
+    assert [
+        m["value"] for m in checks["other", 1, "agreement"]["metrics"] if m["name"] == "scores float32"
+    ] == [None]
+    (speed,) = fields["speeds"]
+    assert speed["derived"]["efficiency"]["median"] == pytest.approx(0.98)
+    assert speed["derived"]["over_own_way"]["median"] == pytest.approx(0.98 / 0.83)
+
+
+class _Reader(HTMLParser):
+    """Notes what a browser would fetch, the texts, and whether tags are closed."""
+
+    VOID = ("meta", "br", "path", "use", "rect")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.texts: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        links = [value for name, value in attrs if name in ("src", "href", "xlink:href", "data") and value]
+        self.fetched += [link for link in links if not link.startswith(("#", "data:"))]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def read(page: str) -> _Reader:
+    reader = _Reader()
+    reader.feed(page)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def test_the_page_needs_nothing_else_and_says_first_what_has_come_out(spoilt: Outcomes) -> None:
+    good = read(to_html(make_report(PLAN, make_outcomes(PLAN))))
+    assert good.fetched == []
+    assert "All 10 checks passed" in good.texts
+    assert good.texts.count("scaling efficiency") >= 1
+    page = to_html(make_report(PLAN, spoilt, regressions=("torch, 2 ranks, speed: efficiency fell",)))
+    reader = read(page)
+    assert reader.fetched == []
+    assert "3 of 10 checks failed; 1 regression against the baseline" in reader.texts
+    text = "".join(reader.texts)
+    for said in ("other, 2 ranks, accuracy", "ended by SIGKILL", "efficiency fell", "red & <dead>"):
+        assert said in text
+    assert page.count("<svg") == 2
+
+
+def test_a_page_of_a_run_without_times_or_trainings_has_no_empty_pictures() -> None:
+    plan = plan_for([TORCH], ranks=(1,), checks=("agreement",))
+    page = to_html(make_report(plan, {}, interrupted=True, skipped={"jax": "jax is not installed"}))
+    assert "<svg" not in page
+    assert "Interrupted after 0 of 1 checks" in page
+    assert "jax left out: jax is not installed" in page
+
+
+# ---- What is printed.
+
+
+def test_lines_tell_each_check_once(outcomes: Outcomes) -> None:
+    stream = io.StringIO()
+    lines = Lines(stream)
+    first = {key: value for key, value in outcomes.items() if key[:2] == ("torch", 1)}
+    for known in ({}, first, first, outcomes, outcomes):
+        lines.show(judge(PLAN, known, over=known is outcomes), {})
+    printed = stream.getvalue().splitlines()
+    assert printed[0].startswith("torch, 1 rank, agreement: pass: float32 ")
+    assert len(printed) == len(set(printed)) == len(PLAN.cells)
+
+
+def test_the_summary_names_what_is_wrong(spoilt: Outcomes) -> None:
+    stream = io.StringIO()
+    report = make_report(PLAN, spoilt, regressions=("torch, 2 ranks, speed: efficiency fell",))
+    summary(report, stream)
+    printed = stream.getvalue()
+    assert "ERROR other, 2 ranks, speed: speed: ended by SIGKILL" in printed
+    assert "FAIL other, 2 ranks, accuracy: test accuracy 50.00%" in printed
+    assert "REGRESSION torch, 2 ranks, speed: efficiency fell" in printed
+    assert printed.splitlines()[-1].startswith(
+        "3 of 10 checks failed; 1 regression against the baseline, 123 s"
+    )
+
+
+# ---- The baseline.
+
+
+def test_a_run_does_not_regress_against_itself(outcomes: Outcomes, tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    path.write_text(base(outcomes).to_json())
+    read_back = Baseline.read(path)
+    assert read_back.passed == set(PLAN.cells)
+    assert read_back.ratios[Cell("torch", 2, "speed")] == pytest.approx(
+        {"efficiency": 0.98, "times its own way": 1.181}, abs=1e-3
+    )
+    assert baselines.compare(read_back, PLAN, judge(PLAN, outcomes), 2) == []
+
+
+def test_a_check_that_no_longer_passes_is_a_regression(outcomes: Outcomes, spoilt: Outcomes) -> None:
+    found = baselines.compare(base(make_outcomes(PLAN)), PLAN, judge(PLAN, spoilt), 2)
+    assert [line.partition(":")[0] for line in found] == [
+        "other, 1 rank, agreement",
+        "other, 2 ranks, accuracy",
+        "other, 2 ranks, speed",
+    ]
+    assert "passed in the baseline, now error: speed: ended by SIGKILL" in found[2]
+
+
+def test_a_check_that_was_not_made_is_a_regression_and_one_that_was_not_asked_for_is_not(
+    outcomes: Outcomes,
+) -> None:
+    before = base(outcomes)
+    some = {key: value for key, value in outcomes.items() if key != ("torch", 2, "speed")}
+    (found,) = baselines.compare(before, PLAN, judge(PLAN, some), 2)
+    assert found == "torch, 2 ranks, speed: passed in the baseline, now skip: not run"
+    smaller = plan_for([TORCH], ranks=(1,), checks=("agreement",))
+    assert baselines.compare(before, smaller, judge(smaller, outcomes), 2) == []
+
+
+def slowed(outcomes: Outcomes, factor: float) -> Outcomes:
+    key = ("torch", 2, "speed")
+    seconds = outcomes[key].values["seconds"]
+    slower = seconds | {"multiring": [value / factor for value in seconds["multiring"]]}
+    return outcomes | {key: replace(outcomes[key], values=outcomes[key].values | {"seconds": slower})}
+
+
+def test_a_ratio_that_has_fallen_far_is_a_regression_with_its_name(outcomes: Outcomes) -> None:
+    before = base(outcomes)
+    alright, slow = judge(PLAN, slowed(outcomes, 0.75)), judge(PLAN, slowed(outcomes, 0.65))
+    assert baselines.compare(before, PLAN, alright, 2) == []
+    found = baselines.compare(before, PLAN, slow, 2)
+    assert [line.rpartition(",")[0] for line in found] == [
+        "torch, 2 ranks, speed: efficiency 0.637",
+        "torch, 2 ranks, speed: times its own way 0.767",
+    ]
+    assert baselines.slow_cells(before, PLAN, slow, 2) == [Cell("torch", 2, "speed")]
+    # Ranks that share processors, and another network, say nothing about the baseline's speeds.
+    assert baselines.compare(before, PLAN, slow, 1) == []
+    deeper = replace(PLAN, setup=Setup(speed_depth=8))
+    assert baselines.compare(before, deeper, slow, 2) == []
+
+
+def test_a_new_baseline_keeps_what_this_run_has_not_checked(outcomes: Outcomes) -> None:
+    before = base(outcomes)
+    plan = plan_for([TORCH], ranks=(1, 2), checks=("speed",))
+    made = baselines.update(before, plan, judge(plan, slowed(outcomes, 0.5)), 2)
+    assert made.passed == before.passed
+    assert made.ratios[Cell("torch", 2, "speed")]["efficiency"] == pytest.approx(0.49)
+    assert made.ratios[Cell("other", 2, "speed")] == before.ratios[Cell("other", 2, "speed")]
+
+
+def test_no_baseline_is_made_of_failures(spoilt: Outcomes) -> None:
+    with pytest.raises(DataError, match="failed checks: other, 1 rank, agreement; other, 2 ranks, accuracy"):
+        base(spoilt)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "other"}'])
+def test_a_file_that_is_no_baseline_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "b.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"b.json is no baseline of `multiring regress`"):
+        Baseline.read(path)
+
+
+def test_an_interrupted_check_is_no_regression(outcomes: Outcomes) -> None:
+    before = base(outcomes)
+    outcomes["torch", 2, "speed"] = Outcome(State.INTERRUPTED, why="interrupted")
+    verdicts = judge(PLAN, outcomes)
+    assert {v.status for v in verdicts} == {Status.PASS, Status.SKIP}
+    assert baselines.compare(before, PLAN, verdicts, 2) == []

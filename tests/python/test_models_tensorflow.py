@@ -1,9 +1,0 @@
-"""The contract of trainers, over TensorFlow."""
-
-from __future__ import annotations
-
-from tests.python.trainer_contract import TrainerContract
-
-
-class TestTensorFlowTrainer(TrainerContract):
-    framework = "tensorflow"
