@@ -39,7 +39,7 @@ check: $(VENV)/.develop
 develop: $(VENV)/.develop
 
 scaling: $(VENV)/.develop
-	$(BIN)/python -m multiring.models.scaling
+	$(BIN)/python -m multiring.benchmarks.scaling
 
 clean:
 	rm -rf build dist $(VENV)
@@ -53,7 +53,7 @@ $(VENV)/.created:
 # What an installation depends on: native sources, the packaging, and which Python files there are (the text of
 # Python files is read where it lies).
 SOURCES := $(shell find core adapters CMakeLists.txt pyproject.toml -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name 'CMakeLists.txt' -o -name pyproject.toml)
-PYTHON_FILES := $(shell find core/multiring adapters integrations models -name '*.py' -o -name '*.pyi' | sort)
+PYTHON_FILES := $(shell find core/multiring adapters integrations models benchmarks -name '*.py' -o -name '*.pyi' | sort)
 
 $(VENV)/.python-files: $(VENV)/.created FORCE
 	@echo '$(PYTHON_FILES)' | cmp -s - $@ || echo '$(PYTHON_FILES)' > $@

@@ -2,7 +2,7 @@
 
     base <- topology            base <- transport
     topology, transport.h <- collective <- engine <- capi, binding
-    binding <- Python face <- adapters <- integrations <- models
+    binding <- Python face <- adapters <- integrations <- models <- benchmarks <- models/regress
 
 Run by hand: python ci/check_layers.py. Exit code 1 and one line for each finding if something is wrong.
 """
@@ -60,6 +60,8 @@ FRAMEWORKS = {
 LAUNCHERS_STORES = {"core/multiring/torchrun.py": "torch.distributed.TCPStore"}
 # What sits around training: each folder of integrations/, and what it alone imports.
 INTEGRATIONS = {"ray"}
+# What stands on the adapters and on the integrations.
+PROGRAMS = {"models", "benchmarks"}
 ADAPTERS = {"torch", "tensorflow", "chainer", "caffe", "jax", "pytensor", "numpy"}
 OWN_FRAMEWORK = {
     "tensorflow": {"tensorflow", "keras"},
@@ -110,11 +112,7 @@ def import_findings() -> Iterator[str]:
             parts = name.split(".")
             if parts[0] in FRAMEWORKS | INTEGRATIONS or parts[0] == "tests":
                 yield f"{path.relative_to(ROOT)}:{number}: the Python face imports {name}"
-            if (
-                parts[0] == "multiring"
-                and len(parts) > 1
-                and parts[1] in ADAPTERS | INTEGRATIONS | {"models"}
-            ):
+            if parts[0] == "multiring" and len(parts) > 1 and parts[1] in ADAPTERS | INTEGRATIONS | PROGRAMS:
                 yield f"{path.relative_to(ROOT)}:{number}: the Python face imports {name}, which stands on it"
     for folder in sorted((ROOT / "adapters").iterdir()):
         own = OWN_FRAMEWORK.get(folder.name, {folder.name})
@@ -123,12 +121,20 @@ def import_findings() -> Iterator[str]:
                 yield from adapter_findings(path, number, name, folder.name, own)
     for path in sorted(ROOT.glob("integrations/**/*.py")):
         for number, name in imports(path):
-            if name.split(".")[0] in FRAMEWORKS or name.startswith("multiring.models"):
+            parts = name.split(".")
+            if parts[0] in FRAMEWORKS or (parts[0] == "multiring" and parts[1:2] and parts[1] in PROGRAMS):
                 yield f"{path.relative_to(ROOT)}:{number}: an integration imports {name}"
-    for path in [*ROOT.glob("models/**/*.py"), *ROOT.glob("integrations/**/*.py")]:
-        for number, name in imports(path):
-            if name.split(".")[0] == "tests":
-                yield f"{path.relative_to(ROOT)}:{number}: imports {name}"
+    for folder in ("models", "benchmarks", "integrations"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            # The regression suite is the one program of models/ that measures.
+            measures = folder != "models" or ROOT / "models" / "regress" in path.parents
+            for number, name in imports(path):
+                if name.split(".")[0] == "tests":
+                    yield f"{path.relative_to(ROOT)}:{number}: imports {name}"
+                if name.startswith("multiring.benchmarks") and not measures:
+                    yield f"{path.relative_to(ROOT)}:{number}: imports {name}, which stands on it"
+                if name.startswith("multiring.models.regress") and folder == "benchmarks":
+                    yield f"{path.relative_to(ROOT)}:{number}: imports {name}, which stands on it"
 
 
 def adapter_findings(path: Path, number: int, name: str, adapter: str, own: set[str]) -> Iterator[str]:
@@ -137,7 +143,7 @@ def adapter_findings(path: Path, number: int, name: str, adapter: str, own: set[
     if parts[0] in (FRAMEWORKS | INTEGRATIONS) - own:
         yield f"{place}: the {adapter} adapter imports {name}, another framework"
     if parts[0] == "tests" or (
-        parts[0] == "multiring" and parts[1:2] and parts[1] in {*INTEGRATIONS, "models"}
+        parts[0] == "multiring" and parts[1:2] and parts[1] in INTEGRATIONS | PROGRAMS
     ):
         yield f"{place}: an adapter imports {name}, which stands on it"
     if parts[0] == "multiring" and len(parts) > 1 and parts[1] in ADAPTERS - {adapter}:

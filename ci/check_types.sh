@@ -7,5 +7,5 @@ rm -rf "$tree"
 mkdir -p "$tree/multiring"
 ln -s "$PWD"/core/multiring/* "$tree/multiring/"
 for folder in adapters/*/ integrations/*/; do ln -s "$PWD/$folder" "$tree/multiring/$(basename "$folder")"; done
-ln -s "$PWD/models" "$tree/multiring/models"
+for folder in models benchmarks; do ln -s "$PWD/$folder" "$tree/multiring/$folder"; done
 MYPYPATH=$tree mypy --config-file pyproject.toml -p multiring

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from multiring.benchmarks.emulation.hosts import EmulatedHosts
 from multiring.launcher.guardian import end_processes
-from multiring.models.bench.emulated_hosts import EmulatedHosts
 from tests.support import REPOSITORY, wait_until
 
 __all__ = ["SlurmCluster", "why_not"]

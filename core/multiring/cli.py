@@ -41,7 +41,7 @@ COMMANDS = {
         "multiring.models.caffe.command", "train a net from Caffe's prototxt files", extras="caffe"
     ),
     "bench": Command(
-        "multiring.models.bench.command",
+        "multiring.benchmarks.command",
         "measure collectives and training beside other libraries",
         extras="bench",
     ),

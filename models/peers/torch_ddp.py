@@ -10,8 +10,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from multiring import Communicator
-from multiring.models.bench.contenders import join_gloo
 from multiring.models.loader import Batch
+from multiring.models.peers.gloo import join_gloo
 from multiring.models.recipe import Recipe
 from multiring.models.resnet_spec import ResNetSpec
 from multiring.models.resnet_torch import TorchResNet, load_weights

@@ -6,8 +6,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from multiring.models.bench.measure import Ratio
-from multiring.models.bench.training_speed import ALONE, OWN, TOGETHER, TrainingSpeed
+from multiring.benchmarks.gradients.training_speed import ALONE, OWN, TOGETHER, TrainingSpeed
+from multiring.benchmarks.measure import Ratio
 from multiring.models.regress.report import Curves
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from pathlib import Path
 from types import FrameType
 
 from multiring import machine
+from multiring.benchmarks import launch
+from multiring.benchmarks.command import write_whole
+from multiring.benchmarks.gradients.training_speed import TrainingSpeed
+from multiring.benchmarks.machine import Machine
 from multiring.errors import UsageError
-from multiring.models.bench import launch
-from multiring.models.bench.command import write_whole
-from multiring.models.bench.results import Machine
-from multiring.models.bench.training_speed import TrainingSpeed
 from multiring.models.frameworks import FRAMEWORKS, Framework
 from multiring.models.peers.table import PEERS, Peer
 from multiring.models.regress import baseline as baselines

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from multiring.models.bench.training_speed import OWN, TOGETHER, TrainingSpeed
+from multiring.benchmarks.gradients.training_speed import OWN, TOGETHER, TrainingSpeed
 from multiring.models.regress.checks import ACCURACY, LIMITS
 from multiring.models.regress.outcome import Outcome, Outcomes, State
 from multiring.models.regress.plan import Cell, Plan

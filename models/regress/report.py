@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from multiring.models.bench.results import Machine
-from multiring.models.bench.training_speed import TrainingSpeed
+from multiring.benchmarks.gradients.training_speed import TrainingSpeed
+from multiring.benchmarks.machine import Machine
 from multiring.models.frameworks import Framework
 from multiring.models.regress.checks import Setup
 from multiring.models.regress.judge import Status, Verdict

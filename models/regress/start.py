@@ -14,10 +14,10 @@ import signal
 import sys
 import threading
 
+from multiring.benchmarks import launch
 from multiring.errors import MultiringError
 from multiring.launcher import JobOptions, run_job
 from multiring.launcher.binding import THREAD_VARIABLES
-from multiring.models.bench import launch
 
 __all__ = ["main"]
 

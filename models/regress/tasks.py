@@ -172,7 +172,7 @@ def _accuracy(bench: Bench, _: str) -> Found:
 
 
 def _speed(bench: Bench, _: str) -> Found:
-    from multiring.models.bench.training_speed import measure_training
+    from multiring.benchmarks.gradients.training_speed import measure_training
 
     spec: ResNetSpec = resnet(bench.setup.speed_depth, classes=10, in_channels=3, stem="cifar")
     speed, fingerprint = measure_training(

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 import multiring
 from multiring import launch_environment, machine
-from multiring.models.bench import launch
+from multiring.benchmarks import launch
 from multiring.models.frameworks import FRAMEWORKS, Framework
 from multiring.models.peers.table import Peer
 from multiring.models.regress.checks import Setup

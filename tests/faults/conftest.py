@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from multiring.models.bench.emulated_hosts import EmulatedHosts, why_not
+from multiring.benchmarks.emulation.hosts import EmulatedHosts, why_not
 from tests.nursery import Nursery
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from multiring.models.bench.emulated_hosts import EmulatedHosts, why_not
+from multiring.benchmarks.emulation.hosts import EmulatedHosts, why_not
 from multiring.tuning.table import ROUNDS, SizeClass, Tuning, Way
 from tests.support import REPOSITORY
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from multiring.benchmarks.emulation import hosts as emulated_hosts
+from multiring.benchmarks.emulation.hosts import EmulatedHosts
 from multiring.errors import UsageError
 from multiring.launcher import engines
-from multiring.models.bench import emulated_hosts
-from multiring.models.bench.emulated_hosts import EmulatedHosts
 from tests import slurm_cluster
 from tests.faults.test_remote_launch import CHECK, WAIT, remote_pids, shell_of
 from tests.slurm_cluster import SlurmCluster

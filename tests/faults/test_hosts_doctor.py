@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from multiring.models.bench.emulated_hosts import EmulatedHosts, why_not
+from multiring.benchmarks.emulation.hosts import EmulatedHosts, why_not
 from tests.faults.test_remote_launch import search_path, serve_ssh, shell_of
 from tests.support import REPOSITORY, Job
 

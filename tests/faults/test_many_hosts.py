@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from multiring.models.bench.emulated_hosts import EmulatedHosts
+from multiring.benchmarks.emulation.hosts import EmulatedHosts
 from tests.faults.test_remote_launch import launch_on, script, shell_of
 
 HOSTS, RANKS = 8, 8

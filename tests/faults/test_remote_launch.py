@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from multiring.models.bench.emulated_hosts import EmulatedHosts
+from multiring.benchmarks.emulation.hosts import EmulatedHosts
 from tests.support import REPOSITORY, Job, wait_until
 
 PORT = "2222"
@@ -70,7 +70,7 @@ def ssh(
 def shell_of(hosts: EmulatedHosts) -> str:
     """What runs a command on a host as ssh does it, without encryption and users."""
     ids = ",".join(map(str, hosts.process_ids))
-    return f"env EMULATED_HOSTS={ids} {sys.executable} -m multiring.models.bench.emulated_start shell"
+    return f"env EMULATED_HOSTS={ids} {sys.executable} -m multiring.benchmarks.emulation.start shell"
 
 
 def search_path(unpacked: Path) -> str:

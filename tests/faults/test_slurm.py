@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from multiring.models.bench import emulated_hosts
-from multiring.models.bench.emulated_hosts import EmulatedHosts
+from multiring.benchmarks.emulation import hosts as emulated_hosts
+from multiring.benchmarks.emulation.hosts import EmulatedHosts
 from tests import slurm_cluster
 from tests.slurm_cluster import SlurmCluster
 from tests.support import REPOSITORY, Job, run_job, wait_until

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from multiring.models.bench import emulated_hosts
-from multiring.models.bench.emulated_hosts import EmulatedHosts
+from multiring.benchmarks.emulation import hosts as emulated_hosts
+from multiring.benchmarks.emulation.hosts import EmulatedHosts
 from tests.support import REPOSITORY, Job
 
 pytest.importorskip("torch.distributed.run", reason="torchrun comes with torch, an optional dependency")

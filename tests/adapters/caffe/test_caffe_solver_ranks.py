@@ -9,7 +9,7 @@ import pytest
 
 import multiring.caffe
 from multiring import Communicator
-from multiring.models.bench.gradients_caffe import make_reduction
+from multiring.benchmarks.gradients.frameworks.caffe import make_reduction
 from tests.adapters.caffe.support import Pool
 from tests.python.caffe.caffe_nets import make_solver
 from tests.support import REPOSITORY, start_job

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from multiring import Communicator
-from multiring.models.bench.gradients_jax import make_reduction
+from multiring.benchmarks.gradients.frameworks.jax import make_reduction
 from tests.rank_pool import RankPool
 
 Pool = Callable[[int], RankPool]

@@ -12,10 +12,11 @@ import pytest
 from PIL import Image
 
 from multiring import cli
+from multiring.benchmarks import command
+from multiring.benchmarks.collectives import allreduce, results
+from multiring.benchmarks.collectives.progress import open_progress
+from multiring.benchmarks.collectives.results import Report
 from multiring.errors import UsageError
-from multiring.models.bench import allreduce, command, results
-from multiring.models.bench.progress import open_progress
-from multiring.models.bench.results import Report
 from tests.support import Job
 
 

@@ -12,15 +12,16 @@ import pytest
 from PIL import Image
 
 from multiring import Communicator, InternalError, cli
-from multiring.models.bench import cases, collectives
-from multiring.models.bench.collective_kinds import COLLECTIVES, ROOT, Blocks, Buffers
-from multiring.models.bench.collectives_report import CollectiveRow, CollectivesReport
-from multiring.models.bench.contenders import Call, FloatArray
-from multiring.models.bench.emulated_hosts import why_not
-from multiring.models.bench.emulated_start import Emulation
-from multiring.models.bench.libraries import MultiringCollectives, OneCollective
-from multiring.models.bench.measure import Meeting, Pace, Sample, measure
-from multiring.models.bench.results import Report
+from multiring.benchmarks.collectives import cases
+from multiring.benchmarks.collectives import other_collectives as collectives
+from multiring.benchmarks.collectives.kinds import COLLECTIVES, ROOT, Blocks, Buffers
+from multiring.benchmarks.collectives.libraries import MultiringCollectives, OneCollective
+from multiring.benchmarks.collectives.report import CollectiveRow, CollectivesReport
+from multiring.benchmarks.collectives.results import Report
+from multiring.benchmarks.contenders import Call, FloatArray
+from multiring.benchmarks.emulation.hosts import why_not
+from multiring.benchmarks.emulation.start import Emulation
+from multiring.benchmarks.measure import Meeting, Pace, Sample, measure
 from multiring.models.errors import DataError
 from tests.python.benchmarks.test_bench import bench, parse
 from tests.python.benchmarks.test_bench_report import MACHINE, markdown_rows

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from multiring.models.bench.emulated_hosts import why_not
-from multiring.models.bench.results import Report
+from multiring.benchmarks.collectives.results import Report
+from multiring.benchmarks.emulation.hosts import why_not
 from tests.python.benchmarks.test_bench import bench
 from tests.support import REPOSITORY, Job, wait_until
 

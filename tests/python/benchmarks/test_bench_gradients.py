@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from multiring import Communicator
+from multiring.benchmarks.gradients import benchmark as gradients
+from multiring.benchmarks.gradients.adapter_gradients import measure_reduction
+from multiring.benchmarks.gradients.adapter_report import AdapterReport
+from multiring.benchmarks.gradients.frameworks.torch import make_reduction
+from multiring.benchmarks.gradients.report import GradientsReport, Memory, StateRow, StepRow
+from multiring.benchmarks.gradients.steps import GradientsOnly, gradient_shapes
+from multiring.benchmarks.gradients.training_speed import TrainingSpeed
+from multiring.benchmarks.machine import Machine
+from multiring.benchmarks.measure import Meeting, Sample
+from multiring.benchmarks.memory import PeakMemory, proportional_bytes
 from multiring.errors import InternalError, UsageError
-from multiring.models.bench import gradients
-from multiring.models.bench.adapter_gradients import measure_reduction
-from multiring.models.bench.adapter_report import AdapterReport
-from multiring.models.bench.gradient_report import GradientsReport, Memory, StateRow, StepRow
-from multiring.models.bench.gradient_steps import GradientsOnly, gradient_shapes
-from multiring.models.bench.gradients_torch import make_reduction
-from multiring.models.bench.measure import Meeting, Sample
-from multiring.models.bench.memory import PeakMemory, proportional_bytes
-from multiring.models.bench.results import Machine
-from multiring.models.bench.training_speed import TrainingSpeed
 from multiring.models.errors import DataError
 from multiring.models.peers.table import Peer
 from tests.rank_pool import RankPool

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from multiring import launch_environment, machine
+from multiring.benchmarks import launch
+from multiring.benchmarks.collectives.results import Report
+from multiring.benchmarks.launch import Mpirun
 from multiring.errors import UsageError
 from multiring.launch_environment import Placement
-from multiring.models.bench import launch
-from multiring.models.bench.launch import Mpirun
-from multiring.models.bench.results import Report
 from tests.support import Job, wait_until
 
 ALONE = launch_environment.detect({})

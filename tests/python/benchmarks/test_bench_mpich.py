@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from multiring import cli
+from multiring.benchmarks import mpich
+from multiring.benchmarks.companion import LINE, Barrier, flags_of
+from multiring.benchmarks.mpich import MpichEnvironment, find_mpich
 from multiring.errors import UsageError
-from multiring.models.bench import mpich
-from multiring.models.bench.companion import LINE, Barrier, flags_of
-from multiring.models.bench.mpich import MpichEnvironment, find_mpich
 from tests.python.benchmarks.test_bench import bench
 from tests.support import REPOSITORY, Job
 
@@ -120,6 +120,6 @@ def test_an_mpiexec_that_starts_nothing_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_the_companion_needs_nothing_of_multiring() -> None:
-    source = REPOSITORY / "models" / "bench" / "companion.py"
+    source = REPOSITORY / "benchmarks" / "companion.py"
     found = re.findall(r"^ *(?:import|from) ([a-z0-9_]+)", source.read_text(), re.MULTILINE)
     assert {"json", "numpy", "mpi4py"} <= set(found) <= {*sys.stdlib_module_names, "numpy", "mpi4py"}

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from multiring.benchmarks.collectives import allreduce, cases, table
+from multiring.benchmarks.collectives.results import Report, Row
+from multiring.benchmarks.emulation import traffic
+from multiring.benchmarks.emulation.start import Emulation
+from multiring.benchmarks.machine import Machine
+from multiring.benchmarks.measure import Sample
 from multiring.errors import InternalError
-from multiring.models.bench import allreduce, cases, table, traffic
-from multiring.models.bench.emulated_start import Emulation
-from multiring.models.bench.measure import Sample
-from multiring.models.bench.results import Machine, Report, Row
 from multiring.models.errors import DataError
 
 MACHINE = Machine(

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from multiring.models.scaling import simulation
-from multiring.models.scaling.machine import CONTENDERS, MACHINE, OURS, is_timing_only
-from multiring.models.scaling.report import efficiency, tables, write
-from multiring.models.scaling.results import Results, load, save
-from multiring.models.scaling.training import Profile, buckets, interpolate, parameters, step_seconds
+from multiring.benchmarks.scaling import simulation
+from multiring.benchmarks.scaling.machine import CONTENDERS, MACHINE, OURS, is_timing_only
+from multiring.benchmarks.scaling.report import efficiency, tables, write
+from multiring.benchmarks.scaling.results import Results, load, save
+from multiring.benchmarks.scaling.training import Profile, buckets, interpolate, parameters, step_seconds
 from tests.support import REPOSITORY
 
-PROGRAM = REPOSITORY / "build" / "scaling" / "models" / "scaling" / "simulated_allreduce"
+PROGRAM = REPOSITORY / "build" / "scaling" / "benchmarks" / "scaling" / "simulated_allreduce"
 COPYING = [name for name in CONTENDERS if is_timing_only(name, 1024)]
 
 
@@ -77,7 +77,7 @@ def test_the_report_replaces_what_was_there(tmp_path: Path) -> None:
 
 
 def test_the_page_compares_all_at_every_number_of_ranks() -> None:
-    written = tables(load(REPOSITORY / "models" / "scaling" / "results.json"))
+    written = tables(load(REPOSITORY / "benchmarks" / "scaling" / "results.json"))
     assert "\n| 1024 |" in written
     assert "| - |" not in written
 

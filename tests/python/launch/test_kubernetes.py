@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from multiring.benchmarks.emulation.hosts import EmulatedHosts, why_not
 from multiring.launcher import options
 from multiring.launcher.hosts import HostSlots, parse_hostfile
-from multiring.models.bench.emulated_hosts import EmulatedHosts, why_not
 from tests.support import REPOSITORY, Job
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML, which comes with the dev extra")
@@ -242,7 +242,7 @@ def test_what_the_mpi_job_starts_works(pods: EmulatedHosts, tmp_path: Path) -> N
     words = [*launcher["command"], *launcher["args"]]
     words = [{"/etc/mpi/hostfile": str(hostfile), words[-1]: "script.py"}.get(word, word) for word in words]
     ids = ",".join(map(str, pods.process_ids))
-    ssh = f"env EMULATED_HOSTS={ids} {sys.executable} -m multiring.models.bench.emulated_start shell"
+    ssh = f"env EMULATED_HOSTS={ids} {sys.executable} -m multiring.benchmarks.emulation.start shell"
     command = [sys.executable, "-m", *words[:2], "--ssh", ssh, *words[2:]]
     environ = {"PYTHONPATH": str(REPOSITORY)}
     with Job(lambda root: pods.command(2, command), environ, cwd=tmp_path) as job:

@@ -22,8 +22,8 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 import multiring
 from multiring import Communicator
+from multiring.benchmarks.gradients.frameworks.chainer import make_reduction
 from multiring.errors import UsageError
-from multiring.models.bench.gradients_chainer import make_reduction
 from multiring.models.convolution_chainer import Convolution
 from multiring.models.peers import chainermn_mpi
 from multiring.models.resnet_chainer import ChainerResNet, load_weights, read_weights

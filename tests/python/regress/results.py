@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from multiring.models.bench.results import Machine
+from multiring.benchmarks.machine import Machine
 from multiring.models.frameworks import Framework
 from multiring.models.peers.table import Peer
 from multiring.models.regress.checks import CHECKS, Setup

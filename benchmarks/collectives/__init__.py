@@ -1,0 +1,1 @@
+"""`multiring bench allreduce` and `collectives`: latency and bandwidth over sizes."""

@@ -1,0 +1,1 @@
+"""Hosts that are emulated on one machine, and what leaves them."""

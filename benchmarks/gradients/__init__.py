@@ -1,0 +1,1 @@
+"""`multiring bench gradients`: what it costs to keep gradients in step."""

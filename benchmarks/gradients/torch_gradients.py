@@ -1,0 +1,132 @@
+"""What it costs to keep gradients in step in Torch, beside DistributedDataParallel.
+
+A training step without synchronisation, with multiring's gradient hooks and with Torch's
+DistributedDataParallel over Gloo, in turns in the same run:
+
+- ResNet-50's 161 gradients, 102 MB, from a backward pass that writes them and does nothing else. What a step
+  takes longer than without synchronisation is its communication.
+- A small training, ResNet-20 on images of 32 x 32 in float32 with plain SGD, whose images per second are set
+  against those without synchronisation: the scaling efficiency.
+
+And what it costs to synchronise buffers and to compare the training state, which both are without above.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import datetime
+
+import numpy as np
+import torch
+from torch import nn
+
+from multiring import Communicator
+from multiring.benchmarks.contenders import Gloo
+from multiring.benchmarks.gradients.report import GradientsReport, Memory, StepRow
+from multiring.benchmarks.gradients.steps import (
+    BATCH,
+    KINDS,
+    GradientsOnly,
+    Step,
+    gradient_shapes,
+    make_step,
+    training_model,
+)
+from multiring.benchmarks.gradients.torch_state import measure_state
+from multiring.benchmarks.machine import Machine
+from multiring.benchmarks.measure import Meeting, Sample
+from multiring.benchmarks.memory import PeakMemory, proportional_bytes, return_freed_memory
+
+__all__ = ["TRAINING_TURN", "WARM_UP", "run"]
+
+# Steps without a meeting in between: in training, ranks wait for each other only where gradients do.
+TRAINING_TURN = 5
+WARM_UP = 3
+
+
+def run(comm: Communicator, args: argparse.Namespace) -> GradientsReport:
+    """Measures; called on all ranks; the same report on all."""
+    torch.set_num_threads(1)
+    kinds = list(KINDS)
+    gloo = Gloo(comm)
+    meeting = Meeting(comm, args.cores, emulated=args.emulation is not None)
+    shapes = gradient_shapes()
+    memory = [_memory(comm, kind, lambda: GradientsOnly(shapes)) for kind in kinds]
+    gradients = _times(comm, meeting, kinds, lambda: GradientsOnly(shapes), args.steps, 1)
+    training = _times(comm, meeting, kinds, training_model, args.steps, TRAINING_TURN)
+    state = measure_state(comm, meeting, args.steps)
+    gloo.close()
+    names = [kind.name for kind in KINDS.values()]
+    return GradientsReport(
+        command=args.shown_as,
+        launcher=args.launcher,
+        machine=Machine.here(args.cores, mpi=False),
+        ranks=comm.size,
+        date=comm.broadcast_object(datetime.now().astimezone().isoformat(timespec="seconds")),
+        bytes=4 * sum(int(np.prod(shape)) for shape in shapes),
+        batch=BATCH,
+        gradients=tuple(StepRow(*row) for row in zip(names, gradients, strict=True)),
+        training=tuple(StepRow(*row) for row in zip(names, training, strict=True)),
+        memory=dict(zip(names, memory, strict=True)),
+        state=state,
+    )
+
+
+def _memory(comm: Communicator, kind: str, make_model: Callable[[], nn.Module]) -> Memory:
+    """Memory that a kind of step takes with model and gradients, in bytes: of the rank that takes most."""
+    gc.collect()
+    comm.barrier()
+    before = proportional_bytes()
+    with PeakMemory() as peak:
+        step = make_step(kind, make_model, comm)
+        for _ in range(WARM_UP):
+            step()
+        comm.barrier()
+    held = proportional_bytes() - before
+    comm.barrier()  # a peer's share of shared memory changes when a rank lets go of its own
+    step.close()
+    most = comm.allreduce(np.array([held, peak.bytes - before]), op="max")
+    return Memory(int(most[0]), int(most[1]))
+
+
+def _times(
+    comm: Communicator,
+    meeting: Meeting,
+    kinds: Sequence[str],
+    make_model: Callable[[], nn.Module],
+    turns: int,
+    per_turn: int,
+) -> list[Sample]:
+    """Seconds of a step of each kind; the same on all ranks."""
+    with ExitStack() as stack:
+        steps = [make_step(kind, make_model, comm) for kind in kinds]
+        for step in steps:
+            stack.callback(step.close)
+            for _ in range(WARM_UP):
+                step()
+        times = [[_turn(meeting, step, per_turn) for step in steps] for _ in range(turns)]
+        begin, end = (
+            comm.allreduce(np.ascontiguousarray(part), op="max")
+            for part in np.moveaxis(np.array(times, np.int64), 2, 0)
+        )
+    seconds = (end - begin) / 1e9 / per_turn
+    return [Sample.of(seconds[:, kind]) for kind in range(len(kinds))]
+
+
+def _turn(meeting: Meeting, step: Step, count: int) -> tuple[int, int]:
+    """When this rank began and ended `count` steps, in nanoseconds; a few more come first, unmeasured."""
+    for _ in range(WARM_UP):
+        step()
+    meeting()
+    begin = time.perf_counter_ns()
+    for _ in range(count):
+        step()
+    end = time.perf_counter_ns()
+    meeting()
+    step.release()
+    return_freed_memory()
+    return begin, end
