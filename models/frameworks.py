@@ -9,9 +9,9 @@ from types import ModuleType
 
 from multiring import Communicator
 from multiring.errors import UsageError
-from multiring.models.recipe import Recipe
-from multiring.models.resnet_spec import ResNetSpec
-from multiring.models.trainer import Trainer
+from multiring.models.nets.resnet_spec import ResNetSpec
+from multiring.models.trainers.recipe import Recipe
+from multiring.models.trainers.trainer import Trainer
 
 __all__ = ["FRAMEWORKS", "Framework", "find_framework"]
 
@@ -88,33 +88,38 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-_MODELS = "multiring.models"
+_TRAINERS = "multiring.models.trainers"
 FRAMEWORKS = {
     framework.name: framework
     for framework in (
-        Framework("torch", "Torch", f"{_MODELS}.train_torch", "TorchTrainer", ("torch",), "torch"),
+        Framework("torch", "Torch", f"{_TRAINERS}.train_torch", "TorchTrainer", ("torch",), "torch"),
         Framework(
             "tensorflow",
             "TensorFlow",
-            f"{_MODELS}.train_tensorflow",
+            f"{_TRAINERS}.train_tensorflow",
             "TensorFlowTrainer",
             ("tensorflow",),
             "tensorflow",
         ),
         Framework(
-            "chainer", "Chainer", f"{_MODELS}.train_chainer", "ChainerTrainer", ("chainer",), "chainer"
+            "chainer", "Chainer", f"{_TRAINERS}.train_chainer", "ChainerTrainer", ("chainer",), "chainer"
         ),
         Framework(
             "caffe",
             "Caffe-style",
-            f"{_MODELS}.train_caffe",
+            f"{_TRAINERS}.train_caffe",
             "CaffeTrainer",
             ("torch", "google.protobuf"),
             "caffe",
         ),
-        Framework("jax", "JAX", f"{_MODELS}.train_jax", "JaxTrainer", ("jax", "optax"), "jax"),
+        Framework("jax", "JAX", f"{_TRAINERS}.train_jax", "JaxTrainer", ("jax", "optax"), "jax"),
         Framework(
-            "pytensor", "PyTensor", f"{_MODELS}.train_pytensor", "PyTensorTrainer", ("pytensor",), "pytensor"
+            "pytensor",
+            "PyTensor",
+            f"{_TRAINERS}.train_pytensor",
+            "PyTensorTrainer",
+            ("pytensor",),
+            "pytensor",
         ),
     )
 }

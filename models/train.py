@@ -19,21 +19,21 @@ import multiring
 from multiring import Communicator, config, launch_environment
 from multiring.errors import MultiringError, UsageError
 from multiring.joined import TOLD_KEY, tell_launcher
-from multiring.models import checkpoint, outputs
-from multiring.models.checkpoint import Checkpoint
 from multiring.models.data import open_dataset
-from multiring.models.driver import Driver, Job, Result
-from multiring.models.dry_run import check, render
+from multiring.models.data.sharding import steps_per_epoch
 from multiring.models.errors import CheckpointError
 from multiring.models.frameworks import find_framework
-from multiring.models.options import TrainOptions, add_arguments
-from multiring.models.outputs import DirectoryOutputs, NoOutputs, Outputs
-from multiring.models.progress import Progress, SilentProgress, open_progress
-from multiring.models.recipe import Recipe
-from multiring.models.resnet_spec import resnet
-from multiring.models.sharding import steps_per_epoch
-from multiring.models.summary import describe, summarise
-from multiring.models.trainer import Trainer
+from multiring.models.nets.resnet_spec import resnet
+from multiring.models.trainers.recipe import Recipe
+from multiring.models.trainers.trainer import Trainer
+from multiring.models.training import checkpoint, outputs
+from multiring.models.training.checkpoint import Checkpoint
+from multiring.models.training.driver import Driver, Job, Result
+from multiring.models.training.dry_run import check, render
+from multiring.models.training.options import TrainOptions, add_arguments
+from multiring.models.training.outputs import DirectoryOutputs, NoOutputs, Outputs
+from multiring.models.training.progress import Progress, SilentProgress, open_progress
+from multiring.models.training.summary import describe, summarise
 
 __all__ = ["add_arguments", "main", "train"]
 

@@ -21,8 +21,8 @@ from multiring.benchmarks.measure import Meeting
 from multiring.benchmarks.memory import return_freed_memory
 from multiring.errors import InternalError
 from multiring.models.frameworks import Framework
+from multiring.models.nets.resnet_spec import resnet
 from multiring.models.peers.table import PEERS
-from multiring.models.resnet_spec import resnet
 
 __all__ = ["Reduction", "gradient_shapes", "measure_reduction", "run"]
 

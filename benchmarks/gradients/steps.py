@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import multiring.torch
 from multiring import Communicator
-from multiring.models.resnet_spec import resnet
-from multiring.models.resnet_torch import TorchResNet
+from multiring.models.nets.resnet_spec import resnet
+from multiring.models.nets.resnet_torch import TorchResNet
 
 __all__ = ["KINDS", "GradientsOnly", "Step", "gradient_shapes", "make_step", "training_model"]
 

@@ -12,8 +12,8 @@ from torch import nn
 from multiring import Communicator, config
 from multiring.benchmarks.gradients.report import StateRow
 from multiring.benchmarks.measure import Meeting, Sample
-from multiring.models.resnet_spec import resnet
-from multiring.models.resnet_torch import TorchResNet
+from multiring.models.nets.resnet_spec import resnet
+from multiring.models.nets.resnet_torch import TorchResNet
 from multiring.state_check import StateCheck
 from multiring.torch.model_buffers import ModelBuffers
 

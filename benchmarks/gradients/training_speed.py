@@ -19,11 +19,11 @@ import numpy as np
 
 from multiring import Communicator
 from multiring.benchmarks.measure import Meeting, Ratio
+from multiring.models.data.loader import Batch
 from multiring.models.frameworks import Framework
-from multiring.models.loader import Batch
+from multiring.models.nets.resnet_spec import ResNetSpec
 from multiring.models.peers.table import Peer, PeerTrainer
-from multiring.models.recipe import Recipe
-from multiring.models.resnet_spec import ResNetSpec
+from multiring.models.trainers.recipe import Recipe
 
 __all__ = ["ALONE", "LIMIT", "OWN", "TOGETHER", "TrainingSpeed", "measure_training"]
 

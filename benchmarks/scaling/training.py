@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from multiring.bucketing import ParameterSpec, plan_buckets
-from multiring.models.resnet_spec import resnet
+from multiring.models.nets.resnet_spec import resnet
 
 __all__ = ["Profile", "buckets", "interpolate", "measure_profile", "step_seconds"]
 
@@ -44,7 +44,7 @@ def measure_profile(batch: int = 4, steps: int = 5) -> Profile:
     processor. Needs torch."""
     import torch
 
-    from multiring.models.resnet_torch import TorchResNet
+    from multiring.models.nets.resnet_torch import TorchResNet
 
     model = TorchResNet(resnet(50, classes=1000))
     specs = parameters()

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from multiring.models.sharding import Indices
+from multiring.models.data.sharding import Indices
 
 __all__ = ["Dataset", "Images", "Labels", "Split"]
 

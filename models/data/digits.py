@@ -6,8 +6,8 @@ import numpy as np
 
 from multiring.errors import UsageError
 from multiring.models.data.base import Images, Labels, Split
+from multiring.models.data.sharding import Indices, sample_generator
 from multiring.models.errors import DataError
-from multiring.models.sharding import Indices, sample_generator
 
 __all__ = ["Digits"]
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from multiring.errors import UsageError
 from multiring.models.data.base import Images, Labels, Split
+from multiring.models.data.sharding import Indices, sample_generator
 from multiring.models.errors import DataError
-from multiring.models.sharding import Indices, sample_generator
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -6,7 +6,7 @@ import numpy as np
 
 from multiring.errors import UsageError
 from multiring.models.data.base import Images, Labels, Split
-from multiring.models.sharding import Indices
+from multiring.models.data.sharding import Indices
 
 __all__ = ["Synthetic"]
 

@@ -13,12 +13,12 @@ from chainer import functions
 
 from multiring import Communicator
 from multiring.errors import UsageError
-from multiring.models.loader import Batch
-from multiring.models.recipe import Recipe
-from multiring.models.resnet_chainer import ChainerResNet, load_weights
-from multiring.models.resnet_spec import ResNetSpec
-from multiring.models.sgd_chainer import Sgd, decay_weights
-from multiring.models.weights import initial_weights
+from multiring.models.data.loader import Batch
+from multiring.models.nets.resnet_chainer import ChainerResNet, load_weights
+from multiring.models.nets.resnet_spec import ResNetSpec
+from multiring.models.nets.weights import initial_weights
+from multiring.models.trainers.recipe import Recipe
+from multiring.models.trainers.sgd_chainer import Sgd, decay_weights
 
 __all__ = ["ChainerMnTrainer", "make_trainer"]
 

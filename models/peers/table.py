@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from multiring import Communicator
-from multiring.models.loader import Batch
-from multiring.models.recipe import Recipe
-from multiring.models.resnet_spec import ResNetSpec
+from multiring.models.data.loader import Batch
+from multiring.models.nets.resnet_spec import ResNetSpec
+from multiring.models.trainers.recipe import Recipe
 
 __all__ = ["PEERS", "Peer", "PeerTrainer"]
 

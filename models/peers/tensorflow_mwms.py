@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from multiring import Communicator
 from multiring.errors import UsageError
-from multiring.models.loader import Batch
-from multiring.models.recipe import Recipe
-from multiring.models.resnet_spec import ResNetSpec
-from multiring.models.resnet_tensorflow import TensorFlowResNet, load_weights
-from multiring.models.weights import initial_weights
+from multiring.models.data.loader import Batch
+from multiring.models.nets.resnet_spec import ResNetSpec
+from multiring.models.nets.resnet_tensorflow import TensorFlowResNet, load_weights
+from multiring.models.nets.weights import initial_weights
+from multiring.models.trainers.recipe import Recipe
 
 __all__ = ["TensorFlowMwmsTrainer", "make_trainer"]
 

@@ -10,12 +10,12 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from multiring import Communicator
-from multiring.models.loader import Batch
+from multiring.models.data.loader import Batch
+from multiring.models.nets.resnet_spec import ResNetSpec
+from multiring.models.nets.resnet_torch import TorchResNet, load_weights
+from multiring.models.nets.weights import initial_weights
 from multiring.models.peers.gloo import join_gloo
-from multiring.models.recipe import Recipe
-from multiring.models.resnet_spec import ResNetSpec
-from multiring.models.resnet_torch import TorchResNet, load_weights
-from multiring.models.weights import initial_weights
+from multiring.models.trainers.recipe import Recipe
 
 __all__ = ["TorchDdpTrainer", "make_trainer"]
 

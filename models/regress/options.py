@@ -11,9 +11,9 @@ from pathlib import Path
 
 from multiring.argument_types import number_of, wall_seconds
 from multiring.errors import UsageError
+from multiring.models.nets.resnet_spec import DEPTHS
 from multiring.models.regress.baseline import DEFAULT, MARGIN
 from multiring.models.regress.checks import CHECKS, SMALL, Setup
-from multiring.models.resnet_spec import DEPTHS
 
 __all__ = ["Options", "add_arguments", "parse"]
 

@@ -19,14 +19,14 @@ import numpy.typing as npt
 from multiring import Communicator
 from multiring.errors import UsageError
 from multiring.models.data import open_dataset
+from multiring.models.data.loader import Batch
+from multiring.models.data.sharding import epoch_order, local_slice
 from multiring.models.frameworks import Framework
-from multiring.models.loader import Batch
+from multiring.models.nets.resnet_spec import ResNetSpec, resnet
 from multiring.models.peers.table import Peer
-from multiring.models.recipe import Recipe
 from multiring.models.regress.checks import SPEED_BATCH, Setup
-from multiring.models.resnet_spec import ResNetSpec, resnet
-from multiring.models.sharding import epoch_order, local_slice
-from multiring.models.trainer import Trainer, hash_arrays
+from multiring.models.trainers.recipe import Recipe
+from multiring.models.trainers.trainer import Trainer, hash_arrays
 
 __all__ = ["Bench", "Found", "UnavailableError", "run_task"]
 
@@ -146,9 +146,9 @@ def _weights(trainer: Trainer) -> dict[str, Array]:
 
 
 def _accuracy(bench: Bench, _: str) -> Found:
-    from multiring.models.options import TrainOptions
-    from multiring.models.report import read_metrics
     from multiring.models.train import train
+    from multiring.models.training.options import TrainOptions
+    from multiring.models.training.report import read_metrics
 
     comm, epochs = bench.comm, bench.setup.epochs
     with tempfile.TemporaryDirectory() as directory:

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from multiring import Communicator
-from multiring.models.options import TrainOptions, add_arguments
-from multiring.models.report import read_metrics
 from multiring.models.train import train
+from multiring.models.training.options import TrainOptions, add_arguments
+from multiring.models.training.report import read_metrics
 from tests.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]

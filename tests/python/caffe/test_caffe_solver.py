@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from multiring.models.caffe import PrototxtError, Solver
 from multiring.models.caffe.schema import NetParameter, SolverState
 from multiring.models.errors import CheckpointError
-from multiring.models.resnet_caffe import digits_example
+from multiring.models.nets.resnet_caffe import digits_example
 from tests.python.caffe.caffe_nets import SMALL, make_solver
 from tests.support import REPOSITORY
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from multiring import Communicator
-from multiring.models.resnet_caffe import load_weights, read_weights
-from multiring.models.resnet_spec import resnet
-from multiring.models.train_caffe import CaffeTrainer
-from multiring.models.weights import initial_weights
+from multiring.models.nets.resnet_caffe import load_weights, read_weights
+from multiring.models.nets.resnet_spec import resnet
+from multiring.models.nets.weights import initial_weights
+from multiring.models.trainers.train_caffe import CaffeTrainer
 from tests.python.models.trainer_contract import (
     SPEC,
     TrainerContract,

@@ -24,11 +24,11 @@ import multiring
 from multiring import Communicator
 from multiring.benchmarks.gradients.frameworks.chainer import make_reduction
 from multiring.errors import UsageError
-from multiring.models.convolution_chainer import Convolution
+from multiring.models.nets.convolution_chainer import Convolution
+from multiring.models.nets.resnet_chainer import ChainerResNet, load_weights, read_weights
+from multiring.models.nets.weights import initial_weights
 from multiring.models.peers import chainermn_mpi
-from multiring.models.resnet_chainer import ChainerResNet, load_weights, read_weights
-from multiring.models.train_chainer import set_threads
-from multiring.models.weights import initial_weights
+from multiring.models.trainers.train_chainer import set_threads
 from tests.python.models.trainer_contract import SPEC, TrainerContract, recipe, worst
 from tests.rank_pool import RankPool
 from tests.support import REPOSITORY
@@ -113,9 +113,9 @@ def test_the_peer_asks_for_mpirun(comm: Communicator, monkeypatch: pytest.Monkey
 PEER = """
 import multiring
 from multiring.models.peers import chainermn_mpi
-from multiring.models.resnet_chainer import read_weights
-from multiring.models.train_chainer import ChainerTrainer
-from multiring.models.trainer import hash_arrays
+from multiring.models.nets.resnet_chainer import read_weights
+from multiring.models.trainers.train_chainer import ChainerTrainer
+from multiring.models.trainers.trainer import hash_arrays
 from tests.python.models.trainer_contract import SPEC, part_of, recipe, whole_batch, worst
 
 comm = multiring.init()

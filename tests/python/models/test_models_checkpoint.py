@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from multiring.errors import UsageError
-from multiring.models import checkpoint
-from multiring.models.checkpoint import Checkpoint
 from multiring.models.errors import CheckpointError
+from multiring.models.training import checkpoint
+from multiring.models.training.checkpoint import Checkpoint
 
 
 def make(step: int = 7, **changes: Any) -> Checkpoint:

@@ -12,8 +12,8 @@ from sklearn.datasets import load_digits, load_sample_images
 from multiring.errors import UsageError
 from multiring.models.data import Digits, ImageFolder, Synthetic, open_dataset
 from multiring.models.data.image_folder import DEVIATION, MEAN
+from multiring.models.data.loader import training_batches
 from multiring.models.errors import DataError
-from multiring.models.loader import training_batches
 
 PER_CLASS = {"train": 6, "val": 3}
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from multiring import Communicator
-from multiring.models.resnet_jax import load_weights, read_weights
-from multiring.models.weights import initial_weights
+from multiring.models.nets.resnet_jax import load_weights, read_weights
+from multiring.models.nets.weights import initial_weights
 from tests.python.models.trainer_contract import SPEC, TrainerContract, make, whole_batch, worst
 
 

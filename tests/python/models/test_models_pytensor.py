@@ -7,7 +7,7 @@ import pytensor.tensor as pt
 import pytest
 import torch
 
-from multiring.models.patches_pytensor import max_of_patches, patches
+from multiring.models.nets.patches_pytensor import max_of_patches, patches
 from tests.python.models.trainer_contract import TrainerContract
 
 SLIDES = [(1, 1, 0), (1, 2, 0), (3, 1, 1), (3, 2, 1), (7, 2, 3)]

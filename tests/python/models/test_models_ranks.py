@@ -17,12 +17,12 @@ from PIL import Image
 
 from multiring import Communicator
 from multiring.models.errors import CheckpointError, DivergenceError
-from multiring.models.options import TrainOptions, add_arguments
-from multiring.models.recipe import Recipe
-from multiring.models.resnet_spec import resnet
+from multiring.models.nets.resnet_spec import resnet
 from multiring.models.train import train
-from multiring.models.train_torch import TorchTrainer
-from multiring.models.trainer import hash_arrays
+from multiring.models.trainers.recipe import Recipe
+from multiring.models.trainers.train_torch import TorchTrainer
+from multiring.models.trainers.trainer import hash_arrays
+from multiring.models.training.options import TrainOptions, add_arguments
 from tests.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -51,7 +51,7 @@ def train_with_a_rank_gone_astray(comm: Communicator, directory: str) -> None:
 
 def running_statistics(comm: Communicator, sync_bn: bool) -> list[str]:
     """Hashes of the whole state before and after `synchronise`, each rank having seen other images."""
-    import multiring.models.loader as loader
+    import multiring.models.data.loader as loader
 
     spec = resnet(8, classes=10, in_channels=1)
     recipe = Recipe(0.1, global_batch=8, total_steps=10)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiring.errors import UsageError
-from multiring.models.recipe import Recipe
+from multiring.models.trainers.recipe import Recipe
 
 
 def recipe(**changes: Any) -> Recipe:

@@ -15,11 +15,11 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from multiring.errors import UsageError
-from multiring.models import outputs
 from multiring.models.errors import DataError
-from multiring.models.outputs import DirectoryOutputs
-from multiring.models.progress import BarProgress, LineProgress, SilentProgress, open_progress
-from multiring.models.report import EventLog, MetricsFile, plot_curve, read_metrics
+from multiring.models.training import outputs
+from multiring.models.training.outputs import DirectoryOutputs
+from multiring.models.training.progress import BarProgress, LineProgress, SilentProgress, open_progress
+from multiring.models.training.report import EventLog, MetricsFile, plot_curve, read_metrics
 
 RECORDS = [
     {"kind": "step", "step": 5, "position": 0.5, "loss": 2.0},

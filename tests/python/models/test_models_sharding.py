@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from multiring.errors import UsageError
 from multiring.models.data import Synthetic
-from multiring.models.loader import evaluation_batches, training_batches
-from multiring.models.sharding import (
+from multiring.models.data.loader import evaluation_batches, training_batches
+from multiring.models.data.sharding import (
     epoch_order,
     global_batch_indices,
     local_slice,

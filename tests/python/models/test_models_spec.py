@@ -9,18 +9,10 @@ import pytest
 import torch
 
 from multiring.errors import UsageError
-from multiring.models import resnet_spec
-from multiring.models.resnet_spec import (
-    DEPTHS,
-    INPUT,
-    Add,
-    BatchNorm,
-    Conv,
-    Dense,
-    resnet,
-)
-from multiring.models.resnet_torch import TorchResNet, load_weights, read_weights
-from multiring.models.weights import initial_weights, to_channels_last
+from multiring.models.nets import resnet_spec
+from multiring.models.nets.resnet_spec import DEPTHS, INPUT, Add, BatchNorm, Conv, Dense, resnet
+from multiring.models.nets.resnet_torch import TorchResNet, load_weights, read_weights
+from multiring.models.nets.weights import initial_weights, to_channels_last
 
 
 # Parameters of the bottleneck networks as published with 1000 classes; those of the others counted by hand.

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 import multiring
 from multiring import Communicator
 from multiring.errors import UsageError
-from multiring.models import checkpoint, train
-from multiring.models.driver import Result
+from multiring.models import train
 from multiring.models.errors import CheckpointError, DivergenceError
-from multiring.models.options import TrainOptions, add_arguments
-from multiring.models.report import read_metrics
+from multiring.models.training import checkpoint
+from multiring.models.training.driver import Result
+from multiring.models.training.options import TrainOptions, add_arguments
+from multiring.models.training.report import read_metrics
 
 SMALL = ["--image-size=8", "--threads=1", "--no-report", "--batch-size=64"]
 

@@ -16,12 +16,12 @@ from threadpoolctl import threadpool_limits
 
 import multiring
 from multiring import Communicator
+from multiring.models.data.loader import Batch
 from multiring.models.errors import CheckpointError
 from multiring.models.frameworks import find_framework
-from multiring.models.loader import Batch
-from multiring.models.recipe import Recipe
-from multiring.models.resnet_spec import ResNetSpec, Stem, resnet
-from multiring.models.trainer import Trainer
+from multiring.models.nets.resnet_spec import ResNetSpec, Stem, resnet
+from multiring.models.trainers.recipe import Recipe
+from multiring.models.trainers.trainer import Trainer
 from tests.rank_pool import RankPool
 
 __all__ = [

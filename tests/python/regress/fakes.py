@@ -7,9 +7,9 @@ import signal
 import time
 from typing import Any
 
-from multiring.models.loader import Batch
-from multiring.models.train_torch import TorchTrainer, set_threads
-from multiring.models.trainer import Probe, Sums
+from multiring.models.data.loader import Batch
+from multiring.models.trainers.train_torch import TorchTrainer, set_threads
+from multiring.models.trainers.trainer import Probe, Sums
 
 __all__ = ["set_threads"]
 

@@ -18,7 +18,9 @@ from multiring.models.regress.report import Report, collect_curves
 
 __all__ = ["FRAMEWORKS", "OTHER", "PEERS", "TORCH", "make_outcomes", "make_report", "plan_for", "verdict_of"]
 
-TORCH = Framework("torch", "Torch", "multiring.models.train_torch", "TorchTrainer", ("torch",), "torch")
+TORCH = Framework(
+    "torch", "Torch", "multiring.models.trainers.train_torch", "TorchTrainer", ("torch",), "torch"
+)
 OTHER = Framework("other", "Other", "tests.python.regress.fakes", "Honest", ("torch",), "torch")
 FRAMEWORKS = {"torch": TORCH, "other": OTHER}
 PEERS = {"torch": Peer("DDP over Gloo", "multiring.models.peers.torch_ddp", ("torch",))}

@@ -21,12 +21,12 @@ import torch
 import multiring
 from multiring.models.frameworks import FRAMEWORKS as ALL
 from multiring.models.frameworks import Framework
+from multiring.models.nets.resnet_spec import resnet
 from multiring.models.regress import tasks
 from multiring.models.regress.checks import Setup
 from multiring.models.regress.command import regress
 from multiring.models.regress.options import Options, add_arguments, parse
-from multiring.models.resnet_spec import resnet
-from multiring.models.train_torch import TorchTrainer
+from multiring.models.trainers.train_torch import TorchTrainer
 from tests.python.regress.results import OTHER, PEERS, TORCH
 from tests.support import REPOSITORY, Job, wait_until
 

@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 from chainer import functions
 
-from multiring.models.loader import Batch
-from multiring.models.resnet_chainer import (
+from multiring.models.data.loader import Batch
+from multiring.models.nets.resnet_chainer import (
     ChainerResNet,
     load_weights,
     read_weights,
     running_statistics,
     trained_parameters,
 )
-from multiring.models.sgd_chainer import VELOCITY, Sgd, decay_weights
-from multiring.models.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
+from multiring.models.trainers.sgd_chainer import VELOCITY, Sgd, decay_weights
+from multiring.models.trainers.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
 __all__ = ["ChainerTrainer", "set_threads"]
 

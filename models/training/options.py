@@ -9,9 +9,9 @@ from typing import Any
 
 from multiring.errors import UsageError
 from multiring.models.frameworks import FRAMEWORKS
-from multiring.models.recipe import Decay
-from multiring.models.recipes import RECIPES
-from multiring.models.resnet_spec import DEPTHS, Stem
+from multiring.models.nets.resnet_spec import DEPTHS, Stem
+from multiring.models.trainers.recipe import Decay
+from multiring.models.training.recipes import RECIPES
 
 __all__ = ["ResolvedOptions", "TrainOptions", "add_arguments"]
 

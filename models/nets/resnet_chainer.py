@@ -13,8 +13,8 @@ import numpy.typing as npt
 from chainer import functions, links
 
 from multiring.errors import UsageError
-from multiring.models.convolution_chainer import Convolution
-from multiring.models.resnet_spec import (
+from multiring.models.nets.convolution_chainer import Convolution
+from multiring.models.nets.resnet_spec import (
     INPUT,
     Add,
     BatchNorm,
@@ -26,7 +26,7 @@ from multiring.models.resnet_spec import (
     Relu,
     ResNetSpec,
 )
-from multiring.models.weights import check_weights
+from multiring.models.nets.weights import check_weights
 
 __all__ = ["ChainerResNet", "load_weights", "read_weights", "running_statistics", "trained_parameters"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from multiring.errors import UsageError
-from multiring.models.resnet_spec import (
+from multiring.models.nets.resnet_spec import (
     INPUT,
     Add,
     BatchNorm,
@@ -23,7 +23,7 @@ from multiring.models.resnet_spec import (
     Relu,
     ResNetSpec,
 )
-from multiring.models.weights import check_weights
+from multiring.models.nets.weights import check_weights
 
 __all__ = ["TorchResNet", "load_weights", "read_weights"]
 

@@ -16,8 +16,8 @@ import pytensor
 import pytensor.tensor as pt
 
 from multiring.errors import UsageError
-from multiring.models.patches_pytensor import max_of_patches, patches
-from multiring.models.resnet_spec import (
+from multiring.models.nets.patches_pytensor import max_of_patches, patches
+from multiring.models.nets.resnet_spec import (
     INPUT,
     Add,
     BatchNorm,
@@ -29,7 +29,7 @@ from multiring.models.resnet_spec import (
     Relu,
     ResNetSpec,
 )
-from multiring.models.weights import check_weights, to_channels_last
+from multiring.models.nets.weights import check_weights, to_channels_last
 
 __all__ = ["PyTensorResNet"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from multiring.models import outputs
-from multiring.models.driver import Job, Result
-from multiring.models.outputs import DirectoryOutputs
+from multiring.models.training import outputs
+from multiring.models.training.driver import Job, Result
+from multiring.models.training.outputs import DirectoryOutputs
 
 __all__ = ["describe", "summarise"]
 

@@ -10,10 +10,15 @@ import numpy.typing as npt
 import tensorflow as tf
 
 import multiring.tensorflow
-from multiring.models.loader import Batch
-from multiring.models.resnet_tensorflow import TensorFlowResNet, load_weights, read_weights, to_channels_first
-from multiring.models.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
-from multiring.models.weights import to_channels_last
+from multiring.models.data.loader import Batch
+from multiring.models.nets.resnet_tensorflow import (
+    TensorFlowResNet,
+    load_weights,
+    read_weights,
+    to_channels_first,
+)
+from multiring.models.nets.weights import to_channels_last
+from multiring.models.trainers.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
 __all__ = ["TensorFlowTrainer", "set_threads"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multiring.errors import UsageError
-from multiring.models.resnet_spec import BatchNorm, ResNetSpec
+from multiring.models.nets.resnet_spec import BatchNorm, ResNetSpec
 
 __all__ = ["check_weights", "initial_weights", "to_channels_last"]
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from multiring.errors import UsageError
 from multiring.jax import BatchStatistics
-from multiring.models.resnet_spec import (
+from multiring.models.nets.resnet_spec import (
     INPUT,
     Add,
     BatchNorm,
@@ -25,7 +25,7 @@ from multiring.models.resnet_spec import (
     Relu,
     ResNetSpec,
 )
-from multiring.models.weights import check_weights, to_channels_last
+from multiring.models.nets.weights import check_weights, to_channels_last
 
 __all__ = ["Arrays", "apply_resnet", "load_weights", "local_statistics", "read_weights"]
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from multiring.errors import UsageError
 from multiring.models.caffe import Net
-from multiring.models.resnet_spec import (
+from multiring.models.nets.resnet_spec import (
     INPUT,
     Add,
     BatchNorm,
@@ -28,7 +28,7 @@ from multiring.models.resnet_spec import (
     ResNetSpec,
     resnet,
 )
-from multiring.models.weights import check_weights
+from multiring.models.nets.weights import check_weights
 
 __all__ = ["DATA", "LABEL", "LOSS", "digits_example", "load_weights", "read_weights", "train_val"]
 
@@ -208,7 +208,7 @@ random_seed: 1
 solver_mode: CPU
 """
     spec = resnet(8, classes=10, in_channels=1)
-    note = "# Written by models/resnet_caffe.py from the specification that every framework builds.\n"
+    note = "# Written by models/nets/resnet_caffe.py from the specification that every framework builds.\n"
     return {
         "solver.prototxt": solver,
         "train_val.prototxt": note + train_val(spec, name="ResNet-8 on digits", data=data),

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 import multiring.torch
-from multiring.models.loader import Batch
-from multiring.models.resnet_torch import TorchResNet, load_weights, read_weights
-from multiring.models.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
+from multiring.models.data.loader import Batch
+from multiring.models.nets.resnet_torch import TorchResNet, load_weights, read_weights
+from multiring.models.trainers.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
 __all__ = ["TorchTrainer", "set_threads"]
 

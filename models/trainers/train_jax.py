@@ -14,11 +14,17 @@ import optax
 
 import multiring.jax
 from multiring.errors import UsageError
+from multiring.models.data.loader import Batch
 from multiring.models.errors import CheckpointError
-from multiring.models.loader import Batch
-from multiring.models.resnet_jax import Arrays, apply_resnet, load_weights, local_statistics, read_weights
-from multiring.models.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
-from multiring.models.weights import to_channels_last
+from multiring.models.nets.resnet_jax import (
+    Arrays,
+    apply_resnet,
+    load_weights,
+    local_statistics,
+    read_weights,
+)
+from multiring.models.nets.weights import to_channels_last
+from multiring.models.trainers.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
 __all__ = ["JaxTrainer", "set_threads"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from multiring.models.recipe import Decay
-from multiring.models.resnet_spec import Stem
+from multiring.models.nets.resnet_spec import Stem
+from multiring.models.trainers.recipe import Decay
 
 __all__ = ["RECIPES", "NamedRecipe"]
 

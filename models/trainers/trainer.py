@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from multiring import Communicator
 from multiring.errors import UsageError
+from multiring.models.data.loader import Batch
 from multiring.models.errors import CheckpointError
-from multiring.models.loader import Batch
-from multiring.models.recipe import Recipe
-from multiring.models.resnet_spec import ResNetSpec
-from multiring.models.weights import check_weights, initial_weights
+from multiring.models.nets.resnet_spec import ResNetSpec
+from multiring.models.nets.weights import check_weights, initial_weights
+from multiring.models.trainers.recipe import Recipe
 
 __all__ = ["MODEL", "MOMENTUM", "Probe", "Sums", "Trainer", "hash_arrays"]
 

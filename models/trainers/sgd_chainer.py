@@ -14,8 +14,8 @@ import chainer
 import numpy as np
 import numpy.typing as npt
 
-from multiring.models.recipe import Recipe
-from multiring.models.resnet_chainer import ChainerResNet, trained_parameters
+from multiring.models.nets.resnet_chainer import ChainerResNet, trained_parameters
+from multiring.models.trainers.recipe import Recipe
 
 __all__ = ["VELOCITY", "Sgd", "decay_weights"]
 

@@ -15,10 +15,10 @@ from pytensor.graph.rewriting.basic import in2out
 from pytensor.graph.rewriting.db import RewriteDatabaseQuery
 
 import multiring.pytensor
-from multiring.models.loader import Batch
-from multiring.models.patches_pytensor import stretch_by_views
-from multiring.models.resnet_pytensor import PyTensorResNet
-from multiring.models.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
+from multiring.models.data.loader import Batch
+from multiring.models.nets.patches_pytensor import stretch_by_views
+from multiring.models.nets.resnet_pytensor import PyTensorResNet
+from multiring.models.trainers.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
 __all__ = ["PyTensorTrainer", "set_threads"]
 

@@ -14,12 +14,12 @@ import torch
 import multiring.caffe
 from multiring.models.caffe import Net, Solver
 from multiring.models.caffe.updates import Rule
+from multiring.models.data.loader import Batch
 from multiring.models.errors import CheckpointError
-from multiring.models.loader import Batch
-from multiring.models.recipe import Recipe
-from multiring.models.resnet_caffe import DATA, LABEL, LOSS, load_weights, read_weights, train_val
-from multiring.models.resnet_spec import BatchNorm, ResNetSpec
-from multiring.models.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
+from multiring.models.nets.resnet_caffe import DATA, LABEL, LOSS, load_weights, read_weights, train_val
+from multiring.models.nets.resnet_spec import BatchNorm, ResNetSpec
+from multiring.models.trainers.recipe import Recipe
+from multiring.models.trainers.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
 __all__ = ["CaffeTrainer", "set_threads"]
 

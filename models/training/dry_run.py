@@ -19,12 +19,12 @@ import numpy as np
 
 from multiring import machine
 from multiring.models.data import Split
-from multiring.models.driver import Job
+from multiring.models.data.loader import Batch
 from multiring.models.errors import DataError
-from multiring.models.loader import Batch
-from multiring.models.recipes import RECIPES
-from multiring.models.resnet_spec import INPUT, ResNetSpec
-from multiring.models.trainer import Trainer
+from multiring.models.nets.resnet_spec import INPUT, ResNetSpec
+from multiring.models.trainers.trainer import Trainer
+from multiring.models.training.driver import Job
+from multiring.models.training.recipes import RECIPES
 
 __all__ = ["Finding", "check", "memory_needed", "render"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from multiring.models.data import Dataset, Images, Labels
-from multiring.models.sharding import (
+from multiring.models.data.sharding import (
     Indices,
     epoch_order,
     global_batch_indices,

@@ -12,7 +12,7 @@ import tensorflow as tf
 import multiring.tensorflow
 from multiring import Communicator
 from multiring.errors import UsageError
-from multiring.models.resnet_spec import (
+from multiring.models.nets.resnet_spec import (
     INPUT,
     Add,
     BatchNorm,
@@ -23,7 +23,7 @@ from multiring.models.resnet_spec import (
     Relu,
     ResNetSpec,
 )
-from multiring.models.weights import check_weights, to_channels_last
+from multiring.models.nets.weights import check_weights, to_channels_last
 
 __all__ = ["TensorFlowResNet", "load_weights", "read_weights", "to_channels_first"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from multiring.errors import UsageError
-from multiring.models import checkpoint
-from multiring.models.progress import Progress
-from multiring.models.report import EventLog, MetricsFile, plot_curve, read_metrics
+from multiring.models.training import checkpoint
+from multiring.models.training.progress import Progress
+from multiring.models.training.report import EventLog, MetricsFile, plot_curve, read_metrics
 
 __all__ = ["DirectoryOutputs", "NoOutputs", "Outputs", "prepare_directory"]
 

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 
 from multiring import Communicator
-from multiring.models import checkpoint
-from multiring.models.checkpoint import Checkpoint
 from multiring.models.data import Dataset
+from multiring.models.data.loader import Batch, evaluation_batches, training_batches
+from multiring.models.data.sharding import steps_per_epoch
 from multiring.models.errors import CheckpointError, DivergenceError
-from multiring.models.loader import Batch, evaluation_batches, training_batches
-from multiring.models.options import ResolvedOptions, TrainOptions
-from multiring.models.outputs import Outputs
-from multiring.models.recipe import Recipe
-from multiring.models.resnet_spec import ResNetSpec
-from multiring.models.sharding import steps_per_epoch
-from multiring.models.trainer import Sums, Trainer
+from multiring.models.nets.resnet_spec import ResNetSpec
+from multiring.models.trainers.recipe import Recipe
+from multiring.models.trainers.trainer import Sums, Trainer
+from multiring.models.training import checkpoint
+from multiring.models.training.checkpoint import Checkpoint
+from multiring.models.training.options import ResolvedOptions, TrainOptions
+from multiring.models.training.outputs import Outputs
 
 __all__ = ["Driver", "Job", "Result"]
 

@@ -1,0 +1,1 @@
+"""The ResNet: one specification, its weights, and the net in every framework."""

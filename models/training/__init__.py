@@ -1,0 +1,1 @@
+"""The training job: options, the loop, checkpoints, and what it shows and leaves."""
