@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import multiring
-from multiring import Communicator, cli, launch_environment
-from multiring.argument_types import number_of
+from multiring import Communicator, cli
 from multiring.benchmarks import launch
 from multiring.benchmarks.emulation import start as emulated_start
 from multiring.benchmarks.emulation.start import Emulation
 from multiring.benchmarks.mpich import find_mpich
+from multiring.commands.argument_types import number_of
 from multiring.errors import MultiringError, UsageError
-from multiring.launch_environment import Placement
+from multiring.rendezvous import launch_environment
+from multiring.rendezvous.launch_environment import Placement
 
 __all__ = ["BENCHMARKS", "Benchmark", "Outcome", "add_arguments", "main", "write_whole"]
 

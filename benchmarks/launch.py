@@ -19,15 +19,15 @@ from pathlib import Path
 
 from multiring import Communicator, machine
 from multiring.benchmarks.contenders import PEERS, installed_peers
+from multiring.commands.launcher.directory import job_directory
+from multiring.commands.launcher.job import run_job
+from multiring.commands.launcher.multiplexer import Multiplexer
+from multiring.commands.launcher.process import RankProcess
+from multiring.commands.launcher.rank_starter import JobOptions
+from multiring.commands.launcher.report import exit_code
+from multiring.commands.launcher.supervisor import Outcome, Supervisor, passed_on_signals
 from multiring.errors import UsageError
-from multiring.launch_environment import Placement
-from multiring.launcher.directory import job_directory
-from multiring.launcher.job import run_job
-from multiring.launcher.multiplexer import Multiplexer
-from multiring.launcher.process import RankProcess
-from multiring.launcher.rank_starter import JobOptions
-from multiring.launcher.report import exit_code
-from multiring.launcher.supervisor import Outcome, Supervisor, passed_on_signals
+from multiring.rendezvous.launch_environment import Placement
 
 __all__ = [
     "OPEN_MPI",

@@ -13,6 +13,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,10 +57,10 @@ FRAMEWORKS = {
     "pytensor",
     "cupy",
 }
-# A launcher's own store comes in a framework; imported where a job needs it, never with the module (ADR 17).
-LAUNCHERS_STORES = {"core/multiring/torchrun.py": "torch.distributed.TCPStore"}
 # What sits around training: each folder of integrations/, and what it alone imports.
-INTEGRATIONS = {"ray"}
+INTEGRATIONS = {"ray": {"ray"}, "torchrun": {"torch"}}
+# What is no framework, and yet for one integration alone.
+SYSTEMS = {"ray"}
 # What stands on the adapters and on the integrations.
 PROGRAMS = {"models", "benchmarks"}
 ADAPTERS = {"torch", "tensorflow", "chainer", "caffe", "jax", "pytensor", "numpy"}
@@ -85,44 +86,50 @@ def include_findings() -> Iterator[str]:
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything that a module imports, `from a import b` as `a.b`."""
-    yield from imports_in(ast.parse(path.read_text(), str(path)))
-
-
-def imports_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def launchers_stores(path: Path) -> list[tuple[int, str]]:
-    """The imports of a module that `LAUNCHERS_STORES` allows it, inside of functions."""
-    functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
-    allowed = LAUNCHERS_STORES.get(str(path.relative_to(ROOT)))
-    return [found for function in functions for found in imports_in(function) if found[1] == allowed]
+def part_of_ours(name: str) -> str:
+    """What `multiring.X` and all names below it are in the package: X; empty: a name of another package."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "multiring" and len(parts) > 1 else ""
+
+
+def cycle_findings() -> Iterator[str]:
+    """Folders and modules at the top of the Python face import each other in one direction only."""
+    face = ROOT / "core/multiring"
+    rooms: dict[str, set[str]] = {path.stem: set() for path in face.iterdir() if path.stem[0] != "_"}
+    for path in face.rglob("*.py"):
+        room = path.relative_to(face).parts[0].removesuffix(".py")
+        found = {part_of_ours(name) for _, name in imports(path)}
+        rooms.setdefault(room, set()).update(found & rooms.keys() - {room})
+    try:
+        TopologicalSorter(rooms).prepare()
+    except CycleError as error:
+        yield f"core/multiring: imports in a circle: {' <- '.join(error.args[1])}"
 
 
 def import_findings() -> Iterator[str]:
     for path in sorted(ROOT.glob("core/multiring/**/*.py")):
-        allowed = launchers_stores(path)
         for number, name in imports(path):
-            if (number, name) in allowed:
-                continue
             parts = name.split(".")
-            if parts[0] in FRAMEWORKS | INTEGRATIONS or parts[0] == "tests":
+            if parts[0] in FRAMEWORKS | SYSTEMS or parts[0] == "tests":
                 yield f"{path.relative_to(ROOT)}:{number}: the Python face imports {name}"
-            if parts[0] == "multiring" and len(parts) > 1 and parts[1] in ADAPTERS | INTEGRATIONS | PROGRAMS:
+            if part_of_ours(name) in ADAPTERS | INTEGRATIONS.keys() | PROGRAMS:
                 yield f"{path.relative_to(ROOT)}:{number}: the Python face imports {name}, which stands on it"
     for folder in sorted((ROOT / "adapters").iterdir()):
         own = OWN_FRAMEWORK.get(folder.name, {folder.name})
         for path in sorted(folder.rglob("*.py")):
             for number, name in imports(path):
                 yield from adapter_findings(path, number, name, folder.name, own)
-    for path in sorted(ROOT.glob("integrations/**/*.py")):
+    for path in sorted(ROOT.glob("integrations/*/**/*.py")):
+        foreign = (FRAMEWORKS | SYSTEMS) - INTEGRATIONS[path.relative_to(ROOT / "integrations").parts[0]]
         for number, name in imports(path):
-            parts = name.split(".")
-            if parts[0] in FRAMEWORKS or (parts[0] == "multiring" and parts[1:2] and parts[1] in PROGRAMS):
+            if name.split(".")[0] in foreign or part_of_ours(name) in PROGRAMS:
                 yield f"{path.relative_to(ROOT)}:{number}: an integration imports {name}"
     for folder in ("models", "benchmarks", "integrations"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -131,7 +138,7 @@ def import_findings() -> Iterator[str]:
             for number, name in imports(path):
                 if name.split(".")[0] == "tests":
                     yield f"{path.relative_to(ROOT)}:{number}: imports {name}"
-                if name.startswith("multiring.benchmarks") and not measures:
+                if part_of_ours(name) == "benchmarks" and not measures:
                     yield f"{path.relative_to(ROOT)}:{number}: imports {name}, which stands on it"
                 if name.startswith("multiring.models.regress") and folder == "benchmarks":
                     yield f"{path.relative_to(ROOT)}:{number}: imports {name}, which stands on it"
@@ -140,18 +147,16 @@ def import_findings() -> Iterator[str]:
 def adapter_findings(path: Path, number: int, name: str, adapter: str, own: set[str]) -> Iterator[str]:
     parts = name.split(".")
     place = f"{path.relative_to(ROOT)}:{number}"
-    if parts[0] in (FRAMEWORKS | INTEGRATIONS) - own:
+    if parts[0] in (FRAMEWORKS | SYSTEMS) - own:
         yield f"{place}: the {adapter} adapter imports {name}, another framework"
-    if parts[0] == "tests" or (
-        parts[0] == "multiring" and parts[1:2] and parts[1] in INTEGRATIONS | PROGRAMS
-    ):
+    if parts[0] == "tests" or part_of_ours(name) in INTEGRATIONS.keys() | PROGRAMS:
         yield f"{place}: an adapter imports {name}, which stands on it"
-    if parts[0] == "multiring" and len(parts) > 1 and parts[1] in ADAPTERS - {adapter}:
+    if part_of_ours(name) in ADAPTERS - {adapter}:
         yield f"{place}: the {adapter} adapter imports {name}, another adapter"
 
 
 def main() -> int:
-    findings = [*include_findings(), *import_findings()]
+    findings = [*include_findings(), *import_findings(), *cycle_findings()]
     print("\n".join(findings) if findings else "layers: every include and import goes the right way")
     return 1 if findings else 0
 

@@ -16,9 +16,8 @@ from datetime import datetime
 from pathlib import Path
 
 import multiring
-from multiring import Communicator, config, launch_environment
+from multiring import Communicator, config
 from multiring.errors import MultiringError, UsageError
-from multiring.joined import TOLD_KEY, tell_launcher
 from multiring.models.data import open_dataset
 from multiring.models.data.sharding import steps_per_epoch
 from multiring.models.errors import CheckpointError
@@ -34,6 +33,8 @@ from multiring.models.training.options import TrainOptions, add_arguments
 from multiring.models.training.outputs import DirectoryOutputs, NoOutputs, Outputs
 from multiring.models.training.progress import Progress, SilentProgress, open_progress
 from multiring.models.training.summary import describe, summarise
+from multiring.rendezvous import launch_environment
+from multiring.rendezvous.joined import TOLD_KEY, tell_launcher
 
 __all__ = ["add_arguments", "main", "train"]
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from multiring.benchmarks.emulation.hosts import EmulatedHosts
-from multiring.launcher.guardian import end_processes
+from multiring.commands.launcher.guardian import end_processes
 from tests.support import REPOSITORY, wait_until
 
 __all__ = ["SlurmCluster", "why_not"]

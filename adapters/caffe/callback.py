@@ -17,15 +17,15 @@ import numpy as np
 
 import multiring
 from multiring.arrays import address_of, checksum
-from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
-from multiring.buffer_sync import check_mode
 from multiring.caffe.passes import BackwardPasses
 from multiring.caffe.shape import Array, Blob, Parameter, Solver, learned_blobs
 from multiring.caffe.state import SolverState
-from multiring.compression import TopK
 from multiring.errors import UsageError
-from multiring.gradient_reducer import GradientReducer
-from multiring.gradient_source import InPlace, ReducerOptions, RoundResult
+from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
+from multiring.gradients.compression import TopK
+from multiring.gradients.reducer import GradientReducer
+from multiring.gradients.source import InPlace, ReducerOptions, RoundResult
+from multiring.state.buffer_sync import check_mode
 from multiring.types import BufferMode, WireName
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, SupportsFloat, TypeVar
 
 import multiring
 from multiring import metrics as shared_metrics
-from multiring.buffer_sync import sync_arrays
 from multiring.caffe.shape import Array, Net, Solver, learned_blobs
-from multiring.model_check import check_same
-from multiring.state_check import StateCheck
-from multiring.state_sync import broadcast_arrays
+from multiring.gradients.model_check import check_same
+from multiring.state.broadcast import broadcast_arrays
+from multiring.state.buffer_sync import sync_arrays
+from multiring.state.check import StateCheck
 from multiring.types import BufferMode
 
 if TYPE_CHECKING:

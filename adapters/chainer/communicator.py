@@ -19,7 +19,7 @@ from multiring.chainer.messages import Mailbox
 from multiring.chainer.state import average_metrics, broadcast_arrays, forget_copies, parameter_arrays
 from multiring.chainer.without_mpi import ObjectCommunicator, keep_mpi_out
 from multiring.errors import UsageError
-from multiring.gradient_source import ReducerOptions
+from multiring.gradients.source import ReducerOptions
 
 __all__ = ["ChainerCommunicator", "create_communicator"]
 

@@ -13,7 +13,7 @@ import chainer
 from multiring.chainer.gradients import GradientSlots
 from multiring.chainer.optimizer import MultiNodeOptimizer
 from multiring.errors import MultiringError, UsageError
-from multiring.gradient_reducer import GradientReducer
+from multiring.gradients.reducer import GradientReducer
 from multiring.initialization import before_shutdown
 
 __all__ = ["DoubleBufferingOptimizer"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 import chainer
-from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.chainer.double_buffering import DoubleBufferingOptimizer
 from multiring.chainer.groups import Group
 from multiring.chainer.optimizer import MultiNodeOptimizer
-from multiring.compression import TopK
-from multiring.gradient_source import ReducerOptions
+from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from multiring.gradients.compression import TopK
+from multiring.gradients.source import ReducerOptions
 from multiring.types import BufferMode, WireName
 
 __all__ = ["create_multi_node_optimizer"]

@@ -11,11 +11,11 @@ import numpy as np
 
 import chainer
 from multiring.arrays import STREAMING_BYTES, address_of, checksum, copy_large
-from multiring.bucketing import ParameterSpec
 from multiring.chainer.arrays import Array, on_device, place, to_host
 from multiring.errors import UsageError
-from multiring.gradient_reducer import GradientReducer
-from multiring.gradient_source import InPlace, ReducerOptions, RoundResult
+from multiring.gradients.bucketing import ParameterSpec
+from multiring.gradients.reducer import GradientReducer
+from multiring.gradients.source import InPlace, ReducerOptions, RoundResult
 
 if TYPE_CHECKING:
     from multiring import Communicator

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import chainer
-from multiring.buffer_sync import check_mode
 from multiring.chainer.communicator import ChainerCommunicator, create_communicator
 from multiring.chainer.gradients import GradientSlots, fill_with_zeros, named_parameters, specifications
 from multiring.chainer.groups import Group
@@ -25,9 +24,10 @@ from multiring.chainer.state import (
 )
 from multiring.chainer.sync_batch_normalization import SyncBatchNormalization
 from multiring.errors import UsageError
-from multiring.gradient_source import ReducerOptions, check_arguments
-from multiring.model_check import check_same
-from multiring.state_check import StateCheck
+from multiring.gradients.model_check import check_same
+from multiring.gradients.source import ReducerOptions, check_arguments
+from multiring.state.buffer_sync import check_mode
+from multiring.state.check import StateCheck
 from multiring.types import BufferMode
 
 __all__ = ["MultiNodeOptimizer"]

@@ -11,11 +11,11 @@ import numpy as np
 import chainer
 from multiring import Communicator
 from multiring import metrics as shared_metrics
-from multiring.buffer_sync import sync_arrays
 from multiring.chainer.arrays import Array, is_array, on_device, place, to_host
 from multiring.chainer.gradients import named_parameters
 from multiring.chainer.groups import Group, plain_communicator
-from multiring.state_sync import StateBuffer, broadcast_state, check_root
+from multiring.state.broadcast import StateBuffer, broadcast_state, check_root
+from multiring.state.buffer_sync import sync_arrays
 from multiring.types import BufferMode
 
 __all__ = [
@@ -101,7 +101,7 @@ def broadcast_arrays(arrays: Mapping[str, Any], root: int = 0, comm: Group = Non
 
 
 def sync_buffers(link: chainer.Link, comm: Communicator, mode: BufferMode, active: Sequence[bool]) -> None:
-    """Make the buffers of all ranks the same: see `multiring.buffer_sync.sync_arrays`. Collective."""
+    """Make the buffers of all ranks the same: see `multiring.state.buffer_sync.sync_arrays`. Collective."""
     arrays = _buffers(link) if mode != "local" else {}
     staged = {name: to_host(array) for name, array in arrays.items()}
     sync_arrays(comm, staged, mode, active)

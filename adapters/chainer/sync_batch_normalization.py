@@ -6,12 +6,12 @@ from typing import Any
 
 import chainer
 from chainer import links
-from multiring.batch_moments import combine_moments, moments_row
 from multiring.chainer.arrays import on_device, place
 from multiring.chainer.groups import Group, plain_communicator
 from multiring.chainer.normalise import Normalise, Statistics, local_moments
 from multiring.derived import derived
 from multiring.errors import UsageError
+from multiring.state.batch_moments import combine_moments, moments_row
 
 __all__ = ["SyncBatchNormalization", "convert_sync_batch_normalization"]
 

@@ -28,7 +28,7 @@ import numpy as np
 from multiring import Communicator
 from multiring.chainer.messages import Mailbox
 from multiring.errors import UsageError
-from multiring.state_sync import not_pickled, pickled, unpickled
+from multiring.objects import not_pickled, pickled, unpickled
 
 __all__ = ["ObjectCommunicator", "keep_mpi_out"]
 

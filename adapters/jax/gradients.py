@@ -13,8 +13,8 @@ import numpy as np
 
 import jax
 import jax.numpy as jnp
-from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.errors import UsageError
+from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.jax.arguments import as_arrays, resolve
 from multiring.jax.collectives import allreduce
 from multiring.jax.state import broadcast_parameters

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.errors import UsageError
+from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from multiring.gradients.model_check import check_same
 from multiring.jax.arguments import resolve
 from multiring.jax.gradients import gradient_options, reduce_gradients, reduce_partial
 from multiring.jax.state_check import check_interval, check_leaves
 from multiring.jax.trees import named_leaves
-from multiring.model_check import check_same
 from multiring.reductions import explain_arguments
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from multiring.jax.arguments import resolve
 from multiring.jax.internals import with_weak_type
 from multiring.jax.trees import named_leaves
 from multiring.reductions import explain_arguments
-from multiring.state_sync import StateBuffer, broadcast_state, check_root
+from multiring.state.broadcast import StateBuffer, broadcast_state, check_root
 
 if TYPE_CHECKING:
     from multiring import Communicator

@@ -20,7 +20,7 @@ from multiring.jax.internals import COLLECTIVE, abstract_token
 from multiring.jax.library import CHECK, number_of, thread_effect
 from multiring.jax.primitive import ffi_call, place_in_program
 from multiring.jax.trees import named, named_leaves
-from multiring.state_check import advice_at
+from multiring.state.check import advice_at
 
 if TYPE_CHECKING:
     from multiring import Communicator

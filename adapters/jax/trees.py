@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
-from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec, plan_buckets
-from multiring.buffer_sync import check_mode
+from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec, plan_buckets
 from multiring.jax.arguments import as_arrays, call_site, check_op, resolve
 from multiring.jax.library import number_of
 from multiring.jax.primitive import Bucket, Collective, run
-from multiring.state_sync import check_root
+from multiring.state.broadcast import check_root
+from multiring.state.buffer_sync import check_mode
 from multiring.types import BufferMode
 
 if TYPE_CHECKING:

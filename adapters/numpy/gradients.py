@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
-from multiring.compression import TopK
 from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.gradient_reducer import GradientReducer
-from multiring.gradient_source import ReducerOptions
+from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
+from multiring.gradients.compression import TopK
+from multiring.gradients.reducer import GradientReducer
+from multiring.gradients.source import ReducerOptions
 from multiring.numpy.state import broadcast_parameters
-from multiring.state_check import StateCheck
+from multiring.state.check import StateCheck
 from multiring.types import WireName
 from numpy.typing import NDArray
 

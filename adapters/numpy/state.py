@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 from multiring import metrics as shared_metrics
-from multiring.buffer_sync import sync_arrays
 from multiring.derived import resolve
-from multiring.state_sync import broadcast_arrays
+from multiring.state.broadcast import broadcast_arrays
+from multiring.state.buffer_sync import sync_arrays
 from multiring.types import BufferMode
 from numpy.typing import NDArray
 
@@ -62,5 +62,5 @@ def sync_buffers(
     arrays: Mapping[str, NDArray[Any]], mode: BufferMode = "broadcast", comm: Communicator | None = None
 ) -> None:
     """Make arrays that each rank has updated from its own batch alone the same on all ranks, in place; see
-    `multiring.buffer_sync.sync_arrays`. Collective unless `mode` is "local"."""
+    `multiring.state.buffer_sync.sync_arrays`. Collective unless `mode` is "local"."""
     sync_arrays(resolve(comm), arrays, mode)

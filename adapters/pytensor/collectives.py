@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.pytensor.collective_ops import Allgather, Allreduce, Broadcast
-from multiring.state_sync import check_root
+from multiring.state.broadcast import check_root
 from multiring.types import ReduceOpName
 from pytensor.graph.basic import Variable
 from pytensor.tensor.type import TensorType

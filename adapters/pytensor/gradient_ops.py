@@ -30,13 +30,13 @@ from numpy.typing import NDArray
 
 import pytensor.tensor as pt
 from multiring.arrays import STREAMING_BYTES, address_of, copy_large
-from multiring.bucketing import ParameterSpec
 from multiring.derived import claim
 from multiring.errors import UsageError
-from multiring.gradient_reducer import GradientReducer
-from multiring.gradient_source import InPlace, ReducerOptions
+from multiring.gradients.bucketing import ParameterSpec
+from multiring.gradients.reducer import GradientReducer
+from multiring.gradients.source import InPlace, ReducerOptions
 from multiring.pytensor.blocking import TOKEN, BlockingOp, PerformOp, is_plain, token
-from multiring.state_check import StateCheck
+from multiring.state.check import StateCheck
 from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.gradient import disconnected_type, grad_not_implemented
 from pytensor.graph.basic import Apply, Variable

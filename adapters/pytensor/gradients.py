@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 import pytensor.tensor as pt
-from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
-from multiring.compression import TopK
 from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.gradient_source import ReducerOptions
+from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
+from multiring.gradients.compression import TopK
+from multiring.gradients.source import ReducerOptions
 from multiring.pytensor.gradient_ops import Begin, Finish, Ready, Round
 from multiring.pytensor.state import broadcast_parameters, names_of
 from multiring.types import WireName

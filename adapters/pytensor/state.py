@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 import numpy as np
 
 from multiring import metrics as shared_metrics
-from multiring.buffer_sync import sync_arrays
 from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.state_sync import StateBuffer, broadcast_state, check_root
+from multiring.state.broadcast import StateBuffer, broadcast_state, check_root
+from multiring.state.buffer_sync import sync_arrays
 from multiring.types import BufferMode
 from pytensor.compile.sharedvalue import SharedVariable
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from multiring.buffer_sync import check_mode
 from multiring.derived import resolve
 from multiring.errors import UsageError
+from multiring.state.buffer_sync import check_mode
 from multiring.tensorflow.agreement import MetricAverage, decide_together
 from multiring.tensorflow.keras_optimizer import DistributedKerasOptimizer, DistributedLossScaleOptimizer
 from multiring.tensorflow.state import broadcast_object, broadcast_variables, sync_buffers

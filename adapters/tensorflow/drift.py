@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from multiring import config
 from multiring.errors import MismatchError
-from multiring.state_check import advice_at
+from multiring.state.check import advice_at
 from multiring.tensorflow.ops import allgather
 from multiring.tensorflow.variables import named_variables
 
@@ -33,7 +33,7 @@ def interval(check_every: int | None) -> int:
 class DriftCheck:
     """Compares checksums of variables over ranks in the second step and in each multiple of the interval.
 
-    As `multiring.state_check.StateCheck` does for arrays; but part of the graph where there is one.
+    As `multiring.state.check.StateCheck` does for arrays; but part of the graph where there is one.
     """
 
     def __init__(

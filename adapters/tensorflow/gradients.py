@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 import tensorflow as tf
-from multiring.bucketing import ParameterSpec, plan_buckets
 from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.gradient_source import ReducerOptions, check_arguments
-from multiring.model_check import check_same
+from multiring.gradients.bucketing import ParameterSpec, plan_buckets
+from multiring.gradients.model_check import check_same
+from multiring.gradients.source import ReducerOptions, check_arguments
 from multiring.tensorflow.drift import DriftCheck, interval
 from multiring.tensorflow.ops import grouped_allreduce, next_step
 from multiring.tensorflow.sparse import allreduce_slices

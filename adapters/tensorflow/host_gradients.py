@@ -12,12 +12,12 @@ import ml_dtypes  # noqa: F401  # comes with Keras; makes NumPy know bfloat16 by
 import numpy as np
 from numpy.typing import NDArray
 
-from multiring.bucketing import ParameterSpec
 from multiring.derived import derived
 from multiring.errors import UsageError
-from multiring.gradient_reducer import GradientReducer
-from multiring.gradient_source import ReducerOptions
-from multiring.state_check import StateCheck
+from multiring.gradients.bucketing import ParameterSpec
+from multiring.gradients.reducer import GradientReducer
+from multiring.gradients.source import ReducerOptions
+from multiring.state.check import StateCheck
 from multiring.tensorflow.variables import describe_variables, named_variables
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import multiring
-from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.errors import UsageError
-from multiring.gradient_source import ReducerOptions
-from multiring.model_check import check_same
+from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from multiring.gradients.model_check import check_same
+from multiring.gradients.source import ReducerOptions
 from multiring.tensorflow.kept import KeptReductions
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.errors import UsageError
+from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.reductions import explain_arguments
 
 if TYPE_CHECKING:

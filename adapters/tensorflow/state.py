@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 import numpy as np
 
 from multiring import metrics as shared_metrics
-from multiring.buffer_sync import check_mode, sync_arrays
 from multiring.derived import derived, resolve
 from multiring.errors import UsageError
 from multiring.reductions import explain_arguments
-from multiring.state_sync import StateBuffer, broadcast_state, check_root
+from multiring.state.broadcast import StateBuffer, broadcast_state, check_root
+from multiring.state.buffer_sync import check_mode, sync_arrays
 from multiring.tensorflow.variables import NAMES_ADVICE, buffers_of, named_variables, to_numpy
 from multiring.types import BufferMode
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
-from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.derived import resolve
-from multiring.gradient_source import ReducerOptions
+from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from multiring.gradients.source import ReducerOptions
 from multiring.reductions import explain_arguments
 from multiring.tensorflow.gradients import GradientReduction, kinds_of
 from multiring.tensorflow.kept import KeptReductions

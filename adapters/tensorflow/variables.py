@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from multiring.model_check import ADVICE
+from multiring.gradients.model_check import ADVICE
 
 __all__ = ["NAMES_ADVICE", "buffers_of", "describe_variables", "named_variables", "to_numpy"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from multiring.batch_moments import combine_moments, moments_row
+from multiring.state.batch_moments import combine_moments, moments_row
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 import torch
 from multiring.arrays import checksum as bytes_checksum
-from multiring.bucketing import ParameterSpec
 from multiring.errors import UsageError
+from multiring.gradients.bucketing import ParameterSpec
 
 __all__ = [
     "as_tensor",

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import torch
 from multiring.errors import MismatchError
-from multiring.model_check import check_same
+from multiring.gradients.model_check import check_same
 from multiring.torch.buffers import check_writable, has_same_bytes, is_reducible
 from multiring.torch.state import plain_name
 from multiring.torch.sync_batchnorm import SyncBatchNorm

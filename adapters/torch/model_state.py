@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import torch
-from multiring.buffer_sync import check_mode
 from multiring.errors import UsageError
-from multiring.gradient_source import ReducerOptions, RoundResult
-from multiring.model_check import check_same
-from multiring.state_check import Description, StateCheck, describe
+from multiring.gradients.model_check import check_same
+from multiring.gradients.source import ReducerOptions, RoundResult
+from multiring.state.buffer_sync import check_mode
+from multiring.state.check import Description, StateCheck, describe
 from multiring.torch.buffers import byte_view
 from multiring.torch.copies import is_hooked
 from multiring.torch.model_buffers import ModelBuffers

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import torch
-from multiring.bucketing import ParameterSpec
 from multiring.errors import UsageError
-from multiring.gradient_source import InPlace
+from multiring.gradients.bucketing import ParameterSpec
+from multiring.gradients.source import InPlace
 from multiring.torch.buffers import dense_strides, overlaps_itself
 
 __all__ = ["GradientPlaces", "Parameters"]

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from multiring.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from multiring.compression import TopK
 from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.gradient_source import ReducerOptions
+from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from multiring.gradients.compression import TopK
+from multiring.gradients.source import ReducerOptions
 from multiring.reductions import explain_arguments
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.sparse import sparse_parameters as find_sparse_parameters

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 import torch
 from multiring.errors import UsageError
-from multiring.gradient_reducer import GradientReducer
-from multiring.gradient_source import InPlace, ReducerOptions, RoundResult
+from multiring.gradients.reducer import GradientReducer
+from multiring.gradients.source import InPlace, ReducerOptions, RoundResult
 from multiring.torch.buffers import as_tensor, checksum, specification
 from multiring.torch.placement import GradientPlaces
 from multiring.torch.sparse import RowExchange

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import torch
-from multiring.gradient_source import ReducerOptions
-from multiring.sparse_rows import SparseReduction
+from multiring.gradients.source import ReducerOptions
+from multiring.gradients.sparse_rows import SparseReduction
 
 if TYPE_CHECKING:
     from multiring import Communicator

@@ -10,7 +10,7 @@ import torch
 from multiring import metrics as shared_metrics
 from multiring.derived import resolve
 from multiring.reductions import explain_arguments
-from multiring.state_sync import StateBuffer, broadcast_state, check_root
+from multiring.state.broadcast import StateBuffer, broadcast_state, check_root
 from multiring.torch.buffers import byte_view, check_writable, has_same_bytes, overlaps_itself
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from multiring import Communicator
-from multiring.argument_types import ITEM
 from multiring.benchmarks.collectives.cases import (
     BANDWIDTH_COLUMN,
     HOW_TIMED,
@@ -24,6 +23,7 @@ from multiring.benchmarks.contenders import Contender, Elsewhere, FloatArray, ma
 from multiring.benchmarks.emulation.start import Emulation
 from multiring.benchmarks.measure import Sum
 from multiring.benchmarks.mpich import NAME, Mpich
+from multiring.commands.argument_types import ITEM
 from multiring.errors import UsageError
 
 __all__ = ["DEFAULT_SIZES", "add_arguments", "run"]

@@ -9,7 +9,6 @@ from datetime import datetime
 from typing import Any, Generic, TypeVar
 
 from multiring import Communicator
-from multiring.argument_types import array_sizes, wall_seconds
 from multiring.benchmarks.collectives.progress import open_progress
 from multiring.benchmarks.collectives.results import LIMIT, LIMIT_BYTES
 from multiring.benchmarks.collectives.table import size_text, time_text
@@ -18,6 +17,7 @@ from multiring.benchmarks.emulation.start import Emulation
 from multiring.benchmarks.emulation.traffic import LOOPBACK, Sent
 from multiring.benchmarks.machine import Machine
 from multiring.benchmarks.measure import Meeting, Pace, Sample, Task, measure
+from multiring.commands.argument_types import array_sizes, wall_seconds
 from multiring.errors import InternalError
 
 __all__ = [

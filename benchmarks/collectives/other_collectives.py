@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from multiring import Communicator
-from multiring.argument_types import ITEM
 from multiring.benchmarks.collectives.cases import (
     BANDWIDTH_COLUMN,
     HOW_TIMED,
@@ -20,6 +19,7 @@ from multiring.benchmarks.collectives.kinds import COLLECTIVES, Blocks, Buffers
 from multiring.benchmarks.collectives.libraries import Library, OneCollective, join_libraries
 from multiring.benchmarks.collectives.report import CollectiveRow, CollectivesReport
 from multiring.benchmarks.collectives.results import LIMIT_BYTES
+from multiring.commands.argument_types import ITEM
 
 __all__ = ["DEFAULT_SIZES", "add_arguments", "run"]
 

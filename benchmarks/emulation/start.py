@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from multiring.benchmarks import launch
 from multiring.benchmarks.emulation.hosts import EmulatedHosts, command_in, why_not
+from multiring.commands.launcher.job import run_job
+from multiring.commands.launcher.rank_starter import JobOptions
 from multiring.errors import UsageError
-from multiring.launcher.job import run_job
-from multiring.launcher.rank_starter import JobOptions
 
 __all__ = ["HOSTS", "Emulation", "bytes_per_second", "rank_environment", "start"]
 

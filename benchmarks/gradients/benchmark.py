@@ -11,8 +11,8 @@ import importlib.util
 from typing import Any
 
 from multiring import Communicator
-from multiring.argument_types import number_of
 from multiring.benchmarks.command import Outcome
+from multiring.commands.argument_types import number_of
 from multiring.errors import UsageError
 from multiring.models.frameworks import FRAMEWORKS, find_framework
 from multiring.models.peers.table import PEERS

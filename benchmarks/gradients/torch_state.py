@@ -14,7 +14,7 @@ from multiring.benchmarks.gradients.report import StateRow
 from multiring.benchmarks.measure import Meeting, Sample
 from multiring.models.nets.resnet_spec import resnet
 from multiring.models.nets.resnet_torch import TorchResNet
-from multiring.state_check import StateCheck
+from multiring.state.check import StateCheck
 from multiring.torch.model_buffers import ModelBuffers
 
 __all__ = ["measure_state"]

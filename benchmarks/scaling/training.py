@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from multiring.bucketing import ParameterSpec, plan_buckets
+from multiring.gradients.bucketing import ParameterSpec, plan_buckets
 from multiring.models.nets.resnet_spec import resnet
 
 __all__ = ["Profile", "buckets", "interpolate", "measure_profile", "step_seconds"]

@@ -26,7 +26,7 @@ from multiring.errors import (
 
 if TYPE_CHECKING:
     from multiring.communicator import Communicator
-    from multiring.compression import TopK
+    from multiring.gradients.compression import TopK
     from multiring.initialization import (
         cross_rank,
         cross_size,
@@ -49,7 +49,7 @@ __version__ = _version("multiring")
 _HOMES = {
     "Communicator": "multiring.communicator",
     "NamedQueue": "multiring.named_queue",
-    "TopK": "multiring.compression",
+    "TopK": "multiring.gradients.compression",
     "Work": "multiring.work",
     "cross_rank": "multiring.initialization",
     "cross_size": "multiring.initialization",

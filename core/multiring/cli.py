@@ -34,7 +34,7 @@ class Command:
 
 COMMANDS = {
     "run": Command(
-        "multiring.launcher.options", "start a program as several ranks, on this host or on several"
+        "multiring.commands.launcher.options", "start a program as several ranks, on this host or on several"
     ),
     "train": Command("multiring.models.train", "train a ResNet on real images", extras="torch,train"),
     "caffe": Command(
@@ -50,14 +50,16 @@ COMMANDS = {
         "check that all frameworks train alike, on one rank and on several",
         extras="train",
     ),
-    "build": Command("multiring.mpi.build", "compile what lets MPI carry the bytes between hosts"),
-    "plan": Command("multiring.plans.command", "show how an allreduce over several hosts would be divided"),
-    "tune": Command(
-        "multiring.tuning.command", "measure which way allreduces across hosts go best, by their size"
+    "build": Command("multiring.commands.build", "compile what lets MPI carry the bytes between hosts"),
+    "plan": Command(
+        "multiring.commands.plan.command", "show how an allreduce over several hosts would be divided"
     ),
-    "env": Command("multiring.diagnostics.environment", "print versions, machine, launcher and settings"),
+    "tune": Command(
+        "multiring.commands.tune", "measure which way allreduces across hosts go best, by their size"
+    ),
+    "env": Command("multiring.commands.env", "print versions, machine, launcher and settings"),
     "doctor": Command(
-        "multiring.diagnostics.doctor", "check that this machine, or several hosts, can run a job"
+        "multiring.commands.doctor.doctor", "check that this machine, or several hosts, can run a job"
     ),
 }
 

@@ -16,8 +16,8 @@ from multiring.arrays import as_array, contiguous, target_for
 from multiring.collectives import Collectives, into
 from multiring.errors import MultiringError, UsageError
 from multiring.named_queue import NamedQueue
+from multiring.objects import pickled, receive_object, send_object, unpickled
 from multiring.reductions import wire_name
-from multiring.state_sync import pickled, receive_object, send_object, unpickled
 from multiring.types import Array, WireName
 from multiring.work import seconds
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import logging
 import os
 import sys
@@ -12,19 +13,20 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from multiring import _core, config, launch_environment, offered_store, torchrun
+from multiring import _core, config
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError, UsageError
-from multiring.joined import tell_launcher
-from multiring.launch_environment import Placement
-from multiring.mpi import job as mpi_job
-from multiring.mpi.bridge import carries
 from multiring.reductions import wire_type
+from multiring.rendezvous import launch_environment, offered_store
+from multiring.rendezvous.joined import tell_launcher
+from multiring.rendezvous.launch_environment import Placement
+from multiring.rendezvous.mpi import job as mpi_job
+from multiring.rendezvous.mpi.bridge import carries
+from multiring.rendezvous.user_secret import OTHER_USER_SECRET
 from multiring.store import OTHER_SECRET, FileStore, Store, open_store, serve_store
 from multiring.tuning.startup import follow_measured_ways
 from multiring.tuning.table import OFF, Tuning, ranks_of_hosts
 from multiring.tuning.table import load as load_tuning
-from multiring.user_secret import OTHER_USER_SECRET
 
 __all__ = [
     "at_shutdown",
@@ -42,6 +44,10 @@ __all__ = [
 ]
 
 _log = logging.getLogger("multiring")
+
+# Launchers that serve a store of their own, and the integration that lets ranks meet there; imported only in
+# their jobs.
+_MEETINGS = {"torchrun": "multiring.torchrun.meeting"}
 
 # Reentrant: a signal handler may call shutdown while init or shutdown waits below it.
 _lock = threading.RLock()
@@ -241,8 +247,9 @@ def _connect_launched(place: Placement, settings: config.Settings) -> _core.Comm
 def _meet(place: Placement, settings: config.Settings) -> tuple[Placement, Store, str]:
     """The place with all that is known once the ranks have met, the store where they did, and how the keys of
     this generation begin there."""
-    if torchrun.is_meant(place):
-        place, store = torchrun.meet(place, settings)
+    meeting = importlib.import_module(_MEETINGS[place.launcher]) if place.launcher in _MEETINGS else None
+    if meeting is not None and meeting.is_meant(place):
+        place, store = meeting.meet(place, settings)
         return place, store, f"{place.job_id}/"  # another one each time
     prefix = f"generation-{_generation}/"
     if place.launcher == "slurm" and not settings.store:

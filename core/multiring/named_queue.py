@@ -12,7 +12,7 @@ from multiring.types import Array, ReduceOpName, WireName
 from multiring.work import Work
 
 if TYPE_CHECKING:
-    from multiring.communicator import Communicator
+    from multiring import Communicator
 
 __all__ = ["NamedQueue"]
 

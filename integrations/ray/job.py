@@ -12,10 +12,10 @@ from typing import Any
 
 import ray
 from multiring import config, errors
+from multiring.commands.launcher.binding import thread_environment
+from multiring.commands.launcher.hosts import HostSlots, Seat, seats
+from multiring.commands.launcher.rank_starter import place_variables
 from multiring.errors import MultiringError, UsageError
-from multiring.launcher.binding import thread_environment
-from multiring.launcher.hosts import HostSlots, Seat, seats
-from multiring.launcher.rank_starter import place_variables
 from multiring.ray.outcome import gather
 from multiring.ray.worker import Place, Worker
 from ray.exceptions import RayError

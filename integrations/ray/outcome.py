@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 __all__ = ["RankError", "gather"]
 
-# As in multiring.launcher.supervisor: the failure that is seen first need not be the first one, and as long
+# As in the launcher's supervisor: the failure that is seen first need not be the first one, and as long
 # as all have failed because they lost another rank, that other one is still to be heard of.
 _JUDGE_SECONDS = 0.2
 _CAUSE_SECONDS = 5.0

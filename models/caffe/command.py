@@ -21,14 +21,15 @@ import torch
 
 import multiring
 import multiring.caffe
-from multiring import Communicator, config, launch_environment
+from multiring import Communicator, config
 from multiring.derived import derived
 from multiring.errors import MultiringError, UsageError
-from multiring.joined import TOLD_KEY, tell_launcher
 from multiring.models.caffe.net import Net
 from multiring.models.caffe.requests import ACTIONS, Requests
 from multiring.models.caffe.schema import TEST, TRAIN
 from multiring.models.caffe.solver import LOG, Solver
+from multiring.rendezvous import launch_environment
+from multiring.rendezvous.joined import TOLD_KEY, tell_launcher
 
 __all__ = ["add_arguments", "main"]
 

@@ -9,7 +9,7 @@ import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from multiring.argument_types import number_of, wall_seconds
+from multiring.commands.argument_types import number_of, wall_seconds
 from multiring.errors import UsageError
 from multiring.models.nets.resnet_spec import DEPTHS
 from multiring.models.regress.baseline import DEFAULT, MARGIN

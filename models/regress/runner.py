@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from multiring.launcher.process import signal_name
+from multiring.commands.launcher.process import signal_name
 from multiring.models.regress.checks import Setup
 from multiring.models.regress.outcome import Outcome, Outcomes, State, read_error, read_outcome
 from multiring.models.regress.plan import Job

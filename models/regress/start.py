@@ -15,9 +15,9 @@ import sys
 import threading
 
 from multiring.benchmarks import launch
+from multiring.commands.launcher import JobOptions, run_job
+from multiring.commands.launcher.binding import THREAD_VARIABLES
 from multiring.errors import MultiringError
-from multiring.launcher import JobOptions, run_job
-from multiring.launcher.binding import THREAD_VARIABLES
 
 __all__ = ["main"]
 

@@ -21,12 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 import multiring
-from multiring import launch_environment, machine
+from multiring import machine
 from multiring.benchmarks import launch
 from multiring.models.frameworks import FRAMEWORKS, Framework
 from multiring.models.peers.table import Peer
 from multiring.models.regress.checks import Setup
 from multiring.models.regress.tasks import Bench, UnavailableError, run_task
+from multiring.rendezvous import launch_environment
 
 __all__ = ["NOW", "STARTING", "Order"]
 

@@ -11,8 +11,8 @@ import torch
 
 import multiring.torch
 from multiring import Communicator, TopK
-from multiring.batch_moments import combine_moments
 from multiring.numpy import GradientBuckets
+from multiring.state.batch_moments import combine_moments
 from tests.adapters.torch.support import Pool
 from tests.rank_pool import RankPool
 

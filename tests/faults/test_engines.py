@@ -13,8 +13,8 @@ import pytest
 
 from multiring.benchmarks.emulation import hosts as emulated_hosts
 from multiring.benchmarks.emulation.hosts import EmulatedHosts
+from multiring.commands.launcher import engines
 from multiring.errors import UsageError
-from multiring.launcher import engines
 from tests import slurm_cluster
 from tests.faults.test_remote_launch import CHECK, WAIT, remote_pids, shell_of
 from tests.slurm_cluster import SlurmCluster

@@ -306,6 +306,6 @@ def test_a_host_knows_itself_where_any_address_can_be_bound(hosts: EmulatedHosts
     if changed.returncode != 0:
         pytest.skip(f"/proc/sys or IPv6 cannot be set here: {changed.stderr}")
     asked = ["127.0.0.1", hosts.address(0), "10.93.0.9", "fd00::9", hosts.address(1), "fd00::8", "127.0.0.9"]
-    code = f"from multiring.launcher.hosts import is_here; print(*map(is_here, {asked}))"
+    code = f"from multiring.commands.launcher.hosts import is_here; print(*map(is_here, {asked}))"
     told = on_first(f'exec "{sys.executable}" -c "{code}"')
     assert told.stdout.split() == ["True"] * 4 + ["False"] * 3, told.stderr

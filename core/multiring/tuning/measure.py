@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from multiring.plans.units import seconds_text, size_text
 from multiring.tuning.table import AUTO, ROUNDS, SizeClass, Tuning, Way, ranks_of_hosts
+from multiring.units import seconds_text, size_text
 
 if TYPE_CHECKING:
     from multiring.communicator import Communicator

@@ -19,9 +19,9 @@ import numpy as np
 
 from multiring import _core as native
 from multiring.errors import UsageError
-from multiring.plans.units import size_text
 from multiring.tuning.measure import Measured, default_way, measure, rounds_up_to
 from multiring.tuning.table import AUTO, SizeClass, Tuning, Way, ranks_of_hosts
+from multiring.units import size_text
 
 if TYPE_CHECKING:
     from multiring.communicator import Communicator

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import multiring.tensorflow
 from multiring import Communicator
 from multiring.errors import UsageError
-from multiring.gradient_source import ReducerOptions
+from multiring.gradients.source import ReducerOptions
 from multiring.tensorflow import translate_errors
 from tests.adapters.contract import AdapterContract, Pool, batch, join_with_uneven_data, starting_weights
 

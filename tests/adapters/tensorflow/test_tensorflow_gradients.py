@@ -14,7 +14,7 @@ import tensorflow as tf
 import multiring.tensorflow as mt
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from multiring.gradient_source import ReducerOptions
+from multiring.gradients.source import ReducerOptions
 from tests.rank_pool import RankPool
 
 Pool = Callable[[int], RankPool]

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import multiring.torch
 from multiring import Communicator
-from multiring.bucket_exchange import BucketExchange
-from multiring.bucketing import Bucket
+from multiring.gradients.bucket_exchange import BucketExchange
+from multiring.gradients.bucketing import Bucket
 from tests.adapters.torch.support import (
     SMALL,
     Pool,

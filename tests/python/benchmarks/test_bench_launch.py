@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from multiring import launch_environment, machine
+from multiring import machine
 from multiring.benchmarks import launch
 from multiring.benchmarks.collectives.results import Report
 from multiring.benchmarks.launch import Mpirun
 from multiring.errors import UsageError
-from multiring.launch_environment import Placement
+from multiring.rendezvous import launch_environment
+from multiring.rendezvous.launch_environment import Placement
 from tests.support import Job, wait_until
 
 ALONE = launch_environment.detect({})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from multiring.argument_types import array_sizes, number_of, wall_seconds
+from multiring.commands.argument_types import array_sizes, number_of, wall_seconds
 
 
 def test_what_is_accepted() -> None:

@@ -54,8 +54,8 @@ def test_every_command_has_help(name: str) -> None:
 
 def test_the_command_line_imports_no_framework_and_little_else() -> None:
     code = (
-        "import sys, multiring.cli, multiring.launcher.options, multiring.diagnostics.doctor\n"
-        "import multiring.plans.command\n"
+        "import sys, multiring.cli, multiring.commands.launcher.options, multiring.commands.doctor.doctor\n"
+        "import multiring.commands.plan.command\n"
         "unwanted = ('torch', 'tensorflow', 'jax', 'rich', 'multiring.models')\n"
         "print([name for name in unwanted if name in sys.modules])"
     )

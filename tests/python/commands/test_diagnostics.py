@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from multiring import config, machine
-from multiring.diagnostics import checks, doctor, environment
-from multiring.diagnostics.checks import Finding, Status
+from multiring.commands import env as environment
+from multiring.commands.doctor import checks, doctor
+from multiring.commands.doctor.checks import Finding, Status
 from tests.support import Job
 
 
@@ -59,7 +60,7 @@ def test_env_does_not_stumble_over_a_bad_value() -> None:
 
 def test_versions_are_found_without_importing_frameworks() -> None:
     code = (
-        "import sys, os; from multiring.diagnostics import environment; environment.collect(os.environ);"
+        "import sys, os; from multiring.commands import env; env.collect(os.environ);"
         "print([name for name in ('torch', 'jax', 'tensorflow', 'mpi4py') if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -67,7 +68,9 @@ def test_versions_are_found_without_importing_frameworks() -> None:
 
 
 def test_doctor_comes_without_what_may_be_broken() -> None:
-    code = "import sys, multiring.diagnostics.doctor; print({'numpy', 'multiring._core'} & set(sys.modules))"
+    code = (
+        "import sys, multiring.commands.doctor.doctor; print({'numpy', 'multiring._core'} & set(sys.modules))"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "set()\n"
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from multiring import _core
-from multiring.diagnostics import hosts_doctor
-from multiring.diagnostics.checks import Finding, Status
-from multiring.diagnostics.host_findings import as_rate, host_findings, rate_findings
-from multiring.diagnostics.host_probe import MARK, HostProbe, Listener, call_seconds
-from multiring.diagnostics.host_session import RemoteSession, SessionError
-from multiring.diagnostics.host_tables import rates_table
-from multiring.diagnostics.links import rounds
-from multiring.launcher.hosts import HostSlots
+from multiring.commands.doctor import hosts_doctor
+from multiring.commands.doctor.checks import Finding, Status
+from multiring.commands.doctor.host_findings import as_rate, host_findings, rate_findings
+from multiring.commands.doctor.host_probe import MARK, HostProbe, Listener, call_seconds
+from multiring.commands.doctor.host_session import RemoteSession, SessionError
+from multiring.commands.doctor.host_tables import rates_table
+from multiring.commands.doctor.links import rounds
+from multiring.commands.launcher.hosts import HostSlots
 from tests.support import Job, wait_until
 
 NAMES = ["a", "b", "c"]

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from multiring import _core as native
-from multiring import cli
+from multiring import cli, units
 from multiring.errors import UsageError
-from multiring.plans import units
 from tests.support import REPOSITORY
 
 MIB = 1 << 20

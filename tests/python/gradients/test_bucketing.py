@@ -9,8 +9,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from multiring.bucketing import ALIGNMENT, ParameterSpec, Plan, capacity, flag_bits, itemsize, plan_buckets
 from multiring.errors import UsageError
+from multiring.gradients.bucketing import (
+    ALIGNMENT,
+    ParameterSpec,
+    Plan,
+    capacity,
+    flag_bits,
+    itemsize,
+    plan_buckets,
+)
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 

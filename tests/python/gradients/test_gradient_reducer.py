@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from multiring import Communicator
-from multiring.bucketing import ParameterSpec
 from multiring.errors import MismatchError, UsageError
-from multiring.gradient_reducer import GradientReducer
-from multiring.gradient_source import InPlace, ReducerOptions
-from multiring.model_check import check_same
+from multiring.gradients.bucketing import ParameterSpec
+from multiring.gradients.model_check import check_same
+from multiring.gradients.reducer import GradientReducer
+from multiring.gradients.source import InPlace, ReducerOptions
 from tests.rank_pool import RankPool
 
 Pool = Callable[[int], RankPool]

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from multiring import Communicator
-from multiring.buffer_sync import sync_arrays
 from multiring.errors import MismatchError, UsageError
 from multiring.metrics import batch_weight
-from multiring.state_check import StateCheck, _describe
+from multiring.state.buffer_sync import sync_arrays
+from multiring.state.check import StateCheck, _describe
 from tests.rank_pool import RankPool
 
 Pool = Callable[[int], RankPool]

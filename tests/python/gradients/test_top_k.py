@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import multiring.top_k as implementation
+import multiring.gradients.top_k as implementation
 from multiring import Communicator, TopK
-from multiring.bucketing import ParameterSpec
 from multiring.errors import MismatchError, UsageError
-from multiring.gradient_reducer import GradientReducer
-from multiring.gradient_source import InPlace, ReducerOptions
-from multiring.top_k import add_up, largest
+from multiring.gradients.bucketing import ParameterSpec
+from multiring.gradients.reducer import GradientReducer
+from multiring.gradients.source import InPlace, ReducerOptions
+from multiring.gradients.top_k import add_up, largest
 from tests.python.collectives.oracle import Reduction, random_bits
 from tests.rank_pool import RankPool
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from multiring.benchmarks.emulation.hosts import EmulatedHosts, why_not
-from multiring.launcher import options
-from multiring.launcher.hosts import HostSlots, parse_hostfile
+from multiring.commands.launcher import options
+from multiring.commands.launcher.hosts import HostSlots, parse_hostfile
 from tests.support import REPOSITORY, Job
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML, which comes with the dev extra")

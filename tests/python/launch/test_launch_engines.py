@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 
 from multiring import cli
+from multiring.commands.launcher import engine_job, engine_rank
+from multiring.commands.launcher.engine_job import heard_ends
+from multiring.commands.launcher.engines import MPICH, OPEN_MPI, SRUN, Engine, choose
+from multiring.commands.launcher.hosts import HostSlots
+from multiring.commands.launcher.process import RankProcess
+from multiring.commands.launcher.remote_ranks import SSH
+from multiring.commands.launcher.report import RankEnd, blame, failure_report
 from multiring.errors import PeerLostError, UsageError
-from multiring.launch_environment import Placement
-from multiring.launcher import engine_job, engine_rank
-from multiring.launcher.engine_job import heard_ends
-from multiring.launcher.engines import MPICH, OPEN_MPI, SRUN, Engine, choose
-from multiring.launcher.hosts import HostSlots
-from multiring.launcher.process import RankProcess
-from multiring.launcher.remote_ranks import SSH
-from multiring.launcher.report import RankEnd, blame, failure_report
+from multiring.rendezvous.launch_environment import Placement
 from multiring.store import TcpStore, TcpStoreServer
 from tests.support import wait_until
 
@@ -177,7 +177,7 @@ with TcpStoreServer("127.0.0.1", 0, b"{"x" * 16}") as server:
 SEE_THROUGH = """
 import sys
 from multiring.store import tcp
-from multiring.launcher import engine_rank
+from multiring.commands.launcher import engine_rank
 tcp._REPLY_GRACE = 0.2
 sys.exit(engine_rank.main())
 """

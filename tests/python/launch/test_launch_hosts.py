@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from multiring import _core, cli
-from multiring.errors import UsageError
-from multiring.launcher.hosts import (
+from multiring.commands.launcher.hosts import (
     HostSlots,
     Seat,
     address_towards,
@@ -24,6 +23,7 @@ from multiring.launcher.hosts import (
     parse_hosts,
     seats,
 )
+from multiring.errors import UsageError
 from multiring.store import address_to_listen_on
 
 HERE = socket.gethostname()
@@ -285,7 +285,7 @@ def test_hosts_that_are_named_need_no_word_of_slurm(
     capfd: pytest.CaptureFixture[str], ssh: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    monkeypatch.setattr("multiring.slurm.subprocess.run", _refuse)
+    monkeypatch.setattr("multiring.rendezvous.slurm.subprocess.run", _refuse)
     assert cli.main(["run", "-H", "127.0.0.2:1", "--ssh", ssh, "true"]) == 0
     capfd.readouterr()
     assert cli.main(["run", "-np", "2", "true"]) == 2

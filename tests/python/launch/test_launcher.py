@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from multiring.launcher.binding import THREAD_VARIABLES
+from multiring.commands.launcher.binding import THREAD_VARIABLES
 from tests.support import REPOSITORY, Job, run_job, start_job
 
 # Scripts here use the standard library only: what is tested is the launcher.
@@ -336,7 +336,8 @@ def test_a_job_that_no_rank_has_joined_is_told_at_its_end() -> None:
 def test_a_program_that_has_told_why_it_fails_is_not_reported(end: str, reported: bool) -> None:
     script = f"""
 import os, sys
-from multiring import config, joined
+from multiring import config
+from multiring.rendezvous import joined
 if os.environ["MULTIRING_RANK"] == "1":
     joined.tell_launcher(config.load(), joined.TOLD_KEY)
     {end}

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multiring.commands.launcher.frames import END, FRAME, GREETING
+from multiring.commands.launcher.multiplexer import Multiplexer
+from multiring.commands.launcher.output import Console, LineSplitter, Sink, Tail
+from multiring.commands.launcher.remote_ranks import RemoteHost
 from multiring.errors import UsageError
-from multiring.launcher.frames import END, FRAME, GREETING
-from multiring.launcher.multiplexer import Multiplexer
-from multiring.launcher.output import Console, LineSplitter, Sink, Tail
-from multiring.launcher.remote_ranks import RemoteHost
 
 _CHUNKS = st.lists(st.text(alphabet="ab\r\n", max_size=8).map(str.encode))
 

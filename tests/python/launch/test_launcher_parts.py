@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
+from multiring.commands.launcher import binding
+from multiring.commands.launcher.report import RankEnd, blame, exit_code, failure_report
 from multiring.errors import UsageError
-from multiring.launcher import binding
-from multiring.launcher.report import RankEnd, blame, exit_code, failure_report
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))

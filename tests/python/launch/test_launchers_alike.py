@@ -18,7 +18,7 @@ from tests.support import Job, run_job
 
 SHOW = """
 import dataclasses, json, sys
-from multiring.launch_environment import detect
+from multiring.rendezvous.launch_environment import detect
 place = dataclasses.asdict(detect())
 place["secret"] = place["secret"] and place["secret"].hex()
 sys.stdout.write("place " + json.dumps(place) + "\\n")

@@ -16,12 +16,12 @@ from PIL import Image
 import multiring
 from multiring import Communicator, machine
 from multiring.errors import UsageError
-from multiring.joined import TOLD_KEY
 from multiring.models import train
 from multiring.models.nets.resnet_spec import resnet
 from multiring.models.training.dry_run import BASE_BYTES, Finding, memory_needed, render
 from multiring.models.training.options import TrainOptions, add_arguments
 from multiring.models.training.recipes import RECIPES
+from multiring.rendezvous.joined import TOLD_KEY
 
 RECIPE = "--recipe=resnet50-imagenet1k"
 # The network of the recipe costs seconds a step; its other choices do not depend on it.

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from multiring import launch_environment
 from multiring.errors import UsageError
-from multiring.launch_environment import Placement
+from multiring.rendezvous import launch_environment
+from multiring.rendezvous.launch_environment import Placement
 from multiring.store import TcpStoreServer
 from multiring.store.file import job_directory_prefix
 

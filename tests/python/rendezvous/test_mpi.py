@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from multiring import cli
+from multiring.commands import build
 from multiring.errors import UsageError
-from multiring.mpi import build
-from multiring.mpi.agreement import agree, compare
+from multiring.rendezvous.mpi.agreement import agree, compare
 from tests.support import REPOSITORY
 
 SECONDS = 90.0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from multiring import slurm
 from multiring.errors import UsageError
+from multiring.rendezvous import slurm
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 
 from multiring import errors
 from multiring.errors import PeerLostError, UsageError
-from multiring.offered_store import meet
+from multiring.rendezvous.offered_store import meet
 from multiring.store import MAX_VALUE_BYTES, FileStore, Store, TcpStore, TcpStoreServer, open_store
 from multiring.store.file import job_directory_prefix
 from tests.support import no_new_descriptors

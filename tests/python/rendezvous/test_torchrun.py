@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from multiring import config, errors, launch_environment, torchrun
+from multiring import config, errors
 from multiring.errors import UsageError
-from multiring.launch_environment import Placement
-from multiring.offered_store import offer_store
+from multiring.rendezvous import launch_environment
+from multiring.rendezvous.launch_environment import Placement
+from multiring.rendezvous.offered_store import offer_store
 from multiring.store import Store, TcpStore
+from multiring.torchrun import meeting as torchrun
 from tests.support import run_job, wait_until
 
 ENVIRON = {

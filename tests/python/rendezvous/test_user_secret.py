@@ -10,8 +10,8 @@ from typing import NoReturn
 
 import pytest
 
-from multiring import user_secret
 from multiring.errors import UsageError
+from multiring.rendezvous import user_secret
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,1 @@
+"""The commands of `multiring`, beside those of models and benchmarks; `multiring.cli` finds them."""

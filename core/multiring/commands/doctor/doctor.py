@@ -1,0 +1,57 @@
+"""`multiring doctor`: checks that this machine, or hosts together, can run a job and says what to mend."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from multiring.commands.doctor import hosts_doctor
+from multiring.commands.doctor.checks import CHECKS, Finding, Status
+from multiring.commands.doctor.host_findings import Row
+from multiring.commands.launcher.options import add_host_arguments, chosen_hosts
+
+__all__ = ["add_arguments", "main"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `multiring doctor`: those of `multiring run` that say which hosts there are."""
+    add_host_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs every check; returns 1 if one has failed, so that a job cannot run here, and 0 otherwise."""
+    hosts = chosen_hosts(args)
+    if hosts is not None:
+        width = max(len(name) for name in ("launcher", *(host.name or "localhost" for host in hosts)))
+        found = hosts_doctor.main(args, hosts, lambda row: _show(row, width))
+        return _judge(found, "These hosts")
+    width = max(map(len, CHECKS))
+    findings: list[Finding] = []
+    for name, check in CHECKS.items():
+        findings.append(_run(check))
+        _show(Row(name, findings[-1]), width)
+    return _judge(findings, "This machine")
+
+
+def _show(row: Row, width: int) -> None:
+    finding = row.finding
+    print(f"{finding.status.value:<7}  {row.about:<{width}}  {finding.detail}", flush=True)
+    if finding.mend:
+        print(f"{'':<7}  {'':<{width}}  -> {finding.mend}", flush=True)
+
+
+def _judge(findings: Sequence[Finding], who: str) -> int:
+    failed = sum(finding.status is Status.FAILED for finding in findings)
+    warned = sum(finding.status is Status.WARNING for finding in findings)
+    if failed:
+        print(f"\n{who} cannot run a job: {failed} of {len(findings)} checks failed.")
+        return 1
+    print(f"\n{who} can run a job" + (f", with {warned} warning{'s' * (warned > 1)}." if warned else "."))
+    return 0
+
+
+def _run(check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except Exception as error:  # a check that fails in a way nobody thought of is a finding too
+        return Finding(Status.FAILED, f"{type(error).__name__}: {error}", "report this")

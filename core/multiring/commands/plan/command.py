@@ -1,0 +1,224 @@
+"""`multiring plan`: prints, draws and predicts the plan of an allreduce on a described cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from multiring import _core as native
+from multiring import units
+from multiring.commands.argument_types import number_of
+from multiring.commands.plan.drawing import draw
+from multiring.commands.plan.report import Prediction, as_json, as_text
+from multiring.errors import UsageError
+
+__all__ = ["add_arguments", "main"]
+
+# Every transfer of every candidate is counted, so that more would take minutes.
+_MOST_RANKS = 1 << 14
+
+# Sums over all ranks have to fit into 64 bits.
+_MOST_BYTES = 1 << 45
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `multiring plan`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        "Nothing is measured or sent: the cluster is the one that the options describe.\n\n"
+        "  multiring plan --ranks-per-host 4 --hosts 8 --bytes 100M --rate 10gbit\n"
+        "  multiring plan --hosts 2x4 --bytes 4K\n"
+        "  multiring plan --hosts 2+1+2 --bytes 4K\n"
+        "  multiring plan --ranks-per-host 4 --hosts 16 --mode 4x8x2 --links 10gbit:20us,2.5gbit:100us"
+    )
+    _add_cluster_arguments(parser)
+    _add_plan_arguments(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, with every group of ranks"
+    )
+
+
+def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    cluster = parser.add_argument_group("cluster")
+    cluster.add_argument(
+        "--hosts",
+        "--layout",
+        type=_layout,
+        default=2,
+        metavar="N",
+        help="number of hosts, hosts and ranks on each as 2x4, or the ranks of each as 1+3 or 2+1+2 [2]",
+    )
+    cluster.add_argument(
+        "--ranks-per-host", type=number_of("ranks"), metavar="N", help="ranks on every host [1]"
+    )
+    cluster.add_argument(
+        "--placement",
+        choices=("blocks", "round-robin"),
+        default="blocks",
+        help="whether a host has consecutive ranks, or ranks are dealt to the hosts in turn [blocks]",
+    )
+    cluster.add_argument(
+        "--rate",
+        type=_rates,
+        default=(units.rate("10gbit"),),
+        metavar="R",
+        help="speed of an interface, or of each of several with commas: 500mbit,125mbit [10gbit]",
+    )
+    cluster.add_argument(
+        "--interfaces",
+        type=number_of("interfaces"),
+        metavar="N",
+        help="interfaces of a host, all at --rate [1]",
+    )
+    cluster.add_argument(
+        "--latency",
+        type=units.seconds,
+        default=20e-6,
+        metavar="T",
+        help="from host to host, with unit [20us]",
+    )
+    cluster.add_argument(
+        "--links",
+        type=_links,
+        default=(),
+        metavar="R:T,...",
+        help="rate and latency of a host in each dimension across hosts, if not those of its interfaces",
+    )
+    cluster.add_argument(
+        "--memory-rate",
+        type=units.size,
+        default=20 * 10**9,
+        metavar="B",
+        help="bytes per second that all ranks of a host together read and write [20000000000]",
+    )
+
+
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    plan = parser.add_argument_group("plan")
+    plan.add_argument(
+        "--bytes",
+        dest="nbytes",
+        type=units.size,
+        default=100 << 20,
+        metavar="B",
+        help="bytes to reduce: 4096, 64K, 100M (factors of 1024) [100M]",
+    )
+    plan.add_argument("--dtype", choices=_DTYPES, default="float32", help="type of the elements [float32]")
+    plan.add_argument(
+        "--mode",
+        default="",
+        metavar="M",
+        help="ranks within a host x near hosts x far hosts ...; a letter after a number forces an algorithm: "
+        "p pairwise exchange, r ring, d recursive doubling, t tree, as 4x8x2 or 4tx16d [automatic]",
+    )
+    plan.add_argument(
+        "--segment", type=units.size, default=0, metavar="B", help="bytes of a pipelined piece [automatic]"
+    )
+    plan.add_argument(
+        "--reproducible",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="add in the canonical order, for the same bits wherever ranks are placed [yes]",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Chooses the plan and prints it. Raises UsageError for a mode that does not fit the cluster."""
+    prediction = predict(args)
+    if args.json:
+        print(json.dumps(as_json(prediction), indent=2))
+    else:
+        print(as_text(prediction))
+        print()
+        print(draw(prediction.cluster.ranks, prediction.plan))
+    return 0
+
+
+def predict(args: argparse.Namespace) -> Prediction:
+    """The plan that is chosen for what the options describe, and what it costs."""
+    interfaces = [native.Interface(rate, args.latency) for rate in _interface_rates(args)]
+    cluster = native.Cluster(
+        _ranks_of_hosts(args),
+        interfaces,
+        memory_rate=args.memory_rate,
+        round_robin=args.placement == "round-robin",
+    )
+    model = native.CostModel()
+    model.dimensions = [native.LinkCost(latency, rate) for rate, latency in args.links]
+    request = native.PlanRequest()
+    itemsize = native.dtype_size(args.dtype)
+    if max(args.nbytes, args.segment) > _MOST_BYTES:
+        _refuse(f"--bytes and --segment may be up to {_MOST_BYTES >> 40} TiB")
+    request.dtype = args.dtype
+    request.count = -(-args.nbytes // itemsize)
+    request.mode = args.mode
+    request.segment = -(-args.segment // itemsize)
+    request.reproducible = args.reproducible
+    plan = native.choose_plan(cluster, request, model)
+    across = plan.mode.count("x")
+    if len(args.links) > across:
+        _refuse(
+            f"--links has {len(args.links)} links, but mode {plan.mode} has {across} across hosts: name the "
+            "dimensions by --mode"
+        )
+    return Prediction(
+        cluster=cluster,
+        interfaces=interfaces,
+        dtype=args.dtype,
+        plan=plan,
+        seconds=native.predict_plan(plan, model),
+        limit=native.plan_limit(plan, model),
+        step_seconds=native.predict_steps(plan, model),
+    )
+
+
+def _ranks_of_hosts(args: argparse.Namespace) -> list[int]:
+    if not isinstance(args.hosts, int):
+        if args.ranks_per_host is not None:
+            _refuse("--hosts tells the ranks of each host already: leave --ranks-per-host out")
+        ranks, total = list(args.hosts), sum(args.hosts)
+    else:
+        each = args.ranks_per_host or 1
+        total = each * args.hosts
+        ranks = [each] * args.hosts if total <= _MOST_RANKS else []
+    if total > _MOST_RANKS:
+        _refuse(f"plans are worked out for at most {_MOST_RANKS} ranks here, not {total}")
+    return ranks
+
+
+def _interface_rates(args: argparse.Namespace) -> list[float]:
+    if len(args.rate) > 1 and args.interfaces not in (None, len(args.rate)):
+        _refuse(
+            f"--rate tells the speeds of {len(args.rate)} interfaces, and --interfaces is {args.interfaces}"
+        )
+    return list(args.rate) if len(args.rate) > 1 else list(args.rate) * (args.interfaces or 1)
+
+
+def _refuse(message: str) -> None:
+    raise UsageError(message)
+
+
+def _layout(text: str) -> int | tuple[int, ...]:
+    """A number of hosts, or the ranks of each."""
+    hosts, by, each = text.partition("x")
+    if by:
+        count, ranks = number_of("hosts")(hosts), number_of("ranks")(each)
+        if count * ranks > _MOST_RANKS:
+            raise argparse.ArgumentTypeError(f"plans are worked out for at most {_MOST_RANKS} ranks here")
+        return (ranks,) * count
+    parts = tuple(number_of("ranks")(part) for part in text.split("+"))
+    return parts if len(parts) > 1 else parts[0]
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    return tuple(units.rate(part) for part in text.split(","))
+
+
+def _links(text: str) -> tuple[tuple[float, float], ...]:
+    links = []
+    for part in text.split(","):
+        rate, colon, latency = part.partition(":")
+        links.append((units.rate(rate), units.seconds(latency) if colon else 20e-6))
+    return tuple(links)

@@ -1,0 +1,211 @@
+"""A plan and its predicted costs, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from multiring import _core as native
+from multiring.units import rate_text, seconds_text, size_text
+
+__all__ = ["Prediction", "as_json", "as_text"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A plan on a described cluster.
+
+    Attributes:
+        cluster: The hosts and their ranks.
+        interfaces: Those of every host.
+        dtype: Name of the elements' type.
+        plan: The plan.
+        seconds: Predicted time.
+        limit: Time that bytes over bandwidth allow at best, in seconds.
+        step_seconds: Predicted time of each step if chunks go whole.
+    """
+
+    cluster: native.Cluster
+    interfaces: Sequence[native.Interface]
+    dtype: str
+    plan: native.Plan
+    seconds: float
+    limit: float
+    step_seconds: Sequence[float]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array that is reduced."""
+        return self.plan.count * self.plan.element_bytes
+
+    @property
+    def share_of_limit(self) -> float:
+        """How much of what bytes over bandwidth allow is reached; 1 where nothing has to move."""
+        return self.limit / self.seconds if self.seconds > 0 else 1.0
+
+
+def as_text(prediction: Prediction) -> str:
+    """The cluster, the plan with a line for each step, what it moves and how long that takes."""
+    plan = prediction.plan
+    elements = f"{plan.count:,} x {prediction.dtype}"
+    lines = [
+        _cluster_line(prediction),
+        f"allreduce of {size_text(prediction.nbytes)} ({elements}), mode {plan.mode}",
+        f"order      {order_text(prediction)}",
+    ]
+    if plan.segments > 1:
+        segment = size_text(plan.segment * plan.element_bytes)
+        lines.append(
+            f"chunks     up to {size_text(plan.largest_chunk * plan.element_bytes)}, "
+            f"in {plan.segments} segments of {segment}"
+        )
+    if plan.steps:
+        lines += ["", *_table(_rows(prediction)), ""]
+    lines += [f"link       {line}" for line in _link_lines(prediction)]
+    lines.append(f"predicted  {seconds_text(prediction.seconds)}")
+    lines.append(
+        f"limit      {seconds_text(prediction.limit)} (bytes over bandwidth): {_percent(prediction)}"
+    )
+    return "\n".join(lines)
+
+
+def order_text(prediction: Prediction) -> str:
+    """In which order the plan adds, and what hosts send each other because of it."""
+    return _order_text(prediction) + (
+        f"; partial sums of {prediction.dtype} travel as float32" if _widens(prediction) else ""
+    )
+
+
+def _widens(prediction: Prediction) -> bool:
+    """Whether hosts send each other sums in a wider type than that of the elements."""
+    ranks = prediction.cluster.ranks
+    plan = prediction.plan
+    return plan.partial_bytes > plan.element_bytes and len(ranks) > 1 and max(map(len, ranks)) > 1
+
+
+def _order_text(prediction: Prediction) -> str:
+    plan = prediction.plan
+    if not plan.reproducible:
+        return "any: sums may differ in their last bits between plans and placements of ranks"
+    if len(prediction.cluster.ranks) == 1:
+        return "canonical"
+    if plan.parts_across_hosts == 1:
+        return "canonical; what a host brings to each step is one subtree, so a host's sum travels as it is"
+    return (
+        "canonical; the ranks of a host, or of a block of hosts, form no subtree, so up to "
+        f"{plan.parts_across_hosts} sums of parts of them travel in place of one"
+    )
+
+
+def as_json(prediction: Prediction) -> dict[str, Any]:
+    """All of it, in a form that JSON can hold. Bytes, seconds and numbers of elements."""
+    plan = prediction.plan
+    links, ranks = plan.traffic()
+    return {
+        "hosts": prediction.cluster.ranks,
+        "interfaces": [
+            {"bytes_per_second": one.bytes_per_second, "latency": one.latency}
+            for one in prediction.interfaces
+        ],
+        "dtype": prediction.dtype,
+        "count": plan.count,
+        "bytes": prediction.nbytes,
+        "mode": plan.mode,
+        "reproducible": plan.reproducible,
+        "aligned": prediction.cluster.aligned,
+        "parts_across_hosts": plan.parts_across_hosts,
+        "segment": plan.segment,
+        "segments": plan.segments,
+        "channels": [
+            {"interface": channel.interface, "bytes_per_second": channel.bytes_per_second}
+            for channel in plan.channels
+        ],
+        "steps": [_step_json(prediction, index) for index in range(len(plan.steps))],
+        "links": [
+            {"host": link.host, "interface": link.interface, "sent": link.sent, "received": link.received}
+            for link in links
+        ],
+        "ranks": [{"sent": rank.sent, "sent_in_memory": rank.sent_in_memory} for rank in ranks],
+        "seconds": prediction.seconds,
+        "limit_seconds": prediction.limit,
+        "share_of_limit": prediction.share_of_limit,
+    }
+
+
+def _step_json(prediction: Prediction, index: int) -> dict[str, Any]:
+    step = prediction.plan.steps[index]
+    return {
+        "phase": step.phase,
+        "dimension": step.dimension,
+        "algorithm": step.algorithm,
+        "rounds": step.rounds,
+        "parts": step.parts,
+        "seconds": prediction.step_seconds[index],
+        "groups": [
+            {"ranks": group.ranks, "begin": group.begin, "end": group.end, "channel": group.channel}
+            for group in step.groups
+        ],
+    }
+
+
+def _cluster_line(prediction: Prediction) -> str:
+    counts = [len(ranks) for ranks in prediction.cluster.ranks]
+    each = f"{counts[0]}" if len(set(counts)) == 1 else "+".join(map(str, counts))
+    hosts = f"{len(counts)} host{'s' if len(counts) > 1 else ''} of {each} rank{'s' if each != '1' else ''}"
+    if len(counts) == 1:
+        return hosts
+    rates = ", ".join(rate_text(one.bytes_per_second) for one in prediction.interfaces)
+    return f"{hosts}, interfaces: {rates}, {seconds_text(prediction.interfaces[0].latency)}"
+
+
+def _rows(prediction: Prediction) -> list[list[str]]:
+    rows = [["step", "dimension", "phase", "algorithm", "groups", "rounds", "sums", "by a rank", "if alone"]]
+    for index, step in enumerate(prediction.plan.steps):
+        _, ranks = prediction.plan.traffic(index)
+        most = max(rank.sent_in_memory if step.dimension == 0 else rank.sent for rank in ranks)
+        rows.append(
+            [
+                str(index + 1),
+                "within hosts" if step.dimension == 0 else f"across hosts {step.dimension}",
+                step.phase,
+                step.algorithm,
+                str(len(step.groups)),
+                str(step.rounds),
+                str(step.parts),
+                size_text(most),
+                seconds_text(prediction.step_seconds[index]),
+            ]
+        )
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with columns as wide as they need; the texts in the middle to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if 1 <= column <= 3 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _link_lines(prediction: Prediction) -> list[str]:
+    """For each interface that carries anything, what the busiest host sends and receives through it."""
+    links, _ = prediction.plan.traffic()
+    lines = []
+    for number, interface in enumerate(prediction.interfaces):
+        sent = max((link.sent for link in links if link.interface == number), default=0)
+        received = max((link.received for link in links if link.interface == number), default=0)
+        if sent or received:
+            lines.append(
+                f"interface {number} ({rate_text(interface.bytes_per_second)}) of a host sends up to "
+                f"{size_text(sent)} and receives up to {size_text(received)}"
+            )
+    return lines
+
+
+def _percent(prediction: Prediction) -> str:
+    return f"{100 * prediction.share_of_limit:.1f} % of it reached"

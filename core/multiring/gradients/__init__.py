@@ -1,0 +1,1 @@
+"""Gradients over ranks: buckets, the reducer that all adapters share, compression, sparse rows."""

@@ -1,0 +1,106 @@
+"""How a bucket gets from the ranks to the ranks: as a whole, by one allreduce."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multiring.errors import MultiringError, UsageError
+from multiring.gradients.bucket_memory import BucketMemory
+from multiring.gradients.bucketing import Bucket
+from multiring.gradients.source import InPlace, ReducerOptions
+
+if TYPE_CHECKING:
+    from multiring import Communicator, Work
+
+__all__ = ["BucketExchange", "DenseExchange", "Flags", "wait_for"]
+
+Flags = tuple[NDArray[np.bool_], NDArray[np.bool_]]
+"""Of all ranks: per slot, any rank has produced it; per rank, it has data."""
+
+# A raised flag crosses as about 1 / postscale, and float16 has nothing below 2^-24.
+_MOST_POSTSCALE = 2.0**14
+
+
+class BucketExchange(Protocol):
+    """Reduces buckets, in the places where the gradients lie: in slots, but for those of `elsewhere`."""
+
+    def send(
+        self,
+        number: int,
+        bucket: Bucket,
+        elsewhere: Mapping[int, InPlace],
+        produced: Sequence[int],
+        active: bool,
+    ) -> Work:
+        """Let a bucket leave.
+
+        Args:
+            number: Number of the bucket.
+            bucket: Its layout.
+            elsewhere: Gradients that are not in their slots.
+            produced: Per slot of the bucket 1 or 0: this rank has a new gradient.
+            active: This rank has data.
+        """
+
+    def receive(self, number: int, bucket: Bucket, elsewhere: Mapping[int, InPlace], work: Work) -> Flags:
+        """When `work` has ended: the gradients are reduced, where any rank has produced them."""
+
+
+class DenseExchange:
+    """One allreduce of slots and flags together."""
+
+    def __init__(self, comm: Communicator, memory: BucketMemory, options: ReducerOptions) -> None:
+        # Within a host nothing is rounded.
+        wire = (options.wire or comm.wire) if comm.cross_size > 1 else "float32"
+        if wire == "float16" and abs(options.postscale) > _MOST_POSTSCALE:
+            raise UsageError(
+                f"postscale is {options.postscale:g}, with which gradients that cross hosts as float16 are "
+                f"lost before they are scaled; it may be {_MOST_POSTSCALE:g} at most: scale more by prescale"
+            )
+        self._comm, self._memory, self._options = comm, memory, options
+
+    def send(
+        self,
+        number: int,
+        bucket: Bucket,
+        elsewhere: Mapping[int, InPlace],
+        produced: Sequence[int],
+        active: bool,
+    ) -> Work:
+        self._memory.raise_flags(number, produced, active)
+        options, name = self._options, self._memory.names[number]
+        wire = options.wire if bucket.dtype == "float32" else None
+        owners = [elsewhere[slot.index].owner for slot in bucket.slots if slot.index in elsewhere]
+        if owners:
+            addresses, lengths = self._memory.pieces(number, elsewhere)
+            owners.append(self._memory)
+            return self._comm.allreduce_pieces_async(
+                *(bucket.dtype, addresses, lengths, owners, options.op, name),
+                *(options.prescale, options.postscale, wire),
+            )
+        array = self._memory.arrays[number]
+        return self._comm.allreduce_async(
+            array, options.op, array, name, options.prescale, options.postscale, wire=wire
+        )
+
+    def receive(self, number: int, bucket: Bucket, elsewhere: Mapping[int, InPlace], work: Work) -> Flags:
+        return self._memory.read_flags(number)
+
+
+def wait_for(works: Sequence[Work | None]) -> None:
+    """Wait for all; raises what the first one that failed met.
+
+    Works of one communicator end in their order. So the last one is waited for: to wake up for each takes the
+    processor from the thread that reduces, in the middle of what the peers wait for.
+    """
+    if works and works[-1] is not None:
+        with suppress(MultiringError):  # of an earlier one, more often than not
+            works[-1].wait()
+    for work in works:
+        if work is not None:
+            work.wait()

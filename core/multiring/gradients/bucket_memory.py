@@ -1,0 +1,161 @@
+"""The buckets of a plan in memory: slots to write gradients into, flags to raise and to read."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multiring.arrays import address_of
+from multiring.gradients.bucketing import Bucket, ParameterSpec, Plan, capacity, flag_bits, itemsize
+from multiring.gradients.source import InPlace
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["BucketMemory", "Bytes", "bytes_at", "numpy_array"]
+
+Bytes = NDArray[np.uint8]
+
+
+def numpy_array(data: Bytes, dtype: str) -> Any:
+    """The bytes as a NumPy array; NumPy itself knows no bfloat16."""
+    return data.view(np.dtype(dtype))
+
+
+def bytes_at(address: int, nbytes: int) -> Bytes:
+    """Memory that others own, as bytes. Shape (nbytes,)."""
+    if nbytes == 0:
+        return np.empty(0, dtype=np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+class BucketMemory:
+    """Symmetric memory laid out by a plan; ordinary memory where there is one rank. Creation is collective.
+
+    No page of it takes memory before it is written to: the slots of gradients that are reduced elsewhere
+    never do.
+
+    Attributes:
+        arrays: Per bucket, the array to reduce: all slots and flags, shape (elements,).
+        names: Per bucket, what error messages call it; the same on every rank.
+        bucket_of: Per parameter, the number of its bucket.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator | None,
+        plan: Plan,
+        specs: Sequence[ParameterSpec],
+        *,
+        title: str,
+        scale: float,
+        as_array: Callable[[Bytes, str], Any] = numpy_array,
+    ) -> None:
+        """Allocate and clear.
+
+        Args:
+            comm: Communicator of the reduction, None with one rank.
+            plan: What lies where.
+            specs: The parameters of the plan.
+            title: First word of the buckets' names.
+            scale: Factor that a reduction multiplies with.
+            as_array: Makes an array for the reduction of bytes and a dtype.
+        """
+        self._rank, self._size = (0, 1) if comm is None else (comm.rank, comm.size)
+        self._specs, self._title, self._scale, self._as_array = specs, title, scale, as_array
+        nbytes = capacity(specs, self._size)
+        # New memory is all zeros.
+        self._arena: Bytes = (
+            np.zeros(nbytes, dtype=np.uint8) if comm is None else comm.symmetric_empty((nbytes,), np.uint8)
+        )
+        self._lay_out(plan)
+
+    def rearrange(self, plan: Plan, unused: Collection[int] = ()) -> None:
+        """Move all slots to where another plan has them, with their contents. Local.
+
+        To be called when no bucket is on its way.
+
+        Args:
+            plan: What lies where from now on.
+            unused: Parameters whose slots have no content.
+        """
+        contents = {index: self.slot(index).copy() for index in self._slots if index not in unused}
+        self._lay_out(plan)
+        for index, content in contents.items():
+            self.slot(index)[:] = content
+
+    def _lay_out(self, plan: Plan) -> None:
+        self._plan = plan
+        self._slots = {slot.index: slot for bucket in plan.buckets for slot in bucket.slots}
+        self.bucket_of = {slot.index: k for k, bucket in enumerate(plan.buckets) for slot in bucket.slots}
+        self._flags = [self._flag_view(bucket) for bucket in plan.buckets]
+        self._raised = [flag_bits(bucket.dtype, self._scale, self._size) for bucket in plan.buckets]
+        self.arrays = [
+            self._as_array(self._arena[b.offset : b.offset + b.nbytes], b.dtype) for b in plan.buckets
+        ]
+        self.names = [_bucket_name(self._title, k, b, self._specs) for k, b in enumerate(plan.buckets)]
+
+    def slot(self, index: int) -> Bytes:
+        """Memory of one gradient. Shape (nbytes,)."""
+        place = self._slots[index]
+        return self._arena[place.offset : place.offset + place.nbytes]
+
+    def pieces(self, number: int, elsewhere: Mapping[int, InPlace]) -> tuple[list[int], list[int]]:
+        """A bucket of which some gradients lie elsewhere: addresses, and bytes at each of them.
+
+        The pieces are as long together as the bucket, and in its order.
+        """
+        bucket = self._plan.buckets[number]
+        arena = address_of(self._arena)
+        addresses: list[int] = []
+        lengths: list[int] = []
+        done = bucket.offset
+        for slot in bucket.slots:
+            place = elsewhere.get(slot.index)
+            if place is None or slot.nbytes == 0:
+                continue
+            if slot.offset > done:
+                addresses.append(arena + done)
+                lengths.append(slot.offset - done)
+            addresses.append(place.address)
+            lengths.append(slot.nbytes)
+            done = slot.offset + slot.nbytes
+        addresses.append(arena + done)  # the flags at least
+        lengths.append(bucket.offset + bucket.nbytes - done)
+        return addresses, lengths
+
+    def raise_flags(self, number: int, produced: Sequence[int], active: bool) -> None:
+        """Set this rank's flags of a bucket before it leaves.
+
+        Args:
+            number: Number of the bucket.
+            produced: Per slot of the bucket 1 or 0: this rank has a new gradient.
+            active: This rank has data.
+        """
+        flags, raised = self._flags[number], self._raised[number]
+        flags[:] = 0
+        count = len(produced)
+        flags[:count] = raised if all(produced) else np.where(produced, flags.dtype.type(raised), 0)
+        if active:
+            flags[len(produced) + self._rank] = raised
+
+    def read_flags(self, number: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Flags of all ranks after the reduction: (per slot: any rank produced it, per rank: it has data)."""
+        flags = self._flags[number] != 0
+        slots = len(self._plan.buckets[number].slots)
+        return flags[:slots], flags[slots:]
+
+    def _flag_view(self, bucket: Bucket) -> NDArray[Any]:
+        """Flags as unsigned integers of the element's width: their bits are set and tested here."""
+        data = self._arena[bucket.flags_offset : bucket.offset + bucket.nbytes]
+        return data.view(np.dtype(f"u{itemsize(bucket.dtype)}"))
+
+
+def _bucket_name(title: str, number: int, bucket: Bucket, specs: Sequence[ParameterSpec]) -> str:
+    names = [specs[slot.index].name for slot in bucket.slots]
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{title}[{number}]: {names[0]}{more}"

@@ -1,0 +1,393 @@
+"""The gradients of one model, reduced over ranks while the backward pass still runs.
+
+An adapter tells which parameters there are (`ParameterSpec`), puts each gradient in its slot, or tells where
+else it lies (`InPlace`), and says when it is there (`mark_ready`). The reducer sends a bucket as soon as its
+last gradient is there, but never before the buckets in front of it: the order of collectives is the same on
+every rank whatever the timing.
+One pass over all buckets is a *round*; `finish` ends it. A gradient that a rank lacks counts as zeros.
+
+After the first round the buckets are planned anew in the order in which gradients really arrived on rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multiring.arrays import multiply
+from multiring.errors import AbortedError, UsageError
+from multiring.gradients.bucket_exchange import wait_for
+from multiring.gradients.bucket_memory import BucketMemory, Bytes, bytes_at, numpy_array
+from multiring.gradients.bucketing import Bucket, ParameterSpec, Plan, plan_buckets
+from multiring.gradients.model_check import check_same
+from multiring.gradients.round import Round
+from multiring.gradients.source import GradientSource, InPlace, ReducerOptions, RoundResult, check_arguments
+from multiring.gradients.top_k import TopKExchange, make_exchange
+
+if TYPE_CHECKING:
+    from multiring import Communicator, Work
+
+__all__ = ["GradientReducer"]
+
+
+class GradientReducer:
+    """Plans buckets in symmetric memory and reduces them. Creation and `close` are collective.
+
+    The reducer works on a communicator of its own, so that several models, and whatever else the program
+    sends meanwhile, cannot get between its buckets. With one rank nothing is sent.
+
+    Attributes:
+        specs: The parameters.
+        options: How they are reduced.
+        plan: The current buckets.
+        generation: Grows when the buckets are planned anew; slots have moved then, with their contents.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        specs: Sequence[ParameterSpec],
+        options: ReducerOptions | None = None,
+        *,
+        as_array: Callable[[Bytes, str], Any] = numpy_array,
+        locate: Callable[[list[int]], Iterable[tuple[int, InPlace]]] | None = None,
+    ) -> None:
+        """Compare the model over ranks and allocate the buckets.
+
+        Args:
+            comm: Ranks that train together.
+            specs: The parameters, in the same order on every rank.
+            options: How to reduce.
+            as_array: Makes an array that `comm.allreduce` accepts of bytes and a dtype.
+            locate: Tells which of the given gradients, which were marked ready without a place, are not in
+                their slots, and where they are. Asked when their bucket leaves: one after the other they take
+                half as long as each in the middle of a backward pass, which fills the caches with others.
+
+        Raises:
+            UsageError: No parameters, names that repeat, a dtype that cannot be reduced, an impossible scale.
+            MismatchError: The ranks have different parameters or options.
+        """
+        self.options = options or ReducerOptions()
+        self.specs = tuple(specs)
+        check_arguments(comm.rank, self.specs, self.options)
+        entries = [(spec.name, spec.describe()) for spec in self.specs]
+        check_same(comm, [*entries, ("options", repr(asdict(self.options)))], "parameters of the model")
+        self._rank, self._size = comm.rank, comm.size
+        self._comm = comm.split(0) if comm.size > 1 else None
+        self._as_array, self._locate = as_array, locate
+        self._produced = bytearray(len(self.specs))
+        self._arrivals: list[int] | None = []
+        self._round: Round | None = None
+        self._active = np.ones(self._size, dtype=np.bool_)
+        # Layers are usually registered in forward order, so gradients arrive last to first.
+        self.plan = self._make_plan(range(len(self.specs) - 1, -1, -1))
+        self.generation = 0
+        self._memory = BucketMemory(
+            self._comm,
+            self.plan,
+            self.specs,
+            title=self.options.name,
+            scale=self.options.scale,
+            as_array=as_array,
+        )
+        self._exchange = make_exchange(self._comm, self._memory, self.specs, self.options)
+
+    @property
+    def comm(self) -> Communicator | None:
+        """The reducer's own communicator; None with one rank."""
+        return self._comm
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round has begun and not ended."""
+        return self._round is not None
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether this rank has gradients that no finished round contains."""
+        return any(self._produced)
+
+    def is_produced(self, index: int) -> bool:
+        """Whether this rank has a gradient of this parameter that no finished round contains."""
+        return bool(self._produced[index])
+
+    def slot(self, index: int) -> Bytes:
+        """Memory of one gradient. Valid until `generation` changes. Shape (nbytes,)."""
+        return self._memory.slot(index)
+
+    def is_ready(self, index: int) -> bool:
+        """Whether the gradient is ready in the round under way: its slot may be in use."""
+        return self._round is not None and bool(self._round.ready[index])
+
+    def sent(self) -> list[int]:
+        """Parameters whose buckets have left in the round under way."""
+        current = self._round
+        if current is None:
+            return []
+        return [slot.index for bucket in self.plan.buckets[: len(current.works)] for slot in bucket.slots]
+
+    def mark_produced(self, index: int) -> None:
+        """A gradient was accumulated, but not in its slot: the next round fetches it by `store`."""
+        self._produced[index] = 1
+
+    def mark_ready(self, index: int, place: InPlace | None = None) -> None:
+        """The gradient is final for this round. Sends the buckets that are complete.
+
+        Args:
+            index: Which parameter's.
+            place: Where it is, and where its average is to be; None: in its slot.
+
+        Raises:
+            UsageError: It has already been sent in this round.
+        """
+        current = self._round or self._begin()
+        bucket = self._memory.bucket_of[index]
+        self._produced[index] = 1
+        if current.ready[index]:
+            if bucket < len(current.works):
+                raise UsageError(self._second_gradient(index), rank=self._rank, tensor=self.specs[index].name)
+            return
+        if place is not None:
+            current.note_place(index, place, self._rank, self.specs)
+        current.ready[index] = 1
+        current.pending[bucket] -= 1
+        if self._arrivals is not None:
+            self._arrivals.append(index)
+        while len(current.works) < len(current.pending) and not current.pending[len(current.works)]:
+            self._send(current, active=True)
+
+    def flush(self, source: GradientSource | None) -> None:
+        """Send all buckets that have not left, with what `source` has for them.
+
+        A program with several reducers flushes all before it finishes one: ranks may then finish them in
+        any order.
+
+        Args:
+            source: The adapter; None where this rank has joined and contributes zeros.
+        """
+        current = self._round or self._begin()
+        for bucket in self.plan.buckets[len(current.works) :]:
+            self._complete(current, bucket, source)
+            self._send(current, active=source is not None)
+        if self._comm is not None and self._arrivals is not None:
+            rest = sorted(set(range(len(self.specs))) - set(self._arrivals), reverse=True)
+            order = np.array([*self._arrivals, *rest], dtype=np.int64)
+            name = f"{self.options.name}: order of arrival"
+            current.order = (order, self._comm.broadcast_async(order, root=0, out=order, name=name))
+        self._arrivals = None
+
+    def finish(self, source: GradientSource | None) -> RoundResult:
+        """End the round: `flush` and wait for all buckets. Collective.
+
+        Afterwards slots hold reduced gradients; where no rank had a new gradient, what this rank had is
+        unchanged.
+
+        Raises:
+            MultiringError: The communication failed; the round is over and the gradients are undefined.
+        """
+        try:
+            self.flush(source)
+            current = self._round or self._begin()
+            result = self._collect(current)
+        finally:
+            self._round = None
+            self._produced = bytearray(len(self.specs))
+        for index, kept in current.kept.items():
+            if not result.produced[index]:
+                self._memory_of(current, index)[:] = kept
+        if source is not None:
+            for index in current.absent:
+                if result.produced[index]:
+                    source.publish(index)
+        if result.active.any():
+            self._active = result.active
+        if current.order is not None:
+            self._follow(*current.order, current.elsewhere)
+        return result
+
+    def join(self, after_round: Callable[[RoundResult], None] | None = None) -> int:
+        """Answer the rounds of the ranks that still have data, with zeros, until no rank has. Collective.
+
+        Args:
+            after_round: Called after each round, to answer what the adapter itself sends then.
+
+        Returns:
+            A rank that had data to the end: the one to copy the state from. The same on every rank.
+        """
+        if self._comm is None:
+            return 0
+        while True:
+            last = int(np.argmax(self._active))
+            result = self.finish(None)
+            if after_round is not None:
+                after_round(result)
+            if not result.active.any():
+                self._active = np.ones(self._size, dtype=np.bool_)
+                return last
+
+    def cancel(self) -> None:
+        """Forget the gradients of an aborted backward pass, so that the next one starts afresh.
+
+        Buckets that have already left are waited for: their memory is in use until then.
+        """
+        current, self._round = self._round, None
+        self._produced = bytearray(len(self.specs))
+        if self._arrivals is not None:
+            self._arrivals = []
+        if current is None:
+            return
+        wait_for(current.works)
+        if current.order is not None:
+            self._follow(*current.order, current.elsewhere)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether nothing that was sent is on its way any more."""
+        last = None if self._round is None else self._round.last
+        return last is None or last.done()
+
+    def await_sent(self, timeout: float) -> None:
+        """Wait for what has been sent, and leave it where it is. Raises MultiringError: the communication
+        failed, or (TimeoutError) `timeout` seconds have passed."""
+        last = None if self._round is None else self._round.last
+        if last is not None:
+            last.wait(timeout)
+
+    def residuals(self) -> dict[str, NDArray[Any]]:
+        """What compression has kept back of this rank's gradients, times prescale: copies by the parameters'
+        names, flat, in the order of the elements in the slots. Empty before the first round."""
+        exchange = self._exchange
+        return exchange.kept() if isinstance(exchange, TopKExchange) else {}
+
+    def load_residuals(
+        self, residuals: Mapping[str, NDArray[Any]], resting: Sequence[ParameterSpec] = ()
+    ) -> None:
+        """Put what `residuals` has given in the place of all residuals. Local; not while a round is open.
+
+        Args:
+            residuals: By the parameters' names.
+            resting: Parameters of the model that take no part now, whose residuals wait in `residuals`.
+
+        Raises:
+            UsageError: A parameter is not known, or has another number of elements.
+        """
+        if isinstance(self._exchange, TopKExchange):
+            self._exchange.load(residuals, resting)
+
+    def carry_on(self, residuals: Mapping[str, NDArray[Any]]) -> None:
+        """Begin with the residuals of the reducer before this one: what fits, and of parameters that this one
+        does not have. Local."""
+        if isinstance(self._exchange, TopKExchange):
+            self._exchange.carry_on(residuals)
+
+    def close(self) -> None:
+        """Release the communicator and the buckets. May be called twice."""
+        self._round = None
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            self._exchange = None
+            del self._memory
+            comm.close()
+
+    def _make_plan(self, order: Sequence[int]) -> Plan:
+        return plan_buckets(
+            self.specs,
+            order,
+            size=self._size,
+            bucket_bytes=self.options.bucket_bytes,
+            first_bucket_bytes=self.options.first_bucket_bytes,
+        )
+
+    def _begin(self) -> Round:
+        self._round = Round(bytearray(len(self.specs)), [len(bucket.slots) for bucket in self.plan.buckets])
+        return self._round
+
+    def _send(self, current: Round, *, active: bool) -> None:
+        """Let the next bucket leave."""
+        number, options = len(current.works), self.options
+        bucket = self.plan.buckets[number]
+        if self._locate is not None:
+            indices = [s.index for s in bucket.slots if current.ready[s.index]]
+            missing = [index for index in indices if index not in current.elsewhere]
+            for index, place in self._locate(missing):
+                current.note_place(index, place, self._rank, self.specs)
+        produced = [current.ready[slot.index] for slot in bucket.slots]
+        if self._exchange is None:
+            self._memory.raise_flags(number, produced, active)
+            if options.scale != 1.0:
+                self._multiply(current, bucket, options.scale)
+            current.works.append(None)
+            return
+        try:
+            work = self._exchange.send(number, bucket, current.elsewhere, produced, active)
+        except AbortedError:
+            wait_for(current.works)  # raises what broke the communicator if an earlier bucket has met it
+            raise
+        current.works.append(work)
+
+    def _complete(self, current: Round, bucket: Bucket, source: GradientSource | None) -> None:
+        """Fill the slots whose gradient did not arrive in this round."""
+        for slot in bucket.slots:
+            index = slot.index
+            if current.ready[index]:
+                continue
+            place = source is not None and source.store(index)
+            if place is False:
+                self.slot(index)[:] = 0
+                current.absent.append(index)
+                continue
+            if isinstance(place, InPlace):
+                current.note_place(index, place, self._rank, self.specs)
+            if self._produced[index]:
+                current.ready[index] = 1
+            else:
+                # A gradient of an earlier round that the program keeps. It takes part, because another rank
+                # may add to it now; if none does, these bits come back untouched by averaging.
+                current.kept[index] = self._memory_of(current, index).copy()
+
+    def _memory_of(self, current: Round, index: int) -> Bytes:
+        """Where a gradient of the round lies."""
+        place = current.elsewhere.get(index)
+        return self.slot(index) if place is None else bytes_at(place.address, self.specs[index].nbytes)
+
+    def _multiply(self, current: Round, bucket: Bucket, factor: float) -> None:
+        for slot in bucket.slots:
+            array = self._as_array(self._memory_of(current, slot.index), bucket.dtype)
+            multiply(array, factor)
+
+    def _collect(self, current: Round) -> RoundResult:
+        """Wait for the buckets, read their flags, and correct the average where ranks have joined."""
+        produced = np.zeros(len(self.specs), dtype=np.bool_)
+        active = np.ones(self._size, dtype=np.bool_)
+        wait_for(current.works)
+        for number, (bucket, work) in enumerate(zip(self.plan.buckets, current.works, strict=True)):
+            if self._exchange is None or work is None:
+                slots, active = self._memory.read_flags(number)
+            else:
+                slots, active = self._exchange.receive(number, bucket, current.elsewhere, work)
+            produced[[slot.index for slot in bucket.slots]] = slots
+            count = int(np.count_nonzero(active))
+            if self.options.op == "average" and 0 < count < self._size:
+                # The core divided by the number of all ranks.
+                self._multiply(current, bucket, self._size / count)
+        return RoundResult(produced, active)
+
+    def _follow(self, order: NDArray[np.int64], work: Work, elsewhere: Mapping[int, InPlace]) -> None:
+        """After the first round: order the buckets as gradients arrived on rank 0."""
+        work.wait()
+        plan = self._make_plan(order.tolist())
+        if plan != self.plan:
+            self.plan = plan
+            self.generation += 1
+            self._memory.rearrange(plan, unused=elsewhere.keys())
+
+    def _second_gradient(self, index: int) -> str:
+        return (
+            f"rank {self._rank}: parameter '{self.specs[index].name}' received a second gradient after the "
+            "first one had been sent; put all backward passes of a step but the last into no_sync(), and "
+            "checkpoint a part that occurs several times with use_reentrant=False"
+        )

@@ -1,0 +1,75 @@
+"""What the gradient reducer knows of the round that is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multiring.errors import UsageError
+from multiring.gradients.bucket_memory import Bytes
+from multiring.gradients.bucketing import ParameterSpec
+from multiring.gradients.source import InPlace
+
+if TYPE_CHECKING:
+    from multiring import Work
+
+__all__ = ["Round"]
+
+
+@dataclass
+class Round:
+    """State of a round; parameters are given by their index.
+
+    Attributes:
+        ready: Per parameter: its gradient is in its slot and new.
+        pending: Per bucket: slots that wait for their gradient.
+        works: Of the buckets that have left.
+        elsewhere: Gradients that are not in their slots.
+        addresses: Of those elsewhere: whose it is.
+        kept: Gradients of earlier rounds that take part.
+        absent: Parameters without a gradient on this rank.
+        order: Broadcast of the order of arrival.
+    """
+
+    ready: bytearray
+    pending: list[int]
+    works: list[Work | None] = field(default_factory=list)
+    elsewhere: dict[int, InPlace] = field(default_factory=dict)
+    addresses: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, Bytes] = field(default_factory=dict)
+    absent: list[int] = field(default_factory=list)
+    order: tuple[NDArray[np.int64], Work] | None = None
+
+    @property
+    def last(self) -> Work | None:
+        """Of what has been sent, what ends last; None where nothing was sent."""
+        if self.order is not None:
+            return self.order[1]
+        return self.works[-1] if self.works else None
+
+    def note_place(self, index: int, place: InPlace, rank: int, specs: Sequence[ParameterSpec]) -> None:
+        """A gradient is not in its slot.
+
+        Args:
+            index: Whose gradient.
+            place: Where it is.
+            rank: This rank.
+            specs: All parameters.
+
+        Raises:
+            UsageError: It is in the same memory as another.
+        """
+        other = self.addresses.setdefault(place.address, index)
+        if other != index and specs[index].nbytes > 0 and specs[other].nbytes > 0:
+            names = specs[other].name, specs[index].name
+            raise UsageError(
+                f"rank {rank}: parameters '{names[0]}' and '{names[1]}' have the same array as their "
+                "gradients, which would be averaged twice; give each a copy of its own",
+                rank=rank,
+                tensor=names[1],
+            )
+        self.elsewhere[index] = place

@@ -1,8 +1,0 @@
-"""Starts the ranks of a job on this host, carries their output, and ends all of them when one fails."""
-
-from __future__ import annotations
-
-from multiring.launcher.job import run_job
-from multiring.launcher.rank_starter import JobOptions, ProgramError
-
-__all__ = ["JobOptions", "ProgramError", "run_job"]

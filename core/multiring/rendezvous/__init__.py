@@ -1,0 +1,1 @@
+"""How the ranks of a job find their places and each other."""

@@ -1,0 +1,350 @@
+"""Finds this process's place in its job from what a launcher has put into the environment.
+
+Recognised, the first that fits: `multiring run`, torchrun, Open MPI, MPICH (and others that use its Hydra),
+Slurm's srun. Foreign launchers bring no store of ours, so their ranks meet in a directory whose name every
+rank of the job derives alike and that no other job, nor another run of the same job, derives. On several
+hosts that is a port of the first one under srun, which names the hosts, and of rank 0's host under torchrun,
+whose own store says where (integrations/torchrun); others have to be told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import tempfile
+import urllib.parse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from multiring import config
+from multiring.errors import UsageError
+from multiring.rendezvous import slurm
+from multiring.rendezvous.mpi.bridge import carries
+from multiring.rendezvous.user_secret import job_secret
+from multiring.store.file import job_directory_prefix
+
+__all__ = ["TORCHRUN_SCHEME", "Placement", "detect"]
+
+# Ranks meet by torchrun's store at that host and port, in the run of that name.
+TORCHRUN_SCHEME = "torchrun://"
+
+# Rank 0 of a job under srun serves the store on one of these ports of its host, which are not those that
+# systems give away to who asks for any.
+_SLURM_PORTS = range(16384, 32768)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A process's place in its job.
+
+    Attributes:
+        rank: 0 to size - 1.
+        size: Number of ranks of the job.
+        local_rank: Rank among the ranks of this host.
+        local_size: Number of ranks on this host.
+        cross_rank: Number of this host.
+        cross_size: Number of hosts.
+        launcher: "multiring", "torchrun", "openmpi", "mpich", "slurm" or "none".
+        store_url: Where the ranks meet; empty where there is only one and no launcher.
+        secret: The job's secret, or None where the launcher gives none.
+        job_id: The same on all ranks of a job, different for every other job.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    launcher: str
+    store_url: str
+    secret: bytes | None
+    job_id: str
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the ranks may be on several hosts."""
+        return self.cross_size > 1 or self.local_size != self.size
+
+
+def detect(
+    environ: Mapping[str, str] = os.environ,
+    launcher_process: Callable[[str], str] | None = None,
+) -> Placement:
+    """Returns the place that `environ` gives to this process; one rank alone where there is no launcher.
+
+    Args:
+        environ: The environment.
+        launcher_process: Names the process that started all ranks of this host, given a variable that only
+            ranks have; found in /proc by default.
+
+    Raises:
+        UsageError: The variables of the launcher contradict each other or are incomplete, a variable of
+            multiring has a value that is not accepted, or the job spans several hosts that have no store.
+    """
+    settings = config.load(environ)
+    recognisers = (_from_multiring, _from_torchrun, _from_openmpi, _from_mpich, _from_slurm)
+    for recognise in recognisers:
+        placement = recognise(environ, settings, launcher_process or _launcher_process)
+        if placement is not None:
+            return _checked(placement, settings, environ)
+    return Placement(0, 1, 0, 1, 0, 1, "none", "", None, f"none-{os.getpid()}")
+
+
+def _checked(place: Placement, settings: config.Settings, environ: Mapping[str, str]) -> Placement:
+    pairs = (
+        ("rank", place.rank, place.size),
+        ("local rank", place.local_rank, place.local_size),
+        ("cross rank", place.cross_rank, place.cross_size),
+    )
+    for name, index, count in pairs:
+        if not 0 <= index < count:
+            raise UsageError(
+                f"launcher {place.launcher}: {name} {index} of {count} cannot be: are variables left over "
+                "from another job in the environment?"
+            )
+    # Else the ranks would look for each other in a directory of their own host.
+    is_private = not settings.store and place.store_url.startswith("file:")
+    meets = not is_private or carries(settings, place.launcher, place.is_spread, environ)
+    if place.is_spread and place.launcher != "multiring" and not meets:
+        raise UsageError(
+            f"launcher {place.launcher}: the job has {place.size} ranks, {place.local_size} of them on this "
+            "host, and no store where ranks of several hosts meet: start it by `multiring run -H`, or run "
+            "`multiring build mpi` if MPI starts it, or set MULTIRING_STORE and MULTIRING_SECRET, both the "
+            "same on all ranks (docs/clusters.md)"
+        )
+    return place
+
+
+def _from_multiring(
+    environ: Mapping[str, str], settings: config.Settings, _: Callable[[str], str]
+) -> Placement | None:
+    given = {
+        "MULTIRING_RANK": settings.rank,
+        "MULTIRING_SIZE": settings.size,
+        "MULTIRING_LOCAL_RANK": settings.local_rank,
+        "MULTIRING_LOCAL_SIZE": settings.local_size,
+        "MULTIRING_CROSS_RANK": settings.cross_rank,
+        "MULTIRING_CROSS_SIZE": settings.cross_size,
+    }
+    if settings.rank is None and settings.size is None:
+        return None
+    missing = [name for name, value in given.items() if value is None]
+    if not settings.store:
+        missing.append("MULTIRING_STORE")
+    if missing:
+        raise UsageError(
+            f"MULTIRING_RANK or MULTIRING_SIZE is set but {', '.join(missing)} is not: start the program "
+            "with `multiring run`, or set all of them, or none"
+        )
+    rank, size, local_rank, local_size, cross_rank, cross_size = (value or 0 for value in given.values())
+    return Placement(
+        *(rank, size, local_rank, local_size, cross_rank, cross_size),
+        launcher="multiring",
+        store_url=settings.store,
+        secret=settings.secret,
+        job_id=settings.job_id or "unnamed",
+    )
+
+
+def _from_torchrun(
+    environ: Mapping[str, str], settings: config.Settings, _: Callable[[str], str]
+) -> Placement | None:
+    if "TORCHELASTIC_RUN_ID" not in environ or "RANK" not in environ:
+        return None
+    number = _Numbers("torchrun", environ)
+    size = number("WORLD_SIZE")
+    local_size = number("LOCAL_WORLD_SIZE", size)
+    # The error file lies in a directory with a random name, per attempt, per local rank:
+    # /tmp/torchelastic_x1b2/<run id>_a3c4/attempt_0/<local rank>/error.json
+    attempt = os.path.dirname(os.path.dirname(environ.get("TORCHELASTIC_ERROR_FILE", "")))
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    place = _foreign(
+        settings,
+        "torchrun",
+        (number("RANK"), size, number("LOCAL_RANK"), local_size),
+        (number("GROUP_RANK", 0), number("GROUP_WORLD_SIZE", _hosts(size, local_size))),
+        [environ.get(name, "") for name in names] + [attempt],
+    )
+    # Else rank 0 of torch.distributed would have to serve that store, and there may be none.
+    has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_ADDR" in environ
+    if settings.store or not place.is_spread or not has_store:
+        return place
+    host = environ["MASTER_ADDR"]
+    address = f"{f'[{host}]' if ':' in host else host}:{number('MASTER_PORT')}"
+    run = urllib.parse.quote(environ["TORCHELASTIC_RUN_ID"], safe="")
+    return dataclasses.replace(place, store_url=f"{TORCHRUN_SCHEME}{address}/{run}")
+
+
+def _from_openmpi(
+    environ: Mapping[str, str], settings: config.Settings, launcher_process: Callable[[str], str]
+) -> Placement | None:
+    if "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    number = _Numbers("openmpi", environ)
+    size = number("OMPI_COMM_WORLD_SIZE")
+    local_size = number("OMPI_COMM_WORLD_LOCAL_SIZE", size)
+    rank = number("OMPI_COMM_WORLD_RANK")
+    # The namespace names host, process and job of mpirun, the URI the port that it listens on.
+    names = ("PMIX_NAMESPACE", "PMIX_SERVER_URI2", "PMIX_SERVER_TMPDIR", "OMPI_MCA_ess_base_jobid")
+    key = [environ.get(name, "") for name in names]
+    if not any(key):
+        key = [launcher_process("OMPI_COMM_WORLD_RANK")]
+    return _foreign(
+        settings,
+        "openmpi",
+        (rank, size, number("OMPI_COMM_WORLD_LOCAL_RANK", rank), local_size),
+        (0, _hosts(size, local_size)),
+        key,
+    )
+
+
+def _from_mpich(
+    environ: Mapping[str, str], settings: config.Settings, launcher_process: Callable[[str], str]
+) -> Placement | None:
+    # PMI_RANK alone can be Slurm's; Hydra, which starts MPICH's and Intel's ranks, adds the local ones.
+    if "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ:
+        return None
+    number = _Numbers("mpich", environ)
+    size = number("PMI_SIZE")
+    local_size = number("MPI_LOCALNRANKS", size)
+    return _foreign(
+        settings,
+        "mpich",
+        (number("PMI_RANK"), size, number("MPI_LOCALRANKID"), local_size),
+        (0, _hosts(size, local_size)),
+        [launcher_process("MPI_LOCALRANKID")],  # Hydra gives a job no name
+    )
+
+
+def _from_slurm(
+    environ: Mapping[str, str], settings: config.Settings, _: Callable[[str], str]
+) -> Placement | None:
+    if not slurm.in_step(environ):
+        return None
+    number = _Numbers("slurm", environ)
+    size = number("SLURM_STEP_NUM_TASKS")
+    hosts = number("SLURM_STEP_NUM_NODES", number("SLURM_NNODES", 1))
+    host = number("SLURM_NODEID", 0)
+    tasks = slurm.tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    key = [environ.get(name, "") for name in names]
+    place = _foreign(
+        settings,
+        "slurm",
+        (
+            number("SLURM_PROCID"),
+            size,
+            number("SLURM_LOCALID", number("SLURM_PROCID")),
+            tasks[host] if host < len(tasks) else size // hosts,
+        ),
+        (host, hosts),
+        key,
+    )
+    return _meeting_on_first_host(place, settings, environ, key) if place.is_spread else place
+
+
+def _meeting_on_first_host(
+    place: Placement, settings: config.Settings, environ: Mapping[str, str], key: list[str]
+) -> Placement:
+    """The place with a store on the host of rank 0, where the user has named none.
+
+    Port and secret follow from what Slurm calls the job: a user may give many jobs the same name of ours.
+    """
+    host = slurm.first_host(environ.get("SLURM_STEP_NODELIST", ""))
+    if settings.store or not host:
+        return place
+    name = f"slurm-{_digest('slurm', key)}"
+    digest = hashlib.sha256(name.encode()).digest()
+    port = _SLURM_PORTS[int.from_bytes(digest[:4]) % len(_SLURM_PORTS)]
+    secret = settings.secret or job_secret(name)
+    return dataclasses.replace(place, store_url=f"tcp://{host}:{port}", secret=secret)
+
+
+class _Numbers:
+    """Reads a launcher's variables as integers."""
+
+    def __init__(self, launcher: str, environ: Mapping[str, str]) -> None:
+        self._launcher = launcher
+        self._environ = environ
+
+    def __call__(self, name: str, default: int | None = None) -> int:
+        text = self._environ.get(name)
+        if text is None and default is not None:
+            return default
+        try:
+            return int(text or "")
+        except ValueError:
+            raise UsageError(
+                f"launcher {self._launcher}: environment variable {name} should be a number and is "
+                f"{'missing' if text is None else repr(text)}"
+            ) from None
+
+
+def _hosts(size: int, local_size: int) -> int:
+    return -(-size // max(1, local_size))
+
+
+def _foreign(
+    settings: config.Settings,
+    launcher: str,
+    ranks: tuple[int, int, int, int],
+    hosts: tuple[int, int],
+    key: list[str],
+) -> Placement:
+    digest = _digest(launcher, key)
+    directory = Path(tempfile.gettempdir()).absolute() / (job_directory_prefix() + digest)
+    return Placement(
+        *ranks,
+        *hosts,
+        launcher,
+        settings.store or directory.as_uri(),
+        settings.secret,
+        f"{settings.job_id or launcher}-{digest}",
+    )
+
+
+def _digest(launcher: str, key: list[str]) -> str:
+    """Another one for every job of a launcher that tells its jobs apart by `key`."""
+    return hashlib.sha256("\0".join([launcher, *key]).encode()).hexdigest()[:16]
+
+
+def _launcher_process(rank_variable: str) -> str:
+    """Names the nearest ancestor that is not part of a rank itself, as no other process was or will be named.
+
+    A rank may have been started through a shell script or `numactl`, so the parent is not always the
+    launcher; but those in between carry the rank's variables and the launcher does not.
+    """
+    pid = os.getppid()
+    while (parent := _parent(pid)) is not None and _has_variable(pid, rank_variable):
+        pid = parent
+    boot = _read("/proc/sys/kernel/random/boot_id").strip()
+    return f"{boot} {pid} {_start_time(pid)}"
+
+
+def _has_variable(pid: int, name: str) -> bool:
+    return any(entry.startswith(name + "=") for entry in _read(f"/proc/{pid}/environ").split("\0"))
+
+
+def _parent(pid: int) -> int | None:
+    fields = _stat_fields(pid)
+    return int(fields[1]) if fields and int(fields[1]) > 0 else None
+
+
+def _start_time(pid: int) -> str:
+    fields = _stat_fields(pid)
+    return fields[19] if fields else ""
+
+
+def _stat_fields(pid: int) -> list[str]:
+    # The second field of /proc/pid/stat is the name in brackets and may hold anything; count after it.
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:  # another user's process, or gone: then it says nothing about itself
+        return ""

@@ -1,0 +1,117 @@
+"""State from one rank to all: small arrays together in large broadcasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multiring.errors import UsageError
+from multiring.gradients.bucketing import BUCKET_BYTES
+from multiring.gradients.model_check import ADVICE, check_same
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["StateBuffer", "broadcast_arrays", "broadcast_state", "check_root"]
+
+
+@dataclass(frozen=True)
+class StateBuffer:
+    """One array of the state.
+
+    Attributes:
+        name: Unique name, the same on every rank.
+        data: Its memory as writable bytes, shape (nbytes,). Bytes, so that every dtype travels alike.
+        description: Dtype and shape, compared across ranks.
+    """
+
+    name: str
+    data: NDArray[np.uint8]
+    description: str = ""
+
+
+def check_root(comm: Communicator, root: int) -> None:
+    """Raise UsageError unless `root` is a rank of `comm`."""
+    if not 0 <= root < comm.size:
+        raise UsageError(f"rank {comm.rank}: root is {root}; pass a rank from 0 to {comm.size - 1}")
+
+
+def broadcast_state(
+    comm: Communicator,
+    buffers: Sequence[StateBuffer],
+    root: int = 0,
+    pack_bytes: int = BUCKET_BYTES,
+    *,
+    advice: str = ADVICE,
+) -> None:
+    """Overwrite the buffers of all ranks with those of `root`. Collective.
+
+    Buffers of `pack_bytes` or more travel from where they are; smaller ones are packed together. `advice` is
+    what to do about different names, for the error.
+
+    Raises:
+        UsageError: `root` is not a rank.
+        MismatchError: The ranks pass different names, sizes or descriptions.
+    """
+    check_root(comm, root)
+    if comm.size == 1:
+        return
+    entries = [(item.name, f"{item.description} {item.data.nbytes} bytes") for item in buffers]
+    check_same(comm, entries, "state to broadcast", advice=advice)
+    for number, pack in enumerate(_packs(buffers, pack_bytes)):
+        name = f"state[{number}]: {pack[0].name}" + (f" and {len(pack) - 1} more" if len(pack) > 1 else "")
+        if len(pack) == 1:
+            comm.broadcast(pack[0].data, root=root, out=pack[0].data, name=name)
+        else:
+            _broadcast_packed(comm, pack, root, name)
+
+
+def broadcast_arrays(comm: Communicator, arrays: Mapping[str, NDArray[Any]], root: int = 0) -> None:
+    """Overwrite NumPy arrays of all ranks with those of `root`. Collective.
+
+    Args:
+        comm: Ranks that take part.
+        arrays: Writable arrays of any dtype, shape and strides, by name, in the same order on every rank.
+        root: Rank whose values everyone gets.
+
+    Raises:
+        UsageError: `root` is not a rank.
+        MismatchError: The ranks pass different names, shapes or dtypes.
+    """
+    flat = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    buffers = [
+        StateBuffer(name, array.reshape(-1).view(np.uint8), f"{arrays[name].dtype} {arrays[name].shape}")
+        for name, array in flat.items()
+    ]
+    broadcast_state(comm, buffers, root)
+    for name, array in flat.items():
+        if not np.shares_memory(array, arrays[name]):
+            arrays[name][...] = array.reshape(arrays[name].shape)
+
+
+def _packs(buffers: Sequence[StateBuffer], limit: int) -> Iterator[list[StateBuffer]]:
+    pack: list[StateBuffer] = []
+    filled = 0
+    for item in buffers:
+        if item.data.nbytes == 0:
+            continue
+        if pack and filled + item.data.nbytes > limit:
+            yield pack
+            pack, filled = [], 0
+        pack.append(item)
+        filled += item.data.nbytes
+    if pack:
+        yield pack
+
+
+def _broadcast_packed(comm: Communicator, pack: Sequence[StateBuffer], root: int, name: str) -> None:
+    packed = np.concatenate([item.data for item in pack])
+    comm.broadcast(packed, root=root, out=packed, name=name)
+    if comm.rank != root:
+        ends = np.cumsum([item.data.nbytes for item in pack])
+        for item, end in zip(pack, ends, strict=True):
+            item.data[:] = packed[end - item.data.nbytes : end]

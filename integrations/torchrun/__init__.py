@@ -1,0 +1,1 @@
+"""Jobs that torchrun has started on several hosts."""
