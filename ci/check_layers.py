@@ -1,4 +1,5 @@
-"""Checks that includes and imports go only in the directions of the design.
+"""Checks that includes and imports go only in the directions of the design, and that the map in
+CONTRIBUTING.md names the folders that there are.
 
     base <- topology            base <- transport
     topology, transport.h <- collective <- engine <- capi, binding
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -61,6 +63,8 @@ FRAMEWORKS = {
 INTEGRATIONS = {"ray": {"ray"}, "torchrun": {"torch"}}
 # What is no framework, and yet for one integration alone.
 SYSTEMS = {"ray"}
+# Folders whose folders the map in CONTRIBUTING.md names.
+MAPPED = (".", "core", "core/multiring", "integrations", "models", "benchmarks", "tests")
 # What stands on the adapters and on the integrations.
 PROGRAMS = {"models", "benchmarks"}
 ADAPTERS = {"torch", "tensorflow", "chainer", "caffe", "jax", "pytensor", "numpy"}
@@ -113,6 +117,19 @@ def cycle_findings() -> Iterator[str]:
         yield f"core/multiring: imports in a circle: {' <- '.join(error.args[1])}"
 
 
+def map_findings() -> Iterator[str]:
+    """The map in CONTRIBUTING.md has a line for each folder that it divides things into, and for no other."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"^    ([a-z]+(?:/[a-z]+)*)  +\S", text, re.MULTILINE))
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    folders = {parent for file in tracked.splitlines() for parent in Path(file).parents}
+    shown = {str(folder) for folder in folders if str(folder.parent) in MAPPED and folder.name[:1] != "."}
+    for name in sorted(shown - named - set(MAPPED)):
+        yield f"CONTRIBUTING.md: the map lacks {name}"
+    for name in sorted(named - {str(folder) for folder in folders}):
+        yield f"CONTRIBUTING.md: the map names {name}, which is not there"
+
+
 def import_findings() -> Iterator[str]:
     for path in sorted(ROOT.glob("core/multiring/**/*.py")):
         for number, name in imports(path):
@@ -156,7 +173,7 @@ def adapter_findings(path: Path, number: int, name: str, adapter: str, own: set[
 
 
 def main() -> int:
-    findings = [*include_findings(), *import_findings(), *cycle_findings()]
+    findings = [*include_findings(), *import_findings(), *cycle_findings(), *map_findings()]
     print("\n".join(findings) if findings else "layers: every include and import goes the right way")
     return 1 if findings else 0
 
