@@ -30,7 +30,7 @@ def text_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_the_documentation_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = (REPOSITORY / "docs" / "tuning.md").read_text().splitlines()
+    lines = (REPOSITORY / "docs" / "plans.md").read_text().splitlines()
     (start,) = (number for number, line in enumerate(lines) if line.startswith("    multiring plan "))
     (end,) = (number for number, line in enumerate(lines) if line.startswith("    |  reduce-scatter"))
     shown = text_of(capsys, *lines[start].split()[2:])
