@@ -2,6 +2,7 @@
 # make test   installs what the tests need and runs all of them, with style, types and layers
 # make test-cpp  the C++ tests alone, plain and with sanitizers
 # make check  style, types and layers alone
+# make docs   the pages of docs/ and the API reference as a site, in build/site
 # make scaling  the scaling curve of docs/scaling.md, on a simulated machine (needs SimGrid)
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := ci/constraints.txt
 
-.PHONY: demo test test-cpp check develop scaling clean
+.PHONY: demo test test-cpp check develop docs scaling clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -38,6 +39,9 @@ check: $(VENV)/.develop
 
 develop: $(VENV)/.develop
 
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict --quiet
+
 scaling: $(VENV)/.develop
 	$(BIN)/python -m multiring.benchmarks.scaling
 
@@ -63,6 +67,11 @@ FORCE:
 
 $(VENV)/.build-tools: $(VENV)/.created $(CONSTRAINTS)
 	$(BIN)/pip install --quiet -c $(CONSTRAINTS) scikit-build-core pybind11 'cmake>=3.25' ninja setuptools wheel
+	touch $@
+
+# The site is made from the sources: multiring need not be installed.
+$(VENV)/.docs: $(VENV)/.created $(CONSTRAINTS)
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) mkdocs 'mkdocstrings[python]'
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.build-tools $(VENV)/.python-files $(SOURCES)

@@ -1,0 +1,84 @@
+"""What `make docs` adds to mkdocs: the front page, the package as users import it, a check of the reference."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+_ROOT = Path(__file__).resolve().parent.parent
+_PACKAGE = _ROOT / "build" / "docs"
+_LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*)([^)#\s:]+)(#[^)]*)?\)")
+
+
+def on_startup(**_: Any) -> None:
+    """Lays the package out as the wheel does, by links: its names are read without an installation."""
+    table = tomllib.loads((_ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]["packages"]
+    for name in sorted(table):
+        _link(
+            _PACKAGE / name, _ROOT / table[name], {other for other in table if other.startswith(f"{name}/")}
+        )
+
+
+def _link(target: Path, source: Path, inner: set[str]) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for old in target.iterdir():
+        if old.is_symlink():
+            old.unlink()
+    taken = {Path(name).name for name in inner}
+    for entry in source.iterdir():
+        if entry.name not in taken and entry.name != "__pycache__" and not (target / entry.name).exists():
+            (target / entry.name).symlink_to(entry)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Makes the README the front page."""
+    text = (_ROOT / "README.md").read_text()
+    files.append(File.generated(config, "index.md", content=re.sub(r"\]\(docs/", "](", text)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Names files that are not part of the site instead of linking to them."""
+    folder = (_ROOT / "docs" / page.file.src_uri).parent
+
+    def plain(link: re.Match[str]) -> str:
+        label, up, name, _anchor = link.groups()
+        path = (folder / up / name).resolve()
+        outside = not path.is_relative_to(_ROOT / "docs") or not path.exists()
+        if not outside or name in ("index.md",):
+            return link.group()
+        real = path if path.exists() else _ROOT / name
+        place = str(real.relative_to(_ROOT)) if real.is_relative_to(_ROOT) else name
+        return f"`{place}`" if label == place or label == real.name else f"{label} (`{place}`)"
+
+    return _LINK.sub(plain, markdown)
+
+
+def on_post_build(config: Any) -> None:
+    """Fails unless the reference has every public name."""
+    pages = (Path(config.site_dir) / "reference").glob("*.html")
+    there = {name for page in pages for name in re.findall(r'id="(multiring[\w.]*)"', page.read_text())}
+    wanted = set()
+    for init in [*_PACKAGE.glob("multiring/__init__.py"), *_PACKAGE.glob("multiring/*/__init__.py")]:
+        module = ".".join(init.parent.relative_to(_PACKAGE).parts)
+        if (_ROOT / "docs" / "reference" / f"{init.parent.name}.md").exists():
+            wanted |= {f"{module}.{name}" for name in _public(init)}
+    there |= {name.rpartition(".")[0] for name in there}  # a module whose members are shown
+    missing = sorted(name for name in wanted - there if not name.endswith("__version__"))
+    if missing:
+        raise PluginError(f"the reference lacks {', '.join(missing)}")
+
+
+def _public(init: Path) -> list[str]:
+    for node in ast.parse(init.read_text()).body:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
+        ):
+            return [str(name) for name in ast.literal_eval(node.value)]
+    return []
