@@ -1,0 +1,218 @@
+"""What the code blocks of the pages take as given: the model, the data and the names of the page's own text.
+
+`GIVEN[framework]` lists, in the order in which they run in one program, a page, the number of the block on
+that page and the lines that come before it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["GIVEN", "Block"]
+
+
+class Block(NamedTuple):
+    """A Python block of a page, and what it takes as given."""
+
+    page: str
+    number: int
+    given: str = ""
+
+
+TORCH = """
+from contextlib import nullcontext
+import torch
+
+class Net(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3))
+
+def loader(rank, ranks):
+    draw = torch.Generator().manual_seed(1)
+    images, labels = torch.randn(24, 4, generator=draw), torch.arange(24) % 3
+    return [(images[k::4][rank::ranks], labels[k::4][rank::ranks]) for k in range(4)]
+
+loss = torch.nn.functional.cross_entropy
+"""
+
+TORCH_ACCUMULATION = """
+model = Net()
+hooks = multiring.torch.register_gradient_hooks(model)
+parts = [torch.randn(4, 4) for _ in range(3)]
+loss = lambda part: model(part).square().mean()
+"""
+
+TENSORFLOW = """
+import keras
+import tensorflow as tf
+
+import multiring, multiring.tensorflow
+
+comm = multiring.init()
+"""
+
+TENSORFLOW_MODEL = """
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+dataset = tf.data.Dataset.from_tensor_slices((tf.random.normal((128, 4)), tf.range(128) % 3))
+"""
+
+TENSORFLOW_LOOP = """
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+variables = model.trainable_variables
+optimizer = keras.optimizers.SGD(0.1)
+loss = lambda scores, y: tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, scores))
+"""
+
+CHAINER = """
+import multiring.chainer
+import chainer
+import numpy as np
+
+comm = multiring.chainer.create_communicator()
+"""
+
+CHAINER_TRAINING = """
+train = [(np.full(4, k, np.float32), np.int32(k % 3)) for k in range(8)]
+model = chainer.links.Classifier(chainer.links.Linear(4, 3))
+evaluator = chainer.training.extensions.Evaluator(chainer.iterators.SerialIterator(train, 4, False), model)
+"""
+
+CHAINER_UNEVEN = """
+loss = lambda x, y: model(x, y)
+batches = [chainer.dataset.concat_examples(list(train))] * (1 + comm.rank)
+"""
+
+CHAINER_NORMALISATION = """
+model = chainer.Sequential(chainer.links.Linear(4, 3), chainer.links.BatchNormalization(3))
+"""
+
+# Five steps in the place of ten thousand, and data for the layers of the small net.
+CAFFE = """
+import os, tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+import multiring, multiring.caffe
+from tests.adapters.caffe import pycaffe_stand_in
+from tests.python.caffe import caffe_nets
+
+multiring.init()
+os.chdir(tempfile.mkdtemp())
+caffe_nets.make_solver(Path())
+
+class SGDSolver(pycaffe_stand_in.SGDSolver):
+    def step(self, n):
+        net = self.net
+        net.set_input_arrays(np.ones((8, 2, 3, 3), np.float32), np.zeros(8, np.float32))
+        super().__getattr__("step")(5)
+
+nothing = lambda value: None
+caffe = SimpleNamespace(
+    SGDSolver=SGDSolver, set_solver_count=nothing, set_solver_rank=nothing, set_multiprocess=nothing
+)
+path = Path("solver.prototxt")
+solver = caffe.SGDSolver(str(path))
+"""
+
+JAX = """
+import jax, jax.numpy as jnp, optax
+
+params = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
+loss = lambda params, batch: ((batch @ params["w"] + params["b"]) ** 2).mean()
+loader = lambda rank, ranks: [jnp.ones((8 // ranks, 4))] * 2
+"""
+
+JAX_UNEVEN = """
+optimizer = multiring.jax.distribute(optax.adam(1e-3))
+state = optimizer.init(params)
+
+@jax.jit
+def step(params, state, batch):
+    updates, state = optimizer.update(jax.grad(loss)(params, batch), state, params, active=True)
+    return optax.apply_updates(params, updates), state
+
+batches = [jnp.ones((4, 4))] * (1 + comm.rank)
+"""
+
+JAX_STATISTICS = """
+from types import SimpleNamespace
+
+x = jnp.ones((4, 3))
+normalise = lambda variables, x, mutable: (x, {"batch_stats": {"mean": x.mean(axis=0)}})
+state = SimpleNamespace(apply_fn=normalise, batch_stats={})
+"""
+
+JAX_ERRORS = """
+optimizer = multiring.jax.distribute(optax.adam(1e-3), name="errors")
+state = optimizer.init(params)
+step = jax.jit(lambda params, state, batch: optimizer.update(jax.grad(loss)(params, batch), state, params))
+"""
+
+PYTENSOR = """
+import numpy as np, pytensor, pytensor.tensor as pt
+
+def shared(*shape):
+    return pytensor.shared(np.ones(shape), "x".join(map(str, shape)) or "scalar")
+
+x, y = pt.matrix("x"), pt.matrix("y")
+w1, b1, w2, b2 = shared(4, 5), shared(5), shared(5, 3), shared(3)
+cost = ((pt.dot(pt.tanh(pt.dot(x, w1) + b1), w2) + b2 - y) ** 2).mean()
+sgd = lambda params, grads: [(p, p - 0.01 * g) for p, g in zip(params, grads)]
+loader = lambda rank, ranks: [(np.ones((2, 4)), np.ones((2, 3)))] * 2
+"""
+
+PYTENSOR_UNEVEN = """
+velocities, loader = [], [(np.ones((2, 4)), np.ones((2, 3)))] * (1 + comm.rank)
+"""
+
+GIVEN: dict[str, list[Block]] = {
+    "torch": [
+        Block("README.md", 0, TORCH),
+        Block("docs/torch.md", 0),
+        Block("docs/torch.md", 1, TORCH_ACCUMULATION),
+        Block("docs/torch.md", 2, "criterion, (x, y) = torch.nn.functional.cross_entropy, data[0]"),
+        Block("docs/torch.md", 3, "loader = data[: 1 + comm.rank]"),
+        Block("docs/torch.md", 4, "model = Net()"),
+        Block("docs/torch.md", 5, "model = Net()"),
+        Block("docs/compression.md", 0, "x, model = torch.ones(3), Net()"),
+        Block("docs/compression.md", 1, "model = Net()"),
+    ],
+    "tensorflow": [
+        Block("README.md", 1, TENSORFLOW),
+        Block("docs/tensorflow.md", 0, TENSORFLOW_MODEL),
+        Block("docs/tensorflow.md", 1, TENSORFLOW_LOOP),
+    ],
+    "chainer": [
+        Block("README.md", 2, CHAINER),
+        Block("docs/chainer.md", 0, CHAINER_TRAINING),
+        Block("docs/chainer.md", 1, CHAINER_UNEVEN),
+        Block("docs/chainer.md", 2, CHAINER_NORMALISATION),
+    ],
+    "caffe": [
+        Block("README.md", 3, CAFFE),
+        Block("docs/caffe.md", 0),
+        Block("docs/caffe.md", 1),
+    ],
+    "jax": [
+        Block("docs/jax.md", 0, JAX),
+        Block("docs/jax.md", 1, JAX_UNEVEN),
+        Block("docs/jax.md", 2, JAX_STATISTICS),
+        Block("docs/jax.md", 3, JAX_ERRORS),
+    ],
+    "pytensor": [
+        Block("docs/pytensor.md", 0, PYTENSOR),
+        Block("docs/pytensor.md", 1, "adam = sgd"),
+        Block("docs/pytensor.md", 2),
+        Block(
+            "docs/pytensor.md",
+            3,
+            "grads, sums = pytensor.grad(cost, params), [shared(*p.get_value().shape) for p in params]",
+        ),
+        Block("docs/pytensor.md", 4, PYTENSOR_UNEVEN),
+        Block("docs/pytensor.md", 5),
+        Block("docs/pytensor.md", 6),
+    ],
+}

@@ -1,0 +1,170 @@
+"""Every code block of the README and of docs/ runs, or is checked as far as it can be."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from multiring import cli
+from tests.docs.blocks import PAGES, code_of, commands_of, python_of
+from tests.docs.given import GIVEN
+from tests.support import REPOSITORY, run_job
+
+# Blocks that other tests run, on more ranks and with more assertions.
+RUN_ELSEWHERE = {
+    "docs/coming-from-ddp.md": "tests/adapters/test_coming_from.py",
+    "docs/coming-from-horovod.md": "tests/adapters/test_coming_from.py",
+    "docs/numpy.md": "tests/adapters/numpy/test_contract_numpy.py",
+}
+# Blocks that need more than ranks on this host, by page, number and the reason.
+COMPILED = {
+    ("docs/clusters.md", 0): "needs ranks that mpirun has started",
+    ("docs/clusters.md", 1): "needs a Ray cluster",
+}
+# Names that stand for the reader's own files.
+PLACEHOLDERS = {"train.py", "script.py", "a.py", "b.py", "hosts", "solver.prototxt", "report", "results.json"}
+
+
+@pytest.mark.parametrize("framework", GIVEN)
+def test_blocks_run_on_two_ranks(framework: str, tmp_path: Path) -> None:
+    parts = []
+    for page, number, given in GIVEN[framework]:
+        parts.append(f"{given}\n# {page}, block {number}\n{python_of(page)[number]}")
+    script = tmp_path / "script.py"
+    script.write_text("\n".join([*parts, "print('to the end')"]))
+    env = {"PYTHONPATH": str(REPOSITORY), "PYTENSOR_FLAGS": "mode=FAST_COMPILE", "MULTIRING_TIMEOUT": "60"}
+    done = run_job(2, script, env=env, timeout=240.0)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("to the end") == 2
+
+
+def test_every_python_block_is_run() -> None:
+    there = {(page, number) for page in PAGES for number in range(len(python_of(page)))}
+    here = {(page, number) for blocks in GIVEN.values() for page, number, _ in blocks}
+    assert not here & COMPILED.keys()
+    left = {(page, number) for page, number in there - here - COMPILED.keys() if page not in RUN_ELSEWHERE}
+    assert not left, f"say in tests/docs/given.py what these blocks take as given: {sorted(left)}"
+    assert here | COMPILED.keys() <= there
+    for page, test in RUN_ELSEWHERE.items():
+        assert Path(page).stem in (REPOSITORY / test).read_text()
+
+
+@pytest.mark.parametrize(("page", "number"), COMPILED)
+def test_other_blocks_compile(page: str, number: int) -> None:
+    compile(python_of(page)[number], f"{page}, block {number}", "exec")
+
+
+def test_languages_are_named() -> None:
+    assert {code.language for page in PAGES for code in code_of(page)} <= {"python", "sh", "text", ""}
+
+
+COMMANDS = [(page, line) for page in PAGES for line in commands_of(page)]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS)
+def test_commands_are_understood(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(line, comments=True)
+    for word in words:
+        check_file(word)
+    while words:
+        words = check_command(words)
+
+
+def check_command(words: list[str]) -> list[str]:
+    """Checks the first command of a line by its parser; the command that it starts, if any."""
+    while re.match(r"\w+=", words[0]):
+        words = words[1:]
+    program, arguments = words[0], words[1:]
+    if program == "make":
+        check_targets(arguments)
+    if program == "sh":
+        return []
+    if program != "multiring":  # a launcher, pip or python: look for a command of multiring in it
+        return arguments[arguments.index("multiring") :] if "multiring" in arguments else []
+    if not arguments or "|" in line_of(arguments) or "[" in line_of(arguments):
+        return []  # a usage line
+    name, *options = arguments
+    return inner_command(parsed(name, options)) if name == "run" else check_only(name, options)
+
+
+def line_of(words: list[str]) -> str:
+    return " ".join(words)
+
+
+def check_only(name: str, options: list[str]) -> list[str]:
+    parsed(name, options)
+    return []
+
+
+def parsed(name: str, options: list[str]) -> argparse.Namespace:
+    """The arguments of a command of multiring, as the command line itself parses them."""
+    assert name in cli.COMMANDS, f"there is no command {name}"
+    parser = argparse.ArgumentParser(prog=f"multiring {name}", allow_abbrev=False)
+    importlib.import_module(cli.COMMANDS[name].module).add_arguments(parser)
+    try:
+        return parser.parse_args(options)
+    except SystemExit:
+        pytest.fail(f"`multiring {shlex.join([name, *options])}` is not understood")
+
+
+def inner_command(arguments: argparse.Namespace) -> list[str]:
+    """The command of multiring that `multiring run` starts, if it is one."""
+    words = [str(word) for value in vars(arguments).values() if isinstance(value, list) for word in value]
+    return words[words.index("multiring") :] if "multiring" in words else []
+
+
+def check_file(word: str) -> None:
+    """Fails unless a file of this repository that a command names is there."""
+    if re.match(r"(examples|docs|tests|ci|models|core)/[\w./-]+$", word):
+        assert (REPOSITORY / word).exists(), word
+    elif word.endswith(".py") and "/" not in word:
+        assert word in PLACEHOLDERS, f"{word} is no file of the repository"
+
+
+def check_targets(targets: list[str]) -> None:
+    known = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    assert set(targets) <= set(known), targets
+
+
+def test_the_parsers_are_those_of_the_command_line() -> None:
+    """`parsed` does what `multiring` does: what one refuses the other refuses."""
+    done = subprocess.run(
+        [sys.executable, "-m", "multiring", "plan", "--no-such-option"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    with pytest.raises(pytest.fail.Exception):
+        parsed("plan", ["--no-such-option"])
+
+
+def test_links_lead_somewhere() -> None:
+    wrong = []
+    for page in [*PAGES, "CHANGELOG.md"]:
+        text = re.sub(
+            r"^ *```.*?^ *```$", "", (REPOSITORY / page).read_text(), flags=re.DOTALL | re.MULTILINE
+        )
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            name, _, anchor = target.partition("#")
+            path = (REPOSITORY / page).parent / name if name else REPOSITORY / page
+            if target.startswith(("http://", "https://")):
+                continue
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                wrong.append(f"{page}: {target}")
+    assert not wrong, textwrap.indent("\n".join(wrong), "  ")
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
