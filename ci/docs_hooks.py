@@ -1,4 +1,4 @@
-"""What `make docs` adds to mkdocs: the front page, the package as users import it, a check of the reference."""
+"""What `make docs` adds to mkdocs: the front page, the package as users import it, and a check of names."""
 
 from __future__ import annotations
 
