@@ -163,6 +163,16 @@ def test_links_lead_somewhere() -> None:
     assert not wrong, textwrap.indent("\n".join(wrong), "  ")
 
 
+def test_files_named_in_the_text_are_there() -> None:
+    folders = "adapters|benchmarks|ci|core|docs|examples|integrations|models|tests"
+    wrong = []
+    for page in PAGES:
+        for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", (REPOSITORY / page).read_text()):
+            there = (REPOSITORY / name).exists() or (REPOSITORY / f"{name}.h").exists()
+            wrong += [] if there else [f"{page}: {name}"]
+    assert not wrong, wrong
+
+
 def anchors(path: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
