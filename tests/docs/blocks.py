@@ -55,6 +55,10 @@ def commands_of(page: str) -> list[str]:
 
 def _is_command(line: str) -> bool:
     words = re.split(r"\s+", re.sub(r"^(\w+=\S+\s+)+", "", line))
+    if re.match(r"\S+ {2,}", line):
+        return False  # a row of a table of folders
+    if words[0].startswith("ci/"):
+        return True
     return Path(words[0]).name in _PROGRAMS and (len(words) > 1 or words[0] == "multiring")
 
 

@@ -89,14 +89,10 @@ def check_command(words: list[str]) -> list[str]:
         return []
     if program != "multiring":  # a launcher, pip or python: look for a command of multiring in it
         return arguments[arguments.index("multiring") :] if "multiring" in arguments else []
-    if not arguments or "|" in line_of(arguments) or "[" in line_of(arguments):
+    if not arguments or {"|", "[options]"} & set(arguments):
         return []  # a usage line
     name, *options = arguments
     return inner_command(parsed(name, options)) if name == "run" else check_only(name, options)
-
-
-def line_of(words: list[str]) -> str:
-    return " ".join(words)
 
 
 def check_only(name: str, options: list[str]) -> list[str]:
