@@ -42,7 +42,7 @@ struct Reduction {
 ///
 /// Rounding mode and denormals are those of the standard while it runs, whatever the thread has set.
 /// Raises std::invalid_argument for no inputs, for what is not defined for bool, and for averages of
-/// integers, which take a wider type than theirs (collective/integer_average.h).
+/// integers, which take a wider type than theirs (collective/sums/integer_average.h).
 ///
 /// An output may be the same buffer as an input; buffers must not overlap otherwise. `count` may be 0.
 MULTIRING_API void reduce(DType dtype, const Reduction& reduction, std::span<const void* const> inputs,

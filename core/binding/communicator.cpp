@@ -10,12 +10,12 @@
 #include <string_view>
 #include <utility>
 
+#include "binding/arrays/numpy_call.h"
+#include "binding/arrays/result.h"
 #include "binding/fork_gate.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
-#include "binding/numpy_call.h"
 #include "binding/operation.h"
-#include "binding/result.h"
 #include "binding/work.h"
 #include "engine/communicator.h"
 

@@ -8,10 +8,10 @@
 
 #include "base/checksum.h"
 #include "base/cpu.h"
-#include "base/streaming_copy.h"
-#include "binding/dlpack.h"
+#include "base/kernels/streaming_copy.h"
+#include "binding/arrays/dlpack.h"
+#include "binding/arrays/result.h"
 #include "binding/gil.h"
-#include "binding/result.h"
 
 namespace multiring::binding {
 namespace {

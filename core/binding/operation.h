@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "binding/array_view.h"
+#include "binding/arrays/array_view.h"
 #include "collective/operation.h"
 
 namespace multiring::binding {

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "binding/array_view.h"
+#include "binding/arrays/array_view.h"
 #include "engine/work.h"
 
 namespace multiring::binding {

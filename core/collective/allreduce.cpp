@@ -4,16 +4,17 @@
 //
 //   direct   all buffers in symmetric memory: rank i reduces slice i of all inputs and writes it to all
 //            outputs, between two synchronisations; no byte is copied.
-//   staged   through staging memory: collective/staged_allreduce.h.
-//   planned  across hosts, by messages: collective/cluster_allreduce.h.
+//   staged   through staging memory: collective/staged/allreduce.h.
+//   planned  across hosts, by messages: collective/cluster/allreduce.h.
+
+#include "collective/cluster/allreduce.h"
 
 #include <algorithm>
 
-#include "collective/cluster_allreduce.h"
 #include "collective/collectives.h"
-#include "collective/integer_average.h"
-#include "collective/rank_pointers.h"
-#include "collective/staged_allreduce.h"
+#include "collective/staged/allreduce.h"
+#include "collective/sums/integer_average.h"
+#include "collective/sums/rank_pointers.h"
 #include "topology/chunks.h"
 
 namespace multiring {

@@ -1,9 +1,10 @@
+#include "collective/cluster/broadcast.h"
+
 #include <cstring>
 #include <vector>
 
-#include "collective/cluster_broadcast.h"
 #include "collective/collectives.h"
-#include "collective/staged_copy.h"
+#include "collective/staged/copy.h"
 
 namespace multiring {
 namespace {

@@ -55,7 +55,8 @@ struct Operation {
   // Kept so that the memory stays mapped while peers use it.
   std::shared_ptr<SymmetricRegion> input_region;
   std::shared_ptr<SymmetricRegion> output_region;
-  bool is_widened = false;  ///< int64 is added up for elements of another type (collective/integer_average.h)
+  bool is_widened =
+      false;  ///< int64 is added up for elements of another type (collective/sums/integer_average.h)
 
   /// Type of what is added up or moved.
   DType dtype() const { return is_widened ? DType::kInt64 : descriptor.dtype; }

@@ -1,14 +1,15 @@
 // Reduce-scatter among ranks that share memory: rank i keeps block i of the rows (numpy.array_split's rule).
 // Inputs in symmetric memory are read where they lie; others travel through staging memory, one lane a block.
 
+#include "collective/cluster/reduce_scatter.h"
+
 #include <cstring>
 #include <vector>
 
-#include "collective/cluster_allreduce.h"
-#include "collective/cluster_copy.h"
-#include "collective/cluster_reduce_scatter.h"
+#include "collective/cluster/allreduce.h"
+#include "collective/cluster/copy.h"
 #include "collective/collectives.h"
-#include "collective/integer_average.h"
+#include "collective/sums/integer_average.h"
 #include "topology/chunks.h"
 
 namespace multiring {

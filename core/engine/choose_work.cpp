@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "collective/integer_average.h"
+#include "collective/sums/integer_average.h"
 
 namespace multiring {
 namespace {

@@ -47,8 +47,8 @@ struct CommunicatorOptions {
   /// How allreduces across hosts are divided (topology/dimensions.h), the same on all ranks; empty: chosen by
   /// size. Groups that are split off choose for themselves.
   std::string mode;
-  /// What chooses by size (collective/tuning.h), the same on all ranks, where no mode is given and it is for
-  /// these hosts and ranks. Groups that are split off choose for themselves.
+  /// What chooses by size (collective/plan/tuning.h), the same on all ranks, where no mode is given and it is
+  /// for these hosts and ranks. Groups that are split off choose for themselves.
   std::string tuning;
   /// Of allreduces of float32 that do not say themselves, the same on all ranks.
   Wire wire = Wire::kFloat32;
@@ -113,8 +113,8 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// everywhere. `adjust` may change what the new group takes over from this one.
   std::shared_ptr<Communicator> duplicate(const std::string& purpose, const CallOptions& call,
                                           const std::function<void(CommunicatorOptions&)>& adjust = {});
-  /// Allreduces from here on go as `tuning` says (collective/tuning.h); empty: as without one. To be called
-  /// between the same operations on all ranks; raises a usage error while any is in progress here.
+  /// Allreduces from here on go as `tuning` says (collective/plan/tuning.h); empty: as without one. To be
+  /// called between the same operations on all ranks; raises a usage error while any is in progress here.
   void follow(const std::string& tuning);
   /// What allreduces were last told to go by; it may be of other hosts and ranks.
   std::string tuning() const {

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/export.h"
+#include "base/reduction.h"
+#include "collective/sums/partial_sums.h"
+#include "topology/canonical_tree.h"
+
+namespace multiring {
+
+/// PartialSums of float32 of which everything that crosses from host to host is of a half-precision type.
+///
+/// Contributions meet within hosts as they are, float32. What a host has added up of them, scaled as they are
+/// to be, is rounded, whether it travels or stays, so that the bits do not depend on who adds an element. It
+/// is added in float32 again; the result is scaled, rounded, and widened on all ranks alike.
+class MULTIRING_API RoundedSums {
+ public:
+  using Part = PartialSums::Part;
+
+  /// `wire`: float16 or bfloat16. `ranks`: how many contribute.
+  RoundedSums(DType wire, const Reduction& reduction, int ranks);
+
+  /// Writes what contributions of float32 add up to, `count` elements, rounded. `inputs`: of the ranks of a
+  /// node of the canonical tree, ascending, on one host. Nothing has to be aligned, here and below.
+  void contribute(std::span<const std::byte* const> inputs, void* output, std::size_t count);
+  /// Writes the sum of `node`, rounded, or the result. `parts`: rounded, of nodes that make it up, ascending.
+  void join(std::span<const Part> parts, Subtree node, void* output, std::size_t count);
+  /// Writes a result as float32.
+  void restore(const std::byte* result, void* output, std::size_t count) const;
+
+  /// All of that at once, where a rank has all contributions: what a plan of one dimension across hosts
+  /// gives. `nodes`: of the hosts, ascending (host_nodes).
+  void reduce_whole(std::span<const void* const> inputs, std::span<const Subtree> nodes, void* output,
+                    std::size_t count);
+
+ private:
+  float* block(std::size_t index);
+
+  const DType wire_;
+  const Reduction reduction_;
+  PartialSums sums_;  // of float32 that has been scaled
+  const int ranks_;
+  std::vector<float> blocks_;
+  std::vector<Part> widened_;
+  std::vector<const void*> inputs_;
+};
+
+/// What the hosts have: nodes of the canonical tree that together hold all ranks, ascending. `host_of`: the
+/// number of a rank's host.
+MULTIRING_API std::vector<Subtree> host_nodes(int ranks, const std::function<int(int)>& host_of);
+
+}  // namespace multiring
