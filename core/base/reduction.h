@@ -21,14 +21,14 @@ MULTIRING_API const char* reduce_op_name(ReduceOp op);
 /// value). Scale factors are rounded to the type that is computed in. Integers: scale factors multiply in
 /// double, truncate toward zero and saturate (NaN gives 0), the average is exact and truncates toward zero,
 /// sums wrap. Bool: sum and max are "or", product and min are "and"; average and scale factors are not
-/// defined. Min and
-/// max give NaN if any input is NaN, and the lower input of equal ones (+0 and -0). A NaN that is computed is
-/// the positive quiet one of its type, since which payload an addition keeps differs between processors.
+/// defined. Min and max give NaN if any input is NaN, and the lower input of equal ones (+0 and -0). A NaN
+/// that is computed is the positive quiet one of its type, since which payload an addition keeps differs
+/// between processors.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;
   double postscale = 1.0;
-  /// Average: what the sum is divided by; 0: the number of inputs. Not that where inputs are sums themselves.
+  /// Average: the divisor of the sum; 0: the number of inputs. To be set where inputs are sums themselves.
   std::size_t divisor = 0;
 };
 

@@ -39,7 +39,7 @@ void copy_streaming(void* to, const void* from, std::size_t bytes) {
   if (head > 0) std::memcpy(target, source, head);
   std::size_t done = head;
   for (; done + kLine <= bytes; done += kLine) stream_line(target + done, source + done);
-  _mm_sfence();  // streaming stores are not ordered with the stores by which peers are told
+  _mm_sfence();  // streaming stores are not ordered with the stores that notify peers
   if (done < bytes) std::memcpy(target + done, source + done, bytes - done);
 }
 
