@@ -12,7 +12,7 @@
 
 #include "binding/arrays/numpy_call.h"
 #include "binding/arrays/result.h"
-#include "binding/fork_gate.h"
+#include "binding/fork_lock.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
 #include "binding/operation.h"

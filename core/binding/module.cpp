@@ -3,7 +3,7 @@
 #include "binding/arrays/result.h"
 #include "binding/communicator.h"
 #include "binding/errors.h"
-#include "binding/fork_gate.h"
+#include "binding/fork_lock.h"
 #include "binding/operation.h"
 
 PYBIND11_MODULE(_core, module) {
@@ -17,5 +17,5 @@ PYBIND11_MODULE(_core, module) {
   multiring::binding::bind_connect(module);
   multiring::binding::bind_network(module);
   multiring::binding::bind_plan(module);
-  multiring::binding::bind_fork_gate(module);
+  multiring::binding::bind_fork_lock(module);
 }
