@@ -9,7 +9,7 @@ namespace multiring {
 
 // The root alone knows what is scattered: the others take dtype and shape from its descriptor, and this
 // rank's descriptor is filled in for the caller.
-void scatter(Exchange& exchange, const Call& call, Operation& operation) {
+void scatter(Exchange& exchange, const OperationCall& call, Operation& operation) {
   const auto size = static_cast<std::size_t>(exchange.size());
   const int root = operation.descriptor.key.root;
   std::vector<StagedCopy::Outgoing> outgoing(size);

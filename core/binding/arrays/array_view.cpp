@@ -201,8 +201,8 @@ void ArrayView::take_array_interface(py::handle object, bool writable) {
   set_layout(static_cast<int>(shape.size()), shape.data(), strides.data());
 }
 
-// An operation tells "no output given" by a null pointer, which an empty array may have as well.
-std::byte* ArrayView::place_of_nothing() {
+// A null pointer means "no output given"; an empty array may have one as well.
+std::byte* ArrayView::empty_address() {
   static std::byte nothing{};
   return &nothing;
 }
@@ -217,7 +217,7 @@ void ArrayView::set_layout(int dims, const std::int64_t* shape, const std::int64
   if (dims > Descriptor::kMaxDims)
     throw_usage("arrays of more than " + std::to_string(Descriptor::kMaxDims) +
                 " dimensions are not supported; reshape it");
-  if (data_ == nullptr) data_ = place_of_nothing();
+  if (data_ == nullptr) data_ = empty_address();
   dims_ = dims;
   count_ = 1;
   for (int dim = 0; dim < dims; ++dim) {

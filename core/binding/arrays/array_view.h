@@ -18,7 +18,7 @@ namespace py = pybind11;
 /// Where an array's memory is. Only host memory is read today; the rest is named in the error.
 enum class MemoryKind : std::uint8_t { kHost, kDevice };
 
-/// The memory of a Python array, taken by buffer protocol or DLPack without a copy and held until destroyed.
+/// The memory of a Python array, by buffer protocol or DLPack without a copy, held until destroyed.
 /// Create and destroy with the GIL held.
 class ArrayView {
  public:
@@ -48,7 +48,7 @@ class ArrayView {
   void take_array_interface(py::handle object, bool writable);
   void set_layout(int dims, const std::int64_t* shape, const std::int64_t* byte_strides);
   void release();
-  static std::byte* place_of_nothing();
+  static std::byte* empty_address();
 
   Py_buffer buffer_{};  // held if buffer_.obj is set
   py::object owner_;    // DLPack capsule or array, held otherwise

@@ -93,13 +93,13 @@ bool take_op(PyObject* object, ReduceOp* op) {
   return false;
 }
 
-bool take_wire(PyObject* object, Wire* wire) {
+bool take_comm_dtype(PyObject* object, CommDtype* comm_dtype) {
   std::string_view text;
   if (object == Py_None) return true;
   if (!take_text(object, &text)) return false;
-  for (int index = 1; index < kWireCount; ++index) {
-    *wire = static_cast<Wire>(index);
-    if (text == wire_name(*wire)) return true;
+  for (int index = 1; index < kCommDtypeCount; ++index) {
+    *comm_dtype = static_cast<CommDtype>(index);
+    if (text == comm_dtype_name(*comm_dtype)) return true;
   }
   return false;
 }
@@ -128,7 +128,7 @@ bool take_arguments(PyObject* const* args, Operation* operation, double* timeout
   if (!take_op(args[2], &descriptor.key.op) || !take_text(args[3], &name) ||
       !take_number(args[4], &descriptor.key.prescale) || !take_number(args[5], &descriptor.key.postscale) ||
       (args[6] != Py_None && (!take_number(args[6], timeout) || !(*timeout >= 0))) ||
-      !take_wire(args[7], &descriptor.key.wire))
+      !take_comm_dtype(args[7], &descriptor.key.comm_dtype))
     return false;
   descriptor.key.kind = OpKind::kAllreduce;
   descriptor.key.count = in.count;
@@ -182,7 +182,7 @@ PyMethodDef numpy_allreduce_method = {
 py::object make_numpy_allreduce(std::shared_ptr<Communicator> communicator) {
   auto* held = new std::shared_ptr<Communicator>(std::move(communicator));
   const py::capsule capsule(held, kCapsule, [](void* pointer) {
-    // The last reference joins the progress thread, which may need the GIL to let go of arrays.
+    // The last reference joins the progress thread, which may need the GIL to release arrays.
     const GilRelease release;
     delete static_cast<std::shared_ptr<Communicator>*>(pointer);
   });

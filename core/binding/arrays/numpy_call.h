@@ -15,7 +15,7 @@ namespace multiring::binding {
 ///
 /// False, and nothing was done, for anything but C-ordered arrays of NumPy's own dtypes and arguments of the
 /// plain types (op, name, wire: str, the last two may be None; scales: float; timeout: float or None): then
-/// the general way is to be taken, which also says what is wrong.
+/// the caller uses the general function, which also reports what is wrong.
 pybind11::object make_numpy_allreduce(std::shared_ptr<Communicator> communicator);
 
 }  // namespace multiring::binding

@@ -98,7 +98,7 @@ void bind_result(py::module_& module) {
       .def("numpy", &Result::numpy, "A NumPy array over the memory; bfloat16 as uint16.")
       .def(
           "__dlpack__",
-          // What a consumer asks for changes nothing: the memory is on the host, new and nobody else's.
+          // What a consumer asks for changes nothing: the memory is on the host, new and not shared.
           [](const Result& self, const py::object&, const py::object&, const py::object&, const py::object&) {
             return self.dlpack();
           },

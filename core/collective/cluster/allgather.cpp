@@ -17,12 +17,12 @@ std::size_t most_pairs(std::span<const std::vector<int>> hosts) {
 
 }  // namespace
 
-bool ClusterAllgather::pays(const Transport& transport, std::size_t longest) {
-  // What a round can hold goes in one, at once.
+bool ClusterAllgather::is_worthwhile(const Transport& transport, std::size_t longest) {
+  // What staging memory holds goes through it at once.
   return crosses_hosts(transport) && longest > transport.staging_bytes();
 }
 
-ClusterAllgather::ClusterAllgather(Exchange& exchange, const Call& call, StagedCopy::Outgoing own,
+ClusterAllgather::ClusterAllgather(Exchange& exchange, const OperationCall& call, StagedCopy::Outgoing own,
                                    std::span<const StagedCopy::Incoming> incoming)
     : exchange_(exchange),
       call_(call),
@@ -43,58 +43,59 @@ void ClusterAllgather::run(std::size_t longest) {
   MessageRing ring(exchange_, call_, hierarchy_, segment_bytes_);
   ring.connect(hosts_.peers());
   if (own_.bytes > 0) std::memmove(incoming_[self].data, own_.data, own_.bytes);
-  const std::size_t turns = segment_count(longest, segment_bytes_) * hosts_.size();
-  // Every turn takes a place in the ring, so what it has received is there after as many as there are places.
-  for (std::size_t turn = 0; turn < turns + ring.places(); ++turn) {
-    if (turn < turns)
-      post(ring, turn);
-    else if (turn == turns)
+  const std::size_t steps = segment_count(longest, segment_bytes_) * hosts_.size();
+  // Every step takes a slot, so what it received is complete after as many steps as there are slots.
+  for (std::size_t step = 0; step < steps + ring.slots(); ++step) {
+    if (step < steps)
+      post(ring, step);
+    else if (step == steps)
       ring.finish();
-    if (turn >= ring.places()) show(turn - ring.places());
+    if (step >= ring.slots()) share_within_host(step - ring.slots());
   }
 }
 
-void ClusterAllgather::post(MessageRing& ring, std::size_t turn) {
-  if (step(turn) == 0) return ring.post(-1, {}, -1, {});
-  const int to = hosts_.counterpart(hosts_.after(step(turn)));
-  const Range out = segment(turn, own_.bytes);
+void ClusterAllgather::post(MessageRing& ring, std::size_t step) {
+  if (distance(step) == 0) return ring.post(-1, {}, -1, {});
+  const int to = hosts_.counterpart(hosts_.after(distance(step)));
+  const Range out = segment(step, own_.bytes);
   std::span<const std::byte> sent{own_.data + out.begin, out.size()};
-  const std::vector<int> from = hosts_.paired(hosts_.before(step(turn)));
+  const std::vector<int> from = hosts_.paired(hosts_.before(distance(step)));
   if (from.empty()) return ring.post(to, sent, -1, {});
   for (const int source : from) {
     const StagedCopy::Incoming& piece = incoming_[static_cast<std::size_t>(source)];
-    const Range in = segment(turn, piece.bytes);
+    const Range in = segment(step, piece.bytes);
     ring.post(to, sent, source, {piece.data + in.begin, in.size()});
     sent = {};
   }
 }
 
-/// Brings what the ranks of this host have received in a turn, or have themselves, to all of them.
-void ClusterAllgather::show(std::size_t turn) {
-  const std::vector<int>& mates = hosts_.own();
-  if (mates.size() == 1) return;
-  const auto shown_by = [&](std::size_t place) {
-    return step(turn) == 0 ? std::vector<int>{mates[place]} : hosts_.paired(hosts_.before(step(turn)), place);
+/// Brings what the ranks of this host have received in a step, or have themselves, to all of them.
+void ClusterAllgather::share_within_host(std::size_t step) {
+  const std::vector<int>& local_ranks = hosts_.own();
+  if (local_ranks.size() == 1) return;
+  const auto shared_by = [&](std::size_t local_rank) {
+    return distance(step) == 0 ? std::vector<int>{local_ranks[local_rank]}
+                               : hosts_.paired(hosts_.before(distance(step)), local_rank);
   };
-  const auto for_each = [&](std::size_t place, auto&& visit) {
+  const auto for_each = [&](std::size_t local_rank, auto&& visit) {
     std::size_t lane = 0;
-    for (const int source : shown_by(place)) {
+    for (const int source : shared_by(local_rank)) {
       const StagedCopy::Incoming& piece = incoming_[static_cast<std::size_t>(source)];
-      const Range range = segment(turn, piece.bytes);
+      const Range range = segment(step, piece.bytes);
       if (!range.empty()) visit(piece.data + range.begin, lane * lane_bytes_, range.size());
       ++lane;
     }
   };
-  std::byte* const staging = hierarchy_.staging(static_cast<int>(hosts_.place()));
-  for_each(hosts_.place(), [&](const std::byte* data, std::size_t offset, std::size_t bytes) {
+  std::byte* const staging = hierarchy_.staging(static_cast<int>(hosts_.local_rank()));
+  for_each(hosts_.local_rank(), [&](const std::byte* data, std::size_t offset, std::size_t bytes) {
     std::memcpy(staging + offset, data, bytes);
   });
-  meet_mates(exchange_, call_, hierarchy_);
+  synchronise_host(exchange_, call_, hierarchy_);
   // Start with the next: the readers of a rank's memory do not all queue for it.
-  for (std::size_t ahead = 1; ahead < mates.size(); ++ahead) {
-    const std::size_t place = (hosts_.place() + ahead) % mates.size();
-    const std::byte* const staged = hierarchy_.staged(static_cast<int>(place));
-    for_each(place, [&](std::byte* data, std::size_t offset, std::size_t bytes) {
+  for (std::size_t ahead = 1; ahead < local_ranks.size(); ++ahead) {
+    const std::size_t local_rank = (hosts_.local_rank() + ahead) % local_ranks.size();
+    const std::byte* const staged = hierarchy_.staged(static_cast<int>(local_rank));
+    for_each(local_rank, [&](std::byte* data, std::size_t offset, std::size_t bytes) {
       std::memcpy(data, staged + offset, bytes);
     });
   }

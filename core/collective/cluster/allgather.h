@@ -13,34 +13,34 @@
 
 namespace multiring {
 
-/// Allgather by messages: every rank sends its piece to one rank of each other host, which shows it to the
-/// others there, segment by segment, while the next are on their way. So a host receives the piece of every
-/// rank once, as in rounds; but in rounds its links rest while its ranks copy.
+/// Allgather by messages: every rank sends its piece to one rank of each other host, which shares it with its
+/// local ranks, segment by segment, while the next segments are in flight. A host receives every piece once,
+/// as it does through staging memory, but its links stay busy while its ranks copy.
 ///
-/// In turn (segment, i) a rank sends to the i-th host after its own, and receives from the i-th before; in
-/// turn (segment, 0) it shows its own. All ranks go through the turns in the same order, so of those that
-/// wait for each other the one that is behind always finds what it needs posted.
+/// In step (segment, i) a rank sends to the i-th host after its own, and receives from the i-th before; in
+/// step (segment, 0) it shares its own. All ranks take the steps in the same order, so the slowest of those
+/// that wait for each other finds posted what it needs: no deadlock.
 class ClusterAllgather {
  public:
   /// `own`: what this rank has; `incoming`: for each rank, where its piece goes.
-  ClusterAllgather(Exchange& exchange, const Call& call, StagedCopy::Outgoing own,
+  ClusterAllgather(Exchange& exchange, const OperationCall& call, StagedCopy::Outgoing own,
                    std::span<const StagedCopy::Incoming> incoming);
 
-  /// Whether a longest piece of so many bytes is worth it: the same on all ranks.
-  static bool pays(const Transport& transport, std::size_t longest);
+  /// Whether messages pay off where the longest piece has so many bytes. The same on all ranks.
+  static bool is_worthwhile(const Transport& transport, std::size_t longest);
   /// `longest`: bytes of the longest piece, the same on all ranks.
   void run(std::size_t longest);
 
  private:
-  void post(MessageRing& ring, std::size_t turn);
-  void show(std::size_t turn);
-  Range segment(std::size_t turn, std::size_t bytes) const {
-    return segment_range(bytes, segment_bytes_, turn / hosts_.size());
+  void post(MessageRing& ring, std::size_t step);
+  void share_within_host(std::size_t step);
+  Range segment(std::size_t step, std::size_t bytes) const {
+    return segment_range(bytes, segment_bytes_, step / hosts_.size());
   }
-  std::size_t step(std::size_t turn) const { return turn % hosts_.size(); }
+  std::size_t distance(std::size_t step) const { return step % hosts_.size(); }
 
   Exchange& exchange_;
-  const Call& call_;
+  const OperationCall& call_;
   Hierarchy& hierarchy_;
   const HostRing hosts_;
   const StagedCopy::Outgoing own_;

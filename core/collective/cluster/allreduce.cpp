@@ -11,12 +11,12 @@ constexpr std::size_t kCacheLine = 64;
 
 // Fewer bytes should not be worth the messages of another segment. Estimated, as is the number below.
 constexpr std::size_t kLeastSegment = 128 * 1024;
-// With so many segments most of the time several are on their way.
+// With so many segments several are in flight most of the time.
 constexpr std::size_t kSegments = 4;
 
 DType carried_dtype(const Operation& operation) {
-  const Wire wire = operation.descriptor.key.wire;
-  return is_rounded(wire) ? wire_dtype(wire) : operation.dtype();
+  const CommDtype comm_dtype = operation.descriptor.key.comm_dtype;
+  return is_rounded(comm_dtype) ? rounded_dtype(comm_dtype) : operation.dtype();
 }
 
 std::size_t round_up(std::size_t bytes, std::size_t multiple) {
@@ -25,15 +25,15 @@ std::size_t round_up(std::size_t bytes, std::size_t multiple) {
 
 }  // namespace
 
-ClusterAllreduce::ClusterAllreduce(Exchange& exchange, const Call& call,
+ClusterAllreduce::ClusterAllreduce(Exchange& exchange, const OperationCall& call,
                                    std::span<Operation* const> operations, const PieceList& pieces,
                                    Hierarchy& hierarchy)
     : exchange_(exchange),
       call_(call),
       pieces_(pieces),
       hierarchy_(hierarchy),
-      mates_(hierarchy.host_ranks()),
-      place_(static_cast<int>(std::ranges::find(mates_, exchange.rank()) - mates_.begin())),
+      local_ranks_(hierarchy.host_ranks()),
+      local_rank_(static_cast<int>(std::ranges::find(local_ranks_, exchange.rank()) - local_ranks_.begin())),
       sums_(operations[0]->dtype(), operations[0]->reduction(), exchange.size()),
       carried_(carried_dtype(*operations[0])),
       element_(operations[0]->element_size()),
@@ -41,33 +41,34 @@ ClusterAllreduce::ClusterAllreduce(Exchange& exchange, const Call& call,
       bytes_(pieces.bytes()),
       waiting_(call.waiting) {
   waiting_.brief = true;  // all are in the operation
-  const bool rounded = is_rounded(operations[0]->descriptor.key.wire);
+  const bool rounded = is_rounded(operations[0]->descriptor.key.comm_dtype);
   if (rounded) rounded_.emplace(carried_, operations[0]->reduction(), exchange.size());
   PlanCache& plans = exchange.plans();
-  const Way* const given = plans.way(bytes_, rounded);
-  const Way way = given != nullptr ? *given : Way{};
-  divide(way.segment);
+  const AllreduceAlgorithm* const given = plans.algorithm(bytes_, rounded);
+  const AllreduceAlgorithm algorithm = given != nullptr ? *given : AllreduceAlgorithm{};
+  divide(algorithm.segment);
   const Range last = segment(segments_ - 1);
-  full_ = plans.schedule(exchange.transport(), segment_bytes_ / element_, carried_, rounded, way.mode);
-  last_ = plans.schedule(exchange.transport(), last.size() / element_, carried_, rounded, way.mode);
-  rounds_ = full_->rounds.size();
-  flights_.resize(std::min(segments_, rounds_ * kRest + 1));
-  const std::size_t place = std::max(full_->bytes, last_->bytes);
-  workspace_ = plans.workspace(place * flights_.size());
-  for (std::size_t index = 0; index < flights_.size(); ++index)
-    flights_[index].memory = workspace_->data() + index * place;
+  full_ = plans.schedule(exchange.transport(), segment_bytes_ / element_, carried_, rounded, algorithm.mode);
+  last_ = plans.schedule(exchange.transport(), last.size() / element_, carried_, rounded, algorithm.mode);
+  steps_ = full_->steps.size();
+  in_flight_.resize(std::min(segments_, steps_ * kPipelineDepth + 1));
+  const std::size_t slot_bytes = std::max(full_->bytes, last_->bytes);
+  workspace_ = plans.workspace(slot_bytes * in_flight_.size());
+  for (std::size_t index = 0; index < in_flight_.size(); ++index)
+    in_flight_[index].memory = workspace_->data() + index * slot_bytes;
 }
 
-// What has been posted and not waited for is of an operation that failed: its memory may go.
+// Messages still posted here belong to a failed operation: the network keeps their memory.
 ClusterAllreduce::~ClusterAllreduce() {
-  const bool failed = std::ranges::any_of(flights_, [](const Flight& each) { return !each.tickets.empty(); });
+  const bool failed =
+      std::ranges::any_of(in_flight_, [](const InFlightSegment& each) { return !each.tickets.empty(); });
   if (failed) hierarchy_.keep(workspace_);
-  for (const Flight& flight : flights_)
-    if (!flight.tickets.empty()) hierarchy_.give_up(flight.tickets);
+  for (const InFlightSegment& each : in_flight_)
+    if (!each.tickets.empty()) hierarchy_.give_up(each.tickets);
 }
 
-/// Segments of about the same size, at most `wanted` unless that is 0. Staging memory has to hold one, and a
-/// share of the results of another.
+/// Segments of about the same size, at most `wanted` (0: chosen). Staging memory holds one, and a share of
+/// the results of another.
 void ClusterAllreduce::divide(std::size_t wanted) {
   const std::size_t most = hierarchy_.staging_bytes() / 2 / kCacheLine * kCacheLine;
   std::size_t bytes = wanted > 0 ? std::clamp(round_up(wanted, kCacheLine), std::min(kCacheLine, most), most)
@@ -81,8 +82,8 @@ void ClusterAllreduce::divide(std::size_t wanted) {
 void ClusterAllreduce::connect() {
   std::set<int> peers;
   for (const RankSchedule* schedule : {full_.get(), last_.get()})
-    for (const RankSchedule::Round& round : schedule->rounds)
-      for (const auto* messages : {&round.sends, &round.receives})
+    for (const RankSchedule::Step& step : schedule->steps)
+      for (const auto* messages : {&step.sends, &step.receives})
         for (const RankSchedule::Message& message : *messages) peers.insert(message.peer);
   const std::vector<int> all(peers.begin(), peers.end());
   check(hierarchy_.connect(all, waiting_), nullptr);
@@ -90,67 +91,67 @@ void ClusterAllreduce::connect() {
 
 void ClusterAllreduce::run() {
   connect();
-  const std::size_t turns = segments_ + rounds_ * kRest;
-  for (std::size_t turn = 0; turn < turns; ++turn) {
-    advance(turn);
-    meet(turn);
+  const std::size_t iterations = segments_ + steps_ * kPipelineDepth;
+  for (std::size_t iteration = 0; iteration < iterations; ++iteration) {
+    advance(iteration);
+    exchange_within_host(iteration);
   }
 }
 
-void ClusterAllreduce::advance(std::size_t turn) {
-  // The oldest first: the others of its messages were posted before.
-  for (std::size_t round = rounds_; round-- > 0;) {
-    const std::size_t rested = (round + 1) * kRest;
-    if (turn < rested || turn - rested >= segments_) continue;
-    Flight& current = flight(turn - rested);
+void ClusterAllreduce::advance(std::size_t iteration) {
+  // The oldest first: its peers' messages were posted before.
+  for (std::size_t step = steps_; step-- > 0;) {
+    const std::size_t age = (step + 1) * kPipelineDepth;
+    if (iteration < age || iteration - age >= segments_) continue;
+    InFlightSegment& current = in_flight(iteration - age);
     await(current);
-    for (const RankSchedule::Join& join : current.schedule->rounds[round].joins) add(current, join);
-    if (round + 1 < rounds_) post(current, round + 1);
+    for (const RankSchedule::Join& join : current.schedule->steps[step].joins) add(current, join);
+    if (step + 1 < steps_) post(current, step + 1);
   }
 }
 
-void ClusterAllreduce::meet(std::size_t turn) {
-  const std::size_t rested = rounds_ * kRest;
-  const bool starts = turn < segments_;
-  const bool ends = turn >= rested;
-  if (mates_.size() > 1 && (starts || ends)) {
-    if (starts) stage(turn);
-    if (ends) publish(turn - rested);
+void ClusterAllreduce::exchange_within_host(std::size_t iteration) {
+  const std::size_t age = steps_ * kPipelineDepth;
+  const bool starts = iteration < segments_;
+  const bool ends = iteration >= age;
+  if (local_ranks_.size() > 1 && (starts || ends)) {
+    if (starts) stage(iteration);
+    if (ends) publish(iteration - age);
     check(hierarchy_.meet(waiting_), nullptr);
   }
-  // The last to land makes room for the first that starts.
-  if (ends) take(turn - rested);
-  if (starts) start(turn);
+  // The segment that ends makes room for the one that starts.
+  if (ends) write_results(iteration - age);
+  if (starts) start(iteration);
 }
 
 void ClusterAllreduce::stage(std::size_t index) {
-  pieces_.read(staged_, segment(index), hierarchy_.staging(place_));
+  pieces_.read(read_cursor_, segment(index), hierarchy_.staging(local_rank_));
 }
 
 void ClusterAllreduce::publish(std::size_t index) {
-  const Flight& landed = flight(index);
-  const RankSchedule& schedule = *landed.schedule;
+  const InFlightSegment& finished = in_flight(index);
+  const RankSchedule& schedule = *finished.schedule;
   if (schedule.share.empty()) return;
-  std::memcpy(hierarchy_.staging(place_) + segment_bytes_, landed.memory + schedule.result,
+  std::memcpy(hierarchy_.staging(local_rank_) + segment_bytes_, finished.memory + schedule.result,
               schedule.share.size() * carried_element_);
 }
 
 /// Adds this rank's share of what its host has staged, and sends it on.
 void ClusterAllreduce::start(std::size_t index) {
-  Flight& current = flight(index);
+  InFlightSegment& current = in_flight(index);
   current.schedule = index + 1 == segments_ ? last_.get() : full_.get();
   const RankSchedule& schedule = *current.schedule;
-  if (mates_.size() == 1) {
+  if (local_ranks_.size() == 1) {
     contribute(index, current.memory + schedule.host_sums[0].offset);
     return post(current, 0);
   }
   for (const RankSchedule::Sum& sum : schedule.host_sums) {
     parts_.clear();
     inputs_.clear();
-    for (std::size_t place = 0; place < mates_.size(); ++place) {
-      const int rank = mates_[place];
+    for (std::size_t local_rank = 0; local_rank < local_ranks_.size(); ++local_rank) {
+      const int rank = local_ranks_[local_rank];
       if (rank < sum.node.begin || rank >= sum.node.end) continue;
-      const std::byte* const staged = hierarchy_.staged(static_cast<int>(place));
+      const std::byte* const staged = hierarchy_.staged(static_cast<int>(local_rank));
       inputs_.push_back(staged + schedule.share.begin * element_);
       parts_.push_back({{rank, rank + 1}, inputs_.back()});
     }
@@ -165,40 +166,41 @@ void ClusterAllreduce::start(std::size_t index) {
 
 /// A segment of a rank that is alone on its host.
 void ClusterAllreduce::contribute(std::size_t index, std::byte* to) {
-  if (!rounded_) return pieces_.read(staged_, segment(index), to);
-  pieces_.for_each_share(staged_, segment(index),
-                         [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
-                           const std::byte* const inputs[] = {piece.input + offset};
-                           rounded_->contribute(inputs, to + place / element_ * carried_element_,
-                                                bytes / element_);
-                         });
+  if (!rounded_) return pieces_.read(read_cursor_, segment(index), to);
+  pieces_.for_each_share(
+      read_cursor_, segment(index),
+      [&](const Piece& piece, std::size_t offset, std::size_t range_offset, std::size_t bytes) {
+        const std::byte* const inputs[] = {piece.input + offset};
+        rounded_->contribute(inputs, to + range_offset / element_ * carried_element_, bytes / element_);
+      });
 }
 
 /// Writes the results of a segment to where they belong.
-void ClusterAllreduce::take(std::size_t index) {
-  const Flight& landed = flight(index);
-  const RankSchedule& schedule = *landed.schedule;
+void ClusterAllreduce::write_results(std::size_t index) {
+  const InFlightSegment& finished = in_flight(index);
+  const RankSchedule& schedule = *finished.schedule;
   const std::size_t begin = segment(index).begin;
-  for (std::size_t place = 0; place < mates_.size(); ++place) {
-    const Range share = schedule.host_shares[place];
-    const std::byte* const results = static_cast<int>(place) == place_
-                                         ? landed.memory + schedule.result
-                                         : hierarchy_.staged(static_cast<int>(place)) + segment_bytes_;
+  for (std::size_t local_rank = 0; local_rank < local_ranks_.size(); ++local_rank) {
+    const Range share = schedule.host_shares[local_rank];
+    const std::byte* const results = static_cast<int>(local_rank) == local_rank_
+                                         ? finished.memory + schedule.result
+                                         : hierarchy_.staged(static_cast<int>(local_rank)) + segment_bytes_;
     const Range range{begin + share.begin * element_, begin + share.end * element_};
     if (!rounded_) {
-      pieces_.write(taken_, range, results);
+      pieces_.write(write_cursor_, range, results);
       continue;
     }
-    pieces_.for_each_share(taken_, range,
-                           [&](const Piece& piece, std::size_t offset, std::size_t at, std::size_t bytes) {
-                             rounded_->restore(results + at / element_ * carried_element_,
-                                               piece.output + offset, bytes / element_);
-                           });
+    pieces_.for_each_share(
+        write_cursor_, range,
+        [&](const Piece& piece, std::size_t offset, std::size_t range_offset, std::size_t bytes) {
+          rounded_->restore(results + range_offset / element_ * carried_element_, piece.output + offset,
+                            bytes / element_);
+        });
   }
 }
 
-void ClusterAllreduce::post(Flight& current, std::size_t round) {
-  const RankSchedule::Round& messages = current.schedule->rounds[round];
+void ClusterAllreduce::post(InFlightSegment& current, std::size_t step) {
+  const RankSchedule::Step& messages = current.schedule->steps[step];
   current.tickets.clear();
   current.peers.clear();
   for (const RankSchedule::Message& message : messages.receives) {
@@ -214,13 +216,13 @@ void ClusterAllreduce::post(Flight& current, std::size_t round) {
   }
 }
 
-void ClusterAllreduce::await(Flight& current) {
+void ClusterAllreduce::await(InFlightSegment& current) {
   if (current.tickets.empty()) return;
   check(hierarchy_.wait(current.tickets, waiting_), &current);
   current.tickets.clear();
 }
 
-void ClusterAllreduce::add(const Flight& current, const RankSchedule::Join& join) {
+void ClusterAllreduce::add(const InFlightSegment& current, const RankSchedule::Join& join) {
   for (const RankSchedule::Sum& output : join.outputs) {
     parts_.clear();
     for (const RankSchedule::Sum& input : join.inputs)
@@ -234,13 +236,13 @@ void ClusterAllreduce::add(const Flight& current, const RankSchedule::Join& join
   }
 }
 
-void ClusterAllreduce::check(const WaitResult& result, const Flight* current) const {
+void ClusterAllreduce::check(const WaitResult& result, const InFlightSegment* current) const {
   if (result.ok()) return;
   int late = result.peer;
   if (current != nullptr && result.outcome == WaitResult::Outcome::kTimeout)
     for (std::size_t index = current->tickets.size(); index-- > 0;)
       if (!hierarchy_.done(current->tickets[index])) late = current->peers[index];
-  exchange_.throw_on_the_way(call_, result, late);
+  exchange_.throw_in_progress(call_, result, late);
 }
 
 }  // namespace multiring

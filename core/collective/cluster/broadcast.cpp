@@ -8,31 +8,30 @@
 namespace multiring {
 namespace {
 
-// For each host. Estimated, not measured: below, a round to all hosts at once is over before a chain has been
-// passed.
+// For each host. Estimated, not measured: below, sending to all hosts at once is faster than a chain.
 constexpr std::size_t kChainFrom = 64 * 1024;
 constexpr std::size_t kLeastSegment = 16 * 1024;
 constexpr std::size_t kMostSegment = 256 * 1024;
-// The last host has the first segment when the others have been passed once. With so many segments for each
-// host that is a part of the time.
+// The chain fills before the last host has the first segment. With so many segments for each host that is a
+// small part of the time.
 constexpr std::size_t kSegmentsPerHost = 8;
 constexpr std::size_t kCacheLine = 64;
 
 }  // namespace
 
-bool ClusterBroadcast::pays(const Transport& transport, std::size_t bytes) {
+bool ClusterBroadcast::is_worthwhile(const Transport& transport, std::size_t bytes) {
   if (transport.shares_memory()) return false;
   const std::size_t hosts = ranks_by_host(transport).size();
   return hosts > 2 && bytes > std::min(kChainFrom, transport.staging_bytes()) * hosts;
 }
 
-ClusterBroadcast::ClusterBroadcast(Exchange& exchange, const Call& call, const Operation& operation)
+ClusterBroadcast::ClusterBroadcast(Exchange& exchange, const OperationCall& call, const Operation& operation)
     : exchange_(exchange), call_(call), operation_(operation), hierarchy_(*exchange.transport().hierarchy()) {
   const int root = operation.descriptor.key.root;
   const HostRing hosts(exchange.transport(), root);
   for (const std::vector<int>& ranks : hosts.hosts()) {
-    if (ranks[0] == hierarchy_.host_ranks()[0]) link_ = chain_.size();
-    // Roots that stand differently on their hosts keep different ranks busy.
+    if (ranks[0] == hierarchy_.host_ranks()[0]) chain_index_ = chain_.size();
+    // Roots with different local ranks keep different ranks busy.
     chain_.push_back(hosts.counterpart(ranks));
   }
   const std::size_t bytes = operation.descriptor.bytes;
@@ -43,44 +42,45 @@ ClusterBroadcast::ClusterBroadcast(Exchange& exchange, const Call& call, const O
 }
 
 void ClusterBroadcast::run() {
-  if (chain_[link_] == exchange_.rank()) return pass_on();
-  for (std::size_t index = 0; index < segments_; ++index) show(index, nullptr);
+  if (chain_[chain_index_] == exchange_.rank()) return forward();
+  for (std::size_t index = 0; index < segments_; ++index) share_within_host(index, nullptr);
 }
 
-void ClusterBroadcast::pass_on() {
-  const int before = link_ > 0 ? chain_[link_ - 1] : -1;
-  const int after = link_ + 1 < chain_.size() ? chain_[link_ + 1] : -1;
+void ClusterBroadcast::forward() {
+  const int before = chain_index_ > 0 ? chain_[chain_index_ - 1] : -1;
+  const int after = chain_index_ + 1 < chain_.size() ? chain_[chain_index_ + 1] : -1;
   std::vector<int> peers;
   for (const int peer : {before, after})
     if (peer >= 0) peers.push_back(peer);
   MessageRing ring(exchange_, call_, hierarchy_, segment_bytes_);
   ring.connect(peers);
-  // What a place in the ring has received is there when as many more have been posted as there are places.
-  const std::size_t lag = before >= 0 ? ring.places() : 0;
-  for (std::size_t turn = 0; turn < segments_ + lag; ++turn) {
-    const Range coming = before >= 0 ? segment(turn) : Range{};
-    const bool passes = turn >= lag;
-    const Range going = passes && after >= 0 ? segment(turn - lag) : Range{};
+  // A slot of the ring is complete when every slot has been posted once more.
+  const std::size_t lag = before >= 0 ? ring.slots() : 0;
+  for (std::size_t step = 0; step < segments_ + lag; ++step) {
+    const Range coming = before >= 0 ? segment(step) : Range{};
+    const bool forwards = step >= lag;
+    const Range going = forwards && after >= 0 ? segment(step - lag) : Range{};
     const std::byte* const held = before >= 0 ? operation_.output : operation_.input;
     ring.post(after, {held + going.begin, going.size()}, before,
               {operation_.output + coming.begin, coming.size()});
-    if (passes) show(turn - lag, held);
+    if (forwards) share_within_host(step - lag, held);
   }
   ring.finish();
 }
 
-void ClusterBroadcast::show(std::size_t index, const std::byte* held) {
-  const std::span<const int> mates = hierarchy_.host_ranks();
-  if (mates.size() == 1) return;
-  const auto place_of = [&](int rank) {
-    return static_cast<int>(std::ranges::find(mates, rank) - mates.begin());
+void ClusterBroadcast::share_within_host(std::size_t index, const std::byte* held) {
+  const std::span<const int> local_ranks = hierarchy_.host_ranks();
+  if (local_ranks.size() == 1) return;
+  const auto local_rank_of = [&](int rank) {
+    return static_cast<int>(std::ranges::find(local_ranks, rank) - local_ranks.begin());
   };
   const Range range = segment(index);
   if (held != nullptr)
-    std::memcpy(hierarchy_.staging(place_of(exchange_.rank())), held + range.begin, range.size());
-  meet_mates(exchange_, call_, hierarchy_);
+    std::memcpy(hierarchy_.staging(local_rank_of(exchange_.rank())), held + range.begin, range.size());
+  synchronise_host(exchange_, call_, hierarchy_);
   if (held == nullptr)
-    std::memcpy(operation_.output + range.begin, hierarchy_.staged(place_of(chain_[link_])), range.size());
+    std::memcpy(operation_.output + range.begin, hierarchy_.staged(local_rank_of(chain_[chain_index_])),
+                range.size());
 }
 
 }  // namespace multiring

@@ -15,14 +15,14 @@ constexpr std::size_t kLeastPiece = 1024;
 constexpr std::size_t kMostSegment = 256 * 1024;
 constexpr std::size_t kCacheLine = 64;
 
-// More bytes on their way made broadcasts and alltoalls slower, fewer messages allgathers and reduce-scatters
+// More bytes in flight made broadcasts and alltoalls slower, fewer messages allgathers and reduce-scatters
 // (4 x 2 emulated hosts, 1 Gbit/s).
-constexpr std::size_t kBytesOnTheWay = 1024 * 1024;
-constexpr std::size_t kFewestPlaces = 4;
-constexpr std::size_t kMostPlaces = 8;
+constexpr std::size_t kBytesInFlight = 1024 * 1024;
+constexpr std::size_t kFewestSlots = 4;
+constexpr std::size_t kMostSlots = 8;
 
-std::size_t places_of(std::size_t segment) {
-  return std::clamp(kBytesOnTheWay / segment, kFewestPlaces, kMostPlaces);
+std::size_t slots_of(std::size_t segment) {
+  return std::clamp(kBytesInFlight / segment, kFewestSlots, kMostSlots);
 }
 
 }  // namespace
@@ -32,31 +32,32 @@ bool worth_messages(const Transport& transport, std::size_t bytes, std::size_t p
          piece >= kLeastPiece;
 }
 
-void meet_mates(const Exchange& exchange, const Call& call, Hierarchy& hierarchy) {
+void synchronise_host(const Exchange& exchange, const OperationCall& call, Hierarchy& hierarchy) {
   Waiting waiting = call.waiting;
   waiting.brief = true;  // all are in the operation
   const WaitResult result = hierarchy.meet(waiting);
-  if (!result.ok()) exchange.throw_on_the_way(call, result, result.peer);
+  if (!result.ok()) exchange.throw_in_progress(call, result, result.peer);
 }
 
-MessageRing::MessageRing(Exchange& exchange, const Call& call, Hierarchy& hierarchy, std::size_t segment)
+MessageRing::MessageRing(Exchange& exchange, const OperationCall& call, Hierarchy& hierarchy,
+                         std::size_t segment)
     : exchange_(exchange),
       call_(call),
       hierarchy_(hierarchy),
       segment_(segment),
       waiting_(call.waiting),
-      memory_(exchange.plans().workspace(2 * places_of(segment) * segment)),
-      places_(places_of(segment)) {
+      memory_(exchange.plans().workspace(2 * slots_of(segment) * segment)),
+      slots_(slots_of(segment)) {
   waiting_.brief = true;  // all are in the operation
-  for (std::size_t index = 0; index < places_.size(); ++index)
-    places_[index].memory = memory_->data() + 2 * index * segment;
+  for (std::size_t index = 0; index < slots_.size(); ++index)
+    slots_[index].memory = memory_->data() + 2 * index * segment;
 }
 
-// What has not landed is of an operation that failed: its memory may go.
+// Incomplete messages belong to a failed operation: the network keeps their memory.
 MessageRing::~MessageRing() {
   std::vector<Hierarchy::Ticket> pending;
-  for (const Place& place : places_)
-    for (const Hierarchy::Ticket ticket : {place.sent, place.received})
+  for (const Slot& slot : slots_)
+    for (const Hierarchy::Ticket ticket : {slot.sent, slot.received})
       if (ticket != 0) pending.push_back(ticket);
   if (pending.empty()) return;
   hierarchy_.keep(memory_);
@@ -65,53 +66,54 @@ MessageRing::~MessageRing() {
 
 void MessageRing::connect(std::span<const int> peers) {
   const WaitResult result = hierarchy_.connect(peers, waiting_);
-  if (!result.ok()) exchange_.throw_on_the_way(call_, result, result.peer);
+  if (!result.ok()) exchange_.throw_in_progress(call_, result, result.peer);
 }
 
 void MessageRing::post(int to, std::span<const std::byte> out, int from, std::span<std::byte> in) {
-  Place& place = places_[next_++ % places_.size()];
-  land(place);
-  place.to = to;
-  place.from = from;
-  place.in = in;
-  if (!in.empty()) place.received = hierarchy_.post_receive(from, {place.memory + segment_, in.size()});
+  Slot& slot = slots_[next_++ % slots_.size()];
+  complete(slot);
+  slot.to = to;
+  slot.from = from;
+  slot.in = in;
+  if (!in.empty()) slot.received = hierarchy_.post_receive(from, {slot.memory + segment_, in.size()});
   if (out.empty()) return;
-  std::memcpy(place.memory, out.data(), out.size());
-  const std::span<const std::byte> parts[] = {{place.memory, out.size()}};
-  place.sent = hierarchy_.post_send(to, parts);
+  std::memcpy(slot.memory, out.data(), out.size());
+  const std::span<const std::byte> parts[] = {{slot.memory, out.size()}};
+  slot.sent = hierarchy_.post_send(to, parts);
 }
 
 void MessageRing::finish() {
-  for (std::size_t index = 0; index < places_.size(); ++index) land(places_[next_++ % places_.size()]);
+  for (std::size_t index = 0; index < slots_.size(); ++index) complete(slots_[next_++ % slots_.size()]);
 }
 
-void MessageRing::land(Place& place) {
-  if (place.received != 0) {
-    wait(place.received, place.from);
-    std::memcpy(place.in.data(), place.memory + segment_, place.in.size());
+void MessageRing::complete(Slot& slot) {
+  if (slot.received != 0) {
+    wait(slot.received, slot.from);
+    std::memcpy(slot.in.data(), slot.memory + segment_, slot.in.size());
   }
-  if (place.sent != 0) wait(place.sent, place.to);
+  if (slot.sent != 0) wait(slot.sent, slot.to);
 }
 
 void MessageRing::wait(Hierarchy::Ticket& ticket, int peer) {
   const Hierarchy::Ticket tickets[] = {ticket};
   const WaitResult result = hierarchy_.wait(tickets, waiting_);
   if (!result.ok())
-    exchange_.throw_on_the_way(call_, result,
-                               result.outcome == WaitResult::Outcome::kTimeout ? peer : result.peer);
+    exchange_.throw_in_progress(call_, result,
+                                result.outcome == WaitResult::Outcome::kTimeout ? peer : result.peer);
   ticket = 0;
 }
 
-ClusterCopy::ClusterCopy(Exchange& exchange, const Call& call, std::span<const StagedCopy::Outgoing> outgoing,
+ClusterCopy::ClusterCopy(Exchange& exchange, const OperationCall& call,
+                         std::span<const StagedCopy::Outgoing> outgoing,
                          std::span<const StagedCopy::Incoming> incoming)
     : exchange_(exchange),
       call_(call),
       hierarchy_(*exchange.transport().hierarchy()),
-      mates_(hierarchy_.host_ranks()),
+      local_ranks_(hierarchy_.host_ranks()),
       outgoing_(outgoing),
       incoming_(incoming) {}
 
-bool ClusterCopy::is_here(int rank) const { return std::ranges::binary_search(mates_, rank); }
+bool ClusterCopy::is_here(int rank) const { return std::ranges::binary_search(local_ranks_, rank); }
 
 void ClusterCopy::run(std::size_t longest) {
   std::vector<int> peers;
@@ -148,26 +150,27 @@ void ClusterCopy::copy_within_host(std::size_t longest) {
   const auto self = static_cast<std::size_t>(exchange_.rank());
   if (incoming_[self].bytes > 0)
     std::memcpy(incoming_[self].data, outgoing_[self].data, incoming_[self].bytes);
-  if (mates_.size() == 1) return;
-  const std::size_t lane = hierarchy_.staging_bytes() / mates_.size() / kCacheLine * kCacheLine;
+  if (local_ranks_.size() == 1) return;
+  const std::size_t lane = hierarchy_.staging_bytes() / local_ranks_.size() / kCacheLine * kCacheLine;
   if (lane == 0)
     throw Error(ErrorKind::kUsage, "MULTIRING_STAGING_BYTES is too small for " +
-                                       std::to_string(mates_.size()) + " ranks on a host");
-  const auto place = static_cast<std::size_t>(std::ranges::find(mates_, exchange_.rank()) - mates_.begin());
+                                       std::to_string(local_ranks_.size()) + " ranks on a host");
+  const auto local_rank =
+      static_cast<std::size_t>(std::ranges::find(local_ranks_, exchange_.rank()) - local_ranks_.begin());
   for (std::size_t segment = 0; segment < segment_count(longest, lane); ++segment) {
-    for (std::size_t mate = 0; mate < mates_.size(); ++mate) {
-      const StagedCopy::Outgoing& out = outgoing_[static_cast<std::size_t>(mates_[mate])];
+    for (std::size_t other = 0; other < local_ranks_.size(); ++other) {
+      const StagedCopy::Outgoing& out = outgoing_[static_cast<std::size_t>(local_ranks_[other])];
       const Range range = segment_range(out.bytes, lane, segment);
-      if (mate != place && !range.empty())
-        std::memcpy(hierarchy_.staging(static_cast<int>(place)) + mate * lane, out.data + range.begin,
+      if (other != local_rank && !range.empty())
+        std::memcpy(hierarchy_.staging(static_cast<int>(local_rank)) + other * lane, out.data + range.begin,
                     range.size());
     }
-    meet_mates(exchange_, call_, hierarchy_);
-    for (std::size_t mate = 0; mate < mates_.size(); ++mate) {
-      const StagedCopy::Incoming& in = incoming_[static_cast<std::size_t>(mates_[mate])];
+    synchronise_host(exchange_, call_, hierarchy_);
+    for (std::size_t other = 0; other < local_ranks_.size(); ++other) {
+      const StagedCopy::Incoming& in = incoming_[static_cast<std::size_t>(local_ranks_[other])];
       const Range range = segment_range(in.bytes, lane, segment);
-      if (mate != place && !range.empty())
-        std::memcpy(in.data + range.begin, hierarchy_.staged(static_cast<int>(mate)) + place * lane,
+      if (other != local_rank && !range.empty())
+        std::memcpy(in.data + range.begin, hierarchy_.staged(static_cast<int>(other)) + local_rank * lane,
                     range.size());
     }
   }

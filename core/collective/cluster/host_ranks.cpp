@@ -26,12 +26,12 @@ HostRing::HostRing(const Transport& transport, int rank) : hosts_(ranks_by_host(
   const auto own = std::ranges::find_if(
       hosts_, [&](const std::vector<int>& ranks) { return std::ranges::binary_search(ranks, rank); });
   std::ranges::rotate(hosts_, own);
-  place_ = static_cast<std::size_t>(std::ranges::find(hosts_[0], rank) - hosts_[0].begin());
+  local_rank_ = static_cast<std::size_t>(std::ranges::find(hosts_[0], rank) - hosts_[0].begin());
 }
 
-std::vector<int> HostRing::paired(const std::vector<int>& host, std::size_t place) const {
+std::vector<int> HostRing::paired(const std::vector<int>& host, std::size_t local_rank) const {
   std::vector<int> ranks;
-  for (std::size_t at = place; at < host.size(); at += own().size()) ranks.push_back(host[at]);
+  for (std::size_t at = local_rank; at < host.size(); at += own().size()) ranks.push_back(host[at]);
   return ranks;
 }
 

@@ -16,8 +16,8 @@ bool crosses_hosts(const Transport& transport);
 
 /// The hosts as one rank sees them: its own first, then those after it, around.
 ///
-/// Ranks of two hosts are paired by their places: each has one counterpart on the other host, its own place
-/// modulo the number of ranks there, and is the counterpart of those there to which its own place comes up.
+/// Ranks of two hosts are paired by their local ranks: each has one counterpart on the other host, its own
+/// local rank modulo the number of ranks there.
 class HostRing {
  public:
   HostRing(const Transport& transport, int rank);
@@ -27,19 +27,19 @@ class HostRing {
   const std::vector<int>& own() const { return hosts_[0]; }
   const std::vector<int>& after(std::size_t steps) const { return hosts_[steps]; }
   const std::vector<int>& before(std::size_t steps) const { return hosts_[(size() - steps) % size()]; }
-  /// The rank's place among its host's.
-  std::size_t place() const { return place_; }
+  /// The rank's index among its host's ranks.
+  std::size_t local_rank() const { return local_rank_; }
   /// The rank's counterpart on another host.
-  int counterpart(const std::vector<int>& host) const { return host[place_ % host.size()]; }
-  /// The ranks of another host whose counterpart the rank is, or the one at another place of its host.
-  std::vector<int> paired(const std::vector<int>& host) const { return paired(host, place_); }
-  std::vector<int> paired(const std::vector<int>& host, std::size_t place) const;
+  int counterpart(const std::vector<int>& host) const { return host[local_rank_ % host.size()]; }
+  /// The ranks of another host whose counterpart the rank is, or is the rank with another local rank.
+  std::vector<int> paired(const std::vector<int>& host) const { return paired(host, local_rank_); }
+  std::vector<int> paired(const std::vector<int>& host, std::size_t local_rank) const;
   /// All counterparts and all ranks that are paired with this one, ascending.
   std::vector<int> peers() const;
 
  private:
   std::vector<std::vector<int>> hosts_;
-  std::size_t place_ = 0;
+  std::size_t local_rank_ = 0;
 };
 
 }  // namespace multiring

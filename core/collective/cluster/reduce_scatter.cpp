@@ -11,8 +11,8 @@ constexpr std::size_t kCacheLine = 64;
 
 }  // namespace
 
-ClusterReduceScatter::ClusterReduceScatter(Exchange& exchange, const Call& call, const Operation& operation,
-                                           std::span<const Range> blocks)
+ClusterReduceScatter::ClusterReduceScatter(Exchange& exchange, const OperationCall& call,
+                                           const Operation& operation, std::span<const Range> blocks)
     : exchange_(exchange),
       call_(call),
       operation_(operation),
@@ -42,9 +42,9 @@ void ClusterReduceScatter::divide() {
     message_bytes_ = std::max(message_bytes_, bytes_of(nodes, elements));
 }
 
-void ClusterReduceScatter::make_room(std::size_t places) {
-  slots_ = 1 + (places + hosts_.size() - 1) / hosts_.size();
-  parts_.resize(slots_ * hosts_.size() * message_bytes_);
+void ClusterReduceScatter::reserve_parts(std::size_t ring_slots) {
+  segments_in_flight_ = 1 + (ring_slots + hosts_.size() - 1) / hosts_.size();
+  parts_.resize(segments_in_flight_ * hosts_.size() * message_bytes_);
   sent_.resize(message_bytes_);
 }
 
@@ -57,67 +57,71 @@ std::size_t ClusterReduceScatter::bytes_of(const std::vector<Subtree>& nodes, st
 void ClusterReduceScatter::run() {
   MessageRing ring(exchange_, call_, hierarchy_, message_bytes_);
   ring.connect(hosts_.peers());
-  make_room(ring.places());
-  const std::size_t turns = segments_ * hosts_.size();
-  for (std::size_t turn = 0; turn < turns; ++turn) {
-    stage(turn);
-    post(ring, turn);
-    // Every turn takes a place in the ring, so what came for so many segments before is there.
-    if (step(turn) + 1 == hosts_.size() && segment(turn) + 1 >= slots_) join(segment(turn) + 1 - slots_);
+  reserve_parts(ring.slots());
+  const std::size_t steps = segments_ * hosts_.size();
+  for (std::size_t step = 0; step < steps; ++step) {
+    stage(step);
+    post(ring, step);
+    // Every step takes a slot of the ring, so what came for so many segments before is complete.
+    if (distance(step) + 1 == hosts_.size() && segment(step) + 1 >= segments_in_flight_)
+      join(segment(step) + 1 - segments_in_flight_);
   }
   ring.finish();
-  for (std::size_t left = segments_ + 1 > slots_ ? segments_ + 1 - slots_ : 0; left < segments_; ++left)
+  for (std::size_t left = segments_ + 1 > segments_in_flight_ ? segments_ + 1 - segments_in_flight_ : 0;
+       left < segments_; ++left)
     join(left);
 }
 
-/// A lane of this rank's staging memory for each rank of the host of the turn.
-void ClusterReduceScatter::stage(std::size_t turn) {
+/// A lane of this rank's staging memory for each rank of the host of the step.
+void ClusterReduceScatter::stage(std::size_t step) {
   if (hosts_.own().size() == 1) return;
-  std::byte* lane = hierarchy_.staging(static_cast<int>(hosts_.place()));
-  for (const int rank : hosts_.after(step(turn))) {
-    const Range range = segment_of(rank, segment(turn));
+  std::byte* lane = hierarchy_.staging(static_cast<int>(hosts_.local_rank()));
+  for (const int rank : hosts_.after(distance(step))) {
+    const Range range = segment_of(rank, segment(step));
     if (!range.empty())
       std::memcpy(lane, operation_.input + blocks_[static_cast<std::size_t>(rank)].begin + range.begin,
                   range.size());
     lane += segment_bytes_;
   }
-  meet_mates(exchange_, call_, hierarchy_);
+  synchronise_host(exchange_, call_, hierarchy_);
 }
 
-void ClusterReduceScatter::post(MessageRing& ring, std::size_t turn) {
+void ClusterReduceScatter::post(MessageRing& ring, std::size_t step) {
   const int self = exchange_.rank();
-  if (step(turn) == 0) {
-    add_host(self, turn, arrived(segment(turn), 0));
+  if (distance(step) == 0) {
+    add_host(self, step, arrived(segment(step), 0));
     return ring.post(-1, {}, -1, {});
   }
-  const int from = hosts_.counterpart(hosts_.before(step(turn)));
-  const std::size_t from_step = hosts_.size() - step(turn);  // as a host after this one
-  std::span<std::byte> in{arrived(segment(turn), from_step),
-                          bytes_of(nodes_[from_step], segment_of(self, segment(turn)).size() / element_)};
-  const std::vector<int> ranks = hosts_.paired(hosts_.after(step(turn)));
+  const int from = hosts_.counterpart(hosts_.before(distance(step)));
+  const std::size_t from_distance =
+      hosts_.size() - distance(step);  // the same host, counted as one after this one
+  std::span<std::byte> in{arrived(segment(step), from_distance),
+                          bytes_of(nodes_[from_distance], segment_of(self, segment(step)).size() / element_)};
+  const std::vector<int> ranks = hosts_.paired(hosts_.after(distance(step)));
   if (ranks.empty()) return ring.post(-1, {}, from, in);
   for (const int rank : ranks) {
-    const std::size_t bytes = add_host(rank, turn, sent_.data());
+    const std::size_t bytes = add_host(rank, step, sent_.data());
     ring.post(rank, {sent_.data(), bytes}, from, in);
     in = {};
   }
 }
 
-std::size_t ClusterReduceScatter::add_host(int rank, std::size_t turn, std::byte* to) {
-  const std::vector<int>& mates = hosts_.own();
-  const std::vector<int>& targets = hosts_.after(step(turn));
-  const Range range = segment_of(rank, segment(turn));
+std::size_t ClusterReduceScatter::add_host(int rank, std::size_t step, std::byte* to) {
+  const std::vector<int>& local_ranks = hosts_.own();
+  const std::vector<int>& targets = hosts_.after(distance(step));
+  const Range range = segment_of(rank, segment(step));
   const auto lane = static_cast<std::size_t>(std::ranges::find(targets, rank) - targets.begin());
   std::byte* end = to;
   for (const Subtree node : nodes_[0]) {
     inputs_.clear();
-    for (std::size_t place = 0; place < mates.size(); ++place) {
-      const int mate = mates[place];
-      if (mate < node.begin || mate >= node.end) continue;
+    for (std::size_t local_rank = 0; local_rank < local_ranks.size(); ++local_rank) {
+      const int other = local_ranks[local_rank];
+      if (other < node.begin || other >= node.end) continue;
       const std::byte* const input =
-          mates.size() == 1 ? operation_.input + blocks_[static_cast<std::size_t>(rank)].begin + range.begin
-                            : hierarchy_.staged(static_cast<int>(place)) + lane * segment_bytes_;
-      inputs_.push_back({{mate, mate + 1}, input});
+          local_ranks.size() == 1
+              ? operation_.input + blocks_[static_cast<std::size_t>(rank)].begin + range.begin
+              : hierarchy_.staged(static_cast<int>(local_rank)) + lane * segment_bytes_;
+      inputs_.push_back({{other, other + 1}, input});
     }
     sums_.join(inputs_, node, end, range.size() / element_);
     end += range.size() / element_ * sums_.bytes_per_element(node);

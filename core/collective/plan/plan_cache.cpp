@@ -41,36 +41,36 @@ void PlanCache::force_mode(Mode mode, const Transport& transport) {
   forced_.mode = std::move(mode);
 }
 
-void PlanCache::follow(Tuning tuning, const Transport& transport) {
+void PlanCache::set_tuning(Tuning tuning, const Transport& transport) {
   cluster_ = find_cluster(transport);
   if (tuning.layout() != layout_text(cluster_)) tuning = {};
   for (const Tuning::SizeClass& each : tuning.classes())
-    if (!each.way.mode.empty()) require_plan(each.way.mode);
+    if (!each.algorithm.mode.empty()) require_plan(each.algorithm.mode);
   tuning_ = std::move(tuning);
 }
 
-const Way* PlanCache::way(std::size_t bytes, bool rounded) const {
+const AllreduceAlgorithm* PlanCache::algorithm(std::size_t bytes, bool rounded) const {
   if (!forced_.mode.empty()) return &forced_;
-  return rounded ? nullptr : tuning_.way(bytes);
+  return rounded ? nullptr : tuning_.algorithm(bytes);
 }
 
 std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transport, std::size_t count,
                                                         DType dtype, bool rounded, const Mode& mode) {
   Key key{count, dtype, rounded, mode};
-  if (const auto found = places_.find(key); found != places_.end()) {
-    kept_.splice(kept_.begin(), kept_, found->second);
-    return kept_.front().second;
+  if (const auto found = index_.find(key); found != index_.end()) {
+    recent_.splice(recent_.begin(), recent_, found->second);
+    return recent_.front().second;
   }
   if (cluster_.hosts.empty()) cluster_ = find_cluster(transport);
   auto made =
       std::make_shared<RankSchedule>(make_schedule(plan(count, dtype, rounded, mode), transport.rank()));
-  if (kept_.size() >= kMostSchedules) {
-    places_.erase(kept_.back().first);
-    kept_.pop_back();
+  if (recent_.size() >= kMostSchedules) {
+    index_.erase(recent_.back().first);
+    recent_.pop_back();
   }
-  kept_.emplace_front(std::move(key), std::move(made));
-  places_[kept_.front().first] = kept_.begin();
-  return kept_.front().second;
+  recent_.emplace_front(std::move(key), std::move(made));
+  index_[recent_.front().first] = recent_.begin();
+  return recent_.front().second;
 }
 
 const std::shared_ptr<std::vector<std::byte>>& PlanCache::workspace(std::size_t bytes) {

@@ -20,25 +20,25 @@ namespace multiring {
 /// What a rank keeps of its plans from one allreduce to the next.
 class MULTIRING_API PlanCache {
  public:
-  // Gradients come in the same sizes in every step; whoever has more sizes than this has no such steps.
+  // Gradients have the same sizes in every training step; a program with more sizes than this has no such
+  // steps.
   static constexpr std::size_t kMostSchedules = 256;
 
-  /// All allreduces of at least one byte take plans of this mode, whatever a tuning says. Raises a usage
-  /// error unless it fits the ranks and keeps the canonical order.
+  /// All allreduces of at least one byte use plans of this mode, whatever the tuning. Raises a usage error
+  /// unless the mode fits the ranks and keeps the canonical order.
   void force_mode(Mode mode, const Transport& transport);
-  /// Allreduces go as `tuning` says where it is for these hosts and ranks; otherwise nothing changes. What is
-  /// rounded between hosts does not, for its bits may not depend on its size. Takes the place of the tuning
-  /// before it. Raises a usage error where a mode does not fit the ranks or the canonical order.
-  void follow(Tuning tuning, const Transport& transport);
-  /// How an allreduce of so many bytes goes by what is forced or tuned; null: as it does without.
-  const Way* way(std::size_t bytes, bool rounded) const;
-  /// Of this rank, for `count` elements. The same arguments give plans that fit on all ranks. `rounded`:
-  /// partial sums are of `dtype`; such a plan depends on the ranks and the mode alone, never on the count,
-  /// for its steps decide on the bits. The schedule that has been unused for longest is dropped where there
-  /// are too many.
+  /// Replaces the tuning. It counts if its layout is that of these hosts and ranks, and not for allreduces
+  /// that round between hosts, whose bits may not depend on the size. Raises a usage error where a mode does
+  /// not fit the ranks or the canonical order.
+  void set_tuning(Tuning tuning, const Transport& transport);
+  /// The forced or tuned algorithm of an allreduce of so many bytes; null: neither.
+  const AllreduceAlgorithm* algorithm(std::size_t bytes, bool rounded) const;
+  /// This rank's schedule for `count` elements. The same arguments give schedules that match on all ranks.
+  /// `rounded`: partial sums are of `dtype`; the steps of such a plan decide on the bits, so they depend on
+  /// the ranks and the mode alone, never on the count. Least recently used schedules are dropped.
   std::shared_ptr<const RankSchedule> schedule(const Transport& transport, std::size_t count, DType dtype,
                                                bool rounded = false, const Mode& mode = {});
-  /// Memory of at least so many bytes, with what was last written to it. The same one until it has to grow.
+  /// Memory of at least so many bytes, kept between calls; replaced only where it has to grow.
   const std::shared_ptr<std::vector<std::byte>>& workspace(std::size_t bytes);
 
  private:
@@ -49,11 +49,11 @@ class MULTIRING_API PlanCache {
   Plan plan(std::size_t count, DType dtype, bool rounded, const Mode& mode) const;
   void require_plan(const Mode& mode) const;
 
-  Cluster cluster_;  // empty: not yet found
-  Way forced_;       // without a mode: nothing is
+  Cluster cluster_;            // empty: not yet found
+  AllreduceAlgorithm forced_;  // without a mode: none
   Tuning tuning_;
-  std::list<Kept> kept_;  // what was used last comes first
-  std::map<Key, std::list<Kept>::iterator> places_;
+  std::list<Kept> recent_;  // most recently used first
+  std::map<Key, std::list<Kept>::iterator> index_;
   std::shared_ptr<std::vector<std::byte>> workspace_;
 };
 

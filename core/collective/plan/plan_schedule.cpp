@@ -52,16 +52,16 @@ class Scheduler {
 
   void find_share() {
     const int host = plan_.cluster().host_of_rank()[static_cast<std::size_t>(rank_)];
-    const std::vector<int>& mates = plan_.cluster().hosts[static_cast<std::size_t>(host)].ranks;
-    const Group group{mates, {0, plan_.count()}, -1, 0};
+    const std::vector<int>& local_ranks = plan_.cluster().hosts[static_cast<std::size_t>(host)].ranks;
+    const Group group{local_ranks, {0, plan_.count()}, -1, 0};
     const bool tree = *plan_.mode().front().algorithm == Algorithm::kTree;
-    for (std::size_t place = 0; place < mates.size(); ++place) {
-      const Range share = !tree ? plan_.share(group, place) : place == 0 ? group.range : Range{};
+    for (std::size_t local_rank = 0; local_rank < local_ranks.size(); ++local_rank) {
+      const Range share = !tree ? plan_.share(group, local_rank) : local_rank == 0 ? group.range : Range{};
       schedule_.host_shares.push_back(share);
-      if (mates[place] == rank_) schedule_.share = share;
+      if (local_ranks[local_rank] == rank_) schedule_.share = share;
     }
     if (schedule_.share.empty()) return;
-    for (const Subtree node : nodes_of(mates)) {
+    for (const Subtree node : nodes_of(local_ranks)) {
       const Sum sum{node, allocate(schedule_.share.size() * bytes_of(node))};
       schedule_.host_sums.push_back(sum);
       held_.push_back({schedule_.share, sum});
@@ -70,25 +70,25 @@ class Scheduler {
 
   void add_step(const Step& step) {
     const int rounds = round_count(step);
-    const std::size_t first = schedule_.rounds.size();
-    schedule_.rounds.resize(first + static_cast<std::size_t>(rounds));
+    const std::size_t first = schedule_.steps.size();
+    schedule_.steps.resize(first + static_cast<std::size_t>(rounds));
     for (const Group& group : step.groups) {
       if (std::ranges::find(group.ranks, rank_) == group.ranks.end()) continue;
       // By position in the group: whose contributions each has summed.
       std::vector<std::vector<int>> summed;
       if (!step.holdings.empty())
-        for (std::size_t place = 0; place < group.ranks.size(); ++place)
-          summed.push_back(step.holdings[group.first_holding + place].ranks);
+        for (std::size_t member = 0; member < group.ranks.size(); ++member)
+          summed.push_back(step.holdings[group.first_holding + member].ranks);
       const Step alone{step.phase, step.dimension, step.algorithm, {group}, step.holdings};
       for (int round = 0; round < rounds; ++round)
-        add_round(alone, round, summed, schedule_.rounds[first + static_cast<std::size_t>(round)]);
+        add_round(alone, round, summed, schedule_.steps[first + static_cast<std::size_t>(round)]);
     }
   }
 
   void add_round(const Step& step, int round, std::vector<std::vector<int>>& summed,
-                 RankSchedule::Round& out) {
+                 RankSchedule::Step& out) {
     const std::vector<int>& ranks = step.groups[0].ranks;
-    const auto place = [&](int rank) {
+    const auto position = [&](int rank) {
       return static_cast<std::size_t>(std::ranges::find(ranks, rank) - ranks.begin());
     };
     std::vector<std::vector<int>> after = summed;
@@ -104,25 +104,25 @@ class Scheduler {
       if (transfer.to == rank_ && result)
         out.receives.push_back(result_message(transfer.from, transfer.range));
       if (result) return;
-      const std::vector<int>& came = summed[place(transfer.from)];
+      const std::vector<int>& came = summed[position(transfer.from)];
       if (transfer.to == rank_) {
         RankSchedule::Join& join = joins[transfer.range.begin];
         join.range = transfer.range;
         out.receives.push_back(receive(transfer.from, transfer.range, nodes_of(came), join));
       }
-      std::vector<int>& sum = after[place(transfer.to)];
+      std::vector<int>& sum = after[position(transfer.to)];
       sum.insert(sum.end(), came.begin(), came.end());
     });
     for (std::vector<int>& sum : after) std::ranges::sort(sum);
     for (auto& [begin, join] : joins) {
-      finish(join, after[place(rank_)]);
+      finish(join, after[position(rank_)]);
       out.joins.push_back(std::move(join));
     }
     for (const Range range : handed_over) drop(range);
     summed = std::move(after);
   }
 
-  /// A place for what comes, the sums one after the other.
+  /// Allocates room for what comes, the sums one after the other.
   Message receive(int peer, Range range, const std::vector<Subtree>& nodes, RankSchedule::Join& join) {
     std::size_t bytes = 0;
     for (const Subtree node : nodes) bytes += range.size() * bytes_of(node);
@@ -135,7 +135,7 @@ class Scheduler {
     return {peer, {{offset, bytes}}};
   }
 
-  /// With what this rank has had of the range, the sums of `ranks`, which it holds from now on.
+  /// Adds what this rank holds of the range: it then holds the sums of `ranks`.
   void finish(RankSchedule::Join& join, const std::vector<int>& ranks) {
     for (const Held& held : held_)
       if (held.range.begin <= join.range.begin && join.range.end <= held.range.end)
@@ -169,7 +169,7 @@ class Scheduler {
     return {peer, {{result_at(range.begin), range.size() * plan_.element_bytes()}}};
   }
 
-  /// Forgets what it has of `range`.
+  /// Drops what this rank holds of `range`.
   void drop(Range range) {
     std::vector<Held> left;
     for (const Held& held : held_) {

@@ -10,13 +10,13 @@
 
 namespace multiring {
 
-/// What one rank does in a plan across hosts: messages and additions on a workspace, a run of bytes of its
-/// own. Places in it are multiples of a cache line but for those of messages with several sums.
+/// What one rank does in a plan across hosts: messages and additions on its workspace. Offsets in it are
+/// multiples of a cache line except within messages of several sums.
 struct RankSchedule {
-  /// The sum of a node of the canonical tree, for the elements that go with it.
+  /// The sum of a node of the canonical tree over a range of elements.
   struct Sum {
     Subtree node;
-    std::size_t offset = 0;  ///< of the first of these elements, in the workspace
+    std::size_t offset = 0;  ///< of the first element, in the workspace
   };
   struct Bytes {
     std::size_t offset = 0;
@@ -28,21 +28,21 @@ struct RankSchedule {
   };
   struct Join {
     Range range;              ///< of elements
-    std::vector<Sum> inputs;  ///< ascending, apart from each other
+    std::vector<Sum> inputs;  ///< ascending and disjoint
     std::vector<Sum> outputs;
   };
-  /// Messages of a round go all at once, then what came is added.
-  struct Round {
+  /// One round of messages of the plan, then additions of what came.
+  struct Step {
     std::vector<Message> sends;
     std::vector<Message> receives;
     std::vector<Join> joins;
   };
 
-  /// The elements that each rank of the host adds for it, by its place; may be empty.
+  /// The elements that each rank of the host adds for it, by local rank; may be empty.
   std::vector<Range> host_shares;
   Range share;                 ///< this rank's
-  std::vector<Sum> host_sums;  ///< what it adds of its host's contributions, for `share`
-  std::vector<Round> rounds;   ///< of all steps between hosts; as many on every rank
+  std::vector<Sum> host_sums;  ///< its sums of the host's contributions, for `share`
+  std::vector<Step> steps;     ///< as many on every rank
   std::size_t result = 0;      ///< offset of the results for `share`
   std::size_t bytes = 0;       ///< of the workspace
 };

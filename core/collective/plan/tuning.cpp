@@ -24,16 +24,16 @@ std::size_t parse_bytes(std::string_view whole, std::string_view text) {
   return bytes;
 }
 
-Way parse_way(std::string_view whole, std::string_view text) {
+AllreduceAlgorithm parse_algorithm(std::string_view whole, std::string_view text) {
   const std::size_t slash = std::min(text.find('/'), text.size());
   const std::string_view mode = text.substr(0, slash);
-  Way way;
-  way.rounds = mode == "rounds";
-  if (!way.rounds && mode != "auto") way.mode = parse_mode(mode);
-  if (slash == text.size()) return way;
-  if (way.rounds) fail_to_parse(whole, text, "gives rounds segments");
-  way.segment = parse_bytes(whole, text.substr(slash + 1));
-  return way;
+  AllreduceAlgorithm algorithm;
+  algorithm.staged = mode == "rounds";
+  if (!algorithm.staged && mode != "auto") algorithm.mode = parse_mode(mode);
+  if (slash == text.size()) return algorithm;
+  if (algorithm.staged) fail_to_parse(whole, text, "gives rounds a segment size");
+  algorithm.segment = parse_bytes(whole, text.substr(slash + 1));
+  return algorithm;
 }
 
 }  // namespace
@@ -48,8 +48,9 @@ Tuning Tuning::parse(std::string_view text) {
     const std::size_t end = std::min(text.find(',', begin), text.size());
     const std::string_view part = text.substr(begin, end - begin);
     const std::size_t equals = part.find('=');
-    if (equals == std::string_view::npos) fail_to_parse(text, part, "names no way");
-    SizeClass found{parse_bytes(text, part.substr(0, equals)), parse_way(text, part.substr(equals + 1))};
+    if (equals == std::string_view::npos) fail_to_parse(text, part, "names no algorithm");
+    SizeClass found{parse_bytes(text, part.substr(0, equals)),
+                    parse_algorithm(text, part.substr(equals + 1))};
     if (!tuning.classes_.empty() && found.up_to <= tuning.classes_.back().up_to)
       fail_to_parse(text, part, "is not for larger sizes than what stands before it");
     tuning.classes_.push_back(std::move(found));
@@ -58,11 +59,11 @@ Tuning Tuning::parse(std::string_view text) {
   return tuning;
 }
 
-const Way* Tuning::way(std::size_t bytes) const {
+const AllreduceAlgorithm* Tuning::algorithm(std::size_t bytes) const {
   if (classes_.empty()) return nullptr;
   const auto found =
       std::ranges::find_if(classes_, [&](const SizeClass& each) { return bytes <= each.up_to; });
-  return found == classes_.end() ? &classes_.back().way : &found->way;
+  return found == classes_.end() ? &classes_.back().algorithm : &found->algorithm;
 }
 
 std::string layout_text(const Cluster& cluster) {

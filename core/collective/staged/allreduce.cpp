@@ -10,18 +10,19 @@ namespace {
 
 constexpr std::size_t kCacheLine = 64;
 
-// Where a rank reads no more bytes of its peers than this, a second synchronisation costs more than that
-// everybody adds everything. Where ranks outnumber the cores, each synchronisation is a change of processes.
+// Where a rank reads no more bytes of its peers than this, a second synchronisation costs more than every
+// rank adding everything. Where ranks outnumber the cores, each synchronisation is a context switch.
 constexpr std::size_t kWholeReads = 1024;
 constexpr std::size_t kWholeReadsCrowded = 24 * 1024;
 
 // What is taken out of staging memory makes room for what comes in, in pieces that stay in the first cache
-// between the two. Smaller pieces break the processor's prefetching, which goes by pages.
+// between the two. Smaller pieces break the processor's prefetching, which works by pages.
 constexpr std::size_t kPiece = 4096;
 
 }  // namespace
 
-StagedAllreduce::StagedAllreduce(Exchange& exchange, const Call& call, std::span<Operation* const> operations)
+StagedAllreduce::StagedAllreduce(Exchange& exchange, const OperationCall& call,
+                                 std::span<Operation* const> operations)
     : exchange_(exchange),
       call_(call),
       first_(*operations[0]),
@@ -31,9 +32,9 @@ StagedAllreduce::StagedAllreduce(Exchange& exchange, const Call& call, std::span
   const std::size_t most = exchange.transport().crowded() ? kWholeReadsCrowded : kWholeReads;
   whole_ = !exchange.transport().shares_memory() ||
            (bytes_ <= segment_bytes_ && bytes_ * static_cast<std::size_t>(exchange.size() - 1) <= most);
-  const Wire wire = first_.descriptor.key.wire;
-  if (!is_rounded(wire) || exchange.transport().shares_memory()) return;
-  rounded_.emplace(wire_dtype(wire), first_.reduction(), exchange.size());
+  const CommDtype comm_dtype = first_.descriptor.key.comm_dtype;
+  if (!is_rounded(comm_dtype) || exchange.transport().shares_memory()) return;
+  rounded_.emplace(rounded_dtype(comm_dtype), first_.reduction(), exchange.size());
   nodes_ = host_nodes(exchange.size(), [&](int rank) { return exchange.transport().host_number(rank); });
 }
 
@@ -51,17 +52,17 @@ void StagedAllreduce::for_each_staged(Range segment, const Body& body) const {
 }
 
 void StagedAllreduce::stage(std::byte* staging, Range segment, Range part) {
-  pieces_.read(staged_, {segment.begin + part.begin, segment.begin + part.end}, staging + part.begin);
+  pieces_.read(stage_cursor_, {segment.begin + part.begin, segment.begin + part.end}, staging + part.begin);
 }
 
 void StagedAllreduce::take(std::byte* staging, Range segment, Range part) {
-  pieces_.write(taken_, {segment.begin + part.begin, segment.begin + part.end}, staging + part.begin);
+  pieces_.write(take_cursor_, {segment.begin + part.begin, segment.begin + part.end}, staging + part.begin);
 }
 
 void StagedAllreduce::stage_first() {
   std::byte* staging = exchange_.staging(exchange_.rank());
   const Range first = segment(0);
-  staged_ = 0;
+  stage_cursor_ = 0;
   if (whole_) {
     stage(staging, first, {0, first.size()});
     return exchange_.staged(first.size());
@@ -110,10 +111,11 @@ void StagedAllreduce::reduce_slice(std::size_t index) {
   RankPointers<void*> outputs(exchange_.size());
   const Range range{whole.begin + slice.begin, whole.begin + slice.end};
   pieces_.for_each_share(
-      reduced_, range, [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
+      reduce_cursor_, range,
+      [&](const Piece& piece, std::size_t offset, std::size_t range_offset, std::size_t bytes) {
         for (int rank = 0; rank < exchange_.size(); ++rank)
           inputs[rank] = outputs[rank] =
-              exchange_.transport().staging(rank, exchange_.round() - 1) + slice.begin + place;
+              exchange_.transport().staging(rank, exchange_.round() - 1) + slice.begin + range_offset;
         inputs[exchange_.rank()] = piece.input + offset;
         outputs[exchange_.rank()] = piece.output + offset;
         reduce_bytes(inputs.all(), outputs.all(), bytes);
@@ -136,12 +138,12 @@ void StagedAllreduce::run_whole() {
 /// Adds a segment that every rank has staged in this round.
 void StagedAllreduce::reduce_whole(Range segment) {
   RankPointers<const void*> inputs(exchange_.size());
-  const auto body = [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
-    for (int rank = 0; rank < exchange_.size(); ++rank) inputs[rank] = exchange_.staging(rank) + place;
+  const auto body = [&](const Piece& piece, std::size_t offset, std::size_t range_offset, std::size_t bytes) {
+    for (int rank = 0; rank < exchange_.size(); ++rank) inputs[rank] = exchange_.staging(rank) + range_offset;
     void* const outputs[] = {piece.output + offset};
     reduce_bytes(inputs.all(), outputs, bytes);
   };
-  pieces_.for_each_share(reduced_, segment, body);
+  pieces_.for_each_share(reduce_cursor_, segment, body);
 }
 
 void StagedAllreduce::reduce_bytes(std::span<const void* const> inputs, std::span<void* const> outputs,

@@ -19,27 +19,27 @@ namespace multiring {
 /// slice of all ranks and hands the sum back. In round k of an operation every rank
 ///
 ///   1. takes the sums of segment k - 2 out of its own staging memory,
-///   2. stages segment k in the same place, but for the slice that it owns,
-///   3. adds its slice of segment k - 1, of which the peers' parts lie in their staging memory, and writes
-///      the sum back to where each part came from,
+///   2. stages segment k there, except the slice that it owns,
+///   3. adds its slice of segment k - 1, reading the peers' parts in their staging memory and writing the sum
+///      back to each,
 ///
-/// and all synchronise: one synchronisation a segment, and one more. Every cache line of staging memory
-/// passes to and fro between two ranks, each of which reads and then writes it. That matters more than the
-/// number of bytes: to write a line that another core has read, but not written since, costs several times as
-/// much as to write one that the other core owns alone (docs/performance.md has figures).
+/// and all synchronise: one synchronisation a segment, and one more. Every cache line of staging memory is
+/// read and then written by two ranks in turn. That matters more than the number of bytes: writing a line
+/// that another core has only read costs several times as much as writing one that it owns
+/// (docs/performance.md).
 ///
-/// Small operations take one synchronisation instead: everybody stages everything and adds everything. So do
-/// ranks that do not share memory, segment by segment; they round what a plan would have rounded on its way.
+/// Small operations take one synchronisation instead: every rank stages and adds everything. So do ranks that
+/// do not share memory, segment by segment; they round what a plan would have rounded.
 ///
-/// What is added up may lie in many pieces, one after the other: those of one array, or several arrays.
+/// The elements may lie in many pieces: those of one array, or several arrays.
 class StagedAllreduce {
  public:
   /// `operations`: one, or several of the same reduction.
-  StagedAllreduce(Exchange& exchange, const Call& call, std::span<Operation* const> operations);
+  StagedAllreduce(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations);
   StagedAllreduce(const StagedAllreduce&) = delete;
   StagedAllreduce& operator=(const StagedAllreduce&) = delete;
 
-  /// Stages the first segment, in the round that the caller has begun and will synchronise.
+  /// Stages the first segment in the round that the caller has begun and will synchronise.
   void stage_first();
   /// After that synchronisation: the rest.
   void run();
@@ -60,13 +60,13 @@ class StagedAllreduce {
   void reduce_bytes(std::span<const void* const> inputs, std::span<void* const> outputs, std::size_t bytes);
 
   Exchange& exchange_;
-  const Call& call_;
+  const OperationCall& call_;
   const Operation& first_;
   const PieceList pieces_;
   // Each goes through the pieces once, from the first to the last.
-  std::size_t staged_ = 0;
-  std::size_t taken_ = 0;
-  std::size_t reduced_ = 0;
+  std::size_t stage_cursor_ = 0;
+  std::size_t take_cursor_ = 0;
+  std::size_t reduce_cursor_ = 0;
   const std::size_t bytes_;
   const std::size_t segment_bytes_;
   bool whole_;

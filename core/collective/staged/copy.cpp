@@ -6,7 +6,7 @@
 
 namespace multiring {
 
-StagedCopy::StagedCopy(Exchange& exchange, const Call& call, std::span<const Outgoing> outgoing)
+StagedCopy::StagedCopy(Exchange& exchange, const OperationCall& call, std::span<const Outgoing> outgoing)
     : exchange_(exchange),
       call_(call),
       outgoing_(outgoing),
@@ -29,7 +29,7 @@ void StagedCopy::run(std::span<const Incoming> incoming, std::size_t longest) {
 }
 
 void StagedCopy::fill(std::size_t segment) {
-  if (exchange_.size() == 1) return;  // nobody else reads
+  if (exchange_.size() == 1) return;  // no other rank reads
   std::byte* staging = exchange_.staging(exchange_.rank());
   for (std::size_t lane = 0; lane < outgoing_.size(); ++lane) {
     const Range range = segment_range(outgoing_[lane].bytes, lane_bytes_, segment);

@@ -25,7 +25,7 @@ class StagedCopy {
   };
 
   /// `outgoing`: one piece, or one for each rank; the number is the same on all ranks.
-  StagedCopy(Exchange& exchange, const Call& call, std::span<const Outgoing> outgoing);
+  StagedCopy(Exchange& exchange, const OperationCall& call, std::span<const Outgoing> outgoing);
 
   /// Copies the first segments into the round that the caller has begun, before it synchronises.
   void fill_first() { fill(0); }
@@ -38,7 +38,7 @@ class StagedCopy {
   void drain(std::size_t segment, std::span<const Incoming> incoming);
 
   Exchange& exchange_;
-  const Call& call_;
+  const OperationCall& call_;
   std::span<const Outgoing> outgoing_;
   std::size_t lane_bytes_;
 };

@@ -57,8 +57,8 @@ void for_each_block(std::size_t bytes, const Body& body) {
 }
 
 template <typename T>
-void average(Exchange& exchange, const Call& call, Operation& operation,
-             void (*collective)(Exchange&, const Call&, Operation&)) {
+void average(Exchange& exchange, const OperationCall& call, Operation& operation,
+             void (*collective)(Exchange&, const OperationCall&, Operation&)) {
   const Descriptor& descriptor = operation.descriptor;
   constexpr std::size_t kGrowth = kLimbs<T> * sizeof(std::int64_t) / sizeof(T);
   Operation* const operations[] = {&operation};
@@ -109,8 +109,8 @@ bool averages_integers(const Descriptor& descriptor) {
          descriptor.dtype != DType::kBool;
 }
 
-void average_integers(Exchange& exchange, const Call& call, Operation& operation,
-                      void (*collective)(Exchange&, const Call&, Operation&)) {
+void average_integers(Exchange& exchange, const OperationCall& call, Operation& operation,
+                      void (*collective)(Exchange&, const OperationCall&, Operation&)) {
   switch (operation.descriptor.dtype) {
     case DType::kInt8:
       return average<std::int8_t>(exchange, call, operation, collective);

@@ -15,7 +15,7 @@ MULTIRING_API bool averages_integers(const Descriptor& descriptor);
 /// halves), the collective adds these, and every rank divides what it gets.
 ///
 /// `collective`: allreduce() or reduce_scatter().
-void average_integers(Exchange& exchange, const Call& call, Operation& operation,
-                      void (*collective)(Exchange&, const Call&, Operation&));
+void average_integers(Exchange& exchange, const OperationCall& call, Operation& operation,
+                      void (*collective)(Exchange&, const OperationCall&, Operation&));
 
 }  // namespace multiring

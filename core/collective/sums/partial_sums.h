@@ -13,9 +13,9 @@ namespace multiring {
 
 /// Adds up what ranks contribute in several steps, with the bits of one reduce() of all contributions.
 ///
-/// The sum of a node of the canonical tree passes from step to step. That of a single rank is what the rank
-/// contributes, as it is; that of several has been scaled as the contributions are to be, and is of the type
-/// that is computed in (float32 for half precision); that of all ranks is the result.
+/// Sums of nodes of the canonical tree pass from step to step. That of a single rank is its contribution;
+/// that of several is scaled already, and of the dtype computed in (float32 for half precision); that of all
+/// ranks is the result.
 class MULTIRING_API PartialSums {
  public:
   struct Part {

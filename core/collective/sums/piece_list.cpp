@@ -26,15 +26,16 @@ void PieceList::add(const Piece& piece) {
 
 void PieceList::read(std::size_t& cursor, Range range, std::byte* to) const {
   for_each_share(cursor, range,
-                 [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
-                   std::memcpy(to + place, piece.input + offset, bytes);
+                 [&](const Piece& piece, std::size_t offset, std::size_t range_offset, std::size_t bytes) {
+                   std::memcpy(to + range_offset, piece.input + offset, bytes);
                  });
 }
 
 void PieceList::write(std::size_t& cursor, Range range, const std::byte* from) const {
   for_each_share(cursor, range,
-                 [&](const Piece& piece, std::size_t offset, std::size_t place, std::size_t bytes) {
-                   if (piece.output != nullptr) std::memcpy(piece.output + offset, from + place, bytes);
+                 [&](const Piece& piece, std::size_t offset, std::size_t range_offset, std::size_t bytes) {
+                   if (piece.output != nullptr)
+                     std::memcpy(piece.output + offset, from + range_offset, bytes);
                  });
 }
 

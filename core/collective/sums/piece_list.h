@@ -10,8 +10,7 @@
 
 namespace multiring {
 
-/// What an allreduce works on, as one run of bytes: the pieces of one array, or several arrays, one after the
-/// other.
+/// The elements of an allreduce as one sequence of bytes: the pieces of one array, or several arrays.
 class PieceList {
  public:
   explicit PieceList(std::span<Operation* const> operations);
@@ -20,9 +19,9 @@ class PieceList {
 
   std::size_t bytes() const { return bytes_; }
 
-  /// Calls body(piece, offset, place, bytes) for each piece's share of `range`: `offset` in the piece,
-  /// `place` relative to the range's begin. `cursor` is a piece not behind the first (0: the very first), and
-  /// is moved along.
+  /// Calls body(piece, offset, range_offset, bytes) for each piece's share of `range`: `offset` in the piece,
+  /// `range_offset` from the range's begin. `cursor` is an index not above the first piece of the range, and
+  /// moves along.
   template <class Body>
   void for_each_share(std::size_t& cursor, Range range, const Body& body) const {
     if (range.empty()) return;

@@ -13,17 +13,17 @@
 
 namespace multiring {
 
-/// PartialSums of float32 of which everything that crosses from host to host is of a half-precision type.
+/// PartialSums of float32 that are of a half-precision dtype between hosts.
 ///
-/// Contributions meet within hosts as they are, float32. What a host has added up of them, scaled as they are
-/// to be, is rounded, whether it travels or stays, so that the bits do not depend on who adds an element. It
-/// is added in float32 again; the result is scaled, rounded, and widened on all ranks alike.
+/// Within a host contributions are float32. A host's sum, scaled, is rounded whether it is sent or not, so
+/// that the bits do not depend on which rank adds an element. It is added in float32 again; the result is
+/// scaled, rounded, and widened on all ranks alike.
 class MULTIRING_API RoundedSums {
  public:
   using Part = PartialSums::Part;
 
-  /// `wire`: float16 or bfloat16. `ranks`: how many contribute.
-  RoundedSums(DType wire, const Reduction& reduction, int ranks);
+  /// `rounded`: float16 or bfloat16. `ranks`: how many contribute.
+  RoundedSums(DType rounded, const Reduction& reduction, int ranks);
 
   /// Writes what contributions of float32 add up to, `count` elements, rounded. `inputs`: of the ranks of a
   /// node of the canonical tree, ascending, on one host. Nothing has to be aligned, here and below.
@@ -33,15 +33,15 @@ class MULTIRING_API RoundedSums {
   /// Writes a result as float32.
   void restore(const std::byte* result, void* output, std::size_t count) const;
 
-  /// All of that at once, where a rank has all contributions: what a plan of one dimension across hosts
-  /// gives. `nodes`: of the hosts, ascending (host_nodes).
+  /// All of that at once, where a rank has all contributions, with the bits of a plan of one dimension across
+  /// hosts. `nodes`: of the hosts, ascending (host_nodes).
   void reduce_whole(std::span<const void* const> inputs, std::span<const Subtree> nodes, void* output,
                     std::size_t count);
 
  private:
   float* block(std::size_t index);
 
-  const DType wire_;
+  const DType rounded_;
   const Reduction reduction_;
   PartialSums sums_;  // of float32 that has been scaled
   const int ranks_;

@@ -152,7 +152,7 @@ TEST_P(AllreduceTest, FusedHasTheSameBits) {
       std::vector<Operation*> pointers;
       for (Operation& operation : operations) pointers.push_back(&operation);
       const Descriptor fused = fused_descriptor(pointers);
-      fused_allreduce(exchange, Call{fused, {}}, pointers);
+      fused_allreduce(exchange, OperationCall{fused, {}}, pointers);
       std::size_t at = 0;
       for (std::size_t i = 0; i < std::size(counts); ++i) {
         const ReduceProblem& problem = problems[begin + i];

@@ -26,15 +26,15 @@ using testing::Bytes;
 using testing::make_problem;
 using testing::ReduceProblem;
 
-/// All ranks of a plan, round by round; `wire`: of messages that are narrower than what is reduced.
+/// All ranks of a plan, round by round; `comm_dtype`: of messages that are narrower than what is reduced.
 class Ranks {
  public:
-  Ranks(const Plan& plan, const ReduceProblem& problem, Wire wire = Wire::kFloat32)
+  Ranks(const Plan& plan, const ReduceProblem& problem, CommDtype comm_dtype = CommDtype::kFloat32)
       : plan_(plan),
         problem_(problem),
-        is_rounded_(is_rounded(wire)),
+        is_rounded_(is_rounded(comm_dtype)),
         sums_(problem.dtype, problem.reduction, plan.cluster().size()),
-        rounded_(wire_dtype(wire), problem.reduction, plan.cluster().size()) {
+        rounded_(rounded_dtype(comm_dtype), problem.reduction, plan.cluster().size()) {
     for (int rank = 0; rank < size(); ++rank) {
       schedules_.push_back(make_schedule(plan, rank));
       memory_.emplace_back(schedules_.back().bytes, std::byte{0xcd});
@@ -44,18 +44,18 @@ class Ranks {
 
   /// What went wrong; empty: nothing.
   std::string run() {
-    const std::size_t rounds = schedules_[0].rounds.size();
+    const std::size_t rounds = schedules_[0].steps.size();
     for (std::size_t round = 0; round < rounds; ++round) {
       for (int rank = 0; rank < size(); ++rank) {
-        if (of(rank).rounds.size() != rounds) return "ranks have different numbers of rounds";
-        for (const RankSchedule::Message& message : of(rank).rounds[round].sends) send(rank, message);
+        if (of(rank).steps.size() != rounds) return "ranks have different numbers of rounds";
+        for (const RankSchedule::Message& message : of(rank).steps[round].sends) send(rank, message);
       }
       for (int rank = 0; rank < size(); ++rank) {
-        for (const RankSchedule::Message& message : of(rank).rounds[round].receives)
+        for (const RankSchedule::Message& message : of(rank).steps[round].receives)
           if (!receive(rank, message)) return "rank " + std::to_string(rank) + " waits for another message";
-        for (const RankSchedule::Join& join : of(rank).rounds[round].joins) add(rank, join);
+        for (const RankSchedule::Join& join : of(rank).steps[round].joins) add(rank, join);
       }
-      for (const auto& [pair, messages] : wire_)
+      for (const auto& [pair, messages] : in_flight_)
         if (!messages.empty()) return "rank " + std::to_string(pair.second) + " did not expect a message";
     }
     return is_rounded_ ? "" : check();
@@ -107,11 +107,11 @@ class Ranks {
     for (const auto [offset, size] : message.parts)
       bytes.insert(bytes.end(), memory(rank, offset), memory(rank, offset) + size);
     sent_ += bytes.size();
-    wire_[{rank, message.peer}].push_back(std::move(bytes));
+    in_flight_[{rank, message.peer}].push_back(std::move(bytes));
   }
 
   bool receive(int rank, const RankSchedule::Message& message) {
-    auto& messages = wire_[{message.peer, rank}];
+    auto& messages = in_flight_[{message.peer, rank}];
     if (messages.empty() || message.parts.size() != 1 || messages.front().size() != message.parts[0].size)
       return false;
     std::memcpy(memory(rank, message.parts[0].offset), messages.front().data(), message.parts[0].size);
@@ -159,7 +159,7 @@ class Ranks {
   std::size_t sent_ = 0;
   std::vector<RankSchedule> schedules_;
   std::vector<std::vector<std::byte>> memory_;
-  std::map<std::pair<int, int>, std::deque<std::vector<std::byte>>> wire_;  // from, to
+  std::map<std::pair<int, int>, std::deque<std::vector<std::byte>>> in_flight_;  // from, to
 };
 
 void expect_right(const Cluster& cluster, const Mode& mode, const ReduceProblem& problem) {
@@ -234,11 +234,11 @@ TEST(PlanSchedule, ThreeAndFourDimensions) {
   }
 }
 
-Plan plan_for(const Cluster& cluster, const Mode& mode, std::size_t count, Wire wire) {
+Plan plan_for(const Cluster& cluster, const Mode& mode, std::size_t count, CommDtype comm_dtype) {
   PlanOptions options;
   options.count = count;
-  options.dtype = is_rounded(wire) ? wire_dtype(wire) : DType::kFloat32;
-  options.rounded = is_rounded(wire);
+  options.dtype = is_rounded(comm_dtype) ? rounded_dtype(comm_dtype) : DType::kFloat32;
+  options.rounded = is_rounded(comm_dtype);
   options.mode = mode;
   options.channels = 1;
   return Plan(cluster, options);
@@ -246,18 +246,19 @@ Plan plan_for(const Cluster& cluster, const Mode& mode, std::size_t count, Wire 
 
 // All hosts have the same bits; with one step across hosts those that the description gives. Messages have
 // half of the bytes that they have otherwise.
-void expect_narrower(const Cluster& cluster, const Mode& mode, const ReduceProblem& problem, Wire wire) {
-  const Plan plan = plan_for(cluster, mode, problem.count, wire);
+void expect_narrower(const Cluster& cluster, const Mode& mode, const ReduceProblem& problem,
+                     CommDtype comm_dtype) {
+  const Plan plan = plan_for(cluster, mode, problem.count, comm_dtype);
   const std::string text = testing::describe(cluster) + ", mode " + format_mode(plan.mode());
-  Ranks ranks(plan, problem, wire);
+  Ranks ranks(plan, problem, comm_dtype);
   ASSERT_EQ(ranks.run(), "") << text;
   const Bytes result = ranks.result(cluster.hosts[0]);
   for (const Host& host : cluster.hosts) EXPECT_TRUE(ranks.result(host) == result) << text;
   if (*plan.mode()[1].algorithm == Algorithm::kPairwise) {
-    EXPECT_TRUE(result == testing::wire_oracle(wire, problem, cluster.host_of_rank())) << text;
+    EXPECT_TRUE(result == testing::wire_oracle(comm_dtype, problem, cluster.host_of_rank())) << text;
   }
   if (!cluster.regular()) return;  // the ends of cache lines, and so the shares, are others
-  const Plan wide = plan_for(cluster, mode, problem.count, Wire::kFloat32);
+  const Plan wide = plan_for(cluster, mode, problem.count, CommDtype::kFloat32);
   Ranks full(wide, problem);
   ASSERT_EQ(full.run(), "");
   EXPECT_EQ(2 * ranks.sent(), full.sent()) << text;
@@ -272,8 +273,8 @@ TEST(PlanSchedule, NarrowerMessages) {
         const ReduceProblem problem =
             make_problem(DType::kFloat32, {ReduceOp::kAverage, 0.3, 1.7}, count, cluster.size());
         for (const Mode& mode : across_hosts(cluster))
-          for (const Wire wire : {Wire::kBFloat16, Wire::kFloat16})
-            expect_narrower(cluster, mode, problem, wire);
+          for (const CommDtype comm_dtype : {CommDtype::kBFloat16, CommDtype::kFloat16})
+            expect_narrower(cluster, mode, problem, comm_dtype);
       }
     }
   }

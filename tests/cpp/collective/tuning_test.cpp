@@ -58,27 +58,28 @@ TEST(Tuning, IsRead) {
   const Tuning tuning = Tuning::parse("4x2:16=rounds,1024=2tx4d,4096=auto/512");
   EXPECT_EQ(tuning.layout(), "4x2");
   ASSERT_EQ(tuning.classes().size(), 3u);
-  EXPECT_TRUE(tuning.way(1)->rounds);
-  EXPECT_TRUE(tuning.way(16)->rounds);
-  EXPECT_EQ(format_mode(tuning.way(17)->mode), "2tx4d");
-  EXPECT_EQ(tuning.way(1024)->segment, 0u);
-  EXPECT_TRUE(tuning.way(1025)->mode.empty());
-  EXPECT_FALSE(tuning.way(4096)->rounds);
-  EXPECT_EQ(tuning.way(1 << 30), &tuning.classes().back().way);  // what is larger goes as the last
-  EXPECT_EQ(tuning.way(1 << 30)->segment, 512u);
-  EXPECT_EQ(Tuning().way(1), nullptr);
+  EXPECT_TRUE(tuning.algorithm(1)->staged);
+  EXPECT_TRUE(tuning.algorithm(16)->staged);
+  EXPECT_EQ(format_mode(tuning.algorithm(17)->mode), "2tx4d");
+  EXPECT_EQ(tuning.algorithm(1024)->segment, 0u);
+  EXPECT_TRUE(tuning.algorithm(1025)->mode.empty());
+  EXPECT_FALSE(tuning.algorithm(4096)->staged);
+  EXPECT_EQ(tuning.algorithm(1 << 30),
+            &tuning.classes().back().algorithm);  // what is larger goes as the last
+  EXPECT_EQ(tuning.algorithm(1 << 30)->segment, 512u);
+  EXPECT_EQ(Tuning().algorithm(1), nullptr);
 }
 
 TEST(Tuning, WhatIsWrongIsTold) {
   const auto told = [](const char* text) { return message_of([&] { Tuning::parse(text); }); };
   EXPECT_NE(told("").find("'' names no hosts"), std::string::npos);
   EXPECT_NE(told(":1=auto").find("'' names no hosts"), std::string::npos);
-  EXPECT_NE(told("2x2:").find("'' names no way"), std::string::npos);
-  EXPECT_NE(told("2x2:1=auto,").find("'' names no way"), std::string::npos);
+  EXPECT_NE(told("2x2:").find("'' names no algorithm"), std::string::npos);
+  EXPECT_NE(told("2x2:1=auto,").find("'' names no algorithm"), std::string::npos);
   EXPECT_NE(told("2x2:0=auto").find("'0' is not a number of bytes"), std::string::npos);
   EXPECT_NE(told("2x2:1K=auto").find("'1K' is not a number of bytes"), std::string::npos);
   EXPECT_NE(told("2x2:1=auto/").find("'' is not a number of bytes"), std::string::npos);
-  EXPECT_NE(told("2x2:1=rounds/4").find("'rounds/4' gives rounds segments"), std::string::npos);
+  EXPECT_NE(told("2x2:1=rounds/4").find("'rounds/4' gives rounds a segment size"), std::string::npos);
   EXPECT_NE(told("2x2:8=auto,8=rounds").find("'8=rounds' is not for larger sizes"), std::string::npos);
   EXPECT_NE(told("2x2:8=2z").find("mode '2z'"), std::string::npos);
 }
@@ -87,20 +88,21 @@ TEST(Tuning, PlansFollowItWhereItFits) {
   RankGroup group(two_by_two());
   group.run_transports([](const std::shared_ptr<Transport>& transport) {
     PlanCache plans;
-    EXPECT_EQ(plans.way(1, false), nullptr);
-    plans.follow(Tuning::parse("2x2:16=rounds,99=2x2d"), *transport);
-    EXPECT_TRUE(plans.way(1, false)->rounds);
-    EXPECT_EQ(format_mode(plans.way(17, false)->mode), "2x2d");
-    EXPECT_EQ(plans.way(17, true), nullptr) << "bits of what is rounded may not depend on size";
+    EXPECT_EQ(plans.algorithm(1, false), nullptr);
+    plans.set_tuning(Tuning::parse("2x2:16=rounds,99=2x2d"), *transport);
+    EXPECT_TRUE(plans.algorithm(1, false)->staged);
+    EXPECT_EQ(format_mode(plans.algorithm(17, false)->mode), "2x2d");
+    EXPECT_EQ(plans.algorithm(17, true), nullptr) << "bits of what is rounded may not depend on size";
     for (const char* const other : {"4x2:16=rounds", "2+2:16=rounds", "1x4:16=4t"}) {
-      plans.follow(Tuning::parse(other), *transport);
-      EXPECT_EQ(plans.way(1, false), nullptr) << other;
+      plans.set_tuning(Tuning::parse(other), *transport);
+      EXPECT_EQ(plans.algorithm(1, false), nullptr) << other;
     }
     for (const char* const wrong : {"2x2:16=2x3", "2x2:16=4x1", "2x2:16=rounds,17=2dx2"})
-      EXPECT_NE(message_of([&] { plans.follow(Tuning::parse(wrong), *transport); }), "") << wrong;
+      EXPECT_NE(message_of([&] { plans.set_tuning(Tuning::parse(wrong), *transport); }), "") << wrong;
     plans.force_mode(parse_mode("2x2t"), *transport);
-    plans.follow(Tuning::parse("2x2:16=rounds"), *transport);
-    for (const bool rounded : {false, true}) EXPECT_EQ(format_mode(plans.way(1, rounded)->mode), "2x2t");
+    plans.set_tuning(Tuning::parse("2x2:16=rounds"), *transport);
+    for (const bool rounded : {false, true})
+      EXPECT_EQ(format_mode(plans.algorithm(1, rounded)->mode), "2x2t");
   });
 }
 
@@ -109,19 +111,20 @@ TEST(Tuning, MayChangeBetweenOperations) {
   const testing::ReduceProblem problem = testing::make_problem(DType::kFloat32, {ReduceOp::kSum}, 20001, 4);
   group.run([&](Communicator& communicator) {
     for (const char* const tuning : {"2x2:1=rounds", "2x2:1=2tx2d", "", "2x2:1=auto/64"}) {
-      communicator.follow(tuning);
+      communicator.set_tuning(tuning);
       testing::Bytes data = problem.inputs[static_cast<std::size_t>(communicator.rank())];
       Operation operation = testing::allreduce_of(problem.dtype, problem.count, data.data(), data.data(), "x",
                                                   problem.reduction);
       communicator.run(operation, {});
       EXPECT_TRUE(data == problem.expected) << tuning;
     }
-    EXPECT_NE(message_of([&] { communicator.follow("2x2:1=9x9"); }), "");
-    EXPECT_NE(message_of([&] { communicator.follow("2x2:1=rounds,2=9x9"); }), "");
+    EXPECT_NE(message_of([&] { communicator.set_tuning("2x2:1=9x9"); }), "");
+    EXPECT_NE(message_of([&] { communicator.set_tuning("2x2:1=rounds,2=9x9"); }), "");
   });
 }
 
-// Bits are those of the canonical order by whichever way; so what crosses the network has to tell the way.
+// Bits are those of the canonical order by whichever algorithm; so what crosses the network has to tell the
+// algorithm.
 constexpr std::size_t kCount = 20001;
 constexpr std::size_t kBytes = kCount * sizeof(float);
 
@@ -132,7 +135,7 @@ TEST(Tuning, WhatIsFollowedDecidesOnTheMessages) {
   group.run([&](Communicator& communicator) {
     const int rank = communicator.rank();
     const auto traffic = [&](const char* tuning) {
-      communicator.follow(tuning);
+      communicator.set_tuning(tuning);
       return traffic_of(group, communicator, rank, kCount);
     };
     const Traffic usual = traffic("");

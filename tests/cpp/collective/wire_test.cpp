@@ -26,12 +26,12 @@ using testing::RankGroup;
 using testing::ReduceProblem;
 using testing::wire_oracle;
 
-constexpr Wire kWires[] = {Wire::kBFloat16, Wire::kFloat16};
+constexpr CommDtype kWires[] = {CommDtype::kBFloat16, CommDtype::kFloat16};
 
-Operation wired(const ReduceProblem& problem, Wire wire, const void* input, void* output) {
-  Operation operation = testing::allreduce_of(DType::kFloat32, problem.count, input, output, wire_name(wire),
-                                              problem.reduction);
-  operation.descriptor.key.wire = wire;
+Operation wired(const ReduceProblem& problem, CommDtype comm_dtype, const void* input, void* output) {
+  Operation operation = testing::allreduce_of(DType::kFloat32, problem.count, input, output,
+                                              comm_dtype_name(comm_dtype), problem.reduction);
+  operation.descriptor.key.comm_dtype = comm_dtype;
   return operation;
 }
 
@@ -51,9 +51,10 @@ std::vector<float> floats(const Bytes& bytes) {
 }
 
 /// What this rank gets.
-Bytes reduced(Communicator& communicator, const ReduceProblem& problem, Wire wire, Mode mode = Mode::kSync) {
+Bytes reduced(Communicator& communicator, const ReduceProblem& problem, CommDtype comm_dtype,
+              Mode mode = Mode::kSync) {
   Bytes data = problem.inputs[static_cast<std::size_t>(communicator.rank())];
-  Operation operation = wired(problem, wire, data.data(), data.data());
+  Operation operation = wired(problem, comm_dtype, data.data(), data.data());
   perform(communicator, operation, mode);
   return data;
 }
@@ -77,13 +78,13 @@ TEST_P(WireAcrossHosts, TheBitsOfTheDescription) {
   group_.run([&](Communicator& communicator) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
     for (const ReduceProblem& problem : problems) {
-      for (const Wire wire : kWires) {
-        const Bytes expected = wire_oracle(wire, problem, communicator.hosts());
+      for (const CommDtype comm_dtype : kWires) {
+        const Bytes expected = wire_oracle(comm_dtype, problem, communicator.hosts());
         for (const Mode mode : testing::kModes)
-          EXPECT_TRUE(reduced(communicator, problem, wire, mode) == expected)
-              << problem.text() << " as " << wire_name(wire) << " on rank " << rank;
+          EXPECT_TRUE(reduced(communicator, problem, comm_dtype, mode) == expected)
+              << problem.text() << " as " << comm_dtype_name(comm_dtype) << " on rank " << rank;
         Bytes output(expected.size(), 0xcd);
-        Operation operation = wired(problem, wire, problem.inputs[rank].data(), output.data());
+        Operation operation = wired(problem, comm_dtype, problem.inputs[rank].data(), output.data());
         communicator.run(operation, {});
         EXPECT_TRUE(output == expected) << problem.text() << " out of place on rank " << rank;
       }
@@ -95,7 +96,7 @@ TEST_P(WireAcrossHosts, PiecesThatDifferByRank) {
   const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kAverage}, 40001, size());
   group_.run([&](Communicator& communicator) {
     Bytes data = problem.inputs[static_cast<std::size_t>(communicator.rank())];
-    Operation operation = wired(problem, Wire::kBFloat16, nullptr, nullptr);
+    Operation operation = wired(problem, CommDtype::kBFloat16, nullptr, nullptr);
     std::size_t length = 1 + static_cast<std::size_t>(communicator.rank());
     for (std::size_t begin = 0; begin < problem.count; length = length * 3 % 1021) {
       const std::size_t now = std::min(length, problem.count - begin);
@@ -104,7 +105,7 @@ TEST_P(WireAcrossHosts, PiecesThatDifferByRank) {
       begin += now;
     }
     communicator.run(operation, {});
-    EXPECT_TRUE(data == wire_oracle(Wire::kBFloat16, problem, communicator.hosts()));
+    EXPECT_TRUE(data == wire_oracle(CommDtype::kBFloat16, problem, communicator.hosts()));
   });
 }
 
@@ -119,14 +120,14 @@ TEST_P(WireAcrossHosts, ManyPendingOnes) {
     for (const ReduceProblem& problem : problems)
       arrays.push_back(problem.inputs[static_cast<std::size_t>(communicator.rank())]);
     for (std::size_t index = 0; index < problems.size(); ++index) {
-      const Wire wire = index % 8 == 7 ? Wire::kFloat16 : Wire::kBFloat16;
+      const CommDtype comm_dtype = index % 8 == 7 ? CommDtype::kFloat16 : CommDtype::kBFloat16;
       works.push_back(communicator.submit(
-          wired(problems[index], wire, arrays[index].data(), arrays[index].data()), 0, nullptr));
+          wired(problems[index], comm_dtype, arrays[index].data(), arrays[index].data()), 0, nullptr));
     }
     for (std::size_t index = 0; index < problems.size(); ++index) {
-      const Wire wire = index % 8 == 7 ? Wire::kFloat16 : Wire::kBFloat16;
+      const CommDtype comm_dtype = index % 8 == 7 ? CommDtype::kFloat16 : CommDtype::kBFloat16;
       works[index]->wait(Deadline::never(), {});
-      EXPECT_TRUE(arrays[index] == wire_oracle(wire, problems[index], communicator.hosts())) << index;
+      EXPECT_TRUE(arrays[index] == wire_oracle(comm_dtype, problems[index], communicator.hosts())) << index;
     }
   });
 }
@@ -137,8 +138,8 @@ TEST_P(WireAcrossHosts, ErrorsStayWithinTheBound) {
     inputs.push_back(floats(testing::periodic_elements(DType::kFloat32, 20001, 7U + rank, false)));
   const ReduceProblem problem = problem_of(inputs, {ReduceOp::kSum});
   group_.run([&](Communicator& communicator) {
-    for (const Wire wire : kWires) {
-      const std::vector<float> found = floats(reduced(communicator, problem, wire));
+    for (const CommDtype comm_dtype : kWires) {
+      const std::vector<float> found = floats(reduced(communicator, problem, comm_dtype));
       double worst = 0.0;
       for (std::size_t i = 0; i < problem.count; ++i) {
         double sum = 0.0;
@@ -147,9 +148,9 @@ TEST_P(WireAcrossHosts, ErrorsStayWithinTheBound) {
           sum += static_cast<double>(input[i]);
           magnitude += std::fabs(static_cast<double>(input[i]));
         }
-        const double bound = testing::wire_error_bound(wire, size(), magnitude);
+        const double bound = testing::wire_error_bound(comm_dtype, size(), magnitude);
         const double error = std::fabs(static_cast<double>(found[i]) - sum);
-        ASSERT_LE(error, bound) << sum << " became " << found[i] << " as " << wire_name(wire);
+        ASSERT_LE(error, bound) << sum << " became " << found[i] << " as " << comm_dtype_name(comm_dtype);
         worst = std::max(worst, error / bound);
       }
       EXPECT_GT(worst, 0.1) << "nothing was rounded";
@@ -165,8 +166,8 @@ TEST_P(WireAcrossHosts, WhatTheWireCanHoldIsExact) {
   }
   const ReduceProblem problem = problem_of(inputs, {ReduceOp::kSum});
   group_.run([&](Communicator& communicator) {
-    for (const Wire wire : kWires) {
-      const std::vector<float> found = floats(reduced(communicator, problem, wire));
+    for (const CommDtype comm_dtype : kWires) {
+      const std::vector<float> found = floats(reduced(communicator, problem, comm_dtype));
       for (std::size_t i = 0; i < found.size(); ++i)
         ASSERT_EQ(found[i], inputs[0][i] * static_cast<float>(size())) << i;
     }
@@ -183,12 +184,12 @@ TEST_P(WireAcrossHosts, TooLargeForFloat16) {
   }
   group_.run([&](Communicator& communicator) {
     const std::vector<float> plain =
-        floats(reduced(communicator, problem_of(inputs, {ReduceOp::kSum}), Wire::kFloat16));
+        floats(reduced(communicator, problem_of(inputs, {ReduceOp::kSum}), CommDtype::kFloat16));
     EXPECT_EQ(plain[0], kInfinity);
     EXPECT_EQ(plain[1], kInfinity);
     EXPECT_TRUE(std::isnan(plain[2]));
     const std::vector<float> scaled =
-        floats(reduced(communicator, problem_of(inputs, {ReduceOp::kSum, 0x1p-10}), Wire::kFloat16));
+        floats(reduced(communicator, problem_of(inputs, {ReduceOp::kSum, 0x1p-10}), CommDtype::kFloat16));
     EXPECT_NEAR(scaled[0], 40000.0 * size() * 0x1p-10, 0.5 * 0x1p-2);
     EXPECT_EQ(scaled[1], kInfinity);
     EXPECT_TRUE(std::isnan(scaled[2]));
@@ -228,21 +229,21 @@ TEST(WireInModes, AllRanksHaveTheSameBits) {
     constexpr std::size_t kSegments = 10;  // each half of what plans stage in, four times 4096 bytes
     std::vector<Bytes> found(4);
     std::vector<testing::Sent> whole(4);
-    for (const Wire wire : {Wire::kFloat32, Wire::kBFloat16, Wire::kFloat16}) {
+    for (const CommDtype comm_dtype : {CommDtype::kFloat32, CommDtype::kBFloat16, CommDtype::kFloat16}) {
       group.run([&](Communicator& communicator) {
         const auto rank = static_cast<std::size_t>(communicator.rank());
         const testing::SentCounter& counter = group.sent(communicator.rank()).plans;
         const testing::Sent before = counter.read();
-        found[rank] = reduced(communicator, problem, wire);
+        found[rank] = reduced(communicator, problem, comm_dtype);
         const testing::Sent sent = counter.read() - before;
         EXPECT_EQ(sent.messages, each.messages[rank] * kSegments) << each.mode << " on rank " << rank;
-        if (wire == Wire::kFloat32) {
+        if (comm_dtype == CommDtype::kFloat32) {
           whole[rank] = sent;
           return;
         }
         EXPECT_EQ(2 * sent.bytes, whole[rank].bytes) << each.mode << " on rank " << rank;
         if (each.hosts > 2) return;
-        EXPECT_TRUE(found[rank] == wire_oracle(wire, problem, communicator.hosts()));
+        EXPECT_TRUE(found[rank] == wire_oracle(comm_dtype, problem, communicator.hosts()));
       });
       for (const Bytes& each_rank : found) EXPECT_TRUE(each_rank == found[0]) << each.mode;
     }
@@ -253,12 +254,12 @@ TEST(WireOnOneHost, NothingIsRounded) {
   for (const testing::TransportKind transport :
        {testing::TransportKind::kInproc, testing::TransportKind::kShm}) {
     testing::GroupOptions options(transport, 3);
-    options.communicator.wire = Wire::kBFloat16;
+    options.communicator.comm_dtype = CommDtype::kBFloat16;
     RankGroup group(options);
     const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kSum}, 40001, 3);
     group.run([&](Communicator& communicator) {
-      for (const Wire wire : {Wire::kDefault, Wire::kFloat16})
-        EXPECT_TRUE(reduced(communicator, problem, wire) == problem.expected);
+      for (const CommDtype comm_dtype : {CommDtype::kDefault, CommDtype::kFloat16})
+        EXPECT_TRUE(reduced(communicator, problem, comm_dtype) == problem.expected);
     });
   }
 }
@@ -266,22 +267,22 @@ TEST(WireOnOneHost, NothingIsRounded) {
 // The default is for float32; an operation may choose for itself.
 TEST(WireDefault, HoldsWhereNothingIsSaid) {
   testing::GroupOptions options(testing::TransportKind::kCluster, 3);
-  options.communicator.wire = Wire::kBFloat16;
+  options.communicator.comm_dtype = CommDtype::kBFloat16;
   RankGroup group(options);
   const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kSum}, 9001, 3);
   const ReduceProblem wide = make_problem(DType::kFloat64, {ReduceOp::kSum}, 9001, 3);
   group.run([&](Communicator& communicator) {
     const std::vector<int> hosts = communicator.hosts();
-    EXPECT_TRUE(reduced(communicator, problem, Wire::kDefault) ==
-                wire_oracle(Wire::kBFloat16, problem, hosts));
-    EXPECT_TRUE(reduced(communicator, problem, Wire::kFloat16) ==
-                wire_oracle(Wire::kFloat16, problem, hosts));
-    EXPECT_TRUE(reduced(communicator, problem, Wire::kFloat32) == problem.expected);
+    EXPECT_TRUE(reduced(communicator, problem, CommDtype::kDefault) ==
+                wire_oracle(CommDtype::kBFloat16, problem, hosts));
+    EXPECT_TRUE(reduced(communicator, problem, CommDtype::kFloat16) ==
+                wire_oracle(CommDtype::kFloat16, problem, hosts));
+    EXPECT_TRUE(reduced(communicator, problem, CommDtype::kFloat32) == problem.expected);
     Bytes data = wide.inputs[static_cast<std::size_t>(communicator.rank())];
     Operation operation = testing::allreduce_of(wide.dtype, wide.count, data.data(), data.data());
     communicator.run(operation, {});
     EXPECT_TRUE(data == wide.expected);
-    operation.descriptor.key.wire = Wire::kFloat16;
+    operation.descriptor.key.comm_dtype = CommDtype::kFloat16;
     try {
       communicator.run(operation, {});
       ADD_FAILURE() << "float64 cannot be narrowed";

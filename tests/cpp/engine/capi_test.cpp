@@ -211,13 +211,13 @@ TEST(CApi, RefusesWhatIsWrongWithoutBreaking) {
     sum.kind = 99;
     EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_USAGE);
     sum = x.operation(MR_ALLREDUCE, "x");
-    sum.wire = 9;
+    sum.comm_dtype = 9;
     EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_USAGE);
-    EXPECT_NE(std::string(error.message).find("unknown wire 9"), std::string::npos) << error.message;
+    EXPECT_NE(std::string(error.message).find("unknown comm_dtype 9"), std::string::npos) << error.message;
     sum = x.operation(MR_BROADCAST, "x");
-    sum.wire = MR_WIRE_FLOAT16;
+    sum.comm_dtype = MR_COMM_DTYPE_FLOAT16;
     EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_USAGE);
-    sum.wire = MR_WIRE_DEFAULT;
+    sum.comm_dtype = MR_COMM_DTYPE_DEFAULT;
     sum.root = 1;
     EXPECT_EQ(mr_run(world, &sum, -1.0, nullptr, &error), MR_USAGE);
     EXPECT_NE(std::string(error.message).find("size 1"), std::string::npos) << error.message;

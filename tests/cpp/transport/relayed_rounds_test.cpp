@@ -310,7 +310,7 @@ TEST_P(RelayedRounds, TellWhoHasStopped) {
       transport->arrive(exchange.round(), 0);
       return told.wait();
     }
-    Call call{descriptor, {}};
+    OperationCall call{descriptor, {}};
     call.waiting.deadline = Deadline::after(testing::kSlowness > 1 ? 5.0 : 1.5);  // for all others to come
     try {
       exchange.synchronise(call);
