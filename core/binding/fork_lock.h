@@ -4,9 +4,9 @@
 
 namespace multiring::binding {
 
-/// A lock between forks (exclusive) and native threads that make or delete their Python thread state, as each
-/// does to take the GIL (shared): a child that is forked meanwhile would wait for ever for the interpreter's
-/// list of thread states (CPython 3.11).
+/// A lock between forks (exclusive) and native threads that make or delete their Python thread state
+/// (shared): a child that is forked meanwhile would wait for ever for the list of thread states
+/// (CPython 3.11).
 class ForkLock {
  public:
   /// Held by a native thread while it makes or deletes its thread state, never with the GIL, which the

@@ -31,8 +31,7 @@ inline constexpr int kOpKindCount = 12;
 
 MULTIRING_API const char* op_kind_name(OpKind kind);
 
-/// Communication dtype: the dtype that an allreduce of float32 sends between hosts. Half precision takes half
-/// of the time there and rounds (ADR 15).
+/// The dtype that an allreduce of float32 sends between hosts: half precision takes half the time (ADR 15).
 enum class CommDtype : std::uint8_t {
   kDefault = 0,  ///< the communicator's; an operation without the choice sends its own dtype
   kFloat32 = 1,
@@ -46,7 +45,6 @@ MULTIRING_API const char* comm_dtype_name(CommDtype comm_dtype);
 constexpr bool is_rounded(CommDtype comm_dtype) {
   return comm_dtype == CommDtype::kFloat16 || comm_dtype == CommDtype::kBFloat16;
 }
-/// Of a half-precision one.
 constexpr DType rounded_dtype(CommDtype comm_dtype) {
   return comm_dtype == CommDtype::kFloat16 ? DType::kFloat16 : DType::kBFloat16;
 }
@@ -57,8 +55,7 @@ struct MatchKey {
   std::uint64_t count = 0;  ///< elements in all; of one row where ranks may have different numbers of rows
   double prescale = 0.0;
   double postscale = 0.0;
-  /// Asynchronous operations are matched by the order of submission: 1 for the first of the communicator,
-  /// ...; 0: a synchronous one.
+  /// Asynchronous operations: number in the order of submission, from 1; 0: synchronous.
   std::uint64_t sequence = 0;
   std::int32_t root = -1;
   std::uint32_t fused = 1;  ///< operations fused into this one

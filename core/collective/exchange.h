@@ -19,8 +19,7 @@ struct OperationCall {
   Waiting waiting;
 };
 
-/// Raised where ranks chose different asynchronous operations: all choose again among their first `limit`
-/// ones.
+/// Raised where ranks chose different asynchronous operations: all choose again among the first `limit`.
 struct ChoiceMismatch {
   std::uint64_t limit;
   bool one_at_a_time = false;  ///< without fusing
@@ -39,8 +38,7 @@ class MULTIRING_API Exchange {
   std::uint64_t round() const { return round_; }
   PlanCache& plans() { return plans_; }
 
-  /// Begins the next round: this rank's staging memory of it may be written. Its header describes the
-  /// operation, for the comparison in the first round and for errors in all rounds.
+  /// Begins the next round: this rank may write its staging memory. The header describes the operation.
   void begin(const Descriptor& descriptor);
   /// Bytes of this rank's staging memory of the round that others read; 0 unless set.
   void staged(std::size_t bytes) { staged_ = bytes; }
@@ -64,8 +62,7 @@ class MULTIRING_API Exchange {
 
   /// Turns a wait on one peer (a mailbox) that failed into an error.
   [[noreturn]] void throw_for_peer(const OperationCall& call, const WaitResult& result, int peer) const;
-  /// The same in the middle of an operation that all ranks are in. `peer`: the rank waited for; negative:
-  /// unknown.
+  /// The same in the middle of an operation that all ranks are in. `peer`: negative if unknown.
   [[noreturn]] void throw_in_progress(const OperationCall& call, const WaitResult& result, int peer) const;
   /// Turns a wait of this operation that failed into an error.
   [[noreturn]] void throw_for(const OperationCall& call, const WaitResult& result) const;

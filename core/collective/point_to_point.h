@@ -14,9 +14,8 @@
 namespace multiring {
 
 /// Messages between two ranks, through the mailbox of the pair. Messages of a pair arrive in the order in
-/// which they were sent; the tag is compared, not searched for. A message of at most two chunks (128 KiB) is
-/// buffered: its send returns at once when the mailbox is empty; that of a longer one when only the last two
-/// chunks are unread.
+/// which they were sent; the tag is compared, not searched for. A send returns when at most the last two
+/// chunks (128 KiB) are unread: at once for a short message to an empty mailbox.
 class PointToPoint {
  public:
   explicit PointToPoint(Exchange& exchange);

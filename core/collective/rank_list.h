@@ -17,8 +17,7 @@ MULTIRING_API bool is_first_waiting(const Missing& missing, int rank);
 /// The ranks that have not come: "rank 3", or "rank 3 (nothing is known of ranks 5, 6, whose messages come
 /// through it)".
 MULTIRING_API std::string missing_list(const Missing& missing, const Transport& transport);
-/// Says that ranks which have come do not forward what others have sent, and why; with none, that nothing is
-/// missing here.
+/// Why ranks that have come do not forward what others have sent; with none, that nothing is missing.
 MULTIRING_API std::string not_forwarded_text(const std::vector<int>& holding, const Transport& transport);
 
 }  // namespace multiring

@@ -61,8 +61,7 @@ struct CommunicatorOptions {
 /// sleeps when there are none, highest priority first among those that all ranks have submitted. The first
 /// error breaks the communicator: it is stored, sent to all peers and raised by all pending and later calls.
 ///
-/// Thread-safe; but operations issued from several threads of one rank have an order that the peers must
-/// share.
+/// Thread-safe; but the peers must share the order of operations issued from several threads of a rank.
 class MULTIRING_API Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   Communicator(std::shared_ptr<Transport> transport, CommunicatorOptions options);
@@ -91,8 +90,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   std::string describe_not_forwarded(const std::vector<int>& ranks) const {
     return not_forwarded_text(ranks, *transport_);
   }
-  /// The operation in which a world rank waits for this rank: "barrier of communicator 'world'"; empty:
-  /// unknown. From any thread.
+  /// "barrier of communicator 'world'", in which a world rank waits for this one; empty: unknown.
   std::string wait_on_this_rank(int world_rank) const;
   /// Whether the end of `rank` would be noticed on this host.
   bool is_watched(int rank) const { return transport_->is_watched(rank); }
@@ -108,8 +106,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   void send(Operation& operation, std::int64_t tag, const CallOptions& call);
   void receive(Operation& operation, std::int64_t tag, const CallOptions& call);
 
-  /// Splits into groups of equal color, ranked by key and then by rank here. Collective. Null for a negative
-  /// color.
+  /// Splits into groups of equal color, ranked by key, then by rank. Collective. Negative color: null.
   std::shared_ptr<Communicator> split(std::int64_t color, std::int64_t key, const CallOptions& call);
   /// A group of the same ranks, called `name() + "/" + purpose`. Collective, with the same `purpose`
   /// everywhere. `adjust` may change what the new group takes over from this one.

@@ -34,8 +34,7 @@ void Communicator::fail(const std::exception_ptr& error, const std::string& what
     // Work in progress still uses its caller's memory: it fails when its thread has returned from it.
     std::erase_if(pending, [this](const auto& work) { return is_running(work); });
   }
-  // Peers of a closing rank are notified that it has left. A usage error in the middle of an operation is an
-  // abort on the peers.
+  // A closing rank notifies its peers that it leaves. A usage error in an operation is an abort on the peers.
   if (!closing_.load(std::memory_order_acquire))
     transport_->abort(stored.kind() == ErrorKind::kUsage ? ErrorKind::kAborted : stored.kind(),
                       stored.what());

@@ -14,8 +14,7 @@
 
 namespace multiring {
 
-/// What a rank announces of one submission: name, number of operations, priority, training step, and position
-/// among those that all ranks submit in one order.
+/// What a rank announces of one submission. `position`: among those that all ranks submit in one order.
 struct Announcement {
   std::string_view name;
   std::int32_t priority = 0;

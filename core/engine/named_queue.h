@@ -60,8 +60,7 @@ class MULTIRING_API NamedQueue {
   NamedQueue(std::shared_ptr<Communicator> control, std::shared_ptr<Communicator> data);
 
   void prepare(NamedRequest& request) const;
-  /// Queues for the control thread, or with one rank in the data communicator. Throws and keeps nothing if
-  /// the queue is broken or closed.
+  /// Queues for the control thread (one rank: in the data communicator). Throws if broken or closed.
   void enqueue(const std::shared_ptr<Submission>& submission);
   void throw_if_abandoned() const;
   void throw_if_unusable() const;  // with mutex_ held

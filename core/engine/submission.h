@@ -17,8 +17,7 @@ namespace multiring {
 
 /// What a rank submits under one name.
 struct NamedRequest {
-  /// Called once when all operations have ended, with the error of the first that failed, while no lock is
-  /// held.
+  /// Called once when all operations have ended, with the error of the first that failed, without locks.
   using Done = std::function<void(const Error* error, std::span<const std::shared_ptr<Work>> works)>;
 
   std::string name;

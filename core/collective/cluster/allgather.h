@@ -18,8 +18,7 @@ namespace multiring {
 /// as it does through staging memory, but its links stay busy while its ranks copy.
 ///
 /// In step (segment, i) a rank sends to the i-th host after its own, and receives from the i-th before; in
-/// step (segment, 0) it shares its own. All ranks take the steps in the same order, so the slowest of those
-/// that wait for each other finds posted what it needs: no deadlock.
+/// step (segment, 0) it shares its own. All ranks take the steps in the same order, which avoids deadlocks.
 class ClusterAllgather {
  public:
   /// `own`: what this rank has; `incoming`: for each rank, where its piece goes.
@@ -45,7 +44,7 @@ class ClusterAllgather {
   const HostRing hosts_;
   const StagedCopy::Outgoing own_;
   std::span<const StagedCopy::Incoming> incoming_;
-  std::size_t lane_bytes_ = 0;  // staging memory for one piece of several that a rank shows at once
+  std::size_t lane_bytes_ = 0;  // staging memory for each piece that a rank shares in a step
   std::size_t segment_bytes_ = 0;
 };
 

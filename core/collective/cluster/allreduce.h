@@ -50,8 +50,7 @@ class ClusterAllreduce {
     std::vector<Hierarchy::Ticket> tickets;
     std::vector<int> peers;  ///< of each ticket; receives come first
   };
-  // Iterations between posting messages and waiting for them: while those of one segment are waited for,
-  // those of the next are on the wire.
+  // Iterations between posting messages and waiting for them: meanwhile those of the next segment are posted.
   static constexpr std::size_t kPipelineDepth = 2;
 
   void divide(std::size_t wanted);
@@ -90,7 +89,7 @@ class ClusterAllreduce {
   std::shared_ptr<const RankSchedule> last_;
   std::shared_ptr<std::vector<std::byte>> workspace_;
   std::vector<InFlightSegment> in_flight_;
-  // Each goes through the pieces once.
+  // Positions in the pieces.
   std::size_t read_cursor_ = 0;
   std::size_t write_cursor_ = 0;
   std::vector<PartialSums::Part> parts_;

@@ -24,8 +24,7 @@ class ClusterBroadcast {
 
  private:
   void forward();
-  /// Brings a segment to all ranks of the host. `held`: the array of the rank that has it; null on the
-  /// others.
+  /// Copies a segment to all ranks of the host. `held`: the array of the rank that has it; else null.
   void share_within_host(std::size_t index, const std::byte* held);
   Range segment(std::size_t index) const {
     return segment_range(operation_.descriptor.bytes, segment_bytes_, index);

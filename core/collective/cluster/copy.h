@@ -60,12 +60,10 @@ class MessageRing {
   std::size_t next_ = 0;
 };
 
-/// Moves to every rank what each has for it: between hosts by messages from rank to rank, within a host
-/// through its memory.
+/// Moves to every rank what each has for it: between hosts by messages, within a host through its memory.
 ///
 /// In step i every rank sends to the i-th rank after it and receives from the i-th before it. All ranks take
-/// steps and segments in the same order, so the slower of two that wait for each other finds its message
-/// posted: no deadlock.
+/// steps and segments in the same order, which avoids deadlocks.
 class ClusterCopy {
  public:
   /// `outgoing`, `incoming`: for each rank, as StagedCopy's.

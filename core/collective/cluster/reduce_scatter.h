@@ -20,7 +20,7 @@ namespace multiring {
 ///
 /// In step (segment, i) the ranks of a host stage what they have for those of the i-th host after it, add it
 /// and send it there; what the i-th before it sends arrives meanwhile. All ranks take the steps in the same
-/// order, so the slowest of those that wait for each other finds posted what it needs: no deadlock.
+/// order, which avoids deadlocks.
 class ClusterReduceScatter {
  public:
   /// `blocks`: ranges of bytes, for each rank the block it keeps. On two hosts at least.

@@ -20,8 +20,7 @@ namespace multiring {
 /// What a rank keeps of its plans from one allreduce to the next.
 class MULTIRING_API PlanCache {
  public:
-  // Gradients have the same sizes in every training step; a program with more sizes than this has no such
-  // steps.
+  // Enough for the gradients of a training step, whose sizes repeat.
   static constexpr std::size_t kMostSchedules = 256;
 
   /// All allreduces of at least one byte use plans of this mode, whatever the tuning. Raises a usage error

@@ -47,8 +47,7 @@ struct RankSchedule {
   std::size_t bytes = 0;       ///< of the workspace
 };
 
-/// The part of `rank` in `plan`. Its dimension within hosts may be of any algorithm; all others keep the
-/// canonical order.
+/// The part of `rank` in `plan`, whose dimensions between hosts keep the canonical order.
 MULTIRING_API RankSchedule make_schedule(const Plan& plan, int rank);
 
 }  // namespace multiring

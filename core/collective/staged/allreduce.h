@@ -24,9 +24,8 @@ namespace multiring {
 ///      back to each,
 ///
 /// and all synchronise: one synchronisation a segment, and one more. Every cache line of staging memory is
-/// read and then written by two ranks in turn. That matters more than the number of bytes: writing a line
-/// that another core has only read costs several times as much as writing one that it owns
-/// (docs/performance.md).
+/// read and then written by two ranks in turn: writing a line that another core has only read costs several
+/// times as much as writing one that it owns (docs/performance.md).
 ///
 /// Small operations take one synchronisation instead: every rank stages and adds everything. So do ranks that
 /// do not share memory, segment by segment; they round what a plan would have rounded.

@@ -10,9 +10,8 @@ namespace multiring {
 /// Moves bytes between ranks through staging memory, in as many rounds as the longest piece needs.
 ///
 /// A rank's staging memory is divided into *lanes*: one that all ranks read (broadcast, allgather, gather),
-/// or one for each reader (scatter, alltoall). In round k every rank copies segment k of each of its outgoing
-/// pieces into that piece's lane, all synchronise, and every rank copies what it wants out of the others'
-/// lanes.
+/// or one for each reader (scatter, alltoall). In round k every rank copies segment k of each outgoing piece
+/// into that piece's lane, all synchronise, and every rank copies from the others' lanes.
 class StagedCopy {
  public:
   struct Outgoing {

@@ -20,8 +20,7 @@ class PieceList {
   std::size_t bytes() const { return bytes_; }
 
   /// Calls body(piece, offset, range_offset, bytes) for each piece's share of `range`: `offset` in the piece,
-  /// `range_offset` from the range's begin. `cursor` is an index not above the first piece of the range, and
-  /// moves along.
+  /// `range_offset` in the range. `cursor`, an index up to that of the first piece, moves along.
   template <class Body>
   void for_each_share(std::size_t& cursor, Range range, const Body& body) const {
     if (range.empty()) return;

@@ -50,8 +50,7 @@ class MULTIRING_API RoundedSums {
   std::vector<const void*> inputs_;
 };
 
-/// What the hosts have: nodes of the canonical tree that together hold all ranks, ascending. `host_of`: the
-/// number of a rank's host.
+/// The hosts' nodes of the canonical tree, ascending: together all ranks. `host_of`: a rank's host number.
 MULTIRING_API std::vector<Subtree> host_nodes(int ranks, const std::function<int(int)>& host_of);
 
 }  // namespace multiring
