@@ -213,7 +213,7 @@ class CoreAllreduce final : public Allreduce {
     operation.input = reinterpret_cast<const std::byte*>(input.data());
     operation.output = reinterpret_cast<std::byte*>(output.data());
     operation.output_bytes = descriptor.bytes;
-    allreduce(exchange_, Call{descriptor, {}}, operation);
+    allreduce(exchange_, OperationCall{descriptor, {}}, operation);
   }
 
  private:

@@ -17,18 +17,17 @@ class Deadline {
  public:
   /// A deadline `seconds` from now; infinity and anything beyond 30 years mean never.
   static Deadline after(double seconds) {
-    Deadline deadline = from_first_look(seconds);
+    Deadline deadline = from_first_use(seconds);
     deadline.start();
     return deadline;
   }
-  /// A deadline that begins to run when it is first looked at: an operation that never has to wait does not
-  /// pay for the clock.
-  static Deadline from_first_look(double seconds) {
+  /// A deadline that starts when it is first used: an operation that never waits does not read the clock.
+  static Deadline from_first_use(double seconds) {
     Deadline deadline;
     deadline.seconds_ = std::max(seconds, 0.0);
     return deadline;
   }
-  static Deadline never() { return from_first_look(std::numeric_limits<double>::infinity()); }
+  static Deadline never() { return from_first_use(std::numeric_limits<double>::infinity()); }
 
   bool expired() const {
     start();
@@ -46,7 +45,7 @@ class Deadline {
     return seconds_between(start_, Clock::now());
   }
 
-  /// Begins to run, if it has not yet.
+  /// Starts, if it has not yet.
   void start() const {
     if (started_) return;
     started_ = true;
@@ -59,7 +58,7 @@ class Deadline {
  private:
   static constexpr double kForever = 30.0 * 365 * 24 * 3600;
 
-  // Written by the first look, which the one thread that waits takes.
+  // Written at the first use, by the one thread that waits.
   mutable bool started_ = false;
   mutable Clock::time_point start_;
   mutable Clock::time_point at_;

@@ -32,7 +32,7 @@ struct ErrorContext {
   double elapsed = -1.0;  ///< seconds since the operation started
 };
 
-/// Root of all errors of multiring; `kind` tells the branches of the tree apart, so that an error can be
+/// Root of all errors of multiring; `kind` distinguishes the branches of the tree, so that an error can be
 /// stored, sent to a peer and raised again without knowing its class.
 class MULTIRING_API Error : public std::runtime_error {
  public:

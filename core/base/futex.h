@@ -15,7 +15,7 @@ static_assert(std::atomic<std::uint32_t>::is_always_lock_free && sizeof(std::ato
               "futex words live in shared memory as plain 32-bit integers");
 
 /// Sleeps while `word` holds `expected`, at most `seconds`. Returns on a wake, on a changed word, on the time
-/// limit and on a signal alike: the caller looks again. The word may be shared between processes.
+/// limit and on a signal alike: the caller checks again. The word may be shared between processes.
 inline void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, double seconds) {
   timespec limit;
   limit.tv_sec = static_cast<time_t>(seconds);
@@ -27,7 +27,7 @@ inline void futex_wake_all(std::atomic<std::uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-/// Tells the processor that this is a spin loop.
+/// Hint to the processor in a spin loop.
 inline void cpu_relax() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();

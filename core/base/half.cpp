@@ -1,7 +1,7 @@
 #include "base/half.h"
 
 #include "base/cpu.h"
-#include "base/reduce_kernels.h"
+#include "base/kernels/reduce_kernels.h"
 
 namespace multiring {
 namespace {

@@ -8,12 +8,12 @@
 
 namespace multiring {
 
-/// Counts the changes of what ranks send each other and of what lies in memory that they share: raise it with
-/// each, or ranks of different builds wait in different protocols until the deadline, and blame each other.
+/// Version of the messages between ranks and of their shared memory. Increment it with each change, or ranks
+/// of different builds wait for each other until the deadline.
 inline constexpr std::uint32_t kProtocol = 3;
 
-/// "multiring 0.1.0 (protocol 3.424)", which has to be the same on all ranks. `layout`: bytes of what they
-/// lay into each other's memory.
+/// "multiring 0.1.0 (protocol 3.424)", which has to be the same on all ranks. `layout`: size of
+/// what they share in memory.
 MULTIRING_API std::string build_text(std::size_t layout);
 
 }  // namespace multiring

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "base/cpu.h"
-#include "base/reduce_kernels.h"
+#include "base/kernels/reduce_kernels.h"
 
 namespace multiring {
 namespace {

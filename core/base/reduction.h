@@ -21,14 +21,14 @@ MULTIRING_API const char* reduce_op_name(ReduceOp op);
 /// value). Scale factors are rounded to the type that is computed in. Integers: scale factors multiply in
 /// double, truncate toward zero and saturate (NaN gives 0), the average is exact and truncates toward zero,
 /// sums wrap. Bool: sum and max are "or", product and min are "and"; average and scale factors are not
-/// defined. Min and
-/// max give NaN if any input is NaN, and the lower input of equal ones (+0 and -0). A NaN that is computed is
-/// the positive quiet one of its type, since which payload an addition keeps differs between processors.
+/// defined. Min and max give NaN if any input is NaN, and the lower input of equal ones (+0 and -0). A NaN
+/// that is computed is the positive quiet one of its type, since which payload an addition keeps differs
+/// between processors.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;
   double postscale = 1.0;
-  /// Average: what the sum is divided by; 0: the number of inputs. Not that where inputs are sums themselves.
+  /// Average: the divisor of the sum; 0: the number of inputs. To be set where inputs are sums themselves.
   std::size_t divisor = 0;
 };
 
@@ -42,7 +42,7 @@ struct Reduction {
 ///
 /// Rounding mode and denormals are those of the standard while it runs, whatever the thread has set.
 /// Raises std::invalid_argument for no inputs, for what is not defined for bool, and for averages of
-/// integers, which take a wider type than theirs (collective/integer_average.h).
+/// integers, which take a wider type than theirs (collective/sums/integer_average.h).
 ///
 /// An output may be the same buffer as an input; buffers must not overlap otherwise. `count` may be 0.
 MULTIRING_API void reduce(DType dtype, const Reduction& reduction, std::span<const void* const> inputs,

@@ -10,12 +10,12 @@
 #include <string_view>
 #include <utility>
 
-#include "binding/fork_gate.h"
+#include "binding/arrays/numpy_call.h"
+#include "binding/arrays/result.h"
+#include "binding/fork_lock.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
-#include "binding/numpy_call.h"
 #include "binding/operation.h"
-#include "binding/result.h"
 #include "binding/work.h"
 #include "engine/communicator.h"
 
@@ -42,9 +42,10 @@ std::shared_ptr<void> keep_alive(std::shared_ptr<std::vector<ArrayView>> views, 
 namespace {
 
 bool run_allreduce(Communicator& self, py::handle input, py::handle output, ReduceOp op,
-                   std::string_view name, double prescale, double postscale, double timeout, Wire wire) {
+                   std::string_view name, double prescale, double postscale, double timeout,
+                   CommDtype comm_dtype) {
   PyOperation prepared;
-  if (!prepare_allreduce(prepared, input, output, op, name, prescale, postscale, wire)) return false;
+  if (!prepare_allreduce(prepared, input, output, op, name, prescale, postscale, comm_dtype)) return false;
   const GilRelease release;
   self.run(prepared.operation, call_options(timeout));
   return true;
@@ -126,7 +127,7 @@ void bind_work(py::module_& module) {
               throw_usage(
                   "the operation belongs to the parent process: a forked child cannot wait for it, because "
                   "the thread that runs it is not there");
-            if (self.work->done()) {  // no need to let go of the GIL
+            if (self.work->done()) {  // no need to release the GIL
               return self.work->wait(Deadline::never(), {});
             }
             const GilRelease release;
@@ -141,7 +142,7 @@ void bind_work(py::module_& module) {
 void bind_communicator(py::module_& module) {
   using Released = py::call_guard<GilRelease>;
   bind_work(module);
-  // The destructor joins the progress thread, which may need the GIL to let go of arrays.
+  // The destructor joins the progress thread, which may need the GIL to release arrays.
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator", "A group of ranks.",
                                                           py::release_gil_before_calling_cpp_dtor())
       .def_property_readonly("rank", &Communicator::rank)
@@ -150,7 +151,7 @@ void bind_communicator(py::module_& module) {
       .def_property_readonly("host", &Communicator::host)
       .def_property_readonly("hosts", &Communicator::hosts, "For each rank the number of its host.")
       .def_property_readonly(
-          "wire", [](const Communicator& self) { return self.options().wire; },
+          "wire", [](const Communicator& self) { return self.options().comm_dtype; },
           "As what float32 crosses from host to host where an allreduce does not say.")
       .def_property_readonly("tuning", py::cpp_function(&Communicator::tuning, Released()),
                              "What was given to choose ways by size; it may be of another cluster.")
@@ -189,7 +190,7 @@ void bind_communicator(py::module_& module) {
           py::arg("color"), py::arg("key"), py::arg("timeout"))
       .def("symmetric_empty", &symmetric_empty, py::arg("shape"), py::arg("dtype"), py::arg("timeout"))
       .def("symmetric_peer", &symmetric_peer, py::arg("array"), py::arg("rank"))
-      .def("follow", &Communicator::follow, py::arg("tuning"), Released(),
+      .def("follow", &Communicator::set_tuning, py::arg("tuning"), Released(),
            "Allreduces from here on go as a tuning says; called between the same operations on all ranks.")
       .def("abort", &Communicator::abort, py::arg("message"), Released())
       .def(

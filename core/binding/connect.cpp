@@ -32,7 +32,7 @@ struct WorldOptions {
   std::string mode;
   std::string tuning;
   std::shared_ptr<MpiSession> mpi;
-  Wire wire = CommunicatorOptions{}.wire;
+  CommDtype comm_dtype = CommunicatorOptions{}.comm_dtype;
   double timeout = CommunicatorOptions{}.timeout;
   double stall_warning = CommunicatorOptions{}.stall_warning;
   py::object warn = py::none();
@@ -74,7 +74,7 @@ py::bytes broadcast(MpiSession& session, const py::bytes& bytes, int root, doubl
 }
 
 std::shared_ptr<Communicator> connect(const py::object& store, const WorldOptions& options) {
-  // Kept by the transport of several hosts, which lets go of it wherever it is let go of itself.
+  // Owned by the transport of several hosts, which may be destroyed on any thread.
   const std::shared_ptr<Store> rendezvous(new PyStore(store), [](Store* held) {
     const GilAcquire gil;
     delete held;
@@ -93,12 +93,12 @@ std::shared_ptr<Communicator> connect(const py::object& store, const WorldOption
   address.mode = options.mode;
   address.tuning = options.tuning;
   address.mpi = options.mpi;
-  address.wire = wire_name(options.wire);
+  address.wire = comm_dtype_name(options.comm_dtype);
   address.build = build_text(sizeof(Descriptor));
   CommunicatorOptions communicator;
   communicator.mode = options.mode;
   if (options.tuning != "off") communicator.tuning = options.tuning;  // off: compared with the others only
-  communicator.wire = options.wire;
+  communicator.comm_dtype = options.comm_dtype;
   communicator.timeout = options.timeout;
   communicator.stall_warning = options.stall_warning;
   communicator.warn = warner(options.warn);
@@ -140,7 +140,7 @@ void bind_connect(py::module_& module) {
       .def_readwrite("mode", &WorldOptions::mode)
       .def_readwrite("tuning", &WorldOptions::tuning)
       .def_readwrite("mpi", &WorldOptions::mpi)
-      .def_readwrite("wire", &WorldOptions::wire)
+      .def_readwrite("wire", &WorldOptions::comm_dtype)
       .def_readwrite("timeout", &WorldOptions::timeout)
       .def_readwrite("stall_warning", &WorldOptions::stall_warning)
       .def_readwrite("warn", &WorldOptions::warn);

@@ -3,7 +3,7 @@
 #include <cxxabi.h>
 #include <unistd.h>
 
-#include "binding/fork_gate.h"
+#include "binding/fork_lock.h"
 
 namespace multiring::binding {
 namespace {
@@ -14,7 +14,7 @@ auto take_or_stop(const Take& take) {
   try {
     return take();
   } catch (abi::__forced_unwind&) {
-    for (;;) ::pause();  // to go on unwinding would leave this function
+    for (;;) ::pause();  // further unwinding would leave this function
   }
 }
 
@@ -31,7 +31,7 @@ GilAcquire::GilAcquire() : native_(PyGILState_GetThisThreadState() == nullptr) {
     state_ = take_or_stop([] { return PyGILState_Ensure(); });
     return;
   }
-  const ForkGate::Passage passage;
+  const ForkLock::Shared shared;
   state_ = take_or_stop([] { return PyGILState_Ensure(); });
 }
 
@@ -40,9 +40,9 @@ GilAcquire::~GilAcquire() {
     PyGILState_Release(state_);
     return;
   }
-  // Without the lock: the thread that forks waits for the threads in the gate, and then needs the lock.
+  // Without the GIL: the forking thread waits for the holders of ForkLock, and then needs the GIL.
   PyThreadState* const state = PyEval_SaveThread();
-  const ForkGate::Passage passage;
+  const ForkLock::Shared shared;
   take_or_stop([state] { PyEval_RestoreThread(state); });
   PyGILState_Release(state_);
 }

@@ -1,10 +1,10 @@
 #include <pybind11/pybind11.h>
 
+#include "binding/arrays/result.h"
 #include "binding/communicator.h"
 #include "binding/errors.h"
-#include "binding/fork_gate.h"
+#include "binding/fork_lock.h"
 #include "binding/operation.h"
-#include "binding/result.h"
 
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The native core of multiring. Use the multiring package instead.";
@@ -17,5 +17,5 @@ PYBIND11_MODULE(_core, module) {
   multiring::binding::bind_connect(module);
   multiring::binding::bind_network(module);
   multiring::binding::bind_plan(module);
-  multiring::binding::bind_fork_gate(module);
+  multiring::binding::bind_fork_lock(module);
 }

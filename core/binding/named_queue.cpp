@@ -61,7 +61,7 @@ bool is_broken(const PyNamedQueue& self) {
 
 void bind_named_queue(py::module_& module) {
   using Released = py::call_guard<GilRelease>;
-  // The destructor joins threads, which may need the GIL to let go of arrays.
+  // The destructor joins threads, which may need the GIL to release arrays.
   py::class_<PyNamedQueue>(module, "NamedQueue", "Operations matched by name.",
                            py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&create), py::arg("communicator"), py::arg("name"), py::arg("timeout"), "Collective.")

@@ -8,10 +8,10 @@
 
 #include "base/checksum.h"
 #include "base/cpu.h"
-#include "base/streaming_copy.h"
-#include "binding/dlpack.h"
+#include "base/kernels/streaming_copy.h"
+#include "binding/arrays/dlpack.h"
+#include "binding/arrays/result.h"
 #include "binding/gil.h"
-#include "binding/result.h"
 
 namespace multiring::binding {
 namespace {
@@ -54,7 +54,7 @@ void PyOperation::set_output(py::handle array) {
   ArrayView view(array, true);
   if (!view.contiguous()) throw_usage(kContiguousOnly);
   Descriptor& descriptor = operation.descriptor;
-  if (operation.input == nullptr && views->empty()) {  // recv: the output tells what is expected
+  if (operation.input == nullptr && views->empty()) {  // recv: the output says what is expected
     view.describe_in(descriptor);
     descriptor.key.count = view.count();
   } else if (view.dtype() != descriptor.dtype) {
@@ -73,7 +73,7 @@ void PyOperation::set_output(py::handle array) {
 }
 
 bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle output, ReduceOp op,
-                       std::string_view name, double prescale, double postscale, Wire wire) {
+                       std::string_view name, double prescale, double postscale, CommDtype comm_dtype) {
   const bool in_place = output.is(input);
   ArrayView in(input, in_place);
   ArrayView out = in_place ? ArrayView() : ArrayView(output, true);
@@ -85,7 +85,7 @@ bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle outpu
   descriptor.key.op = op;
   descriptor.key.prescale = prescale;
   descriptor.key.postscale = postscale;
-  descriptor.key.wire = wire;
+  descriptor.key.comm_dtype = comm_dtype;
   descriptor.set_name(name);
   if (!in_place && out.dtype() != in.dtype())
     throw_usage(std::string("out has dtype ") + dtype_name(out.dtype()) + ", the input " +
@@ -206,11 +206,11 @@ void bind_operation(py::module_& module) {
       .value("MIN", ReduceOp::kMin)
       .value("MAX", ReduceOp::kMax)
       .value("PRODUCT", ReduceOp::kProduct);
-  py::enum_<Wire>(module, "Wire", "As what float32 crosses from host to host.")
-      .value("DEFAULT", Wire::kDefault)
-      .value("FLOAT32", Wire::kFloat32)
-      .value("FLOAT16", Wire::kFloat16)
-      .value("BFLOAT16", Wire::kBFloat16);
+  py::enum_<CommDtype>(module, "Wire", "As what float32 crosses from host to host.")
+      .value("DEFAULT", CommDtype::kDefault)
+      .value("FLOAT32", CommDtype::kFloat32)
+      .value("FLOAT16", CommDtype::kFloat16)
+      .value("BFLOAT16", CommDtype::kBFloat16);
   module.def(
       "checksum",
       [](std::uintptr_t address, std::size_t nbytes, std::uint64_t seed) {
@@ -244,11 +244,11 @@ void bind_operation(py::module_& module) {
       .def("set_output", &PyOperation::set_output, py::arg("array"))
       .def(
           "set_reduction",
-          [](PyOperation& self, ReduceOp op, double prescale, double postscale, Wire wire) {
+          [](PyOperation& self, ReduceOp op, double prescale, double postscale, CommDtype comm_dtype) {
             self.operation.descriptor.key.op = op;
             self.operation.descriptor.key.prescale = prescale;
             self.operation.descriptor.key.postscale = postscale;
-            self.operation.descriptor.key.wire = wire;
+            self.operation.descriptor.key.comm_dtype = comm_dtype;
           },
           py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("wire"))
       .def(

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "binding/array_view.h"
+#include "binding/arrays/array_view.h"
 #include "collective/operation.h"
 
 namespace multiring::binding {
@@ -23,7 +23,7 @@ struct PyOperation {
 
 /// Fills in what allreduce needs. False: an array is not contiguous, nothing was done.
 bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle output, ReduceOp op,
-                       std::string_view name, double prescale, double postscale, Wire wire);
+                       std::string_view name, double prescale, double postscale, CommDtype comm_dtype);
 
 void bind_operation(py::module_& module);
 

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "binding/array_view.h"
+#include "binding/arrays/array_view.h"
 #include "engine/work.h"
 
 namespace multiring::binding {
@@ -16,7 +16,7 @@ struct PyWork {
   pid_t process = ::getpid();
 };
 
-/// Arrays held by work may be let go on the progress thread.
+/// Arrays held by work may be released on the progress thread.
 std::shared_ptr<void> keep_alive(std::shared_ptr<std::vector<ArrayView>> views, py::object owners = {});
 
 }  // namespace multiring::binding

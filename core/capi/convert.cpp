@@ -15,7 +15,7 @@ namespace {
 static_assert(MR_FLOAT64 == static_cast<int>(DType::kFloat64) &&
               MR_BFLOAT16 == static_cast<int>(DType::kBFloat16));
 static_assert(MR_PRODUCT == static_cast<int>(ReduceOp::kProduct));
-static_assert(MR_WIRE_BFLOAT16 == static_cast<int>(Wire::kBFloat16));
+static_assert(MR_COMM_DTYPE_BFLOAT16 == static_cast<int>(CommDtype::kBFloat16));
 static_assert(MR_RECV == static_cast<int>(OpKind::kReceive) &&
               MR_BARRIER == static_cast<int>(OpKind::kBarrier));
 static_assert(MR_INTERNAL == static_cast<int>(ErrorKind::kInternal));
@@ -71,8 +71,8 @@ Operation convert(const mr_operation& asked, int size) {
   if (asked.dtype < MR_BOOL || asked.dtype > MR_FLOAT64)
     refuse("unknown dtype " + std::to_string(asked.dtype));
   if (asked.op < MR_SUM || asked.op > MR_PRODUCT) refuse("unknown reduction " + std::to_string(asked.op));
-  if (asked.wire < MR_WIRE_DEFAULT || asked.wire > MR_WIRE_BFLOAT16)
-    refuse("unknown wire " + std::to_string(asked.wire));
+  if (asked.comm_dtype < MR_COMM_DTYPE_DEFAULT || asked.comm_dtype > MR_COMM_DTYPE_BFLOAT16)
+    refuse("unknown comm_dtype " + std::to_string(asked.comm_dtype));
   if (asked.dims < 0 || asked.dims > Descriptor::kMaxDims || (asked.dims > 0 && asked.shape == nullptr))
     refuse("dims must be 0 to 8, with a shape");
   check_extent(asked, dtype_size(static_cast<DType>(asked.dtype)));
@@ -85,7 +85,7 @@ Operation convert(const mr_operation& asked, int size) {
   std::copy_n(asked.shape, asked.dims, descriptor.shape.begin());
   descriptor.key.kind = static_cast<OpKind>(asked.kind);
   descriptor.key.root = asked.root;
-  descriptor.key.wire = static_cast<Wire>(asked.wire);
+  descriptor.key.comm_dtype = static_cast<CommDtype>(asked.comm_dtype);
   if (asked.kind == MR_ALLREDUCE || asked.kind == MR_REDUCE_SCATTER) {
     descriptor.key.op = static_cast<ReduceOp>(asked.op);
     descriptor.key.prescale = asked.prescale;

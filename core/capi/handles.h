@@ -31,7 +31,7 @@ namespace multiring {
 /// Fills *error (unless that is null) and returns its status.
 mr_status report(mr_error* error, ErrorKind kind, const char* message, const ErrorContext& context);
 [[noreturn]] void refuse(const std::string& message);
-/// Raises a usage error where a caller's operation makes no sense.
+/// Raises a usage error for an invalid operation.
 Operation convert(const mr_operation& asked, int size);
 
 /// No exception leaves the C ABI.

@@ -97,7 +97,7 @@ mr_status mr_queue_submit(mr_queue* queue, const char* name, const mr_operation*
 }
 
 mr_status mr_queue_submit_ordered(mr_queue* queue, const char* name, const mr_operation* operations,
-                                  int count, int priority, uint64_t step, uint64_t place, mr_done done,
+                                  int count, int priority, uint64_t step, uint64_t position, mr_done done,
                                   void* context, mr_error* error) {
   return multiring::guarded(error, [&] {
     if (name == nullptr || count < 1) multiring::refuse("a named submission needs a name and operations");
@@ -106,7 +106,7 @@ mr_status mr_queue_submit_ordered(mr_queue* queue, const char* name, const mr_op
     request.name = name;
     request.priority = priority;
     request.step = step;
-    request.place = place;
+    request.position = position;
     request.done = multiring::calling(done, context);
     for (int i = 0; i < count; ++i)
       request.operations.push_back(multiring::convert(operations[i], queue->size()));

@@ -8,8 +8,8 @@
 #include "base/export.h"
 #include "engine/named_queue.h"
 
-/// A named queue as the C ABI sees it. It outlives the queue itself: an address that was handed on stays
-/// good, and what is submitted through it after the end is refused.
+/// A named queue of the C ABI. It outlives the queue itself: its address stays valid, and later submissions
+/// are refused.
 struct MULTIRING_API mr_queue {
  public:
   explicit mr_queue(std::shared_ptr<multiring::NamedQueue> queue);
@@ -20,7 +20,7 @@ struct MULTIRING_API mr_queue {
   bool is_closed() const;
   /// Raises an error of kind aborted after close, of kind usage in a forked child.
   std::shared_ptr<multiring::NamedQueue> get() const;
-  /// Closes the queue and lets go of it. False: called on a thread of the queue, so only begun.
+  /// Closes and releases the queue. False: called on a thread of the queue, so only begun.
   bool close();
   /// To be called in a forked child.
   void abandon();

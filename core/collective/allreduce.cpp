@@ -1,50 +1,52 @@
-// The way of an allreduce depends on the size and on where ranks and buffers lie, as all ranks read in each
-// other's descriptors, so all take the same; the bits of the result do not depend on it, for every way adds
-// in the canonical order (base/reduction.h), and rounds the same sums where the wire is narrower.
+// The algorithm depends on the size and on where ranks and buffers are, which all ranks read in each other's
+// descriptors, so all choose the same. The bits of the result do not depend on it: every algorithm adds in
+// the canonical order (base/reduction.h), and rounds the same sums with a half-precision comm_dtype.
 //
 //   direct   all buffers in symmetric memory: rank i reduces slice i of all inputs and writes it to all
 //            outputs, between two synchronisations; no byte is copied.
-//   staged   through staging memory: collective/staged_allreduce.h.
-//   planned  across hosts, by messages: collective/cluster_allreduce.h.
+//   staged   through staging memory: collective/staged/allreduce.h.
+//   planned  across hosts, by messages: collective/cluster/allreduce.h.
+
+#include "collective/cluster/allreduce.h"
 
 #include <algorithm>
 
-#include "collective/cluster_allreduce.h"
 #include "collective/collectives.h"
-#include "collective/integer_average.h"
-#include "collective/rank_pointers.h"
-#include "collective/staged_allreduce.h"
+#include "collective/staged/allreduce.h"
+#include "collective/sums/integer_average.h"
+#include "collective/sums/rank_pointers.h"
 #include "topology/chunks.h"
 
 namespace multiring {
 namespace {
 
-// From here on two synchronisations cost less than to stage. Where ranks outnumber the cores, a
-// synchronisation is a change of processes.
+// From this size on two synchronisations cost less than staging. Where ranks outnumber the cores, a
+// synchronisation is a context switch.
 constexpr std::size_t kDirectFrom = kLeastSymmetricBytes;
 constexpr std::size_t kDirectFromCrowded = 8 * 1024;
 constexpr std::size_t kCacheLine = 64;
 
-// Below both one round of all ranks takes the place of a plan's several: of an array, and of all ranks'
-// arrays, which such a round brings to every host. Estimated, not measured.
+// Below both sizes, of an array and of all ranks' arrays together, one round of staging memory costs less
+// than a plan's several messages. Estimated, not measured.
 constexpr std::size_t kPlannedFrom = 16 * 1024;
 constexpr std::size_t kPlannedFromAll = 128 * 1024;
 
-/// Two ranks send each other everything either way, but in a plan they can send it narrower.
+/// Two ranks send each other everything in both cases, but only a plan can send half precision.
 bool planned(Exchange& exchange, const Descriptor& descriptor) {
   const Transport& transport = exchange.transport();
   const std::size_t bytes = descriptor.bytes;
   if (transport.shares_memory()) return false;
-  const bool rounded = is_rounded(descriptor.key.wire);
-  if (const Way* const way = exchange.plans().way(bytes, rounded); way != nullptr)
-    return bytes > 0 && !way->rounds;
+  const bool rounded = is_rounded(descriptor.key.comm_dtype);
+  if (const AllreduceAlgorithm* const algorithm = exchange.plans().algorithm(bytes, rounded);
+      algorithm != nullptr)
+    return bytes > 0 && !algorithm->staged;
   const std::size_t of_each = kPlannedFromAll / static_cast<std::size_t>(exchange.size());
   return (exchange.size() > 2 || rounded) &&
          bytes > std::min({kPlannedFrom, of_each, transport.staging_bytes()});
 }
 
-/// In the round after that in which all ranks have been found to ask for the same.
-void run_planned(Exchange& exchange, const Call& call, std::span<Operation* const> operations) {
+/// After the round in which all ranks asked for the same.
+void run_planned(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations) {
   const PieceList pieces(operations);
   ClusterAllreduce(exchange, call, operations, pieces, *exchange.transport().hierarchy()).run();
 }
@@ -70,7 +72,7 @@ SymmetricRanks symmetric_ranks(const Exchange& exchange) {
   return all ? SymmetricRanks::kAll : any ? SymmetricRanks::kSome : SymmetricRanks::kNone;
 }
 
-void reduce_direct(Exchange& exchange, const Call& call, const Operation& operation) {
+void reduce_direct(Exchange& exchange, const OperationCall& call, const Operation& operation) {
   const auto size = static_cast<std::size_t>(exchange.size());
   const std::size_t element = operation.element_size();
   const Range slice = aligned_block_range(operation.descriptor.key.count, size,
@@ -99,7 +101,7 @@ void reduce_alone(const Operation& operation) {
 
 }  // namespace
 
-void allreduce(Exchange& exchange, const Call& call, Operation& operation) {
+void allreduce(Exchange& exchange, const OperationCall& call, Operation& operation) {
   if (averages_integers(operation.descriptor) && !operation.is_widened)
     return average_integers(exchange, call, operation, allreduce);
   if (exchange.size() == 1) return reduce_alone(operation);
@@ -120,7 +122,7 @@ void allreduce(Exchange& exchange, const Call& call, Operation& operation) {
   exchange.require_match(call);
   const SymmetricRanks symmetric = large ? symmetric_ranks(exchange) : SymmetricRanks::kNone;
   if (symmetric == SymmetricRanks::kAll) {
-    exchange.throw_if_aborted(call);  // do not write into buffers of a peer that has given up meanwhile
+    exchange.throw_if_aborted(call);  // do not write into buffers of a peer that has failed meanwhile
     return reduce_direct(exchange, call, operation);
   }
   if (symmetric == SymmetricRanks::kSome) {  // those with symmetric buffers have not staged anything yet
@@ -142,7 +144,7 @@ Descriptor fused_descriptor(std::span<Operation* const> operations) {
     const Descriptor& one = operation->descriptor;
     names += (names.empty() ? "" : ", ") + std::string(one.name_view()) + "[" +
              std::to_string(one.key.count) + "]";
-    // The sequence of each: nameless ones of the same count must not be taken for each other.
+    // With the sequence: unnamed ones of the same count must not match each other.
     hash =
         ((hash ^ one.key.name_hash) * 0x100000001b3ULL ^ one.key.sequence) * 0x100000001b3ULL + one.key.count;
     count += one.key.count;
@@ -156,7 +158,7 @@ Descriptor fused_descriptor(std::span<Operation* const> operations) {
   return fused;
 }
 
-void fused_allreduce(Exchange& exchange, const Call& call, std::span<Operation* const> operations) {
+void fused_allreduce(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations) {
   if (planned(exchange, call.descriptor)) {
     exchange.begin(call.descriptor);
     exchange.synchronise(call);

@@ -2,16 +2,16 @@
 #include <cstring>
 #include <vector>
 
-#include "collective/cluster_copy.h"
+#include "collective/cluster/copy.h"
 #include "collective/collectives.h"
 #include "collective/gathers.h"
-#include "collective/staged_copy.h"
+#include "collective/staged/copy.h"
 
 namespace multiring {
 
-// The first round carries everybody's splits in staging memory, the following ones the rows, one lane for
+// The first round carries every rank's splits in staging memory, the following ones the rows, one lane for
 // each reader.
-void alltoall(Exchange& exchange, const Call& call, Operation& operation) {
+void alltoall(Exchange& exchange, const OperationCall& call, Operation& operation) {
   const auto size = static_cast<std::size_t>(exchange.size());
   const auto self = static_cast<std::size_t>(exchange.rank());
   const std::size_t row_bytes = operation.descriptor.key.count * operation.element_size();
@@ -21,10 +21,10 @@ void alltoall(Exchange& exchange, const Call& call, Operation& operation) {
                 "MULTIRING_STAGING_BYTES is too small for an alltoall of " + std::to_string(size) + " ranks");
 
   std::vector<StagedCopy::Outgoing> outgoing(size);
-  const std::byte* place = operation.input;
+  const std::byte* next = operation.input;
   for (std::size_t rank = 0; rank < size; ++rank) {
-    outgoing[rank] = {place, operation.splits[rank] * row_bytes};
-    place += outgoing[rank].bytes;
+    outgoing[rank] = {next, operation.splits[rank] * row_bytes};
+    next += outgoing[rank].bytes;
   }
   exchange.begin(operation.descriptor);
   std::memcpy(exchange.staging(exchange.rank()), operation.splits.data(), table_bytes);

@@ -2,7 +2,7 @@
 
 namespace multiring {
 
-void barrier(Exchange& exchange, const Call& call) {
+void barrier(Exchange& exchange, const OperationCall& call) {
   exchange.begin(call.descriptor);
   exchange.synchronise(call);
   exchange.require_match(call);

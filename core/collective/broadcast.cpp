@@ -1,9 +1,10 @@
+#include "collective/cluster/broadcast.h"
+
 #include <cstring>
 #include <vector>
 
-#include "collective/cluster_broadcast.h"
 #include "collective/collectives.h"
-#include "collective/staged_copy.h"
+#include "collective/staged/copy.h"
 
 namespace multiring {
 namespace {
@@ -16,11 +17,11 @@ void keep(const Operation& operation, bool is_root) {
 
 }  // namespace
 
-void broadcast(Exchange& exchange, const Call& call, Operation& operation) {
+void broadcast(Exchange& exchange, const OperationCall& call, Operation& operation) {
   const int root = operation.descriptor.key.root;
   const std::size_t bytes = operation.descriptor.bytes;
   const bool is_root = exchange.rank() == root;
-  if (ClusterBroadcast::pays(exchange.transport(), bytes)) {
+  if (ClusterBroadcast::is_worthwhile(exchange.transport(), bytes)) {
     exchange.begin(operation.descriptor);
     exchange.synchronise(call);
     exchange.require_match(call);

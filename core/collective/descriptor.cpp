@@ -14,10 +14,10 @@ const char* op_kind_name(OpKind kind) {
   return index < kOpKindCount ? kNames[index] : "unknown operation";
 }
 
-const char* wire_name(Wire wire) {
-  static constexpr const char* kNames[kWireCount] = {"default", "float32", "float16", "bfloat16"};
-  const auto index = static_cast<std::size_t>(wire);
-  return index < kWireCount ? kNames[index] : "unknown";
+const char* comm_dtype_name(CommDtype comm_dtype) {
+  static constexpr const char* kNames[kCommDtypeCount] = {"default", "float32", "float16", "bfloat16"};
+  const auto index = static_cast<std::size_t>(comm_dtype);
+  return index < kCommDtypeCount ? kNames[index] : "unknown";
 }
 
 void Descriptor::set_name(std::string_view text) {
@@ -40,7 +40,7 @@ bool same_key(const MatchKey& a, const MatchKey& b) { return std::memcmp(&a, &b,
 bool is_plausible(const Descriptor& descriptor) {
   return static_cast<int>(descriptor.key.kind) < kOpKindCount &&
          static_cast<int>(descriptor.key.op) < kReduceOpCount &&
-         static_cast<int>(descriptor.key.wire) < kWireCount &&
+         static_cast<int>(descriptor.key.comm_dtype) < kCommDtypeCount &&
          static_cast<int>(descriptor.dtype) < kDTypeCount && descriptor.dims <= Descriptor::kMaxDims;
 }
 
@@ -64,7 +64,8 @@ std::string describe(const Descriptor& descriptor) {
     if (descriptor.key.prescale != 1.0) text += " prescale " + std::to_string(descriptor.key.prescale);
     if (descriptor.key.postscale != 1.0) text += " postscale " + std::to_string(descriptor.key.postscale);
   }
-  if (is_rounded(descriptor.key.wire)) text += std::string(" wire ") + wire_name(descriptor.key.wire);
+  if (is_rounded(descriptor.key.comm_dtype))
+    text += std::string(" comm_dtype ") + comm_dtype_name(descriptor.key.comm_dtype);
   if (descriptor.key.root >= 0) text += " root " + std::to_string(descriptor.key.root);
   if (kind == OpKind::kBarrier || kind == OpKind::kSplit) return text;
   text += std::string(" ") + dtype_name(descriptor.dtype) + "[";

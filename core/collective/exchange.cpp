@@ -20,12 +20,12 @@ std::string describe_request(const Descriptor& descriptor) {
   return describe(descriptor) + " (asynchronous operation " + std::to_string(descriptor.key.sequence) + ")";
 }
 
-/// Of memory that may be written meanwhile: the caller finds out. Sanitizers are not to know.
+/// Copies memory that may be written meanwhile; the caller checks for that. Hidden from sanitizers.
 __attribute__((no_sanitize("thread"))) Descriptor copy_unsynchronised(const std::byte* from) {
   std::array<std::uint64_t, sizeof(Descriptor) / sizeof(std::uint64_t)> words;
   static_assert(sizeof words == sizeof(Descriptor));
   const auto* begin = reinterpret_cast<const std::uint64_t*>(from);
-  // Acquire: what is looked at next is looked at after all of this.
+  // Acquire: later loads come after these.
   for (std::size_t i = 0; i < words.size(); ++i) words[i] = __atomic_load_n(begin + i, __ATOMIC_ACQUIRE);
   Descriptor copy;
   std::memcpy(static_cast<void*>(&copy), words.data(), sizeof copy);
@@ -42,15 +42,15 @@ void Exchange::begin(const Descriptor& descriptor) {
   header->round = round_;
 }
 
-void Exchange::synchronise(const Call& call) {
+void Exchange::synchronise(const OperationCall& call) {
   transport_.arrive(round_, staged_);
   const WaitResult result = transport_.await_all(round_, call.waiting);
   if (!result.ok()) throw_for(call, result);
 }
 
-void Exchange::synchronise_again(const Call& call) {
+void Exchange::synchronise_again(const OperationCall& call) {
   transport_.arrive(round_, staged_);
-  call.waiting.deadline.start();  // or the copy's clock alone would run, anew in each exchange
+  call.waiting.deadline.start();  // or only the copy's clock would run, anew each time
   Waiting waiting = call.waiting;
   waiting.brief = true;
   const WaitResult result = transport_.await_all(round_, waiting);
@@ -64,9 +64,9 @@ bool Exchange::all_match() const {
   return true;
 }
 
-void Exchange::require_match(const Call& call) const {
+void Exchange::require_match(const OperationCall& call) const {
   for (int peer = 0; peer < size(); ++peer)
-    if (!is_plausible(descriptor(peer))) throw_garbled(call, peer);
+    if (!is_plausible(descriptor(peer))) throw_corrupt(call, peer);
   if (all_match()) return;
   std::uint64_t least = descriptor(0).submitted;
   bool alike = true;
@@ -79,10 +79,10 @@ void Exchange::require_match(const Call& call) const {
     least = std::min(least, theirs.submitted);
   }
   if (alike && !fused) throw_mismatch(call);
-  throw NotYetAgreed{least, alike};
+  throw ChoiceMismatch{least, alike};
 }
 
-void Exchange::throw_mismatch(const Call& call) const {
+void Exchange::throw_mismatch(const OperationCall& call) const {
   std::map<std::string, std::vector<int>> asked;
   int other = -1;
   for (int peer = 0; peer < size(); ++peer) {
@@ -103,7 +103,7 @@ void Exchange::throw_mismatch(const Call& call) const {
   throw Error(ErrorKind::kMismatch, text, context(call, other));
 }
 
-void Exchange::throw_garbled(const Call& call, int peer) const {
+void Exchange::throw_corrupt(const OperationCall& call, int peer) const {
   throw Error(ErrorKind::kInternal,
               where(call) + ": what " + name_of(peer) + " on " + transport_.host(peer) +
                   " asked for makes no sense. Do all ranks run the same version of multiring? Compare "
@@ -111,7 +111,7 @@ void Exchange::throw_garbled(const Call& call, int peer) const {
               context(call, peer));
 }
 
-void Exchange::throw_for(const Call& call, const WaitResult& result) const {
+void Exchange::throw_for(const OperationCall& call, const WaitResult& result) const {
   switch (result.outcome) {
     case WaitResult::Outcome::kTimeout:
       throw_timeout(call);
@@ -129,15 +129,15 @@ void Exchange::throw_for(const Call& call, const WaitResult& result) const {
   throw Error(ErrorKind::kInternal, "a wait failed for no known reason on " + where(call), context(call, -1));
 }
 
-void Exchange::throw_within(const Call& call, const Error& error, const std::string& what) const {
+void Exchange::throw_within(const OperationCall& call, const Error& error, const std::string& what) const {
   throw Error(error.kind(), where(call) + what + ": " + error.what(), context(call, -1));
 }
 
-void Exchange::throw_usage_of(const Call& call, const std::string& what) const {
+void Exchange::throw_usage_of(const OperationCall& call, const std::string& what) const {
   throw Error(ErrorKind::kUsage, where(call) + ": " + what, context(call, -1));
 }
 
-void Exchange::throw_for_peer(const Call& call, const WaitResult& result, int peer) const {
+void Exchange::throw_for_peer(const OperationCall& call, const WaitResult& result, int peer) const {
   if (result.outcome != WaitResult::Outcome::kTimeout) throw_for(call, result);
   throw Error(
       ErrorKind::kTimeout,
@@ -148,7 +148,7 @@ void Exchange::throw_for_peer(const Call& call, const WaitResult& result, int pe
       context(call, peer));
 }
 
-void Exchange::throw_on_the_way(const Call& call, const WaitResult& result, int peer) const {
+void Exchange::throw_in_progress(const OperationCall& call, const WaitResult& result, int peer) const {
   if (result.outcome != WaitResult::Outcome::kTimeout) throw_for(call, result);
   const std::string late = peer < 0 ? "other ranks"
                                     : name_of(peer) + " on " + transport_.host(peer) + " (process " +
@@ -162,32 +162,32 @@ void Exchange::throw_on_the_way(const Call& call, const WaitResult& result, int 
       context(call, peer));
 }
 
-std::string Exchange::describe_wait(const Call& call, double waited) const {
+std::string Exchange::describe_wait(const OperationCall& call, double waited) const {
   const Missing absent = missing();
   std::string text = where(call) + ", has waited " + seconds_text(waited);
   if (!absent.late.empty())
-    text += " for " + late_list(absent, transport_);
+    text += " for " + missing_list(absent, transport_);
   else if (!absent.holding.empty())
-    text += ": " + held_up_text(absent.holding, transport_);
+    text += ": " + not_forwarded_text(absent.holding, transport_);
   constexpr std::size_t kMostListed = 4;
   for (std::size_t i = 0; i < std::min(absent.late.size(), kMostListed); ++i)
-    text += "; " + whereabouts(absent.late[i], ") was last in ");
+    text += "; " + last_operation_text(absent.late[i], ") was last in ");
   return text + "; set MULTIRING_STALL_WARNING to change or silence this warning";
 }
 
-void Exchange::throw_timeout(const Call& call) const {
+void Exchange::throw_timeout(const OperationCall& call) const {
   const Missing absent = missing();
-  if (absent.late.empty()) throw_held_up(call, absent);
+  if (absent.late.empty()) throw_not_forwarded(call, absent);
   std::vector<int> came;
   for (int peer = 0; peer < size(); ++peer)
     if (transport_.has_come(peer, round_)) came.push_back(peer);
   std::string text = where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + " for " +
-                     late_list(absent, transport_) + "; " + names_of(came) + " came and waited as well. ";
+                     missing_list(absent, transport_) + "; " + names_of(came) + " came and waited as well. ";
   for (const int peer : absent.late) {
-    std::string told =
-        whereabouts(peer, transport_.is_watched(peer) ? ", alive) was last in " : ") was last heard of in ");
-    told.front() = 'R';
-    text += told + ". ";
+    std::string last = last_operation_text(
+        peer, transport_.is_watched(peer) ? ", alive) was last in " : ") was last heard of in ");
+    last.front() = 'R';
+    text += last + ". ";
   }
   text += "See where it is with `py-spy dump --pid " +
           std::to_string(transport_.process_id(absent.late.front())) +
@@ -196,16 +196,16 @@ void Exchange::throw_timeout(const Call& call) const {
   throw Error(ErrorKind::kTimeout, text, context(call, absent.late.front()));
 }
 
-/// What ranks publish may pass through others, which may stop when they have come themselves.
-void Exchange::throw_held_up(const Call& call, const Missing& missing) const {
+/// What ranks publish may be forwarded by others, which may stop after they have come themselves.
+void Exchange::throw_not_forwarded(const OperationCall& call, const Missing& missing) const {
   throw Error(ErrorKind::kTimeout,
               where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + ": " +
-                  held_up_text(missing.holding, transport_) +
+                  not_forwarded_text(missing.holding, transport_) +
                   ". MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
               context(call, missing.holding.empty() ? -1 : missing.holding.front()));
 }
 
-void Exchange::throw_lost(const Call& call, const WaitResult& result) const {
+void Exchange::throw_lost(const OperationCall& call, const WaitResult& result) const {
   const int peer = result.peer;
   std::string died = result.peer_gone ? "nothing answers at its address: it has exited or died"
                                       : "its process has died (killed, crashed or out of memory)";
@@ -217,16 +217,16 @@ void Exchange::throw_lost(const Call& call, const WaitResult& result) const {
           (result.peer_left ? "it has shut down or exited while others still needed it (had it fewer batches "
                               "than the others?)"
                             : died) +
-          ". It was last in " + last_of(peer) + ". Look at that rank's output.",
+          ". It was last in " + last_operation(peer) + ". Look at that rank's output.",
       context(call, peer));
 }
 
-void Exchange::throw_if_aborted(const Call& call) const {
+void Exchange::throw_if_aborted(const OperationCall& call) const {
   AbortRecord record;
   if (transport_.aborted(&record)) throw_aborted(call, record);
 }
 
-void Exchange::throw_aborted(const Call& call, const AbortRecord& record) const {
+void Exchange::throw_aborted(const OperationCall& call, const AbortRecord& record) const {
   const bool own = record.origin == rank();
   throw Error(record.kind,
               (own ? std::string() : name_of(record.origin) + " stopped all ranks: ") + record.message +
@@ -234,13 +234,13 @@ void Exchange::throw_aborted(const Call& call, const AbortRecord& record) const 
               context(call, own ? -1 : record.origin));
 }
 
-std::string Exchange::whereabouts(int rank, const std::string& sign) const {
-  std::string text =
-      name_of(rank) + " (process " + std::to_string(transport_.process_id(rank)) + sign + last_of(rank);
-  const std::string elsewhere = elsewhere_ ? elsewhere_(rank) : "";
-  if (!elsewhere.empty())
-    text += ", and waits for this rank in " + elsewhere +
-            ": ranks have to use their communicators in the same order";
+std::string Exchange::last_operation_text(int rank, const std::string& status) const {
+  std::string text = name_of(rank) + " (process " + std::to_string(transport_.process_id(rank)) + status +
+                     last_operation(rank);
+  const std::string other = other_wait_ ? other_wait_(rank) : "";
+  if (!other.empty())
+    text +=
+        ", and waits for this rank in " + other + ": ranks have to use their communicators in the same order";
   return text;
 }
 
@@ -251,14 +251,14 @@ std::string Exchange::name_of(int rank) const {
   return names_of({rank});
 }
 
-std::string Exchange::where(const Call& call) const {
+std::string Exchange::where(const OperationCall& call) const {
   return name_of(rank()) + " on " + transport_.host(rank()) + ", in " + describe(call.descriptor) + " (" +
          std::to_string(call.descriptor.bytes) + " bytes) of communicator '" + communicator_ + "'";
 }
 
-std::string Exchange::last_of(int peer) const {
-  // A peer that lags writes the other of its two headers next, and this one only when it has come after all:
-  // then what was read may be of both.
+std::string Exchange::last_operation(int peer) const {
+  // A slow peer writes the other of its two headers next, and this one only after that round: then what was
+  // read may be a mix.
   for (;;) {
     const std::uint64_t round = transport_.arrived(peer);
     if (round == 0) return "init";
@@ -268,7 +268,7 @@ std::string Exchange::last_of(int peer) const {
   }
 }
 
-ErrorContext Exchange::context(const Call& call, int peer) const {
+ErrorContext Exchange::context(const OperationCall& call, int peer) const {
   ErrorContext context;
   context.rank = rank();
   context.peer = peer;

@@ -3,31 +3,32 @@
 #include <algorithm>
 #include <numeric>
 
-#include "collective/cluster_allgather.h"
-#include "collective/cluster_copy.h"
+#include "collective/cluster/allgather.h"
+#include "collective/cluster/copy.h"
 #include "collective/collectives.h"
 
 namespace multiring {
 
-std::vector<StagedCopy::Incoming> join_rows(const Exchange& exchange, const Call&, Operation& operation,
-                                            const std::vector<std::uint64_t>& rows, std::size_t row_bytes) {
+std::vector<StagedCopy::Incoming> join_rows(const Exchange& exchange, const OperationCall&,
+                                            Operation& operation, const std::vector<std::uint64_t>& rows,
+                                            std::size_t row_bytes) {
   operation.received = rows;
   const std::size_t total = std::accumulate(rows.begin(), rows.end(), std::size_t{0}) * row_bytes;
   if (operation.output == nullptr) {
     operation.result.allocate(total);
     operation.output = operation.result.data();
   } else if (operation.output_bytes != total) {
-    // The peers go on with the operation, so this rank has to break it for all.
+    // The peers continue with the operation, so this rank has to fail it for all.
     throw Error(ErrorKind::kMismatch,
                 "rank " + std::to_string(exchange.rank()) + ": out of " + describe(operation.descriptor) +
                     " has " + std::to_string(operation.output_bytes) + " bytes where the ranks send " +
-                    std::to_string(total) + " together; leave out away to have it allocated");
+                    std::to_string(total) + " together; omit out to have it allocated");
   }
   std::vector<StagedCopy::Incoming> incoming;
-  std::byte* place = operation.output;
+  std::byte* next = operation.output;
   for (const std::uint64_t count : rows) {
-    incoming.push_back({place, count * row_bytes});
-    place += count * row_bytes;
+    incoming.push_back({next, count * row_bytes});
+    next += count * row_bytes;
   }
   return incoming;
 }
@@ -40,8 +41,8 @@ std::vector<std::uint64_t> rows_of_all(const Exchange& exchange) {
   return rows;
 }
 
-/// A large gather across hosts: by messages, so that what the root alone wants goes nowhere else.
-void gather_by_messages(Exchange& exchange, const Call& call, const Operation& operation,
+/// A large gather across hosts: messages go to the root's host only.
+void gather_by_messages(Exchange& exchange, const OperationCall& call, const Operation& operation,
                         const std::vector<StagedCopy::Incoming>& incoming, std::size_t longest) {
   const Transport& transport = exchange.transport();
   const int root = operation.descriptor.key.root;
@@ -52,16 +53,17 @@ void gather_by_messages(Exchange& exchange, const Call& call, const Operation& o
 }
 
 /// Allgather and gather: every rank stages its piece; all ranks, or the root only, take all pieces.
-void gather_pieces(Exchange& exchange, const Call& call, Operation& operation, bool wanted) {
+void gather_pieces(Exchange& exchange, const OperationCall& call, Operation& operation, bool wanted) {
   const bool to_root = operation.descriptor.key.kind == OpKind::kGather;
   const auto by_messages = [&](std::size_t piece) {
     const Transport& transport = exchange.transport();
-    return to_root ? worth_messages(transport, piece, piece) : ClusterAllgather::pays(transport, piece);
+    return to_root ? worth_messages(transport, piece, piece)
+                   : ClusterAllgather::is_worthwhile(transport, piece);
   };
   const StagedCopy::Outgoing outgoing[] = {{operation.input, operation.descriptor.bytes}};
   StagedCopy copy(exchange, call, outgoing);
   exchange.begin(operation.descriptor);
-  // Where this piece goes by messages all do: the longest decides.
+  // All pieces are sent by messages if this one is: the longest decides.
   if (!by_messages(operation.descriptor.bytes)) copy.fill_first();
   exchange.synchronise(call);
   exchange.require_match(call);
@@ -78,11 +80,11 @@ void gather_pieces(Exchange& exchange, const Call& call, Operation& operation, b
 
 }  // namespace
 
-void allgather(Exchange& exchange, const Call& call, Operation& operation) {
+void allgather(Exchange& exchange, const OperationCall& call, Operation& operation) {
   gather_pieces(exchange, call, operation, true);
 }
 
-void gather(Exchange& exchange, const Call& call, Operation& operation) {
+void gather(Exchange& exchange, const OperationCall& call, Operation& operation) {
   gather_pieces(exchange, call, operation, exchange.rank() == operation.descriptor.key.root);
 }
 

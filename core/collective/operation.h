@@ -11,7 +11,7 @@
 
 namespace multiring {
 
-/// Memory for a result whose size is known only when all ranks have come.
+/// Memory for a result whose size is known only after the ranks have compared descriptors.
 class ResultBuffer {
  public:
   void allocate(std::size_t bytes) {
@@ -31,10 +31,10 @@ class ResultBuffer {
   std::size_t bytes_ = 0;
 };
 
-/// A part of an array that does not lie in one run of memory: whole elements.
+/// Whole elements of an array that is not contiguous.
 struct Piece {
   const std::byte* input;
-  std::byte* output;  ///< may be the input; null: not wanted
+  std::byte* output;  ///< may be the input; null: no result wanted
   std::size_t bytes;
 };
 
@@ -55,9 +55,9 @@ struct Operation {
   // Kept so that the memory stays mapped while peers use it.
   std::shared_ptr<SymmetricRegion> input_region;
   std::shared_ptr<SymmetricRegion> output_region;
-  bool is_widened = false;  ///< int64 is added up for elements of another type (collective/integer_average.h)
+  bool is_widened = false;  ///< sums are int64 for another dtype (sums/integer_average.h)
 
-  /// Type of what is added up or moved.
+  /// Dtype of what is added or moved.
   DType dtype() const { return is_widened ? DType::kInt64 : descriptor.dtype; }
   std::size_t element_size() const { return dtype_size(dtype()); }
   Reduction reduction() const {

@@ -13,21 +13,22 @@ struct PointToPoint::Envelope {
   std::int64_t tag = 0;
 };
 
-/// The right to use a lane. Another thread may hold it for as long as its own call waits, so this waits like
-/// any call.
-class PointToPoint::Passage {
+/// Exclusive use of a mailbox. Another thread may hold it as long as its own call waits, so taking it waits
+/// like any call.
+class PointToPoint::MailboxLock {
  public:
-  Passage(const Exchange& exchange, Lane& lane, const Call& call, int peer) : lane_(lane) {
+  MailboxLock(const Exchange& exchange, MailboxState& mailbox, const OperationCall& call, int peer)
+      : mailbox_(mailbox) {
     constexpr std::chrono::milliseconds kTick(50);
-    std::unique_lock lock(lane.mutex);
+    std::unique_lock lock(mailbox.mutex);
     // A signal handler that interrupts a call of its own thread would wait for itself.
-    if (lane.busy && lane.owner == std::this_thread::get_id())
+    if (mailbox.busy && mailbox.owner == std::this_thread::get_id())
       exchange.throw_usage_of(call,
                               "called from a signal handler that interrupts another one to the same rank");
-    if (lane.busy) call.waiting.deadline.start();
-    while (lane.busy) {
-      lane.idle.wait_for(lock, kTick);
-      if (!lane.busy) break;
+    if (mailbox.busy) call.waiting.deadline.start();
+    while (mailbox.busy) {
+      mailbox.idle.wait_for(lock, kTick);
+      if (!mailbox.busy) break;
       lock.unlock();
       call.waiting.check_interrupt();
       exchange.throw_if_aborted(call);
@@ -37,21 +38,21 @@ class PointToPoint::Passage {
         exchange.throw_for_peer(call, {WaitResult::Outcome::kTimeout, peer, false}, peer);
       lock.lock();
     }
-    lane.busy = true;
-    lane.owner = std::this_thread::get_id();
+    mailbox.busy = true;
+    mailbox.owner = std::this_thread::get_id();
   }
-  ~Passage() {
+  ~MailboxLock() {
     {
-      const std::lock_guard lock(lane_.mutex);
-      lane_.busy = false;
+      const std::lock_guard lock(mailbox_.mutex);
+      mailbox_.busy = false;
     }
-    lane_.idle.notify_one();
+    mailbox_.idle.notify_one();
   }
-  Passage(const Passage&) = delete;
-  Passage& operator=(const Passage&) = delete;
+  MailboxLock(const MailboxLock&) = delete;
+  MailboxLock& operator=(const MailboxLock&) = delete;
 
  private:
-  Lane& lane_;
+  MailboxState& mailbox_;
 };
 
 PointToPoint::PointToPoint(Exchange& exchange)
@@ -61,16 +62,16 @@ PointToPoint::PointToPoint(Exchange& exchange)
   static_assert(sizeof(Envelope) <= Transport::kUserHeaderBytes);
 }
 
-void PointToPoint::send(const Call& call, const Operation& operation, std::int64_t tag) {
+void PointToPoint::send(const OperationCall& call, const Operation& operation, std::int64_t tag) {
   Transport& transport = exchange_.transport();
   const int destination = operation.descriptor.key.root;
-  Lane& lane = sent_[static_cast<std::size_t>(destination)];
-  const Passage passage(exchange_, lane, call, destination);
+  MailboxState& mailbox = sent_[static_cast<std::size_t>(destination)];
+  const MailboxLock mailbox_lock(exchange_, mailbox, call, destination);
   const std::size_t chunk_bytes = transport.mailbox_chunk_bytes();
   const std::size_t segments =
       std::max<std::size_t>(1, segment_count(operation.descriptor.bytes, chunk_bytes));
   for (std::size_t segment = 0; segment < segments; ++segment) {
-    const std::uint64_t chunk = ++lane.chunks;
+    const std::uint64_t chunk = ++mailbox.chunks;
     const std::uint64_t free_after =
         chunk > Transport::kMailboxChunks ? chunk - Transport::kMailboxChunks : 0;
     const WaitResult result = transport.await_read(destination, free_after, call.waiting);
@@ -89,34 +90,34 @@ void PointToPoint::send(const Call& call, const Operation& operation, std::int64
   if (!result.ok()) throw_unsent(call, result, destination);
 }
 
-void PointToPoint::throw_unsent(const Call& call, const WaitResult& result, int destination) {
+void PointToPoint::throw_unsent(const OperationCall& call, const WaitResult& result, int destination) {
   try {
     exchange_.throw_for_peer(call, result, destination);
   } catch (const Error& error) {
     const bool timeout = result.outcome == WaitResult::Outcome::kTimeout;
-    const std::string crossing = timeout ? describe_crossing(destination) : std::string();
-    if (crossing.empty()) throw;
-    throw Error(error.kind(), std::string(error.what()) + " " + crossing, error.context());
+    const std::string mutual_send = timeout ? describe_mutual_send(destination) : std::string();
+    if (mutual_send.empty()) throw;
+    throw Error(error.kind(), std::string(error.what()) + " " + mutual_send, error.context());
   }
 }
 
-std::string PointToPoint::describe_crossing(int peer) {
-  Lane& lane = received_[static_cast<std::size_t>(peer)];
+std::string PointToPoint::describe_mutual_send(int peer) {
+  MailboxState& mailbox = received_[static_cast<std::size_t>(peer)];
   {
-    const std::lock_guard lock(lane.mutex);
-    if (lane.busy || !exchange_.transport().has_written(peer, lane.chunks + 1)) return {};
+    const std::lock_guard lock(mailbox.mutex);
+    if (mailbox.busy || !exchange_.transport().has_written(peer, mailbox.chunks + 1)) return {};
   }
   return "It sends to this rank as well, and no thread of this rank receives: let one of them receive first.";
 }
 
-void PointToPoint::receive(const Call& call, Operation& operation, std::int64_t tag) {
+void PointToPoint::receive(const OperationCall& call, Operation& operation, std::int64_t tag) {
   Transport& transport = exchange_.transport();
   const int source = operation.descriptor.key.root;
-  Lane& lane = received_[static_cast<std::size_t>(source)];
-  const Passage passage(exchange_, lane, call, source);
+  MailboxState& mailbox = received_[static_cast<std::size_t>(source)];
+  const MailboxLock mailbox_lock(exchange_, mailbox, call, source);
   std::size_t segments = 1;
   for (std::size_t segment = 0; segment < segments; ++segment) {
-    const std::uint64_t chunk = ++lane.chunks;
+    const std::uint64_t chunk = ++mailbox.chunks;
     const WaitResult result = transport.await_written(source, chunk, call.waiting);
     if (!result.ok()) exchange_.throw_for_peer(call, result, source);
     if (segment == 0) {
@@ -135,11 +136,11 @@ void PointToPoint::receive(const Call& call, Operation& operation, std::int64_t 
   }
 }
 
-void PointToPoint::accept(const Call& call, Operation& operation, const Envelope& envelope,
+void PointToPoint::accept(const OperationCall& call, Operation& operation, const Envelope& envelope,
                           std::int64_t tag) const {
   const Descriptor& sent = envelope.descriptor;
   if (!is_plausible(sent) || !is_whole_array(sent))
-    exchange_.throw_garbled(call, operation.descriptor.key.root);
+    exchange_.throw_corrupt(call, operation.descriptor.key.root);
   const bool expects = operation.output != nullptr;
   const Descriptor& wanted = operation.descriptor;
   if (envelope.tag != tag || (expects && (sent.dtype != wanted.dtype || sent.bytes != wanted.bytes))) {

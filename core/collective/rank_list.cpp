@@ -24,7 +24,7 @@ std::string rank_list(const std::vector<int>& ranks, const Transport& transport)
   return rank_list(ranks) + " (world " + rank_list(world) + ")";
 }
 
-bool speaks_for_all(const Missing& missing, int rank) {
+bool is_first_waiting(const Missing& missing, int rank) {
   const auto has = [](const std::vector<int>& ranks, int each) {
     return std::ranges::find(ranks, each) != ranks.end();
   };
@@ -33,7 +33,7 @@ bool speaks_for_all(const Missing& missing, int rank) {
   return true;
 }
 
-std::string late_list(const Missing& missing, const Transport& transport) {
+std::string missing_list(const Missing& missing, const Transport& transport) {
   std::string text = rank_list(missing.late, transport);
   if (!missing.behind.empty())
     text += " (nothing is known of " + rank_list(missing.behind, transport) +
@@ -41,14 +41,14 @@ std::string late_list(const Missing& missing, const Transport& transport) {
   return text;
 }
 
-std::string held_up_text(const std::vector<int>& holding, const Transport& transport) {
+std::string not_forwarded_text(const std::vector<int>& holding, const Transport& transport) {
   if (holding.empty())
     return "all that others have sent is here, but not all that this rank sends has left, or the last came "
            "just "
            "as the time was up: the network is slow, or a rank does not read";
   return rank_list(holding, transport) + (holding.size() == 1 ? " has" : " have") +
-         " come, but not what others have sent through them: one that passes messages on is stopped or waits "
-         "for such a one, or the network has stalled; `ps -o pid,stat,cmd` shows a stopped process as T";
+         " come, but not what others have sent through them: a rank that forwards is stopped or waits for "
+         "one that is, or the network has stalled; `ps -o pid,stat,cmd` shows a stopped process as T";
 }
 
 }  // namespace multiring

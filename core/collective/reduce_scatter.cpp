@@ -1,14 +1,15 @@
 // Reduce-scatter among ranks that share memory: rank i keeps block i of the rows (numpy.array_split's rule).
 // Inputs in symmetric memory are read where they lie; others travel through staging memory, one lane a block.
 
+#include "collective/cluster/reduce_scatter.h"
+
 #include <cstring>
 #include <vector>
 
-#include "collective/cluster_allreduce.h"
-#include "collective/cluster_copy.h"
-#include "collective/cluster_reduce_scatter.h"
+#include "collective/cluster/allreduce.h"
+#include "collective/cluster/copy.h"
 #include "collective/collectives.h"
-#include "collective/integer_average.h"
+#include "collective/sums/integer_average.h"
 #include "topology/chunks.h"
 
 namespace multiring {
@@ -43,8 +44,9 @@ void reduce_block(const Operation& operation, const std::vector<const void*>& in
 }
 
 /// By the plan of an allreduce, of whose result this rank keeps its block: for many small blocks, which are
-/// not worth a message each. That sends twice what has to be sent; in rounds every host gets everything.
-void reduce_by_plan(Exchange& exchange, const Call& call, const Operation& operation, Range block) {
+/// not worth a message each. That sends twice the necessary bytes; staging memory would send all to every
+/// host.
+void reduce_by_plan(Exchange& exchange, const OperationCall& call, const Operation& operation, Range block) {
   Operation whole;
   whole.descriptor = operation.descriptor;
   whole.is_widened = operation.is_widened;
@@ -56,7 +58,7 @@ void reduce_by_plan(Exchange& exchange, const Call& call, const Operation& opera
   ClusterAllreduce(exchange, call, operations, pieces, *exchange.transport().hierarchy()).run();
 }
 
-void reduce_across_hosts(Exchange& exchange, const Call& call, const Operation& operation,
+void reduce_across_hosts(Exchange& exchange, const OperationCall& call, const Operation& operation,
                          const std::vector<Range>& blocks) {
   // Block 0 is the longest.
   if (worth_messages(exchange.transport(), operation.descriptor.bytes, blocks[0].size()))
@@ -66,7 +68,7 @@ void reduce_across_hosts(Exchange& exchange, const Call& call, const Operation& 
 
 }  // namespace
 
-void reduce_scatter(Exchange& exchange, const Call& call, Operation& operation) {
+void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& operation) {
   if (averages_integers(operation.descriptor) && !operation.is_widened)
     return average_integers(exchange, call, operation, reduce_scatter);
   const auto size = static_cast<std::size_t>(exchange.size());

@@ -1,15 +1,15 @@
 #include <vector>
 
-#include "collective/cluster_copy.h"
+#include "collective/cluster/copy.h"
 #include "collective/collectives.h"
-#include "collective/staged_copy.h"
+#include "collective/staged/copy.h"
 #include "topology/chunks.h"
 
 namespace multiring {
 
 // The root alone knows what is scattered: the others take dtype and shape from its descriptor, and this
 // rank's descriptor is filled in for the caller.
-void scatter(Exchange& exchange, const Call& call, Operation& operation) {
+void scatter(Exchange& exchange, const OperationCall& call, Operation& operation) {
   const auto size = static_cast<std::size_t>(exchange.size());
   const int root = operation.descriptor.key.root;
   std::vector<StagedCopy::Outgoing> outgoing(size);

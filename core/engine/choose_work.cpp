@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "collective/integer_average.h"
+#include "collective/sums/integer_average.h"
 
 namespace multiring {
 namespace {
@@ -14,7 +14,7 @@ bool may_fuse(const Operation& operation, std::size_t below) {
 
 bool same_reduction(const MatchKey& a, const MatchKey& b) {
   return a.dtype == b.dtype && a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale &&
-         a.wire == b.wire;
+         a.comm_dtype == b.comm_dtype;
 }
 
 }  // namespace

@@ -18,21 +18,21 @@ constexpr std::size_t kMostPage = std::size_t{64} << 10;
 
 }  // namespace
 
-/// The right to drive the exchange, held while it lives.
-class Communicator::Turn {
+/// Exclusive use of the exchange: one operation at a time.
+class Communicator::OperationLock {
  public:
-  Turn(Communicator& owner, const Operation& operation, const CallOptions& options)
-      : owner_(owner), options_(owner.take_turn(operation, options)) {}
-  ~Turn() {
+  OperationLock(Communicator& owner, const Operation& operation, const CallOptions& options)
+      : owner_(owner), options_(owner.lock_operations(operation, options)) {}
+  ~OperationLock() {
     {
       const std::lock_guard lock(owner_.mutex_);
-      owner_.turn_taken_ = false;
+      owner_.busy_ = false;
     }
     owner_.changed_.notify_all();
   }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-  /// Those of the call, with the time that is left.
+  OperationLock(const OperationLock&) = delete;
+  OperationLock& operator=(const OperationLock&) = delete;
+  /// The call's options with the time that is left.
   const CallOptions& options() const { return options_; }
 
  private:
@@ -44,32 +44,32 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
     : options_(std::move(options)),
       transport_(std::move(transport)),
       exchange_(*transport_, options_.name),
-      mail_(exchange_),
+      point_to_point_(exchange_),
       symmetric_(transport_->rank()),
       tuning_(options_.tuning) {
   if (!options_.mode.empty()) exchange_.plans().force_mode(parse_mode(options_.mode), *transport_);
-  if (!options_.tuning.empty()) exchange_.plans().follow(Tuning::parse(options_.tuning), *transport_);
-  exchange_.ask_elsewhere(
-      [this](int peer) { return CommunicatorList::waits_elsewhere(this, transport_->world_rank(peer)); });
+  if (!options_.tuning.empty()) exchange_.plans().set_tuning(Tuning::parse(options_.tuning), *transport_);
+  exchange_.set_other_wait(
+      [this](int peer) { return CommunicatorList::find_other_wait(this, transport_->world_rank(peer)); });
   CommunicatorList::add(this);
 }
 
-std::string Communicator::waits_for_this(int world_rank) const {
+std::string Communicator::wait_on_this_rank(int world_rank) const {
   for (int peer = 0; peer < size(); ++peer)
     if (transport_->world_rank(peer) == world_rank && transport_->arrived(peer) > transport_->arrived(rank()))
-      return exchange_.last_of(peer) + " of communicator '" + name() + "'";
+      return exchange_.last_operation(peer) + " of communicator '" + name() + "'";
   return "";
 }
 
-void Communicator::follow(const std::string& tuning) {
+void Communicator::set_tuning(const std::string& tuning) {
   Tuning parsed = tuning.empty() ? Tuning() : Tuning::parse(tuning);
   throw_if_abandoned();
   const std::lock_guard lock(mutex_);
   throw_if_unusable();
-  if (turn_taken_ || !queue_.empty())
+  if (busy_ || !queue_.empty())
     throw Error(ErrorKind::kUsage,
                 "communicator '" + name() + "' cannot be tuned while operations are in progress");
-  exchange_.plans().follow(std::move(parsed), *transport_);
+  exchange_.plans().set_tuning(std::move(parsed), *transport_);
   tuning_ = tuning;
 }
 
@@ -77,43 +77,43 @@ void Communicator::run(Operation& operation, const CallOptions& options) {
   throw_if_abandoned();
   complete(operation);
   validate(operation, rank(), size(), name());
-  const Turn turn(*this, operation, options);
-  execute(operation, turn.options());
+  const OperationLock operation_lock(*this, operation, options);
+  execute(operation, operation_lock.options());
 }
 
 // Returns when all asynchronous operations submitted before are done; those have deadlines of their own, the
-// call's counts only if one was given. Where it gives up, the peers will wait for an operation that this rank
-// leaves out, so that is an error like one in the middle of the operation.
-CallOptions Communicator::take_turn(const Operation& operation, const CallOptions& options) {
+// call's counts only if one was given. After a timeout the peers would wait for an operation that this rank
+// skips, so it is an error like one in the middle of the operation.
+CallOptions Communicator::lock_operations(const Operation& operation, const CallOptions& options) {
   const Deadline deadline = options.timeout >= 0 ? Deadline::after(options.timeout) : Deadline::never();
   std::unique_lock lock(mutex_);
-  while (turn_taken_ || !queue_.empty()) {
+  while (busy_ || !queue_.empty()) {
     throw_if_unusable();
-    if (turn_taken_ && turn_owner_ == std::this_thread::get_id())
+    if (busy_ && busy_thread_ == std::this_thread::get_id())
       throw_usage(operation,
                   "called from a signal handler that interrupts another operation of '" + name() + "'");
     changed_.wait_for(lock, std::min(kTick, std::chrono::duration<double>(deadline.remaining())));
-    if (!turn_taken_ && queue_.empty()) break;
+    if (!busy_ && queue_.empty()) break;
     std::shared_ptr<Work> before = queue_.empty() ? nullptr : queue_.front();
     lock.unlock();
     try {
       if (options.interrupt != nullptr && *options.interrupt) (*options.interrupt)();
-      if (deadline.expired()) throw_late_turn(operation, before.get(), deadline);
+      if (deadline.expired()) throw_lock_timeout(operation, before.get(), deadline);
     } catch (...) {
       fail(std::current_exception(), describe(operation.descriptor));
       throw;
     }
-    before.reset();  // perhaps the last reference, and what it keeps alive may take other locks to let go
+    before.reset();  // without the lock: the last reference may free objects that take other locks
     lock.lock();
   }
   throw_if_unusable();
-  turn_taken_ = true;
-  turn_owner_ = std::this_thread::get_id();
+  busy_ = true;
+  busy_thread_ = std::this_thread::get_id();
   return {options.timeout >= 0 ? deadline.remaining() : options.timeout, options.interrupt};
 }
 
-void Communicator::throw_late_turn(const Operation& operation, const Work* before,
-                                   const Deadline& deadline) const {
+void Communicator::throw_lock_timeout(const Operation& operation, const Work* before,
+                                      const Deadline& deadline) const {
   ErrorContext context;
   context.rank = rank();
   context.host = host();
@@ -138,7 +138,7 @@ void Communicator::throw_late_turn(const Operation& operation, const Work* befor
 
 void Communicator::execute(Operation& operation, const CallOptions& options) {
   std::function<void(double)> stalled;
-  const Call call = make_call(operation.descriptor, options, stalled);
+  const OperationCall call = make_call(operation.descriptor, options, stalled);
   try {
     exchange_.throw_if_aborted(call);
     dispatch(call, operation);
@@ -148,8 +148,8 @@ void Communicator::execute(Operation& operation, const CallOptions& options) {
   }
 }
 
-// Every collective passes here, on whichever thread: the place for tracing.
-void Communicator::dispatch(const Call& call, Operation& operation) {
+// Every collective passes here, on any thread: tracing belongs here.
+void Communicator::dispatch(const OperationCall& call, Operation& operation) {
   switch (operation.descriptor.key.kind) {
     case OpKind::kAllreduce:
       return allreduce(exchange_, call, operation);
@@ -176,17 +176,16 @@ void Communicator::dispatch(const Call& call, Operation& operation) {
   throw Error(ErrorKind::kInternal, "no collective: " + describe(operation.descriptor));
 }
 
-Call Communicator::make_call(const Descriptor& descriptor, const CallOptions& options,
-                             std::function<void(double)>& stalled) {
-  Call call{descriptor, {}};
-  call.waiting.deadline =
-      Deadline::from_first_look(options.timeout >= 0 ? options.timeout : options_.timeout);
+OperationCall Communicator::make_call(const Descriptor& descriptor, const CallOptions& options,
+                                      std::function<void(double)>& stalled) {
+  OperationCall call{descriptor, {}};
+  call.waiting.deadline = Deadline::from_first_use(options.timeout >= 0 ? options.timeout : options_.timeout);
   call.waiting.interrupt = options.interrupt;
   call.waiting.cancelled = &closing_;
   if (options_.warn && options_.stall_warning > 0) {
     stalled = [this, &descriptor](double waited) {
-      if (speaks_for_all(exchange_.missing(), rank()))
-        options_.warn(exchange_.describe_wait(Call{descriptor, {}}, waited));
+      if (is_first_waiting(exchange_.missing(), rank()))
+        options_.warn(exchange_.describe_wait(OperationCall{descriptor, {}}, waited));
     };
     call.waiting.stalled = &stalled;
     call.waiting.stall_after = options_.stall_warning;
@@ -199,14 +198,16 @@ void Communicator::complete(Operation& operation) const {
   const OpKind kind = descriptor.key.kind;
   descriptor.asynchronous = false;
   descriptor.key.sequence = 0;
-  const bool everybody_has_dtype = kind != OpKind::kScatter && kind != OpKind::kBarrier;
-  descriptor.key.dtype = everybody_has_dtype ? static_cast<std::uint8_t>(descriptor.dtype) : 0;
+  const bool every_rank_has_dtype = kind != OpKind::kScatter && kind != OpKind::kBarrier;
+  descriptor.key.dtype = every_rank_has_dtype ? static_cast<std::uint8_t>(descriptor.dtype) : 0;
   const bool has_choice = kind == OpKind::kAllreduce && descriptor.dtype == DType::kFloat32;
-  if (descriptor.key.wire == Wire::kDefault && has_choice) descriptor.key.wire = options_.wire;
-  if (descriptor.key.wire == Wire::kFloat32 && !has_choice) descriptor.key.wire = Wire::kDefault;
+  if (descriptor.key.comm_dtype == CommDtype::kDefault && has_choice)
+    descriptor.key.comm_dtype = options_.comm_dtype;
+  if (descriptor.key.comm_dtype == CommDtype::kFloat32 && !has_choice)
+    descriptor.key.comm_dtype = CommDtype::kDefault;
   if (descriptor.bytes >= kLeastSymmetricBytes && operation.pieces.empty() &&
       (kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter))
-    symmetric_.place(operation, transport_->shares_memory());
+    symmetric_.locate_buffers(operation, transport_->shares_memory());
 }
 
 void Communicator::prepare(Operation& operation) const {
@@ -240,7 +241,7 @@ void Communicator::enqueue(std::span<const QueuedWork> queued) {
 }
 
 template <class Body>
-void Communicator::point_to_point(Operation& operation, const CallOptions& options, const Body& body) {
+void Communicator::run_point_to_point(Operation& operation, const CallOptions& options, const Body& body) {
   throw_if_abandoned();
   validate(operation, rank(), size(), name());
   if (operation.descriptor.key.root == rank())
@@ -250,15 +251,16 @@ void Communicator::point_to_point(Operation& operation, const CallOptions& optio
     throw_if_unusable();
   }
   std::function<void(double)> stalled;
-  Call call = make_call(operation.descriptor, options, stalled);
-  // A receiver may wait for long with good reason; of senders, those whose peer sends to them are warned of.
+  OperationCall call = make_call(operation.descriptor, options, stalled);
+  // A receiver may wait long with good reason; only a sender whose peer sends to it as well is warned.
   stalled = [&](double waited) {
     const int peer = operation.descriptor.key.root;
-    const std::string crossing =
-        operation.descriptor.key.kind == OpKind::kSend ? mail_.describe_crossing(peer) : std::string();
-    if (!crossing.empty())
+    const std::string mutual_send = operation.descriptor.key.kind == OpKind::kSend
+                                        ? point_to_point_.describe_mutual_send(peer)
+                                        : std::string();
+    if (!mutual_send.empty())
       options_.warn(exchange_.where(call) + ", has waited " + seconds_text(waited) + " for " +
-                    exchange_.name_of(peer) + ". " + crossing);
+                    exchange_.name_of(peer) + ". " + mutual_send);
   };
   try {
     exchange_.throw_if_aborted(call);
@@ -270,15 +272,17 @@ void Communicator::point_to_point(Operation& operation, const CallOptions& optio
 }
 
 void Communicator::send(Operation& operation, std::int64_t tag, const CallOptions& options) {
-  point_to_point(operation, options, [&](const Call& call) { mail_.send(call, operation, tag); });
+  run_point_to_point(operation, options,
+                     [&](const OperationCall& call) { point_to_point_.send(call, operation, tag); });
 }
 
 void Communicator::receive(Operation& operation, std::int64_t tag, const CallOptions& options) {
-  point_to_point(operation, options, [&](const Call& call) { mail_.receive(call, operation, tag); });
+  run_point_to_point(operation, options,
+                     [&](const OperationCall& call) { point_to_point_.receive(call, operation, tag); });
 }
 
 template <class Body>
-void Communicator::in_steps(const Call& call, const std::string& what, const Body& body) const {
+void Communicator::in_steps(const OperationCall& call, const std::string& what, const Body& body) const {
   try {
     body();
   } catch (const WaitEnded& ended) {
@@ -315,8 +319,8 @@ std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::
   operation.output_bytes = all.size() * sizeof(std::int64_t);
   throw_if_abandoned();
   complete(operation);
-  const Turn turn(*this, operation, options);
-  execute(operation, turn.options());
+  const OperationLock operation_lock(*this, operation, options);
+  execute(operation, operation_lock.options());
   ++splits_;
   std::vector<int> members;
   for (int peer = 0; peer < size(); ++peer)
@@ -330,13 +334,13 @@ std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::
       name() + "/" + (purpose.empty() ? std::to_string(splits_) + "." + std::to_string(color) : purpose);
   std::vector<int> own(static_cast<std::size_t>(size()));
   std::iota(own.begin(), own.end(), 0);
-  if (members != own) {  // what was chosen for these ranks is not for others
+  if (members != own) {  // mode and tuning hold for these ranks only
     child_options.mode.clear();
     child_options.tuning.clear();
   }
   if (adjust) adjust(child_options);
   std::function<void(double)> stalled;
-  const Call call = make_call(operation.descriptor, turn.options(), stalled);
+  const OperationCall call = make_call(operation.descriptor, operation_lock.options(), stalled);
   try {
     const std::string making = ", making group '" + child_options.name + "'";
     std::shared_ptr<Communicator> child;
@@ -365,15 +369,15 @@ std::shared_ptr<SymmetricRegion> Communicator::allocate_symmetric(std::size_t by
   operation.descriptor.dims = 1;
   operation.descriptor.shape[0] = bytes;
   throw_if_abandoned();
-  // Parts are whole pages, one behind the other.
+  // Parts are whole pages, one after the other.
   constexpr std::size_t kMost = static_cast<std::size_t>(std::numeric_limits<std::ptrdiff_t>::max());
   if (bytes > kMost / static_cast<std::size_t>(size()) - kMostPage)
     throw_usage(operation, "so much for each of " + std::to_string(size()) + " ranks has no addresses");
   complete(operation);
-  const Turn turn(*this, operation, options);
-  execute(operation, turn.options());
+  const OperationLock operation_lock(*this, operation, options);
+  execute(operation, operation_lock.options());
   std::function<void(double)> stalled;
-  const Call call = make_call(operation.descriptor, turn.options(), stalled);
+  const OperationCall call = make_call(operation.descriptor, operation_lock.options(), stalled);
   try {
     std::shared_ptr<SymmetricRegion> region;
     in_steps(call, ", mapping the memory",

@@ -40,18 +40,18 @@ struct QueuedWork {
 struct CommunicatorOptions {
   std::string name = "world";
   double timeout = 300.0;                        ///< seconds that an operation waits for its peers
-  double stall_warning = 30.0;                   ///< seconds after which a wait is warned of; 0: never
+  double stall_warning = 30.0;                   ///< seconds of waiting before a warning; 0: never
   std::size_t fuse_below = 64 * 1024;            ///< asynchronous allreduces of fewer bytes are fused,
   std::size_t fuse_at_most = 0;                  ///< up to so many bytes; 0: what fits the staging memory
   std::function<void(const std::string&)> warn;  ///< takes warnings, from any thread
   /// How allreduces across hosts are divided (topology/dimensions.h), the same on all ranks; empty: chosen by
-  /// size. Groups that are split off choose for themselves.
+  /// size. Groups that are split off choose their own.
   std::string mode;
-  /// What chooses by size (collective/tuning.h), the same on all ranks, where no mode is given and it is for
-  /// these hosts and ranks. Groups that are split off choose for themselves.
+  /// Algorithms by size (collective/plan/tuning.h), the same on all ranks; used without a mode, if measured
+  /// for these hosts and ranks. Groups that are split off choose their own.
   std::string tuning;
-  /// Of allreduces of float32 that do not say themselves, the same on all ranks.
-  Wire wire = Wire::kFloat32;
+  /// The default for allreduces of float32, the same on all ranks.
+  CommDtype comm_dtype = CommDtype::kFloat32;
 };
 
 /// A group of ranks that run collectives together: the engine over one transport.
@@ -59,15 +59,14 @@ struct CommunicatorOptions {
 /// Operations run one at a time, in the same order on all ranks. A synchronous one runs in the calling
 /// thread, after all asynchronous ones submitted before it; asynchronous ones run on a progress thread, which
 /// sleeps when there are none, highest priority first among those that all ranks have submitted. The first
-/// error breaks the communicator: it is stored, told to all peers and raised by all pending and later calls.
+/// error breaks the communicator: it is stored, sent to all peers and raised by all pending and later calls.
 ///
-/// Thread-safe; but operations issued from several threads of one rank have an order that the peers must
-/// share.
+/// Thread-safe; but the peers must share the order of operations issued from several threads of a rank.
 class MULTIRING_API Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   Communicator(std::shared_ptr<Transport> transport, CommunicatorOptions options);
-  /// Closes. Where work that has ended held the last reference, this is the progress thread; in a warning or
-  /// an interrupt callback it must not happen.
+  /// Closes. May run on the progress thread, where finished work held the last reference; must not run in a
+  /// warning or an interrupt callback.
   ~Communicator();
 
   int rank() const { return transport_->rank(); }
@@ -86,12 +85,13 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// The ranks that an operation of this rank in progress still waits for. To be called by the thread that
   /// runs it (in CallOptions::interrupt).
   Missing waited_for() const { return exchange_.missing(); }
-  /// "rank 1 (world rank 3)", and what ranks that hold up messages may be at, for messages.
+  /// "rank 1 (world rank 3)", and a sentence on ranks that do not forward messages.
   std::string names_of(const std::vector<int>& ranks) const { return rank_list(ranks, *transport_); }
-  std::string held_up_by(const std::vector<int>& ranks) const { return held_up_text(ranks, *transport_); }
-  /// What the rank of that number in the world waits for this rank in: "barrier of communicator 'world'".
-  /// Empty: nothing is known. Any thread may ask.
-  std::string waits_for_this(int world_rank) const;
+  std::string describe_not_forwarded(const std::vector<int>& ranks) const {
+    return not_forwarded_text(ranks, *transport_);
+  }
+  /// "barrier of communicator 'world'", in which a world rank waits for this one; empty: unknown.
+  std::string wait_on_this_rank(int world_rank) const;
   /// Whether the end of `rank` would be noticed on this host.
   bool is_watched(int rank) const { return transport_->is_watched(rank); }
 
@@ -99,32 +99,30 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   void run(Operation& operation, const CallOptions& call);
   /// Queues a collective. `keep_alive` is held until the work is destroyed.
   std::shared_ptr<Work> submit(Operation operation, int priority, std::shared_ptr<void> keep_alive);
-  /// Makes `operation` one that can be queued; raises what is wrong with it.
+  /// Checks and completes an operation to be queued; raises what is wrong with it.
   void prepare(Operation& operation) const;
   /// Queues work of prepared operations, all or (where it raises) none.
   void enqueue(std::span<const QueuedWork> queued);
   void send(Operation& operation, std::int64_t tag, const CallOptions& call);
   void receive(Operation& operation, std::int64_t tag, const CallOptions& call);
 
-  /// Splits into groups of equal color, ranked by key and then by rank here. Collective. Null for a negative
-  /// color.
+  /// Splits into groups of equal color, ranked by key, then by rank. Collective. Negative color: null.
   std::shared_ptr<Communicator> split(std::int64_t color, std::int64_t key, const CallOptions& call);
   /// A group of the same ranks, called `name() + "/" + purpose`. Collective, with the same `purpose`
   /// everywhere. `adjust` may change what the new group takes over from this one.
   std::shared_ptr<Communicator> duplicate(const std::string& purpose, const CallOptions& call,
                                           const std::function<void(CommunicatorOptions&)>& adjust = {});
-  /// Allreduces from here on go as `tuning` says (collective/tuning.h); empty: as without one. To be called
-  /// between the same operations on all ranks; raises a usage error while any is in progress here.
-  void follow(const std::string& tuning);
-  /// What allreduces were last told to go by; it may be of other hosts and ranks.
+  /// Replaces the tuning of later allreduces (collective/plan/tuning.h); empty: none. To be called between
+  /// the same operations on all ranks; raises a usage error while any is in progress here.
+  void set_tuning(const std::string& tuning);
+  /// The last tuning given; it may be for other hosts and ranks.
   std::string tuning() const {
     const std::lock_guard lock(mutex_);
     return tuning_;
   }
   /// Memory that all ranks have mapped. Collective, with the same `bytes` everywhere.
   std::shared_ptr<SymmetricRegion> allocate_symmetric(std::size_t bytes, const CallOptions& call);
-  /// The symmetric memory that `bytes` at `data` lie in, and where in this rank's part; null where they lie
-  /// elsewhere.
+  /// The symmetric memory that contains `bytes` at `data`, and their offset in this rank's part; null: none.
   std::shared_ptr<SymmetricRegion> locate_symmetric(const std::byte* data, std::size_t bytes,
                                                     std::uint64_t* offset) const {
     throw_if_abandoned();
@@ -138,72 +136,72 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// Ends this rank's part: pending work fails, peers that still need it learn that it left. Idempotent.
   void close();
   bool is_broken() const;
-  /// What broke it here; empty: it is not known to be broken.
+  /// What broke it; empty: not known to be broken.
   std::optional<Error> first_error() const {
     const std::lock_guard lock(mutex_);
     return first_error_;
   }
   /// Whether this thread runs an operation of this communicator (and so is in a callback of it).
-  bool is_driven_here() const;
+  bool runs_on_this_thread() const;
   /// To be called in a forked child: the communicator belongs to the parent alone, and every call here fails.
   void abandon();
 
  private:
-  class Turn;
+  class OperationLock;
 
   void complete(Operation& operation) const;
-  CallOptions take_turn(const Operation& operation, const CallOptions& options);
-  [[noreturn]] void throw_late_turn(const Operation& operation, const Work* before,
-                                    const Deadline& deadline) const;
-  Call make_call(const Descriptor& descriptor, const CallOptions& options,
-                 std::function<void(double)>& stalled);
+  CallOptions lock_operations(const Operation& operation, const CallOptions& options);
+  [[noreturn]] void throw_lock_timeout(const Operation& operation, const Work* before,
+                                       const Deadline& deadline) const;
+  OperationCall make_call(const Descriptor& descriptor, const CallOptions& options,
+                          std::function<void(double)>& stalled);
   void execute(Operation& operation, const CallOptions& options);
-  void dispatch(const Call& call, Operation& operation);
+  void dispatch(const OperationCall& call, Operation& operation);
   void start_progress();
   void progress();
   using Adjust = std::function<void(CommunicatorOptions&)>;
   std::shared_ptr<Communicator> split_into(std::int64_t color, std::int64_t key, const std::string& purpose,
                                            const CallOptions& options, const Adjust& adjust);
-  /// Runs a part of an operation that knows nothing of it: errors get its name, and `what` is being done.
+  /// Runs a part of an operation; errors get the operation's name and `what`.
   template <class Body>
-  void in_steps(const Call& call, const std::string& what, const Body& body) const;
+  void in_steps(const OperationCall& call, const std::string& what, const Body& body) const;
   std::shared_ptr<Communicator> make_child(const std::vector<int>& members, CommunicatorOptions options,
                                            const Waiting& waiting);
   void execute_chosen();
   void run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, std::uint64_t submitted);
-  void retire(const std::vector<std::shared_ptr<Work>>& chosen);
-  /// Stores and tells the first error, and fails all work but that in progress.
+  void remove_finished(const std::vector<std::shared_ptr<Work>>& chosen);
+  /// Stores the first error, sends it to the peers, and fails all work except that in progress.
   void fail(const std::exception_ptr& error, const std::string& what);
   void fail_running();
   bool is_running(const std::shared_ptr<Work>& work) const;  // with mutex_ held
   void throw_if_unusable() const;
   void throw_if_abandoned() const;
   template <class Body>
-  void point_to_point(Operation& operation, const CallOptions& options, const Body& body);
+  void run_point_to_point(Operation& operation, const CallOptions& options, const Body& body);
 
   const CommunicatorOptions options_;
   const std::shared_ptr<Transport> transport_;
-  Exchange exchange_;  // driven by whoever has the turn
-  PointToPoint mail_;
+  Exchange exchange_;  // for the holder of the OperationLock
+  PointToPoint point_to_point_;
   SymmetricRegistry symmetric_;
   std::atomic<bool> closing_{false};
   std::atomic<bool> abandoned_{false};
-  std::uint64_t splits_ = 0;   // with the turn
-  std::uint32_t regions_ = 0;  // with the turn
+  std::uint64_t splits_ = 0;   // guarded by the OperationLock
+  std::uint32_t regions_ = 0;  // likewise
 
   mutable std::mutex mutex_;  // guards all below; no other lock is taken while it is held
   std::condition_variable changed_;
-  std::thread::id turn_owner_;
-  bool turn_taken_ = false;  // an operation is in progress
+  std::thread::id busy_thread_;
+  bool busy_ = false;  // an operation is in progress
   std::deque<std::shared_ptr<Work>> queue_;
-  std::vector<std::shared_ptr<Work>> running_;  // what the progress thread is at, a part of the queue
+  std::vector<std::shared_ptr<Work>> running_;  // on the progress thread; a part of queue_
   std::uint64_t submitted_ = 0;
   std::optional<Error> first_error_;
   std::string tuning_;
   bool closed_ = false;    // no more operations
-  bool finished_ = false;  // close has done all it has to
+  bool finished_ = false;  // close has joined and failed what was pending
   std::thread progress_thread_;
-  bool* gone_ = nullptr;  // set where the progress thread itself destroys this
+  bool* destroyed_ = nullptr;  // set where the progress thread itself destroys this
 };
 
 }  // namespace multiring

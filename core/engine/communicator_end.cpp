@@ -31,12 +31,10 @@ void Communicator::fail(const std::exception_ptr& error, const std::string& what
     const std::lock_guard lock(mutex_);
     if (!first_error_) first_error_ = stored;
     pending.swap(queue_);
-    // What is in progress still uses its caller's memory: it fails when the thread that drives it is out of
-    // it.
+    // Work in progress still uses its caller's memory: it fails when its thread has returned from it.
     std::erase_if(pending, [this](const auto& work) { return is_running(work); });
   }
-  // Of a rank that is closing the peers learn that it has left. A usage error of one rank in the middle of an
-  // operation is not the peers' own.
+  // A closing rank notifies its peers that it leaves. A usage error in an operation is an abort on the peers.
   if (!closing_.load(std::memory_order_acquire))
     transport_->abort(stored.kind() == ErrorKind::kUsage ? ErrorKind::kAborted : stored.kind(),
                       stored.what());
@@ -80,9 +78,9 @@ void Communicator::abort_with(const Error& error) {
   fail(std::make_exception_ptr(error), "abort");
 }
 
-bool Communicator::is_driven_here() const {
+bool Communicator::runs_on_this_thread() const {
   const std::lock_guard lock(mutex_);
-  return turn_taken_ && turn_owner_ == std::this_thread::get_id();
+  return busy_ && busy_thread_ == std::this_thread::get_id();
 }
 
 bool Communicator::is_broken() const {
@@ -92,7 +90,7 @@ bool Communicator::is_broken() const {
     if (first_error_) return true;
   }
   try {
-    return transport_->aborted(nullptr);  // which may look at the network
+    return transport_->aborted(nullptr);  // which may read from the network
   } catch (const Error&) {
     return true;
   }
@@ -116,17 +114,17 @@ void Communicator::abandon() {
 Communicator::~Communicator() {
   CommunicatorList::remove(this);
   if (progress_thread_.get_id() == std::this_thread::get_id()) {
-    *gone_ = true;
+    *destroyed_ = true;
     progress_thread_.detach();
     const std::lock_guard lock(mutex_);
-    turn_taken_ = false;
+    busy_ = false;
   }
   close();
 }
 
 void Communicator::close() {
   if (abandoned_.load(std::memory_order_acquire)) {
-    // The thread does not exist in a forked child: its handle can be neither joined nor destroyed.
+    // A forked child does not have the thread: its handle can be neither joined nor destroyed.
     if (progress_thread_.joinable()) new std::thread(std::move(progress_thread_));
     return;
   }
@@ -135,11 +133,11 @@ void Communicator::close() {
     const std::lock_guard lock(mutex_);
     closed_ = true;
     closing_.store(true, std::memory_order_release);
-    interrupts_own_operation = turn_taken_ && turn_owner_ == std::this_thread::get_id();
+    interrupts_own_operation = busy_ && busy_thread_ == std::this_thread::get_id();
   }
   transport_->wake();
   changed_.notify_all();
-  // A signal handler closes while the operation that it interrupts waits below it on the same stack: that one
+  // A signal handler closes while the operation that it interrupts waits on the same stack: that operation
   // ends when the handler returns, and the destructor does the rest.
   if (interrupts_own_operation) return transport_->leave();
   {
@@ -149,9 +147,9 @@ void Communicator::close() {
   if (progress_thread_.joinable()) progress_thread_.join();
   std::deque<std::shared_ptr<Work>> pending;
   {
-    // A call in another thread ends at its next look at closing_.
+    // A call in another thread ends when it next reads closing_.
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return !turn_taken_; });
+    changed_.wait(lock, [this] { return !busy_; });
     pending.swap(queue_);
   }
   for (const auto& work : pending)

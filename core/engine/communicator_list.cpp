@@ -49,11 +49,11 @@ void CommunicatorList::remove(Communicator* communicator) {
   listed().communicators.erase(communicator);
 }
 
-std::string CommunicatorList::waits_elsewhere(const Communicator* here, int world_rank) {
+std::string CommunicatorList::find_other_wait(const Communicator* here, int world_rank) {
   const std::lock_guard lock(listed().mutex);
   for (const Communicator* const each : listed().communicators)
     if (each != here)
-      if (std::string found = each->waits_for_this(world_rank); !found.empty()) return found;
+      if (std::string found = each->wait_on_this_rank(world_rank); !found.empty()) return found;
   return "";
 }
 

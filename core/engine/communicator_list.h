@@ -8,16 +8,15 @@ namespace multiring {
 
 class Communicator;
 
-/// The communicators of the process. In a child that it forks, by whatever means (a native library's fork()
-/// knows nothing of Python's hooks), all are abandoned: the child's copies of sockets would keep peers from
-/// noticing the parent's end.
+/// The communicators of the process. A forked child abandons all of them (a native library's fork() does not
+/// run Python's hooks): its copies of sockets would keep peers from noticing the parent's end.
 class MULTIRING_API CommunicatorList {
  public:
   static void add(Communicator* communicator);
   static void remove(Communicator* communicator);
-  /// What the rank of that number in the world waits for this rank in, in any other communicator than `here`:
-  /// "barrier of communicator 'world/1.0'"; empty: nothing is known.
-  static std::string waits_elsewhere(const Communicator* here, int world_rank);
+  /// The operation in which a world rank waits for this rank in another communicator than `here`: "barrier of
+  /// communicator 'world/1.0'"; empty: unknown.
+  static std::string find_other_wait(const Communicator* here, int world_rank);
 };
 
 }  // namespace multiring

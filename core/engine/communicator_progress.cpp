@@ -20,32 +20,31 @@ void Communicator::start_progress() {
 }
 
 void Communicator::progress() {
-  bool gone = false;
+  bool destroyed = false;
   std::unique_lock lock(mutex_);
-  gone_ = &gone;
+  destroyed_ = &destroyed;
   for (;;) {
-    changed_.wait(lock, [this] {
-      return closing_.load(std::memory_order_relaxed) || (!queue_.empty() && !turn_taken_);
-    });
+    changed_.wait(lock,
+                  [this] { return closing_.load(std::memory_order_relaxed) || (!queue_.empty() && !busy_); });
     if (closing_.load(std::memory_order_relaxed)) return;
-    turn_taken_ = true;
-    turn_owner_ = std::this_thread::get_id();
+    busy_ = true;
+    busy_thread_ = std::this_thread::get_id();
     lock.unlock();
     execute_chosen();
-    if (gone) return;
+    if (destroyed) return;
     lock.lock();
-    turn_taken_ = false;
+    busy_ = false;
     changed_.notify_all();
   }
 }
 
 // Ranks may have submitted different numbers of operations when they come here, and so choose differently.
-// Each puts its number into its header; where the choices differ, all choose anew among the least of these
-// numbers. Where they have the same number and yet differ in what they fuse, they take one operation at a
-// time: the one in which they differ says so by name.
+// Each puts its number into its header; where choices differ, all choose again among the smallest number. If
+// the numbers are equal but fused operations differ, they run one at a time, so that the error names the one
+// that differs.
 void Communicator::execute_chosen() {
   std::uint64_t limit;
-  bool singly = false;
+  bool one_at_a_time = false;
   {
     const std::lock_guard lock(mutex_);
     limit = submitted_;
@@ -56,18 +55,18 @@ void Communicator::execute_chosen() {
       const std::lock_guard lock(mutex_);
       const std::size_t most =
           options_.fuse_at_most > 0 ? options_.fuse_at_most : transport_->staging_bytes();
-      if (!first_error_) chosen = choose_work(queue_, limit, singly ? 0 : options_.fuse_below, most);
+      if (!first_error_) chosen = choose_work(queue_, limit, one_at_a_time ? 0 : options_.fuse_below, most);
       if (!chosen.empty()) running_ = chosen;
     }
-    if (chosen.empty()) return fail_running();  // the communicator broke meanwhile
+    if (chosen.empty()) return fail_running();  // the communicator was broken meanwhile
     try {
       run_chosen(chosen, limit);
-      return retire(chosen);
-    } catch (const NotYetAgreed& agreement) {
-      limit = agreement.submitted;
-      singly = agreement.singly;
+      return remove_finished(chosen);
+    } catch (const ChoiceMismatch& mismatch) {
+      limit = mismatch.limit;
+      one_at_a_time = mismatch.one_at_a_time;
     } catch (...) {
-      const auto self = weak_from_this().lock();  // until all have been told
+      const auto self = weak_from_this().lock();  // keeps this alive until all are notified
       fail(std::current_exception(), describe(chosen.front()->operation().descriptor));
       return fail_running();
     }
@@ -79,7 +78,7 @@ void Communicator::run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, 
   if (chosen.size() == 1) {
     Operation& operation = chosen[0]->running();
     operation.descriptor.submitted = submitted;
-    const Call call = make_call(operation.descriptor, {}, stalled);
+    const OperationCall call = make_call(operation.descriptor, {}, stalled);
     exchange_.throw_if_aborted(call);
     return dispatch(call, operation);
   }
@@ -87,18 +86,18 @@ void Communicator::run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, 
   for (const auto& work : chosen) operations.push_back(&work->running());
   Descriptor fused = fused_descriptor(operations);
   fused.submitted = submitted;
-  const Call call = make_call(fused, {}, stalled);
+  const OperationCall call = make_call(fused, {}, stalled);
   exchange_.throw_if_aborted(call);
   fused_allreduce(exchange_, call, operations);
 }
 
-void Communicator::retire(const std::vector<std::shared_ptr<Work>>& chosen) {
+void Communicator::remove_finished(const std::vector<std::shared_ptr<Work>>& chosen) {
   {
     const std::lock_guard lock(mutex_);
     std::erase_if(queue_, [this](const auto& work) { return is_running(work); });
     running_.clear();
   }
-  // One may let go of the last reference to this.
+  // One may hold the last reference to this.
   for (const auto& work : chosen) work->finish();
 }
 

@@ -10,14 +10,14 @@
 namespace multiring {
 namespace {
 
-/// How an announcement lies in a message. The name follows where it has no number.
+/// An announcement in a message. The name follows if it has no number.
 struct Entry {
   std::uint32_t number;
   std::int32_t priority;
   std::uint32_t operations;
   std::uint32_t name_bytes;
   std::uint64_t step;
-  std::uint64_t place;
+  std::uint64_t position;
 };
 static_assert(sizeof(Entry) == 32, "copied as bytes: no padding");
 
@@ -26,13 +26,13 @@ void append(std::vector<std::byte>& to, const void* data, std::size_t bytes) {
   to.insert(to.end(), begin, begin + bytes);
 }
 
-[[noreturn]] void throw_garbled(int rank) {
+[[noreturn]] void throw_corrupt(int rank) {
   throw Error(ErrorKind::kInternal, "the message of rank " + std::to_string(rank) +
                                         " about its named operations makes no sense: do all ranks run the "
                                         "same version of multiring?");
 }
 
-/// Raises a mismatch error if what the ranks said of one submission is not the same.
+/// Raises a mismatch error if the ranks announced different values for one submission.
 void require_equal(const std::string& name, std::span<const std::uint64_t> said, const char* what,
                    const char* verb, const char* advice) {
   std::map<std::uint64_t, std::vector<int>> ranks;
@@ -60,7 +60,7 @@ std::vector<std::byte> NameMatcher::encode(std::span<const Announcement> announc
                 announcement.operations,
                 0,
                 announcement.step,
-                announcement.place};
+                announcement.position};
     if (entry.number == 0) entry.name_bytes = static_cast<std::uint32_t>(announcement.name.size());
     append(message, &entry, sizeof entry);
     append(message, announcement.name.data(), entry.name_bytes);
@@ -71,12 +71,12 @@ std::vector<std::byte> NameMatcher::encode(std::span<const Announcement> announc
 void NameMatcher::take(int rank, std::span<const std::byte> message) {
   while (!message.empty()) {
     Entry entry;
-    if (message.size() < sizeof entry) throw_garbled(rank);
+    if (message.size() < sizeof entry) throw_corrupt(rank);
     std::memcpy(&entry, message.data(), sizeof entry);
     message = message.subspan(sizeof entry);
     if (message.size() < entry.name_bytes || entry.number > numbered_.size() || entry.operations == 0)
-      throw_garbled(rank);
-    const Announcement announcement{{}, entry.priority, entry.operations, entry.step, entry.place};
+      throw_corrupt(rank);
+    const Announcement announcement{{}, entry.priority, entry.operations, entry.step, entry.position};
     if (entry.number > 0)
       announce(rank, numbered_[entry.number - 1], announcement);
     else
@@ -86,27 +86,27 @@ void NameMatcher::take(int rank, std::span<const std::byte> message) {
 }
 
 void NameMatcher::announce(int rank, const std::string& name, const Announcement& announcement) {
-  if (announcement.place > 0) require_order(rank, name, announcement.place);
-  const auto place = static_cast<std::size_t>(rank);
+  if (announcement.position > 0) require_order(rank, name, announcement.position);
+  const auto index_of_rank = static_cast<std::size_t>(rank);
   Name& entry = names_[name];
   entry.counts.resize(size_);
-  const std::size_t index = static_cast<std::size_t>(entry.counts[place]++ - entry.matched);
-  if (index == entry.open.size()) {
-    entry.open.push_back({std::vector<Part>(size_), 0, 0, 0});
-    ++open_;
+  const std::size_t index = static_cast<std::size_t>(entry.counts[index_of_rank]++ - entry.matched);
+  if (index == entry.pending.size()) {
+    entry.pending.push_back({std::vector<Part>(size_), 0, 0, 0});
+    ++pending_;
   }
-  Open& open = entry.open[index];
-  open.parts[place] = {announcement.operations, announcement.step};
+  Pending& pending = entry.pending[index];
+  pending.parts[index_of_rank] = {announcement.operations, announcement.step};
   if (rank == 0) {
-    open.priority = announcement.priority;
-    open.order = ++order_;
+    pending.priority = announcement.priority;
+    pending.order = ++order_;
   }
-  // A rank's k-th submission is never announced before its (k-1)-th, so the front is complete first.
-  if (++open.present == size_) complete(name, entry);
+  // A rank announces its k-th submission after its (k-1)-th, so the front is complete first.
+  if (++pending.present == size_) complete(name, entry);
 }
 
-void NameMatcher::require_order(int rank, const std::string& name, std::uint64_t place) {
-  const auto found = ordered_.try_emplace(place, Ordered{name, rank, 0}).first;
+void NameMatcher::require_order(int rank, const std::string& name, std::uint64_t position) {
+  const auto found = ordered_.try_emplace(position, Ordered{name, rank, 0}).first;
   Ordered& ordered = found->second;
   if (ordered.name != name) {
     ErrorContext context;
@@ -114,11 +114,11 @@ void NameMatcher::require_order(int rank, const std::string& name, std::uint64_t
     context.peer = ordered.rank;
     context.tensor = name;
     throw Error(ErrorKind::kMismatch,
-                "the ranks submitted different operations as number " + std::to_string(place) +
+                "the ranks submitted different operations as number " + std::to_string(position) +
                     " of those that all submit in one order: rank " + std::to_string(ordered.rank) + " '" +
                     ordered.name + "', rank " + std::to_string(rank) + " '" + name +
                     "'. Look for a loop length or a branch that depends on the rank, and for two threads; "
-                    "calls that belong together although they are written in different places, and calls of "
+                    "calls that belong together although they are written in different lines, and calls of "
                     "several threads, need names of their own.",
                 context);
   }
@@ -126,24 +126,24 @@ void NameMatcher::require_order(int rank, const std::string& name, std::uint64_t
 }
 
 void NameMatcher::complete(const std::string& name, Name& entry) {
-  complete_.push_back({name, std::move(entry.open.front())});
-  entry.open.pop_front();
-  --open_;
+  complete_.push_back({name, std::move(entry.pending.front())});
+  entry.pending.pop_front();
+  --pending_;
   ++entry.matched;
   if (entry.number == 0 && numbered_.size() < numbered_names_) {
     numbered_.push_back(name);
     entry.number = static_cast<std::uint32_t>(numbered_.size());
   }
-  if (entry.number == 0 && entry.open.empty()) names_.erase(name);
+  if (entry.number == 0 && entry.pending.empty()) names_.erase(name);
 }
 
 std::vector<Match> NameMatcher::matched() {
   std::sort(complete_.begin(), complete_.end(),
-            [](const Complete& a, const Complete& b) { return a.open.order < b.open.order; });
+            [](const Complete& a, const Complete& b) { return a.pending.order < b.pending.order; });
   std::vector<Match> matches;
   for (Complete& complete : complete_) {
     require_alike(complete);
-    matches.push_back({std::move(complete.name), complete.open.priority});
+    matches.push_back({std::move(complete.name), complete.pending.priority});
   }
   complete_.clear();
   return matches;
@@ -151,24 +151,24 @@ std::vector<Match> NameMatcher::matched() {
 
 void NameMatcher::require_alike(const Complete& complete) {
   std::vector<std::uint64_t> operations, steps;
-  for (const Part& part : complete.open.parts) {
+  for (const Part& part : complete.pending.parts) {
     operations.push_back(part.operations);
     steps.push_back(part.step);
   }
   require_equal(complete.name, operations, "different numbers of operations under the name", "submitted",
                 "Every rank has to group the same operations under a name.");
   require_equal(complete.name, steps, "operations of different steps under the name", "submitted it in step",
-                "A step that failed on some ranks only has left operations out there: after such an error "
+                "A step that failed on some ranks only has omitted operations there: after such an error "
                 "call multiring.shutdown() and init() on all ranks, or end the job.");
 }
 
 std::vector<Unmatched> NameMatcher::unmatched() const {
   std::vector<Unmatched> found;
   for (const auto& [name, entry] : names_)
-    for (const Open& open : entry.open) {
+    for (const Pending& pending : entry.pending) {
       Unmatched one{name, {}, {}};
       for (std::size_t rank = 0; rank < size_; ++rank)
-        (open.parts[rank].operations > 0 ? one.announced : one.missing).push_back(static_cast<int>(rank));
+        (pending.parts[rank].operations > 0 ? one.announced : one.missing).push_back(static_cast<int>(rank));
       found.push_back(std::move(one));
     }
   std::sort(found.begin(), found.end(),

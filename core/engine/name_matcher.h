@@ -14,14 +14,13 @@
 
 namespace multiring {
 
-/// What a rank tells of one submission: its name, the operations in it, how soon it should leave, what step
-/// of the rank's it belongs to, and its place among those that all ranks submit in one order.
+/// What a rank announces of one submission. `position`: among those that all ranks submit in one order.
 struct Announcement {
   std::string_view name;
   std::int32_t priority = 0;
   std::uint32_t operations = 1;
   std::uint64_t step = 0;
-  std::uint64_t place = 0;  ///< from 1; 0: in any order
+  std::uint64_t position = 0;  ///< from 1; 0: in any order
 };
 
 /// A submission that all ranks have announced.
@@ -39,13 +38,12 @@ struct Unmatched {
 
 /// Matches submissions by name: the k-th of a name on one rank with the k-th of it on the others.
 ///
-/// In each round every rank writes a message of what is new on it, and takes the messages of all ranks in the
-/// order of the ranks. All state here, and the order of what is matched, is a function of these messages
-/// alone, so it is the same on all ranks. A name is written out until it has been matched for the first time;
-/// from then on its number stands for it.
+/// In each negotiation every rank sends a message of its new submissions, and takes the messages of all ranks
+/// in rank order. All state, and the order of matches, is a function of these messages alone, so it is the
+/// same on all ranks. A name is sent as text until its first match, and as a number from then on.
 class MULTIRING_API NameMatcher {
  public:
-  /// Names beyond these are written out always, so that names that never come again cost no memory.
+  /// Further names are always sent as text, so that names used once cost no memory.
   static constexpr std::size_t kNumberedNames = 16384;
 
   explicit NameMatcher(int size, std::size_t numbered_names = kNumberedNames)
@@ -53,15 +51,15 @@ class MULTIRING_API NameMatcher {
 
   /// This rank's message.
   std::vector<std::byte> encode(std::span<const Announcement> announcements) const;
-  /// Takes rank `rank`'s message; raises an internal error if it is no such message, and a mismatch error if
-  /// two ranks announced different names for one place in the order.
+  /// Takes rank `rank`'s message; raises an internal error if it cannot be parsed, and a mismatch error if
+  /// two ranks announced different names for one position.
   void take(int rank, std::span<const std::byte> message);
   /// What has been matched since the last call, in the order in which rank 0 announced it. Raises a mismatch
   /// error if the ranks announced different numbers of operations under one name, or different steps.
   std::vector<Match> matched();
   /// What has been announced, but not by all ranks, in the order of the names.
   std::vector<Unmatched> unmatched() const;
-  bool has_unmatched() const { return open_ > 0; }
+  bool has_unmatched() const { return pending_ > 0; }
 
  private:
   /// What one rank announced.
@@ -70,7 +68,7 @@ class MULTIRING_API NameMatcher {
     std::uint64_t step = 0;
   };
   /// The k-th submission of a name, for one k.
-  struct Open {
+  struct Pending {
     std::vector<Part> parts;  // of each rank
     std::size_t present = 0;
     std::int32_t priority = 0;
@@ -79,15 +77,15 @@ class MULTIRING_API NameMatcher {
   struct Name {
     std::uint32_t number = 0;           // 0: none
     std::vector<std::uint64_t> counts;  // submissions that each rank has announced
-    std::uint64_t matched = 0;          // submissions before open.front()
-    std::deque<Open> open;
+    std::uint64_t matched = 0;          // submissions before pending.front()
+    std::deque<Pending> pending;
   };
   struct Complete {
     std::string name;
-    Open open;
+    Pending pending;
   };
 
-  /// The name in one place of the order, until all ranks have announced it.
+  /// The name at one position of the order, until all ranks have announced it.
   struct Ordered {
     std::string name;
     int rank = 0;  // that announced it first
@@ -95,7 +93,7 @@ class MULTIRING_API NameMatcher {
   };
 
   void announce(int rank, const std::string& name, const Announcement& announcement);
-  void require_order(int rank, const std::string& name, std::uint64_t place);
+  void require_order(int rank, const std::string& name, std::uint64_t position);
   void complete(const std::string& name, Name& entry);
   static void require_alike(const Complete& complete);
 
@@ -104,9 +102,9 @@ class MULTIRING_API NameMatcher {
   std::unordered_map<std::string, Name> names_;
   std::vector<std::string> numbered_;  // [number - 1]
   std::vector<Complete> complete_;
-  std::map<std::uint64_t, Ordered> ordered_;  // by place
+  std::map<std::uint64_t, Ordered> ordered_;  // by position
   std::uint64_t order_ = 0;
-  std::size_t open_ = 0;
+  std::size_t pending_ = 0;
 };
 
 }  // namespace multiring

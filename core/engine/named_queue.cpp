@@ -10,14 +10,14 @@
 namespace multiring {
 namespace {
 
-// How long a rank pauses between rounds that brought nothing new, with operations of its own unmatched: the
-// peers compute, and may announce at any time. Something new on this rank ends the pause.
+// Pause between negotiations that brought nothing new, while operations of this rank are unmatched: the peers
+// compute, and may announce at any time. A new submission of this rank ends the pause.
 constexpr std::chrono::microseconds kFirstPause(20);
 constexpr std::chrono::microseconds kLongestPause(1000);
 constexpr std::size_t kLongestName = 4096;
 
-// What comes here lies in memory of a framework's, where each array costs the same steps as in one pass over
-// several: to fill and to empty the staging memory. Only the first of several is done later.
+// Arrays of named queues are in a framework's memory and pass through staging memory, so fusing them costs no
+// additional copies; only the first of several completes later.
 constexpr std::size_t kFuseBelow = std::size_t{16} << 20;
 constexpr std::size_t kFuseAtMost = std::size_t{64} << 20;
 
@@ -57,13 +57,13 @@ NamedQueue::~NamedQueue() { close(); }
 NamedQueue::Works NamedQueue::submit(NamedRequest request) {
   throw_if_abandoned();
   prepare(request);
-  // Not a reference that keeps the queue: the last one would end it on its own thread. All submissions have
-  // ended when close() returns.
+  // No owning reference: the last one would destroy the queue on its own thread. All submissions have ended
+  // when close() returns.
   const auto submission =
-      Submission::make(std::move(request), this, [this](const Error& error) { break_with(error); });
+      Submission::make(std::move(request), this, [this](const Error& error) { fail(error); });
   Works works = submission->works();
   try {
-    hand_over(submission);
+    enqueue(submission);
   } catch (...) {
     submission->discard();
     throw;
@@ -71,21 +71,21 @@ NamedQueue::Works NamedQueue::submit(NamedRequest request) {
   return works;
 }
 
-void NamedQueue::hand_over(const std::shared_ptr<Submission>& submission) {
+void NamedQueue::enqueue(const std::shared_ptr<Submission>& submission) {
   {
     const std::lock_guard lock(mutex_);
     throw_if_unusable();
     if (size() > 1) {
       start_control();
-      waiting_[submission->name()].push_back(submission);
-      fresh_.push_back(submission);
+      unmatched_[submission->name()].push_back(submission);
+      unannounced_.push_back(submission);
     }
   }
   if (size() > 1) {
     changed_.notify_all();
     return;
   }
-  std::vector<QueuedWork> queued;  // one rank has nobody to agree with
+  std::vector<QueuedWork> queued;  // one rank needs no negotiation
   for (const auto& work : submission->works()) queued.push_back({work, submission->priority()});
   data_->enqueue(queued);
 }
@@ -113,7 +113,7 @@ void NamedQueue::prepare(NamedRequest& request) const {
 void NamedQueue::start_control() {
   if (control_thread_.joinable()) return;
   try {
-    control_thread_ = std::thread([this] { negotiate(); });
+    control_thread_ = std::thread([this] { run_control(); });
     control_id_ = control_thread_.get_id();
   } catch (const std::system_error& error) {
     throw Error(ErrorKind::kInternal,
@@ -122,57 +122,57 @@ void NamedQueue::start_control() {
   }
 }
 
-void NamedQueue::negotiate() {
-  go_on_with_rounds();
+void NamedQueue::run_control() {
+  negotiate_until_ended();
   if (!closing_.load(std::memory_order_acquire)) return;
-  leave_names();
+  fail_unmatched();
   data_->close();
 }
 
-void NamedQueue::go_on_with_rounds() {
+void NamedQueue::negotiate_until_ended() {
   std::chrono::microseconds pause = kFirstPause;
   const auto ended = [this] { return closing_.load(std::memory_order_relaxed) || first_error_.has_value(); };
   for (;;) {
     {
       std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return ended() || !waiting_.empty(); });
+      changed_.wait(lock, [&] { return ended() || !unmatched_.empty(); });
       if (ended()) return;
     }
     try {
-      pause = round() ? kFirstPause : std::min(pause * 2, kLongestPause);
+      pause = negotiate() ? kFirstPause : std::min(pause * 2, kLongestPause);
     } catch (...) {
-      if (!closing_.load(std::memory_order_acquire)) break_with(with_names(std::current_exception()));
-      return;  // or close() ends what waits
+      if (!closing_.load(std::memory_order_acquire)) fail(with_unmatched_names(std::current_exception()));
+      return;  // or close() fails what waits
     }
     std::unique_lock lock(mutex_);
-    if (!waiting_.empty())
-      changed_.wait_for(lock, pause, [&] { return ended() || waiting_.empty() || !fresh_.empty(); });
+    if (!unmatched_.empty())
+      changed_.wait_for(lock, pause, [&] { return ended() || unmatched_.empty() || !unannounced_.empty(); });
   }
 }
 
-// Whether any rank had something new.
-bool NamedQueue::round() {
-  const bool anything = exchange(news());
+// Returns whether any rank had something new.
+bool NamedQueue::negotiate() {
+  const bool anything = exchange_messages(encode_new());
   std::vector<std::shared_ptr<Submission>> taken;
   const std::vector<QueuedWork> queued = take_matched(taken);
   try {
     if (!queued.empty()) data_->enqueue(queued);
   } catch (...) {
-    // They wait for nobody any more, so nobody else would end them. Where a peer's error came in between, it
-    // is theirs, too, and not that the communicator is broken.
-    const Error error = data_->first_error().value_or(with_names(std::current_exception()));
+    // They are matched, so nothing else would fail them. A peer's error that came in between is theirs, too,
+    // not that the communicator is broken.
+    const Error error = data_->first_error().value_or(with_unmatched_names(std::current_exception()));
     for (const auto& submission : taken) submission->fail(error);
     throw Error(error);
   }
-  watch();
+  check_deadlines();
   return anything;
 }
 
-std::vector<std::byte> NamedQueue::news() {
+std::vector<std::byte> NamedQueue::encode_new() {
   std::deque<std::shared_ptr<Submission>> fresh;
   {
     const std::lock_guard lock(mutex_);
-    fresh.swap(fresh_);
+    fresh.swap(unannounced_);
   }
   std::vector<Announcement> announcements;
   announcing_.clear();
@@ -180,16 +180,16 @@ std::vector<std::byte> NamedQueue::news() {
     announcing_.push_back(submission->name());
     announcements.push_back({submission->name(), submission->priority(),
                              static_cast<std::uint32_t>(submission->works().size()), submission->step(),
-                             submission->place()});
+                             submission->position()});
   }
   return matcher_.encode(announcements);
 }
 
-// Gives this rank's message to all and takes those of all into the matcher. Whether any was not empty.
-bool NamedQueue::exchange(std::vector<std::byte> message) {
+// Exchanges the messages of all ranks and gives them to the matcher. Returns whether any was not empty.
+bool NamedQueue::exchange_messages(std::vector<std::byte> message) {
   Operation operation = allgather_of(message);
-  const std::function<void()> look = [this] { watch(); };
-  control_->run(operation, {std::numeric_limits<double>::infinity(), &look});
+  const std::function<void()> check = [this] { check_deadlines(); };
+  control_->run(operation, {std::numeric_limits<double>::infinity(), &check});
   announcing_.clear();
   const std::byte* begin = operation.result.data();
   for (int rank = 0; rank < size(); ++rank) {
@@ -204,12 +204,12 @@ std::vector<QueuedWork> NamedQueue::take_matched(std::vector<std::shared_ptr<Sub
   const std::vector<Match> matches = matcher_.matched();
   std::vector<QueuedWork> queued;
   const std::lock_guard lock(mutex_);
-  if (first_error_) return queued;  // everything has been ended
+  if (first_error_) return queued;  // everything has failed
   for (const Match& match : matches) {
-    const auto found = waiting_.find(match.name);
+    const auto found = unmatched_.find(match.name);
     taken.push_back(std::move(found->second.front()));
     found->second.pop_front();
-    if (found->second.empty()) waiting_.erase(found);
+    if (found->second.empty()) unmatched_.erase(found);
     for (const auto& work : taken.back()->works()) queued.push_back({work, match.priority});
   }
   return queued;

@@ -20,10 +20,10 @@ namespace multiring {
 
 /// Operations that are matched by name: the ranks may submit them in any order, from any thread.
 ///
-/// The queue has two communicators of its own. While something that this rank has submitted is not matched, a
-/// control thread takes part in rounds, each one allgather of what is new on every rank (see NameMatcher);
-/// what all ranks have submitted is then queued in the other communicator, in the same order on all ranks,
-/// and runs on its progress thread. A rank of which nothing waits sleeps, and its peers wait for it.
+/// The queue has two communicators of its own. While this rank has unmatched submissions, a control thread
+/// negotiates: each negotiation is one allgather of what is new on every rank (see NameMatcher). What all
+/// ranks have submitted is then queued in the other communicator, in the same order on all ranks, and runs on
+/// its progress thread. A rank without unmatched submissions sleeps, and its peers wait for it.
 ///
 /// Each submission has the communicator's timeout to be matched. The first error breaks the queue on all
 /// ranks: it is stored, ends all that is pending and is raised by all later calls.
@@ -34,7 +34,7 @@ class MULTIRING_API NamedQueue {
   /// Collective over `parent`, with the same `name` everywhere.
   static std::shared_ptr<NamedQueue> create(Communicator& parent, const std::string& name,
                                             const CallOptions& call);
-  /// Closes. Not on a thread of the queue (in a `done`, a warning), which it waits for.
+  /// Closes. Must not run on a thread of the queue (in a `done`, a warning), because it joins them.
   ~NamedQueue();
   NamedQueue(const NamedQueue&) = delete;
   NamedQueue& operator=(const NamedQueue&) = delete;
@@ -43,14 +43,14 @@ class MULTIRING_API NamedQueue {
   int size() const { return data_->size(); }
   const std::string& name() const { return data_->name(); }
 
-  /// Queues the operations of a request and returns their works. Never waits for anybody; `done` is called on
-  /// a thread of the queue or inside close(), never in here. If it raises, nothing was queued.
+  /// Queues the operations of a request and returns their works. Never waits; `done` is called on a thread of
+  /// the queue or inside close(), never in here. If it raises, nothing was queued.
   Works submit(NamedRequest request);
   /// Breaks the queue on all ranks.
   void abort(const Error& error);
-  /// Ends this rank's part: what is pending fails, peers that still need it learn that it left. Idempotent.
-  /// On a thread of the queue itself, as in a `done` or a warning, it returns at once, false: the control
-  /// thread does the rest, and the next call from elsewhere or the destructor waits for it.
+  /// Ends this rank's part: pending work fails, peers that still need it learn that it left. Idempotent. On a
+  /// thread of the queue (in a `done` or a warning) it returns false at once: the control thread does the
+  /// rest, and the next call from another thread or the destructor waits for it.
   bool close();
   bool is_broken() const;
   /// To be called in a forked child: the queue belongs to the parent alone, and every call here fails.
@@ -60,29 +60,28 @@ class MULTIRING_API NamedQueue {
   NamedQueue(std::shared_ptr<Communicator> control, std::shared_ptr<Communicator> data);
 
   void prepare(NamedRequest& request) const;
-  /// To the control thread, or where there is one rank to the data communicator. Throws and keeps nothing if
-  /// the queue is broken or closed.
-  void hand_over(const std::shared_ptr<Submission>& submission);
+  /// Queues for the control thread (one rank: in the data communicator). Throws if broken or closed.
+  void enqueue(const std::shared_ptr<Submission>& submission);
   void throw_if_abandoned() const;
   void throw_if_unusable() const;  // with mutex_ held
   void start_control();            // likewise
-  void negotiate();
-  void go_on_with_rounds();
-  /// Peers learn that this rank has left, and what is not matched fails.
-  void leave_names();
-  bool on_own_thread() const;
-  bool round();
-  std::vector<std::byte> news();
-  bool exchange(std::vector<std::byte> message);
+  void run_control();
+  void negotiate_until_ended();
+  /// Notifies peers that this rank has left, and fails what is not matched.
+  void fail_unmatched();
+  bool on_queue_thread() const;
+  bool negotiate();
+  std::vector<std::byte> encode_new();
+  bool exchange_messages(std::vector<std::byte> message);
   std::vector<QueuedWork> take_matched(std::vector<std::shared_ptr<Submission>>& taken);
-  /// Looked at while waiting and after each round, by the control thread: deadlines, warnings, close.
-  void watch();
-  /// What waits for whom, as far as this rank knows.
+  /// Called by the control thread while waiting and after each negotiation: deadlines, warnings, close.
+  void check_deadlines();
+  /// Which submissions wait for which ranks, as far as this rank knows.
   std::string describe_unmatched() const;
   Error late_error(const Submission& late) const;
-  Error with_names(const std::exception_ptr& raised) const;
-  void break_with(const Error& error);
-  std::vector<std::shared_ptr<Submission>> take_waiting();  // with mutex_ held
+  Error with_unmatched_names(const std::exception_ptr& raised) const;
+  void fail(const Error& error);
+  std::vector<std::shared_ptr<Submission>> take_unmatched();  // with mutex_ held
   Error closed_error() const;
 
   const std::shared_ptr<Communicator> control_;
@@ -92,19 +91,19 @@ class MULTIRING_API NamedQueue {
 
   // The control thread's own.
   NameMatcher matcher_;
-  std::vector<std::string> announcing_;  // in the round in progress
-  Clock::time_point watched_ = Clock::now();
+  std::vector<std::string> announcing_;  // in the negotiation in progress
+  Clock::time_point checked_ = Clock::now();
 
-  std::mutex close_mutex_;  // of those who close; mutex_ is taken while it is held
+  std::mutex close_mutex_;  // serialises close(); mutex_ is taken while it is held
   bool closed_ = false;     // guarded by close_mutex_
 
   mutable std::mutex mutex_;  // guards all below; no other lock is taken while it is held
   std::condition_variable changed_;
-  std::unordered_map<std::string, std::deque<std::shared_ptr<Submission>>> waiting_;  // to be matched
-  std::deque<std::shared_ptr<Submission>> fresh_;  // those of them that are not announced yet
+  std::unordered_map<std::string, std::deque<std::shared_ptr<Submission>>> unmatched_;  // to be matched
+  std::deque<std::shared_ptr<Submission>> unannounced_;  // those of them that are not announced yet
   std::optional<Error> first_error_;
   std::thread control_thread_;
-  std::thread::id control_id_;  // kept, where joining changes the thread's
+  std::thread::id control_id_;  // copied, because joining resets the thread's
 };
 
 }  // namespace multiring

@@ -1,5 +1,5 @@
-// How a named queue ends: deadlines, its first error, close, and a fork of its process; and what it says
-// then.
+// How a named queue ends: deadlines, its first error, close, a fork of its process, and the messages of
+// these.
 
 #include <algorithm>
 #include <iterator>
@@ -12,7 +12,7 @@
 namespace multiring {
 namespace {
 
-constexpr std::chrono::milliseconds kWatchInterval(5);
+constexpr std::chrono::milliseconds kCheckInterval(5);
 constexpr std::size_t kMostListed = 6;
 
 /// "rank 0 submitted 'a' and waits for rank 1, which has not submitted it"
@@ -23,23 +23,23 @@ std::string sentence(const Unmatched& unmatched, const Communicator& communicato
          (unmatched.missing.size() == 1 ? "has" : "have") + " not submitted it";
 }
 
-/// Whether all have come to the round of names in progress, and some do not pass on what others announce.
-bool is_held_up(const Missing& missing) { return missing.late.empty() && !missing.holding.empty(); }
+/// Whether all ranks have come to the negotiation in progress, and some do not forward what others announce.
+bool is_not_forwarded(const Missing& missing) { return missing.late.empty() && !missing.holding.empty(); }
 
 }  // namespace
 
-void NamedQueue::watch() {
-  // Ends the wait that this is called in. By an error of ours the peers would take it for an abort.
+void NamedQueue::check_deadlines() {
+  // Ends the wait that this is called in. Throwing here would be an abort on the peers.
   if (closing_.load(std::memory_order_acquire)) return control_->close();
   const Clock::time_point now = Clock::now();
-  if (now - watched_ < kWatchInterval) return;
-  watched_ = now;
+  if (now - checked_ < kCheckInterval) return;
+  checked_ = now;
   const CommunicatorOptions& options = data_->options();
   std::shared_ptr<Submission> late;
   double stalled = 0;
   {
     const std::lock_guard lock(mutex_);
-    for (auto& [name, submissions] : waiting_)
+    for (auto& [name, submissions] : unmatched_)
       for (const auto& submission : submissions) {
         const double waited = submission->waited();
         if (waited >= options.timeout && (late == nullptr || waited > late->waited())) late = submission;
@@ -49,7 +49,7 @@ void NamedQueue::watch() {
       }
   }
   if (late != nullptr) throw late_error(*late);
-  if (stalled > 0 && options.warn && speaks_for_all(control_->waited_for(), rank()))
+  if (stalled > 0 && options.warn && is_first_waiting(control_->waited_for(), rank()))
     options.warn(data_->names_of({rank()}) + " on " + data_->host() + ", in named queue '" + name() +
                  "', has waited " + seconds_text(stalled) + ": " + describe_unmatched() +
                  "; set MULTIRING_STALL_WARNING to change or silence this warning");
@@ -75,7 +75,7 @@ Error NamedQueue::late_error(const Submission& late) const {
         (control_->is_watched(peer) ? ", alive) waits for nothing" : ") is not known to wait for anything") +
         " in this queue; see where it is with `py-spy dump --pid`. ";
   }
-  if (!is_held_up(absent))
+  if (!is_not_forwarded(absent))
     text +=
         "Every rank has to submit the same names equally often, in any order; look for a branch or "
         "a loop length that depends on the rank. ";
@@ -84,14 +84,14 @@ Error NamedQueue::late_error(const Submission& late) const {
 
 std::string NamedQueue::describe_unmatched() const {
   const Missing missing = control_->waited_for();
-  if (is_held_up(missing)) return data_->held_up_by(missing.holding);
+  if (is_not_forwarded(missing)) return data_->describe_not_forwarded(missing.holding);
   std::vector<int> absent;
   std::ranges::set_union(missing.late, missing.behind, std::back_inserter(absent));
   std::vector<Unmatched> all = matcher_.unmatched();
   std::vector<int> others;
   for (int peer = 0; peer < size(); ++peer)
     if (peer != rank()) others.push_back(peer);
-  // What this rank announces in the round in progress is not in the matcher yet.
+  // What this rank announces in the negotiation in progress is not in the matcher yet.
   for (const std::string& name : announcing_) {
     const auto known = std::find_if(all.begin(), all.end(), [&](const Unmatched& one) {
       return one.name == name && std::count(one.missing.begin(), one.missing.end(), rank()) > 0;
@@ -102,13 +102,13 @@ std::string NamedQueue::describe_unmatched() const {
     }
     std::erase(known->missing, rank());
     if (known->missing.empty()) {
-      all.erase(known);  // matched when the round is over
+      all.erase(known);  // matched when the negotiation is over
       continue;
     }
     known->announced.insert(std::upper_bound(known->announced.begin(), known->announced.end(), rank()),
                             rank());
   }
-  // Who has come to the round in progress may have announced anything in it: speak of those who have not.
+  // Ranks that have come to the negotiation in progress may have announced anything in it: list the others.
   for (Unmatched& one : all) {
     std::vector<int> known_missing;
     std::set_intersection(one.missing.begin(), one.missing.end(), absent.begin(), absent.end(),
@@ -125,14 +125,14 @@ std::string NamedQueue::describe_unmatched() const {
   return text;
 }
 
-// An error of the control communicator, with the operations that it keeps from being matched.
-Error NamedQueue::with_names(const std::exception_ptr& raised) const {
+// An error of the control communicator, with the operations that it leaves unmatched.
+Error NamedQueue::with_unmatched_names(const std::exception_ptr& raised) const {
   std::string first;
   std::size_t waiting = 0;
   {
     const std::lock_guard lock(mutex_);
     const Submission* oldest = nullptr;
-    for (const auto& [name, submissions] : waiting_)
+    for (const auto& [name, submissions] : unmatched_)
       for (const auto& submission : submissions) {
         ++waiting;
         if (oldest == nullptr || submission->waited() > oldest->waited()) oldest = submission.get();
@@ -159,16 +159,16 @@ Error NamedQueue::with_names(const std::exception_ptr& raised) const {
   return Error(kind, text, context);
 }
 
-std::vector<std::shared_ptr<Submission>> NamedQueue::take_waiting() {
+std::vector<std::shared_ptr<Submission>> NamedQueue::take_unmatched() {
   std::vector<std::shared_ptr<Submission>> taken;
-  for (auto& [name, submissions] : waiting_)
+  for (auto& [name, submissions] : unmatched_)
     for (auto& submission : submissions) taken.push_back(std::move(submission));
-  waiting_.clear();
-  fresh_.clear();
+  unmatched_.clear();
+  unannounced_.clear();
   return taken;
 }
 
-void NamedQueue::break_with(const Error& error) {
+void NamedQueue::fail(const Error& error) {
   std::vector<std::shared_ptr<Submission>> pending;
   bool first;
   {
@@ -176,7 +176,7 @@ void NamedQueue::break_with(const Error& error) {
     if (closing_.load(std::memory_order_relaxed)) return;  // close() ends what is pending
     first = !first_error_;
     if (first) first_error_ = error;
-    pending = take_waiting();
+    pending = take_unmatched();
   }
   changed_.notify_all();
   if (first) {
@@ -188,7 +188,7 @@ void NamedQueue::break_with(const Error& error) {
 
 void NamedQueue::abort(const Error& error) {
   throw_if_abandoned();
-  break_with(error);
+  fail(error);
 }
 
 bool NamedQueue::is_broken() const {
@@ -238,28 +238,28 @@ bool NamedQueue::close() {
     closing_.store(true, std::memory_order_release);
   }
   changed_.notify_all();
-  if (on_own_thread()) return false;  // it cannot wait for its own end
+  if (on_queue_thread()) return false;  // it cannot wait for its own end
   const std::lock_guard closers(close_mutex_);
   if (std::exchange(closed_, true)) return true;
   control_->close();
   if (control_thread_.joinable()) control_thread_.join();
-  leave_names();  // where no thread was needed, or it ended by an error
+  fail_unmatched();  // where no thread was started, or it ended by an error
   data_->close();
   return true;
 }
 
-bool NamedQueue::on_own_thread() const {
-  if (Submission::inside(this) || data_->is_driven_here()) return true;
+bool NamedQueue::on_queue_thread() const {
+  if (Submission::inside(this) || data_->runs_on_this_thread()) return true;
   const std::lock_guard lock(mutex_);
   return control_id_ == std::this_thread::get_id();
 }
 
-void NamedQueue::leave_names() {
+void NamedQueue::fail_unmatched() {
   control_->close();
   std::vector<std::shared_ptr<Submission>> pending;
   {
     const std::lock_guard lock(mutex_);
-    pending = take_waiting();
+    pending = take_unmatched();
   }
   for (const auto& submission : pending)
     submission->fail(Error(ErrorKind::kAborted, "named queue '" + name() + "' was closed before '" +

@@ -19,7 +19,7 @@ std::shared_ptr<Submission> Submission::make(NamedRequest request, const void* o
   made->name_ = std::move(request.name);
   made->priority_ = request.priority;
   made->step_ = request.step;
-  made->place_ = request.place;
+  made->position_ = request.position;
   made->done_ = std::move(request.done);
   made->failed_ = std::move(failed);
   made->owner_ = owner;
@@ -58,7 +58,7 @@ void Submission::all_ended() {
   if (!done_) return;
   const Frame frame{owner_, innermost};
   innermost = &frame;
-  // What a callback raises has nobody to go to, but must not be lost, nor end the process.
+  // No caller can catch what a callback raises; it must neither be lost nor end the process.
   try {
     done_(first_error_ ? &*first_error_ : nullptr, works);
   } catch (const std::exception& raised) {

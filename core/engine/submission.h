@@ -17,32 +17,31 @@ namespace multiring {
 
 /// What a rank submits under one name.
 struct NamedRequest {
-  /// Called once when all operations have ended, with the error of the first that failed, while no lock is
-  /// held.
+  /// Called once when all operations have ended, with the error of the first that failed, without locks.
   using Done = std::function<void(const Error* error, std::span<const std::shared_ptr<Work>> works)>;
 
   std::string name;
   std::vector<Operation> operations;
   int priority = 0;
-  std::uint64_t step = 0;   ///< has to be the same on all ranks
-  std::uint64_t place = 0;  ///< among those that all ranks submit in one order, from 1; 0: none of them
+  std::uint64_t step = 0;      ///< has to be the same on all ranks
+  std::uint64_t position = 0;  ///< among those that all ranks submit in one order, from 1; 0: in any order
   std::shared_ptr<void> keep_alive;  ///< held until the last of the works is destroyed
   Done done;                         ///< may be empty
 };
 
-/// The operations of one NamedRequest on their way.
+/// The operations of one NamedRequest in progress.
 class MULTIRING_API Submission final : public WorkObserver {
  public:
-  /// Called with every error before anybody else learns of it, and with what `done` raises.
+  /// Called with every error before it becomes visible, and with what `done` raises.
   using Failed = std::function<void(const Error& error)>;
 
-  /// `owner` stands for the queue in `inside`. `request.operations` are prepared for a communicator.
+  /// `owner` identifies the queue in `inside`. `request.operations` are prepared for a communicator.
   static std::shared_ptr<Submission> make(NamedRequest request, const void* owner, Failed failed);
 
   const std::string& name() const { return name_; }
   int priority() const { return priority_; }
   std::uint64_t step() const { return step_; }
-  std::uint64_t place() const { return place_; }
+  std::uint64_t position() const { return position_; }
   /// Empty when all have ended.
   std::vector<std::shared_ptr<Work>> works() const {
     const std::lock_guard lock(mutex_);
@@ -51,7 +50,7 @@ class MULTIRING_API Submission final : public WorkObserver {
   double waited() const { return seconds_between(made_, Clock::now()); }
   /// Ends all its work, none of which has been queued.
   void fail(const Error& error);
-  /// Lets go of work that was never queued; `done` is not called.
+  /// Drops work that was never queued; `done` is not called.
   void discard() {
     const std::lock_guard lock(mutex_);
     works_.clear();
@@ -70,7 +69,7 @@ class MULTIRING_API Submission final : public WorkObserver {
   std::string name_;
   int priority_ = 0;
   std::uint64_t step_ = 0;
-  std::uint64_t place_ = 0;
+  std::uint64_t position_ = 0;
   NamedRequest::Done done_;
   Failed failed_;
   const void* owner_ = nullptr;

@@ -9,7 +9,7 @@
 
 namespace multiring {
 
-/// The symmetric memory of a communicator: tells which buffers lie in it.
+/// The symmetric memory of a communicator: finds the buffers in it.
 class SymmetricRegistry {
  public:
   explicit SymmetricRegistry(int rank) : rank_(rank) {}
@@ -20,9 +20,9 @@ class SymmetricRegistry {
     regions_.push_back(region);
   }
 
-  /// Notes in `operation` where its buffers lie if in symmetric memory, and keeps that memory alive. The
-  /// peers are told if they share it.
-  void place(Operation& operation, bool shared) const {
+  /// Records in `operation` which of its buffers are in symmetric memory, and keeps that memory alive. The
+  /// descriptor says so to peers that share it.
+  void locate_buffers(Operation& operation, bool shared) const {
     const std::lock_guard lock(mutex_);
     if (regions_.empty()) return;
     Descriptor& descriptor = operation.descriptor;
@@ -36,7 +36,7 @@ class SymmetricRegistry {
     if (!shared) descriptor.input_region = descriptor.output_region = 0;
   }
 
-  /// The region that `bytes` at `data` lie in, and where in this rank's part; null where they lie elsewhere.
+  /// The region that contains `bytes` at `data`, and their offset in this rank's part; null: none.
   std::shared_ptr<SymmetricRegion> locate(const std::byte* data, std::size_t bytes,
                                           std::uint64_t* offset) const {
     const std::lock_guard lock(mutex_);

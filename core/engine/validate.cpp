@@ -18,8 +18,8 @@ void throw_usage(const Operation& operation, const std::string& message) {
 
 namespace {
 
-/// Reductions and broadcasts work in place, and a gather may have its part in its place there; an all-to-all
-/// would read what it has written.
+/// Reductions and broadcasts work in place, and a gather may have its input at its offset there; an
+/// all-to-all would read what it has written.
 void require_apart(const Operation& operation) {
   const Descriptor& descriptor = operation.descriptor;
   const std::byte *in = operation.input, *out = operation.output;
@@ -52,8 +52,9 @@ void validate(const Operation& operation, int rank, int size, const std::string&
   if ((kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter) && scales &&
       descriptor.dtype == DType::kBool)
     throw_usage(operation, "bool cannot be scaled");
-  if (is_rounded(descriptor.key.wire) && (kind != OpKind::kAllreduce || descriptor.dtype != DType::kFloat32))
-    throw_usage(operation, "only an allreduce of float32 can cross the wire as another dtype");
+  if (is_rounded(descriptor.key.comm_dtype) &&
+      (kind != OpKind::kAllreduce || descriptor.dtype != DType::kFloat32))
+    throw_usage(operation, "only an allreduce of float32 can be sent as another dtype between hosts");
   require_apart(operation);
   if (kind == OpKind::kReduceScatter && operation.output != nullptr && descriptor.rows > 0) {
     const Range block =

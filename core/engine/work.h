@@ -12,13 +12,13 @@
 
 namespace multiring {
 
-/// Is told how work ends, on the thread that ends it, while no lock is held. Must not throw.
+/// Notified when work ends, on the thread that ends it, while no lock is held. Must not throw.
 class WorkObserver {
  public:
   virtual ~WorkObserver() = default;
-  /// Before anybody can see that the work has failed.
+  /// Before the failure becomes visible.
   virtual void failing(const Error& error) = 0;
-  /// After everybody can see that the work has ended; with the error if it failed.
+  /// After the end is visible; with the error if it failed.
   virtual void ended(const Error* error) = 0;
 };
 
@@ -40,7 +40,7 @@ class MULTIRING_API Work {
   int priority() const { return priority_; }
   /// 1 for the first asynchronous operation of the communicator.
   std::uint64_t index() const { return index_; }
-  /// The finished operation, for its result to be taken out of it.
+  /// The finished operation, to take its result from.
   Operation& take_result() { return operation_; }
 
  private:

@@ -24,7 +24,7 @@ struct Subtree {
 MULTIRING_API int canonical_split(Subtree node);
 
 /// The fewest nodes of the canonical tree over `size` ranks that together hold exactly `ranks` (ascending,
-/// each within [0, size)), in ascending order. So many sums a holder of these contributions has to pass on.
+/// each within [0, size)), in ascending order. A holder of these contributions has to send so many sums.
 MULTIRING_API std::vector<Subtree> canonical_parts(std::span<const int> ranks, int size);
 
 }  // namespace multiring

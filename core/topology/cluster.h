@@ -54,16 +54,16 @@ enum class Placement {
   kRoundRobin,  ///< one rank on each host in turn, as long as it has room
 };
 
-/// A cluster of hosts that are alike but for their numbers of ranks. Raises a usage error where there is no
+/// A cluster of hosts that differ only in their numbers of ranks. Raises a usage error where there is no
 /// host, or one without ranks.
 MULTIRING_API Cluster make_cluster(std::span<const int> ranks_per_host, std::vector<Interface> interfaces,
                                    HostMemory memory = {}, Placement placement = Placement::kBlocks);
 
-/// One way through the network that all hosts take together: channel traffic leaves host h by interface
+/// A path through the network that all hosts use together: channel traffic leaves host h by interface
 /// `interface % h.interfaces.size()`.
 struct Channel {
   int interface = 0;
-  double bytes_per_second = 0.0;  ///< of the slowest host, as nobody in a ring or exchange outpaces it
+  double bytes_per_second = 0.0;  ///< of the slowest host, which every ring and exchange waits for
 };
 
 /// The channels that use all interfaces, at most `most` of them (the fastest), by number of the interface.

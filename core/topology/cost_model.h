@@ -15,7 +15,7 @@ struct LinkCost {
   double bytes_per_second = 0.0;  ///< of a host in each direction, all its interfaces together
 };
 
-/// What a plan costs besides the speeds that its cluster tells.
+/// Costs of a plan besides the speeds of its cluster.
 struct CostModel {
   double message_seconds = 5e-6;             ///< of the processor for one message to another host
   double interface_message_seconds = 1e-6;   ///< of an interface for one message of any rank

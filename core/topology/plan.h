@@ -14,8 +14,8 @@ namespace multiring {
 
 // An allreduce is composed: in each dimension, from the inside out, the ranks of every group divide what they
 // have and reduce it (reduce-scatter), so that in the next dimension as many groups work at once as there are
-// shares; then the sums go back the same way (all-gather). Where latency counts for more than bytes, a
-// dimension hands everything to the first rank of the group instead (reduce) and gets it back (broadcast).
+// shares; then the sums return in reverse order (all-gather). Where latency costs more than bytes, a
+// dimension reduces to the first rank of the group instead (reduce) and returns the result by a broadcast.
 
 enum class Phase { kReduceScatter, kReduce, kAllreduce, kBroadcast, kAllGather };
 
@@ -25,7 +25,7 @@ MULTIRING_API const char* phase_name(Phase phase);
 /// Whose contributions a rank has summed when it enters a step.
 struct Holding {
   std::vector<int> ranks;             ///< ascending
-  std::size_t parts = 1;              ///< sums that it takes to pass them on: 1 where order does not matter
+  std::size_t parts = 1;              ///< sums that have to be sent for them: 1 where order does not matter
   std::size_t bytes_per_element = 0;  ///< of all parts together, on the wire
 };
 
@@ -46,7 +46,7 @@ struct MULTIRING_API Step {
   std::vector<Holding> holdings;  ///< empty for all-gather and broadcast
 
   bool across_hosts() const { return dimension > 0; }
-  /// The most sums that a member has to pass on for what it holds; 1 for steps that do not reduce.
+  /// The most sums that a member has to send for what it holds; 1 for steps that do not reduce.
   std::size_t most_parts() const;
 };
 
@@ -56,9 +56,9 @@ struct PlanOptions {
   Mode mode;  ///< empty: automatic_mode(); dimensions without an algorithm take the pairwise exchange
   int channels = 1 << 10;   ///< at most so many interfaces are used at once
   std::size_t segment = 0;  ///< elements of a pipelined piece of a chunk; 0: chunks go whole
-  /// Whether additions keep the canonical order. Otherwise each holder passes on one sum of whatever it has.
+  /// Whether additions keep the canonical order. Otherwise each holder sends one sum of all it has.
   bool reproducible = true;
-  /// Whether partial sums travel as elements of `dtype`, rounded once more by each step that passes them on.
+  /// Whether partial sums are sent as elements of `dtype`, rounded once more by each step that sends them.
   bool rounded = false;
 };
 
@@ -97,8 +97,8 @@ class MULTIRING_API Plan {
   Holding holding(std::vector<int> ranks) const;
   /// The part of `group.range` that member `position` owns after a reduce-scatter.
   Range share(const Group& group, std::size_t position) const;
-  /// The most sums that any rank has to pass on to another host for what its host holds: 1 if every host's
-  /// partial sum travels as it is.
+  /// The most sums that any rank has to send to another host for what its host holds: 1 if every host's ranks
+  /// are a node of the canonical tree.
   std::size_t parts_across_hosts() const;
 
  private:

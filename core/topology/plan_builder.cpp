@@ -29,7 +29,7 @@ std::vector<Step> PlanBuilder::build() {
   divide_into_stripes();
   for (int dimension = 1; dimension < static_cast<int>(plan_.mode().size()); ++dimension)
     reduce_across(dimension);
-  add_way_back();
+  add_return_steps();
   return std::move(steps_);
 }
 
@@ -157,7 +157,7 @@ std::vector<Holding> PlanBuilder::block_holdings(std::size_t hosts_in_block) con
   return holdings;
 }
 
-void PlanBuilder::add_way_back() {
+void PlanBuilder::add_return_steps() {
   for (std::size_t index = steps_.size(); index-- > 0;) {
     const Step& step = steps_[index];
     if (step.phase == Phase::kAllreduce) continue;

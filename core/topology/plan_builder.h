@@ -7,7 +7,7 @@
 
 namespace multiring {
 
-/// Puts together the steps of a plan whose cluster, mode and channels are known already.
+/// Builds the steps of a plan whose cluster, mode and channels are known.
 class PlanBuilder {
  public:
   explicit PlanBuilder(const Plan& plan) : plan_(plan) {}
@@ -16,8 +16,8 @@ class PlanBuilder {
   std::size_t largest_chunk() const;
 
  private:
-  /// A range of elements whose partial sums lie with one rank on each of several parts of the cluster: first
-  /// with one on each host, and after each further dimension with one on each block of hosts reduced by then.
+  /// A range of elements with the rank that owns its partial sum in each part of the cluster: first in each
+  /// host, and after each further dimension in each block of hosts reduced by then.
   struct Cell {
     Range range;
     int channel = -1;
@@ -31,7 +31,7 @@ class PlanBuilder {
   void add_groups(Step& step, const Cell& cell, std::size_t group_size) const;
   std::vector<Cell> divide(const Cell& cell, std::size_t group_size) const;
   std::vector<Holding> block_holdings(std::size_t hosts_in_block) const;
-  void add_way_back();
+  void add_return_steps();
 
   const Plan& plan_;
   std::vector<Step> steps_;

@@ -26,7 +26,7 @@ struct RankTraffic {
   std::size_t touched = 0;         ///< bytes of memory that it reads and writes to send, add and copy
 };
 
-/// Counts what transfers of a plan, which must live as long, put on interfaces and ranks.
+/// Counts the load of a plan's transfers on interfaces and ranks. The plan must outlive it.
 class MULTIRING_API Traffic {
  public:
   explicit Traffic(const Plan& plan);

@@ -11,9 +11,9 @@ namespace multiring {
 
 /// What a receiver does with what it gets, and a sender with what it has sent.
 enum class TransferKind {
-  kHandOver,  ///< the receiver adds it to what it has; the sender is rid of it
-  kExchange,  ///< the receiver adds it; the sender keeps it, as it gets the same from the receiver
-  kResult,    ///< the finished sum, which the receiver takes as it is
+  kHandOver,  ///< the receiver adds it to what it has; the sender drops it
+  kExchange,  ///< the receiver adds it; the sender keeps it, and receives the receiver's part
+  kResult,    ///< the finished sum, which the receiver copies
 };
 
 /// A message of a plan. A rank that sends and receives in a round sends what it had before the round.

@@ -46,13 +46,13 @@ typedef enum mr_dtype {
 
 typedef enum mr_reduce_op { MR_SUM = 0, MR_AVERAGE = 1, MR_MIN = 2, MR_MAX = 3, MR_PRODUCT = 4 } mr_reduce_op;
 
-/* As what the elements of an allreduce of float32 cross from host to host. */
-typedef enum mr_wire {
-  MR_WIRE_DEFAULT = 0,
-  MR_WIRE_FLOAT32 = 1,
-  MR_WIRE_FLOAT16 = 2,
-  MR_WIRE_BFLOAT16 = 3
-} mr_wire;
+/* The dtype that an allreduce of float32 sends between hosts. */
+typedef enum mr_comm_dtype {
+  MR_COMM_DTYPE_DEFAULT = 0,
+  MR_COMM_DTYPE_FLOAT32 = 1,
+  MR_COMM_DTYPE_FLOAT16 = 2,
+  MR_COMM_DTYPE_BFLOAT16 = 3
+} mr_comm_dtype;
 
 typedef enum mr_kind {
   MR_ALLREDUCE = 0,
@@ -111,13 +111,13 @@ typedef struct mr_operation {
   double prescale;
   double postscale;
   const char* name;    /* NULL: none */
-  const void* input;   /* NULL: none (scatter elsewhere than on the root, barrier, recv) */
+  const void* input;   /* NULL: none (scatter except on the root, barrier, recv) */
   void* output;        /* NULL: allocated, see mr_work_result (not for allreduce, broadcast, recv) */
   size_t output_bytes; /* room at `output` */
   int dims;            /* at most 8 */
   const uint64_t* shape;
   const uint64_t* splits; /* alltoall: rows for each rank; NULL: as equal as possible */
-  int wire;               /* mr_wire; MR_WIRE_DEFAULT: what MULTIRING_WIRE says */
+  int comm_dtype;         /* mr_comm_dtype; MR_COMM_DTYPE_DEFAULT: what MULTIRING_WIRE says */
 } mr_operation;
 #define MR_OPERATION_INIT \
   {sizeof(mr_operation),  \
@@ -136,7 +136,7 @@ typedef struct mr_operation {
    0,                     \
    NULL,                  \
    NULL,                  \
-   MR_WIRE_DEFAULT}
+   MR_COMM_DTYPE_DEFAULT}
 
 /* Version of the library, "0.1.0". */
 MR_API const char* mr_version(void);
@@ -169,7 +169,7 @@ MR_API mr_status mr_work_wait(mr_work* work, double timeout, mr_error* error);
 /* Of done work: memory that was allocated for the result, valid until the work is freed, and the rows that
  * came from each rank (`rows` has room for mr_size numbers, or is NULL). */
 MR_API const void* mr_work_result(const mr_work* work, size_t* bytes, uint64_t* rows);
-/* Lets go of the handle; an operation not yet done goes on. */
+/* Frees the handle; an operation not yet done continues. */
 MR_API void mr_work_free(mr_work* work);
 
 /* Memory that all ranks have mapped. Collective, with the same `bytes` on all ranks. */
@@ -193,17 +193,17 @@ MR_API int mr_queue_size(const mr_queue* queue);
 /* Queues `count` operations under one name (at most 4096 bytes), matched with the peers' submission of that
  * name. A name may be submitted again: the k-th submission of a name on one rank meets the k-th on the
  * others, and has to be in the same `step` there: a number that the caller counts up, so that what a failed
- * step has left out on one rank is MR_MISMATCH and not taken for the next one's (0 where nobody counts).
+ * step has omitted on one rank is MR_MISMATCH and not matched with the next one's (0: not counted).
  * Higher `priority` leaves earlier; rank 0's counts. Never waits for another rank. Arrays must live, and not
  * be touched, until `done` (NULL: none). Not for send and recv. */
 MR_API mr_status mr_queue_submit(mr_queue* queue, const char* name, const mr_operation* operations, int count,
                                  int priority, uint64_t step, mr_done done, void* context, mr_error* error);
-/* As mr_queue_submit, of what all ranks submit in one order: `place` counts these from 1 on each rank (0: not
- * one of them). Another name in the same place on another rank is MR_MISMATCH at once, and not after the
+/* As mr_queue_submit, for what all ranks submit in one order: `position` counts these from 1 on each rank (0:
+ * in any order). Another name at the same position on another rank is MR_MISMATCH at once, and not after the
  * timeout. */
 MR_API mr_status mr_queue_submit_ordered(mr_queue* queue, const char* name, const mr_operation* operations,
-                                         int count, int priority, uint64_t step, uint64_t place, mr_done done,
-                                         void* context, mr_error* error);
+                                         int count, int priority, uint64_t step, uint64_t position,
+                                         mr_done done, void* context, mr_error* error);
 /* Breaks the queue on all ranks: pending and later submissions fail with MR_ABORTED and this message. */
 MR_API void mr_queue_abort(mr_queue* queue, const char* message);
 /* Ends this rank's part: pending submissions fail (done is called), later ones are refused with MR_ABORTED.

@@ -65,7 +65,7 @@ class Tuning:
 
     @property
     def text(self) -> str:
-        """As the native core reads it (core/collective/tuning.h), in one line."""
+        """As the native core reads it (core/collective/plan/tuning.h), in one line."""
         return f"{self.layout}:" + ",".join(f"{each.up_to}={each.way}" for each in self.classes)
 
     def as_json(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Operation make_operation(const Request& request) {
     descriptor.key.prescale = request.reduction.prescale;
     descriptor.key.postscale = request.reduction.postscale;
   }
-  descriptor.key.wire = request.wire;
+  descriptor.key.comm_dtype = request.comm_dtype;
   descriptor.dtype = request.dtype;
   descriptor.rows = request.rows;
   descriptor.bytes = request.rows * request.row * dtype_size(request.dtype);

@@ -33,7 +33,7 @@ struct Request {
   Reduction reduction = {};
   std::string name = {};
   std::vector<std::uint64_t> splits = {};
-  Wire wire = Wire::kDefault;
+  CommDtype comm_dtype = CommDtype::kDefault;
 };
 Operation make_operation(const Request& request);
 

@@ -10,19 +10,19 @@
 namespace multiring::testing {
 namespace {
 
-Bytes rounded(Wire wire, const Bytes& floats) {
+Bytes rounded(CommDtype comm_dtype, const Bytes& floats) {
   const std::size_t count = floats.size() / sizeof(float);
   Bytes halves(count * 2);
   Bytes result(floats.size());
-  narrow(wire_dtype(wire), floats.data(), halves.data(), count);
-  widen(wire_dtype(wire), halves.data(), result.data(), count);
+  narrow(rounded_dtype(comm_dtype), floats.data(), halves.data(), count);
+  widen(rounded_dtype(comm_dtype), halves.data(), result.data(), count);
   return result;
 }
 
 class Oracle {
  public:
-  Oracle(Wire wire, const ReduceProblem& problem, const std::vector<int>& host_of)
-      : wire_(wire),
+  Oracle(CommDtype comm_dtype, const ReduceProblem& problem, const std::vector<int>& host_of)
+      : comm_dtype_(comm_dtype),
         problem_(problem),
         host_of_(host_of),
         op_(problem.reduction.op == ReduceOp::kAverage ? ReduceOp::kSum : problem.reduction.op) {}
@@ -34,7 +34,7 @@ class Oracle {
         inputs.push_back(problem_.inputs[static_cast<std::size_t>(rank)]);
         inputs.back().resize(std::min(inputs.back().size(), kPeriod * sizeof(float)));
       }
-      return rounded(wire_, reduce_oracle(DType::kFloat32, {op_, problem_.reduction.prescale}, inputs));
+      return rounded(comm_dtype_, reduce_oracle(DType::kFloat32, {op_, problem_.reduction.prescale}, inputs));
     }
     const int split = canonical_split(node);
     return reduce_oracle(DType::kFloat32, {op_}, {sum({node.begin, split}), sum({split, node.end})});
@@ -49,7 +49,7 @@ class Oracle {
       value *= static_cast<float>(problem_.reduction.postscale);
       std::memcpy(bytes.data() + offset, &value, sizeof value);
     }
-    return rounded(wire_, bytes);
+    return rounded(comm_dtype_, bytes);
   }
 
  private:
@@ -60,7 +60,7 @@ class Oracle {
     return true;
   }
 
-  const Wire wire_;
+  const CommDtype comm_dtype_;
   const ReduceProblem& problem_;
   const std::vector<int>& host_of_;
   const ReduceOp op_;
@@ -68,13 +68,13 @@ class Oracle {
 
 }  // namespace
 
-Bytes wire_oracle(Wire wire, const ReduceProblem& problem, const std::vector<int>& host_of) {
-  return repeated(Oracle(wire, problem, host_of).result(), problem.count * sizeof(float));
+Bytes wire_oracle(CommDtype comm_dtype, const ReduceProblem& problem, const std::vector<int>& host_of) {
+  return repeated(Oracle(comm_dtype, problem, host_of).result(), problem.count * sizeof(float));
 }
 
-double wire_error_bound(Wire wire, int ranks, double magnitude) {
+double wire_error_bound(CommDtype comm_dtype, int ranks, double magnitude) {
   // Half of the last place: relative to a normal number, or absolute below them.
-  const bool float16 = wire == Wire::kFloat16;
+  const bool float16 = comm_dtype == CommDtype::kFloat16;
   const double relative = std::ldexp(1.0, float16 ? -11 : -8);
   const double least = std::ldexp(1.0, float16 ? -25 : -134);
   const double added = std::ldexp(static_cast<double>(ranks) + 2, -24);

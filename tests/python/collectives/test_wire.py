@@ -131,7 +131,9 @@ def test_a_scale_that_float16_does_not_survive(spread: Pools, hosts: int) -> Non
 def ask_for_what_is_not_there(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="wire is 'int8'; accepted: float32, float16, bfloat16 and None"):
         comm.allreduce(np.ones(3, np.float32), wire="int8")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="only an allreduce of float32 can cross the wire as another dtype"):
+    with pytest.raises(
+        UsageError, match="only an allreduce of float32 can be sent as another dtype between hosts"
+    ):
         comm.allreduce(np.ones(3), wire="float16")
     assert comm.allreduce(np.ones(3), wire="float32")[0] == comm.size
     assert comm.wire == "float32"
@@ -151,7 +153,7 @@ def differ(rank: int) -> None:
 def test_ranks_that_differ(nursery: Nursery, hosts: str) -> None:
     for outcome in nursery.run(3, differ, init=False, env={HOSTS: hosts}):
         assert isinstance(outcome.error, MismatchError), outcome.trace
-        assert "rank 1 asked for allreduce 't' sum wire bfloat16 float32[10]" in str(outcome.error)
+        assert "rank 1 asked for allreduce 't' sum comm_dtype bfloat16 float32[10]" in str(outcome.error)
         assert "asked for allreduce 't' sum float32[10]" in str(outcome.error)
 
 

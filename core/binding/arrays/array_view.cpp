@@ -1,0 +1,243 @@
+#include "binding/arrays/array_view.h"
+
+#include <pybind11/stl.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "binding/arrays/dlpack.h"
+
+namespace multiring::binding {
+namespace {
+
+std::string type_name(py::handle object) { return py::str(py::type::handle_of(object).attr("__name__")); }
+
+std::optional<DType> integer_dtype(bool is_signed, std::size_t bytes) {
+  switch (bytes) {
+    case 1:
+      return is_signed ? DType::kInt8 : DType::kUInt8;
+    case 2:
+      return is_signed ? DType::kInt16 : DType::kUInt16;
+    case 4:
+      return is_signed ? DType::kInt32 : DType::kUInt32;
+    case 8:
+      return is_signed ? DType::kInt64 : DType::kUInt64;
+    default:
+      return std::nullopt;
+  }
+}
+
+/// struct-module format of one element; native byte order only.
+std::optional<DType> format_dtype(const char* format, std::size_t bytes) {
+  if (format == nullptr) return DType::kUInt8;
+  if (*format == '@' || *format == '=' || *format == '<') ++format;
+  if (format[0] == '\0' || format[1] != '\0') return std::nullopt;
+  switch (format[0]) {
+    case '?':
+      return DType::kBool;
+    case 'b':
+    case 'h':
+    case 'i':
+    case 'l':
+    case 'q':
+      return integer_dtype(true, bytes);
+    case 'B':
+    case 'H':
+    case 'I':
+    case 'L':
+    case 'Q':
+      return integer_dtype(false, bytes);
+    case 'e':
+      return DType::kFloat16;
+    case 'f':
+      return DType::kFloat32;
+    case 'd':
+      return DType::kFloat64;
+    default:
+      return std::nullopt;
+  }
+}
+
+std::optional<DType> dlpack_dtype(const dlpack::DataType& type) {
+  if (type.lanes != 1) return std::nullopt;
+  const std::size_t bytes = type.bits / 8;
+  switch (type.code) {
+    case dlpack::kInt:
+      return integer_dtype(true, bytes);
+    case dlpack::kUInt:
+      return integer_dtype(false, bytes);
+    case dlpack::kFloat:
+      if (bytes == 2) return DType::kFloat16;
+      if (bytes == 4) return DType::kFloat32;
+      if (bytes == 8) return DType::kFloat64;
+      return std::nullopt;
+    case dlpack::kBfloat:
+      return bytes == 2 ? std::optional(DType::kBFloat16) : std::nullopt;
+    case dlpack::kBool:
+      return bytes == 1 ? std::optional(DType::kBool) : std::nullopt;
+    default:
+      return std::nullopt;
+  }
+}
+
+[[noreturn]] void throw_dtype(py::handle object) {
+  std::string dtype = "?";
+  if (py::hasattr(object, "dtype")) dtype = py::str(object.attr("dtype"));
+  throw_usage("an array of type " + type_name(object) + " has dtype " + dtype +
+              "; supported are bool, int8 to int64, uint8 to uint64, float16, bfloat16, float32 and float64 "
+              "in native "
+              "byte order. Convert it first.");
+}
+
+[[noreturn]] void throw_device(py::handle object) {
+  throw_usage("an array of type " + type_name(object) +
+              " lies in device memory, which this version does not read; copy it to the host first");
+}
+
+bool is_named_bfloat16(py::handle object) {
+  return py::hasattr(object, "__array_interface__") &&
+         std::string(py::str(object.attr("dtype"))) == "bfloat16";
+}
+
+}  // namespace
+
+void throw_usage(const std::string& message) { throw Error(ErrorKind::kUsage, message); }
+
+ArrayView::ArrayView(py::handle object, bool writable) {
+  if (PyObject_CheckBuffer(object.ptr()) != 0)
+    take_buffer(object, writable);
+  else if (py::hasattr(object, "__dlpack__"))
+    take_dlpack(object);
+  else if (py::hasattr(object, "__cuda_array_interface__"))
+    throw_device(object);
+  else
+    throw_usage("expected an array (NumPy, or anything with the buffer protocol or DLPack), got " +
+                type_name(object));
+}
+
+ArrayView::~ArrayView() { release(); }
+
+ArrayView::ArrayView(ArrayView&& other) noexcept { *this = std::move(other); }
+
+ArrayView& ArrayView::operator=(ArrayView&& other) noexcept {
+  if (this == &other) return *this;
+  release();
+  buffer_ = std::exchange(other.buffer_, Py_buffer{});
+  owner_ = std::move(other.owner_);
+  data_ = other.data_;
+  dtype_ = other.dtype_;
+  dims_ = other.dims_;
+  shape_ = other.shape_;
+  count_ = other.count_;
+  contiguous_ = other.contiguous_;
+  return *this;
+}
+
+void ArrayView::release() {
+  if (buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
+  owner_ = py::object();
+}
+
+void ArrayView::take_buffer(py::handle object, bool writable) {
+  const int flags = PyBUF_FORMAT | PyBUF_STRIDES | (writable ? PyBUF_WRITABLE : 0);
+  if (PyObject_GetBuffer(object.ptr(), &buffer_, flags) != 0) {
+    buffer_ = Py_buffer{};
+    PyErr_Clear();
+    if (is_named_bfloat16(object)) return take_array_interface(object, writable);
+    if (writable) throw_usage("cannot write to an array of type " + type_name(object) + ": is it read-only?");
+    throw_dtype(object);
+  }
+  const auto dtype = format_dtype(buffer_.format, static_cast<std::size_t>(buffer_.itemsize));
+  if (!dtype) {
+    release();
+    buffer_ = Py_buffer{};
+    if (is_named_bfloat16(object)) return take_array_interface(object, writable);
+    throw_dtype(object);
+  }
+  dtype_ = *dtype;
+  data_ = static_cast<std::byte*>(buffer_.buf);
+  static_assert(sizeof(Py_ssize_t) == sizeof(std::int64_t));
+  set_layout(buffer_.ndim, reinterpret_cast<const std::int64_t*>(buffer_.shape),
+             reinterpret_cast<const std::int64_t*>(buffer_.strides));
+}
+
+void ArrayView::take_dlpack(py::handle object) {
+  bool on_host = false;
+  try {
+    on_host = object.attr("__dlpack_device__")().cast<py::tuple>()[0].cast<std::int32_t>() == dlpack::kCpu;
+    if (on_host) owner_ = object.attr("__dlpack__")();
+  } catch (py::error_already_set& error) {
+    throw_usage("cannot take an array of type " + type_name(object) + ": " +
+                std::string(py::str(error.value())) +
+                ". A tensor that requires a gradient is passed as tensor.detach().");
+  }
+  if (!on_host) throw_device(object);
+  auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(owner_.ptr(), "dltensor"));
+  if (managed == nullptr) throw py::error_already_set();
+  const dlpack::Tensor& tensor = managed->tensor;
+  const auto dtype = dlpack_dtype(tensor.dtype);
+  if (!dtype) throw_dtype(object);
+  dtype_ = *dtype;
+  data_ = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  if (tensor.strides == nullptr) return set_layout(tensor.dims, tensor.shape, nullptr);
+  std::vector<std::int64_t> strides;
+  for (int dim = 0; dim < tensor.dims; ++dim)
+    strides.push_back(tensor.strides[dim] * static_cast<std::int64_t>(dtype_size(dtype_)));
+  set_layout(tensor.dims, tensor.shape, strides.data());
+}
+
+void ArrayView::take_array_interface(py::handle object, bool writable) {
+  const auto interface = object.attr("__array_interface__").cast<py::dict>();
+  const auto data = interface["data"].cast<py::tuple>();
+  if (writable && data[1].cast<bool>()) throw_usage("cannot write to a read-only array");
+  owner_ = py::reinterpret_borrow<py::object>(object);
+  dtype_ = DType::kBFloat16;
+  data_ = reinterpret_cast<std::byte*>(data[0].cast<std::uintptr_t>());
+  const auto shape = interface["shape"].cast<std::vector<std::int64_t>>();
+  const auto strides = object.attr("strides").cast<std::vector<std::int64_t>>();
+  set_layout(static_cast<int>(shape.size()), shape.data(), strides.data());
+}
+
+// A null pointer means "no output given"; an empty array may have one as well.
+std::byte* ArrayView::empty_address() {
+  static std::byte nothing{};
+  return &nothing;
+}
+
+bool overlap_in_part(const ArrayView& a, const ArrayView& b) {
+  if (a.bytes() == 0 || b.bytes() == 0 || (a.data() == b.data() && a.bytes() == b.bytes())) return false;
+  const std::less<const std::byte*> before;
+  return before(a.data(), b.data() + b.bytes()) && before(b.data(), a.data() + a.bytes());
+}
+
+void ArrayView::set_layout(int dims, const std::int64_t* shape, const std::int64_t* byte_strides) {
+  if (dims > Descriptor::kMaxDims)
+    throw_usage("arrays of more than " + std::to_string(Descriptor::kMaxDims) +
+                " dimensions are not supported; reshape it");
+  if (data_ == nullptr) data_ = empty_address();
+  dims_ = dims;
+  count_ = 1;
+  for (int dim = 0; dim < dims; ++dim) {
+    shape_[static_cast<std::size_t>(dim)] = static_cast<std::uint64_t>(shape[dim]);
+    count_ *= static_cast<std::uint64_t>(shape[dim]);
+  }
+  if (byte_strides == nullptr || count_ <= 1) return;
+  auto expected = static_cast<std::int64_t>(dtype_size(dtype_));
+  for (int dim = dims - 1; dim >= 0; --dim) {
+    if (shape[dim] != 1 && byte_strides[dim] != expected) contiguous_ = false;
+    expected *= shape[dim];
+  }
+}
+
+void ArrayView::describe_in(Descriptor& descriptor) const {
+  descriptor.dtype = dtype_;
+  descriptor.bytes = bytes();
+  descriptor.dims = static_cast<std::uint8_t>(dims_);
+  descriptor.shape = shape_;
+  descriptor.rows = dims_ > 0 ? shape_[0] : 1;
+}
+
+}  // namespace multiring::binding

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/dtype.h"
+#include "collective/operation.h"
+
+namespace multiring::binding {
+
+namespace py = pybind11;
+
+/// Where an array's memory is. Only host memory is read today; the rest is named in the error.
+enum class MemoryKind : std::uint8_t { kHost, kDevice };
+
+/// The memory of a Python array, by buffer protocol or DLPack without a copy, held until destroyed.
+/// Create and destroy with the GIL held.
+class ArrayView {
+ public:
+  ArrayView() = default;
+  /// Raises a usage error that names the object's type if it is no array of a known dtype in host memory.
+  ArrayView(py::handle object, bool writable);
+  ~ArrayView();
+  ArrayView(ArrayView&& other) noexcept;
+  ArrayView& operator=(ArrayView&& other) noexcept;
+  ArrayView(const ArrayView&) = delete;
+  ArrayView& operator=(const ArrayView&) = delete;
+
+  std::byte* data() const { return data_; }
+  DType dtype() const { return dtype_; }
+  int dims() const { return dims_; }
+  std::uint64_t extent(int dim) const { return shape_[static_cast<std::size_t>(dim)]; }
+  std::uint64_t count() const { return count_; }
+  std::size_t bytes() const { return count_ * dtype_size(dtype_); }
+  /// Whether the elements lie one after the other in C order.
+  bool contiguous() const { return contiguous_; }
+  /// Writes shape, dtype and bytes into a descriptor.
+  void describe_in(Descriptor& descriptor) const;
+
+ private:
+  void take_buffer(py::handle object, bool writable);
+  void take_dlpack(py::handle object);
+  void take_array_interface(py::handle object, bool writable);
+  void set_layout(int dims, const std::int64_t* shape, const std::int64_t* byte_strides);
+  void release();
+  static std::byte* empty_address();
+
+  Py_buffer buffer_{};  // held if buffer_.obj is set
+  py::object owner_;    // DLPack capsule or array, held otherwise
+  std::byte* data_ = nullptr;
+  DType dtype_ = DType::kUInt8;
+  int dims_ = 0;
+  std::array<std::uint64_t, Descriptor::kMaxDims> shape_{};
+  std::uint64_t count_ = 0;
+  bool contiguous_ = true;
+};
+
+/// Whether two arrays share memory without beginning at the same element.
+bool overlap_in_part(const ArrayView& a, const ArrayView& b);
+
+[[noreturn]] void throw_usage(const std::string& message);
+
+}  // namespace multiring::binding

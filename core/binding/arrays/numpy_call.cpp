@@ -1,0 +1,192 @@
+#include "binding/arrays/numpy_call.h"
+
+#include <cxxabi.h>
+#include <pybind11/numpy.h>
+
+#include <optional>
+#include <string_view>
+#include <utility>
+
+#include "binding/arrays/array_view.h"
+#include "binding/gil.h"
+#include "binding/interrupt.h"
+
+namespace multiring::binding {
+namespace {
+
+constexpr const char* kCapsule = "multiring.Communicator";
+
+std::optional<DType> numpy_dtype(int type_num) {
+  using Api = py::detail::npy_api;
+  switch (type_num) {
+    case Api::NPY_BOOL_:
+      return DType::kBool;
+    case Api::NPY_BYTE_:
+      return DType::kInt8;
+    case Api::NPY_UBYTE_:
+      return DType::kUInt8;
+    case Api::NPY_SHORT_:
+      return DType::kInt16;
+    case Api::NPY_USHORT_:
+      return DType::kUInt16;
+    case Api::NPY_INT_:
+      return DType::kInt32;
+    case Api::NPY_UINT_:
+      return DType::kUInt32;
+    case Api::NPY_LONG_:
+      return sizeof(long) == 8 ? DType::kInt64 : DType::kInt32;
+    case Api::NPY_ULONG_:
+      return sizeof(long) == 8 ? DType::kUInt64 : DType::kUInt32;
+    case Api::NPY_FLOAT_:
+      return DType::kFloat32;
+    case Api::NPY_DOUBLE_:
+      return DType::kFloat64;
+    default:  // float16 has its number behind those of Python objects and strings
+      return type_num == 23 ? std::optional(DType::kFloat16) : std::nullopt;
+  }
+}
+
+/// What the call needs of a NumPy array; no reference is held, for the caller's arguments do.
+struct NumpyArray {
+  std::byte* data = nullptr;
+  DType dtype = DType::kUInt8;
+  int dims = 0;
+  const Py_intptr_t* shape = nullptr;
+  std::uint64_t count = 1;
+
+  bool take(PyObject* object, bool writable) {
+    if (Py_TYPE(object) != py::detail::npy_api::get().PyArray_Type_) return false;
+    const auto* array = py::detail::array_proxy(object);
+    int flags = py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_;
+    if (writable) flags |= py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+    if ((array->flags & flags) != flags || array->nd > Descriptor::kMaxDims) return false;
+    const auto* type = py::detail::array_descriptor_proxy(array->descr);
+    const auto known = numpy_dtype(type->type_num);
+    // '=' is native, '|' of one byte; NumPy writes native order as '=' whatever was asked for.
+    if (!known || (type->byteorder != '=' && type->byteorder != '|')) return false;
+    data = reinterpret_cast<std::byte*>(array->data);
+    dtype = *known;
+    dims = array->nd;
+    shape = array->dimensions;
+    for (int dim = 0; dim < dims; ++dim) count *= static_cast<std::uint64_t>(shape[dim]);
+    return data != nullptr;
+  }
+  std::size_t bytes() const { return count * dtype_size(dtype); }
+};
+
+bool take_text(PyObject* object, std::string_view* text) {
+  if (object == Py_None) return true;
+  Py_ssize_t length = 0;
+  const char* data = PyUnicode_Check(object) != 0 ? PyUnicode_AsUTF8AndSize(object, &length) : nullptr;
+  if (data == nullptr) return PyErr_Clear(), false;
+  *text = {data, static_cast<std::size_t>(length)};
+  return true;
+}
+
+bool take_op(PyObject* object, ReduceOp* op) {
+  std::string_view text;
+  if (!take_text(object, &text)) return false;
+  for (int index = 0; index < kReduceOpCount; ++index) {
+    *op = static_cast<ReduceOp>(index);
+    if (text == reduce_op_name(*op)) return true;
+  }
+  return false;
+}
+
+bool take_comm_dtype(PyObject* object, CommDtype* comm_dtype) {
+  std::string_view text;
+  if (object == Py_None) return true;
+  if (!take_text(object, &text)) return false;
+  for (int index = 1; index < kCommDtypeCount; ++index) {
+    *comm_dtype = static_cast<CommDtype>(index);
+    if (text == comm_dtype_name(*comm_dtype)) return true;
+  }
+  return false;
+}
+
+bool take_number(PyObject* object, double* number) {
+  if (PyFloat_CheckExact(object) == 0) return false;
+  *number = PyFloat_AS_DOUBLE(object);
+  return true;
+}
+
+/// The arguments of the call in order; false where one is not of the plain kind.
+bool take_arguments(PyObject* const* args, Operation* operation, double* timeout) {
+  NumpyArray in;
+  NumpyArray out;
+  const bool in_place = args[0] == args[1];
+  if (!in.take(args[0], in_place)) return false;
+  if (in_place)
+    out = in;
+  else if (!out.take(args[1], true) || out.dtype != in.dtype || out.count != in.count)
+    return false;
+  if (in.data != out.data && in.data < out.data + out.bytes() && out.data < in.data + in.bytes())
+    return false;
+  Descriptor& descriptor = operation->descriptor;
+  std::string_view name = "";
+  *timeout = -1.0;
+  if (!take_op(args[2], &descriptor.key.op) || !take_text(args[3], &name) ||
+      !take_number(args[4], &descriptor.key.prescale) || !take_number(args[5], &descriptor.key.postscale) ||
+      (args[6] != Py_None && (!take_number(args[6], timeout) || !(*timeout >= 0))) ||
+      !take_comm_dtype(args[7], &descriptor.key.comm_dtype))
+    return false;
+  descriptor.key.kind = OpKind::kAllreduce;
+  descriptor.key.count = in.count;
+  descriptor.set_name(name);
+  descriptor.dtype = in.dtype;
+  descriptor.bytes = in.bytes();
+  descriptor.dims = static_cast<std::uint8_t>(in.dims);
+  for (int dim = 0; dim < in.dims; ++dim)
+    descriptor.shape[static_cast<std::size_t>(dim)] = static_cast<std::uint64_t>(in.shape[dim]);
+  descriptor.rows = in.dims > 0 ? descriptor.shape[0] : 1;
+  operation->input = in.data;
+  operation->output = out.data;
+  operation->output_bytes = out.bytes();
+  return true;
+}
+
+PyObject* numpy_allreduce(PyObject* capsule, PyObject* const* args, Py_ssize_t count) {
+  auto* self = static_cast<std::shared_ptr<Communicator>*>(PyCapsule_GetPointer(capsule, kCapsule));
+  if (self == nullptr) return nullptr;
+  if (count != 8) {
+    PyErr_Format(PyExc_TypeError, "expected 8 arguments, got %zd", count);
+    return nullptr;
+  }
+  try {
+    Operation operation;
+    double timeout = -1.0;
+    if (!take_arguments(args, &operation, &timeout)) Py_RETURN_FALSE;
+    {
+      const GilRelease released;
+      (*self)->run(operation, call_options(timeout));
+    }
+    Py_RETURN_TRUE;
+  } catch (py::error_already_set& error) {
+    error.restore();
+#ifdef __GLIBCXX__
+  } catch (abi::__forced_unwind&) {  // the thread is being ended
+    throw;
+#endif
+  } catch (...) {
+    py::detail::try_translate_exceptions();
+  }
+  return nullptr;
+}
+
+PyMethodDef numpy_allreduce_method = {
+    "allreduce", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(numpy_allreduce)), METH_FASTCALL,
+    nullptr};
+
+}  // namespace
+
+py::object make_numpy_allreduce(std::shared_ptr<Communicator> communicator) {
+  auto* held = new std::shared_ptr<Communicator>(std::move(communicator));
+  const py::capsule capsule(held, kCapsule, [](void* pointer) {
+    // The last reference joins the progress thread, which may need the GIL to release arrays.
+    const GilRelease release;
+    delete static_cast<std::shared_ptr<Communicator>*>(pointer);
+  });
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&numpy_allreduce_method, capsule.ptr()));
+}
+
+}  // namespace multiring::binding

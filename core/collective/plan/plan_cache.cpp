@@ -1,0 +1,82 @@
+#include "collective/plan/plan_cache.h"
+
+namespace multiring {
+namespace {
+
+// Plans of one channel do not depend on speeds. Messages are striped over interfaces below.
+constexpr Interface kAnyInterface{1e9, 0.0};
+
+}  // namespace
+
+Cluster PlanCache::find_cluster(const Transport& transport) {
+  std::map<int, Host> hosts;
+  for (int rank = 0; rank < transport.size(); ++rank) {
+    Host& host = hosts[transport.host_number(rank)];
+    host.ranks.push_back(rank);
+    host.interfaces = {kAnyInterface};
+  }
+  Cluster cluster;
+  for (auto& [number, host] : hosts) cluster.hosts.push_back(std::move(host));
+  return cluster;
+}
+
+Plan PlanCache::plan(std::size_t count, DType dtype, bool rounded, const Mode& mode) const {
+  PlanOptions options;
+  options.count = count;
+  options.dtype = dtype;
+  options.mode = mode;
+  options.channels = 1;
+  options.rounded = rounded;
+  return Plan(cluster_, options);
+}
+
+void PlanCache::require_plan(const Mode& mode) const {
+  require_fit(mode, cluster_);
+  plan(1, DType::kFloat32, false, mode);
+}
+
+void PlanCache::force_mode(Mode mode, const Transport& transport) {
+  cluster_ = find_cluster(transport);
+  require_plan(mode);
+  forced_.mode = std::move(mode);
+}
+
+void PlanCache::set_tuning(Tuning tuning, const Transport& transport) {
+  cluster_ = find_cluster(transport);
+  if (tuning.layout() != layout_text(cluster_)) tuning = {};
+  for (const Tuning::SizeClass& each : tuning.classes())
+    if (!each.algorithm.mode.empty()) require_plan(each.algorithm.mode);
+  tuning_ = std::move(tuning);
+}
+
+const AllreduceAlgorithm* PlanCache::algorithm(std::size_t bytes, bool rounded) const {
+  if (!forced_.mode.empty()) return &forced_;
+  return rounded ? nullptr : tuning_.algorithm(bytes);
+}
+
+std::shared_ptr<const RankSchedule> PlanCache::schedule(const Transport& transport, std::size_t count,
+                                                        DType dtype, bool rounded, const Mode& mode) {
+  Key key{count, dtype, rounded, mode};
+  if (const auto found = index_.find(key); found != index_.end()) {
+    recent_.splice(recent_.begin(), recent_, found->second);
+    return recent_.front().second;
+  }
+  if (cluster_.hosts.empty()) cluster_ = find_cluster(transport);
+  auto made =
+      std::make_shared<RankSchedule>(make_schedule(plan(count, dtype, rounded, mode), transport.rank()));
+  if (recent_.size() >= kMostSchedules) {
+    index_.erase(recent_.back().first);
+    recent_.pop_back();
+  }
+  recent_.emplace_front(std::move(key), std::move(made));
+  index_[recent_.front().first] = recent_.begin();
+  return recent_.front().second;
+}
+
+const std::shared_ptr<std::vector<std::byte>>& PlanCache::workspace(std::size_t bytes) {
+  if (workspace_ == nullptr || workspace_->size() < bytes)
+    workspace_ = std::make_shared<std::vector<std::byte>>(bytes);
+  return workspace_;
+}
+
+}  // namespace multiring

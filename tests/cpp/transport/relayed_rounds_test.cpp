@@ -1,0 +1,369 @@
+// Rounds among many hosts, which pass from host to host.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "collective/exchange.h"
+#include "support/errors.h"
+#include "support/latch.h"
+#include "support/operations.h"
+#include "support/problem.h"
+#include "support/rank_group.h"
+#include "transport/cluster/mirror_routes.h"
+#include "transport/cluster/roll_call.h"
+
+namespace multiring {
+namespace {
+
+using testing::error_of;
+using testing::GroupOptions;
+using testing::RankGroup;
+using testing::TransportKind;
+
+/// The host of each rank, where host h has 1 + h * 5 % most ranks, which take turns.
+std::vector<int> uneven_hosts(int count, int most) {
+  std::vector<int> hosts;
+  for (int turn = 0; turn < most; ++turn)
+    for (int host = 0; host < count; ++host)
+      if (turn < 1 + host * 5 % most) hosts.push_back(host * 3);
+  return hosts;
+}
+
+std::vector<MirrorRoutes> routes_of_all(const std::vector<int>& hosts, int direct) {
+  std::vector<MirrorRoutes> all;
+  for (std::size_t rank = 0; rank < hosts.size(); ++rank)
+    all.push_back(mirror_routes(hosts, static_cast<int>(rank), direct));
+  return all;
+}
+
+using Sent = std::map<std::pair<int, int>, std::vector<int>>;  // by sender and receiver
+
+/// The messages of a step, as senders and as receivers see them.
+std::pair<Sent, Sent> messages_of(const std::vector<MirrorRoutes>& all, std::size_t step) {
+  std::pair<Sent, Sent> messages;
+  for (std::size_t index = 0; index < all.size(); ++index) {
+    const auto rank = static_cast<int>(index);
+    for (const MirrorMessage& message : all[index].steps[step].out)
+      EXPECT_TRUE(messages.first.emplace(std::pair(rank, message.peer), message.ranks).second);
+    for (const MirrorMessage& message : all[index].steps[step].in)
+      EXPECT_TRUE(messages.second.emplace(std::pair(message.peer, rank), message.ranks).second);
+  }
+  return messages;
+}
+
+/// Everything comes once to whoever answers for it, from one that has it by then.
+void expect_all_comes(const std::vector<int>& hosts, int direct) {
+  const std::vector<MirrorRoutes> all = routes_of_all(hosts, direct);
+  std::vector<std::set<int>> has;
+  for (std::size_t rank = 0; rank < hosts.size(); ++rank) has.push_back({static_cast<int>(rank)});
+  std::set<std::pair<int, int>> streams;
+  for (std::size_t step = 0; step < all[0].steps.size(); ++step) {
+    const auto [sent, received] = messages_of(all, step);
+    ASSERT_EQ(sent, received);
+    const std::vector<std::set<int>> had = has;
+    for (const auto& [ends, ranks] : sent) {
+      const auto [from, to] = ends;
+      ASSERT_TRUE(streams.insert(ends).second) << "a second message from " << from << " to " << to;
+      ASSERT_NE(hosts[static_cast<std::size_t>(from)], hosts[static_cast<std::size_t>(to)]);
+      for (const int rank : ranks) {
+        ASSERT_TRUE(had[static_cast<std::size_t>(from)].contains(rank));
+        ASSERT_TRUE(has[static_cast<std::size_t>(to)].insert(rank).second) << rank << " comes twice";
+        ASSERT_EQ(all[static_cast<std::size_t>(to)].answering[static_cast<std::size_t>(rank)], to);
+      }
+    }
+  }
+  for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
+    ASSERT_EQ(all[rank].steps.size(), all[0].steps.size());
+    for (std::size_t other = 0; other < hosts.size(); ++other) {
+      const auto who = static_cast<std::size_t>(all[rank].answering[other]);
+      ASSERT_EQ(hosts[who], hosts[rank]);
+      ASSERT_TRUE(has[who].contains(static_cast<int>(other)));
+    }
+  }
+}
+
+TEST(MirrorRoutes, BringEverythingOnceToAllHosts) {
+  for (const int direct : {2, 3, 8})
+    for (int count = 1; count <= 30; ++count)
+      for (const int most : {1, 2, 5}) {
+        const ::testing::ScopedTrace trace(__FILE__, __LINE__,
+                                           std::to_string(count) + " hosts of up to " + std::to_string(most) +
+                                               " ranks, direct " + std::to_string(direct));
+        expect_all_comes(uneven_hosts(count, most), direct);
+      }
+}
+
+TEST(MirrorRoutes, TakeFewMessages) {
+  const auto messages = [](int hosts) {
+    std::vector<int> one_each(static_cast<std::size_t>(hosts));
+    std::iota(one_each.begin(), one_each.end(), 0);
+    const MirrorRoutes routes = mirror_routes(one_each, hosts / 2);
+    std::vector<std::size_t> sent;
+    for (const MirrorStep& step : routes.steps) {
+      EXPECT_EQ(step.out.size(), step.in.size());
+      sent.push_back(step.out.size());
+    }
+    return sent;
+  };
+  using Steps = std::vector<std::size_t>;
+  EXPECT_EQ(messages(1), Steps{});
+  EXPECT_EQ(messages(2), Steps{1});
+  EXPECT_EQ(messages(8), Steps{7});
+  EXPECT_EQ(messages(9), (Steps{2, 2}));
+  EXPECT_EQ(messages(37), (Steps{3, 3, 2}));
+  EXPECT_EQ(messages(64), (Steps{3, 3, 3}));
+  EXPECT_EQ(messages(256), (Steps{3, 3, 3, 3}));
+}
+
+/// Messages to those who never come.
+class UnreadNetwork final : public Network {
+ public:
+  int rank() const override { return 0; }
+  int size() const override { return 40; }
+  int channels() const override { return 2; }
+  std::string host(int) override { return "host"; }
+  void connect(std::span<const Link>, const Waiting&) override {}
+  Ticket post_send(int, int, std::span<const std::span<const std::byte>>) override {
+    ++sent;
+    return ++tickets_;
+  }
+  Ticket post_receive(int, int, std::span<std::byte>) override {
+    receives_.insert(++tickets_);
+    return tickets_;
+  }
+  WaitResult wait(std::span<const Ticket>, const Waiting&) override { return {}; }
+  bool done(Ticket ticket) const override {
+    return !receives_.contains(ticket);
+  }  // the kernel has what is sent
+  void give_up(std::span<const Ticket>) override {}
+  void progress() override {}
+  void abort(ErrorKind, const std::string&) override {}
+  void relay(const AbortRecord&) override {}
+  bool aborted(AbortRecord*) const override { return false; }
+  void leave() override {}
+  void abandon() override {}
+  void wake() override {}
+
+  int sent = 0;
+
+ private:
+  Ticket tickets_ = 0;
+  std::set<Ticket> receives_;
+};
+
+TEST(RollCall, LeavesOneMessageWithWhoeverStaysAway) {
+  UnreadNetwork network;
+  int known = 1;
+  const auto has_come = [&](int rank, std::uint64_t) { return rank < known; };
+  RollCall roll_call(network, 1, {3, 5, 7}, {has_come, [](int, std::uint64_t) {}});
+  roll_call.listen();
+  for (std::uint64_t round = 1; round < 100; ++round)
+    for (known = 1; known < 40; ++known) {
+      roll_call.take_in();
+      roll_call.tell(round);
+    }
+  EXPECT_EQ(network.sent, 3);
+}
+
+class RelayedRounds : public ::testing::TestWithParam<TransportKind> {};
+
+GroupOptions many_hosts(TransportKind kind) {
+  GroupOptions options(kind, 13);
+  options.hosts = 12;
+  options.communicator.timeout = 60 * testing::kSlowness;  // what ends a wait is not this
+  options.time_limit = 50 * testing::kSlowness;
+  return options;
+}
+
+// Staging memory of several ranks in one message, in one each, and without any, of a different length on all.
+TEST_P(RelayedRounds, BringStagingMemoryOfAnyLength) {
+  RankGroup group(many_hosts(GetParam()));
+  group.run([](Communicator& communicator) {
+    const auto piece = [](std::size_t rank, std::size_t most) {
+      return testing::periodic_elements(DType::kUInt8, rank * 7919 % (most + 1),
+                                        static_cast<std::uint32_t>(rank), false);
+    };
+    for (const std::size_t most : {0, 1, 3000, 50000}) {
+      const testing::Bytes mine = piece(static_cast<std::size_t>(communicator.rank()), most);
+      testing::Request request{.kind = OpKind::kAllgather, .dtype = DType::kUInt8, .rows = mine.size()};
+      request.input = mine.data();
+      Operation operation = testing::make_operation(request);
+      communicator.run(operation, {});
+      testing::Bytes all;
+      for (std::size_t rank = 0; rank < 13; ++rank) {
+        const testing::Bytes theirs = piece(rank, most);
+        all.insert(all.end(), theirs.begin(), theirs.end());
+      }
+      EXPECT_TRUE(testing::result_of(operation) == all) << "up to " << most << " bytes";
+    }
+  });
+}
+
+// Ranks 3 and 8 hold up what others have published, who are not told to be late for it.
+TEST_P(RelayedRounds, TellWhoIsLate) {
+  GroupOptions options = many_hosts(GetParam());
+  options.communicator.timeout = 2.0;
+  RankGroup group(options);
+  testing::Latch told(11);
+  group.run([&](Communicator& communicator) {
+    testing::run_barrier(communicator);
+    if (communicator.rank() == 3 || communicator.rank() == 8) return told.wait();
+    const Error error = error_of(ErrorKind::kTimeout, [&] { testing::run_barrier(communicator); });
+    const auto named = [&](const char* text) {
+      return std::string(error.what()).find(text) != std::string::npos;
+    };
+    // Of what comes through 3 alone, 8 is the only one that nobody knows of; and the other way.
+    EXPECT_TRUE(named("for ranks 3, 8; ") || named("for rank 3 (nothing is known of rank 8, ") ||
+                named("for rank 8 (nothing is known of rank 3, "))
+        << error.what();
+    testing::expect_text(error, "; ranks 0-2, 4-7, 9-12 came and waited as well");
+    told.count_down();
+  });
+}
+
+/// A round that `late` come to only when all others know that they are late, and nobody else: however long
+/// that takes, and whoever was late before.
+void expect_named(Transport& transport, std::uint64_t round, const std::set<int>& late,
+                  testing::Latch& named) {
+  if (late.contains(transport.rank())) named.wait();
+  transport.arrive(round, 0);
+  const Deadline deadline = Deadline::after(20 * testing::kSlowness);
+  for (bool exact = late.contains(transport.rank()); !exact;) {
+    Waiting waiting;
+    waiting.deadline = Deadline::after(0.05);
+    ASSERT_EQ(transport.await_all(round, waiting).outcome, WaitResult::Outcome::kTimeout);
+    const Missing missing = transport.missing(round);
+    std::set<int> all(missing.late.begin(), missing.late.end());
+    all.insert(missing.behind.begin(), missing.behind.end());
+    EXPECT_TRUE(std::ranges::includes(all, late));
+    EXPECT_FALSE(missing.late.empty());
+    exact = all == late;
+    ASSERT_FALSE(!exact && deadline.expired()) << "rank " << transport.rank() << " names others, too";
+  }
+  if (!late.contains(transport.rank())) named.count_down();
+  ASSERT_TRUE(transport.await_all(round, {}).ok());
+}
+
+/// Rounds of a group in which some are late: the first ranks mostly, then others.
+void expect_all_named(const GroupOptions& options) {
+  RankGroup group(options);
+  std::vector<std::set<int>> late;
+  for (int round = 0; round < 8; ++round) late.push_back({0, (7 * round + 1) % options.size});
+  for (int rank = 1; rank < options.size; rank += 4) late.push_back({rank});
+  late.push_back({2, 5, 9});
+  std::deque<testing::Latch> named;
+  for (const std::set<int>& each : late) named.emplace_back(options.size - static_cast<int>(each.size()));
+  group.run_transports([&](const std::shared_ptr<Transport>& transport) {
+    for (std::size_t index = 0; index < late.size(); ++index)
+      ASSERT_NO_FATAL_FAILURE(expect_named(*transport, index + 1, late[index], named[index]));
+  });
+}
+
+TEST_P(RelayedRounds, NameExactlyThoseWhoAreLate) { expect_all_named(many_hosts(GetParam())); }
+
+// Ranks whose own part of a round is done have to pass on what is told.
+TEST_P(RelayedRounds, NameThoseWhoAreLateAmongUnevenHosts) {
+  GroupOptions options = many_hosts(GetParam());
+  options.layout = {3, 1, 1, 2, 1, 1, 4, 1, 2};
+  options.size = 16;
+  expect_all_named(options);
+}
+
+// Of others nobody can say that they are alive.
+TEST_P(RelayedRounds, WatchThoseTheyReceiveFrom) {
+  RankGroup group(many_hosts(GetParam()));
+  group.run_transports([](const std::shared_ptr<Transport>& transport) {
+    const int host = transport->host_number(transport->rank());
+    for (int rank = 0; rank < 12; ++rank) {  // 12 shares a host with 0
+      const int distance = (transport->host_number(rank) - host + 12) % 12;
+      const bool receives = std::set{4, 8, 9, 10, 11}.contains(distance);
+      EXPECT_EQ(transport->is_watched(rank), receives || distance == 0) << transport->rank() << " " << rank;
+    }
+  });
+}
+
+// Rank 3 comes, and then passes on nothing of what others have published. Some get all of it from elsewhere.
+TEST_P(RelayedRounds, TellWhoHasStopped) {
+  GroupOptions options = many_hosts(GetParam());
+  RankGroup group(options);
+  testing::Latch connected(13);
+  testing::Latch told(12);
+  std::atomic<int> held_up{0};
+  group.run_transports([&](const std::shared_ptr<Transport>& transport) {
+    Exchange exchange(*transport, "world");
+    const Descriptor descriptor = testing::barrier_operation().descriptor;
+    exchange.begin(descriptor);
+    connected.count_down();  // or a rank that is still connecting would be the one that is late
+    connected.wait();
+    if (transport->rank() == 3) {
+      transport->arrive(exchange.round(), 0);
+      return told.wait();
+    }
+    OperationCall call{descriptor, {}};
+    call.waiting.deadline = Deadline::after(testing::kSlowness > 1 ? 5.0 : 1.5);  // for all others to come
+    try {
+      exchange.synchronise(call);
+    } catch (const Error& error) {
+      ++held_up;
+      testing::expect_kind(error, ErrorKind::kTimeout);
+      testing::expect_text(error, " s for rank 3");
+      EXPECT_EQ(error.context().peer, 3);
+    }
+    told.count_down();
+  });
+  EXPECT_GT(held_up, 0);
+}
+
+TEST_P(RelayedRounds, WarnOfThoseWhoAreLate) {
+  GroupOptions options = many_hosts(GetParam());
+  options.communicator.stall_warning = 0.5;
+  std::mutex mutex;  // guards warnings
+  std::vector<std::string> warnings;
+  testing::Latch warned(1);
+  options.communicator.warn = [&](const std::string& text) {
+    const std::lock_guard lock(mutex);
+    warnings.push_back(text);
+    warned.count_down();
+  };
+  RankGroup group(options);
+  group.run([&](Communicator& communicator) {
+    if (communicator.rank() == 11) warned.wait();
+    testing::run_barrier(communicator);
+  });
+  ASSERT_EQ(warnings.size(), 1U);  // one of those that wait speaks for all
+  EXPECT_TRUE(warnings[0].starts_with("rank 0 on ")) << warnings[0];
+  EXPECT_NE(warnings[0].find("for rank 11; rank 11 (process "), std::string::npos) << warnings[0];
+}
+
+TEST_P(RelayedRounds, ALostRankReachesAll) {
+  RankGroup group(many_hosts(GetParam()));
+  const auto ends = group.outcomes([](Communicator& communicator) {
+    testing::run_barrier(communicator);
+    if (communicator.rank() == 5) return communicator.close();
+    testing::run_barrier(communicator);
+  });
+  for (std::size_t rank = 0; rank < ends.size(); ++rank) {
+    if (rank == 5) continue;
+    ASSERT_TRUE(ends[rank].has_value()) << "rank " << rank;
+    EXPECT_EQ(ends[rank]->kind(), ErrorKind::kPeerLost);
+    testing::expect_text(*ends[rank], "lost rank 5 on host5");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, RelayedRounds,
+                         ::testing::Values(TransportKind::kCluster, TransportKind::kClusterMpi),
+                         [](const auto& info) { return testing::transport_name(info.param); });
+
+}  // namespace
+}  // namespace multiring
