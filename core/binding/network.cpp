@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 #include "binding/communicator.h"
-#include "transport/tcp/address.h"
+#include "transport/tcp/handshake/address.h"
 
 namespace py = pybind11;
 

@@ -20,8 +20,8 @@
 #include "support/operations.h"
 #include "support/problem.h"
 #include "support/rank_group.h"
+#include "transport/cluster/arrival_gossip.h"
 #include "transport/cluster/mirror_routes.h"
-#include "transport/cluster/roll_call.h"
 
 namespace multiring {
 namespace {

@@ -14,7 +14,7 @@
 #include "support/latch.h"
 #include "support/raw_peer.h"
 #include "support/tcp_group.h"
-#include "transport/tcp/frame.h"
+#include "transport/tcp/connections/frame.h"
 
 namespace multiring {
 namespace {

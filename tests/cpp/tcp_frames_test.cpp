@@ -8,7 +8,7 @@
 
 #include "support/raw_peer.h"
 #include "support/tcp_group.h"
-#include "transport/tcp/frame.h"
+#include "transport/tcp/connections/frame.h"
 
 namespace multiring {
 namespace {

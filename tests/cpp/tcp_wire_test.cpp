@@ -9,11 +9,11 @@
 
 #include "base/error.h"
 #include "base/text.h"
-#include "transport/tcp/address.h"
-#include "transport/tcp/frame.h"
-#include "transport/tcp/handshake.h"
-#include "transport/tcp/link_balance.h"
-#include "transport/tcp/stripes.h"
+#include "transport/tcp/connections/connection_balance.h"
+#include "transport/tcp/connections/frame.h"
+#include "transport/tcp/connections/stripes.h"
+#include "transport/tcp/handshake/address.h"
+#include "transport/tcp/handshake/handshake_messages.h"
 
 namespace multiring::tcp {
 namespace {

@@ -7,8 +7,8 @@
 #include <string_view>
 
 #include "require.h"
-#include "transport/tcp/address.h"
-#include "transport/tcp/handshake.h"
+#include "transport/tcp/handshake/address.h"
+#include "transport/tcp/handshake/handshake_messages.h"
 
 namespace {
 

@@ -11,8 +11,8 @@
 #include "base/export.h"
 #include "transport/cluster/cluster_hierarchy.h"
 #include "transport/cluster/host_mirror.h"
-#include "transport/cluster/mail_list.h"
-#include "transport/cluster/remote_mail.h"
+#include "transport/cluster/progress_registry.h"
+#include "transport/cluster/remote_messages.h"
 #include "transport/network.h"
 #include "transport/shared/shared_transport.h"
 

@@ -5,7 +5,7 @@
 #include <thread>
 #include <utility>
 
-#include "transport/cluster/patience.h"
+#include "transport/timed_wait.h"
 
 namespace multiring {
 namespace {

@@ -10,9 +10,9 @@
 #include <span>
 #include <vector>
 
-#include "transport/cluster/driver_seat.h"
+#include "transport/cluster/arrival_gossip.h"
 #include "transport/cluster/mirror_routes.h"
-#include "transport/cluster/roll_call.h"
+#include "transport/cluster/progress_lock.h"
 #include "transport/network.h"
 
 namespace multiring {

@@ -4,8 +4,8 @@
 #include <climits>
 #include <utility>
 
-#include "transport/cluster/patience.h"
-#include "transport/mpi/pauses.h"
+#include "transport/mpi/backoff.h"
+#include "transport/timed_wait.h"
 
 namespace multiring {
 namespace {

@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "base/text.h"
+#include "transport/mpi/backoff.h"
 #include "transport/mpi/mpi_network.h"
-#include "transport/mpi/pauses.h"
 
 namespace multiring {
 namespace {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "transport/cluster/patience.h"
+#include "transport/timed_wait.h"
 
 namespace multiring {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "transport/shared/group_layout.h"
-#include "transport/shared/host_link.h"
+#include "transport/shared/host_group.h"
 #include "transport/transport.h"
 
 namespace multiring {

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "base/unique_fd.h"
-#include "transport/tcp/address.h"
+#include "transport/tcp/handshake/address.h"
 
 namespace multiring::tcp {
 

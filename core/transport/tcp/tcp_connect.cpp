@@ -7,7 +7,7 @@
 
 #include "base/host_identity.h"
 #include "base/protocol.h"
-#include "transport/tcp/connect_errors.h"
+#include "transport/tcp/handshake/connect_errors.h"
 #include "transport/tcp/sockets.h"
 #include "transport/tcp/tcp_network.h"
 

@@ -13,12 +13,12 @@
 
 #include "transport/network.h"
 #include "transport/store.h"
-#include "transport/tcp/address.h"
-#include "transport/tcp/connect_errors.h"
-#include "transport/tcp/control_link.h"
-#include "transport/tcp/doorkeeper.h"
-#include "transport/tcp/message_table.h"
-#include "transport/tcp/stream.h"
+#include "transport/tcp/connections/control_connection.h"
+#include "transport/tcp/connections/message_table.h"
+#include "transport/tcp/connections/stream.h"
+#include "transport/tcp/handshake/acceptor.h"
+#include "transport/tcp/handshake/address.h"
+#include "transport/tcp/handshake/connect_errors.h"
 
 namespace multiring::tcp {
 

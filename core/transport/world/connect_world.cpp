@@ -11,7 +11,7 @@
 #include "base/host_identity.h"
 #include "transport/cluster/cluster_transport.h"
 #include "transport/mpi/mpi_network.h"
-#include "transport/shm/shm_link.h"
+#include "transport/shm/shm_transport.h"
 #include "transport/tcp/tcp_network.h"
 
 namespace multiring {

@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "support/tcp_group.h"
-#include "transport/shm/shm_link.h"
+#include "transport/shm/shm_transport.h"
 
 namespace multiring::testing {
 namespace {

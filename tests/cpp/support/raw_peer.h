@@ -6,7 +6,7 @@
 
 #include "base/text.h"
 #include "base/unique_fd.h"
-#include "transport/tcp/handshake.h"
+#include "transport/tcp/handshake/handshake_messages.h"
 #include "transport/tcp/tcp_network.h"
 
 namespace multiring::testing {

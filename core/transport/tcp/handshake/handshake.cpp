@@ -1,4 +1,4 @@
-#include "transport/tcp/encounter.h"
+#include "transport/tcp/handshake/handshake.h"
 
 #include <sys/epoll.h>
 #include <sys/socket.h>

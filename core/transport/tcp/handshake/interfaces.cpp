@@ -11,7 +11,7 @@
 #include <memory>
 
 #include "base/error.h"
-#include "transport/tcp/address.h"
+#include "transport/tcp/handshake/address.h"
 
 namespace multiring::tcp {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "transport/tcp/doorkeeper.h"
+#include "transport/tcp/handshake/acceptor.h"
 
 namespace multiring::tcp {
 

@@ -1,4 +1,4 @@
-#include "transport/shm/shm_link.h"
+#include "transport/shm/shm_transport.h"
 
 #include <numeric>
 #include <vector>

@@ -1,4 +1,4 @@
-#include "transport/tcp/link_balance.h"
+#include "transport/tcp/connections/connection_balance.h"
 
 #include <algorithm>
 

@@ -3,7 +3,7 @@
 #include <string>
 
 #include "base/error.h"
-#include "transport/tcp/doorkeeper.h"
+#include "transport/tcp/handshake/acceptor.h"
 
 namespace multiring::tcp {
 

@@ -1,10 +1,10 @@
-#include "transport/tcp/doorkeeper.h"
+#include "transport/tcp/handshake/acceptor.h"
 
 #include <algorithm>
 #include <cerrno>
 
 #include "base/error.h"
-#include "transport/tcp/encounter.h"
+#include "transport/tcp/handshake/handshake.h"
 #include "transport/tcp/sockets.h"
 
 namespace multiring::tcp {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/export.h"
-#include "transport/shared/host_link.h"
+#include "transport/shared/host_group.h"
 
 namespace multiring {
 

@@ -1,4 +1,4 @@
-#include "transport/tcp/link.h"
+#include "transport/tcp/connections/connection.h"
 
 #include <linux/sockios.h>
 #include <sys/epoll.h>

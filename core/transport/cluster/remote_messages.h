@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/cluster/driver_seat.h"
+#include "transport/cluster/progress_lock.h"
 #include "transport/network.h"
 
 namespace multiring {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "base/deadline.h"
-#include "transport/tcp/address.h"
-#include "transport/tcp/handshake.h"
+#include "transport/tcp/handshake/address.h"
+#include "transport/tcp/handshake/handshake_messages.h"
 #include "transport/tcp/poller.h"
 
 namespace multiring::tcp {

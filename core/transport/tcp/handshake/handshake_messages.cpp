@@ -1,4 +1,4 @@
-#include "transport/tcp/handshake.h"
+#include "transport/tcp/handshake/handshake_messages.h"
 
 #include <sys/random.h>
 

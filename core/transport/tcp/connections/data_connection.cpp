@@ -1,9 +1,9 @@
-#include "transport/tcp/data_link.h"
+#include "transport/tcp/connections/data_connection.h"
 
 #include <algorithm>
 #include <array>
 
-#include "transport/tcp/stream.h"
+#include "transport/tcp/connections/stream.h"
 
 namespace multiring::tcp {
 namespace {

@@ -1,4 +1,4 @@
-#include "transport/shm/peer_links.h"
+#include "transport/shm/socket_mesh.h"
 
 #include <fcntl.h>
 #include <poll.h>

@@ -1,4 +1,4 @@
-#include "transport/cluster/roll_call.h"
+#include "transport/cluster/arrival_gossip.h"
 
 #include <algorithm>
 #include <cstring>

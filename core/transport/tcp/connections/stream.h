@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "transport/tcp/data_link.h"
-#include "transport/tcp/link_balance.h"
-#include "transport/tcp/message_table.h"
+#include "transport/tcp/connections/connection_balance.h"
+#include "transport/tcp/connections/data_connection.h"
+#include "transport/tcp/connections/message_table.h"
 
 namespace multiring::tcp {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/export.h"
-#include "transport/tcp/stripes.h"
+#include "transport/tcp/connections/stripes.h"
 
 namespace multiring::tcp {
 

@@ -1,4 +1,4 @@
-#include "transport/tcp/stream.h"
+#include "transport/tcp/connections/stream.h"
 
 #include <algorithm>
 #include <chrono>

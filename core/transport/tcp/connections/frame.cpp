@@ -1,4 +1,4 @@
-#include "transport/tcp/frame.h"
+#include "transport/tcp/connections/frame.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "transport/cluster/remote_mail.h"
+#include "transport/cluster/remote_messages.h"
 
 #include <algorithm>
 #include <chrono>
@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "transport/cluster/host_mirror.h"
-#include "transport/cluster/patience.h"
+#include "transport/timed_wait.h"
 
 namespace multiring {
 namespace {

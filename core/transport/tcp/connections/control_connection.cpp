@@ -1,4 +1,4 @@
-#include "transport/tcp/control_link.h"
+#include "transport/tcp/connections/control_connection.h"
 
 #include <algorithm>
 

@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-#include "transport/tcp/connect_errors.h"
+#include "transport/tcp/handshake/connect_errors.h"
 #include "transport/tcp/tcp_network.h"
 
 namespace multiring::tcp {

@@ -1,4 +1,4 @@
-#include "transport/cluster/mail_list.h"
+#include "transport/cluster/progress_registry.h"
 
 #include <algorithm>
 

@@ -5,7 +5,7 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
-#include "transport/tcp/link_balance.h"
+#include "transport/tcp/connections/connection_balance.h"
 
 namespace multiring::tcp {
 

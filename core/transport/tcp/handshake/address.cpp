@@ -1,4 +1,4 @@
-#include "transport/tcp/address.h"
+#include "transport/tcp/handshake/address.h"
 
 #include <arpa/inet.h>
 

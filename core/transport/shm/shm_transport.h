@@ -4,7 +4,7 @@
 
 #include "base/export.h"
 #include "transport/shared/shared_transport.h"
-#include "transport/shm/peer_links.h"
+#include "transport/shm/socket_mesh.h"
 #include "transport/store.h"
 
 namespace multiring {

@@ -4,8 +4,8 @@
 #include <span>
 #include <vector>
 
-#include "transport/tcp/frame.h"
-#include "transport/tcp/link.h"
+#include "transport/tcp/connections/connection.h"
+#include "transport/tcp/connections/frame.h"
 
 namespace multiring::tcp {
 

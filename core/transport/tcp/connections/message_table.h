@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "transport/network.h"
-#include "transport/tcp/stripes.h"
+#include "transport/tcp/connections/stripes.h"
 
 namespace multiring::tcp {
 

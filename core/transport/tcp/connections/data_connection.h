@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <deque>
 
-#include "transport/tcp/frame.h"
-#include "transport/tcp/link.h"
-#include "transport/tcp/message_table.h"
+#include "transport/tcp/connections/connection.h"
+#include "transport/tcp/connections/frame.h"
+#include "transport/tcp/connections/message_table.h"
 
 namespace multiring::tcp {
 

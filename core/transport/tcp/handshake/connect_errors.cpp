@@ -1,4 +1,4 @@
-#include "transport/tcp/connect_errors.h"
+#include "transport/tcp/handshake/connect_errors.h"
 
 #include <cerrno>
 #include <system_error>
