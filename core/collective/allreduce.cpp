@@ -50,7 +50,8 @@ void run_planned(Exchange& exchange, const Call& call, std::span<Operation* cons
 }
 
 bool large_enough(const Exchange& exchange, const Operation& operation) {
-  return operation.descriptor.bytes >= (exchange.transport().crowded() ? kDirectFromCrowded : kDirectFrom);
+  return operation.descriptor.bytes >=
+         (exchange.transport().oversubscribed() ? kDirectFromCrowded : kDirectFrom);
 }
 
 enum class SymmetricRanks { kNone, kSome, kAll };

@@ -116,7 +116,7 @@ void ClusterAllreduce::meet(std::size_t turn) {
   if (mates_.size() > 1 && (starts || ends)) {
     if (starts) stage(turn);
     if (ends) publish(turn - rested);
-    check(hierarchy_.meet(waiting_), nullptr);
+    check(hierarchy_.synchronise(waiting_), nullptr);
   }
   // The last to land makes room for the first that starts.
   if (ends) take(turn - rested);

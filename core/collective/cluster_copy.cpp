@@ -35,7 +35,7 @@ bool worth_messages(const Transport& transport, std::size_t bytes, std::size_t p
 void meet_mates(const Exchange& exchange, const Call& call, Hierarchy& hierarchy) {
   Waiting waiting = call.waiting;
   waiting.brief = true;  // all are in the operation
-  const WaitResult result = hierarchy.meet(waiting);
+  const WaitResult result = hierarchy.synchronise(waiting);
   if (!result.ok()) exchange.throw_on_the_way(call, result, result.peer);
 }
 

@@ -163,12 +163,12 @@ void Exchange::throw_on_the_way(const Call& call, const WaitResult& result, int 
 }
 
 std::string Exchange::describe_wait(const Call& call, double waited) const {
-  const Missing absent = missing();
+  const Stragglers absent = missing();
   std::string text = where(call) + ", has waited " + seconds_text(waited);
   if (!absent.late.empty())
     text += " for " + late_list(absent, transport_);
-  else if (!absent.holding.empty())
-    text += ": " + held_up_text(absent.holding, transport_);
+  else if (!absent.forwarding.empty())
+    text += ": " + held_up_text(absent.forwarding, transport_);
   constexpr std::size_t kMostListed = 4;
   for (std::size_t i = 0; i < std::min(absent.late.size(), kMostListed); ++i)
     text += "; " + whereabouts(absent.late[i], ") was last in ");
@@ -176,11 +176,11 @@ std::string Exchange::describe_wait(const Call& call, double waited) const {
 }
 
 void Exchange::throw_timeout(const Call& call) const {
-  const Missing absent = missing();
+  const Stragglers absent = missing();
   if (absent.late.empty()) throw_held_up(call, absent);
   std::vector<int> came;
   for (int peer = 0; peer < size(); ++peer)
-    if (transport_.has_come(peer, round_)) came.push_back(peer);
+    if (transport_.has_reached(peer, round_)) came.push_back(peer);
   std::string text = where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + " for " +
                      late_list(absent, transport_) + "; " + names_of(came) + " came and waited as well. ";
   for (const int peer : absent.late) {
@@ -197,12 +197,12 @@ void Exchange::throw_timeout(const Call& call) const {
 }
 
 /// What ranks publish may pass through others, which may stop when they have come themselves.
-void Exchange::throw_held_up(const Call& call, const Missing& missing) const {
+void Exchange::throw_held_up(const Call& call, const Stragglers& missing) const {
   throw Error(ErrorKind::kTimeout,
               where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + ": " +
-                  held_up_text(missing.holding, transport_) +
+                  held_up_text(missing.forwarding, transport_) +
                   ". MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
-              context(call, missing.holding.empty() ? -1 : missing.holding.front()));
+              context(call, missing.forwarding.empty() ? -1 : missing.forwarding.front()));
 }
 
 void Exchange::throw_lost(const Call& call, const WaitResult& result) const {

@@ -78,7 +78,7 @@ class MULTIRING_API Exchange {
   /// Raises the error that a peer told of, if there is one.
   void throw_if_aborted(const Call& call) const;
   /// The ranks that keep this one waiting for the current round, and the same as text for a warning.
-  Missing missing() const { return transport_.missing(round_); }
+  Stragglers missing() const { return transport_.stragglers(round_); }
   std::string describe_wait(const Call& call, double waited) const;
   /// "rank 0 on host: send ... on communicator 'world'", as errors and warnings begin.
   std::string where(const Call& call) const;
@@ -92,7 +92,7 @@ class MULTIRING_API Exchange {
  private:
   bool all_match() const;
   [[noreturn]] void throw_timeout(const Call& call) const;
-  [[noreturn]] void throw_held_up(const Call& call, const Missing& missing) const;
+  [[noreturn]] void throw_held_up(const Call& call, const Stragglers& missing) const;
   [[noreturn]] void throw_lost(const Call& call, const WaitResult& result) const;
   [[noreturn]] void throw_aborted(const Call& call, const AbortRecord& record) const;
   std::string names_of(const std::vector<int>& ranks) const;

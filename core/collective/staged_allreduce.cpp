@@ -28,7 +28,7 @@ StagedAllreduce::StagedAllreduce(Exchange& exchange, const Call& call, std::span
       pieces_(operations),
       bytes_(pieces_.bytes()),
       segment_bytes_(exchange.transport().staging_bytes() / kCacheLine * kCacheLine) {
-  const std::size_t most = exchange.transport().crowded() ? kWholeReadsCrowded : kWholeReads;
+  const std::size_t most = exchange.transport().oversubscribed() ? kWholeReadsCrowded : kWholeReads;
   whole_ = !exchange.transport().shares_memory() ||
            (bytes_ <= segment_bytes_ && bytes_ * static_cast<std::size_t>(exchange.size() - 1) <= most);
   const Wire wire = first_.descriptor.key.wire;

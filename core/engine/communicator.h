@@ -85,7 +85,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   const CommunicatorOptions& options() const { return options_; }
   /// The ranks that an operation of this rank in progress still waits for. To be called by the thread that
   /// runs it (in CallOptions::interrupt).
-  Missing waited_for() const { return exchange_.missing(); }
+  Stragglers waited_for() const { return exchange_.missing(); }
   /// "rank 1 (world rank 3)", and what ranks that hold up messages may be at, for messages.
   std::string names_of(const std::vector<int>& ranks) const { return rank_list(ranks, *transport_); }
   std::string held_up_by(const std::vector<int>& ranks) const { return held_up_text(ranks, *transport_); }

@@ -24,7 +24,7 @@ std::string sentence(const Unmatched& unmatched, const Communicator& communicato
 }
 
 /// Whether all have come to the round of names in progress, and some do not pass on what others announce.
-bool is_held_up(const Missing& missing) { return missing.late.empty() && !missing.holding.empty(); }
+bool is_held_up(const Stragglers& missing) { return missing.late.empty() && !missing.forwarding.empty(); }
 
 }  // namespace
 
@@ -61,8 +61,8 @@ Error NamedQueue::late_error(const Submission& late) const {
   context.host = data_->host();
   context.tensor = late.name();
   context.elapsed = late.waited();
-  const Missing absent = control_->waited_for();
-  const std::vector<int>& first = absent.late.empty() ? absent.holding : absent.late;
+  const Stragglers absent = control_->waited_for();
+  const std::vector<int>& first = absent.late.empty() ? absent.forwarding : absent.late;
   if (!first.empty()) context.peer = first.front();
   std::string text = data_->names_of({rank()}) + " on " + data_->host() + ", in named queue '" + name() +
                      "', waited " + seconds_text(late.waited()) + " for '" + late.name() +
@@ -83,10 +83,10 @@ Error NamedQueue::late_error(const Submission& late) const {
 }
 
 std::string NamedQueue::describe_unmatched() const {
-  const Missing missing = control_->waited_for();
-  if (is_held_up(missing)) return data_->held_up_by(missing.holding);
+  const Stragglers missing = control_->waited_for();
+  if (is_held_up(missing)) return data_->held_up_by(missing.forwarding);
   std::vector<int> absent;
-  std::ranges::set_union(missing.late, missing.behind, std::back_inserter(absent));
+  std::ranges::set_union(missing.late, missing.unknown, std::back_inserter(absent));
   std::vector<Unmatched> all = matcher_.unmatched();
   std::vector<int> others;
   for (int peer = 0; peer < size(); ++peer)

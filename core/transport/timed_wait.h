@@ -7,34 +7,36 @@
 
 namespace multiring {
 
-/// A wait that is made of short turns: what `Waiting` asks for, looked after between them.
-class Patience {
+/// A wait that consists of short slices. Serves what `Waiting` asks for between them.
+class TimedWait {
  public:
-  explicit Patience(const Waiting& waiting)
-      : waiting_(waiting), looked_(Clock::now()), stall_told_(waiting.stall_after <= 0 || !waiting.stalled) {
+  explicit TimedWait(const Waiting& waiting)
+      : waiting_(waiting),
+        last_check_(Clock::now()),
+        stall_reported_(waiting.stall_after <= 0 || !waiting.stalled) {
     waiting_.deadline.start();
   }
 
-  /// How one turn of at most so many seconds waits: too short for interrupts and warnings of its own.
-  Waiting turn(double seconds) const {
-    Waiting turn = waiting_;
-    turn.interrupt = nullptr;
-    turn.stalled = nullptr;
-    turn.deadline = Deadline::after(std::min(seconds, waiting_.deadline.remaining()));
-    return turn;
+  /// Options for a slice of at most `seconds`, which is too short for interrupts and warnings of its own.
+  Waiting slice(double seconds) const {
+    Waiting slice = waiting_;
+    slice.interrupt = nullptr;
+    slice.stalled = nullptr;
+    slice.deadline = Deadline::after(std::min(seconds, waiting_.deadline.remaining()));
+    return slice;
   }
 
-  /// After a turn: whether the time is up. Looks for an interrupt, which may throw, and warns.
-  bool is_over() {
-    constexpr double kBetweenLooks = 0.02;  // seconds
+  /// After a slice: whether the time is up. Checks for an interrupt, which may throw, and warns of a stall.
+  bool expired() {
+    constexpr double kBetweenChecks = 0.02;  // seconds
     if (waiting_.deadline.expired()) return true;
     const Clock::time_point now = Clock::now();
-    if (seconds_between(looked_, now) < kBetweenLooks) return false;
-    looked_ = now;
+    if (seconds_between(last_check_, now) < kBetweenChecks) return false;
+    last_check_ = now;
     waiting_.check_interrupt();
     const double waited = seconds_between(start_, now);
-    if (!stall_told_ && waited >= waiting_.stall_after) {
-      stall_told_ = true;
+    if (!stall_reported_ && waited >= waiting_.stall_after) {
+      stall_reported_ = true;
       (*waiting_.stalled)(waited);
     }
     return false;
@@ -43,8 +45,8 @@ class Patience {
  private:
   const Waiting& waiting_;
   const Clock::time_point start_ = Clock::now();
-  Clock::time_point looked_;
-  bool stall_told_;
+  Clock::time_point last_check_;
+  bool stall_reported_;
 };
 
 }  // namespace multiring

@@ -1,28 +1,27 @@
 #pragma once
 
 #include <atomic>
-#include <thread>
 
 namespace multiring {
 
-/// Who drives a network: one thread at a time. Not a mutex, since a thread that drives may come here again
-/// from a callback of its wait, and has to learn that the seat is taken.
-class DriverSeat {
+/// Held by the one thread that drives a network. Not a mutex: a callback of a wait may come here again in the
+/// same thread, and has to learn that the lock is taken.
+class ProgressLock {
  public:
-  class Ride {
+  class Guard {
    public:
-    explicit Ride(DriverSeat& seat)
-        : seat_(seat), taken_(!seat.taken_.test_and_set(std::memory_order_acquire)) {}
-    ~Ride() {
-      if (taken_) seat_.taken_.clear(std::memory_order_release);
+    explicit Guard(ProgressLock& lock)
+        : lock_(lock), owned_(!lock.taken_.test_and_set(std::memory_order_acquire)) {}
+    ~Guard() {
+      if (owned_) lock_.taken_.clear(std::memory_order_release);
     }
-    Ride(const Ride&) = delete;
-    Ride& operator=(const Ride&) = delete;
-    explicit operator bool() const { return taken_; }
+    Guard(const Guard&) = delete;
+    Guard& operator=(const Guard&) = delete;
+    explicit operator bool() const { return owned_; }
 
    private:
-    DriverSeat& seat_;
-    const bool taken_;
+    ProgressLock& lock_;
+    const bool owned_;
   };
 
  private:

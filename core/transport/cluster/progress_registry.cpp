@@ -7,29 +7,29 @@
 namespace multiring {
 namespace {
 
-// As often as waits look for interrupts.
-constexpr auto kBetweenLooks = std::chrono::milliseconds(20);
+// As often as waits check for interrupts.
+constexpr auto kBetweenPolls = std::chrono::milliseconds(20);
 
 }  // namespace
 
-MailList::Entry::Entry(std::shared_ptr<MailList> list, std::function<void()> look)
-    : list_(std::move(list)), look_(std::move(look)) {
-  const std::lock_guard lock(list_->mutex_);
-  list_->entries_.push_back(this);
+ProgressRegistry::Entry::Entry(std::shared_ptr<ProgressRegistry> registry, std::function<void()> poll)
+    : registry_(std::move(registry)), poll_(std::move(poll)) {
+  const std::lock_guard lock(registry_->mutex_);
+  registry_->entries_.push_back(this);
 }
 
-MailList::Entry::~Entry() {
-  const std::lock_guard lock(list_->mutex_);
-  std::erase(list_->entries_, this);
+ProgressRegistry::Entry::~Entry() {
+  const std::lock_guard lock(registry_->mutex_);
+  std::erase(registry_->entries_, this);
 }
 
-void MailList::look_now_and_then() {
+void ProgressRegistry::poll() {
   const auto now = Clock::now().time_since_epoch();
-  if (now.count() < next_look_.load(std::memory_order_relaxed)) return;
-  next_look_.store((now + kBetweenLooks).count(), std::memory_order_relaxed);
+  if (now.count() < next_poll_.load(std::memory_order_relaxed)) return;
+  next_poll_.store((now + kBetweenPolls).count(), std::memory_order_relaxed);
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock) return;
-  for (const Entry* entry : entries_) entry->look();
+  for (const Entry* entry : entries_) entry->poll();
 }
 
 }  // namespace multiring

@@ -14,13 +14,13 @@ namespace {
 
 using Outcome = WaitResult::Outcome;
 
-constexpr int kChunks = 0, kAnswers = 1;  // channels
+constexpr int kChunks = 0, kAcks = 1;  // channels
 
-// How long the driver looks at its own messages before it takes in the others, and how often a thread looks
-// whether the driver has taken in what it waits for, or has gone.
-constexpr double kTurn = 0.02;
-constexpr double kTurnAmongOthers = 0.001;
-constexpr std::chrono::microseconds kLook(500);
+// How long the driving thread waits for its own message before it handles others, alone and with other
+// threads waiting; and how often these check for their messages.
+constexpr double kSlice = 0.02;
+constexpr double kSharedSlice = 0.001;
+constexpr std::chrono::microseconds kBetweenChecks(500);
 
 struct Counted {
   std::atomic<int>& count;
@@ -30,8 +30,8 @@ struct Counted {
 
 }  // namespace
 
-RemoteMail::RemoteMail(std::unique_ptr<Network> network, int rank, const std::vector<int>& peers,
-                       MailMemory memory)
+RemoteMessages::RemoteMessages(std::unique_ptr<Network> network, int rank, const std::vector<int>& peers,
+                               MailboxMemory memory)
     : network_(std::move(network)),
       rank_(rank),
       memory_(std::move(memory)),
@@ -39,54 +39,54 @@ RemoteMail::RemoteMail(std::unique_ptr<Network> network, int rank, const std::ve
   network_->keep(peers_);
   for (const int each : peers) {
     peer(each).remote = true;
-    if (!network_->links_on_demand()) start(each);
+    if (!network_->links_on_demand()) open_link(each);
   }
 }
 
-void RemoteMail::start(int rank) {
+void RemoteMessages::open_link(int rank) {
   Peer& from = peer(rank);
   from.linked = true;
-  expect_header(rank);
-  expect_answer(rank);
+  post_header_receive(rank);
+  post_ack_receive(rank);
   for (const auto& [chunk, bytes] : std::exchange(from.unsent, {})) post(rank, chunk, bytes);
 }
 
-bool RemoteMail::linked(int rank) {
+bool RemoteMessages::linked(int rank) {
   const std::lock_guard lock(mutex_);
   return peer(rank).linked;
 }
 
-void RemoteMail::welcome() {
-  const std::uint64_t arrivals = network_->arrivals();
-  if (arrivals == std::exchange(arrivals_, arrivals)) return;
+void RemoteMessages::open_new_links() {
+  const std::uint64_t version = network_->links_version();
+  if (version == std::exchange(links_version_, version)) return;
   for (std::size_t rank = 0; rank < peers_->size(); ++rank) {
     const int other = static_cast<int>(rank);
     if (!peer(other).remote || peer(other).linked) continue;
-    if (network_->linked({other, kChunks}) && network_->linked({other, kAnswers})) start(other);
+    if (network_->linked({other, kChunks}) && network_->linked({other, kAcks})) open_link(other);
   }
 }
 
-void RemoteMail::expect_header(int source) {
+void RemoteMessages::post_header_receive(int source) {
   Peer& from = peer(source);
-  from.body = false;
-  from.incoming = network_->post_receive(
+  from.has_header = false;
+  from.chunk_receive = network_->post_receive(
       source, kChunks, {memory_.header(source, rank_, from.chunk), Transport::kHeaderBytes});
 }
 
-void RemoteMail::expect_answer(int destination) {
+void RemoteMessages::post_ack_receive(int destination) {
   Peer& from = peer(destination);
-  from.answering = network_->post_receive(destination, kAnswers,
-                                          {reinterpret_cast<std::byte*>(&from.answer), sizeof from.answer});
+  from.ack_receive =
+      network_->post_receive(destination, kAcks, {reinterpret_cast<std::byte*>(&from.ack), sizeof from.ack});
 }
 
-void RemoteMail::send(int destination, std::uint64_t chunk, std::size_t bytes) {
+void RemoteMessages::send(int destination, std::uint64_t chunk, std::size_t bytes) {
   set_following_bytes(memory_.header(rank_, destination, chunk), bytes);
   const std::lock_guard lock(mutex_);
   if (!peer(destination).linked) return peer(destination).unsent.emplace_back(chunk, bytes), void();
   post(destination, chunk, bytes);
 }
 
-void RemoteMail::post(int destination, std::uint64_t chunk, std::size_t bytes) {
+void RemoteMessages::post(int destination, std::uint64_t chunk, std::size_t bytes) {
   const std::span<const std::byte> head[] = {
       {memory_.header(rank_, destination, chunk), Transport::kHeaderBytes}};
   const std::span<const std::byte> body[] = {{memory_.payload(rank_, destination, chunk), bytes}};
@@ -95,27 +95,29 @@ void RemoteMail::post(int destination, std::uint64_t chunk, std::size_t bytes) {
   if (bytes > 0) sends.push_back(network_->post_send(destination, kChunks, body));
 }
 
-void RemoteMail::answer(int source, std::uint64_t chunk) {
+void RemoteMessages::acknowledge(int source, std::uint64_t chunk) {
   const std::lock_guard lock(mutex_);
   Peer& to = peer(source);
-  // The answer before the last has arrived: without it the peer had not sent this chunk.
-  std::uint64_t& place = to.answers[chunk % 2];
-  place = chunk;
-  const std::span<const std::byte> parts[] = {{reinterpret_cast<const std::byte*>(&place), sizeof place}};
-  to.sends.push_back(network_->post_send(source, kAnswers, parts));
+  // The one before the last has arrived: otherwise the peer would not have sent this chunk.
+  std::uint64_t& ack = to.sent_acks[chunk % 2];
+  ack = chunk;
+  const std::span<const std::byte> parts[] = {{reinterpret_cast<const std::byte*>(&ack), sizeof ack}};
+  to.sends.push_back(network_->post_send(source, kAcks, parts));
 }
 
-WaitResult RemoteMail::await_chunk(int source, const std::function<bool()>& ready, const Waiting& waiting) {
-  return await(source, ready, [this, source] { return std::vector{peer(source).incoming}; }, waiting);
+WaitResult RemoteMessages::await_chunk(int source, const std::function<bool()>& ready,
+                                       const Waiting& waiting) {
+  return await(source, ready, [this, source] { return std::vector{peer(source).chunk_receive}; }, waiting);
 }
 
-WaitResult RemoteMail::await_answer(int destination, const std::function<bool()>& ready,
-                                    const Waiting& waiting) {
+WaitResult RemoteMessages::await_ack(int destination, const std::function<bool()>& ready,
+                                     const Waiting& waiting) {
   return await(
-      destination, ready, [this, destination] { return std::vector{peer(destination).answering}; }, waiting);
+      destination, ready, [this, destination] { return std::vector{peer(destination).ack_receive}; },
+      waiting);
 }
 
-WaitResult RemoteMail::await_sent(int destination, const Waiting& waiting) {
+WaitResult RemoteMessages::await_sent(int destination, const Waiting& waiting) {
   const auto left = [this, destination] {
     const std::lock_guard lock(mutex_);
     return peer(destination).sends.empty() && peer(destination).unsent.empty();
@@ -123,52 +125,54 @@ WaitResult RemoteMail::await_sent(int destination, const Waiting& waiting) {
   return await(destination, left, [this, destination] { return peer(destination).sends; }, waiting);
 }
 
-void RemoteMail::look() {
-  if (const DriverSeat::Ride ride(seat_); ride) {
+void RemoteMessages::poll() {
+  if (const ProgressLock::Guard guard(progress_lock_); guard) {
     network_->progress();
-    take_in();
+    handle_arrivals();
   }
 }
 
-void RemoteMail::leave() {
+void RemoteMessages::leave() {
   {
     const std::lock_guard lock(mutex_);
     left_ = true;
   }
-  network_->leave();  // which may take its time; who looks is not to wait for it
+  network_->leave();  // without the lock: it may take long
 }
 
-/// `tickets`: what to wait for, of messages that are not done; under `mutex_`.
-WaitResult RemoteMail::await(int rank, const std::function<bool()>& ready,
-                             const std::function<std::vector<Ticket>()>& tickets, const Waiting& waiting) {
+/// `tickets`: those to wait for; called under `mutex_`.
+WaitResult RemoteMessages::await(int rank, const std::function<bool()>& ready,
+                                 const std::function<std::vector<Ticket>()>& tickets,
+                                 const Waiting& waiting) {
   const Counted counted(waiting_);
-  Patience patience(waiting);
+  TimedWait timed(waiting);
   for (;;) {
-    if (const DriverSeat::Ride ride(seat_); ride) {
-      take_in();
+    if (const ProgressLock::Guard guard(progress_lock_); guard) {
+      handle_arrivals();
       if (ready()) return {};
       const bool alone = waiting_.load(std::memory_order_relaxed) == 1;
-      const WaitResult result = drive(rank, tickets, patience.turn(alone ? kTurn : kTurnAmongOthers));
+      const WaitResult result = drive(rank, tickets, timed.slice(alone ? kSlice : kSharedSlice));
       if (!result.ok() && result.outcome != Outcome::kTimeout) return result;
-      take_in();
+      handle_arrivals();
     } else {
-      std::this_thread::sleep_for(kLook);
+      std::this_thread::sleep_for(kBetweenChecks);
     }
     if (ready()) return {};
-    if (waiting_.load(std::memory_order_relaxed) > 1) std::this_thread::sleep_for(kLook);  // another's turn
+    if (waiting_.load(std::memory_order_relaxed) > 1)
+      std::this_thread::sleep_for(kBetweenChecks);  // lets another thread drive
     if (network_->aborted(nullptr)) return {Outcome::kAborted};
     if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
       return {Outcome::kCancelled};
-    if (patience.is_over()) return {Outcome::kTimeout};
+    if (timed.expired()) return {Outcome::kTimeout};
   }
 }
 
-/// One turn of whoever moves the messages: makes the link, or waits for the first message that is not done.
-WaitResult RemoteMail::drive(int rank, const std::function<std::vector<Ticket>()>& tickets,
-                             const Waiting& turn) {
+/// A slice of the driving thread: makes the link, or waits for the first message that is not done.
+WaitResult RemoteMessages::drive(int rank, const std::function<std::vector<Ticket>()>& tickets,
+                                 const Waiting& slice) {
   if (!linked(rank)) {
-    const Network::Link links[] = {{rank, kChunks}, {rank, kAnswers}};
-    return network_->reach(links, turn);
+    const Network::Link links[] = {{rank, kChunks}, {rank, kAcks}};
+    return network_->connect_on_demand(links, slice);
   }
   std::unique_lock lock(mutex_);
   const std::vector<Ticket> wanted = tickets();
@@ -177,64 +181,60 @@ WaitResult RemoteMail::drive(int rank, const std::function<std::vector<Ticket>()
       std::ranges::find_if(wanted, [this](Ticket ticket) { return ticket != 0 && !network_->done(ticket); });
   if (pending == wanted.end()) return {};
   const Ticket ticket = *pending;
-  const WaitResult result = network_->wait({&ticket, 1}, turn);
+  const WaitResult result = network_->wait({&ticket, 1}, slice);
   if (!result.ok()) return result;
-  lock.lock();  // used up: what it was has to be taken in by hand
+  lock.lock();  // the ticket is released: 0 marks its message as done
   for (Peer& from : *peers_) {
-    if (from.incoming == ticket) from.incoming = 0;
-    if (from.answering == ticket) from.answering = 0;
+    if (from.chunk_receive == ticket) from.chunk_receive = 0;
+    if (from.ack_receive == ticket) from.ack_receive = 0;
     std::erase(from.sends, ticket);
   }
   return {};
 }
 
-/// Whether a message is there; uses its ticket up then. 0: one that was used up.
-bool RemoteMail::arrived(Ticket ticket) {
+/// Whether a message is done; 0: one whose ticket is released.
+bool RemoteMessages::release_if_done(Ticket ticket) {
   if (ticket == 0) return true;
   if (!network_->done(ticket)) return false;
   network_->give_up({&ticket, 1});
   return true;
 }
 
-void RemoteMail::take_in() {
+void RemoteMessages::handle_arrivals() {
   const std::lock_guard lock(mutex_);
   if (left_) return;
-  welcome();
+  open_new_links();
   for (std::size_t rank = 0; rank < peers_->size(); ++rank) {
     Peer& from = (*peers_)[rank];
     if (!from.linked) continue;
     const int other = static_cast<int>(rank);
-    while (arrived(from.incoming)) take_chunk(other);
-    while (arrived(from.answering)) {
-      memory_.was_read(other, from.answer);
-      expect_answer(other);
+    while (release_if_done(from.chunk_receive)) handle_chunk(other);
+    while (release_if_done(from.ack_receive)) {
+      memory_.on_read(other, from.ack);
+      post_ack_receive(other);
     }
-    retire_sends(from);
+    std::erase_if(from.sends, [this](Ticket ticket) { return release_if_done(ticket); });
   }
 }
 
-void RemoteMail::take_chunk(int source) {
+void RemoteMessages::handle_chunk(int source) {
   Peer& from = peer(source);
-  if (!from.body) {
+  if (!from.has_header) {
     const std::uint64_t bytes = following_bytes(memory_.header(source, rank_, from.chunk));
     if (bytes > memory_.chunk_bytes)
       throw Error(ErrorKind::kInternal, "rank " + std::to_string(source) + " sends a chunk of " +
                                             std::to_string(bytes) + " bytes, more than the " +
                                             std::to_string(memory_.chunk_bytes) + " of a mailbox");
     if (bytes > 0) {
-      from.incoming =
+      from.chunk_receive =
           network_->post_receive(source, kChunks, {memory_.payload(source, rank_, from.chunk), bytes});
-      from.body = true;
+      from.has_header = true;
       return;
     }
   }
-  memory_.came(source, from.chunk);
+  memory_.on_written(source, from.chunk);
   ++from.chunk;
-  expect_header(source);
-}
-
-void RemoteMail::retire_sends(Peer& peer) {
-  std::erase_if(peer.sends, [this](Ticket ticket) { return arrived(ticket); });
+  post_header_receive(source);
 }
 
 }  // namespace multiring

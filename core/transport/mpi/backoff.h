@@ -10,9 +10,8 @@
 
 namespace multiring {
 
-/// Between looks of a wait: MPI cannot wake a sleeper, so it asks again and again, at first without a pause,
-/// then less and less often.
-class Pauses {
+/// Pauses of a wait that polls, since MPI cannot wake a sleeper: at first none, then longer and longer ones.
+class Backoff {
  public:
   void pause() {
     if (seconds_between(start_, Clock::now()) < kYieldSeconds) {

@@ -18,25 +18,25 @@ class SharedBlock {
   virtual std::byte* data() const = 0;
 };
 
-/// How the ranks of one host share memory and notice each other's death. Ranks are numbered within the host.
-class MULTIRING_API HostLink {
+/// The ranks of one host, which share memory and notice each other's death. Ranks are local ranks.
+class MULTIRING_API HostGroup {
  public:
-  virtual ~HostLink() = default;
+  virtual ~HostGroup() = default;
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual std::string host() const = 0;
   virtual std::int64_t process_id(int rank) const = 0;
-  /// Its rank in the world, which may be on several hosts.
+  /// Of the world, which may be on several hosts.
   virtual int world_rank(int rank) const { return rank; }
 
-  /// A block that all `members` map. Collective among them; members[0] creates it. `tag` names it among all
-  /// blocks that these members ever share.
+  /// A block that all `members` map. Collective among them; members[0] creates it. `tag` is never used twice
+  /// by the same members.
   virtual std::shared_ptr<SharedBlock> share(std::size_t bytes, std::span<const int> members,
                                              std::uint64_t tag, const Waiting& waiting) = 0;
   /// Whether the process of `rank` has ended. Costs a system call.
   virtual bool is_lost(int rank) = 0;
-  /// Sleeps while nobody wakes those at `point`, whose epoch was `epoch`; `seconds` at most, or for less.
+  /// Sleeps until the ranks at `point`, whose epoch was `epoch`, are woken; at most `seconds`, maybe less.
   virtual void sleep(WaitPoint& point, std::uint32_t epoch, double seconds) {
     futex_wait(point.epoch, epoch, seconds);
   }
@@ -44,7 +44,7 @@ class MULTIRING_API HostLink {
   virtual void wake(WaitPoint& point) { point.notify_all(); }
   /// See Transport::abandon.
   virtual void abandon() = 0;
-  /// Cores that the ranks of this host may use together: more ranks than that must not spin.
+  /// Cores that the ranks of this host may use together. More ranks than that must not spin.
   virtual int cores() const = 0;
 };
 

@@ -12,16 +12,16 @@ namespace multiring {
 struct ShmOptions {
   int rank = 0;
   int size = 1;
-  std::string socket_directory;  ///< see PeerLinks::Options
+  std::string socket_directory;  ///< see SocketMesh::Options
   SharedTransportOptions transport;
-  std::string build;  ///< see PeerLinks::Options
+  std::string build;  ///< see SocketMesh::Options
 };
 
-/// The link between the processes of one host. Collective.
-MULTIRING_API std::shared_ptr<HostLink> make_shm_link(Store& store, const PeerLinks::Options& options,
-                                                      const Waiting& waiting);
+/// The group of the processes of one host. Collective.
+MULTIRING_API std::shared_ptr<HostGroup> make_shm_group(Store& store, const SocketMesh::Options& options,
+                                                        const Waiting& waiting);
 
-/// The world's transport of the processes of one host. Collective.
+/// The world's transport if all processes are on one host. Collective.
 MULTIRING_API std::shared_ptr<Transport> connect_shm(Store& store, const ShmOptions& options,
                                                      const Waiting& waiting);
 

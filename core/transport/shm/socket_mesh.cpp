@@ -23,13 +23,13 @@ namespace {
 constexpr std::uint32_t kMagic = 0x4d52494e;  // "MRIN"
 constexpr int kPollMilliseconds = 50;
 
-/// Where a rank listens: a file in a directory that was given, which goes when the mesh stands. Otherwise a
-/// name in the kernel's abstract namespace ("@..." here), of which nothing is left however a process ends.
-/// Anybody on the host may call there: `welcome` looks at whose process a caller is.
+/// Where a rank listens: a file in the given directory, until the mesh is built. Otherwise a name in the
+/// kernel's abstract namespace ("@..." here), which vanishes with the process. Any process on the host may
+/// connect there: `receive_hello` checks its user.
 class SocketPath {
  public:
   explicit SocketPath(const std::string& directory, int rank) {
-    // The process id keeps a re-initialisation apart from a socket that its predecessor left half open.
+    // With the process id, a re-initialisation does not meet a socket of the one before.
     const std::string name = std::to_string(rank) + "-" + std::to_string(::getpid());
     path_ = directory + "/" + name + ".sock";
     if (!directory.empty() && path_.size() < sizeof(sockaddr_un{}.sun_path)) return;
@@ -96,7 +96,7 @@ std::string join_numbers(const std::vector<int>& numbers) {
   return text;
 }
 
-[[noreturn]] void throw_missing(const PeerLinks::Options& options, const std::vector<int>& missing,
+[[noreturn]] void throw_missing(const SocketMesh::Options& options, const std::vector<int>& missing,
                                 double waited) {
   ErrorContext context;
   context.rank = options.rank;
@@ -116,7 +116,7 @@ std::string join_numbers(const std::vector<int>& numbers) {
 
 }  // namespace
 
-struct PeerLinks::Hello {
+struct SocketMesh::Hello {
   std::uint32_t magic;
   std::uint32_t version;
   std::int32_t rank;
@@ -130,13 +130,13 @@ struct PeerLinks::Hello {
   std::string build_text() const { return {build.data(), ::strnlen(build.data(), build.size())}; }
 };
 
-PeerLinks::PeerLinks(Store& store, const Options& options, const Waiting& waiting)
+SocketMesh::SocketMesh(Store& store, const Options& options, const Waiting& waiting)
     : options_(options),
       peers_(static_cast<std::size_t>(options.size)),
       own_quota_(cpu_quota()),
       cores_(own_quota_) {
   CPU_ZERO(&own_cpus_);
-  // It fails where there are more CPUs than a cpu_set_t has: then all may be used, as far as can be told.
+  // It fails if there are more CPUs than a cpu_set_t has; then all are assumed.
   if (::sched_getaffinity(0, sizeof own_cpus_, &own_cpus_) != 0)
     for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) CPU_SET(cpu, &own_cpus_);
   cpus_ = own_cpus_;
@@ -145,18 +145,19 @@ PeerLinks::PeerLinks(Store& store, const Options& options, const Waiting& waitin
   cores_ = std::min(std::max(1, CPU_COUNT(&cpus_)), cores_);
 }
 
-void PeerLinks::connect_all(Store& store, const Waiting& waiting) {
+void SocketMesh::connect_all(Store& store, const Waiting& waiting) {
   const SocketPath path(options_.socket_directory, options_.rank);
   const UniqueFd listener = listen_at(path.path(), options_.size);
   store.set("shm/" + std::to_string(options_.rank), host_identity() + "\n" + path.path());
-  // Every rank connects to all lower ones and greets them before it waits for any answer: a lower rank
-  // answers only when it has found its own lower ones.
-  std::vector<UniqueFd> called;
-  for (int peer = 0; peer < options_.rank; ++peer) called.push_back(call(peer, find(store, peer, waiting)));
+  // Every rank sends hellos to all lower ranks before it waits for an answer: a lower rank answers only when
+  // it has connected to its own lower ones.
+  std::vector<UniqueFd> connected;
+  for (int peer = 0; peer < options_.rank; ++peer)
+    connected.push_back(connect_to(peer, look_up(store, peer, waiting)));
   for (int peer = 0; peer < options_.rank; ++peer) {
-    UniqueFd& socket = called[static_cast<std::size_t>(peer)];
+    UniqueFd& socket = connected[static_cast<std::size_t>(peer)];
     await_readable(socket, waiting);
-    if (welcome(std::move(socket), false) != peer)
+    if (receive_hello(std::move(socket), false) != peer)
       throw Error(ErrorKind::kPeerLost, "rank " + std::to_string(peer) + " closed its connection to rank " +
                                             std::to_string(options_.rank) +
                                             " in init: it has failed, look at its output");
@@ -164,13 +165,13 @@ void PeerLinks::connect_all(Store& store, const Waiting& waiting) {
   accept_from_higher(listener, waiting);
 }
 
-std::string PeerLinks::find(Store& store, int peer, const Waiting& waiting) const {
+std::string SocketMesh::look_up(Store& store, int peer, const Waiting& waiting) const {
   std::string value;
   try {
     value = store.get("shm/" + std::to_string(peer), waiting.deadline.remaining());
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kTimeout) throw;
-    throw_missing(options_, absent(store), waiting.deadline.elapsed());
+    throw_missing(options_, unpublished(store), waiting.deadline.elapsed());
   }
   const std::size_t line_end = value.find('\n');
   if (value.substr(0, line_end) != host_identity())
@@ -180,7 +181,7 @@ std::string PeerLinks::find(Store& store, int peer, const Waiting& waiting) cons
   return value.substr(line_end + 1);
 }
 
-std::vector<int> PeerLinks::absent(Store& store) const {
+std::vector<int> SocketMesh::unpublished(Store& store) const {
   std::vector<int> ranks;
   for (int rank = 0; rank < options_.size; ++rank) {
     try {
@@ -192,7 +193,7 @@ std::vector<int> PeerLinks::absent(Store& store) const {
   return ranks;
 }
 
-void PeerLinks::await_readable(const UniqueFd& socket, const Waiting& waiting) const {
+void SocketMesh::await_readable(const UniqueFd& socket, const Waiting& waiting) const {
   pollfd readable{socket.get(), POLLIN, 0};
   while (::poll(&readable, 1, kPollMilliseconds) <= 0) {
     waiting.check_interrupt();
@@ -200,14 +201,14 @@ void PeerLinks::await_readable(const UniqueFd& socket, const Waiting& waiting) c
   }
 }
 
-PeerLinks::Hello PeerLinks::my_hello() const {
+SocketMesh::Hello SocketMesh::my_hello() const {
   Hello hello{kMagic,    kProtocol, options_.rank, options_.size, options_.settings, own_quota_, 0,
               own_cpus_, {}};
   std::copy_n(options_.build.data(), std::min(options_.build.size(), hello.build.size()), hello.build.data());
   return hello;
 }
 
-UniqueFd PeerLinks::call(int peer, const std::string& path) const {
+UniqueFd SocketMesh::connect_to(int peer, const std::string& path) const {
   UniqueFd socket = new_socket();
   const SocketName name = name_of(path);
   if (::connect(socket.get(), name.get(), name.length) != 0)
@@ -220,7 +221,7 @@ UniqueFd PeerLinks::call(int peer, const std::string& path) const {
   return socket;
 }
 
-void PeerLinks::accept_from_higher(const UniqueFd& listener, const Waiting& waiting) {
+void SocketMesh::accept_from_higher(const UniqueFd& listener, const Waiting& waiting) {
   while (!missing().empty()) {
     waiting.check_interrupt();
     if (waiting.deadline.expired()) throw_missing(options_, missing(), waiting.deadline.elapsed());
@@ -229,26 +230,26 @@ void PeerLinks::accept_from_higher(const UniqueFd& listener, const Waiting& wait
     UniqueFd socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
     if (!socket && (errno == EINTR || errno == ECONNABORTED)) continue;
     if (!socket) throw_errno("accept");
-    welcome(std::move(socket), true);
+    receive_hello(std::move(socket), true);
   }
 }
 
-int PeerLinks::welcome(UniqueFd socket, bool answer) {
+int SocketMesh::receive_hello(UniqueFd socket, bool answer) {
   ucred credentials{};
   socklen_t length = sizeof credentials;
   if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0)
     throw_errno("SO_PEERCRED");
   if (credentials.uid != ::geteuid()) return -1;
-  // The greeting is sent right after connecting or accepting; a stranger that sends none must not hold us up.
+  // A hello is sent right after connecting or accepting. A process that sends none must not block this one.
   timeval limit{5, 0};
   ::setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
   Hello hello{};
   ssize_t got = -1;
   do got = ::recv(socket.get(), &hello, sizeof hello, 0);
   while (got < 0 && errno == EINTR);
-  // Other versions may send more or less, but begin alike.
+  // Other versions may send more or less, but start with the same fields.
   if (got < static_cast<ssize_t>(offsetof(Hello, settings))) return -1;
-  // Answered before it is looked at, so that both sides tell of settings that differ.
+  // Answered before it is checked, so that both sides report settings that differ.
   const Hello mine = my_hello();
   if (answer && ::send(socket.get(), &mine, sizeof mine, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof mine))
     return -1;
@@ -266,7 +267,7 @@ int PeerLinks::welcome(UniqueFd socket, bool answer) {
                                        std::to_string(options_.size) + "): compare `multiring env` on both");
   if (hello.rank < 0 || hello.rank >= options_.size || hello.rank == options_.rank ||
       peers_[static_cast<std::size_t>(hello.rank)].socket)
-    throw Error(ErrorKind::kUsage, "two processes say that they are rank " + std::to_string(hello.rank) +
+    throw Error(ErrorKind::kUsage, "two processes claim to be rank " + std::to_string(hello.rank) +
                                        " of this job: has the launcher given every process its own rank?");
   ::fcntl(socket.get(), F_SETFL, O_NONBLOCK);
   CPU_OR(&cpus_, &cpus_, &hello.cpus);
@@ -278,31 +279,30 @@ int PeerLinks::welcome(UniqueFd socket, bool answer) {
   return hello.rank;
 }
 
-std::vector<int> PeerLinks::missing() const {
+std::vector<int> SocketMesh::missing() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < options_.size; ++rank)
     if (rank != options_.rank && !peers_[static_cast<std::size_t>(rank)].socket) ranks.push_back(rank);
   return ranks;
 }
 
-bool PeerLinks::is_lost(int rank) const {
+bool SocketMesh::is_lost(int rank) const {
   if (rank == options_.rank) return false;
   const Peer& peer = peers_[static_cast<std::size_t>(rank)];
-  // The pidfd tells at once, also of a process not yet reaped and one whose forked children hold the socket
-  // open.
+  // The pidfd reports the end at once, also if the process is not reaped or its forks hold the socket open.
   pollfd ends[2] = {{peer.socket.get(), POLLRDHUP, 0}, {peer.process.get(), POLLIN, 0}};
   if (::poll(ends, peer.process ? 2 : 1, 0) <= 0) return false;
   return (ends[0].revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0 || (ends[1].revents & POLLIN) != 0;
 }
 
-void PeerLinks::abandon() {
+void SocketMesh::abandon() {
   for (Peer& peer : peers_) {
     peer.socket.reset();
     peer.process.reset();
   }
 }
 
-void PeerLinks::send_file(int peer, std::uint64_t tag, const UniqueFd& file) {
+void SocketMesh::send_file(int peer, std::uint64_t tag, const UniqueFd& file) {
   iovec data{&tag, sizeof tag};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
@@ -316,18 +316,18 @@ void PeerLinks::send_file(int peer, std::uint64_t tag, const UniqueFd& file) {
   header->cmsg_len = CMSG_LEN(sizeof(int));
   const int fd = file.get();
   std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
-  // The socket's queue holds far more files than one rank is ever behind; a full one means the peer is stuck.
+  // The socket's queue holds far more files than a rank needs: if it is full, the peer is stuck.
   while (::sendmsg(peers_[static_cast<std::size_t>(peer)].socket.get(), &message, MSG_NOSIGNAL) < 0) {
-    if (errno == EPIPE || errno == ECONNRESET) return;  // it is gone; the next wait for it tells so
+    if (errno == EPIPE || errno == ECONNRESET) return;  // it has ended; the next wait for it reports that
     if (errno != EAGAIN && errno != EINTR) throw_errno("sendmsg of shared memory");
     pollfd writable{peers_[static_cast<std::size_t>(peer)].socket.get(), POLLOUT, 0};
     ::poll(&writable, 1, kPollMilliseconds);
   }
 }
 
-UniqueFd PeerLinks::receive_file(int peer, std::uint64_t tag, const Waiting& waiting) {
+UniqueFd SocketMesh::receive_file(int peer, std::uint64_t tag, const Waiting& waiting) {
   for (;;) {
-    const bool lost = is_lost(peer);  // before the look: what it sent before its end counts
+    const bool lost = is_lost(peer);  // first, since a file that it sent before its end counts
     {
       const std::lock_guard lock(mutex_);
       while (receive_one(peer)) {
@@ -348,16 +348,16 @@ UniqueFd PeerLinks::receive_file(int peer, std::uint64_t tag, const Waiting& wai
       throw Error(lost ? ErrorKind::kPeerLost : ErrorKind::kTimeout,
                   "rank " + std::to_string(options_.rank) + " on " + host_name() +
                       " waited for shared memory from rank " + std::to_string(peer) +
-                      (lost ? ", which is gone" : ", which did not come in time"),
+                      (lost ? ", which has ended" : ", which did not come in time"),
                   context);
     }
-    // Another thread may take our file from the socket and keep it for us: look again soon either way.
+    // Another thread may receive this file and store it in files_.
     pollfd readable{peers_[static_cast<std::size_t>(peer)].socket.get(), POLLIN, 0};
     ::poll(&readable, 1, 5);
   }
 }
 
-bool PeerLinks::receive_one(int peer) {
+bool SocketMesh::receive_one(int peer) {
   std::uint64_t tag = 0;
   iovec data{&tag, sizeof tag};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};

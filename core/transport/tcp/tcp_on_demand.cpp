@@ -1,4 +1,4 @@
-// How a TcpNetwork connects with a rank that does something else.
+// How a TcpNetwork connects to a rank that does not call connect.
 
 #include <algorithm>
 #include <list>
@@ -10,10 +10,9 @@
 
 namespace multiring::tcp {
 
-WaitResult TcpNetwork::reach(std::span<const Link> links, const Waiting& waiting) {
+WaitResult TcpNetwork::connect_on_demand(std::span<const Link> links, const Waiting& waiting) {
   waiting.deadline.start();
-  // Whether something else has ended the wait.
-  const auto ended = [&](WaitResult* result) {
+  const auto interrupted = [&](WaitResult* result) {
     const bool closed = waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire);
     if (closed || aborted(nullptr))
       *result = {closed ? WaitResult::Outcome::kCancelled : WaitResult::Outcome::kAborted};
@@ -24,40 +23,43 @@ WaitResult TcpNetwork::reach(std::span<const Link> links, const Waiting& waiting
     check_link(link);
     if (linked(link)) continue;
     try {
-      find(link.peer, waiting);
+      look_up_address(link.peer, waiting);
     } catch (const Error& error) {
       if (error.kind() == ErrorKind::kTimeout) return {WaitResult::Outcome::kTimeout};
-      if (ended(&result)) return result;
+      if (interrupted(&result)) return result;
       const std::string why = error.what();
-      throw error_between(error.kind(), ends(link.peer, waiting.deadline.elapsed()),
+      throw error_between(error.kind(), rank_pair(link.peer, waiting.deadline.elapsed()),
                           "cannot learn the address of",
                           ", to which it has sent nothing before: " + why.substr(0, why.find('\n')) +
-                              ". Where rank 0 serves the store, it has to stay until the others are done");
+                              ". If rank 0 serves the store, it has to stay until the others are done");
     }
   }
-  if (ended(&result)) return result;
+  if (interrupted(&result)) return result;
   {
     const std::lock_guard lock(mutex_);
     if (left_) throw left_error(ErrorKind::kInternal);
-    for (std::list<Call> calls = missing_calls(links, true); !calls.empty();) {
-      begun_.splice(begun_.end(), calls, calls.begin());
-      door_.call(begun_.back());
+    for (std::list<ConnectAttempt> attempts = missing_attempts(links, true); !attempts.empty();) {
+      pending_attempts_.splice(pending_attempts_.end(), attempts, attempts.begin());
+      acceptor_.connect(pending_attempts_.back());
     }
   }
   std::optional<Error> error;
   result = drive(waiting, [&](WaitResult* found) {
-    if (std::all_of(links.begin(), links.end(), [&](const Link& link) { return ready(link); })) return true;
+    if (std::all_of(links.begin(), links.end(), [&](const Link& link) { return is_linked(link); }))
+      return true;
     if (abort_) *found = {WaitResult::Outcome::kAborted};
     const bool closed = waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire);
     if (closed) *found = {WaitResult::Outcome::kCancelled};
     if (abort_ || closed) return true;
-    error = trouble(links, begun_, waiting);
+    error = find_error(links, pending_attempts_, waiting);
     return error.has_value();
   });
   if (!error) return result;
   const std::lock_guard lock(mutex_);
-  drop_calls([](const Call& call) { return call.state == Call::State::kFailed; });  // they may be tried again
-  std::erase_if(complaints_, [&](const auto& complaint) { return concerns(complaint.first, links); });
+  drop_attempts([](const ConnectAttempt& attempt) {
+    return attempt.state == ConnectAttempt::State::kFailed;
+  });  // a later call may retry
+  std::erase_if(rejections_, [&](const auto& rejection) { return affects(rejection.first, links); });
   if (error->kind() != ErrorKind::kPeerLost) throw *error;
   const int rank = error->context().peer;
   const bool left = peer(rank).left;
@@ -66,32 +68,31 @@ WaitResult TcpNetwork::reach(std::span<const Link> links, const Waiting& waiting
 
 bool TcpNetwork::linked(const Link& link) const {
   const std::lock_guard lock(mutex_);
-  return ready(link);
+  return is_linked(link);
 }
 
-bool TcpNetwork::is_calling(const HelloFacts& facts) const {
-  return std::any_of(begun_.begin(), begun_.end(), [&](const Call& call) {
-    return call.facts.listener == facts.listener && call.facts.channel == facts.channel &&
-           call.facts.stripe == facts.stripe && call.state != Call::State::kDone &&
-           call.state != Call::State::kFailed;
+bool TcpNetwork::is_connecting(const ConnectionInfo& info) const {
+  return std::any_of(pending_attempts_.begin(), pending_attempts_.end(), [&](const ConnectAttempt& attempt) {
+    return attempt.info.server == info.server && attempt.info.channel == info.channel &&
+           attempt.info.stripe == info.stripe && attempt.state != ConnectAttempt::State::kDone &&
+           attempt.state != ConnectAttempt::State::kFailed;
   });
 }
 
-/// Whether this rank has that connection with `rank`.
-bool TcpNetwork::stands(const HelloFacts& facts, int rank) const {
-  if (facts.channel == HelloFacts::kControl) return !lacks_control(peer(rank));
-  const auto found = peer(rank).streams.find(facts.channel);
-  const auto stripe = static_cast<std::size_t>(facts.stripe);
+bool TcpNetwork::has_connection(const ConnectionInfo& info, int rank) const {
+  if (info.channel == ConnectionInfo::kControl) return !needs_control(peer(rank));
+  const auto found = peer(rank).streams.find(info.channel);
+  const auto stripe = static_cast<std::size_t>(info.stripe);
   return found != peer(rank).streams.end() && stripe < found->second->stripes() &&
-         found->second->has_link(stripe);
+         found->second->has_connection(stripe);
 }
 
-void TcpNetwork::drop_calls(const std::function<bool(const Call&)>& dropped) {
-  for (auto call = begun_.begin(); call != begun_.end();) {
-    const auto each = call++;
+void TcpNetwork::drop_attempts(const std::function<bool(const ConnectAttempt&)>& dropped) {
+  for (auto next = pending_attempts_.begin(); next != pending_attempts_.end();) {
+    const auto each = next++;
     if (!dropped(*each)) continue;
-    door_.forget(*each);
-    begun_.erase(each);
+    acceptor_.cancel(*each);
+    pending_attempts_.erase(each);
   }
 }
 

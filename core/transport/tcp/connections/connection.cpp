@@ -12,16 +12,16 @@
 
 namespace multiring::tcp {
 
-void TcpLink::on_events(std::uint32_t events) {
+void TcpConnection::on_events(std::uint32_t events) {
   if (!open()) return;
-  // Errors are read and written like data: what came before them counts.
+  // A read or write finds the error, after the data that came before it.
   if ((events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) readable_ = true;
   if ((events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) != 0) writable_ = true;
   if ((events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) ending_ = true;
-  if (can_move()) observer_.has_work(*this);
+  if (can_advance()) observer_.on_ready(*this);
 }
 
-std::size_t TcpLink::receive(std::byte* to, std::size_t bytes) {
+std::size_t TcpConnection::receive(std::byte* to, std::size_t bytes) {
   ssize_t got = -1;
   do got = ::recv(socket_.get(), to, bytes, 0);
   while (got < 0 && errno == EINTR);
@@ -31,12 +31,12 @@ std::size_t TcpLink::receive(std::byte* to, std::size_t bytes) {
     if (got < 0 && errno != EAGAIN) fail(errno);
     return 0;
   }
-  // Less than there was room for: the next bytes are announced anew. An end that was announced is not.
+  // Less than there was room for: the kernel reports the next bytes. It does not report the end again.
   if (static_cast<std::size_t>(got) < bytes && !ending_) readable_ = false;
   return static_cast<std::size_t>(got);
 }
 
-std::size_t TcpLink::send(const iovec* pieces, std::size_t count) {
+std::size_t TcpConnection::send(const iovec* pieces, std::size_t count) {
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(pieces);
   message.msg_iovlen = count;
@@ -45,49 +45,48 @@ std::size_t TcpLink::send(const iovec* pieces, std::size_t count) {
   while (put < 0 && errno == EINTR);
   if (put >= 0) return static_cast<std::size_t>(put);
   writable_ = false;
-  // What the peer sent before it closed the connection is still to be read, which finds the end as well.
+  // What the peer sent before it closed the connection is read first; that finds the end, too.
   if (errno != EAGAIN && errno != EPIPE && errno != ECONNRESET) fail(errno);
   return 0;
 }
 
-void TcpLink::fail(int error) {
+void TcpConnection::fail(int error) {
   socket_.reset();
-  observer_.closed(*this, error);
+  observer_.on_closed(*this, error);
 }
 
-void TcpLink::end_output() {
+void TcpConnection::end_output() {
   if (open()) ::shutdown(socket_.get(), SHUT_WR);
 }
 
-// A socket that is closed with something unread in it, or that still gets something, has the kernel throw
-// away what the peer has not got.
-bool TcpLink::delivered() {
+// The kernel discards what the peer has not received if the socket is closed with unread input in it.
+bool TcpConnection::delivered() {
   std::array<std::byte, 16 * 1024> unread;
   if (!open()) return true;
   ssize_t got = 1;
   for (int times = 0; got > 0 && times < 256; ++times)
     got = ::recv(socket_.get(), unread.data(), unread.size(), 0);
   if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return true;
-  return undelivered() <= 1;  // the end counts as one byte
+  return unacknowledged() <= 1;  // the end counts as one byte
 }
 
-std::size_t TcpLink::undelivered() const {
+std::size_t TcpConnection::unacknowledged() const {
   int bytes = 0;
   return open() && ::ioctl(socket_.get(), SIOCOUTQ, &bytes) == 0 ? static_cast<std::size_t>(bytes) : 0;
 }
 
-TcpLink::Silence TcpLink::silence(Clock::time_point now) {
-  const Unanswered owed = unanswered(socket_.get());
-  if (!owed.anything) {
+TcpConnection::Silence TcpConnection::silence(Clock::time_point now) {
+  const Unanswered state = unanswered(socket_.get());
+  if (!state.anything) {
     unanswered_since_.reset();
-    return {0.0, owed.since_answer, owed.since_heard};
+    return {0.0, state.since_answer, state.since_heard};
   }
-  // An answer in between was one to what was sent then; what is on its way now was sent later.
-  if (!unanswered_since_ || owed.since_answer < seconds_between(*unanswered_since_, now))
+  // An acknowledgement in between was for earlier data.
+  if (!unanswered_since_ || state.since_answer < seconds_between(*unanswered_since_, now))
     unanswered_since_ = now;
-  return {seconds_between(*unanswered_since_, now), owed.since_answer, owed.since_heard};
+  return {seconds_between(*unanswered_since_, now), state.since_answer, state.since_heard};
 }
 
-void TcpLink::expire() { fail(ETIMEDOUT); }
+void TcpConnection::expire() { fail(ETIMEDOUT); }
 
 }  // namespace multiring::tcp

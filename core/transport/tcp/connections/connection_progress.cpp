@@ -1,5 +1,4 @@
-// Apart from other sockets: the kernel's own header knows more of a connection than the C library's, and the
-// two do not go together.
+// A file of its own: the kernel's header has more fields than the C library's, and the two conflict.
 
 #include <linux/tcp.h>
 #include <netinet/in.h>
@@ -9,7 +8,7 @@
 
 namespace multiring::tcp {
 
-LinkProgress progress_of(int socket) {
+ConnectionProgress progress_of(int socket) {
   tcp_info info{};
   socklen_t length = sizeof info;
   if (::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return {};

@@ -4,17 +4,17 @@
 
 namespace multiring::tcp {
 
-void ControlLink::say(std::span<const std::byte> frame) {
+void ControlConnection::send_frame(std::span<const std::byte> frame) {
   output_.insert(output_.end(), frame.begin(), frame.end());
   write();
 }
 
-void ControlLink::turn() {
+void ControlConnection::advance() {
   if (open() && readable_) read();
   if (open() && writable_) write();
 }
 
-void ControlLink::write() {
+void ControlConnection::write() {
   while (open() && !output_.empty()) {
     const iovec piece{output_.data(), output_.size()};
     const std::size_t put = send(&piece, 1);
@@ -23,35 +23,36 @@ void ControlLink::write() {
   }
 }
 
-void ControlLink::read() {
+void ControlConnection::read() {
   while (open() && readable_) {
     const std::size_t got = receive(input_.data() + input_bytes_, input_.size() - input_bytes_);
     input_bytes_ += got;
-    while (heard()) {
+    while (handle_frame()) {
     }
     if (got == 0) return;
   }
 }
 
-// Whether a whole frame was there.
-bool ControlLink::heard() {
+// False: the frame is not complete yet.
+bool ControlConnection::handle_frame() {
   if (input_bytes_ < kFrameHeaderBytes) return false;
   const std::span<const std::byte> input = std::span(input_).first(input_bytes_);
   const auto header = parse_frame_header(input.first(kFrameHeaderBytes));
   if (!header || header->kind == FrameKind::kData) {
     input_bytes_ = 0;
     readable_ = false;
-    observer_.fault(*this, ErrorKind::kInternal, "sent on its control connection what is no control frame");
+    observer_.on_fault(*this, ErrorKind::kInternal,
+                       "sent something other than a control frame on its control connection");
     return false;
   }
   const std::size_t frame_bytes = kFrameHeaderBytes + header->bytes;
   if (input.size() < frame_bytes) return false;
   if (header->kind == FrameKind::kGoodbye) {
-    control_.heard_goodbye(*this);
+    control_.on_goodbye(*this);
   } else if (const auto record = parse_abort(input.subspan(kFrameHeaderBytes, header->bytes), size_)) {
-    control_.heard_abort(*this, *record);
+    control_.on_abort(*this, *record);
   } else {
-    observer_.fault(*this, ErrorKind::kInternal, "sent an abort that cannot be read");
+    observer_.on_fault(*this, ErrorKind::kInternal, "sent an abort that cannot be read");
   }
   std::copy(input_.begin() + static_cast<std::ptrdiff_t>(frame_bytes),
             input_.begin() + static_cast<std::ptrdiff_t>(input_bytes_), input_.begin());

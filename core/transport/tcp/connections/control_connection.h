@@ -9,33 +9,31 @@
 
 namespace multiring::tcp {
 
-/// What control connections tell of.
-class ControlObserver : public LinkObserver {
+class ControlObserver : public ConnectionObserver {
  public:
-  virtual void heard_abort(TcpLink& link, const AbortRecord& record) = 0;
-  virtual void heard_goodbye(TcpLink& link) = 0;
+  virtual void on_abort(TcpConnection& connection, const AbortRecord& record) = 0;
+  virtual void on_goodbye(TcpConnection& connection) = 0;
 
  protected:
   ~ControlObserver() = default;
 };
 
-/// The connection for what has to get through whatever the data connections are doing. It carries an abort
-/// and a goodbye at most, and tells by its end that the peer died; where no end comes, because the peer's
-/// host or the network is gone, by its heartbeat.
-class ControlLink final : public TcpLink {
+/// The connection for what must not wait behind data. It carries at most an abort and a goodbye. Its end
+/// tells that the peer died, and its heartbeat that the peer's host or the network has vanished.
+class ControlConnection final : public TcpConnection {
  public:
-  ControlLink(Descriptor socket, int peer, int size, ControlObserver& observer)
-      : TcpLink(std::move(socket), peer, observer), control_(observer), size_(size) {}
+  ControlConnection(Descriptor socket, int peer, int size, ControlObserver& observer)
+      : TcpConnection(std::move(socket), peer, observer), control_(observer), size_(size) {}
 
-  /// Sends a frame as soon as there is room, usually at once.
-  void say(std::span<const std::byte> frame);
-  void turn() override;
-  bool can_move() const override { return open() && (readable_ || (writable_ && !output_.empty())); }
+  /// Sends at once, or else as soon as there is room.
+  void send_frame(std::span<const std::byte> frame);
+  void advance() override;
+  bool can_advance() const override { return open() && (readable_ || (writable_ && !output_.empty())); }
 
  private:
   void read();
   void write();
-  bool heard();
+  bool handle_frame();
 
   ControlObserver& control_;
   int size_;

@@ -8,25 +8,25 @@
 namespace multiring::tcp {
 namespace {
 
-/// What one turn moves each way, at least if there is so much.
-constexpr std::size_t kTurnBytes = std::size_t{1} << 20;
+/// An advance stops after so many bytes in each direction.
+constexpr std::size_t kAdvanceBytes = std::size_t{1} << 20;
 constexpr std::size_t kMaxPieces = 64;
 
 }  // namespace
 
-void DataLink::turn() {
-  if (open() && readable_ && !held_up_) read();
+void DataConnection::advance() {
+  if (open() && readable_ && !blocked_) read();
   if (open() && writable_ && !output_.empty()) write();
 }
 
-void DataLink::read() {
+void DataConnection::read() {
   std::size_t moved = 0;
-  while (open() && readable_ && moved < kTurnBytes) {
+  while (open() && readable_ && moved < kAdvanceBytes) {
     if (receiving_ == nullptr && !(read_header() && open_frame())) return;
     if (received_ < header_.bytes) {
       std::byte* to = receiving_->buffer.data() + header_.offset + received_;
-      const std::size_t got = receive(to, std::min<std::size_t>(header_.bytes - received_, kTurnBytes));
-      if (got == 0) return;  // none for now, or the end, which may have taken the message back
+      const std::size_t got = receive(to, std::min<std::size_t>(header_.bytes - received_, kAdvanceBytes));
+      if (got == 0) return;  // none for now, or closed, which may have lost the message
       received_ += got;
       receiving_->moved += got;
       moved += got;
@@ -39,28 +39,29 @@ void DataLink::read() {
   }
 }
 
-bool DataLink::read_header() {
+bool DataConnection::read_header() {
   if (input_bytes_ < kFrameHeaderBytes)
     input_bytes_ += receive(input_.data() + input_bytes_, kFrameHeaderBytes - input_bytes_);
   return input_bytes_ == kFrameHeaderBytes;
 }
 
-// Finds out where the payload goes. False: nowhere, or nowhere yet.
-bool DataLink::open_frame() {
+// Finds the receive for the payload. False: there is none, or none yet.
+bool DataConnection::open_frame() {
   const auto header = parse_frame_header(input_);
   const bool ours = header && header->kind == FrameKind::kData &&
                     header->channel == static_cast<std::uint32_t>(stream_.channel());
   if (!ours || header->sequence <= last_sequence_) {
     stop_input();
-    observer_.fault(*this, ErrorKind::kInternal, "sent what is no frame of the message that is due");
+    observer_.on_fault(*this, ErrorKind::kInternal,
+                       "sent something other than a frame of the message that is due");
     return false;
   }
   const TcpStream::Match match = stream_.match(*header);
   if (match.message == nullptr) {
-    held_up_ = true;
+    blocked_ = true;
     if (match.fault.empty()) return false;
     stop_input();
-    observer_.fault(*this, match.kind, match.fault);
+    observer_.on_fault(*this, match.kind, match.fault);
     return false;
   }
   header_ = *header;
@@ -70,18 +71,18 @@ bool DataLink::open_frame() {
   return true;
 }
 
-void DataLink::put(Message& message, const StripeRange& range, std::uint32_t channel) {
+void DataConnection::enqueue(Message& message, const StripeRange& range, std::uint32_t channel) {
   const FrameHeader header = {FrameKind::kData, channel,      message.sequence,
                               message.bytes,    range.offset, range.bytes};
   output_.push_back({&message, encode_frame_header(header), range.offset, range.bytes});
   output_bytes_ += kFrameHeaderBytes + range.bytes;
 }
 
-std::size_t DataLink::backlog() const { return output_bytes_ + undelivered(); }
+std::size_t DataConnection::backlog() const { return output_bytes_ + unacknowledged(); }
 
-void DataLink::write() {
+void DataConnection::write() {
   std::size_t moved = 0;
-  while (open() && writable_ && !output_.empty() && moved < kTurnBytes) {
+  while (open() && writable_ && !output_.empty() && moved < kAdvanceBytes) {
     Output& output = output_.front();
     const std::size_t put = write_some(output);
     if (put == 0) return;
@@ -96,10 +97,10 @@ void DataLink::write() {
   }
 }
 
-std::size_t DataLink::write_some(Output& output) {
+std::size_t DataConnection::write_some(Output& output) {
   std::array<iovec, kMaxPieces> pieces;
   std::size_t count = 0;
-  std::size_t room = kTurnBytes;
+  std::size_t room = kAdvanceBytes;
   if (output.sent < kFrameHeaderBytes)
     pieces[count++] = {output.header.data() + output.sent, kFrameHeaderBytes - output.sent};
   const std::size_t payload_sent = output.sent - std::min(output.sent, kFrameHeaderBytes);
@@ -120,9 +121,9 @@ std::size_t DataLink::write_some(Output& output) {
   return send(pieces.data(), count);
 }
 
-void DataLink::stop_input() {
+void DataConnection::stop_input() {
   input_stopped_ = true;
-  held_up_ = true;
+  blocked_ = true;
   receiving_ = nullptr;
 }
 

@@ -11,25 +11,24 @@ namespace multiring::tcp {
 
 class TcpStream;
 
-/// One of the connections of a stream. A frame's payload goes straight from and to the memory that was
-/// posted; a frame for which nothing is posted yet stays in the socket, where it holds up its own stream
-/// alone.
-class DataLink final : public TcpLink {
+/// One of the connections of a stream. Payload is sent from and received into the posted memory, without a
+/// copy. A frame for which nothing is posted yet stays in the socket, where it blocks only its own stream.
+class DataConnection final : public TcpConnection {
  public:
-  DataLink(Descriptor socket, int peer, LinkObserver& observer, TcpStream& stream)
-      : TcpLink(std::move(socket), peer, observer), stream_(stream) {}
+  DataConnection(Descriptor socket, int peer, ConnectionObserver& observer, TcpStream& stream)
+      : TcpConnection(std::move(socket), peer, observer), stream_(stream) {}
 
-  void turn() override;
-  bool can_move() const override {
-    return open() && ((readable_ && !held_up_) || (writable_ && !output_.empty()));
+  void advance() override;
+  bool can_advance() const override {
+    return open() && ((readable_ && !blocked_) || (writable_ && !output_.empty()));
   }
   /// A receive was posted.
-  void look_again() { held_up_ = input_stopped_; }
-  /// The part of `message` that this connection carries.
-  void put(Message& message, const StripeRange& range, std::uint32_t channel);
-  /// Bytes that were put and the peer's kernel does not have yet, about.
+  void resume_input() { blocked_ = input_stopped_; }
+  /// `range`: the part of `message` that this connection carries.
+  void enqueue(Message& message, const StripeRange& range, std::uint32_t channel);
+  /// Enqueued bytes that the peer's kernel does not have yet, about.
   std::size_t backlog() const;
-  /// Nothing is read, or written, any more: the memory of what was posted is given back.
+  /// Reads, or writes, nothing any more: posted memory is not touched again.
   void stop_input();
   void stop_output() {
     output_.clear();
@@ -43,7 +42,7 @@ class DataLink final : public TcpLink {
     std::size_t offset;
     std::size_t bytes;     // of the payload
     std::size_t sent = 0;  // of the header and the payload
-    // The first part of the message of which something is left, and where it begins in the message.
+    // The first part of the message that is not all sent, and its offset in the message.
     std::size_t part = 0;
     std::size_t part_offset = 0;
   };
@@ -57,14 +56,14 @@ class DataLink final : public TcpLink {
   TcpStream& stream_;
   FrameHeaderBytes input_;
   std::size_t input_bytes_ = 0;
-  FrameHeader header_;               // of the frame that is being read, once input_ is whole
+  FrameHeader header_;               // of the frame being read, once input_ is complete
   Message* receiving_ = nullptr;     // where its payload goes
   std::size_t received_ = 0;         // of its payload
   std::uint64_t last_sequence_ = 0;  // of the frame before
-  bool held_up_ = false;             // nothing is posted for the frame
+  bool blocked_ = false;             // nothing is posted for the frame
   bool input_stopped_ = false;
   std::deque<Output> output_;
-  std::size_t output_bytes_ = 0;  // left in it
+  std::size_t output_bytes_ = 0;  // unsent ones
 };
 
 }  // namespace multiring::tcp

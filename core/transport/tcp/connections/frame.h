@@ -12,8 +12,8 @@
 
 namespace multiring::tcp {
 
-// What travels on a connection after its handshake: frames, each a header of fixed size and `bytes` of
-// payload. Functions here are pure, and take whatever a peer may send.
+// After its handshake a connection carries frames, each a header of fixed size and `bytes` of payload.
+// Functions here are pure, and accept whatever bytes a peer may send.
 
 enum class FrameKind : std::uint8_t {
   kData = 1,     ///< a part of a message, or all of it
@@ -24,9 +24,9 @@ enum class FrameKind : std::uint8_t {
 struct FrameHeader {
   FrameKind kind = FrameKind::kData;
   std::uint32_t channel = 0;
-  std::uint64_t sequence = 0;       ///< which message of the channel: 1, 2, 3, ...
+  std::uint64_t sequence = 0;       ///< of the message in its channel: 1, 2, 3, ...
   std::uint64_t message_bytes = 0;  ///< of the whole message
-  std::uint64_t offset = 0;         ///< where the payload lies in the message
+  std::uint64_t offset = 0;         ///< of the payload in the message
   std::uint64_t bytes = 0;          ///< of payload
   bool operator==(const FrameHeader&) const = default;
 };
@@ -34,14 +34,14 @@ struct FrameHeader {
 inline constexpr std::size_t kFrameHeaderBytes = 48;
 using FrameHeaderBytes = std::array<std::byte, kFrameHeaderBytes>;
 
-/// Longest payload of an abort: the record's numbers and its text, as long as ranks of one host share it.
+/// Longest payload of an abort: the record's numbers and its text, cut as in shared memory.
 inline constexpr std::size_t kAbortTextBytes = 4095;
 inline constexpr std::size_t kAbortNumberBytes = 5;
 inline constexpr std::size_t kMaxAbortBytes = kAbortNumberBytes + kAbortTextBytes;
 
 MULTIRING_API FrameHeaderBytes encode_frame_header(const FrameHeader& header);
-/// The header, if it is one and agrees with itself: data lies within its message, and is empty only if the
-/// message is; an abort's payload is not longer than one can be; a goodbye has none.
+/// None: it is not a header, or not consistent. Data lies within its message, and is empty only if the
+/// message is; an abort's payload has a limit; a goodbye has none.
 MULTIRING_API std::optional<FrameHeader> parse_frame_header(std::span<const std::byte> bytes);
 
 /// Header and payload of an abort; the text is cut to its limit.

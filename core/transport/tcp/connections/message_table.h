@@ -18,7 +18,7 @@ struct Message {
     kPending,
     kDone,
     kLost,       ///< with its peer
-    kOutOfStep,  ///< this rank gave up another one of its stream
+    kOutOfStep,  ///< this rank gave up another message of its stream
   };
 
   Network::Ticket ticket = 0;
@@ -31,37 +31,37 @@ struct Message {
   std::size_t frames = 0;                         ///< of a send: how many carry it
   std::vector<std::span<const std::byte>> parts;  ///< of a send
   std::span<std::byte> buffer;                    ///< of a receive
-  std::vector<StripeRange> ranges;                ///< of a receive: what was received or is being received
+  std::vector<StripeRange> ranges;                ///< of a receive: received or being received
 
   bool pending() const { return state == State::kPending; }
 };
 
-/// The messages behind tickets. A ticket names a place and how often the place was used, so that one that was
-/// used up is known as such.
+/// Messages by ticket. A ticket consists of a slot and a count of the slot's uses, so that an old one is
+/// recognised.
 class MessageTable {
  public:
   Message& take() {
     if (free_.empty()) {
-      const std::uint64_t place = messages_.size();
-      messages_.emplace_back().ticket = (std::uint64_t{1} << kPlaceBits) | place;
-      free_.push_back(place);
+      const std::uint64_t slot = messages_.size();
+      messages_.emplace_back().ticket = (std::uint64_t{1} << kSlotBits) | slot;
+      free_.push_back(slot);
     }
     Message& message = messages_[free_.back()];
     free_.pop_back();
     message.state = Message::State::kPending;
     return message;
   }
-  /// Null: a ticket that was used up or never given.
+  /// Null: the ticket was released or never given.
   Message* find(Network::Ticket ticket) {
-    const std::uint64_t place = ticket & kPlaces;
-    if (place >= messages_.size()) return nullptr;
-    Message& message = messages_[place];
+    const std::uint64_t slot = ticket & kSlotMask;
+    if (slot >= messages_.size()) return nullptr;
+    Message& message = messages_[slot];
     return message.ticket == ticket && message.state != Message::State::kFree ? &message : nullptr;
   }
-  /// The memory of its lists is kept for the next one.
+  /// Keeps the memory of its lists for the next message.
   void release(Message& message) {
-    free_.push_back(message.ticket & kPlaces);
-    message.ticket += std::uint64_t{1} << kPlaceBits;
+    free_.push_back(message.ticket & kSlotMask);
+    message.ticket += std::uint64_t{1} << kSlotBits;
     message.state = Message::State::kFree;
     message.moved = 0;
     message.frames = 0;
@@ -71,9 +71,9 @@ class MessageTable {
   }
 
  private:
-  static constexpr unsigned kPlaceBits = 24;
-  static constexpr std::uint64_t kPlaces = (std::uint64_t{1} << kPlaceBits) - 1;
-  std::deque<Message> messages_;  // which leaves its elements where they are
+  static constexpr unsigned kSlotBits = 24;
+  static constexpr std::uint64_t kSlotMask = (std::uint64_t{1} << kSlotBits) - 1;
+  std::deque<Message> messages_;  // its elements do not move
   std::vector<std::uint64_t> free_;
 };
 

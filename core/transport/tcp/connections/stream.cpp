@@ -6,17 +6,17 @@
 namespace multiring::tcp {
 
 TcpStream::TcpStream(int rank, int peer, int channel, std::size_t stripes, std::size_t whole_below)
-    : rank_(rank), peer_(peer), channel_(channel), links_(stripes), balance_(stripes, whole_below) {}
+    : rank_(rank), peer_(peer), channel_(channel), connections_(stripes), balance_(stripes, whole_below) {}
 
-DataLink& TcpStream::add_link(std::size_t stripe, std::uint32_t weight, Descriptor socket,
-                              LinkObserver& observer) {
-  if (links_[stripe]) replaced_.push_back(std::move(links_[stripe]));
-  links_[stripe] = std::make_unique<DataLink>(std::move(socket), peer_, observer, *this);
+DataConnection& TcpStream::add_connection(std::size_t stripe, std::uint32_t weight, Descriptor socket,
+                                          ConnectionObserver& observer) {
+  if (connections_[stripe]) replaced_.push_back(std::move(connections_[stripe]));
+  connections_[stripe] = std::make_unique<DataConnection>(std::move(socket), peer_, observer, *this);
   balance_.set_weight(stripe, weight);
   bool all = true;
-  for (std::size_t i = 0; i < links_.size(); ++i) all = all && has_link(i);
+  for (std::size_t i = 0; i < connections_.size(); ++i) all = all && has_connection(i);
   complete_ = complete_ || all;
-  return *links_[stripe];
+  return *connections_[stripe];
 }
 
 void TcpStream::post_send(Message& message) {
@@ -26,21 +26,21 @@ void TcpStream::post_send(Message& message) {
     return;
   }
   sends_.push_back(&message);
-  if (links_.size() > 1) measure_links();
+  if (connections_.size() > 1) measure_connections();
   balance_.divide(message.bytes, backlogs_, ranges_);
   message.frames = ranges_.size();
   for (const StripeRange& range : ranges_)
-    links_[range.stripe]->put(message, range, static_cast<std::uint32_t>(channel_));
+    connections_[range.stripe]->enqueue(message, range, static_cast<std::uint32_t>(channel_));
 }
 
-void TcpStream::measure_links() {
+void TcpStream::measure_connections() {
   backlogs_.clear();
-  for (const auto& link : links_) backlogs_.push_back(link->backlog());
+  for (const auto& connection : connections_) backlogs_.push_back(connection->backlog());
   const double now = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
   if (!balance_.wants_measurement(now)) return;
   progress_.clear();
-  for (const auto& link : links_)
-    progress_.push_back(link->open() ? progress_of(link->socket().get()) : LinkProgress{});
+  for (const auto& connection : connections_)
+    progress_.push_back(connection->open() ? progress_of(connection->socket().get()) : ConnectionProgress{});
   balance_.measure(now, progress_);
 }
 
@@ -51,7 +51,7 @@ void TcpStream::post_receive(Message& message) {
     return;
   }
   receives_.push_back(&message);
-  for (const auto& link : links_) link->look_again();
+  for (const auto& connection : connections_) connection->resume_input();
 }
 
 TcpStream::Match TcpStream::match(const FrameHeader& header) {
@@ -62,7 +62,7 @@ TcpStream::Match TcpStream::match(const FrameHeader& header) {
     return {nullptr, ErrorKind::kInternal, "sent a message twice"};
   Message& message = *receives_[header.sequence - first];
   if (header.message_bytes != message.bytes) return mismatch(header, message);
-  // parse_frame_header has seen to it that the range lies in the message.
+  // parse_frame_header has checked that the range lies in the message.
   for (const StripeRange& range : message.ranges)
     if (header.offset < range.offset + range.bytes && range.offset < header.offset + header.bytes)
       return {nullptr, ErrorKind::kInternal, "sent a part of a message twice"};
@@ -95,15 +95,15 @@ void TcpStream::lose(std::deque<Message*>& messages, Message::State state) {
 
 void TcpStream::lose_sends(Message::State state) {
   sends_lost_ = true;
-  for (const auto& link : links_)
-    if (link) link->stop_output();
+  for (const auto& connection : connections_)
+    if (connection) connection->stop_output();
   lose(sends_, state);
 }
 
 void TcpStream::lose_receives(Message::State state) {
   receives_lost_ = true;
-  for (const auto& link : links_)
-    if (link) link->stop_input();
+  for (const auto& connection : connections_)
+    if (connection) connection->stop_input();
   lose(receives_, state);
 }
 

@@ -15,8 +15,8 @@ struct StripeRange {
   std::size_t bytes = 0;
 };
 
-/// Adds the parts of a message of `bytes` in proportion to `weights` (none negative, not all 0), cut at cache
-/// lines; at least one, also for an empty message.
+/// Appends the parts of a message of `bytes` to `ranges`, in proportion to `weights` (none negative, not all
+/// 0), cut at cache lines; at least one, also for an empty message.
 inline void divide_into_stripes(std::size_t bytes, std::span<const double> weights,
                                 std::vector<StripeRange>& ranges) {
   constexpr std::size_t kLine = 64;
@@ -24,7 +24,7 @@ inline void divide_into_stripes(std::size_t bytes, std::span<const double> weigh
   for (const double weight : weights) total += weight;
   double sum = 0;
   std::size_t begin = 0;
-  std::size_t last = 0;  // that carries anything
+  std::size_t last = 0;  // with a weight
   for (std::size_t stripe = 0; stripe < weights.size(); ++stripe) {
     if (weights[stripe] > 0) last = stripe;
     sum += weights[stripe];

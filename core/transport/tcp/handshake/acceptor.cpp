@@ -10,33 +10,32 @@
 namespace multiring::tcp {
 namespace {
 
-constexpr auto kLookEvery = std::chrono::milliseconds(10);
-// Callers taken at a time: however many strangers there are, this rank does something else as well.
-constexpr int kAcceptedAtOnce = 64;
+constexpr auto kCheckEvery = std::chrono::milliseconds(10);
+// However many connect, this rank has to do something else as well.
+constexpr int kMaxAcceptsAtOnce = 64;
 
 }  // namespace
 
-class Doorkeeper::Listener final : public EventSink {
+class Acceptor::Listener final : public EventSink {
  public:
-  Listener(Doorkeeper& door, Descriptor socket) : door_(door), socket_(std::move(socket)) {
-    door.poller_.add(socket_, *this);
+  Listener(Acceptor& acceptor, Descriptor socket) : acceptor_(acceptor), socket_(std::move(socket)) {
+    acceptor.poller_.add(socket_, *this);
   }
-  void on_events(std::uint32_t) override { door_.accept_all(*this); }
+  void on_events(std::uint32_t) override { acceptor_.accept_all(*this); }
   int socket() const { return socket_.get(); }
   void stop() { socket_.reset(); }
 
  private:
-  Doorkeeper& door_;
+  Acceptor& acceptor_;
   Descriptor socket_;
 };
 
-Doorkeeper::Doorkeeper(DescriptorTable& descriptors, Poller& poller, const Options& options,
-                       Resident& resident)
-    : descriptors_(descriptors), poller_(poller), options_(options), resident_(resident) {}
+Acceptor::Acceptor(DescriptorTable& descriptors, Poller& poller, const Options& options, Delegate& delegate)
+    : descriptors_(descriptors), poller_(poller), options_(options), delegate_(delegate) {}
 
-Doorkeeper::~Doorkeeper() = default;
+Acceptor::~Acceptor() = default;
 
-void Doorkeeper::listen(std::vector<InterfaceAddress>& addresses) {
+void Acceptor::listen(std::vector<InterfaceAddress>& addresses) {
   std::string unusable;
   std::erase_if(addresses, [&](InterfaceAddress& address) {
     UniqueFd socket = listen_on(address.address);
@@ -53,22 +52,22 @@ void Doorkeeper::listen(std::vector<InterfaceAddress>& addresses) {
                     " cannot be assigned: another host may have it, or it is not ready yet");
 }
 
-void Doorkeeper::stop_listening() {
+void Acceptor::stop_listening() {
   for (const auto& listener : listeners_) listener->stop();
-  for (const auto& stranger : strangers_inside_) stranger->hang_up();
+  for (const auto& handshake : incoming_) handshake->close();
 }
 
-void Doorkeeper::accept_all(const Listener& listener) {
-  for (int taken = 0; listener.socket() >= 0 && taken < kAcceptedAtOnce; ++taken) {
-    UniqueFd socket = accept_from(listener.socket());
+void Acceptor::accept_all(const Listener& listener) {
+  for (int accepted = 0; listener.socket() >= 0 && accepted < kMaxAcceptsAtOnce; ++accepted) {
+    UniqueFd socket = accept_connection(listener.socket());
     if (socket) {
-      admit(std::move(socket));
+      start_handshake(std::move(socket));
     } else if (errno == EMFILE || errno == ENFILE) {
-      // Who takes a descriptor and gives nothing for it goes first.
-      for (auto& stranger : strangers_inside_) {
-        if (stranger->over()) continue;
-        stranger->hang_up();
-        ++strangers_.crowded;
+      // The oldest unauthenticated connection makes room.
+      for (auto& handshake : incoming_) {
+        if (handshake->closed()) continue;
+        handshake->close();
+        ++rejected_.evicted;
         break;
       }
       return;
@@ -78,69 +77,67 @@ void Doorkeeper::accept_all(const Listener& listener) {
   }
 }
 
-void Doorkeeper::admit(UniqueFd socket) {
-  std::size_t inside = 0;
-  for (const auto& stranger : strangers_inside_) inside += stranger->over() ? 0 : 1;
-  const std::size_t reserved = std::min(kReservedHandshakes, options_.max_strangers);
-  const auto crowded = [&] {
-    return inside >= reserved && *options_.open_handshakes >= options_.max_strangers;
-  };
-  for (auto oldest = strangers_inside_.begin(); crowded(); ++oldest) {
-    if ((*oldest)->over()) continue;
-    (*oldest)->hang_up();
-    ++strangers_.crowded;
-    --inside;
+void Acceptor::start_handshake(UniqueFd socket) {
+  std::size_t open = 0;
+  for (const auto& handshake : incoming_) open += handshake->closed() ? 0 : 1;
+  const std::size_t reserved = std::min(kReservedHandshakes, options_.max_handshakes);
+  const auto full = [&] { return open >= reserved && *options_.open_handshakes >= options_.max_handshakes; };
+  for (auto oldest = incoming_.begin(); full(); ++oldest) {
+    if ((*oldest)->closed()) continue;
+    (*oldest)->close();
+    ++rejected_.evicted;
+    --open;
   }
-  strangers_inside_.push_back(std::make_unique<Encounter>(*this, descriptors_.adopt(std::move(socket))));
-  strangers_inside_.back()->begin();
+  incoming_.push_back(std::make_unique<Handshake>(*this, descriptors_.adopt(std::move(socket))));
+  incoming_.back()->start();
 }
 
-void Doorkeeper::call(Call& call) {
-  calls_.push_back(&call);
-  begin(call);
+void Acceptor::connect(ConnectAttempt& attempt) {
+  attempts_.push_back(&attempt);
+  start(attempt);
 }
 
-void Doorkeeper::begin(Call& call) {
-  ++call.attempts;
-  UniqueFd socket = begin_call(call.from.address, call.to.address);
+void Acceptor::start(ConnectAttempt& attempt) {
+  ++attempt.tries;
+  UniqueFd socket = start_connect(attempt.from.address, attempt.to.address);
   if (!socket) {
-    call.error = errno;
-    call.state = Call::State::kFailed;
+    attempt.error = errno;
+    attempt.state = ConnectAttempt::State::kFailed;
     return;
   }
-  call.error = 0;
-  call.state = Call::State::kCalling;
-  outgoing_.push_back(std::make_unique<Encounter>(*this, descriptors_.adopt(std::move(socket)), call));
-  outgoing_.back()->begin();
+  attempt.error = 0;
+  attempt.state = ConnectAttempt::State::kConnecting;
+  outgoing_.push_back(std::make_unique<Handshake>(*this, descriptors_.adopt(std::move(socket)), attempt));
+  outgoing_.back()->start();
 }
 
-void Doorkeeper::forget(const Call& call) {
-  for (const auto& encounter : outgoing_)
-    if (encounter->makes(call) && !encounter->over()) encounter->hang_up();
-  std::erase(calls_, &call);
+void Acceptor::cancel(const ConnectAttempt& attempt) {
+  for (const auto& handshake : outgoing_)
+    if (handshake->is_of(attempt) && !handshake->closed()) handshake->close();
+  std::erase(attempts_, &attempt);
 }
 
-void Doorkeeper::look_at_clock() {
+void Acceptor::check_timers() {
   const Clock::time_point now = Clock::now();
-  if (now < next_look_) return;
-  next_look_ = now + kLookEvery;
-  for (const auto& stranger : strangers_inside_) {
-    if (stranger->over() || !stranger->late(now)) continue;
-    stranger->hang_up();
-    ++strangers_.late;
+  if (now < next_check_) return;
+  next_check_ = now + kCheckEvery;
+  for (const auto& handshake : incoming_) {
+    if (handshake->closed() || !handshake->timed_out(now)) continue;
+    handshake->close();
+    ++rejected_.timed_out;
   }
-  sweep();
-  // Events tell of callers once, and not all may have been taken.
+  remove_closed();
+  // An event announces new connections once, and not all of them may have been accepted.
   for (const auto& listener : listeners_) accept_all(*listener);
-  for (Call* call : calls_)
-    if (call->state == Call::State::kPause && now >= call->again) begin(*call);
+  for (ConnectAttempt* attempt : attempts_)
+    if (attempt->state == ConnectAttempt::State::kBackoff && now >= attempt->retry_at) start(*attempt);
 }
 
-// Not while events are told: they name the objects.
-void Doorkeeper::sweep() {
-  const auto over = [](const std::unique_ptr<Encounter>& encounter) { return encounter->over(); };
-  strangers_inside_.remove_if(over);
-  outgoing_.remove_if(over);
+// Not while events are dispatched: they point to the objects.
+void Acceptor::remove_closed() {
+  const auto closed = [](const std::unique_ptr<Handshake>& handshake) { return handshake->closed(); };
+  incoming_.remove_if(closed);
+  outgoing_.remove_if(closed);
 }
 
 }  // namespace multiring::tcp

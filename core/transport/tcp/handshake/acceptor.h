@@ -14,96 +14,96 @@
 
 namespace multiring::tcp {
 
-/// Connections that came to nothing, by reason.
-struct StrangerCounts {
-  std::uint64_t garbage = 0;   ///< sent something that is no hello, or hung up
-  std::uint64_t unproven = 0;  ///< did not know the secret
-  std::uint64_t late = 0;      ///< took too long
-  std::uint64_t crowded = 0;   ///< the oldest of too many
-  std::uint64_t total() const { return garbage + unproven + late + crowded; }
+/// Incoming connections that were closed before the end of their handshake, by reason.
+struct RejectedCounts {
+  std::uint64_t malformed = 0;        ///< sent something other than a client hello, or closed the connection
+  std::uint64_t unauthenticated = 0;  ///< did not know the secret
+  std::uint64_t timed_out = 0;
+  std::uint64_t evicted = 0;  ///< the oldest one when there were too many
+  std::uint64_t total() const { return malformed + unauthenticated + timed_out + evicted; }
 };
 
-/// How many connections that others have opened are in their handshake. The networks of a job share one, for
-/// a process has many of them and one limit on its descriptors.
+/// Number of incoming connections whose handshake is not done. The networks of a job share one counter: a
+/// process has many networks and one limit on its descriptors.
 using OpenHandshakes = std::atomic<std::size_t>;
 
-/// A connection that this rank makes.
-struct Call {
-  HelloFacts facts;
+/// A connection that this rank opens.
+struct ConnectAttempt {
+  ConnectionInfo info;
   InterfaceAddress from;
   InterfaceAddress to;
 
-  enum class State : std::uint8_t { kPause, kCalling, kAnswered, kDone, kFailed };
-  State state = State::kPause;
-  int attempts = 0;
-  Clock::time_point again = {};  ///< kPause: when it is tried
-  // Why it failed: one of these, or whoever answered is no rank of the job.
+  enum class State : std::uint8_t { kBackoff, kConnecting, kHandshake, kDone, kFailed };
+  State state = State::kBackoff;
+  int tries = 0;
+  Clock::time_point retry_at = {};  ///< kBackoff
+  // Why it failed: one of these.
   int error = 0;
-  Verdict verdict = Verdict::kWelcome;
-  bool stranger = false;
+  Verdict verdict = Verdict::kAccepted;
+  bool unauthenticated = false;  ///< what answered is not part of the job
 };
 
-/// Listens and calls, and lets in who proves to belong to the job. A stranger costs it a descriptor and a few
-/// hundred bytes for a limited time, and there are only so many of them at once.
-class Doorkeeper {
+/// Accepts and opens connections, and hands over those whose peer has proven that it belongs to the job. An
+/// unauthenticated peer costs a descriptor and a few hundred bytes for a limited time; their number is
+/// limited.
+class Acceptor {
  public:
   struct Options {
     HandshakeKey key = {};
     double handshake_seconds = 10.0;
     double heartbeat = 5.0;
-    /// Handshakes at a time, of all that count in `open_handshakes`; then the oldest of this network is given
-    /// up. A network may always have kReservedHandshakes: a flood at the port of another one does not shut
-    /// its own.
-    std::size_t max_strangers = 128;
+    /// Limit of `open_handshakes`; beyond it the oldest incoming one of this network is closed. Every network
+    /// may have kReservedHandshakes, so that a flood at the port of one does not lock out the others.
+    std::size_t max_handshakes = 128;
     std::shared_ptr<OpenHandshakes> open_handshakes = std::make_shared<OpenHandshakes>(0);
   };
   static constexpr std::size_t kReservedHandshakes = 8;
-  /// Who lives behind the door.
-  class Resident {
+
+  class Delegate {
    public:
-    /// Whether a caller that has proven what it says of itself is welcome.
-    virtual Verdict judge(const HelloFacts& facts) = 0;
-    /// A connection stands; `called` by this rank.
-    virtual void enter(const HelloFacts& facts, Descriptor socket, bool called) = 0;
+    /// Whether to accept a connection from an authenticated client.
+    virtual Verdict check(const ConnectionInfo& info) = 0;
+    /// A handshake is done. `outgoing`: this rank opened the connection.
+    virtual void on_connected(const ConnectionInfo& info, Descriptor socket, bool outgoing) = 0;
 
    protected:
-    ~Resident() = default;
+    ~Delegate() = default;
   };
 
-  Doorkeeper(DescriptorTable& descriptors, Poller& poller, const Options& options, Resident& resident);
-  ~Doorkeeper();
+  Acceptor(DescriptorTable& descriptors, Poller& poller, const Options& options, Delegate& delegate);
+  ~Acceptor();
 
-  /// Sets the ports of `addresses`, and takes out what cannot be used while others can.
+  /// Sets the ports of `addresses`. Removes those that cannot be listened on, as long as one is left.
   void listen(std::vector<InterfaceAddress>& addresses);
   void stop_listening();
 
-  /// Calls until it is answered or fails. The call stays with the caller until `forget`.
-  void call(Call& call);
-  void forget(const Call& call);
+  /// Tries until the attempt is done or has failed. It has to stay alive until `cancel`.
+  void connect(ConnectAttempt& attempt);
+  void cancel(const ConnectAttempt& attempt);
 
-  /// What time brings: late strangers, calls to be tried again. Cheap if called too often.
-  void look_at_clock();
-  const StrangerCounts& strangers() const { return strangers_; }
+  /// Closes handshakes that take too long, and retries attempts. Cheap if called too often.
+  void check_timers();
+  const RejectedCounts& rejected() const { return rejected_; }
 
  private:
   class Listener;
-  class Encounter;
+  class Handshake;
 
   void accept_all(const Listener& listener);
-  void admit(UniqueFd socket);
-  void begin(Call& call);
-  void sweep();
+  void start_handshake(UniqueFd socket);
+  void start(ConnectAttempt& attempt);
+  void remove_closed();
 
   DescriptorTable& descriptors_;
   Poller& poller_;
   Options options_;
-  Resident& resident_;
+  Delegate& delegate_;
   std::vector<std::unique_ptr<Listener>> listeners_;
-  std::list<std::unique_ptr<Encounter>> strangers_inside_;  // oldest first
-  std::list<std::unique_ptr<Encounter>> outgoing_;
-  std::vector<Call*> calls_;
-  StrangerCounts strangers_;
-  Clock::time_point next_look_ = {};
+  std::list<std::unique_ptr<Handshake>> incoming_;  // oldest first
+  std::list<std::unique_ptr<Handshake>> outgoing_;
+  std::vector<ConnectAttempt*> attempts_;
+  RejectedCounts rejected_;
+  Clock::time_point next_check_ = {};
 };
 
 }  // namespace multiring::tcp

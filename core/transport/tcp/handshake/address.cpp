@@ -137,22 +137,23 @@ std::optional<Endpoint> parse_endpoint(std::string_view text) {
   return endpoint;
 }
 
-std::vector<AddressPair> pair_addresses(std::span<const InterfaceAddress> caller,
-                                        std::span<const InterfaceAddress> listener) {
+std::vector<AddressPair> pair_addresses(std::span<const InterfaceAddress> client,
+                                        std::span<const InterfaceAddress> server) {
   std::vector<AddressPair> pairs;
-  std::set<std::string> callers;
-  std::set<std::string> listeners;
+  std::set<std::string> client_interfaces;
+  std::set<std::string> server_interfaces;
   const auto pair_up = [&](bool ipv6, bool same_network) {
-    for (std::size_t i = 0; i < caller.size(); ++i) {
-      for (std::size_t j = 0; j < listener.size(); ++j) {
-        const SocketAddress& mine = caller[i].address;
-        const SocketAddress& theirs = listener[j].address;
+    for (std::size_t i = 0; i < client.size(); ++i) {
+      for (std::size_t j = 0; j < server.size(); ++j) {
+        const SocketAddress& mine = client[i].address;
+        const SocketAddress& theirs = server[j].address;
         if (mine.is_ipv6() != ipv6 || theirs.is_ipv6() != ipv6) continue;
-        if (same_network && !mine.in_network(theirs, std::max(caller[i].prefix, listener[j].prefix)))
+        if (same_network && !mine.in_network(theirs, std::max(client[i].prefix, server[j].prefix))) continue;
+        if (client_interfaces.contains(client[i].interface) ||
+            server_interfaces.contains(server[j].interface))
           continue;
-        if (callers.contains(caller[i].interface) || listeners.contains(listener[j].interface)) continue;
-        callers.insert(caller[i].interface);
-        listeners.insert(listener[j].interface);
+        client_interfaces.insert(client[i].interface);
+        server_interfaces.insert(server[j].interface);
         pairs.push_back({i, j});
       }
     }

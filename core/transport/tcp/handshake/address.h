@@ -17,14 +17,14 @@ namespace multiring::tcp {
 /// An address of IPv4 or IPv6, and a port.
 class MULTIRING_API SocketAddress {
  public:
-  /// "10.0.0.1" or "fd00::1"; nothing else, no names.
+  /// "10.0.0.1" or "fd00::1"; no names.
   static std::optional<SocketAddress> parse(std::string_view text, std::uint16_t port);
   /// As the kernel gives it; none for other families.
   static std::optional<SocketAddress> from(const sockaddr* address);
 
   bool is_ipv6() const { return address_.any.sa_family == AF_INET6; }
   bool is_loopback() const;
-  /// Means one host only together with an interface (fe80::/10, 169.254.0.0/16).
+  /// Unique only on one network (fe80::/10, 169.254.0.0/16).
   bool is_link_local() const;
   std::uint16_t port() const;
   void set_port(std::uint16_t port);
@@ -49,7 +49,7 @@ class MULTIRING_API SocketAddress {
   } address_ = {};
 };
 
-/// An address of this host that peers may be reached by.
+/// An address of a host, and the interface that has it.
 struct InterfaceAddress {
   std::string interface;
   SocketAddress address;
@@ -57,10 +57,10 @@ struct InterfaceAddress {
   std::uint32_t megabits = 0;  ///< per second; 0: unknown
 };
 
-/// What is chosen of a host's interfaces, as users write it: names ("eth0", "eth*"), networks ("10.0.0.0/8"),
-/// and either with "^" in front for what is not to be used. Any of these is enough to be chosen, none of
-/// those may apply. Without a positive item everything is chosen but loopback, interfaces of containers and
-/// virtual machines, and link-local addresses; those of IPv6 are never chosen.
+/// The interfaces to use, as users write them: names ("eth0", "eth*"), networks ("10.0.0.0/8"), and either of
+/// them with "^" in front to exclude it. An address is chosen if any item includes it and none excludes it.
+/// Without an including item, all are included except loopback, interfaces of containers and virtual
+/// machines, and link-local addresses. Link-local addresses of IPv6 are never chosen.
 class MULTIRING_API InterfaceFilter {
  public:
   /// Raises a usage error for an item that is not understood.
@@ -84,13 +84,12 @@ class MULTIRING_API InterfaceFilter {
 
 /// The addresses of the interfaces that are up and connected.
 MULTIRING_API std::vector<InterfaceAddress> interface_addresses();
-/// Those that a rank listens on and calls from. `local`: all ranks are on this host, so that loopback is
-/// enough, and is all that is used unless the filter chooses something else. Raises a usage error that lists
-/// what is there if nothing is left.
+/// Those that a rank listens on and connects from. `local`: all ranks are on this host, so only loopback is
+/// used unless the filter says otherwise. Raises a usage error that lists all addresses if none is chosen.
 MULTIRING_API std::vector<InterfaceAddress> choose_addresses(const std::vector<InterfaceAddress>& all,
                                                              std::span<const std::string> filter, bool local);
 
-/// A rank's entry in the store: who it is and where it listens.
+/// A rank's entry in the store: its process and the addresses that it listens on.
 struct Endpoint {
   std::string host;
   std::int64_t process_id = 0;
@@ -99,16 +98,16 @@ struct Endpoint {
 MULTIRING_API std::string format_endpoint(const Endpoint& endpoint);
 MULTIRING_API std::optional<Endpoint> parse_endpoint(std::string_view text);
 
-/// Which of the caller's addresses calls which of the listener's (indices).
+/// Indices of the client's address and of the server's address of a connection.
 struct AddressPair {
-  std::size_t caller = 0;
-  std::size_t listener = 0;
+  std::size_t client = 0;
+  std::size_t server = 0;
   bool operator==(const AddressPair&) const = default;
 };
-/// Pairs the interfaces of two hosts, each used at most once: those in the same network first; where no two
-/// share one, in the order in which they are listed, for there are routers between. An interface with
-/// addresses of both families is used with one of them, IPv4 if it has the choice.
-MULTIRING_API std::vector<AddressPair> pair_addresses(std::span<const InterfaceAddress> caller,
-                                                      std::span<const InterfaceAddress> listener);
+/// Pairs the interfaces of two hosts, each used at most once: those in the same network; if no two are, in
+/// the order of the lists, assuming routers between them. An interface with addresses of both families is
+/// used with one of them, preferably IPv4.
+MULTIRING_API std::vector<AddressPair> pair_addresses(std::span<const InterfaceAddress> client,
+                                                      std::span<const InterfaceAddress> server);
 
 }  // namespace multiring::tcp

@@ -8,102 +8,102 @@ namespace {
 
 std::string text_of(int error) { return std::generic_category().message(error); }
 
-std::string way(const Call& call) {
-  return call.from.address.host_text() + " (" + call.from.interface + ") to " + call.to.address.text() +
-         " (" + call.to.interface + ")";
+std::string path_text(const ConnectAttempt& attempt) {
+  return attempt.from.address.host_text() + " (" + attempt.from.interface + ") to " +
+         attempt.to.address.text() + " (" + attempt.to.interface + ")";
 }
 
-Error refused(const TwoEnds& ends, const Call& call) {
-  switch (call.verdict) {
+Error rejected(const RankPair& ranks, const ConnectAttempt& attempt) {
+  switch (attempt.verdict) {
     case Verdict::kOtherSecret:
       return error_between(
-          ErrorKind::kUsage, ends, "does not know the secret of",
-          " at " + call.to.address.text() +
+          ErrorKind::kUsage, ranks, "does not know the secret of",
+          " at " + attempt.to.address.text() +
               ": they belong to different jobs, or MULTIRING_SECRET is not the same on both");
     case Verdict::kWrongRank:
-      return error_between(ErrorKind::kUsage, ends, "called",
-                           " at " + call.to.address.text() +
-                               ", but another rank answered: do jobs share a "
-                               "store, or a rank's number?");
+      return error_between(ErrorKind::kUsage, ranks, "connected to",
+                           " at " + attempt.to.address.text() +
+                               ", but another rank answered: do two jobs share a "
+                               "store, or two processes a rank?");
     case Verdict::kDuplicate:
-      return error_between(ErrorKind::kUsage, ends, "was refused by",
-                           ", which has this connection already: two processes say that they are rank " +
-                               std::to_string(ends.world_rank) +
+      return error_between(ErrorKind::kUsage, ranks, "was rejected by",
+                           ", which has this connection already: two processes claim to be rank " +
+                               std::to_string(ranks.world_rank) +
                                " of this job. Has the launcher given every process its own rank?");
     case Verdict::kOtherSettings:
-    case Verdict::kWelcome:
-    case Verdict::kCrossed:
+    case Verdict::kAccepted:
+    case Verdict::kSimultaneous:
       break;
   }
-  return error_between(ErrorKind::kUsage, ends, "runs another version of multiring or other settings than",
+  return error_between(ErrorKind::kUsage, ranks, "runs another version of multiring or other settings than",
                        ": compare `multiring env` on both");
 }
 
 }  // namespace
 
-Error error_between(ErrorKind kind, const TwoEnds& ends, const std::string& what, const std::string& rest) {
+Error error_between(ErrorKind kind, const RankPair& ranks, const std::string& what, const std::string& rest) {
   ErrorContext context;
-  context.rank = ends.rank;
-  context.peer = ends.peer;
-  context.host = ends.host;
+  context.rank = ranks.rank;
+  context.peer = ranks.peer;
+  context.host = ranks.host;
   context.operation = "connect";
-  context.elapsed = ends.waited;
+  context.elapsed = ranks.waited;
   return Error(kind,
-               "rank " + std::to_string(ends.world_rank) + " on " + ends.host + " " + what + " rank " +
-                   std::to_string(ends.world_peer) + (ends.peer_host.empty() ? "" : " on " + ends.peer_host) +
-                   rest,
+               "rank " + std::to_string(ranks.world_rank) + " on " + ranks.host + " " + what + " rank " +
+                   std::to_string(ranks.world_peer) +
+                   (ranks.peer_host.empty() ? "" : " on " + ranks.peer_host) + rest,
                context);
 }
 
-Error call_error(const TwoEnds& ends, const Call& call) {
-  if (call.stranger)
+Error attempt_error(const RankPair& ranks, const ConnectAttempt& attempt) {
+  if (attempt.unauthenticated)
     return error_between(
-        ErrorKind::kPeerLost, ends, "found somebody else in the place of",
-        ", who does not belong to this job: " + way(call) +
-            ". The rank has ended, and another program listens at its address; or an address "
-            "leads elsewhere, and MULTIRING_INTERFACES has to leave it out");
-  if (call.verdict != Verdict::kWelcome) return refused(ends, call);
-  if (call.error == ECONNREFUSED || call.error == ECONNRESET)
-    return error_between(ErrorKind::kPeerLost, ends, "cannot connect to",
-                         ": " + way(call) + ": " + text_of(call.error) +
+        ErrorKind::kPeerLost, ranks, "did not reach",
+        ": a process that is not part of this job answered: " + path_text(attempt) +
+            ". The rank has ended, and another program listens at its address; or the address "
+            "belongs to another host: exclude it with MULTIRING_INTERFACES");
+  if (attempt.verdict != Verdict::kAccepted) return rejected(ranks, attempt);
+  if (attempt.error == ECONNREFUSED || attempt.error == ECONNRESET)
+    return error_between(ErrorKind::kPeerLost, ranks, "cannot connect to",
+                         ": " + path_text(attempt) + ": " + text_of(attempt.error) +
                              ". It has ended, look at its output; or a firewall is between them");
-  if (call.error == EMFILE || call.error == ENFILE)
-    return error_between(ErrorKind::kUsage, ends, "has no descriptor left for a connection to",
-                         ": " + text_of(call.error) +
+  if (attempt.error == EMFILE || attempt.error == ENFILE)
+    return error_between(ErrorKind::kUsage, ranks, "has no descriptor left for a connection to",
+                         ": " + text_of(attempt.error) +
                              ". Every peer takes one connection, and one more for each channel and " +
                              "pair of interfaces: raise the limit (ulimit -n" +
-                             (call.error == ENFILE ? ", or fs.file-max of the host" : "") +
+                             (attempt.error == ENFILE ? ", or fs.file-max of the host" : "") +
                              "), or use fewer channels or connections per interface");
-  return error_between(ErrorKind::kUsage, ends, "cannot reach",
-                       ": " + way(call) + ": " + text_of(call.error) +
+  return error_between(ErrorKind::kUsage, ranks, "cannot reach",
+                       ": " + path_text(attempt) + ": " + text_of(attempt.error) +
                            ". Choose interfaces of a network that both share with MULTIRING_INTERFACES");
 }
 
-Error caller_error(const TwoEnds& ends, Verdict verdict) {
+Error rejection_error(const RankPair& ranks, Verdict verdict) {
   if (verdict == Verdict::kDuplicate)
-    return error_between(ErrorKind::kUsage, ends, "was called twice by",
-                         ": two processes say that they are this rank. Has the launcher given every process "
+    return error_between(ErrorKind::kUsage, ranks, "was connected to twice by",
+                         ": two processes claim to be this rank. Has the launcher given every process "
                          "its own rank?");
-  return error_between(ErrorKind::kUsage, ends, "runs another version of multiring or other settings than",
+  return error_between(ErrorKind::kUsage, ranks, "runs another version of multiring or other settings than",
                        ": compare `multiring env` on both");
 }
 
-std::string call_progress(const Call& call) {
-  switch (call.state) {
-    case Call::State::kCalling:
-      return way(call) + ": no answer from its host; is a firewall between them?";
-    case Call::State::kAnswered:
-      return way(call) + ": its host answers, the rank does not: it has not come so far";
-    case Call::State::kPause:
-      if (call.error == ETIMEDOUT)
-        return way(call) + ": no answer from its host, " + std::to_string(call.attempts) +
+std::string attempt_progress(const ConnectAttempt& attempt) {
+  switch (attempt.state) {
+    case ConnectAttempt::State::kConnecting:
+      return path_text(attempt) + ": no answer from its host; is a firewall between them?";
+    case ConnectAttempt::State::kHandshake:
+      return path_text(attempt) + ": its host answers, the rank does not: it has not reached this point";
+    case ConnectAttempt::State::kBackoff:
+      if (attempt.error == ETIMEDOUT)
+        return path_text(attempt) + ": no answer from its host, " + std::to_string(attempt.tries) +
                " times; is a firewall between them?";
-      return way(call) + ": it hung up " + std::to_string(call.attempts) + " times";
-    case Call::State::kDone:
-    case Call::State::kFailed:
+      return path_text(attempt) + ": it closed the connection " + std::to_string(attempt.tries) + " times";
+    case ConnectAttempt::State::kDone:
+    case ConnectAttempt::State::kFailed:
       break;
   }
-  return way(call);
+  return path_text(attempt);
 }
 
 }  // namespace multiring::tcp

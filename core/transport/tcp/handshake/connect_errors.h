@@ -7,25 +7,24 @@
 
 namespace multiring::tcp {
 
-/// Two ranks, one of which cannot get through to the other.
-struct TwoEnds {
+/// Two ranks that cannot connect.
+struct RankPair {
   int rank = -1;
   std::string host;
   int peer = -1;
   std::string peer_host;  ///< empty: not known
   double waited = 0.0;
-  int world_rank = rank;  ///< how messages call the two
+  int world_rank = rank;  ///< as messages name the two
   int world_peer = peer;
 };
 
-/// Error with both ends in its context and at the beginning of its message: "rank 1 on a <what> rank 0 on
-/// b<rest>".
-Error error_between(ErrorKind kind, const TwoEnds& ends, const std::string& what, const std::string& rest);
-/// Why a call has failed for good, and what to do about it.
-Error call_error(const TwoEnds& ends, const Call& call);
-/// Why a rank that called was refused.
-Error caller_error(const TwoEnds& ends, Verdict verdict);
-/// How far a call has got that its deadline ended.
-std::string call_progress(const Call& call);
+/// "rank 1 on a <what> rank 0 on b<rest>", with both ranks in its context.
+Error error_between(ErrorKind kind, const RankPair& ranks, const std::string& what, const std::string& rest);
+/// Why an attempt has failed, and what to do.
+Error attempt_error(const RankPair& ranks, const ConnectAttempt& attempt);
+/// Why this rank rejected a client.
+Error rejection_error(const RankPair& ranks, Verdict verdict);
+/// How far an attempt has got that timed out.
+std::string attempt_progress(const ConnectAttempt& attempt);
 
 }  // namespace multiring::tcp

@@ -11,178 +11,181 @@
 namespace multiring::tcp {
 namespace {
 
-static_assert(kHelloBytes >= kChallengeBytes && kHelloBytes >= kWelcomeBytes);
+static_assert(kClientHelloBytes >= kChallengeBytes && kClientHelloBytes >= kServerHelloBytes);
 
-// A listener that had too many strangers, or has just died, hangs up in the middle of a handshake: the call
-// is repeated, and a dead one will then refuse it.
-constexpr auto kFirstPause = std::chrono::milliseconds(10);
-constexpr int kLongestPauseShift = 6;
+// A server with too many open handshakes, or one that has just died, closes the connection in the middle of
+// the handshake. The attempt is repeated; the port of a dead one then refuses it.
+constexpr auto kFirstBackoff = std::chrono::milliseconds(10);
+constexpr int kMaxBackoffShift = 6;
 
 }  // namespace
 
-Doorkeeper::Encounter::Encounter(Doorkeeper& door, Descriptor socket)
-    : door_(door),
+Acceptor::Handshake::Handshake(Acceptor& acceptor, Descriptor socket)
+    : acceptor_(acceptor),
       socket_(std::move(socket)),
-      stage_(Stage::kHello),
-      until_(Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                std::chrono::duration<double>(door.options_.handshake_seconds))),
-      listener_nonce_(random_nonce()) {
-  ++*door.options_.open_handshakes;
-  counted_.reset(door.options_.open_handshakes.get());
+      stage_(Stage::kClientHello),
+      time_limit_(Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                     std::chrono::duration<double>(acceptor.options_.handshake_seconds))),
+      server_nonce_(random_nonce()) {
+  ++*acceptor.options_.open_handshakes;
+  counted_.reset(acceptor.options_.open_handshakes.get());
 }
 
-Doorkeeper::Encounter::Encounter(Doorkeeper& door, Descriptor socket, Call& call)
-    : door_(door),
+Acceptor::Handshake::Handshake(Acceptor& acceptor, Descriptor socket, ConnectAttempt& attempt)
+    : acceptor_(acceptor),
       socket_(std::move(socket)),
-      call_(&call),
-      stage_(Stage::kCalling),
-      caller_nonce_(random_nonce()) {}
+      attempt_(&attempt),
+      stage_(Stage::kConnecting),
+      client_nonce_(random_nonce()) {}
 
-void Doorkeeper::Encounter::begin() {
-  if (call_ == nullptr && !send_all(encode_challenge(listener_nonce_))) return drop(&StrangerCounts::garbage);
-  if (door_.poller_.try_add(socket_, *this)) return;
-  if (call_ == nullptr) return drop(&StrangerCounts::crowded);
-  call_->error = errno;
-  fail_for_good();
+void Acceptor::Handshake::start() {
+  if (attempt_ == nullptr && !send_all(encode_challenge(server_nonce_)))
+    return reject(&RejectedCounts::malformed);
+  if (acceptor_.poller_.try_add(socket_, *this)) return;
+  if (attempt_ == nullptr) return reject(&RejectedCounts::evicted);
+  attempt_->error = errno;
+  fail();
 }
 
-void Doorkeeper::Encounter::on_events(std::uint32_t events) {
-  if (stage_ == Stage::kCalling && (events & (EPOLLOUT | EPOLLERR | EPOLLHUP)) != 0) called();
-  if (stage_ != Stage::kOver && stage_ != Stage::kCalling) receive();
+void Acceptor::Handshake::on_events(std::uint32_t events) {
+  if (stage_ == Stage::kConnecting && (events & (EPOLLOUT | EPOLLERR | EPOLLHUP)) != 0) check_connected();
+  if (stage_ != Stage::kClosed && stage_ != Stage::kConnecting) receive();
 }
 
-void Doorkeeper::Encounter::called() {
-  const int error = call_error(socket_.get());
+void Acceptor::Handshake::check_connected() {
+  const int error = pending_error(socket_.get());
   // A host that does not answer may still be starting.
-  if (error == ETIMEDOUT) return broken_off(error);
+  if (error == ETIMEDOUT) return interrupted(error);
   if (error != 0) {
-    call_->error = error;
-    return fail_for_good();
+    attempt_->error = error;
+    return fail();
   }
-  // The listener may take its time, but its host has to be there.
-  set_heartbeat(socket_.get(), door_.options_.heartbeat, door_.options_.heartbeat, true);
-  call_->state = Call::State::kAnswered;
+  // The server may take its time, but its host has to answer.
+  set_heartbeat(socket_.get(), acceptor_.options_.heartbeat, acceptor_.options_.heartbeat, true);
+  attempt_->state = ConnectAttempt::State::kHandshake;
   stage_ = Stage::kChallenge;
 }
 
-std::size_t Doorkeeper::Encounter::expected() const {
+std::size_t Acceptor::Handshake::expected_bytes() const {
   switch (stage_) {
     case Stage::kChallenge:
       return kChallengeBytes;
-    case Stage::kHello:
-      return kHelloBytes;
-    case Stage::kWelcome:
-      return kWelcomeBytes;
-    case Stage::kCalling:
-    case Stage::kOver:
+    case Stage::kClientHello:
+      return kClientHelloBytes;
+    case Stage::kServerHello:
+      return kServerHelloBytes;
+    case Stage::kConnecting:
+    case Stage::kClosed:
       break;
   }
   return 0;
 }
 
-// Never more than the message that is due: what follows it belongs to who takes the connection over.
-void Doorkeeper::Encounter::receive() {
-  while (input_bytes_ < expected()) {
-    const ssize_t got = ::recv(socket_.get(), input_.data() + input_bytes_, expected() - input_bytes_, 0);
+// Never reads more than the awaited message: what follows belongs to the connection.
+void Acceptor::Handshake::receive() {
+  while (input_bytes_ < expected_bytes()) {
+    const ssize_t got =
+        ::recv(socket_.get(), input_.data() + input_bytes_, expected_bytes() - input_bytes_, 0);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && errno == EAGAIN) return;
-    if (got <= 0) return broken_off(got < 0 ? errno : 0);
+    if (got <= 0) return interrupted(got < 0 ? errno : 0);
     input_bytes_ += static_cast<std::size_t>(got);
-    if (stage_ == Stage::kHello && !begins_like_hello(std::span(input_).first(input_bytes_)))
-      return drop(&StrangerCounts::garbage);
-    if (input_bytes_ == expected()) received();
+    if (stage_ == Stage::kClientHello && !is_client_hello_prefix(std::span(input_).first(input_bytes_)))
+      return reject(&RejectedCounts::malformed);
+    if (input_bytes_ == expected_bytes()) received();
   }
 }
 
-void Doorkeeper::Encounter::received() {
+void Acceptor::Handshake::received() {
   const Stage stage = stage_;
   if (stage == Stage::kChallenge) received_challenge();
-  if (stage == Stage::kHello) received_hello();
-  if (stage == Stage::kWelcome) received_welcome();
+  if (stage == Stage::kClientHello) received_client_hello();
+  if (stage == Stage::kServerHello) received_server_hello();
 }
 
-void Doorkeeper::Encounter::received_challenge() {
+void Acceptor::Handshake::received_challenge() {
   const auto nonce = parse_challenge(std::span(input_).first(kChallengeBytes));
   if (!nonce) {
-    call_->stranger = true;
-    return fail_for_good();
+    attempt_->unauthenticated = true;
+    return fail();
   }
-  listener_nonce_ = *nonce;
+  server_nonce_ = *nonce;
   input_bytes_ = 0;
-  stage_ = Stage::kWelcome;
-  if (!send_all(encode_hello(door_.options_.key, listener_nonce_, caller_nonce_, call_->facts)))
-    broken_off(0);
+  stage_ = Stage::kServerHello;
+  if (!send_all(encode_client_hello(acceptor_.options_.key, server_nonce_, client_nonce_, attempt_->info)))
+    interrupted(0);
 }
 
-void Doorkeeper::Encounter::received_hello() {
-  const HandshakeKey& key = door_.options_.key;
-  const auto hello = parse_hello(key, listener_nonce_, input_);
-  if (!hello) return drop(&StrangerCounts::garbage);
-  if (!hello->proven) {
-    // A rank with another secret is told so, and can say so, instead of trying until its deadline. Nothing is
-    // proven by this to whoever reads it.
-    WelcomeBytes answer = encode_welcome(key, listener_nonce_, caller_nonce_, {}, Verdict::kOtherSecret);
+void Acceptor::Handshake::received_client_hello() {
+  const HandshakeKey& key = acceptor_.options_.key;
+  const auto hello = parse_client_hello(key, server_nonce_, input_);
+  if (!hello) return reject(&RejectedCounts::malformed);
+  if (!hello->authenticated) {
+    // Tells a rank with another secret why, so that it can report that instead of trying until its deadline.
+    // The answer carries no proof.
+    ServerHelloBytes answer =
+        encode_server_hello(key, server_nonce_, client_nonce_, {}, Verdict::kOtherSecret);
     std::fill(answer.end() - 32, answer.end(), std::byte{0});
     send_all(answer);
-    return drop(&StrangerCounts::unproven);
+    return reject(&RejectedCounts::unauthenticated);
   }
-  const Verdict verdict = door_.resident_.judge(hello->facts);
+  const Verdict verdict = acceptor_.delegate_.check(hello->info);
   const bool sent =
-      send_all(encode_welcome(key, listener_nonce_, hello->caller_nonce, hello->facts, verdict));
-  if (sent && verdict == Verdict::kWelcome) return enter(hello->facts);
-  hang_up();
+      send_all(encode_server_hello(key, server_nonce_, hello->client_nonce, hello->info, verdict));
+  if (sent && verdict == Verdict::kAccepted) return finish(hello->info);
+  close();
 }
 
-void Doorkeeper::Encounter::received_welcome() {
-  const auto welcome = parse_welcome(door_.options_.key, listener_nonce_, caller_nonce_, call_->facts,
-                                     std::span(input_).first(kWelcomeBytes));
-  if (welcome && welcome->proven && welcome->verdict == Verdict::kWelcome) {
-    call_->state = Call::State::kDone;
-    return enter(call_->facts);
+void Acceptor::Handshake::received_server_hello() {
+  const auto hello = parse_server_hello(acceptor_.options_.key, server_nonce_, client_nonce_, attempt_->info,
+                                        std::span(input_).first(kServerHelloBytes));
+  if (hello && hello->authenticated && hello->verdict == Verdict::kAccepted) {
+    attempt_->state = ConnectAttempt::State::kDone;
+    return finish(attempt_->info);
   }
-  // Its own call will come, or has.
-  if (welcome && welcome->proven && welcome->verdict == Verdict::kCrossed) return broken_off(0);
-  if (welcome && (welcome->proven || welcome->verdict == Verdict::kOtherSecret))
-    call_->verdict = welcome->verdict;
+  // The connection that the server opens is taken.
+  if (hello && hello->authenticated && hello->verdict == Verdict::kSimultaneous) return interrupted(0);
+  if (hello && (hello->authenticated || hello->verdict == Verdict::kOtherSecret))
+    attempt_->verdict = hello->verdict;
   else
-    call_->stranger = true;
-  fail_for_good();
+    attempt_->unauthenticated = true;
+  fail();
 }
 
-void Doorkeeper::Encounter::enter(const HelloFacts& facts) {
-  stage_ = Stage::kOver;
+void Acceptor::Handshake::finish(const ConnectionInfo& info) {
+  stage_ = Stage::kClosed;
   counted_.reset();
-  door_.resident_.enter(facts, std::move(socket_), call_ != nullptr);
+  acceptor_.delegate_.on_connected(info, std::move(socket_), attempt_ != nullptr);
 }
 
-bool Doorkeeper::Encounter::send_all(std::span<const std::byte> bytes) {
-  // Nothing is in the way of the first few bytes of a connection, or nearly: then the other end tries again.
+bool Acceptor::Handshake::send_all(std::span<const std::byte> bytes) {
+  // The first few bytes of a connection always fit into its buffer, or nearly: otherwise the client retries.
   return ::send(socket_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) ==
          static_cast<ssize_t>(bytes.size());
 }
 
-void Doorkeeper::Encounter::broken_off(int error) {
-  if (call_ == nullptr) return drop(&StrangerCounts::garbage);
-  call_->error = error;
-  call_->state = Call::State::kPause;
-  call_->again = Clock::now() + kFirstPause * (1 << std::min(call_->attempts, kLongestPauseShift));
-  hang_up();
+void Acceptor::Handshake::interrupted(int error) {
+  if (attempt_ == nullptr) return reject(&RejectedCounts::malformed);
+  attempt_->error = error;
+  attempt_->state = ConnectAttempt::State::kBackoff;
+  attempt_->retry_at = Clock::now() + kFirstBackoff * (1 << std::min(attempt_->tries, kMaxBackoffShift));
+  close();
 }
 
-void Doorkeeper::Encounter::drop(std::uint64_t StrangerCounts::* reason) {
-  ++(door_.strangers_.*reason);
-  hang_up();
+void Acceptor::Handshake::reject(std::uint64_t RejectedCounts::* reason) {
+  ++(acceptor_.rejected_.*reason);
+  close();
 }
 
-void Doorkeeper::Encounter::fail_for_good() {
-  call_->state = Call::State::kFailed;
-  hang_up();
+void Acceptor::Handshake::fail() {
+  attempt_->state = ConnectAttempt::State::kFailed;
+  close();
 }
 
-void Doorkeeper::Encounter::hang_up() {
-  stage_ = Stage::kOver;
+void Acceptor::Handshake::close() {
+  stage_ = Stage::kClosed;
   counted_.reset();
-  door_.poller_.remove(socket_);
+  acceptor_.poller_.remove(socket_);
   socket_.reset();
 }
 

@@ -9,51 +9,52 @@
 namespace multiring::tcp {
 
 /// A connection until its handshake is done.
-class Doorkeeper::Encounter final : public EventSink {
+class Acceptor::Handshake final : public EventSink {
  public:
-  enum class Stage : std::uint8_t { kCalling, kChallenge, kHello, kWelcome, kOver };
+  /// What is awaited: the connection itself, or a message.
+  enum class Stage : std::uint8_t { kConnecting, kChallenge, kClientHello, kServerHello, kClosed };
 
-  /// Somebody has called; it is sent a challenge.
-  Encounter(Doorkeeper& door, Descriptor socket);
-  /// This rank calls.
-  Encounter(Doorkeeper& door, Descriptor socket, Call& call);
+  /// Of an incoming connection.
+  Handshake(Acceptor& acceptor, Descriptor socket);
+  /// Of a connection that this rank opens.
+  Handshake(Acceptor& acceptor, Descriptor socket, ConnectAttempt& attempt);
 
+  void start();
   void on_events(std::uint32_t events) override;
-  bool makes(const Call& call) const { return call_ == &call; }
-  bool over() const { return stage_ == Stage::kOver; }
-  bool late(Clock::time_point now) const { return now >= until_; }
-  /// Hangs up. The object stays, for events may be on their way to it.
-  void hang_up();
-  void begin();
+  bool is_of(const ConnectAttempt& attempt) const { return attempt_ == &attempt; }
+  bool closed() const { return stage_ == Stage::kClosed; }
+  bool timed_out(Clock::time_point now) const { return now >= time_limit_; }
+  /// The object has to stay until all events are dispatched.
+  void close();
 
  private:
-  // Counts a handshake for as long as it lasts.
-  struct Uncount {
+  // Counts an open handshake.
+  struct Decrement {
     void operator()(OpenHandshakes* open) const { --*open; }
   };
 
-  std::size_t expected() const;
+  std::size_t expected_bytes() const;
   bool send_all(std::span<const std::byte> bytes);
-  void called();
+  void check_connected();
   void receive();
   void received();
   void received_challenge();
-  void received_hello();
-  void received_welcome();
-  void broken_off(int error);
-  void drop(std::uint64_t StrangerCounts::* reason);
-  void fail_for_good();
-  void enter(const HelloFacts& facts);
+  void received_client_hello();
+  void received_server_hello();
+  void interrupted(int error);
+  void reject(std::uint64_t RejectedCounts::* reason);
+  void fail();
+  void finish(const ConnectionInfo& info);
 
-  Doorkeeper& door_;
+  Acceptor& acceptor_;
   Descriptor socket_;
-  Call* call_ = nullptr;  // null: somebody else has called
-  std::unique_ptr<OpenHandshakes, Uncount> counted_;
+  ConnectAttempt* attempt_ = nullptr;  // null: incoming
+  std::unique_ptr<OpenHandshakes, Decrement> counted_;
   Stage stage_;
-  Clock::time_point until_ = Clock::time_point::max();
-  Nonce listener_nonce_ = {};
-  Nonce caller_nonce_ = {};
-  std::array<std::byte, kHelloBytes> input_;  // the longest of the three
+  Clock::time_point time_limit_ = Clock::time_point::max();
+  Nonce server_nonce_ = {};
+  Nonce client_nonce_ = {};
+  std::array<std::byte, kClientHelloBytes> input_;  // the longest of the three messages
   std::size_t input_bytes_ = 0;
 };
 

@@ -13,48 +13,48 @@ namespace multiring::tcp {
 namespace {
 
 // The last byte counts versions of the protocol.
-constexpr std::uint64_t kChallengeMagic = 0x01'4c'48'43'50'43'52'4d;  // "MRCPCHL" 1
-constexpr std::uint64_t kHelloMagic = 0x01'4f'4c'48'50'43'52'4d;      // "MRCPHLO" 1
-constexpr std::uint64_t kWelcomeMagic = 0x01'4d'4c'57'50'43'52'4d;    // "MRCPWLM" 1
-constexpr std::size_t kFactsBytes = 36;
-using FactsBytes = std::array<std::byte, kFactsBytes>;
+constexpr std::uint64_t kChallengeMagic = 0x01'4c'48'43'50'43'52'4d;    // "MRCPCHL" 1
+constexpr std::uint64_t kClientHelloMagic = 0x01'4f'4c'48'50'43'52'4d;  // "MRCPHLO" 1
+constexpr std::uint64_t kServerHelloMagic = 0x01'4d'4c'57'50'43'52'4d;  // "MRCPWLM" 1
+constexpr std::size_t kInfoBytes = 36;
+using InfoBytes = std::array<std::byte, kInfoBytes>;
 
-FactsBytes encode_facts(const HelloFacts& facts) {
-  FactsBytes bytes;
+InfoBytes encode_info(const ConnectionInfo& info) {
+  InfoBytes bytes;
   FieldWriter writer(bytes);
-  writer.put(facts.caller);
-  writer.put(facts.listener);
-  writer.put(facts.size);
-  writer.put(facts.channel);
-  writer.put(facts.stripe);
-  writer.put(facts.stripes);
-  writer.put(facts.weight);
-  writer.put(facts.settings);
+  writer.put(info.client);
+  writer.put(info.server);
+  writer.put(info.size);
+  writer.put(info.channel);
+  writer.put(info.stripe);
+  writer.put(info.stripes);
+  writer.put(info.weight);
+  writer.put(info.settings);
   return bytes;
 }
 
-HelloFacts parse_facts(std::span<const std::byte> bytes) {
+ConnectionInfo parse_info(std::span<const std::byte> bytes) {
   FieldReader reader(bytes);
-  HelloFacts facts;
-  facts.caller = reader.get<std::int32_t>();
-  facts.listener = reader.get<std::int32_t>();
-  facts.size = reader.get<std::int32_t>();
-  facts.channel = reader.get<std::int32_t>();
-  facts.stripe = reader.get<std::int32_t>();
-  facts.stripes = reader.get<std::int32_t>();
-  facts.weight = reader.get<std::uint32_t>();
-  facts.settings = reader.get<std::uint64_t>();
-  return facts;
+  ConnectionInfo info;
+  info.client = reader.get<std::int32_t>();
+  info.server = reader.get<std::int32_t>();
+  info.size = reader.get<std::int32_t>();
+  info.channel = reader.get<std::int32_t>();
+  info.stripe = reader.get<std::int32_t>();
+  info.stripes = reader.get<std::int32_t>();
+  info.weight = reader.get<std::uint32_t>();
+  info.settings = reader.get<std::uint64_t>();
+  return info;
 }
 
-Sha256Digest caller_proof(const HandshakeKey& key, const Nonce& listener_nonce, const Nonce& caller_nonce,
-                          std::span<const std::byte> facts) {
-  return hmac_sha256(key, {bytes_of("caller"), listener_nonce, caller_nonce, facts});
+Sha256Digest client_proof(const HandshakeKey& key, const Nonce& server_nonce, const Nonce& client_nonce,
+                          std::span<const std::byte> info) {
+  return hmac_sha256(key, {bytes_of("caller"), server_nonce, client_nonce, info});
 }
 
-Sha256Digest listener_proof(const HandshakeKey& key, const Nonce& listener_nonce, const Nonce& caller_nonce,
-                            const HelloFacts& facts, std::span<const std::byte> verdict) {
-  return hmac_sha256(key, {bytes_of("listener"), listener_nonce, caller_nonce, encode_facts(facts), verdict});
+Sha256Digest server_proof(const HandshakeKey& key, const Nonce& server_nonce, const Nonce& client_nonce,
+                          const ConnectionInfo& info, std::span<const std::byte> verdict) {
+  return hmac_sha256(key, {bytes_of("listener"), server_nonce, client_nonce, encode_info(info), verdict});
 }
 
 bool begins_with(std::span<const std::byte> bytes, std::uint64_t magic) {
@@ -78,11 +78,11 @@ HandshakeKey derive_handshake_key(std::string_view secret, std::string_view job)
   return hmac_sha256(bytes_of(secret), {bytes_of("multiring tcp "), bytes_of(job)});
 }
 
-ChallengeBytes encode_challenge(const Nonce& listener_nonce) {
+ChallengeBytes encode_challenge(const Nonce& server_nonce) {
   ChallengeBytes bytes;
   FieldWriter writer(bytes);
   writer.put(kChallengeMagic);
-  writer.put(std::span<const std::byte>(listener_nonce));
+  writer.put(std::span<const std::byte>(server_nonce));
   return bytes;
 }
 
@@ -93,59 +93,59 @@ std::optional<Nonce> parse_challenge(std::span<const std::byte> bytes) {
   return nonce;
 }
 
-HelloBytes encode_hello(const HandshakeKey& key, const Nonce& listener_nonce, const Nonce& caller_nonce,
-                        const HelloFacts& facts) {
-  HelloBytes bytes;
-  const FactsBytes encoded = encode_facts(facts);
+ClientHelloBytes encode_client_hello(const HandshakeKey& key, const Nonce& server_nonce,
+                                     const Nonce& client_nonce, const ConnectionInfo& info) {
+  ClientHelloBytes bytes;
+  const InfoBytes encoded = encode_info(info);
   FieldWriter writer(bytes);
-  writer.put(kHelloMagic);
+  writer.put(kClientHelloMagic);
   writer.put(std::span<const std::byte>(encoded));
-  writer.put(std::span<const std::byte>(caller_nonce));
-  writer.put(std::span<const std::byte>(caller_proof(key, listener_nonce, caller_nonce, encoded)));
+  writer.put(std::span<const std::byte>(client_nonce));
+  writer.put(std::span<const std::byte>(client_proof(key, server_nonce, client_nonce, encoded)));
   return bytes;
 }
 
-bool begins_like_hello(std::span<const std::byte> bytes) {
+bool is_client_hello_prefix(std::span<const std::byte> bytes) {
   std::array<std::byte, 8> magic;
-  FieldWriter(magic).put(kHelloMagic);
+  FieldWriter(magic).put(kClientHelloMagic);
   const std::size_t compared = std::min(bytes.size(), magic.size());
   return std::equal(magic.begin(), magic.begin() + static_cast<std::ptrdiff_t>(compared), bytes.begin());
 }
 
-std::optional<Hello> parse_hello(const HandshakeKey& key, const Nonce& listener_nonce,
-                                 std::span<const std::byte> bytes) {
-  if (bytes.size() != kHelloBytes || !begins_with(bytes, kHelloMagic)) return std::nullopt;
-  const std::span<const std::byte> facts = bytes.subspan(8, kFactsBytes);
-  Nonce caller_nonce;
-  FieldReader(bytes.subspan(8 + kFactsBytes)).get(caller_nonce);
-  // The proof is looked at first: what a stranger says of itself is not even read.
-  if (!equal_in_constant_time(caller_proof(key, listener_nonce, caller_nonce, facts), bytes.last(32)))
-    return Hello{};
-  return Hello{true, parse_facts(facts), caller_nonce};
+std::optional<ClientHello> parse_client_hello(const HandshakeKey& key, const Nonce& server_nonce,
+                                              std::span<const std::byte> bytes) {
+  if (bytes.size() != kClientHelloBytes || !begins_with(bytes, kClientHelloMagic)) return std::nullopt;
+  const std::span<const std::byte> info = bytes.subspan(8, kInfoBytes);
+  Nonce client_nonce;
+  FieldReader(bytes.subspan(8 + kInfoBytes)).get(client_nonce);
+  // The proof comes first: nothing else from an unauthenticated peer is parsed.
+  if (!equal_in_constant_time(client_proof(key, server_nonce, client_nonce, info), bytes.last(32)))
+    return ClientHello{};
+  return ClientHello{true, parse_info(info), client_nonce};
 }
 
-WelcomeBytes encode_welcome(const HandshakeKey& key, const Nonce& listener_nonce, const Nonce& caller_nonce,
-                            const HelloFacts& facts, Verdict verdict) {
-  WelcomeBytes bytes;
+ServerHelloBytes encode_server_hello(const HandshakeKey& key, const Nonce& server_nonce,
+                                     const Nonce& client_nonce, const ConnectionInfo& info, Verdict verdict) {
+  ServerHelloBytes bytes;
   FieldWriter writer(bytes);
-  writer.put(kWelcomeMagic);
+  writer.put(kServerHelloMagic);
   writer.put(static_cast<std::uint32_t>(verdict));
-  const std::span<const std::byte> said = std::span(bytes).subspan(8, 4);
-  writer.put(std::span<const std::byte>(listener_proof(key, listener_nonce, caller_nonce, facts, said)));
+  const std::span<const std::byte> verdict_bytes = std::span(bytes).subspan(8, 4);
+  writer.put(std::span<const std::byte>(server_proof(key, server_nonce, client_nonce, info, verdict_bytes)));
   return bytes;
 }
 
-std::optional<Welcome> parse_welcome(const HandshakeKey& key, const Nonce& listener_nonce,
-                                     const Nonce& caller_nonce, const HelloFacts& facts,
-                                     std::span<const std::byte> bytes) {
-  if (bytes.size() != kWelcomeBytes || !begins_with(bytes, kWelcomeMagic)) return std::nullopt;
-  const std::span<const std::byte> said = bytes.subspan(8, 4);
-  const auto verdict = FieldReader(said).get<std::uint32_t>();
-  if (verdict < static_cast<std::uint32_t>(Verdict::kWelcome) ||
-      verdict > static_cast<std::uint32_t>(Verdict::kCrossed))
+std::optional<ServerHello> parse_server_hello(const HandshakeKey& key, const Nonce& server_nonce,
+                                              const Nonce& client_nonce, const ConnectionInfo& info,
+                                              std::span<const std::byte> bytes) {
+  if (bytes.size() != kServerHelloBytes || !begins_with(bytes, kServerHelloMagic)) return std::nullopt;
+  const std::span<const std::byte> verdict_bytes = bytes.subspan(8, 4);
+  const auto verdict = FieldReader(verdict_bytes).get<std::uint32_t>();
+  if (verdict < static_cast<std::uint32_t>(Verdict::kAccepted) ||
+      verdict > static_cast<std::uint32_t>(Verdict::kSimultaneous))
     return std::nullopt;
-  const Sha256Digest proof = listener_proof(key, listener_nonce, caller_nonce, facts, said);
-  return Welcome{equal_in_constant_time(proof, bytes.last(32)), static_cast<Verdict>(verdict)};
+  const Sha256Digest proof = server_proof(key, server_nonce, client_nonce, info, verdict_bytes);
+  return ServerHello{equal_in_constant_time(proof, bytes.last(32)), static_cast<Verdict>(verdict)};
 }
 
 }  // namespace multiring::tcp

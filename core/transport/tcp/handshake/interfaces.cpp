@@ -16,8 +16,8 @@
 namespace multiring::tcp {
 namespace {
 
-// Interfaces between a host and its own containers and virtual machines: their addresses are the same on
-// every host, so a peer that called one would reach itself.
+// Interfaces between a host and its own containers and virtual machines. Their addresses are the same on
+// every host, so a peer that connected to one would reach itself.
 constexpr const char* kInnerInterfaces[] = {"docker*", "br-*",     "veth*",  "virbr*",
                                             "cni*",    "flannel*", "podman*"};
 
@@ -59,7 +59,7 @@ std::vector<InterfaceAddress> interface_addresses() {
   std::vector<InterfaceAddress> addresses;
   for (const ifaddrs* entry = first; entry != nullptr; entry = entry->ifa_next) {
     const auto address = SocketAddress::from(entry->ifa_addr);
-    // Running: there is somebody at the other end of its cable as well.
+    // Running: its cable is connected.
     if (!address || (entry->ifa_flags & IFF_UP) == 0 || (entry->ifa_flags & IFF_RUNNING) == 0) continue;
     // Several addresses of IPv4 may have labels: "eth0:1".
     const std::string label = entry->ifa_name;
@@ -107,7 +107,7 @@ bool InterfaceFilter::Item::applies(const InterfaceAddress& address) const {
 }
 
 bool InterfaceFilter::chooses(const InterfaceAddress& address) const {
-  // An address of one's own link is none without the name that each host has for it.
+  // It is valid only together with the name of the interface, which differs between hosts.
   if (address.address.is_ipv6() && address.address.is_link_local()) return false;
   const auto applies = [&](const Item& item) { return item.applies(address); };
   if (std::any_of(excluded_.begin(), excluded_.end(), applies)) return false;
