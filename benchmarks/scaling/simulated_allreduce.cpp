@@ -60,9 +60,9 @@ struct Machine {
 Machine machine;
 
 /// The memory of a host, whose ranks sleep in simulated time.
-class SimulatedLink final : public HostLink {
+class SimulatedLink final : public HostGroup {
  public:
-  explicit SimulatedLink(std::shared_ptr<HostLink> memory) : memory_(std::move(memory)) {}
+  explicit SimulatedLink(std::shared_ptr<HostGroup> memory) : memory_(std::move(memory)) {}
   int rank() const override { return memory_->rank(); }
   int size() const override { return memory_->size(); }
   std::string host() const override { return memory_->host(); }
@@ -88,7 +88,7 @@ class SimulatedLink final : public HostLink {
   }
 
  private:
-  std::shared_ptr<HostLink> memory_;
+  std::shared_ptr<HostGroup> memory_;
 };
 
 /// Between mailboxes, which an allreduce does not use: receives are posted that nothing comes for.
@@ -132,16 +132,16 @@ std::shared_ptr<Transport> join(const Sessions& sessions, int ranks_per_host) {
   std::shared_ptr<InprocHub>& hub = machine.hosts[host];
   SharedTransportOptions options;
   options.spin_microseconds = 0.0;
-  options.crowded = true;
+  options.oversubscribed = true;
   if (hub == nullptr) hub = std::make_shared<InprocHub>(ranks_per_host, InprocHub::Options{options, 1});
   auto context = std::make_shared<ClusterContext>();
   context->rank = session->rank();
   for (int rank = 0; rank < session->size(); ++rank)
     context->ranks.push_back({rank / ranks_per_host, rank % ranks_per_host, "simulated", rank});
-  context->link = std::make_shared<SimulatedLink>(hub->link(session->rank() % ranks_per_host));
+  context->host_group = std::make_shared<SimulatedLink>(hub->host_group(session->rank() % ranks_per_host));
   context->make_network = [sessions](std::span<const int> members, int rank, int channels,
                                      const std::string& name) -> std::unique_ptr<Network> {
-    if (name.ends_with("-mail"))
+    if (name.ends_with("-messages"))
       return std::make_unique<SilentNetwork>(static_cast<int>(members.size()), rank, channels);
     MpiOptions mpi;
     mpi.rank = rank;

@@ -9,7 +9,7 @@
 #include "binding/interrupt.h"
 #include "binding/store.h"
 #include "collective/descriptor.h"
-#include "transport/tcp/address.h"
+#include "transport/tcp/handshake/address.h"
 #include "transport/world/connect_world.h"
 
 namespace py = pybind11;

@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 #include "binding/communicator.h"
-#include "transport/tcp/address.h"
+#include "transport/tcp/handshake/address.h"
 
 namespace py = pybind11;
 
@@ -42,7 +42,7 @@ std::vector<std::pair<std::size_t, std::size_t>> pair_addresses(const std::vecto
                                                                 const std::vector<PlainAddress>& listener) {
   std::vector<std::pair<std::size_t, std::size_t>> pairs;
   for (const tcp::AddressPair& pair : tcp::pair_addresses(parse(caller), parse(listener)))
-    pairs.emplace_back(pair.caller, pair.listener);
+    pairs.emplace_back(pair.client, pair.server);
   return pairs;
 }
 

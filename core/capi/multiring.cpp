@@ -8,7 +8,7 @@
 
 #include "capi/handles.h"
 #include "engine/communicator.h"
-#include "transport/shm/shm_link.h"
+#include "transport/shm/shm_transport.h"
 
 #ifndef MULTIRING_VERSION
 #error "MULTIRING_VERSION comes from the build"

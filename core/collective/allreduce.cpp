@@ -52,7 +52,8 @@ void run_planned(Exchange& exchange, const OperationCall& call, std::span<Operat
 }
 
 bool large_enough(const Exchange& exchange, const Operation& operation) {
-  return operation.descriptor.bytes >= (exchange.transport().crowded() ? kDirectFromCrowded : kDirectFrom);
+  return operation.descriptor.bytes >=
+         (exchange.transport().oversubscribed() ? kDirectFromCrowded : kDirectFrom);
 }
 
 enum class SymmetricRanks { kNone, kSome, kAll };

@@ -163,12 +163,12 @@ void Exchange::throw_in_progress(const OperationCall& call, const WaitResult& re
 }
 
 std::string Exchange::describe_wait(const OperationCall& call, double waited) const {
-  const Missing absent = missing();
+  const Stragglers absent = missing();
   std::string text = where(call) + ", has waited " + seconds_text(waited);
   if (!absent.late.empty())
     text += " for " + missing_list(absent, transport_);
-  else if (!absent.holding.empty())
-    text += ": " + not_forwarded_text(absent.holding, transport_);
+  else if (!absent.forwarding.empty())
+    text += ": " + not_forwarded_text(absent.forwarding, transport_);
   constexpr std::size_t kMostListed = 4;
   for (std::size_t i = 0; i < std::min(absent.late.size(), kMostListed); ++i)
     text += "; " + last_operation_text(absent.late[i], ") was last in ");
@@ -176,11 +176,11 @@ std::string Exchange::describe_wait(const OperationCall& call, double waited) co
 }
 
 void Exchange::throw_timeout(const OperationCall& call) const {
-  const Missing absent = missing();
+  const Stragglers absent = missing();
   if (absent.late.empty()) throw_not_forwarded(call, absent);
   std::vector<int> came;
   for (int peer = 0; peer < size(); ++peer)
-    if (transport_.has_come(peer, round_)) came.push_back(peer);
+    if (transport_.has_reached(peer, round_)) came.push_back(peer);
   std::string text = where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + " for " +
                      missing_list(absent, transport_) + "; " + names_of(came) + " came and waited as well. ";
   for (const int peer : absent.late) {
@@ -197,12 +197,12 @@ void Exchange::throw_timeout(const OperationCall& call) const {
 }
 
 /// What ranks publish may be forwarded by others, which may stop after they have come themselves.
-void Exchange::throw_not_forwarded(const OperationCall& call, const Missing& missing) const {
+void Exchange::throw_not_forwarded(const OperationCall& call, const Stragglers& missing) const {
   throw Error(ErrorKind::kTimeout,
               where(call) + ", waited " + seconds_text(call.waiting.deadline.elapsed()) + ": " +
-                  not_forwarded_text(missing.holding, transport_) +
+                  not_forwarded_text(missing.forwarding, transport_) +
                   ". MULTIRING_TIMEOUT or the timeout argument set how long to wait.",
-              context(call, missing.holding.empty() ? -1 : missing.holding.front()));
+              context(call, missing.forwarding.empty() ? -1 : missing.forwarding.front()));
 }
 
 void Exchange::throw_lost(const OperationCall& call, const WaitResult& result) const {

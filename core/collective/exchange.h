@@ -74,7 +74,7 @@ class MULTIRING_API Exchange {
   /// Raises the error that a peer reported, if there is one.
   void throw_if_aborted(const OperationCall& call) const;
   /// The ranks that this one waits for in the current round, and the same as text for a warning.
-  Missing missing() const { return transport_.missing(round_); }
+  Stragglers missing() const { return transport_.stragglers(round_); }
   std::string describe_wait(const OperationCall& call, double waited) const;
   /// "rank 0 on host: send ... on communicator 'world'", as errors and warnings begin.
   std::string where(const OperationCall& call) const;
@@ -90,7 +90,7 @@ class MULTIRING_API Exchange {
  private:
   bool all_match() const;
   [[noreturn]] void throw_timeout(const OperationCall& call) const;
-  [[noreturn]] void throw_not_forwarded(const OperationCall& call, const Missing& missing) const;
+  [[noreturn]] void throw_not_forwarded(const OperationCall& call, const Stragglers& missing) const;
   [[noreturn]] void throw_lost(const OperationCall& call, const WaitResult& result) const;
   [[noreturn]] void throw_aborted(const OperationCall& call, const AbortRecord& record) const;
   std::string names_of(const std::vector<int>& ranks) const;

@@ -24,19 +24,19 @@ std::string rank_list(const std::vector<int>& ranks, const Transport& transport)
   return rank_list(ranks) + " (world " + rank_list(world) + ")";
 }
 
-bool is_first_waiting(const Missing& missing, int rank) {
+bool is_first_waiting(const Stragglers& missing, int rank) {
   const auto has = [](const std::vector<int>& ranks, int each) {
     return std::ranges::find(ranks, each) != ranks.end();
   };
   for (int each = 0; each < rank; ++each)
-    if (!has(missing.late, each) && !has(missing.behind, each)) return false;
+    if (!has(missing.late, each) && !has(missing.unknown, each)) return false;
   return true;
 }
 
-std::string missing_list(const Missing& missing, const Transport& transport) {
+std::string missing_list(const Stragglers& missing, const Transport& transport) {
   std::string text = rank_list(missing.late, transport);
-  if (!missing.behind.empty())
-    text += " (nothing is known of " + rank_list(missing.behind, transport) +
+  if (!missing.unknown.empty())
+    text += " (nothing is known of " + rank_list(missing.unknown, transport) +
             ", whose messages come through others)";
   return text;
 }

@@ -84,7 +84,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   const CommunicatorOptions& options() const { return options_; }
   /// The ranks that an operation of this rank in progress still waits for. To be called by the thread that
   /// runs it (in CallOptions::interrupt).
-  Missing waited_for() const { return exchange_.missing(); }
+  Stragglers waited_for() const { return exchange_.missing(); }
   /// "rank 1 (world rank 3)", and a sentence on ranks that do not forward messages.
   std::string names_of(const std::vector<int>& ranks) const { return rank_list(ranks, *transport_); }
   std::string describe_not_forwarded(const std::vector<int>& ranks) const {

@@ -24,7 +24,7 @@ std::string sentence(const Unmatched& unmatched, const Communicator& communicato
 }
 
 /// Whether all ranks have come to the negotiation in progress, and some do not forward what others announce.
-bool is_not_forwarded(const Missing& missing) { return missing.late.empty() && !missing.holding.empty(); }
+bool is_not_forwarded(const Stragglers& missing) { return missing.late.empty() && !missing.forwarding.empty(); }
 
 }  // namespace
 
@@ -61,8 +61,8 @@ Error NamedQueue::late_error(const Submission& late) const {
   context.host = data_->host();
   context.tensor = late.name();
   context.elapsed = late.waited();
-  const Missing absent = control_->waited_for();
-  const std::vector<int>& first = absent.late.empty() ? absent.holding : absent.late;
+  const Stragglers absent = control_->waited_for();
+  const std::vector<int>& first = absent.late.empty() ? absent.forwarding : absent.late;
   if (!first.empty()) context.peer = first.front();
   std::string text = data_->names_of({rank()}) + " on " + data_->host() + ", in named queue '" + name() +
                      "', waited " + seconds_text(late.waited()) + " for '" + late.name() +
@@ -83,10 +83,10 @@ Error NamedQueue::late_error(const Submission& late) const {
 }
 
 std::string NamedQueue::describe_unmatched() const {
-  const Missing missing = control_->waited_for();
-  if (is_not_forwarded(missing)) return data_->describe_not_forwarded(missing.holding);
+  const Stragglers missing = control_->waited_for();
+  if (is_not_forwarded(missing)) return data_->describe_not_forwarded(missing.forwarding);
   std::vector<int> absent;
-  std::ranges::set_union(missing.late, missing.behind, std::back_inserter(absent));
+  std::ranges::set_union(missing.late, missing.unknown, std::back_inserter(absent));
   std::vector<Unmatched> all = matcher_.unmatched();
   std::vector<int> others;
   for (int peer = 0; peer < size(); ++peer)

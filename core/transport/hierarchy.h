@@ -11,10 +11,10 @@
 
 namespace multiring {
 
-/// How ranks on several hosts reach each other directly, without the rounds of all: those of a host meet in
-/// rounds of their own, over their memory, and any two ranks of different hosts send each other messages.
+/// Communication of ranks on several hosts without the rounds of the whole group: the ranks of a host have
+/// rounds of their own in shared memory, and ranks of different hosts exchange messages.
 ///
-/// Ranks are those of the group. All waits end with what ends the waits of the group, too. For the thread
+/// Ranks are numbered as in the group. Whatever ends the waits of the group also ends these. For the thread
 /// that drives the group's rounds.
 class MULTIRING_API Hierarchy {
  public:
@@ -22,20 +22,20 @@ class MULTIRING_API Hierarchy {
 
   virtual ~Hierarchy() = default;
 
-  /// The ranks of this host by their places in `host`, ascending.
+  /// The ranks of this host, ascending. The position of a rank is its local index.
   virtual std::span<const int> host_ranks() const = 0;
-  /// Memory of a rank of this host, by its place, for the round that `meet` comes to next.
-  virtual std::byte* staging(int place) const = 0;
+  /// Memory of a rank of this host for the next round.
+  virtual std::byte* staging(int local) const = 0;
   virtual std::size_t staging_bytes() const = 0;
-  /// Comes to the next round of this host and waits for its other ranks. What they staged can be read by
-  /// `staged` until the next call.
-  virtual WaitResult meet(const Waiting& waiting) = 0;
-  virtual const std::byte* staged(int place) const = 0;
+  /// Arrives at the next round of this host and waits for its other ranks. `staged` returns what they staged
+  /// until the next call.
+  virtual WaitResult synchronise(const Waiting& waiting) = 0;
+  virtual const std::byte* staged(int local) const = 0;
 
-  /// Makes messages with these ranks of other hosts possible, and costs nothing where they are already. They
-  /// have to do the same. Raises what is in the way.
+  /// Connects with these ranks of other hosts, which have to do the same. Free if they are connected. Raises
+  /// what prevents it.
   virtual WaitResult connect(std::span<const int> peers, const Waiting& waiting) = 0;
-  /// As those of Network.
+  /// As in Network.
   virtual Ticket post_send(int peer, std::span<const std::span<const std::byte>> parts) = 0;
   virtual Ticket post_receive(int peer, std::span<std::byte> buffer) = 0;
   virtual WaitResult wait(std::span<const Ticket> tickets, const Waiting& waiting) = 0;

@@ -5,7 +5,7 @@
 #include <span>
 
 #include "require.h"
-#include "transport/tcp/frame.h"
+#include "transport/tcp/connections/frame.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// What a stranger sends in a handshake, in either direction, and what somebody may have put in the store.
+// What an unauthenticated peer may send in a handshake, in either direction, and what may be in the store.
 
 #include <algorithm>
 #include <cstddef>
@@ -7,45 +7,45 @@
 #include <string_view>
 
 #include "require.h"
-#include "transport/tcp/address.h"
-#include "transport/tcp/handshake.h"
+#include "transport/tcp/handshake/address.h"
+#include "transport/tcp/handshake/handshake_messages.h"
 
 namespace {
 
 using namespace multiring;
 
-/// The secret of the corpus, whose messages are proven, and one that a fuzzer cannot guess.
+/// The secret of the corpus, whose messages are authenticated, and one that a fuzzer cannot guess.
 struct Keys {
   tcp::HandshakeKey known = tcp::derive_handshake_key("corpus", "fuzz");
   tcp::HandshakeKey unknown = tcp::derive_handshake_key("not of the corpus", "fuzz");
-  tcp::Nonce listener = {};
-  tcp::Nonce caller = {};
-  tcp::HelloFacts facts = {1, 0, 2, 0, 0, 1, 1, 1};
+  tcp::Nonce server = {};
+  tcp::Nonce client = {};
+  tcp::ConnectionInfo info = {1, 0, 2, 0, 0, 1, 1, 1};
 };
 
-void check_hello(const Keys& keys, std::span<const std::byte> input) {
-  const bool begins = tcp::begins_like_hello(input);
-  const auto hello = tcp::parse_hello(keys.known, keys.listener, input);
+void check_client_hello(const Keys& keys, std::span<const std::byte> input) {
+  const bool begins = tcp::is_client_hello_prefix(input);
+  const auto hello = tcp::parse_client_hello(keys.known, keys.server, input);
   MULTIRING_REQUIRE(!hello || begins);
-  if (hello && hello->proven) {
+  if (hello && hello->authenticated) {
     // It says exactly what the proof is about.
-    const tcp::HelloBytes again =
-        tcp::encode_hello(keys.known, keys.listener, hello->caller_nonce, hello->facts);
+    const tcp::ClientHelloBytes again =
+        tcp::encode_client_hello(keys.known, keys.server, hello->client_nonce, hello->info);
     MULTIRING_REQUIRE(std::equal(again.begin(), again.end(), input.begin(), input.end()));
   }
-  const auto stranger = tcp::parse_hello(keys.unknown, keys.listener, input);
-  MULTIRING_REQUIRE(!stranger || (!stranger->proven && stranger->facts == tcp::HelloFacts{}));
+  const auto foreign = tcp::parse_client_hello(keys.unknown, keys.server, input);
+  MULTIRING_REQUIRE(!foreign || (!foreign->authenticated && foreign->info == tcp::ConnectionInfo{}));
 }
 
-void check_welcome(const Keys& keys, std::span<const std::byte> input) {
-  const auto welcome = tcp::parse_welcome(keys.known, keys.listener, keys.caller, keys.facts, input);
-  if (welcome && welcome->proven) {
-    const tcp::WelcomeBytes again =
-        tcp::encode_welcome(keys.known, keys.listener, keys.caller, keys.facts, welcome->verdict);
+void check_server_hello(const Keys& keys, std::span<const std::byte> input) {
+  const auto hello = tcp::parse_server_hello(keys.known, keys.server, keys.client, keys.info, input);
+  if (hello && hello->authenticated) {
+    const tcp::ServerHelloBytes again =
+        tcp::encode_server_hello(keys.known, keys.server, keys.client, keys.info, hello->verdict);
     MULTIRING_REQUIRE(std::equal(again.begin(), again.end(), input.begin(), input.end()));
   }
-  const auto stranger = tcp::parse_welcome(keys.unknown, keys.listener, keys.caller, keys.facts, input);
-  MULTIRING_REQUIRE(!stranger || !stranger->proven);
+  const auto foreign = tcp::parse_server_hello(keys.unknown, keys.server, keys.client, keys.info, input);
+  MULTIRING_REQUIRE(!foreign || !foreign->authenticated);
 }
 
 void check_endpoint(std::string_view text) {
@@ -65,8 +65,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     const tcp::ChallengeBytes again = tcp::encode_challenge(*nonce);
     MULTIRING_REQUIRE(std::equal(again.begin(), again.end(), input.begin(), input.end()));
   }
-  check_hello(keys, input);
-  check_welcome(keys, input);
+  check_client_hello(keys, input);
+  check_server_hello(keys, input);
   check_endpoint({reinterpret_cast<const char*>(data), size});
   return 0;
 }

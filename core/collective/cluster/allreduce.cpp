@@ -117,7 +117,7 @@ void ClusterAllreduce::exchange_within_host(std::size_t iteration) {
   if (local_ranks_.size() > 1 && (starts || ends)) {
     if (starts) stage(iteration);
     if (ends) publish(iteration - age);
-    check(hierarchy_.meet(waiting_), nullptr);
+    check(hierarchy_.synchronise(waiting_), nullptr);
   }
   // The segment that ends makes room for the one that starts.
   if (ends) write_results(iteration - age);

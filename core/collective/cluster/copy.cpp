@@ -35,7 +35,7 @@ bool worth_messages(const Transport& transport, std::size_t bytes, std::size_t p
 void synchronise_host(const Exchange& exchange, const OperationCall& call, Hierarchy& hierarchy) {
   Waiting waiting = call.waiting;
   waiting.brief = true;  // all are in the operation
-  const WaitResult result = hierarchy.meet(waiting);
+  const WaitResult result = hierarchy.synchronise(waiting);
   if (!result.ok()) exchange.throw_in_progress(call, result, result.peer);
 }
 

@@ -29,7 +29,7 @@ StagedAllreduce::StagedAllreduce(Exchange& exchange, const OperationCall& call,
       pieces_(operations),
       bytes_(pieces_.bytes()),
       segment_bytes_(exchange.transport().staging_bytes() / kCacheLine * kCacheLine) {
-  const std::size_t most = exchange.transport().crowded() ? kWholeReadsCrowded : kWholeReads;
+  const std::size_t most = exchange.transport().oversubscribed() ? kWholeReadsCrowded : kWholeReads;
   whole_ = !exchange.transport().shares_memory() ||
            (bytes_ <= segment_bytes_ && bytes_ * static_cast<std::size_t>(exchange.size() - 1) <= most);
   const CommDtype comm_dtype = first_.descriptor.key.comm_dtype;

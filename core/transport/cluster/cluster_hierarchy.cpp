@@ -2,22 +2,22 @@
 
 namespace multiring {
 
-WaitResult ClusterHierarchy::meet(const Waiting& waiting) {
+WaitResult ClusterHierarchy::synchronise(const Waiting& waiting) {
   ++round_;
   host_->arrive(round_, 0);
-  WaitResult result = watch_(waiting, [this](const Waiting& watched) {
-    // A rank of this host may wait for a message that waits here to be sent on.
-    const std::function<void()> look = [&] {
+  WaitResult result = run_wait_(waiting, [this](const Waiting& inner) {
+    // A rank of this host may wait for a message that waits here to be forwarded.
+    const std::function<void()> make_progress = [&] {
       network_->progress();
-      watched.check_interrupt();
+      inner.check_interrupt();
     };
-    Waiting driving = watched;
-    driving.interrupt = &look;
+    Waiting driving = inner;
+    driving.interrupt = &make_progress;
     return host_->await_all(round_, driving);
   });
   if (result.outcome == WaitResult::Outcome::kTimeout)
-    for (std::size_t place = host_ranks_.size(); place-- > 0;)
-      if (host_->arrived(static_cast<int>(place)) < round_) result.peer = host_ranks_[place];
+    for (std::size_t local = host_ranks_.size(); local-- > 0;)
+      if (host_->arrived(static_cast<int>(local)) < round_) result.peer = host_ranks_[local];
   if (result.outcome == WaitResult::Outcome::kPeerLost && result.peer >= 0)
     result.peer = host_ranks_[static_cast<std::size_t>(result.peer)];
   return result;
@@ -26,11 +26,11 @@ WaitResult ClusterHierarchy::meet(const Waiting& waiting) {
 WaitResult ClusterHierarchy::connect(std::span<const int> peers, const Waiting& waiting) {
   std::vector<Network::Link> links;
   for (const int peer : peers) links.push_back({peer, 0});
-  return watch_(waiting, [&](const Waiting& watched) {
+  return run_wait_(waiting, [&](const Waiting& inner) {
     try {
-      network_->connect(links, watched);
+      network_->connect(links, inner);
     } catch (const Error& error) {
-      // In the middle of an operation a peer is lost as in any other wait.
+      // A lost peer ends the operation like any other wait.
       if (error.kind() != ErrorKind::kPeerLost || error.context().peer < 0) throw;
       return WaitResult{WaitResult::Outcome::kPeerLost, error.context().peer};
     }
@@ -39,7 +39,7 @@ WaitResult ClusterHierarchy::connect(std::span<const int> peers, const Waiting& 
 }
 
 WaitResult ClusterHierarchy::wait(std::span<const Ticket> tickets, const Waiting& waiting) {
-  return watch_(waiting, [&](const Waiting& watched) { return network_->wait(tickets, watched); });
+  return run_wait_(waiting, [&](const Waiting& inner) { return network_->wait(tickets, inner); });
 }
 
 void ClusterHierarchy::leave() {

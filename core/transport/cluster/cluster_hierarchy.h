@@ -14,23 +14,23 @@ namespace multiring {
 /// The hierarchy of a ClusterTransport.
 class ClusterHierarchy final : public Hierarchy {
  public:
-  /// Runs a wait that ends, too, with what ends the waits of the whole group.
-  using Watch = std::function<WaitResult(const Waiting& waiting,
-                                         const std::function<WaitResult(const Waiting&)>& wait)>;
+  /// Runs a wait that also ends with whatever ends the waits of the whole group.
+  using RunWait = std::function<WaitResult(const Waiting& waiting,
+                                           const std::function<WaitResult(const Waiting&)>& wait)>;
 
   /// `host`: among the ranks of this host, in the order of `host_ranks`. `network`: among all, unconnected.
   ClusterHierarchy(std::shared_ptr<Transport> host, std::vector<int> host_ranks,
-                   std::unique_ptr<Network> network, Watch watch)
+                   std::unique_ptr<Network> network, RunWait run_wait)
       : host_(std::move(host)),
         host_ranks_(std::move(host_ranks)),
         network_(std::move(network)),
-        watch_(std::move(watch)) {}
+        run_wait_(std::move(run_wait)) {}
 
   std::span<const int> host_ranks() const override { return host_ranks_; }
-  std::byte* staging(int place) const override { return host_->staging(place, round_ + 1); }
+  std::byte* staging(int local) const override { return host_->staging(local, round_ + 1); }
   std::size_t staging_bytes() const override { return host_->staging_bytes(); }
-  WaitResult meet(const Waiting& waiting) override;
-  const std::byte* staged(int place) const override { return host_->staging(place, round_); }
+  WaitResult synchronise(const Waiting& waiting) override;
+  const std::byte* staged(int local) const override { return host_->staging(local, round_); }
 
   WaitResult connect(std::span<const int> peers, const Waiting& waiting) override;
   Ticket post_send(int peer, std::span<const std::span<const std::byte>> parts) override {
@@ -56,7 +56,7 @@ class ClusterHierarchy final : public Hierarchy {
   std::shared_ptr<Transport> host_;
   std::vector<int> host_ranks_;
   std::unique_ptr<Network> network_;
-  Watch watch_;
+  RunWait run_wait_;
   std::uint64_t round_ = 0;
 };
 

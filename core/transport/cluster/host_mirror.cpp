@@ -5,21 +5,21 @@
 #include <thread>
 #include <utility>
 
-#include "transport/cluster/patience.h"
+#include "transport/timed_wait.h"
 
 namespace multiring {
 namespace {
 
 constexpr int kRounds = 0;  // channels
-constexpr int kRollCall = 1;
-// Staging memory of several ranks goes together up to here, by way of a copy.
-constexpr std::size_t kMostTogether = 16 * 1024;
+constexpr int kGossip = 1;
+// Up to here the staging memory of several ranks is one message, by way of a copy.
+constexpr std::size_t kMaxCombined = 16 * 1024;
 
 using Bytes = std::span<const std::byte>;
 
 /// Whether the staging memory of a message's ranks, `bytes` in all, is one message.
-bool together(const MirrorMessage& message, std::size_t bytes) {
-  return message.ranks.size() > 1 && bytes <= kMostTogether;
+bool is_combined(const MirrorMessage& message, std::size_t bytes) {
+  return message.ranks.size() > 1 && bytes <= kMaxCombined;
 }
 
 }  // namespace
@@ -36,19 +36,19 @@ std::uint64_t following_bytes(const std::byte* header) {
 
 HostMirror::HostMirror(std::unique_ptr<Network> network, const MirrorRoutes& routes, RoundMemory memory)
     : network_(std::move(network)), steps_(routes.steps), memory_(std::move(memory)) {
-  std::size_t place = 0;
+  std::size_t offset = 0;
   for (std::size_t step = 0; step < steps_.size(); ++step) {
     for (const MirrorMessage& message : steps_[step].in) {
       Incoming& incoming = incoming_.emplace_back();
       incoming.message = &message;
       incoming.step = step;
-      incoming.place = place;
-      if (message.ranks.size() > 1) place += message.ranks.size() * Transport::kHeaderBytes + kMostTogether;
+      incoming.offset = offset;
+      if (message.ranks.size() > 1) offset += message.ranks.size() * Transport::kHeaderBytes + kMaxCombined;
     }
   }
-  scratch_ = std::make_shared<std::vector<std::byte>>(place);
+  scratch_ = std::make_shared<std::vector<std::byte>>(offset);
   network_->keep(scratch_);
-  if (channels(routes) > 1) roll_call_.emplace(*network_, kRollCall, peers(), memory_.knowledge);
+  if (channels(routes) > 1) gossip_.emplace(*network_, kGossip, peers(), memory_.gossip);
 }
 
 std::set<int> HostMirror::peers() const {
@@ -63,7 +63,7 @@ std::vector<Network::Link> HostMirror::links() const {
   std::vector<Network::Link> links;
   for (const int peer : peers()) {
     links.push_back({peer, kRounds});
-    if (roll_call_) links.push_back({peer, kRollCall});
+    if (gossip_) links.push_back({peer, kGossip});
   }
   return links;
 }
@@ -71,53 +71,53 @@ std::vector<Network::Link> HostMirror::links() const {
 void HostMirror::post(int rank, std::uint64_t round, std::size_t staged) {
   round_ = round;
   set_following_bytes(memory_.header(rank, round), staged);
-  if (roll_call_) roll_call_->listen();
-  for (Incoming& incoming : incoming_) expect_headers(incoming);
+  if (gossip_) gossip_->start();
+  for (Incoming& incoming : incoming_) receive_headers(incoming);
   sent_steps_ = 0;
-  send_what_is_complete();
+  send_complete_steps();
 }
 
-void HostMirror::expect_headers(Incoming& incoming) {
+void HostMirror::receive_headers(Incoming& incoming) {
   const std::vector<int>& ranks = incoming.message->ranks;
   std::byte* const to =
-      ranks.size() > 1 ? scratch_->data() + incoming.place : memory_.header(ranks[0], round_);
+      ranks.size() > 1 ? scratch_->data() + incoming.offset : memory_.header(ranks[0], round_);
   incoming.part = Incoming::Part::kHeaders;
   incoming.next = 0;
-  incoming.expected =
+  incoming.ticket =
       network_->post_receive(incoming.message->peer, kRounds, {to, ranks.size() * Transport::kHeaderBytes});
 }
 
-/// Of the ranks from incoming.next on, if they are not all there.
-void HostMirror::expect_staging(Incoming& incoming) {
+/// Of the first rank from incoming.next on that has any.
+void HostMirror::receive_staging(Incoming& incoming) {
   const std::vector<int>& ranks = incoming.message->ranks;
   while (incoming.next < ranks.size() && staged_bytes(ranks[incoming.next]) == 0) ++incoming.next;
   if (incoming.next == ranks.size()) return;
   const int rank = ranks[incoming.next];
-  incoming.expected = network_->post_receive(incoming.message->peer, kRounds,
-                                             {memory_.staging(rank, round_), staged_bytes(rank)});
+  incoming.ticket = network_->post_receive(incoming.message->peer, kRounds,
+                                           {memory_.staging(rank, round_), staged_bytes(rank)});
 }
 
 WaitResult HostMirror::await(const Waiting& waiting) {
-  Patience patience(waiting);
-  // A turn for each: whoever is lost is found though others are slow. The messages of early steps first, for
-  // others wait for what they bring.
+  TimedWait timed(waiting);
+  // A slice for each message, so that a lost peer is found though others are slow. Early steps first: other
+  // ranks wait for what they bring.
   for (std::size_t next = 0;;) {
     if (left_.load(std::memory_order_relaxed)) return {WaitResult::Outcome::kCancelled};
-    take_in_messages();
+    handle_messages();
     std::vector<Incoming*> pending;
     for (Incoming& incoming : incoming_)
-      if (incoming.expected != 0) pending.push_back(&incoming);
-    const Waiting turn = patience.turn(kTurn);
+      if (incoming.ticket != 0) pending.push_back(&incoming);
+    const Waiting slice = timed.slice(kSlice);
     const std::size_t index = next % (pending.size() + 1);
     WaitResult result;
     if (index == pending.size()) {
-      leaving_.insert(leaving_.end(), sends_.begin(), sends_.end());
+      awaited_sends_.insert(awaited_sends_.end(), sends_.begin(), sends_.end());
       sends_.clear();
-      result = wait(leaving_, turn);
-      if (result.ok()) leaving_.clear();
+      result = wait(awaited_sends_, slice);
+      if (result.ok()) awaited_sends_.clear();
     } else {
-      awaited_ = pending[index]->expected;
-      result = wait({&awaited_, 1}, turn);
+      awaited_ = pending[index]->ticket;
+      result = wait({&awaited_, 1}, slice);
       awaited_ = 0;
       if (result.ok() && !left_.load(std::memory_order_relaxed)) advance(*pending[index]);
     }
@@ -125,35 +125,35 @@ WaitResult HostMirror::await(const Waiting& waiting) {
     next = result.ok() ? 0 : next + 1;
     if (!result.ok() && result.outcome != WaitResult::Outcome::kTimeout) return result;
     if (!result.ok()) {
-      take_in();
-      tell();
+      handle_arrivals();
+      gossip();
     }
-    if (patience.is_over()) return {WaitResult::Outcome::kTimeout};
+    if (timed.expired()) return {WaitResult::Outcome::kTimeout};
   }
 }
 
-/// What was expected is there, and its ticket is used up.
+/// The receive is done, and its ticket released.
 void HostMirror::advance(Incoming& incoming) {
-  incoming.expected = 0;
+  incoming.ticket = 0;
   switch (incoming.part) {
     case Incoming::Part::kHeaders:
-      take_headers(incoming);
+      handle_headers(incoming);
       break;
-    case Incoming::Part::kTogether:
-      take_together(incoming);
+    case Incoming::Part::kCombined:
+      handle_combined(incoming);
       break;
-    case Incoming::Part::kEach:
-      memory_.arrived(incoming.message->ranks[incoming.next++], round_);
-      expect_staging(incoming);
+    case Incoming::Part::kSeparate:
+      memory_.on_arrival(incoming.message->ranks[incoming.next++], round_);
+      receive_staging(incoming);
       break;
   }
-  if (incoming.expected == 0) send_what_is_complete();
+  if (incoming.ticket == 0) send_complete_steps();
 }
 
-void HostMirror::take_headers(Incoming& incoming) {
+void HostMirror::handle_headers(Incoming& incoming) {
   const MirrorMessage& message = *incoming.message;
   if (message.ranks.size() > 1) {
-    const std::byte* from = scratch_->data() + incoming.place;
+    const std::byte* from = scratch_->data() + incoming.offset;
     for (const int rank : message.ranks) {
       std::memcpy(memory_.header(rank, round_), from, Transport::kHeaderBytes);
       from += Transport::kHeaderBytes;
@@ -162,29 +162,29 @@ void HostMirror::take_headers(Incoming& incoming) {
   const std::size_t bytes = staged_bytes(message);
   for (const int rank : message.ranks) {
     if (staged_bytes(rank) == 0)
-      memory_.arrived(rank, round_);
+      memory_.on_arrival(rank, round_);
     else
-      memory_.knowledge.heard(rank, round_);
+      memory_.gossip.on_reached(rank, round_);
   }
   if (bytes == 0) return;
-  if (!together(message, bytes)) {
-    incoming.part = Incoming::Part::kEach;
-    return expect_staging(incoming);
+  if (!is_combined(message, bytes)) {
+    incoming.part = Incoming::Part::kSeparate;
+    return receive_staging(incoming);
   }
-  incoming.part = Incoming::Part::kTogether;
-  std::byte* const to = scratch_->data() + incoming.place + message.ranks.size() * Transport::kHeaderBytes;
-  incoming.expected = network_->post_receive(message.peer, kRounds, {to, bytes});
+  incoming.part = Incoming::Part::kCombined;
+  std::byte* const to = scratch_->data() + incoming.offset + message.ranks.size() * Transport::kHeaderBytes;
+  incoming.ticket = network_->post_receive(message.peer, kRounds, {to, bytes});
 }
 
-void HostMirror::take_together(Incoming& incoming) {
+void HostMirror::handle_combined(Incoming& incoming) {
   const MirrorMessage& message = *incoming.message;
-  const std::byte* from = scratch_->data() + incoming.place + message.ranks.size() * Transport::kHeaderBytes;
+  const std::byte* from = scratch_->data() + incoming.offset + message.ranks.size() * Transport::kHeaderBytes;
   for (const int rank : message.ranks) {
     const std::size_t bytes = staged_bytes(rank);
     if (bytes == 0) continue;
     std::memcpy(memory_.staging(rank, round_), from, bytes);
     from += bytes;
-    memory_.arrived(rank, round_);
+    memory_.on_arrival(rank, round_);
   }
 }
 
@@ -203,11 +203,11 @@ std::size_t HostMirror::staged_bytes(const MirrorMessage& message) const {
   return bytes;
 }
 
-/// The messages of steps for which all is there.
-void HostMirror::send_what_is_complete() {
+/// The messages of steps that have all they forward.
+void HostMirror::send_complete_steps() {
   for (; sent_steps_ < steps_.size(); ++sent_steps_) {
     for (const Incoming& incoming : incoming_)
-      if (incoming.step < sent_steps_ && incoming.expected != 0) return;
+      if (incoming.step < sent_steps_ && incoming.ticket != 0) return;
     for (const MirrorMessage& message : steps_[sent_steps_].out) send(message);
   }
 }
@@ -222,35 +222,35 @@ void HostMirror::send(const MirrorMessage& message) {
   }
   sends_.push_back(network_->post_send(message.peer, kRounds, headers));
   if (staging.empty()) return;
-  if (together(message, staged_bytes(message))) {
+  if (is_combined(message, staged_bytes(message))) {
     sends_.push_back(network_->post_send(message.peer, kRounds, staging));
     return;
   }
   for (const Bytes& part : staging) sends_.push_back(network_->post_send(message.peer, kRounds, {&part, 1}));
 }
 
-// Not only from the rank that is waited for: the others of this host wait for the rest, and errors tell who
-// has come.
-void HostMirror::take_in() {
+// From all ranks, not only the one that is waited for: other ranks of this host wait for the rest, and errors
+// list those that have arrived.
+void HostMirror::handle_arrivals() {
   if (left_.load(std::memory_order_relaxed)) return;
-  take_in_messages();
-  if (roll_call_) roll_call_->take_in();
+  handle_messages();
+  if (gossip_) gossip_->handle_arrivals();
 }
 
-void HostMirror::take_in_messages() {
+void HostMirror::handle_messages() {
   for (Incoming& incoming : incoming_)
-    while (incoming.expected != 0 && incoming.expected != awaited_ && network_->done(incoming.expected)) {
-      network_->give_up({&incoming.expected, 1});
+    while (incoming.ticket != 0 && incoming.ticket != awaited_ && network_->done(incoming.ticket)) {
+      network_->give_up({&incoming.ticket, 1});
       advance(incoming);
     }
 }
 
-void HostMirror::tell() {
-  if (roll_call_ && !left_.load(std::memory_order_relaxed)) roll_call_->tell(round_);
+void HostMirror::gossip() {
+  if (gossip_ && !left_.load(std::memory_order_relaxed)) gossip_->send(round_);
 }
 
-void HostMirror::look() {
-  if (const DriverSeat::Ride ride(seat_); ride) network_->progress();
+void HostMirror::poll() {
+  if (const ProgressLock::Guard guard(progress_lock_); guard) network_->progress();
 }
 
 void HostMirror::leave() {
@@ -260,8 +260,8 @@ void HostMirror::leave() {
 
 WaitResult HostMirror::wait(std::span<const Ticket> tickets, const Waiting& waiting) {
   for (;;) {
-    if (const DriverSeat::Ride ride(seat_); ride) return network_->wait(tickets, waiting);
-    std::this_thread::yield();  // to a thread that looks, which is short
+    if (const ProgressLock::Guard guard(progress_lock_); guard) return network_->wait(tickets, waiting);
+    std::this_thread::yield();  // another thread polls, which is short
   }
 }
 

@@ -7,10 +7,10 @@
 namespace multiring {
 namespace {
 
-/// The hosts of a group in a circle, and who on them answers for whom.
+/// The hosts of a group in a circle, and the receivers on them.
 class Circle {
  public:
-  explicit Circle(std::span<const int> hosts) : position_(hosts.size()), place_(hosts.size()) {
+  explicit Circle(std::span<const int> hosts) : position_(hosts.size()), local_(hosts.size()) {
     std::map<int, std::size_t> numbers;
     for (const int host : hosts) numbers.emplace(host, 0);
     for (auto& [host, position] : numbers) {
@@ -19,30 +19,30 @@ class Circle {
     }
     for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
       auto& host = hosts_[position_[rank] = numbers[hosts[rank]]];
-      place_[rank] = host.size();
+      local_[rank] = host.size();
       host.push_back(static_cast<int>(rank));
     }
   }
 
   std::size_t size() const { return hosts_.size(); }
   std::size_t position(int rank) const { return position_[static_cast<std::size_t>(rank)]; }
-  int answering(int rank, std::size_t host) const {
-    return hosts_[host][place_[static_cast<std::size_t>(rank)] % hosts_[host].size()];
+  int receiver(int rank, std::size_t host) const {
+    return hosts_[host][local_[static_cast<std::size_t>(rank)] % hosts_[host].size()];
   }
 
-  /// What `from` sends to the host `distance` further: what it answers for of the `count` hosts up to its
-  /// own, each to the rank there that is to answer for it.
+  /// What `from` sends to the host at `distance`: data of the `count` hosts up to its own whose receiver it
+  /// is, to the receivers there.
   std::vector<MirrorMessage> sent(int from, std::size_t distance, std::size_t count) const {
     const std::size_t here = position(from);
     const std::size_t there = (here + distance) % size();
     std::vector<MirrorMessage> messages;
     for (std::size_t back = 0; back < count; ++back)
       for (const int rank : hosts_[(here + size() - back) % size()])
-        if (answering(rank, here) == from) add(messages, answering(rank, there), rank);
+        if (receiver(rank, here) == from) add(messages, receiver(rank, there), rank);
     return messages;
   }
 
-  /// What `to` receives from the host so far before its own.
+  /// What `to` receives from the host at `distance` before its own.
   std::vector<MirrorMessage> received(int to, std::size_t distance, std::size_t count) const {
     const std::size_t there = (position(to) + size() - distance) % size();
     std::vector<MirrorMessage> messages;
@@ -63,7 +63,7 @@ class Circle {
 
   std::vector<std::vector<int>> hosts_;  // their ranks, ascending
   std::vector<std::size_t> position_;    // of each rank's host
-  std::vector<std::size_t> place_;       // of each rank on its host
+  std::vector<std::size_t> local_;       // of each rank on its host
 };
 
 /// base^exponent, or some number of at least `most`.
@@ -93,8 +93,8 @@ MirrorRoutes mirror_routes(std::span<const int> hosts, int rank, int direct) {
   const Circle circle(hosts);
   MirrorRoutes routes;
   for (std::size_t other = 0; other < hosts.size(); ++other) {
-    const auto who = static_cast<int>(other);
-    routes.answering.push_back(circle.answering(who, circle.position(rank)));
+    const auto other_rank = static_cast<int>(other);
+    routes.receivers.push_back(circle.receiver(other_rank, circle.position(rank)));
   }
   const std::size_t radix = radix_for(circle.size(), static_cast<std::size_t>(direct));
   for (std::size_t stride = 1; stride < circle.size(); stride *= radix) {

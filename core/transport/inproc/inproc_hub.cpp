@@ -9,7 +9,7 @@
 namespace multiring {
 namespace {
 
-/// Zero-filled, and backed by memory only where it is touched: most mailboxes of many ranks never are.
+/// Zero-filled, and backed by memory only where it is touched: most mailboxes are never used.
 class PrivateBlock final : public SharedBlock {
  public:
   explicit PrivateBlock(std::size_t bytes)
@@ -30,9 +30,9 @@ class PrivateBlock final : public SharedBlock {
 
 }  // namespace
 
-class InprocLink final : public HostLink {
+class InprocHostGroup final : public HostGroup {
  public:
-  InprocLink(std::shared_ptr<InprocHub> hub, int rank) : hub_(std::move(hub)), rank_(rank) {}
+  InprocHostGroup(std::shared_ptr<InprocHub> hub, int rank) : hub_(std::move(hub)), rank_(rank) {}
   int rank() const override { return rank_; }
   int size() const override { return hub_->size(); }
   std::string host() const override { return "inproc"; }
@@ -55,10 +55,10 @@ class InprocLink final : public HostLink {
 
 class InprocTransport final : public SharedTransport {
  public:
-  InprocTransport(const std::shared_ptr<InprocLink>& link, std::vector<int> members, std::uint64_t tag,
+  InprocTransport(const std::shared_ptr<InprocHostGroup>& group, std::vector<int> members, std::uint64_t tag,
                   const SharedTransportOptions& options, const Waiting& waiting)
-      : SharedTransport(link, std::move(members), tag, options, waiting),
-        faults_(link->hub().faults_[static_cast<std::size_t>(link->rank())]) {}
+      : SharedTransport(group, std::move(members), tag, options, waiting),
+        faults_(group->hub().faults_[static_cast<std::size_t>(group->rank())]) {}
 
   void arrive(std::uint64_t round, std::size_t staged) override {
     const std::int64_t delay = faults_.delay_microseconds.load(std::memory_order_acquire);
@@ -66,7 +66,7 @@ class InprocTransport final : public SharedTransport {
     if (!dropped()) SharedTransport::arrive(round, staged);
   }
   WaitResult await_all(std::uint64_t round, const Waiting& waiting) override {
-    // What is dropped never came, so the round ends for nobody: the rank must not run ahead of the others.
+    // The dropped arrival ends the round for no rank, so the rank must not run ahead either.
     return SharedTransport::await_all(dropped() ? std::numeric_limits<std::uint64_t>::max() : round, waiting);
   }
   void mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) override {
@@ -78,14 +78,14 @@ class InprocTransport final : public SharedTransport {
 
   std::shared_ptr<Transport> subgroup(std::span<const int> chosen, std::uint64_t tag,
                                       const Waiting& waiting) override {
-    return std::make_shared<InprocTransport>(std::static_pointer_cast<InprocLink>(link()),
-                                             world_ranks(chosen), subgroup_tag(tag), options(), waiting);
+    return std::make_shared<InprocTransport>(std::static_pointer_cast<InprocHostGroup>(host_group()),
+                                             group_members(chosen), subgroup_tag(tag), options(), waiting);
   }
 
  private:
   bool dropped() const { return faults_.dropped.load(std::memory_order_acquire); }
 
-  InprocHub::Faults& faults_;  // owned by the hub, which the link keeps
+  InprocHub::Faults& faults_;  // owned by the hub, which the group keeps alive
 };
 
 InprocHub::InprocHub(int size, const Options& options)
@@ -94,12 +94,12 @@ InprocHub::InprocHub(int size, const Options& options)
 std::shared_ptr<Transport> InprocHub::connect(int rank, const Waiting& waiting) {
   std::vector<int> members(static_cast<std::size_t>(size()));
   std::iota(members.begin(), members.end(), 0);
-  return std::make_shared<InprocTransport>(std::make_shared<InprocLink>(shared_from_this(), rank),
+  return std::make_shared<InprocTransport>(std::make_shared<InprocHostGroup>(shared_from_this(), rank),
                                            std::move(members), 1, options_.transport, waiting);
 }
 
-std::shared_ptr<HostLink> InprocHub::link(int rank) {
-  return std::make_shared<InprocLink>(shared_from_this(), rank);
+std::shared_ptr<HostGroup> InprocHub::host_group(int rank) {
+  return std::make_shared<InprocHostGroup>(shared_from_this(), rank);
 }
 
 void InprocHub::delay(int rank, std::chrono::microseconds by) {

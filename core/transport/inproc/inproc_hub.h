@@ -26,26 +26,25 @@ class MULTIRING_API InprocHub : public std::enable_shared_from_this<InprocHub> {
   int size() const { return static_cast<int>(faults_.size()); }
   /// The world's transport of `rank`.
   std::shared_ptr<Transport> connect(int rank, const Waiting& waiting);
-  /// What `rank` shares with the others, to build another transport on.
-  std::shared_ptr<HostLink> link(int rank);
+  /// The host group of `rank`, for another transport.
+  std::shared_ptr<HostGroup> host_group(int rank);
 
-  /// From now on `rank` arrives at every round later by this much.
+  /// From now on `rank` arrives later by this much at every round.
   void delay(int rank, std::chrono::microseconds by);
-  /// From now on nobody learns what `rank` does: neither its arrivals nor its messages come through, and it
-  /// waits in vain itself.
+  /// From now on neither the arrivals nor the messages of `rank` come through, and its own waits do not end.
   void drop(int rank);
-  /// The process of `rank` is gone, as its peers see it, in the middle of whatever it does.
+  /// To its peers `rank` looks like a process that has died.
   void break_rank(int rank);
 
  private:
-  friend class InprocLink;
+  friend class InprocHostGroup;
   friend class InprocTransport;
   struct Faults {
     std::atomic<std::int64_t> delay_microseconds{0};
     std::atomic<bool> dropped{false};
     std::atomic<bool> broken{false};
   };
-  /// Memory that waits for those of its members that have not taken it yet.
+  /// Memory that not all members have taken yet.
   struct Offer {
     std::shared_ptr<SharedBlock> block;
     std::size_t taken = 0;

@@ -10,23 +10,22 @@ namespace multiring {
 
 /// Channels that a network over MPI may have.
 inline constexpr int kMpiChannels = 3;
-/// Tags of a network: one for each channel, and behind them one for what is below.
+/// Tags of a network: one for each channel, then one for control messages.
 inline constexpr int kMpiTags = kMpiChannels + 1;
 inline constexpr int kMpiControlTag = kMpiChannels;
 
-/// Messages that were posted on each channel, as seen from the one who tells.
+/// Messages that the sender has posted on each channel.
 struct StreamCounts {
   std::array<std::uint64_t, kMpiChannels> sent{};
   std::array<std::uint64_t, kMpiChannels> received{};
 };
 
-/// What ranks tell each other besides their messages. Goes as it lies in memory: all processes of an MPI job
-/// that this core runs in have the same layout.
+/// An abort or a goodbye. Sent as it is in memory: all processes of an MPI job have the same layout.
 struct ControlMessage {
   enum class Type : std::uint32_t { kAbort = 1, kGoodbye = 2 };
 
   Type type = Type::kAbort;
-  std::int32_t rank = 0;  ///< who tells
+  std::int32_t rank = 0;  ///< the sender
   ErrorKind kind = ErrorKind::kAborted;
   std::int32_t origin = 0;
   StreamCounts counts;  ///< of a goodbye

@@ -4,8 +4,8 @@
 #include <climits>
 #include <utility>
 
-#include "transport/cluster/patience.h"
-#include "transport/mpi/pauses.h"
+#include "transport/mpi/backoff.h"
+#include "transport/timed_wait.h"
 
 namespace multiring {
 namespace {
@@ -23,8 +23,8 @@ MpiNetwork::MpiNetwork(std::shared_ptr<MpiSession> session, MpiOptions options)
   if (options_.channels > kMpiChannels)
     throw Error(ErrorKind::kInternal, "a network over MPI of " + std::to_string(options_.channels) +
                                           " channels: there are " + std::to_string(kMpiChannels));
-  heard_ = std::make_unique<ControlMessage>();
-  hear();
+  control_input_ = std::make_unique<ControlMessage>();
+  post_control_receive();
 }
 
 MpiNetwork::~MpiNetwork() {
@@ -33,8 +33,8 @@ MpiNetwork::~MpiNetwork() {
   const std::lock_guard lock(mutex_);
   if (requests_.empty() || !usable()) return;
   for (auto& memory : kept_) session_->keep(std::move(memory));
-  for (auto& message : told_) session_->keep(std::shared_ptr<ControlMessage>(std::move(message)));
-  session_->keep(std::shared_ptr<ControlMessage>(std::move(heard_)));
+  for (auto& message : control_output_) session_->keep(std::shared_ptr<ControlMessage>(std::move(message)));
+  session_->keep(std::shared_ptr<ControlMessage>(std::move(control_input_)));
 }
 
 bool MpiNetwork::usable() const {
@@ -95,8 +95,8 @@ void MpiNetwork::own(const multiring_mpi_request& request, Ticket owner) {
   owners_.push_back(owner);
 }
 
-/// Whether a message with a peer that has ended will never pass: then MPI is not asked.
-bool MpiNetwork::is_vain(const Message& message) const {
+/// Whether the peer has ended without the counterpart of a message.
+bool MpiNetwork::cannot_complete(const Message& message) const {
   const Peer& other = peers_[static_cast<std::size_t>(message.peer)];
   const auto channel = static_cast<std::size_t>(message.channel);
   const std::uint64_t posted = message.is_send ? other.posted.received[channel] : other.posted.sent[channel];
@@ -132,25 +132,25 @@ MpiNetwork::Ticket MpiNetwork::post_receive(int peer, int channel, std::span<std
               });
 }
 
-template <class Call>
-MpiNetwork::Ticket MpiNetwork::post(Message message, std::uint64_t& counter, const Call& call) {
+template <class Start>
+MpiNetwork::Ticket MpiNetwork::post(Message message, std::uint64_t& counter, const Start& start) {
   Reason why{};
   multiring_mpi_request request{};
-  const bool vain = is_vain(message);
-  if (vain)
+  const bool lost = cannot_complete(message);
+  if (lost)
     message.state = State::kLost;
-  else if (call(request, why) != 0)
+  else if (start(request, why) != 0)
     throw_failed(why.data());
   ++counter;
   const Ticket ticket = next_ticket_++;
   messages_.emplace(ticket, message);
-  if (!vain) own(request, ticket);
+  if (!lost) own(request, ticket);
   return ticket;
 }
 
 WaitResult MpiNetwork::wait(std::span<const Ticket> tickets, const Waiting& waiting) {
-  Patience patience(waiting);
-  Pauses pauses;
+  TimedWait timed(waiting);
+  Backoff backoff;
   for (;;) {
     {
       const std::lock_guard lock(mutex_);
@@ -160,23 +160,23 @@ WaitResult MpiNetwork::wait(std::span<const Ticket> tickets, const Waiting& wait
       else
         advance();
       WaitResult result;
-      if (judge(tickets, &result)) return result;
+      if (check_tickets(tickets, &result)) return result;
     }
     if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
       return {Outcome::kCancelled};
-    if (patience.is_over()) return {Outcome::kTimeout};
-    pauses.pause();
+    if (timed.expired()) return {Outcome::kTimeout};
+    backoff.pause();
   }
 }
 
-bool MpiNetwork::judge(std::span<const Ticket> tickets, WaitResult* result) {
+bool MpiNetwork::check_tickets(std::span<const Ticket> tickets, WaitResult* result) {
   int lost = -1;
   bool all_done = true;
   const Message* out_of_step = nullptr;
   for (const Ticket ticket : tickets) {
     const auto found = messages_.find(ticket);
     if (found == messages_.end())
-      throw Error(ErrorKind::kInternal, "a wait for a message whose ticket was used up already");
+      throw Error(ErrorKind::kInternal, "a wait for a message whose ticket was used before");
     const Message& message = found->second;
     all_done = all_done && message.state == State::kDone;
     if (message.state == State::kLost && lost < 0) lost = message.peer;
@@ -222,7 +222,7 @@ void MpiNetwork::give_up(std::span<const Ticket> tickets) {
         each.state = State::kOutOfStep;
     const auto owner = std::ranges::find(owners_, ticket);
     if (owner == owners_.end() || !usable()) continue;
-    *owner = kForgotten;
+    *owner = kDiscarded;
     if (!message.is_send) mpi_.cancel(&requests_[static_cast<std::size_t>(owner - owners_.begin())]);
   }
 }
@@ -237,7 +237,7 @@ void MpiNetwork::keep(std::shared_ptr<const void> memory) {
   kept_.push_back(std::move(memory));
 }
 
-/// Waits for one message after the other, where nobody can fail.
+/// Waits for one message after the other; in simulations, where no rank fails.
 void MpiNetwork::await(std::span<const Ticket> tickets) {
   Reason why{};
   for (const Ticket ticket : tickets) {
@@ -263,15 +263,16 @@ void MpiNetwork::advance() {
                 why.data(), why.size()) != 0)
     throw_failed(why.data());
   if (count == 0) return;
-  // What comes of a completion may post again, behind those that are here.
-  std::vector<bool> over(requests_.size());
+  // Completions may post further requests, which are appended.
+  std::vector<bool> completed(requests_.size());
   const std::vector<multiring_mpi_completion> completions(completions_.begin(), completions_.begin() + count);
-  for (const multiring_mpi_completion& each : completions) over[static_cast<std::size_t>(each.index)] = true;
+  for (const multiring_mpi_completion& each : completions)
+    completed[static_cast<std::size_t>(each.index)] = true;
   for (const multiring_mpi_completion& each : completions)
     finish(owners_[static_cast<std::size_t>(each.index)], each);
   std::size_t kept = 0;
   for (std::size_t index = 0; index < requests_.size(); ++index) {
-    if (index < over.size() && over[index]) continue;
+    if (index < completed.size() && completed[index]) continue;
     requests_[kept] = requests_[index];
     owners_[kept++] = owners_[index];
   }
@@ -280,13 +281,13 @@ void MpiNetwork::advance() {
 }
 
 void MpiNetwork::finish(Ticket owner, const multiring_mpi_completion& completion) {
-  if (owner == kForgotten || owner == kCancelled) return;
-  if (owner != kHearing) return finish_message(owner, completion);
+  if (owner == kDiscarded || owner == kCancelled) return;
+  if (owner != kControl) return finish_message(owner, completion);
   if (left_) return;  // cancelled
-  const ControlMessage message = *heard_;
+  const ControlMessage message = *control_input_;
   const bool whole = completion.outcome == MULTIRING_MPI_DONE && completion.bytes == sizeof message;
-  hear();
-  if (whole) heard(message);
+  post_control_receive();
+  if (whole) on_control_message(message);
 }
 
 void MpiNetwork::finish_message(Ticket ticket, const multiring_mpi_completion& completion) {
@@ -295,11 +296,11 @@ void MpiNetwork::finish_message(Ticket ticket, const multiring_mpi_completion& c
   Message& message = found->second;
   if (completion.outcome == MULTIRING_MPI_FAILED) {
     peer(message.peer).lost = true;
-    return settle(message.peer);
+    return fail_pending(message.peer);
   }
   const bool longer = completion.outcome == MULTIRING_MPI_TRUNCATED;
   if (!message.is_send && (longer || completion.bytes != message.bytes))
-    return spread_abort(
+    return propagate_abort(
         {ErrorKind::kMismatch, options_.rank,
          named(message.peer) + " sent " +
              (longer ? "more than " + std::to_string(message.bytes) : std::to_string(completion.bytes)) +

@@ -27,14 +27,14 @@ struct MpiOptions {
   std::string name;                ///< see MpiSession::claim_tags
 };
 
-/// Messages by MPI's point-to-point operations: whatever fabric MPI knows.
+/// Messages by MPI's point-to-point operations, over any fabric that MPI supports.
 ///
-/// A stream is a tag, and MPI keeps the order of messages with the same sender, receiver and tag. Connecting
-/// is MPI's own affair. Aborts and goodbyes go as messages with a tag of their own, which every rank takes
-/// from anyone it is connected with.
+/// A stream is a tag: MPI keeps the order of messages with the same sender, receiver and tag. MPI connects
+/// processes itself. Aborts and goodbyes are messages with a tag of their own, which every rank receives from
+/// any.
 ///
-/// **Lost peers.** MPI does not tell that a process has ended; those who start the processes end the job then
-/// (mpirun and srun do). What MPI calls failed counts as lost, and the deadline ends what is left.
+/// **Lost peers.** MPI does not report that a process has ended; launchers (mpirun, srun) end the whole job
+/// then. Messages that MPI reports as failed are lost, and the deadline ends the other waits.
 ///
 /// Lock: `mutex_` guards everything; none is taken under it.
 class MULTIRING_API MpiNetwork final : public Network {
@@ -83,21 +83,21 @@ class MULTIRING_API MpiNetwork final : public Network {
     bool connected = false;
     bool left = false;
     bool lost = false;
-    StreamCounts posted;  ///< by it, as its goodbye has told
+    StreamCounts posted;  ///< by it, as its goodbye says
     std::array<Stream, kMpiChannels> streams;
   };
-  // Owners of requests that are no message's.
-  static constexpr Ticket kHearing = 0;             // the receive for control messages
-  static constexpr Ticket kForgotten = ~Ticket{0};  // of what was given up, or told to a peer
-  static constexpr Ticket kCancelled = kForgotten - 1;
+  // Owners of requests that do not belong to a message.
+  static constexpr Ticket kControl = 0;             // the receive for control messages
+  static constexpr Ticket kDiscarded = ~Ticket{0};  // given up, or a control message that was sent
+  static constexpr Ticket kCancelled = kDiscarded - 1;
   using Reason = std::array<char, 1024>;
 
   Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
   std::string named(int rank) const;
   Stream& stream_to_post(int peer, int channel, std::size_t bytes);
-  template <class Call>
-  Ticket post(Message message, std::uint64_t& counter, const Call& call);
-  bool is_vain(const Message& message) const;
+  template <class Start>
+  Ticket post(Message message, std::uint64_t& counter, const Start& start);
+  bool cannot_complete(const Message& message) const;
   void own(const multiring_mpi_request& request, Ticket owner);
   bool usable() const;
   void require_usable() const;
@@ -106,16 +106,16 @@ class MULTIRING_API MpiNetwork final : public Network {
   void await(std::span<const Ticket> tickets);
   void finish(Ticket owner, const multiring_mpi_completion& completion);
   void finish_message(Ticket ticket, const multiring_mpi_completion& completion);
-  void hear();
-  void heard(const ControlMessage& message);
-  void settle(int peer);
-  bool judge(std::span<const Ticket> tickets, WaitResult* result);
-  void tell(int peer, const ControlMessage& message);
+  void post_control_receive();
+  void on_control_message(const ControlMessage& message);
+  void fail_pending(int peer);
+  bool check_tickets(std::span<const Ticket> tickets, WaitResult* result);
+  void send_control(int peer, const ControlMessage& message);
   std::vector<StreamCounts> posted_counts() const;
   void cancel_receives();
-  /// Until no request of a `wanted` owner is left, half a second at most.
+  /// Waits until no request of a `wanted` owner is left, half a second at most.
   void await_requests(const std::function<bool(Ticket)>& wanted);
-  void spread_abort(const AbortRecord& record, int from);
+  void propagate_abort(const AbortRecord& record, int from);
   [[noreturn]] void throw_failed(const char* why) const;
 
   std::shared_ptr<MpiSession> session_;
@@ -127,12 +127,12 @@ class MULTIRING_API MpiNetwork final : public Network {
   std::vector<Peer> peers_;
   std::unordered_map<Ticket, Message> messages_;
   Ticket next_ticket_ = 1;
-  // What MPI has not finished, and whose it is.
+  // Requests that MPI has not finished, and their owners.
   std::vector<multiring_mpi_request> requests_;
   std::vector<Ticket> owners_;
   std::vector<multiring_mpi_completion> completions_;
-  std::unique_ptr<ControlMessage> heard_;
-  std::vector<std::unique_ptr<ControlMessage>> told_;
+  std::unique_ptr<ControlMessage> control_input_;
+  std::vector<std::unique_ptr<ControlMessage>> control_output_;
   std::vector<std::shared_ptr<const void>> kept_;
   std::optional<AbortRecord> abort_;
   bool left_ = false;

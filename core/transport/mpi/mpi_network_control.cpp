@@ -1,59 +1,59 @@
-// What ranks over MPI tell each other besides their messages: aborts and goodbyes.
+// Aborts and goodbyes over MPI.
 
 #include <algorithm>
 #include <cstring>
 
 #include "base/text.h"
+#include "transport/mpi/backoff.h"
 #include "transport/mpi/mpi_network.h"
-#include "transport/mpi/pauses.h"
 
 namespace multiring {
 namespace {
 
-// How long a rank that leaves, and then the end of its network, waits for what MPI has not finished.
+// How long `leave`, and then the destructor, wait for requests that MPI has not finished.
 constexpr double kEndSeconds = 0.5;
 
 }  // namespace
 
-void MpiNetwork::hear() {
+void MpiNetwork::post_control_receive() {
   Reason why{};
   multiring_mpi_request request{};
-  if (mpi_.receive(session_->group(), heard_.get(), sizeof *heard_, -1, tag_ + kMpiControlTag, &request,
-                   why.data(), why.size()) != 0)
+  if (mpi_.receive(session_->group(), control_input_.get(), sizeof *control_input_, -1, tag_ + kMpiControlTag,
+                   &request, why.data(), why.size()) != 0)
     throw_failed(why.data());
-  own(request, kHearing);
+  own(request, kControl);
 }
 
-void MpiNetwork::heard(const ControlMessage& message) {
+void MpiNetwork::on_control_message(const ControlMessage& message) {
   if (message.type == ControlMessage::Type::kAbort)
-    return spread_abort({message.kind, message.origin, message.text}, message.rank);
+    return propagate_abort({message.kind, message.origin, message.text}, message.rank);
   Peer& other = peer(message.rank);
   other.left = true;
   other.posted = message.counts;
-  settle(message.rank);
+  fail_pending(message.rank);
 }
 
-/// What the end of a peer means for what is pending: messages that it posted still pass.
-void MpiNetwork::settle(int rank) {
+/// Pending messages whose counterpart an ended peer has not posted are lost.
+void MpiNetwork::fail_pending(int rank) {
   for (auto& [ticket, message] : messages_)
-    if (message.peer == rank && message.state == State::kPending && is_vain(message))
+    if (message.peer == rank && message.state == State::kPending && cannot_complete(message))
       message.state = State::kLost;
 }
 
-void MpiNetwork::tell(int rank, const ControlMessage& message) {
+void MpiNetwork::send_control(int rank, const ControlMessage& message) {
   auto copy = std::make_unique<ControlMessage>(message);
   const multiring_mpi_part part{copy.get(), sizeof *copy};
   Reason why{};
   multiring_mpi_request request{};
-  // Whoever cannot be told learns it otherwise: this is said when something is wrong already, or at the end.
+  // Ignored: after an error, or at the end, a peer that cannot be reached learns of it otherwise.
   if (mpi_.send(session_->group(), &part, 1, options_.members[static_cast<std::size_t>(rank)],
                 tag_ + kMpiControlTag, &request, why.data(), why.size()) != 0)
     return;
-  told_.push_back(std::move(copy));
-  own(request, kForgotten);
+  control_output_.push_back(std::move(copy));
+  own(request, kDiscarded);
 }
 
-void MpiNetwork::spread_abort(const AbortRecord& record, int from) {
+void MpiNetwork::propagate_abort(const AbortRecord& record, int from) {
   if (abort_) return;
   abort_ = record;
   if (!usable()) return;
@@ -65,14 +65,14 @@ void MpiNetwork::spread_abort(const AbortRecord& record, int from) {
   std::memcpy(message.text, record.message.data(), length);
   for (int other = 0; other < size(); ++other)
     if (other != from && peer(other).connected && !peer(other).left && !peer(other).lost)
-      tell(other, message);
+      send_control(other, message);
 }
 
 void MpiNetwork::abort(ErrorKind kind, const std::string& message) { relay({kind, options_.rank, message}); }
 
 void MpiNetwork::relay(const AbortRecord& record) {
   const std::lock_guard lock(mutex_);
-  if (!left_) spread_abort(record, -1);
+  if (!left_) propagate_abort(record, -1);
 }
 
 bool MpiNetwork::aborted(AbortRecord* record) const {
@@ -90,7 +90,7 @@ void MpiNetwork::leave() {
     left_ = true;
     if (!usable()) return;
     counts = posted_counts();
-    if (mpi_.simulated == 0) cancel_receives();  // there nothing is cancelled, and time would not pass
+    if (mpi_.simulated == 0) cancel_receives();  // simulations cannot cancel, and no time would pass
   }
   await_requests([](Ticket owner) { return owner == kCancelled; });
   const std::lock_guard lock(mutex_);
@@ -102,11 +102,11 @@ void MpiNetwork::leave() {
     message.type = ControlMessage::Type::kGoodbye;
     message.rank = options_.rank;
     message.counts = counts[static_cast<std::size_t>(other)];
-    tell(other, message);
+    send_control(other, message);
   }
 }
 
-/// What peers may count on: all that was sent, and the receives that are not about to be cancelled.
+/// All sends, and the receives that are not about to be cancelled.
 std::vector<StreamCounts> MpiNetwork::posted_counts() const {
   std::vector<StreamCounts> counts(peers_.size());
   for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
@@ -127,7 +127,7 @@ std::vector<StreamCounts> MpiNetwork::posted_counts() const {
 void MpiNetwork::cancel_receives() {
   for (std::size_t index = 0; index < requests_.size(); ++index) {
     const auto found = messages_.find(owners_[index]);
-    const bool receives = owners_[index] == kHearing || (found != messages_.end() && !found->second.is_send);
+    const bool receives = owners_[index] == kControl || (found != messages_.end() && !found->second.is_send);
     if (!receives) continue;
     if (found != messages_.end()) found->second.state = State::kLost;
     owners_[index] = kCancelled;
@@ -137,7 +137,7 @@ void MpiNetwork::cancel_receives() {
 
 void MpiNetwork::await_requests(const std::function<bool(Ticket)>& wanted) {
   const Deadline deadline = Deadline::after(kEndSeconds);
-  for (Pauses pauses;; pauses.pause()) {
+  for (Backoff backoff;; backoff.pause()) {
     const std::lock_guard lock(mutex_);
     try {
       advance();

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "transport/cluster/patience.h"
+#include "transport/timed_wait.h"
 
 namespace multiring {
 namespace {
@@ -16,15 +16,15 @@ namespace {
 using Reason = std::array<char, 1024>;
 
 constexpr int kBroadcastTag = 0;
-constexpr std::chrono::microseconds kLook(200);
+constexpr std::chrono::microseconds kBetweenTests(200);
 
-/// What messages of a broadcast lie in.
-struct Meeting {
+/// The memory of a broadcast's messages.
+struct Broadcast {
   std::string value;
   std::vector<multiring_mpi_request> requests;
 };
 
-/// Equal on all ranks, and spread over all numbers (FNV-1a).
+/// Equal on all ranks (FNV-1a).
 std::uint64_t hash(const std::string& name) {
   std::uint64_t value = 0xcbf29ce484222325ULL;
   for (const char each : name) value = (value ^ static_cast<unsigned char>(each)) * 0x100000001b3ULL;
@@ -32,7 +32,7 @@ std::uint64_t hash(const std::string& name) {
 }
 
 const multiring_mpi& load_bridge(const std::string& bridge) {
-  // Libraries of MPI load parts of their own, which look for symbols of the first one everywhere.
+  // MPI libraries load plugins that need their symbols.
   void* const library = ::dlopen(bridge.c_str(), RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr)
     throw Error(ErrorKind::kUsage, "the bridge to MPI cannot be loaded: " + std::string(::dlerror()) +
@@ -74,32 +74,32 @@ int MpiSession::claim_tags(const std::string& name, int count) {
 std::string MpiSession::broadcast(const std::string& value, int root, const Waiting& waiting) {
   if (value.size() > kBroadcastBytes)
     throw Error(ErrorKind::kInternal, "a broadcast of " + std::to_string(value.size()) + " bytes by MPI");
-  auto meeting = std::make_shared<Meeting>();
-  meeting->value = value;
+  auto broadcast = std::make_shared<Broadcast>();
+  broadcast->value = value;
   Reason why{};
   int failed = 0;
   if (rank() == root) {
-    const multiring_mpi_part part{meeting->value.data(), meeting->value.size()};
+    const multiring_mpi_part part{broadcast->value.data(), broadcast->value.size()};
     for (int peer = 0; peer < size() && failed == 0; ++peer)
       if (peer != root)
-        failed = functions_.send(group_, &part, 1, peer, kBroadcastTag, &meeting->requests.emplace_back(),
+        failed = functions_.send(group_, &part, 1, peer, kBroadcastTag, &broadcast->requests.emplace_back(),
                                  why.data(), why.size());
   } else {
-    meeting->value.assign(kBroadcastBytes, '\0');
-    failed = functions_.receive(group_, meeting->value.data(), kBroadcastBytes, root, kBroadcastTag,
-                                &meeting->requests.emplace_back(), why.data(), why.size());
+    broadcast->value.assign(kBroadcastBytes, '\0');
+    failed = functions_.receive(group_, broadcast->value.data(), kBroadcastBytes, root, kBroadcastTag,
+                                &broadcast->requests.emplace_back(), why.data(), why.size());
   }
-  if (failed != 0) meeting->requests.pop_back();
-  std::vector<std::size_t> bytes(meeting->requests.size());
+  if (failed != 0) broadcast->requests.pop_back();
+  std::vector<std::size_t> bytes(broadcast->requests.size());
   try {
     if (failed != 0) throw Error(ErrorKind::kInternal, std::string("MPI failed: ") + why.data());
-    complete(meeting->requests, bytes, waiting);
+    complete(broadcast->requests, bytes, waiting);
   } catch (...) {
-    keep(meeting);
+    keep(broadcast);
     throw;
   }
-  if (rank() != root) meeting->value.resize(bytes[0]);
-  return meeting->value;
+  if (rank() != root) broadcast->value.resize(bytes[0]);
+  return broadcast->value;
 }
 
 void MpiSession::keep(std::shared_ptr<const void> memory) {
@@ -109,7 +109,7 @@ void MpiSession::keep(std::shared_ptr<const void> memory) {
 
 void MpiSession::complete(std::span<multiring_mpi_request> requests, std::span<std::size_t> bytes,
                           const Waiting& waiting) const {
-  Patience patience(waiting);
+  TimedWait timed(waiting);
   Reason why{};
   std::vector<multiring_mpi_completion> done(requests.size());
   for (std::size_t left = requests.size(); left > 0;) {
@@ -117,19 +117,19 @@ void MpiSession::complete(std::span<multiring_mpi_request> requests, std::span<s
     if (functions_.test(requests.data(), static_cast<int>(requests.size()), functions_.simulated, done.data(),
                         &count, why.data(), why.size()) != 0)
       throw Error(ErrorKind::kInternal, std::string("MPI failed: ") + why.data());
-    for (int place = 0; place < count; ++place) {
-      const multiring_mpi_completion& each = done[static_cast<std::size_t>(place)];
+    for (int index = 0; index < count; ++index) {
+      const multiring_mpi_completion& each = done[static_cast<std::size_t>(index)];
       if (each.outcome != MULTIRING_MPI_DONE)
         throw Error(ErrorKind::kInternal, "rank " + std::to_string(rank()) + ": MPI failed in init");
       bytes[static_cast<std::size_t>(each.index)] = each.bytes;
       --left;
     }
     if (left == 0) return;
-    if (patience.is_over())
+    if (timed.expired())
       throw Error(ErrorKind::kTimeout, "rank " + std::to_string(rank()) + " of " + std::to_string(size()) +
                                            " waited in init for other ranks, by MPI: one has failed or "
                                            "has not called init. MULTIRING_TIMEOUT sets how long to wait.");
-    if (count == 0) std::this_thread::sleep_for(kLook);
+    if (count == 0) std::this_thread::sleep_for(kBetweenTests);
   }
 }
 

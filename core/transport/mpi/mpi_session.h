@@ -14,16 +14,16 @@
 
 namespace multiring {
 
-/// An MPI library, and a communicator of its own among the ranks of a job.
+/// An MPI library, with a communicator for multiring among the ranks of a job.
 class MULTIRING_API MpiSession {
  public:
-  /// `bridge`: path of what `multiring build mpi` has made. `communicator`: the address of an MPI_Comm; null:
-  /// all ranks of the job. Initialises MPI unless that is done. Collective. Raises a usage error where the
-  /// bridge or its MPI cannot be used.
+  /// `bridge`: path of the library that `multiring build mpi` has built. `communicator`: the address of an
+  /// MPI_Comm; null: all ranks of the job. Initialises MPI unless that is done. Collective. Raises a usage
+  /// error where the bridge or its MPI cannot be used.
   static std::shared_ptr<MpiSession> load(const std::string& bridge, const void* communicator);
-  /// Name and version of the MPI library of a bridge, which is loaded and not initialised.
+  /// Name and version of the MPI library of a bridge. Does not initialise it.
   static std::string library_of(const std::string& bridge);
-  /// With functions that are linked in.
+  /// With functions of this program.
   MpiSession(const multiring_mpi& functions, const void* communicator);
   MpiSession(const MpiSession&) = delete;
   MpiSession& operator=(const MpiSession&) = delete;
@@ -37,14 +37,14 @@ class MULTIRING_API MpiSession {
   const multiring_mpi& functions() const { return functions_; }
   multiring_mpi_group* group() const { return group_; }
 
-  /// `count` tags from the returned one on for the network of this name, which is given once and is the same
-  /// on all its ranks. Raises an internal error where two names fall on the same tags, before any message of
-  /// one could be taken for the other's.
+  /// The first of `count` tags for the network of this name, which is the same on all its ranks and used
+  /// once. Raises an internal error if two names get the same tags.
   int claim_tags(const std::string& name, int count);
-  /// What `root` has, at most kBroadcastBytes, on all ranks. Collective.
+  /// The value of `root`, at most kBroadcastBytes. Collective.
   std::string broadcast(const std::string& value, int root, const Waiting& waiting);
   static constexpr std::size_t kBroadcastBytes = 4096;
-  /// Memory of what was given up, which MPI may still read or write: stays as long as this session.
+  /// Keeps the memory of messages that were given up, which MPI may still read or write, as long as the
+  /// session.
   void keep(std::shared_ptr<const void> memory);
 
  private:

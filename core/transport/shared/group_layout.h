@@ -9,8 +9,8 @@
 
 namespace multiring {
 
-// The shared block of a transport, in this order; all parts start on 128-byte boundaries, so that a line that
-// one rank writes (and the line the processor prefetches with it) is never written by another.
+// The shared block of a transport, in this order. All parts start on 128-byte boundaries, so that two ranks
+// never write to the same cache line, or to one and the line that the processor prefetches with it.
 //
 //   GroupControl | RankState[size] | headers[size][2] | mailboxes[size][size] | staging[size][2]
 //
@@ -18,19 +18,19 @@ namespace multiring {
 
 struct GroupControl {
   WaitPoint rounds;                                       ///< where ranks sleep for a round
-  alignas(128) std::atomic<std::uint32_t> abort_claimed;  ///< 1: someone writes the record
+  alignas(128) std::atomic<std::uint32_t> abort_claimed;  ///< 1: a rank writes the record
   std::atomic<std::uint32_t> abort_published;             ///< 1: the record below is complete
   std::uint8_t abort_kind;
   std::int32_t abort_origin;
   char abort_message[4096];
 };
 
-/// Written by one rank, but for what others have heard of it; read by all.
+/// Read by all ranks, and written by one, except remote_arrival.
 struct RankState {
   alignas(128) std::atomic<std::uint64_t> arrived;
   alignas(128) std::atomic<std::uint32_t> left;
-  std::atomic<std::uint64_t> heard;  ///< the last round to which others are known to have seen it come
-  WaitPoint mail;                    ///< where this rank sleeps for its mailboxes; notified by its peers
+  std::atomic<std::uint64_t> remote_arrival;  ///< the last round that other ranks report it to have reached
+  WaitPoint mailboxes;  ///< where this rank sleeps for its mailboxes; notified by its peers
 };
 
 struct MailboxState {

@@ -13,12 +13,12 @@
 namespace multiring {
 namespace {
 
-// A sleeping rank looks around (peer dead? deadline? Ctrl-C?) at these intervals.
+// A sleeping rank checks for lost peers, its deadline and interrupts at these intervals.
 constexpr double kFirstTick = 0.005;
 constexpr double kLongestTick = 0.05;
 
 // A pause instruction takes 10 to 60 ns, depending on the processor; the budget need not be exact.
-constexpr double kTurnsPerMicrosecond = 25.0;
+constexpr double kSpinsPerMicrosecond = 25.0;
 constexpr double kDefaultSpinMicroseconds = 40.0;
 
 // Collectives cut staging memory into cache lines.
@@ -27,66 +27,31 @@ constexpr std::size_t kLeastStagingBytes = 64;
 SpinBudget spin_budget(const SharedTransportOptions& options) {
   const double most = options.spin_microseconds < 0 ? kDefaultSpinMicroseconds : options.spin_microseconds;
   const double least = std::min(most, 1.0);
-  return {static_cast<std::uint32_t>(least * kTurnsPerMicrosecond),
-          static_cast<std::uint32_t>(most * kTurnsPerMicrosecond)};
+  return {static_cast<std::uint32_t>(least * kSpinsPerMicrosecond),
+          static_cast<std::uint32_t>(most * kSpinsPerMicrosecond)};
 }
 
-/// Whether the condition came true within so many turns of a pause.
+/// Whether the condition came true within so many pause instructions.
 template <class Ready>
-bool spin(const Ready& ready, std::uint32_t turns) {
-  for (std::uint32_t turn = 0; turn < turns; ++turn) {
+bool spin(const Ready& ready, std::uint32_t spins) {
+  for (std::uint32_t count = 0; count < spins; ++count) {
     cpu_relax();
     if (ready()) return true;
   }
   return false;
 }
 
-/// The same where ranks outnumber the cores: a peer may need this very core to come, and gets it without the
-/// cost of sleeping and waking. Who else gets it may keep it for milliseconds, so the time counts.
+/// The same if oversubscribed: a peer that needs this core gets it without the cost of sleeping and waking.
+/// Another process may keep it for milliseconds, so the limit is a time.
 template <class Ready>
-bool yield(const Ready& ready, std::uint32_t turns) {
+bool yield(const Ready& ready, std::uint32_t spins) {
   const auto until =
-      Clock::now() + std::chrono::nanoseconds(static_cast<std::int64_t>(1e3 * turns / kTurnsPerMicrosecond));
+      Clock::now() + std::chrono::nanoseconds(static_cast<std::int64_t>(1e3 * spins / kSpinsPerMicrosecond));
   do {
     ::sched_yield();
     if (ready()) return true;
   } while (Clock::now() < until);
   return false;
-}
-
-class SharedSymmetricRegion final : public SymmetricRegion {
- public:
-  SharedSymmetricRegion(std::shared_ptr<SharedBlock> block, std::size_t stride, std::size_t bytes,
-                        std::uint32_t id, std::vector<bool> elsewhere)
-      : block_(std::move(block)), stride_(stride), bytes_(bytes), id_(id), elsewhere_(std::move(elsewhere)) {}
-  std::byte* part(int rank) const override {
-    if (elsewhere_[static_cast<std::size_t>(rank)]) return nullptr;
-    return block_->data() + static_cast<std::size_t>(rank) * stride_;
-  }
-  std::size_t bytes_per_rank() const override { return bytes_; }
-  std::uint32_t id() const override { return id_; }
-
- private:
-  std::shared_ptr<SharedBlock> block_;
-  std::size_t stride_;
-  std::size_t bytes_;
-  std::uint32_t id_;
-  std::vector<bool> elsewhere_;
-};
-
-// Blocks that the same ranks share are told apart by tags: a transport's own block has number 0, its regions
-// follow, and a subgroup's tag is derived from its parent's.
-std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {
-  std::uint64_t x = a * 0x9e3779b97f4a7c15ULL + b;
-  x ^= x >> 32;
-  x *= 0xd6e8feb86659fd93ULL;
-  return x ^ (x >> 32);
-}
-constexpr std::uint64_t kBlocks = 1;
-constexpr std::uint64_t kSubgroups = 2;
-
-std::uint64_t block_tag(std::uint64_t transport_tag, std::uint32_t number) {
-  return mixed(transport_tag, mixed(kBlocks, number));
 }
 
 /// The condition that ranks [0, size) except one have arrived at a round.
@@ -120,34 +85,35 @@ struct PeerCounter {
 
 }  // namespace
 
-SharedTransport::SharedTransport(std::shared_ptr<HostLink> link, std::vector<int> members, std::uint64_t tag,
-                                 const SharedTransportOptions& options, const Waiting& waiting)
-    : link_(std::move(link)),
+SharedTransport::SharedTransport(std::shared_ptr<HostGroup> host_group, std::vector<int> members,
+                                 std::uint64_t tag, const SharedTransportOptions& options,
+                                 const Waiting& waiting)
+    : host_group_(std::move(host_group)),
       members_(std::move(members)),
       tag_(tag),
       options_(options),
-      crowded_(options.crowded.value_or(link_->size() > link_->cores())),
+      oversubscribed_(options.oversubscribed.value_or(host_group_->size() > host_group_->cores())),
       layout_(static_cast<int>(members_.size()), options.staging_bytes),
       spin_(spin_budget(options)) {
-  const auto self = std::find(members_.begin(), members_.end(), link_->rank());
+  const auto self = std::find(members_.begin(), members_.end(), host_group_->rank());
   if (self == members_.end())
     throw Error(ErrorKind::kInternal, "a rank builds a transport it is not part of");
   if (options.staging_bytes < kLeastStagingBytes)
     throw Error(ErrorKind::kUsage, "MULTIRING_STAGING_BYTES is " + std::to_string(options.staging_bytes) +
                                        ": at least " + std::to_string(kLeastStagingBytes) + " are needed");
   rank_ = static_cast<int>(self - members_.begin());
-  block_ = link_->share(layout_.bytes, here(), block_tag(tag_, 0), waiting);
+  block_ = host_group_->share(layout_.bytes, local_members(), block_tag(0), waiting);
   control_ = reinterpret_cast<GroupControl*>(block_->data());
-  // A core dump would touch every page, mailboxes that were never used among them, and says nothing by it.
+  // A core dump would touch every page, unused mailboxes included.
   ::madvise(block_->data(), layout_.bytes, MADV_DONTDUMP);
 }
 
 SharedTransport::~SharedTransport() { SharedTransport::leave(); }
 
-std::string SharedTransport::host(int) const { return link_->host(); }
+std::string SharedTransport::host(int) const { return host_group_->host(); }
 
 std::int64_t SharedTransport::process_id(int rank) const {
-  return link_->process_id(members_[static_cast<std::size_t>(rank)]);
+  return host_group_->process_id(members_[static_cast<std::size_t>(rank)]);
 }
 
 RankState& SharedTransport::state(int rank) const {
@@ -185,13 +151,13 @@ void SharedTransport::publish_arrival(int rank, std::uint64_t round) {
   // seq_cst: see WaitPoint. It also releases what was written for the round.
   state(rank).arrived.store(round, std::memory_order_seq_cst);
   if (!control_->rounds.has_sleepers()) return;
-  // Only the last to arrive wakes the sleepers: one wake per rank and round, however many ranks there are. Of
-  // ranks that arrive at the same time, the one whose store comes last in the total order sees all others'.
-  if (Arrivals{&state(0), size(), rank_, round}()) link_->wake(control_->rounds);
+  // Only the last rank to arrive wakes the sleepers: one wake per rank and round. Of ranks that arrive at the
+  // same time, the one whose store is last in the total order sees those of all others.
+  if (Arrivals{&state(0), size(), rank_, round}()) host_group_->wake(control_->rounds);
 }
 
 void SharedTransport::notify(WaitPoint& point) const {
-  if (point.has_sleepers()) link_->wake(point);
+  if (point.has_sleepers()) host_group_->wake(point);
 }
 
 std::uint64_t SharedTransport::arrived(int rank) const {
@@ -204,12 +170,12 @@ WaitResult SharedTransport::await_all(std::uint64_t round, const Waiting& waitin
 
 void SharedTransport::mailbox_written(int destination, std::uint64_t chunk, std::size_t) {
   mailbox(rank_, destination).written.store(chunk, std::memory_order_seq_cst);
-  notify(state(destination).mail);
+  notify(state(destination).mailboxes);
 }
 
 void SharedTransport::mailbox_read(int source, std::uint64_t chunk) {
   mailbox(source, rank_).read.store(chunk, std::memory_order_seq_cst);
-  notify(state(source).mail);
+  notify(state(source).mailboxes);
 }
 
 bool SharedTransport::has_written(int source, std::uint64_t chunk) const {
@@ -217,21 +183,22 @@ bool SharedTransport::has_written(int source, std::uint64_t chunk) const {
 }
 
 WaitResult SharedTransport::await_written(int source, std::uint64_t chunk, const Waiting& waiting) {
-  return wait(state(rank_).mail, PeerCounter{mailbox(source, rank_).written, source, chunk}, waiting);
+  return wait(state(rank_).mailboxes, PeerCounter{mailbox(source, rank_).written, source, chunk}, waiting);
 }
 
 WaitResult SharedTransport::await_read(int destination, std::uint64_t chunk, const Waiting& waiting) {
-  return wait(state(rank_).mail, PeerCounter{mailbox(rank_, destination).read, destination, chunk}, waiting);
+  return wait(state(rank_).mailboxes, PeerCounter{mailbox(rank_, destination).read, destination, chunk},
+              waiting);
 }
 
 template <class Ready>
 WaitResult SharedTransport::wait(WaitPoint& point, const Ready& ready, const Waiting& waiting) {
   if (ready()) return {};
-  // Once ranks sleep, each is late for the other by the time of being woken, and spinning less and less would
-  // make that last: an allreduce in many segments took twice as long until the next pause.
-  const std::uint32_t turns = waiting.brief && !crowded_ ? spin_.most() : spin_.turns();
-  if (turns > 0) {
-    if (crowded_ ? yield(ready, turns) : spin(ready, turns)) {
+  // Two ranks that sleep delay each other by the time that waking takes. If they also spun less and less,
+  // that would go on: an allreduce in many segments took twice as long.
+  const std::uint32_t spins = waiting.brief && !oversubscribed_ ? spin_.most() : spin_.spins();
+  if (spins > 0) {
+    if (oversubscribed_ ? yield(ready, spins) : spin(ready, spins)) {
       spin_.was_enough();
       return {};
     }
@@ -251,7 +218,7 @@ WaitResult SharedTransport::sleep(WaitPoint& point, const Ready& ready, const Wa
   };
   waiting.deadline.start();
   const Clock::time_point start = Clock::now();
-  bool stall_told = waiting.stall_after <= 0 || waiting.stalled == nullptr;
+  bool stall_reported = waiting.stall_after <= 0 || waiting.stalled == nullptr;
   double tick = kFirstTick;
   for (;;) {
     WaitResult trouble;
@@ -259,26 +226,26 @@ WaitResult SharedTransport::sleep(WaitPoint& point, const Ready& ready, const Wa
       const Count count(point.sleepers);
       const std::uint32_t epoch = point.epoch.load(std::memory_order_seq_cst);
       if (ready()) return {};
-      trouble = look_for_trouble(ready, waiting);
+      trouble = check_for_end(ready, waiting);
       if (trouble.ok()) {
-        link_->sleep(point, epoch, std::min(tick, waiting.deadline.remaining()));
+        host_group_->sleep(point, epoch, std::min(tick, waiting.deadline.remaining()));
         if (ready()) return {};
       }
     }
-    // A peer may have arrived and then died or reported a later error: what has arrived counts.
+    // A peer may have arrived and died after that, or reported a later error.
     if (!trouble.ok()) return ready() ? WaitResult{} : trouble;
     tick = std::min(tick * 2, kLongestTick);
     waiting.check_interrupt();
     const double waited = seconds_between(start, Clock::now());
-    if (!stall_told && waited >= waiting.stall_after) {
-      stall_told = true;
+    if (!stall_reported && waited >= waiting.stall_after) {
+      stall_reported = true;
       (*waiting.stalled)(waited);
     }
   }
 }
 
 template <class Ready>
-WaitResult SharedTransport::look_for_trouble(const Ready& ready, const Waiting& waiting) {
+WaitResult SharedTransport::check_for_end(const Ready& ready, const Waiting& waiting) {
   using Outcome = WaitResult::Outcome;
   if (control_->abort_published.load(std::memory_order_acquire) != 0) return {Outcome::kAborted, -1, false};
   if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
@@ -294,15 +261,15 @@ WaitResult SharedTransport::find_lost_peer(const Ready& ready) const {
   WaitResult found;
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_ || !ready.pending(rank)) continue;
-    // Whose arrival another rank has to tell of is as lost as that one.
-    const int teller = known_from(rank);
-    if (teller == rank_ || is_elsewhere(teller)) continue;
-    const bool left = state(teller).left.load(std::memory_order_acquire) != 0;
-    const bool lost = left || link_->is_lost(members_[static_cast<std::size_t>(teller)]);
-    // It may have arrived between the first look and its end.
+    // If the receiver is lost, nothing is known of the rank.
+    const int receiver = receiver_of(rank);
+    if (receiver == rank_ || is_remote(receiver)) continue;
+    const bool left = state(receiver).left.load(std::memory_order_acquire) != 0;
+    const bool lost = left || host_group_->is_lost(members_[static_cast<std::size_t>(receiver)]);
+    // It may have arrived between the first check and its end.
     if (!lost || !ready.pending(rank)) continue;
-    found = {WaitResult::Outcome::kPeerLost, teller, left};
-    if (!left) break;  // a rank that left may have done so because another one died
+    found = {WaitResult::Outcome::kPeerLost, receiver, left};
+    if (!left) break;  // it may have left because another one died
   }
   return found;
 }
@@ -313,55 +280,6 @@ WaitResult SharedTransport::find_lost(std::uint64_t round) {
 
 WaitResult SharedTransport::find_ended_here() const {
   return find_lost_peer(Arrivals{&state(0), size(), rank_, std::numeric_limits<std::uint64_t>::max()});
-}
-
-std::shared_ptr<SymmetricRegion> SharedTransport::allocate(std::size_t bytes_per_rank, std::uint32_t id,
-                                                           const Waiting& waiting) {
-  const std::size_t stride =
-      GroupLayout::round_up(std::max<std::size_t>(bytes_per_rank, 1), GroupLayout::kPage);
-  const std::function<void()> look = [&] { look_for_abort(waiting); };
-  waiting.deadline.start();  // or the copy's clock alone would run
-  Waiting watched = waiting;
-  watched.interrupt = &look;
-  auto block = link_->share(stride * layout_.size, here(), block_tag(tag_, id), watched);
-  std::vector<bool> elsewhere;
-  for (int rank = 0; rank < size(); ++rank) elsewhere.push_back(is_elsewhere(rank));
-  return std::make_shared<SharedSymmetricRegion>(std::move(block), stride, bytes_per_rank, id,
-                                                 std::move(elsewhere));
-}
-
-std::shared_ptr<Transport> SharedTransport::subgroup(std::span<const int> members, std::uint64_t tag,
-                                                     const Waiting& waiting) {
-  const std::function<void()> look = [&] { look_for_abort(waiting); };
-  waiting.deadline.start();  // or the copy's clock alone would run
-  Waiting watched = waiting;
-  watched.interrupt = &look;
-  return std::make_shared<SharedTransport>(link_, world_ranks(members), subgroup_tag(tag), options_, watched);
-}
-
-// The rank that is to hand over memory may have failed to make it, and is alive all the same.
-void SharedTransport::look_for_abort(const Waiting& waiting) const {
-  waiting.check_interrupt();
-  if (aborted(nullptr)) throw WaitEnded{{WaitResult::Outcome::kAborted}};
-  if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
-    throw WaitEnded{{WaitResult::Outcome::kCancelled}};
-}
-
-std::vector<int> SharedTransport::here() const {
-  std::vector<int> ranks;
-  for (const int member : members_)
-    if (member != kElsewhere) ranks.push_back(member);
-  return ranks;
-}
-
-std::vector<int> SharedTransport::world_ranks(std::span<const int> members) const {
-  std::vector<int> ranks;
-  for (const int member : members) ranks.push_back(members_[static_cast<std::size_t>(member)]);
-  return ranks;
-}
-
-std::uint64_t SharedTransport::subgroup_tag(std::uint64_t tag) const {
-  return mixed(tag_, mixed(kSubgroups, tag));
 }
 
 void SharedTransport::abort(ErrorKind kind, const std::string& message) noexcept {
@@ -379,7 +297,7 @@ void SharedTransport::publish_abort(ErrorKind kind, int origin, const std::strin
     control_->abort_published.store(1, std::memory_order_seq_cst);
   }
   notify(control_->rounds);
-  for (int rank = 0; rank < size(); ++rank) notify(state(rank).mail);
+  for (int rank = 0; rank < size(); ++rank) notify(state(rank).mailboxes);
 }
 
 bool SharedTransport::aborted(AbortRecord* record) const {
@@ -394,7 +312,7 @@ bool SharedTransport::aborted(AbortRecord* record) const {
 
 void SharedTransport::abandon() {
   abandoned_.store(true, std::memory_order_release);
-  link_->abandon();
+  host_group_->abandon();
 }
 
 void SharedTransport::leave() {
@@ -406,7 +324,7 @@ void SharedTransport::leave() {
 
 void SharedTransport::wake() {
   notify(control_->rounds);
-  for (int rank = 0; rank < size(); ++rank) notify(state(rank).mail);
+  for (int rank = 0; rank < size(); ++rank) notify(state(rank).mailboxes);
 }
 
 }  // namespace multiring

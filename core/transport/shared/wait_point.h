@@ -7,10 +7,10 @@
 
 namespace multiring {
 
-/// Where ranks sleep for a condition on shared atomics. The waker changes the condition first (a seq_cst
-/// store), then calls `notify_all` if there are sleepers; the sleeper counts itself in, reads the epoch,
-/// looks at the condition again and only then sleeps. In the single total order of these seq_cst operations
-/// either the sleeper sees the changed condition or the waker sees the sleeper, so no wake is lost.
+/// Where ranks sleep for a condition on shared atomics. The waker changes the condition (a seq_cst store),
+/// then calls `notify_all` if there are sleepers. The sleeper counts itself, reads the epoch, checks the
+/// condition again and then sleeps. In the total order of these operations either the sleeper sees the
+/// changed condition or the waker sees the sleeper, so no wake is lost.
 struct alignas(128) WaitPoint {
   std::atomic<std::uint32_t> epoch;
   std::atomic<std::uint32_t> sleepers;
@@ -22,21 +22,20 @@ struct alignas(128) WaitPoint {
   }
 };
 
-/// How long a wait spins before it sleeps: doubles when spinning was enough, halves when it was not, so that
-/// waits that are short (a peer a microsecond behind) do not pay for sleeping and waking, and waits that are
-/// long (a peer that computes) leave the core to others.
+/// How long a wait spins before it sleeps. Doubles when spinning was enough and halves when it was not: short
+/// waits avoid the cost of sleeping and waking, and long ones leave the core to others.
 class SpinBudget {
  public:
   SpinBudget(std::uint32_t least, std::uint32_t most) : least_(least), most_(most), now_(most) {}
-  std::uint32_t turns() const { return now_.load(std::memory_order_relaxed); }
+  std::uint32_t spins() const { return now_.load(std::memory_order_relaxed); }
   std::uint32_t most() const { return most_; }
   // Relaxed: a heuristic; a lost update only makes the next wait spin differently.
   void was_enough() { now_.store(grown(), std::memory_order_relaxed); }
   void was_not_enough() { now_.store(shrunk(), std::memory_order_relaxed); }
 
  private:
-  std::uint32_t grown() const { return turns() >= most_ / 2 ? most_ : turns() * 2; }
-  std::uint32_t shrunk() const { return turns() / 2 < least_ ? least_ : turns() / 2; }
+  std::uint32_t grown() const { return spins() >= most_ / 2 ? most_ : spins() * 2; }
+  std::uint32_t shrunk() const { return spins() / 2 < least_ ? least_ : spins() / 2; }
 
   std::uint32_t least_;
   std::uint32_t most_;

@@ -31,7 +31,7 @@ UniqueFd create_memory_file(std::size_t bytes) {
   if (!file) throw_errno("memfd_create");
   if (::ftruncate(file.get(), static_cast<off_t>(bytes)) != 0)
     throw_errno("ftruncate of " + std::to_string(bytes) + " bytes of shared memory");
-  // Nobody can shrink it under a peer's feet (which would raise SIGBUS there).
+  // Sealed: if a process shrank it, its peers would get SIGBUS.
   if (::fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
     throw_errno("F_ADD_SEALS");
   return file;

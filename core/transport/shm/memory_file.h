@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "base/unique_fd.h"
-#include "transport/shared/host_link.h"
+#include "transport/shared/host_group.h"
 
 namespace multiring {
 

@@ -39,15 +39,15 @@ void Poller::remove(const Descriptor& descriptor) {
 }
 
 void Poller::sleep(int milliseconds) {
-  if (told_ < found_count_) return;  // a sink has failed: the rest is told first, since it is told once
+  if (dispatched_ < event_count_) return;  // a sink has raised: the kernel reports the rest only once
   epoll_event events[kMaxEvents];
-  found_count_ = told_ = 0;
+  event_count_ = dispatched_ = 0;
   const int count = ::epoll_wait(epoll_.get(), events, kMaxEvents, milliseconds);
   if (count < 0 && errno != EINTR) throw_errno("epoll_wait");
   for (int i = 0; i < count; ++i) {
     auto* sink = static_cast<EventSink*>(events[i].data.ptr);
     if (sink != nullptr) {
-      found_[found_count_++] = {sink, events[i].events};
+      events_[event_count_++] = {sink, events[i].events};
     } else {
       std::uint64_t times = 0;
       [[maybe_unused]] const ssize_t got = ::read(wake_.get(), &times, sizeof times);
@@ -55,9 +55,9 @@ void Poller::sleep(int milliseconds) {
   }
 }
 
-void Poller::tell() {
-  while (told_ < found_count_) {
-    const Found& next = found_[told_++];
+void Poller::dispatch() {
+  while (dispatched_ < event_count_) {
+    const Event& next = events_[dispatched_++];
     next.sink->on_events(next.events);
   }
 }

@@ -6,7 +6,6 @@
 
 namespace multiring::tcp {
 
-/// What hears of a descriptor's events.
 class EventSink {
  public:
   virtual void on_events(std::uint32_t events) = 0;
@@ -15,37 +14,37 @@ class EventSink {
   ~EventSink() = default;
 };
 
-/// Waits for events of many descriptors at once (epoll). A descriptor's events are told when they begin, not
-/// as long as they last: who is told remembers it until the kernel says that nothing is left.
+/// Waits for events of many descriptors (epoll, edge-triggered): a sink remembers what it was notified of
+/// until the kernel reports that nothing is left.
 class Poller {
  public:
   explicit Poller(DescriptorTable& descriptors);
 
-  /// Adding a descriptor again changes who hears of it, and tells what is there.
+  /// Adding a descriptor again replaces its sink, which is notified of what is there.
   void add(const Descriptor& descriptor, EventSink& sink);
-  /// The same; false, with errno set, instead of an error.
+  /// As `add`, but returns false, with errno set, instead of raising.
   bool try_add(const Descriptor& descriptor, EventSink& sink);
-  /// Before the sink goes. Closing the descriptor is not enough: a fork of the process may hold it open.
+  /// Before the sink is destroyed. Closing the descriptor is not enough: a fork may hold it open.
   void remove(const Descriptor& descriptor);
-  /// Sleeps until there are events, at most `milliseconds`; what was found is told by `tell`. Another thread
-  /// may change what is waited for meanwhile.
+  /// Sleeps until there are events for `dispatch`, at most `milliseconds`. Another thread may add and remove
+  /// descriptors meanwhile.
   void sleep(int milliseconds);
-  void tell();
+  void dispatch();
   /// Ends a sleep. Any thread.
   void wake();
 
  private:
   static constexpr int kMaxEvents = 64;
-  struct Found {
+  struct Event {
     EventSink* sink;
     std::uint32_t events;
   };
 
   Descriptor epoll_;
   Descriptor wake_;
-  Found found_[kMaxEvents];
-  int found_count_ = 0;
-  int told_ = 0;  // of those found
+  Event events_[kMaxEvents];
+  int event_count_ = 0;
+  int dispatched_ = 0;  // of these
 };
 
 }  // namespace multiring::tcp

@@ -13,7 +13,7 @@
 namespace multiring::tcp {
 namespace {
 
-// Strangers must not fill it before a rank comes; the kernel cuts it to net.core.somaxconn.
+// Large enough that unauthenticated peers do not fill it. The kernel cuts it to net.core.somaxconn.
 constexpr int kBacklog = 4096;
 // The kernel's limit for TCP_KEEPCNT.
 constexpr int kMostProbes = 127;
@@ -45,15 +45,15 @@ UniqueFd listen_on(SocketAddress& address) {
   return socket;
 }
 
-UniqueFd accept_from(int listener) {
+UniqueFd accept_connection(int listener) {
   return UniqueFd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
 }
 
-UniqueFd begin_call(const SocketAddress& from, const SocketAddress& to) {
+UniqueFd start_connect(const SocketAddress& from, const SocketAddress& to) {
   UniqueFd socket = new_socket(to.family());
   if (!socket) return socket;
-  // The port is chosen when the other end is known, so that many connections can share one. Without this,
-  // where the kernel does not know it, there are fewer ports.
+  // The port is chosen when the other end is known, so that many connections can share one. Kernels without
+  // this option have fewer ports to give.
   const int yes = 1;
   ::setsockopt(socket.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &yes, sizeof yes);
   SocketAddress any_port = from;
@@ -67,7 +67,7 @@ UniqueFd begin_call(const SocketAddress& from, const SocketAddress& to) {
   return socket;
 }
 
-int call_error(int socket) {
+int pending_error(int socket) {
   int error = 0;
   socklen_t length = sizeof error;
   if (::getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &length) != 0) return errno;
@@ -92,16 +92,16 @@ std::string path_of(int socket) {
 
 void set_no_delay(int socket) { set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1); }
 
-void set_heartbeat(int socket, double seconds, double patience, bool unanswered_too) {
+void set_heartbeat(int socket, double seconds, double limit, bool unanswered_too) {
   // Probes follow each other as quickly as the kernel counts, in seconds, and as many of them as it sends.
   const int idle = std::max(1, static_cast<int>(seconds / 5));
-  const int rest = std::max(1, static_cast<int>(std::ceil(patience)) - idle);
+  const int rest = std::max(1, static_cast<int>(std::ceil(limit)) - idle);
   const int interval = (rest + kMostProbes - 1) / kMostProbes;
   set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, idle);
   set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, interval);
   set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, (rest + interval - 1) / interval);
   // 0: the kernel's own limit.
-  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, unanswered_too ? static_cast<int>(patience * 1000) : 0);
+  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, unanswered_too ? static_cast<int>(limit * 1000) : 0);
   set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
 }
 
@@ -109,8 +109,8 @@ Unanswered unanswered(int socket) {
   tcp_info info{};
   socklen_t length = sizeof info;
   if (::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return {};
-  // Where the peer has no room, the kernel asks for it at longer and longer intervals: what counts is whether
-  // it has asked since the last answer, not how long ago that was.
+  // The kernel probes a peer whose buffer is full at longer and longer intervals. What counts is whether it
+  // has probed since the last acknowledgement, not how long ago that was.
   const bool sent = info.tcpi_unacked > 0 && info.tcpi_last_data_sent < info.tcpi_last_ack_recv;
   return {sent || info.tcpi_probes > 0, info.tcpi_last_ack_recv / 1000.0,
           std::min(info.tcpi_last_ack_recv, info.tcpi_last_data_recv) / 1000.0};

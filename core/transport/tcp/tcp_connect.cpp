@@ -1,4 +1,4 @@
-// How a TcpNetwork comes to its connections.
+// How a TcpNetwork opens and accepts connections.
 
 #include <unistd.h>
 
@@ -7,7 +7,7 @@
 
 #include "base/host_identity.h"
 #include "base/protocol.h"
-#include "transport/tcp/connect_errors.h"
+#include "transport/tcp/handshake/connect_errors.h"
 #include "transport/tcp/sockets.h"
 #include "transport/tcp/tcp_network.h"
 
@@ -17,19 +17,19 @@ namespace {
 constexpr int kMaxStripes = 64;
 constexpr double kLookupSlice = 0.2;
 constexpr double kShortestHandshake = 0.001;
-constexpr double kLongestSeconds = 24 * 3600;  // a day, which the kernel's timers can hold as well
+constexpr double kLongestSeconds = 24 * 3600;  // a day, which the kernel's timers can represent
 
 std::string store_key(const TcpOptions& options, int rank) {
   return "tcp/" + options.job + "/" + std::to_string(rank);
 }
 
-// False for what is no number.
+// False for NaN.
 bool between(double value, double least, double most) { return value >= least && value <= most; }
 
-void check(const TcpOptions& options) {
+void validate(const TcpOptions& options) {
   if (options.secret.empty())
     throw Error(ErrorKind::kUsage,
-                "a TCP network needs a secret that is not empty: anybody can reach its ports");
+                "a TCP network needs a secret that is not empty: any process can reach its ports");
   if (options.size < 1 || options.rank < 0 || options.rank >= options.size || options.channels < 1 ||
       options.connections_per_interface < 1 || options.connections_per_interface > kMaxStripes ||
       !between(options.heartbeat, 1.0, kLongestSeconds))
@@ -39,11 +39,12 @@ void check(const TcpOptions& options) {
                                        std::to_string(options.connections_per_interface) +
                                        " connections per interface and a heartbeat of " +
                                        std::to_string(options.heartbeat) + " s");
-  if (!between(options.handshake_seconds, kShortestHandshake, kLongestSeconds) || options.max_strangers < 1 ||
-      !between(options.spin_microseconds, 0.0, kLongestSeconds * 1e6))
+  if (!between(options.handshake_seconds, kShortestHandshake, kLongestSeconds) ||
+      options.max_handshakes < 1 || !between(options.spin_microseconds, 0.0, kLongestSeconds * 1e6))
     throw Error(ErrorKind::kUsage, "a TCP network cannot allow " + std::to_string(options.handshake_seconds) +
-                                       " s for a handshake, " + std::to_string(options.max_strangers) +
-                                       " strangers and " + std::to_string(options.spin_microseconds) +
+                                       " s for a handshake, " + std::to_string(options.max_handshakes) +
+                                       " handshakes at a time and " +
+                                       std::to_string(options.spin_microseconds) +
                                        " microseconds of spinning");
 }
 
@@ -57,17 +58,17 @@ std::uint64_t settings_of(const TcpOptions& options) {
 
 TcpNetwork::TcpNetwork(Store& store, const TcpOptions& options)
     : store_(store),
-      options_((check(options), options)),
+      options_((validate(options), options)),
       settings_(settings_of(options)),
       own_{host_name(), ::getpid(),
            choose_addresses(interface_addresses(), options.interfaces, options.local)},
       poller_(descriptors_),
-      door_(descriptors_, poller_,
-            {derive_handshake_key(options.secret, options.job), options.handshake_seconds, options.heartbeat,
-             options.max_strangers, options.open_handshakes},
-            *this),
+      acceptor_(descriptors_, poller_,
+                {derive_handshake_key(options.secret, options.job), options.handshake_seconds,
+                 options.heartbeat, options.max_handshakes, options.open_handshakes},
+                *this),
       peers_(static_cast<std::size_t>(options.size)) {
-  door_.listen(own_.addresses);
+  acceptor_.listen(own_.addresses);
   store_.set(store_key(options_, options_.rank), format_endpoint(own_));
 }
 
@@ -75,27 +76,27 @@ void TcpNetwork::connect(std::span<const Link> links, const Waiting& waiting) {
   waiting.deadline.start();
   for (const Link& link : links) check_link(link);
   for (const Link& link : links)
-    if (link.peer < options_.rank) find(link.peer, waiting);
-  std::list<Call> calls;
-  // They belong to this function, however it ends.
-  struct Forget {
+    if (link.peer < options_.rank) look_up_address(link.peer, waiting);
+  std::list<ConnectAttempt> attempts;
+  struct CancelAll {
     TcpNetwork& network;
-    const std::list<Call>& calls;
-    ~Forget() {
+    const std::list<ConnectAttempt>& attempts;
+    ~CancelAll() {
       const std::lock_guard lock(network.mutex_);
-      for (const Call& call : calls) network.door_.forget(call);
+      for (const ConnectAttempt& attempt : attempts) network.acceptor_.cancel(attempt);
     }
-  } const forget{*this, calls};
+  } const cancel_all{*this, attempts};
   {
     const std::lock_guard lock(mutex_);
     if (left_) throw left_error(ErrorKind::kInternal);
-    calls = missing_calls(links, false);
-    for (Call& call : calls) door_.call(call);
+    attempts = missing_attempts(links, false);
+    for (ConnectAttempt& attempt : attempts) acceptor_.connect(attempt);
   }
   std::optional<Error> error;
   const WaitResult result = drive(waiting, [&](WaitResult*) {
-    if (std::all_of(links.begin(), links.end(), [&](const Link& link) { return ready(link); })) return true;
-    error = trouble(links, calls, waiting);
+    if (std::all_of(links.begin(), links.end(), [&](const Link& link) { return is_linked(link); }))
+      return true;
+    error = find_error(links, attempts, waiting);
     return error.has_value();
   });
   if (result.outcome == WaitResult::Outcome::kCancelled)
@@ -103,14 +104,14 @@ void TcpNetwork::connect(std::span<const Link> links, const Waiting& waiting) {
   if (result.ok() && !error) return;
   const auto compose = [&] {
     const std::lock_guard lock(mutex_);
-    if (result.ok()) return trouble(links, calls, waiting).value_or(*error);
-    return timeout_error(links, calls, waiting);
+    if (result.ok()) return find_error(links, attempts, waiting).value_or(*error);
+    return timeout_error(links, attempts, waiting);
   };
   error = compose();
-  // Its host is asked for without the lock; the second text names it.
+  // Looks up its host without the lock, so that the second text names it.
   if (error->context().peer >= 0 && !host(error->context().peer).empty()) error = compose();
   const std::lock_guard lock(mutex_);
-  std::erase_if(complaints_, [&](const auto& complaint) { return concerns(complaint.first, links); });
+  std::erase_if(rejections_, [&](const auto& rejection) { return affects(rejection.first, links); });
   throw *error;
 }
 
@@ -124,13 +125,13 @@ void TcpNetwork::check_link(const Link& link) const {
                   std::to_string(link.channel) + " of " + std::to_string(options_.channels));
 }
 
-bool TcpNetwork::ready(const Link& link) const {
+bool TcpNetwork::is_linked(const Link& link) const {
   const Peer& other = peer(link.peer);
   const auto found = other.streams.find(link.channel);
   return other.control && found != other.streams.end() && found->second->complete();
 }
 
-TwoEnds TcpNetwork::ends(int rank, double waited) const {
+RankPair TcpNetwork::rank_pair(int rank, double waited) const {
   return {options_.rank,   own_.host, rank, known_host(rank), waited, world_rank(options_.rank),
           world_rank(rank)};
 }
@@ -141,8 +142,8 @@ int TcpNetwork::world_rank(int rank) const {
 }
 
 Error TcpNetwork::left_error(ErrorKind kind) const {
-  return Error(kind, "rank " + std::to_string(world_rank(options_.rank)) +
-                         " has left and connects with nobody any more");
+  return Error(
+      kind, "rank " + std::to_string(world_rank(options_.rank)) + " has left and opens no more connections");
 }
 
 std::string TcpNetwork::known_host(int rank) const {
@@ -161,15 +162,15 @@ std::string TcpNetwork::host(int rank) {
   try {
     endpoint = parse_endpoint(store_.get(store_key(options_, rank), 0.0));
   } catch (const Error&) {
-    // It has told none, or the store has gone: who asks has a message to write in spite of that.
+    // Not published, or the store has gone: the message is written without it.
   }
   const std::lock_guard lock(mutex_);
   if (!peer(rank).endpoint) peer(rank).endpoint = std::move(endpoint);
   return known_host(rank);
 }
 
-// Others are let in meanwhile: they may be what the peer waits for.
-void TcpNetwork::find(int rank, const Waiting& waiting) {
+// Accepts connections meanwhile: the peer may wait for one.
+void TcpNetwork::look_up_address(int rank, const Waiting& waiting) {
   while (true) {
     {
       const std::lock_guard lock(mutex_);
@@ -189,8 +190,8 @@ void TcpNetwork::find(int rank, const Waiting& waiting) {
       if (left_) throw left_error(ErrorKind::kAborted);
       if (waiting.deadline.expired())
         throw error_between(
-            ErrorKind::kTimeout, ends(rank, waiting.deadline.elapsed()), "waited for",
-            ", which has told no address: it has not started, has failed before, or was given "
+            ErrorKind::kTimeout, rank_pair(rank, waiting.deadline.elapsed()), "waited for",
+            ", which has published no address: it has not started, has failed before, or was given "
             "another store. Look at its output; MULTIRING_TIMEOUT sets how long to wait");
       continue;
     }
@@ -202,170 +203,175 @@ void TcpNetwork::find(int rank, const Waiting& waiting) {
   }
 }
 
-/// `of_both`: also those that the peer would make if it connected, too.
-std::list<Call> TcpNetwork::missing_calls(std::span<const Link> links, bool of_both) const {
-  std::list<Call> calls;
+/// `of_both`: also those that the peer would open in `connect`.
+std::list<ConnectAttempt> TcpNetwork::missing_attempts(std::span<const Link> links, bool of_both) const {
+  std::list<ConnectAttempt> attempts;
   std::set<std::pair<int, int>> planned;
   for (const Link& link : links) {
-    if ((link.peer > options_.rank && !of_both) || ready(link)) continue;
-    if (lacks_control(peer(link.peer)) && planned.insert({link.peer, HelloFacts::kControl}).second)
-      plan_calls(link.peer, HelloFacts::kControl, calls);
-    if (planned.insert({link.peer, link.channel}).second) plan_calls(link.peer, link.channel, calls);
+    if ((link.peer > options_.rank && !of_both) || is_linked(link)) continue;
+    if (needs_control(peer(link.peer)) && planned.insert({link.peer, ConnectionInfo::kControl}).second)
+      add_attempts(link.peer, ConnectionInfo::kControl, attempts);
+    if (planned.insert({link.peer, link.channel}).second) add_attempts(link.peer, link.channel, attempts);
   }
-  return calls;
+  return attempts;
 }
 
-void TcpNetwork::plan_calls(int rank, int channel, std::list<Call>& calls) const {
+void TcpNetwork::add_attempts(int rank, int channel, std::list<ConnectAttempt>& attempts) const {
   const auto& theirs = peer(rank).endpoint->addresses;
-  // Whoever calls, stripes have the same numbers.
+  // Stripes have the same numbers whichever rank connects.
   const bool higher = options_.rank > rank;
   std::vector<AddressPair> pairs =
       higher ? pair_addresses(own_.addresses, theirs) : pair_addresses(theirs, own_.addresses);
   if (!higher)
-    for (AddressPair& pair : pairs) std::swap(pair.caller, pair.listener);
+    for (AddressPair& pair : pairs) std::swap(pair.client, pair.server);
   if (pairs.empty())
     throw error_between(
-        ErrorKind::kUsage, ends(rank, 0.0), "has no address of the family (IPv4, IPv6) of any of",
+        ErrorKind::kUsage, rank_pair(rank, 0.0), "has no address of the family (IPv4, IPv6) of any of",
         ": " + own_.addresses.front().address.host_text() + " and " + theirs.front().address.host_text() +
             ". Choose interfaces of a network that both share with MULTIRING_INTERFACES");
-  const bool control = channel == HelloFacts::kControl;
+  const bool control = channel == ConnectionInfo::kControl;
   const int each = control ? 1 : options_.connections_per_interface;
   pairs.resize(
       std::min<std::size_t>(pairs.size(), control ? 1 : static_cast<std::size_t>(kMaxStripes / each)));
   const bool speeds_known = std::all_of(pairs.begin(), pairs.end(), [&](const AddressPair& pair) {
-    return own_.addresses[pair.caller].megabits > 0 && theirs[pair.listener].megabits > 0;
+    return own_.addresses[pair.client].megabits > 0 && theirs[pair.server].megabits > 0;
   });
   const auto stripes = static_cast<std::int32_t>(pairs.size()) * each;
   std::int32_t stripe = 0;
   for (const AddressPair& pair : pairs) {
-    const InterfaceAddress& from = own_.addresses[pair.caller];
-    const InterfaceAddress& to = theirs[pair.listener];
+    const InterfaceAddress& from = own_.addresses[pair.client];
+    const InterfaceAddress& to = theirs[pair.server];
     const std::uint32_t weight = speeds_known ? std::min(from.megabits, to.megabits) : 1;
     for (int i = 0; i < each; ++i, ++stripe) {
-      const HelloFacts facts{options_.rank, rank, options_.size, channel, stripe, stripes, weight, settings_};
-      // Those that were made by an earlier attempt stay, and those that are under way.
-      const bool made = !control && stands(facts, rank);
-      if (!made && !is_calling(facts)) calls.push_back({facts, from, to});
+      const ConnectionInfo info{options_.rank, rank,    options_.size, channel,
+                                stripe,        stripes, weight,        settings_};
+      // Those of an earlier attempt stay.
+      const bool made = !control && has_connection(info, rank);
+      if (!made && !is_connecting(info)) attempts.push_back({info, from, to});
     }
   }
 }
 
-Verdict TcpNetwork::judge(const HelloFacts& facts) {
-  if (facts.size != options_.size || facts.settings != settings_ || facts.stripes < 1 ||
-      facts.stripes > kMaxStripes || facts.stripe < 0 || facts.stripe >= facts.stripes || facts.weight == 0 ||
-      facts.channel < HelloFacts::kControl || facts.channel >= options_.channels)
-    return complain(facts, Verdict::kOtherSettings);
-  if (facts.listener != options_.rank || facts.caller == options_.rank || facts.caller < 0 ||
-      facts.caller >= options_.size)
+Verdict TcpNetwork::check(const ConnectionInfo& info) {
+  if (info.size != options_.size || info.settings != settings_ || info.stripes < 1 ||
+      info.stripes > kMaxStripes || info.stripe < 0 || info.stripe >= info.stripes || info.weight == 0 ||
+      info.channel < ConnectionInfo::kControl || info.channel >= options_.channels)
+    return record_rejection(info, Verdict::kOtherSettings);
+  if (info.server != options_.rank || info.client == options_.rank || info.client < 0 ||
+      info.client >= options_.size)
     return Verdict::kWrongRank;
-  HelloFacts other_way = facts;
-  std::swap(other_way.caller, other_way.listener);
-  if (facts.caller < options_.rank && (is_calling(other_way) || stands(facts, facts.caller)))
-    return Verdict::kCrossed;
-  const Peer& caller = peer(facts.caller);
-  if (facts.channel == HelloFacts::kControl)
-    return complain(facts, lacks_control(caller) ? Verdict::kWelcome : Verdict::kDuplicate);
-  const auto found = caller.streams.find(facts.channel);
-  if (found == caller.streams.end()) return Verdict::kWelcome;
-  const auto stripe = static_cast<std::size_t>(facts.stripe);
-  const bool fits = found->second->stripes() == static_cast<std::size_t>(facts.stripes);
-  return complain(facts, fits && !found->second->has_link(stripe) ? Verdict::kWelcome : Verdict::kDuplicate);
+  ConnectionInfo reversed = info;
+  std::swap(reversed.client, reversed.server);
+  if (info.client < options_.rank && (is_connecting(reversed) || has_connection(info, info.client)))
+    return Verdict::kSimultaneous;
+  const Peer& client = peer(info.client);
+  if (info.channel == ConnectionInfo::kControl)
+    return record_rejection(info, needs_control(client) ? Verdict::kAccepted : Verdict::kDuplicate);
+  const auto found = client.streams.find(info.channel);
+  if (found == client.streams.end()) return Verdict::kAccepted;
+  const auto stripe = static_cast<std::size_t>(info.stripe);
+  const bool fits = found->second->stripes() == static_cast<std::size_t>(info.stripes);
+  return record_rejection(
+      info, fits && !found->second->has_connection(stripe) ? Verdict::kAccepted : Verdict::kDuplicate);
 }
 
-// An attempt to connect that was given up may have left the end of its control connection behind.
-bool TcpNetwork::lacks_control(const Peer& peer) {
+// Or has a closed one, of a `connect` that failed.
+bool TcpNetwork::needs_control(const Peer& peer) {
   if (!peer.control) return true;
   return !peer.control->open() && !peer.left &&
          std::none_of(peer.streams.begin(), peer.streams.end(),
                       [](const auto& stream) { return stream.second->complete(); });
 }
 
-// Both sides tell of what keeps them apart.
-Verdict TcpNetwork::complain(const HelloFacts& facts, Verdict verdict) {
-  if (verdict != Verdict::kWelcome) complaints_[facts.caller] = verdict;
+// The server reports the reason, too.
+Verdict TcpNetwork::record_rejection(const ConnectionInfo& info, Verdict verdict) {
+  if (verdict != Verdict::kAccepted) rejections_[info.client] = verdict;
   return verdict;
 }
 
-// Whether what is wrong with a rank is in the way of `links`. A number that is no rank's is in everybody's.
-bool TcpNetwork::concerns(int rank, std::span<const Link> links) const {
+// Whether an error of `rank` prevents any of `links`. A number out of range prevents all.
+bool TcpNetwork::affects(int rank, std::span<const Link> links) const {
   return rank < 0 || rank >= options_.size ||
          std::any_of(
-             links.begin(), links.end(), [&](const Link& link) { return link.peer == rank && !ready(link); });
+             links.begin(), links.end(),
+             [&](const Link& link) { return link.peer == rank && !is_linked(link); });
 }
 
-void TcpNetwork::enter(const HelloFacts& facts, Descriptor socket, bool called) {
-  const int rank = called ? facts.listener : facts.caller;
+void TcpNetwork::on_connected(const ConnectionInfo& info, Descriptor socket, bool outgoing) {
+  const int rank = outgoing ? info.server : info.client;
   Peer& other = peer(rank);
-  arrivals_.fetch_add(1, std::memory_order_release);
+  links_version_.fetch_add(1, std::memory_order_release);
   other.address = remote_host(socket.get());
   set_no_delay(socket.get());
-  set_heartbeat(socket.get(), options_.heartbeat, options_.heartbeat * TcpOptions::kPatience,
-                facts.channel == HelloFacts::kControl);
+  set_heartbeat(socket.get(), options_.heartbeat, options_.heartbeat * TcpOptions::kSlowPathFactor,
+                info.channel == ConnectionInfo::kControl);
   const std::string path = path_of(socket.get());
-  if (facts.channel == HelloFacts::kControl) {
-    if (other.control) {  // of an attempt that was given up; events may be on their way to it
+  if (info.channel == ConnectionInfo::kControl) {
+    if (other.control) {  // of a failed `connect`; events may still be dispatched to it
       other.replaced_controls.push_back(std::move(other.control));
       other.ending.reset();
       other.dead = false;
       std::erase(ending_, rank);
     }
-    other.control = std::make_unique<ControlLink>(std::move(socket), rank, options_.size,
-                                                  static_cast<ControlObserver&>(*this));
+    other.control = std::make_unique<ControlConnection>(std::move(socket), rank, options_.size,
+                                                        static_cast<ControlObserver&>(*this));
     other.control->path = path;
     poller_.add(other.control->socket(), *other.control);
-    if (abort_) other.control->say(encode_abort(*abort_));
+    if (abort_) other.control->send_frame(encode_abort(*abort_));
     return;
   }
-  auto& stream = other.streams[facts.channel];
+  auto& stream = other.streams[info.channel];
   if (!stream)
-    stream = std::make_unique<TcpStream>(options_.rank, rank, facts.channel,
-                                         static_cast<std::size_t>(facts.stripes), options_.whole_below);
-  DataLink& link =
-      stream->add_link(static_cast<std::size_t>(facts.stripe), facts.weight, std::move(socket), *this);
-  link.path = path;
-  poller_.add(link.socket(), link);
+    stream = std::make_unique<TcpStream>(options_.rank, rank, info.channel,
+                                         static_cast<std::size_t>(info.stripes), options_.whole_below);
+  DataConnection& connection =
+      stream->add_connection(static_cast<std::size_t>(info.stripe), info.weight, std::move(socket), *this);
+  connection.path = path;
+  poller_.add(connection.socket(), connection);
 }
 
-std::optional<Error> TcpNetwork::trouble(std::span<const Link> links, const std::list<Call>& calls,
-                                         const Waiting& waiting) const {
+std::optional<Error> TcpNetwork::find_error(std::span<const Link> links,
+                                            const std::list<ConnectAttempt>& attempts,
+                                            const Waiting& waiting) const {
   const double waited = waiting.deadline.elapsed();
   if (abort_) return Error(abort_->kind, abort_->message);
   if (left_) return left_error(ErrorKind::kAborted);
-  for (const auto& [rank, verdict] : complaints_)
-    if (concerns(rank, links)) return caller_error(ends(rank, waited), verdict);
-  for (const Call& call : calls)
-    if (call.state == Call::State::kFailed && !peer(call.facts.listener).left &&
-        concerns(call.facts.listener, links))
-      return call_error(ends(call.facts.listener, waited), call);
+  for (const auto& [rank, verdict] : rejections_)
+    if (affects(rank, links)) return rejection_error(rank_pair(rank, waited), verdict);
+  for (const ConnectAttempt& attempt : attempts)
+    if (attempt.state == ConnectAttempt::State::kFailed && !peer(attempt.info.server).left &&
+        affects(attempt.info.server, links))
+      return attempt_error(rank_pair(attempt.info.server, waited), attempt);
   for (const Link& link : links) {
-    if (ready(link) || !(peer(link.peer).ending || peer(link.peer).left)) continue;
-    // What it answered before its end may be on its way.
-    const bool calling = std::any_of(calls.begin(), calls.end(), [&](const Call& call) {
-      return call.facts.listener == link.peer && call.state != Call::State::kDone &&
-             call.state != Call::State::kFailed;
+    if (is_linked(link) || !(peer(link.peer).ending || peer(link.peer).left)) continue;
+    // An answer from before its end may still arrive.
+    const bool connecting = std::any_of(attempts.begin(), attempts.end(), [&](const ConnectAttempt& attempt) {
+      return attempt.info.server == link.peer && attempt.state != ConnectAttempt::State::kDone &&
+             attempt.state != ConnectAttempt::State::kFailed;
     });
-    if (!calling)
-      return error_between(ErrorKind::kPeerLost, ends(link.peer, waited), "lost its connection to",
+    if (!connecting)
+      return error_between(ErrorKind::kPeerLost, rank_pair(link.peer, waited), "lost its connection to",
                            peer(link.peer).left ? ", which has left" : ": it has ended, look at its output");
   }
   return std::nullopt;
 }
 
-Error TcpNetwork::timeout_error(std::span<const Link> links, const std::list<Call>& calls,
+Error TcpNetwork::timeout_error(std::span<const Link> links, const std::list<ConnectAttempt>& attempts,
                                 const Waiting& waiting) const {
   const double waited = waiting.deadline.elapsed();
-  for (const Call& call : calls)
-    if (call.state != Call::State::kDone)
-      return error_between(ErrorKind::kTimeout, ends(call.facts.listener, waited),
-                           "waited for a connection to", ": " + call_progress(call));
-  const auto absent =
-      std::find_if(links.begin(), links.end(), [&](const Link& link) { return !ready(link); });
-  const std::uint64_t unproven = door_.strangers().unproven;
-  return error_between(
-      ErrorKind::kTimeout, ends(absent->peer, waited), "waited for a connection from",
-      " at " + own_.addresses.front().address.text() +
-          ": it has not come so far, or cannot reach this address" +
-          (unproven == 0 ? "" : "; " + std::to_string(unproven) + " callers did not know the job's secret"));
+  for (const ConnectAttempt& attempt : attempts)
+    if (attempt.state != ConnectAttempt::State::kDone)
+      return error_between(ErrorKind::kTimeout, rank_pair(attempt.info.server, waited),
+                           "waited for a connection to", ": " + attempt_progress(attempt));
+  const auto missing =
+      std::find_if(links.begin(), links.end(), [&](const Link& link) { return !is_linked(link); });
+  const std::uint64_t unauthenticated = acceptor_.rejected().unauthenticated;
+  return error_between(ErrorKind::kTimeout, rank_pair(missing->peer, waited), "waited for a connection from",
+                       " at " + own_.addresses.front().address.text() +
+                           ": it has not reached this point, or cannot reach this address" +
+                           (unauthenticated == 0 ? ""
+                                                 : "; " + std::to_string(unauthenticated) +
+                                                       " clients did not know the job's secret"));
 }
 
 }  // namespace multiring::tcp

@@ -1,59 +1,48 @@
 #include "transport/tcp/tcp_network.h"
 
-#include <poll.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
-
-#include "transport/tcp/sockets.h"
 
 namespace multiring::tcp {
 namespace {
 
 using Outcome = WaitResult::Outcome;
 
-/// Longest sleep: then interrupts and clocks are looked at.
+/// Longest sleep between checks of interrupts and timers.
 constexpr double kSlice = 0.05;
-/// How long the other connections of a peer may take to show their end, or what they still carry, when one
-/// has ended: a process closes all of them at once.
-constexpr double kEndingSeconds = 1.0;
-constexpr double kChecksPerHeartbeat = 10;
-/// Seconds in which the end of a network waits for what is on its way, where an error has ended everything.
-constexpr double kDeliveryAfterAbort = 1.0;
 
 }  // namespace
 
 WaitResult TcpNetwork::wait(std::span<const Ticket> tickets, const Waiting& waiting) {
-  return drive(waiting, [&](WaitResult* result) { return judge_messages(tickets, result); });
+  return drive(waiting, [&](WaitResult* result) { return check_tickets(tickets, result); });
 }
 
 WaitResult TcpNetwork::drive(const Waiting& waiting, const std::function<bool(WaitResult*)>& finished) {
   waiting.deadline.start();
   const Clock::time_point start = Clock::now();
-  Clock::time_point looked = start;
-  bool stall_told = waiting.stall_after <= 0 || waiting.stalled == nullptr;
+  Clock::time_point last_check = start;
+  bool stall_reported = waiting.stall_after <= 0 || waiting.stalled == nullptr;
   for (;;) {
     const Clock::time_point now = Clock::now();
     bool busy = false;
     {
       const std::lock_guard lock(mutex_);
-      poller_.tell();
-      work();
-      look_at_clock();
+      poller_.dispatch();
+      advance_connections();
+      check_timers();
       WaitResult result;
       if (finished(&result)) return result;
-      busy = !work_.empty();
+      busy = !ready_connections_.empty();
     }
     if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
       return {Outcome::kCancelled};
     if (waiting.deadline.expired()) return {Outcome::kTimeout};
     const double waited = seconds_between(start, now);
-    if (seconds_between(looked, now) >= kSlice / 2) {
-      looked = now;
+    if (seconds_between(last_check, now) >= kSlice / 2) {
+      last_check = now;
       waiting.check_interrupt();
-      if (!stall_told && waited >= waiting.stall_after) {
-        stall_told = true;
+      if (!stall_reported && waited >= waiting.stall_after) {
+        stall_reported = true;
         (*waiting.stalled)(waited);
       }
     }
@@ -66,95 +55,36 @@ WaitResult TcpNetwork::drive(const Waiting& waiting, const std::function<bool(Wa
 void TcpNetwork::progress() {
   poller_.sleep(0);
   const std::lock_guard lock(mutex_);
-  poller_.tell();
-  work();
-  look_at_clock();
+  poller_.dispatch();
+  advance_connections();
+  check_timers();
 }
 
-// One turn for each connection that stands in the queue; those that can move more stand in line again.
-void TcpNetwork::work() {
-  for (std::size_t turns = work_.size(); turns > 0; --turns) {
-    TcpLink& link = *work_.front();
-    work_.pop_front();
-    link.queued = false;
-    link.turn();
-    if (link.can_move()) has_work(link);
+// Each connection of the queue once; those that can advance further are queued again.
+void TcpNetwork::advance_connections() {
+  for (std::size_t left = ready_connections_.size(); left > 0; --left) {
+    TcpConnection& connection = *ready_connections_.front();
+    ready_connections_.pop_front();
+    connection.queued = false;
+    connection.advance();
+    if (connection.can_advance()) on_ready(connection);
   }
 }
 
-void TcpNetwork::has_work(TcpLink& link) {
-  if (!link.queued) work_.push_back(&link);
-  link.queued = true;
+void TcpNetwork::on_ready(TcpConnection& connection) {
+  if (!connection.queued) ready_connections_.push_back(&connection);
+  connection.queued = true;
 }
 
-void TcpNetwork::look_at_clock() {
-  drop_calls([this](const Call& call) {
-    return call.state == Call::State::kDone ||
-           (call.state == Call::State::kPause && stands(call.facts, call.facts.listener));
-  });
-  door_.look_at_clock();
-  check_answers();
-  if (ending_.empty()) return;
-  const Clock::time_point now = Clock::now();
-  std::erase_if(ending_, [&](int rank) {
-    Peer& other = peer(rank);
-    // Where data connections have ended alone, the goodbye that explains it may be on its way.
-    const double limit = control_ended(other) ? kEndingSeconds : std::max(kEndingSeconds, options_.heartbeat);
-    if (seconds_between(*other.ending, now) < limit) return false;
-    other.dead = other.dead || !other.left;
-    settle(other);
-    return true;
-  });
-}
-
-void TcpNetwork::check_answers() {
-  const Clock::time_point now = Clock::now();
-  if (now < next_check_) return;
-  next_check_ = now + std::chrono::duration_cast<Clock::duration>(
-                          std::chrono::duration<double>(options_.heartbeat / kChecksPerHeartbeat));
-  for (Peer& other : peers_) check_answers(other, now);
-}
-
-// A connection of which nothing is heard may be stuck on a slow way, with its host alive: as long as any
-// other one that goes the same way gets answers, it is given time. The kernel sends no probes where something
-// is on its way, and gives up on that after a quarter of an hour.
-void TcpNetwork::check_answers(Peer& other, Clock::time_point now) {
-  struct Waiting {
-    TcpLink* link;
-    TcpLink::Silence silence;
-    bool control;
-  };
-  std::vector<Waiting> all;
-  std::map<std::string, double> since_heard;  // by path
-  const auto look_at = [&](TcpLink* link, bool control) {
-    if (link == nullptr || !link->open()) return;
-    all.push_back({link, link->silence(now), control});
-    const double since = all.back().silence.since_heard;
-    const auto [known, is_new] = since_heard.emplace(link->path, since);
-    if (!is_new) known->second = std::min(known->second, since);
-  };
-  look_at(other.control.get(), true);
-  for (auto& [channel, stream] : other.streams)
-    for (const auto& link : stream->links()) look_at(link.get(), false);
-  const double limit = options_.heartbeat;
-  for (const Waiting& one : all) {
-    // On the control connection the kernel asks every second, so an answer is as old as the silence.
-    const double owed =
-        one.control && one.silence.owed >= limit / 2 ? one.silence.since_answer : one.silence.owed;
-    const bool alive = since_heard.at(one.link->path) < limit;
-    if (owed >= limit * (alive ? TcpOptions::kPatience : 1.0)) one.link->expire();
-  }
-}
-
-bool TcpNetwork::judge_messages(std::span<const Ticket> tickets, WaitResult* result) {
+bool TcpNetwork::check_tickets(std::span<const Ticket> tickets, WaitResult* result) {
   int lost_peer = -1;
   const Message* out_of_step = nullptr;
   bool all_done = true;
   for (const Ticket ticket : tickets) {
     const Message* message = messages_.find(ticket);
     if (message == nullptr)
-      throw Error(ErrorKind::kInternal, "a wait for a message whose ticket was used up already");
-    // A rank that left may have done so because another one died.
+      throw Error(ErrorKind::kInternal, "a wait for a message whose ticket was used before");
+    // A rank may have left because another one died.
     if (message->state == Message::State::kLost && (lost_peer < 0 || peer(lost_peer).left))
       lost_peer = message->peer;
     if (message->state == Message::State::kOutOfStep) out_of_step = message;
@@ -181,121 +111,6 @@ bool TcpNetwork::judge_messages(std::span<const Ticket> tickets, WaitResult* res
                                           std::to_string(out_of_step->peer) + ", of which rank " +
                                           std::to_string(options_.rank) + " gave up another one");
   return false;
-}
-
-// Decides what the ends of a peer's connections mean for what is pending.
-void TcpNetwork::settle(Peer& peer) {
-  // Data connections may show their end before the goodbye that went ahead of it is there.
-  if (!peer.left && !peer.dead && !control_ended(peer)) return;
-  for (auto& [channel, stream] : peer.streams) {
-    if (!stream->sends_lost()) stream->lose_sends();
-    const auto links = stream->links();
-    const bool ended =
-        std::all_of(links.begin(), links.end(), [](const auto& link) { return !link || !link->open(); });
-    if ((ended || peer.dead) && !stream->receives_lost()) stream->lose_receives();
-  }
-}
-
-void TcpNetwork::closed(TcpLink& link, int error) {
-  Peer& other = peer(link.peer());
-  const bool control = &link == other.control.get();
-  const bool orderly = error == 0 || error == ECONNRESET || error == EPIPE;
-  const auto carries = [&](const auto& stream) {
-    const auto links = stream.second->links();
-    return stream.second->complete() &&
-           std::any_of(links.begin(), links.end(), [&](const auto& one) { return one.get() == &link; });
-  };
-  // Whoever gives up connecting may try again. That it has ended is told by its control connection.
-  if (!control && orderly && std::none_of(other.streams.begin(), other.streams.end(), carries)) return;
-  // The others are given their time from the end of the control connection on.
-  if (control && other.ending) other.ending = Clock::now();
-  if (!other.ending) {
-    other.ending = Clock::now();
-    ending_.push_back(link.peer());
-  }
-  // Anything but an end that the peer's kernel told of: no more will come of the other connections either.
-  if (!orderly) other.dead = true;
-  settle(other);
-}
-
-void TcpNetwork::fault(TcpLink& link, ErrorKind kind, const std::string& what) {
-  const std::string host = known_host(link.peer());
-  spread_abort(
-      {kind, options_.rank,
-       "rank " + std::to_string(world_rank(link.peer())) + (host.empty() ? "" : " on " + host) + " " + what},
-      nullptr);
-}
-
-void TcpNetwork::heard_abort(TcpLink& link, const AbortRecord& record) { spread_abort(record, &link); }
-
-void TcpNetwork::heard_goodbye(TcpLink& link) {
-  Peer& other = peer(link.peer());
-  other.left = true;
-  settle(other);
-}
-
-void TcpNetwork::spread_abort(const AbortRecord& record, const TcpLink* from) {
-  if (abort_) return;
-  abort_ = record;
-  const std::vector<std::byte> frame = encode_abort(record);
-  for (Peer& other : peers_)
-    if (other.control && other.control->open() && other.control.get() != from) other.control->say(frame);
-}
-
-void TcpNetwork::abort(ErrorKind kind, const std::string& message) { relay({kind, options_.rank, message}); }
-
-void TcpNetwork::relay(const AbortRecord& record) {
-  const std::lock_guard lock(mutex_);
-  spread_abort(record, nullptr);
-  poller_.wake();
-}
-
-bool TcpNetwork::aborted(AbortRecord* record) const {
-  const std::lock_guard lock(mutex_);
-  if (abort_ && record != nullptr) *record = *abort_;
-  return abort_.has_value();
-}
-
-void TcpNetwork::leave() {
-  const std::lock_guard lock(mutex_);
-  if (std::exchange(left_, true)) return;
-  delivery_ =
-      Deadline::after(abort_ ? std::min(kDeliveryAfterAbort, options_.heartbeat) : options_.heartbeat);
-  door_.stop_listening();
-  drop_calls([](const Call&) { return true; });
-  const std::vector<std::byte> goodbye = encode_goodbye();
-  for (Peer& other : peers_) {
-    if (other.control && other.control->open()) other.control->say(goodbye);
-    // The control connection last: its end means that no goodbye will come.
-    for (auto& [channel, stream] : other.streams)
-      for (const auto& link : stream->links())
-        if (link) link->end_output();
-  }
-  poller_.wake();
-}
-
-// Whoever did not say goodbye is taken for dead.
-TcpNetwork::~TcpNetwork() {
-  if (left_) await_delivery();
-}
-
-// Of the goodbyes and what went ahead of them. A peer that has no room for it keeps this rank for a heartbeat
-// at most; what is in the kernel then is sent later all the same, unless the peer sends something, too.
-void TcpNetwork::await_delivery() {
-  std::vector<TcpLink*> links;
-  for (Peer& other : peers_) {
-    if (other.dead) continue;
-    if (other.control) links.push_back(other.control.get());
-    for (auto& [channel, stream] : other.streams)
-      for (const auto& link : stream->links())
-        if (link && !abort_) links.push_back(link.get());  // after an abort nobody reads messages
-  }
-  for (TcpLink* link : links) link->end_output();
-  while (true) {
-    std::erase_if(links, [](TcpLink* link) { return link->delivered(); });
-    if (links.empty() || delivery_.expired()) return;
-    ::poll(nullptr, 0, 1);
-  }
 }
 
 void TcpNetwork::abandon() { descriptors_.close_all(); }
@@ -334,10 +149,10 @@ Network::Ticket TcpNetwork::post_send(int rank, int channel,
   for (const auto part : parts) message.bytes += part.size();
   to.post_send(message);
   // At once: the peer may be waiting, and this rank may compute next.
-  for (const auto& link : to.links()) {
-    if (!link->can_move()) continue;
-    link->turn();
-    if (link->can_move()) has_work(*link);
+  for (const auto& connection : to.connections()) {
+    if (!connection->can_advance()) continue;
+    connection->advance();
+    if (connection->can_advance()) on_ready(*connection);
   }
   return message.ticket;
 }
@@ -351,8 +166,8 @@ Network::Ticket TcpNetwork::post_receive(int rank, int channel, std::span<std::b
   message.buffer = buffer;
   message.bytes = buffer.size();
   from.post_receive(message);
-  for (const auto& link : from.links())
-    if (link->can_move()) has_work(*link);
+  for (const auto& connection : from.connections())
+    if (connection->can_advance()) on_ready(*connection);
   return message.ticket;
 }
 
@@ -379,9 +194,9 @@ WaitResult TcpNetwork::ended(int rank) const {
   return {Outcome::kPeerLost, rank, other.left};
 }
 
-StrangerCounts TcpNetwork::strangers() const {
+RejectedCounts TcpNetwork::rejected() const {
   const std::lock_guard lock(mutex_);
-  return door_.strangers();
+  return acceptor_.rejected();
 }
 
 std::size_t TcpNetwork::stripes(int rank, int channel) const {

@@ -13,12 +13,12 @@
 
 #include "transport/network.h"
 #include "transport/store.h"
-#include "transport/tcp/address.h"
-#include "transport/tcp/connect_errors.h"
-#include "transport/tcp/control_link.h"
-#include "transport/tcp/doorkeeper.h"
-#include "transport/tcp/message_table.h"
-#include "transport/tcp/stream.h"
+#include "transport/tcp/connections/control_connection.h"
+#include "transport/tcp/connections/message_table.h"
+#include "transport/tcp/connections/stream.h"
+#include "transport/tcp/handshake/acceptor.h"
+#include "transport/tcp/handshake/address.h"
+#include "transport/tcp/handshake/connect_errors.h"
 
 namespace multiring::tcp {
 
@@ -27,11 +27,11 @@ struct TcpOptions {
   int size = 1;
   /// The ranks as the world numbers them, for messages; empty: the same numbers.
   std::vector<int> world;
-  /// What the ranks of a job know and nobody else does; not empty.
+  /// Known only to the ranks of the job; not empty.
   std::string secret;
-  /// Keeps jobs, and generations of a job, apart that share a secret or a store.
+  /// Tells jobs, and generations of a job, apart that share a secret or a store.
   std::string job;
-  /// Interfaces to use, as InterfaceFilter understands them; empty: the default.
+  /// See InterfaceFilter; empty: the default.
   std::vector<std::string> interfaces;
   /// All ranks are on this host: loopback is enough.
   bool local = false;
@@ -40,46 +40,45 @@ struct TcpOptions {
   int connections_per_interface = 1;
   /// Messages below this go over one connection.
   std::size_t whole_below = 64 * 1024;
-  /// Within about so many seconds a peer's host is found to be gone that did not say so; from 1 to a day.
+  /// Seconds, about, until a peer's host that has vanished counts as lost; from 1 to a day.
   double heartbeat = 5.0;
-  /// A connection that gets no answer while others to the same address do is given so many times as long.
-  static constexpr double kPatience = 6.0;
+  /// So many heartbeats for a connection that gets no answer while others to the same address do.
+  static constexpr double kSlowPathFactor = 6.0;
   double handshake_seconds = 10.0;
-  /// Handshakes at a time that others have begun, of all networks with the same `open_handshakes`: copies of
-  /// these options share it.
-  std::size_t max_strangers = 128;
+  /// Limit of incoming connections in their handshake, of all networks with the same `open_handshakes`, which
+  /// copies of these options share.
+  std::size_t max_handshakes = 128;
   std::shared_ptr<tcp::OpenHandshakes> open_handshakes = std::make_shared<tcp::OpenHandshakes>(0);
-  /// Microseconds for which a wait asks the kernel again and again before it sleeps, where Waiting::brief
-  /// says so. For ranks that have cores to themselves: where they do not, it keeps the peer from answering.
+  /// Microseconds that a wait with Waiting::brief spins before it sleeps. For ranks with a core each:
+  /// otherwise spinning keeps the peer from answering.
   double spin_microseconds = 0.0;
 };
 
-/// What has to be the same on all ranks.
+/// The options that have to be the same on all ranks.
 MULTIRING_API std::uint64_t settings_of(const TcpOptions& options);
 
 /// Messages over TCP.
 ///
 /// Every pair of ranks that has a link has one control connection, and for each channel a group of data
-/// connections: `connections_per_interface` over each pair of interfaces in the same network. Where both
-/// connect the higher rank calls the lower one. A rank that reaches for another calls it; if both do so at
-/// the same time, what the higher one calls is taken. Long messages are striped over the connections of a
-/// channel in proportion to the speeds of the interfaces, or to `set_weights`.
+/// connections: `connections_per_interface` over each pair of interfaces in the same network. In `connect`
+/// the higher rank opens them, in `connect_on_demand` the one that calls it; if both do, those of the higher
+/// rank are taken. Long messages are striped over the connections of a channel in proportion to the speeds of
+/// the interfaces, or to `set_weights`.
 ///
 /// **Lost peers.** A process that ends closes its connections, which peers see at once. A host that vanishes
-/// is found by the kernels' heartbeat (docs/adr/0010: keepalive on the connections; on the control connection
-/// also a limit for what is not acknowledged; what the data connections have on its way is looked at here).
-/// It is the peer's kernel that answers it, and not its process: a rank that computes and makes no progress,
-/// or is stopped in a debugger, is slow and not lost. How long to wait for a slow one is a matter of
-/// deadlines.
+/// is found by a heartbeat (docs/adr/0010): keepalive of the kernel, on the control connection also a limit
+/// for unacknowledged data, which for data connections is checked here. The peer's kernel answers the
+/// heartbeat, and not its process: a rank that computes, or is stopped in a debugger, is slow and not lost.
+/// Deadlines limit how long a slow rank is waited for.
 ///
-/// Locks: `mutex_` guards everything but what is said to be atomic or of the driving thread alone; no other
-/// lock is taken under it.
-class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeeper::Resident {
+/// Locks: `mutex_` guards everything except what is atomic or marked as the driving thread's. No other lock
+/// is taken under it.
+class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor::Delegate {
  public:
-  /// Listens, and publishes the addresses in the store, which has to outlive the network. Waits for nobody.
+  /// Listens, and publishes the addresses in the store, which has to outlive the network. Does not wait.
   TcpNetwork(Store& store, const TcpOptions& options);
-  /// Waits until peers have what was sent to them, until a heartbeat after `leave` at most: a rank leaves all
-  /// its networks and then destroys them, and a host that has vanished is to delay it once.
+  /// Waits until peers have what was sent to them, at most until a heartbeat after `leave`. A rank leaves all
+  /// its networks before it destroys them, so that a host that has vanished delays it once.
   ~TcpNetwork() override;
 
   int rank() const override { return options_.rank; }
@@ -88,9 +87,9 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   std::string host(int rank) override;
   void connect(std::span<const Link> links, const Waiting& waiting) override;
   bool links_on_demand() const override { return true; }
-  WaitResult reach(std::span<const Link> links, const Waiting& waiting) override;
+  WaitResult connect_on_demand(std::span<const Link> links, const Waiting& waiting) override;
   bool linked(const Link& link) const override;
-  std::uint64_t arrivals() const override { return arrivals_.load(std::memory_order_acquire); }
+  std::uint64_t links_version() const override { return links_version_.load(std::memory_order_acquire); }
   WaitResult ended(int rank) const override;
   Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override;
   Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) override;
@@ -107,70 +106,70 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
 
   /// The addresses that this rank listens on.
   const std::vector<InterfaceAddress>& addresses() const { return own_.addresses; }
-  StrangerCounts strangers() const;
-  /// Connections of a link; how to divide what is sent over it from now on.
+  RejectedCounts rejected() const;
+  /// Number of connections of a link, and how later messages are divided among them.
   std::size_t stripes(int peer, int channel) const;
   void set_weights(int peer, int channel, std::span<const std::uint32_t> weights);
 
  private:
   struct Peer {
-    std::unique_ptr<ControlLink> control;
+    std::unique_ptr<ControlConnection> control;
     std::map<int, std::unique_ptr<TcpStream>> streams;  // by channel
-    std::vector<std::unique_ptr<ControlLink>> replaced_controls;
+    std::vector<std::unique_ptr<ControlConnection>> replaced_controls;
     std::optional<Endpoint> endpoint;
-    std::string address;                      ///< that a connection with it goes to; empty: none was made yet
+    std::string address;                      ///< of its end of a connection; empty: there was none yet
     bool left = false;                        ///< said goodbye
     bool dead = false;                        ///< nothing more is expected of it
-    std::optional<Clock::time_point> ending;  ///< since when a connection of it is closed
+    std::optional<Clock::time_point> ending;  ///< when a connection of it was closed first
   };
 
-  // LinkObserver, ControlObserver, Resident: all under the lock.
-  void has_work(TcpLink& link) override;
-  void closed(TcpLink& link, int error) override;
-  void fault(TcpLink& link, ErrorKind kind, const std::string& what) override;
-  void heard_abort(TcpLink& link, const AbortRecord& record) override;
-  void heard_goodbye(TcpLink& link) override;
-  Verdict judge(const HelloFacts& facts) override;
-  void enter(const HelloFacts& facts, Descriptor socket, bool called) override;
+  // ConnectionObserver, ControlObserver, Delegate: all under the lock.
+  void on_ready(TcpConnection& connection) override;
+  void on_closed(TcpConnection& connection, int error) override;
+  void on_fault(TcpConnection& connection, ErrorKind kind, const std::string& what) override;
+  void on_abort(TcpConnection& connection, const AbortRecord& record) override;
+  void on_goodbye(TcpConnection& connection) override;
+  Verdict check(const ConnectionInfo& info) override;
+  void on_connected(const ConnectionInfo& info, Descriptor socket, bool outgoing) override;
 
   Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
   const Peer& peer(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
   TcpStream& stream_to_post(int peer, int channel);
   const TcpStream& stream(int peer, int channel) const;
 
-  /// Waits until `finished`, which is called under the lock and sets the result if it says so.
+  /// Makes progress until `finished`, which is called under the lock and sets the result.
   WaitResult drive(const Waiting& waiting, const std::function<bool(WaitResult*)>& finished);
-  void work();
-  void look_at_clock();
-  void check_answers();
-  void check_answers(Peer& other, Clock::time_point now);
+  void advance_connections();
+  void check_timers();
+  void check_heartbeats();
+  void check_heartbeats(Peer& other, Clock::time_point now);
   void await_delivery();
-  bool judge_messages(std::span<const Ticket> tickets, WaitResult* result);
-  void settle(Peer& peer);
+  bool check_tickets(std::span<const Ticket> tickets, WaitResult* result);
+  void fail_pending(Peer& peer);
   static bool control_ended(const Peer& peer) { return !peer.control || !peer.control->open(); }
-  void spread_abort(const AbortRecord& record, const TcpLink* from);
+  void propagate_abort(const AbortRecord& record, const TcpConnection* from);
 
   // Connecting.
   void check_link(const Link& link) const;
-  void find(int peer, const Waiting& waiting);
-  std::list<Call> missing_calls(std::span<const Link> links, bool of_both) const;
-  /// This rank's call for the same connection that is under way.
-  bool is_calling(const HelloFacts& facts) const;
-  bool stands(const HelloFacts& facts, int rank) const;
-  void drop_calls(const std::function<bool(const Call&)>& dropped);
-  Verdict complain(const HelloFacts& facts, Verdict verdict);
-  TwoEnds ends(int peer, double waited) const;
-  /// The rank as the world numbers it, for messages.
+  void look_up_address(int peer, const Waiting& waiting);
+  std::list<ConnectAttempt> missing_attempts(std::span<const Link> links, bool of_both) const;
+  /// Whether this rank is opening the same connection.
+  bool is_connecting(const ConnectionInfo& info) const;
+  bool has_connection(const ConnectionInfo& info, int rank) const;
+  void drop_attempts(const std::function<bool(const ConnectAttempt&)>& dropped);
+  Verdict record_rejection(const ConnectionInfo& info, Verdict verdict);
+  RankPair rank_pair(int peer, double waited) const;
+  /// For messages.
   int world_rank(int rank) const;
-  void plan_calls(int peer, int channel, std::list<Call>& calls) const;
-  bool ready(const Link& link) const;
-  static bool lacks_control(const Peer& peer);
-  bool concerns(int rank, std::span<const Link> links) const;
+  void add_attempts(int peer, int channel, std::list<ConnectAttempt>& attempts) const;
+  bool is_linked(const Link& link) const;  // under the lock
+  static bool needs_control(const Peer& peer);
+  bool affects(int rank, std::span<const Link> links) const;
   std::string known_host(int rank) const;
   Error left_error(ErrorKind kind) const;
-  std::optional<Error> trouble(std::span<const Link> links, const std::list<Call>& calls,
-                               const Waiting& waiting) const;
-  Error timeout_error(std::span<const Link> links, const std::list<Call>& calls,
+  std::optional<Error> find_error(std::span<const Link> links, const std::list<ConnectAttempt>& attempts,
+                                  const Waiting& waiting) const;
+  Error timeout_error(std::span<const Link> links, const std::list<ConnectAttempt>& attempts,
                       const Waiting& waiting) const;
 
   Store& store_;
@@ -179,17 +178,17 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Doorkeep
   Endpoint own_;
   mutable std::mutex mutex_;
   DescriptorTable descriptors_;
-  Poller poller_;  // its sleep and what it found: of the driving thread
-  Doorkeeper door_;
+  Poller poller_;  // sleep and the events that it found: the driving thread's
+  Acceptor acceptor_;
   mutable MessageTable messages_;
   std::vector<Peer> peers_;
-  std::deque<TcpLink*> work_;  // connections that can move something
-  std::vector<int> ending_;    // peers of which a connection is closed, and not all is settled
+  std::deque<TcpConnection*> ready_connections_;
+  std::vector<int> ending_;  // peers with a closed connection, whose others may still deliver
   Clock::time_point next_check_ = {};
   std::optional<AbortRecord> abort_;
-  std::list<Call> begun_;  // by reach, and not done
-  std::atomic<std::uint64_t> arrivals_{0};
-  std::map<int, Verdict> complaints_;  // what was answered to ranks that called and were refused
+  std::list<ConnectAttempt> pending_attempts_;  // of connect_on_demand, and not done
+  std::atomic<std::uint64_t> links_version_{0};
+  std::map<int, Verdict> rejections_;  // of clients, by rank
   bool left_ = false;
   Deadline delivery_ = Deadline::never();  // of what was sent before this rank left
 };

@@ -26,11 +26,11 @@ class CountingNetwork final : public Network {
     network_->connect(links, waiting);
   }
   bool links_on_demand() const override { return network_->links_on_demand(); }
-  WaitResult reach(std::span<const Link> links, const Waiting& waiting) override {
-    return network_->reach(links, waiting);
+  WaitResult connect_on_demand(std::span<const Link> links, const Waiting& waiting) override {
+    return network_->connect_on_demand(links, waiting);
   }
   bool linked(const Link& link) const override { return network_->linked(link); }
-  std::uint64_t arrivals() const override { return network_->arrivals(); }
+  std::uint64_t links_version() const override { return network_->links_version(); }
   Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) override {
     return network_->post_receive(peer, channel, buffer);
   }
@@ -69,7 +69,7 @@ class CountingNetwork final : public Network {
 SentCounter& SentCounters::of(const std::string& name) {
   if (name.ends_with("-plans")) return plans;
   if (name.ends_with("-rounds")) return rounds;
-  if (name.ends_with("-mail")) return mail;
+  if (name.ends_with("-messages")) return messages;
   throw std::invalid_argument("a network of no known kind: " + name);
 }
 

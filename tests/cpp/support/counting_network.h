@@ -25,7 +25,7 @@ class SentCounter {
     bytes_ += bytes;
   }
   Sent read() const { return {messages_, bytes_}; }
-  /// From here on these networks fail at telling and hearing of aborts.
+  /// From here on these networks fail when they send aborts or ask for them.
   void fail() { failing_ = true; }
   bool failing() const { return failing_; }
 
@@ -39,7 +39,7 @@ class SentCounter {
 struct SentCounters {
   SentCounter plans;
   SentCounter rounds;
-  SentCounter mail;
+  SentCounter messages;
 
   /// The one of a network that a ClusterTransport has made under this name.
   SentCounter& of(const std::string& name);

@@ -56,7 +56,7 @@ struct GroupCase {
   int size;
   std::size_t staging_bytes;
   bool roomy =
-      false;      ///< inproc only: a core for each rank, which changes what is small (Transport::crowded)
+      false;  ///< inproc only: a core for each rank, which changes what is small (Transport::oversubscribed)
   int hosts = 2;  ///< cluster only
 
   GroupOptions options() const {

@@ -16,7 +16,7 @@
 #include <thread>
 
 #include "support/rank_group.h"
-#include "transport/shm/shm_link.h"
+#include "transport/shm/shm_transport.h"
 
 namespace multiring::testing {
 namespace {

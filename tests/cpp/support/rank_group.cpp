@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "support/tcp_group.h"
-#include "transport/shm/shm_link.h"
+#include "transport/shm/shm_transport.h"
 
 namespace multiring::testing {
 namespace {
@@ -117,14 +117,14 @@ std::shared_ptr<Transport> RankGroup::connect_cluster(int rank, Store& store, co
   context->ranks = places_;
   context->rank = rank;
   if (options_.transport == TransportKind::kClusterRelayed) context->direct_hosts = 2;
-  context->link =
-      std::make_shared<MailHostLink>(hosts_[static_cast<std::size_t>(place.host)]->link(place.local),
-                                     ranks_of_host(places_, place.host), context->mails);
+  context->host_group = std::make_shared<PollingHostGroup>(
+      hosts_[static_cast<std::size_t>(place.host)]->host_group(place.local),
+      ranks_of_host(places_, place.host), context->progress);
   context->make_network = network_maker(rank, store);
   SharedTransportOptions shared;
   shared.staging_bytes = options_.staging_bytes;
   shared.spin_microseconds = options_.spin_microseconds;
-  shared.crowded = options_.size > options_.cores;
+  shared.oversubscribed = options_.size > options_.cores;
   std::vector<int> members(static_cast<std::size_t>(options_.size));
   std::iota(members.begin(), members.end(), 0);
   return std::make_shared<ClusterTransport>(std::move(context), std::move(members), 1, shared, waiting);

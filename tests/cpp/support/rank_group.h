@@ -68,10 +68,10 @@ class RankGroup {
   /// To inject faults; inproc only.
   InprocHub& hub() const { return *hub_; }
 
-  /// The networks of `rank` fail from here on at hearing and telling of errors; cluster only.
+  /// The networks of `rank` fail from here on when they send or ask for errors; cluster only.
   void break_networks(int rank) {
     SentCounters& all = *sent_[static_cast<std::size_t>(rank)];
-    for (SentCounter* each : {&all.plans, &all.rounds, &all.mail}) each->fail();
+    for (SentCounter* each : {&all.plans, &all.rounds, &all.messages}) each->fail();
   }
   /// What `rank` has sent to other hosts so far; cluster only.
   const SentCounters& sent(int rank) const { return *sent_[static_cast<std::size_t>(rank)]; }

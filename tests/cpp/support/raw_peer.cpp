@@ -52,21 +52,21 @@ void RawPeer::cut_off() {
   EXPECT_EQ(::setsockopt(socket_.get(), SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program), 0);
 }
 
-bool RawPeer::introduce(const TcpOptions& options, const tcp::HelloFacts& facts) {
+bool RawPeer::introduce(const TcpOptions& options, const tcp::ConnectionInfo& facts) {
   const tcp::HandshakeKey key = tcp::derive_handshake_key(options.secret, options.job);
   tcp::ChallengeBytes challenge;
   if (!hear(challenge)) return false;
   const auto nonce = tcp::parse_challenge(challenge);
   if (!nonce) return false;
   const tcp::Nonce own = tcp::random_nonce();
-  say(tcp::encode_hello(key, *nonce, own, facts));
-  tcp::WelcomeBytes answer;
+  say(tcp::encode_client_hello(key, *nonce, own, facts));
+  tcp::ServerHelloBytes answer;
   if (!hear(answer)) return false;
-  const auto welcome = tcp::parse_welcome(key, *nonce, own, facts, answer);
-  return welcome && welcome->proven && welcome->verdict == tcp::Verdict::kWelcome;
+  const auto welcome = tcp::parse_server_hello(key, *nonce, own, facts, answer);
+  return welcome && welcome->authenticated && welcome->verdict == tcp::Verdict::kAccepted;
 }
 
-tcp::HelloFacts facts_of_rank_1(const TcpOptions& options, int channel, int stripe, int stripes) {
+tcp::ConnectionInfo facts_of_rank_1(const TcpOptions& options, int channel, int stripe, int stripes) {
   return {1, 0, options.size, channel, stripe, stripes, 1, tcp::settings_of(options)};
 }
 

@@ -6,7 +6,7 @@
 
 #include "base/text.h"
 #include "base/unique_fd.h"
-#include "transport/tcp/handshake.h"
+#include "transport/tcp/handshake/handshake_messages.h"
 #include "transport/tcp/tcp_network.h"
 
 namespace multiring::testing {
@@ -30,14 +30,14 @@ class RawPeer {
   void cut_off();
 
   /// The handshake as it should be; true if it is welcome.
-  bool introduce(const TcpOptions& options, const tcp::HelloFacts& facts);
+  bool introduce(const TcpOptions& options, const tcp::ConnectionInfo& facts);
 
  private:
   UniqueFd socket_;
 };
 
 /// What rank 1 of 2 says of its connections to rank 0.
-tcp::HelloFacts facts_of_rank_1(const TcpOptions& options, int channel, int stripe = 0, int stripes = 1);
+tcp::ConnectionInfo facts_of_rank_1(const TcpOptions& options, int channel, int stripe = 0, int stripes = 1);
 
 /// Somebody who listens where a rank should.
 class RawListener {

@@ -20,8 +20,8 @@
 #include "support/operations.h"
 #include "support/problem.h"
 #include "support/rank_group.h"
+#include "transport/cluster/arrival_gossip.h"
 #include "transport/cluster/mirror_routes.h"
-#include "transport/cluster/roll_call.h"
 
 namespace multiring {
 namespace {
@@ -62,7 +62,7 @@ std::pair<Sent, Sent> messages_of(const std::vector<MirrorRoutes>& all, std::siz
   return messages;
 }
 
-/// Everything comes once to whoever answers for it, from one that has it by then.
+/// All data reaches each receiver once, from a rank that has it by then.
 void expect_all_comes(const std::vector<int>& hosts, int direct) {
   const std::vector<MirrorRoutes> all = routes_of_all(hosts, direct);
   std::vector<std::set<int>> has;
@@ -79,14 +79,14 @@ void expect_all_comes(const std::vector<int>& hosts, int direct) {
       for (const int rank : ranks) {
         ASSERT_TRUE(had[static_cast<std::size_t>(from)].contains(rank));
         ASSERT_TRUE(has[static_cast<std::size_t>(to)].insert(rank).second) << rank << " comes twice";
-        ASSERT_EQ(all[static_cast<std::size_t>(to)].answering[static_cast<std::size_t>(rank)], to);
+        ASSERT_EQ(all[static_cast<std::size_t>(to)].receivers[static_cast<std::size_t>(rank)], to);
       }
     }
   }
   for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
     ASSERT_EQ(all[rank].steps.size(), all[0].steps.size());
     for (std::size_t other = 0; other < hosts.size(); ++other) {
-      const auto who = static_cast<std::size_t>(all[rank].answering[other]);
+      const auto who = static_cast<std::size_t>(all[rank].receivers[other]);
       ASSERT_EQ(hosts[who], hosts[rank]);
       ASSERT_TRUE(has[who].contains(static_cast<int>(other)));
     }
@@ -126,7 +126,7 @@ TEST(MirrorRoutes, TakeFewMessages) {
   EXPECT_EQ(messages(256), (Steps{3, 3, 3, 3}));
 }
 
-/// Messages to those who never come.
+/// Peers that never read.
 class UnreadNetwork final : public Network {
  public:
   int rank() const override { return 0; }
@@ -162,16 +162,16 @@ class UnreadNetwork final : public Network {
   std::set<Ticket> receives_;
 };
 
-TEST(RollCall, LeavesOneMessageWithWhoeverStaysAway) {
+TEST(ArrivalGossip, LeavesOneMessageWithARankThatStaysAway) {
   UnreadNetwork network;
   int known = 1;
-  const auto has_come = [&](int rank, std::uint64_t) { return rank < known; };
-  RollCall roll_call(network, 1, {3, 5, 7}, {has_come, [](int, std::uint64_t) {}});
-  roll_call.listen();
+  const auto has_reached = [&](int rank, std::uint64_t) { return rank < known; };
+  ArrivalGossip gossip(network, 1, {3, 5, 7}, {has_reached, [](int, std::uint64_t) {}});
+  gossip.start();
   for (std::uint64_t round = 1; round < 100; ++round)
     for (known = 1; known < 40; ++known) {
-      roll_call.take_in();
-      roll_call.tell(round);
+      gossip.handle_arrivals();
+      gossip.send(round);
     }
   EXPECT_EQ(network.sent, 3);
 }
@@ -243,11 +243,11 @@ void expect_named(Transport& transport, std::uint64_t round, const std::set<int>
     Waiting waiting;
     waiting.deadline = Deadline::after(0.05);
     ASSERT_EQ(transport.await_all(round, waiting).outcome, WaitResult::Outcome::kTimeout);
-    const Missing missing = transport.missing(round);
-    std::set<int> all(missing.late.begin(), missing.late.end());
-    all.insert(missing.behind.begin(), missing.behind.end());
+    const Stragglers stragglers = transport.stragglers(round);
+    std::set<int> all(stragglers.late.begin(), stragglers.late.end());
+    all.insert(stragglers.unknown.begin(), stragglers.unknown.end());
     EXPECT_TRUE(std::ranges::includes(all, late));
-    EXPECT_FALSE(missing.late.empty());
+    EXPECT_FALSE(stragglers.late.empty());
     exact = all == late;
     ASSERT_FALSE(!exact && deadline.expired()) << "rank " << transport.rank() << " names others, too";
   }

@@ -59,8 +59,8 @@ TEST(TcpConnect, AnotherSecretIsTold) {
       expect_text(error, "does not know the secret of rank 0 on ");
       expect_text(error, "at 127.0.0.1:");
     } else {
-      expect_text(connect_error(ErrorKind::kTimeout, network, 1), "callers did not know the job's secret");
-      EXPECT_GE(network.strangers().unproven, 1u);
+      expect_text(connect_error(ErrorKind::kTimeout, network, 1), "clients did not know the job's secret");
+      EXPECT_GE(network.rejected().unauthenticated, 1u);
     }
   });
 }
@@ -95,8 +95,7 @@ TEST(TcpConnect, TwoProcessesOfOneRankAreTold) {
   first.join();
   std::atomic<bool> told = false;
   std::thread second([&] {
-    expect_text(connect_error(ErrorKind::kUsage, double_of_one, 20),
-                "two processes say that they are rank 1");
+    expect_text(connect_error(ErrorKind::kUsage, double_of_one, 20), "two processes claim to be rank 1");
     told = true;
   });
   progress_until(zero, [&] { return told.load(); });
@@ -108,7 +107,7 @@ TEST(TcpConnect, ARankThatDoesNotComeIsNamed) {
   TcpNetwork network(store, tcp_options(1, 3));
   const Network::Link to_lower[] = {{0, 0}};
   Error error = error_of(ErrorKind::kTimeout, [&] { network.connect(to_lower, wait_seconds(0.1)); });
-  expect_text(error, "waited for rank 0, which has told no address");
+  expect_text(error, "waited for rank 0, which has published no address");
   EXPECT_EQ(error.context().peer, 0);
   const Network::Link to_higher[] = {{2, 0}};
   error = error_of(ErrorKind::kTimeout, [&] { network.connect(to_higher, wait_seconds(0.1)); });
@@ -149,7 +148,7 @@ TEST(TcpConnect, SomebodyElseInTheRanksPlaceIsNotBelieved) {
   std::thread stranger(
       [&] { listener.accept().say("HTTP/1.1 400 Bad Request\r\nServer: something\r\n\r\n"); });
   expect_text(connect_error(ErrorKind::kPeerLost, network, 20),
-              "somebody else in the place of rank 0 on elsewhere");
+              "did not reach rank 0 on elsewhere: a process that is not part of this job answered");
   stranger.join();
 }
 
@@ -161,12 +160,12 @@ TEST(TcpConnect, AListenerThatDoesNotKnowTheSecretIsNotBelieved) {
   std::thread impostor([&] {
     RawPeer caller = listener.accept();
     caller.say(tcp::encode_challenge(tcp::random_nonce()));
-    tcp::HelloBytes hello;
+    tcp::ClientHelloBytes hello;
     EXPECT_TRUE(caller.hear(hello));
-    caller.say(
-        tcp::encode_welcome(tcp::derive_handshake_key("guess", "test"), {}, {}, {}, tcp::Verdict::kWelcome));
+    caller.say(tcp::encode_server_hello(tcp::derive_handshake_key("guess", "test"), {}, {}, {},
+                                        tcp::Verdict::kAccepted));
   });
-  expect_text(connect_error(ErrorKind::kPeerLost, network, 20), "somebody else");
+  expect_text(connect_error(ErrorKind::kPeerLost, network, 20), "not part of this job");
   impostor.join();
 }
 
@@ -235,7 +234,7 @@ TEST(TcpConnect, ConnectionsThatEndedBeforeAllWereMadeAreMadeAnew) {
   InprocStore store;
   const TcpOptions options = tcp_options(0, 2);
   TcpNetwork network(store, options);
-  constexpr int kControl = tcp::HelloFacts::kControl;
+  constexpr int kControl = tcp::ConnectionInfo::kControl;
   std::deque<RawPeer> kept;
   const auto introduced = [&](int channel, int stripe) {
     kept.emplace_back(network);
@@ -330,8 +329,8 @@ TEST(TcpConnect, OptionsThatCannotBeAreToldOf) {
     expect_text(error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }), "handshake");
   }
   TcpOptions options = tcp_options(0, 2);
-  options.max_strangers = 0;
-  expect_text(error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }), "0 strangers");
+  options.max_handshakes = 0;
+  expect_text(error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }), "0 handshakes at a time");
   options = tcp_options(0, 2);
   options.spin_microseconds = std::nan("");
   expect_text(error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }), "spinning");

@@ -14,7 +14,7 @@
 #include "support/latch.h"
 #include "support/raw_peer.h"
 #include "support/tcp_group.h"
-#include "transport/tcp/frame.h"
+#include "transport/tcp/connections/frame.h"
 
 namespace multiring {
 namespace {
@@ -124,7 +124,7 @@ TEST(TcpGoodbye, MayComeLongAfterTheEndOfADataConnection) {
   testing::RawPeer control(network);
   testing::RawPeer data(network);
   std::thread peer([&] {
-    EXPECT_TRUE(control.introduce(options, testing::facts_of_rank_1(options, tcp::HelloFacts::kControl)));
+    EXPECT_TRUE(control.introduce(options, testing::facts_of_rank_1(options, tcp::ConnectionInfo::kControl)));
     EXPECT_TRUE(data.introduce(options, testing::facts_of_rank_1(options, 0)));
   });
   network.connect(all_links(network), wait_seconds(20));

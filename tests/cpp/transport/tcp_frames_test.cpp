@@ -8,7 +8,7 @@
 
 #include "support/raw_peer.h"
 #include "support/tcp_group.h"
-#include "transport/tcp/frame.h"
+#include "transport/tcp/connections/frame.h"
 
 namespace multiring {
 namespace {
@@ -24,7 +24,7 @@ using testing::wait_seconds;
 using Outcome = WaitResult::Outcome;
 using Tickets = std::vector<Network::Ticket>;
 
-constexpr int kControl = tcp::HelloFacts::kControl;
+constexpr int kControl = tcp::ConnectionInfo::kControl;
 
 /// Rank 0, and somebody in the place of rank 1 who knows the secret.
 class TcpFrames : public ::testing::Test {
@@ -75,12 +75,12 @@ TEST_F(TcpFrames, PartsComeInAnyOrder) {
 
 TEST_F(TcpFrames, GarbageAborts) {
   data[0].say(std::string(1000, 'x'));
-  expect_aborted(ErrorKind::kInternal, "sent what is no frame");
+  expect_aborted(ErrorKind::kInternal, "sent something other than a frame");
 }
 
 TEST_F(TcpFrames, FramesOfAnotherChannelAbort) {
   say_frame(data[0], {kData, 1, 1, 100, 0, 100}, 100);
-  expect_aborted(ErrorKind::kInternal, "sent what is no frame of the message");
+  expect_aborted(ErrorKind::kInternal, "sent something other than a frame of the message");
 }
 
 TEST_F(TcpFrames, PartsThatOverlapAbort) {
@@ -103,7 +103,7 @@ TEST_F(TcpFrames, RepeatedMessagesAbort) {
 
 TEST_F(TcpFrames, DataOnTheControlConnectionAborts) {
   say_frame(control, {kData, 0, 1, 100, 0, 100}, 100);
-  expect_aborted(ErrorKind::kInternal, "sent on its control connection");
+  expect_aborted(ErrorKind::kInternal, "sent something other than a control frame");
 }
 
 TEST_F(TcpFrames, AnAbortOfNoRankAborts) {

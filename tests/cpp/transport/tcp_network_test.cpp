@@ -211,7 +211,8 @@ TEST(TcpNetwork, TicketsAreUsedUpOnce) {
     const Tickets tickets = {send(network, 1 - network.rank(), 0, sent),
                              receive(network, 1 - network.rank(), 0, got)};
     ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
-    expect_text(error_of(ErrorKind::kInternal, [&] { network.wait(tickets, wait_seconds(20)); }), "used up");
+    expect_text(error_of(ErrorKind::kInternal, [&] { network.wait(tickets, wait_seconds(20)); }),
+                "used before");
     EXPECT_FALSE(network.done(tickets[0]));
   });
 }

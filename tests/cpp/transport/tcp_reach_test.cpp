@@ -73,15 +73,15 @@ TEST_P(TcpReachFrom, OneEndIsEnough) {
   TcpGroup group(2, 2, 3);
   group.run_unconnected([&](TcpNetwork& network) {
     EXPECT_FALSE(all_linked(network));
-    const std::uint64_t before = network.arrivals();
+    const std::uint64_t before = network.links_version();
     if (network.rank() == GetParam()) {
-      EXPECT_TRUE(network.reach(all_links(network), wait_seconds(20)).ok());
+      EXPECT_TRUE(network.connect_on_demand(all_links(network), wait_seconds(20)).ok());
     } else {
       progress_until(network, [&] { return all_linked(network); });
     }
-    EXPECT_NE(network.arrivals(), before);
+    EXPECT_NE(network.links_version(), before);
     exchange(network);
-    EXPECT_TRUE(network.reach(all_links(network), wait_seconds(0.0)).ok()) << "it stands already";
+    EXPECT_TRUE(network.connect_on_demand(all_links(network), wait_seconds(0.0)).ok()) << "it stands already";
   });
 }
 
@@ -111,7 +111,7 @@ TEST(TcpReach, CallsThatCrossMakeOneConnection) {
       const Waiting limit = wait_seconds(20);
       WaitResult result{Outcome::kTimeout};
       while (result.outcome == Outcome::kTimeout && !limit.deadline.expired())
-        result = network.reach(links, wait_seconds(turn));
+        result = network.connect_on_demand(links, wait_seconds(turn));
       ASSERT_TRUE(result.ok());
       exchange(network);
       for (const auto& [peer, channel] : links) ASSERT_EQ(network.stripes(peer, channel), kConnections);
@@ -132,20 +132,20 @@ TEST(TcpReach, APeerThatMakesNoProgressAnswersLater) {
   TcpNetwork zero(store, tcp_options(0, 2));
   TcpNetwork one(store, tcp_options(1, 2));
   for (TcpNetwork* caller : {&zero, &one})
-    EXPECT_EQ(caller->reach(all_links(*caller), wait_seconds(0.05)).outcome, Outcome::kTimeout);
+    EXPECT_EQ(caller->connect_on_demand(all_links(*caller), wait_seconds(0.05)).outcome, Outcome::kTimeout);
   const Waiting limit = wait_seconds(20);
   while (!(all_linked(zero) && all_linked(one)) && !limit.deadline.expired()) {
     zero.progress();
     one.progress();
   }
-  EXPECT_TRUE(zero.reach(all_links(zero), wait_seconds(20)).ok());
-  EXPECT_TRUE(one.reach(all_links(one), wait_seconds(20)).ok());
+  EXPECT_TRUE(zero.connect_on_demand(all_links(zero), wait_seconds(20)).ok());
+  EXPECT_TRUE(one.connect_on_demand(all_links(one), wait_seconds(20)).ok());
 }
 
 TEST(TcpReach, APeerThatHasNotComeIsWaitedFor) {
   InprocStore store;
   TcpNetwork zero(store, tcp_options(0, 2));
-  EXPECT_EQ(zero.reach(all_links(zero), wait_seconds(0.05)).outcome, Outcome::kTimeout);
+  EXPECT_EQ(zero.connect_on_demand(all_links(zero), wait_seconds(0.05)).outcome, Outcome::kTimeout);
 }
 
 TEST(TcpReach, APeerThatIsGoneIsLost) {
@@ -154,7 +154,7 @@ TEST(TcpReach, APeerThatIsGoneIsLost) {
     TcpNetwork network(store, tcp_options(caller, 2));
     TcpNetwork(store, tcp_options(1 - caller, 2));  // has come and gone
     for (int attempt = 0; attempt < 2; ++attempt) {
-      const WaitResult result = network.reach(all_links(network), wait_seconds(20));
+      const WaitResult result = network.connect_on_demand(all_links(network), wait_seconds(20));
       EXPECT_EQ(result.outcome, Outcome::kPeerLost);
       EXPECT_EQ(result.peer, 1 - caller);
       EXPECT_TRUE(result.peer_gone);
@@ -168,13 +168,13 @@ TEST(TcpReach, APeerThatIsLostOnTheWayIsLost) {
     Latch linked(2);
     group.run_unconnected([&](TcpNetwork& network) {
       const std::vector<Network::Link> first = {{1 - network.rank(), 0}};
-      ASSERT_TRUE(network.reach(first, wait_seconds(20)).ok());
+      ASSERT_TRUE(network.connect_on_demand(first, wait_seconds(20)).ok());
       meet(linked);
       if (network.rank() == 1) {
         if (leaves) network.leave();
         return group.destroy(1);
       }
-      const WaitResult result = network.reach(all_links(network), wait_seconds(20));
+      const WaitResult result = network.connect_on_demand(all_links(network), wait_seconds(20));
       EXPECT_EQ(result.outcome, Outcome::kPeerLost);
       EXPECT_EQ(result.peer, 1);
       EXPECT_TRUE(leaves || !result.peer_left);
@@ -186,13 +186,14 @@ TEST(TcpReach, AnAbortAndTheOwnEndAreTold) {
   InprocStore store;
   TcpNetwork zero(store, tcp_options(0, 2));
   TcpNetwork one(store, tcp_options(1, 2));
-  EXPECT_EQ(zero.reach(all_links(zero), wait_seconds(0.02)).outcome, Outcome::kTimeout);
+  EXPECT_EQ(zero.connect_on_demand(all_links(zero), wait_seconds(0.02)).outcome, Outcome::kTimeout);
   zero.abort(ErrorKind::kAborted, "enough");
-  EXPECT_EQ(zero.reach(all_links(zero), wait_seconds(20)).outcome, Outcome::kAborted);
-  EXPECT_EQ(one.reach(all_links(one), wait_seconds(0.02)).outcome, Outcome::kTimeout);
+  EXPECT_EQ(zero.connect_on_demand(all_links(zero), wait_seconds(20)).outcome, Outcome::kAborted);
+  EXPECT_EQ(one.connect_on_demand(all_links(one), wait_seconds(0.02)).outcome, Outcome::kTimeout);
   one.leave();  // with a call under way
-  expect_text(error_of(ErrorKind::kInternal, [&] { one.reach(all_links(one), wait_seconds(20)); }),
-              "has left and connects with nobody any more");
+  expect_text(
+      error_of(ErrorKind::kInternal, [&] { one.connect_on_demand(all_links(one), wait_seconds(20)); }),
+      "has left and opens no more connections");
 }
 
 TEST(TcpReach, AnotherSecretIsToldToWhoeverCalls) {
@@ -204,7 +205,8 @@ TEST(TcpReach, AnotherSecretIsToldToWhoeverCalls) {
     TcpNetwork other(store, tcp_options(1 - caller, 2));
     std::atomic<bool> told = false;
     std::thread call([&] {
-      expect_text(error_of(ErrorKind::kUsage, [&] { network.reach(all_links(network), wait_seconds(20)); }),
+      expect_text(error_of(ErrorKind::kUsage,
+                           [&] { network.connect_on_demand(all_links(network), wait_seconds(20)); }),
                   "does not know the secret of rank " + std::to_string(1 - caller));
       told = true;
     });

@@ -50,11 +50,11 @@ TEST(TcpStrangers, GarbageIsDroppedAndCounted) {
         if (text.size() < 2) strangers.back().hang_up();
       }
       network.connect(all_links(network), wait_seconds(20));
-      progress_until(network, [&] { return network.strangers().garbage == garbage.size(); });
+      progress_until(network, [&] { return network.rejected().malformed == garbage.size(); });
       for (RawPeer& stranger : strangers) stranger.hang_up();
     } else {
       network.connect(all_links(network), wait_seconds(20));
-      EXPECT_EQ(network.strangers().total(), 0u);
+      EXPECT_EQ(network.rejected().total(), 0u);
     }
     Buffer got(10);
     const Tickets tickets = {send(network, 1 - network.rank(), 0, got),
@@ -69,7 +69,7 @@ TEST(TcpStrangers, AThousandOfThemLeaveNothing) {
   const int before = open_descriptors();
   for (unsigned i = 1; i <= 1000; ++i) {
     RawPeer(network).say(i % 2 == 0 ? "" : "GET / HTTP/1.1\r\n\r\n");
-    if (i % 100 == 0) progress_until(network, [&] { return network.strangers().garbage == i; });
+    if (i % 100 == 0) progress_until(network, [&] { return network.rejected().malformed == i; });
   }
   EXPECT_EQ(open_descriptors(), before);
 }
@@ -95,8 +95,7 @@ TEST(TcpStrangers, AThousandThatHangUpWhileRanksConnect) {
       if (network.rank() == 2) gone.wait();
       network.connect(all_links(network), wait_seconds(40));
       if (strangers.joinable()) strangers.join();
-      progress_until(network,
-                     [&] { return network.strangers().total() == (network.rank() == 0 ? 1000 : 0); });
+      progress_until(network, [&] { return network.rejected().total() == (network.rank() == 0 ? 1000 : 0); });
       const Buffer sent = pattern(100000, static_cast<unsigned>(network.rank()));
       Buffer got(sent.size());
       const Tickets tickets = {send(network, (network.rank() + 1) % 3, 1, sent),
@@ -116,7 +115,7 @@ TEST(TcpStrangers, SlowOnesAreHungUpOn) {
   RawPeer silent(network);
   RawPeer slow(network);
   slow.say("MRCPHLO");
-  progress_until(network, [&] { return network.strangers().late == 2; });
+  progress_until(network, [&] { return network.rejected().timed_out == 2; });
   EXPECT_TRUE(silent.is_hung_up());
   EXPECT_TRUE(slow.is_hung_up());
 }
@@ -126,7 +125,7 @@ TEST(TcpStrangers, TheLimitHoldsForAllNetworksOfAProcess) {
   constexpr int kNetworks = 6, kCallers = 20, kMost = 16;
   InprocStore store;
   TcpOptions options = tcp_options(0, 2);
-  options.max_strangers = kMost;
+  options.max_handshakes = kMost;
   options.handshake_seconds = 60;
   std::deque<TcpNetwork> networks;
   for (int i = 0; i < kNetworks; ++i) {
@@ -134,26 +133,26 @@ TEST(TcpStrangers, TheLimitHoldsForAllNetworksOfAProcess) {
     networks.emplace_back(store, options);
   }
   std::deque<RawPeer> callers;
-  std::uint64_t crowded = 0;
+  std::uint64_t evicted = 0;
   for (TcpNetwork& network : networks) {
     for (int i = 0; i < kCallers; ++i) callers.emplace_back(network);
     // The first network may fill the limit; what is left to the others is what each of them has for itself.
     const std::uint64_t kept = &network == &networks.front() ? kMost : 8;
-    progress_until(network, [&] { return network.strangers().crowded == kCallers - kept; });
-    crowded += network.strangers().crowded;
+    progress_until(network, [&] { return network.rejected().evicted == kCallers - kept; });
+    evicted += network.rejected().evicted;
   }
-  EXPECT_EQ(kNetworks * kCallers - crowded, *options.open_handshakes);
+  EXPECT_EQ(kNetworks * kCallers - evicted, *options.open_handshakes);
   EXPECT_EQ(*options.open_handshakes, kMost + (kNetworks - 1) * 8u);
   for (RawPeer& caller : callers) caller.hang_up();
   for (TcpNetwork& network : networks)
-    progress_until(network, [&] { return network.strangers().total() == kCallers; });
+    progress_until(network, [&] { return network.rejected().total() == kCallers; });
   EXPECT_EQ(*options.open_handshakes, 0u);
 }
 
 // Ranks get in while strangers come faster than these are hung up on for being slow.
 TEST(TcpStrangers, AFloodOfThemLocksNobodyOut) {
   TcpGroup group(3, 2, 2);
-  for (int rank = 0; rank < 3; ++rank) group.options(rank).max_strangers = 16;
+  for (int rank = 0; rank < 3; ++rank) group.options(rank).max_handshakes = 16;
   Latch connected(3);
   group.run_unconnected([&](TcpNetwork& network) {
     std::atomic<bool> stop = false;
@@ -166,7 +165,7 @@ TEST(TcpStrangers, AFloodOfThemLocksNobodyOut) {
           if (strangers.size() > 100) strangers.pop_front();
         }
       });
-      progress_until(network, [&] { return network.strangers().crowded > 50; });
+      progress_until(network, [&] { return network.rejected().evicted > 50; });
     }
     network.connect(all_links(network), wait_seconds(40));
     stop = true;

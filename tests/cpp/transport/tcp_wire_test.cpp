@@ -9,11 +9,11 @@
 
 #include "base/error.h"
 #include "base/text.h"
-#include "transport/tcp/address.h"
-#include "transport/tcp/frame.h"
-#include "transport/tcp/handshake.h"
-#include "transport/tcp/link_balance.h"
-#include "transport/tcp/stripes.h"
+#include "transport/tcp/connections/connection_balance.h"
+#include "transport/tcp/connections/frame.h"
+#include "transport/tcp/connections/stripes.h"
+#include "transport/tcp/handshake/address.h"
+#include "transport/tcp/handshake/handshake_messages.h"
 
 namespace multiring::tcp {
 namespace {
@@ -75,20 +75,20 @@ class HandshakeTest : public ::testing::Test {
   HandshakeKey key = derive_handshake_key("secret", "job");
   Nonce listener = random_nonce();
   Nonce caller = random_nonce();
-  HelloFacts facts = {3, 1, 4, 2, 1, 5, 1000, 77};
-  HelloBytes hello = encode_hello(key, listener, caller, facts);
+  ConnectionInfo facts = {3, 1, 4, 2, 1, 5, 1000, 77};
+  ClientHelloBytes hello = encode_client_hello(key, listener, caller, facts);
 };
 
 TEST_F(HandshakeTest, BothSidesBelieveEachOther) {
   EXPECT_EQ(parse_challenge(encode_challenge(listener)), listener);
-  const auto heard = parse_hello(key, listener, hello);
-  ASSERT_TRUE(heard && heard->proven);
-  EXPECT_EQ(heard->facts, facts);
-  EXPECT_EQ(heard->caller_nonce, caller);
-  for (const Verdict verdict : {Verdict::kWelcome, Verdict::kDuplicate}) {
-    const auto welcome =
-        parse_welcome(key, listener, caller, facts, encode_welcome(key, listener, caller, facts, verdict));
-    ASSERT_TRUE(welcome && welcome->proven);
+  const auto heard = parse_client_hello(key, listener, hello);
+  ASSERT_TRUE(heard && heard->authenticated);
+  EXPECT_EQ(heard->info, facts);
+  EXPECT_EQ(heard->client_nonce, caller);
+  for (const Verdict verdict : {Verdict::kAccepted, Verdict::kDuplicate}) {
+    const auto welcome = parse_server_hello(key, listener, caller, facts,
+                                            encode_server_hello(key, listener, caller, facts, verdict));
+    ASSERT_TRUE(welcome && welcome->authenticated);
     EXPECT_EQ(welcome->verdict, verdict);
   }
 }
@@ -96,49 +96,52 @@ TEST_F(HandshakeTest, BothSidesBelieveEachOther) {
 TEST_F(HandshakeTest, OnlyTheKeyOfSecretAndJobProves) {
   for (const HandshakeKey& other : {derive_handshake_key("Secret", "job"),
                                     derive_handshake_key("secret", "other"), derive_handshake_key("", "")}) {
-    const auto heard = parse_hello(other, listener, hello);
+    const auto heard = parse_client_hello(other, listener, hello);
     ASSERT_TRUE(heard.has_value());
-    EXPECT_FALSE(heard->proven);
-    EXPECT_EQ(heard->facts, HelloFacts{}) << "what is not proven is not read";
-    const auto welcome = parse_welcome(key, listener, caller, facts,
-                                       encode_welcome(other, listener, caller, facts, Verdict::kWelcome));
-    EXPECT_FALSE(welcome->proven);
+    EXPECT_FALSE(heard->authenticated);
+    EXPECT_EQ(heard->info, ConnectionInfo{}) << "what is not authenticated is not read";
+    const auto welcome =
+        parse_server_hello(key, listener, caller, facts,
+                           encode_server_hello(other, listener, caller, facts, Verdict::kAccepted));
+    EXPECT_FALSE(welcome->authenticated);
   }
 }
 
 TEST_F(HandshakeTest, EveryBitOfAHelloCounts) {
   for (std::size_t bit = 0; bit < 8 * hello.size(); ++bit) {
-    HelloBytes other = hello;
+    ClientHelloBytes other = hello;
     other[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
-    const auto heard = parse_hello(key, listener, other);
-    EXPECT_FALSE(heard && heard->proven) << bit;
+    const auto heard = parse_client_hello(key, listener, other);
+    EXPECT_FALSE(heard && heard->authenticated) << bit;
   }
 }
 
 TEST_F(HandshakeTest, NothingCanBeReplayedOrReflected) {
-  EXPECT_FALSE(parse_hello(key, random_nonce(), hello)->proven) << "a hello of another connection";
-  const WelcomeBytes welcome = encode_welcome(key, listener, caller, facts, Verdict::kWelcome);
-  EXPECT_FALSE(parse_welcome(key, listener, random_nonce(), facts, welcome)->proven);
-  HelloFacts other = facts;
+  EXPECT_FALSE(parse_client_hello(key, random_nonce(), hello)->authenticated)
+      << "a hello of another connection";
+  const ServerHelloBytes welcome = encode_server_hello(key, listener, caller, facts, Verdict::kAccepted);
+  EXPECT_FALSE(parse_server_hello(key, listener, random_nonce(), facts, welcome)->authenticated);
+  ConnectionInfo other = facts;
   other.channel = 3;
-  EXPECT_FALSE(parse_welcome(key, listener, caller, other, welcome)->proven) << "for another channel";
+  EXPECT_FALSE(parse_server_hello(key, listener, caller, other, welcome)->authenticated)
+      << "for another channel";
   // The caller's own proof, sent back to it.
-  WelcomeBytes reflected = welcome;
+  ServerHelloBytes reflected = welcome;
   std::copy(hello.end() - 32, hello.end(), reflected.end() - 32);
-  EXPECT_FALSE(parse_welcome(key, listener, caller, facts, reflected)->proven);
+  EXPECT_FALSE(parse_server_hello(key, listener, caller, facts, reflected)->authenticated);
 }
 
 TEST_F(HandshakeTest, WhatIsShortOrOfAnotherVersionIsNone) {
   for (std::size_t length = 0; length < hello.size(); ++length) {
-    EXPECT_FALSE(parse_hello(key, listener, std::span(hello).first(length)).has_value());
-    EXPECT_TRUE(begins_like_hello(std::span(hello).first(length)));
+    EXPECT_FALSE(parse_client_hello(key, listener, std::span(hello).first(length)).has_value());
+    EXPECT_TRUE(is_client_hello_prefix(std::span(hello).first(length)));
   }
   hello[7] ^= std::byte{3};
-  EXPECT_FALSE(parse_hello(key, listener, hello).has_value());
-  EXPECT_FALSE(begins_like_hello(std::span(hello).first(8)));
-  EXPECT_FALSE(begins_like_hello(bytes_of("GET / HTTP/1.1")));
+  EXPECT_FALSE(parse_client_hello(key, listener, hello).has_value());
+  EXPECT_FALSE(is_client_hello_prefix(std::span(hello).first(8)));
+  EXPECT_FALSE(is_client_hello_prefix(bytes_of("GET / HTTP/1.1")));
   EXPECT_FALSE(parse_challenge(hello).has_value());
-  EXPECT_FALSE(parse_welcome(key, listener, caller, facts, hello).has_value());
+  EXPECT_FALSE(parse_server_hello(key, listener, caller, facts, hello).has_value());
 }
 
 InterfaceAddress at(const std::string& interface, const std::string& address, int prefix) {
@@ -216,20 +219,20 @@ TEST(Interfaces, WhatIsNotUnderstoodOrLeavesNothingIsAnError) {
 
 using Weights = std::vector<std::uint32_t>;
 
-LinkBalance balance_of(const Weights& weights, std::size_t whole_below) {
-  LinkBalance balance(weights.size(), whole_below);
+ConnectionBalance balance_of(const Weights& weights, std::size_t whole_below) {
+  ConnectionBalance balance(weights.size(), whole_below);
   balance.fix_weights(weights);
   return balance;
 }
 
-TEST(LinkBalance, EveryByteIsInOneStripe) {
+TEST(ConnectionBalance, EveryByteIsInOneStripe) {
   const std::vector<Weights> all_weights = {{1},       {1, 1},    {1, 4},      {4, 1, 0},
                                             {0, 0, 5}, {7, 1, 3}, {1, 1, 1, 1}};
   std::vector<StripeRange> ranges;
   for (const auto& weights : all_weights) {
     for (const std::size_t bytes : {0, 1, 63, 64, 65, 1000, 4095, 4096, 1000003}) {
       for (const std::size_t whole_below : {0, 4096}) {
-        LinkBalance balance = balance_of(weights, whole_below);
+        ConnectionBalance balance = balance_of(weights, whole_below);
         for (int message = 0; message < 3; ++message) {
           balance.divide(bytes, std::vector<std::size_t>(weights.size(), 0), ranges);
           ASSERT_FALSE(ranges.empty());
@@ -248,12 +251,12 @@ TEST(LinkBalance, EveryByteIsInOneStripe) {
   }
 }
 
-TEST(LinkBalance, EveryByteIsInOneStripeWhateverTheBacklogs) {
+TEST(ConnectionBalance, EveryByteIsInOneStripeWhateverTheBacklogs) {
   std::vector<StripeRange> ranges;
   std::vector<std::size_t> backlogs(5, 0);
   std::size_t random = 1;
   for (const std::size_t whole_below : {0, 4096}) {
-    LinkBalance balance(backlogs.size(), whole_below);
+    ConnectionBalance balance(backlogs.size(), whole_below);
     for (int message = 0; message < 10000; ++message) {
       random = random * 6364136223846793005ULL + 1442695040888963407ULL;
       const std::size_t bytes = (random >> 33) % (message % 3 == 0 ? 100 : 3'000'000);
@@ -272,17 +275,17 @@ TEST(LinkBalance, EveryByteIsInOneStripeWhateverTheBacklogs) {
   }
 }
 
-TEST(LinkBalance, SharesFollowTheWeights) {
+TEST(ConnectionBalance, SharesFollowTheWeights) {
   std::vector<StripeRange> ranges;
-  LinkBalance balance = balance_of({1000, 250}, 4096);
+  ConnectionBalance balance = balance_of({1000, 250}, 4096);
   balance.divide(1 << 20, std::vector<std::size_t>{0, 0}, ranges);
   ASSERT_EQ(ranges.size(), 2u);
   EXPECT_NEAR(static_cast<double>(ranges[0].bytes) / (1 << 20), 0.8, 0.001);
 }
 
-TEST(LinkBalance, ShortMessagesGoOverAllLinksInTurn) {
+TEST(ConnectionBalance, ShortMessagesGoOverAllLinksInTurn) {
   std::vector<StripeRange> ranges;
-  LinkBalance balance = balance_of({400, 100, 0}, 4096);
+  ConnectionBalance balance = balance_of({400, 100, 0}, 4096);
   std::vector<std::size_t> backlogs(3, 0);
   for (int message = 0; message < 1000; ++message) {
     balance.divide(1000 + static_cast<std::size_t>(message % 7), backlogs, ranges);
@@ -293,9 +296,9 @@ TEST(LinkBalance, ShortMessagesGoOverAllLinksInTurn) {
   EXPECT_EQ(backlogs[2], 0u);
 }
 
-TEST(LinkBalance, BusyLinksGetLess) {
+TEST(ConnectionBalance, BusyLinksGetLess) {
   std::vector<StripeRange> ranges;
-  LinkBalance balance(2, 4096);
+  ConnectionBalance balance(2, 4096);
   balance.divide(300'000, std::vector<std::size_t>{0, 100'000}, ranges);
   ASSERT_EQ(ranges.size(), 2u);
   EXPECT_NEAR(static_cast<double>(ranges[0].bytes), 200'000, 64);
@@ -311,7 +314,7 @@ class Links {
   explicit Links(std::size_t count) : free_at_(count, 0.0), progress_(count), backlogs_(count, 0) {}
 
   /// The fraction of the links' speed that the last quarter of the messages reaches.
-  double run(LinkBalance& balance, const std::vector<double>& speeds, int messages) {
+  double run(ConnectionBalance& balance, const std::vector<double>& speeds, int messages) {
     constexpr std::size_t kBytes = 256 << 10;
     double quarter = 0.0;
     for (int message = 0; message < messages; ++message) {
@@ -348,15 +351,15 @@ class Links {
   double now_ = 1.0;
   double before_ = 1.0;  // when the message before the last one has passed
   std::vector<double> free_at_;
-  std::vector<LinkProgress> progress_;
+  std::vector<ConnectionProgress> progress_;
   std::vector<std::size_t> backlogs_;
 };
 
-TEST(LinkBalance, FollowsSpeedsThatNobodyTold) {
+TEST(ConnectionBalance, FollowsSpeedsThatNobodyTold) {
   constexpr double kAsked = 0.85;  // of the links' speed together
   for (const std::vector<double>& speeds :
        {std::vector{62.5e6, 15.6e6}, std::vector{1e9, 3e9, 2e9}, std::vector{1e9, 1e9}}) {
-    LinkBalance balance(speeds.size(), 64 * 1024);
+    ConnectionBalance balance(speeds.size(), 64 * 1024);
     for (std::size_t link = 0; link < speeds.size(); ++link) balance.set_weight(link, 10000);
     Links links(speeds.size());
     EXPECT_GT(links.run(balance, speeds, 20000), kAsked);

@@ -11,7 +11,7 @@
 
 #include "support/errors.h"
 #include "support/rank_group.h"
-#include "transport/shm/shm_link.h"
+#include "transport/shm/shm_transport.h"
 #include "transport/world/connect_world.h"
 
 namespace multiring {

@@ -65,8 +65,8 @@ struct multiring_mpi {
   /* `source` -1: any rank. */
   int (*receive)(struct multiring_mpi_group* group, void* data, size_t bytes, int source, int tag,
                  multiring_mpi_request* request, char* why, size_t why_bytes);
-  /* Looks which of the requests are done, or, if `block`, waits until all are. Those are used up and turn
-   * into null requests, which may be passed again. */
+  /* Tests which of the requests are done, or, if `block`, waits until all are. Those become null requests,
+   * which may be passed again. */
   int (*test)(multiring_mpi_request* requests, int count, int block, struct multiring_mpi_completion* done,
               int* done_count, char* why, size_t why_bytes);
   /* Gives up a receive, whose request has to be tested until it is done, with a message or without. Does not

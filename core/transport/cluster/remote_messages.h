@@ -1,0 +1,101 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "transport/cluster/progress_lock.h"
+#include "transport/network.h"
+
+namespace multiring {
+
+/// The mailboxes between this rank and ranks of other hosts, in this host's memory.
+struct MailboxMemory {
+  std::function<std::byte*(int source, int destination, std::uint64_t chunk)> header;
+  std::function<std::byte*(int source, int destination, std::uint64_t chunk)> payload;
+  /// `chunk` from `source` has arrived; `destination` has read `chunk`.
+  std::function<void(int source, std::uint64_t chunk)> on_written;
+  std::function<void(int destination, std::uint64_t chunk)> on_read;
+  std::size_t chunk_bytes = 0;
+};
+
+/// Point-to-point messages with ranks of other hosts: chunks on one channel, and acknowledgements that they
+/// have been read on another.
+///
+/// If the network makes links on demand, two ranks are connected when one of them first sends to the other or
+/// waits for it. A send has left when the peer has accepted the connection, which any of its waits does.
+///
+/// Chunks are received as soon as any thread of this rank waits for one, so that two ranks that both send
+/// first do not block each other while mailboxes have room. Any thread may call. One of those that wait
+/// drives the network for all. `mutex_` guards what was posted.
+class RemoteMessages {
+ public:
+  static constexpr int kChannels = 2;
+
+  /// `peers`: the ranks of other hosts; the network is connected with them unless it makes links on demand.
+  RemoteMessages(std::unique_ptr<Network> network, int rank, const std::vector<int>& peers,
+                 MailboxMemory memory);
+
+  Network& network() const { return *network_; }
+  void send(int destination, std::uint64_t chunk, std::size_t bytes);
+  void acknowledge(int source, std::uint64_t chunk);
+  /// Wait until `ready`, which a chunk from `source`, or an acknowledgement of `destination`, makes true.
+  WaitResult await_chunk(int source, const std::function<bool()>& ready, const Waiting& waiting);
+  WaitResult await_ack(int destination, const std::function<bool()>& ready, const Waiting& waiting);
+  /// Waits until all that was sent to `destination` has left.
+  WaitResult await_sent(int destination, const Waiting& waiting);
+  /// Makes progress, unless another thread is doing it.
+  void poll();
+  /// Says goodbye to the peers.
+  void leave();
+
+ private:
+  using Ticket = Network::Ticket;
+  struct Peer {
+    bool remote = false;
+    bool linked = false;  ///< receives are posted
+    std::vector<std::pair<std::uint64_t, std::size_t>>
+        unsent;               ///< chunks and their bytes, until it is linked
+    std::uint64_t chunk = 1;  ///< the next one to receive
+    bool has_header = false;  ///< of that chunk
+    Ticket chunk_receive = 0;
+    std::uint64_t ack = 0;  ///< received last
+    Ticket ack_receive = 0;
+    std::uint64_t sent_acks[2] = {};  ///< by the chunk's parity
+    std::vector<Ticket> sends;
+  };
+
+  Peer& peer(int rank) { return (*peers_)[static_cast<std::size_t>(rank)]; }
+  /// Starts to use links that peers have made. For the driving thread.
+  void open_new_links();
+  void open_link(int rank);
+  bool linked(int rank);
+  void post(int destination, std::uint64_t chunk, std::size_t bytes);
+  void post_header_receive(int source);
+  void post_ack_receive(int destination);
+  bool release_if_done(Ticket ticket);
+  /// Handles all that has arrived. For the driving thread.
+  void handle_arrivals();
+  void handle_chunk(int source);
+  /// `rank`: the peer that makes `ready` true.
+  WaitResult await(int rank, const std::function<bool()>& ready,
+                   const std::function<std::vector<Ticket>()>& tickets, const Waiting& waiting);
+  WaitResult drive(int rank, const std::function<std::vector<Ticket>()>& tickets, const Waiting& slice);
+
+  std::unique_ptr<Network> network_;
+  int rank_;
+  MailboxMemory memory_;
+  ProgressLock progress_lock_;
+  std::atomic<int> waiting_{0};      // threads
+  bool left_ = false;                // nothing may be posted
+  std::uint64_t links_version_ = 0;  // when links were last opened; the driving thread's
+  std::mutex mutex_;
+  std::shared_ptr<std::vector<Peer>> peers_;  // shared with the network: it holds messages
+};
+
+}  // namespace multiring

@@ -1,0 +1,99 @@
+// How a TcpNetwork connects to a rank that does not call connect.
+
+#include <algorithm>
+#include <list>
+#include <optional>
+#include <string>
+
+#include "transport/tcp/handshake/connect_errors.h"
+#include "transport/tcp/tcp_network.h"
+
+namespace multiring::tcp {
+
+WaitResult TcpNetwork::connect_on_demand(std::span<const Link> links, const Waiting& waiting) {
+  waiting.deadline.start();
+  const auto interrupted = [&](WaitResult* result) {
+    const bool closed = waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire);
+    if (closed || aborted(nullptr))
+      *result = {closed ? WaitResult::Outcome::kCancelled : WaitResult::Outcome::kAborted};
+    return !result->ok();
+  };
+  WaitResult result;
+  for (const Link& link : links) {
+    check_link(link);
+    if (linked(link)) continue;
+    try {
+      look_up_address(link.peer, waiting);
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::kTimeout) return {WaitResult::Outcome::kTimeout};
+      if (interrupted(&result)) return result;
+      const std::string why = error.what();
+      throw error_between(error.kind(), rank_pair(link.peer, waiting.deadline.elapsed()),
+                          "cannot learn the address of",
+                          ", to which it has sent nothing before: " + why.substr(0, why.find('\n')) +
+                              ". If rank 0 serves the store, it has to stay until the others are done");
+    }
+  }
+  if (interrupted(&result)) return result;
+  {
+    const std::lock_guard lock(mutex_);
+    if (left_) throw left_error(ErrorKind::kInternal);
+    for (std::list<ConnectAttempt> attempts = missing_attempts(links, true); !attempts.empty();) {
+      pending_attempts_.splice(pending_attempts_.end(), attempts, attempts.begin());
+      acceptor_.connect(pending_attempts_.back());
+    }
+  }
+  std::optional<Error> error;
+  result = drive(waiting, [&](WaitResult* found) {
+    if (std::all_of(links.begin(), links.end(), [&](const Link& link) { return is_linked(link); }))
+      return true;
+    if (abort_) *found = {WaitResult::Outcome::kAborted};
+    const bool closed = waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire);
+    if (closed) *found = {WaitResult::Outcome::kCancelled};
+    if (abort_ || closed) return true;
+    error = find_error(links, pending_attempts_, waiting);
+    return error.has_value();
+  });
+  if (!error) return result;
+  const std::lock_guard lock(mutex_);
+  drop_attempts([](const ConnectAttempt& attempt) {
+    return attempt.state == ConnectAttempt::State::kFailed;
+  });  // a later call may retry
+  std::erase_if(rejections_, [&](const auto& rejection) { return affects(rejection.first, links); });
+  if (error->kind() != ErrorKind::kPeerLost) throw *error;
+  const int rank = error->context().peer;
+  const bool left = peer(rank).left;
+  return {WaitResult::Outcome::kPeerLost, rank, left, !left && !peer(rank).ending};
+}
+
+bool TcpNetwork::linked(const Link& link) const {
+  const std::lock_guard lock(mutex_);
+  return is_linked(link);
+}
+
+bool TcpNetwork::is_connecting(const ConnectionInfo& info) const {
+  return std::any_of(pending_attempts_.begin(), pending_attempts_.end(), [&](const ConnectAttempt& attempt) {
+    return attempt.info.server == info.server && attempt.info.channel == info.channel &&
+           attempt.info.stripe == info.stripe && attempt.state != ConnectAttempt::State::kDone &&
+           attempt.state != ConnectAttempt::State::kFailed;
+  });
+}
+
+bool TcpNetwork::has_connection(const ConnectionInfo& info, int rank) const {
+  if (info.channel == ConnectionInfo::kControl) return !needs_control(peer(rank));
+  const auto found = peer(rank).streams.find(info.channel);
+  const auto stripe = static_cast<std::size_t>(info.stripe);
+  return found != peer(rank).streams.end() && stripe < found->second->stripes() &&
+         found->second->has_connection(stripe);
+}
+
+void TcpNetwork::drop_attempts(const std::function<bool(const ConnectAttempt&)>& dropped) {
+  for (auto next = pending_attempts_.begin(); next != pending_attempts_.end();) {
+    const auto each = next++;
+    if (!dropped(*each)) continue;
+    acceptor_.cancel(*each);
+    pending_attempts_.erase(each);
+  }
+}
+
+}  // namespace multiring::tcp
