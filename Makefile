@@ -32,7 +32,8 @@ test-rest: $(VENV)/.develop
 	ci/fetch_sshd.sh
 	ci/make_mpich_environment.sh $(BIN)/python
 	ci/fetch_slurm.sh
-	$(BIN)/pytest -m full $(PYTEST_OPTIONS)
+	$(BIN)/pytest -m "full and not alone" $(PYTEST_OPTIONS)
+	$(BIN)/pytest -m "full and alone"
 	$(BIN)/multiring regress --small
 	$(BIN)/python ci/check_speed.py
 
