@@ -1,8 +1,8 @@
 """Which tests `make test` leaves to `make test-rest` (tests/README.md).
 
-`make test` has every adapter's contract, every collective, kills and mismatches on one host. The files of the
-others are listed here. They are marked `full`: `pytest -m full` runs them, `pytest -m "not full"` does not. A test
-function may carry the mark by itself.
+`make test` has every adapter's contract, every collective, kills and mismatches on one host. The files of
+the others are listed here. They are marked `full`: `pytest -m full` runs them, `pytest -m "not full"` does
+not. A test function may carry the mark by itself.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ FULL = {
         "rendezvous/test_torchrun.py",
     ],
 }
-# Marked `alone` as well: they look at what all processes of the machine leave behind (MPI's files in /dev/shm).
+# Marked `alone` as well: they look at what all processes of the machine leave behind.
 ALONE = {
     "python": [
         "benchmarks/test_bench_emulated.py",
