@@ -1,7 +1,8 @@
 # make demo   installs multiring into .venv and trains a ResNet on real images over two synchronised processes
-# make test   installs what the tests need and runs all of them, with style, types and layers
-# make test-cpp  the C++ tests alone, plain and with sanitizers
-# make check  style, types and layers alone
+# make check  style, types, layers: seconds
+# make test   installs what the tests need and runs those that every change has to pass: 12 minutes on 2 cores
+# make test-all  the same, then make test-rest: sanitizers, full matrices, several hosts, launchers, the wheel, speed
+# What is in which of them: tests/README.md.
 # make docs   the pages of docs/ and the API reference as a site, in build/site
 # make scaling  the scaling curve of docs/scaling.md, on a simulated machine (needs SimGrid)
 
@@ -9,30 +10,41 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := ci/constraints.txt
+# A worker for each of a few cores, and the files of one worker in turn: ranks are processes of their own.
+PYTEST_OPTIONS ?= --numprocesses 2 --dist loadfile --durations 15
 
-.PHONY: demo test test-cpp check develop docs scaling clean
+.PHONY: demo test test-rest test-all test-cpp-objects check develop docs scaling clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	$(BIN)/multiring train -np 2 --depth 8 --data digits --output-dir runs/demo
 
-# The C++ tests need no framework: they are compiled and run while those are fetched.
+# The C++ tests need no framework: they are compiled while those are fetched.
 test:
-	$(MAKE) -j2 -Oline develop test-cpp
+	$(MAKE) -j2 -Oline develop test-cpp-objects
 	ci/check.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh
+	$(BIN)/pytest -m "not full" $(PYTEST_OPTIONS)
+
+test-rest: $(VENV)/.develop
+	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh address,undefined
+	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh thread
 	$(BIN)/python ci/check_wheel.py
 	ci/fetch_sshd.sh
 	ci/make_mpich_environment.sh $(BIN)/python
 	ci/fetch_slurm.sh
-	$(BIN)/pytest
+	$(BIN)/pytest -m "full and not alone" $(PYTEST_OPTIONS)
+	$(BIN)/pytest -m "full and alone"
 	$(BIN)/multiring regress --small
 	$(BIN)/python ci/check_speed.py
 
-test-cpp: $(VENV)/.build-tools
+test-all:
+	$(MAKE) test
+	$(MAKE) test-rest
+
+test-cpp-objects: $(VENV)/.build-tools
 	ci/install_googletest.sh
-	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh
-	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh address,undefined
-	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh thread
+	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh compile
 
 check: $(VENV)/.develop
 	ci/check.sh

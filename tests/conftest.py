@@ -10,6 +10,7 @@ import pytest
 
 from tests.nursery import Nursery
 from tests.rank_pool import RankPool
+from tests.tiers import mark
 
 
 def pytest_configure() -> None:
@@ -23,6 +24,10 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
     # What ends a test run from outside (`timeout`, a CI system) should let fixtures tidy up, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark(items)
 
 
 @pytest.fixture(scope="session")

@@ -283,7 +283,7 @@ def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
         attributes["splits"] = np.array(call.sent, np.int64)
     ticket = jax.core.ShapedArray((2,), np.dtype(np.uint32))
     token = ctx.tokens_in.get(COLLECTIVE)
-    flights = []
+    pending = []
     for number, bucket in enumerate(call.buckets):
         members = bucket.members
         given = [ctx.avals_in[i] for i in members]
@@ -302,11 +302,11 @@ def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
             **attributes,
         )
         token = results[0]
-        flights.append((members, made, results[1:]))
+        pending.append((members, made, results[1:]))
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({COLLECTIVE: token})))
     found: list[Any] = [None] * len(operands)
     landed = token  # one end after the other: they wait in one of XLA's threads, not in all of them
-    for members, made, values in flights:
+    for members, made, values in pending:
         avals = [abstract_token, ticket, *made]
         landed, *values = ffi_call(
             ctx, DONE, [landed, *values], avals, [abstract_token, *made], (2, 1), alias=True

@@ -47,6 +47,7 @@ operations = {
     "gather": lambda: comm.gather(array, 0),
     "reduce_scatter": lambda: comm.reduce_scatter(array),
     "scatter": lambda: comm.scatter(array if comm.rank == 0 else None, 0),
+    "split": lambda: comm.split(0).close(),
 }
 operation = operations[sys.argv[2]]
 try:
@@ -198,6 +199,23 @@ def test_a_host_that_vanishes_is_lost_on_every_rank(
         for name, process in zip(names, ranks, strict=True):
             message = assert_lost(process, elsewhere if name in here else here, cut, SECONDS)
             assert "or its host cannot be reached any more" in message
+
+
+@pytest.mark.parametrize("layout", [[1, 1], [2, 1, 2]])
+def test_a_host_that_vanishes_while_groups_are_made(
+    emulate: Callable[[int], EmulatedHosts], layout: list[int]
+) -> None:
+    """The parent group's connections tell, on both sides of the cut: the new group has none yet."""
+    hosts = emulate(len(layout))
+    names = [f"{rank} on {hosts.name(host)}" for rank, host in enumerate(host_of_each(layout))]
+    ranks = start(hosts, layout, LOOP, SMALL, "split")
+    await_running(ranks)
+    cut = time.monotonic()
+    hosts.cut(1)
+    here = [name for name in names if name.endswith(hosts.name(1))]
+    for name, process in zip(names, ranks, strict=True):
+        lost = [other for other in names if (other in here) != (name in here)]
+        assert "split" in assert_lost(process, lost, cut, SECONDS)
 
 
 def test_a_link_that_becomes_slow_loses_nobody() -> None:

@@ -28,7 +28,7 @@
 #include <memory>
 #include <vector>
 
-#include "flights.h"
+#include "pending_calls.h"
 
 namespace multiring::xla {
 namespace {
@@ -56,8 +56,8 @@ void start(const Call& call) {
   const std::vector<std::uint64_t> splits = call.integers("splits");
   mr_queue* queue = Queues::instance().find(call.integer("queue"));
 
-  const auto flight = std::make_shared<Flight>();
-  flight->queue = queue;
+  const auto pending = std::make_shared<PendingCall>();
+  pending->queue = queue;
   std::vector<std::vector<std::uint64_t>> shapes;
   std::vector<mr_operation> operations;
   shapes.reserve(inputs.size());
@@ -83,33 +83,34 @@ void start(const Call& call) {
       operation.input = output.data;
     } else {
       const auto* data = static_cast<const std::byte*>(input.data);
-      flight->inputs.emplace_back(data, data + bytes);
-      operation.input = flight->inputs.back().data();
+      pending->inputs.emplace_back(data, data + bytes);
+      operation.input = pending->inputs.back().data();
     }
-    flight->places.push_back(output.data);
+    pending->outputs.push_back(output.data);
     operations.push_back(operation);
   }
 
-  const std::uint64_t step = Tower::instance().step(queue, call.text("counter"), call.integer("counts") != 0);
-  const std::uint64_t ticket = submit(flight, name, call.integer("ordered") != 0, step, operations);
+  const std::uint64_t step =
+      PendingTable::instance().step(queue, call.text("counter"), call.integer("counts") != 0);
+  const std::uint64_t ticket = submit(pending, name, call.integer("ordered") != 0, step, operations);
   std::memcpy(call.results()[0]->data, &ticket, sizeof ticket);
 }
 
 void done(const Call& call) {
   std::uint64_t ticket = 0;
   std::memcpy(&ticket, call.arguments()[0]->data, sizeof ticket);
-  Tower& tower = Tower::instance();
-  const auto flight = tower.wait_for(ticket);
-  if (flight->status != MR_OK) {
-    tower.wait_for_all(flight->queue, true);
-    throw Failure(flight->status, flight->message);
+  PendingTable& table = PendingTable::instance();
+  const auto pending = table.wait_for(ticket);
+  if (pending->status != MR_OK) {
+    table.wait_for_all(pending->queue, true);
+    throw Failure(pending->status, pending->message);
   }
   for (std::size_t i = 0; i < call.results().size(); ++i) {
     const Buffer &input = *call.arguments()[i + 1], &output = *call.results()[i];
     const std::size_t bytes = byte_count(input);
     if (bytes == 0) continue;
-    if (input.data != flight->places[i]) {
-      tower.wait_for_all(flight->queue, false);
+    if (input.data != pending->outputs[i]) {
+      table.wait_for_all(pending->queue, false);
       throw Failure(MR_INTERNAL,
                     "XLA has moved the result of a collective while it was under way; please "
                     "report this with the versions of JAX and multiring");
@@ -136,5 +137,5 @@ extern "C" MR_API std::int64_t multiring_jax_register_queue(void* queue) {
 
 /// Submissions whose end no program has run. For tests.
 extern "C" MR_API std::int64_t multiring_jax_flights() {
-  return static_cast<std::int64_t>(multiring::xla::Tower::instance().count());
+  return static_cast<std::int64_t>(multiring::xla::PendingTable::instance().count());
 }

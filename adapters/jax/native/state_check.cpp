@@ -12,7 +12,7 @@
 #include <cstring>
 #include <map>
 
-#include "flights.h"
+#include "pending_calls.h"
 
 namespace multiring::xla {
 namespace {
@@ -59,12 +59,12 @@ Numbers gather(mr_queue* queue, const std::string& name, bool ordered, std::uint
   operation.output_bytes = all.size() * sizeof(std::uint64_t);
   operation.dims = 1;
   operation.shape = &count;
-  const auto flight = std::make_shared<Flight>();
-  flight->queue = queue;
-  Tower::instance().wait_for(submit(flight, name, ordered, step, {operation}));
-  if (flight->status == MR_OK) return all;
-  Tower::instance().wait_for_all(queue, true);
-  throw Failure(flight->status, flight->message);
+  const auto pending = std::make_shared<PendingCall>();
+  pending->queue = queue;
+  PendingTable::instance().wait_for(submit(pending, name, ordered, step, {operation}));
+  if (pending->status == MR_OK) return all;
+  PendingTable::instance().wait_for_all(queue, true);
+  throw Failure(pending->status, pending->message);
 }
 
 std::string rank_text(const std::vector<int>& ranks) {
@@ -100,7 +100,7 @@ bool is_due(std::uint64_t step, std::uint64_t every) { return step <= 2 ? step =
 void check(const Call& call) {
   mr_queue* queue = Queues::instance().find(call.integer("queue"));
   const std::string name = call.text("name");
-  const std::uint64_t step = Tower::instance().step(queue, "check " + call.text("counter"), true);
+  const std::uint64_t step = PendingTable::instance().step(queue, "check " + call.text("counter"), true);
   if (!is_due(step, static_cast<std::uint64_t>(call.integer("every")))) return;
   const bool ordered = call.integer("ordered") != 0;
   const auto& arrays = call.arguments();
@@ -133,7 +133,7 @@ void check(const Call& call) {
     difference = (labels[first].empty() ? "entry " + std::to_string(first) : "'" + labels[first] + "'") +
                  " has " + who_has(by_value(all, most, first, ranks), "checksum %016" PRIx64);
   }
-  Tower::instance().wait_for_all(queue, false);
+  PendingTable::instance().wait_for_all(queue, false);
   throw Failure(MR_MISMATCH, "rank " + std::to_string(mr_queue_rank(queue)) +
                                  ": the ranks do not agree about the " + call.text("what") + " at step " +
                                  std::to_string(step) + ": " + difference + "; " + call.text("advice"));

@@ -15,11 +15,11 @@
 namespace multiring::xla {
 
 /// A submission between its two calls.
-struct Flight {
+struct PendingCall {
   mr_queue* queue = nullptr;
-  std::vector<const void*> places;             // y, as `start` has seen it
+  std::vector<const void*> outputs;            // y, as `start` has seen it
   std::vector<std::vector<std::byte>> inputs;  // copies of x
-  bool landed = false;
+  bool done = false;
   mr_status status = MR_OK;
   std::string message;
 };
@@ -54,17 +54,17 @@ class Queues {
   std::vector<mr_queue*> queues_;
 };
 
-/// The flights of the process by their tickets. Never destroyed: threads of a queue may outlive `main`.
-class Tower {
+/// The pending calls of the process by their tickets. Never destroyed: threads of a queue may outlive `main`.
+class PendingTable {
  public:
-  static Tower& instance() {
-    static auto* tower = new Tower;
-    return *tower;
+  static PendingTable& instance() {
+    static auto* table = new PendingTable;
+    return *table;
   }
 
-  std::uint64_t enter(const std::shared_ptr<Flight>& flight) {
+  std::uint64_t add(const std::shared_ptr<PendingCall>& pending) {
     const std::lock_guard lock(mutex_);
-    flights_.emplace(++last_, flight);
+    calls_.emplace(++last_, pending);
     return last_;
   }
 
@@ -75,92 +75,92 @@ class Tower {
     return first ? ++count : count;
   }
 
-  /// The place of a submission among those that all ranks submit in one order.
-  std::uint64_t place(const mr_queue* queue) {
+  /// The number of a submission among those that all ranks submit in one order.
+  std::uint64_t next_ordered(const mr_queue* queue) {
     const std::lock_guard lock(mutex_);
-    return ++places_[queue];
+    return ++ordered_[queue];
   }
 
-  void leave(std::uint64_t ticket) {
+  void remove(std::uint64_t ticket) {
     const std::lock_guard lock(mutex_);
-    flights_.erase(ticket);
+    calls_.erase(ticket);
   }
 
-  void land(Flight& flight, mr_status status, const mr_error* error) {
+  void finish(PendingCall& pending, mr_status status, const mr_error* error) {
     const std::lock_guard lock(mutex_);
-    flight.status = status;
-    if (status != MR_OK) flight.message = error != nullptr ? error->message : "the operation failed";
-    flight.landed = true;
+    pending.status = status;
+    if (status != MR_OK) pending.message = error != nullptr ? error->message : "the operation failed";
+    pending.done = true;
     changed_.notify_all();
   }
 
-  std::shared_ptr<Flight> wait_for(std::uint64_t ticket) {
+  std::shared_ptr<PendingCall> wait_for(std::uint64_t ticket) {
     std::unique_lock lock(mutex_);
-    const auto found = flights_.find(ticket);
-    if (found == flights_.end() && ticket <= forgotten_)
+    const auto found = calls_.find(ticket);
+    if (found == calls_.end() && ticket <= forgotten_)
       throw Failure(MR_ABORTED, "the collective has ended with an earlier error of its communicator");
-    if (found == flights_.end())
+    if (found == calls_.end())
       throw Failure(MR_INTERNAL, "XLA has run the end of a collective without its start, or twice");
-    const auto flight = found->second;
-    flights_.erase(found);
-    changed_.wait(lock, [&] { return flight->landed; });
-    return flight;
+    const auto pending = found->second;
+    calls_.erase(found);
+    changed_.wait(lock, [&] { return pending->done; });
+    return pending;
   }
 
-  /// A program that fails gives its memory back: nothing may be under way in it any more. What was submitted
+  /// A program that fails gives its memory back: no operation may use it any more. What was submitted
   /// ends by itself, after an error of the communicator at once, otherwise when the peers have submitted it
   /// too or its deadline has passed. The program will not run the ends that are left: where the queue is
-  /// broken, so that nobody else needs them, they are forgotten.
+  /// broken, they are forgotten, for no other rank needs them.
   void wait_for_all(const mr_queue* queue, bool broken) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] {
-      for (const auto& [ticket, flight] : flights_)
-        if (flight->queue == queue && !flight->landed) return false;
+      for (const auto& [ticket, pending] : calls_)
+        if (pending->queue == queue && !pending->done) return false;
       return true;
     });
     if (!broken) return;
-    std::erase_if(flights_, [queue](const auto& entry) { return entry.second->queue == queue; });
+    std::erase_if(calls_, [queue](const auto& entry) { return entry.second->queue == queue; });
     forgotten_ = last_;
   }
 
   std::size_t count() {
     const std::lock_guard lock(mutex_);
-    return flights_.size();
+    return calls_.size();
   }
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::unordered_map<std::uint64_t, std::shared_ptr<Flight>> flights_;
+  std::unordered_map<std::uint64_t, std::shared_ptr<PendingCall>> calls_;
   std::map<std::pair<const mr_queue*, std::string>, std::uint64_t> steps_;
-  std::map<const mr_queue*, std::uint64_t> places_;
+  std::map<const mr_queue*, std::uint64_t> ordered_;
   std::uint64_t last_ = 0;
   std::uint64_t forgotten_ = 0;  // tickets up to here may have been
 };
 
-using Context = std::shared_ptr<Flight>;
+using Context = std::shared_ptr<PendingCall>;
 
 inline void on_done(void* context, mr_status status, const mr_error* error, mr_work* const*) {
-  const std::unique_ptr<Context> flight(static_cast<Context*>(context));
-  Tower::instance().land(**flight, status, error);
+  const std::unique_ptr<Context> pending(static_cast<Context*>(context));
+  PendingTable::instance().finish(**pending, status, error);
 }
 
-/// Submits operations whose memory the flight's program keeps; the ticket to wait for them with.
-inline std::uint64_t submit(const std::shared_ptr<Flight>& flight, const std::string& name, bool ordered,
-                            std::uint64_t step, const std::vector<mr_operation>& operations) {
-  Tower& tower = Tower::instance();
-  const std::uint64_t ticket = tower.enter(flight);
-  auto context = std::make_unique<Context>(flight);
+/// Submits operations whose memory the call's program keeps. Returns the ticket to wait for them with.
+inline std::uint64_t submit(const std::shared_ptr<PendingCall>& pending, const std::string& name,
+                            bool ordered, std::uint64_t step, const std::vector<mr_operation>& operations) {
+  PendingTable& table = PendingTable::instance();
+  const std::uint64_t ticket = table.add(pending);
+  auto context = std::make_unique<Context>(pending);
   mr_error error;
   const mr_status status = mr_queue_submit_ordered(
-      flight->queue, name.c_str(), operations.data(), static_cast<int>(operations.size()), 0, step,
-      ordered ? tower.place(flight->queue) : 0, on_done, context.get(), &error);
+      pending->queue, name.c_str(), operations.data(), static_cast<int>(operations.size()), 0, step,
+      ordered ? table.next_ordered(pending->queue) : 0, on_done, context.get(), &error);
   if (status == MR_OK) {
     static_cast<void>(context.release());
     return ticket;
   }
-  tower.leave(ticket);
-  tower.wait_for_all(flight->queue, status == MR_ABORTED);
+  table.remove(ticket);
+  table.wait_for_all(pending->queue, status == MR_ABORTED);
   throw Failure(status, error.message);
 }
 

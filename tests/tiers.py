@@ -1,0 +1,101 @@
+"""Which tests `make test` leaves to `make test-rest` (tests/README.md).
+
+`make test` has every adapter's contract, every collective, kills and mismatches on one host. The files of
+the others are listed here. They are marked `full`: `pytest -m full` runs them, `pytest -m "not full"` does
+not. A test function may carry the mark by itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+__all__ = ["mark"]
+
+FULL = {
+    "adapters": [
+        "caffe/test_caffe_example.py",
+        "chainer/test_chainer_example.py",
+        "chainer/test_chainermn_jobs.py",
+        "chainer/test_chainermn_training.py",
+        "jax/test_jax_bench.py",
+        "jax/test_jax_example.py",
+        "jax/test_jax_training.py",
+        "pytensor/test_pytensor_example.py",
+        "tensorflow/test_tensorflow_example.py",
+        "tensorflow/test_tensorflow_keras.py",
+        "tensorflow/test_tensorflow_order.py",
+        "tensorflow/test_tensorflow_saving.py",
+        "tensorflow/test_tensorflow_twice.py",
+        "test_coming_from.py",
+        "test_exactness.py",
+        "test_float_modes.py",
+        "torch/test_torch_example.py",
+    ],
+    "faults": [
+        "test_containers.py",
+        "test_emulated_hosts.py",
+        "test_engines.py",
+        "test_groups_of_groups.py",
+        "test_hosts_doctor.py",
+        "test_leaks.py",
+        "test_many_hosts.py",
+        "test_named_queue.py",
+        "test_remote_launch.py",
+        "test_slurm.py",
+        "test_torchrun.py",
+    ],
+    "python": [
+        "benchmarks/test_bench_emulated.py",
+        "benchmarks/test_bench_gradients.py",
+        "benchmarks/test_bench_launch.py",
+        "benchmarks/test_bench_mpich.py",
+        "benchmarks/test_scaling.py",
+        "collectives/test_placements.py",
+        "collectives/test_several_hosts.py",
+        "commands/test_tune.py",
+        "commands/test_tuning_at_start.py",
+        "launch/test_kubernetes.py",
+        "launch/test_launch_engines.py",
+        "launch/test_launchers_alike.py",
+        "launch/test_ray.py",
+        "models/test_models_caffe.py",
+        "models/test_models_chainer.py",
+        "models/test_models_checkpoint.py",
+        "models/test_models_dry_run.py",
+        "models/test_models_jax.py",
+        "models/test_models_pytensor.py",
+        "models/test_models_ranks.py",
+        "models/test_models_tensorflow.py",
+        "models/test_models_train.py",
+        "regress/test_regress.py",
+        "rendezvous/test_mpi.py",
+        "rendezvous/test_torchrun.py",
+    ],
+}
+# Marked `alone` as well: they look at what all processes of the machine leave behind.
+ALONE = {
+    "python": [
+        "benchmarks/test_bench_emulated.py",
+        "benchmarks/test_bench_launch.py",
+        "benchmarks/test_bench_mpich.py",
+        "rendezvous/test_mpi.py",
+    ]
+}
+_TESTS = Path(__file__).parent
+
+
+def mark(items: list[pytest.Item]) -> None:
+    """Marks the tests of the files above.
+
+    Raises:
+        pytest.UsageError: One of them does not exist: it has moved, and would run in the wrong tier.
+    """
+    for name, table in (("full", FULL), ("alone", ALONE)):
+        paths = {_TESTS / folder / file for folder, files in table.items() for file in files}
+        if gone := sorted(str(path) for path in paths if not path.exists()):
+            raise pytest.UsageError(f"tests/tiers.py names what does not exist: {', '.join(gone)}")
+        for item in items:
+            if item.path in paths:
+                item.add_marker(name)
