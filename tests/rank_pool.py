@@ -33,7 +33,7 @@ __all__ = ["RankPool", "RanksFailed", "RanksTimedOut", "UnpicklableError"]
 _START_SECONDS = 60.0
 _LOAD_SECONDS = 120.0
 _RESET_SECONDS = 30.0
-# Shorter than the default: a rank that waits in vain in a test should say so before the test's own time
+# Shorter than the default: a rank that waits for nothing in a test should say so before the test's own time
 # limit.
 _COLLECTIVE_SECONDS = "30"
 

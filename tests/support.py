@@ -28,7 +28,7 @@ def wait_until(condition: Callable[[], Any], what: str, timeout: float = 30.0) -
     """Returns what `condition` returns as soon as that is true; fails after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not (result := condition()):
-        assert time.monotonic() < deadline, f"waited {timeout:g} s in vain for: {what}"
+        assert time.monotonic() < deadline, f"timed out after {timeout:g} s: {what}"
         time.sleep(0.005)
     return result
 

@@ -248,7 +248,7 @@ class Communicator(Collectives):
         self._core.abort(text)
 
     def _fail(self, error: BaseException) -> None:
-        """Tells the peers, in this group and those split from it, why this rank ends: whoever waits for it
+        """Tells the peers, in this group and those split from it, why this rank ends: ranks that wait for it
         would learn only that it has left. What is broken already keeps its first error."""
         told = (str(error) or "no message").splitlines()[0][:300]
         for communicator in [*self._descendants, self]:

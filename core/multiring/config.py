@@ -39,8 +39,8 @@ class Settings:
         host: Name of what shares memory with this process; empty means that the kernel tells.
         interfaces: Network interfaces to use between hosts; empty means all that are up.
         mode: How allreduces across hosts are divided; empty means that their size decides.
-        tuning: File that says how allreduces across hosts go by their size; empty means that the start of
-            the job measures it, "off" that nothing does.
+        tuning: File that says which algorithms allreduces across hosts use; empty means that the start of the
+            job measures it, "off" that nothing does.
         transport: "tcp" or "mpi", between hosts; empty means that the launcher decides.
         mpi_bridge: Path of what `multiring build mpi` has made; empty means the usual one.
         wire: As what float32 crosses from host to host in allreduces that do not say.
@@ -193,7 +193,7 @@ VARIABLES: tuple[Variable, ...] = (
         "secret",
         "",
         "hexadecimal digits, at least 16 bytes",
-        "Keeps strangers out of the job; never printed.",
+        "Keeps other processes out of the job; never printed.",
         True,
         _secret,
     ),
@@ -275,7 +275,7 @@ VARIABLES: tuple[Variable, ...] = (
         "tuning",
         "",
         "path of a file, or off",
-        "How allreduces across hosts go by their size: what `multiring tune` has measured. Empty: as a short "
+        "Which algorithms allreduces across hosts use: what `multiring tune` has measured. Empty: as a short "
         "measurement at the start tells; off: as without one (docs/tuning.md).",
         False,
         str,

@@ -129,7 +129,7 @@ def _join(comm: Any, settings: config.Settings) -> Communicator:
     joined = Communicator(core)
     try:
         _warn_of_other_tuning(core)
-        if joined.cross_size > 1:  # whoever serves the store may end as soon as all have joined
+        if joined.cross_size > 1:  # the rank that serves the store may end as soon as all have joined
             joined.barrier()
             if not settings.tuning and not settings.mode:
                 follow_measured_ways(joined)
@@ -265,7 +265,7 @@ def _open(place: Placement, settings: config.Settings, timeout: float) -> Store:
     """Opens the store where the ranks meet. A foreign launcher serves none: where one is named, rank 0
     does."""
     others = _serve(place) if place.rank == 0 and place.launcher != "multiring" else None
-    if others is not None and not settings.store:  # whoever it is that does, he is not of this job
+    if others is not None and not settings.store:  # the one that does is not part of this job
         raise UsageError(
             f"rank 0 cannot serve the store {place.store_url}, where the ranks of this job meet: {others}. "
             "Set MULTIRING_STORE to a port that is free there, and MULTIRING_SECRET, both the same on all "

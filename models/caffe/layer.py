@@ -69,7 +69,7 @@ _shard = (0, 1)
 
 def set_random_seed(seed: int) -> None:
     """Have nets and solvers that are built from now on draw the same numbers in every run. A solver whose
-    prototxt has a `random_seed` goes by that."""
+    prototxt has a `random_seed` uses that."""
     global _generator
     _generator = torch.Generator().manual_seed(seed)
 

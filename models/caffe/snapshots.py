@@ -160,7 +160,7 @@ def _read(path: Path, kind: Any) -> Any:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write beside the target and rename: whoever reads it finds the old file or the new one."""
+    """Write beside the target and rename: a reader finds the old file or the new one."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -56,7 +56,7 @@ try:
 except multiring.MultiringError as error:
     print(json.dumps([type(error).__name__, str(error), time.monotonic()]), flush=True)
 """
-# Elements of what goes in rounds, and of what goes by messages in many segments.
+# Elements of what is exchanged at once, and of what is sent as messages in many segments.
 SMALL, LARGE = "3", "3000000"
 
 # What this host sends for one operation, by the kernel's count. After the barrier everybody has everything.

@@ -1,5 +1,5 @@
-"""What is split from a split belongs to the world as well: it ends with it, whoever has let go of what lies
-between."""
+"""What is split from a split belongs to the world as well: it ends with it, even if no rank still holds what
+lies between."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import multiring
 
 comm = multiring.init()
 if comm.rank == 1:
-    # Ends with the job; rank 0 waits for it in vain until its own handler leaves the job.
+    # Ends with the job; rank 0 waits for it until its own handler leaves the job.
     signal.pause()
 signal.signal(signal.SIGALRM, lambda number, frame: multiring.shutdown())
 signal.setitimer(signal.ITIMER_REAL, 0.2)

@@ -11,7 +11,7 @@ A rank selects from its gradients, times prescale, plus its *residual*. What it 
 from then on: sent + residual is what it had, exactly. The residual changes when the round ends, and only for
 parameters of which some rank had a new gradient; if none had, nothing of it has been used.
 
-Residuals go by the parameters' names. Where a model's buckets are made anew, because parameters come or go,
+Residuals have the parameters' names. Where a model's buckets are made anew, because parameters come or go,
 the next exchange takes over all of them: that of a parameter that takes no part waits until it does again.
 """
 

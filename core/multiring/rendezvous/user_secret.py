@@ -45,7 +45,7 @@ def job_secret(job: str) -> bytes:
             found = _read(path)
     except (OSError, RuntimeError, ValueError) as error:
         raise UsageError(
-            f"this user's secret, which keeps strangers out of his jobs, cannot be kept: {error}; "
+            f"this user's secret, which keeps other users out of the jobs, cannot be kept: {error}; "
             "set MULTIRING_SECRET to 32 or more hexadecimal digits, the same on all ranks (docs/clusters.md)"
         ) from error
     return hmac.new(found, job.encode(), hashlib.sha256).digest()

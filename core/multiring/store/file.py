@@ -2,7 +2,7 @@
 
 A value is written to a temporary file that is then renamed, so a reader sees all of it or none.
 
-Whoever uses the directory holds a shared lock on it, which the kernel lets go of when a process ends in
+Its users hold a shared lock on it, which the kernel lets go of when a process ends in
 whatever way. Who can have it exclusively is alone: what the last one to leave finds there, or the first one
 to come, nobody needs any more. Only files of stores are removed, known by their names, and only a directory
 that a store has made.

@@ -39,10 +39,10 @@ _MAX_REPLY = 1 + MAX_VALUE_BYTES
 _SET, _GET = 1, 2
 _OK, _ABSENT = b"\x01", b"\x00"
 
-# A stranger holds a thread and a descriptor for so long at most, and there are so many of these at most; then
-# the oldest goes, so that a flood of them cannot lock out a rank.
+# An unauthenticated peer holds a thread and a descriptor for so long at most, and there are so many of them at
+# most; then the oldest goes, so that a flood of them cannot lock out a rank.
 _HANDSHAKE_SECONDS = 10.0
-_MAX_STRANGERS = 128
+_MAX_UNTRUSTED = 128
 
 # A client asks anew so often, so that no server thread waits long for a client that is gone.
 _GET_SLICE = 0.5
@@ -134,7 +134,7 @@ class TcpStoreServer:
                 time.sleep(0.01)
             else:
                 self._start(accepted)
-            self._dismiss_strangers()
+            self._dismiss_untrusted()
 
     def _start(self, accepted: socket.socket) -> None:
         try:
@@ -151,12 +151,12 @@ class TcpStoreServer:
         except RuntimeError:  # no thread left
             self._forget(peer)
 
-    def _dismiss_strangers(self) -> None:
+    def _dismiss_untrusted(self) -> None:
         now = time.monotonic()
         with self._peers_lock:
-            strangers = [peer for peer in self._peers if not peer.trusted]
-        for place, peer in enumerate(strangers):
-            if now - peer.arrived > _HANDSHAKE_SECONDS or place < len(strangers) - _MAX_STRANGERS:
+            untrusted = [peer for peer in self._peers if not peer.trusted]
+        for place, peer in enumerate(untrusted):
+            if now - peer.arrived > _HANDSHAKE_SECONDS or place < len(untrusted) - _MAX_UNTRUSTED:
                 peer.hang_up()
 
     def _serve(self, peer: _Peer) -> None:

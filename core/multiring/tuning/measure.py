@@ -73,7 +73,7 @@ def candidates(ranks: Sequence[int]) -> list[Way]:
 
 
 def rounds_up_to(size: int) -> int:
-    """The largest allreduce, in bytes, of `size` ranks that goes by rounds without a table."""
+    """The largest allreduce, in bytes, of `size` ranks that uses exchanges without a table."""
     return min(_ROUNDS_UP_TO, _ROUNDS_UP_TO_OF_ALL // size)
 
 

@@ -1,7 +1,7 @@
 """What a job on several hosts finds out at its start, where no file says how its allreduces go best.
 
 A few allreduces of a few sizes are timed for each way, which takes a fraction of a second; a line through
-them, latency + bytes / speed (Hockney's model), then tells the way for every size between. Larger ones go by
+them, latency + bytes / speed (Hockney's model), then tells the way for every size between. Larger ones use
 the automatic plan, which sends the fewest bytes. What is this close to chance must be clearly quicker than
 what is used anyway. All ranks decide by the same numbers, and the way changes no bit.
 """
@@ -58,7 +58,7 @@ def follow_measured_ways(comm: Communicator) -> Tuning | None:
     tuning = Tuning(ranks, classes_by_model(measured, comm.size))
     if comm.rank == 0:
         _log.info(
-            "allreduces go by what was measured in %.0f ms: %s",
+            "allreduces use what was measured in %.0f ms: %s",
             1e3 * (time.perf_counter() - began),
             ", ".join(f"up to {size_text(each.up_to)} {each.way}" for each in tuning.classes) or "as usual",
         )

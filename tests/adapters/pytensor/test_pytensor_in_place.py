@@ -31,7 +31,7 @@ def mean(size: int, step: int = 0) -> np.ndarray:
 
 
 def the_others_read_first(comm: Communicator, seed: int) -> None:
-    """Whoever else reads a gradient sees this rank's, whatever the order in which the nodes run."""
+    """Every other reader of a gradient sees this rank's, whatever the order in which the nodes run."""
     x = pt.matrix("x", shape=SHAPE)
     local = pt.exp(x)
     gradients = DistributedGradients(parameters(2), comm, bucket_bytes=64, first_bucket_bytes=16)

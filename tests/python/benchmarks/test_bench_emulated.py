@@ -100,7 +100,7 @@ def test_mpich_sends_between_hosts_and_shares_memory_within(
     assert report.ratio(mine, "MPICH") == mpich.sample.median / mine.sample.median
     # One sum of each host crosses its link, in one direction and the other.
     assert all(size <= sent < 1.25 * size for sent in mpich.sent["eth0"]), mpich.sent
-    # What goes by TCP within a host crosses its loopback: Gloo's does, MPICH's does not.
+    # What uses TCP within a host crosses its loopback: Gloo's does, MPICH's does not.
     assert max(mpich.sent["lo"]) < 1024, mpich.sent
     assert min(gloo.sent["lo"]) >= size, gloo.sent
 

@@ -101,13 +101,13 @@ def run_doctor(monkeypatch: pytest.MonkeyPatch, *found: Finding | Exception) -> 
     return doctor.main(argparse.Namespace(hosts=None, hostfile=None))
 
 
-def test_doctor_fails_if_one_check_does_and_says_what_to_mend(
+def test_doctor_fails_if_one_check_does_and_says_what_to_fix(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken = Finding(Status.FAILED, "is broken", "mend it so")
+    broken = Finding(Status.FAILED, "is broken", "fix it so")
     assert run_doctor(monkeypatch, Finding(Status.OK, "fine"), broken) == 1
     shown = capsys.readouterr().out
-    assert "-> mend it so" in shown
+    assert "-> fix it so" in shown
     assert "1 of 2 checks failed" in shown
 
 
@@ -143,7 +143,7 @@ def test_a_library_that_does_not_load_is_told(monkeypatch: pytest.MonkeyPatch, t
         monkeypatch.undo()
         assert found.status is Status.FAILED
         assert words in found.detail
-        assert found.mend
+        assert found.fix
 
 
 def test_a_temporary_directory_with_a_long_name_is_told(
@@ -155,7 +155,7 @@ def test_a_temporary_directory_with_a_long_name_is_told(
     assert checks.temporary_directory().status is Status.OK
     found = checks.unix_sockets()
     assert found.status is Status.FAILED
-    assert "TMPDIR" in found.mend
+    assert "TMPDIR" in found.fix
 
 
 def test_a_temporary_directory_that_cannot_be_written_is_told(
@@ -217,7 +217,7 @@ def test_settings_that_are_wrong_or_not_known_are_told() -> None:
     assert checks.settings({"MULTIRING_TIMEOUT": "soon"}).status is Status.FAILED
     unknown = checks.settings({"MULTIRING_TIMOUT": "1"})
     assert unknown.status is Status.WARNING
-    assert "MULTIRING_TIMEOUT" in unknown.mend
+    assert "MULTIRING_TIMEOUT" in unknown.fix
 
 
 def test_left_over_variables_of_a_launcher_are_a_warning() -> None:

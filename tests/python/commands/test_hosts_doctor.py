@@ -89,7 +89,7 @@ FACTS: dict[str, Any] = {
 def findings(facts: dict[str, Any], ranks: int = 4, offset: float = 0.0) -> list[tuple[str, str]]:
     here = {**FACTS, "machine": "m0"}
     found = host_findings("b", ranks, {**FACTS, **facts}, (offset, 0.01), here, {"a": here})
-    assert all(finding.mend for finding in found)
+    assert all(finding.fix for finding in found)
     return [(finding.status.value, finding.detail) for finding in found]
 
 

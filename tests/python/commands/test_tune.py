@@ -226,7 +226,7 @@ def test_the_usual_way_stays_where_it_is_about_as_quick() -> None:
         SizeClass(32768, Way(ROUNDS)),
         SizeClass(65536, Way(AUTO)),
     )
-    # Two ranks go by rounds at all sizes.
+    # Two ranks use exchanges at all sizes.
     assert classes_of([Measured(65536, Way(ROUNDS), 1.0), Measured(65536, Way(AUTO), 0.99)], 2) == (
         SizeClass(65536, Way(ROUNDS)),
     )

@@ -143,5 +143,5 @@ multiring.init()
 def test_rank_0_tells_what_it_has_found() -> None:
     result = run_job(3, TELLING, env={HOSTS: "2", "MULTIRING_LOG_LEVEL": "info"})
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("allreduces go by what was measured in ") == 1, result.stderr
+    assert result.stderr.count("allreduces use what was measured in ") == 1, result.stderr
     assert run_job(3, TELLING, env={HOSTS: "2"}).stderr == ""

@@ -40,7 +40,7 @@ def test_metrics_keep_every_bit(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)
     metrics.write({"kind": "step", "step": 1, "loss": math.pi / 3})
-    # Readable at once, for whoever follows a training.
+    # Readable at once, for those who follow a training.
     assert read_metrics(path) == [{"kind": "step", "step": 1, "loss": math.pi / 3}]
     metrics.close()
 

@@ -1,4 +1,4 @@
-"""The TCP store among strangers and failures."""
+"""The TCP store among unauthenticated peers and failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def server() -> Iterator[TcpStoreServer]:
         yield started
 
 
-def stranger(server: TcpStoreServer) -> socket.socket:
+def connect(server: TcpStoreServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), timeout=30)
 
 
@@ -42,7 +42,7 @@ def read_to_the_end(sock: socket.socket) -> None:
 
 def trusted(server: TcpStoreServer) -> Connection:
     """A connection that has proved to know the secret and will now do something else than `TcpStore`."""
-    sock = stranger(server)
+    sock = connect(server)
     sock.settimeout(None)
     connection = Connection(sock.detach())
     prove_to_server(connection, SECRET)
@@ -69,7 +69,7 @@ def assert_serves(server: TcpStoreServer) -> None:
     ids=["nothing", "http", "zeros", "ones", "message", "huge", "large"],
 )
 def test_garbage_is_hung_up_on_and_harms_nobody(server: TcpStoreServer, greeting: bytes) -> None:
-    with stranger(server) as strange:
+    with connect(server) as strange:
         strange.sendall(greeting)
         with contextlib.suppress(OSError):  # the server may have hung up already
             strange.shutdown(socket.SHUT_WR)
@@ -77,8 +77,8 @@ def test_garbage_is_hung_up_on_and_harms_nobody(server: TcpStoreServer, greeting
     assert_serves(server)
 
 
-def test_silent_strangers_delay_nobody(server: TcpStoreServer) -> None:
-    silent = [stranger(server) for _ in range(20)]
+def test_silent_peers_delay_no_rank(server: TcpStoreServer) -> None:
+    silent = [connect(server) for _ in range(20)]
     assert_serves(server)
     for one in silent:
         one.close()
@@ -86,17 +86,17 @@ def test_silent_strangers_delay_nobody(server: TcpStoreServer) -> None:
 
 def test_a_stranger_that_stays_is_dismissed(server: TcpStoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "_HANDSHAKE_SECONDS", 0.2)
-    with stranger(server) as strange:
+    with connect(server) as strange:
         read_to_the_end(strange)
     assert_serves(server)
 
 
-def test_a_flood_of_strangers_cannot_lock_out_a_rank(
+def test_a_flood_of_unauthenticated_peers_cannot_lock_out_a_rank(
     server: TcpStoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "_MAX_STRANGERS", 5)
+    monkeypatch.setattr(tcp, "_MAX_UNTRUSTED", 5)
     with TcpStore("127.0.0.1", server.port, SECRET) as store:
-        crowd = [stranger(server) for _ in range(30)]
+        crowd = [connect(server) for _ in range(30)]
         assert_serves(server)
         for early in crowd[:20]:
             read_to_the_end(early)
@@ -108,7 +108,7 @@ def test_a_flood_of_strangers_cannot_lock_out_a_rank(
 
 def test_a_reset_connection_harms_nobody(server: TcpStoreServer) -> None:
     for _ in range(5):
-        strange = stranger(server)
+        strange = connect(server)
         strange.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         strange.close()
     assert_serves(server)
@@ -199,7 +199,7 @@ def test_a_thread_that_cannot_be_started_costs_one_connection_only(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", fail)
-    with stranger(server) as refused:
+    with connect(server) as refused:
         read_to_the_end(refused)
     monkeypatch.undo()
     assert_serves(server)
@@ -211,7 +211,7 @@ def test_threads_end_with_the_server() -> None:
     with (
         TcpStoreServer("127.0.0.1", 0, SECRET) as server,
         TcpStore("127.0.0.1", server.port, SECRET),
-        stranger(server),
+        connect(server),
     ):
         assert_serves(server)
     assert threading.active_count() == before

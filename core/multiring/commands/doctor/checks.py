@@ -46,12 +46,12 @@ class Finding:
     Attributes:
         status: How it went.
         detail: What is there.
-        mend: What to do about it; empty if nothing.
+        fix: What to do about it; empty if nothing.
     """
 
     status: Status
     detail: str
-    mend: str = ""
+    fix: str = ""
 
 
 def native_library() -> Finding:
@@ -64,8 +64,8 @@ def native_library() -> Finding:
     if run.returncode < 0:
         name = signal_name(-run.returncode)
         why = f"loading it ends the process with {name}"
-        mend = "build it on this machine: pip install --force-reinstall --no-binary multiring multiring"
-        return Finding(Status.FAILED, why, mend)
+        fix = "build it on this machine: pip install --force-reinstall --no-binary multiring multiring"
+        return Finding(Status.FAILED, why, fix)
     why = (run.stderr.strip().splitlines() or ["no message"])[-1]
     return Finding(
         Status.FAILED, why, "install multiring again with `pip install .`; a C++20 compiler is needed"
@@ -84,8 +84,8 @@ def shared_memory() -> Finding:
         finally:
             os.close(descriptor)
     except OSError as error:
-        mend = "allow the system calls memfd_create and mmap: look at the container's seccomp profile"
-        return Finding(Status.FAILED, f"anonymous shared memory cannot be had: {error.strerror}", mend)
+        fix = "allow the system calls memfd_create and mmap: look at the container's seccomp profile"
+        return Finding(Status.FAILED, f"anonymous shared memory cannot be had: {error.strerror}", fix)
     return Finding(Status.OK, "anonymous files can be made and mapped; /dev/shm is not used")
 
 
@@ -100,8 +100,8 @@ def unix_sockets() -> Finding:
                 open(os.devnull, "rb") as file,
             ):
                 if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH - 30:
-                    mend = "set TMPDIR to a directory with a shorter name, such as /tmp"
-                    return Finding(Status.FAILED, f"{directory} is too long for Unix sockets", mend)
+                    fix = "set TMPDIR to a directory with a shorter name, such as /tmp"
+                    return Finding(Status.FAILED, f"{directory} is too long for Unix sockets", fix)
                 listener.bind(path)
                 listener.listen(1)
                 client.connect(path)
@@ -114,8 +114,8 @@ def unix_sockets() -> Finding:
                     if not descriptors:
                         raise OSError(0, "the descriptor did not arrive")
     except OSError as error:
-        mend = "allow AF_UNIX sockets that pass descriptors: look at the container's seccomp profile"
-        return Finding(Status.FAILED, f"Unix sockets do not work: {error.strerror}", mend)
+        fix = "allow AF_UNIX sockets that pass descriptors: look at the container's seccomp profile"
+        return Finding(Status.FAILED, f"Unix sockets do not work: {error.strerror}", fix)
     return Finding(Status.OK, "pass descriptors")
 
 
@@ -141,11 +141,11 @@ def processors() -> Finding:
     detail = f"{allowed} of {os.cpu_count()} may be used"
     if quota is not None and quota < allowed:
         detail += f"; a quota allows {quota:g} at a time"
-        mend = f"start at most {max(1, int(quota))} ranks, or raise the container's processor limit (--cpus)"
-        return Finding(Status.WARNING, detail, mend)
+        fix = f"start at most {max(1, int(quota))} ranks, or raise the container's processor limit (--cpus)"
+        return Finding(Status.WARNING, detail, fix)
     if allowed == 1:
-        mend = "several ranks will take turns on it: fine for trying out, slow for training"
-        return Finding(Status.WARNING, detail, mend)
+        fix = "several ranks will take turns on it: fine for trying out, slow for training"
+        return Finding(Status.WARNING, detail, fix)
     return Finding(Status.OK, detail)
 
 
@@ -167,8 +167,8 @@ def process_limit() -> Finding:
     """Whether a control group allows enough processes and threads."""
     limit = machine.process_limit()
     if limit is not None and limit < 256:
-        mend = "raise the container's limit on processes (--pids-limit)"
-        return Finding(Status.WARNING, f"{limit} processes and threads are allowed", mend)
+        fix = "raise the container's limit on processes (--pids-limit)"
+        return Finding(Status.WARNING, f"{limit} processes and threads are allowed", fix)
     return Finding(Status.OK, f"{limit} are allowed" if limit else "no limit")
 
 
@@ -177,10 +177,8 @@ def process_descriptors() -> Finding:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
-        mend = (
-            "use Linux 5.3 or newer and allow the system call pidfd_open in the container's seccomp profile"
-        )
-        return Finding(Status.WARNING, f"pidfd_open does not work: {error.strerror}", mend)
+        fix = "use Linux 5.3 or newer and allow the system call pidfd_open in the container's seccomp profile"
+        return Finding(Status.WARNING, f"pidfd_open does not work: {error.strerror}", fix)
     return Finding(Status.OK, "work")
 
 
@@ -199,8 +197,8 @@ def threads(environ: Mapping[str, str] = os.environ) -> Finding:
     cores = machine.core_allowance()
     text = environ.get("OMP_NUM_THREADS", "")
     if text.isdigit() and int(text) > cores:
-        mend = "unset OMP_NUM_THREADS: `multiring run` gives each rank its share"
-        return Finding(Status.WARNING, f"OMP_NUM_THREADS={text} with {cores} processors", mend)
+        fix = "unset OMP_NUM_THREADS: `multiring run` gives each rank its share"
+        return Finding(Status.WARNING, f"OMP_NUM_THREADS={text} with {cores} processors", fix)
     return Finding(Status.OK, f"OMP_NUM_THREADS={text}" if text else "chosen by `multiring run`")
 
 
@@ -213,8 +211,8 @@ def settings(environ: Mapping[str, str] = os.environ) -> Finding:
     unknown = config.unknown_variables(environ)
     if unknown:
         meant = " ".join(sorted({name for name in unknown.values() if name}))
-        mend = f"correct or unset it{f'; known is {meant}' if meant else ''}"
-        return Finding(Status.WARNING, f"not known: {' '.join(unknown)}", mend)
+        fix = f"correct or unset it{f'; known is {meant}' if meant else ''}"
+        return Finding(Status.WARNING, f"not known: {' '.join(unknown)}", fix)
     return Finding(Status.OK, "all values are accepted")
 
 
@@ -248,8 +246,8 @@ def self_test() -> Finding:
     if process.returncode == 0:
         return Finding(Status.OK, "2 ranks agree on a sum")
     lines = [line for line in stderr.strip().splitlines() if line]
-    mend = "mend what has failed above; if nothing has, report this: " + " / ".join(lines[-6:])
-    return Finding(Status.FAILED, f"exit code {process.returncode}", mend)
+    fix = "fix what has failed above; if nothing has, report this: " + " / ".join(lines[-6:])
+    return Finding(Status.FAILED, f"exit code {process.returncode}", fix)
 
 
 CHECKS: dict[str, Callable[[], Finding]] = {

@@ -1,4 +1,4 @@
-"""`multiring doctor`: checks that this machine, or hosts together, can run a job and says what to mend."""
+"""`multiring doctor`: checks that this machine, or hosts together, can run a job and says what to fix."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def main(args: argparse.Namespace) -> int:
 def _show(row: Row, width: int) -> None:
     finding = row.finding
     print(f"{finding.status.value:<7}  {row.about:<{width}}  {finding.detail}", flush=True)
-    if finding.mend:
-        print(f"{'':<7}  {'':<{width}}  -> {finding.mend}", flush=True)
+    if finding.fix:
+        print(f"{'':<7}  {'':<{width}}  -> {finding.fix}", flush=True)
 
 
 def _judge(findings: Sequence[Finding], who: str) -> int:

@@ -37,7 +37,7 @@ def host_findings(
     here: Mapping[str, Any],
     known: Mapping[str, Mapping[str, Any]],
 ) -> list[Finding]:
-    """What is to be mended on a host.
+    """What is to be fixed on a host.
 
     Args:
         name: The host.
@@ -50,8 +50,8 @@ def host_findings(
     found = _versions(facts["versions"], here["versions"])
     if not facts["directory"]:
         detail = "the directory that you are in is not there, or cannot be entered"
-        mend = "start the job from one that all hosts have by the same name, as on a shared file system"
-        found.append(Finding(Status.FAILED, detail, mend))
+        fix = "start the job from one that all hosts have by the same name, as on a shared file system"
+        found.append(Finding(Status.FAILED, detail, fix))
     if ranks > facts["cores"]:
         detail = f"{ranks} ranks share {facts['cores']} cores"
         found.append(Finding(Status.WARNING, detail, f"give it {facts['cores']} slots at most"))
@@ -60,16 +60,16 @@ def host_findings(
         detail = f"its clock is {abs(offset[0]):.1f} s (+-{offset[1]:.3f} s) {ahead} that of this host"
         found.append(Finding(Status.WARNING, detail, "let chrony or another NTP client set the clocks"))
     if facts["no addresses"]:
-        mend = "choose other interfaces with MULTIRING_INTERFACES, or bring one up"
-        found.append(Finding(Status.FAILED, facts["no addresses"], mend))
+        fix = "choose other interfaces with MULTIRING_INTERFACES, or bring one up"
+        found.append(Finding(Status.FAILED, facts["no addresses"], fix))
     for other, its in known.items():
         if other == name:
             break
         if its["machine"] == facts["machine"]:
             detail = f"is the same machine as {other}: their ranks share memory and processors"
             found.append(Finding(Status.WARNING, detail, f"name it once, with the slots of both: {other}:N"))
-    checks = [(check, Status(status), detail, mend) for check, status, detail, mend in facts["findings"]]
-    return found + [Finding(status, f"{check}: {detail}", mend) for check, status, detail, mend in checks]
+    checks = [(check, Status(status), detail, fix) for check, status, detail, fix in facts["findings"]]
+    return found + [Finding(status, f"{check}: {detail}", fix) for check, status, detail, fix in checks]
 
 
 def _versions(there: Mapping[str, str], here: Mapping[str, str]) -> list[Finding]:
@@ -82,11 +82,11 @@ def _versions(there: Mapping[str, str], here: Mapping[str, str]) -> list[Finding
         wanted = f"{name} {own}" if own else "none"
         vital = name == "multiring" or (name == "python" and _minor(own) != _minor(its))
         if name == "python":
-            mend = "name another Python with --remote-python"
+            fix = "name another Python with --remote-python"
         else:
-            mend = f"run `pip install {name}=={own}` there" if own else f"install {name} {its} here as well"
+            fix = f"run `pip install {name}=={own}` there" if own else f"install {name} {its} here as well"
         detail = f"has {has}; this host has {wanted}"
-        found.append(Finding(Status.FAILED if vital else Status.WARNING, detail, mend))
+        found.append(Finding(Status.FAILED if vital else Status.WARNING, detail, fix))
     return found
 
 
@@ -107,14 +107,14 @@ def rate_findings(names: Sequence[str], measured: Sequence[Measured]) -> list[Ro
         for host, rate in best.items():
             if rate < _SLOW * median:
                 detail = f"{verb} {as_rate(rate)} at most; the median of the hosts is {as_rate(median)}"
-                mend = "look at its network card, cable and switch port (ethtool), and at who else uses them"
-                rows.append(Row(names[host], Finding(Status.WARNING, detail, mend)))
+                fix = "look at its network card, cable and switch port (ethtool), and at who else uses them"
+                rows.append(Row(names[host], Finding(Status.WARNING, detail, fix)))
     for sender, taker, rate, _ in measured:
         reached = min(sends[sender], takes[taker])
         if rate < _SLOW * reached:
             detail = f"{names[sender]} -> {names[taker]}: {as_rate(rate)}; with others both reach "
-            mend = "look at what is between the two: cables, switches, routes (traceroute)"
-            rows.append(Row("links", Finding(Status.WARNING, detail + as_rate(reached), mend)))
+            fix = "look at what is between the two: cables, switches, routes (traceroute)"
+            rows.append(Row("links", Finding(Status.WARNING, detail + as_rate(reached), fix)))
     if rows:
         return rows
     rates = [rate for *_, rate, _ in measured]

@@ -37,11 +37,11 @@ _TOKEN_BYTES = 16
 
 
 class Listener:
-    """Listens on addresses of this host and tells whoever calls a token; threads do it until it is closed.
+    """Listens on addresses of this host and sends each client a token; threads do it until it is closed.
 
     Args:
         addresses: The addresses.
-        token: Of `_TOKEN_BYTES` bytes; whoever gets another one has reached somebody else.
+        token: Of `_TOKEN_BYTES` bytes; a client that gets another one has reached another process.
 
     Attributes:
         ports: Where, for each address.
@@ -121,7 +121,7 @@ class HostProbe:
             "addresses": addresses,
             "no addresses": problem,
             "findings": [
-                [name, finding.status.value, finding.detail, finding.mend]
+                [name, finding.status.value, finding.detail, finding.fix]
                 for name, finding in findings
                 if finding.status is not Status.OK
             ],

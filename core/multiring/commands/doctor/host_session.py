@@ -29,7 +29,7 @@ _VERSIONS = (
 
 
 class SessionError(Exception):
-    """A host cannot be asked; `finding` tells why and what to mend."""
+    """A host cannot be asked; `finding` tells why and what to fix."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.detail)
@@ -83,9 +83,9 @@ class RemoteSession(HostSession):
             )
         except OSError as error:
             self._errors.close()
-            mend = "install it, or name what runs a command on another host with --ssh"
+            fix = "install it, or name what runs a command on another host with --ssh"
             raise SessionError(
-                Finding(Status.FAILED, f"{ssh[0]} cannot be started: {error.strerror}", mend)
+                Finding(Status.FAILED, f"{ssh[0]} cannot be started: {error.strerror}", fix)
             ) from error
 
     def ask(self, question: str, timeout: float, **details: Any) -> Any:
@@ -147,17 +147,17 @@ class RemoteSession(HostSession):
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         last = lines[-1].strip() if lines else f"exit code {code}"
         if code == _SSH_FAILED or code < 0:  # or a signal, as of Ctrl-C, has ended it
-            mend = (
+            fix = (
                 f"make `ssh -o BatchMode=yes {self._host} true` work: a key without a password, the host's "
                 "key known, its name and port right, no firewall between"
             )
-            return Finding(Status.FAILED, f"ssh fails: {last}", mend)
+            return Finding(Status.FAILED, f"ssh fails: {last}", fix)
         there = self._versions_there()
         if not there:
-            mend = "install it there, or name the Python that has multiring with --remote-python"
+            fix = "install it there, or name the Python that has multiring with --remote-python"
             if code in _NO_SUCH_PROGRAM:
-                return Finding(Status.FAILED, f"there is no {self._python}", mend)
-            return Finding(Status.FAILED, f"{self._python} does not run there: {last}", mend)
+                return Finding(Status.FAILED, f"there is no {self._python}", fix)
+            return Finding(Status.FAILED, f"{self._python} does not run there: {last}", fix)
         if not re.search(r"No module named '?multiring", last):
             return Finding(
                 Status.FAILED, f"multiring does not start there with Python {there[0]}: {last}", _INSTALL

@@ -1,4 +1,4 @@
-"""`multiring doctor -H`: checks that hosts can run a job together and says what to mend."""
+"""`multiring doctor -H`: checks that hosts can run a job together and says what to fix."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ class _Doctor:
             return
         same = all(host.facts and host.facts["versions"].get("multiring") == version for host in able)
         if problems or not same or len(able) < len(self._hosts):
-            mend = "mend what has failed above, and run this again"
-            yield Row("rates", Finding(Status.WARNING, "not measured", mend))
+            fix = "fix what has failed above, and run this again"
+            yield Row("rates", Finding(Status.WARNING, "not measured", fix))
             return
         yield Row("links", Finding(Status.OK, "every host reaches every other one on all its interfaces"))
         yield from self._rates()
@@ -171,20 +171,20 @@ class _Doctor:
             address = self._args.address or address_towards([host.slots.name for host in others])
             listener = Listener([address_to_listen_on(address)], token := secrets.token_bytes(16))
         except (UsageError, OSError) as error:
-            mend = "name an address of this host that the others reach with --address"
-            yield Row("launcher", Finding(Status.FAILED, f"nobody can reach this host: {error}", mend))
+            fix = "name an address of this host that the others reach with --address"
+            yield Row("launcher", Finding(Status.FAILED, f"nobody can reach this host: {error}", fix))
             return
         target = ["", address, listener.ports[0], token.hex()]
         with contextlib.closing(listener):
             answers = self._call([(host, [target]) for host in others])
         for host, (why,) in zip(others, answers, strict=True):
             if why:
-                mend = (
+                fix = (
                     "open all TCP ports of this host for the others, or name another of its addresses with "
                     "--address, here and for `multiring run`"
                 )
                 detail = f"{host.name} does not reach this host, where the launcher would be, at {address}: "
-                yield Row("launcher", Finding(Status.FAILED, detail + why, mend))
+                yield Row("launcher", Finding(Status.FAILED, detail + why, fix))
 
     def _calls(self, hosts: Sequence[_Host]) -> list[Row]:
         """Every host calls every other one as ranks would; the rows of those who do not get through."""
@@ -246,9 +246,9 @@ class _Doctor:
         found = [line for line in run.stdout.splitlines() if line.startswith(LINKS_MARK)]
         if run.returncode != 0 or not found:
             last = [line for line in run.stderr.strip().splitlines() if line][-6:]
-            mend = "mend what has failed above; if nothing has, report this: " + " / ".join(last)
+            fix = "fix what has failed above; if nothing has, report this: " + " / ".join(last)
             detail = f"a job of one rank on each host ends with exit code {run.returncode}"
-            yield Row("job", Finding(Status.FAILED, detail, mend))
+            yield Row("job", Finding(Status.FAILED, detail, fix))
             return
         measured = [tuple(row) for row in json.loads(found[-1].removeprefix(LINKS_MARK))]
         shown = [host.name for host in self._hosts]
@@ -289,13 +289,13 @@ def _unreached(
     caller: _Host, own: tuple[str, str, int], listener: _Host, other: tuple[str, str, int], why: str
 ) -> Row:
     ends = [f"{end[1]} ({end[0]}) of {host.name}" for end, host in ((own, caller), (other, listener))]
-    mend = "open all TCP ports between the two in the firewall"
+    fix = "open all TCP ports between the two in the firewall"
     if len(caller.addresses) > 1 or len(listener.addresses) > 1:
-        mend += f", or choose other interfaces on all hosts, as with MULTIRING_INTERFACES=^{other[0]}"
-    return Row(caller.name, Finding(Status.FAILED, f"{ends[0]} does not reach {ends[1]}: {why}", mend))
+        fix += f", or choose other interfaces on all hosts, as with MULTIRING_INTERFACES=^{other[0]}"
+    return Row(caller.name, Finding(Status.FAILED, f"{ends[0]} does not reach {ends[1]}: {why}", fix))
 
 
 def _no_pair(caller: _Host, listener: _Host) -> Row:
     detail = f"has no address of a family (IPv4, IPv6) that {caller.name} has as well"
-    mend = "choose interfaces of a network that both share with MULTIRING_INTERFACES"
-    return Row(listener.name, Finding(Status.FAILED, detail, mend))
+    fix = "choose interfaces of a network that both share with MULTIRING_INTERFACES"
+    return Row(listener.name, Finding(Status.FAILED, detail, fix))

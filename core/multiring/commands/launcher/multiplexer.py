@@ -101,7 +101,7 @@ class Multiplexer:
 
     @property
     def reader_is_gone(self) -> bool:
-        """Whether whoever read our output has closed it, as `head` does."""
+        """Whether the reader of our output has closed it, as `head` does."""
         gone = (errno.EPIPE, errno.EIO)
         return any(c.sink.error is not None and c.sink.error.errno in gone for c in self._consoles.values())
 

@@ -34,7 +34,7 @@ class RankProcess:
     """Starts the process of one rank in a session and process group of its own.
 
     It dies with the launcher, even if that is killed with SIGKILL. Its process id stays reserved until
-    `release`, so that signals to its group can never hit strangers.
+    `release`, so that signals to its group can never hit other processes.
 
     Args:
         rank: The rank.

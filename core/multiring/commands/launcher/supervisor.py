@@ -1,7 +1,7 @@
 """Watches over the ranks of a job until the last one has ended: exits, signals, time limits, output.
 
 One thread and one loop. A job ends in one of these ways: all ranks end well; a rank fails, and the others are
-told to end; a signal arrives and is passed on; the time limit passes; whoever reads the output closes it.
+told to end; a signal arrives and is passed on; the time limit passes; the reader of the output closes it.
 Ranks that are told to end and do not are killed.
 """
 
