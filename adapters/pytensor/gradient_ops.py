@@ -10,8 +10,8 @@ Ready never waits, so the Ready nodes of different functions, models or ranks ma
 leave in an order of their own. Finish depends on all of them, and is a `BlockingOp`.
 
 Where the graph lets it, a gradient is reduced in the memory that it was computed in (`ReadyInPlace`, put in
-by a rewrite): PyTensor is told that Ready destroys it, so other readers of it run before. That memory must not
-be written again before the reduction has ended, and an exception may leave one under way when the
+by a rewrite): PyTensor is told that Ready destroys it, so other readers of it run before. That memory must
+not be written again before the reduction has ended, and an exception may leave one under way when the
 function is called anew. Linkers keep the arrays of a call for the next one; so Ready takes away what it
 reduces.
 

@@ -39,8 +39,8 @@ _MAX_REPLY = 1 + MAX_VALUE_BYTES
 _SET, _GET = 1, 2
 _OK, _ABSENT = b"\x01", b"\x00"
 
-# An unauthenticated peer holds a thread and a descriptor for so long at most, and there are so many of them at
-# most; then the oldest goes, so that a flood of them cannot lock out a rank.
+# An unauthenticated peer holds a thread and a descriptor for so long at most, and there are so many of them
+# at most; then the oldest goes, so that a flood of them cannot lock out a rank.
 _HANDSHAKE_SECONDS = 10.0
 _MAX_UNTRUSTED = 128
 
