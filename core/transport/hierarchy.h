@@ -14,8 +14,7 @@ namespace multiring {
 /// Communication of ranks on several hosts without the rounds of the whole group: the ranks of a host have
 /// rounds of their own in shared memory, and ranks of different hosts exchange messages.
 ///
-/// Ranks are numbered as in the group. Whatever ends the waits of the group also ends these. For the thread
-/// that drives the group's rounds.
+/// Ranks are those of the group, whose errors end waits here, too. For the thread that drives its rounds.
 class MULTIRING_API Hierarchy {
  public:
   using Ticket = Network::Ticket;
@@ -27,13 +26,11 @@ class MULTIRING_API Hierarchy {
   /// Memory of a rank of this host for the next round.
   virtual std::byte* staging(int local) const = 0;
   virtual std::size_t staging_bytes() const = 0;
-  /// Arrives at the next round of this host and waits for its other ranks. `staged` returns what they staged
-  /// until the next call.
+  /// A round of this host's ranks. `staged` returns what they have staged, until the next call.
   virtual WaitResult synchronise(const Waiting& waiting) = 0;
   virtual const std::byte* staged(int local) const = 0;
 
-  /// Connects with these ranks of other hosts, which have to do the same. Free if they are connected. Raises
-  /// what prevents it.
+  /// Connects with these ranks of other hosts, which have to do the same. Raises what prevents it.
   virtual WaitResult connect(std::span<const int> peers, const Waiting& waiting) = 0;
   /// As in Network.
   virtual Ticket post_send(int peer, std::span<const std::span<const std::byte>> parts) = 0;

@@ -40,20 +40,17 @@ class MULTIRING_API Network {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual int channels() const = 0;
-  /// Name of the host of `rank`, or else its address, for messages; empty: not known. May ask the store, but
-  /// does not wait.
+  /// Name of the host of `rank`, or else its address, for messages; empty: not known. Does not wait.
   virtual std::string host(int rank) = 0;
 
   /// Connects `links`; free for those that are connected. The peers have to do the same: name all links of a
   /// plan in one call, so that ranks do not wait for each other in a cycle. Raises what prevents it and names
-  /// both ends: kPeerLost, kTimeout, kUsage (they cannot reach each other, or are not of the same job),
-  /// kAborted.
+  /// both ends: kPeerLost, kTimeout, kUsage (they cannot reach each other, or are of other jobs), kAborted.
   virtual void connect(std::span<const Link> links, const Waiting& waiting) = 0;
 
   /// Whether one end alone can connect a link when it is first needed, by `connect_on_demand`.
   virtual bool links_on_demand() const { return false; }
-  /// As connect, but the peers need only make progress. After kTimeout the attempt goes on: call it again.
-  /// kPeerLost is an outcome, too.
+  /// As connect, but the peers need only make progress. After kTimeout call it again: the attempt goes on.
   virtual WaitResult connect_on_demand(std::span<const Link> links, const Waiting& waiting) {
     connect(links, waiting);
     return {};
@@ -66,8 +63,7 @@ class MULTIRING_API Network {
   /// kPeerLost if `rank` is known to have left or died.
   virtual WaitResult ended(int /*rank*/) const { return {}; }
 
-  /// Sends the concatenated `parts`. The memory must not change before the message is done; the list is
-  /// copied.
+  /// Sends the concatenated `parts`. Copies the list; the memory must not change before the message is done.
   virtual Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) = 0;
   /// Receives into `buffer`, whose content is undefined before the message is done.
   virtual Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) = 0;
@@ -82,13 +78,11 @@ class MULTIRING_API Network {
   virtual void give_up(std::span<const Ticket> tickets) = 0;
   /// Sends and receives what it can without waiting.
   virtual void progress() = 0;
-  /// Memory of messages, for networks that may access it even after `give_up`: they keep it as long as they
-  /// may.
+  /// Memory of messages, for networks that may access it even after `give_up`: they keep it that long.
   virtual void keep(std::shared_ptr<const void>) {}
 
   /// Propagates an error: the waits of this rank and of all that it is connected with, directly or through
-  /// others, end with kAborted. The first error wins. Ranks that are still connecting learn of it when this
-  /// rank makes progress, or ends.
+  /// others, end with kAborted. The first error wins. Ranks that are still connecting learn of it later.
   virtual void abort(ErrorKind kind, const std::string& message) = 0;
   /// The same for an error from another network.
   virtual void relay(const AbortRecord& record) = 0;

@@ -31,6 +31,14 @@ struct Waiting {
   void check_interrupt() const {
     if (interrupt != nullptr && *interrupt) (*interrupt)();
   }
+  bool is_cancelled() const { return cancelled != nullptr && cancelled->load(std::memory_order_acquire); }
+  /// The same wait with another interrupt. Starts the deadline, which otherwise only the copy would.
+  Waiting with_interrupt(const std::function<void()>& other) const {
+    deadline.start();
+    Waiting copy = *this;
+    copy.interrupt = &other;
+    return copy;
+  }
 };
 
 /// Why a wait ended.
@@ -55,8 +63,7 @@ struct AbortRecord {
   std::string message;
 };
 
-/// The ranks that keep a rank waiting for a round, as far as it knows, ascending. Ranks that only wait for
-/// others are not among them.
+/// The ranks that keep a rank waiting for a round, as far as it knows; not those that only wait themselves.
 struct Stragglers {
   std::vector<int> late;        ///< not known to have reached the round
   std::vector<int> unknown;     ///< nothing is known of them: their data comes through late ones
@@ -149,8 +156,7 @@ class MULTIRING_API Transport {
   /// Null if all ranks share memory.
   virtual Hierarchy* hierarchy() { return nullptr; }
 
-  /// Memory that all ranks of a host have mapped. Collective; every rank passes the same `bytes_per_rank` and
-  /// `id`.
+  /// Memory that all ranks of a host have mapped. Collective, with the same arguments on all ranks.
   virtual std::shared_ptr<SymmetricRegion> allocate(std::size_t bytes_per_rank, std::uint32_t id,
                                                     const Waiting& waiting) = 0;
   /// A transport among `members`: ranks of this one, including this rank, in their new order. Collective

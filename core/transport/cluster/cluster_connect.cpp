@@ -3,11 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <memory>
-#include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "transport/cluster/cluster_transport.h"
 
@@ -161,7 +158,7 @@ std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(const Waiting
   auto network = make_network(1, "plans");
   network->keep(host->memory());
   const auto watched = [this](const Waiting& limits, const std::function<WaitResult(const Waiting&)>& wait) {
-    return wait_on_network(limits, [] { return WaitResult{}; }, wait);
+    return wait_on_network(limits, wait);
   };
   return std::make_unique<ClusterHierarchy>(std::move(host), std::move(here), std::move(network), watched);
 }
@@ -179,9 +176,7 @@ std::shared_ptr<Transport> ClusterTransport::subgroup(std::span<const int> chose
     if (aborted(nullptr)) throw WaitEnded{{WaitResult::Outcome::kAborted}};
     if (const WaitResult ended = find_ended(); !ended.ok()) throw WaitEnded{ended};
   };
-  waiting.deadline.start();  // before it is copied
-  Waiting watched = waiting;
-  watched.interrupt = &check;
+  const Waiting watched = waiting.with_interrupt(check);
   try {
     return std::make_shared<ClusterTransport>(context_, std::move(members), subgroup_tag(tag), options(),
                                               watched);

@@ -1,19 +1,10 @@
 #include "transport/cluster/cluster_transport.h"
 
 #include <algorithm>
-#include <chrono>
-#include <cstdio>
 #include <iterator>
 #include <set>
-#include <thread>
-#include <utility>
 
 namespace multiring {
-namespace {
-
-using Outcome = WaitResult::Outcome;
-
-}  // namespace
 
 std::string ClusterTransport::host(int rank) const { return info(rank).host_name; }
 
@@ -75,54 +66,50 @@ WaitResult ClusterTransport::await_all(std::uint64_t round, const Waiting& waiti
     mirror_->handle_arrivals();
     (*waiting.stalled)(waited);
   };
-  const WaitResult mirrored = wait_on_network(waiting, find_failure, [&](const Waiting& watched) {
+  const auto await_messages = [&](const Waiting& watched) {
     Waiting updating = watched;
     if (waiting.stalled != nullptr) updating.stalled = &stalled;
     const WaitResult result = mirror_->await(updating);
     if (!result.ok()) mirror_->handle_arrivals();
     return result;
-  });
+  };
+  const WaitResult mirrored = wait_on_network(waiting, await_messages, find_failure);
   if (!mirrored.ok()) return mirrored;
   // This rank has received and forwarded its messages. It goes on with gossip while it waits for others.
-  waiting.deadline.start();  // before it is copied
   const Clock::time_point start = Clock::now();
   const std::function<void()> gossip = [&] {
     waiting.check_interrupt();
     mirror_->handle_arrivals();
     if (seconds_between(start, Clock::now()) >= HostMirror::kSlice) mirror_->gossip();
   };
-  Waiting gossiping = waiting;
-  gossiping.interrupt = &gossip;
+  const Waiting gossiping = waiting.with_interrupt(gossip);
   return wait_on_memory(gossiping,
                         [&](const Waiting& here) { return SharedTransport::await_all(round, here); });
 }
 
 WaitResult ClusterTransport::wait_on_memory(const Waiting& waiting,
                                             const std::function<WaitResult(const Waiting&)>& wait) const {
-  waiting.deadline.start();  // before it is copied
   const std::function<void()> check = [&] {
     waiting.check_interrupt();
     poll();
   };
-  Waiting here = waiting;
-  here.interrupt = &check;
+  const Waiting here = waiting.with_interrupt(check);
   const WaitResult result = wait(here);
   if (!result.ok()) poll();
   return result;
 }
 
 WaitResult ClusterTransport::wait_on_network(const Waiting& waiting,
-                                             const std::function<WaitResult()>& find_failure,
-                                             const std::function<WaitResult(const Waiting&)>& wait) {
-  waiting.deadline.start();  // before it is copied
+                                             const std::function<WaitResult(const Waiting&)>& wait,
+                                             const std::function<WaitResult()>& find_failure) {
   const std::function<void()> check = [&] {
     waiting.check_interrupt();
     poll();
-    if (SharedTransport::aborted(nullptr)) throw WaitEnded{{Outcome::kAborted}};
+    if (SharedTransport::aborted(nullptr)) throw WaitEnded{{WaitResult::Outcome::kAborted}};
+    if (!find_failure) return;
     if (const WaitResult found = find_failure(); !found.ok()) throw WaitEnded{found};
   };
-  Waiting watched = waiting;
-  watched.interrupt = &check;
+  const Waiting watched = waiting.with_interrupt(check);
   WaitResult result;
   try {
     result = wait(watched);
@@ -131,7 +118,7 @@ WaitResult ClusterTransport::wait_on_network(const Waiting& waiting,
   }
   if (result.ok()) return result;
   poll();  // a peer may be seen to end before its error arrives
-  return SharedTransport::aborted(nullptr) ? WaitResult{Outcome::kAborted} : result;
+  return SharedTransport::aborted(nullptr) ? WaitResult{WaitResult::Outcome::kAborted} : result;
 }
 
 void ClusterTransport::poll() const {
@@ -170,8 +157,7 @@ WaitResult ClusterTransport::await_written(int source, std::uint64_t chunk, cons
   const std::atomic<std::uint64_t>& written = mailbox(source, rank()).written;
   const auto ready = [&] { return written.load(std::memory_order_acquire) >= chunk; };
   return wait_on_network(
-      waiting, [] { return WaitResult{}; },
-      [&](const Waiting& watched) { return messages_->await_chunk(source, ready, watched); });
+      waiting, [&](const Waiting& watched) { return messages_->await_chunk(source, ready, watched); });
 }
 
 WaitResult ClusterTransport::await_read(int destination, std::uint64_t chunk, const Waiting& waiting) {
@@ -182,15 +168,13 @@ WaitResult ClusterTransport::await_read(int destination, std::uint64_t chunk, co
   const auto ready = [&] { return read.load(std::memory_order_acquire) >= chunk; };
   if (ready()) return {};
   return wait_on_network(
-      waiting, [] { return WaitResult{}; },
-      [&](const Waiting& watched) { return messages_->await_ack(destination, ready, watched); });
+      waiting, [&](const Waiting& watched) { return messages_->await_ack(destination, ready, watched); });
 }
 
 WaitResult ClusterTransport::await_sent(int destination, const Waiting& waiting) {
   if (!is_remote(destination)) return {};
-  return wait_on_network(
-      waiting, [] { return WaitResult{}; },
-      [&](const Waiting& watched) { return messages_->await_sent(destination, watched); });
+  return wait_on_network(waiting,
+                         [&](const Waiting& watched) { return messages_->await_sent(destination, watched); });
 }
 
 WaitResult ClusterTransport::find_ended() const {

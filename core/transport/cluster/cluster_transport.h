@@ -44,16 +44,13 @@ struct ClusterContext {
   MakeNetwork make_network;
 };
 
-/// The transport of ranks on several hosts. The ranks of a host share memory, which has a part for every rank
-/// of the other hosts, too.
+/// The transport of ranks on several hosts. The memory that a host's ranks share has a part for every rank.
 ///
 /// What a rank publishes in a round goes to its receiver on each other host (`MirrorRoutes`), which writes it
-/// into its host's memory and publishes the arrival. For mailboxes between hosts the two ranks themselves
-/// send and receive.
+/// into its host's memory and publishes the arrival. Mailboxes between hosts need no other rank.
 class MULTIRING_API ClusterTransport final : public SharedTransport {
  public:
-  /// `members`: world ranks in the order of their ranks here. Collective among them.
-  /// `options.oversubscribed` is set, the same on all.
+  /// `members`: world ranks in their order here. Collective among them. `options.oversubscribed` is set.
   ClusterTransport(std::shared_ptr<const ClusterContext> context, std::vector<int> members, std::uint64_t tag,
                    const SharedTransportOptions& options, const Waiting& waiting);
   ~ClusterTransport() override;
@@ -104,14 +101,13 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   std::unique_ptr<RemoteMessages> make_messages(std::unique_ptr<Network> network);
   /// A rank that is known to have ended, preferably one that died.
   WaitResult find_ended() const;
-  /// Runs a wait on a network. An error on this host, or what `find_failure` returns, ends it, too.
-  WaitResult wait_on_network(const Waiting& waiting, const std::function<WaitResult()>& find_failure,
-                             const std::function<WaitResult(const Waiting&)>& wait);
+  /// Runs a wait on a network. An error on this host, or what `find_failure` finds, ends it, too.
+  WaitResult wait_on_network(const Waiting& waiting, const std::function<WaitResult(const Waiting&)>& wait,
+                             const std::function<WaitResult()>& find_failure = nullptr);
   /// Runs a wait on this host's memory. An error on another host ends it, too.
   WaitResult wait_on_memory(const Waiting& waiting,
                             const std::function<WaitResult(const Waiting&)>& wait) const;
-  /// Makes progress in all transports of this process, and propagates errors between hosts in both
-  /// directions.
+  /// Makes progress in all transports of this process, and propagates errors from and to other hosts.
   void poll() const;
   /// The same for this transport only.
   void poll_own() const;

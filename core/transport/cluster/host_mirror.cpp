@@ -99,8 +99,7 @@ void HostMirror::receive_staging(Incoming& incoming) {
 
 WaitResult HostMirror::await(const Waiting& waiting) {
   TimedWait timed(waiting);
-  // A slice for each message, so that a lost peer is found though others are slow. Early steps first: other
-  // ranks wait for what they bring.
+  // A slice for each message, so that a lost peer is found though others are slow. Early steps come first.
   for (std::size_t next = 0;;) {
     if (left_.load(std::memory_order_relaxed)) return {WaitResult::Outcome::kCancelled};
     handle_messages();
@@ -229,8 +228,7 @@ void HostMirror::send(const MirrorMessage& message) {
   for (const Bytes& part : staging) sends_.push_back(network_->post_send(message.peer, kRounds, {&part, 1}));
 }
 
-// From all ranks, not only the one that is waited for: other ranks of this host wait for the rest, and errors
-// list those that have arrived.
+// Of all ranks, not only the one that is waited for: the ranks of this host wait for them, too.
 void HostMirror::handle_arrivals() {
   if (left_.load(std::memory_order_relaxed)) return;
   handle_messages();

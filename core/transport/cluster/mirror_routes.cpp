@@ -30,8 +30,7 @@ class Circle {
     return hosts_[host][local_[static_cast<std::size_t>(rank)] % hosts_[host].size()];
   }
 
-  /// What `from` sends to the host at `distance`: data of the `count` hosts up to its own whose receiver it
-  /// is, to the receivers there.
+  /// What `from` sends to the host at `distance`: what it has received of the `count` hosts up to its own.
   std::vector<MirrorMessage> sent(int from, std::size_t distance, std::size_t count) const {
     const std::size_t here = position(from);
     const std::size_t there = (here + distance) % size();

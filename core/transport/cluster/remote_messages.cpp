@@ -161,8 +161,7 @@ WaitResult RemoteMessages::await(int rank, const std::function<bool()>& ready,
     if (waiting_.load(std::memory_order_relaxed) > 1)
       std::this_thread::sleep_for(kBetweenChecks);  // lets another thread drive
     if (network_->aborted(nullptr)) return {Outcome::kAborted};
-    if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
-      return {Outcome::kCancelled};
+    if (waiting.is_cancelled()) return {Outcome::kCancelled};
     if (timed.expired()) return {Outcome::kTimeout};
   }
 }

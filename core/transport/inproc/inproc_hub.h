@@ -12,8 +12,7 @@
 
 namespace multiring {
 
-/// Ranks as threads of one process, over its own memory: for tests and simulation. Faults are injected per
-/// rank.
+/// Ranks as threads of one process, for tests and simulation. Faults are injected per rank.
 class MULTIRING_API InprocHub : public std::enable_shared_from_this<InprocHub> {
  public:
   struct Options {

@@ -162,8 +162,7 @@ WaitResult MpiNetwork::wait(std::span<const Ticket> tickets, const Waiting& wait
       WaitResult result;
       if (check_tickets(tickets, &result)) return result;
     }
-    if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
-      return {Outcome::kCancelled};
+    if (waiting.is_cancelled()) return {Outcome::kCancelled};
     if (timed.expired()) return {Outcome::kTimeout};
     backoff.pause();
   }

@@ -43,8 +43,7 @@ class MULTIRING_API MpiSession {
   /// The value of `root`, at most kBroadcastBytes. Collective.
   std::string broadcast(const std::string& value, int root, const Waiting& waiting);
   static constexpr std::size_t kBroadcastBytes = 4096;
-  /// Keeps the memory of messages that were given up, which MPI may still read or write, as long as the
-  /// session.
+  /// Keeps the memory of messages that were given up, which MPI may still access.
   void keep(std::shared_ptr<const void> memory);
 
  private:

@@ -30,8 +30,7 @@ class MULTIRING_API HostGroup {
   /// Of the world, which may be on several hosts.
   virtual int world_rank(int rank) const { return rank; }
 
-  /// A block that all `members` map. Collective among them; members[0] creates it. `tag` is never used twice
-  /// by the same members.
+  /// A block that all `members` map. Collective among them; members[0] creates it. No `tag` is used twice.
   virtual std::shared_ptr<SharedBlock> share(std::size_t bytes, std::span<const int> members,
                                              std::uint64_t tag, const Waiting& waiting) = 0;
   /// Whether the process of `rank` has ended. Costs a system call.

@@ -1,9 +1,7 @@
 // The symmetric memory and the subgroups of a SharedTransport.
 
 #include <algorithm>
-#include <memory>
 #include <utility>
-#include <vector>
 
 #include "transport/shared/shared_transport.h"
 
@@ -48,9 +46,7 @@ std::shared_ptr<SymmetricRegion> SharedTransport::allocate(std::size_t bytes_per
   const std::size_t stride =
       GroupLayout::round_up(std::max<std::size_t>(bytes_per_rank, 1), GroupLayout::kPage);
   const std::function<void()> check = [&] { raise_if_aborted(waiting); };
-  waiting.deadline.start();  // before it is copied
-  Waiting watched = waiting;
-  watched.interrupt = &check;
+  const Waiting watched = waiting.with_interrupt(check);
   auto block = host_group_->share(stride * layout_.size, local_members(), block_tag(id), watched);
   std::vector<bool> remote;
   for (int rank = 0; rank < size(); ++rank) remote.push_back(is_remote(rank));
@@ -61,9 +57,7 @@ std::shared_ptr<SymmetricRegion> SharedTransport::allocate(std::size_t bytes_per
 std::shared_ptr<Transport> SharedTransport::subgroup(std::span<const int> members, std::uint64_t tag,
                                                      const Waiting& waiting) {
   const std::function<void()> check = [&] { raise_if_aborted(waiting); };
-  waiting.deadline.start();  // before it is copied
-  Waiting watched = waiting;
-  watched.interrupt = &check;
+  const Waiting watched = waiting.with_interrupt(check);
   return std::make_shared<SharedTransport>(host_group_, group_members(members), subgroup_tag(tag), options_,
                                            watched);
 }
@@ -72,8 +66,7 @@ std::shared_ptr<Transport> SharedTransport::subgroup(std::span<const int> member
 void SharedTransport::raise_if_aborted(const Waiting& waiting) const {
   waiting.check_interrupt();
   if (aborted(nullptr)) throw WaitEnded{{WaitResult::Outcome::kAborted}};
-  if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
-    throw WaitEnded{{WaitResult::Outcome::kCancelled}};
+  if (waiting.is_cancelled()) throw WaitEnded{{WaitResult::Outcome::kCancelled}};
 }
 
 std::vector<int> SharedTransport::local_members() const {

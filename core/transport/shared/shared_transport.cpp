@@ -62,8 +62,7 @@ struct Arrivals {
   const std::uint64_t round;
 
   bool pending(int rank) const {
-    // seq_cst pairs with the store in arrive() (see WaitPoint); it also orders the reads of what was
-    // published.
+    // seq_cst: see WaitPoint. It also orders the reads of what was published.
     return rank != self && states[rank].arrived.load(std::memory_order_seq_cst) < round;
   }
   bool operator()() const {
@@ -248,8 +247,7 @@ template <class Ready>
 WaitResult SharedTransport::check_for_end(const Ready& ready, const Waiting& waiting) {
   using Outcome = WaitResult::Outcome;
   if (control_->abort_published.load(std::memory_order_acquire) != 0) return {Outcome::kAborted, -1, false};
-  if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
-    return {Outcome::kCancelled, -1, false};
+  if (waiting.is_cancelled()) return {Outcome::kCancelled, -1, false};
   const WaitResult lost = find_lost_peer(ready);
   if (!lost.ok()) return lost;
   if (waiting.deadline.expired()) return {Outcome::kTimeout, -1, false};

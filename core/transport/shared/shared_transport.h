@@ -21,8 +21,7 @@ struct SharedTransportOptions {
 
 /// The transport of ranks that share memory, over any HostGroup.
 ///
-/// A derived class may have remote members. They have parts of this host's memory, too, which that class
-/// fills.
+/// A derived class may have remote members, whose parts of this host's memory it fills.
 class MULTIRING_API SharedTransport : public Transport {
  public:
   /// Stands for a member that is not in the HostGroup.
@@ -109,8 +108,7 @@ class MULTIRING_API SharedTransport : public Transport {
   }
   /// Ends the waits of this host's ranks. The first record wins.
   void publish_abort(ErrorKind kind, int origin, const std::string& message) const noexcept;
-  /// A member on this host that has ended before it reached `round`, preferably one that died; ok() if none
-  /// has.
+  /// A member on this host that has ended before it reached `round`, preferably one that died.
   WaitResult find_lost(std::uint64_t round);
   /// A member on this host that has ended, preferably one that died.
   WaitResult find_ended_here() const;

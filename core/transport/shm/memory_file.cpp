@@ -46,8 +46,7 @@ std::shared_ptr<SharedBlock> map_memory_file(const UniqueFd& file, std::size_t b
                                           ": the ranks run different versions or settings");
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
   if (data == MAP_FAILED) throw_errno("mmap of " + std::to_string(bytes) + " bytes of shared memory");
-  // Huge pages where the system gives them for shared memory on request; refused elsewhere, which is no
-  // error.
+  // Huge pages, where the system gives them for shared memory on request. A refusal is no error.
   ::madvise(data, bytes, MADV_HUGEPAGE);
   return std::make_shared<MappedBlock>(static_cast<std::byte*>(data), bytes);
 }

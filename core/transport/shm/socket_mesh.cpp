@@ -149,8 +149,7 @@ void SocketMesh::connect_all(Store& store, const Waiting& waiting) {
   const SocketPath path(options_.socket_directory, options_.rank);
   const UniqueFd listener = listen_at(path.path(), options_.size);
   store.set("shm/" + std::to_string(options_.rank), host_identity() + "\n" + path.path());
-  // Every rank sends hellos to all lower ranks before it waits for an answer: a lower rank answers only when
-  // it has connected to its own lower ones.
+  // All hellos before the first answer: a lower rank answers only when it has connected to its lower ones.
   std::vector<UniqueFd> connected;
   for (int peer = 0; peer < options_.rank; ++peer)
     connected.push_back(connect_to(peer, look_up(store, peer, waiting)));

@@ -20,8 +20,7 @@ class SocketMesh {
   struct Options {
     int rank = 0;
     int size = 1;
-    /// Existing directory of mode 0700 for the listening socket, which is removed when the constructor ends;
-    /// empty: none is needed.
+    /// Existing directory of mode 0700 for the listening socket, until the constructor ends; may be empty.
     std::string socket_directory;
     /// Has to be the same on all ranks.
     std::uint64_t settings = 0;
@@ -36,8 +35,7 @@ class SocketMesh {
   bool is_lost(int rank) const;
   /// Closes this process's copies of all descriptors (it is a fork of the rank's).
   void abandon();
-  /// Cores that at least one rank may run on when the mesh is built, or fewer if a quota says so. The same on
-  /// all ranks.
+  /// Cores that at least one rank may run on, or fewer if a quota says so. The same on all ranks.
   int cores() const { return cores_; }
 
   void send_file(int peer, std::uint64_t tag, const UniqueFd& file);
@@ -58,8 +56,7 @@ class SocketMesh {
   UniqueFd connect_to(int peer, const std::string& path) const;
   void await_readable(const UniqueFd& socket, const Waiting& waiting) const;
   void accept_from_higher(const UniqueFd& listener, const Waiting& waiting);
-  /// Receives a peer's hello, answers it if asked to, and adds the peer. Its rank, or -1 if it is not part of
-  /// the job.
+  /// Receives a peer's hello, answers it if asked to, and adds the peer. Its rank; -1: not part of the job.
   int receive_hello(UniqueFd socket, bool answer);
   /// Ranks that are not connected, and ranks that have not published an address.
   std::vector<int> missing() const;

@@ -14,8 +14,7 @@ class EventSink {
   ~EventSink() = default;
 };
 
-/// Waits for events of many descriptors (epoll, edge-triggered): a sink remembers what it was notified of
-/// until the kernel reports that nothing is left.
+/// Waits for events of many descriptors (epoll, edge-triggered).
 class Poller {
  public:
   explicit Poller(DescriptorTable& descriptors);
@@ -26,8 +25,7 @@ class Poller {
   bool try_add(const Descriptor& descriptor, EventSink& sink);
   /// Before the sink is destroyed. Closing the descriptor is not enough: a fork may hold it open.
   void remove(const Descriptor& descriptor);
-  /// Sleeps until there are events for `dispatch`, at most `milliseconds`. Another thread may add and remove
-  /// descriptors meanwhile.
+  /// Sleeps until there are events for `dispatch`, at most `milliseconds`. Others may add descriptors.
   void sleep(int milliseconds);
   void dispatch();
   /// Ends a sleep. Any thread.

@@ -52,8 +52,7 @@ UniqueFd accept_connection(int listener) {
 UniqueFd start_connect(const SocketAddress& from, const SocketAddress& to) {
   UniqueFd socket = new_socket(to.family());
   if (!socket) return socket;
-  // The port is chosen when the other end is known, so that many connections can share one. Kernels without
-  // this option have fewer ports to give.
+  // Connections to different ends can share a port. Kernels without this option have fewer ports.
   const int yes = 1;
   ::setsockopt(socket.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &yes, sizeof yes);
   SocketAddress any_port = from;

@@ -94,8 +94,7 @@ void TcpNetwork::connect(std::span<const Link> links, const Waiting& waiting) {
   }
   std::optional<Error> error;
   const WaitResult result = drive(waiting, [&](WaitResult*) {
-    if (std::all_of(links.begin(), links.end(), [&](const Link& link) { return is_linked(link); }))
-      return true;
+    if (all_linked(links)) return true;
     error = find_error(links, attempts, waiting);
     return error.has_value();
   });
@@ -183,7 +182,7 @@ void TcpNetwork::look_up_address(int rank, const Waiting& waiting) {
       if (error.kind() != ErrorKind::kTimeout) throw;
       progress();
       waiting.check_interrupt();
-      if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
+      if (waiting.is_cancelled())
         throw Error(ErrorKind::kAborted, "connecting was cancelled: the communicator is being closed");
       const std::lock_guard lock(mutex_);
       if (abort_) throw Error(abort_->kind, abort_->message);

@@ -15,8 +15,7 @@
 namespace multiring::tcp {
 namespace {
 
-/// How long the other connections of a peer may still deliver after one was closed: a process closes all of
-/// them at once.
+/// How long the other connections of a peer may still deliver after one was closed.
 constexpr double kEndingSeconds = 1.0;
 constexpr double kChecksPerHeartbeat = 10;
 /// Seconds that the destructor waits for delivery after an error.
@@ -54,8 +53,7 @@ void TcpNetwork::check_heartbeats() {
 }
 
 // A silent connection may just be slow: it gets more time as long as another one between the same addresses
-// gets answers. The kernel itself sends no probes while data is unacknowledged, and gives up after a quarter
-// of an hour.
+// gets answers. The kernel sends no probes while data is unacknowledged, and waits for a quarter of an hour.
 void TcpNetwork::check_heartbeats(Peer& other, Clock::time_point now) {
   struct Checked {
     TcpConnection* connection;
@@ -76,8 +74,7 @@ void TcpNetwork::check_heartbeats(Peer& other, Clock::time_point now) {
     for (const auto& connection : stream->connections()) add(connection.get(), false);
   const double limit = options_.heartbeat;
   for (const Checked& one : all) {
-    // The kernel probes the control connection every second, so that its last answer is as old as the
-    // silence.
+    // The kernel probes the control connection every second: its last answer is as old as the silence.
     const double unanswered = one.control && one.silence.unanswered >= limit / 2 ? one.silence.since_answer
                                                                                  : one.silence.unanswered;
     const bool alive = since_heard.at(one.connection->path) < limit;

@@ -34,8 +34,7 @@ WaitResult TcpNetwork::drive(const Waiting& waiting, const std::function<bool(Wa
       if (finished(&result)) return result;
       busy = !ready_connections_.empty();
     }
-    if (waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire))
-      return {Outcome::kCancelled};
+    if (waiting.is_cancelled()) return {Outcome::kCancelled};
     if (waiting.deadline.expired()) return {Outcome::kTimeout};
     const double waited = seconds_between(start, now);
     if (seconds_between(last_check, now) >= kSlice / 2) {

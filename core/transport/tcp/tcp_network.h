@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <functional>
@@ -45,12 +46,10 @@ struct TcpOptions {
   /// So many heartbeats for a connection that gets no answer while others to the same address do.
   static constexpr double kSlowPathFactor = 6.0;
   double handshake_seconds = 10.0;
-  /// Limit of incoming connections in their handshake, of all networks with the same `open_handshakes`, which
-  /// copies of these options share.
+  /// Limit of `open_handshakes`: incoming connections in their handshake. Copies of the options share it.
   std::size_t max_handshakes = 128;
   std::shared_ptr<tcp::OpenHandshakes> open_handshakes = std::make_shared<tcp::OpenHandshakes>(0);
-  /// Microseconds that a wait with Waiting::brief spins before it sleeps. For ranks with a core each:
-  /// otherwise spinning keeps the peer from answering.
+  /// Microseconds that a wait with Waiting::brief spins before it sleeps. For ranks with a core each.
   double spin_microseconds = 0.0;
 };
 
@@ -71,8 +70,7 @@ MULTIRING_API std::uint64_t settings_of(const TcpOptions& options);
 /// heartbeat, and not its process: a rank that computes, or is stopped in a debugger, is slow and not lost.
 /// Deadlines limit how long a slow rank is waited for.
 ///
-/// Locks: `mutex_` guards everything except what is atomic or marked as the driving thread's. No other lock
-/// is taken under it.
+/// Lock: `mutex_` guards all that is neither atomic nor the driving thread's; none is taken under it.
 class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor::Delegate {
  public:
   /// Listens, and publishes the addresses in the store, which has to outlive the network. Does not wait.
@@ -163,6 +161,9 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   int world_rank(int rank) const;
   void add_attempts(int peer, int channel, std::list<ConnectAttempt>& attempts) const;
   bool is_linked(const Link& link) const;  // under the lock
+  bool all_linked(std::span<const Link> links) const {
+    return std::ranges::all_of(links, [this](const Link& link) { return is_linked(link); });
+  }
   static bool needs_control(const Peer& peer);
   bool affects(int rank, std::span<const Link> links) const;
   std::string known_host(int rank) const;

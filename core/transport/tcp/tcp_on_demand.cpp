@@ -13,7 +13,7 @@ namespace multiring::tcp {
 WaitResult TcpNetwork::connect_on_demand(std::span<const Link> links, const Waiting& waiting) {
   waiting.deadline.start();
   const auto interrupted = [&](WaitResult* result) {
-    const bool closed = waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire);
+    const bool closed = waiting.is_cancelled();
     if (closed || aborted(nullptr))
       *result = {closed ? WaitResult::Outcome::kCancelled : WaitResult::Outcome::kAborted};
     return !result->ok();
@@ -45,10 +45,9 @@ WaitResult TcpNetwork::connect_on_demand(std::span<const Link> links, const Wait
   }
   std::optional<Error> error;
   result = drive(waiting, [&](WaitResult* found) {
-    if (std::all_of(links.begin(), links.end(), [&](const Link& link) { return is_linked(link); }))
-      return true;
+    if (all_linked(links)) return true;
     if (abort_) *found = {WaitResult::Outcome::kAborted};
-    const bool closed = waiting.cancelled != nullptr && waiting.cancelled->load(std::memory_order_acquire);
+    const bool closed = waiting.is_cancelled();
     if (closed) *found = {WaitResult::Outcome::kCancelled};
     if (abort_ || closed) return true;
     error = find_error(links, pending_attempts_, waiting);

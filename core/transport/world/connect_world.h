@@ -34,8 +34,7 @@ struct WorldAddress {
   SharedTransportOptions transport;
 };
 
-/// The world's transport: shared memory within hosts, TCP or MPI between them. With several hosts the
-/// transport keeps the store. Collective.
+/// The world's transport: shared memory within hosts, TCP or MPI between them. Collective.
 MULTIRING_API std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store,
                                                        const WorldAddress& address, const Waiting& waiting);
 

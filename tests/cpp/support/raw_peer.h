@@ -11,7 +11,7 @@
 
 namespace multiring::testing {
 
-/// A blocking connection to a network's port by somebody who may not know how to behave.
+/// A blocking connection to a network's port that sends whatever a test wants.
 class RawPeer {
  public:
   explicit RawPeer(const TcpNetwork& network);
@@ -29,7 +29,7 @@ class RawPeer {
   /// From now on nothing arrives, as if the way here were broken: the kernel does not answer either.
   void cut_off();
 
-  /// The handshake as it should be; true if it is welcome.
+  /// A correct handshake; true if it is accepted.
   bool introduce(const TcpOptions& options, const tcp::ConnectionInfo& facts);
 
  private:
@@ -39,7 +39,7 @@ class RawPeer {
 /// What rank 1 of 2 says of its connections to rank 0.
 tcp::ConnectionInfo facts_of_rank_1(const TcpOptions& options, int channel, int stripe = 0, int stripes = 1);
 
-/// Somebody who listens where a rank should.
+/// A listening socket in place of a rank's.
 class RawListener {
  public:
   RawListener();

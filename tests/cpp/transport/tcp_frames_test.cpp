@@ -26,7 +26,7 @@ using Tickets = std::vector<Network::Ticket>;
 
 constexpr int kControl = tcp::ConnectionInfo::kControl;
 
-/// Rank 0, and somebody in the place of rank 1 who knows the secret.
+/// Rank 0, and in place of rank 1 a process that knows the secret.
 class TcpFrames : public ::testing::Test {
  protected:
   TcpFrames() {

@@ -1,4 +1,4 @@
-// Strangers at the ports of ranks that connect over TCP.
+// Unauthenticated peers at the ports of ranks that connect over TCP.
 
 #include <gtest/gtest.h>
 

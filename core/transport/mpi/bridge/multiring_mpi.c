@@ -187,7 +187,7 @@ static void complete(const MPI_Status* status, int outcome, int index,
   done->bytes = bytes == MPI_UNDEFINED ? 0 : (size_t)bytes;
 }
 
-/* One after the other: errors go to the communicator of the request, whoever has initialised MPI. */
+/* One after the other: errors go to the communicator of the request. */
 static void test_each(multiring_mpi_request* handles, int count, int block,
                       struct multiring_mpi_completion* done, int* done_count) {
   for (int index = 0; index < count; ++index) {

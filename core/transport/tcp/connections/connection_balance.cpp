@@ -5,8 +5,7 @@
 namespace multiring::tcp {
 namespace {
 
-// The kernel counts busy time in ticks of 1 to 10 ms, longer than a message takes: only an average over
-// hundreds of messages is meaningful.
+// The kernel counts busy time in ticks of 1 to 10 ms: only an average of hundreds of them is meaningful.
 constexpr double kBetweenMeasurements = 0.2;  // seconds
 constexpr double kLeastBusy = 0.2;            // seconds
 constexpr double kLeastDivided = 1 << 20;     // bytes

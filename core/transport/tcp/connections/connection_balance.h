@@ -30,8 +30,7 @@ class MULTIRING_API ConnectionBalance {
   void fix_weights(std::span<const std::uint32_t> weights);
   std::span<const double> weights() const { return weights_; }
 
-  /// The parts of the next message; at least one, also of an empty message. `backlogs`: bytes of each
-  /// connection that the peer does not have yet.
+  /// The parts of the next message, at least one. `backlogs`: bytes that the peer does not have yet.
   void divide(std::size_t bytes, std::span<const std::size_t> backlogs, std::vector<StripeRange>& ranges);
 
   /// Whether enough was sent since the last measurement.

@@ -36,8 +36,7 @@ struct Message {
   bool pending() const { return state == State::kPending; }
 };
 
-/// Messages by ticket. A ticket consists of a slot and a count of the slot's uses, so that an old one is
-/// recognised.
+/// Messages by ticket. A ticket consists of a slot and a count of the slot's uses.
 class MessageTable {
  public:
   Message& take() {

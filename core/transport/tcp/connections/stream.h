@@ -13,8 +13,7 @@
 
 namespace multiring::tcp {
 
-/// The two streams between this rank and a peer on one channel, over one or several connections. Matches
-/// frames with posted receives.
+/// The two streams between this rank and a peer on a channel. Matches frames with posted receives.
 class TcpStream {
  public:
   TcpStream(int rank, int peer, int channel, std::size_t stripes, std::size_t whole_below);
@@ -68,8 +67,7 @@ class TcpStream {
   ConnectionBalance balance_;
   std::vector<std::unique_ptr<DataConnection>> replaced_;  // events may still be dispatched to them
   bool complete_ = false;
-  // The last posted ones, in their order. Null: done, though an earlier one is not; its ticket may have been
-  // released.
+  // The last posted ones, in their order. Null: done, though an earlier one is not.
   std::deque<Message*> sends_;
   std::deque<Message*> receives_;
   std::uint64_t sends_posted_ = 0;

@@ -43,9 +43,8 @@ struct ConnectAttempt {
   bool unauthenticated = false;  ///< what answered is not part of the job
 };
 
-/// Accepts and opens connections, and hands over those whose peer has proven that it belongs to the job. An
-/// unauthenticated peer costs a descriptor and a few hundred bytes for a limited time; their number is
-/// limited.
+/// Accepts and opens connections, and hands over those whose peer has proven that it belongs to the job.
+/// Unauthenticated peers, which cost a descriptor each, are limited in number and time.
 class Acceptor {
  public:
   struct Options {

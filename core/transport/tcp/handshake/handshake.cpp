@@ -121,8 +121,7 @@ void Acceptor::Handshake::received_client_hello() {
   const auto hello = parse_client_hello(key, server_nonce_, input_);
   if (!hello) return reject(&RejectedCounts::malformed);
   if (!hello->authenticated) {
-    // Tells a rank with another secret why, so that it can report that instead of trying until its deadline.
-    // The answer carries no proof.
+    // Tells a rank with another secret why, without a proof: it would try until its deadline.
     ServerHelloBytes answer =
         encode_server_hello(key, server_nonce_, client_nonce_, {}, Verdict::kOtherSecret);
     std::fill(answer.end() - 32, answer.end(), std::byte{0});
