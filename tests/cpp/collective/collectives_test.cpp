@@ -300,7 +300,7 @@ TEST_P(CollectivesTest, BarrierHoldsUntilAllHaveCome) {
 INSTANTIATE_TEST_SUITE_P(Groups, CollectivesTest, ::testing::ValuesIn(testing::all_group_cases()),
                          [](const auto& info) { return testing::case_name(info.param); });
 
-// Between more than two hosts what is large goes by messages, along chains and to those it is for.
+// Between more than two hosts what is large is sent as messages, along chains and to those it is for.
 std::vector<GroupCase> many_hosts() {
   return {{testing::TransportKind::kCluster, 7, 1024, false, 3},
           {testing::TransportKind::kCluster, 4, 1024, false, 4},

@@ -154,7 +154,7 @@ TEST_P(SymmetricTest, AsynchronousAllreducesOfViewsOfOneRegion) {
   });
 }
 
-// The ranks let go of a region at different times; whoever has it already gone stages instead.
+// The ranks let go of a region at different times; a rank that no longer has it stages instead.
 TEST_P(SymmetricTest, RegionsThatOnlySomeRanksStillHold) {
   const ReduceProblem problem = make_problem(DType::kFloat32, 30000, size());
   group_.run([&](Communicator& communicator) {

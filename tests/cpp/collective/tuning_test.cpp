@@ -194,7 +194,7 @@ TEST(Tuning, HoldsForTheSameRanksAndNotForGroups) {
                                communicator.split(communicator.rank() % 2, 0, {})}) {
       EXPECT_EQ(others->options().tuning, "");
       EXPECT_EQ(others->options().mode, "");
-      const bool planned = others->size() == 4;  // two go by rounds
+      const bool planned = others->size() == 4;  // two use exchanges
       EXPECT_EQ(traffic_of(group, *others, rank, kCount).plans.messages > 0, planned);
     }
   });

@@ -224,7 +224,7 @@ TEST_P(FailureTest, DeadlineNamesTheMissingRank) {
     const Error& error = *ends_[static_cast<std::size_t>(rank)].error;
     EXPECT_EQ(error.kind(), ErrorKind::kTimeout) << error.what();
     expect_text(error,
-                messages ? "for rank " : "Rank 2 (process ");  // whoever else is late on a busy machine
+                messages ? "for rank " : "Rank 2 (process ");  // others may be late on a busy machine
   }
 }
 

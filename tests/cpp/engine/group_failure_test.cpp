@@ -136,29 +136,7 @@ TEST_P(GroupNames, CommunicatorsInDifferentOrderAreNamed) {
   });
 }
 
-// Both of two large messages wait to be received.
-TEST_P(GroupNames, TwoSendsToEachOtherAreTold) {
-  GroupOptions options(GetParam(), 2);
-  RankGroup group(options);
-  testing::Latch both(2);
-  group.run([&](Communicator& world) {
-    const std::vector<float> array(1 << 20, 1.0f);
-    testing::Request request{.kind = OpKind::kSend, .dtype = DType::kFloat32, .rows = array.size()};
-    request.root = 1 - world.rank();
-    request.input = array.data();
-    Operation message = testing::make_operation(request);
-    try {
-      world.send(message, 0, {0.5, nullptr});
-      ADD_FAILURE() << "sent";
-    } catch (const Error& error) {  // the first to notice, or told by it
-      expect_text(error, "both wait for the other to receive");
-    }
-    both.count_down();
-    both.wait();
-  });
-}
-
-// Whoever left may have done so because another one died, which has a higher number here.
+// A rank that left may have done so because another one died, which has a higher number here.
 TEST(LostRanks, TheDeadComeBeforeThoseThatLeft) {
   GroupOptions options(TransportKind::kInproc, 3);
   RankGroup group(options);

@@ -233,7 +233,7 @@ TEST_P(RelayedRounds, TellWhoIsLate) {
 }
 
 /// A round that `late` come to only when all others know that they are late, and nobody else: however long
-/// that takes, and whoever was late before.
+/// that takes, and the ranks that were late before.
 void expect_named(Transport& transport, std::uint64_t round, const std::set<int>& late,
                   testing::Latch& named) {
   if (late.contains(transport.rank())) named.wait();

@@ -145,11 +145,11 @@ TEST(TcpConnect, SomebodyElseInTheRanksPlaceIsNotBelieved) {
   RawListener listener;
   TcpNetwork network(store, tcp_options(1, 2));
   store.set("tcp/test/0", listener.endpoint());
-  std::thread stranger(
+  std::thread intruder(
       [&] { listener.accept().say("HTTP/1.1 400 Bad Request\r\nServer: something\r\n\r\n"); });
   expect_text(connect_error(ErrorKind::kPeerLost, network, 20),
               "did not reach rank 0 on elsewhere: a process that is not part of this job answered");
-  stranger.join();
+  intruder.join();
 }
 
 TEST(TcpConnect, AListenerThatDoesNotKnowTheSecretIsNotBelieved) {

@@ -34,7 +34,7 @@ void progress_until(TcpNetwork& network, const std::function<bool()>& reached) {
   EXPECT_TRUE(reached());
 }
 
-TEST(TcpStrangers, GarbageIsDroppedAndCounted) {
+TEST(TcpUnauthenticated, GarbageIsDroppedAndCounted) {
   TcpGroup group(2);
   std::vector<std::string> garbage = {"GET / HTTP/1.1\r\n\r\n", std::string(100000, 'x'),
                                       std::string(1, '\0'), ""};
@@ -44,14 +44,14 @@ TEST(TcpStrangers, GarbageIsDroppedAndCounted) {
   }
   group.run_unconnected([&](TcpNetwork& network) {
     if (network.rank() == 0) {
-      std::deque<RawPeer> strangers;
+      std::deque<RawPeer> intruders;
       for (const std::string& text : garbage) {
-        strangers.emplace_back(network).say(text);
-        if (text.size() < 2) strangers.back().hang_up();
+        intruders.emplace_back(network).say(text);
+        if (text.size() < 2) intruders.back().hang_up();
       }
       network.connect(all_links(network), wait_seconds(20));
       progress_until(network, [&] { return network.rejected().malformed == garbage.size(); });
-      for (RawPeer& stranger : strangers) stranger.hang_up();
+      for (RawPeer& intruder : intruders) intruder.hang_up();
     } else {
       network.connect(all_links(network), wait_seconds(20));
       EXPECT_EQ(network.rejected().total(), 0u);
@@ -63,7 +63,7 @@ TEST(TcpStrangers, GarbageIsDroppedAndCounted) {
   });
 }
 
-TEST(TcpStrangers, AThousandOfThemLeaveNothing) {
+TEST(TcpUnauthenticated, AThousandOfThemLeaveNothing) {
   InprocStore store;
   TcpNetwork network(store, tcp_options(0, 2));
   const int before = open_descriptors();
@@ -74,27 +74,27 @@ TEST(TcpStrangers, AThousandOfThemLeaveNothing) {
   EXPECT_EQ(open_descriptors(), before);
 }
 
-// The others are connecting all the while: the last rank comes when a thousand strangers have been there.
-TEST(TcpStrangers, AThousandThatHangUpWhileRanksConnect) {
+// The others are connecting all the while: the last rank comes when a thousand intruders have been there.
+TEST(TcpUnauthenticated, AThousandThatHangUpWhileRanksConnect) {
   const int before = open_descriptors();
   {
     TcpGroup group(3, 2, 2);
     Latch gone(1);
     group.run_unconnected([&](TcpNetwork& network) {
-      std::thread strangers;
+      std::thread intruders;
       if (network.rank() == 0) {
-        strangers = std::thread([&] {
+        intruders = std::thread([&] {
           for (int i = 0; i < 1000; ++i) {
-            RawPeer stranger(network);
-            if (i % 3 == 1) stranger.say("MRCPHLO");
-            if (i % 3 == 2) stranger.reset();
+            RawPeer intruder(network);
+            if (i % 3 == 1) intruder.say("MRCPHLO");
+            if (i % 3 == 2) intruder.reset();
           }
           gone.count_down();
         });
       }
       if (network.rank() == 2) gone.wait();
       network.connect(all_links(network), wait_seconds(40));
-      if (strangers.joinable()) strangers.join();
+      if (intruders.joinable()) intruders.join();
       progress_until(network, [&] { return network.rejected().total() == (network.rank() == 0 ? 1000 : 0); });
       const Buffer sent = pattern(100000, static_cast<unsigned>(network.rank()));
       Buffer got(sent.size());
@@ -107,7 +107,7 @@ TEST(TcpStrangers, AThousandThatHangUpWhileRanksConnect) {
   EXPECT_EQ(open_descriptors(), before);
 }
 
-TEST(TcpStrangers, SlowOnesAreHungUpOn) {
+TEST(TcpUnauthenticated, SlowOnesAreHungUpOn) {
   InprocStore store;
   TcpOptions options = tcp_options(0, 2);
   options.handshake_seconds = 0.2;
@@ -121,7 +121,7 @@ TEST(TcpStrangers, SlowOnesAreHungUpOn) {
 }
 
 // A process has a network for each group, and one limit of descriptors for all of them.
-TEST(TcpStrangers, TheLimitHoldsForAllNetworksOfAProcess) {
+TEST(TcpUnauthenticated, TheLimitHoldsForAllNetworksOfAProcess) {
   constexpr int kNetworks = 6, kCallers = 20, kMost = 16;
   InprocStore store;
   TcpOptions options = tcp_options(0, 2);
@@ -149,8 +149,8 @@ TEST(TcpStrangers, TheLimitHoldsForAllNetworksOfAProcess) {
   EXPECT_EQ(*options.open_handshakes, 0u);
 }
 
-// Ranks get in while strangers come faster than these are hung up on for being slow.
-TEST(TcpStrangers, AFloodOfThemLocksNobodyOut) {
+// Ranks get in while intruders come faster than these are hung up on for being slow.
+TEST(TcpUnauthenticated, AFloodOfThemLocksNoRankOut) {
   TcpGroup group(3, 2, 2);
   for (int rank = 0; rank < 3; ++rank) group.options(rank).max_handshakes = 16;
   Latch connected(3);
@@ -159,10 +159,10 @@ TEST(TcpStrangers, AFloodOfThemLocksNobodyOut) {
     std::thread flood;
     if (network.rank() == 0) {
       flood = std::thread([&] {
-        std::deque<RawPeer> strangers;
+        std::deque<RawPeer> intruders;
         while (!stop) {
-          strangers.emplace_back(network);
-          if (strangers.size() > 100) strangers.pop_front();
+          intruders.emplace_back(network);
+          if (intruders.size() > 100) intruders.pop_front();
         }
       });
       progress_until(network, [&] { return network.rejected().evicted > 50; });
