@@ -14,7 +14,7 @@ import numpy.typing as npt
 from multiring import Communicator, _core
 from multiring.errors import UsageError
 from multiring.models.peers.gloo import join_gloo
-from multiring.types import WireName
+from multiring.types import CommDtypeName
 
 __all__ = ["PEERS", "Call", "Contender", "Elsewhere", "FloatArray", "make_contenders"]
 
@@ -93,14 +93,14 @@ class Narrow:
 
     exact = False
 
-    def __init__(self, comm: Communicator, wire: WireName) -> None:
-        self._comm, self._wire = comm, wire
-        self.name = f"{Ordinary.name} {wire}"
+    def __init__(self, comm: Communicator, comm_dtype: CommDtypeName) -> None:
+        self._comm, self._comm_dtype = comm, comm_dtype
+        self.name = f"{Ordinary.name} {comm_dtype}"
 
     def prepare(self, count: int) -> tuple[FloatArray, Call]:
         x = np.zeros(count, np.float32)
-        allreduce, wire = self._comm.allreduce, self._wire
-        return x, lambda: allreduce(x, out=x, wire=wire)
+        allreduce, comm_dtype = self._comm.allreduce, self._comm_dtype
+        return x, lambda: allreduce(x, out=x, comm_dtype=comm_dtype)
 
     def close(self) -> None:
         pass
@@ -218,12 +218,12 @@ def installed_peers() -> list[str]:
 
 
 def make_contenders(
-    comm: Communicator, peers: list[str], wire: WireName | None
+    comm: Communicator, peers: list[str], comm_dtype: CommDtypeName | None
 ) -> list[Contender[FloatArray]]:
     """All that are measured, in the order of the table."""
     contenders: list[Contender[FloatArray]] = [Ordinary(comm)]
-    if wire is not None:
-        contenders.append(Narrow(comm, wire))
+    if comm_dtype is not None:
+        contenders.append(Narrow(comm, comm_dtype))
     if comm.cross_size == 1:
         symmetric = Symmetric(comm)
         contenders = [symmetric, *contenders, Limit(comm, symmetric)]

@@ -25,8 +25,9 @@ from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, Para
 from multiring.gradients.compression import TopK
 from multiring.gradients.reducer import GradientReducer
 from multiring.gradients.source import InPlace, ReducerOptions, RoundResult
+from multiring.reductions import explain_arguments
 from multiring.state.buffer_sync import check_mode
-from multiring.types import BufferMode, WireName
+from multiring.types import BufferMode, CommDtypeName
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -47,6 +48,7 @@ class SolverCallback:
     number, with the same bits on all of them.
     """
 
+    @explain_arguments
     def __init__(
         self,
         solver: Solver,
@@ -61,7 +63,7 @@ class SolverCallback:
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         prescale: float = 1.0,
         postscale: float = 1.0,
-        wire: WireName | None = None,
+        comm_dtype: CommDtypeName | None = None,
         compression: TopK | None = None,
         buffers: BufferMode = "broadcast",
         check_every: int | None = None,
@@ -82,8 +84,8 @@ class SolverCallback:
             first_bucket_bytes: Limit of the first bucket of each dtype, in bytes; small, to start early.
             prescale: Factor applied before the reduction.
             postscale: Factor applied after it.
-            wire: "bfloat16" or "float16": as what gradients of float32 cross from host to host, where they
-                are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
+            comm_dtype: The dtype in which gradients of float32 cross from host to host: "bfloat16" and
+                "float16" round them, "float32" does not (docs/compression.md). MULTIRING_COMM_DTYPE if None.
             compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
                 others for the next step (docs/tuning.md). Of gradients of float32 and float64.
             buffers: What happens after each reduction to the statistics of BatchNorm layers: "broadcast":
@@ -112,7 +114,7 @@ class SolverCallback:
         check_mode(self._comm.rank, buffers)
         options = ReducerOptions(
             *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
-            wire=wire,
+            comm_dtype=comm_dtype,
             compression=compression,
             check_every=check_every,
         )

@@ -98,8 +98,8 @@ def _check_dtype(dtype: Any) -> None:
         )
     raise UsageError(
         "allreduce_grad_dtype=float16: gradients are added up in float32 here. To send half as many bytes "
-        "from host to host, leave it out and pass wire='float16' (or 'bfloat16', which has the range of "
-        "float32) to multiring.chainer.create_multi_node_optimizer, or set MULTIRING_WIRE=float16"
+        "from host to host, omit it and pass comm_dtype='float16' (or 'bfloat16', which has the range of "
+        "float32) to multiring.chainer.create_multi_node_optimizer, or set MULTIRING_COMM_DTYPE=float16"
     )
 
 

@@ -11,11 +11,13 @@ from multiring.chainer.optimizer import MultiNodeOptimizer
 from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.gradients.compression import TopK
 from multiring.gradients.source import ReducerOptions
-from multiring.types import BufferMode, WireName
+from multiring.reductions import explain_arguments
+from multiring.types import BufferMode, CommDtypeName
 
 __all__ = ["create_multi_node_optimizer"]
 
 
+@explain_arguments
 def create_multi_node_optimizer(
     actual_optimizer: chainer.Optimizer,
     communicator: Group = None,
@@ -28,7 +30,7 @@ def create_multi_node_optimizer(
     bucket_bytes: int = BUCKET_BYTES,
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     overlap: bool = True,
-    wire: WireName | None = None,
+    comm_dtype: CommDtypeName | None = None,
     compression: TopK | None = None,
     buffers: BufferMode = "broadcast",
     check_every: int | None = None,
@@ -49,8 +51,8 @@ def create_multi_node_optimizer(
         bucket_bytes: Limit of a bucket, in bytes.
         first_bucket_bytes: Limit of the first bucket of each dtype, in bytes; small, to start early.
         overlap: Let `update(lossfun, ...)` reduce gradients while its backward pass runs.
-        wire: "bfloat16" or "float16": as what gradients of float32 cross from host to host, where they
-            are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
+        comm_dtype: The dtype in which gradients of float32 cross from host to host: "bfloat16" and
+            "float16" round them, "float32" does not (docs/compression.md). MULTIRING_COMM_DTYPE if None.
         compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
             others for the next step (docs/tuning.md). Of gradients of float32 and float64.
         buffers: What happens after each reduction to persistent arrays, such as the running statistics of
@@ -68,7 +70,7 @@ def create_multi_node_optimizer(
     """
     options = ReducerOptions(
         *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
-        wire=wire,
+        comm_dtype=comm_dtype,
         compression=compression,
         check_every=check_every,
     )

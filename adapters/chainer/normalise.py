@@ -67,7 +67,7 @@ class Normalise(chainer.Function):
         product = gradient * deviation
         weighted = _channel_sums(product) * self._scale
         sums = np.stack([to_host(plain), to_host(weighted)])
-        self._comm.allreduce(sums, op="sum", out=sums, name=f"{self._name} backward", wire="float32")
+        self._comm.allreduce(sums, op="sum", out=sums, name=f"{self._name} backward", comm_dtype="float32")
         means = place(sums / max(self._statistics.samples, 1.0), on_device(x))
         factor = self._scale * gamma
         # factor * (gradient - mean of gradients - normalised * mean of (gradient * normalised))

@@ -13,8 +13,9 @@ from multiring.gradients.compression import TopK
 from multiring.gradients.reducer import GradientReducer
 from multiring.gradients.source import ReducerOptions
 from multiring.numpy.state import broadcast_parameters
+from multiring.reductions import explain_arguments
 from multiring.state.check import StateCheck
-from multiring.types import WireName
+from multiring.types import CommDtypeName
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ Array = NDArray[Any]
 class GradientBuckets:
     """The gradients of one model, reduced while others are still computed. Creation is collective."""
 
+    @explain_arguments
     def __init__(
         self,
         parameters: Mapping[str, Array],
@@ -38,7 +40,7 @@ class GradientBuckets:
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         prescale: float = 1.0,
         postscale: float = 1.0,
-        wire: WireName | None = None,
+        comm_dtype: CommDtypeName | None = None,
         compression: TopK | None = None,
         check_every: int | None = None,
     ) -> None:
@@ -54,8 +56,8 @@ class GradientBuckets:
             first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
             prescale: Factor applied before the reduction.
             postscale: Factor applied after it.
-            wire: "bfloat16" or "float16": as what gradients of float32 cross from host to host, where they
-                are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
+            comm_dtype: The dtype in which gradients of float32 cross from host to host: "bfloat16" and
+                "float16" round them, "float32" does not (docs/compression.md). MULTIRING_COMM_DTYPE if None.
             compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
                 others for the next step (docs/tuning.md). Of gradients of float32 and float64.
             check_every: Compare checksums of the parameters over ranks in the second step and every so many
@@ -71,7 +73,7 @@ class GradientBuckets:
         op: Literal["average", "sum"] = "average" if average else "sum"
         options = ReducerOptions(
             *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
-            wire=wire,
+            comm_dtype=comm_dtype,
             compression=compression,
             check_every=check_every,
         )

@@ -17,7 +17,8 @@ from multiring.gradients.compression import TopK
 from multiring.gradients.source import ReducerOptions
 from multiring.pytensor.gradient_ops import Begin, Finish, Ready, Round
 from multiring.pytensor.state import broadcast_parameters, names_of
-from multiring.types import WireName
+from multiring.reductions import explain_arguments
+from multiring.types import CommDtypeName
 from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.gradient import DisconnectedType
 from pytensor.graph.basic import Variable
@@ -45,6 +46,7 @@ class Reduced(NamedTuple):
 class DistributedGradients:
     """The gradients of one model, reduced over the ranks inside functions. Creation is collective."""
 
+    @explain_arguments
     def __init__(
         self,
         params: Sequence[SharedVariable] | Mapping[str, SharedVariable],
@@ -55,7 +57,7 @@ class DistributedGradients:
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         prescale: float = 1.0,
         postscale: float = 1.0,
-        wire: WireName | None = None,
+        comm_dtype: CommDtypeName | None = None,
         compression: TopK | None = None,
         check_every: int | None = None,
     ) -> None:
@@ -70,8 +72,8 @@ class DistributedGradients:
             first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
             prescale: Factor applied before the reduction.
             postscale: Factor applied after it.
-            wire: "bfloat16" or "float16": as what gradients of float32 cross from host to host, where they
-                are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
+            comm_dtype: The dtype in which gradients of float32 cross from host to host: "bfloat16" and
+                "float16" round them, "float32" does not (docs/compression.md). MULTIRING_COMM_DTYPE if None.
             compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
                 others for the next step (docs/tuning.md). Of gradients of float32 and float64.
             check_every: Compare checksums of the parameters (with `distribute_updates`, of all that is
@@ -93,7 +95,7 @@ class DistributedGradients:
         op: Literal["average", "sum"] = "average" if average else "sum"
         options = ReducerOptions(
             *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
-            wire=wire,
+            comm_dtype=comm_dtype,
             compression=compression,
             check_every=check_every,
         )

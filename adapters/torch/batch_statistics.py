@@ -77,7 +77,7 @@ class Normalise(torch.autograd.Function):
         grad_bias = sums[0].to(weight.dtype, copy=True) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, grad_bias, None, None, None, None
-        ctx.comm.allreduce(sums, op="sum", out=sums, name=f"{ctx.label} backward", wire="float32")
+        ctx.comm.allreduce(sums, op="sum", out=sums, name=f"{ctx.label} backward", comm_dtype="float32")
         means = sums / max(statistics.samples, 1.0)
         factor = scale if weight is None else scale * weight.double()
         # factor * (gradient - mean of gradients - normalised * mean of (gradient * normalised))

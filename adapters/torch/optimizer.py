@@ -20,7 +20,7 @@ from multiring.torch.hooks import GradientHooks
 from multiring.torch.registration import named_parameters
 from multiring.torch.sparse import sparse_parameters
 from multiring.torch.state import NamedTensors
-from multiring.types import BufferMode, WireName
+from multiring.types import BufferMode, CommDtypeName
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -73,7 +73,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_bytes: int = BUCKET_BYTES,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         sparse_parameters: Iterable[str] = (),
-        wire: WireName | None = None,
+        comm_dtype: CommDtypeName | None = None,
         compression: TopK | None = None,
         buffers: BufferMode = "broadcast",
         check_every: int | None = None,
@@ -94,8 +94,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
             sparse_parameters: Names of parameters whose gradients are sparse; known already for
                 `torch.nn.Embedding(sparse=True)` when the model is given.
-            wire: "bfloat16" or "float16": as what gradients of float32 cross from host to host, where they
-                are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
+            comm_dtype: The dtype in which gradients of float32 cross from host to host: "bfloat16" and
+                "float16" round them, "float32" does not (docs/compression.md). MULTIRING_COMM_DTYPE if None.
             compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
                 others for the next step (docs/tuning.md). Of gradients of float32 and float64.
             buffers: What happens to the buffers of the model, if it is given, after each reduction:
@@ -113,7 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._comm = resolve(comm)
         self._options = ReducerOptions(
             *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
-            wire=wire,
+            comm_dtype=comm_dtype,
             compression=compression,
             check_every=check_every,
         )

@@ -15,7 +15,7 @@ from multiring.reductions import explain_arguments
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.sparse import sparse_parameters as find_sparse_parameters
 from multiring.torch.state import NamedTensors, plain_name
-from multiring.types import BufferMode, WireName
+from multiring.types import BufferMode, CommDtypeName
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -34,7 +34,7 @@ def register_gradient_hooks(
     prescale: float = 1.0,
     postscale: float = 1.0,
     sparse_parameters: Iterable[str] = (),
-    wire: WireName | None = None,
+    comm_dtype: CommDtypeName | None = None,
     compression: TopK | None = None,
     buffers: BufferMode = "broadcast",
     check_every: int | None = None,
@@ -57,8 +57,8 @@ def register_gradient_hooks(
         postscale: Factor applied after it.
         sparse_parameters: Names of parameters whose gradients are sparse; `torch.nn.Embedding(sparse=True)`
             is known already. Sparse gradients of other parameters become dense.
-        wire: "bfloat16" or "float16": as what gradients of float32 cross from host to host, where they
-            are rounded (docs/tuning.md); "float32": as they are. As MULTIRING_WIRE says if None.
+        comm_dtype: The dtype in which gradients of float32 cross from host to host: "bfloat16" and
+            "float16" round them, "float32" does not (docs/compression.md). MULTIRING_COMM_DTYPE if None.
         compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
             others for the next step (docs/tuning.md). Of gradients of float32 and float64.
         buffers: What happens to the buffers of the model, such as running statistics, after each reduction:
@@ -79,7 +79,7 @@ def register_gradient_hooks(
     op: Literal["average", "sum"] = "average" if average else "sum"
     options = ReducerOptions(
         *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
-        wire=wire,
+        comm_dtype=comm_dtype,
         compression=compression,
         check_every=check_every,
     )

@@ -40,7 +40,7 @@ what is measured:
   multiring symmetric  multiring on memory that all ranks have mapped (`Communicator.symmetric_empty`), as the
                        adapters use it for gradients
   multiring            multiring on ordinary memory of NumPy's
-  multiring bfloat16   the same, with elements that cross from host to host in half precision (--wire)
+  multiring bfloat16   the same, with elements that cross from host to host in half precision (--comm-dtype)
   limit                the additions and the memory traffic without any synchronisation: every rank adds up
                        its share of all ranks' arrays and writes it to all of them. On several hosts, by
                        calculation: what every host has to send, 2 (hosts - 1) / hosts of the array, at the
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "it cannot be in one with Open MPI",
     )
     parser.add_argument(
-        "--wire",
+        *("--comm-dtype", "--wire"),
         choices=("bfloat16", "float16"),
         help="measure also what crosses from host to host in half precision",
     )
@@ -102,7 +102,9 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
         InternalError: A contender's result is wrong, or did not cross the emulated links, or a rank does
             not come back from it.
     """
-    contenders: list[Contender[FloatArray] | Elsewhere] = [*make_contenders(comm, args.peers, args.wire)]
+    contenders: list[Contender[FloatArray] | Elsewhere] = [
+        *make_contenders(comm, args.peers, args.comm_dtype)
+    ]
     mpich = None if args.mpich is None else _add_mpich(comm, contenders, args)
     task = Sum(comm.rank, comm.size)
     cases = [

@@ -151,17 +151,17 @@ void bind_communicator(py::module_& module) {
       .def_property_readonly("host", &Communicator::host)
       .def_property_readonly("hosts", &Communicator::hosts, "For each rank the number of its host.")
       .def_property_readonly(
-          "wire", [](const Communicator& self) { return self.options().comm_dtype; },
+          "comm_dtype", [](const Communicator& self) { return self.options().comm_dtype; },
           "As what float32 crosses from host to host where an allreduce does not say.")
       .def_property_readonly("tuning", py::cpp_function(&Communicator::tuning, Released()),
                              "What was given to choose ways by size; it may be of another cluster.")
       .def_property_readonly("is_broken", py::cpp_function(&Communicator::is_broken, Released()))
       .def("allreduce", &run_allreduce, py::arg("x"), py::arg("out"), py::arg("op"), py::arg("name"),
-           py::arg("prescale"), py::arg("postscale"), py::arg("timeout"), py::arg("wire"),
+           py::arg("prescale"), py::arg("postscale"), py::arg("timeout"), py::arg("comm_dtype"),
            "False: an array is not contiguous, nothing was done.")
       .def("numpy_allreduce", &make_numpy_allreduce,
            "A quicker allreduce for C-ordered NumPy arrays, as a function:\n"
-           "(x, out, op, name, prescale, postscale, timeout, wire) -> bool.\n"
+           "(x, out, op, name, prescale, postscale, timeout, comm_dtype) -> bool.\n"
            "False: an argument is not plain enough, nothing was done.")
       .def("run", &run, py::arg("operation"), py::arg("timeout"))
       .def("submit", &submit, py::arg("operation"), py::arg("priority"))

@@ -93,7 +93,7 @@ std::shared_ptr<Communicator> connect(const py::object& store, const WorldOption
   address.mode = options.mode;
   address.tuning = options.tuning;
   address.mpi = options.mpi;
-  address.wire = comm_dtype_name(options.comm_dtype);
+  address.comm_dtype = comm_dtype_name(options.comm_dtype);
   address.build = build_text(sizeof(Descriptor));
   CommunicatorOptions communicator;
   communicator.mode = options.mode;
@@ -140,7 +140,7 @@ void bind_connect(py::module_& module) {
       .def_readwrite("mode", &WorldOptions::mode)
       .def_readwrite("tuning", &WorldOptions::tuning)
       .def_readwrite("mpi", &WorldOptions::mpi)
-      .def_readwrite("wire", &WorldOptions::comm_dtype)
+      .def_readwrite("comm_dtype", &WorldOptions::comm_dtype)
       .def_readwrite("timeout", &WorldOptions::timeout)
       .def_readwrite("stall_warning", &WorldOptions::stall_warning)
       .def_readwrite("warn", &WorldOptions::warn);

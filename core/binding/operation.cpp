@@ -206,7 +206,7 @@ void bind_operation(py::module_& module) {
       .value("MIN", ReduceOp::kMin)
       .value("MAX", ReduceOp::kMax)
       .value("PRODUCT", ReduceOp::kProduct);
-  py::enum_<CommDtype>(module, "Wire", "As what float32 crosses from host to host.")
+  py::enum_<CommDtype>(module, "CommDtype", "As what float32 crosses from host to host.")
       .value("DEFAULT", CommDtype::kDefault)
       .value("FLOAT32", CommDtype::kFloat32)
       .value("FLOAT16", CommDtype::kFloat16)
@@ -250,7 +250,7 @@ void bind_operation(py::module_& module) {
             self.operation.descriptor.key.postscale = postscale;
             self.operation.descriptor.key.comm_dtype = comm_dtype;
           },
-          py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("wire"))
+          py::arg("op"), py::arg("prescale"), py::arg("postscale"), py::arg("comm_dtype"))
       .def(
           "set_splits",
           [](PyOperation& self, std::vector<std::uint64_t> splits) {

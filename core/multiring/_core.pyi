@@ -13,6 +13,7 @@ __all__: list[str] = [
     "ArrayReduction",
     "Channel",
     "Cluster",
+    "CommDtype",
     "Communicator",
     "CostModel",
     "Group",
@@ -30,7 +31,6 @@ __all__: list[str] = [
     "Result",
     "StandardFloatMode",
     "Step",
-    "Wire",
     "Work",
     "WorldOptions",
     "address_of",
@@ -177,47 +177,6 @@ class ReduceOp:
     @property
     def value(self) -> int: ...
 
-class Wire:
-    """
-    As what float32 crosses from host to host.
-
-    Members:
-
-      DEFAULT
-
-      FLOAT32
-
-      FLOAT16
-
-      BFLOAT16
-    """
-
-    BFLOAT16: typing.ClassVar[Wire]
-    DEFAULT: typing.ClassVar[Wire]
-    FLOAT16: typing.ClassVar[Wire]
-    FLOAT32: typing.ClassVar[Wire]
-    __members__: typing.ClassVar[dict[str, Wire]]
-    @typing.overload
-    def __eq__(self, other: Wire) -> bool: ...
-    @typing.overload
-    def __eq__(self, other: typing.Any) -> bool: ...
-    def __getstate__(self) -> int: ...
-    def __hash__(self) -> int: ...
-    def __index__(self) -> int: ...
-    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    def __int__(self) -> int: ...
-    @typing.overload
-    def __ne__(self, other: Wire) -> bool: ...
-    @typing.overload
-    def __ne__(self, other: typing.Any) -> bool: ...
-    def __repr__(self) -> str: ...
-    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    def __str__(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
-
 class ArrayReduction:
     """
     Reduces arrays element by element into every output, as a collective does, but without ranks.
@@ -264,7 +223,7 @@ class Operation:
         op: ReduceOp,
         prescale: typing.SupportsFloat | typing.SupportsIndex,
         postscale: typing.SupportsFloat | typing.SupportsIndex,
-        wire: Wire,
+        comm_dtype: CommDtype,
     ) -> None: ...
     def set_splits(
         self, splits: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]
@@ -282,6 +241,47 @@ class Work:
     def done(self) -> bool: ...
     def result(self) -> Result: ...
     def wait(self, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+
+class CommDtype:
+    """
+    As what float32 crosses from host to host.
+
+    Members:
+
+      DEFAULT
+
+      FLOAT32
+
+      FLOAT16
+
+      BFLOAT16
+    """
+
+    BFLOAT16: typing.ClassVar[CommDtype]
+    DEFAULT: typing.ClassVar[CommDtype]
+    FLOAT16: typing.ClassVar[CommDtype]
+    FLOAT32: typing.ClassVar[CommDtype]
+    __members__: typing.ClassVar[dict[str, CommDtype]]
+    @typing.overload
+    def __eq__(self, other: CommDtype) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: CommDtype) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
 
 class Communicator:
     """
@@ -301,7 +301,7 @@ class Communicator:
         prescale: typing.SupportsFloat | typing.SupportsIndex,
         postscale: typing.SupportsFloat | typing.SupportsIndex,
         timeout: typing.SupportsFloat | typing.SupportsIndex,
-        wire: Wire,
+        comm_dtype: CommDtype,
     ) -> bool:
         """
         False: an array is not contiguous, nothing was done.
@@ -314,7 +314,7 @@ class Communicator:
     def numpy_allreduce(self) -> typing.Any:
         """
         A quicker allreduce for C-ordered NumPy arrays, as a function:
-        (x, out, op, name, prescale, postscale, timeout, wire) -> bool.
+        (x, out, op, name, prescale, postscale, timeout, comm_dtype) -> bool.
         False: an argument is not plain enough, nothing was done.
         """
     def recv(
@@ -367,7 +367,7 @@ class Communicator:
         What was given to choose ways by size; it may be of another cluster.
         """
     @property
-    def wire(self) -> Wire:
+    def comm_dtype(self) -> CommDtype:
         """
         As what float32 crosses from host to host where an allreduce does not say.
         """
@@ -453,7 +453,7 @@ class WorldOptions:
     spread: bool
     tuning: str
     warn: typing.Any
-    wire: Wire
+    comm_dtype: CommDtype
     def __init__(self) -> None: ...
     @property
     def interfaces(self) -> list[str]: ...

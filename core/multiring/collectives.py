@@ -11,8 +11,8 @@ import numpy.typing as npt
 from multiring import _core as native
 from multiring.arrays import as_array, contiguous, copy_into, empty_like, like, target_for, without_gradient
 from multiring.errors import UsageError
-from multiring.reductions import reduce_op, wire_type
-from multiring.types import Array, ReduceOpName, WireName
+from multiring.reductions import native_comm_dtype, reduce_op, renamed_wire
+from multiring.types import Array, CommDtypeName, ReduceOpName
 from multiring.work import Work, seconds
 
 __all__ = ["Collectives", "Finish", "into"]
@@ -44,7 +44,9 @@ class Collectives:
         prescale: float = 1.0,
         postscale: float = 1.0,
         timeout: float | None = None,
-        wire: WireName | None = None,
+        comm_dtype: CommDtypeName | None = None,
+        *,
+        wire: CommDtypeName | None = None,
     ) -> Array:
         """Reduces `x` element by element over all ranks; every rank gets the result.
 
@@ -57,22 +59,34 @@ class Collectives:
             prescale: Factor for each input before the reduction.
             postscale: Factor for the result.
             timeout: Seconds to wait for the other ranks.
-            wire: As what float32 crosses from host to host: "bfloat16" and "float16" take half of the time on
-                the network and are rounded, once for each host and once for the result; "float32" is exact.
-                MULTIRING_WIRE if None. Nothing is rounded on one host (docs/tuning.md).
+            comm_dtype: The dtype in which float32 crosses from host to host: "bfloat16" and "float16" take
+                half of the time on the network and are rounded, once for each host and once for the result;
+                "float32" is exact. MULTIRING_COMM_DTYPE if None. See docs/compression.md.
+            wire: The former name of `comm_dtype`, until the first release.
 
         Returns:
             `out`, or the new array.
         """
-        if out is not None and self._numpy_allreduce(x, out, op, name, prescale, postscale, timeout, wire):
+        if wire is not None:
+            comm_dtype = renamed_wire(wire)
+        if out is not None and self._numpy_allreduce(
+            x, out, op, name, prescale, postscale, timeout, comm_dtype
+        ):
             return out
         x = as_array(x)
         if out is None:
             x = contiguous(x)
             out = empty_like(x)
-            if self._numpy_allreduce(x, out, op, name, prescale, postscale, timeout, wire):
+            if self._numpy_allreduce(x, out, op, name, prescale, postscale, timeout, comm_dtype):
                 return out
-        factors = (reduce_op(op), name or "", prescale, postscale, seconds(timeout), wire_type(wire))
+        factors = (
+            reduce_op(op),
+            name or "",
+            prescale,
+            postscale,
+            seconds(timeout),
+            native_comm_dtype(comm_dtype),
+        )
         if not self._core.allreduce(x, without_gradient(out), *factors):
             source, target = contiguous(x), target_for(out)
             if not self._core.allreduce(source, target, *factors):
@@ -92,15 +106,19 @@ class Collectives:
         prescale: float = 1.0,
         postscale: float = 1.0,
         priority: int = 0,
-        wire: WireName | None = None,
+        comm_dtype: CommDtypeName | None = None,
+        *,
+        wire: CommDtypeName | None = None,
     ) -> Work:
         """Like `allreduce`, without waiting. Of the operations that all ranks have submitted, those of higher
         `priority` run first; small ones run together."""
+        if wire is not None:
+            comm_dtype = renamed_wire(wire)
         x = as_array(x)
         source = contiguous(x)
         target = empty_like(source) if out is None else target_for(out)
         operation = self._operation("ALLREDUCE", name)
-        operation.set_reduction(reduce_op(op), prescale, postscale, wire_type(wire))
+        operation.set_reduction(reduce_op(op), prescale, postscale, native_comm_dtype(comm_dtype))
         operation.set_input(source)
         operation.set_output(target)
         return self._submit(operation, into(out, target), priority)
@@ -115,7 +133,7 @@ class Collectives:
         name: str | None,
         prescale: float,
         postscale: float,
-        wire: WireName | None = None,
+        comm_dtype: CommDtypeName | None = None,
     ) -> Work:
         """`allreduce_async`, in place, of an array that lies in pieces; for adapters.
 
@@ -130,7 +148,7 @@ class Collectives:
         The other arguments are those of `allreduce`. The result of the work is None.
         """
         operation = self._operation("ALLREDUCE", name)
-        operation.set_reduction(reduce_op(op), prescale, postscale, wire_type(wire))
+        operation.set_reduction(reduce_op(op), prescale, postscale, native_comm_dtype(comm_dtype))
         operation.set_pieces(dtype, addresses, lengths, owners)
         return self._submit(operation, lambda done: None, 0)
 
@@ -176,7 +194,7 @@ class Collectives:
         self, x: Array, op: str, out: Array | None, name: str | None, prescale: float, postscale: float
     ) -> tuple[native.Operation, Finish]:
         operation = self._operation("REDUCE_SCATTER", name)
-        operation.set_reduction(reduce_op(op), prescale, postscale, wire_type(None))
+        operation.set_reduction(reduce_op(op), prescale, postscale, native_comm_dtype(None))
         return operation, self._join(operation, x, out)
 
     def allgather(

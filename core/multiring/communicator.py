@@ -17,8 +17,8 @@ from multiring.collectives import Collectives, into
 from multiring.errors import MultiringError, UsageError
 from multiring.named_queue import NamedQueue
 from multiring.objects import pickled, receive_object, send_object, unpickled
-from multiring.reductions import wire_name
-from multiring.types import Array, WireName
+from multiring.reductions import comm_dtype_name
+from multiring.types import Array, CommDtypeName
 from multiring.work import seconds
 
 __all__ = ["Communicator"]
@@ -36,8 +36,8 @@ class Communicator(Collectives):
       input. Arrays that are not contiguous are copied. `out` may be the input itself where it fits, but must
       not overlap it otherwise.
     - Reductions combine in one canonical order, a balanced binary tree over the rank numbers, so the bits of
-      a result depend on the inputs and the number of ranks only, and are the same on all ranks. Where the
-      elements of an allreduce cross hosts in half precision (`wire`), they depend on the placement as well.
+      a result depend on the inputs and the number of ranks only, and are the same on all ranks. Where an
+      allreduce crosses hosts in half precision (`comm_dtype`), they depend on the placement as well.
     - `timeout` is in seconds; None means the communicator's default (MULTIRING_TIMEOUT).
     - A synchronous call first waits for the asynchronous ones submitted before it. The `_async` forms return
       a `Work` at once and run on a progress thread.
@@ -87,9 +87,9 @@ class Communicator(Collectives):
         return self._core.host
 
     @property
-    def wire(self) -> WireName:
-        """As what float32 crosses from host to host where an allreduce does not say (MULTIRING_WIRE)."""
-        return wire_name(self._core.wire)
+    def comm_dtype(self) -> CommDtypeName:
+        """The `comm_dtype` of allreduces that do not say (MULTIRING_COMM_DTYPE)."""
+        return comm_dtype_name(self._core.comm_dtype)
 
     @property
     def is_broken(self) -> bool:

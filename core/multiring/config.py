@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from multiring.errors import UsageError
-from multiring.types import WireName
+from multiring.types import CommDtypeName
 
 __all__ = ["VARIABLES", "Setting", "Settings", "Variable", "describe", "load", "unknown_variables"]
 
@@ -43,7 +44,7 @@ class Settings:
             job measures it, "off" that nothing does.
         transport: "tcp" or "mpi", between hosts; empty means that the launcher decides.
         mpi_bridge: Path of what `multiring build mpi` has made; empty means the usual one.
-        wire: As what float32 crosses from host to host in allreduces that do not say.
+        comm_dtype: As what float32 crosses from host to host in allreduces that do not say.
         check_every: Training steps between two comparisons of the training state over ranks; 0 means never.
     """
 
@@ -67,7 +68,7 @@ class Settings:
     tuning: str = ""
     transport: str = ""
     mpi_bridge: str = ""
-    wire: WireName = "float32"
+    comm_dtype: CommDtypeName = "float32"
     check_every: int = 100
 
 
@@ -299,8 +300,8 @@ VARIABLES: tuple[Variable, ...] = (
         str,
     ),
     Variable(
-        "MULTIRING_WIRE",
-        "wire",
+        "MULTIRING_COMM_DTYPE",
+        "comm_dtype",
         "float32",
         "float32, bfloat16 or float16",
         "As what float32 crosses from host to host in allreduces that do not say (docs/tuning.md).",
@@ -319,6 +320,9 @@ VARIABLES: tuple[Variable, ...] = (
     ),
 )
 
+# Accepted, with a DeprecationWarning, until the first release.
+_FORMER = {"MULTIRING_COMM_DTYPE": "MULTIRING_WIRE"}
+
 
 def load(environ: Mapping[str, str] = os.environ) -> Settings:
     """Reads and checks every variable of `environ`; an empty value counts as absent.
@@ -328,10 +332,19 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
     """
     values: dict[str, Any] = {}
     for variable in VARIABLES:
-        text = environ.get(variable.name, "").strip() or variable.default
+        text = _text(variable, environ) or variable.default
         if text:
             values[variable.field] = _parse(variable, text)
     return Settings(**values)
+
+
+def _text(variable: Variable, environ: Mapping[str, str]) -> str:
+    text = environ.get(variable.name, "").strip()
+    former = _FORMER.get(variable.name, "")
+    if text or not environ.get(former, "").strip():
+        return text
+    warnings.warn(f"{former} is now called {variable.name}", DeprecationWarning, stacklevel=3)
+    return environ[former].strip()
 
 
 def _parse(variable: Variable, text: str) -> Any:
@@ -348,7 +361,7 @@ def describe(environ: Mapping[str, str] = os.environ) -> list[Setting]:
     """Every variable with the text in force and its source; does not check values, shows no secret."""
     settings = []
     for variable in VARIABLES:
-        text = environ.get(variable.name, "").strip()
+        text = _text(variable, environ)
         source = "environment" if text else "default"
         if text and variable.field == "secret":
             text = "(set, not shown)"
@@ -358,6 +371,6 @@ def describe(environ: Mapping[str, str] = os.environ) -> list[Setting]:
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables that look like ours and are not: maps each to the likeliest one meant, or to ""."""
-    known = [variable.name for variable in VARIABLES]
+    known = [*(variable.name for variable in VARIABLES), *_FORMER.values()]
     unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
     return {name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), "") for name in unknown}

@@ -16,7 +16,7 @@ from typing import Any
 from multiring import _core, config
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError, UsageError
-from multiring.reductions import wire_type
+from multiring.reductions import native_comm_dtype
 from multiring.rendezvous import launch_environment, offered_store
 from multiring.rendezvous.joined import tell_launcher
 from multiring.rendezvous.launch_environment import Placement
@@ -170,7 +170,7 @@ def _options(rank: int, size: int, settings: config.Settings) -> _core.WorldOpti
     if settings.tuning and size > 1:
         # Ranks compare what is here, so none measures while others do not.
         options.tuning = OFF if settings.tuning == OFF else load_tuning(settings.tuning).text
-    options.wire = wire_type(settings.wire)
+    options.comm_dtype = native_comm_dtype(settings.comm_dtype)
     options.staging_bytes = settings.staging_bytes
     options.spin_microseconds = -1.0 if settings.spin_microseconds is None else settings.spin_microseconds
     options.timeout = settings.timeout

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from multiring import _core
 from multiring.arrays import as_array, contiguous, empty_like, target_for
 from multiring.collectives import into
-from multiring.reductions import reduce_op, wire_type
-from multiring.types import Array, ReduceOpName, WireName
+from multiring.reductions import explain_arguments, native_comm_dtype, reduce_op
+from multiring.types import Array, CommDtypeName, ReduceOpName
 from multiring.work import Work
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class NamedQueue:
     def __repr__(self) -> str:
         return f"<multiring.NamedQueue {self.name!r} rank {self.rank} of {self.size}>"
 
+    @explain_arguments
     def allreduce(
         self,
         x: Array,
@@ -71,7 +72,7 @@ class NamedQueue:
         postscale: float = 1.0,
         priority: int = 0,
         step: int = 0,
-        wire: WireName | None = None,
+        comm_dtype: CommDtypeName | None = None,
     ) -> Array:
         """Reduces `x` over all ranks as `Communicator.allreduce` does, with the peers' submission of `name`.
 
@@ -99,11 +100,12 @@ class NamedQueue:
             postscale=postscale,
             priority=priority,
             step=step,
-            wire=wire,
+            comm_dtype=comm_dtype,
         )
         reduced: Array = work.wait()
         return reduced
 
+    @explain_arguments
     def allreduce_async(
         self,
         x: Array,
@@ -115,14 +117,14 @@ class NamedQueue:
         postscale: float = 1.0,
         priority: int = 0,
         step: int = 0,
-        wire: WireName | None = None,
+        comm_dtype: CommDtypeName | None = None,
     ) -> Work:
         """Like `allreduce`, without waiting: for the peers neither."""
         x = as_array(x)
         source = contiguous(x)
         target = empty_like(source) if out is None else target_for(out)
         operation = _core.Operation(_core.OpKind.ALLREDUCE)
-        operation.set_reduction(reduce_op(op), prescale, postscale, wire_type(wire))
+        operation.set_reduction(reduce_op(op), prescale, postscale, native_comm_dtype(comm_dtype))
         operation.set_input(source)
         operation.set_output(target)
         return Work(self._core.submit(name, operation, priority, step), into(out, target), self)

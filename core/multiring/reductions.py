@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from multiring import _core as native
 from multiring.errors import UsageError
-from multiring.types import WireName
+from multiring.types import CommDtypeName
 
-__all__ = ["explain_arguments", "reduce_op", "wire_name", "wire_type"]
+__all__ = ["comm_dtype_name", "explain_arguments", "native_comm_dtype", "reduce_op", "renamed_wire"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_NARROW = "set MULTIRING_WIRE=bfloat16 for all allreduces of float32 that cross hosts (docs/tuning.md)"
+_NARROW = "set MULTIRING_COMM_DTYPE=bfloat16 for all allreduces of float32 that cross hosts (docs/tuning.md)"
 # What takes the place of an argument that the function does not have: Horovod's, and those of other adapters.
 _INSTEAD = {
     "average": "pass op='average' or op='sum'",
@@ -31,6 +32,7 @@ _INSTEAD = {
     "prescale_factor": "pass prescale",
     "process_set": "pass a communicator of these ranks as comm, as split() returns it",
     "root_rank": "pass root",
+    "comm_dtype": _NARROW,
     "wire": _NARROW,
 }
 
@@ -42,10 +44,10 @@ _OPS = {
     "product": native.ReduceOp.PRODUCT,
 }
 
-_WIRES: dict[WireName, native.Wire] = {
-    "float32": native.Wire.FLOAT32,
-    "float16": native.Wire.FLOAT16,
-    "bfloat16": native.Wire.BFLOAT16,
+_COMM_DTYPES: dict[CommDtypeName, native.CommDtype] = {
+    "float32": native.CommDtype.FLOAT32,
+    "float16": native.CommDtype.FLOAT16,
+    "bfloat16": native.CommDtype.BFLOAT16,
 }
 
 
@@ -57,23 +59,30 @@ def reduce_op(name: str) -> native.ReduceOp:
         raise UsageError(f"op is {name!r}; accepted: {', '.join(_OPS)}") from None
 
 
-def wire_type(name: WireName | None) -> native.Wire:
+def native_comm_dtype(name: CommDtypeName | None) -> native.CommDtype:
     """The native counterpart of what crosses from host to host; raises UsageError if there is none."""
     if name is None:
-        return native.Wire.DEFAULT
+        return native.CommDtype.DEFAULT
     try:
-        return _WIRES[name]
+        return _COMM_DTYPES[name]
     except (KeyError, TypeError):
-        raise UsageError(f"wire is {name!r}; accepted: {', '.join(_WIRES)} and None") from None
+        raise UsageError(f"comm_dtype is {name!r}; accepted: {', '.join(_COMM_DTYPES)} and None") from None
 
 
-def wire_name(wire: native.Wire) -> WireName:
-    """The name of a wire that is not the default one."""
-    return next(name for name, known in _WIRES.items() if known == wire)
+def comm_dtype_name(comm_dtype: native.CommDtype) -> CommDtypeName:
+    """The name of a communication dtype that is not the default one."""
+    return next(name for name, known in _COMM_DTYPES.items() if known == comm_dtype)
+
+
+def renamed_wire(name: Any) -> Any:
+    """The argument `comm_dtype` by its former name, `wire`, which is accepted until the first release."""
+    warnings.warn("the argument wire is now called comm_dtype", DeprecationWarning, stacklevel=3)
+    return name
 
 
 def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Lets a function say what takes the place of a keyword argument that it does not have.
+    """Lets a function say what takes the place of a keyword argument that it does not have, and take one by
+    its former name.
 
     Raises:
         TypeError: From the function, for such an argument.
@@ -82,6 +91,8 @@ def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "wire" in kwargs and "comm_dtype" in accepted:
+            kwargs["comm_dtype"] = renamed_wire(kwargs.pop("wire"))
         for name in kwargs:
             if name not in accepted and name in _INSTEAD:
                 title = function.__qualname__.removesuffix(".__init__")

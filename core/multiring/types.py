@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["Array", "BufferMode", "ReduceOpName", "WireName"]
+__all__ = ["Array", "BufferMode", "CommDtypeName", "ReduceOpName"]
 
 Array: TypeAlias = Any
 """An array: anything with the buffer protocol or DLPack in host memory (NumPy arrays, Torch CPU tensors that
@@ -13,7 +13,7 @@ float64. Python numbers and lists of them go in as NumPy arrays."""
 
 ReduceOpName: TypeAlias = Literal["sum", "average", "min", "max", "product"]
 
-WireName: TypeAlias = Literal["float32", "float16", "bfloat16"]
+CommDtypeName: TypeAlias = Literal["float32", "float16", "bfloat16"]
 """As what float32 crosses from host to host."""
 
 BufferMode: TypeAlias = Literal["broadcast", "average", "local"]

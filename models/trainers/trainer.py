@@ -138,7 +138,9 @@ class Trainer(ABC):
     def _average(self, vectors: Sequence[Array]) -> None:
         """Replace vectors by their averages over the ranks."""
         joined = np.concatenate(vectors)
-        self._comm.allreduce(joined, op="average", out=joined, name="running statistics", wire="float32")
+        self._comm.allreduce(
+            joined, op="average", out=joined, name="running statistics", comm_dtype="float32"
+        )
         ends = np.cumsum([len(vector) for vector in vectors])
         for vector, average in zip(vectors, np.split(joined, ends[:-1]), strict=True):
             vector[...] = average

@@ -43,7 +43,12 @@ def collectives(comm: Communicator, flushing: bool) -> list[bytes]:
         x, symmetric = tiny(comm.rank, count), comm.symmetric_empty((count,), np.float32)
         symmetric[:] = x
         with flushed(flushing):
-            for options in ({}, {"prescale": 0.3}, {"op": "average", "postscale": 0.7}, {"wire": "bfloat16"}):
+            for options in (
+                {},
+                {"prescale": 0.3},
+                {"op": "average", "postscale": 0.7},
+                {"comm_dtype": "bfloat16"},
+            ):
                 found.append(comm.allreduce(x, **options).tobytes())
                 found.append(comm.allreduce_async(x, **options).wait().tobytes())
             comm.allreduce(symmetric, "average", out=symmetric)

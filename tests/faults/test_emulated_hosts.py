@@ -129,7 +129,7 @@ def test_bytes_tell_which_way_an_allreduce_goes(
     tuning.write_text(json.dumps(Tuning((1, 1, 1), (SizeClass(1, Way(ROUNDS)),)).as_json()))
     settings: list[tuple[dict[str, str], Sequence[float]]] = [
         ({}, (4 / 3,) * 3),  # a third to each of the others, and the sums of one's own third back
-        ({"MULTIRING_WIRE": "bfloat16"}, (2 / 3,) * 3),
+        ({"MULTIRING_COMM_DTYPE": "bfloat16"}, (2 / 3,) * 3),
         ({"MULTIRING_TUNING": str(tuning)}, (2,) * 3),  # everything to each of the others
         ({"MULTIRING_MODE": "1x3t"}, (2, 1, 1)),  # everything to the first, and the sums back
     ]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+import multiring
+from multiring.config import load
 from multiring.reductions import explain_arguments
 
 
@@ -40,20 +43,41 @@ def test_a_missing_framework_is_told_with_what_to_install(name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        ("tensorflow.DistributedGradientTape(None, wire='float16')", "set MULTIRING_WIRE=bfloat16"),
-        ("tensorflow.DistributedOptimizer(None, compression=1)", "set MULTIRING_WIRE=bfloat16"),
+        (
+            "tensorflow.DistributedGradientTape(None, comm_dtype='float16')",
+            "set MULTIRING_COMM_DTYPE=bfloat16",
+        ),
+        ("tensorflow.DistributedOptimizer(None, compression=1)", "set MULTIRING_COMM_DTYPE=bfloat16"),
         (
             "tensorflow.broadcast_variables([], root_rank=0)",
             "broadcast_variables has no argument 'root_rank'",
         ),
         ("torch.DistributedOptimizer(None, named_parameters=[])", "as the second argument"),
-        ("jax.distribute(None, wire='float16')", "distribute has no argument 'wire': set MULTIRING_WIRE"),
+        (
+            "jax.distribute(None, comm_dtype='float16')",
+            "distribute has no argument 'comm_dtype': set MULTIRING_COMM_DTYPE",
+        ),
     ],
 )
 def test_arguments_of_other_libraries_are_told_what_takes_their_place(call: str, said: str) -> None:
     words = last_words(f"import multiring.{call.partition('.')[0]}\nmultiring.{call}\n")
     assert words.startswith("TypeError: ")
     assert said in words
+
+
+def test_an_argument_may_have_its_former_name() -> None:
+    @explain_arguments
+    def reduce(x: int, *, comm_dtype: str | None = None) -> tuple[int, str | None]:
+        return x, comm_dtype
+
+    with pytest.warns(DeprecationWarning, match="wire is now called comm_dtype"):
+        assert reduce(1, wire="bfloat16") == (1, "bfloat16")  # type: ignore[call-arg]
+    comm = multiring.init()
+    x = np.ones(3, np.float32)
+    with pytest.warns(DeprecationWarning, match="wire is now called comm_dtype"):
+        assert comm.allreduce(x, wire="float32").tolist() == [1.0] * 3
+    with pytest.warns(DeprecationWarning, match="MULTIRING_WIRE is now called MULTIRING_COMM_DTYPE"):
+        assert load({"MULTIRING_WIRE": "float16"}).comm_dtype == "float16"
 
 
 def test_arguments_that_a_function_has_are_its_own() -> None:

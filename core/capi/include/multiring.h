@@ -117,7 +117,7 @@ typedef struct mr_operation {
   int dims;            /* at most 8 */
   const uint64_t* shape;
   const uint64_t* splits; /* alltoall: rows for each rank; NULL: as equal as possible */
-  int comm_dtype;         /* mr_comm_dtype; MR_COMM_DTYPE_DEFAULT: what MULTIRING_WIRE says */
+  int comm_dtype;         /* mr_comm_dtype; MR_COMM_DTYPE_DEFAULT: what MULTIRING_COMM_DTYPE says */
 } mr_operation;
 #define MR_OPERATION_INIT \
   {sizeof(mr_operation),  \

@@ -56,8 +56,8 @@ class DenseExchange:
 
     def __init__(self, comm: Communicator, memory: BucketMemory, options: ReducerOptions) -> None:
         # Within a host nothing is rounded.
-        wire = (options.wire or comm.wire) if comm.cross_size > 1 else "float32"
-        if wire == "float16" and abs(options.postscale) > _MOST_POSTSCALE:
+        comm_dtype = (options.comm_dtype or comm.comm_dtype) if comm.cross_size > 1 else "float32"
+        if comm_dtype == "float16" and abs(options.postscale) > _MOST_POSTSCALE:
             raise UsageError(
                 f"postscale is {options.postscale:g}, with which gradients that cross hosts as float16 are "
                 f"lost before they are scaled; it may be {_MOST_POSTSCALE:g} at most: scale more by prescale"
@@ -74,18 +74,18 @@ class DenseExchange:
     ) -> Work:
         self._memory.raise_flags(number, produced, active)
         options, name = self._options, self._memory.names[number]
-        wire = options.wire if bucket.dtype == "float32" else None
+        comm_dtype = options.comm_dtype if bucket.dtype == "float32" else None
         owners = [elsewhere[slot.index].owner for slot in bucket.slots if slot.index in elsewhere]
         if owners:
             addresses, lengths = self._memory.pieces(number, elsewhere)
             owners.append(self._memory)
             return self._comm.allreduce_pieces_async(
                 *(bucket.dtype, addresses, lengths, owners, options.op, name),
-                *(options.prescale, options.postscale, wire),
+                *(options.prescale, options.postscale, comm_dtype),
             )
         array = self._memory.arrays[number]
         return self._comm.allreduce_async(
-            array, options.op, array, name, options.prescale, options.postscale, wire=wire
+            array, options.op, array, name, options.prescale, options.postscale, comm_dtype=comm_dtype
         )
 
     def receive(self, number: int, bucket: Bucket, elsewhere: Mapping[int, InPlace], work: Work) -> Flags:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from multiring.errors import UsageError
 from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec, itemsize
 from multiring.gradients.compression import COMPRESSED_DTYPES, TopK
-from multiring.reductions import wire_type
-from multiring.types import WireName
+from multiring.reductions import native_comm_dtype
+from multiring.types import CommDtypeName
 
 __all__ = ["GradientSource", "InPlace", "ReducerOptions", "RoundResult", "check_arguments"]
 
@@ -29,8 +29,7 @@ class ReducerOptions:
         prescale: Factor applied before the reduction.
         postscale: Factor applied after it.
         name: What error messages call the buckets.
-        wire: As what gradients of float32 cross from host to host, see `Communicator.allreduce`; None: as
-            MULTIRING_WIRE says.
+        comm_dtype: See `Communicator.allreduce`; None: as MULTIRING_COMM_DTYPE says.
         compression: Sends part of the gradients only; None: all.
         check_every: Steps between two comparisons of the training state, see `StateCheck`; 0: never; None: as
             MULTIRING_CHECK_EVERY says.
@@ -42,7 +41,7 @@ class ReducerOptions:
     prescale: float = 1.0
     postscale: float = 1.0
     name: str = "gradients"
-    wire: WireName | None = None
+    comm_dtype: CommDtypeName | None = None
     compression: TopK | None = None
     check_every: int | None = None
 
@@ -99,13 +98,13 @@ def check_arguments(rank: int, specs: Sequence[ParameterSpec], options: ReducerO
         raise UsageError(f"rank {rank}: parameter name '{twice}' occurs twice; names have to be unique")
     if options.op not in ("average", "sum"):
         raise UsageError(f"rank {rank}: op is '{options.op}'; gradients take 'average' or 'sum'")
-    wire_type(options.wire)
+    native_comm_dtype(options.comm_dtype)
     if options.check_every is not None and options.check_every < 0:
         raise UsageError(f"rank {rank}: check_every is {options.check_every}; pass 0 (never) or more")
-    if options.compression is not None and options.wire not in (None, "float32"):
+    if options.compression is not None and options.comm_dtype not in (None, "float32"):
         raise UsageError(
-            f"rank {rank}: wire is '{options.wire}' and compression is {options.compression}; gradients take "
-            "one of them"
+            f"rank {rank}: comm_dtype is '{options.comm_dtype}' and compression is {options.compression}; "
+            "gradients take one of them"
         )
     for spec in specs:
         itemsize(spec.dtype)

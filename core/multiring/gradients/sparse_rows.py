@@ -68,7 +68,7 @@ class SparseReduction:
                 name=f"values of {self._name}",
                 prescale=self._options.prescale,
                 postscale=self._options.postscale,
-                wire=self._options.wire if narrow else None,
+                comm_dtype=self._options.comm_dtype if narrow else None,
             )
 
     def wait(self, active: int) -> tuple[Rows, Any]:

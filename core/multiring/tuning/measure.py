@@ -149,7 +149,7 @@ def _measure_size(
             comm.barrier()
             began = time.perf_counter()
             # Half precision would keep its own way.
-            comm.allreduce(data, out=out, name="tune", wire="float32")
+            comm.allreduce(data, out=out, name="tune", comm_dtype="float32")
             taken += time.perf_counter() - began
         return taken / calls
 

@@ -27,14 +27,14 @@ struct RankInfo {
   std::string mode;
   std::string tuning;
   std::string backend;  ///< "tcp" or "mpi"
-  std::string wire;
+  std::string comm_dtype;
   std::string name;
   std::int64_t process_id = 0;
 
   std::string text() const {
     std::string lines;
     for (const std::string* line :
-         {&build, &boot, &network, &host, &job, &mode, &tuning, &backend, &wire, &name})
+         {&build, &boot, &network, &host, &job, &mode, &tuning, &backend, &comm_dtype, &name})
       lines += *line + "\n";
     return lines + std::to_string(process_id);
   }
@@ -43,7 +43,7 @@ struct RankInfo {
     std::istringstream lines(text);
     std::string number;
     for (std::string* line : {&info.build, &info.boot, &info.network, &info.host, &info.job, &info.mode,
-                              &info.tuning, &info.backend, &info.wire, &info.name, &number})
+                              &info.tuning, &info.backend, &info.comm_dtype, &info.name, &number})
       std::getline(lines, *line);
     info.process_id = std::strtoll(number.c_str(), nullptr, 10);
     return info;
@@ -120,9 +120,9 @@ void require_same_build(const std::vector<RankInfo>& infos, int mine) {
 
 std::vector<RankInfo> exchange_infos(Store& store, const WorldAddress& address, const Waiting& waiting) {
   const std::string backend = address.mpi != nullptr ? "mpi" : "tcp";
-  const RankInfo mine{address.build, host_identity(), network_identity(), address.host,
-                      address.job,   address.mode,    address.tuning,     backend,
-                      address.wire,  host_name(),     ::getpid()};
+  const RankInfo mine{address.build,      host_identity(), network_identity(), address.host,
+                      address.job,        address.mode,    address.tuning,     backend,
+                      address.comm_dtype, host_name(),     ::getpid()};
   store.set("world/" + std::to_string(address.rank), mine.text());
   std::vector<RankInfo> infos;
   for (int rank = 0; rank < address.size; ++rank)
@@ -131,7 +131,7 @@ std::vector<RankInfo> exchange_infos(Store& store, const WorldAddress& address, 
   require_same(infos, address.rank, "MULTIRING_MODE", &RankInfo::mode);
   require_same(infos, address.rank, "MULTIRING_TUNING (what the file says)", &RankInfo::tuning);
   require_same(infos, address.rank, "MULTIRING_TRANSPORT", &RankInfo::backend);
-  require_same(infos, address.rank, "MULTIRING_WIRE", &RankInfo::wire);
+  require_same(infos, address.rank, "MULTIRING_COMM_DTYPE", &RankInfo::comm_dtype);
   return infos;
 }
 

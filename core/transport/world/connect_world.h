@@ -29,8 +29,8 @@ struct WorldAddress {
   std::string tuning;                   ///< the same
   /// Used between hosts instead of TCP; on all ranks or on none.
   std::shared_ptr<MpiSession> mpi;
-  std::string wire;   ///< the same
-  std::string build;  ///< versions of the library and its protocol; compared with the others'
+  std::string comm_dtype;  ///< the same
+  std::string build;       ///< versions of the library and its protocol; compared with the others'
   SharedTransportOptions transport;
 };
 

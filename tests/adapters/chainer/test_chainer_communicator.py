@@ -195,7 +195,7 @@ def refuse(comm: Communicator) -> None:
         multiring.chainer.create_communicator("naive", communicator_name="flat")
     with pytest.raises(UsageError, match=r"is no communicator of multiring.*create_communicator\(\)"):
         multiring.chainer.create_communicator(object())
-    with pytest.raises(UsageError, match="allreduce_grad_dtype=float16.*pass wire='float16'"):
+    with pytest.raises(UsageError, match="allreduce_grad_dtype=float16.*pass comm_dtype='float16'"):
         multiring.chainer.create_communicator(comm, allreduce_grad_dtype=np.float16)
     with pytest.raises(UsageError, match="allreduce_grad_dtype=float64: .*leave it out"):
         mn.set_config("allreduce_grad_dtype", np.float64)

@@ -35,7 +35,7 @@ def test_emulated_hosts_are_measured_and_leave_nothing(peers: str) -> None:
     if reason := why_not():
         pytest.skip(reason)
     words = ["--emulate", "2x2", "--rate", "400mbit,400mbit", "--sizes", "64KiB", "--seconds", "0.02"]
-    words += ["--wire", "bfloat16"]
+    words += ["--comm-dtype", "bfloat16"]
     with Job(bench(*words, "--peers", peers, "--json", "DIR/r.json", "--format", "markdown")) as job:
         done = job.finish()
         job.assert_nothing_left()

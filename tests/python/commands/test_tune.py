@@ -101,7 +101,7 @@ def sums(comm: multiring.Communicator) -> list[bytes]:
     assert [np.asarray(work.wait()).tobytes() for work in works] == results
     queue = comm.named_queue("q")
     assert [queue.allreduce(each, name=str(each.size)).tobytes() for each in arrays] == results
-    assert comm.allreduce(arrays[0], wire="bfloat16").size == 3
+    assert comm.allreduce(arrays[0], comm_dtype="bfloat16").size == 3
     return results
 
 

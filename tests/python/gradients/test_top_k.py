@@ -255,7 +255,7 @@ def ask_for_what_is_not_there(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="gradients of 'h' are bfloat16; TopK takes float32 and float64"):
         GradientReducer(comm, specs, ReducerOptions(compression=TopK(0.1)))
     with pytest.raises(UsageError, match="gradients take one of them"):
-        GradientReducer(comm, specs[:1], ReducerOptions(compression=TopK(0.1), wire="float16"))
+        GradientReducer(comm, specs[:1], ReducerOptions(compression=TopK(0.1), comm_dtype="float16"))
     with pytest.raises(MismatchError, match=r"'options' .*ratio.: 0.1.* on rank 0, but"):
         GradientReducer(comm, specs[:1], ReducerOptions(compression=TopK(0.1 + 0.1 * comm.rank)))
     reducer = GradientReducer(comm, specs[:1], ReducerOptions(compression=TopK(0.1)))

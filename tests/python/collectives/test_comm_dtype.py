@@ -19,7 +19,7 @@ from tests.python.collectives.oracle import narrowed, random_bits, widened
 from tests.rank_pool import RankPool
 from tests.support import HOSTS, pretend_hosts
 
-WIRES = ("bfloat16", "float16")
+COMM_DTYPES = ("bfloat16", "float16")
 # One round, a plan of one segment, several segments.
 COUNTS = (1, 1000, 5000, 300_001)
 
@@ -30,39 +30,39 @@ def inputs_of(comm: Communicator, count: int) -> list[Any]:
     return [random_bits(17 * count + rank, (count,), "float32") for rank in range(comm.size)]
 
 
-def rounded(values: Any, wire: str) -> Any:
-    return widened(narrowed(values, wire), wire)
+def rounded(values: Any, comm_dtype: str) -> Any:
+    return widened(narrowed(values, comm_dtype), comm_dtype)
 
 
-def expected(comm: Communicator, inputs: list[Any], wire: str) -> Any:
+def expected(comm: Communicator, inputs: list[Any], comm_dtype: str) -> Any:
     """With ranks 0 and 2 on one host and 1 on the other, every contribution is rounded alone: 0 and 2 are no
     node of the tree."""
     assert (comm.size, comm.cross_size) in ((2, 2), (3, 2))
-    total = rounded(inputs[0], wire) + rounded(inputs[1], wire)
+    total = rounded(inputs[0], comm_dtype) + rounded(inputs[1], comm_dtype)
     if comm.size == 3:
-        total = total + rounded(inputs[2], wire)
-    return rounded(total, wire)
+        total = total + rounded(inputs[2], comm_dtype)
+    return rounded(total, comm_dtype)
 
 
 def check_every_form(comm: Communicator) -> None:
     queue = comm.named_queue("q")
-    for wire in WIRES:
+    for comm_dtype in COMM_DTYPES:
         for count in COUNTS:
             inputs = inputs_of(comm, count)
-            mine, wanted = inputs[comm.rank], expected(comm, inputs, wire)
+            mine, wanted = inputs[comm.rank], expected(comm, inputs, comm_dtype)
             x = mine.copy()
             found = [
-                comm.allreduce(mine, wire=wire),
-                comm.allreduce(x, out=x, wire=wire),
-                comm.allreduce_async(mine, wire=wire).wait(),
-                queue.allreduce(mine, name=f"{wire}/{count}", wire=wire),
+                comm.allreduce(mine, comm_dtype=comm_dtype),
+                comm.allreduce(x, out=x, comm_dtype=comm_dtype),
+                comm.allreduce_async(mine, comm_dtype=comm_dtype).wait(),
+                queue.allreduce(mine, name=f"{comm_dtype}/{count}", comm_dtype=comm_dtype),
             ]
             strided = np.zeros((count, 2), np.float32)
             strided[:, 0] = mine
-            found.append(comm.allreduce(strided[:, 0], wire=wire))
+            found.append(comm.allreduce(strided[:, 0], comm_dtype=comm_dtype))
             for result in found:
-                assert result.tobytes() == wanted.tobytes(), (wire, count)
-    exact = comm.allreduce(inputs_of(comm, 5000)[comm.rank], wire="float32")
+                assert result.tobytes() == wanted.tobytes(), (comm_dtype, count)
+    exact = comm.allreduce(inputs_of(comm, 5000)[comm.rank], comm_dtype="float32")
     assert exact.tobytes() == comm.allreduce(inputs_of(comm, 5000)[comm.rank]).tobytes()
 
 
@@ -73,7 +73,10 @@ def test_every_form_has_the_same_bits(spread: Pools, layout: tuple[int, int]) ->
 
 def same_everywhere(comm: Communicator) -> list[bytes]:
     x = random_bits(comm.rank, (100_003,), "float32")
-    results = [comm.allreduce(x, "average", wire="bfloat16"), comm.allreduce(x, "max", wire="float16")]
+    results = [
+        comm.allreduce(x, "average", comm_dtype="bfloat16"),
+        comm.allreduce(x, "max", comm_dtype="float16"),
+    ]
     whole = comm.allreduce(x, "average")
     bound = 2.0**-7 * comm.allreduce(np.abs(x), "average") + 1e-30
     assert (np.abs(results[0] - whole) <= bound).all()
@@ -90,7 +93,7 @@ def test_all_ranks_have_the_same_bits(spread: Pools, layout: tuple[int, int]) ->
 def reduce_gradients(comm: Communicator) -> list[bytes]:
     """Float32 crosses as the reducer is told, other gradients as they are."""
     parameters = {"a": np.zeros(3000, np.float32), "b": np.zeros(50), "c": np.zeros((7, 9), np.float32)}
-    buckets = GradientBuckets(parameters, comm, wire="bfloat16", bucket_bytes=8000, postscale=0.5)
+    buckets = GradientBuckets(parameters, comm, comm_dtype="bfloat16", bucket_bytes=8000, postscale=0.5)
     gradients = {n: random_bits(comm.rank, p.shape, p.dtype.name) for n, p in parameters.items()}
     for _ in range(2):
         buckets.zero()
@@ -98,8 +101,8 @@ def reduce_gradients(comm: Communicator) -> list[bytes]:
             buckets.ready(name, gradient)
         found = {name: gradient.copy() for name, gradient in buckets.synchronize().items()}
     for name, gradient in gradients.items():
-        wire: Any = None if name == "b" else "bfloat16"
-        wanted = comm.allreduce(gradient, "average", postscale=0.5, wire=wire)
+        comm_dtype: Any = None if name == "b" else "bfloat16"
+        wanted = comm.allreduce(gradient, "average", postscale=0.5, comm_dtype=comm_dtype)
         assert found[name].tobytes() == wanted.tobytes()
     buckets.close()
     return [gradient.tobytes() for gradient in found.values()]
@@ -115,9 +118,9 @@ def scale_afterwards(comm: Communicator) -> None:
     gradient = np.full(3, 2.0**-30, np.float32)
     if comm.cross_size > 1:
         with pytest.raises(UsageError, match="postscale is 1e.* cross hosts as float16 are lost"):
-            GradientBuckets({"a": gradient}, comm, wire="float16", postscale=1e9)
+            GradientBuckets({"a": gradient}, comm, comm_dtype="float16", postscale=1e9)
         return
-    buckets = GradientBuckets({"a": gradient}, comm, wire="float16", postscale=2.0**30)
+    buckets = GradientBuckets({"a": gradient}, comm, comm_dtype="float16", postscale=2.0**30)
     buckets.ready("a", gradient)
     assert buckets.synchronize()["a"].tolist() == [1, 1, 1]
     buckets.close()
@@ -129,14 +132,14 @@ def test_a_scale_that_float16_does_not_survive(spread: Pools, hosts: int) -> Non
 
 
 def ask_for_what_is_not_there(comm: Communicator) -> None:
-    with pytest.raises(UsageError, match="wire is 'int8'; accepted: float32, float16, bfloat16 and None"):
-        comm.allreduce(np.ones(3, np.float32), wire="int8")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="comm_dtype is 'int8'; accepted: float32, float16, bfloat16"):
+        comm.allreduce(np.ones(3, np.float32), comm_dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(
         UsageError, match="only an allreduce of float32 can be sent as another dtype between hosts"
     ):
-        comm.allreduce(np.ones(3), wire="float16")
-    assert comm.allreduce(np.ones(3), wire="float32")[0] == comm.size
-    assert comm.wire == "float32"
+        comm.allreduce(np.ones(3), comm_dtype="float16")
+    assert comm.allreduce(np.ones(3), comm_dtype="float32")[0] == comm.size
+    assert comm.comm_dtype == "float32"
 
 
 def test_what_cannot_be_narrowed_is_refused(spread: Pools) -> None:
@@ -146,7 +149,7 @@ def test_what_cannot_be_narrowed_is_refused(spread: Pools) -> None:
 def differ(rank: int) -> None:
     pretend_hosts()
     comm = multiring.init()
-    comm.allreduce(np.ones(10, np.float32), name="t", wire="bfloat16" if comm.rank == 1 else None)
+    comm.allreduce(np.ones(10, np.float32), name="t", comm_dtype="bfloat16" if comm.rank == 1 else None)
 
 
 @pytest.mark.parametrize("hosts", ["1", "2"])
@@ -157,19 +160,19 @@ def test_ranks_that_differ(nursery: Nursery, hosts: str) -> None:
         assert "asked for allreduce 't' sum float32[10]" in str(outcome.error)
 
 
-def by_environment(rank: int, wire: str, other: str) -> list[bytes]:
+def by_environment(rank: int, comm_dtype: str, other: str) -> list[bytes]:
     pretend_hosts()
-    os.environ["MULTIRING_WIRE"] = wire if rank % 2 == 0 else other
+    os.environ["MULTIRING_COMM_DTYPE"] = comm_dtype if rank % 2 == 0 else other
     comm = multiring.init()
-    assert comm.wire == wire
+    assert comm.comm_dtype == comm_dtype
     group = comm.split(0)
     assert group is not None
     x = random_bits(rank, (20_000,), "float32")
-    named = comm.allreduce(x, wire="bfloat16")
+    named = comm.allreduce(x, comm_dtype="bfloat16")
     for result in (comm.allreduce(x), group.allreduce(x)):
         assert result.tobytes() == named.tobytes()
     assert comm.named_queue("q").allreduce(x, name="x").tobytes() == named.tobytes()
-    wide = comm.allreduce(x, wire="float32")
+    wide = comm.allreduce(x, comm_dtype="float32")
     assert not (wide == named).all()
     assert comm.allreduce(np.full(3, 0.1))[0] == sum([0.1] * comm.size)
     return [named.tobytes(), wide.tobytes()]
@@ -185,5 +188,5 @@ def test_a_default_for_the_job(nursery: Nursery) -> None:
 def test_defaults_that_differ(nursery: Nursery) -> None:
     for outcome in nursery.run(2, by_environment, "bfloat16", "float16", init=False, env={HOSTS: "2"}):
         assert isinstance(outcome.error, UsageError), outcome.trace
-        assert "MULTIRING_WIRE='" in str(outcome.error)
+        assert "MULTIRING_COMM_DTYPE='" in str(outcome.error)
         assert "it has to be the same on all ranks" in str(outcome.error)
