@@ -24,7 +24,9 @@ std::string sentence(const Unmatched& unmatched, const Communicator& communicato
 }
 
 /// Whether all ranks have come to the negotiation in progress, and some do not forward what others announce.
-bool is_not_forwarded(const Stragglers& missing) { return missing.late.empty() && !missing.forwarding.empty(); }
+bool is_not_forwarded(const Stragglers& missing) {
+  return missing.late.empty() && !missing.forwarding.empty();
+}
 
 }  // namespace
 

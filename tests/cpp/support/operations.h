@@ -13,8 +13,8 @@
 
 namespace multiring::testing {
 
-// Under sanitizers one of each kind: what they look for does not depend on the width of an element, and the sums of all
-// dtypes are compared without them.
+// Under sanitizers one of each kind: what they look for does not depend on the width of an element, and the
+// sums of all dtypes are compared without them.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 inline constexpr DType kAllDTypes[] = {DType::kBool, DType::kInt16, DType::kBFloat16, DType::kFloat32};
 #else
