@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves to `make test-rest` (tests/README.md).
+"""Which tests `make test` leaves to `make test-rest` (tests/README.md), and which run in one process.
 
 `make test` has every adapter's contract, every collective, kills and mismatches on one host. The files of
 the others are listed here. They are marked `full`: `pytest -m full` runs them, `pytest -m "not full"` does
@@ -14,50 +14,73 @@ import pytest
 __all__ = ["mark"]
 
 FULL = {
+    "docs": ["test_code_blocks.py"],
     "adapters": [
         "caffe/test_caffe_example.py",
+        "chainer/test_chainer_compatibility.py",
         "chainer/test_chainer_example.py",
+        "chainer/test_chainer_failures.py",
         "chainer/test_chainermn_jobs.py",
         "chainer/test_chainermn_training.py",
         "jax/test_jax_bench.py",
         "jax/test_jax_example.py",
+        "jax/test_jax_state_check.py",
         "jax/test_jax_training.py",
         "pytensor/test_pytensor_example.py",
+        "pytensor/test_pytensor_failures.py",
+        "pytensor/test_pytensor_graphs.py",
+        "pytensor/test_pytensor_in_place.py",
+        "pytensor/test_pytensor_state_check.py",
+        "tensorflow/test_tensorflow_callbacks.py",
         "tensorflow/test_tensorflow_example.py",
         "tensorflow/test_tensorflow_keras.py",
+        "tensorflow/test_tensorflow_legal_programs.py",
+        "tensorflow/test_tensorflow_ops.py",
         "tensorflow/test_tensorflow_order.py",
         "tensorflow/test_tensorflow_saving.py",
+        "tensorflow/test_tensorflow_state.py",
         "tensorflow/test_tensorflow_twice.py",
         "test_coming_from.py",
         "test_exactness.py",
         "test_float_modes.py",
+        "torch/test_torch_compression.py",
         "torch/test_torch_example.py",
+        "torch/test_torch_legal_programs.py",
+        "torch/test_torch_optimizer.py",
     ],
     "faults": [
         "test_containers.py",
         "test_emulated_hosts.py",
         "test_engines.py",
+        "test_exit.py",
+        "test_fork.py",
         "test_groups_of_groups.py",
         "test_hosts_doctor.py",
         "test_leaks.py",
         "test_many_hosts.py",
         "test_named_queue.py",
         "test_remote_launch.py",
+        "test_signal_handlers.py",
         "test_slurm.py",
         "test_torchrun.py",
     ],
     "python": [
+        "benchmarks/test_bench.py",
+        "benchmarks/test_bench_collectives.py",
         "benchmarks/test_bench_emulated.py",
         "benchmarks/test_bench_gradients.py",
         "benchmarks/test_bench_launch.py",
         "benchmarks/test_bench_mpich.py",
         "benchmarks/test_scaling.py",
+        "caffe/test_caffe_command.py",
         "collectives/test_placements.py",
         "collectives/test_several_hosts.py",
         "commands/test_tune.py",
         "commands/test_tuning_at_start.py",
         "launch/test_kubernetes.py",
         "launch/test_launch_engines.py",
+        "launch/test_launcher_ends.py",
+        "launch/test_launcher_output.py",
         "launch/test_launchers_alike.py",
         "launch/test_ray.py",
         "models/test_models_caffe.py",
@@ -72,6 +95,7 @@ FULL = {
         "regress/test_regress.py",
         "rendezvous/test_mpi.py",
         "rendezvous/test_torchrun.py",
+        "test_suggestions.py",
     ],
 }
 # Marked `alone` as well: they look at what all processes of the machine leave behind.
@@ -99,3 +123,10 @@ def mark(items: list[pytest.Item]) -> None:
         for item in items:
             if item.path in paths:
                 item.add_marker(name)
+    for item in items:
+        folder, *rest = item.path.relative_to(_TESTS).parts
+        # Each rank has to import the framework: four are left to `full`.
+        if folder == "adapters" and getattr(item, "callspec", None) and item.callspec.params.get("size") == 4:
+            item.add_marker("full")
+        # The tests of a framework share ranks that have imported it, and its cache of compiled code.
+        item.add_marker(pytest.mark.xdist_group(rest[0] if folder == "adapters" else item.path.name))

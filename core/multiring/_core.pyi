@@ -177,6 +177,47 @@ class ReduceOp:
     @property
     def value(self) -> int: ...
 
+class CommDtype:
+    """
+    As what float32 crosses from host to host.
+
+    Members:
+
+      DEFAULT
+
+      FLOAT32
+
+      FLOAT16
+
+      BFLOAT16
+    """
+
+    BFLOAT16: typing.ClassVar[CommDtype]
+    DEFAULT: typing.ClassVar[CommDtype]
+    FLOAT16: typing.ClassVar[CommDtype]
+    FLOAT32: typing.ClassVar[CommDtype]
+    __members__: typing.ClassVar[dict[str, CommDtype]]
+    @typing.overload
+    def __eq__(self, other: CommDtype) -> bool: ...
+    @typing.overload
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    @typing.overload
+    def __ne__(self, other: CommDtype) -> bool: ...
+    @typing.overload
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
 class ArrayReduction:
     """
     Reduces arrays element by element into every output, as a collective does, but without ranks.
@@ -242,47 +283,6 @@ class Work:
     def result(self) -> Result: ...
     def wait(self, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
 
-class CommDtype:
-    """
-    As what float32 crosses from host to host.
-
-    Members:
-
-      DEFAULT
-
-      FLOAT32
-
-      FLOAT16
-
-      BFLOAT16
-    """
-
-    BFLOAT16: typing.ClassVar[CommDtype]
-    DEFAULT: typing.ClassVar[CommDtype]
-    FLOAT16: typing.ClassVar[CommDtype]
-    FLOAT32: typing.ClassVar[CommDtype]
-    __members__: typing.ClassVar[dict[str, CommDtype]]
-    @typing.overload
-    def __eq__(self, other: CommDtype) -> bool: ...
-    @typing.overload
-    def __eq__(self, other: typing.Any) -> bool: ...
-    def __getstate__(self) -> int: ...
-    def __hash__(self) -> int: ...
-    def __index__(self) -> int: ...
-    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    def __int__(self) -> int: ...
-    @typing.overload
-    def __ne__(self, other: CommDtype) -> bool: ...
-    @typing.overload
-    def __ne__(self, other: typing.Any) -> bool: ...
-    def __repr__(self) -> str: ...
-    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    def __str__(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
-
 class Communicator:
     """
     A group of ranks.
@@ -347,6 +347,11 @@ class Communicator:
         self, array: numpy.ndarray, rank: typing.SupportsInt | typing.SupportsIndex
     ) -> numpy.ndarray: ...
     @property
+    def comm_dtype(self) -> CommDtype:
+        """
+        As what float32 crosses from host to host where an allreduce does not say.
+        """
+    @property
     def host(self) -> str: ...
     @property
     def hosts(self) -> list[int]:
@@ -365,11 +370,6 @@ class Communicator:
     def tuning(self) -> str:
         """
         What was given to choose ways by size; it may be of another cluster.
-        """
-    @property
-    def comm_dtype(self) -> CommDtype:
-        """
-        As what float32 crosses from host to host where an allreduce does not say.
         """
 
 class NamedQueue:
@@ -444,6 +444,7 @@ class WorldOptions:
     Who this rank is, and how its communicator behaves.
     """
 
+    comm_dtype: CommDtype
     host: str
     job: str
     mode: str
@@ -453,7 +454,6 @@ class WorldOptions:
     spread: bool
     tuning: str
     warn: typing.Any
-    comm_dtype: CommDtype
     def __init__(self) -> None: ...
     @property
     def interfaces(self) -> list[str]: ...

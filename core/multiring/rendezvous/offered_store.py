@@ -115,7 +115,7 @@ def _call(store: Store, rank: int, size: int, prefix: str, deadline: float) -> s
     present = [signed(store, entry, max(0.0, deadline - time.monotonic())) for entry in entries]
     if missing := [other for other, number in enumerate(present, 1) if number is None]:
         raise errors.TimeoutError(
-            f"rank {rank} of {size} timed out at the {store}, waiting for {ranks_text(missing)}: they have "
+            f"rank {rank} of {size} has waited at the {store} for {ranks_text(missing)}: they have "
             "not called multiring.init(), cannot get there, or were told another store or secret; look at "
             "the output of every rank, or raise MULTIRING_TIMEOUT",
             rank=rank,
@@ -142,7 +142,7 @@ def _answer(store: Store, rank: int, size: int, prefix: str, deadline: float) ->
             time.sleep(min(_LOOK_SECONDS / 4, left))
     why = "called others" if name else "not called multiring.init()"
     raise errors.TimeoutError(
-        f"rank {rank} of {size} timed out at the {store}, waiting for rank 0, which has {why}, or waits for "
+        f"rank {rank} of {size} has waited at the {store} for rank 0, which has {why}, or waits for "
         "ranks that do not come; look at the output of every rank, or raise MULTIRING_TIMEOUT",
         rank=rank,
         peer=0,
