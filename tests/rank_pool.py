@@ -35,7 +35,7 @@ _LOAD_SECONDS = 120.0
 _RESET_SECONDS = 30.0
 # Shorter than the default: a rank that waits for nothing in a test should say so before the test's own time
 # limit.
-_COLLECTIVE_SECONDS = "30"
+_COLLECTIVE_SECONDS = "60"
 
 
 class UnpicklableError(Exception):
