@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := ci/constraints.txt
 # Two at a time, for tests wait for processes most of the time; tests/tiers.py says which ones run in one process.
-PYTEST_OPTIONS ?= --numprocesses 2 --dist loadgroup --durations 15
+PYTEST_OPTIONS ?= --numprocesses 2 --dist loadfile --durations 15
 
 .PHONY: demo test test-rest test-all test-cpp-objects check develop docs scaling clean
 .DELETE_ON_ERROR:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.nursery import Nursery
 from tests.rank_pool import RankPool
-from tests.tiers import mark
+from tests.tiers import mark, worker_of
 
 
 def pytest_configure() -> None:
@@ -28,6 +29,18 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    # pytest-xdist's own groups (--dist loadgroup) do not work with pytest 9.
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return worker_of(nodeid)
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["mark"]
+__all__ = ["mark", "worker_of"]
 
 FULL = {
     "docs": ["test_code_blocks.py"],
@@ -124,9 +124,14 @@ def mark(items: list[pytest.Item]) -> None:
             if item.path in paths:
                 item.add_marker(name)
     for item in items:
-        folder, *rest = item.path.relative_to(_TESTS).parts
         # Each rank has to import the framework: four are left to `full`.
-        if folder == "adapters" and getattr(item, "callspec", None) and item.callspec.params.get("size") == 4:
+        in_adapters = item.path.is_relative_to(_TESTS / "adapters")
+        if in_adapters and getattr(item, "callspec", None) and item.callspec.params.get("size") == 4:
             item.add_marker("full")
-        # The tests of a framework share ranks that have imported it, and its cache of compiled code.
-        item.add_marker(pytest.mark.xdist_group(rest[0] if folder == "adapters" else item.path.name))
+
+
+def worker_of(nodeid: str) -> str:
+    """What has to run in one process of pytest-xdist: a file, or all tests of a framework, which share ranks
+    that have imported it and its cache of compiled code."""
+    path = nodeid.partition("::")[0]
+    return path.split("/")[2] if path.startswith("tests/adapters/") else path
