@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import tempfile
@@ -23,15 +24,33 @@ from tests.rank_pool import RankPool
 
 Pool = Callable[[int], RankPool]
 
+# Loads the models that it is told of, and ends with the process that started it.
 LOAD_WITHOUT_MULTIRING = """
 import sys
-import {library} as keras
+import keras, tf_keras
 
-model = keras.models.load_model(sys.argv[1])
-assert not [name for name in sys.modules if name.partition(".")[0] == "multiring"]
-print(type(model.optimizer).__name__, type(model.optimizer).__module__)
-print(int(model.optimizer.iterations.numpy()))
+for line in sys.stdin:
+    library, path = line.split()
+    model = {"keras": keras, "tf_keras": tf_keras}[library].models.load_model(path)
+    assert not [name for name in sys.modules if name.partition(".")[0] == "multiring"]
+    optimizer = model.optimizer
+    print(type(optimizer).__name__, type(optimizer).__module__, int(optimizer.iterations.numpy()), flush=True)
 """
+
+
+@functools.cache
+def process_without_multiring() -> subprocess.Popen[str]:
+    """Imports the libraries once for all tests."""
+    command = [sys.executable, "-c", LOAD_WITHOUT_MULTIRING]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def load_without_multiring(name: str, path: Path) -> list[str]:
+    process = process_without_multiring()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print(name, path, file=process.stdin, flush=True)
+    return process.stdout.readline().split()
 
 
 def save_and_load(comm: Communicator, name: str, suffix: str, kind: str, options: dict[str, Any]) -> None:
@@ -48,9 +67,7 @@ def save_and_load(comm: Communicator, name: str, suffix: str, kind: str, options
         model.save(path)
         loaded = library.models.load_model(path)
         if comm.rank == 0:
-            command = [sys.executable, "-c", LOAD_WITHOUT_MULTIRING.format(library=name), str(path)]
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            kind_found, module, steps = output.split()
+            kind_found, module, steps = load_without_multiring(name, path)
             assert (kind_found, module.partition(".")[0]) == (kind, name)
             assert int(steps) == int(model.optimizer.iterations.numpy()) > 0
     assert type(loaded.optimizer) is type(plain)
