@@ -16,7 +16,7 @@ else
 fi
 targets=()
 [[ ${1:-} != compile ]] || targets=(--target test_objects)
-log=$build${1:+-$1}.log
+log=$build.log
 mkdir -p build
 { cmake -S . -B "$build" -G Ninja "${options[@]}" && cmake --build "$build" --parallel "$(nproc)" "${targets[@]}"; } \
   >"$log" 2>&1 || { tail -50 "$log"; exit 1; }
