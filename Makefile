@@ -1,6 +1,6 @@
 # make demo   installs multiring into .venv and trains a ResNet on real images over two synchronised processes
 # make check  style, types, layers: seconds
-# make test   installs what the tests need and runs those that every change has to pass: 12 minutes on 2 cores
+# make test   installs what the tests need and runs those that every change has to pass: 20 minutes on 2 cores
 # make test-all  the same, then make test-rest: sanitizers, full matrices, several hosts, launchers, the wheel, speed
 # What is in which of them: tests/README.md.
 # make docs   the pages of docs/ and the API reference as a site, in build/site

@@ -169,14 +169,20 @@ def await_running(ranks: Ranks) -> None:
     time.sleep(0.2)  # somewhere in the middle
 
 
-def assert_lost(process: subprocess.Popen[str], lost: Sequence[str], since: float, within: float) -> str:
-    """The rank has told of one of those, `RANK on HOST`; how."""
+def assert_loss(process: subprocess.Popen[str], since: float, within: float) -> str:
+    """The rank has raised PeerLostError in time; its message."""
     output, errors = process.communicate(timeout=60)
     kind, message, at = json.loads(output or "[]") or ("", errors, 0.0)
     assert kind == "PeerLostError", message
-    assert any(f"lost rank {one} (process " in message for one in lost), message
-    assert at - since < within
+    assert at - since < within, message
     return str(message)
+
+
+def assert_lost(process: subprocess.Popen[str], lost: Sequence[str], since: float, within: float) -> str:
+    """The rank has told of one of those, `RANK on HOST`; how."""
+    message = assert_loss(process, since, within)
+    assert any(f"lost rank {one} (process " in message for one in lost), message
+    return message
 
 
 # Among ten hosts most ranks are connected with few others.
@@ -205,7 +211,8 @@ def test_a_host_that_vanishes_is_lost_on_every_rank(
 def test_a_host_that_vanishes_while_groups_are_made(
     emulate: Callable[[int], EmulatedHosts], layout: list[int]
 ) -> None:
-    """The parent group's connections tell, on both sides of the cut: the new group has none yet."""
+    """The parent group's connections tell, or the store, which is on one side of the cut: the new group has
+    no connections yet."""
     hosts = emulate(len(layout))
     names = [f"{rank} on {hosts.name(host)}" for rank, host in enumerate(host_of_each(layout))]
     ranks = start(hosts, layout, LOOP, SMALL, "split")
@@ -214,8 +221,10 @@ def test_a_host_that_vanishes_while_groups_are_made(
     hosts.cut(1)
     here = [name for name in names if name.endswith(hosts.name(1))]
     for name, process in zip(names, ranks, strict=True):
-        lost = [other for other in names if (other in here) != (name in here)]
-        assert "split" in assert_lost(process, lost, cut, SECONDS)
+        message = assert_loss(process, cut, SECONDS)
+        lost = [f"lost rank {other} (process " for other in names if (other in here) != (name in here)]
+        assert any(text in message for text in [*lost, "the store tcp://"]), message
+        assert "in split " in message
 
 
 def test_a_link_that_becomes_slow_loses_nobody() -> None:
