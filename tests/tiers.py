@@ -98,8 +98,10 @@ FULL = {
         "test_suggestions.py",
     ],
 }
-# Marked `alone` as well: they look at what all processes of the machine leave behind.
+# Marked `alone` as well: they look at what all processes of the machine leave behind, or have twenty ranks notice
+# within seconds what has happened.
 ALONE = {
+    "faults": ["test_emulated_hosts.py"],
     "python": [
         "benchmarks/test_bench_emulated.py",
         "benchmarks/test_bench_launch.py",
