@@ -98,8 +98,8 @@ FULL = {
         "test_suggestions.py",
     ],
 }
-# Marked `alone` as well: they look at what all processes of the machine leave behind, or have twenty ranks notice
-# within seconds what has happened.
+# Marked `alone` as well: they look at what all processes of the machine leave behind, or have twenty ranks
+# notice within seconds what has happened.
 ALONE = {
     "faults": ["test_emulated_hosts.py"],
     "python": [
@@ -107,7 +107,7 @@ ALONE = {
         "benchmarks/test_bench_launch.py",
         "benchmarks/test_bench_mpich.py",
         "rendezvous/test_mpi.py",
-    ]
+    ],
 }
 _TESTS = Path(__file__).parent
 
