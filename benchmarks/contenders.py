@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from multiring import Communicator, _core
 from multiring.errors import UsageError
-from multiring.models.peers.gloo import join_gloo
+from multiring.models.peers.gloo import GlooGroup
 from multiring.types import CommDtypeName
 
 __all__ = ["PEERS", "Call", "Contender", "Elsewhere", "FloatArray", "make_contenders"]
@@ -41,6 +41,7 @@ class Contender(Protocol[Arrays]):
 
     def close(self) -> None:
         """Ends the library's part, where it needs that."""
+        return
 
 
 class Elsewhere(ABC):
@@ -70,7 +71,7 @@ class Elsewhere(ABC):
         """Ends the processes. Collective."""
 
 
-class Ordinary:
+class Ordinary(Contender[FloatArray]):
     """multiring on memory of NumPy's."""
 
     name = "multiring"
@@ -79,41 +80,37 @@ class Ordinary:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
+    def array(self, count: int) -> FloatArray:
+        """An array of `count` zeros."""
+        return np.zeros(count, np.float32)
+
     def prepare(self, count: int) -> tuple[FloatArray, Call]:
-        x = np.zeros(count, np.float32)
-        allreduce = self._comm.allreduce
+        x, allreduce = self.array(count), self._comm.allreduce
         return x, lambda: allreduce(x, out=x)
 
-    def close(self) -> None:
-        pass
 
-
-class Narrow:
+class Narrow(Ordinary):
     """The same with elements that cross from host to host in half precision, and so not the very sum."""
 
     exact = False
 
     def __init__(self, comm: Communicator, comm_dtype: CommDtypeName) -> None:
-        self._comm, self._comm_dtype = comm, comm_dtype
+        super().__init__(comm)
+        self._comm_dtype = comm_dtype
         self.name = f"{Ordinary.name} {comm_dtype}"
 
     def prepare(self, count: int) -> tuple[FloatArray, Call]:
-        x = np.zeros(count, np.float32)
-        allreduce, comm_dtype = self._comm.allreduce, self._comm_dtype
+        x, allreduce, comm_dtype = self.array(count), self._comm.allreduce, self._comm_dtype
         return x, lambda: allreduce(x, out=x, comm_dtype=comm_dtype)
 
-    def close(self) -> None:
-        pass
 
-
-class Symmetric:
+class Symmetric(Ordinary):
     """multiring on memory that every rank has mapped, as the adapters use it for gradients."""
 
     name = "multiring symmetric"
-    exact = True
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+        super().__init__(comm)
         self._array: FloatArray | None = None
 
     def array(self, count: int) -> FloatArray:
@@ -123,16 +120,8 @@ class Symmetric:
             self._array.fill(0)
         return self._array
 
-    def prepare(self, count: int) -> tuple[FloatArray, Call]:
-        x = self.array(count)
-        allreduce = self._comm.allreduce
-        return x, lambda: allreduce(x, out=x)
 
-    def close(self) -> None:
-        pass
-
-
-class Limit:
+class Limit(Contender[FloatArray]):
     """The same kernel on the same memory without any synchronisation: every rank reads its slice of all
     inputs and writes it to all outputs."""
 
@@ -154,18 +143,15 @@ class Limit:
         slices = [self._comm.symmetric_peer(x, peer)[begin:end] for peer in range(size)]
         return x, _core.ArrayReduction(slices, slices, _core.ReduceOp.SUM)
 
-    def close(self) -> None:
-        pass
 
-
-class Gloo:
+class Gloo(Contender[FloatArray]):
     """torch.distributed over Gloo, on the loopback interface where all ranks are on one host."""
 
     name = "Gloo"
     exact = True
 
     def __init__(self, comm: Communicator) -> None:
-        join_gloo(comm)
+        self._group = GlooGroup(comm)
 
     def prepare(self, count: int) -> tuple[FloatArray, Call]:
         import torch
@@ -176,12 +162,10 @@ class Gloo:
         return x.numpy(), lambda: all_reduce(x)
 
     def close(self) -> None:
-        from torch import distributed
-
-        distributed.destroy_process_group()
+        self._group.close()
 
 
-class Mpi:
+class Mpi(Contender[FloatArray]):
     """The MPI library that mpi4py finds."""
 
     exact = True
@@ -203,9 +187,6 @@ class Mpi:
         x = np.zeros(count, np.float32)
         reduce, buffer, in_place, op = self._world.Allreduce, [x, MPI.FLOAT], MPI.IN_PLACE, MPI.SUM
         return x, lambda: reduce(in_place, buffer, op)
-
-    def close(self) -> None:
-        pass
 
 
 PEERS: dict[str, tuple[str, type[Gloo] | type[Mpi]]] = {"gloo": ("torch", Gloo), "mpi": ("mpi4py", Mpi)}

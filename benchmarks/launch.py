@@ -19,7 +19,9 @@ from pathlib import Path
 
 from multiring import Communicator, machine
 from multiring.benchmarks.contenders import PEERS, installed_peers
+from multiring.commands.launcher import engines
 from multiring.commands.launcher.directory import job_directory
+from multiring.commands.launcher.engines import OPEN_MPI
 from multiring.commands.launcher.job import run_job
 from multiring.commands.launcher.multiplexer import Multiplexer
 from multiring.commands.launcher.process import RankProcess
@@ -53,8 +55,6 @@ WITHOUT_MPI = ("multiring", "torchrun")  # launchers whose ranks MPI does not kn
 _VENDOR = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0], end='')"
 )
-_ASK_SECONDS = 30.0
-OPEN_MPI = "Open MPI"
 
 
 @dataclass(frozen=True)
@@ -160,28 +160,12 @@ def _candidates() -> list[Path]:
 
 def vendor_of(mpirun: Path) -> str:
     """Whose a launcher is, as `Mpirun.vendor`."""
-    text = ask([str(mpirun), "--version"]).stdout
-    if "Open MPI" in text or "OpenRTE" in text:
-        return OPEN_MPI
-    return "MPICH" if "HYDRA" in text.upper() else ""
+    return engines.vendor_of(ask([str(mpirun), "--version"]).stdout)
 
 
 def ask(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command that answers soon; one that cannot be run ends with 1 and the reason on stderr."""
-    environ = mpi_environment(os.environ)
-    try:
-        return subprocess.run(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_ASK_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, 1, "", str(error))
+    """Runs a command that answers soon, as `engines.ask`, in the environment for `mpirun`."""
+    return engines.ask(command, mpi_environment(os.environ))
 
 
 def mpi_environment(environ: Mapping[str, str], user: int | None = None) -> dict[str, str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -25,7 +25,7 @@ from multiring.benchmarks.contenders import Call, Contender, Elsewhere, FloatArr
 from multiring.benchmarks.emulation.traffic import Sent, Traffic
 from multiring.errors import InternalError
 
-__all__ = ["NOISE", "REPEAT", "Meeting", "Pace", "Ratio", "Sample", "Sum", "Task", "measure"]
+__all__ = ["NOISE", "REPEAT", "Meeting", "Pace", "Ratio", "Sample", "Sum", "Task", "durations", "measure"]
 
 NOISE = 0.1  # times that scatter by less than this part of them are as steady as machines are
 REPEAT = "noisy, repeat"
@@ -121,6 +121,18 @@ class Meeting(Barrier):
         mine, theirs = _file_flags(comm) if emulated else _symmetric_flags(comm)
         super().__init__(mine, theirs, crowded=comm.size > cores)
         self.emulated = emulated
+
+    def time_steps(self, step: Callable[[], object], count: int, *, warm_up: int = 1) -> tuple[int, int]:
+        """When this rank began and ended `count` steps, in nanoseconds; `warm_up` more come first."""
+        for _ in range(warm_up):
+            step()
+        self()
+        begin = time.perf_counter_ns()
+        for _ in range(count):
+            step()
+        end = time.perf_counter_ns()
+        self()
+        return begin, end
 
 
 def _symmetric_flags(comm: Communicator) -> tuple[memoryview, list[memoryview]]:
@@ -267,14 +279,20 @@ def measure(
             if now > 0:
                 race.turn(index, now)
                 left[index] -= now
-    samples = [Sample.of(_durations(comm, times)) for times in race.times]
+    samples = [Sample.of(durations(comm, times)) for times in race.times]
     sent = [traffic.gather(comm) if meeting.emulated else {} for traffic in race.traffic]
     return list(zip(samples, sent, strict=True))
 
 
-def _durations(comm: Communicator, times: list[tuple[int, int]]) -> npt.NDArray[np.float64]:
-    """Seconds from when the last rank entered to when the last rank left, for each iteration."""
-    mine = np.array(times, np.int64)
-    begin = comm.allreduce(np.ascontiguousarray(mine[:, 0]), op="max")
-    end = comm.allreduce(np.ascontiguousarray(mine[:, 1]), op="max")
+def durations(comm: Communicator, times: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Seconds from when the last rank began to when the last rank had ended. Collective.
+
+    Args:
+        comm: The ranks.
+        times: When this rank began and ended, in nanoseconds; of shape (..., 2).
+    """
+    begin, end = (
+        comm.allreduce(np.ascontiguousarray(part), op="max")
+        for part in np.moveaxis(np.asarray(times, np.int64), -1, 0)
+    )
     return np.asarray(end - begin, np.float64) / 1e9

@@ -1,5 +1,5 @@
-"""Checks that includes and imports go only in the directions of the design, and that the map in
-CONTRIBUTING.md names the folders that there are.
+"""Checks that includes and imports go only in the directions of the design, that the map in CONTRIBUTING.md
+names the folders that there are, and that no function of the package has more than 8 parameters.
 
     base <- topology            base <- transport
     topology, transport.h <- collective <- engine <- capi, binding
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,32 +48,38 @@ INCLUDES = {
     ),
 }
 
-FRAMEWORKS = {
-    "torch",
-    "tensorflow",
-    "keras",
-    "chainer",
-    "chainermn",
-    "caffe",
-    "jax",
-    "jaxlib",
-    "pytensor",
-    "cupy",
-}
+# The table of frameworks; read as a file, for nothing need be installed here.
+TABLE = runpy.run_path(str(ROOT / "core/multiring/commands/frameworks.py"))["FRAMEWORKS"]
+OWN_FRAMEWORK = {name: set(framework.imports) for name, framework in TABLE.items()} | {"numpy": {"numpy"}}
+ADAPTERS = OWN_FRAMEWORK.keys()
+FRAMEWORKS = set().union(*OWN_FRAMEWORK.values()) - {"numpy"}
 # What sits around training: each folder of integrations/, and what it alone imports.
-INTEGRATIONS = {"ray": {"ray"}, "torchrun": {"torch"}}
+INTEGRATIONS = {
+    "horovod": {"torch", "tensorflow", "keras", "tf_keras"},
+    "ray": {"ray"},
+    "torch_distributed": {"torch"},
+    "torchrun": {"torch"},
+}
 # What is no framework, and yet for one integration alone.
 SYSTEMS = {"ray"}
+MOST_PARAMETERS = 8  # *args and **options not counted
+# Functions whose parameters are those of another library, which they take the place of.
+GIVEN_SIGNATURES = {
+    ("integrations/horovod/runner/functions.py", "run"),
+    ("integrations/horovod/tensorflow/collectives.py", "allreduce"),
+    ("integrations/horovod/tensorflow/collectives.py", "grouped_allreduce"),
+    ("integrations/horovod/tensorflow/collectives.py", "grouped_reducescatter"),
+    ("integrations/horovod/tensorflow/keras/optimizer.py", "DistributedOptimizer"),
+    ("integrations/horovod/tensorflow/optimizer.py", "DistributedOptimizer"),
+    ("integrations/horovod/tensorflow/tape.py", "DistributedGradientTape"),
+    ("integrations/horovod/tensorflow/tape.py", "PartialDistributedGradientTape"),
+    ("integrations/horovod/torch/optimizer.py", "DistributedOptimizer"),
+}
+NOT_COUNTED = {"self", "cls", "wire"}  # wire: a former name, until the first release
 # Folders whose folders the map in CONTRIBUTING.md names.
 MAPPED = (".", "core", "core/multiring", "integrations", "models", "benchmarks", "tests")
 # What stands on the adapters and on the integrations.
 PROGRAMS = {"models", "benchmarks"}
-ADAPTERS = {"torch", "tensorflow", "chainer", "caffe", "jax", "pytensor", "numpy"}
-OWN_FRAMEWORK = {
-    "tensorflow": {"tensorflow", "keras"},
-    "jax": {"jax", "jaxlib"},
-    "chainer": {"chainer", "chainermn", "cupy"},
-}
 
 
 def include_findings() -> Iterator[str]:
@@ -120,7 +127,7 @@ def cycle_findings() -> Iterator[str]:
 def map_findings() -> Iterator[str]:
     """The map in CONTRIBUTING.md has a line for each folder that it divides things into, and for no other."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    named = set(re.findall(r"^    ([a-z]+(?:/[a-z]+)*)  +\S", text, re.MULTILINE))
+    named = set(re.findall(r"^    ([a-z]+(?:/[a-z_]+)*)  +\S", text, re.MULTILINE))
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     folders = {parent for file in tracked.splitlines() for parent in Path(file).parents}
     shown = {str(folder) for folder in folders if str(folder.parent) in MAPPED and folder.name[:1] != "."}
@@ -139,10 +146,9 @@ def import_findings() -> Iterator[str]:
             if part_of_ours(name) in ADAPTERS | INTEGRATIONS.keys() | PROGRAMS:
                 yield f"{path.relative_to(ROOT)}:{number}: the Python face imports {name}, which stands on it"
     for folder in sorted((ROOT / "adapters").iterdir()):
-        own = OWN_FRAMEWORK.get(folder.name, {folder.name})
         for path in sorted(folder.rglob("*.py")):
             for number, name in imports(path):
-                yield from adapter_findings(path, number, name, folder.name, own)
+                yield from adapter_findings(path, number, name, folder.name)
     for path in sorted(ROOT.glob("integrations/*/**/*.py")):
         foreign = (FRAMEWORKS | SYSTEMS) - INTEGRATIONS[path.relative_to(ROOT / "integrations").parts[0]]
         for number, name in imports(path):
@@ -161,10 +167,24 @@ def import_findings() -> Iterator[str]:
                     yield f"{path.relative_to(ROOT)}:{number}: imports {name}, which stands on it"
 
 
-def adapter_findings(path: Path, number: int, name: str, adapter: str, own: set[str]) -> Iterator[str]:
+def signature_findings() -> Iterator[str]:
+    for folder in ("core/multiring", "adapters", "integrations"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(), str(path))):
+                if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    continue
+                own = *node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs
+                count = len({each.arg for each in own} - NOT_COUNTED)
+                file = str(path.relative_to(ROOT))
+                if count > MOST_PARAMETERS and (file, node.name) not in GIVEN_SIGNATURES:
+                    place = f"{file}:{node.lineno}"
+                    yield f"{place}: {node.name} has {count} parameters; {MOST_PARAMETERS} are the most"
+
+
+def adapter_findings(path: Path, number: int, name: str, adapter: str) -> Iterator[str]:
     parts = name.split(".")
     place = f"{path.relative_to(ROOT)}:{number}"
-    if parts[0] in (FRAMEWORKS | SYSTEMS) - own:
+    if parts[0] in (FRAMEWORKS | SYSTEMS) - OWN_FRAMEWORK[adapter]:
         yield f"{place}: the {adapter} adapter imports {name}, another framework"
     if parts[0] == "tests" or part_of_ours(name) in INTEGRATIONS.keys() | PROGRAMS:
         yield f"{place}: an adapter imports {name}, which stands on it"
@@ -174,6 +194,7 @@ def adapter_findings(path: Path, number: int, name: str, adapter: str, own: set[
 
 def main() -> int:
     findings = [*include_findings(), *import_findings(), *cycle_findings(), *map_findings()]
+    findings += signature_findings()
     print("\n".join(findings) if findings else "layers: every include and import goes the right way")
     return 1 if findings else 0
 

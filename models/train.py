@@ -14,15 +14,16 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
+from typing import NoReturn
 
-import multiring
-from multiring import Communicator, config
-from multiring.errors import MultiringError, UsageError
+from multiring import Communicator
+from multiring.errors import UsageError
 from multiring.models.data import open_dataset
 from multiring.models.data.sharding import steps_per_epoch
 from multiring.models.errors import CheckpointError
-from multiring.models.frameworks import find_framework
+from multiring.models.frameworks import find_framework, load_trainer
 from multiring.models.nets.resnet_spec import resnet
+from multiring.models.ranks import has_to_start, run_rank, start_ranks
 from multiring.models.trainers.recipe import Recipe
 from multiring.models.trainers.trainer import Trainer
 from multiring.models.training import checkpoint, outputs
@@ -33,13 +34,8 @@ from multiring.models.training.options import TrainOptions, add_arguments
 from multiring.models.training.outputs import DirectoryOutputs, NoOutputs, Outputs
 from multiring.models.training.progress import Progress, SilentProgress, open_progress
 from multiring.models.training.summary import describe, summarise
-from multiring.rendezvous import launch_environment
-from multiring.rendezvous.joined import TOLD_KEY, tell_launcher
 
 __all__ = ["add_arguments", "main", "train"]
-
-# Exit code of a command that Ctrl-C ended, as shells have it.
-INTERRUPTED = 130
 
 
 def main(args: argparse.Namespace) -> int:
@@ -55,48 +51,27 @@ def main(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     try:
         options = TrainOptions.from_namespace(args)
-        if options.np is not None and launch_environment.detect().launcher == "none":
-            return _relaunch(options)
+        if has_to_start(options.np):
+            _start(options)
     except UsageError as error:
         print(f"multiring train: {error}", file=sys.stderr)
         return 2
-    comm = multiring.init()
-    try:
-        if options.np not in (None, comm.size):
-            raise UsageError(f"-np {options.np} was given inside a job of {comm.size} ranks; leave it out")
+
+    def run(comm: Communicator) -> int:
         if options.dry_run:
-            code = dry_run(options, comm)
-            if code:
-                tell_launcher(config.load(), TOLD_KEY)
-            return code
+            return dry_run(options, comm)
         train(options, comm, started=started)
-    except (MultiringError, OSError) as error:
-        if isinstance(error, UsageError):
-            tell_launcher(config.load(), TOLD_KEY)
-        # All ranks have the same options; where one alone has raised, rank 0 is aborted with what it says.
-        if comm.rank == 0 or not isinstance(error, multiring.AbortedError | UsageError):
-            print(f"multiring train: rank {comm.rank}: {type(error).__name__}: {error}", file=sys.stderr)
-        # The others may be waiting in a collective that this rank will not join.
-        comm.abort(f"rank {comm.rank}: {error}")
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:
-        comm.abort(f"rank {comm.rank}: interrupted")
-        return INTERRUPTED
-    except BaseException as error:
-        comm.abort(f"rank {comm.rank}: {type(error).__name__}: {error}")
-        raise
-    finally:
-        multiring.shutdown()
-    return 0
+        return 0
+
+    return run_rank("multiring train", options.np, run)
 
 
-def _relaunch(options: TrainOptions) -> int:
-    command = [sys.executable, "-m", "multiring", "run", "-np", str(options.np)]
+def _start(options: TrainOptions) -> NoReturn:
     # The launcher reads the ranks' output through a pipe; rank 0 draws its bar on the terminal itself.
     terminal = os.ttyname(sys.stdout.fileno()) if sys.stdout.isatty() else None
     inner = replace(options, np=None, progress_terminal=terminal)
-    sys.stdout.flush()
-    os.execv(sys.executable, [*command, "-m", "multiring.models.train", *inner.to_arguments()])
+    assert options.np is not None
+    start_ranks(options.np, "-m", "multiring.models.train", *inner.to_arguments())
 
 
 def train(options: TrainOptions, comm: Communicator, *, started: float | None = None) -> Result:
@@ -216,10 +191,10 @@ def _read_checkpoint(job: Job) -> Checkpoint | None:
 
 
 def _make_trainer(job: Job) -> Trainer:
-    framework = find_framework(job.options.framework)
+    trainer = load_trainer(find_framework(job.options.framework))
     if job.options.threads is not None:
-        framework.set_threads(job.options.threads)
-    return framework.make_trainer(
+        trainer.set_threads(job.options.threads)
+    return trainer(
         job.spec,
         job.recipe,
         job.comm,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.nursery import Nursery
+from tests.on_ranks import run_on_ranks
 from tests.rank_pool import RankPool
-from tests.tiers import mark, worker_of
+from tests.tiers import mark, sort, worker_of
 
 
 def pytest_configure() -> None:
@@ -27,13 +29,16 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark(items)
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        sort(items)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     # pytest-xdist's own groups (--dist loadgroup) do not work with pytest 9.
+    config.option.loadscopereorder = False  # the order is that of `sort`
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
@@ -71,6 +76,26 @@ def spread() -> Iterator[Callable[[int, int], RankPool]]:
             return pools[n, hosts]
 
         yield pool
+
+
+@pytest.fixture
+def comm(request: pytest.FixtureRequest) -> RankPool:
+    """The pool of a test on ranks (tests/on_ranks.py), which gets the communicator of its rank."""
+    size = getattr(request, "param", 2)
+    pool: RankPool
+    if isinstance(size, tuple):
+        pool = request.getfixturevalue("spread")(*size)
+    else:
+        pool = request.getfixturevalue("ranks")(size)
+    return pool
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not isinstance(pyfuncitem.funcargs.get("comm"), RankPool):
+        return None
+    run_on_ranks(pyfuncitem)
+    return True
 
 
 @pytest.fixture(scope="module")

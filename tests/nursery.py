@@ -25,12 +25,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-from tests.support import REPOSITORY
+from tests.support import REPOSITORY, pretend_places
 
 __all__ = ["Nursery", "Outcome", "note"]
 
@@ -57,6 +57,18 @@ class Outcome:
     ended: float | None = None
     status: int | None = None
     notes: dict[str, float] = field(default_factory=dict)
+
+    def check_raised(
+        self, kind: type[BaseException], *texts: str, since: float = 0.0, within: float = 1e9
+    ) -> str:
+        """Fails unless it raised an error of that kind with these texts, in time; the error's text."""
+        assert isinstance(self.error, kind), self.trace or self
+        message = str(self.error)
+        for text in texts:
+            assert text in message
+        assert self.ended is not None
+        assert self.ended - since < within, message
+        return message
 
 
 class Nursery:
@@ -91,14 +103,19 @@ class Nursery:
         scenario: Callable[..., Any],
         *args: Any,
         init: bool = True,
+        hosts: int | Sequence[int] = 1,
         env: Mapping[str, str] | None = None,
         timeout: float = 40.0,
     ) -> list[Outcome]:
         """Runs `scenario(comm, *args)` in `n` new processes, one for each rank; with `init` false
-        `scenario(rank, *args)`, which calls `multiring.init()` itself. Fails if a process does not end."""
+        `scenario(rank, *args)`, which calls `multiring.init()` itself. `hosts` is how many hosts the ranks
+        take themselves to be on, one after the other, or the host of each. Fails if a process does not
+        end."""
+        places = [rank % hosts for rank in range(n)] if isinstance(hosts, int) else list(hosts)
         self._errors.seek(0)
         self._errors.truncate()
-        request = (scenario.__module__, pickle.dumps((scenario, args)), n, init, dict(env or {}), timeout)
+        call = pickle.dumps((scenario, args))
+        request = (scenario.__module__, call, init, places, dict(env or {}), timeout)
         self._connection.send_bytes(pickle.dumps(request))
         assert self._connection.poll(timeout + 20), f"the nursery does not answer\n{self.output()}"
         try:
@@ -108,6 +125,13 @@ class Nursery:
         late = [rank for rank, outcome in enumerate(outcomes) if outcome.status is None]
         assert not late, f"ranks {late} did not end within {timeout:g} s\n{self.output()}"
         return outcomes
+
+    def values(self, n: int, scenario: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """What `scenario` returns on every rank, as `run` takes it; fails if one raises an error."""
+        outcomes = self.run(n, scenario, *args, **options)
+        for outcome in outcomes:
+            assert outcome.error is None, outcome.trace + self.output()
+        return [outcome.value for outcome in outcomes]
 
     def output(self) -> str:
         """What the ranks of the last run have printed."""
@@ -180,7 +204,7 @@ class _Rank:
 def _serve(connection: Connection) -> None:
     while True:
         try:
-            module, call, n, init, env, timeout = pickle.loads(connection.recv_bytes())
+            module, call, init, places, env, timeout = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         importlib.import_module(module)
@@ -194,8 +218,8 @@ def _serve(connection: Connection) -> None:
         }
         # No handler here: a forked rank leaves by an exception through this frame.
         ranks: list[_Rank] = []
-        while len(ranks) < n:
-            ranks.append(_fork(connection, ranks, n, environ, init, scenario, args))
+        while len(ranks) < len(places):
+            ranks.append(_fork(connection, ranks, places, environ, init, scenario, args))
         _watch(ranks, time.monotonic() + timeout)
         shutil.rmtree(directory, ignore_errors=True)  # the last rank to leave a store removes it
         connection.send_bytes(pickle.dumps([rank.outcome for rank in ranks]))
@@ -215,7 +239,7 @@ def _watch(ranks: list[_Rank], deadline: float) -> None:
 def _fork(
     connection: Connection,
     elder: list[_Rank],
-    n: int,
+    places: list[int],
     environ: Mapping[str, str],
     init: bool,
     scenario: Callable[..., Any],
@@ -235,8 +259,8 @@ def _fork(
     _report = Connection(theirs.detach())
     # A shell that puts pytest into the background has interrupts ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    where = {"RANK": rank, "SIZE": n, "LOCAL_RANK": rank, "LOCAL_SIZE": n, "CROSS_RANK": 0, "CROSS_SIZE": 1}
-    os.environ.update({f"MULTIRING_{key}": str(value) for key, value in where.items()} | dict(environ))
+    os.environ.update({"MULTIRING_RANK": str(rank), "MULTIRING_SIZE": str(len(places))} | dict(environ))
+    pretend_places(places)
     _report.send_bytes(pickle.dumps(_live(rank, init, scenario, args)))
     # As at any exit, but without the time that it takes to free every module.
     atexit._run_exitfuncs()

@@ -1,10 +1,8 @@
 """Ranks that are started once and run many test functions.
 
-    pool = RankPool(2)
-    assert pool.run(add_ranks, 10) == [11, 11]
-
-with, in the test's module, `def add_ranks(comm, offset): return comm.allreduce(np.array(comm.rank))[()] +
-offset`. Tests get pools from the fixture `ranks`: `ranks(2).run(...)`.
+Where a test looks at what every rank returns, it gets a pool from the fixture `ranks`:
+`ranks(2).run(function, *args)`, with a function at the top level of the test's module. Other tests are
+functions of a rank (on_ranks.py).
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from multiring.errors import AbortedError, PeerLostError
@@ -102,14 +100,8 @@ class RankPool:
             RanksTimedOut: A rank has not answered in time.
         """
         answers = self._call(function, args, kwargs, timeout, abort=True)
-        failed = {rank: answer for rank, answer in enumerate(answers) if answer["error"] is not None}
-        if not failed:
-            return [answer["value"] for answer in answers]
-        name = getattr(function, "__qualname__", repr(function))
-        parts = [f"{name} failed on {len(failed)} of {self.n} ranks"]
-        parts += [f"--- rank {rank}\n{answer['trace'].rstrip()}" for rank, answer in failed.items()]
-        errors = {rank: answer["error"] for rank, answer in failed.items()}
-        raise RanksFailed("\n".join(parts), errors) from _first_cause(errors)
+        _check(getattr(function, "__qualname__", repr(function)), answers)
+        return [answer["value"] for answer in answers]
 
     def run_expecting_errors(
         self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
@@ -157,7 +149,7 @@ class RankPool:
         if module not in self._loaded:
             # On a busy machine one rank imports a framework seconds later than another: what others wait for
             # then is not what the deadlines of the call are for.
-            self._exchange({**request, "kind": "load"}, _LOAD_SECONDS)
+            _check(f"import {module}", self._exchange({**request, "kind": "load"}, _LOAD_SECONDS))
             self._loaded.add(module)
         answers = self._exchange(request, timeout)
         if any(answer["broken"] for answer in answers):
@@ -253,7 +245,8 @@ class RankPool:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], signal.SIGUSR1)  # writes the stacks to its stderr
         patience = time.monotonic() + 5.0
-        while self._output().count("(most recent call first)") < len(late) and time.monotonic() < patience:
+        # The outermost frame of a stack is written last.
+        while self._output().count("in _run_module_as_main") < len(late) and time.monotonic() < patience:
             time.sleep(0.02)
         traces = [f"--- rank {rank}\n{answers[rank]['trace']}" for rank in answers if answers[rank]["trace"]]
         message = f"no answer from rank {', '.join(map(str, late))} of {self.n} within {timeout:g} s"
@@ -280,12 +273,23 @@ def _module_of(function: Callable[..., Any]) -> str:
     inner: Any = function
     while isinstance(inner, functools.partial):
         inner = inner.func
-    inner = getattr(inner, "__func__", inner)
+    if isinstance(inner, MethodType):
+        return type(inner.__self__).__module__
     if isinstance(inner, FunctionType) and "<" in inner.__qualname__:
         raise TypeError(
             f"{inner.__qualname__} is not at the top level of a module, so ranks cannot import it"
         )
     return str(inner.__module__ if hasattr(inner, "__module__") else type(inner).__module__)
+
+
+def _check(what: str, answers: list[dict[str, Any]]) -> None:
+    failed = {rank: answer for rank, answer in enumerate(answers) if answer["error"] is not None}
+    if not failed:
+        return
+    parts = [f"{what} failed on {len(failed)} of {len(answers)} ranks"]
+    parts += [f"--- rank {rank}\n{answer['trace'].rstrip()}" for rank, answer in failed.items()]
+    errors = {rank: answer["error"] for rank, answer in failed.items()}
+    raise RanksFailed("\n".join(parts), errors) from _first_cause(errors)
 
 
 def _first_cause(errors: dict[int, BaseException]) -> BaseException:

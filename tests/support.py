@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import io
 import os
 import shutil
 import signal
@@ -15,7 +17,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Job", "open_descriptors", "process_exists", "run_job", "start_job", "wait_until"]
+from multiring import cli
+
+__all__ = [
+    "Job",
+    "executable",
+    "last_words",
+    "open_descriptors",
+    "parsed",
+    "process_exists",
+    "refused",
+    "run_job",
+    "run_multiring",
+    "run_python",
+    "start_job",
+    "wait_until",
+]
 
 _MARK = "TEST_JOB_MARK"
 HOSTS = "TEST_HOSTS"
@@ -51,6 +68,20 @@ def open_descriptors(pid: int | None = None) -> dict[int, str]:
     return found
 
 
+def executable(path: Path, script: str) -> Path:
+    """Writes a program in the words of sh."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def parsed(add_arguments: Callable[[argparse.ArgumentParser], None], *words: str) -> argparse.Namespace:
+    """The options of a command, as its own parser understands them."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
 def pretend_hosts() -> None:
     """Let this rank of a job on one host take its peers to be spread over as many hosts as `HOSTS` says.
 
@@ -66,8 +97,9 @@ def pretend_places(places: Sequence[int]) -> None:
     """Let this rank of a job on one host take every rank to be on the host of that number."""
     rank = int(os.environ["MULTIRING_RANK"])
     host = places[rank]
+    if len(set(places)) > 1:
+        os.environ["MULTIRING_HOST"] = f"host{host}"
     os.environ |= {
-        "MULTIRING_HOST": f"host{host}",
         "MULTIRING_LOCAL_RANK": str(places[:rank].count(host)),
         "MULTIRING_LOCAL_SIZE": str(places.count(host)),
         "MULTIRING_CROSS_RANK": str(host),
@@ -78,6 +110,11 @@ def pretend_places(places: Sequence[int]) -> None:
 class Job:
     """A command that a test has started, with a temporary directory of its own and a mark on its processes.
 
+    Args:
+        command: The command, or what makes it of a directory that holds `directory` as `d`.
+        env: Variables to set besides those of this process.
+        popen: Arguments of `subprocess.Popen`.
+
     Attributes:
         process: The launcher.
         directory: A directory for the test's own files; scripts find it in the variable TEST_DIRECTORY.
@@ -85,7 +122,7 @@ class Job:
 
     def __init__(
         self,
-        command: Callable[[Path], Sequence[str]],
+        command: Sequence[str] | Callable[[Path], Sequence[str]],
         env: Mapping[str, str] | None = None,
         **popen: Any,
     ) -> None:
@@ -103,7 +140,7 @@ class Job:
             DIRECTORY: str(self.directory),
             **(env or {}),
         }
-        self.command = list(command(self._root))
+        self.command = list(command(self._root) if callable(command) else command)
         options: dict[str, Any] = {
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
@@ -158,6 +195,15 @@ class Job:
             ) from None
         return subprocess.CompletedProcess(self.command, self.process.returncode, stdout, stderr)
 
+    def run(self, timeout: float = 60.0, code: int | None = None) -> subprocess.CompletedProcess[str]:
+        """Waits for the launcher, and checks its exit code and that nothing is left; instead of `with`."""
+        with self:
+            result = self.finish(timeout)
+            self.assert_nothing_left()
+        if code is not None:
+            assert result.returncode == code, f"{result.stdout}\n{result.stderr}"
+        return result
+
     def assert_nothing_left(self, timeout: float = 10.0) -> None:
         """Fails unless all processes of the job end and all its temporary files vanish."""
         wait_until(lambda: not self.processes(), f"the end of the processes of {self.command}", timeout)
@@ -188,6 +234,36 @@ class Job:
                     f"process {pid} in {Path(f'/proc/{pid}/wchan').read_text()}: {' '.join(words)[:200]}"
                 )
         return "\n".join(lines)
+
+
+def run_multiring(
+    *words: str, timeout: float = 120.0, code: int | None = None, **popen: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command of multiring: `run_multiring("plan", "--json")`; see `Job`."""
+    return Job([sys.executable, "-m", "multiring", *words], **popen).run(timeout, code)
+
+
+def refused(*words: str) -> str:
+    """What a command of multiring that ends with code 2 says; it runs in this process."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            code = cli.main(list(words))
+        except SystemExit as error:
+            code = int(error.code or 0)
+    assert code == 2, said.getvalue()
+    return said.getvalue()
+
+
+def run_python(code: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs code in a Python of its own, which no launcher has started."""
+    return Job([sys.executable, "-c", code], env).run(timeout=240.0)  # a framework may take a minute to load
+
+
+def last_words(code: str, env: Mapping[str, str] | None = None) -> str:
+    """The last line of the error with which this code ends."""
+    ended = run_python(code, env)
+    assert ended.returncode == 1, ended.stderr
+    return ended.stderr.strip().splitlines()[-1]
 
 
 def start_job(
@@ -225,15 +301,13 @@ def run_job(
     script: str | Path,
     *args: object,
     timeout: float = 60.0,
+    code: int | None = None,
     env: Mapping[str, str] | None = None,
     launcher_args: Sequence[str] = (),
     **popen: Any,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script under `multiring run` to its end and checks that nothing is left; see `start_job`."""
-    with start_job(n, script, *args, env=env, launcher_args=launcher_args, **popen) as job:
-        result = job.finish(timeout)
-        job.assert_nothing_left()
-        return result
+    return start_job(n, script, *args, env=env, launcher_args=launcher_args, **popen).run(timeout, code)
 
 
 @contextlib.contextmanager

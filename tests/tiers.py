@@ -7,32 +7,39 @@ not. A test function may carry the mark by itself.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-__all__ = ["mark", "worker_of"]
+__all__ = ["mark", "sort", "worker_of"]
 
 FULL = {
     "docs": ["test_code_blocks.py"],
     "adapters": [
         "caffe/test_caffe_example.py",
+        "caffe/test_caffe_passes.py",
+        "caffe/test_caffe_solver_ranks.py",
+        "caffe/test_caffe_state.py",
+        "caffe/test_caffe_uneven.py",
         "chainer/test_chainer_compatibility.py",
-        "chainer/test_chainer_example.py",
-        "chainer/test_chainer_failures.py",
-        "chainer/test_chainermn_jobs.py",
+        "chainer/test_chainer_jobs.py",
         "chainer/test_chainermn_training.py",
+        "horovod/test_horovod_adasum.py",
+        "horovod/test_horovod_elastic.py",
+        "horovod/test_horovod_join.py",
+        "horovod/test_horovod_keras.py",
+        "horovod/test_horovod_optimizer.py",
+        "horovod/test_horovod_scripts.py",
+        "horovod/test_horovod_tensorflow_training.py",
         "jax/test_jax_bench.py",
-        "jax/test_jax_example.py",
+        "jax/test_jax_correctness.py",
         "jax/test_jax_state_check.py",
         "jax/test_jax_training.py",
-        "pytensor/test_pytensor_example.py",
-        "pytensor/test_pytensor_failures.py",
         "pytensor/test_pytensor_graphs.py",
         "pytensor/test_pytensor_in_place.py",
         "pytensor/test_pytensor_state_check.py",
         "tensorflow/test_tensorflow_callbacks.py",
-        "tensorflow/test_tensorflow_example.py",
         "tensorflow/test_tensorflow_keras.py",
         "tensorflow/test_tensorflow_legal_programs.py",
         "tensorflow/test_tensorflow_ops.py",
@@ -41,26 +48,26 @@ FULL = {
         "tensorflow/test_tensorflow_state.py",
         "tensorflow/test_tensorflow_twice.py",
         "test_coming_from.py",
+        "test_examples.py",
         "test_exactness.py",
         "test_float_modes.py",
         "torch/test_torch_compression.py",
-        "torch/test_torch_example.py",
         "torch/test_torch_legal_programs.py",
         "torch/test_torch_optimizer.py",
+        "torch_distributed/test_dist_groups.py",
+        "torch_distributed/test_dist_launchers.py",
+        "torch_distributed/test_dist_strategies.py",
+        "torch_distributed/test_dist_trainers.py",
     ],
     "faults": [
         "test_containers.py",
         "test_emulated_hosts.py",
-        "test_engines.py",
         "test_exit.py",
         "test_fork.py",
-        "test_groups_of_groups.py",
         "test_hosts_doctor.py",
         "test_leaks.py",
         "test_many_hosts.py",
-        "test_named_queue.py",
         "test_remote_launch.py",
-        "test_signal_handlers.py",
         "test_slurm.py",
         "test_torchrun.py",
     ],
@@ -71,6 +78,7 @@ FULL = {
         "benchmarks/test_bench_gradients.py",
         "benchmarks/test_bench_launch.py",
         "benchmarks/test_bench_mpich.py",
+        "benchmarks/test_bench_report.py",
         "benchmarks/test_scaling.py",
         "caffe/test_caffe_command.py",
         "collectives/test_placements.py",
@@ -90,6 +98,7 @@ FULL = {
         "models/test_models_jax.py",
         "models/test_models_pytensor.py",
         "models/test_models_ranks.py",
+        "models/test_models_report.py",
         "models/test_models_tensorflow.py",
         "models/test_models_train.py",
         "regress/test_regress.py",
@@ -126,14 +135,41 @@ def mark(items: list[pytest.Item]) -> None:
             if item.path in paths:
                 item.add_marker(name)
     for item in items:
-        # Each rank has to import the framework: four are left to `full`.
-        in_adapters = item.path.is_relative_to(_TESTS / "adapters")
-        if in_adapters and getattr(item, "callspec", None) and item.callspec.params.get("size") == 4:
+        # Each rank of each pool has to import the framework: those of one rank are left to `full`.
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.path.is_relative_to(_TESTS / "adapters") and params.get("comm", params.get("size")) == 1:
             item.add_marker("full")
 
 
+# What takes minutes, as `worker_of` calls it: begun first, so that no process waits long for another one.
+_LONGEST = [
+    "tensorflow",
+    "jax",
+    "torch",
+    "test_examples.py",
+    "tests/python/models/test_models_jax.py",
+    "tests/python/regress/test_regress.py",
+    "tests/python/launch/test_ray.py",
+    "tests/python/models/test_models_tensorflow.py",
+    "tests/python/models/test_models_ranks.py",
+]
+
+
+def sort(items: list[pytest.Item]) -> None:
+    """Puts the tests in the order in which processes of pytest-xdist take them: what is long, then the rest
+    by the number of tests."""
+    groups = [worker_of(item.nodeid) for item in items]
+    counts = Counter(groups)
+    order = {group: (_LONGEST.index(group) if group in _LONGEST else len(_LONGEST)) for group in counts}
+    keys = {group: (order[group], -counts[group], group) for group in counts}
+    items.sort(key=lambda item: keys[worker_of(item.nodeid)])
+
+
 def worker_of(nodeid: str) -> str:
-    """What has to run in one process of pytest-xdist: a file, or all tests of a framework, which share ranks
-    that have imported it and its cache of compiled code."""
+    """What has to run in one process of pytest-xdist: a file, or all tests that share ranks, those of a
+    framework, which have imported it and cached its compiled code, and those of all operations."""
     path = nodeid.partition("::")[0]
-    return path.split("/")[2] if path.startswith("tests/adapters/") else path
+    folder, part = path.split("/")[1:3]
+    if folder == "adapters":
+        return part
+    return "operations" if part in ("collectives", "communicator", "gradients") else path

@@ -11,23 +11,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-import multiring
 from multiring.arrays import address_of, checksum
 from multiring.caffe.passes import BackwardPasses
 from multiring.caffe.shape import Array, Blob, Parameter, Solver, learned_blobs
 from multiring.caffe.state import SolverState
+from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
-from multiring.gradients.compression import TopK
+from multiring.gradients.bucketing import ParameterSpec
+from multiring.gradients.options import ReducerKeywords, ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import InPlace, ReducerOptions, RoundResult
+from multiring.gradients.source import IN_SLOT, InPlace, RoundResult
 from multiring.reductions import explain_arguments
 from multiring.state.buffer_sync import check_mode
-from multiring.types import BufferMode, CommDtypeName
+from multiring.types import BufferMode
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -58,15 +58,8 @@ class SolverCallback:
         iter_size: int | None = None,
         frozen: Collection[str] = (),
         root: int = 0,
-        average: bool = True,
-        bucket_bytes: int = BUCKET_BYTES,
-        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        comm_dtype: CommDtypeName | None = None,
-        compression: TopK | None = None,
         buffers: BufferMode = "broadcast",
-        check_every: int | None = None,
+        **options: Unpack[ReducerKeywords],
     ) -> None:
         """Compare the net over ranks and allocate buckets.
 
@@ -79,26 +72,17 @@ class SolverCallback:
             frozen: Names of layers whose blobs have `lr_mult: 0`; their gradients stay where they are.
                 Those of BatchNorm layers are known.
             root: Rank whose weights all start from.
-            average: Divide by the number of ranks that have data; otherwise gradients are added.
-            bucket_bytes: Limit of a bucket, in bytes.
-            first_bucket_bytes: Limit of the first bucket of each dtype, in bytes; small, to start early.
-            prescale: Factor applied before the reduction.
-            postscale: Factor applied after it.
-            comm_dtype: The dtype in which gradients of float32 cross from host to host: "bfloat16" and
-                "float16" round them, "float32" does not (docs/compression.md). MULTIRING_COMM_DTYPE if None.
-            compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
-                others for the next step (docs/tuning.md). Of gradients of float32 and float64.
             buffers: What happens after each reduction to the statistics of BatchNorm layers: "broadcast":
                 those of the first rank that has data; "average"; "local": nothing, ranks test differently.
-            check_every: Compare weights, settings and statistics over ranks every so many iterations; 0:
-                never; None: as MULTIRING_CHECK_EVERY says (100).
+            options: How to reduce: fields of `multiring.ReducerOptions`, or `average`. `check_every` compares
+                weights, settings and statistics.
 
         Raises:
             UsageError: Nothing to reduce, an unknown layer, a dtype that cannot be reduced, or a net that
                 does not call back while `overlap` needs it.
             MismatchError: The ranks have different nets or options.
         """
-        self._comm = multiring.world() if comm is None else comm
+        self._comm = resolve(comm)
         self._solver, self._net, self._root = solver, solver.net, root
         if iter_size is not None and iter_size < 1:
             raise UsageError(f"rank {self._comm.rank}: iter_size is {iter_size}; pass 1 or more")
@@ -110,25 +94,18 @@ class SolverCallback:
             )
         self._parameters = self._select(frozen)
         specs = [self._specification(parameter) for parameter in self._parameters]
-        op: Literal["average", "sum"] = "average" if average else "sum"
         check_mode(self._comm.rank, buffers)
-        options = ReducerOptions(
-            *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
-            comm_dtype=comm_dtype,
-            compression=compression,
-            check_every=check_every,
-        )
-        self._reducer = GradientReducer(self._comm, specs, options)
-        self._state = SolverState(solver, self._comm, self._reducer.comm, buffers, check_every)
+        reduction = ReducerOptions.of(options)
+        self._reducer = GradientReducer(self._comm, specs, reduction, self)
+        self._state = SolverState(solver, self._comm, self._reducer.comm, buffers, reduction.check_every)
         self._dtypes = [np.dtype(spec.dtype) for spec in specs]
         # With one rank and no scaling there is nothing to do: gradients stay where they are.
-        self._is_local = self._comm.size == 1 and options.scale == 1.0
+        self._is_local = self._comm.size == 1 and reduction.scale == 1.0
         self._overlap, self._passes = overlap, BackwardPasses(self._parameters, iter_size)
         self._is_started = self._in_iteration = False
         self._next_iteration, self._seen_iteration = 0, -2
         self._produced: frozenset[str] = frozenset()
         self._copied: dict[int, int] = {}  # gradients that are in their slots, and their checksums
-        self._generation, self._views = -1, [np.empty(0)]
         self._is_watching = self._watch()
         _newest[solver] = weakref.ref(self)
 
@@ -179,8 +156,7 @@ class SolverCallback:
             for index in range(len(self._parameters)):
                 self._reducer.mark_produced(index)
         self._passes.end()
-        result = self._reducer.finish(self)
-        self._refresh_views()
+        result = self._reducer.finish()
         self._produced = frozenset(
             parameter.name
             for parameter, produced in zip(self._parameters, result.produced, strict=True)
@@ -188,7 +164,7 @@ class SolverCallback:
         )
         copied, self._copied = self._copied, {}
         for index in copied.keys() & set(np.flatnonzero(result.produced).tolist()):
-            self._diff(index)[...] = self._views[index]
+            self._diff(index)[...] = self._reducer.views[index]
         self._state.keep_equal(result.active.tolist())
 
     def broadcast(self, root: int | None = None) -> None:
@@ -219,28 +195,28 @@ class SolverCallback:
         yield
         if self._comm.size > 1:
             root = self._reducer.join(self._follow)
-            self._refresh_views()
             self._state.broadcast(root)
 
     def close(self) -> None:
         """Release the buckets. May be called twice. A solver that goes on needs another SolverCallback,
         beside which the callables of this one, which Caffe keeps, do nothing."""
-        self._views, self._is_watching = [], False
+        self._is_watching = False
         self._reducer.close()
         self._closed = True
 
-    def store(self, index: int) -> InPlace | bool:
-        """Part of `GradientSource`: in Caffe there is always a gradient, if only zeros."""
-        if self._is_local:
-            return True
+    def locate(self, index: int, is_ready: bool) -> InPlace | None:
+        """Part of `GradientSource`: in Caffe there is always a gradient, if only zeros. What is ready was
+        copied while the backward pass ran."""
+        if self._is_local or is_ready:
+            return IN_SLOT
         diff = self._diff(index)
         if diff.flags.c_contiguous and diff.flags.writeable:
             return InPlace(address_of(diff), diff)
         self._copy(index)
-        return True
+        return IN_SLOT
 
     def publish(self, index: int) -> None:
-        """Part of `GradientSource`: only where `store` has said that there is no gradient."""
+        """Part of `GradientSource`: only where `locate` has said that there is no gradient."""
 
     _closed = False
 
@@ -263,8 +239,7 @@ class SolverCallback:
         """On a rank that has joined: do what the others do in an iteration."""
         if not result.active.any():
             return
-        self._refresh_views()
-        for index, view in enumerate(self._views):
+        for index, view in enumerate(self._reducer.views):
             self._diff(index)[...] = view if result.produced[index] else 0
         self._state.keep_equal(result.active.tolist())
         if hasattr(self._solver, "apply_update"):
@@ -332,9 +307,8 @@ class SolverCallback:
         """Into its slot: where a blob shows no plain array, and what leaves during a backward pass. If that
         fails half-way, the next iteration clears the diffs before it asks what is still under way."""
         if not self._is_local:
-            self._refresh_views()
             diff = self._diff(index)
-            self._views[index][...] = diff
+            self._reducer.views[index][...] = diff
             self._copied[index] = checksum(diff)
 
     def _check_untouched(self) -> None:
@@ -366,11 +340,3 @@ class SolverCallback:
                 tensor=parameter.name,
             )
         return diff
-
-    def _refresh_views(self) -> None:
-        if self._generation != self._reducer.generation:
-            self._generation = self._reducer.generation
-            self._views = [
-                self._reducer.slot(index).view(spec.dtype).reshape(spec.shape)
-                for index, spec in enumerate(self._reducer.specs)
-            ]

@@ -1,13 +1,12 @@
-"""State and metrics of nets over ranks."""
+"""State of nets and solvers over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, SupportsFloat, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import multiring
-from multiring import metrics as shared_metrics
 from multiring.caffe.shape import Array, Net, Solver, learned_blobs
+from multiring.derived import resolve
 from multiring.gradients.model_check import check_same
 from multiring.state.broadcast import broadcast_arrays
 from multiring.state.buffer_sync import sync_arrays
@@ -17,15 +16,7 @@ from multiring.types import BufferMode
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = [
-    "SolverState",
-    "average_metrics",
-    "batch_weight",
-    "broadcast_object",
-    "broadcast_parameters",
-]
-
-T = TypeVar("T")
+__all__ = ["SolverState", "broadcast_parameters"]
 
 # Fields of the solver's parameters that updates depend on. Which of them pycaffe shows depends on the build.
 _SETTINGS = (
@@ -47,8 +38,7 @@ def broadcast_parameters(net: Net, root: int = 0, comm: Communicator | None = No
         UsageError: `root` is not a rank.
         MismatchError: The nets have different layers, shapes or dtypes.
     """
-    comm = multiring.world() if comm is None else comm
-    broadcast_arrays(comm, _weights(net), root)
+    broadcast_arrays(resolve(comm), _weights(net), root)
 
 
 class SolverState:
@@ -119,26 +109,6 @@ class SolverState:
         yield from self._settings()
         yield from _weights(self._solver.net, statistics=self._buffers != "local").items()
         yield from self._history()
-
-
-def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:
-    """Return `root`'s object on every rank; it has to be picklable. Collective."""
-    comm = multiring.world() if comm is None else comm
-    received: T = comm.broadcast_object(obj, root)
-    return received
-
-
-def average_metrics(
-    metrics: Mapping[str, SupportsFloat], count: float, comm: Communicator | None = None
-) -> dict[str, float]:
-    """Average metrics over ranks, weighted by `count` samples; see `multiring.metrics.average_metrics`."""
-    return shared_metrics.average_metrics(multiring.world() if comm is None else comm, metrics, count)
-
-
-def batch_weight(count: float, comm: Communicator | None = None) -> float:
-    """What to multiply the diff of the loss with where batches differ in size over ranks. Collective; see
-    `multiring.metrics.batch_weight`."""
-    return shared_metrics.batch_weight(multiring.world() if comm is None else comm, count)
 
 
 def _weights(net: Net, *, statistics: bool = True) -> dict[str, Array]:

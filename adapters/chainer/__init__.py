@@ -19,17 +19,13 @@ import_chainer()
 from multiring.chainer.communicator import ChainerCommunicator, create_communicator  # noqa: E402
 from multiring.chainer.factory import create_multi_node_optimizer  # noqa: E402
 from multiring.chainer.optimizer import MultiNodeOptimizer  # noqa: E402
-from multiring.chainer.state import (  # noqa: E402
-    average_metrics,
-    batch_weight,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from multiring.chainer.state import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
 from multiring.chainer.sync_batch_normalization import (  # noqa: E402
     SyncBatchNormalization,
     convert_sync_batch_normalization,
 )
+from multiring.metrics import average_metrics, batch_weight  # noqa: E402
+from multiring.state.broadcast import broadcast_object  # noqa: E402
 
 __all__ = [
     "ChainerCommunicator",

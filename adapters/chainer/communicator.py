@@ -16,10 +16,11 @@ from multiring.chainer import array_collectives as arrays
 from multiring.chainer.gradients import GradientSlots, fill_with_zeros, named_parameters
 from multiring.chainer.groups import Group, plain_communicator
 from multiring.chainer.messages import Mailbox
-from multiring.chainer.state import average_metrics, broadcast_arrays, forget_copies, parameter_arrays
+from multiring.chainer.state import broadcast_arrays, forget_copies, parameter_arrays
 from multiring.chainer.without_mpi import ObjectCommunicator, keep_mpi_out
 from multiring.errors import UsageError
-from multiring.gradients.source import ReducerOptions
+from multiring.gradients.options import ReducerOptions
+from multiring.metrics import average_metrics
 
 __all__ = ["ChainerCommunicator", "create_communicator"]
 
@@ -115,13 +116,25 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
     - Arrays of CuPy travel through host memory.
 
     Attributes:
+        rank: Rank of this process in the communicator.
+        size: Number of ranks.
+        intra_rank: Rank among those on this host.
+        intra_size: Number of ranks on this host.
+        inter_rank: Number of this host.
+        inter_size: Number of hosts.
         plain: The `multiring.Communicator` at work.
         mpi_comm: What was passed for it, or mpi4py's methods for Python objects and its barrier.
         batched_copy: What was passed for it.
     """
 
+    # In the place of properties of the base class.
+    rank = size = intra_rank = intra_size = inter_rank = inter_size = 0
+
     def __init__(self, comm: Communicator, mpi_comm: Any = None, *, owned: bool = False) -> None:
         super().__init__()
+        self.rank, self.size = comm.rank, comm.size
+        self.intra_rank, self.intra_size = comm.local_rank, comm.local_size
+        self.inter_rank, self.inter_size = comm.cross_rank, comm.cross_size
         if mpi_comm is not None and (mpi_comm.size, mpi_comm.rank) != (comm.size, comm.rank):
             raise UsageError(
                 f"rank {comm.rank} of {comm.size} is rank {mpi_comm.rank} of {mpi_comm.size} in mpi_comm; "
@@ -136,36 +149,6 @@ class ChainerCommunicator(chainermn.CommunicatorBase):
         self.set_config("batched_copy", True)
         self.set_config("allreduce_grad_dtype", None)
         self._slots: weakref.WeakKeyDictionary[chainer.Link, _ModelSlots] = weakref.WeakKeyDictionary()
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process in the communicator."""
-        return self.plain.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.plain.size
-
-    @property
-    def intra_rank(self) -> int:
-        """Rank among those on this host."""
-        return self.plain.local_rank
-
-    @property
-    def intra_size(self) -> int:
-        """Number of ranks on this host."""
-        return self.plain.local_size
-
-    @property
-    def inter_rank(self) -> int:
-        """Number of this host."""
-        return self.plain.cross_rank
-
-    @property
-    def inter_size(self) -> int:
-        """Number of hosts."""
-        return self.plain.cross_size
 
     def set_config(self, name: str, value: Any = True, **kwargs: Any) -> None:
         """Keep a setting, which is an attribute: "batched_copy" or "allreduce_grad_dtype", see

@@ -14,8 +14,9 @@ from multiring.arrays import STREAMING_BYTES, address_of, checksum, copy_large
 from multiring.chainer.arrays import Array, on_device, place, to_host
 from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
+from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import InPlace, ReducerOptions, RoundResult
+from multiring.gradients.source import IN_SLOT, InPlace, RoundResult
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -71,13 +72,14 @@ class GradientSlots:
         self.parameters = list(ready.values())
         self._comm = comm
         specs = specifications(comm.rank, ready)
-        self.reducer = GradientReducer(comm, specs, options)
+        self.reducer = GradientReducer(comm, specs, options, self)
         self.is_repeatable = options.scale * (comm.size if options.op == "sum" else 1) == 1.0
-        self._generation = -1
         self._views: list[Array] = []
         # Weak: what the program lets go of is not to be kept until the next round.
         self._shown: list[Callable[[], Any]] = [_nothing] * len(specs)
-        self._in_place: dict[int, Array] = {}  # of the round under way
+        self._pending: dict[int, Any] = {}  # of the round under way, not in their slots yet
+        self._own: set[int] = set()  # which of these may be reduced where they are
+        self._in_place: dict[int, Array] = {}  # which are
         self._done: dict[int, int] = {}  # checksums of what an update was made with
         self.loss_scale: float | None = None
         self._refresh_views()
@@ -177,7 +179,7 @@ class GradientSlots:
         Raises:
             UsageError: One of them is what was reduced before, and must not be again.
         """
-        pending = {}
+        self._pending = pending = {}
         for index in range(len(self.parameters) - 1, -1, -1):
             gradient = self.parameters[index].grad
             if gradient is None or self.reducer.is_ready(index):
@@ -188,17 +190,23 @@ class GradientSlots:
                 raise self._reduced_twice(index)
             pending[index] = gradient
         # A sum in an array that another parameter's gradient is too, in another optimizer, would be added up.
-        own = _own_arrays(pending) if in_place and self.is_repeatable else set()
+        self._own = _own_arrays(pending) if in_place and self.is_repeatable else set()
+        # Before any bucket leaves: the array may be the slot of another parameter.
         for index, gradient in pending.items():
-            is_there = gradient is self._views[index]
-            place = None if is_there else self._locate(index, gradient, own=index in own)
-            self.reducer.mark_ready(index, place)
-        self.reducer.flush(self)
+            if index not in self._own and gradient is not self._views[index]:
+                self._put(index, gradient)
+                pending[index] = self._views[index]
+        try:
+            for index in pending:
+                self.reducer.mark_ready(index)
+            self.reducer.flush()
+        finally:
+            self._pending = {}
 
     def receive(self) -> RoundResult:
         """End the round: wait, and show the averages where any rank had a new gradient. Collective."""
         try:
-            result = self.reducer.finish(self)
+            result = self.reducer.finish()
         finally:
             in_place, self._in_place = self._in_place, {}
         self._refresh_views()
@@ -239,9 +247,23 @@ class GradientSlots:
         self._shown = [_nothing] * len(self.parameters)
         self.reducer.close()
 
-    def store(self, index: int) -> InPlace | bool:
-        """Part of `GradientSource`: `send` has marked all gradients that there are."""
-        return False
+    def locate(self, index: int, is_ready: bool) -> InPlace | None:
+        """Part of `GradientSource`: `send` has marked all gradients that there are.
+
+        They are reduced in place, or in their slots, where they are copied to. The average of the program's
+        own arrays is to be in them in any case.
+        """
+        gradient = self._pending.get(index)
+        if gradient is None:  # `arrived` has put it into its slot
+            return IN_SLOT if is_ready else None
+        if gradient is self._views[index]:
+            return IN_SLOT
+        if index in self._own:
+            self._in_place[index] = gradient
+            if gradient.flags.c_contiguous:
+                return InPlace(address_of(gradient), gradient)
+        self._put(index, gradient)
+        return IN_SLOT
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: this rank's backward pass has not told how the average is scaled.
@@ -249,16 +271,6 @@ class GradientSlots:
         `receive` shows all averages at once.
         """
         self.parameters[index]._loss_scale = self.loss_scale
-
-    def _locate(self, index: int, gradient: Any, *, own: bool) -> InPlace | None:
-        """Where a gradient is reduced: in place, or (None) in its slot, where it is copied to. The average of
-        the program's `own` arrays is to be in them in any case."""
-        if own:
-            self._in_place[index] = gradient
-            if gradient.flags.c_contiguous:
-                return InPlace(address_of(gradient), gradient)
-        self._put(index, gradient)
-        return None
 
     def _is_new(self, index: int) -> bool:
         gradient = self.parameters[index].grad
@@ -304,14 +316,10 @@ class GradientSlots:
 
     def _refresh_views(self) -> None:
         """Views of the slots, if these have moved; gradients move along."""
-        if self._generation == self.reducer.generation:
+        if self._views is self.reducer.views:
             return
-        self._generation = self.reducer.generation
         before: Sequence[Array | None] = self._views or [None] * len(self.parameters)
-        self._views = [
-            self.reducer.slot(index).view(spec.dtype).reshape(spec.shape)
-            for index, spec in enumerate(self.reducer.specs)
-        ]
+        self._views = self.reducer.views
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None and parameter.grad is before[index]:
                 self._show(index)

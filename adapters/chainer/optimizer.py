@@ -25,7 +25,7 @@ from multiring.chainer.state import (
 from multiring.chainer.sync_batch_normalization import SyncBatchNormalization
 from multiring.errors import UsageError
 from multiring.gradients.model_check import check_same
-from multiring.gradients.source import ReducerOptions, check_arguments
+from multiring.gradients.options import ReducerOptions, check_parameters
 from multiring.state.buffer_sync import check_mode
 from multiring.state.check import StateCheck
 from multiring.types import BufferMode
@@ -321,7 +321,7 @@ class MultiNodeOptimizer:
         plain = self.communicator.plain
         parameters = named_parameters(self.target)
         if not parameters or any(parameter.is_initialized for parameter in parameters.values()):
-            check_arguments(plain.rank, specifications(plain.rank, parameters), self._options)
+            check_parameters(plain.rank, specifications(plain.rank, parameters), self._options)
         entries = [(name, _describe(parameter)) for name, parameter in parameters.items()]
         check_same(plain, entries, "parameters of the model")
         self._broadcast_buffers()

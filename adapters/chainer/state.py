@@ -1,28 +1,24 @@
-"""State from one rank to all, and metrics over all."""
+"""State from one rank to all."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any
 
 import numpy as np
 
 import chainer
 from multiring import Communicator
-from multiring import metrics as shared_metrics
 from multiring.chainer.arrays import Array, is_array, on_device, place, to_host
 from multiring.chainer.gradients import named_parameters
 from multiring.chainer.groups import Group, plain_communicator
-from multiring.state.broadcast import StateBuffer, broadcast_state, check_root
+from multiring.state import broadcast
 from multiring.state.buffer_sync import sync_arrays
 from multiring.types import BufferMode
 
 __all__ = [
-    "average_metrics",
-    "batch_weight",
     "broadcast_arrays",
-    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "parameter_arrays",
@@ -30,8 +26,6 @@ __all__ = [
     "sync_buffers",
     "training_state",
 ]
-
-T = TypeVar("T")
 
 # What dynamic loss scaling has found out.
 _LOSS_SCALING = ("_loss_scale", "_loss_scaling_isnan_ever")
@@ -89,14 +83,9 @@ def parameter_arrays(link: chainer.Link) -> dict[str, Any]:
 
 def broadcast_arrays(arrays: Mapping[str, Any], root: int = 0, comm: Group = None) -> None:
     """Overwrite arrays, of NumPy or CuPy, with those of `root`. Collective; see `broadcast_parameters`."""
-    plain = plain_communicator(comm)
     # Arrays of the host without gaps are received where they are; others by way of a copy.
-    staged: dict[str, Array] = {name: to_host(array) for name, array in arrays.items()}
-    buffers = [
-        StateBuffer(name, array.reshape(-1).view(np.uint8), f"{array.dtype} {arrays[name].shape}")
-        for name, array in staged.items()
-    ]
-    broadcast_state(plain, buffers, root)
+    staged = {name: to_host(array) for name, array in arrays.items()}
+    broadcast.broadcast_arrays(plain_communicator(comm), staged, root)
     _take_over(arrays, staged)
 
 
@@ -144,7 +133,7 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, comm: Group = None)
         UsageError: `root` is not a rank.
     """
     plain = plain_communicator(comm)
-    check_root(plain, root)
+    broadcast.check_root(plain, root)
     if plain.size == 1:
         return
     optimizer = getattr(optimizer, "actual_optimizer", optimizer)
@@ -186,31 +175,12 @@ def state_digest(optimizer: chainer.Optimizer) -> str:
     return digest.hexdigest()
 
 
-def broadcast_object(obj: T, root: int = 0, comm: Group = None) -> T:
-    """Return `root`'s object on every rank; it has to be picklable. Collective."""
-    received: T = plain_communicator(comm).broadcast_object(obj, root)
-    return received
-
-
-def average_metrics(
-    metrics: Mapping[str, SupportsFloat], count: float, comm: Group = None
-) -> dict[str, float]:
-    """Average metrics over ranks, weighted by `count` samples; see `multiring.metrics.average_metrics`."""
-    return shared_metrics.average_metrics(plain_communicator(comm), metrics, count)
-
-
 def _on_host(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return None if state is None else {k: to_host(v) if is_array(v) else v for k, v in state.items()}
 
 
 def _placed(state: Mapping[str, Any] | None, device: bool) -> dict[str, Any] | None:
     return None if state is None else {k: place(v, device) if is_array(v) else v for k, v in state.items()}
-
-
-def batch_weight(count: float, comm: Group = None) -> float:
-    """What to multiply the mean loss of a batch with where batches differ in size over ranks. Collective; see
-    `multiring.metrics.batch_weight`."""
-    return shared_metrics.batch_weight(plain_communicator(comm), count)
 
 
 def _is_constant(value: Any) -> bool:

@@ -86,29 +86,24 @@ class ObjectCommunicator:
     """mpi4py's methods for Python objects, which have lower-case names, and its barrier.
 
     Objects have to be picklable. What one rank cannot pickle is an error on every rank that gets objects.
+
+    Attributes:
+        rank: Rank of this process.
+        size: Number of ranks.
     """
 
     def __init__(self, comm: Communicator, mailbox: Mailbox) -> None:
         self._comm = comm
         self._mailbox = mailbox
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-        return self._comm.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._comm.size
+        self.rank, self.size = comm.rank, comm.size
 
     def Get_rank(self) -> int:  # noqa: N802 (the name is mpi4py's, here and below)
         """Rank of this process."""
-        return self._comm.rank
+        return self.rank
 
     def Get_size(self) -> int:  # noqa: N802
         """Number of ranks."""
-        return self._comm.size
+        return self.size
 
     def Barrier(self) -> None:  # noqa: N802
         """Wait until all ranks are here."""

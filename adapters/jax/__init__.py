@@ -13,8 +13,7 @@ Everything but the broadcasts of state and `average_metrics` works inside of `ji
 
 from __future__ import annotations
 
-import sys as _sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 try:
     import jax as _jax  # noqa: F401
@@ -32,12 +31,17 @@ from multiring.jax.gradients import (
     join,
     value_and_grad,
 )
-from multiring.jax.state import average_metrics, broadcast_object, broadcast_parameters
+from multiring.jax.state import broadcast_parameters
 from multiring.jax.state_check import check_state
 from multiring.jax.trees import grouped_allreduce, sync_buffers
+from multiring.lazy import lazy_names as _lazy_names
+from multiring.metrics import average_metrics
+from multiring.state.broadcast import broadcast_object
 
 if TYPE_CHECKING:
     from multiring.jax.optimizer import distribute
+# Which alone needs optax.
+__getattr__, __dir__ = _lazy_names(__name__, {"distribute": ".optimizer"})
 
 __all__ = [
     "BatchStatistics",
@@ -63,18 +67,3 @@ __all__ = [
     "sync_buffers",
     "value_and_grad",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "distribute":  # which alone needs optax
-        # Python suggests similar names of the module that the error names.
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}", name=name, obj=_sys.modules[__name__]
-        )
-    from multiring.jax.optimizer import distribute
-
-    return distribute
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.jax.primitive import OPS
+from multiring.reductions import ScaleKeywords
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["as_arrays", "call_site", "check_op", "resolve"]
+__all__ = ["as_arrays", "as_factors", "call_site", "check_op", "resolve"]
 
 DTYPES = (
     "bool",
@@ -32,6 +33,11 @@ def check_op(comm: Communicator, op: str) -> None:
     """Raise UsageError unless it is the name of a reduction."""
     if op not in OPS:
         raise UsageError(f"rank {comm.rank}: op is {op!r}; accepted: {', '.join(OPS)}")
+
+
+def as_factors(scale: ScaleKeywords) -> dict[str, Any]:
+    """Factors as the core takes them."""
+    return {"prescale": float(scale.get("prescale", 1.0)), "postscale": float(scale.get("postscale", 1.0))}
 
 
 def call_site() -> str:

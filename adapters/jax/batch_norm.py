@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from multiring.errors import UsageError
 from multiring.jax.arguments import resolve
 from multiring.jax.collectives import allgather
+from multiring.state.batch_moments import fold_rows
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -81,7 +82,7 @@ def batch_statistics(
     squares = _masked(jnp.square(values - jnp.expand_dims(mean, axes)), mask).sum(axes)
     row = jnp.concatenate([jnp.full((1,), count, values.dtype), mean, squares])
     rows = row[None] if comm.size == 1 else allgather(row[None], comm=comm, name=name)
-    total = _combine(rows)
+    total = fold_rows(rows, _merged)
     # A count is exact in float32 up to 2 ** 24; a mean over more values does not notice the rounding.
     samples = jax.lax.stop_gradient(total[0])
     return BatchStatistics(total[1 : channels + 1], total[channels + 1 :] / jnp.maximum(samples, 1), samples)
@@ -93,12 +94,8 @@ def _masked(values: jax.Array, mask: Any | None) -> jax.Array:
     return jnp.where(jnp.reshape(mask, (-1, *[1] * (values.ndim - 1))), values, 0)
 
 
-def _combine(rows: jax.Array) -> jax.Array:
-    """Fold rows of (count, means, sums of squared deviations) in a balanced tree over the ranks."""
-    if len(rows) == 1:
-        return rows[0]
-    half = 1 << ((len(rows) - 1).bit_length() - 1)
-    left, right = _combine(rows[:half]), _combine(rows[half:])
+def _merged(left: jax.Array, right: jax.Array) -> jax.Array:
+    """One row of (count, means, sums of squared deviations) of two."""
     channels = (len(left) - 1) // 2
     n_left, n_right = (jax.lax.stop_gradient(part[0]) for part in (left, right))
     count = n_left + n_right

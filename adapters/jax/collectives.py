@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from multiring.errors import UsageError
-from multiring.jax.arguments import as_arrays, call_site, check_op, resolve
+from multiring.jax.arguments import as_arrays, as_factors, call_site, check_op, resolve
 from multiring.jax.library import number_of
 from multiring.jax.primitive import Bucket, Collective, block_rows, run
 from multiring.jax.trees import Reduction, named, named_leaves, reduce_arrays
-from multiring.reductions import explain_arguments
+from multiring.reductions import ScaleKeywords, explain_arguments
+from multiring.types import ReduceOpName
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -23,12 +24,11 @@ __all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reducescatter"]
 @explain_arguments
 def allreduce(
     x: Any,
-    op: str = "sum",
+    op: ReduceOpName = "sum",
     *,
     comm: Communicator | None = None,
     name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
+    **scale: Unpack[ScaleKeywords],
 ) -> Any:
     """Reduce an array, or those of a tree, element by element over all ranks; every rank gets the result.
 
@@ -43,8 +43,7 @@ def allreduce(
             place in the program, and all ranks have to make such calls in one order. Needed where several
             threads of a process use collectives, and where calls that belong together are written in
             different places.
-        prescale: Factor before the reduction.
-        postscale: Factor after it.
+        scale: `prescale`, a factor for each input before the reduction, and `postscale`, one for the result.
 
     Returns:
         An array of the shape and dtype of `x`, or a tree of the same structure.
@@ -56,11 +55,10 @@ def allreduce(
     """
     comm = resolve(comm)
     check_op(comm, op)
-    scales: dict[str, Any] = {"prescale": float(prescale), "postscale": float(postscale)}
     names, leaves, structure = named_leaves(x)
     if jax.tree_util.all_leaves([x]):
-        return _run_one("allreduce", x, comm, name, op=op, **scales)
-    options = Reduction(op=op, **scales, **named(name, "allreduce"))
+        return _run_one("allreduce", x, comm, name, op=op, **as_factors(scale))
+    options = Reduction(op=op, **as_factors(scale), **named(name, "allreduce"))
     return structure.unflatten(reduce_arrays(comm, as_arrays(comm, leaves, names), names, options))
 
 
@@ -121,14 +119,14 @@ def _allgather(x: Any, lengths: Sequence[int] | None, comm: Communicator, name: 
     return _run_one("allgather", x, comm, name, received=received)
 
 
+@explain_arguments
 def reducescatter(
     x: Any,
-    op: str = "sum",
+    op: ReduceOpName = "sum",
     *,
     comm: Communicator | None = None,
     name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
+    **scale: Unpack[ScaleKeywords],
 ) -> Any:
     """Reduce an array over all ranks; rank i gets block i of the result along axis 0.
 
@@ -141,11 +139,10 @@ def reducescatter(
     """
     comm = resolve(comm)
     check_op(comm, op)
-    scales: dict[str, Any] = {"prescale": float(prescale), "postscale": float(postscale)}
 
     def scatter(leaf: Any, own: str | None) -> jax.Array:
         _check_rows(comm, leaf, "reducescatter")
-        return _run_one("reducescatter", leaf, comm, own, op=op, **scales)
+        return _run_one("reducescatter", leaf, comm, own, op=op, **as_factors(scale))
 
     return _of_each(x, name, scatter)
 

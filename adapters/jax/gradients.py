@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
@@ -14,12 +14,15 @@ import numpy as np
 import jax
 import jax.numpy as jnp
 from multiring.errors import UsageError
-from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from multiring.gradients.options import BucketKeywords, check_options
+from multiring.gradients.participation import answer_rounds, own_flags
 from multiring.jax.arguments import as_arrays, resolve
 from multiring.jax.collectives import allreduce
 from multiring.jax.state import broadcast_parameters
-from multiring.jax.state_check import check_interval, check_leaves, check_state
+from multiring.jax.state_check import check_leaves, check_state
 from multiring.jax.trees import Reduction, bucket_name, named, named_leaves, reduce_arrays
+from multiring.reductions import explain_arguments
+from multiring.state.check import check_interval
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -54,34 +57,22 @@ class Participation(NamedTuple):
 
 
 def gradient_options(
-    comm: Communicator,
-    op: str,
-    prescale: float,
-    postscale: float,
-    bucket_bytes: int,
-    first_bucket_bytes: int,
-    name: str | None,
-    check_every: int | None = 0,
+    comm: Communicator, name: str | None, keywords: BucketKeywords, check_every: int | None = 0
 ) -> Reduction:
     """The options of a reduction of gradients; UsageError if they make no sense. 0: no state is compared."""
-    if op not in ("average", "sum"):
-        raise UsageError(f"rank {comm.rank}: op is {op!r}; gradients take 'average' or 'sum'")
-    scales = float(prescale), float(postscale)
-    matched = named(name, "gradients")
-    interval = check_interval(comm, check_every)
-    return Reduction(op, *scales, bucket_bytes, first_bucket_bytes, check_every=interval, **matched)
+    interval = check_interval(comm.rank, check_every)
+    options = Reduction.of(keywords, check_every=interval, **named(name, "gradients"))
+    check_options(comm.rank, options)
+    return options
 
 
+@explain_arguments
 def average_gradients(
     gradients: Any,
     *,
     comm: Communicator | None = None,
-    op: str = "average",
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    bucket_bytes: int = BUCKET_BYTES,
-    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     name: str | None = None,
+    **options: Unpack[BucketKeywords],
 ) -> Any:
     """Average a pytree of gradients over ranks; inside or outside of a compiled function.
 
@@ -89,12 +80,9 @@ def average_gradients(
         gradients: The same structure, shapes and dtypes on all ranks. Where a leaf is None there is no
             gradient, on all ranks; `average_partial_gradients` lets ranks differ in that.
         comm: Ranks that take part; the world by default.
-        op: "average" or "sum".
-        prescale: Factor before the reduction.
-        postscale: Factor after it.
-        bucket_bytes: Limit of a bucket, in bytes.
-        first_bucket_bytes: Limit of the first bucket of each dtype.
         name: First word of the buckets' names; see `allreduce`.
+        options: How to reduce: `op`, `average`, `bucket_bytes`, `first_bucket_bytes`, `prescale` and
+            `postscale`, as in `multiring.ReducerOptions`.
 
     Returns:
         A tree of the same structure, with the same bits on every rank.
@@ -104,8 +92,7 @@ def average_gradients(
         JaxRuntimeError: The communication failed; see `allreduce`.
     """
     comm = resolve(comm)
-    options = gradient_options(comm, op, prescale, postscale, bucket_bytes, first_bucket_bytes, name)
-    return reduce_gradients(comm, gradients, options)
+    return reduce_gradients(comm, gradients, gradient_options(comm, name, options))
 
 
 def reduce_gradients(comm: Communicator, gradients: Any, options: Reduction) -> Any:
@@ -137,19 +124,16 @@ def _refuse_reduced(comm: Communicator, arrays: Sequence[Any], names: Sequence[s
             )
 
 
+@explain_arguments
 def average_partial_gradients(
     gradients: Any,
     like: Any,
     active: Any = True,
     *,
     comm: Communicator | None = None,
-    op: str = "average",
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    bucket_bytes: int = BUCKET_BYTES,
-    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     name: str | None = None,
     check_every: int | None = None,
+    **options: Unpack[BucketKeywords],
 ) -> tuple[Any, Participation]:
     """Average gradients that some ranks may lack, in part or altogether.
 
@@ -168,9 +152,8 @@ def average_partial_gradients(
         A tree of the structure of `like`, zeros where no rank had a gradient, and who took part.
     """
     comm = resolve(comm)
-    sizes = bucket_bytes, first_bucket_bytes
-    options = gradient_options(comm, op, prescale, postscale, *sizes, name, check_every)
-    return reduce_partial(comm, gradients, like, active, options)
+    reduction = gradient_options(comm, name, options, check_every)
+    return reduce_partial(comm, gradients, like, active, reduction)
 
 
 def reduce_partial(
@@ -188,8 +171,7 @@ def reduce_partial(
         else jnp.where(active, part, jnp.zeros((), jnp.result_type(part)))
         for part, model in zip(present, models, strict=True)
     ]
-    ranks = jnp.arange(comm.size) == comm.rank
-    flags = jnp.concatenate([np.array([part is not None for part in present], bool), ranks]) & active
+    flags = own_flags([part is not None for part in present], comm.rank, comm.size) & active
     # A rank without data answers from another place, in `join`.
     options = dataclasses.replace(options, site=None)
     telling = Reduction("sum", name=f"{options.name}: participation", ordered=options.ordered)
@@ -233,11 +215,7 @@ def join(like: Any, *, comm: Communicator | None = None, **options: Any) -> Any:
     comm = resolve(comm)
     state = options.pop("state", None)
     if comm.size > 1:
-        rounds = 1
-        while np.asarray(_answer(like, comm, tuple(options.items()))).any():
-            rounds += 1
-        # Who has answered least had data for longest.
-        last = int(np.argmin(comm.allgather(np.array([rounds]), name="rounds answered in join")))
+        last = answer_rounds(comm, lambda: _answer(like, comm, tuple(options.items())))
         like, state = broadcast_parameters((like, state), last, comm=comm)
     return like if state is None else (like, state)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from multiring.errors import UsageError
-from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from multiring.gradients.model_check import check_same
+from multiring.gradients.options import BucketKeywords
 from multiring.jax.arguments import resolve
 from multiring.jax.gradients import gradient_options, reduce_gradients, reduce_partial
-from multiring.jax.state_check import check_interval, check_leaves
+from multiring.jax.state_check import check_leaves
 from multiring.jax.trees import named_leaves
 from multiring.reductions import explain_arguments
 
@@ -51,14 +52,10 @@ def distribute(
     optimizer: Any,
     *,
     comm: Communicator | None = None,
-    op: str = "average",
-    prescale: float = 1.0,
-    postscale: float = 1.0,
     every_k: int = 1,
-    bucket_bytes: int = BUCKET_BYTES,
-    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     name: str | None = None,
     check_every: int | None = None,
+    **options: Unpack[BucketKeywords],
 ) -> Any:
     """Wrap an optax optimizer: its `update` takes this rank's gradients and applies those of all ranks.
 
@@ -68,18 +65,14 @@ def distribute(
     Args:
         optimizer: Any optax gradient transformation.
         comm: Ranks that train together; the world by default.
-        op: "average" or "sum".
-        prescale: Factor before the reduction.
-        postscale: Factor after it.
         every_k: Reduce and update every k-th time; in between gradients are added up on this rank and updates
             are zero. What the optimizer gets is the sum of the k gradients: divide the loss by k for
             the mean.
-        bucket_bytes: Limit of a bucket, in bytes.
-        first_bucket_bytes: Limit of the first bucket of each dtype.
         name: First word of the buckets' names, see `allreduce`.
-        check_every: Compare checksums of parameters and optimizer state over ranks in the second step and
-            every so many steps, so that ranks that drift apart are an error; 0: never; None: as
-            MULTIRING_CHECK_EVERY says (100).
+        check_every: Steps between two comparisons of parameters and optimizer state over ranks; see
+            `multiring.ReducerOptions`.
+        options: How to reduce: `op`, `average`, `bucket_bytes`, `first_bucket_bytes`, `prescale` and
+            `postscale`, as in `multiring.ReducerOptions`.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`. Its `update` also takes `active`, a boolean: a rank
@@ -95,8 +88,8 @@ def distribute(
     wrapped = optax.with_extra_args_support(optimizer)
     if every_k < 1:
         raise UsageError(f"every_k is {every_k}; pass 1 or more")
-    settings = (op, float(prescale), float(postscale), bucket_bytes, first_bucket_bytes, name, check_every)
-    gradient_options(resolve(comm), *settings)
+    settings = name, options, check_every
+    gradient_options(resolve(comm), *settings)  # an error is to be raised here
     counter = next(_counters)
 
     def init(params: Any) -> Any:
@@ -104,8 +97,10 @@ def distribute(
         inner = wrapped.init(params)
         entries = _describe(params)
         if entries is not None:
-            options = *settings[:-1], check_interval(group, check_every), every_k
-            check_same(group, [*entries, ("options", repr(options))], "parameters of the model")
+            # The line that calls differs between steps.
+            reduction = replace(gradient_options(group, *settings), site=None)
+            compared = "options", repr((asdict(reduction), every_k))
+            check_same(group, [*entries, compared], "parameters of the model")
             kind = "optimizer state", str(jax.tree.structure(inner))
             check_same(group, [*(_describe(inner) or []), kind], "state of the optimizer")
         if every_k == 1:
@@ -115,15 +110,15 @@ def distribute(
 
     def apply(updates: Any, state: Any, params: Any, active: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
         group = resolve(comm)
-        options = gradient_options(group, *settings)
+        reduction = gradient_options(group, *settings)
         training = {"parameters": params, "state": state}
         if active is None:
-            matched = {"ordered": options.ordered, "site": options.site, "counter": counter}
-            check_leaves(group, training, options.check_every, name=f"{options.name}: state", **matched)
-            reduced = reduce_gradients(group, updates, options)
+            matched = {"ordered": reduction.ordered, "site": reduction.site, "counter": counter}
+            check_leaves(group, training, reduction.check_every, name=f"{reduction.name}: state", **matched)
+            reduced = reduce_gradients(group, updates, reduction)
         else:
             reduced, _ = reduce_partial(
-                group, updates, updates if params is None else params, active, options, training
+                group, updates, updates if params is None else params, active, reduction, training
             )
         result: tuple[Any, Any] = wrapped.update(reduced, state, params, **extra)
         return result

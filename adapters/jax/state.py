@@ -1,26 +1,24 @@
-"""State from one rank to all, and metrics from all: outside of compiled functions."""
+"""State from one rank to all, outside of compiled functions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import jax
 import jax.numpy as jnp
-import multiring.metrics
 from multiring.errors import UsageError
 from multiring.jax.arguments import resolve
 from multiring.jax.internals import with_weak_type
 from multiring.jax.trees import named_leaves
 from multiring.reductions import explain_arguments
-from multiring.state.broadcast import StateBuffer, broadcast_state, check_root
+from multiring.state.broadcast import broadcast_arrays, check_root
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["average_metrics", "broadcast_object", "broadcast_parameters"]
+__all__ = ["broadcast_parameters"]
 
 
 @explain_arguments
@@ -48,11 +46,8 @@ def broadcast_parameters(tree: Any, root: int = 0, *, comm: Communicator | None 
     copies = [_copy(comm, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
     # Not compared: a root that has read a checkpoint lacks the weak types that others have.
     weak = np.array([getattr(leaf, "weak_type", False) for leaf in leaves], np.uint8)
-    buffers = [
-        StateBuffer(f"{number}: {name}", copy.reshape(-1).view(np.uint8), f"{copy.dtype.name} {copy.shape}")
-        for number, (name, copy) in enumerate(zip(names, copies, strict=True))
-    ]
-    broadcast_state(comm, [*buffers, StateBuffer("weak types", weak)], root)
+    arrays = {f"{k}: {name}": copy for k, (name, copy) in enumerate(zip(names, copies, strict=True))}
+    broadcast_arrays(comm, arrays | {"weak types": weak}, root)
     if comm.rank == root or comm.size == 1:
         return tree
     return structure.unflatten([_like(*each) for each in zip(leaves, copies, weak, strict=True)])
@@ -86,25 +81,3 @@ def _like(leaf: Any, copy: np.ndarray[Any, Any], weak_type: bool) -> Any:
     if isinstance(leaf, bool | int | float | complex):
         return type(leaf)(copy[()])
     return with_weak_type(jnp.asarray(copy), bool(weak_type))
-
-
-@explain_arguments
-def broadcast_object(obj: Any, root: int = 0, *, comm: Communicator | None = None) -> Any:
-    """Give every rank the picklable object of rank `root`. Collective."""
-    return resolve(comm).broadcast_object(obj, root)
-
-
-def average_metrics(
-    metrics: Mapping[str, SupportsFloat], count: float, *, comm: Communicator | None = None
-) -> dict[str, float]:
-    """Average metrics over ranks, weighted by the number of samples that each has seen. Collective.
-
-    Args:
-        metrics: Averages over this rank's samples, by name: numbers or arrays of shape ().
-        count: Number of samples; with 0 the values do not count.
-        comm: Ranks that take part; the world by default.
-
-    Returns:
-        The averages over all samples; NaN where there are none.
-    """
-    return multiring.metrics.average_metrics(resolve(comm), metrics, count)

@@ -13,19 +13,17 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from multiring import config
-from multiring.errors import UsageError
 from multiring.jax.arguments import DTYPES, resolve
 from multiring.jax.internals import COLLECTIVE, abstract_token
 from multiring.jax.library import CHECK, number_of, thread_effect
 from multiring.jax.primitive import ffi_call, place_in_program
 from multiring.jax.trees import named, named_leaves
-from multiring.state.check import advice_at
+from multiring.state.check import advice_at, check_interval
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["check_interval", "check_leaves", "check_state"]
+__all__ = ["check_leaves", "check_state"]
 
 _KNOWN = {*DTYPES, "complex64", "complex128"}
 
@@ -55,18 +53,6 @@ class StateCheck:
     owned: str = ""
 
 
-def check_interval(comm: Communicator, every: int | None) -> int:
-    """Steps between two comparisons; 0: never.
-
-    Raises:
-        UsageError: A negative number.
-    """
-    interval = config.load().check_every if every is None else every
-    if interval < 0:
-        raise UsageError(f"rank {comm.rank}: check_every is {every}; pass 0 (never) or more")
-    return interval
-
-
 def check_state(
     tree: Any, *, every: int | None = None, comm: Communicator | None = None, name: str | None = None
 ) -> None:
@@ -88,7 +74,7 @@ def check_state(
             array that differs, and which ranks have what.
     """
     comm = resolve(comm)
-    check_leaves(comm, tree, check_interval(comm, every), **named(name, "state check"))
+    check_leaves(comm, tree, check_interval(comm.rank, every), **named(name, "state check"))
 
 
 def check_leaves(comm: Communicator, tree: Any, every: int, **matched: Any) -> None:

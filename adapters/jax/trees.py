@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
-from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec, plan_buckets
+from multiring.gradients.bucketing import ParameterSpec, first_and_more
+from multiring.gradients.options import ReducerOptions, SizeKeywords
 from multiring.jax.arguments import as_arrays, call_site, check_op, resolve
 from multiring.jax.library import number_of
 from multiring.jax.primitive import Bucket, Collective, run
+from multiring.reductions import explain_arguments
 from multiring.state.broadcast import check_root
 from multiring.state.buffer_sync import check_mode
-from multiring.types import BufferMode
+from multiring.types import BufferMode, ReduceOpName
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -24,35 +26,18 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """How trees are reduced; the same on every rank.
+class Reduction(ReducerOptions):
+    """How trees are reduced: by any `op`; names begin with `name`.
 
     Attributes:
-        op: As in `allreduce`.
-        prescale: Factor before the reduction.
-        postscale: Factor after it.
-        bucket_bytes: Limit of a bucket, in bytes.
-        first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
-        name: First word of the buckets' names.
         check_every: Steps between two comparisons of the state; 0: never.
         ordered: See `Collective`.
         site: See `Collective`.
     """
 
-    op: str = "average"
-    prescale: float = 1.0
-    postscale: float = 1.0
-    bucket_bytes: int = BUCKET_BYTES
-    first_bucket_bytes: int = FIRST_BUCKET_BYTES
-    name: str = "gradients"
     check_every: int = 0
     ordered: bool = False
     site: str | None = None
-
-    @property
-    def scale(self) -> float:
-        """Product of both factors."""
-        return self.prescale * self.postscale
 
 
 def named(name: str | None, otherwise: str) -> dict[str, Any]:
@@ -69,16 +54,14 @@ def named_leaves(tree: Any) -> tuple[list[str], list[Any], Any]:
     return names, [leaf for _, leaf in found], structure
 
 
+@explain_arguments
 def grouped_allreduce(
     tree: Any,
-    op: str = "sum",
+    op: ReduceOpName = "sum",
     *,
     comm: Communicator | None = None,
     name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    bucket_bytes: int = BUCKET_BYTES,
-    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    **options: Unpack[SizeKeywords],
 ) -> Any:
     """Reduce all arrays of a pytree over all ranks.
 
@@ -89,10 +72,8 @@ def grouped_allreduce(
         op: As in `allreduce`.
         comm: Ranks that take part; the world by default.
         name: First word of the buckets' names, by which the ranks' calls are matched; see `allreduce`.
-        prescale: Factor before the reduction.
-        postscale: Factor after it.
-        bucket_bytes: Limit of a bucket, in bytes; a larger array gets one for itself.
-        first_bucket_bytes: Limit of the first bucket of each dtype.
+        options: `bucket_bytes`, `first_bucket_bytes`, `prescale` and `postscale`, as in
+            `multiring.ReducerOptions`.
 
     Returns:
         A tree of the same structure.
@@ -103,12 +84,9 @@ def grouped_allreduce(
     """
     comm = resolve(comm)
     check_op(comm, op)
-    options = Reduction(
-        *(op, float(prescale), float(postscale), bucket_bytes, first_bucket_bytes),
-        **named(name, "grouped_allreduce"),
-    )
+    reduction = Reduction.of(options, op=op, **named(name, "grouped_allreduce"))
     names, leaves, structure = named_leaves(tree)
-    return structure.unflatten(reduce_arrays(comm, as_arrays(comm, leaves, names), names, options))
+    return structure.unflatten(reduce_arrays(comm, as_arrays(comm, leaves, names), names, reduction))
 
 
 def sync_buffers(
@@ -194,13 +172,7 @@ def _buckets(
     behind them the others, one bucket for each dtype."""
     floats = [i for i, array in enumerate(arrays) if array.dtype.name in FLOATS]
     specs = [ParameterSpec(names[i], arrays[i].shape, arrays[i].dtype.name) for i in floats]
-    plan = plan_buckets(
-        specs,
-        range(len(specs) - 1, -1, -1),
-        size=size,
-        bucket_bytes=options.bucket_bytes,
-        first_bucket_bytes=options.first_bucket_bytes,
-    )
+    plan = options.plan(specs, range(len(specs) - 1, -1, -1), size)
     groups = [[floats[slot.index] for slot in bucket.slots] for bucket in plan.buckets]
     others = sorted({array.dtype.name for array in arrays} - set(FLOATS))
     groups += [[i for i, array in enumerate(arrays) if array.dtype.name == dtype] for dtype in others]
@@ -213,5 +185,4 @@ def _buckets(
 
 def bucket_name(options: Reduction, number: int, labels: Sequence[str]) -> str:
     """The name of a bucket of these arrays."""
-    more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
-    return f"{options.name}[{number}]: {labels[0]}{more}"
+    return f"{options.name}[{number}]: {first_and_more(labels)}"

@@ -1,11 +1,10 @@
-"""State and metrics of NumPy models over ranks."""
+"""State of NumPy models over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from multiring import metrics as shared_metrics
 from multiring.derived import resolve
 from multiring.state.broadcast import broadcast_arrays
 from multiring.state.buffer_sync import sync_arrays
@@ -15,9 +14,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["average_metrics", "batch_weight", "broadcast_object", "broadcast_parameters", "sync_buffers"]
-
-T = TypeVar("T")
+__all__ = ["broadcast_parameters", "sync_buffers"]
 
 
 def broadcast_parameters(
@@ -34,28 +31,7 @@ def broadcast_parameters(
         UsageError: `root` is not a rank.
         MismatchError: The ranks pass different names, shapes or dtypes.
     """
-    comm = resolve(comm)
-    broadcast_arrays(comm, parameters, root)
-
-
-def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:
-    """Return `root`'s object on every rank; it has to be picklable. Collective."""
-    comm = resolve(comm)
-    received: T = comm.broadcast_object(obj, root)
-    return received
-
-
-def average_metrics(
-    metrics: Mapping[str, SupportsFloat], count: float, comm: Communicator | None = None
-) -> dict[str, float]:
-    """Average metrics over ranks, weighted by `count` samples; see `multiring.metrics.average_metrics`."""
-    return shared_metrics.average_metrics(resolve(comm), metrics, count)
-
-
-def batch_weight(count: float, comm: Communicator | None = None) -> float:
-    """What to multiply the mean loss, or its gradients, with where batches differ in size over ranks.
-    Collective; see `multiring.metrics.batch_weight`."""
-    return shared_metrics.batch_weight(resolve(comm), count)
+    broadcast_arrays(resolve(comm), parameters, root)
 
 
 def sync_buffers(

@@ -18,18 +18,14 @@ except ImportError as error:
         f"pip install 'multiring[pytensor]' ({error})"
     ) from error
 
+from multiring.metrics import average_metrics, batch_weight
 from multiring.pytensor import in_place as _in_place  # noqa: F401  # registers itself
 from multiring.pytensor import numba_calls as _numba_calls  # noqa: F401  # registers itself
 from multiring.pytensor.collectives import allgather, allreduce, broadcast, grouped_allreduce
 from multiring.pytensor.gradients import DistributedGradients, Reduced
-from multiring.pytensor.state import (
-    average_metrics,
-    batch_weight,
-    broadcast_object,
-    broadcast_parameters,
-    sync_buffers,
-)
+from multiring.pytensor.state import broadcast_parameters, sync_buffers
 from multiring.pytensor.updates import distribute_updates, grad
+from multiring.state.broadcast import broadcast_object
 
 __all__ = [
     "DistributedGradients",

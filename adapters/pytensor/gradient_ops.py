@@ -33,8 +33,9 @@ from multiring.arrays import STREAMING_BYTES, address_of, copy_large
 from multiring.derived import claim
 from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
+from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import InPlace, ReducerOptions
+from multiring.gradients.source import IN_SLOT, InPlace
 from multiring.pytensor.blocking import TOKEN, BlockingOp, PerformOp, is_plain, token
 from multiring.state.check import StateCheck
 from pytensor.compile.sharedvalue import SharedVariable
@@ -59,29 +60,19 @@ class Round:
 
     def __init__(self, comm: Communicator, specs: Sequence[ParameterSpec], options: ReducerOptions) -> None:
         self.comm, self.rank, self.specs = comm, comm.rank, specs
-        self.reducer = GradientReducer(comm, specs, options)
+        self.reducer = GradientReducer(comm, specs, options, self)
         own = self.reducer.comm
         self._check = None if own is None else StateCheck(own, options.check_every)
         self.state: dict[str, SharedVariable] = {}
         self.is_closed = False
         self.elsewhere: dict[int, NDArray[Any]] = {}  # gradients of this round that are not in their slots
-        self._views: list[NDArray[Any]] = []
-        self._generation = -1
 
-    @property
-    def views(self) -> list[NDArray[Any]]:
-        """The slots as arrays; they move when the buckets are planned anew."""
-        if self._generation != self.reducer.generation:
-            self._generation = self.reducer.generation
-            self._views = [
-                self.reducer.slot(index).view(spec.dtype).reshape(spec.shape)
-                for index, spec in enumerate(self.specs)
-            ]
-        return self._views
-
-    def store(self, index: int) -> bool:
+    def locate(self, index: int, is_ready: bool) -> InPlace | None:
         """Part of `GradientSource`: what is there has been brought by a Ready node."""
-        return False
+        array = self.elsewhere.get(index)
+        if array is not None:
+            return InPlace(address_of(array), array)
+        return IN_SLOT if is_ready else None
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: Finish gives all gradients anyway."""
@@ -89,7 +80,7 @@ class Round:
     def take_results(self) -> list[NDArray[Any]]:
         """All gradients, wherever they lie."""
         elsewhere, self.elsewhere = self.elsewhere, {}
-        return [elsewhere.get(index, view) for index, view in enumerate(self.views)]
+        return [elsewhere.get(index, view) for index, view in enumerate(self.reducer.views)]
 
     def compare(self, *, active: bool = True) -> None:
         """At the end of each round: compare the state over ranks, if it is time. What was computed from the
@@ -100,7 +91,6 @@ class Round:
 
     def close(self) -> None:
         """Release the buckets."""
-        self._views = []
         self.is_closed = True
         self.reducer.close()
         self.elsewhere.clear()
@@ -177,7 +167,7 @@ class Ready(PerformOp):
 
     def bring(self, gradient: NDArray[Any]) -> NDArray[Any]:
         """Have a gradient reduced; returns the array where its average will be."""
-        target = self.current.views[self.index]
+        target = self.current.reducer.views[self.index]
         if gradient.nbytes >= STREAMING_BYTES and gradient.flags.c_contiguous:
             copy_large(address_of(target), address_of(gradient), gradient.nbytes)
         else:
@@ -224,7 +214,7 @@ class ReadyInPlace(Ready):
         """Have a gradient reduced where it lies."""
         array = gradient if is_plain(gradient) else np.array(gradient, order="C")
         self.current.elsewhere[self.index] = array
-        self.current.reducer.mark_ready(self.index, InPlace(address_of(array), array))
+        self.current.reducer.mark_ready(self.index)
         return array
 
 
@@ -271,7 +261,7 @@ class Finish(BlockingOp):
     def run(self, inputs: Sequence[Any], outputs: Sequence[list[Any]]) -> None:
         """Send what has not left, wait for all."""
         try:
-            result = self.current.reducer.finish(self.current)
+            result = self.current.reducer.finish()
             self.current.compare()
         finally:
             arrays = self.current.take_results()

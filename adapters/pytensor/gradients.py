@@ -5,20 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 import numpy as np
 
 import pytensor.tensor as pt
 from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, ParameterSpec
-from multiring.gradients.compression import TopK
-from multiring.gradients.source import ReducerOptions
+from multiring.gradients.bucketing import ParameterSpec
+from multiring.gradients.options import ReducerKeywords, ReducerOptions
 from multiring.pytensor.gradient_ops import Begin, Finish, Ready, Round
 from multiring.pytensor.state import broadcast_parameters, names_of
 from multiring.reductions import explain_arguments
-from multiring.types import CommDtypeName
 from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.gradient import DisconnectedType
 from pytensor.graph.basic import Variable
@@ -51,15 +49,7 @@ class DistributedGradients:
         self,
         params: Sequence[SharedVariable] | Mapping[str, SharedVariable],
         comm: Communicator | None = None,
-        *,
-        average: bool = True,
-        bucket_bytes: int = BUCKET_BYTES,
-        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        comm_dtype: CommDtypeName | None = None,
-        compression: TopK | None = None,
-        check_every: int | None = None,
+        **options: Unpack[ReducerKeywords],
     ) -> None:
         """Compare the model over ranks and allocate the buckets.
 
@@ -67,18 +57,8 @@ class DistributedGradients:
             params: Shared variables of dtype float16, float32 or float64 in the order in which the model uses
                 them, the same on every rank; or these by name. Only names, shapes and dtypes are looked at.
             comm: Ranks that train together; the world by default.
-            average: Divide by the number of ranks that have data; otherwise gradients are added.
-            bucket_bytes: Limit of a bucket, in bytes.
-            first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
-            prescale: Factor applied before the reduction.
-            postscale: Factor applied after it.
-            comm_dtype: The dtype in which gradients of float32 cross from host to host: "bfloat16" and
-                "float16" round them, "float32" does not (docs/compression.md). MULTIRING_COMM_DTYPE if None.
-            compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
-                others for the next step (docs/tuning.md). Of gradients of float32 and float64.
-            check_every: Compare checksums of the parameters (with `distribute_updates`, of all that is
-                computed from gradients) over ranks in the second step and every so many steps, so that ranks
-                that drift apart are an error; 0: never; None: as MULTIRING_CHECK_EVERY says (100).
+            options: How to reduce: fields of `multiring.ReducerOptions`, or `average`. `check_every` compares
+                the parameters; with `distribute_updates`, all that is computed from gradients.
 
         Raises:
             UsageError: No parameters, not shared variables, or a dtype that cannot be reduced.
@@ -92,14 +72,7 @@ class DistributedGradients:
             ParameterSpec(name, param.get_value(borrow=True).shape, param.type.dtype)
             for name, param in zip(self._names, self._params, strict=True)
         ]
-        op: Literal["average", "sum"] = "average" if average else "sum"
-        options = ReducerOptions(
-            *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
-            comm_dtype=comm_dtype,
-            compression=compression,
-            check_every=check_every,
-        )
-        self._round = Round(self._comm, specs, options)
+        self._round = Round(self._comm, specs, ReducerOptions.of(options))
         self._round.state.update(zip(self._names, self._params, strict=True))
         self._memory = pt.constant(np.array(next(_memories), dtype=np.int64))
 

@@ -20,7 +20,7 @@ from pytensor.graph.rewriting.basic import GraphRewriter
 if TYPE_CHECKING:
     from pytensor.graph.fg import FunctionGraph
 
-__all__ = ["TeachNumba", "call"]
+__all__ = ["RegisterNumbaCall", "call"]
 
 # The compiled function holds its nodes.
 _nodes: weakref.WeakValueDictionary[int, Apply] = weakref.WeakValueDictionary()
@@ -35,7 +35,7 @@ def call(key: int, inputs: tuple[Any, ...]) -> Any:
     return storage[0][0] if len(storage) == 1 else tuple(cell[0] for cell in storage)
 
 
-class TeachNumba(GraphRewriter):
+class RegisterNumbaCall(GraphRewriter):
     """Tells PyTensor about `call` before the first function for Numba is compiled.
 
     Importing Numba takes seconds, so it waits for a mode that uses it. Changes nothing in the graph.
@@ -71,4 +71,4 @@ def _convert(op: PerformOp, node: Apply, **kwargs: Any) -> Callable[..., Any]:
     return convert
 
 
-optdb.register("multiring_numba", TeachNumba(), "numba", position=-1)
+optdb.register("multiring_numba", RegisterNumbaCall(), "numba", position=-1)

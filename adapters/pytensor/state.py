@@ -1,16 +1,15 @@
-"""State and metrics of PyTensor models over ranks."""
+"""State of PyTensor models over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from multiring import metrics as shared_metrics
 from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.state.broadcast import StateBuffer, broadcast_state, check_root
+from multiring.state.broadcast import broadcast_arrays, check_root
 from multiring.state.buffer_sync import sync_arrays
 from multiring.types import BufferMode
 from pytensor.compile.sharedvalue import SharedVariable
@@ -18,16 +17,7 @@ from pytensor.compile.sharedvalue import SharedVariable
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = [
-    "average_metrics",
-    "batch_weight",
-    "broadcast_object",
-    "broadcast_parameters",
-    "names_of",
-    "sync_buffers",
-]
-
-T = TypeVar("T")
+__all__ = ["broadcast_parameters", "names_of", "sync_buffers"]
 
 
 def names_of(variables: Sequence[SharedVariable], rank: int) -> list[str]:
@@ -47,6 +37,11 @@ def names_of(variables: Sequence[SharedVariable], rank: int) -> list[str]:
             )
         names.append(name)
     return names
+
+
+def _named(variables: Iterable[SharedVariable], rank: int) -> dict[str, SharedVariable]:
+    shared = list(variables)
+    return dict(zip(names_of(shared, rank), shared, strict=True))
 
 
 def broadcast_parameters(
@@ -69,24 +64,17 @@ def broadcast_parameters(
     """
     comm = resolve(comm)
     check_root(comm, root)
-    shared = list(variables)
-    named = dict(zip(names_of(shared, comm.rank), shared, strict=True))
+    named = _named(variables, comm.rank)
     if comm.size == 1:
         return
     values: dict[str, Any] = {name: variable.get_value(borrow=False) for name, variable in named.items()}
-    arrays = {name: np.ascontiguousarray(v) for name, v in values.items() if isinstance(v, np.ndarray)}
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
     objects = {name: value for name, value in values.items() if name not in arrays}
-    buffers = [
-        StateBuffer(name, array.reshape(-1).view(np.uint8), f"{array.dtype} {np.shape(values[name])}")
-        for name, array in arrays.items()
-    ]
-    broadcast_state(comm, buffers, root)
+    broadcast_arrays(comm, arrays, root)
     if objects:
         objects = comm.broadcast_object(objects, root)
     if comm.rank != root:
-        for name, array in arrays.items():
-            named[name].set_value(array.reshape(np.shape(values[name])), borrow=True)
-        for name, value in objects.items():
+        for name, value in (arrays | objects).items():
             named[name].set_value(value, borrow=True)
 
 
@@ -108,8 +96,7 @@ def sync_buffers(
         UsageError: There is no such mode, not a shared variable of an array, or two of one name.
     """
     comm = resolve(comm)
-    shared = list(variables)
-    named = dict(zip(names_of(shared, comm.rank), shared, strict=True))
+    named = _named(variables, comm.rank)
     values = {name: np.array(variable.get_value(borrow=True)) for name, variable in named.items()}
     for name, value in values.items():
         if value.dtype == object:
@@ -117,23 +104,3 @@ def sync_buffers(
     sync_arrays(comm, values, mode)
     for name, value in values.items():
         named[name].set_value(value, borrow=True)
-
-
-def batch_weight(count: float, comm: Communicator | None = None) -> float:
-    """What to multiply the mean loss with where batches differ in size over ranks. Collective; see
-    `multiring.metrics.batch_weight`. To be passed to the training function as an input."""
-    return shared_metrics.batch_weight(resolve(comm), count)
-
-
-def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:
-    """Return `root`'s object on every rank; it has to be picklable. Collective."""
-    comm = resolve(comm)
-    received: T = comm.broadcast_object(obj, root)
-    return received
-
-
-def average_metrics(
-    metrics: Mapping[str, SupportsFloat], count: float, comm: Communicator | None = None
-) -> dict[str, float]:
-    """Average metrics over ranks, weighted by `count` samples; see `multiring.metrics.average_metrics`."""
-    return shared_metrics.average_metrics(resolve(comm), metrics, count)

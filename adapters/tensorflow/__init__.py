@@ -12,12 +12,14 @@ Parts are imported when they are used: with Keras on another backend TensorFlow 
 
 from __future__ import annotations
 
-import sys as _sys
-from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING, Any
 
+from multiring.lazy import lazy_names as _lazy_names
+
 if TYPE_CHECKING:
+    from multiring.metrics import average_metrics
+    from multiring.state.broadcast import broadcast_object
     from multiring.tensorflow import callbacks
     from multiring.tensorflow.batch_norm import sync_batch_norm
     from multiring.tensorflow.data import shard_dataset
@@ -32,37 +34,34 @@ if TYPE_CHECKING:
         grouped_broadcast,
         reducescatter,
     )
-    from multiring.tensorflow.optimizer import DistributedOptimizer
-    from multiring.tensorflow.state import (
-        average_metrics,
-        batch_weight,
-        broadcast_object,
-        broadcast_variables,
-        sync_buffers,
-    )
+    from multiring.tensorflow.optimizers.distributed import DistributedOptimizer
+    from multiring.tensorflow.state import batch_weight, broadcast_variables, sync_buffers
     from multiring.tensorflow.tape import DistributedGradientTape
 
-_HOMES = {
-    "DistributedGradientTape": "tape",
-    "DistributedOptimizer": "optimizer",
-    "GradientReduction": "gradients",
-    "allgather": "ops",
-    "allreduce": "ops",
-    "alltoall": "ops",
-    "average_metrics": "state",
-    "batch_weight": "state",
-    "broadcast": "ops",
-    "broadcast_object": "state",
-    "broadcast_variables": "state",
-    "callbacks": "callbacks",
-    "grouped_allreduce": "ops",
-    "grouped_broadcast": "ops",
-    "reducescatter": "ops",
-    "shard_dataset": "data",
-    "sync_batch_norm": "batch_norm",
-    "sync_buffers": "state",
-    "translate_errors": "errors",
-}
+_find, __dir__ = _lazy_names(
+    __name__,
+    {
+        "DistributedGradientTape": ".tape",
+        "DistributedOptimizer": ".optimizers.distributed",
+        "GradientReduction": ".gradients",
+        "allgather": ".ops",
+        "allreduce": ".ops",
+        "alltoall": ".ops",
+        "average_metrics": "multiring.metrics",
+        "batch_weight": ".state",
+        "broadcast": ".ops",
+        "broadcast_object": "multiring.state.broadcast",
+        "broadcast_variables": ".state",
+        "callbacks": ".callbacks",
+        "grouped_allreduce": ".ops",
+        "grouped_broadcast": ".ops",
+        "reducescatter": ".ops",
+        "shard_dataset": ".data",
+        "sync_batch_norm": ".batch_norm",
+        "sync_buffers": ".state",
+        "translate_errors": ".errors",
+    },
+)
 
 if _find_spec("tensorflow") is None and _find_spec("keras") is None:
     raise ImportError(
@@ -72,14 +71,8 @@ if _find_spec("tensorflow") is None and _find_spec("keras") is None:
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        # Python suggests similar names of the module that the error names.
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}", name=name, obj=_sys.modules[__name__]
-        )
     try:
-        module = _import_module(f"multiring.tensorflow.{home}")
+        return _find(name)
     except ModuleNotFoundError as error:
         if error.name not in ("tensorflow", "keras"):
             raise
@@ -87,13 +80,6 @@ def __getattr__(name: str) -> Any:
             f"multiring.tensorflow.{name} needs {error.name}, which is not installed; run "
             "pip install 'multiring[tensorflow]'"
         ) from error
-    value = module if home == name else getattr(module, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
 
 
 __all__ = [

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-import multiring
-from multiring import metrics as shared_metrics
+from multiring.derived import resolve
+from multiring.metrics import average_metrics
 from multiring.tensorflow.state import broadcast_variables
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ class MetricAverage(keras.callbacks.Callback):
         """Averages all metrics that are numbers."""
         if not logs:
             return
-        comm = multiring.world() if self._comm is None else self._comm
+        comm = resolve(self._comm)
         numbers = _numbers(logs)
         weight = self._weight() if callable(self._weight) else self._weight
-        logs.update(shared_metrics.average_metrics(comm, numbers, weight))
+        logs.update(average_metrics(numbers, weight, comm))
 
 
 class _SharedMetricAverage(MetricAverage):
@@ -57,7 +57,7 @@ class _SharedMetricAverage(MetricAverage):
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Averages the metrics that all ranks have."""
-        comm = multiring.world() if self._comm is None else self._comm
+        comm = resolve(self._comm)
         own = {} if logs is None else logs
         names = set.intersection(*map(set, comm.allgather_object(sorted(_numbers(own)))))
         shared = {name: own[name] for name in sorted(names)}

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.tensorflow.naming import operation_name
+from multiring.state.batch_moments import fold_rows
+from multiring.tensorflow.graph.naming import operation_name
 from multiring.tensorflow.ops import allgather, allreduce
 
 if TYPE_CHECKING:
@@ -100,18 +101,14 @@ def _statistics(x: Tensor, axes: list[int], comm: Communicator, name: str) -> tu
     row = tf.concat([count[None], tf.cast(mean, tf.float64), tf.cast(squares, tf.float64)], 0)
     if comm.size > 1:
         rows = allgather(row[None], name=f"{name} forward", comm=comm)
-        row = _combine(tf.unstack(tf.ensure_shape(rows, (comm.size, None))))
+        row = fold_rows(tf.unstack(tf.ensure_shape(rows, (comm.size, None))), _merged)
     channels = (tf.size(row) - 1) // 2
     total = row[0]
     return total, row[1 : channels + 1], row[channels + 1 :] / tf.maximum(total, 1.0)
 
 
-def _combine(rows: list[Tensor]) -> Tensor:
-    """Fold rows of (count, means, sums of squared deviations) in a balanced tree over the ranks."""
-    if len(rows) == 1:
-        return rows[0]
-    half = 1 << ((len(rows) - 1).bit_length() - 1)
-    left, right = _combine(rows[:half]), _combine(rows[half:])
+def _merged(left: Tensor, right: Tensor) -> Tensor:
+    """One row of (count, means, sums of squared deviations) of two."""
     channels = (tf.size(left) - 1) // 2
     count = left[0] + right[0]
     some = tf.maximum(count, 1.0)

@@ -14,10 +14,11 @@ import numpy as np
 
 from multiring.derived import resolve
 from multiring.errors import UsageError
+from multiring.state.broadcast import broadcast_object
 from multiring.state.buffer_sync import check_mode
 from multiring.tensorflow.agreement import MetricAverage, decide_together
-from multiring.tensorflow.keras_optimizer import DistributedKerasOptimizer, DistributedLossScaleOptimizer
-from multiring.tensorflow.state import broadcast_object, broadcast_variables, sync_buffers
+from multiring.tensorflow.optimizers.keras import DistributedKerasOptimizer, DistributedLossScaleOptimizer
+from multiring.tensorflow.state import broadcast_variables, sync_buffers
 from multiring.tensorflow.variables import named_variables, to_numpy
 from multiring.types import BufferMode
 

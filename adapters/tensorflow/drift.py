@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import tensorflow as tf
-from multiring import config
 from multiring.errors import MismatchError
 from multiring.state.check import advice_at
 from multiring.tensorflow.ops import allgather
@@ -18,16 +17,11 @@ from multiring.tensorflow.variables import named_variables
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["DriftCheck", "interval"]
+__all__ = ["DriftCheck"]
 
 _BITS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 _NOT_TAKING_PART = -1
 _BROADCAST = "broadcast_variables, or under fit() the callback BroadcastInitialState,"
-
-
-def interval(check_every: int | None) -> int:
-    """Steps between two comparisons; 0: never."""
-    return config.load().check_every if check_every is None else check_every
 
 
 class DriftCheck:

@@ -18,10 +18,12 @@ import numpy as np
 import tensorflow as tf
 from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.gradients.bucketing import ParameterSpec, plan_buckets
+from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.model_check import check_same
-from multiring.gradients.source import ReducerOptions, check_arguments
-from multiring.tensorflow.drift import DriftCheck, interval
+from multiring.gradients.options import ReducerOptions, check_parameters
+from multiring.gradients.participation import answer_rounds, own_flags
+from multiring.state.check import check_interval
+from multiring.tensorflow.drift import DriftCheck
 from multiring.tensorflow.ops import grouped_allreduce, next_step
 from multiring.tensorflow.sparse import allreduce_slices
 from multiring.tensorflow.state import broadcast_variables
@@ -86,9 +88,9 @@ class GradientReduction:
         own = list(kinds) if kinds is not None else ["dense"] * len(variables)
         described = describe_variables(variables)
         plain = [ParameterSpec(name, shape, dtype) for name, shape, dtype in described]
-        check_arguments(self.comm.rank, plain, self._options)
+        check_parameters(self.comm.rank, plain, self._options)
         entries = [(spec.name, spec.describe()) for spec in plain]
-        every = interval(self._options.check_every)
+        every = check_interval(self.comm.rank, self._options.check_every)
         options_entry = ("options", repr((asdict(self._options), uneven, every)))
         compared = [*entries, options_entry]
         check_same(self.comm, compared, "variables of the model", advice=NAMES_ADVICE)
@@ -102,13 +104,8 @@ class GradientReduction:
             ParameterSpec(name, shape, dtype, sparse="sparse" in found)
             for (name, shape, dtype), found in zip(described, everyone, strict=True)
         )
-        plan = plan_buckets(
-            self.specs,
-            range(len(self.specs) - 1, -1, -1),  # gradients arrive last layer first
-            size=self.comm.size,
-            bucket_bytes=self._options.bucket_bytes,
-            first_bucket_bytes=self._options.first_bucket_bytes,
-        )
+        order = range(len(self.specs) - 1, -1, -1)  # gradients arrive last layer first
+        plan = self._options.plan(self.specs, order, self.comm.size)
         members = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
         self._buckets = [[k for k in bucket if not self.specs[k].sparse] for bucket in members]
 
@@ -150,15 +147,13 @@ class GradientReduction:
         yield
         if self.comm.size == 1:
             return
-        answered = 0
         absent = [False] * len(self.specs)
-        while True:
+
+        def answer() -> Any:
             _, flags = self._round([None] * len(self.specs), absent, active=False)
-            if not self._participation(flags).numpy().any():
-                break
-            answered += 1
-        # Who had data to the last has answered nobody.
-        root = int(np.argmin(self.comm.allgather_object(answered)))
+            return self._participation(flags).numpy()
+
+        root = answer_rounds(self.comm, answer)
         if variables:
             broadcast_variables(variables, root, self.comm)
 
@@ -166,15 +161,13 @@ class GradientReduction:
         self, gradients: Sequence[Gradient], present: Sequence[bool], *, active: bool
     ) -> tuple[list[Gradient], Any]:
         """All gradients and the flags reduced."""
-        own = np.zeros(len(self.specs) + self.comm.size + 1, dtype=np.float32)
-        own[: len(self.specs)] = present
-        own[len(self.specs) + self.comm.rank] = active
-        own[-1] = needs_all = self._options.op == "average" and not (self._uneven or tf.executing_eagerly())
+        needs_all = self._options.op == "average" and not (self._uneven or tf.executing_eagerly())
+        own = np.append(own_flags(present, self.comm.rank, self.comm.size) & active, needs_all)
         step = self._next_step(gradients)
         if self._drift is not None:
             self._drift.run(step, active=active)
         flags = grouped_allreduce(
-            [tf.constant(own)], name=f"{self._title}: flags", comm=self.comm, step=step
+            [tf.constant(own.astype(np.float32))], name=f"{self._title}: flags", comm=self.comm, step=step
         )[0]
         results: list[Gradient] = [None] * len(self.specs)
         for number, bucket in enumerate(self._buckets):

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 import tensorflow as tf
 from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.reductions import explain_arguments
-from multiring.tensorflow import op_gradients  # noqa: F401  # registers them
-from multiring.tensorflow.library import number_of
-from multiring.tensorflow.naming import operation_name
-from multiring.tensorflow.order import run
+from multiring.reductions import ScaleKeywords, explain_arguments
+from multiring.tensorflow.graph import op_gradients  # noqa: F401  # registers them
+from multiring.tensorflow.graph.library import number_of
+from multiring.tensorflow.graph.naming import operation_name
+from multiring.tensorflow.graph.order import run
 from multiring.types import ReduceOpName
 
 if TYPE_CHECKING:
@@ -48,9 +48,8 @@ def allreduce(
     *,
     name: str | None = None,
     comm: Communicator | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
     step: Tensor | None = None,
+    **scale: Unpack[ScaleKeywords],
 ) -> Tensor:
     """Reduces a tensor element by element over all ranks; every rank gets the result.
 
@@ -60,9 +59,8 @@ def allreduce(
         op: "sum", "average", "min", "max" or "product".
         name: Name by which the ranks' operations find each other.
         comm: Ranks that take part; the world by default.
-        prescale: Factor for each input before the reduction.
-        postscale: Factor for the result.
         step: A number (int64) that has to be the same on all ranks; see `next_step`.
+        scale: `prescale`, a factor for each input before the reduction, and `postscale`, one for the result.
 
     Returns:
         The result, with the shape of the input. Differentiable for "sum" and "average": its gradient is
@@ -74,10 +72,9 @@ def allreduce(
     if isinstance(tensor, tf.IndexedSlices):
         from multiring.tensorflow.sparse import allreduce_slices
 
-        return allreduce_slices(tensor, op, name=name, comm=comm, scale=prescale * postscale, step=step)
-    return grouped_allreduce(
-        [tensor], op, name=name, comm=comm, prescale=prescale, postscale=postscale, step=step
-    )[0]
+        factor = scale.get("prescale", 1.0) * scale.get("postscale", 1.0)
+        return allreduce_slices(tensor, op, name=name, comm=comm, scale=factor, step=step)
+    return grouped_allreduce([tensor], op, name=name, comm=comm, step=step, **scale)[0]
 
 
 @_as_is
@@ -88,11 +85,10 @@ def grouped_allreduce(
     *,
     name: str | None = None,
     comm: Communicator | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
     labels: Sequence[str] = (),
     priority: int = 0,
     step: Tensor | None = None,
+    **scale: Unpack[ScaleKeywords],
 ) -> list[Tensor]:
     """Reduces several tensors, of any dtypes, as one operation; see `allreduce`.
 
@@ -102,18 +98,16 @@ def grouped_allreduce(
         labels: What error messages call the tensors; the same on all ranks.
         priority: Of the operations that all ranks have submitted, those of higher priority run first.
         step: As in `allreduce`.
+        scale: As in `allreduce`.
     """
-    if op not in _OPS:
-        raise UsageError(f"op is {op!r}; accepted: {', '.join(_OPS)}")
+    reduction = _reduction(op, **scale)
     if len(tensors) == 0:
         return []
     results = run(
         "multiring_allreduce",
         [tf.convert_to_tensor(tensor) for tensor in tensors],
         [] if step is None else [step],
-        reduce_op=_OPS.index(op),
-        prescale_bits=_bits(prescale),
-        postscale_bits=_bits(postscale),
+        **reduction,
         labels=list(labels),
         **_common("allreduce", name, comm, priority),
     )
@@ -178,27 +172,23 @@ def allgather(
 
 
 @_as_is
+@explain_arguments
 def reducescatter(
     tensor: Tensor,
     op: ReduceOpName = "sum",
     *,
     name: str | None = None,
     comm: Communicator | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
+    **scale: Unpack[ScaleKeywords],
 ) -> Tensor:
     """Reduces a tensor over all ranks; rank i gets block i of the result, as `numpy.array_split` splits it.
 
     Arguments and errors are those of `allreduce`. Differentiable for "sum" and "average".
     """
-    if op not in _OPS:
-        raise UsageError(f"op is {op!r}; accepted: {', '.join(_OPS)}")
     return run(
         "multiring_reduce_scatter",
         tf.convert_to_tensor(tensor),
-        reduce_op=_OPS.index(op),
-        prescale_bits=_bits(prescale),
-        postscale_bits=_bits(postscale),
+        **_reduction(op, **scale),
         **_common("reducescatter", name, comm),
     )
 
@@ -242,6 +232,17 @@ def next_step(name: str, *, comm: Communicator | None = None, after: Sequence[Te
     """
     with tf.control_dependencies(list(after)):
         return run("multiring_step", **_common("step", name, comm))
+
+
+def _reduction(op: str, prescale: float = 1.0, postscale: float = 1.0) -> dict[str, int]:
+    """Attributes that all reductions have."""
+    if op not in _OPS:
+        raise UsageError(f"op is {op!r}; accepted: {', '.join(_OPS)}")
+    return {
+        "reduce_op": _OPS.index(op),
+        "prescale_bits": _bits(prescale),
+        "postscale_bits": _bits(postscale),
+    }
 
 
 def _common(kind: str, name: str | None, comm: Communicator | None, priority: int = 0) -> dict[str, Any]:

@@ -7,19 +7,25 @@ which adding up a concatenation of all values would not have.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.tensorflow.naming import operation_name
+from multiring.tensorflow.graph.naming import operation_name
 from multiring.tensorflow.ops import allgather, allreduce
 from multiring.types import ReduceOpName
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["allreduce_slices"]
+__all__ = ["allreduce_slices", "as_dense"]
+
+
+def as_dense(gradients: Sequence[Any]) -> list[Any]:
+    """The gradients, `tf.IndexedSlices` among them as tensors."""
+    return [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
 
 
 def allreduce_slices(

@@ -1,18 +1,16 @@
-"""State from one rank to all, and metrics over all."""
+"""State from one rank to all, and weights of batches."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from multiring import metrics as shared_metrics
+from multiring import metrics
 from multiring.derived import derived, resolve
 from multiring.errors import UsageError
 from multiring.reductions import explain_arguments
-from multiring.state.broadcast import StateBuffer, broadcast_state, check_root
+from multiring.state.broadcast import broadcast_arrays, check_root
 from multiring.state.buffer_sync import check_mode, sync_arrays
 from multiring.tensorflow.variables import NAMES_ADVICE, buffers_of, named_variables, to_numpy
 from multiring.types import BufferMode
@@ -20,9 +18,7 @@ from multiring.types import BufferMode
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["average_metrics", "batch_weight", "broadcast_object", "broadcast_variables", "sync_buffers"]
-
-T = TypeVar("T")
+__all__ = ["batch_weight", "broadcast_variables", "sync_buffers"]
 
 
 @explain_arguments
@@ -55,11 +51,7 @@ def broadcast_variables(variables: Any, root: int = 0, comm: Communicator | None
         tensorflow.autograph.experimental.do_not_convert(_broadcast_in_graph)(tensorflow, found, root, comm)
         return
     arrays = {name: to_numpy(variable) for name, variable in found.items()}
-    buffers = [
-        StateBuffer(name, array.reshape(-1).view(np.uint8), f"{array.dtype} {array.shape}")
-        for name, array in arrays.items()
-    ]
-    broadcast_state(comm, buffers, root, advice=NAMES_ADVICE)
+    broadcast_arrays(comm, arrays, root, advice=NAMES_ADVICE)
     if comm.rank != root:
         for name, variable in found.items():
             variable.assign(arrays[name])
@@ -67,7 +59,7 @@ def broadcast_variables(variables: Any, root: int = 0, comm: Communicator | None
 
 def _broadcast_in_graph(tf: Any, found: Mapping[str, Any], root: int, comm: Communicator) -> None:
     """Add the broadcast to the function that is being traced."""
-    from multiring.tensorflow.naming import operation_name
+    from multiring.tensorflow.graph.naming import operation_name
     from multiring.tensorflow.ops import grouped_allreduce, grouped_broadcast
 
     if not isinstance(tf.compat.v1.get_default_graph(), tf.__internal__.FuncGraph):
@@ -142,21 +134,6 @@ def _is_of_tensorflow(variable: Any, tensorflow: Any) -> bool:
     )
 
 
-@explain_arguments
-def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:
-    """Return `root`'s object on every rank; it has to be picklable. Collective."""
-    comm = resolve(comm)
-    received: T = comm.broadcast_object(obj, root)
-    return received
-
-
-def average_metrics(
-    metrics: Mapping[str, SupportsFloat], count: float, comm: Communicator | None = None
-) -> dict[str, float]:
-    """Average metrics over ranks, weighted by `count` samples; see `multiring.metrics.average_metrics`."""
-    return shared_metrics.average_metrics(resolve(comm), metrics, count)
-
-
 def batch_weight(count: Any, comm: Communicator | None = None) -> Any:
     """What to multiply the mean loss of a batch with where batches differ in size over ranks. Collective.
 
@@ -174,7 +151,7 @@ def batch_weight(count: Any, comm: Communicator | None = None) -> Any:
     comm = resolve(comm)
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is None or (tensorflow.executing_eagerly() and not tensorflow.is_tensor(count)):
-        return shared_metrics.batch_weight(comm, float(count))
+        return metrics.batch_weight(float(count), comm)
     from multiring.tensorflow.ops import allreduce
 
     own = tensorflow.cast(count, tensorflow.float64)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Unpack
 
 import tensorflow as tf
 from multiring.derived import resolve
-from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from multiring.gradients.source import ReducerOptions
+from multiring.gradients.options import BucketKeywords, ReducerOptions
 from multiring.reductions import explain_arguments
 from multiring.tensorflow.gradients import GradientReduction, kinds_of
 from multiring.tensorflow.kept import KeptReductions
 from multiring.tensorflow.reduced import remember_reduced
+from multiring.tensorflow.sparse import as_dense
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -38,14 +38,10 @@ class DistributedGradientTape:
         tape: tf.GradientTape,
         comm: Communicator | None = None,
         *,
-        op: Literal["average", "sum"] = "average",
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        bucket_bytes: int = BUCKET_BYTES,
-        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         sparse_as_dense: bool = False,
         uneven: bool = False,
         check_every: int | None = None,
+        **options: Unpack[BucketKeywords],
     ) -> None:
         """Wrap `tape`. Not collective.
 
@@ -53,21 +49,16 @@ class DistributedGradientTape:
             tape: The tape; with `with DistributedGradientTape(tf.GradientTape()) as tape:` it is entered
                 here.
             comm: Ranks that train together; the world by default.
-            op: "average" or "sum" of the gradients.
-            prescale: Factor applied before the reduction.
-            postscale: Factor applied after it.
-            bucket_bytes: Limit of a bucket, in bytes.
-            first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
             sparse_as_dense: Reduce `tf.IndexedSlices` as dense tensors.
             uneven: Ranks may run out of data at different times; see `GradientReduction.join`.
-            check_every: Compare the variables over ranks every so many steps; 0: never; None: as
-                MULTIRING_CHECK_EVERY says (100).
+            check_every: Steps between two comparisons of the variables over ranks; see
+                `multiring.ReducerOptions`.
+            options: How to reduce: `op`, `average`, `bucket_bytes`, `first_bucket_bytes`, `prescale` and
+                `postscale`, as in `multiring.ReducerOptions`.
         """
         self._tape = tape
         self._comm = resolve(comm)
-        self._options = ReducerOptions(
-            op, bucket_bytes, first_bucket_bytes, prescale, postscale, check_every=check_every
-        )
+        self._options = ReducerOptions.of(options, check_every=check_every)
         self._dense, self._uneven = sparse_as_dense, uneven
 
     def __enter__(self) -> DistributedGradientTape:
@@ -104,7 +95,7 @@ class DistributedGradientTape:
         variables = tf.nest.flatten(sources)
         found = tf.nest.flatten(gradients)
         if self._dense:
-            found = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in found]
+            found = as_dense(found)
         reduced = self.reduction(variables, found).reduce(found)
         remember_reduced(variables)
         return tf.nest.pack_sequence_as(gradients, reduced)

@@ -21,18 +21,14 @@ except ModuleNotFoundError as _error:
         "multiring.torch needs PyTorch: pip install 'multiring[torch]'", name="torch"
     ) from _error
 
+from multiring.metrics import average_metrics, batch_weight
+from multiring.state.broadcast import broadcast_object
 from multiring.torch.clipping import clip_grad_norm_
 from multiring.torch.copies import local_copy
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.optimizer import DistributedOptimizer
 from multiring.torch.registration import register_gradient_hooks
-from multiring.torch.state import (
-    average_metrics,
-    batch_weight,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from multiring.torch.state import broadcast_optimizer_state, broadcast_parameters
 from multiring.torch.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from multiring.errors import UsageError
-from multiring.gradients.source import ReducerOptions, RoundResult
+from multiring.gradients.options import ReducerOptions
+from multiring.gradients.source import RoundResult
 from multiring.torch.copies import Arrival, ModelGuard, forget_copy, is_hooked
 from multiring.torch.model_state import ModelState
 from multiring.torch.slots import ParameterSlots

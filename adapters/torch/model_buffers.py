@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 import torch
 from multiring.errors import MismatchError
+from multiring.gradients.bucketing import first_and_more
 from multiring.gradients.model_check import check_same
 from multiring.torch.buffers import check_writable, has_same_bytes, is_reducible
 from multiring.torch.state import plain_name
@@ -70,7 +71,7 @@ class ModelBuffers:
             for _, memory in averages:
                 memory.zero_()
         self._is_source = self._rank == root and not averages
-        name = f"buffers: {forms[0][0]}" + (f" and {len(forms) - 1} more" if len(forms) > 1 else "")
+        name = f"buffers: {first_and_more([form[0] for form in forms])}"
         for dtype, memory in averages:
             part = memory.view(dtype)
             part = torch.view_as_real(part).reshape(-1) if part.is_complex() else part

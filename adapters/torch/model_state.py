@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 import torch
 from multiring.errors import UsageError
 from multiring.gradients.model_check import check_same
-from multiring.gradients.source import ReducerOptions, RoundResult
+from multiring.gradients.options import ReducerOptions
+from multiring.gradients.source import RoundResult
 from multiring.state.buffer_sync import check_mode
 from multiring.state.check import Description, StateCheck, describe
 from multiring.torch.buffers import byte_view

@@ -6,21 +6,19 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.gradients.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from multiring.gradients.compression import TopK
-from multiring.gradients.source import ReducerOptions
+from multiring.gradients.options import ReducerKeywords, ReducerOptions
 from multiring.reductions import explain_arguments
 from multiring.torch.copies import is_hooked
 from multiring.torch.hooks import GradientHooks
 from multiring.torch.registration import named_parameters
 from multiring.torch.sparse import sparse_parameters
 from multiring.torch.state import NamedTensors
-from multiring.types import BufferMode, CommDtypeName
+from multiring.types import BufferMode
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -66,17 +64,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model_or_named_parameters: NamedTensors | None = None,
         comm: Communicator | None = None,
         *,
-        op: Literal["average", "sum"] = "average",
         backward_passes_per_step: int = 1,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        bucket_bytes: int = BUCKET_BYTES,
-        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         sparse_parameters: Iterable[str] = (),
-        comm_dtype: CommDtypeName | None = None,
-        compression: TopK | None = None,
         buffers: BufferMode = "broadcast",
-        check_every: int | None = None,
+        **options: Unpack[ReducerKeywords],
     ) -> None:
         """Wrap `optimizer` and register hooks on the parameters that it updates. Collective.
 
@@ -85,24 +76,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             model_or_named_parameters: Where the names in error messages come from: the model, or its
                 `named_parameters()`. Without it parameters are called by group and position.
             comm: Ranks that train together; the world by default.
-            op: "average" or "sum" of the gradients.
             backward_passes_per_step: Backward calls whose gradients are added up, as always in torch, and
                 reduced after the last; divide the loss by it to get their mean.
-            prescale: Factor applied before the reduction.
-            postscale: Factor applied after it.
-            bucket_bytes: Limit of a bucket, in bytes.
-            first_bucket_bytes: Limit of the first bucket of each dtype, in bytes.
             sparse_parameters: Names of parameters whose gradients are sparse; known already for
                 `torch.nn.Embedding(sparse=True)` when the model is given.
-            comm_dtype: The dtype in which gradients of float32 cross from host to host: "bfloat16" and
-                "float16" round them, "float32" does not (docs/compression.md). MULTIRING_COMM_DTYPE if None.
-            compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
-                others for the next step (docs/tuning.md). Of gradients of float32 and float64.
             buffers: What happens to the buffers of the model, if it is given, after each reduction:
                 "broadcast": all ranks take over those of the first rank that has data; "average":
                 floating-point ones are averaged; "local": nothing.
-            check_every: Compare parameters, hyperparameters and buffers over ranks every so many reductions;
-                0: never; None: as MULTIRING_CHECK_EVERY says (100).
+            options: How to reduce: fields of `multiring.ReducerOptions`, or `average`. `check_every` compares
+                parameters, hyperparameters and buffers.
 
         Raises:
             UsageError: Parameters of the optimizer are not among the named ones, or have hooks already.
@@ -111,12 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._wrapped = optimizer
         self._source = model_or_named_parameters
         self._comm = resolve(comm)
-        self._options = ReducerOptions(
-            *(op, bucket_bytes, first_bucket_bytes, prescale, postscale),
-            comm_dtype=comm_dtype,
-            compression=compression,
-            check_every=check_every,
-        )
+        self._options = ReducerOptions.of(options)
         self._buffers = buffers
         self._passes, self._sparse = backward_passes_per_step, frozenset(sparse_parameters)
         if not isinstance(self._source, torch.nn.Module | Mapping | None):

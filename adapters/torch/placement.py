@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import torch
 from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
-from multiring.gradients.source import InPlace
+from multiring.gradients.source import IN_SLOT, InPlace
 from multiring.torch.buffers import dense_strides, overlaps_itself
 
 __all__ = ["GradientPlaces", "Parameters"]
@@ -84,29 +84,25 @@ class GradientPlaces:
             if old.lies_here(parameter.grad):
                 self._expose(index, parameter, place)
 
-    def put(self, index: int, parameter: Tensor, *, from_autograd: bool) -> InPlace | bool:
-        """Where the gradient is to be reduced: where it lies, or (True) in its slot, into which it is copied.
+    def put(self, index: int, parameter: Tensor, *, from_autograd: bool) -> InPlace:
+        """Where the gradient is to be reduced: where it lies, or in its slot, into which it is copied.
 
         Args:
             index: Which parameter's.
-            parameter: The parameter.
+            parameter: The parameter, which has a gradient.
             from_autograd: The backward pass of this round has computed it; else it was there before.
-
-        Returns:
-            False if there is no gradient.
 
         Raises:
             UsageError: It has another form than its parameter had.
         """
         gradient = parameter.grad
-        if gradient is None:
-            return False
+        assert gradient is not None
         place = self._places[index]
         if gradient.dtype != place.dtype or gradient.shape != place.shape or not gradient.is_cpu:
             raise self._has_become(index, gradient, place)
         view = place.view
         if view is None:
-            return True
+            return IN_SLOT
         if gradient.layout is not torch.strided or (not from_autograd and gradient.requires_grad):
             view.copy_(gradient.detach().to_dense())
             return self._show(index, parameter, place)
@@ -114,7 +110,7 @@ class GradientPlaces:
         lies_alike = (place.is_contiguous and gradient.is_contiguous()) or gradient.stride() == place.stride
         if lies_alike and address == place.address:
             self._record(index, gradient, address, version)
-            return True
+            return IN_SLOT
         if lies_alike and _is_alone(gradient, place.is_complex):
             known = self._reduced.get(index)
             # The local variable and what `parameter.grad` itself holds: nobody else has the tensor.
@@ -128,7 +124,7 @@ class GradientPlaces:
             return self._show(index, parameter, place)
         self._write_back[index] = gradient
         self._round[index] = gradient, version
-        return True
+        return IN_SLOT
 
     def publish(self, index: int, parameter: Tensor) -> None:
         """Show the slot as the gradient."""
@@ -171,10 +167,6 @@ class GradientPlaces:
                 elif self.is_new(index, gradient):
                     found.append(index)
         return found
-
-    def is_placed(self, index: int) -> bool:
-        """Whether the gradient was put in its place in this round already."""
-        return index in self._round
 
     def check(self, parameters: Parameters) -> None:
         """Raise UsageError if something has touched gradients of the round while they were reduced."""
@@ -241,12 +233,12 @@ class GradientPlaces:
             tensor=name,
         )
 
-    def _show(self, index: int, parameter: Tensor, place: _Place) -> bool:
+    def _show(self, index: int, parameter: Tensor, place: _Place) -> InPlace:
         self._expose(index, parameter, place)
         gradient = parameter.grad
         if gradient is not None:
             self._round[index] = gradient, _version(gradient)
-        return True
+        return IN_SLOT
 
     def _expose(self, index: int, parameter: Tensor, place: _Place) -> None:
         if place.data is not None:

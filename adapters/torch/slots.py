@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 import torch
 from multiring.errors import UsageError
+from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import InPlace, ReducerOptions, RoundResult
+from multiring.gradients.source import InPlace, RoundResult
 from multiring.torch.buffers import as_tensor, checksum, specification
 from multiring.torch.placement import GradientPlaces
 from multiring.torch.sparse import RowExchange
@@ -121,7 +122,7 @@ class ParameterSlots:
 
         With several models, all take a step before any takes the next; their order does not matter.
         """
-        self.reducer.flush(self)
+        self.reducer.flush()
         self._exchanges = self._send_rows(joined=False)
 
     def send_values(self) -> None:
@@ -134,7 +135,7 @@ class ParameterSlots:
         exchanges, self._exchanges = self._exchanges, {}
         parameters = self.hold()
         try:
-            result = self.reducer.finish(self)
+            result = self.reducer.finish()
             self._places.check(parameters)
             self._refresh_views()
             self._settle(result, exchanges)
@@ -263,30 +264,20 @@ class ParameterSlots:
             tensor=name,
         )
 
-    def store(self, index: int) -> InPlace | bool:
+    def locate(self, index: int, is_ready: bool) -> InPlace | None:
         """Part of `GradientSource`: where the gradient is, if there is one.
 
         One of which no hook has told is new all the same if it is not what was reduced last.
         """
         parameter = self.hold()[index]
         if parameter is None or parameter.grad is None:
-            return False
-        if not self.reducer.is_produced(index) and self._places.is_new(index, parameter.grad):
-            self.reducer.mark_produced(index)
-        return self._places.put(index, parameter, from_autograd=False)
-
-    def _locate(self, indices: list[int]) -> list[tuple[int, InPlace]]:
-        parameters, places = self.hold(), []
-        for index in indices:
-            if self._places.is_placed(index):
-                continue
-            parameter = parameters[index]
-            place = parameter is not None and self._places.put(index, parameter, from_autograd=True)
-            if place is False:
+            if is_ready:
                 raise self._places.was_replaced(index)
-            if isinstance(place, InPlace):
-                places.append((index, place))
-        return places
+            return None
+        reducer = self.reducer
+        if not (is_ready or reducer.is_produced(index)) and self._places.is_new(index, parameter.grad):
+            reducer.mark_produced(index)
+        return self._places.put(index, parameter, from_autograd=is_ready)
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: another rank had a gradient where this one had none."""
@@ -308,13 +299,7 @@ class ParameterSlots:
             residuals = old.residuals()
             unreduced = {spec.name for index, spec in enumerate(old.specs) if old.is_produced(index)}
             self.close()
-        # Weak: a cycle would keep the buckets of a dropped model until the garbage collector comes.
-        locate = weakref.WeakMethod(self._locate)
-        self._reducer = GradientReducer(
-            *(self._comm, specs, self._options),
-            as_array=as_tensor,
-            locate=lambda indices: () if (method := locate()) is None else method(indices),
-        )
+        self._reducer = GradientReducer(self._comm, specs, self._options, self, as_array=as_tensor)
         self._index = {position: index for index, position in enumerate(positions)}
         self._trainable = [self._parameters[position] for position in positions]
         self._held = None

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import torch
-from multiring.gradients.source import ReducerOptions
+from multiring.gradients.options import ReducerOptions
 from multiring.gradients.sparse_rows import SparseReduction
 
 if TYPE_CHECKING:

@@ -1,13 +1,12 @@
-"""State from one rank to all, and metrics over all."""
+"""State from one rank to all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import multiring
 import torch
-from multiring import metrics as shared_metrics
 from multiring.derived import resolve
 from multiring.reductions import explain_arguments
 from multiring.state.broadcast import StateBuffer, broadcast_state, check_root
@@ -16,17 +15,8 @@ from multiring.torch.buffers import byte_view, check_writable, has_same_bytes, o
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = [
-    "NamedTensors",
-    "average_metrics",
-    "batch_weight",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "plain_name",
-]
+__all__ = ["NamedTensors", "broadcast_optimizer_state", "broadcast_parameters", "plain_name"]
 
-T = TypeVar("T")
 NamedTensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
@@ -67,14 +57,6 @@ def broadcast_parameters(
                     tensor.detach().copy_(staged[name])
             elif not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)  # autograd did not see the values change
-
-
-@explain_arguments
-def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:
-    """Return `root`'s object on every rank; it has to be picklable. Collective."""
-    comm = resolve(comm)
-    received: T = comm.broadcast_object(obj, root)
-    return received
 
 
 @explain_arguments
@@ -127,19 +109,6 @@ def broadcast_optimizer_state(
             optimizer.state[parameters[key] if isinstance(key, int) else key] = value
     else:
         broadcast_parameters(tensors, root, comm)
-
-
-def average_metrics(
-    metrics: Mapping[str, SupportsFloat], count: float, comm: Communicator | None = None
-) -> dict[str, float]:
-    """Average metrics over ranks, weighted by `count` samples; see `multiring.metrics.average_metrics`."""
-    return shared_metrics.average_metrics(resolve(comm), metrics, count)
-
-
-def batch_weight(count: float, comm: Communicator | None = None) -> float:
-    """What to multiply the mean loss of a batch of `count` samples with, where batches differ in size over
-    ranks; see `multiring.metrics.batch_weight`. Collective."""
-    return shared_metrics.batch_weight(resolve(comm), count)
 
 
 class _Placeholder:

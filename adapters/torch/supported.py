@@ -9,7 +9,7 @@ from multiring.errors import UsageError
 
 __all__ = ["check_module"]
 
-# By where they are defined, for programs that have not imported them do not have to.
+# By where they are defined, so that a program that has not imported them need not.
 _WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel"),
     ("torch.distributed.fsdp", "FullyShardedDataParallel"),
@@ -31,7 +31,7 @@ def check_module(module: torch.nn.Module, rank: int) -> None:
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.max_norm is not None:
             raise UsageError(
                 f"rank {rank}: {where} is an {type(part).__name__} with max_norm={part.max_norm:g}, which "
-                "changes the rows that forward() looks up, on each rank others: ranks would drift apart; "
-                "leave max_norm out and limit all rows after each step of the optimizer, as by "
+                "changes the rows that forward() looks up, different ones on each rank: ranks would drift "
+                "apart; leave max_norm out and limit all rows after each step of the optimizer, as by "
                 "torch.renorm(weight, 2, 0, max_norm)"
             )

@@ -7,9 +7,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import multiring
 import torch
-from multiring.derived import derived
+from multiring.derived import derived, resolve
 from multiring.errors import UsageError
 from multiring.torch.batch_statistics import Normalise, Statistics, global_statistics
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -29,7 +28,7 @@ class _Group:
         self._comm = comm
 
     def parent(self) -> Communicator:
-        return multiring.world() if self._comm is None else self._comm
+        return resolve(self._comm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
         return self

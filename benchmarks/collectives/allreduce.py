@@ -16,7 +16,6 @@ from multiring.benchmarks.collectives.cases import (
     Crossing,
     add_case_arguments,
     measure_cases,
-    report_fields,
 )
 from multiring.benchmarks.collectives.results import LIMIT_BYTES, Report, Row
 from multiring.benchmarks.contenders import Contender, Elsewhere, FloatArray, make_contenders
@@ -116,7 +115,8 @@ def run(comm: Communicator, args: argparse.Namespace) -> Report:
         contender.close()
     names = [contender.name for contender in contenders]
     return Report(
-        **report_fields(comm, args, None if mpich is None else mpich.versions),
+        **Report.run_fields(comm, args, None if mpich is None else mpich.versions),
+        hosts="" if args.emulation is None else str(args.emulation),
         rows=tuple(Row(one.contender, one.bytes, one.sample, one.sent) for one in measured),
         left_out=_LEFT_OUT if args.peers and NAME not in names else "",
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from multiring import Communicator
 from multiring.benchmarks.collectives.progress import open_progress
@@ -15,7 +14,6 @@ from multiring.benchmarks.collectives.table import size_text, time_text
 from multiring.benchmarks.contenders import PEERS, Contender, Elsewhere
 from multiring.benchmarks.emulation.start import Emulation
 from multiring.benchmarks.emulation.traffic import LOOPBACK, Sent
-from multiring.benchmarks.machine import Machine
 from multiring.benchmarks.measure import Meeting, Pace, Sample, Task, measure
 from multiring.commands.argument_types import array_sizes, wall_seconds
 from multiring.errors import InternalError
@@ -30,7 +28,6 @@ __all__ = [
     "add_case_arguments",
     "check_crossed",
     "measure_cases",
-    "report_fields",
 ]
 
 Arrays = TypeVar("Arrays")
@@ -217,23 +214,3 @@ def check_crossed(measured: Measured, crossing: Crossing) -> None:
             "them: the rest went through memory, which hosts do not share; look for settings of it in the "
             "environment, as UCX_TLS or FI_PROVIDER"
         )
-
-
-def report_fields(
-    comm: Communicator, args: argparse.Namespace, versions: dict[str, str] | None = None
-) -> dict[str, Any]:
-    """What a `Report` says of the run, beside what was measured. Collective.
-
-    Args:
-        comm: All ranks.
-        args: The options.
-        versions: Of libraries in other environments.
-    """
-    return {
-        "command": args.shown_as,
-        "launcher": args.launcher,
-        "machine": Machine.here(args.cores, mpi="mpi" in args.peers, others=versions),
-        "ranks": comm.size,
-        "hosts": "" if args.emulation is None else str(args.emulation),
-        "date": comm.broadcast_object(datetime.now().astimezone().isoformat(timespec="seconds")),
-    }

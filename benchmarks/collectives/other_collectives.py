@@ -13,7 +13,6 @@ from multiring.benchmarks.collectives.cases import (
     Case,
     add_case_arguments,
     measure_cases,
-    report_fields,
 )
 from multiring.benchmarks.collectives.kinds import COLLECTIVES, Blocks, Buffers
 from multiring.benchmarks.collectives.libraries import Library, OneCollective, join_libraries
@@ -113,7 +112,8 @@ def run(comm: Communicator, args: argparse.Namespace) -> CollectivesReport:
     for library in libraries:
         library.close()
     return CollectivesReport(
-        **report_fields(comm, args),
+        **CollectivesReport.run_fields(comm, args),
+        hosts="" if args.emulation is None else str(args.emulation),
         rows=tuple(
             CollectiveRow(one.contender, one.bytes, one.sample, one.sent, collective=one.operation)
             for one in measured

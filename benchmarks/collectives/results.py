@@ -6,14 +6,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from multiring.benchmarks.contenders import Limit, Ordinary, Symmetric
 from multiring.benchmarks.emulation.start import Emulation, bytes_per_second
 from multiring.benchmarks.emulation.traffic import Sent
-from multiring.benchmarks.machine import Machine
 from multiring.benchmarks.measure import Sample
-from multiring.models.errors import DataError
+from multiring.benchmarks.results import Results
 
 __all__ = ["LIMIT", "LIMIT_BYTES", "OURS", "Report", "Row"]
 
@@ -21,8 +20,6 @@ OURS = (Symmetric.name, Ordinary.name)
 LIMIT = Limit.name
 # Below, calling the kernel from Python takes longer than the kernel, and says nothing about the machine.
 LIMIT_BYTES = 64 * 1024
-
-KIND = "multiring bench allreduce"
 
 
 @dataclass(frozen=True)
@@ -53,30 +50,20 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Results):
     """Everything that one run has measured.
 
     Attributes:
-        command: The command line.
-        launcher: What had started the ranks, as `launch_environment.Placement.launcher`.
-        machine: Where, and with what.
-        ranks: How many.
-        date: When, in ISO format with the offset from UTC.
         rows: By size, then in the order of the contenders.
         hosts: Emulated ones, as `--emulate` and `--rate` have them; empty: the ranks were on one host.
         left_out: Which library was not measured, and what adds it; empty: none to speak of.
     """
 
-    kind: ClassVar[str] = KIND
+    kind: ClassVar[str] = "multiring bench allreduce"
     row_type: ClassVar[type[Row]] = Row
     label_names: ClassVar[tuple[str, ...]] = ()  # of `Row.labels`
     size_meaning: ClassVar[str] = "size of the array on each rank"
 
-    command: str
-    launcher: str
-    machine: Machine
-    ranks: int
-    date: str
     rows: tuple[Row, ...]
     hosts: str = ""
     left_out: str = ""
@@ -159,23 +146,13 @@ class Report:
         return json.dumps({"kind": self.kind, **fields, "rows": rows}, indent=2, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The report that `to_json` has written.
-
-        Raises:
-            DataError: The text is something else.
-        """
-        try:
-            fields: dict[str, Any] = json.loads(text)
-            if fields.pop("kind") != cls.kind:
-                raise ValueError(f"it is no {cls.kind!r}")
-            rows = []
-            for row in fields.pop("rows"):
-                del row["derived"]
-                rows.append(cls.row_type(**{**row, "sample": Sample(**row["sample"])}))
-            return cls(machine=Machine(**fields.pop("machine")), rows=tuple(rows), **fields)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"no results of `{cls.kind}`: {error!r}") from error
+    def measured_from(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """As `Results`."""
+        rows = []
+        for row in fields["rows"]:
+            del row["derived"]
+            rows.append(cls.row_type(**{**row, "sample": Sample(**row["sample"])}))
+        return fields | {"rows": tuple(rows)}
 
     def render(self, style: str, columns: int | None) -> str:
         """A text to print; see `multiring.benchmarks.collectives.table`."""

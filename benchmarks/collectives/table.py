@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from multiring.benchmarks.collectives.results import LIMIT, LIMIT_BYTES, OURS, Report, Row
+from multiring.benchmarks.results import markdown_table
 
 __all__ = ["compact", "describe", "markdown", "rich", "size_text", "time_text"]
 
@@ -153,12 +154,12 @@ def _left(report: Report) -> list[str]:
 
 
 def _markdown(report: Report, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    rules = [":--" if name in _left(report) else "--:" for name in header]
-    lines = ["| " + " | ".join(cells) + " |" for cells in (header, rules, *rows)]
     first, second, third = describe(report)
     date, _, command = third.partition(": ")
     left_out = f" {report.left_out}." if report.left_out else ""
-    return "\n".join([*lines, "", f"`{command}`, {date}: {first}; {second}.{left_out}"])
+    return (
+        f"{markdown_table(header, rows, _left(report))}\n\n`{command}`, {date}: {first}; {second}.{left_out}"
+    )
 
 
 def _bandwidth(row: Row) -> str:

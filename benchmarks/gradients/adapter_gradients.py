@@ -7,7 +7,7 @@ import functools
 import importlib
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -16,13 +16,11 @@ from multiring import Communicator
 from multiring.benchmarks.contenders import Ordinary
 from multiring.benchmarks.gradients.adapter_report import AdapterReport
 from multiring.benchmarks.gradients.training_speed import measure_training
-from multiring.benchmarks.machine import Machine
-from multiring.benchmarks.measure import Meeting
+from multiring.benchmarks.measure import Meeting, durations
 from multiring.benchmarks.memory import return_freed_memory
+from multiring.commands.frameworks import Framework
 from multiring.errors import InternalError
-from multiring.models.frameworks import Framework
 from multiring.models.nets.resnet_spec import resnet
-from multiring.models.peers.table import PEERS
 
 __all__ = ["Reduction", "gradient_shapes", "measure_reduction", "run"]
 
@@ -61,14 +59,13 @@ def run(comm: Communicator, framework: Framework, module: str, args: argparse.Na
         module: Has `make_reduction`.
         args: As `Benchmark.run` has them, and `steps`: turns.
     """
-    peer = PEERS.get(framework.name)
-    if peer is not None and peer.mpi and "mpi" not in args.peers:
-        peer = None
+    if framework.own_way is not None and framework.own_way.mpi and "mpi" not in args.peers:
+        framework = replace(framework, own_way=None)
     spec = resnet(DEPTH, classes=CLASSES, in_channels=3, stem="cifar")
     seconds = TRAINING_SECONDS * args.steps
     # First, since some frameworks want their own way to be set up before they have computed anything.
     training, _ = measure_training(
-        framework, peer, comm, spec, batch=BATCH, cores=args.cores, seconds=seconds, limit=True
+        framework, comm, spec, batch=BATCH, cores=args.cores, seconds=seconds, limit=True
     )
     shapes = gradient_shapes()
     reduction: Reduction = importlib.import_module(module).make_reduction(shapes, comm)
@@ -77,11 +74,7 @@ def run(comm: Communicator, framework: Framework, module: str, args: argparse.Na
     finally:
         reduction.close()
     return AdapterReport(
-        command=args.shown_as,
-        launcher=args.launcher,
-        machine=Machine.here(args.cores, mpi="mpi" in args.peers),
-        ranks=comm.size,
-        date=comm.broadcast_object(datetime.now().astimezone().isoformat(timespec="seconds")),
+        **AdapterReport.run_fields(comm, args),
         framework=framework.title,
         bytes=4 * sum(int(np.prod(shape)) for shape in shapes),
         core=tuple(core),
@@ -120,9 +113,7 @@ def measure_reduction(
         if turn >= 0:
             times[turn] = by_core, by_adapter
         return_freed_memory()
-    begins = comm.allreduce(np.ascontiguousarray(times[:, :, 0]), op="max")
-    ends = comm.allreduce(np.ascontiguousarray(times[:, :, 1]), op="max")
-    seconds = (ends - begins) / 1e9
+    seconds = durations(comm, times)
     return seconds[:, 0].tolist(), seconds[:, 1].tolist()
 
 

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from multiring.benchmarks.gradients.plot import save_bars
 from multiring.benchmarks.gradients.training_speed import ALONE, LIMIT, OWN, TOGETHER, TrainingSpeed
-from multiring.benchmarks.machine import Machine
 from multiring.benchmarks.measure import REPEAT, Ratio, Sample
-from multiring.models.errors import DataError
+from multiring.benchmarks.results import Results, Table, markdown, rich
 
 __all__ = ["AdapterReport"]
 
-KIND = "multiring bench gradients --framework"
-
-Table = tuple[str, list[str], list[list[str]]]
-
 
 @dataclass(frozen=True)
-class AdapterReport:
+class AdapterReport(Results):
     """Everything that one run has measured.
 
     Attributes:
-        command: The command line.
-        launcher: What had started the ranks, as `launch_environment.Placement.launcher`.
-        machine: Where, and with what.
-        ranks: How many.
-        date: When, in ISO format with the offset from UTC.
         framework: Its title.
         bytes: Size of ResNet-50's gradients.
         core: Seconds of an allreduce of as many bytes by the core, in each round.
@@ -39,11 +29,8 @@ class AdapterReport:
         training: The small training.
     """
 
-    command: str
-    launcher: str
-    machine: Machine
-    ranks: int
-    date: str
+    kind: ClassVar[str] = "multiring bench gradients --framework"
+
     framework: str
     bytes: int
     core: tuple[float, ...]
@@ -58,26 +45,16 @@ class AdapterReport:
     def to_json(self) -> str:
         """Everything measured and, under "derived", what follows from it."""
         fields = asdict(self) | {"training": json.loads(self.training.to_json())}
-        return json.dumps({"kind": KIND, **fields, "derived": {"overhead": asdict(self.overhead)}}, indent=2)
+        return json.dumps(
+            {"kind": self.kind, **fields, "derived": {"overhead": asdict(self.overhead)}}, indent=2
+        )
 
     @classmethod
-    def from_json(cls, text: str) -> AdapterReport:
-        """The report that `to_json` has written.
-
-        Raises:
-            DataError: The text is something else.
-        """
-        try:
-            fields: dict[str, Any] = json.loads(text)
-            if fields.pop("kind") != KIND:
-                raise ValueError(f"it is no {KIND!r}")
-            del fields["derived"]
-            machine = Machine(**fields.pop("machine"))
-            training = TrainingSpeed.from_dict(fields.pop("training"))
-            core, adapter = tuple(fields.pop("core")), tuple(fields.pop("adapter"))
-            return cls(machine=machine, training=training, core=core, adapter=adapter, **fields)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"no results of `{KIND}`: {error!r}") from error
+    def measured_from(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """As `Results`."""
+        del fields["derived"]
+        fields |= {name: tuple(fields[name]) for name in ("core", "adapter")}
+        return fields | {"training": TrainingSpeed.from_dict(fields["training"])}
 
     def tables(self) -> list[Table]:
         """Title, columns and cells of each table."""
@@ -122,21 +99,8 @@ class AdapterReport:
 
     def render(self, style: str, columns: int | None) -> str:
         """A text to print: tables for a terminal of so many columns, or in Markdown."""
-        if style != "rich":
-            return "\n\n".join(_markdown(names, rows) for _, names, rows in self.tables())
-        from rich.console import Console
-        from rich.table import Table as RichTable
-
-        stream = io.StringIO()
-        console = Console(file=stream, width=columns or 120, force_terminal=columns is not None)
-        for title, names, rows in self.tables():
-            table = RichTable(title=title, title_justify="left")
-            for index, name in enumerate(names):
-                table.add_column(name, justify="right" if index else "left")
-            for row in rows:
-                table.add_row(*row)
-            console.print(table)
-        return stream.getvalue().rstrip("\n")
+        tables = self.tables()
+        return rich(tables, columns, wrap=True) if style == "rich" else markdown(tables)
 
     def draw(self, path: Path) -> None:
         """Writes a PNG: time of the reduction, and images per second of the training."""
@@ -161,10 +125,7 @@ class AdapterReport:
         right.bar_label(bars, labels, padding=3)
         right.set_title(f"training of ResNet-20, batch {speed.batch} a rank")
         right.set_xlabel("images/s, more is better")
-        for axes in (left, right):
-            axes.invert_yaxis()
-            axes.margins(x=0.25)
-        figure.savefig(path, format="png", dpi=150)
+        save_bars(figure, path)
 
 
 def _noise(ratio: Ratio | None) -> str:
@@ -178,8 +139,3 @@ def _milliseconds(seconds: tuple[float, ...] | list[float]) -> str:
 
 def _bandwidth(size: int, seconds: tuple[float, ...]) -> str:
     return f"{size / float(np.median(seconds)) / 1e9:.2f} GB/s"
-
-
-def _markdown(columns: list[str], rows: list[list[str]]) -> str:
-    rule = ["---", *["---:"] * (len(columns) - 1)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows))

@@ -13,9 +13,9 @@ from typing import Any
 from multiring import Communicator
 from multiring.benchmarks.command import Outcome
 from multiring.commands.argument_types import number_of
+from multiring.commands.frameworks import FRAMEWORKS
 from multiring.errors import UsageError
-from multiring.models.frameworks import FRAMEWORKS, find_framework
-from multiring.models.peers.table import PEERS
+from multiring.models.frameworks import find_framework, load_trainer
 
 __all__ = ["add_arguments", "run"]
 
@@ -68,9 +68,9 @@ class _ChooseFramework(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         namespace.framework = values
-        peer = PEERS.get(values)
+        own_way = FRAMEWORKS[values].own_way
         # None leaves out what cannot be started, and tells why.
-        namespace.peers = None if peer is not None and peer.mpi and not peer.missing else []
+        namespace.peers = None if own_way is not None and own_way.mpi and not own_way.missing else []
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +112,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> Outcome:
         raise UsageError("--emulate measures Torch beside DistributedDataParallel: leave --framework out")
     framework = find_framework(args.framework)
     module = f"multiring.benchmarks.gradients.frameworks.{framework.name}"
-    framework.set_threads(1)
+    load_trainer(framework).set_threads(1)
     if importlib.util.find_spec(module) is None:
         raise UsageError(f"the adapter of {framework.title} has no benchmark of its gradients ({module})")
     from multiring.benchmarks.gradients import adapter_gradients

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from multiring.benchmarks.gradients.report import GradientsReport
 from multiring.benchmarks.measure import REPEAT
 
-__all__ = ["draw"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["draw", "save_bars"]
 
 
 def draw(report: GradientsReport, path: Path) -> None:
@@ -31,7 +35,12 @@ def draw(report: GradientsReport, path: Path) -> None:
     right.bar_label(bars, labels, padding=-4, label_type="center")
     right.set_title(f"training of ResNet-20, batch {report.batch} a rank")
     right.set_xlabel("images/s, more is better")
-    for axes in (left, right):
+    save_bars(figure, path)
+
+
+def save_bars(figure: Figure, path: Path) -> None:
+    """Writes a PNG of charts of bars: the first bar on top, and room for labels."""
+    for axes in figure.axes:
         axes.invert_yaxis()
         axes.margins(x=0.25)
     figure.savefig(path, format="png", dpi=150)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from multiring.benchmarks.machine import Machine
 from multiring.benchmarks.measure import NOISE, Sample
-from multiring.models.errors import DataError
+from multiring.benchmarks.results import Results, markdown, rich
 
 __all__ = ["GradientsReport", "Memory", "StateRow", "StepRow"]
-
-KIND = "multiring bench gradients"
 
 
 @dataclass(frozen=True)
@@ -64,15 +61,10 @@ class StateRow:
 
 
 @dataclass(frozen=True)
-class GradientsReport:
+class GradientsReport(Results):
     """Everything that one run has measured. In each list the first row is without synchronisation.
 
     Attributes:
-        command: The command line.
-        launcher: What had started the ranks, as `launch_environment.Placement.launcher`.
-        machine: Where, and with what.
-        ranks: How many.
-        date: When, in ISO format with the offset from UTC.
         bytes: Size of ResNet-50's gradients.
         batch: Images of a rank in a step of the training.
         gradients: Steps that write and reduce ResNet-50's gradients.
@@ -81,11 +73,8 @@ class GradientsReport:
         state: What the rest of the training state costs, by model.
     """
 
-    command: str
-    launcher: str
-    machine: Machine
-    ranks: int
-    date: str
+    kind: ClassVar[str] = "multiring bench gradients"
+
     bytes: int
     batch: int
     gradients: tuple[StepRow, ...]
@@ -131,35 +120,24 @@ class GradientsReport:
             "efficiency": {row.name: self.efficiency(row) for row in self.training},
             "check_per_step": {row.name: row.check_per_step for row in self.state},
         }
-        return json.dumps({"kind": KIND, **asdict(self), "derived": derived}, indent=2, allow_nan=False)
+        return json.dumps({"kind": self.kind, **asdict(self), "derived": derived}, indent=2, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> GradientsReport:
-        """The report that `to_json` has written.
-
-        Raises:
-            DataError: The text is something else.
-        """
-        try:
-            fields: dict[str, Any] = json.loads(text)
-            if fields.pop("kind") != KIND:
-                raise ValueError(f"it is no {KIND!r}")
-            del fields["derived"]
-            for name in ("gradients", "training"):
-                fields[name] = tuple(StepRow(r["name"], Sample(**r["sample"])) for r in fields[name])
-            for row in fields["state"]:
-                row["buffers"], row["check"] = Sample(**row["buffers"]), Sample(**row["check"])
-            fields["state"] = tuple(StateRow(**row) for row in fields["state"])
-            fields["memory"] = {name: Memory(**memory) for name, memory in fields["memory"].items()}
-            return cls(machine=Machine(**fields.pop("machine")), **fields)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"no results of `{KIND}`: {error!r}") from error
+    def measured_from(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """As `Results`."""
+        del fields["derived"]
+        for name in ("gradients", "training"):
+            fields[name] = tuple(StepRow(row["name"], Sample(**row["sample"])) for row in fields[name])
+        for row in fields["state"]:
+            row["buffers"], row["check"] = Sample(**row["buffers"]), Sample(**row["check"])
+        fields["state"] = tuple(StateRow(**row) for row in fields["state"])
+        return fields | {"memory": {name: Memory(**memory) for name, memory in fields["memory"].items()}}
 
     def render(self, style: str, columns: int | None) -> str:
         """A text to print; see `multiring.benchmarks.gradients.table`."""
-        from multiring.benchmarks.gradients.table import markdown, rich
+        from multiring.benchmarks.gradients.table import tables
 
-        return rich(self, columns) if style == "rich" else markdown(self)
+        return rich(tables(self), columns) if style == "rich" else markdown(tables(self))
 
     def draw(self, path: Path) -> None:
         """Writes a PNG; see `multiring.benchmarks.gradients.plot`."""

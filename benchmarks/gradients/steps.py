@@ -1,5 +1,5 @@
 """Training steps to be timed: without synchronisation, with multiring's gradient hooks, and with Torch's
-DistributedDataParallel over Gloo. Each kind has a model of its own."""
+DistributedDataParallel over multiring's process group and over Gloo. Each kind has a model of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -146,10 +147,16 @@ class Ddp(_Base):
     name = "DDP over Gloo"
 
     def _wrap(self, model: nn.Module) -> nn.Module:
+        return self._distributed(model)
+
+    @staticmethod
+    def _distributed(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
         with warnings.catch_warnings():
             # The newest Torch wants this option under another name, which older ones do not know.
             warnings.simplefilter("ignore", FutureWarning)
-            return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+            return DistributedDataParallel(
+                model, process_group=group, gradient_as_bucket_view=True, broadcast_buffers=False
+            )
 
     def _plain(self) -> nn.Module:
         assert isinstance(self.model, DistributedDataParallel)
@@ -157,7 +164,26 @@ class Ddp(_Base):
         return plain
 
 
-KINDS: dict[str, type[_Base]] = {"none": Unsynchronised, "multiring": Hooks, "gloo": Ddp}
+class DdpOverMultiring(Ddp):
+    """DistributedDataParallel over a process group of the backend `multiring`."""
+
+    name = "DDP over multiring"
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        self._group = dist.new_group(backend="multiring")
+        return self._distributed(model, self._group)
+
+    def close(self) -> None:
+        del self.model
+        dist.destroy_process_group(self._group)
+
+
+KINDS: dict[str, type[_Base]] = {
+    "none": Unsynchronised,
+    "multiring": Hooks,
+    "ddp": DdpOverMultiring,
+    "gloo": Ddp,
+}
 
 
 def make_step(kind: str, make_model: Callable[[], nn.Module], comm: Communicator) -> Step:

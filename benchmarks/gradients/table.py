@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from multiring.benchmarks.gradients.report import GradientsReport, StepRow
 from multiring.benchmarks.measure import REPEAT, Sample
+from multiring.benchmarks.results import Table
 
-__all__ = ["markdown", "rich", "tables"]
+__all__ = ["tables"]
 
 MIB = 2**20
-Table = tuple[str, list[str], list[list[str]]]
 
 
 def tables(report: GradientsReport) -> list[Table]:
@@ -82,32 +80,3 @@ def _milliseconds(sample: Sample, digits: int = 1) -> str:
         f"{1e3 * seconds:.{digits}f}" for seconds in (sample.median, sample.low, sample.high)
     )
     return f"{median} ms [{low}..{high}]"
-
-
-def markdown(report: GradientsReport) -> str:
-    """Tables as GitHub shows them, below each other."""
-    return "\n\n".join(_markdown(columns, rows) for _, columns, rows in tables(report))
-
-
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(columns) - 1)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows))
-
-
-def rich(report: GradientsReport, columns: int | None) -> str:
-    """Tables for a terminal of so many columns; None: plain, for a file."""
-    import io
-
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
-    stream = io.StringIO()
-    console = Console(file=stream, width=columns or 120, force_terminal=columns is not None)
-    for title, names, rows in tables(report):
-        table = RichTable(title=title, title_justify="left")
-        for index, name in enumerate(names):
-            table.add_column(name, justify="right" if index else "left", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    return stream.getvalue().rstrip("\n")

@@ -1,7 +1,7 @@
 """What it costs to keep gradients in step in Torch, beside DistributedDataParallel.
 
-A training step without synchronisation, with multiring's gradient hooks and with Torch's
-DistributedDataParallel over Gloo, in turns in the same run:
+A training step without synchronisation, with multiring's gradient hooks, and with Torch's
+DistributedDataParallel over multiring's process group and over Gloo, in turns in the same run:
 
 - ResNet-50's 161 gradients, 102 MB, from a backward pass that writes them and does nothing else. What a step
   takes longer than without synchronisation is its communication.
@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from datetime import datetime
 
 import numpy as np
 import torch
@@ -37,8 +35,7 @@ from multiring.benchmarks.gradients.steps import (
     training_model,
 )
 from multiring.benchmarks.gradients.torch_state import measure_state
-from multiring.benchmarks.machine import Machine
-from multiring.benchmarks.measure import Meeting, Sample
+from multiring.benchmarks.measure import Meeting, Sample, durations
 from multiring.benchmarks.memory import PeakMemory, proportional_bytes, return_freed_memory
 
 __all__ = ["TRAINING_TURN", "WARM_UP", "run"]
@@ -62,11 +59,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> GradientsReport:
     gloo.close()
     names = [kind.name for kind in KINDS.values()]
     return GradientsReport(
-        command=args.shown_as,
-        launcher=args.launcher,
-        machine=Machine.here(args.cores, mpi=False),
-        ranks=comm.size,
-        date=comm.broadcast_object(datetime.now().astimezone().isoformat(timespec="seconds")),
+        **GradientsReport.run_fields(comm, args),
         bytes=4 * sum(int(np.prod(shape)) for shape in shapes),
         batch=BATCH,
         gradients=tuple(StepRow(*row) for row in zip(names, gradients, strict=True)),
@@ -79,6 +72,7 @@ def run(comm: Communicator, args: argparse.Namespace) -> GradientsReport:
 def _memory(comm: Communicator, kind: str, make_model: Callable[[], nn.Module]) -> Memory:
     """Memory that a kind of step takes with model and gradients, in bytes: of the rank that takes most."""
     gc.collect()
+    return_freed_memory()
     comm.barrier()
     before = proportional_bytes()
     with PeakMemory() as peak:
@@ -109,24 +103,13 @@ def _times(
             for _ in range(WARM_UP):
                 step()
         times = [[_turn(meeting, step, per_turn) for step in steps] for _ in range(turns)]
-        begin, end = (
-            comm.allreduce(np.ascontiguousarray(part), op="max")
-            for part in np.moveaxis(np.array(times, np.int64), 2, 0)
-        )
-    seconds = (end - begin) / 1e9 / per_turn
+        seconds = durations(comm, times) / per_turn
     return [Sample.of(seconds[:, kind]) for kind in range(len(kinds))]
 
 
 def _turn(meeting: Meeting, step: Step, count: int) -> tuple[int, int]:
     """When this rank began and ended `count` steps, in nanoseconds; a few more come first, unmeasured."""
-    for _ in range(WARM_UP):
-        step()
-    meeting()
-    begin = time.perf_counter_ns()
-    for _ in range(count):
-        step()
-    end = time.perf_counter_ns()
-    meeting()
+    times = meeting.time_steps(step, count, warm_up=WARM_UP)
     step.release()
     return_freed_memory()
-    return begin, end
+    return times

@@ -8,6 +8,7 @@ anything. What else the machine does meets all of them alike, and ratios are tak
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from collections.abc import Callable
@@ -18,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from multiring import Communicator
-from multiring.benchmarks.measure import Meeting, Ratio
+from multiring.benchmarks.measure import Meeting, Ratio, durations
+from multiring.commands.frameworks import Framework, OwnWay
 from multiring.models.data.loader import Batch
-from multiring.models.frameworks import Framework
+from multiring.models.frameworks import load_trainer
 from multiring.models.nets.resnet_spec import ResNetSpec
-from multiring.models.peers.table import Peer, PeerTrainer
+from multiring.models.peers import PeerTrainer
 from multiring.models.trainers.recipe import Recipe
 
 __all__ = ["ALONE", "LIMIT", "OWN", "TOGETHER", "TrainingSpeed", "measure_training"]
@@ -115,7 +117,6 @@ class TrainingSpeed:
 
 def measure_training(
     framework: Framework,
-    peer: Peer | None,
     comm: Communicator,
     spec: ResNetSpec,
     *,
@@ -127,8 +128,7 @@ def measure_training(
     """Measure; called on all ranks, each on its processor.
 
     Args:
-        framework: Trains.
-        peer: The framework's own way, or None.
+        framework: Trains; its own way, if it has one, is measured too.
         comm: All ranks.
         spec: The network.
         batch: Images of a rank.
@@ -141,13 +141,13 @@ def measure_training(
     """
     recipe = Recipe(LR, batch * comm.size, total_steps=1, decay="constant", reference_batch=batch * comm.size)
     own, missing = None, None
-    if peer is not None:
+    if framework.own_way is not None:
         # First of all: some want to be set up before their framework has computed anything.
-        own, missing = _own_way(peer, spec, recipe, comm)
-    together = framework.make_trainer(spec, recipe, comm, seed=0, sync_bn=False)
+        own, missing = _own_way(framework.own_way, spec, recipe, comm)
+    together = load_trainer(framework)(spec, recipe, comm, seed=0, sync_bn=False)
     own_group = comm.split(color=comm.rank)
     assert own_group is not None
-    alone = framework.make_trainer(spec, recipe, own_group, seed=0, sync_bn=False)
+    alone = load_trainer(framework)(spec, recipe, own_group, seed=0, sync_bn=False)
     shared, single = _batch(comm, spec, batch, comm.size), _batch(comm, spec, batch, 1)
     kinds: dict[str, Callable[[], object]] = {
         ALONE: lambda: alone.step(single, LR),
@@ -170,21 +170,21 @@ def measure_training(
             kinds[OWN] = lambda: theirs.step(shared, LR)
         steps, times = _take_turns(comm, meeting, kinds, seconds)
         fingerprint = together.fingerprint()
-    title = None if peer is None else peer.title
+    title = None if framework.own_way is None else framework.own_way.title
     return TrainingSpeed(comm.size, batch, steps, times, title, missing), fingerprint
 
 
 def _own_way(
-    peer: Peer, spec: ResNetSpec, recipe: Recipe, comm: Communicator
+    own_way: OwnWay, spec: ResNetSpec, recipe: Recipe, comm: Communicator
 ) -> tuple[PeerTrainer | None, str | None]:
     """Its trainer, or why there is none; the same answer on all ranks."""
     trainer: PeerTrainer | None = None
     error: str | None = None
-    if peer.missing:
-        error = f"{' and '.join(peer.missing)} is not installed"
+    if own_way.missing:
+        error = f"{' and '.join(own_way.missing)} is not installed"
     else:
         try:
-            trainer = peer.make_trainer(spec, recipe, comm, seed=0)
+            trainer = importlib.import_module(own_way.module).make_trainer(spec, recipe, comm, seed=0)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
     errors = [each for each in comm.allgather_object(error) if each is not None]
@@ -218,20 +218,6 @@ def _take_turns(
         # Every other round the other way round, so that none always comes after the same one.
         order = range(len(kinds)) if turn % 2 == 0 else reversed(range(len(kinds)))
         for index in order:
-            times[turn, index] = _turn(meeting, list(kinds.values())[index], per_turn)
-    ends = comm.allreduce(np.ascontiguousarray(times[:, :, 1]), op="max")
-    begins = comm.allreduce(np.ascontiguousarray(times[:, :, 0]), op="max")
-    found = (ends - begins) / 1e9 / per_turn
+            times[turn, index] = meeting.time_steps(list(kinds.values())[index], per_turn)
+    found = durations(comm, times) / per_turn
     return per_turn, {kind: found[:, index].tolist() for index, kind in enumerate(kinds)}
-
-
-def _turn(meeting: Meeting, step: Callable[[], object], count: int) -> tuple[int, int]:
-    """When this rank began and ended `count` steps, in nanoseconds."""
-    step()
-    meeting()
-    begin = time.perf_counter_ns()
-    for _ in range(count):
-        step()
-    end = time.perf_counter_ns()
-    meeting()
-    return begin, end

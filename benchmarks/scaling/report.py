@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+from multiring.benchmarks.results import markdown_table
 from multiring.benchmarks.scaling.machine import CONTENDERS, OURS
 from multiring.benchmarks.scaling.results import Results
 from multiring.benchmarks.scaling.training import (
@@ -17,9 +20,13 @@ from multiring.benchmarks.scaling.training import (
 __all__ = ["efficiency", "tables", "write"]
 
 FASTER = 3.0
+# Beside each other in tables, which have five columns at most.
+SHOWN = (OURS, "ring", "Open MPI's choice")
 
 # Speed-ups that IBM published for ResNet-50 over GPUs (2017), relative to 4.
 PUBLISHED = {4: 1.0, 8: 2.0, 16: 3.9, 32: 7.9, 64: 15.5, 128: 30.5, 256: 60.6}
+
+Columns = dict[str, Callable[[int], str]]
 
 _STYLES = {
     OURS: ("#1f4e9c", "o"),
@@ -56,42 +63,49 @@ def _cell(results: Results, contender: str, ranks: int, images_per_second: float
     return f"{100 * efficiency(results, contender, ranks, images_per_second):.1f}" if known else "-"
 
 
-def _efficiencies(results: Results, images_per_second: float) -> list[str]:
-    published = images_per_second == IMAGES_PER_SECOND
-    head = ["ranks", "speed-up", *(["published", "published %"] if published else [])]
-    lines = [
-        "| " + " | ".join([*head, *(f"{name} %" for name in CONTENDERS)]) + " |",
-        "|" + "--:|" * (len(head) + len(CONTENDERS)),
-    ]
+def _table(ranks: Sequence[int], columns: Columns) -> str:
+    """A row for each number of ranks; a column says what stands there for so many."""
+    names = ["ranks", *columns]
+    rows = [[str(count), *(cell(count) for cell in columns.values())] for count in ranks]
+    return markdown_table(names, rows, ())
+
+
+def _efficiencies(results: Results, images_per_second: float, names: Sequence[str]) -> Columns:
+    return {f"{name} %": partial(_cell, results, name, images_per_second=images_per_second) for name in names}
+
+
+def _speedup(results: Results, images_per_second: float) -> Columns:
     base = results.machine.ranks_per_host
     least = efficiency(results, OURS, base, images_per_second)
-    for ranks in _ranks(results):
-        speedup = efficiency(results, OURS, ranks, images_per_second) / least * ranks / base
-        cells = [str(ranks), f"{speedup:.1f}"]
-        if published:
-            known = PUBLISHED.get(ranks)
-            cells += [f"{known}", f"{100 * known * base / ranks:.0f}"] if known else ["", ""]
-        cells += [_cell(results, name, ranks, images_per_second) for name in CONTENDERS]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    return {
+        "speed-up": lambda ranks: (
+            f"{efficiency(results, OURS, ranks, images_per_second) / least * ranks / base:.1f}"
+        )
+    }
 
 
-def _times(results: Results) -> list[str]:
-    size = max(next(iter(results.seconds[OURS].values())))
-    lines = [
-        f"| ranks | limit ms | {' | '.join(f'{name} ms' for name in CONTENDERS)} |",
-        "|" + "--:|" * (2 + len(CONTENDERS)),
-    ]
+def _published(base: int) -> Columns:
+    return {
+        "published": lambda ranks: str(PUBLISHED.get(ranks, "")),
+        "published %": lambda ranks: (
+            f"{100 * PUBLISHED[ranks] * base / ranks:.0f}" if ranks in PUBLISHED else ""
+        ),
+    }
+
+
+def _times(results: Results, size: int) -> Columns:
     machine = results.machine
-    for ranks in sorted(results.seconds[OURS]):
+
+    def limit(ranks: int) -> str:
         hosts = ranks // machine.ranks_per_host
-        limit = 2 * (hosts - 1) / hosts * size / (machine.bytes_per_second * machine.usable)
-        cells = [str(ranks), f"{limit * 1e3:.2f}"]
-        for name in CONTENDERS:
-            times = results.seconds.get(name, {}).get(ranks)
-            cells.append(f"{_allreduce_seconds(results, name, ranks, size) * 1e3:.2f}" if times else "-")
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        seconds = 2 * (hosts - 1) / hosts * size / (machine.bytes_per_second * machine.usable)
+        return f"{seconds * 1e3:.2f}"
+
+    def milliseconds(name: str, ranks: int) -> str:
+        known = ranks in results.seconds.get(name, {})
+        return f"{_allreduce_seconds(results, name, ranks, size) * 1e3:.2f}" if known else "-"
+
+    return {"limit ms": limit, **{f"{name} ms": partial(milliseconds, name) for name in SHOWN}}
 
 
 def tables(results: Results) -> str:
@@ -100,22 +114,26 @@ def tables(results: Results) -> str:
         f"{nbytes / 2**20:.1f} MiB at {100 * ready:.0f} %" for nbytes, ready in buckets(results.profile)
     )
     size = max(next(iter(results.seconds[OURS].values())))
+    ranks = _ranks(results)
+    others = [name for name in CONTENDERS if name != OURS]
+    faster = FASTER * IMAGES_PER_SECOND
     parts = [
         f"**Simulated**: ResNet-50, {BATCH} images a rank, {IMAGES_PER_SECOND:.0f} images/s (a P100):",
-        "",
-        *_efficiencies(results, IMAGES_PER_SECOND),
-        "",
-        f"The same with ranks three times as fast ({FASTER * IMAGES_PER_SECOND:.0f} images/s), same network:",
-        "",
-        *_efficiencies(results, FASTER * IMAGES_PER_SECOND),
-        "",
+        _table(
+            ranks,
+            _speedup(results, IMAGES_PER_SECOND)
+            | _published(ranks[0])
+            | _efficiencies(results, IMAGES_PER_SECOND, [OURS]),
+        ),
+        "The others on the same machine:",
+        _table(ranks, _efficiencies(results, IMAGES_PER_SECOND, others)),
+        f"The same with ranks three times as fast ({faster:.0f} images/s), same network:",
+        _table(ranks, _speedup(results, faster) | _efficiencies(results, faster, SHOWN)),
         f"One allreduce of {size / 2**20:.0f} MiB, beside bytes over bandwidth:",
-        "",
-        *_times(results),
-        "",
+        _table(sorted(results.seconds[OURS]), _times(results, size)),
         f"Buckets, and when they leave: {left} of the step ({results.profile.device}).",
     ]
-    return "\n".join(parts)
+    return "\n\n".join(parts)
 
 
 _BEGIN, _END = "<!-- simulated: begin -->", "<!-- simulated: end -->"

@@ -68,7 +68,7 @@ class SimulatedLink final : public HostGroup {
   std::string host() const override { return memory_->host(); }
   std::int64_t process_id(int rank) const override { return rank; }
   std::shared_ptr<SharedBlock> share(std::size_t bytes, std::span<const int> members, std::uint64_t tag,
-                                     const Waiting& waiting) override {
+                                     const WaitOptions& waiting) override {
     return memory_->share(bytes, members, tag, waiting);
   }
   bool is_lost(int) override { return false; }
@@ -99,10 +99,10 @@ class SilentNetwork final : public Network {
   int size() const override { return size_; }
   int channels() const override { return channels_; }
   std::string host(int) override { return "simulated"; }
-  void connect(std::span<const Link>, const Waiting&) override {}
+  void connect(std::span<const Link>, const WaitOptions&) override {}
   Ticket post_send(int, int, std::span<const std::span<const std::byte>>) override { return ++tickets_; }
   Ticket post_receive(int, int, std::span<std::byte>) override { return ++tickets_; }
-  WaitResult wait(std::span<const Ticket>, const Waiting&) override { return {}; }
+  WaitResult wait(std::span<const Ticket>, const WaitOptions&) override { return {}; }
   bool done(Ticket) const override { return false; }
   void give_up(std::span<const Ticket>) override {}
   void progress() override {}
@@ -140,7 +140,8 @@ std::shared_ptr<Transport> join(const Sessions& sessions, int ranks_per_host) {
     context->ranks.push_back({rank / ranks_per_host, rank % ranks_per_host, "simulated", rank});
   context->host_group = std::make_shared<SimulatedLink>(hub->host_group(session->rank() % ranks_per_host));
   context->make_network = [sessions](std::span<const int> members, int rank, int channels,
-                                     const std::string& name) -> std::unique_ptr<Network> {
+                                     const std::string& name,
+                                     const WaitOptions&) -> std::unique_ptr<Network> {
     if (name.ends_with("-messages"))
       return std::make_unique<SilentNetwork>(static_cast<int>(members.size()), rank, channels);
     MpiOptions mpi;
@@ -154,7 +155,8 @@ std::shared_ptr<Transport> join(const Sessions& sessions, int ranks_per_host) {
   };
   std::vector<int> members(static_cast<std::size_t>(session->size()));
   std::iota(members.begin(), members.end(), 0);
-  return std::make_shared<ClusterTransport>(std::move(context), std::move(members), 1, options, Waiting{});
+  return std::make_shared<ClusterTransport>(std::move(context), std::move(members), 1, options,
+                                            WaitOptions{});
 }
 
 /// Seconds that additions and copies take for each byte that a rank sends: they are charged where the core

@@ -1,5 +1,7 @@
 #include "base/cpu.h"
 
+#include "base/names.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <xmmintrin.h>
@@ -46,15 +48,8 @@ bool has_avx512() {
 }  // namespace
 
 const char* isa_name(Isa isa) {
-  switch (isa) {
-    case Isa::kAvx2:
-      return "avx2";
-    case Isa::kAvx512:
-      return "avx512";
-    case Isa::kPlain:
-      break;
-  }
-  return "plain";
+  static constexpr const char* kNames[] = {"plain", "avx2", "avx512"};
+  return name_in(kNames, isa, "plain");
 }
 
 bool cpu_supports(Isa isa) {

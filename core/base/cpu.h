@@ -1,6 +1,7 @@
 #pragma once
 
 #include "base/export.h"
+#include "base/immovable.h"
 
 namespace multiring {
 
@@ -18,12 +19,10 @@ MULTIRING_API bool cpu_supports(Isa isa);
 /// Applications change this per thread (switches that flush denormals, libraries linked with -ffast-math),
 /// and an operation may run in the caller's thread or in the engine's: the same inputs must give the same
 /// bits in both.
-class MULTIRING_API StandardFloatMode {
+class MULTIRING_API StandardFloatMode : Immovable {
  public:
   StandardFloatMode();
   ~StandardFloatMode();
-  StandardFloatMode(const StandardFloatMode&) = delete;
-  StandardFloatMode& operator=(const StandardFloatMode&) = delete;
 
  private:
   unsigned long long saved_ = 0;

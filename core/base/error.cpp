@@ -3,25 +3,23 @@
 #include <cerrno>
 #include <system_error>
 
+#include "base/names.h"
+
 namespace multiring {
 
 const char* error_kind_name(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::kUsage:
-      return "usage error";
-    case ErrorKind::kMismatch:
-      return "mismatch";
-    case ErrorKind::kTimeout:
-      return "timeout";
-    case ErrorKind::kPeerLost:
-      return "peer lost";
-    case ErrorKind::kAborted:
-      return "aborted";
-    case ErrorKind::kInternal:
-      return "internal error";
-  }
-  return "unknown error";
+  static constexpr const char* kNames[] = {"no error",  "usage error", "mismatch",      "timeout",
+                                           "peer lost", "aborted",     "internal error"};
+  return name_in(kNames, kind, "unknown error");
 }
+
+const char* error_class_name(ErrorKind kind) {
+  static constexpr const char* kNames[] = {"InternalError", "UsageError",   "MismatchError", "TimeoutError",
+                                           "PeerLostError", "AbortedError", "InternalError"};
+  return name_in(kNames, kind, "InternalError");
+}
+
+void throw_usage(const std::string& message) { throw Error(ErrorKind::kUsage, message); }
 
 void throw_errno(const std::string& call) {
   const int code = errno;

@@ -19,7 +19,10 @@ enum class ErrorKind : std::uint8_t {
   kInternal = 6,
 };
 
+/// "usage error", "mismatch", ...
 MULTIRING_API const char* error_kind_name(ErrorKind kind);
+/// Name of the Python exception: "UsageError", "MismatchError", ...
+MULTIRING_API const char* error_class_name(ErrorKind kind);
 
 /// What is known about the cause; mirrored as attributes of the Python exceptions.
 struct ErrorContext {
@@ -47,6 +50,8 @@ class MULTIRING_API Error : public std::runtime_error {
   ErrorContext context_;
 };
 
+/// Raises a usage error.
+[[noreturn]] MULTIRING_API void throw_usage(const std::string& message);
 /// Raises an internal error that names the failing system call and errno's text.
 [[noreturn]] MULTIRING_API void throw_errno(const std::string& call);
 

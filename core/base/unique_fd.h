@@ -16,8 +16,6 @@ class UniqueFd {
     if (this != &other) reset(std::exchange(other.fd_, -1));
     return *this;
   }
-  UniqueFd(const UniqueFd&) = delete;
-  UniqueFd& operator=(const UniqueFd&) = delete;
   ~UniqueFd() { reset(); }
 
   int get() const { return fd_; }

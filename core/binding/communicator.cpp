@@ -3,11 +3,14 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
+#include <cstdint>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "binding/arrays/numpy_call.h"
@@ -54,6 +57,12 @@ bool run_allreduce(Communicator& self, py::handle input, py::handle output, Redu
 void run(Communicator& self, PyOperation& prepared, double timeout) {
   const GilRelease release;
   self.run(prepared.operation, call_options(timeout));
+}
+
+template <auto Method>
+void run_message(Communicator& self, PyOperation& prepared, std::int64_t tag, double timeout) {
+  const GilRelease release;
+  (self.*Method)(prepared.operation, tag, call_options(timeout));
 }
 
 PyWork submit(Communicator& self, PyOperation& prepared, int priority) {
@@ -116,7 +125,18 @@ py::array symmetric_peer(const Communicator& self, const py::array& mine, int pe
   return theirs;
 }
 
+/// Moments of finished work, in nanoseconds of the steady clock, as time.monotonic_ns() gives them.
+std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t> times_of(const PyWork& self) {
+  const Work::Times& times = self.work->times();
+  const auto number = [](Clock::time_point moment) -> std::int64_t {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(moment.time_since_epoch()).count();
+  };
+  return {number(times.made), number(times.queued), number(times.begun), number(times.ended)};
+}
+
 void bind_work(py::module_& module) {
+  module.def("keep_times", &Work::keep_times, py::arg("kept"),
+             "Whether work that is made from now on keeps its times.");
   py::class_<PyWork>(module, "Work", "An asynchronous operation in progress.")
       .def("done", [](const PyWork& self) { return self.work->done(); })
       .def(
@@ -134,6 +154,7 @@ void bind_work(py::module_& module) {
             self.work->wait(timeout < 0 ? Deadline::never() : Deadline::after(timeout), check_signals());
           },
           py::arg("timeout"))
+      .def("times", &times_of, "Made, queued, begun, ended; 0: not kept. To be called when it is done.")
       .def("result", [](const PyWork& self) { return Result(self.work->take_result()); });
 }
 
@@ -154,7 +175,7 @@ void bind_communicator(py::module_& module) {
           "comm_dtype", [](const Communicator& self) { return self.options().comm_dtype; },
           "As what float32 crosses from host to host where an allreduce does not say.")
       .def_property_readonly("tuning", py::cpp_function(&Communicator::tuning, Released()),
-                             "What was given to choose ways by size; it may be of another cluster.")
+                             "What was given to choose algorithms by size; it may be of another cluster.")
       .def_property_readonly("is_broken", py::cpp_function(&Communicator::is_broken, Released()))
       .def("allreduce", &run_allreduce, py::arg("x"), py::arg("out"), py::arg("op"), py::arg("name"),
            py::arg("prescale"), py::arg("postscale"), py::arg("timeout"), py::arg("comm_dtype"),
@@ -165,20 +186,10 @@ void bind_communicator(py::module_& module) {
            "False: an argument is not plain enough, nothing was done.")
       .def("run", &run, py::arg("operation"), py::arg("timeout"))
       .def("submit", &submit, py::arg("operation"), py::arg("priority"))
-      .def(
-          "send",
-          [](Communicator& self, PyOperation& prepared, std::int64_t tag, double timeout) {
-            const GilRelease release;
-            self.send(prepared.operation, tag, call_options(timeout));
-          },
-          py::arg("operation"), py::arg("tag"), py::arg("timeout"))
-      .def(
-          "recv",
-          [](Communicator& self, PyOperation& prepared, std::int64_t tag, double timeout) {
-            const GilRelease release;
-            self.receive(prepared.operation, tag, call_options(timeout));
-          },
-          py::arg("operation"), py::arg("tag"), py::arg("timeout"))
+      .def("send", &run_message<&Communicator::send>, py::arg("operation"), py::arg("tag"),
+           py::arg("timeout"))
+      .def("recv", &run_message<&Communicator::receive>, py::arg("operation"), py::arg("tag"),
+           py::arg("timeout"))
       .def(
           "split",
           [](Communicator& self, std::int64_t color, std::int64_t key,

@@ -17,25 +17,10 @@ namespace py = pybind11;
 namespace multiring::binding {
 namespace {
 
-/// What multiring.init() passes down: who this rank is, and the settings of multiring.config.
-struct WorldOptions {
-  int rank = 0;
-  int size = 1;
-  std::string socket_directory;
-  bool spread = false;
-  std::string host;
-  std::string secret;
-  std::string job;
-  std::vector<std::string> interfaces;
-  std::size_t staging_bytes = SharedTransportOptions{}.staging_bytes;
-  double spin_microseconds = -1.0;
-  std::string mode;
-  std::string tuning;
-  std::shared_ptr<MpiSession> mpi;
-  CommDtype comm_dtype = CommunicatorOptions{}.comm_dtype;
-  double timeout = CommunicatorOptions{}.timeout;
-  double stall_warning = CommunicatorOptions{}.stall_warning;
-  py::object warn = py::none();
+/// What multiring.init() passes down: who this rank is, and the settings of multiring.config. Each is
+/// declared in the struct that uses it.
+struct WorldOptions : WorldAddress, CommunicatorOptions {
+  py::object callback = py::none();  ///< of `warn`, which takes warnings
 };
 
 /// Takes warnings from any thread to a Python callable; never raises into the engine.
@@ -65,7 +50,7 @@ py::bytes broadcast(MpiSession& session, const py::bytes& bytes, int root, doubl
   std::string received;
   {
     const GilRelease release;
-    Waiting waiting;
+    WaitOptions waiting;
     waiting.deadline = Deadline::after(timeout);
     waiting.interrupt = &check_signals();
     received = session.broadcast(value, root, waiting);
@@ -79,34 +64,28 @@ std::shared_ptr<Communicator> connect(const py::object& store, const WorldOption
     const GilAcquire gil;
     delete held;
   });
-  WorldAddress address;
-  address.rank = options.rank;
-  address.size = options.size;
-  address.spread = options.spread;
-  address.host = options.host;
-  address.socket_directory = options.socket_directory;
-  address.secret = options.secret;
-  address.job = options.job;
-  address.interfaces = options.interfaces;
-  address.transport.staging_bytes = options.staging_bytes;
-  address.transport.spin_microseconds = options.spin_microseconds;
-  address.mode = options.mode;
-  address.tuning = options.tuning;
-  address.mpi = options.mpi;
-  address.comm_dtype = comm_dtype_name(options.comm_dtype);
+  WorldAddress address = options;
+  address.compared = {{"MULTIRING_MODE", options.mode},
+                      {"MULTIRING_TUNING (what the file says)", options.tuning},
+                      {"MULTIRING_COMM_DTYPE", comm_dtype_name(options.comm_dtype)}};
   address.build = build_text(sizeof(Descriptor));
-  CommunicatorOptions communicator;
-  communicator.mode = options.mode;
-  if (options.tuning != "off") communicator.tuning = options.tuning;  // off: compared with the others only
-  communicator.comm_dtype = options.comm_dtype;
-  communicator.timeout = options.timeout;
-  communicator.stall_warning = options.stall_warning;
-  communicator.warn = warner(options.warn);
+  CommunicatorOptions communicator = options;
+  communicator.warn = warner(options.callback);
+  if (options.tuning == "off") communicator.tuning.clear();  // compared with the others only
   const GilRelease release;
-  Waiting waiting;
+  WaitOptions waiting;
   waiting.deadline = Deadline::after(options.timeout);
   waiting.interrupt = &check_signals();
   return std::make_shared<Communicator>(connect_world(rendezvous, address, waiting), std::move(communicator));
+}
+
+/// A field of a part of the options, such as `tcp`.
+template <class Part, class Value>
+void add_nested(py::class_<WorldOptions>& options, const char* name, Part WorldAddress::* part,
+                Value Part::* field) {
+  options.def_property(
+      name, [part, field](const WorldOptions& self) { return self.*part.*field; },
+      [part, field](WorldOptions& self, Value value) { self.*part.*field = std::move(value); });
 }
 
 }  // namespace
@@ -123,27 +102,29 @@ void bind_connect(py::module_& module) {
            "What `root` has, at most 4096 bytes, on all ranks. Collective.")
       .def("finalize", &MpiSession::finalize, py::call_guard<GilRelease>(),
            "Ends MPI if this session has initialised it. Collective.");
-  py::class_<WorldOptions>(module, "WorldOptions", "Who this rank is, and how its communicator behaves.")
-      .def(py::init<>())
+  py::class_<WorldOptions> options(module, "WorldOptions",
+                                   "Who this rank is, and how its communicator behaves.");
+  add_nested(options, "interfaces", &WorldAddress::tcp, &TcpOptions::interfaces);
+  add_nested(options, "staging_bytes", &WorldAddress::transport, &SharedTransportOptions::staging_bytes);
+  add_nested(options, "spin_microseconds", &WorldAddress::transport,
+             &SharedTransportOptions::spin_microseconds);
+  options.def(py::init<>())
       .def_readwrite("rank", &WorldOptions::rank)
       .def_readwrite("size", &WorldOptions::size)
       .def_readwrite("socket_directory", &WorldOptions::socket_directory)
       .def_readwrite("spread", &WorldOptions::spread)
       .def_readwrite("host", &WorldOptions::host)
       .def_property(
-          "secret", [](const WorldOptions& self) { return py::bytes(self.secret); },
-          [](WorldOptions& self, const py::bytes& secret) { self.secret = secret; })
+          "secret", [](const WorldOptions& self) { return py::bytes(self.tcp.secret); },
+          [](WorldOptions& self, const py::bytes& secret) { self.tcp.secret = secret; })
       .def_readwrite("job", &WorldOptions::job)
-      .def_readwrite("interfaces", &WorldOptions::interfaces)
-      .def_readwrite("staging_bytes", &WorldOptions::staging_bytes)
-      .def_readwrite("spin_microseconds", &WorldOptions::spin_microseconds)
       .def_readwrite("mode", &WorldOptions::mode)
       .def_readwrite("tuning", &WorldOptions::tuning)
       .def_readwrite("mpi", &WorldOptions::mpi)
       .def_readwrite("comm_dtype", &WorldOptions::comm_dtype)
       .def_readwrite("timeout", &WorldOptions::timeout)
       .def_readwrite("stall_warning", &WorldOptions::stall_warning)
-      .def_readwrite("warn", &WorldOptions::warn);
+      .def_readwrite("warn", &WorldOptions::callback);
   module.def(
       "mpi_library", &MpiSession::library_of, py::arg("bridge"),
       "Name and version of the MPI library that a bridge was built with. Loads it, without initialising.");

@@ -10,24 +10,6 @@ namespace py = pybind11;
 namespace multiring::binding {
 namespace {
 
-const char* class_name(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::kUsage:
-      return "UsageError";
-    case ErrorKind::kMismatch:
-      return "MismatchError";
-    case ErrorKind::kTimeout:
-      return "TimeoutError";
-    case ErrorKind::kPeerLost:
-      return "PeerLostError";
-    case ErrorKind::kAborted:
-      return "AbortedError";
-    case ErrorKind::kInternal:
-      break;
-  }
-  return "InternalError";
-}
-
 /// A name that was cut to its room in a descriptor may end inside a character.
 py::object text(const std::string& bytes) {
   PyObject* decoded = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");
@@ -50,7 +32,7 @@ void raise(const Error& error) {
   attributes["tensor"] = context.tensor.empty() ? py::none() : text(context.tensor);
   attributes["nbytes"] = known(context.bytes >= 0, context.bytes);
   attributes["elapsed"] = known(context.elapsed >= 0, context.elapsed);
-  const py::object type = py::module_::import("multiring.errors").attr(class_name(error.kind()));
+  const py::object type = py::module_::import("multiring.errors").attr(error_class_name(error.kind()));
   const py::object exception = type(text(error.what()), **attributes);
   PyErr_SetObject(type.ptr(), exception.ptr());
 }

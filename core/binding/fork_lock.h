@@ -2,6 +2,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include "base/immovable.h"
+
 namespace multiring::binding {
 
 /// A lock between forks (exclusive) and native threads that make or delete their Python thread state
@@ -11,12 +13,10 @@ class ForkLock {
  public:
   /// Held by a native thread while it makes or deletes its thread state, never with the GIL, which the
   /// forking thread has to take again. See GilAcquire.
-  class Shared {
+  class Shared : Immovable {
    public:
     Shared();
     ~Shared();
-    Shared(const Shared&) = delete;
-    Shared& operator=(const Shared&) = delete;
   };
 
   /// Before a fork, with the GIL, which it releases while it waits: a second at most, since the holder may be

@@ -2,6 +2,8 @@
 
 #include <Python.h>
 
+#include "base/immovable.h"
+
 namespace multiring::binding {
 
 /// Releases the interpreter's lock (GIL) while it lives. Replaces pybind11's gil_scoped_release.
@@ -9,12 +11,10 @@ namespace multiring::binding {
 /// A thread that asks for the lock after the interpreter has begun to finalise is ended (daemon threads,
 /// until CPython 3.14) by unwinding its stack, which our destructors would turn into std::terminate. Such a
 /// thread stops here instead, until the process ends.
-class GilRelease {
+class GilRelease : Immovable {
  public:
   GilRelease();
   ~GilRelease();
-  GilRelease(const GilRelease&) = delete;
-  GilRelease& operator=(const GilRelease&) = delete;
 
  private:
   PyThreadState* state_;
@@ -24,12 +24,10 @@ class GilRelease {
 ///
 /// Native threads make a Python thread state for it, and delete it afterwards, each under ForkLock. The
 /// callback itself may take long, and does not hold ForkLock.
-class GilAcquire {
+class GilAcquire : Immovable {
  public:
   GilAcquire();
   ~GilAcquire();
-  GilAcquire(const GilAcquire&) = delete;
-  GilAcquire& operator=(const GilAcquire&) = delete;
 
  private:
   const bool native_;  // this thread has no Python thread state of its own

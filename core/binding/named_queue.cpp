@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/immovable.h"
 #include "binding/communicator.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
@@ -19,12 +20,10 @@ namespace multiring::binding {
 namespace {
 
 /// The queue, for Python. Its handle is never freed: native code may have been given the address.
-class PyNamedQueue {
+class PyNamedQueue : Immovable {
  public:
   explicit PyNamedQueue(mr_queue* handle) : handle_(handle) {}
   ~PyNamedQueue() { handle_->close(); }
-  PyNamedQueue(const PyNamedQueue&) = delete;
-  PyNamedQueue& operator=(const PyNamedQueue&) = delete;
   mr_queue& handle() const { return *handle_; }
 
  private:
@@ -37,8 +36,8 @@ std::unique_ptr<PyNamedQueue> create(Communicator& communicator, const std::stri
       new mr_queue(NamedQueue::create(communicator, name, call_options(timeout))));
 }
 
-PyWork submit(const PyNamedQueue& self, std::string name, PyOperation& prepared, int priority,
-              std::uint64_t step) {
+PyWork submit_named(const PyNamedQueue& self, std::string name, PyOperation& prepared, int priority,
+                    std::uint64_t step) {
   NamedRequest request;
   request.name = std::move(name);
   request.priority = priority;
@@ -74,7 +73,8 @@ void bind_named_queue(py::module_& module) {
           "address",
           [](const PyNamedQueue& self) { return reinterpret_cast<std::uintptr_t>(&self.handle()); },
           "The mr_queue* of the C ABI, good until the process ends.")
-      .def("submit", &submit, py::arg("name"), py::arg("operation"), py::arg("priority"), py::arg("step"))
+      .def("submit", &submit_named, py::arg("name"), py::arg("operation"), py::arg("priority"),
+           py::arg("step"))
       .def(
           "abort",
           [](const PyNamedQueue& self, const std::string& message) {

@@ -4,14 +4,16 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cctype>
 #include <optional>
 
-#include "base/checksum.h"
+#include "base/arithmetic/kernels/copy.h"
 #include "base/cpu.h"
-#include "base/kernels/streaming_copy.h"
+#include "base/hash/checksum.h"
 #include "binding/arrays/dlpack.h"
 #include "binding/arrays/result.h"
 #include "binding/gil.h"
+#include "collective/kinds.h"
 
 namespace multiring::binding {
 namespace {
@@ -32,21 +34,6 @@ void PyOperation::set_input(py::handle array) {
   Descriptor& descriptor = operation.descriptor;
   view.describe_in(descriptor);
   operation.input = view.data();
-  switch (descriptor.key.kind) {
-    case OpKind::kAllgather:
-    case OpKind::kGather:
-    case OpKind::kAlltoall: {  // ranks may have different numbers of rows, but rows of the same size
-      std::uint64_t row = 1;
-      for (int dim = 1; dim < view.dims(); ++dim) row *= view.extent(dim);
-      descriptor.key.count = row;
-      break;
-    }
-    case OpKind::kScatter:
-      descriptor.key.count = 0;  // known to the root only
-      break;
-    default:
-      descriptor.key.count = view.count();
-  }
   views->push_back(std::move(view));
 }
 
@@ -56,15 +43,12 @@ void PyOperation::set_output(py::handle array) {
   Descriptor& descriptor = operation.descriptor;
   if (operation.input == nullptr && views->empty()) {  // recv: the output says what is expected
     view.describe_in(descriptor);
-    descriptor.key.count = view.count();
   } else if (view.dtype() != descriptor.dtype) {
     throw_usage(std::string("out has dtype ") + dtype_name(view.dtype()) + ", the input " +
                 dtype_name(descriptor.dtype));
   }
   if (!views->empty()) require_apart(views->front(), view);
-  const bool same_size =
-      descriptor.key.kind == OpKind::kBroadcast || descriptor.key.kind == OpKind::kAllreduce;
-  if (same_size && view.bytes() != descriptor.bytes)
+  if (traits_of(descriptor).output == OpTraits::Output::kSame && view.bytes() != descriptor.bytes)
     throw_usage("out has " + std::to_string(view.count()) + " elements, the input " +
                 std::to_string(descriptor.key.count));
   operation.output = view.data();
@@ -79,9 +63,8 @@ bool prepare_allreduce(PyOperation& prepared, py::handle input, py::handle outpu
   ArrayView out = in_place ? ArrayView() : ArrayView(output, true);
   if (!in.contiguous() || !out.contiguous()) return false;
   Descriptor& descriptor = prepared.operation.descriptor;
-  in.describe_in(descriptor);
   descriptor.key.kind = OpKind::kAllreduce;
-  descriptor.key.count = in.count();
+  in.describe_in(descriptor);
   descriptor.key.op = op;
   descriptor.key.prescale = prescale;
   descriptor.key.postscale = postscale;
@@ -181,6 +164,17 @@ void copy_addresses_streaming(std::uintptr_t to, std::uintptr_t from, std::size_
   copy_streaming(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
 }
 
+/// The values 0 to count - 1 of an enum, by their names in capitals.
+template <class Enum, class NameOf>
+void add_values(py::enum_<Enum> values, int count, const NameOf& name_of) {
+  for (int index = 0; index < count; ++index) {
+    const auto value = static_cast<Enum>(index);
+    std::string name = name_of(value);
+    std::ranges::transform(name, name.begin(), [](unsigned char letter) { return std::toupper(letter); });
+    values.value(name.c_str(), value);
+  }
+}
+
 }  // namespace
 
 void bind_operation(py::module_& module) {
@@ -189,28 +183,11 @@ void bind_operation(py::module_& module) {
       py::arg("array"), "Address of the first element.");
   module.def("copy_streaming", &copy_addresses_streaming, py::arg("to"), py::arg("source"), py::arg("nbytes"),
              "Copies memory, given by addresses, past the caches.");
-  py::enum_<OpKind>(module, "OpKind")
-      .value("ALLREDUCE", OpKind::kAllreduce)
-      .value("REDUCE_SCATTER", OpKind::kReduceScatter)
-      .value("ALLGATHER", OpKind::kAllgather)
-      .value("BROADCAST", OpKind::kBroadcast)
-      .value("ALLTOALL", OpKind::kAlltoall)
-      .value("GATHER", OpKind::kGather)
-      .value("SCATTER", OpKind::kScatter)
-      .value("BARRIER", OpKind::kBarrier)
-      .value("SEND", OpKind::kSend)
-      .value("RECV", OpKind::kReceive);
-  py::enum_<ReduceOp>(module, "ReduceOp")
-      .value("SUM", ReduceOp::kSum)
-      .value("AVERAGE", ReduceOp::kAverage)
-      .value("MIN", ReduceOp::kMin)
-      .value("MAX", ReduceOp::kMax)
-      .value("PRODUCT", ReduceOp::kProduct);
-  py::enum_<CommDtype>(module, "CommDtype", "As what float32 crosses from host to host.")
-      .value("DEFAULT", CommDtype::kDefault)
-      .value("FLOAT32", CommDtype::kFloat32)
-      .value("FLOAT16", CommDtype::kFloat16)
-      .value("BFLOAT16", CommDtype::kBFloat16);
+  add_values(py::enum_<OpKind>(module, "OpKind"), kPublicOpKinds,
+             [](OpKind kind) { return traits_of(kind).name; });
+  add_values(py::enum_<ReduceOp>(module, "ReduceOp"), kReduceOpCount, reduce_op_name);
+  add_values(py::enum_<CommDtype>(module, "CommDtype", "As what float32 crosses from host to host."),
+             kCommDtypeCount, comm_dtype_name);
   module.def(
       "checksum",
       [](std::uintptr_t address, std::size_t nbytes, std::uint64_t seed) {

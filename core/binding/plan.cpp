@@ -94,7 +94,7 @@ void bind_steps(py::module_& module) {
       .def_property_readonly("algorithm", [](const Step& step) { return algorithm_name(step.algorithm); })
       .def_readonly("dimension", &Step::dimension)
       .def_readonly("groups", &Step::groups)
-      .def_property_readonly("rounds", &round_count)
+      .def_property_readonly("rounds", &hop_count)
       .def_property_readonly("parts", &Step::most_parts);
   py::class_<LinkTraffic>(module, "LinkTraffic", "Bytes and messages through one interface of a host.")
       .def_readonly("host", &LinkTraffic::host)

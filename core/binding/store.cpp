@@ -1,6 +1,8 @@
 #include "binding/store.h"
 
 #include <cmath>
+#include <exception>
+#include <functional>
 
 #include "base/error.h"
 #include "binding/gil.h"
@@ -19,25 +21,43 @@ namespace {
   throw error;
 }
 
-}  // namespace
-
-void PyStore::set(const std::string& key, const std::string& value) {
-  const GilAcquire gil;
+/// Calls the store with a function that it calls while it waits. What that throws ends the call, and comes
+/// out of it as it is.
+py::object ask(const WaitOptions& waiting, const std::function<py::object(const py::object&)>& call) {
+  std::exception_ptr interrupted;
+  const py::cpp_function interrupt([&] {
+    try {
+      const GilRelease release;
+      waiting.check_interrupt();
+    } catch (...) {
+      interrupted = std::current_exception();
+      throw std::runtime_error("interrupted");
+    }
+  });
   try {
-    store_.attr("set")(key, py::bytes(value));
+    return call(interrupt);
   } catch (py::error_already_set& error) {
+    if (interrupted) std::rethrow_exception(interrupted);
     translate(error);
   }
 }
 
-std::string PyStore::get(const std::string& key, double seconds) {
+}  // namespace
+
+void PyStore::set(const std::string& key, const std::string& value, const WaitOptions& waiting) {
+  const GilAcquire gil;
+  ask(waiting,
+      [&](const py::object& interrupt) { return store_.attr("set")(key, py::bytes(value), interrupt); });
+}
+
+std::string PyStore::get(const std::string& key, double seconds, const WaitOptions& waiting) {
   constexpr double kLongest = 1e9;  // Python's timers take no infinity
   const GilAcquire gil;
-  try {
-    return store_.attr("get")(key, std::fmin(seconds, kLongest)).cast<std::string>();
-  } catch (py::error_already_set& error) {
-    translate(error);
-  }
+  return ask(waiting,
+             [&](const py::object& interrupt) {
+               return store_.attr("get")(key, std::fmin(seconds, kLongest), interrupt);
+             })
+      .cast<std::string>();
 }
 
 }  // namespace multiring::binding

@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
-#include <numeric>
 
 #include "base/text.h"
 #include "capi/handles.h"
+#include "collective/kinds.h"
 #include "topology/chunks.h"
 
 namespace multiring {
@@ -16,8 +15,8 @@ static_assert(MR_FLOAT64 == static_cast<int>(DType::kFloat64) &&
               MR_BFLOAT16 == static_cast<int>(DType::kBFloat16));
 static_assert(MR_PRODUCT == static_cast<int>(ReduceOp::kProduct));
 static_assert(MR_COMM_DTYPE_BFLOAT16 == static_cast<int>(CommDtype::kBFloat16));
-static_assert(MR_RECV == static_cast<int>(OpKind::kReceive) &&
-              MR_BARRIER == static_cast<int>(OpKind::kBarrier));
+static_assert(MR_RECV == kPublicOpKinds - 1 && MR_BARRIER == static_cast<int>(OpKind::kBarrier));
+static_assert(MR_OUTPUT_JOINED == static_cast<int>(OpTraits::Output::kJoined));
 static_assert(MR_INTERNAL == static_cast<int>(ErrorKind::kInternal));
 
 }  // namespace
@@ -45,28 +44,12 @@ void check_extent(const mr_operation& asked, std::size_t element_size) {
     if (__builtin_mul_overflow(bytes, asked.shape[dim], &bytes)) refuse("the shape is too large for memory");
 }
 
-void set_count(Operation& operation, const mr_operation& asked) {
-  Descriptor& descriptor = operation.descriptor;
-  const auto* begin = descriptor.shape.data();
-  const std::uint64_t count =
-      std::accumulate(begin, begin + descriptor.dims, std::uint64_t{1}, std::multiplies<>());
-  descriptor.rows = descriptor.dims > 0 ? descriptor.shape[0] : 1;
-  descriptor.bytes = count * operation.element_size();
-  descriptor.key.count = count;
-  if (asked.kind == MR_ALLGATHER || asked.kind == MR_GATHER || asked.kind == MR_ALLTOALL)
-    descriptor.key.count = descriptor.dims > 0 ? std::accumulate(begin + 1, begin + descriptor.dims,
-                                                                 std::uint64_t{1}, std::multiplies<>())
-                                               : 1;
-  if (asked.kind == MR_SCATTER || asked.kind == MR_BARRIER) descriptor.key.count = 0;
-  if (asked.kind == MR_BARRIER) descriptor.bytes = 0;
-}
-
 }  // namespace
 
 Operation convert(const mr_operation& asked, int size) {
   if (asked.struct_size != sizeof(mr_operation))
     refuse("mr_operation of another version: initialise it with MR_OPERATION_INIT");
-  if (asked.kind < MR_ALLREDUCE || asked.kind > MR_RECV)
+  if (asked.kind < 0 || asked.kind >= kPublicOpKinds)
     refuse("unknown kind of operation " + std::to_string(asked.kind));
   if (asked.dtype < MR_BOOL || asked.dtype > MR_FLOAT64)
     refuse("unknown dtype " + std::to_string(asked.dtype));
@@ -76,8 +59,7 @@ Operation convert(const mr_operation& asked, int size) {
   if (asked.dims < 0 || asked.dims > Descriptor::kMaxDims || (asked.dims > 0 && asked.shape == nullptr))
     refuse("dims must be 0 to 8, with a shape");
   check_extent(asked, dtype_size(static_cast<DType>(asked.dtype)));
-  const bool needs_output = asked.kind == MR_ALLREDUCE || asked.kind == MR_BROADCAST || asked.kind == MR_RECV;
-  const bool needs_input = asked.kind != MR_SCATTER && asked.kind != MR_BARRIER && asked.kind != MR_RECV;
+  const OpTraits& traits = traits_of(static_cast<OpKind>(asked.kind));
   Operation operation;
   Descriptor& descriptor = operation.descriptor;
   descriptor.dtype = static_cast<DType>(asked.dtype);
@@ -86,20 +68,20 @@ Operation convert(const mr_operation& asked, int size) {
   descriptor.key.kind = static_cast<OpKind>(asked.kind);
   descriptor.key.root = asked.root;
   descriptor.key.comm_dtype = static_cast<CommDtype>(asked.comm_dtype);
-  if (asked.kind == MR_ALLREDUCE || asked.kind == MR_REDUCE_SCATTER) {
+  if (traits.reduces) {
     descriptor.key.op = static_cast<ReduceOp>(asked.op);
     descriptor.key.prescale = asked.prescale;
     descriptor.key.postscale = asked.postscale;
   }
   descriptor.set_name(asked.name != nullptr ? asked.name : "");
-  set_count(operation, asked);
+  set_extents(descriptor);
   operation.input = static_cast<const std::byte*>(asked.input);
   operation.output = static_cast<std::byte*>(asked.output);
   operation.output_bytes = asked.output_bytes;
-  if (descriptor.bytes > 0 && needs_output &&
+  if (descriptor.bytes > 0 && traits.output == OpTraits::Output::kSame &&
       (asked.output == nullptr || asked.output_bytes != descriptor.bytes))
     refuse(describe(descriptor) + " needs an output of " + std::to_string(descriptor.bytes) + " bytes");
-  if (descriptor.bytes > 0 && needs_input && asked.input == nullptr)
+  if (descriptor.bytes > 0 && traits.needs_input && asked.input == nullptr)
     refuse(describe(descriptor) + " needs an input");
   if (asked.kind == MR_ALLTOALL)
     for (int rank = 0; rank < size; ++rank)

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "capi/handles.h"
+#include "collective/kinds.h"
 #include "engine/communicator.h"
 #include "transport/shm/shm_transport.h"
 
@@ -25,11 +26,11 @@ namespace {
 class CallbackStore final : public Store {
  public:
   explicit CallbackStore(const mr_store& store) : store_(store) {}
-  void set(const std::string& key, const std::string& value) override {
+  void set(const std::string& key, const std::string& value, const WaitOptions& /*waiting*/) override {
     if (store_.set(store_.context, key.c_str(), value.data(), value.size()) != 0)
       throw Error(ErrorKind::kInternal, "the store's set callback failed for key '" + key + "'");
   }
-  std::string get(const std::string& key, double seconds) override {
+  std::string get(const std::string& key, double seconds, const WaitOptions& /*waiting*/) override {
     char value[4096];
     std::size_t length = 0;
     const int status = store_.get(store_.context, key.c_str(), seconds, value, sizeof value, &length);
@@ -58,6 +59,22 @@ using multiring::guarded;
 
 const char* mr_version(void) { return MULTIRING_VERSION; }
 
+const char* mr_status_name(mr_status status) {
+  const bool known = status >= 0 && status <= MR_INTERNAL;
+  return multiring::error_class_name(static_cast<multiring::ErrorKind>(known ? status : MR_INTERNAL));
+}
+
+int mr_status_code(mr_status status) {
+  constexpr int kInternal = 13;
+  static constexpr int kCodes[] = {0, 3, 9, 4, 14, 10, kInternal};  // in the order of mr_status
+  const auto index = static_cast<std::size_t>(status);
+  return index < std::size(kCodes) ? kCodes[index] : kInternal;
+}
+
+mr_output mr_output_of(mr_kind kind) {
+  return static_cast<mr_output>(multiring::traits_of(static_cast<multiring::OpKind>(kind)).output);
+}
+
 mr_status mr_world_create(const mr_store* store, const mr_world_options* options, mr_communicator** world,
                           mr_error* error) {
   return guarded(error, [&] {
@@ -74,7 +91,7 @@ mr_status mr_world_create(const mr_store* store, const mr_world_options* options
     if (options->staging_bytes > 0) shm.transport.staging_bytes = options->staging_bytes;
     multiring::CommunicatorOptions communicator;
     if (options->timeout > 0) communicator.timeout = options->timeout;
-    multiring::Waiting waiting;
+    multiring::WaitOptions waiting;
     waiting.deadline = multiring::Deadline::after(communicator.timeout);
     *world = new mr_communicator(std::make_shared<multiring::Communicator>(
         multiring::connect_shm(rendezvous, shm, waiting), std::move(communicator)));

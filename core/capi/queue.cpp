@@ -91,25 +91,21 @@ mr_status mr_queue_create(mr_communicator* communicator, mr_queue** queue, mr_er
 int mr_queue_rank(const mr_queue* queue) { return queue->rank(); }
 int mr_queue_size(const mr_queue* queue) { return queue->size(); }
 
-mr_status mr_queue_submit(mr_queue* queue, const char* name, const mr_operation* operations, int count,
-                          int priority, uint64_t step, mr_done done, void* context, mr_error* error) {
-  return mr_queue_submit_ordered(queue, name, operations, count, priority, step, 0, done, context, error);
-}
-
-mr_status mr_queue_submit_ordered(mr_queue* queue, const char* name, const mr_operation* operations,
-                                  int count, int priority, uint64_t step, uint64_t position, mr_done done,
-                                  void* context, mr_error* error) {
+mr_status mr_queue_submit(mr_queue* queue, const mr_submission* submission, mr_error* error) {
   return multiring::guarded(error, [&] {
-    if (name == nullptr || count < 1) multiring::refuse("a named submission needs a name and operations");
+    if (submission->struct_size != sizeof(mr_submission))
+      multiring::refuse("mr_submission of another version: initialise it with MR_SUBMISSION_INIT");
+    if (submission->name == nullptr || submission->count < 1)
+      multiring::refuse("a named submission needs a name and operations");
     const std::shared_ptr<NamedQueue> target = queue->get();
     multiring::NamedRequest request;
-    request.name = name;
-    request.priority = priority;
-    request.step = step;
-    request.position = position;
-    request.done = multiring::calling(done, context);
-    for (int i = 0; i < count; ++i)
-      request.operations.push_back(multiring::convert(operations[i], queue->size()));
+    request.name = submission->name;
+    request.priority = submission->priority;
+    request.step = submission->step;
+    request.position = submission->position;
+    request.done = multiring::calling(submission->done, submission->context);
+    for (int i = 0; i < submission->count; ++i)
+      request.operations.push_back(multiring::convert(submission->operations[i], queue->size()));
     target->submit(std::move(request));
   });
 }

@@ -1,6 +1,7 @@
 // The algorithm depends on the size and on where ranks and buffers are, which all ranks read in each other's
 // descriptors, so all choose the same. The bits of the result do not depend on it: every algorithm adds in
-// the canonical order (base/reduction.h), and rounds the same sums with a half-precision comm_dtype.
+// the canonical order (base/arithmetic/reduction.h), and rounds the same sums with a half-precision
+// comm_dtype.
 //
 //   direct   all buffers in symmetric memory: rank i reduces slice i of all inputs and writes it to all
 //            outputs, between two synchronisations; no byte is copied.
@@ -11,6 +12,7 @@
 
 #include <algorithm>
 
+#include "base/cache.h"
 #include "collective/collectives.h"
 #include "collective/staged/allreduce.h"
 #include "collective/sums/integer_average.h"
@@ -24,7 +26,6 @@ namespace {
 // synchronisation is a context switch.
 constexpr std::size_t kDirectFrom = kLeastSymmetricBytes;
 constexpr std::size_t kDirectFromCrowded = 8 * 1024;
-constexpr std::size_t kCacheLine = 64;
 
 // Below both sizes, of an array and of all ranks' arrays together, one round of staging memory costs less
 // than a plan's several messages. Estimated, not measured.
@@ -45,15 +46,8 @@ bool planned(Exchange& exchange, const Descriptor& descriptor) {
          bytes > std::min({kPlannedFrom, of_each, transport.staging_bytes()});
 }
 
-/// After the round in which all ranks asked for the same.
-void run_planned(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations) {
-  const PieceList pieces(operations);
-  ClusterAllreduce(exchange, call, operations, pieces, *exchange.transport().hierarchy()).run();
-}
-
-bool large_enough(const Exchange& exchange, const Operation& operation) {
-  return operation.descriptor.bytes >=
-         (exchange.transport().oversubscribed() ? kDirectFromCrowded : kDirectFrom);
+bool large_enough(const Exchange& exchange, const Descriptor& descriptor) {
+  return descriptor.bytes >= (exchange.transport().oversubscribed() ? kDirectFromCrowded : kDirectFrom);
 }
 
 enum class SymmetricRanks { kNone, kSome, kAll };
@@ -86,8 +80,7 @@ void reduce_direct(Exchange& exchange, const OperationCall& call, const Operatio
     outputs[rank] = operation.output_region->part(rank) + theirs.output_offset + slice.begin * element;
   }
   reduce(operation.dtype(), operation.reduction(), inputs.all(), outputs.all(), slice.size());
-  exchange.begin(call.descriptor);
-  exchange.synchronise_again(call);
+  exchange.next(call, [] {});
 }
 
 void reduce_alone(const Operation& operation) {
@@ -100,38 +93,42 @@ void reduce_alone(const Operation& operation) {
   for (const Piece& piece : operation.pieces) reduce_piece(piece);
 }
 
+/// One operation, or several of the same reduction; `descriptor` is that of all together.
+void reduce_together(Exchange& exchange, const OperationCall& call, const Descriptor& descriptor,
+                     std::span<Operation* const> operations) {
+  if (planned(exchange, descriptor)) {
+    exchange.match(call, descriptor);
+    const PieceList pieces(operations);
+    return ClusterAllreduce(exchange, call, operations, pieces, *exchange.transport().hierarchy()).run();
+  }
+  StagedAllreduce staged(exchange, call, operations);
+  const bool large = large_enough(exchange, descriptor);
+  const bool want_direct = large && descriptor.input_region != 0 && descriptor.output_region != 0;
+  exchange.match(call, descriptor, [&] {
+    if (!want_direct) staged.stage_first();
+  });
+  const SymmetricRanks symmetric = large ? symmetric_ranks(exchange) : SymmetricRanks::kNone;
+  if (symmetric == SymmetricRanks::kAll) {
+    exchange.throw_if_aborted(call);  // do not write into buffers of a peer that has failed meanwhile
+    return reduce_direct(exchange, call, *operations[0]);
+  }
+  // Those with symmetric buffers have not staged anything yet.
+  if (symmetric == SymmetricRanks::kSome) exchange.next(call, [&] { staged.stage_first(); });
+  staged.run();
+}
+
 }  // namespace
 
 void allreduce(Exchange& exchange, const OperationCall& call, Operation& operation) {
   if (averages_integers(operation.descriptor) && !operation.is_widened)
-    return average_integers(exchange, call, operation, allreduce);
+    return average_integers(exchange, call, operation);
   if (exchange.size() == 1) return reduce_alone(operation);
   Operation* const operations[] = {&operation};
-  if (planned(exchange, operation.descriptor)) {
-    exchange.begin(operation.descriptor);
-    exchange.synchronise(call);
-    exchange.require_match(call);
-    return run_planned(exchange, call, operations);
-  }
-  StagedAllreduce staged(exchange, call, operations);
-  const bool large = large_enough(exchange, operation);
-  const bool want_direct =
-      large && operation.descriptor.input_region != 0 && operation.descriptor.output_region != 0;
-  exchange.begin(operation.descriptor);
-  if (!want_direct) staged.stage_first();
-  exchange.synchronise(call);
-  exchange.require_match(call);
-  const SymmetricRanks symmetric = large ? symmetric_ranks(exchange) : SymmetricRanks::kNone;
-  if (symmetric == SymmetricRanks::kAll) {
-    exchange.throw_if_aborted(call);  // do not write into buffers of a peer that has failed meanwhile
-    return reduce_direct(exchange, call, operation);
-  }
-  if (symmetric == SymmetricRanks::kSome) {  // those with symmetric buffers have not staged anything yet
-    exchange.begin(call.descriptor);
-    staged.stage_first();
-    exchange.synchronise_again(call);
-  }
-  staged.run();
+  reduce_together(exchange, call, operation.descriptor, operations);
+}
+
+void fused_allreduce(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations) {
+  reduce_together(exchange, call, call.descriptor, operations);
 }
 
 Descriptor fused_descriptor(std::span<Operation* const> operations) {
@@ -157,21 +154,6 @@ Descriptor fused_descriptor(std::span<Operation* const> operations) {
   fused.dims = 1;
   fused.shape[0] = count;
   return fused;
-}
-
-void fused_allreduce(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations) {
-  if (planned(exchange, call.descriptor)) {
-    exchange.begin(call.descriptor);
-    exchange.synchronise(call);
-    exchange.require_match(call);
-    return run_planned(exchange, call, operations);
-  }
-  StagedAllreduce staged(exchange, call, operations);
-  exchange.begin(call.descriptor);
-  staged.stage_first();
-  exchange.synchronise(call);
-  exchange.require_match(call);
-  staged.run();
 }
 
 }  // namespace multiring

@@ -9,7 +9,7 @@
 
 namespace multiring {
 
-// The first round carries every rank's splits in staging memory, the following ones the rows, one lane for
+// The first round carries every rank's splits in staging memory, the following ones the rows, one section for
 // each reader.
 void alltoall(Exchange& exchange, const OperationCall& call, Operation& operation) {
   const auto size = static_cast<std::size_t>(exchange.size());
@@ -26,11 +26,10 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
     outgoing[rank] = {next, operation.splits[rank] * row_bytes};
     next += outgoing[rank].bytes;
   }
-  exchange.begin(operation.descriptor);
-  std::memcpy(exchange.staging(exchange.rank()), operation.splits.data(), table_bytes);
-  exchange.staged(table_bytes);
-  exchange.synchronise(call);
-  exchange.require_match(call);
+  exchange.match(call, operation.descriptor, [&] {
+    std::memcpy(exchange.staging(exchange.rank()), operation.splits.data(), table_bytes);
+    exchange.staged(table_bytes);
+  });
 
   std::uint64_t longest = 0;
   std::uint64_t longest_here = 0;
@@ -54,9 +53,7 @@ void alltoall(Exchange& exchange, const OperationCall& call, Operation& operatio
   if (worth_messages(transport, longest * row_bytes * size, longest * row_bytes))
     return ClusterCopy(exchange, call, outgoing, incoming).run(longest_here * row_bytes);
   StagedCopy copy(exchange, call, outgoing);
-  exchange.begin(call.descriptor);
-  copy.fill_first();
-  exchange.synchronise_again(call);
+  exchange.next(call, [&] { copy.stage_first(); });
   copy.run(incoming, longest * row_bytes);
 }
 

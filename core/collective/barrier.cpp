@@ -2,10 +2,8 @@
 
 namespace multiring {
 
-void barrier(Exchange& exchange, const OperationCall& call) {
-  exchange.begin(call.descriptor);
-  exchange.synchronise(call);
-  exchange.require_match(call);
+void barrier(Exchange& exchange, const OperationCall& call, Operation& operation) {
+  exchange.match(call, operation.descriptor);
 }
 
 }  // namespace multiring

@@ -1,8 +1,8 @@
 #include "collective/cluster/broadcast.h"
 
-#include <cstring>
 #include <vector>
 
+#include "base/arithmetic/kernels/copy.h"
 #include "collective/collectives.h"
 #include "collective/staged/copy.h"
 
@@ -12,7 +12,7 @@ namespace {
 /// What the root has is its result as well.
 void keep(const Operation& operation, bool is_root) {
   if (is_root && operation.output != operation.input && operation.descriptor.bytes > 0)
-    std::memcpy(operation.output, operation.input, operation.descriptor.bytes);
+    copy_bytes(operation.output, operation.input, operation.descriptor.bytes);
 }
 
 }  // namespace
@@ -22,18 +22,13 @@ void broadcast(Exchange& exchange, const OperationCall& call, Operation& operati
   const std::size_t bytes = operation.descriptor.bytes;
   const bool is_root = exchange.rank() == root;
   if (ClusterBroadcast::is_worthwhile(exchange.transport(), bytes)) {
-    exchange.begin(operation.descriptor);
-    exchange.synchronise(call);
-    exchange.require_match(call);
+    exchange.match(call, operation.descriptor);
     ClusterBroadcast(exchange, call, operation).run();
     return keep(operation, is_root);
   }
   const StagedCopy::Outgoing outgoing[] = {{operation.input, is_root ? bytes : 0}};
   StagedCopy copy(exchange, call, outgoing);
-  exchange.begin(operation.descriptor);
-  copy.fill_first();
-  exchange.synchronise(call);
-  exchange.require_match(call);
+  exchange.match(call, operation.descriptor, [&] { copy.stage_first(); });
   std::vector<StagedCopy::Incoming> incoming(static_cast<std::size_t>(exchange.size()));
   if (!is_root) incoming[static_cast<std::size_t>(root)] = {operation.output, bytes};
   copy.run(incoming, bytes);

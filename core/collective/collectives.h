@@ -22,7 +22,7 @@ MULTIRING_API void gather(Exchange& exchange, const OperationCall& call, Operati
 MULTIRING_API void broadcast(Exchange& exchange, const OperationCall& call, Operation& operation);
 MULTIRING_API void scatter(Exchange& exchange, const OperationCall& call, Operation& operation);
 MULTIRING_API void alltoall(Exchange& exchange, const OperationCall& call, Operation& operation);
-MULTIRING_API void barrier(Exchange& exchange, const OperationCall& call);
+MULTIRING_API void barrier(Exchange& exchange, const OperationCall& call, Operation& operation);
 
 /// Several allreduces of the same dtype and reduction in one pass. `call.descriptor` is fused_descriptor() of
 /// them.

@@ -2,22 +2,15 @@
 
 #include <cstring>
 
+#include "base/names.h"
 #include "base/text.h"
+#include "collective/kinds.h"
 
 namespace multiring {
 
-const char* op_kind_name(OpKind kind) {
-  static constexpr const char* kNames[kOpKindCount] = {
-      "allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall", "gather",
-      "scatter",   "barrier",        "send",      "recv",      "split",    "symmetric_empty"};
-  const auto index = static_cast<std::size_t>(kind);
-  return index < kOpKindCount ? kNames[index] : "unknown operation";
-}
-
 const char* comm_dtype_name(CommDtype comm_dtype) {
-  static constexpr const char* kNames[kCommDtypeCount] = {"default", "float32", "float16", "bfloat16"};
-  const auto index = static_cast<std::size_t>(comm_dtype);
-  return index < kCommDtypeCount ? kNames[index] : "unknown";
+  static constexpr const char* kNames[] = {"default", "float32", "float16", "bfloat16"};
+  return name_in(kNames, comm_dtype, "unknown");
 }
 
 void Descriptor::set_name(std::string_view text) {
@@ -55,11 +48,11 @@ bool is_whole_array(const Descriptor& descriptor) {
 }
 
 std::string describe(const Descriptor& descriptor) {
-  std::string text = op_kind_name(descriptor.key.kind);
+  const OpTraits& traits = traits_of(descriptor);
+  std::string text = traits.name;
   if (!descriptor.name_view().empty()) text += " '" + std::string(descriptor.name_view()) + "'";
   if (descriptor.key.fused > 1) text += " (" + std::to_string(descriptor.key.fused) + " fused)";
-  const OpKind kind = descriptor.key.kind;
-  if (kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter) {
+  if (traits.reduces) {
     text += std::string(" ") + reduce_op_name(descriptor.key.op);
     if (descriptor.key.prescale != 1.0) text += " prescale " + std::to_string(descriptor.key.prescale);
     if (descriptor.key.postscale != 1.0) text += " postscale " + std::to_string(descriptor.key.postscale);
@@ -67,7 +60,7 @@ std::string describe(const Descriptor& descriptor) {
   if (is_rounded(descriptor.key.comm_dtype))
     text += std::string(" comm_dtype ") + comm_dtype_name(descriptor.key.comm_dtype);
   if (descriptor.key.root >= 0) text += " root " + std::to_string(descriptor.key.root);
-  if (kind == OpKind::kBarrier || kind == OpKind::kSplit) return text;
+  if (!traits.has_array) return text;
   text += std::string(" ") + dtype_name(descriptor.dtype) + "[";
   for (int dim = 0; dim < descriptor.dims; ++dim)
     text += (dim > 0 ? ", " : "") + std::to_string(descriptor.shape[static_cast<std::size_t>(dim)]);

@@ -6,13 +6,13 @@
 #include <string>
 #include <string_view>
 
-#include "base/dtype.h"
+#include "base/arithmetic/dtype.h"
+#include "base/arithmetic/reduction.h"
 #include "base/export.h"
-#include "base/reduction.h"
 
 namespace multiring {
 
-/// The values are part of the C ABI (multiring.h).
+/// The values are part of the C ABI (multiring.h); what each needs is in collective/kinds.cpp.
 enum class OpKind : std::uint8_t {
   kAllreduce = 0,
   kReduceScatter = 1,
@@ -28,8 +28,6 @@ enum class OpKind : std::uint8_t {
   kAllocate = 11,
 };
 inline constexpr int kOpKindCount = 12;
-
-MULTIRING_API const char* op_kind_name(OpKind kind);
 
 /// The dtype that an allreduce of float32 sends between hosts: half precision takes half the time (ADR 15).
 enum class CommDtype : std::uint8_t {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/text.h"
+#include "collective/kinds.h"
 #include "collective/rank_list.h"
 
 namespace multiring {
@@ -51,7 +52,7 @@ void Exchange::synchronise(const OperationCall& call) {
 void Exchange::synchronise_again(const OperationCall& call) {
   transport_.arrive(round_, staged_);
   call.waiting.deadline.start();  // or only the copy's clock would run, anew each time
-  Waiting waiting = call.waiting;
+  WaitOptions waiting = call.waiting;
   waiting.brief = true;
   const WaitResult result = transport_.await_all(round_, waiting);
   if (!result.ok()) throw_for(call, result);
@@ -273,7 +274,7 @@ ErrorContext Exchange::context(const OperationCall& call, int peer) const {
   context.rank = rank();
   context.peer = peer;
   context.host = transport_.host(rank());
-  context.operation = op_kind_name(call.descriptor.key.kind);
+  context.operation = traits_of(call.descriptor).name;
   context.tensor = call.descriptor.name_view();
   context.bytes = static_cast<std::int64_t>(call.descriptor.bytes);
   context.elapsed = call.waiting.deadline.elapsed();

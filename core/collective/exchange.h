@@ -16,7 +16,7 @@ namespace multiring {
 /// One operation in progress: how it waits and what its errors say.
 struct OperationCall {
   const Descriptor& descriptor;
-  Waiting waiting;
+  WaitOptions waiting;
 };
 
 /// Raised where ranks chose different asynchronous operations: all choose again among the first `limit`.
@@ -38,24 +38,41 @@ class MULTIRING_API Exchange {
   std::uint64_t round() const { return round_; }
   PlanCache& plans() { return plans_; }
 
-  /// Begins the next round: this rank may write its staging memory. The header describes the operation.
-  void begin(const Descriptor& descriptor);
-  /// Bytes of this rank's staging memory of the round that others read; 0 unless set.
+  /// The first round of an operation: publishes `descriptor`, calls `stage()`, which may write this rank's
+  /// staging memory, waits for all ranks, and checks that they asked for the same.
+  ///
+  /// Raises timeout, peer lost or aborted; ChoiceMismatch where ranks have submitted different numbers of
+  /// asynchronous operations so far, or where fused operations differ; else a mismatch error that says which
+  /// rank asked for what. All ranks read the same headers and decide alike.
+  template <class Stage>
+  void match(const OperationCall& call, const Descriptor& descriptor, const Stage& stage) {
+    begin(descriptor);
+    stage();
+    synchronise(call);
+    require_match(call);
+  }
+  void match(const OperationCall& call, const Descriptor& descriptor) {
+    match(call, descriptor, [] {});
+  }
+  /// A later round, when all ranks take part already: `stage()` as above, then waits for all.
+  template <class Stage>
+  void next(const OperationCall& call, const Stage& stage) {
+    begin(call.descriptor);
+    stage();
+    synchronise_again(call);
+  }
+  /// Called by `stage()`: bytes of this rank's staging memory that others read; 0 unless set.
   void staged(std::size_t bytes) { staged_ = bytes; }
-  /// Arrives and waits for all ranks. Raises timeout, peer lost or aborted.
+
+  // The parts of `match`.
+  void begin(const Descriptor& descriptor);
   void synchronise(const OperationCall& call);
-  /// The same in a later round of an operation, when all ranks take part already.
-  void synchronise_again(const OperationCall& call);
 
   /// Staging memory and descriptor of a rank in the current round.
   std::byte* staging(int rank) const { return transport_.staging(rank, round_); }
   const Descriptor& descriptor(int rank) const {
     return *reinterpret_cast<const Descriptor*>(transport_.header(rank, round_));
   }
-  /// Checks that all ranks asked for the same in the current round. Raises ChoiceMismatch where ranks have
-  /// submitted different numbers of asynchronous operations so far, or where fused operations differ; else a
-  /// mismatch error that says which rank asked for what. All ranks read the same headers and decide alike.
-  void require_match(const OperationCall& call) const;
   [[noreturn]] void throw_mismatch(const OperationCall& call) const;
   /// For data of a peer that cannot be right.
   [[noreturn]] void throw_corrupt(const OperationCall& call, int peer) const;
@@ -88,6 +105,8 @@ class MULTIRING_API Exchange {
   std::string name_of(int rank) const;
 
  private:
+  void synchronise_again(const OperationCall& call);
+  void require_match(const OperationCall& call) const;
   bool all_match() const;
   [[noreturn]] void throw_timeout(const OperationCall& call) const;
   [[noreturn]] void throw_not_forwarded(const OperationCall& call, const Stragglers& missing) const;

@@ -62,11 +62,10 @@ void gather_pieces(Exchange& exchange, const OperationCall& call, Operation& ope
   };
   const StagedCopy::Outgoing outgoing[] = {{operation.input, operation.descriptor.bytes}};
   StagedCopy copy(exchange, call, outgoing);
-  exchange.begin(operation.descriptor);
-  // All pieces are sent by messages if this one is: the longest decides.
-  if (!by_messages(operation.descriptor.bytes)) copy.fill_first();
-  exchange.synchronise(call);
-  exchange.require_match(call);
+  exchange.match(call, operation.descriptor, [&] {
+    // All pieces are sent by messages if this one is: the longest decides.
+    if (!by_messages(operation.descriptor.bytes)) copy.stage_first();
+  });
   const std::vector<std::uint64_t> rows = rows_of_all(exchange);
   // key.count is the number of elements in a row.
   const std::size_t row_bytes = operation.descriptor.key.count * operation.element_size();

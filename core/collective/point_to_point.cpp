@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/arithmetic/kernels/copy.h"
+#include "base/immovable.h"
+#include "collective/kinds.h"
 #include "topology/chunks.h"
 
 namespace multiring {
@@ -15,7 +18,7 @@ struct PointToPoint::Envelope {
 
 /// Exclusive use of a mailbox. Another thread may hold it as long as its own call waits, so taking it waits
 /// like any call.
-class PointToPoint::MailboxLock {
+class PointToPoint::MailboxLock : Immovable {
  public:
   MailboxLock(const Exchange& exchange, MailboxState& mailbox, const OperationCall& call, int peer)
       : mailbox_(mailbox) {
@@ -48,8 +51,6 @@ class PointToPoint::MailboxLock {
     }
     mailbox_.idle.notify_one();
   }
-  MailboxLock(const MailboxLock&) = delete;
-  MailboxLock& operator=(const MailboxLock&) = delete;
 
  private:
   MailboxState& mailbox_;
@@ -82,8 +83,8 @@ void PointToPoint::send(const OperationCall& call, const Operation& operation, s
     }
     const Range range = segment_range(operation.descriptor.bytes, chunk_bytes, segment);
     if (!range.empty())
-      std::memcpy(transport.mailbox_payload(exchange_.rank(), destination, chunk),
-                  operation.input + range.begin, range.size());
+      copy_bytes(transport.mailbox_payload(exchange_.rank(), destination, chunk),
+                 operation.input + range.begin, range.size());
     transport.mailbox_written(destination, chunk, range.size());
   }
   const WaitResult result = transport.await_sent(destination, call.waiting);
@@ -130,8 +131,8 @@ void PointToPoint::receive(const OperationCall& call, Operation& operation, std:
     }
     const Range range = segment_range(operation.descriptor.bytes, transport.mailbox_chunk_bytes(), segment);
     if (!range.empty())
-      std::memcpy(operation.output + range.begin, transport.mailbox_payload(source, exchange_.rank(), chunk),
-                  range.size());
+      copy_bytes(operation.output + range.begin, transport.mailbox_payload(source, exchange_.rank(), chunk),
+                 range.size());
     transport.mailbox_read(source, chunk);
   }
 }
@@ -148,7 +149,7 @@ void PointToPoint::accept(const OperationCall& call, Operation& operation, const
     context.rank = exchange_.rank();
     context.peer = wanted.key.root;
     context.host = exchange_.transport().host(exchange_.rank());
-    context.operation = op_kind_name(wanted.key.kind);
+    context.operation = traits_of(wanted).name;
     context.bytes = static_cast<std::int64_t>(wanted.bytes);
     context.elapsed = call.waiting.deadline.elapsed();
     throw Error(ErrorKind::kMismatch,

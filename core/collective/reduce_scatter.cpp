@@ -1,21 +1,22 @@
 // Reduce-scatter among ranks that share memory: rank i keeps block i of the rows (numpy.array_split's rule).
-// Inputs in symmetric memory are read where they lie; others travel through staging memory, one lane a block.
+// Inputs in symmetric memory are read where they lie; others travel through staging memory, one section a
+// block.
 
 #include "collective/cluster/reduce_scatter.h"
 
-#include <cstring>
 #include <vector>
 
 #include "collective/cluster/allreduce.h"
 #include "collective/cluster/copy.h"
 #include "collective/collectives.h"
+#include "collective/staged/copy.h"
 #include "collective/sums/integer_average.h"
 #include "topology/chunks.h"
 
 namespace multiring {
 namespace {
 
-constexpr std::size_t kDirectFrom = 16 * 1024;
+constexpr std::size_t kDirectScatterFrom = 16 * 1024;
 
 bool all_symmetric(const Exchange& exchange) {
   for (int rank = 0; rank < exchange.size(); ++rank) {
@@ -70,64 +71,44 @@ void reduce_across_hosts(Exchange& exchange, const OperationCall& call, const Op
 
 void reduce_scatter(Exchange& exchange, const OperationCall& call, Operation& operation) {
   if (averages_integers(operation.descriptor) && !operation.is_widened)
-    return average_integers(exchange, call, operation, reduce_scatter);
+    return average_integers(exchange, call, operation);
   const auto size = static_cast<std::size_t>(exchange.size());
   const auto self = static_cast<std::size_t>(exchange.rank());
+  const Descriptor& descriptor = operation.descriptor;
   const std::vector<Range> blocks = blocks_of(operation, exchange.size());
-  const std::size_t lane_bytes = exchange.transport().staging_bytes() / size / 64 * 64;
-  if (lane_bytes == 0)
-    throw Error(ErrorKind::kUsage,
-                "MULTIRING_STAGING_BYTES is too small for " + std::to_string(size) + " ranks");
-  operation.received.assign(1, block_range(operation.descriptor.rows, size, self).size());
+  std::vector<StagedCopy::Outgoing> outgoing;
+  for (const Range& block : blocks) outgoing.push_back({operation.input + block.begin, block.size()});
+  StagedCopy staged(exchange, call, outgoing);
+  operation.received.assign(1, block_range(descriptor.rows, size, self).size());
   if (operation.output == nullptr) {
     operation.result.allocate(blocks[self].size());
     operation.output = operation.result.data();
   }
-  const auto fill = [&](std::size_t segment) {
-    for (std::size_t rank = 0; rank < size; ++rank) {
-      const Range range = segment_range(blocks[rank].size(), lane_bytes, segment);
-      if (range.empty()) continue;
-      std::memcpy(exchange.staging(exchange.rank()) + rank * lane_bytes,
-                  operation.input + blocks[rank].begin + range.begin, range.size());
-      exchange.staged(rank * lane_bytes + range.size());
-    }
-  };
-  std::vector<const void*> inputs(size);
 
-  const bool want_direct = operation.descriptor.bytes > kDirectFrom && operation.descriptor.input_region != 0;
-  exchange.begin(operation.descriptor);
-  const bool across =
-      worth_messages(exchange.transport(), operation.descriptor.bytes, operation.descriptor.bytes);
-  if (!want_direct && !across) fill(0);
-  exchange.synchronise(call);
-  exchange.require_match(call);
+  const bool may_be_direct = descriptor.bytes > kDirectScatterFrom;
+  const bool across = worth_messages(exchange.transport(), descriptor.bytes, descriptor.bytes);
+  exchange.match(call, descriptor, [&] {
+    if (!across && !(may_be_direct && descriptor.input_region != 0)) staged.stage_first();
+  });
   for (int rank = 0; rank < exchange.size(); ++rank)  // blocks are of rows: (3, 4) is not (4, 3)
-    if (exchange.descriptor(rank).rows != operation.descriptor.rows) exchange.throw_mismatch(call);
+    if (exchange.descriptor(rank).rows != descriptor.rows) exchange.throw_mismatch(call);
   if (across) return reduce_across_hosts(exchange, call, operation, blocks);
-  if (operation.descriptor.bytes > kDirectFrom && all_symmetric(exchange)) {
-    for (std::size_t rank = 0; rank < size; ++rank)
-      inputs[rank] = operation.input_region->part(static_cast<int>(rank)) +
-                     exchange.descriptor(static_cast<int>(rank)).input_offset + blocks[self].begin;
+  std::vector<const void*> inputs(size);
+  if (may_be_direct && all_symmetric(exchange)) {
+    for (int rank = 0; rank < exchange.size(); ++rank)
+      inputs[static_cast<std::size_t>(rank)] =
+          operation.input_region->part(rank) + exchange.descriptor(rank).input_offset + blocks[self].begin;
     reduce_block(operation, inputs, operation.output, blocks[self].size());
-    exchange.begin(call.descriptor);
-    return exchange.synchronise_again(call);
+    return exchange.next(call, [] {});
   }
-  if (operation.descriptor.bytes > kDirectFrom) {  // ranks with symmetric inputs have not staged anything yet
-    exchange.begin(call.descriptor);
-    fill(0);
-    exchange.synchronise_again(call);
-  }
-  const std::size_t segments = segment_count(blocks[0].size(), lane_bytes);  // block 0 is the longest
-  for (std::size_t segment = 0; segment < segments; ++segment) {
-    const Range range = segment_range(blocks[self].size(), lane_bytes, segment);
-    for (std::size_t rank = 0; rank < size; ++rank)
-      inputs[rank] = exchange.staging(static_cast<int>(rank)) + self * lane_bytes;
+  // Ranks with symmetric inputs have not staged anything yet.
+  if (may_be_direct) exchange.next(call, [&] { staged.stage_first(); });
+  staged.for_each_segment(blocks[0].size(), [&](std::size_t segment) {  // block 0 is the longest
+    const Range range = staged.range_of(blocks[self].size(), segment);
+    for (int rank = 0; rank < exchange.size(); ++rank)
+      inputs[static_cast<std::size_t>(rank)] = staged.staged_by(rank, segment);
     if (!range.empty()) reduce_block(operation, inputs, operation.output + range.begin, range.size());
-    if (segment + 1 == segments) break;
-    exchange.begin(call.descriptor);
-    fill(segment + 1);
-    exchange.synchronise_again(call);
-  }
+  });
 }
 
 }  // namespace multiring

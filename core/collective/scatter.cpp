@@ -22,11 +22,10 @@ void scatter(Exchange& exchange, const OperationCall& call, Operation& operation
     }
   }
   StagedCopy copy(exchange, call, outgoing);
-  exchange.begin(operation.descriptor);
-  if (!worth_messages(exchange.transport(), operation.descriptor.bytes, operation.descriptor.bytes / size))
-    copy.fill_first();
-  exchange.synchronise(call);
-  exchange.require_match(call);
+  exchange.match(call, operation.descriptor, [&] {
+    if (!worth_messages(exchange.transport(), operation.descriptor.bytes, operation.descriptor.bytes / size))
+      copy.stage_first();
+  });
 
   const Descriptor sent = exchange.descriptor(root);
   const std::size_t row_bytes = sent.rows > 0 ? sent.bytes / sent.rows : 0;

@@ -5,7 +5,9 @@
 #include <numeric>
 #include <utility>
 
+#include "base/immovable.h"
 #include "base/text.h"
+#include "collective/kinds.h"
 #include "engine/communicator_list.h"
 #include "engine/validate.h"
 #include "topology/dimensions.h"
@@ -19,7 +21,7 @@ constexpr std::size_t kMostPage = std::size_t{64} << 10;
 }  // namespace
 
 /// Exclusive use of the exchange: one operation at a time.
-class Communicator::OperationLock {
+class Communicator::OperationLock : Immovable {
  public:
   OperationLock(Communicator& owner, const Operation& operation, const CallOptions& options)
       : owner_(owner), options_(owner.lock_operations(operation, options)) {}
@@ -30,8 +32,6 @@ class Communicator::OperationLock {
     }
     owner_.changed_.notify_all();
   }
-  OperationLock(const OperationLock&) = delete;
-  OperationLock& operator=(const OperationLock&) = delete;
   /// The call's options with the time that is left.
   const CallOptions& options() const { return options_; }
 
@@ -117,14 +117,14 @@ void Communicator::throw_lock_timeout(const Operation& operation, const Work* be
   ErrorContext context;
   context.rank = rank();
   context.host = host();
-  context.operation = op_kind_name(operation.descriptor.key.kind);
+  context.operation = traits_of(operation.descriptor).name;
   context.tensor = operation.descriptor.name_view();
   context.bytes = static_cast<std::int64_t>(operation.descriptor.bytes);
   context.elapsed = deadline.elapsed();
   std::string what = "an operation of another thread";
   if (before != nullptr) {  // its kind and name only: the rest may change while it runs
     const Descriptor& first = before->operation().descriptor;
-    what = std::string("what was submitted before it, first ") + op_kind_name(first.key.kind) + " '" +
+    what = std::string("what was submitted before it, first ") + traits_of(first).name + " '" +
            std::string(first.name_view()) + "'";
   }
   throw Error(ErrorKind::kTimeout,
@@ -150,30 +150,10 @@ void Communicator::execute(Operation& operation, const CallOptions& options) {
 
 // Every collective passes here, on any thread: tracing belongs here.
 void Communicator::dispatch(const OperationCall& call, Operation& operation) {
-  switch (operation.descriptor.key.kind) {
-    case OpKind::kAllreduce:
-      return allreduce(exchange_, call, operation);
-    case OpKind::kReduceScatter:
-      return reduce_scatter(exchange_, call, operation);
-    case OpKind::kAllgather:
-    case OpKind::kSplit:
-      return allgather(exchange_, call, operation);
-    case OpKind::kBroadcast:
-      return broadcast(exchange_, call, operation);
-    case OpKind::kAlltoall:
-      return alltoall(exchange_, call, operation);
-    case OpKind::kGather:
-      return gather(exchange_, call, operation);
-    case OpKind::kScatter:
-      return scatter(exchange_, call, operation);
-    case OpKind::kBarrier:
-    case OpKind::kAllocate:
-      return barrier(exchange_, call);
-    case OpKind::kSend:
-    case OpKind::kReceive:
-      break;
-  }
-  throw Error(ErrorKind::kInternal, "no collective: " + describe(operation.descriptor));
+  const OpTraits& traits = traits_of(operation.descriptor);
+  if (traits.run == nullptr)
+    throw Error(ErrorKind::kInternal, "no collective: " + describe(operation.descriptor));
+  traits.run(exchange_, call, operation);
 }
 
 OperationCall Communicator::make_call(const Descriptor& descriptor, const CallOptions& options,
@@ -195,18 +175,16 @@ OperationCall Communicator::make_call(const Descriptor& descriptor, const CallOp
 
 void Communicator::complete(Operation& operation) const {
   Descriptor& descriptor = operation.descriptor;
-  const OpKind kind = descriptor.key.kind;
+  const OpTraits& traits = traits_of(descriptor);
   descriptor.asynchronous = false;
   descriptor.key.sequence = 0;
-  const bool every_rank_has_dtype = kind != OpKind::kScatter && kind != OpKind::kBarrier;
+  const bool every_rank_has_dtype = traits.compared != OpTraits::Compared::kNothing;
   descriptor.key.dtype = every_rank_has_dtype ? static_cast<std::uint8_t>(descriptor.dtype) : 0;
-  const bool has_choice = kind == OpKind::kAllreduce && descriptor.dtype == DType::kFloat32;
-  if (descriptor.key.comm_dtype == CommDtype::kDefault && has_choice)
+  if (descriptor.key.comm_dtype == CommDtype::kDefault && has_comm_dtype(descriptor))
     descriptor.key.comm_dtype = options_.comm_dtype;
-  if (descriptor.key.comm_dtype == CommDtype::kFloat32 && !has_choice)
+  if (descriptor.key.comm_dtype == CommDtype::kFloat32 && !has_comm_dtype(descriptor))
     descriptor.key.comm_dtype = CommDtype::kDefault;
-  if (descriptor.bytes >= kLeastSymmetricBytes && operation.pieces.empty() &&
-      (kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter))
+  if (descriptor.bytes >= kLeastSymmetricBytes && operation.pieces.empty() && traits.reduces)
     symmetric_.locate_buffers(operation, transport_->shares_memory());
 }
 
@@ -228,12 +206,14 @@ std::shared_ptr<Work> Communicator::submit(Operation operation, int priority,
 void Communicator::enqueue(std::span<const QueuedWork> queued) {
   throw_if_abandoned();
   {
+    Clock::time_point now;
     const std::lock_guard lock(mutex_);
     throw_if_unusable();
     start_progress();
     for (const auto& [work, priority] : queued) {
       work->priority_ = priority;
       work->index_ = work->running().descriptor.key.sequence = ++submitted_;
+      work->note(&Work::Times::queued, now);
       queue_.push_back(work);
     }
   }
@@ -346,7 +326,7 @@ std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::
     std::shared_ptr<Communicator> child;
     if (color >= 0)
       in_steps(call, making, [&] { child = make_child(members, std::move(child_options), call.waiting); });
-    barrier(exchange_, call);  // a rank that could not join its group raises here on all
+    barrier(exchange_, call, operation);  // a rank that could not join its group raises here on all
     return child;
   } catch (...) {
     fail(std::current_exception(), describe(operation.descriptor));
@@ -355,7 +335,8 @@ std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::
 }
 
 std::shared_ptr<Communicator> Communicator::make_child(const std::vector<int>& members,
-                                                       CommunicatorOptions options, const Waiting& waiting) {
+                                                       CommunicatorOptions options,
+                                                       const WaitOptions& waiting) {
   const std::uint64_t tag =
       (splits_ << 32) + static_cast<std::uint64_t>(*std::min_element(members.begin(), members.end()));
   return std::make_shared<Communicator>(transport_->subgroup(members, tag, waiting), std::move(options));
@@ -382,7 +363,7 @@ std::shared_ptr<SymmetricRegion> Communicator::allocate_symmetric(std::size_t by
     std::shared_ptr<SymmetricRegion> region;
     in_steps(call, ", mapping the memory",
              [&] { region = transport_->allocate(bytes, ++regions_, call.waiting); });
-    barrier(exchange_, call);  // a rank that could not map it raises here on all
+    barrier(exchange_, call, operation);  // a rank that could not map it raises here on all
     symmetric_.add(region);
     return region;
   } catch (...) {

@@ -40,7 +40,7 @@ struct QueuedWork {
 struct CommunicatorOptions {
   std::string name = "world";
   double timeout = 300.0;                        ///< seconds that an operation waits for its peers
-  double stall_warning = 30.0;                   ///< seconds of waiting before a warning; 0: never
+  double stall_warning = 8.0;                    ///< seconds of waiting before a warning; 0: never
   std::size_t fuse_below = 64 * 1024;            ///< asynchronous allreduces of fewer bytes are fused,
   std::size_t fuse_at_most = 0;                  ///< up to so many bytes; 0: what fits the staging memory
   std::function<void(const std::string&)> warn;  ///< takes warnings, from any thread
@@ -166,7 +166,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   template <class Body>
   void in_steps(const OperationCall& call, const std::string& what, const Body& body) const;
   std::shared_ptr<Communicator> make_child(const std::vector<int>& members, CommunicatorOptions options,
-                                           const Waiting& waiting);
+                                           const WaitOptions& waiting);
   void execute_chosen();
   void run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, std::uint64_t submitted);
   void remove_finished(const std::vector<std::shared_ptr<Work>>& chosen);

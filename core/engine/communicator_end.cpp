@@ -5,6 +5,7 @@
 
 #include "engine/communicator.h"
 #include "engine/communicator_list.h"
+#include "engine/validate.h"
 
 namespace multiring {
 
@@ -58,15 +59,7 @@ void Communicator::fail_running() {
 }
 
 void Communicator::throw_if_unusable() const {
-  if (first_error_) {
-    ErrorContext context = first_error_->context();
-    context.rank = rank();
-    throw Error(ErrorKind::kAborted,
-                "communicator '" + name() + "' is broken on rank " + std::to_string(rank()) +
-                    " by its first error (" + error_kind_name(first_error_->kind()) +
-                    "): " + first_error_->what() + " Call multiring.shutdown() and init() to start anew.",
-                context);
-  }
+  if (first_error_) throw_broken("communicator '" + name() + "'", rank(), *first_error_);
   if (closed_ || closing_.load(std::memory_order_relaxed))
     throw Error(ErrorKind::kAborted, "communicator '" + name() + "' is closed");
 }

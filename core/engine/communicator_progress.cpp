@@ -75,6 +75,8 @@ void Communicator::execute_chosen() {
 
 void Communicator::run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, std::uint64_t submitted) {
   std::function<void(double)> stalled;
+  Clock::time_point now;
+  for (const auto& work : chosen) work->note(&Work::Times::begun, now);
   if (chosen.size() == 1) {
     Operation& operation = chosen[0]->running();
     operation.descriptor.submitted = submitted;

@@ -5,6 +5,7 @@
 #include <span>
 #include <utility>
 
+#include "collective/kinds.h"
 #include "engine/validate.h"
 
 namespace multiring {
@@ -25,10 +26,10 @@ Operation allgather_of(std::span<const std::byte> message) {
   Operation operation;
   Descriptor& descriptor = operation.descriptor;
   descriptor.key.kind = OpKind::kAllgather;
-  descriptor.key.count = 1;
   descriptor.dtype = DType::kUInt8;
   descriptor.dims = 1;
-  descriptor.shape[0] = descriptor.rows = descriptor.bytes = message.size();
+  descriptor.shape[0] = message.size();
+  set_extents(descriptor);
   descriptor.set_name("names");
   operation.input = message.data();
   return operation;
@@ -101,7 +102,7 @@ void NamedQueue::prepare(NamedRequest& request) const {
   for (std::size_t i = 0; i < request.operations.size(); ++i) {
     Operation& operation = request.operations[i];
     const OpKind kind = operation.descriptor.key.kind;
-    if (kind == OpKind::kSend || kind == OpKind::kReceive || kind > OpKind::kReceive)
+    if (traits_of(kind).run == nullptr || static_cast<int>(kind) >= kPublicOpKinds)
       throw_usage(operation, "only collectives can be submitted to a named queue");
     if (operation.descriptor.name_view().empty())
       operation.descriptor.set_name(
@@ -175,9 +176,9 @@ std::vector<std::byte> NamedQueue::encode_new() {
     fresh.swap(unannounced_);
   }
   std::vector<Announcement> announcements;
-  announcing_.clear();
+  names_in_negotiation_.clear();
   for (const auto& submission : fresh) {
-    announcing_.push_back(submission->name());
+    names_in_negotiation_.push_back(submission->name());
     announcements.push_back({submission->name(), submission->priority(),
                              static_cast<std::uint32_t>(submission->works().size()), submission->step(),
                              submission->position()});
@@ -190,7 +191,7 @@ bool NamedQueue::exchange_messages(std::vector<std::byte> message) {
   Operation operation = allgather_of(message);
   const std::function<void()> check = [this] { check_deadlines(); };
   control_->run(operation, {std::numeric_limits<double>::infinity(), &check});
-  announcing_.clear();
+  names_in_negotiation_.clear();
   const std::byte* begin = operation.result.data();
   for (int rank = 0; rank < size(); ++rank) {
     const std::size_t bytes = operation.received[static_cast<std::size_t>(rank)];

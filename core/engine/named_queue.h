@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/export.h"
+#include "base/immovable.h"
 #include "engine/communicator.h"
 #include "engine/name_matcher.h"
 #include "engine/submission.h"
@@ -27,7 +28,7 @@ namespace multiring {
 ///
 /// Each submission has the communicator's timeout to be matched. The first error breaks the queue on all
 /// ranks: it is stored, ends all that is pending and is raised by all later calls.
-class MULTIRING_API NamedQueue {
+class MULTIRING_API NamedQueue : Immovable {
  public:
   using Works = std::vector<std::shared_ptr<Work>>;
 
@@ -36,8 +37,6 @@ class MULTIRING_API NamedQueue {
                                             const CallOptions& call);
   /// Closes. Must not run on a thread of the queue (in a `done`, a warning), because it joins them.
   ~NamedQueue();
-  NamedQueue(const NamedQueue&) = delete;
-  NamedQueue& operator=(const NamedQueue&) = delete;
 
   int rank() const { return data_->rank(); }
   int size() const { return data_->size(); }
@@ -91,7 +90,7 @@ class MULTIRING_API NamedQueue {
 
   // The control thread's own.
   NameMatcher matcher_;
-  std::vector<std::string> announcing_;  // in the negotiation in progress
+  std::vector<std::string> names_in_negotiation_;  // in the negotiation in progress
   Clock::time_point checked_ = Clock::now();
 
   std::mutex close_mutex_;  // serialises close(); mutex_ is taken while it is held

@@ -8,6 +8,7 @@
 #include "base/text.h"
 #include "collective/rank_list.h"
 #include "engine/named_queue.h"
+#include "engine/validate.h"
 
 namespace multiring {
 namespace {
@@ -94,7 +95,7 @@ std::string NamedQueue::describe_unmatched() const {
   for (int peer = 0; peer < size(); ++peer)
     if (peer != rank()) others.push_back(peer);
   // What this rank announces in the negotiation in progress is not in the matcher yet.
-  for (const std::string& name : announcing_) {
+  for (const std::string& name : names_in_negotiation_) {
     const auto known = std::find_if(all.begin(), all.end(), [&](const Unmatched& one) {
       return one.name == name && std::count(one.missing.begin(), one.missing.end(), rank()) > 0;
     });
@@ -210,14 +211,7 @@ Error NamedQueue::closed_error() const {
 
 void NamedQueue::throw_if_unusable() const {
   if (closing_.load(std::memory_order_relaxed)) throw closed_error();
-  if (!first_error_) return;
-  ErrorContext context = first_error_->context();
-  context.rank = rank();
-  throw Error(ErrorKind::kAborted,
-              "named queue '" + name() + "' is broken on rank " + std::to_string(rank()) +
-                  " by its first error (" + error_kind_name(first_error_->kind()) +
-                  "): " + first_error_->what() + " Call multiring.shutdown() and init() to start anew.",
-              context);
+  if (first_error_) throw_broken("named queue '" + name() + "'", rank(), *first_error_);
 }
 
 void NamedQueue::throw_if_abandoned() const {

@@ -5,29 +5,37 @@
 #include <cstdint>
 #include <functional>
 
+#include "collective/kinds.h"
 #include "topology/chunks.h"
 
 namespace multiring {
 
 void throw_usage(const Operation& operation, const std::string& message) {
   ErrorContext context;
-  context.operation = op_kind_name(operation.descriptor.key.kind);
+  context.operation = traits_of(operation.descriptor).name;
   context.tensor = operation.descriptor.name_view();
   throw Error(ErrorKind::kUsage, describe(operation.descriptor) + ": " + message, context);
 }
 
+void throw_broken(const std::string& what, int rank, const Error& first_error) {
+  ErrorContext context = first_error.context();
+  context.rank = rank;
+  throw Error(ErrorKind::kAborted,
+              what + " is broken on rank " + std::to_string(rank) + " by its first error (" +
+                  error_kind_name(first_error.kind()) + "): " + first_error.what() +
+                  " Call multiring.shutdown() and init() to start anew.",
+              context);
+}
+
 namespace {
 
-/// Reductions and broadcasts work in place, and a gather may have its input at its offset there; an
-/// all-to-all would read what it has written.
 void require_apart(const Operation& operation) {
   const Descriptor& descriptor = operation.descriptor;
   const std::byte *in = operation.input, *out = operation.output;
   if (in == nullptr || out == nullptr || descriptor.bytes == 0 || operation.output_bytes == 0) return;
-  const OpKind kind = descriptor.key.kind;
-  const bool in_place =
-      kind == OpKind::kAllreduce || kind == OpKind::kBroadcast || kind == OpKind::kReduceScatter;
-  if (!in_place && kind != OpKind::kAlltoall) return;
+  const OpTraits::Overlap overlap = traits_of(descriptor).overlap;
+  if (overlap == OpTraits::Overlap::kAny) return;
+  const bool in_place = overlap == OpTraits::Overlap::kWhole;
   if (in_place && in == out && operation.output_bytes == descriptor.bytes) return;
   const std::less<const std::byte*> before;
   if (before(in, out + operation.output_bytes) && before(out, in + descriptor.bytes))
@@ -41,19 +49,16 @@ void require_apart(const Operation& operation) {
 void validate(const Operation& operation, int rank, int size, const std::string& communicator) {
   const Descriptor& descriptor = operation.descriptor;
   const OpKind kind = descriptor.key.kind;
-  const bool has_root = kind == OpKind::kBroadcast || kind == OpKind::kGather || kind == OpKind::kScatter ||
-                        kind == OpKind::kSend || kind == OpKind::kReceive;
-  if (has_root && (descriptor.key.root < 0 || descriptor.key.root >= size))
+  const OpTraits& traits = traits_of(descriptor);
+  if (traits.has_root && (descriptor.key.root < 0 || descriptor.key.root >= size))
     throw_usage(operation, "rank " + std::to_string(descriptor.key.root) + " is not in communicator '" +
                                communicator + "' of size " + std::to_string(size));
   if (descriptor.key.op == ReduceOp::kAverage && descriptor.dtype == DType::kBool)
     throw_usage(operation, "bool has no average; use max (or) or min (and)");
   const bool scales = descriptor.key.prescale != 1.0 || descriptor.key.postscale != 1.0;
-  if ((kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter) && scales &&
-      descriptor.dtype == DType::kBool)
+  if (traits.reduces && scales && descriptor.dtype == DType::kBool)
     throw_usage(operation, "bool cannot be scaled");
-  if (is_rounded(descriptor.key.comm_dtype) &&
-      (kind != OpKind::kAllreduce || descriptor.dtype != DType::kFloat32))
+  if (is_rounded(descriptor.key.comm_dtype) && !has_comm_dtype(descriptor))
     throw_usage(operation, "only an allreduce of float32 can be sent as another dtype between hosts");
   require_apart(operation);
   if (kind == OpKind::kReduceScatter && operation.output != nullptr && descriptor.rows > 0) {

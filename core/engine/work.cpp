@@ -3,8 +3,11 @@
 #include <algorithm>
 
 #include "base/futex.h"
+#include "collective/kinds.h"
 
 namespace multiring {
+
+std::atomic<bool> Work::keeps_times_{false};
 
 void Work::wait(const Deadline& deadline, const std::function<void()>& interrupt) {
   constexpr double kTick = 0.05;
@@ -14,7 +17,7 @@ void Work::wait(const Deadline& deadline, const std::function<void()>& interrupt
     if (interrupt) interrupt();
     if (deadline.expired()) {
       ErrorContext context;
-      context.operation = op_kind_name(operation_.descriptor.key.kind);
+      context.operation = traits_of(operation_.descriptor).name;
       context.tensor = operation_.descriptor.name_view();
       context.elapsed = deadline.elapsed();
       throw Error(ErrorKind::kTimeout,
@@ -30,12 +33,16 @@ void Work::wait(const Deadline& deadline, const std::function<void()>& interrupt
 }
 
 void Work::finish() {
+  Clock::time_point now;
+  note(&Times::ended, now);
   state_.store(kDone, std::memory_order_release);
   futex_wake_all(state_);
   if (observer_ != nullptr) observer_->ended(nullptr);
 }
 
 void Work::fail(const Error& error) {
+  Clock::time_point now;
+  note(&Times::ended, now);
   error_.emplace(error.kind(), error.what(), error.context());
   if (observer_ != nullptr) observer_->failing(*error_);
   state_.store(kFailed, std::memory_order_release);

@@ -25,12 +25,20 @@ class WorkObserver {
 /// An asynchronous operation: the only handle to its completion, its result and its error.
 class MULTIRING_API Work {
  public:
+  /// When it was made, queued to run, begun and ended; a moment that has not come, or was not kept, is zero.
+  struct Times {
+    Clock::time_point made, queued, begun, ended;
+  };
+
   /// Work that is still to be queued: Communicator::enqueue.
   Work(Operation operation, std::shared_ptr<void> keep_alive,
        std::shared_ptr<WorkObserver> observer = nullptr)
-      : operation_(std::move(operation)),
-        keep_alive_(std::move(keep_alive)),
-        observer_(std::move(observer)) {}
+      : operation_(std::move(operation)), keep_alive_(std::move(keep_alive)), observer_(std::move(observer)) {
+    if (keeps_times_.load(std::memory_order_relaxed)) times_.made = Clock::now();
+  }
+
+  /// Whether work that is made from now on keeps its times: while a timeline is written.
+  static void keep_times(bool kept) { keeps_times_.store(kept, std::memory_order_relaxed); }
 
   bool done() const { return state_.load(std::memory_order_acquire) != kPending; }
   /// Returns when the operation is complete; raises its error, or a timeout error (the operation goes on).
@@ -40,6 +48,8 @@ class MULTIRING_API Work {
   int priority() const { return priority_; }
   /// 1 for the first asynchronous operation of the communicator.
   std::uint64_t index() const { return index_; }
+  /// To be read when it is done.
+  const Times& times() const { return times_; }
   /// The finished operation, to take its result from.
   Operation& take_result() { return operation_; }
 
@@ -50,7 +60,15 @@ class MULTIRING_API Work {
   static constexpr std::uint32_t kDone = 1;
   static constexpr std::uint32_t kFailed = 2;
 
+  static std::atomic<bool> keeps_times_;
+
   Operation& running() { return operation_; }
+  /// `now` is read from the clock by the first of those that a moment is common to.
+  void note(Clock::time_point Times::* moment, Clock::time_point& now) {
+    if (times_.made == Clock::time_point{}) return;
+    if (now == Clock::time_point{}) now = Clock::now();
+    times_.*moment = now;
+  }
   void finish();
   void fail(const Error& error);
 
@@ -59,6 +77,7 @@ class MULTIRING_API Work {
   std::uint64_t index_ = 0;  // likewise
   std::shared_ptr<void> keep_alive_;
   const std::shared_ptr<WorkObserver> observer_;  // may be null
+  Times times_;                 // each written before state_ (release), read after (acquire)
   std::optional<Error> error_;  // written before state_ becomes kFailed (release), read after (acquire)
   std::atomic<std::uint32_t> state_{kPending};
 };

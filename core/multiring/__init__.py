@@ -9,10 +9,8 @@ Start it on several processes with `multiring run -np 4 python train.py`. Adapte
 on, each imported on its own.
 """
 
-import sys as _sys
-from importlib import import_module as _import_module
 from importlib.metadata import version as _version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from multiring.errors import (
     AbortedError,
@@ -20,13 +18,17 @@ from multiring.errors import (
     MismatchError,
     MultiringError,
     PeerLostError,
+    RankError,
     TimeoutError,
     UsageError,
 )
+from multiring.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
+    from multiring.commands.functions.caller import run
     from multiring.communicator import Communicator
     from multiring.gradients.compression import TopK
+    from multiring.gradients.options import ReducerOptions
     from multiring.initialization import (
         cross_rank,
         cross_size,
@@ -46,39 +48,27 @@ __version__ = _version("multiring")
 
 # Taken from their modules on first use: the launcher, and `multiring doctor`, which has to work where the
 # native library does not load, need neither it nor NumPy.
-_HOMES = {
-    "Communicator": "multiring.communicator",
-    "NamedQueue": "multiring.named_queue",
-    "TopK": "multiring.gradients.compression",
-    "Work": "multiring.work",
-    "cross_rank": "multiring.initialization",
-    "cross_size": "multiring.initialization",
-    "init": "multiring.initialization",
-    "is_initialized": "multiring.initialization",
-    "local_rank": "multiring.initialization",
-    "local_size": "multiring.initialization",
-    "rank": "multiring.initialization",
-    "shutdown": "multiring.initialization",
-    "size": "multiring.initialization",
-    "world": "multiring.initialization",
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        # Python suggests similar names of the module that the error names.
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}", name=name, obj=_sys.modules[__name__]
-        )
-    value = getattr(_import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
+__getattr__, __dir__ = _lazy_names(
+    __name__,
+    {
+        "Communicator": ".communicator",
+        "NamedQueue": ".named_queue",
+        "ReducerOptions": ".gradients.options",
+        "TopK": ".gradients.compression",
+        "Work": ".work",
+        "cross_rank": ".initialization",
+        "cross_size": ".initialization",
+        "init": ".initialization",
+        "is_initialized": ".initialization",
+        "local_rank": ".initialization",
+        "local_size": ".initialization",
+        "rank": ".initialization",
+        "run": ".commands.functions.caller",
+        "shutdown": ".initialization",
+        "size": ".initialization",
+        "world": ".initialization",
+    },
+)
 
 __all__ = [
     "AbortedError",
@@ -88,6 +78,8 @@ __all__ = [
     "MultiringError",
     "NamedQueue",
     "PeerLostError",
+    "RankError",
+    "ReducerOptions",
     "TimeoutError",
     "TopK",
     "UsageError",
@@ -100,6 +92,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "run",
     "shutdown",
     "size",
     "world",

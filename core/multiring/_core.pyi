@@ -43,6 +43,7 @@ __all__: list[str] = [
     "dtype_size",
     "fit_link",
     "interface_addresses",
+    "keep_times",
     "mpi_library",
     "own_addresses",
     "pair_addresses",
@@ -281,6 +282,10 @@ class Work:
     """
     def done(self) -> bool: ...
     def result(self) -> Result: ...
+    def times(self) -> tuple[int, int, int, int]:
+        """
+        Made, queued, begun, ended; 0: not kept. To be called when it is done.
+        """
     def wait(self, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
 
 class Communicator:
@@ -369,7 +374,7 @@ class Communicator:
     @property
     def tuning(self) -> str:
         """
-        What was given to choose ways by size; it may be of another cluster.
+        What was given to choose algorithms by size; it may be of another cluster.
         """
 
 class NamedQueue:
@@ -458,7 +463,7 @@ class WorldOptions:
     @property
     def interfaces(self) -> list[str]: ...
     @interfaces.setter
-    def interfaces(self, arg0: collections.abc.Sequence[str]) -> None: ...
+    def interfaces(self, arg1: collections.abc.Sequence[str]) -> None: ...
     @property
     def rank(self) -> int: ...
     @rank.setter
@@ -470,11 +475,11 @@ class WorldOptions:
     @property
     def spin_microseconds(self) -> float: ...
     @spin_microseconds.setter
-    def spin_microseconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
+    def spin_microseconds(self, arg1: typing.SupportsFloat | typing.SupportsIndex) -> None: ...
     @property
     def staging_bytes(self) -> int: ...
     @staging_bytes.setter
-    def staging_bytes(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def staging_bytes(self, arg1: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     @property
     def stall_warning(self) -> float: ...
     @stall_warning.setter
@@ -738,6 +743,11 @@ def fit_link(
 def interface_addresses(interfaces: collections.abc.Sequence[str]) -> list[tuple[str, str, int]]:
     """
     Interface, address and network bits of all that ranks on other hosts are reached by.
+    """
+
+def keep_times(kept: bool) -> None:
+    """
+    Whether work that is made from now on keeps its times.
     """
 
 def mpi_library(bridge: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from multiring.types import Array
 
 __all__ = [
     "STREAMING_BYTES",
+    "Pieces",
     "address_of",
     "as_array",
     "checksum",
@@ -29,6 +31,23 @@ __all__ = [
 # From here on an array that is copied is not worth a place in the caches: with the buckets of a model whose
 # gradients are this large it would be gone before it is read.
 STREAMING_BYTES = 256 * 1024
+
+
+class Pieces(NamedTuple):
+    """An array that lies in pieces.
+
+    Attributes:
+        dtype: Of the elements.
+        addresses: Of the pieces, in the order of the elements.
+        lengths: Bytes at each address, a multiple of the element's.
+        owners: Keep the memory alive; held until an operation is done.
+    """
+
+    dtype: str
+    addresses: Sequence[int]
+    lengths: Sequence[int]
+    owners: object
+
 
 _PLAIN = (bool, int, float, complex, list, tuple)
 _BYTES = (bytes, bytearray, memoryview)

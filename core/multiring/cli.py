@@ -36,6 +36,10 @@ COMMANDS = {
     "run": Command(
         "multiring.commands.launcher.options", "start a program as several ranks, on this host or on several"
     ),
+    "horovodrun": Command(
+        "multiring.horovod.runner.command",
+        "start a program as several ranks, with the options of Horovod's horovodrun",
+    ),
     "train": Command("multiring.models.train", "train a ResNet on real images", extras="torch,train"),
     "caffe": Command(
         "multiring.models.caffe.command", "train a net from Caffe's prototxt files", extras="caffe"
@@ -55,7 +59,7 @@ COMMANDS = {
         "multiring.commands.plan.command", "show how an allreduce over several hosts would be divided"
     ),
     "tune": Command(
-        "multiring.commands.tune", "measure which way allreduces across hosts go best, by their size"
+        "multiring.commands.tune", "measure which algorithms of allreduce are fastest across hosts, by size"
     ),
     "env": Command("multiring.commands.env", "print versions, machine, launcher and settings"),
     "doctor": Command(

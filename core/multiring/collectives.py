@@ -9,13 +9,22 @@ import numpy as np
 import numpy.typing as npt
 
 from multiring import _core as native
-from multiring.arrays import as_array, contiguous, copy_into, empty_like, like, target_for, without_gradient
+from multiring.arrays import (
+    Pieces,
+    as_array,
+    contiguous,
+    copy_into,
+    empty_like,
+    like,
+    target_for,
+    without_gradient,
+)
 from multiring.errors import UsageError
-from multiring.reductions import native_comm_dtype, reduce_op, renamed_wire
+from multiring.reductions import native_comm_dtype, native_reduction, reduce_op, renamed_wire
 from multiring.types import Array, CommDtypeName, ReduceOpName
 from multiring.work import Work, seconds
 
-__all__ = ["Collectives", "Finish", "into"]
+__all__ = ["Collectives", "Finish", "into", "set_arrays"]
 
 Finish = Callable[[native.Operation | native.Work], Any]
 
@@ -79,14 +88,8 @@ class Collectives:
             out = empty_like(x)
             if self._numpy_allreduce(x, out, op, name, prescale, postscale, timeout, comm_dtype):
                 return out
-        factors = (
-            reduce_op(op),
-            name or "",
-            prescale,
-            postscale,
-            seconds(timeout),
-            native_comm_dtype(comm_dtype),
-        )
+        wait = seconds(timeout)
+        factors = reduce_op(op), name or "", prescale, postscale, wait, native_comm_dtype(comm_dtype)
         if not self._core.allreduce(x, without_gradient(out), *factors):
             source, target = contiguous(x), target_for(out)
             if not self._core.allreduce(source, target, *factors):
@@ -114,21 +117,13 @@ class Collectives:
         `priority` run first; small ones run together."""
         if wire is not None:
             comm_dtype = renamed_wire(wire)
-        x = as_array(x)
-        source = contiguous(x)
-        target = empty_like(source) if out is None else target_for(out)
         operation = self._operation("ALLREDUCE", name)
-        operation.set_reduction(reduce_op(op), prescale, postscale, native_comm_dtype(comm_dtype))
-        operation.set_input(source)
-        operation.set_output(target)
-        return self._submit(operation, into(out, target), priority)
+        operation.set_reduction(*native_reduction(op, prescale, postscale, comm_dtype))
+        return self._submit(operation, set_arrays(operation, x, out), priority)
 
     def allreduce_pieces_async(
         self,
-        dtype: str,
-        addresses: Sequence[int],
-        lengths: Sequence[int],
-        owners: object,
+        pieces: Pieces,
         op: ReduceOpName,
         name: str | None,
         prescale: float,
@@ -139,17 +134,11 @@ class Collectives:
 
         Ranks may cut differently, and give a whole array of as many elements to `allreduce_async`.
 
-        Args:
-            dtype: Of the elements.
-            addresses: Of the pieces, in the order of the elements.
-            lengths: Bytes at each address, a multiple of the element's.
-            owners: Keeps the memory alive; held until the operation is done.
-
         The other arguments are those of `allreduce`. The result of the work is None.
         """
         operation = self._operation("ALLREDUCE", name)
-        operation.set_reduction(reduce_op(op), prescale, postscale, native_comm_dtype(comm_dtype))
-        operation.set_pieces(dtype, addresses, lengths, owners)
+        operation.set_reduction(*native_reduction(op, prescale, postscale, comm_dtype))
+        operation.set_pieces(*pieces)
         return self._submit(operation, lambda done: None, 0)
 
     def reduce_scatter(
@@ -194,7 +183,7 @@ class Collectives:
         self, x: Array, op: str, out: Array | None, name: str | None, prescale: float, postscale: float
     ) -> tuple[native.Operation, Finish]:
         operation = self._operation("REDUCE_SCATTER", name)
-        operation.set_reduction(reduce_op(op), prescale, postscale, native_comm_dtype(None))
+        operation.set_reduction(*native_reduction(op, prescale, postscale))
         return operation, self._join(operation, x, out)
 
     def allgather(
@@ -255,13 +244,8 @@ class Collectives:
     def _broadcast(
         self, x: Array, root: int, out: Array | None, name: str | None
     ) -> tuple[native.Operation, Finish]:
-        x = as_array(x)
-        source = contiguous(x)
-        target = empty_like(source) if out is None else target_for(out)
         operation = self._operation("BROADCAST", name, root)
-        operation.set_input(source)
-        operation.set_output(target)
-        return operation, into(out, target)
+        return operation, set_arrays(operation, x, out)
 
     def alltoall(
         self,
@@ -389,6 +373,15 @@ class Collectives:
 
     def _submit(self, operation: native.Operation, finish: Finish, priority: int) -> Work:
         return Work(self._core.submit(operation, priority), finish, self)
+
+
+def set_arrays(operation: native.Operation, x: Array, out: Array | None) -> Finish:
+    """Sets input and output of an operation whose result is as large as its input."""
+    source = contiguous(as_array(x))
+    target = empty_like(source) if out is None else target_for(out)
+    operation.set_input(source)
+    operation.set_output(target)
+    return into(out, target)
 
 
 def into(out: Array | None, target: Array) -> Finish:

@@ -38,6 +38,7 @@ def resolve(comm: Communicator | None) -> Communicator:
     """
     if comm is None:
         return world()
+    comm = getattr(comm, "plain", comm)  # where a framework has a communicator of its own around ours
     if not isinstance(comm, Communicator):
         raise UsageError(
             f"comm is {comm!r}, of type {type(comm).__name__}: pass a multiring.Communicator, such as "

@@ -14,6 +14,7 @@ __all__ = [
     "MismatchError",
     "MultiringError",
     "PeerLostError",
+    "RankError",
     "TimeoutError",
     "UsageError",
 ]
@@ -23,8 +24,9 @@ class MultiringError(Exception):
     """Root of all errors raised by multiring.
 
     Attributes:
-        rank: Rank that raised the error, or None where there is no communicator.
-        peer: Rank that caused it, or None.
+        rank: Rank that raised the error, as the communicator numbers it, or None where there is none. The
+            message also tells the rank's number in the world where that is another.
+        peer: Rank that caused it, numbered likewise, or None.
         host: Name of the host of `rank`, or None.
         operation: Collective in progress ("allreduce"), or None.
         tensor: Name of the tensor or operation as given by the caller, or None.
@@ -72,6 +74,16 @@ class PeerLostError(MultiringError, ConnectionError):
 
 class AbortedError(MultiringError):
     """The communicator is broken by an earlier error, or was aborted on purpose."""
+
+
+class RankError(MultiringError, RuntimeError):
+    """A rank of a job that this program has started failed: its function raised an exception, which is the
+    cause of this one, or its process died.
+
+    Attributes:
+        rank: The rank.
+        host: The name or address of its host.
+    """
 
 
 class InternalError(MultiringError):

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, SupportsFloat
+from typing import SupportsFloat
 
 import numpy as np
 
+from multiring.communicator import Communicator
+from multiring.derived import resolve
 from multiring.errors import UsageError
-
-if TYPE_CHECKING:
-    from multiring import Communicator
 
 __all__ = ["average_metrics", "batch_weight"]
 
 
 def average_metrics(
-    comm: Communicator, metrics: Mapping[str, SupportsFloat], count: float
+    metrics: Mapping[str, SupportsFloat], count: float, comm: Communicator | None = None
 ) -> dict[str, float]:
     """Average metrics over ranks, each rank weighted by the number of samples it saw. Collective.
 
     Args:
-        comm: Communicator of the ranks that evaluated.
         metrics: Averages over this rank's samples, by name; the names have to be the same on every rank.
         count: Number of samples (or another weight, 0 or more). With 0 the values of this rank are not
             looked at.
+        comm: Ranks that evaluated; the world by default.
 
     Returns:
         The averages over the samples of all ranks, in the order of `metrics`; NaN where no rank had a sample.
@@ -34,6 +33,7 @@ def average_metrics(
         UsageError: `count` is negative or not finite.
         MismatchError: The ranks pass different names.
     """
+    comm = resolve(comm)
     _check_count(comm, count)
     names = sorted(metrics)
     sums = np.zeros(len(names) + 1, dtype=np.float64)
@@ -46,15 +46,16 @@ def average_metrics(
     return {name: float(averages.get(name, math.nan)) for name in metrics}
 
 
-def batch_weight(comm: Communicator, count: float) -> float:
-    """What to multiply the mean loss of a batch with where batches differ in size over ranks. Collective.
+def batch_weight(count: float, comm: Communicator | None = None) -> float:
+    """What to multiply the mean loss of a batch, or its gradients, with where batches differ in size over
+    ranks. Collective.
 
-    Gradients are averaged over ranks, not over samples. With `loss * batch_weight(comm, len(batch))` the
-    average over ranks is the mean over the samples of all ranks.
+    Gradients are averaged over ranks, not over samples. With `loss * batch_weight(len(batch))` the average
+    over ranks is the mean over the samples of all ranks.
 
     Args:
-        comm: Communicator of the ranks that train together.
         count: Number of samples of this rank's batch (or another weight, 0 or more).
+        comm: Ranks that train together; the world by default.
 
     Returns:
         count * size / (sum of the counts of all ranks); 0 where no rank has a sample.
@@ -62,6 +63,7 @@ def batch_weight(comm: Communicator, count: float) -> float:
     Raises:
         UsageError: `count` is negative or not finite.
     """
+    comm = resolve(comm)
     _check_count(comm, count)
     total = np.array([count], dtype=np.float64)
     comm.allreduce(total, op="sum", out=total, name="batch_weight")

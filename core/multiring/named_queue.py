@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Required, Unpack
 
 from multiring import _core
-from multiring.arrays import as_array, contiguous, empty_like, target_for
-from multiring.collectives import into
-from multiring.reductions import explain_arguments, native_comm_dtype, reduce_op
-from multiring.types import Array, CommDtypeName, ReduceOpName
+from multiring.collectives import Finish, set_arrays
+from multiring.reductions import ReductionKeywords, explain_arguments, native_reduction
+from multiring.types import Array
 from multiring.work import Work
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
 __all__ = ["NamedQueue"]
+
+
+class SubmissionKeywords(ReductionKeywords, total=False):
+    """Keyword arguments of `NamedQueue.allreduce_async`."""
+
+    name: Required[str]
+    out: Array | None
+    priority: int
+    step: int
+    asked: str
 
 
 class NamedQueue:
@@ -61,73 +71,77 @@ class NamedQueue:
         return f"<multiring.NamedQueue {self.name!r} rank {self.rank} of {self.size}>"
 
     @explain_arguments
-    def allreduce(
-        self,
-        x: Array,
-        *,
-        name: str,
-        op: ReduceOpName = "sum",
-        out: Array | None = None,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        priority: int = 0,
-        step: int = 0,
-        comm_dtype: CommDtypeName | None = None,
-    ) -> Array:
-        """Reduces `x` over all ranks as `Communicator.allreduce` does, with the peers' submission of `name`.
-
-        Args:
-            x: Array of any shape, the same number of elements and dtype on all ranks.
-            name: What the peers call it, up to 4096 bytes.
-            op: "sum", "average", "min", "max" or "product".
-            out: Array for the result; may be `x` itself. A new one of the kind of `x` if None.
-            prescale: Factor for each input before the reduction.
-            postscale: Factor for the result.
-            priority: What all ranks have submitted leaves in the order of priority, highest first; rank 0's
-                counts.
-            step: A number that has to be the same on all ranks. Who counts steps (or calls) finds out that
-                one which failed on some ranks only has left operations out there.
-
-        Returns:
-            `out`, or the new array.
-        """
-        work = self.allreduce_async(
-            x,
-            name=name,
-            op=op,
-            out=out,
-            prescale=prescale,
-            postscale=postscale,
-            priority=priority,
-            step=step,
-            comm_dtype=comm_dtype,
-        )
-        reduced: Array = work.wait()
-        return reduced
-
-    @explain_arguments
     def allreduce_async(
         self,
         x: Array,
         *,
         name: str,
-        op: ReduceOpName = "sum",
         out: Array | None = None,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
         priority: int = 0,
         step: int = 0,
-        comm_dtype: CommDtypeName | None = None,
+        asked: str = "",
+        **reduction: Unpack[ReductionKeywords],
     ) -> Work:
-        """Like `allreduce`, without waiting: for the peers neither."""
-        x = as_array(x)
-        source = contiguous(x)
-        target = empty_like(source) if out is None else target_for(out)
-        operation = _core.Operation(_core.OpKind.ALLREDUCE)
-        operation.set_reduction(reduce_op(op), prescale, postscale, native_comm_dtype(comm_dtype))
-        operation.set_input(source)
-        operation.set_output(target)
-        return Work(self._core.submit(name, operation, priority, step), into(out, target), self)
+        """Reduces `x` over all ranks as `Communicator.allreduce_async` does, with the peers' submission of
+        `name`. Waits for nothing, for the peers neither.
+
+        Args:
+            x: Array of any shape, the same number of elements and dtype on all ranks.
+            name: What the peers call it, up to 4096 bytes.
+            out: Array for the result; may be `x` itself. A new one of the kind of `x` if None.
+            priority: What all ranks have submitted leaves in the order of priority, highest first; rank 0's
+                counts.
+            step: A number that has to be the same on all ranks. Who counts steps (or calls) finds out that
+                one which failed on some ranks only has left operations out there.
+            asked: What the caller asks for besides, such as a shape; compared as the dtype is, and shown in
+                place of the name. The name if empty.
+            reduction: `op`, `prescale`, `postscale` and `comm_dtype`, as there.
+        """
+        operation = _core.Operation(_core.OpKind.ALLREDUCE, asked)
+        operation.set_reduction(*native_reduction(**reduction))
+        finish = set_arrays(operation, x, out)
+        return self._submit(name, operation, finish, priority, step)
+
+    # The other collectives, as those of `Communicator` of the same names; `name` and `asked` as above.
+
+    def reduce_scatter_async(
+        self, x: Array, *, name: str, asked: str = "", **reduction: Unpack[ReductionKeywords]
+    ) -> Work:
+        """Reduces `x` over all ranks; rank i gets block i, shape (rows of the block, *x.shape[1:])."""
+        operation = _core.Operation(_core.OpKind.REDUCE_SCATTER, asked)
+        operation.set_reduction(*native_reduction(**reduction))
+        return self._submit(name, operation, self.comm._join(operation, x, None))
+
+    def allgather_async(self, x: Array, *, name: str, asked: str = "") -> Work:
+        """Joins the arrays of all ranks along axis 0, whose extents may differ."""
+        return self._submit(name, *self.comm._allgather(x, None, asked))
+
+    def broadcast_async(
+        self, x: Array, root: int = 0, *, name: str, out: Array | None = None, asked: str = ""
+    ) -> Work:
+        """Gives every rank the array of rank `root`."""
+        return self._submit(name, *self.comm._broadcast(x, root, out, asked))
+
+    def alltoall_async(
+        self, x: Array, splits: Sequence[int] | None = None, *, name: str, asked: str = ""
+    ) -> Work:
+        """Sends block i of `x` to rank i; with `splits`, the result has the rows from each rank, too."""
+        return self._submit(name, *self.comm._alltoall(x, splits, asked))
+
+    def barrier_async(self, *, name: str, asked: str = "") -> Work:
+        """Complete when all ranks have submitted it."""
+        return self._submit(name, _core.Operation(_core.OpKind.BARRIER, asked), lambda done: None)
+
+    def _submit(
+        self, name: str, operation: _core.Operation, finish: Finish, priority: int = 0, step: int = 0
+    ) -> Work:
+        return Work(self._core.submit(name, operation, priority, step), finish, self)
+
+    @explain_arguments
+    def allreduce(self, x: Array, **options: Unpack[SubmissionKeywords]) -> Array:
+        """`allreduce_async`, and waits: returns `out`, or the new array."""
+        reduced: Array = self.allreduce_async(x, **options).wait()
+        return reduced
 
     def abort(self, message: str) -> None:
         """Breaks the queue on all ranks: pending and later operations raise `AbortedError`."""

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
+import re
 import warnings
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from multiring import _core as native
 from multiring.errors import UsageError
-from multiring.types import CommDtypeName
+from multiring.types import CommDtypeName, ReduceOpName
 
-__all__ = ["comm_dtype_name", "explain_arguments", "native_comm_dtype", "reduce_op", "renamed_wire"]
+__all__ = [
+    "ReductionKeywords",
+    "ScaleKeywords",
+    "comm_dtype_name",
+    "explain_arguments",
+    "native_comm_dtype",
+    "native_reduction",
+    "reduce_op",
+    "renamed_wire",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class ScaleKeywords(TypedDict, total=False):
+    """Factors for each input before the reduction, and for the result."""
+
+    prescale: float
+    postscale: float
+
+
+class ReductionKeywords(ScaleKeywords, total=False):
+    """Keyword arguments of a reduction; see `Communicator.allreduce`."""
+
+    op: ReduceOpName
+    comm_dtype: CommDtypeName | None
+
 
 _NARROW = "set MULTIRING_COMM_DTYPE=bfloat16 for all allreduces of float32 that cross hosts (docs/tuning.md)"
 # What takes the place of an argument that the function does not have: Horovod's, and those of other adapters.
@@ -74,29 +100,72 @@ def comm_dtype_name(comm_dtype: native.CommDtype) -> CommDtypeName:
     return next(name for name, known in _COMM_DTYPES.items() if known == comm_dtype)
 
 
-def renamed_wire(name: Any) -> Any:
-    """The argument `comm_dtype` by its former name, `wire`, which is accepted until the first release."""
-    warnings.warn("the argument wire is now called comm_dtype", DeprecationWarning, stacklevel=3)
-    return name
+def native_reduction(
+    op: str = "sum",
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    comm_dtype: CommDtypeName | None = None,
+) -> tuple[native.ReduceOp, float, float, native.CommDtype]:
+    """What `Operation.set_reduction` takes; raises UsageError for unknown names."""
+    return reduce_op(op), prescale, postscale, native_comm_dtype(comm_dtype)
+
+
+def renamed_wire(value: Any, callers: int = 1) -> Any:
+    """The argument `comm_dtype` by its former name, `wire`, which is accepted until the first release.
+
+    Args:
+        value: What was passed.
+        callers: Functions between this one and the program.
+    """
+    warnings.warn("the argument wire is now called comm_dtype", DeprecationWarning, stacklevel=2 + callers)
+    return value
+
+
+def _translate(function: Callable[..., Any], given: dict[str, Any]) -> None:
+    """Puts keyword arguments that have former names under those that they have now.
+
+    Raises:
+        TypeError: One has a name that the function does not know; says what takes its place.
+    """
+    accepted = _keywords(function)
+    if "wire" in given and "comm_dtype" in accepted:
+        given["comm_dtype"] = renamed_wire(given.pop("wire"), callers=2)
+    title = function.__qualname__.removesuffix(".__init__")
+    for name in given:
+        if name in accepted:
+            continue
+        if name in _INSTEAD:
+            raise TypeError(f"{title} has no argument {name!r}: {_INSTEAD[name]}")
+        near = difflib.get_close_matches(name, accepted, 1)
+        hint = f". Did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"{title}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Lets a function say what takes the place of a keyword argument that it does not have, and take one by
-    its former name.
+    its former name. Its `**options: Unpack[X]` are the keys of the TypedDict X.
 
     Raises:
-        TypeError: From the function, for such an argument.
+        TypeError: From the function, for a keyword argument that it does not have.
     """
-    accepted = inspect.signature(function).parameters
+    accepted = _keywords(function)
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "wire" in kwargs and "comm_dtype" in accepted:
-            kwargs["comm_dtype"] = renamed_wire(kwargs.pop("wire"))
-        for name in kwargs:
-            if name not in accepted and name in _INSTEAD:
-                title = function.__qualname__.removesuffix(".__init__")
-                raise TypeError(f"{title} has no argument {name!r}: {_INSTEAD[name]}")
+        if not kwargs.keys() <= accepted:
+            _translate(function, kwargs)
         return function(*args, **kwargs)
 
     return checked
+
+
+@functools.cache
+def _keywords(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of the arguments that may be passed by keyword."""
+    names: set[str] = set()
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            names.add(name)
+        elif found := re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation)):
+            names |= function.__globals__[found[1]].__annotations__.keys()
+    return frozenset(names)

@@ -9,7 +9,7 @@ from typing import Any
 from multiring import _core
 from multiring.errors import UsageError
 
-__all__ = ["Work", "seconds"]
+__all__ = ["Work", "keep_times", "seconds"]
 
 
 def seconds(timeout: float | None) -> float:
@@ -19,6 +19,11 @@ def seconds(timeout: float | None) -> float:
     if not timeout >= 0:  # NaN included
         raise UsageError(f"timeout is {timeout}; expected seconds, at least 0, or None for the default")
     return timeout
+
+
+def keep_times(kept: bool) -> None:
+    """Whether operations that are submitted from now on keep the times that `Work.times` tells."""
+    _core.keep_times(kept)
 
 
 class Work:
@@ -41,6 +46,11 @@ class Work:
     def done(self) -> bool:
         """Whether the operation is complete, with success or not. Never blocks."""
         return self._core.done()
+
+    def times(self) -> tuple[int, int, int, int]:
+        """When the operation was submitted, matched (in a named queue), begun and complete, as
+        `time.monotonic_ns()` tells the time; 0: not kept, see `keep_times`. To be called when it is done."""
+        return self._core.times()
 
     def wait(self, timeout: float | None = None) -> Any:
         """Waits for the operation and returns its result, as the synchronous form would.

@@ -8,7 +8,7 @@
 
 namespace multiring {
 
-// The canonical order of additions (base/reduction.h) is a binary tree over the rank numbers:
+// The canonical order of additions (base/arithmetic/reduction.h) is a binary tree over the rank numbers:
 // tree(lo, hi) = tree(lo, lo + p) + tree(lo + p, hi) with p the largest power of two below hi - lo. Sums of
 // some ranks may travel in place of their contributions only where they are nodes of that tree.
 

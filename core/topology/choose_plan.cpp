@@ -20,7 +20,7 @@ constexpr std::size_t kMostSegmentBytes = 16 * 1024 * 1024;
 constexpr double kAsGood = 1.02;
 
 /// The algorithms that are tried where none is forced. A ring sends what the pairwise exchange sends in more
-/// rounds, but to one neighbour only; it pays among many hosts.
+/// hops, but to one neighbour only; it pays among many hosts.
 std::vector<Algorithm> candidates_for(bool across_hosts, bool last, bool reproducible) {
   std::vector<Algorithm> found{Algorithm::kPairwise, Algorithm::kTree};
   if (last) found.push_back(Algorithm::kDoubling);

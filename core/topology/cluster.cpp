@@ -11,8 +11,6 @@
 namespace multiring {
 namespace {
 
-[[noreturn]] void fail(const std::string& message) { throw Error(ErrorKind::kUsage, message); }
-
 std::string host_name(std::size_t host) { return "host " + std::to_string(host); }
 
 bool is_speed(double value) { return std::isfinite(value) && value > 0.0; }
@@ -20,12 +18,14 @@ bool is_speed(double value) { return std::isfinite(value) && value > 0.0; }
 bool is_time(double value) { return std::isfinite(value) && value >= 0.0; }
 
 void validate_links(const Host& host, std::size_t number, bool alone) {
-  if (host.interfaces.empty() && !alone) fail(host_name(number) + " has no interface to reach the others");
+  if (host.interfaces.empty() && !alone)
+    throw_usage(host_name(number) + " has no interface to reach the others");
   for (const Interface& interface : host.interfaces)
     if (!is_speed(interface.bytes_per_second) || !is_time(interface.latency))
-      fail("an interface of " + host_name(number) + " needs a speed above 0 and a latency of 0 or more");
+      throw_usage("an interface of " + host_name(number) +
+                  " needs a speed above 0 and a latency of 0 or more");
   if (!is_speed(host.memory.bytes_per_second) || !is_time(host.memory.latency))
-    fail("the memory of " + host_name(number) + " needs a speed above 0 and a latency of 0 or more");
+    throw_usage("the memory of " + host_name(number) + " needs a speed above 0 and a latency of 0 or more");
 }
 
 /// The ranks of each host, dealt one by one to the hosts that still have room.
@@ -77,18 +77,20 @@ bool Cluster::aligned() const {
 }
 
 void Cluster::validate() const {
-  if (hosts.empty()) fail("a cluster needs at least one host");
+  if (hosts.empty()) throw_usage("a cluster needs at least one host");
   const int ranks = size();
   std::vector<bool> seen(static_cast<std::size_t>(ranks), false);
   for (std::size_t number = 0; number < hosts.size(); ++number) {
     const Host& host = hosts[number];
-    if (host.ranks.empty()) fail(host_name(number) + " has no ranks");
-    if (!std::ranges::is_sorted(host.ranks)) fail("the ranks of " + host_name(number) + " are not in order");
+    if (host.ranks.empty()) throw_usage(host_name(number) + " has no ranks");
+    if (!std::ranges::is_sorted(host.ranks))
+      throw_usage("the ranks of " + host_name(number) + " are not in order");
     for (const int rank : host.ranks) {
       if (rank < 0 || rank >= ranks)
-        fail("rank " + std::to_string(rank) + " on " + host_name(number) + " in a cluster of " +
-             std::to_string(ranks) + " ranks");
-      if (seen[static_cast<std::size_t>(rank)]) fail("rank " + std::to_string(rank) + " is placed twice");
+        throw_usage("rank " + std::to_string(rank) + " on " + host_name(number) + " in a cluster of " +
+                    std::to_string(ranks) + " ranks");
+      if (seen[static_cast<std::size_t>(rank)])
+        throw_usage("rank " + std::to_string(rank) + " is placed twice");
       seen[static_cast<std::size_t>(rank)] = true;
     }
     validate_links(host, number, hosts.size() == 1);
@@ -99,8 +101,8 @@ Cluster make_cluster(std::span<const int> ranks_per_host, std::vector<Interface>
                      HostMemory memory, Placement placement) {
   int size = 0;
   for (const int ranks : ranks_per_host) {
-    if (ranks < 1) fail("every host needs at least one rank, not " + std::to_string(ranks));
-    if (ranks > std::numeric_limits<int>::max() - size) fail("too many ranks");
+    if (ranks < 1) throw_usage("every host needs at least one rank, not " + std::to_string(ranks));
+    if (ranks > std::numeric_limits<int>::max() - size) throw_usage("too many ranks");
     size += ranks;
   }
   Cluster cluster;

@@ -10,8 +10,6 @@
 namespace multiring {
 namespace {
 
-[[noreturn]] void fail(const std::string& message) { throw Error(ErrorKind::kUsage, message); }
-
 bool positive(double value) { return std::isfinite(value) && value > 0.0; }
 
 bool not_negative(double value) { return std::isfinite(value) && value >= 0.0; }
@@ -21,7 +19,7 @@ void validate(const CostModel& model) {
                positive(model.reduction_bytes_per_second);
   for (const LinkCost& link : model.dimensions)
     valid = valid && not_negative(link.latency) && positive(link.bytes_per_second);
-  if (!valid) fail("a cost model needs speeds above 0 and times of 0 or more");
+  if (!valid) throw_usage("a cost model needs speeds above 0 and times of 0 or more");
 }
 
 /// The measured link of a dimension, if it has one of its own.
@@ -30,17 +28,17 @@ const LinkCost* own_link(const CostModel& model, int dimension) {
   return index < model.dimensions.size() ? &model.dimensions[index] : nullptr;
 }
 
-/// Adds up the costs of the rounds of one step.
+/// Adds up the costs of the hops of one step.
 class StepPredictor {
  public:
   StepPredictor(const Plan& plan, const CostModel& model) : plan_(plan), model_(model), traffic_(plan) {}
 
   StepCost predict(const Step& step) {
     StepCost cost;
-    cost.rounds = round_count(step);
-    for (int round = 0; round < cost.rounds; ++round) {
+    cost.hops = hop_count(step);
+    for (int hop = 0; hop < cost.hops; ++hop) {
       traffic_.clear();
-      for_each_transfer(plan_, step, round, [&](const Transfer& transfer) { traffic_.add(step, transfer); });
+      for_each_transfer(plan_, step, hop, [&](const Transfer& transfer) { traffic_.add(step, transfer); });
       add_memory(cost);
       if (step.across_hosts()) {
         add_network(cost, step);
@@ -172,7 +170,7 @@ LinkCost fit_link(std::span<const Measurement> measurements) {
   double least = INFINITY, most = -INFINITY;
   for (const auto& [bytes, seconds] : measurements) {
     if (!not_negative(bytes) || !positive(seconds))
-      fail("a measurement needs bytes of 0 or more in a time above 0");
+      throw_usage("a measurement needs bytes of 0 or more in a time above 0");
     const double weight = 1.0 / (seconds * seconds);
     w += weight;
     x += weight * bytes;
@@ -182,14 +180,14 @@ LinkCost fit_link(std::span<const Measurement> measurements) {
     least = std::min(least, bytes);
     most = std::max(most, bytes);
   }
-  if (!(least < most)) fail("a link is fitted to messages of at least two sizes");
+  if (!(least < most)) throw_usage("a link is fitted to messages of at least two sizes");
   double slope = (w * xy - x * y) / (w * xx - x * x);
   double latency = (y - slope * x) / w;
   if (latency < 0.0) {  // the best line through the origin
     latency = 0.0;
     slope = xy / xx;
   }
-  if (!positive(slope)) fail("the measured times do not grow with the size of the message");
+  if (!positive(slope)) throw_usage("the measured times do not grow with the size of the message");
   return {latency, 1.0 / slope};
 }
 

@@ -27,7 +27,7 @@ struct CostModel {
 
 /// Predicted seconds of a step in which chunks go whole.
 struct StepCost {
-  int rounds = 0;
+  int hops = 0;
   double latency = 0.0;             ///< of the network, in which nothing is busy
   double synchronisation = 0.0;     ///< of the ranks of a host
   double interface_messages = 0.0;  ///< of the interface that sends the most messages

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/names.h"
 
 namespace multiring {
 namespace {
@@ -13,12 +14,11 @@ namespace {
 constexpr std::string_view kLetters = "prdt";  // by the number of the algorithm
 constexpr int kMostRanks = 1 << 24;
 
-[[noreturn]] void fail(const std::string& message) { throw Error(ErrorKind::kUsage, message); }
-
 [[noreturn]] void fail_to_parse(std::string_view text, const std::string& reason) {
-  fail("mode '" + std::string(text) + "': " + reason +
-       "; a mode is written like 4x8x2 (ranks within a host, near hosts, far hosts), and a letter after a "
-       "size forces its algorithm: p pairwise exchange, r ring, d recursive doubling, t tree");
+  throw_usage(
+      "mode '" + std::string(text) + "': " + reason +
+      "; a mode is written like 4x8x2 (ranks within a host, near hosts, far hosts), and a letter after a "
+      "size forces its algorithm: p pairwise exchange, r ring, d recursive doubling, t tree");
 }
 
 Dimension parse_dimension(std::string_view whole, std::string_view text) {
@@ -49,17 +49,8 @@ std::string ranks_on_hosts(const Cluster& cluster) {
 char algorithm_letter(Algorithm algorithm) { return kLetters[static_cast<std::size_t>(algorithm)]; }
 
 const char* algorithm_name(Algorithm algorithm) {
-  switch (algorithm) {
-    case Algorithm::kPairwise:
-      return "pairwise exchange";
-    case Algorithm::kRing:
-      return "ring";
-    case Algorithm::kDoubling:
-      return "recursive doubling";
-    case Algorithm::kTree:
-      break;
-  }
-  return "tree";
+  static constexpr const char* kNames[] = {"pairwise exchange", "ring", "recursive doubling", "tree"};
+  return name_in(kNames, algorithm, "unknown");
 }
 
 Mode parse_mode(std::string_view text) {
@@ -85,22 +76,27 @@ std::string format_mode(const Mode& mode) {
 void require_fit(const Mode& mode, const Cluster& cluster) {
   const std::string name = "mode " + format_mode(mode);
   if (!cluster.regular())
-    fail(name + " needs as many ranks on every host; where hosts differ, the dimensions are automatic");
+    throw_usage(name +
+                " needs as many ranks on every host; where hosts differ, the dimensions are automatic");
   std::int64_t product = 1;
   for (const Dimension& dimension : mode) {
     product *= dimension.size;
-    if (product > kMostRanks) fail(name + " is for more than " + std::to_string(kMostRanks) + " ranks");
+    if (product > kMostRanks)
+      throw_usage(name + " is for more than " + std::to_string(kMostRanks) + " ranks");
   }
   if (product != cluster.size())
-    fail(name + " is for " + std::to_string(product) + " ranks, but there are " + ranks_on_hosts(cluster));
+    throw_usage(name + " is for " + std::to_string(product) + " ranks, but there are " +
+                ranks_on_hosts(cluster));
   const auto each = static_cast<int>(cluster.hosts.front().ranks.size());
   if (mode.front().size != each)
-    fail(name + " has " + std::to_string(mode.front().size) + " ranks within a host, but the ranks are " +
-         ranks_on_hosts(cluster) + ": the first dimension must be " + std::to_string(each));
+    throw_usage(name + " has " + std::to_string(mode.front().size) +
+                " ranks within a host, but the ranks are " + ranks_on_hosts(cluster) +
+                ": the first dimension must be " + std::to_string(each));
   for (std::size_t index = 0; index + 1 < mode.size(); ++index)
     if (mode[index].algorithm == Algorithm::kDoubling)
-      fail(name +
-           ": recursive doubling leaves the whole sum on every rank, so only the last dimension has it");
+      throw_usage(
+          name +
+          ": recursive doubling leaves the whole sum on every rank, so only the last dimension has it");
 }
 
 }  // namespace multiring

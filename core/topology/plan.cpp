@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/names.h"
 #include "topology/plan_builder.h"
 
 namespace multiring {
@@ -39,19 +40,9 @@ void require_canonical(const Mode& mode) {
 }  // namespace
 
 const char* phase_name(Phase phase) {
-  switch (phase) {
-    case Phase::kReduceScatter:
-      return "reduce-scatter";
-    case Phase::kReduce:
-      return "reduce";
-    case Phase::kAllreduce:
-      return "allreduce";
-    case Phase::kBroadcast:
-      return "broadcast";
-    case Phase::kAllGather:
-      break;
-  }
-  return "all-gather";
+  static constexpr const char* kNames[] = {"reduce-scatter", "reduce", "allreduce", "broadcast",
+                                           "all-gather"};
+  return name_in(kNames, phase, "unknown");
 }
 
 std::size_t Step::most_parts() const {

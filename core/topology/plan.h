@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "base/dtype.h"
+#include "base/arithmetic/dtype.h"
 #include "base/export.h"
 #include "topology/chunks.h"
 #include "topology/cluster.h"
@@ -88,7 +88,8 @@ class MULTIRING_API Plan {
   std::size_t segments_of(std::size_t segment) const;
 
   /// Bytes of an element, and of a partial sum of it: float16 and bfloat16 are summed in float32 and rounded
-  /// once, at the end (base/reduction.h), so partial sums travel as float32; unless they are to be rounded.
+  /// once, at the end (base/arithmetic/reduction.h), so partial sums travel as float32; unless they are to be
+  /// rounded.
   std::size_t element_bytes() const { return dtype_size(options_.dtype); }
   std::size_t partial_bytes() const;
   /// Boundaries between chunks are multiples of so many elements: a cache line.

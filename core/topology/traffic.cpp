@@ -64,8 +64,8 @@ void Traffic::add_touched(const Transfer& transfer) {
 namespace {
 
 void add_step(Traffic& traffic, const Plan& plan, const Step& step) {
-  for (int round = 0; round < round_count(step); ++round)
-    for_each_transfer(plan, step, round, [&](const Transfer& transfer) { traffic.add(step, transfer); });
+  for (int hop = 0; hop < hop_count(step); ++hop)
+    for_each_transfer(plan, step, hop, [&](const Transfer& transfer) { traffic.add(step, transfer); });
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace {
 
 int log2_ceiling(std::size_t n) { return static_cast<int>(std::bit_width(n - 1)); }
 
-int rounds_of_group(const Step& step, std::size_t n) {
+int hops_of_group(const Step& step, std::size_t n) {
   switch (step.algorithm) {
     case Algorithm::kPairwise:
       return 1;
@@ -28,14 +28,14 @@ int rounds_of_group(const Step& step, std::size_t n) {
   return step.across_hosts() ? log2_ceiling(n) : 1;
 }
 
-/// The transfers of one round in all groups of a step.
-class Round {
+/// The transfers of one hop in all groups of a step.
+class Hop {
  public:
-  Round(const Plan& plan, const Step& step, int round, const std::function<void(const Transfer&)>& visit)
-      : plan_(plan), step_(step), round_(static_cast<std::size_t>(round)), visit_(visit) {}
+  Hop(const Plan& plan, const Step& step, int hop, const std::function<void(const Transfer&)>& visit)
+      : plan_(plan), step_(step), hop_(static_cast<std::size_t>(hop)), visit_(visit) {}
 
   void visit_group(const Group& group) {
-    if (static_cast<int>(round_) >= rounds_of_group(step_, group.ranks.size())) return;
+    if (static_cast<int>(hop_) >= hops_of_group(step_, group.ranks.size())) return;
     group_ = &group;
     n_ = group.ranks.size();
     switch (step_.algorithm) {
@@ -94,24 +94,24 @@ class Round {
     }
   }
 
-  /// Chunk c starts at position c + 1 and has come round to its owner c after n - 1 rounds; then it starts
+  /// Chunk c starts at position c + 1 and has come round to its owner c after n - 1 hops; then it starts
   /// there and goes round once more.
   void ring() {
     for (std::size_t from = 0; from < n_; ++from) {
       const std::size_t to = (from + 1) % n_;
       if (!reducing()) {
-        send_result(from, to, plan_.share(*group_, (from + n_ - round_) % n_));
+        send_result(from, to, plan_.share(*group_, (from + n_ - hop_) % n_));
         continue;
       }
-      const std::size_t bytes = round_ == 0 ? held_bytes(from) : plan_.partial_bytes();
-      send(from, to, plan_.share(*group_, (from + 2 * n_ - 1 - round_) % n_), TransferKind::kHandOver, bytes);
+      const std::size_t bytes = hop_ == 0 ? held_bytes(from) : plan_.partial_bytes();
+      send(from, to, plan_.share(*group_, (from + 2 * n_ - 1 - hop_) % n_), TransferKind::kHandOver, bytes);
     }
   }
 
-  /// Position p joins p - 2^round, which makes sums of aligned blocks, as the canonical tree has them. Back
+  /// Position p joins p - 2^hop, which makes sums of aligned blocks, as the canonical tree has them. Back
   /// in the opposite order.
   void tree() {
-    const std::size_t level = reducing() ? round_ : static_cast<std::size_t>(log2_ceiling(n_)) - 1 - round_;
+    const std::size_t level = reducing() ? hop_ : static_cast<std::size_t>(log2_ceiling(n_)) - 1 - hop_;
     const std::size_t distance = std::size_t{1} << level;
     for (std::size_t near = 0; near + distance < n_; near += 2 * distance) {
       const std::size_t far = near + distance;
@@ -139,18 +139,18 @@ class Round {
   void doubling() {
     const std::size_t core = std::bit_floor(n_);
     const std::size_t extra = n_ - core;
-    const auto last = static_cast<std::size_t>(rounds_of_group(step_, n_)) - 1;
-    if (extra > 0 && round_ == 0) {
+    const auto last = static_cast<std::size_t>(hops_of_group(step_, n_)) - 1;
+    if (extra > 0 && hop_ == 0) {
       for (std::size_t position = 0; position < extra; ++position)
         send(core + position, position, group_->range, TransferKind::kHandOver, held_bytes(core + position));
       return;
     }
-    if (extra > 0 && round_ == last) {
+    if (extra > 0 && hop_ == last) {
       for (std::size_t position = 0; position < extra; ++position)
         send_result(position, core + position, group_->range);
       return;
     }
-    const std::size_t distance = std::size_t{1} << (extra > 0 ? round_ - 1 : round_);
+    const std::size_t distance = std::size_t{1} << (extra > 0 ? hop_ - 1 : hop_);
     for (std::size_t from = 0; from < core; ++from) {
       std::vector<std::size_t> joined;
       const std::size_t block = from / distance * distance;
@@ -164,7 +164,7 @@ class Round {
 
   const Plan& plan_;
   const Step& step_;
-  const std::size_t round_;
+  const std::size_t hop_;
   const std::function<void(const Transfer&)>& visit_;
   std::unordered_map<std::size_t, std::size_t> joint_bytes_;
   const Group* group_ = nullptr;
@@ -173,15 +173,15 @@ class Round {
 
 }  // namespace
 
-int round_count(const Step& step) {
+int hop_count(const Step& step) {
   int most = 0;
-  for (const Group& group : step.groups) most = std::max(most, rounds_of_group(step, group.ranks.size()));
+  for (const Group& group : step.groups) most = std::max(most, hops_of_group(step, group.ranks.size()));
   return most;
 }
 
-void for_each_transfer(const Plan& plan, const Step& step, int round,
+void for_each_transfer(const Plan& plan, const Step& step, int hop,
                        const std::function<void(const Transfer&)>& visit) {
-  Round transfers(plan, step, round, visit);
+  Hop transfers(plan, step, hop, visit);
   for (const Group& group : step.groups) transfers.visit_group(group);
 }
 

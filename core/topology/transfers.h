@@ -16,7 +16,7 @@ enum class TransferKind {
   kResult,    ///< the finished sum, which the receiver copies
 };
 
-/// A message of a plan. A rank that sends and receives in a round sends what it had before the round.
+/// A message of a plan. A rank that sends and receives in a hop sends what it had before the hop.
 struct Transfer {
   int from = 0;  ///< rank
   int to = 0;    ///< rank
@@ -26,11 +26,11 @@ struct Transfer {
   std::size_t bytes = 0;  ///< on the wire
 };
 
-/// Number of rounds of a step, each of which needs what the one before has received.
-MULTIRING_API int round_count(const Step& step);
+/// Number of hops of a step, each of which needs what the one before has received.
+MULTIRING_API int hop_count(const Step& step);
 
-/// Calls `visit` for every transfer of a round of a step.
-MULTIRING_API void for_each_transfer(const Plan& plan, const Step& step, int round,
+/// Calls `visit` for every transfer of a hop of a step.
+MULTIRING_API void for_each_transfer(const Plan& plan, const Step& step, int hop,
                                      const std::function<void(const Transfer&)>& visit);
 
 }  // namespace multiring

@@ -27,15 +27,15 @@ class MULTIRING_API Hierarchy {
   virtual std::byte* staging(int local) const = 0;
   virtual std::size_t staging_bytes() const = 0;
   /// A round of this host's ranks. `staged` returns what they have staged, until the next call.
-  virtual WaitResult synchronise(const Waiting& waiting) = 0;
+  virtual WaitResult synchronise(const WaitOptions& waiting) = 0;
   virtual const std::byte* staged(int local) const = 0;
 
   /// Connects with these ranks of other hosts, which have to do the same. Raises what prevents it.
-  virtual WaitResult connect(std::span<const int> peers, const Waiting& waiting) = 0;
+  virtual WaitResult connect(std::span<const int> peers, const WaitOptions& waiting) = 0;
   /// As in Network.
   virtual Ticket post_send(int peer, std::span<const std::span<const std::byte>> parts) = 0;
   virtual Ticket post_receive(int peer, std::span<std::byte> buffer) = 0;
-  virtual WaitResult wait(std::span<const Ticket> tickets, const Waiting& waiting) = 0;
+  virtual WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting) = 0;
   virtual bool done(Ticket ticket) const = 0;
   virtual void give_up(std::span<const Ticket> tickets) = 0;
   virtual void keep(std::shared_ptr<const void> memory) = 0;

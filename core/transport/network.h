@@ -46,12 +46,12 @@ class MULTIRING_API Network {
   /// Connects `links`; free for those that are connected. The peers have to do the same: name all links of a
   /// plan in one call, so that ranks do not wait for each other in a cycle. Raises what prevents it and names
   /// both ends: kPeerLost, kTimeout, kUsage (they cannot reach each other, or are of other jobs), kAborted.
-  virtual void connect(std::span<const Link> links, const Waiting& waiting) = 0;
+  virtual void connect(std::span<const Link> links, const WaitOptions& waiting) = 0;
 
   /// Whether one end alone can connect a link when it is first needed, by `connect_on_demand`.
   virtual bool links_on_demand() const { return false; }
   /// As connect, but the peers need only make progress. After kTimeout call it again: the attempt goes on.
-  virtual WaitResult connect_on_demand(std::span<const Link> links, const Waiting& waiting) {
+  virtual WaitResult connect_on_demand(std::span<const Link> links, const WaitOptions& waiting) {
     connect(links, waiting);
     return {};
   }
@@ -70,7 +70,7 @@ class MULTIRING_API Network {
 
   /// Waits until all messages of `tickets` are done, and releases the tickets. A send is done when its memory
   /// may be changed, not when the peer has the message. After any other outcome all tickets stay valid.
-  virtual WaitResult wait(std::span<const Ticket> tickets, const Waiting& waiting) = 0;
+  virtual WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting) = 0;
   /// Whether the message is done. Makes no progress, and does not release the ticket.
   virtual bool done(Ticket ticket) const = 0;
   /// Releases tickets, done or not, and the memory of their messages. If one was not done, both streams of
@@ -94,7 +94,7 @@ class MULTIRING_API Network {
   /// For a fork of the rank's process: releases what would hide the rank's end from peers, and never leaves
   /// in its name. Takes no lock. Nothing else may be called afterwards.
   virtual void abandon() = 0;
-  /// Wakes the waits of this rank so that they check `Waiting::cancelled`.
+  /// Wakes the waits of this rank so that they check `WaitOptions::cancelled`.
   virtual void wake() = 0;
 };
 

@@ -7,10 +7,10 @@
 
 namespace multiring {
 
-/// A wait that consists of short slices. Serves what `Waiting` asks for between them.
+/// A wait that consists of short slices. Serves what `WaitOptions` asks for between them.
 class TimedWait {
  public:
-  explicit TimedWait(const Waiting& waiting)
+  explicit TimedWait(const WaitOptions& waiting)
       : waiting_(waiting),
         last_check_(Clock::now()),
         stall_reported_(waiting.stall_after <= 0 || !waiting.stalled) {
@@ -18,8 +18,8 @@ class TimedWait {
   }
 
   /// Options for a slice of at most `seconds`, which is too short for interrupts and warnings of its own.
-  Waiting slice(double seconds) const {
-    Waiting slice = waiting_;
+  WaitOptions slice(double seconds) const {
+    WaitOptions slice = waiting_;
     slice.interrupt = nullptr;
     slice.stalled = nullptr;
     slice.deadline = Deadline::after(std::min(seconds, waiting_.deadline.remaining()));
@@ -43,7 +43,7 @@ class TimedWait {
   }
 
  private:
-  const Waiting& waiting_;
+  const WaitOptions& waiting_;
   const Clock::time_point start_ = Clock::now();
   Clock::time_point last_check_;
   bool stall_reported_;

@@ -16,7 +16,7 @@
 namespace multiring {
 
 /// How a blocking call waits: until when, and what else may end it.
-struct Waiting {
+struct WaitOptions {
   Deadline deadline = Deadline::never();
   /// Called every few tens of milliseconds from the waiting thread; may throw (Ctrl-C). May be null.
   const std::function<void()>* interrupt = nullptr;
@@ -33,9 +33,9 @@ struct Waiting {
   }
   bool is_cancelled() const { return cancelled != nullptr && cancelled->load(std::memory_order_acquire); }
   /// The same wait with another interrupt. Starts the deadline, which otherwise only the copy would.
-  Waiting with_interrupt(const std::function<void()>& other) const {
+  WaitOptions with_interrupt(const std::function<void()>& other) const {
     deadline.start();
-    Waiting copy = *this;
+    WaitOptions copy = *this;
     copy.interrupt = &other;
     return copy;
   }
@@ -127,7 +127,7 @@ class MULTIRING_API Transport {
   virtual std::size_t staging_bytes() const = 0;
   /// `staged`: bytes, from the first on, that this rank has written to its staging memory.
   virtual void arrive(std::uint64_t round, std::size_t staged) = 0;
-  virtual WaitResult await_all(std::uint64_t round, const Waiting& waiting) = 0;
+  virtual WaitResult await_all(std::uint64_t round, const WaitOptions& waiting) = 0;
   /// The last round at which `rank` has arrived.
   virtual std::uint64_t arrived(int rank) const = 0;
   /// Whether `rank` is known to have arrived at `round`. What it has published may not be here yet.
@@ -146,23 +146,23 @@ class MULTIRING_API Transport {
   virtual void mailbox_read(int source, std::uint64_t chunk) = 0;
   /// Whether chunk `chunk` of `source` has arrived. Does not wait, and may be called during another wait.
   virtual bool has_written(int source, std::uint64_t chunk) const = 0;
-  virtual WaitResult await_written(int source, std::uint64_t chunk, const Waiting& waiting) = 0;
+  virtual WaitResult await_written(int source, std::uint64_t chunk, const WaitOptions& waiting) = 0;
   /// Waits until chunk `chunk` (0: none) sent to `destination` has been read.
-  virtual WaitResult await_read(int destination, std::uint64_t chunk, const Waiting& waiting) = 0;
+  virtual WaitResult await_read(int destination, std::uint64_t chunk, const WaitOptions& waiting) = 0;
 
   /// Waits until what was written for `destination` has left, so that it arrives without further calls.
-  virtual WaitResult await_sent(int destination, const Waiting& waiting) = 0;
+  virtual WaitResult await_sent(int destination, const WaitOptions& waiting) = 0;
 
   /// Null if all ranks share memory.
   virtual Hierarchy* hierarchy() { return nullptr; }
 
   /// Memory that all ranks of a host have mapped. Collective, with the same arguments on all ranks.
   virtual std::shared_ptr<SymmetricRegion> allocate(std::size_t bytes_per_rank, std::uint32_t id,
-                                                    const Waiting& waiting) = 0;
+                                                    const WaitOptions& waiting) = 0;
   /// A transport among `members`: ranks of this one, including this rank, in their new order. Collective
   /// among the members; `tag` is the same on all members and never used twice. Raises WaitEnded, too.
   virtual std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
-                                              const Waiting& waiting) = 0;
+                                              const WaitOptions& waiting) = 0;
 
   /// Ends the waits of all ranks with an error. The first one wins. Best effort if a network fails.
   virtual void abort(ErrorKind kind, const std::string& message) noexcept = 0;
@@ -173,7 +173,7 @@ class MULTIRING_API Transport {
   /// For a fork of the rank's process: releases what would hide the rank's end from peers, and never leaves
   /// in its name. Async-signal-safe apart from closing descriptors; takes no lock.
   virtual void abandon() = 0;
-  /// Wakes this process's own waits so that they check `Waiting::cancelled`.
+  /// Wakes this process's own waits so that they check `WaitOptions::cancelled`.
   virtual void wake() = 0;
 };
 

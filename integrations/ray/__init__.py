@@ -12,7 +12,7 @@ except ModuleNotFoundError as _error:
         raise
     raise ModuleNotFoundError("multiring.ray needs Ray: pip install 'multiring[ray]'", name="ray") from _error
 
+from multiring.errors import RankError
 from multiring.ray.job import run
-from multiring.ray.outcome import RankError
 
 __all__ = ["RankError", "run"]

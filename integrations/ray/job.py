@@ -8,7 +8,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import ray
 from multiring import config, errors
@@ -18,6 +18,7 @@ from multiring.commands.launcher.rank_starter import place_variables
 from multiring.errors import MultiringError, UsageError
 from multiring.ray.outcome import gather
 from multiring.ray.worker import Place, Worker
+from multiring.reductions import explain_arguments
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -25,17 +26,24 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 __all__ = ["run"]
 
 
+class ResourceKeywords(TypedDict, total=False):
+    """What Ray sets aside for a rank."""
+
+    cpus_per_worker: float
+    gpus_per_worker: float
+
+
+@explain_arguments
 def run(
     fn: Callable[..., Any],
     num_workers: int,
     *,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    cpus_per_worker: float = 1,
-    gpus_per_worker: float = 0,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     start_timeout: float = 60.0,
+    **resources: Unpack[ResourceKeywords],
 ) -> list[Any]:
     """Calls `fn(*args, **kwargs)` on every rank of a job of `num_workers` ranks and returns what the ranks
     return, in the order of the ranks.
@@ -49,17 +57,21 @@ def run(
         num_workers: Number of ranks.
         args: Arguments of `fn`.
         kwargs: Arguments of `fn` by name.
-        cpus_per_worker: Processors that Ray sets aside for a rank; so many threads it is told to use.
-        gpus_per_worker: GPUs that Ray sets aside for a rank; it sees no others.
         env: Environment variables of the ranks, besides the MULTIRING_ settings of this process.
         timeout: Seconds that `fn` may take; None: any.
         start_timeout: Seconds to wait for resources, and then for the processes.
+        resources: What Ray sets aside for a rank: `cpus_per_worker`, processors (1), so many threads it is
+            told to use; and `gpus_per_worker` (0), GPUs, it sees no others.
 
     Raises:
         UsageError: An argument is wrong, or Ray, started by this call, has not so many resources.
         TimeoutError: The resources or processes were not there, or `fn` did not return, in time.
         RankError: `fn` raised an exception on a rank, or the rank's process died; the others are ended.
     """
+    cpus_per_worker, gpus_per_worker = (
+        resources.get("cpus_per_worker", 1),
+        resources.get("gpus_per_worker", 0),
+    )
     own = _checked_environment(num_workers, cpus_per_worker, gpus_per_worker, env or {})
     threads = thread_environment(max(1, math.ceil(cpus_per_worker)), 1, own)
     bundle = {"CPU": cpus_per_worker, "GPU": gpus_per_worker}

@@ -8,25 +8,16 @@ from typing import Any
 
 import ray
 from multiring import errors
-from multiring.errors import AbortedError, MultiringError, PeerLostError
+from multiring.errors import AbortedError, PeerLostError, RankError
 from multiring.ray.worker import Place
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-__all__ = ["RankError", "gather"]
+__all__ = ["gather"]
 
 # As in the launcher's supervisor: the failure that is seen first need not be the first one, and as long
 # as all have failed because they lost another rank, that other one is still to be heard of.
 _JUDGE_SECONDS = 0.2
 _CAUSE_SECONDS = 5.0
-
-
-class RankError(MultiringError):
-    """A rank failed: its function raised an exception, which is the cause of this one, or its process died.
-
-    Attributes:
-        rank: The rank.
-        host: The address of its node.
-    """
 
 
 def gather(calls: Sequence[Any], places: Sequence[Place], timeout: float | None) -> list[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import secrets
 import signal
 import sys
@@ -16,24 +15,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
-import multiring
 import multiring.caffe
-from multiring import Communicator, config
+from multiring import Communicator
 from multiring.derived import derived
 from multiring.errors import MultiringError, UsageError
 from multiring.models.caffe.net import Net
 from multiring.models.caffe.requests import ACTIONS, Requests
 from multiring.models.caffe.schema import TEST, TRAIN
 from multiring.models.caffe.solver import LOG, Solver
-from multiring.rendezvous import launch_environment
-from multiring.rendezvous.joined import TOLD_KEY, tell_launcher
+from multiring.models.ranks import has_to_start, run_rank, start_ranks
 
 __all__ = ["add_arguments", "main"]
 
-INTERRUPTED = 130
 _GPU_REFUSED = (
     "--gpu is not supported: the Caffe-style solver computes on the CPU; leave it out, and give -np the "
     "number of processes"
@@ -114,44 +111,25 @@ def _train_job(args: argparse.Namespace) -> int:
         raise UsageError("give --snapshot to continue or --weights to start from, not both")
     if args.np is not None and args.np < 1:
         raise UsageError(f"-np must be at least 1, not {args.np}")
-    if args.np is not None and launch_environment.detect().launcher == "none":
-        return _relaunch(args)
-    comm = multiring.init()
-    try:
-        if args.np not in (None, comm.size):
-            raise UsageError(f"-np {args.np} was given inside a job of {comm.size} ranks; leave it out")
+    if has_to_start(args.np):
+        _start(args)
+
+    def run(comm: Communicator) -> int:
         with _logging():
             _train(args, comm)
-    except (MultiringError, OSError) as error:
-        if isinstance(error, UsageError):
-            tell_launcher(config.load(), TOLD_KEY)
-        # All ranks have the same options; where one alone has raised, rank 0 is aborted with what it says.
-        if comm.rank == 0 or not isinstance(error, multiring.AbortedError | UsageError):
-            print(f"multiring caffe: rank {comm.rank}: {type(error).__name__}: {error}", file=sys.stderr)
-        comm.abort(f"rank {comm.rank}: {error}")
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:
-        comm.abort(f"rank {comm.rank}: interrupted")
-        return INTERRUPTED
-    except BaseException as error:
-        comm.abort(f"rank {comm.rank}: {type(error).__name__}: {error}")
-        raise
-    finally:
-        multiring.shutdown()
-    return 0
+        return 0
+
+    return run_rank("multiring caffe", args.np, run)
 
 
-def _relaunch(args: argparse.Namespace) -> int:
+def _start(args: argparse.Namespace) -> NoReturn:
     # Untagged: rank 0 alone logs, and what reads Caffe's logs (parse_log.py) takes no "[0]" before the time.
-    command = [sys.executable, "-m", "multiring", "run", "-np", str(args.np), "--no-tag-output"]
-    command += ["-m", "multiring", "caffe", "train", "--solver", args.solver]
+    words = ["--no-tag-output", "-m", "multiring", "caffe", "train", "--solver", args.solver]
     for name in ("snapshot", "weights", "threads", "sigint_effect", "sighup_effect"):
         if (value := getattr(args, name)) is not None:
-            command += [f"--{name}", str(value)]
+            words += [f"--{name}", str(value)]
     flags = {"--sync-batch-norm": args.sync_batch_norm, "--no-overlap": args.no_overlap}
-    command += [flag for flag, given in flags.items() if given]
-    sys.stdout.flush()
-    os.execv(sys.executable, command)
+    start_ranks(args.np, *words, *(flag for flag, given in flags.items() if given))
 
 
 def _train(args: argparse.Namespace, comm: Communicator) -> None:

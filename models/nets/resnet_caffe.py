@@ -13,21 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from multiring.errors import UsageError
 from multiring.models.caffe import Net
-from multiring.models.nets.resnet_spec import (
-    INPUT,
-    Add,
-    BatchNorm,
-    Conv,
-    Dense,
-    GlobalAveragePool,
-    Layer,
-    MaxPool,
-    Relu,
-    ResNetSpec,
-    resnet,
-)
+from multiring.models.caffe.blob import Blob
+from multiring.models.nets import layers
+from multiring.models.nets.resnet_spec import INPUT, ResNetSpec, resnet
 from multiring.models.nets.weights import check_weights
 
 __all__ = ["DATA", "LABEL", "LOSS", "digits_example", "load_weights", "read_weights", "train_val"]
@@ -64,53 +53,55 @@ def train_val(
     return "\n".join(parts) + "\n"
 
 
-def _text(layer: Layer, blobs: dict[str, str], zero_residual: bool) -> Iterator[str]:
+def _text(layer: layers.Layer, blobs: dict[str, str], zero_residual: bool) -> Iterator[str]:
     """The layers that one of the specification becomes; notes the blob that holds its result."""
     bottoms = [blobs[name] for name in layer.inputs]
-    # One branch per kind of layer: the table of what each becomes in Caffe.
-    if isinstance(layer, Conv):
-        body = [
-            "param { lr_mult: 1 decay_mult: 1 }",
-            f"convolution_param {{ num_output: {layer.out_channels} bias_term: false",
-            f"    kernel_size: {layer.kernel} stride: {layer.stride} pad: {layer.padding}",
-            '    weight_filler { type: "msra" variance_norm: FAN_OUT } }',
-        ]
-        yield _layer(layer.name, "Convolution", bottoms, layer.name, body)
-    elif isinstance(layer, BatchNorm):
-        body = [
-            *["param { lr_mult: 0 decay_mult: 0 }"] * 3,
-            f"batch_norm_param {{ moving_average_fraction: {1 - layer.momentum:g} eps: {layer.eps:g} }}",
-        ]
-        yield _layer(layer.name, "BatchNorm", bottoms, layer.name, body)
+    blobs[layer.name] = bottoms[0] if isinstance(layer, layers.Relu) else layer.name
+    kind, *body = _kind_and_body(layer)
+    yield _layer(layer.name, kind, bottoms, blobs[layer.name], body)
+    if isinstance(layer, layers.BatchNorm):
         filler = "filler { value: 0 } " if zero_residual and layer.closes_block else ""
         body = ["param { lr_mult: 1 decay_mult: 0 }"] * 2 + [f"scale_param {{ {filler}bias_term: true }}"]
         yield _layer(f"{layer.name}.scale", "Scale", [layer.name], layer.name, body)
-    elif isinstance(layer, Relu):
-        yield _layer(layer.name, "ReLU", bottoms, bottoms[0], [])
-        blobs[layer.name] = bottoms[0]
-        return
-    elif isinstance(layer, MaxPool):
-        body = [
-            "pooling_param { pool: MAX round_mode: FLOOR",
-            f"    kernel_size: {layer.kernel} stride: {layer.stride} pad: {layer.padding} }}",
-        ]
-        yield _layer(layer.name, "Pooling", bottoms, layer.name, body)
-    elif isinstance(layer, Add):
-        yield _layer(layer.name, "Eltwise", bottoms, layer.name, ["eltwise_param { operation: SUM }"])
-    elif isinstance(layer, GlobalAveragePool):
-        body = ["pooling_param { pool: AVE global_pooling: true }"]
-        yield _layer(layer.name, "Pooling", bottoms, layer.name, body)
-    elif isinstance(layer, Dense):
-        body = [
-            "param { lr_mult: 1 decay_mult: 1 }",
-            "param { lr_mult: 1 decay_mult: 0 }",
-            f"inner_product_param {{ num_output: {layer.out_features}",
-            f'    weight_filler {{ type: "gaussian" std: {math.sqrt(1 / layer.in_features):g} }} }}',
-        ]
-        yield _layer(layer.name, "InnerProduct", bottoms, layer.name, body)
-    else:
-        raise UsageError(f"layer {layer.name} is of a kind that Caffe's net does not know")
-    blobs[layer.name] = layer.name
+
+
+def _kind_and_body(layer: layers.Layer) -> list[str]:
+    """What a layer is called in Caffe, and its settings."""
+    match layer:
+        case layers.Conv():
+            return [
+                "Convolution",
+                "param { lr_mult: 1 decay_mult: 1 }",
+                f"convolution_param {{ num_output: {layer.out_channels} bias_term: false",
+                f"    kernel_size: {layer.kernel} stride: {layer.stride} pad: {layer.padding}",
+                '    weight_filler { type: "msra" variance_norm: FAN_OUT } }',
+            ]
+        case layers.BatchNorm():
+            return [
+                "BatchNorm",
+                *["param { lr_mult: 0 decay_mult: 0 }"] * 3,
+                f"batch_norm_param {{ moving_average_fraction: {1 - layer.momentum:g} eps: {layer.eps:g} }}",
+            ]
+        case layers.Relu():
+            return ["ReLU"]
+        case layers.MaxPool():
+            return [
+                "Pooling",
+                "pooling_param { pool: MAX round_mode: FLOOR",
+                f"    kernel_size: {layer.kernel} stride: {layer.stride} pad: {layer.padding} }}",
+            ]
+        case layers.Add():
+            return ["Eltwise", "eltwise_param { operation: SUM }"]
+        case layers.GlobalAveragePool():
+            return ["Pooling", "pooling_param { pool: AVE global_pooling: true }"]
+        case layers.Dense():
+            return [
+                "InnerProduct",
+                "param { lr_mult: 1 decay_mult: 1 }",
+                "param { lr_mult: 1 decay_mult: 0 }",
+                f"inner_product_param {{ num_output: {layer.out_features}",
+                f'    weight_filler {{ type: "gaussian" std: {math.sqrt(1 / layer.in_features):g} }} }}',
+            ]
 
 
 def _layer(name: str, kind: str, bottoms: list[str], top: str, body: list[str]) -> str:
@@ -118,18 +109,13 @@ def _layer(name: str, kind: str, bottoms: list[str], top: str, body: list[str]) 
     return "\n".join(["layer {", *(f"  {line}" for line in [*lines, f'top: "{top}"', *body]), "}"])
 
 
-def _learned(net: Net, spec: ResNetSpec) -> dict[str, Array]:
-    """Views of all parameters in the net by the specification's names."""
-    found: dict[str, Array] = {}
-    for layer in spec.layers:
-        if isinstance(layer, Conv | Dense):
-            blobs = net.params[layer.name]
-        elif isinstance(layer, BatchNorm):
-            blobs = net.params[f"{layer.name}.scale"]
-        else:
-            continue
-        for kind, blob in zip(("weight", "bias"), blobs, strict=False):
-            found[f"{layer.name}.{kind}"] = blob.data
+def _learned(net: Net, spec: ResNetSpec) -> dict[str, Blob]:
+    """All blobs that learn by the specification's names."""
+    found = {}
+    for parameter in spec.parameters():
+        layer, _, kind = parameter.name.rpartition(".")
+        owner = f"{layer}.scale" if parameter.kind in ("scale", "shift") else layer
+        found[parameter.name] = net.params[owner][("weight", "bias").index(kind)]
     return found
 
 
@@ -143,10 +129,10 @@ def load_weights(net: Net, spec: ResNetSpec, weights: Mapping[str, Array]) -> No
         UsageError: A name is missing or unknown, or a shape differs; nothing was copied.
     """
     check_weights(spec, weights)
-    for name, value in _learned(net, spec).items():
-        value[...] = weights[name]
+    for name, blob in _learned(net, spec).items():
+        blob.data[...] = weights[name]
     for layer in spec.layers:
-        if isinstance(layer, BatchNorm):
+        if isinstance(layer, layers.BatchNorm):
             mean, variance, total = net.params[layer.name]
             total.data[...] = 1 / layer.momentum
             mean.data[...] = weights[f"{layer.name}.running_mean"] / layer.momentum
@@ -162,15 +148,10 @@ def read_weights(net: Net, spec: ResNetSpec, *, gradients: bool = False) -> dict
         gradients: Give the gradients of the parameters instead, without statistics.
     """
     if gradients:
-        found = {}
-        for layer in spec.layers:
-            owner = f"{layer.name}.scale" if isinstance(layer, BatchNorm) else layer.name
-            for kind, blob in zip(("weight", "bias"), net.params.get(owner, ()), strict=False):
-                found[f"{layer.name}.{kind}"] = blob.diff.copy()
-        return found
-    found = {name: value.copy() for name, value in _learned(net, spec).items()}
+        return {name: blob.diff.copy() for name, blob in _learned(net, spec).items()}
+    found = {name: blob.data.copy() for name, blob in _learned(net, spec).items()}
     for layer in spec.layers:
-        if isinstance(layer, BatchNorm):
+        if isinstance(layer, layers.BatchNorm):
             mean, variance, total = (blob.data for blob in net.params[layer.name])
             divisor = total[0] if total[0] else np.ones_like(total)[0]
             found[f"{layer.name}.running_mean"] = mean / divisor

@@ -12,20 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from chainer import functions, links
 
-from multiring.errors import UsageError
+from multiring.models.nets import layers
 from multiring.models.nets.convolution_chainer import Convolution
-from multiring.models.nets.resnet_spec import (
-    INPUT,
-    Add,
-    BatchNorm,
-    Conv,
-    Dense,
-    GlobalAveragePool,
-    Layer,
-    MaxPool,
-    Relu,
-    ResNetSpec,
-)
+from multiring.models.nets.resnet_spec import ResNetSpec
 from multiring.models.nets.weights import check_weights
 
 __all__ = ["ChainerResNet", "load_weights", "read_weights", "running_statistics", "trained_parameters"]
@@ -56,7 +45,6 @@ class ChainerResNet(chainer.Chain):
     def __init__(self, spec: ResNetSpec, dtype: npt.DTypeLike = np.float32) -> None:
         super().__init__()
         self.spec = spec
-        self._released = spec.last_uses()
         # Links take their dtype from here; that of an array given as initial value is ignored.
         with chainer.using_config("dtype", np.dtype(dtype)):
             for layer in spec.layers:
@@ -65,21 +53,26 @@ class ChainerResNet(chainer.Chain):
 
     def forward(self, images: chainer.Variable | Array) -> chainer.Variable:
         """Class scores `(batch, classes)` of images `(batch, channels, height, width)`."""
-        values: dict[str, Any] = {INPUT: images}
-        for layer, released in zip(self.spec.layers, self._released, strict=True):
-            inputs = [values[name] for name in layer.inputs]
-            if isinstance(layer, Conv | BatchNorm | Dense):
+        return self.spec.run(images, self._apply)
+
+    def _apply(self, layer: layers.Layer, x: Any, shortcut: Any = None) -> Any:
+        match layer:
+            case layers.Relu():
+                return functions.relu(x)
+            case layers.MaxPool():
+                sliding = {"stride": layer.stride, "pad": layer.padding}
+                return functions.max_pooling_2d(x, layer.kernel, **sliding, cover_all=False)
+            case layers.Add():
+                return x + shortcut
+            case layers.GlobalAveragePool():
+                return functions.mean(x, axis=(2, 3))
+            case _:
                 # Looked up each time, since a conversion of the batch normalisation replaces links.
-                values[layer.name] = _find(self, layer.name)(*inputs)
-            else:
-                values[layer.name] = _apply(layer, inputs)
-            for name in released:
-                del values[name]
-        return values[self.spec.output]
+                return _find(self, layer.name)(x)
 
 
 class _Conv(links.Convolution2D):
-    def __init__(self, layer: Conv) -> None:
+    def __init__(self, layer: layers.Conv) -> None:
         super().__init__(
             *(layer.in_channels, layer.out_channels, layer.kernel, layer.stride, layer.padding),
             nobias=True,
@@ -90,28 +83,16 @@ class _Conv(links.Convolution2D):
         return Convolution(self.stride[0], self.pad[0]).apply((x, self.W))[0]
 
 
-def _link(layer: Layer) -> chainer.Link | None:
-    if isinstance(layer, Conv):
-        return _Conv(layer)
-    if isinstance(layer, BatchNorm):
-        return links.BatchNormalization(layer.channels, decay=1 - layer.momentum, eps=layer.eps)
-    if isinstance(layer, Dense):
-        return links.Linear(layer.in_features, layer.out_features, initialW=0)
-    return None
-
-
-def _apply(layer: Layer, inputs: list[Any]) -> Any:
-    if isinstance(layer, Relu):
-        return functions.relu(inputs[0])
-    if isinstance(layer, MaxPool):
-        return functions.max_pooling_2d(
-            inputs[0], layer.kernel, stride=layer.stride, pad=layer.padding, cover_all=False
-        )
-    if isinstance(layer, Add):
-        return inputs[0] + inputs[1]
-    if isinstance(layer, GlobalAveragePool):
-        return functions.mean(inputs[0], axis=(2, 3))
-    raise UsageError(f"layer {layer.name} is of a kind that the Chainer network does not know")
+def _link(layer: layers.Layer) -> chainer.Link | None:
+    match layer:
+        case layers.Conv():
+            return _Conv(layer)
+        case layers.BatchNorm():
+            return links.BatchNormalization(layer.channels, decay=1 - layer.momentum, eps=layer.eps)
+        case layers.Dense():
+            return links.Linear(layer.in_features, layer.out_features, initialW=0)
+        case _:
+            return None
 
 
 def _attach(root: chainer.Chain, path: str, link: chainer.Link) -> None:
@@ -152,15 +133,8 @@ def running_statistics(model: ChainerResNet) -> list[Array]:
 
 
 def load_weights(model: ChainerResNet, weights: Mapping[str, Array]) -> None:
-    """Copy weights into the network by name, converting to the network's dtype.
-
-    Args:
-        model: The network.
-        weights: All parameters and running statistics, as `initial_weights` returns them.
-
-    Raises:
-        UsageError: A name is missing, unknown, or its shape differs; nothing was copied.
-    """
+    """Copy weights by name, converting to the network's dtype; raises UsageError before anything is copied if
+    they do not fit."""
     check_weights(model.spec, weights)
     for name, array in _named_arrays(model).items():
         array[...] = weights[name]

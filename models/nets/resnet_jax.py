@@ -11,21 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from multiring.errors import UsageError
 from multiring.jax import BatchStatistics
-from multiring.models.nets.resnet_spec import (
-    INPUT,
-    Add,
-    BatchNorm,
-    Conv,
-    Dense,
-    GlobalAveragePool,
-    Layer,
-    MaxPool,
-    Relu,
-    ResNetSpec,
-)
-from multiring.models.nets.weights import check_weights, to_channels_last
+from multiring.models.nets import layers
+from multiring.models.nets.resnet_spec import ResNetSpec
+from multiring.models.nets.weights import check_weights, to_channels_first, to_channels_last
 
 __all__ = ["Arrays", "apply_resnet", "load_weights", "local_statistics", "read_weights"]
 
@@ -69,47 +58,38 @@ def apply_resnet(
     Returns:
         Class scores `(batch, classes)`, and the running statistics afterwards.
     """
-    values = {INPUT: images.transpose(0, 2, 3, 1)}
     running = dict(running)
-    for layer, released in zip(spec.layers, spec.last_uses(), strict=True):
-        inputs = [values[name] for name in layer.inputs]
-        values[layer.name] = _run(layer, parameters, running, statistics, *inputs)
-        for name in released:
-            del values[name]
-    return values[spec.output], running
 
+    def apply(layer: layers.Layer, *inputs: jax.Array) -> jax.Array:
+        x = inputs[0]
+        match layer:
+            case layers.Conv(padding=padding):
+                # Explicit, since "SAME" pads unevenly where the stride is 2.
+                weight, steps = parameters[f"{layer.name}.weight"], (layer.stride, layer.stride)
+                return lax.conv_general_dilated(
+                    x, weight, steps, [(padding, padding)] * 2, dimension_numbers=CHANNELS_LAST
+                )
+            case layers.BatchNorm():
+                return _normalise(layer, parameters, running, statistics, x)
+            case layers.Relu():
+                return jnp.maximum(x, 0)
+            case layers.MaxPool(kernel=kernel, stride=stride, padding=padding):
+                edges = [(0, 0), (padding, padding), (padding, padding), (0, 0)]
+                window = (1, kernel, kernel, 1), (1, stride, stride, 1), edges
+                largest: jax.Array = lax.reduce_window(x, -jnp.inf, lax.max, *window)
+                return largest
+            case layers.Add():
+                return x + inputs[1]
+            case layers.GlobalAveragePool():
+                return x.mean((1, 2))
+            case layers.Dense():
+                return x @ parameters[f"{layer.name}.weight"] + parameters[f"{layer.name}.bias"]
 
-def _run(
-    layer: Layer, parameters: Arrays, running: Arrays, statistics: Statistics | None, *inputs: jax.Array
-) -> jax.Array:
-    # One branch per kind of layer: the table of what each becomes in JAX.
-    x = inputs[0]
-    if isinstance(layer, Conv):
-        # Explicit, since "SAME" pads unevenly where the stride is 2.
-        padding = [(layer.padding, layer.padding)] * 2
-        strides = (layer.stride, layer.stride)
-        weight = parameters[f"{layer.name}.weight"]
-        return lax.conv_general_dilated(x, weight, strides, padding, dimension_numbers=CHANNELS_LAST)
-    if isinstance(layer, BatchNorm):
-        return _normalise(layer, parameters, running, statistics, x)
-    if isinstance(layer, Relu):
-        return jnp.maximum(x, 0)
-    if isinstance(layer, MaxPool):
-        window, steps = (1, layer.kernel, layer.kernel, 1), (1, layer.stride, layer.stride, 1)
-        edges = [(0, 0), (layer.padding, layer.padding), (layer.padding, layer.padding), (0, 0)]
-        largest: jax.Array = lax.reduce_window(x, -jnp.inf, lax.max, window, steps, edges)
-        return largest
-    if isinstance(layer, Add):
-        return x + inputs[1]
-    if isinstance(layer, GlobalAveragePool):
-        return x.mean((1, 2))
-    if isinstance(layer, Dense):
-        return x @ parameters[f"{layer.name}.weight"] + parameters[f"{layer.name}.bias"]
-    raise UsageError(f"layer {layer.name} is of a kind that the JAX network does not know")
+    return spec.run(images.transpose(0, 2, 3, 1), apply), running
 
 
 def _normalise(
-    layer: BatchNorm, parameters: Arrays, running: Arrays, statistics: Statistics | None, x: jax.Array
+    layer: layers.BatchNorm, parameters: Arrays, running: Arrays, statistics: Statistics | None, x: jax.Array
 ) -> jax.Array:
     mean_name, variance_name = f"{layer.name}.running_mean", f"{layer.name}.running_var"
     if statistics is None:
@@ -144,9 +124,4 @@ def load_weights(
 
 def read_weights(arrays: Mapping[str, jax.Array]) -> dict[str, npt.NDArray[Any]]:
     """Copies in the specification's layout, by name."""
-    return {name: _channels_first(np.asarray(value)) for name, value in arrays.items()}
-
-
-def _channels_first(value: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    axes = (3, 2, 0, 1) if value.ndim == 4 else tuple(reversed(range(value.ndim)))
-    return np.array(value.transpose(axes), order="C")
+    return {name: to_channels_first(np.asarray(value)) for name, value in arrays.items()}

@@ -15,20 +15,9 @@ import numpy.typing as npt
 import pytensor
 import pytensor.tensor as pt
 
-from multiring.errors import UsageError
+from multiring.models.nets import layers
 from multiring.models.nets.patches_pytensor import max_of_patches, patches
-from multiring.models.nets.resnet_spec import (
-    INPUT,
-    Add,
-    BatchNorm,
-    Conv,
-    Dense,
-    GlobalAveragePool,
-    MaxPool,
-    Parameter,
-    Relu,
-    ResNetSpec,
-)
+from multiring.models.nets.resnet_spec import ResNetSpec
 from multiring.models.nets.weights import check_weights, to_channels_last
 
 __all__ = ["PyTensorResNet"]
@@ -78,15 +67,34 @@ class PyTensorResNet:
         Returns:
             Class scores `(n, classes)`, and in training the new values of the running statistics by name.
         """
-        values = {INPUT: images}
         moved: dict[str, Variable] = {}
-        for layer in self.spec.layers:
-            inputs = [values[name] for name in layer.inputs]
-            if isinstance(layer, BatchNorm) and training:
-                values[layer.name] = self._normalise(layer, inputs[0], moved)
-            else:
-                values[layer.name] = self._apply(layer, inputs)
-        return values[self.spec.output], moved
+
+        def apply(layer: layers.Layer, x: Variable, shortcut: Variable = None) -> Variable:
+            match layer:
+                case layers.Conv():
+                    matrix, shape = patches(x, layer.kernel, layer.stride, layer.padding)
+                    product = pt.dot(matrix, self.parameters[f"{layer.name}.weight"])
+                    return product.reshape((shape[0], shape[1], shape[2], layer.out_channels))
+                case layers.BatchNorm():
+                    if training:
+                        return self._normalise(layer, x, moved)
+                    mean = self.statistics[f"{layer.name}.running_mean"]
+                    return self._scale(layer, x - mean, self.statistics[f"{layer.name}.running_var"])
+                case layers.Relu():
+                    return pt.maximum(x, 0)
+                case layers.MaxPool():
+                    return max_of_patches(x, layer.kernel, layer.stride, layer.padding)
+                case layers.Add():
+                    return x + shortcut
+                case layers.GlobalAveragePool():
+                    return x.mean(axis=(1, 2))
+                case layers.Dense():
+                    return (
+                        pt.dot(x, self.parameters[f"{layer.name}.weight"])
+                        + self.parameters[f"{layer.name}.bias"]
+                    )
+
+        return self.spec.run(images, apply), moved
 
     def decays(self, name: str) -> bool:
         """Whether weight decay applies to a parameter."""
@@ -110,7 +118,7 @@ class PyTensorResNet:
     def to_specified(self, name: str, value: Array) -> Array:
         """A copy of an array in the layout of the variable `name` (its value, gradient or momentum) in the
         shape that the specification has."""
-        parameter: Parameter | None = self._specified.get(name)
+        parameter: layers.Parameter | None = self._specified.get(name)
         if parameter is None or parameter.kind not in ("conv", "dense"):
             return np.array(value)
         if parameter.kind == "dense":
@@ -131,35 +139,11 @@ class PyTensorResNet:
             value = to_channels_last(value).reshape(-1, parameter.shape[0])
         return np.array(value, dtype=self._dtype, order="C")
 
-    def _apply(self, layer: Any, inputs: list[Variable]) -> Variable:
-        # One branch per kind of layer: the table of what each becomes in PyTensor.
-        first = inputs[0]
-        if isinstance(layer, Conv):
-            matrix, shape = patches(first, layer.kernel, layer.stride, layer.padding)
-            product = pt.dot(matrix, self.parameters[f"{layer.name}.weight"])
-            return product.reshape((shape[0], shape[1], shape[2], layer.out_channels))
-        if isinstance(layer, BatchNorm):
-            mean = self.statistics[f"{layer.name}.running_mean"]
-            variance = self.statistics[f"{layer.name}.running_var"]
-            return self._scale(layer, first - mean, variance)
-        if isinstance(layer, Relu):
-            return pt.maximum(first, 0)
-        if isinstance(layer, MaxPool):
-            return max_of_patches(first, layer.kernel, layer.stride, layer.padding)
-        if isinstance(layer, Add):
-            return first + inputs[1]
-        if isinstance(layer, GlobalAveragePool):
-            return first.mean(axis=(1, 2))
-        if isinstance(layer, Dense):
-            weight, bias = (self.parameters[f"{layer.name}.{kind}"] for kind in ("weight", "bias"))
-            return pt.dot(first, weight) + bias
-        raise UsageError(f"layer {layer.name} is of a kind that the PyTensor network does not know")
-
-    def _scale(self, layer: BatchNorm, centred: Variable, variance: Variable) -> Variable:
+    def _scale(self, layer: layers.BatchNorm, centred: Variable, variance: Variable) -> Variable:
         weight, bias = (self.parameters[f"{layer.name}.{kind}"] for kind in ("weight", "bias"))
         return centred * (weight / pt.sqrt(variance + np.dtype(self._dtype).type(layer.eps))) + bias
 
-    def _normalise(self, layer: BatchNorm, value: Variable, moved: dict[str, Variable]) -> Variable:
+    def _normalise(self, layer: layers.BatchNorm, value: Variable, moved: dict[str, Variable]) -> Variable:
         """Normalise with the statistics of the batch; deviations are taken from the true mean, so that a
         large mean costs no digits."""
         one = np.dtype(self._dtype).type(1)

@@ -13,30 +13,29 @@ the stride is 2 have to pad by hand, or they compute another network.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
+from typing import Literal, TypeVar
 
 from multiring.errors import UsageError
+from multiring.models.nets.layers import (
+    Add,
+    BatchNorm,
+    Conv,
+    Dense,
+    GlobalAveragePool,
+    Layer,
+    MaxPool,
+    Parameter,
+    Relu,
+    Shape,
+)
 
-__all__ = [
-    "DEPTHS",
-    "INPUT",
-    "Add",
-    "BatchNorm",
-    "Conv",
-    "Dense",
-    "GlobalAveragePool",
-    "Layer",
-    "MaxPool",
-    "Parameter",
-    "Relu",
-    "ResNetSpec",
-    "resnet",
-]
+__all__ = ["DEPTHS", "INPUT", "ResNetSpec", "Stem", "resnet"]
 
-Shape = tuple[int, ...]
 Stem = Literal["cifar", "imagenet"]
+Value = TypeVar("Value")
 
 DEPTHS = (8, 20, 50, 101)
 INPUT = "input"
@@ -44,110 +43,6 @@ INPUT = "input"
 # Blocks per stage of the bottleneck networks; the basic ones have (depth - 2) / 6 in each of three stages.
 BOTTLENECK_BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 BOTTLENECK_EXPANSION = 4
-
-
-@dataclass(frozen=True)
-class Conv:
-    """Square convolution without bias; `padding` zeros on every side."""
-
-    name: str
-    inputs: tuple[str, ...]
-    in_channels: int
-    out_channels: int
-    kernel: int
-    stride: int
-    padding: int
-
-
-@dataclass(frozen=True)
-class BatchNorm:
-    """Batch normalisation per channel.
-
-    Training normalises with the biased variance of the batch. Running statistics move by
-    `new = (1 - momentum) * old + momentum * batch`, the running variance with the unbiased variance.
-    `closes_block` marks the last one of a residual branch, whose scale may start at zero.
-    """
-
-    name: str
-    inputs: tuple[str, ...]
-    channels: int
-    eps: float = 1e-5
-    momentum: float = 0.1
-    closes_block: bool = False
-
-
-@dataclass(frozen=True)
-class Relu:
-    """max(x, 0)."""
-
-    name: str
-    inputs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class MaxPool:
-    """Square maximum pooling; padding never wins the maximum."""
-
-    name: str
-    inputs: tuple[str, ...]
-    kernel: int
-    stride: int
-    padding: int
-
-
-@dataclass(frozen=True)
-class Add:
-    """Sum of two inputs of the same shape."""
-
-    name: str
-    inputs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class GlobalAveragePool:
-    """Mean over height and width: `(channels, h, w)` becomes `(channels,)`."""
-
-    name: str
-    inputs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Dense:
-    """`x @ weight.T + bias`."""
-
-    name: str
-    inputs: tuple[str, ...]
-    in_features: int
-    out_features: int
-
-
-Layer = Conv | BatchNorm | Relu | MaxPool | Add | GlobalAveragePool | Dense
-ParameterKind = Literal["conv", "scale", "shift", "dense", "bias"]
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One trained tensor.
-
-    Attributes:
-        name: `<layer name>.weight` or `<layer name>.bias`.
-        shape: Channels first, as the module documentation says.
-        kind: "conv" and "dense" are weights that decay; "scale", "shift" and "bias" are not.
-    """
-
-    name: str
-    shape: Shape
-    kind: ParameterKind
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def decays(self) -> bool:
-        """Whether weight decay applies to it."""
-        return self.kind in ("conv", "dense")
 
 
 @dataclass(frozen=True)
@@ -167,7 +62,7 @@ class ResNetSpec:
 
     def parameters(self) -> tuple[Parameter, ...]:
         """All trained tensors, in the order of the layers."""
-        return tuple(parameter for layer in self.layers for parameter in _parameters_of(layer))
+        return tuple(parameter for layer in self.layers for parameter in layer.parameters())
 
     def state_shapes(self) -> dict[str, Shape]:
         """Names and shapes of the running statistics of batch normalisation (not trained)."""
@@ -190,7 +85,7 @@ class ResNetSpec:
         """
         shapes: dict[str, Shape] = {INPUT: (self.in_channels, image_size, image_size)}
         for layer in self.layers:
-            shapes[layer.name] = _output_shape(layer, [shapes[name] for name in layer.inputs])
+            shapes[layer.name] = layer.output_shape(*(shapes[name] for name in layer.inputs))
         return shapes
 
     def count_flops(self, image_size: int) -> int:
@@ -208,15 +103,30 @@ class ResNetSpec:
                 total += 2 * layer.in_features * layer.out_features
         return total
 
-    def last_uses(self) -> tuple[tuple[str, ...], ...]:
-        """For every layer, the results that no later layer reads: a framework frees them after that layer."""
-        last: dict[str, int] = {}
-        for index, layer in enumerate(self.layers):
-            last.update(dict.fromkeys(layer.inputs, index))
-        released: list[list[str]] = [[] for _ in self.layers]
-        for name, index in last.items():
-            released[index].append(name)
-        return tuple(tuple(names) for names in released)
+    def run(self, images: Value, apply: Callable[..., Value]) -> Value:
+        """Run the layers in order.
+
+        Args:
+            images: What the first layer reads.
+            apply: Gives a layer's result: `apply(layer, *inputs)`.
+
+        Returns:
+            The result of the last layer. Every other one is let go of after its last use.
+        """
+        values = {INPUT: images}
+        for layer, released in zip(self.layers, self._last_uses, strict=True):
+            values[layer.name] = apply(layer, *(values[name] for name in layer.inputs))
+            for name in released:
+                del values[name]
+        return values[self.output]
+
+    @cached_property
+    def _last_uses(self) -> tuple[tuple[str, ...], ...]:
+        """For every layer, the results that no later layer reads."""
+        last = {name: index for index, layer in enumerate(self.layers) for name in layer.inputs}
+        return tuple(
+            tuple(name for name, use in last.items() if use == index) for index in range(len(self.layers))
+        )
 
 
 def resnet(
@@ -274,16 +184,15 @@ class _Builder:
         self.last = INPUT
         self.channels = in_channels
 
-    def _add(self, layer: Layer) -> str:
+    def _add(self, layer: Layer) -> None:
         self.layers.append(layer)
         self.last = layer.name
-        return layer.name
 
     def _conv_bn(
         self, prefix: str, suffix: str, channels: int, kernel: int, stride: int, *, closes: bool = False
     ) -> None:
         conv = f"{prefix}.conv{suffix}"
-        self._add(Conv(conv, (self.last,), self.channels, channels, kernel, stride, kernel // 2))
+        self._add(Conv(conv, (self.last,), kernel, stride, kernel // 2, self.channels, channels))
         self._add(BatchNorm(f"{prefix}.bn{suffix}", (conv,), channels, closes_block=closes))
         self.channels = channels
 
@@ -315,38 +224,3 @@ class _Builder:
     def head(self, classes: int) -> None:
         self._add(GlobalAveragePool("head.pool", (self.last,)))
         self._add(Dense("head.dense", (self.last,), self.channels, classes))
-
-
-def _parameters_of(layer: Layer) -> Iterator[Parameter]:
-    if isinstance(layer, Conv):
-        shape = (layer.out_channels, layer.in_channels, layer.kernel, layer.kernel)
-        yield Parameter(f"{layer.name}.weight", shape, "conv")
-    elif isinstance(layer, BatchNorm):
-        yield Parameter(f"{layer.name}.weight", (layer.channels,), "scale")
-        yield Parameter(f"{layer.name}.bias", (layer.channels,), "shift")
-    elif isinstance(layer, Dense):
-        yield Parameter(f"{layer.name}.weight", (layer.out_features, layer.in_features), "dense")
-        yield Parameter(f"{layer.name}.bias", (layer.out_features,), "bias")
-
-
-def _output_shape(layer: Layer, inputs: list[Shape]) -> Shape:
-    first = inputs[0]
-    if isinstance(layer, Conv | MaxPool):
-        height, width = (_slide(extent, layer) for extent in first[1:])
-        return (layer.out_channels if isinstance(layer, Conv) else first[0], height, width)
-    if isinstance(layer, Add) and first != inputs[1]:
-        raise UsageError(f"layer {layer.name} adds shapes {first} and {inputs[1]}")
-    if isinstance(layer, GlobalAveragePool):
-        return first[:1]
-    if isinstance(layer, Dense):
-        return (layer.out_features,)
-    return first
-
-
-def _slide(extent: int, layer: Conv | MaxPool) -> int:
-    result = (extent + 2 * layer.padding - layer.kernel) // layer.stride + 1
-    if result < 1:
-        raise UsageError(
-            f"images are too small: layer {layer.name} would get {extent} pixels; use larger ones"
-        )
-    return result

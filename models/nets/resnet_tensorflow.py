@@ -11,21 +11,11 @@ import tensorflow as tf
 
 import multiring.tensorflow
 from multiring import Communicator
-from multiring.errors import UsageError
-from multiring.models.nets.resnet_spec import (
-    INPUT,
-    Add,
-    BatchNorm,
-    Conv,
-    Dense,
-    GlobalAveragePool,
-    MaxPool,
-    Relu,
-    ResNetSpec,
-)
-from multiring.models.nets.weights import check_weights, to_channels_last
+from multiring.models.nets import layers
+from multiring.models.nets.resnet_spec import ResNetSpec
+from multiring.models.nets.weights import check_weights, to_channels_first, to_channels_last
 
-__all__ = ["TensorFlowResNet", "load_weights", "read_weights", "to_channels_first"]
+__all__ = ["TensorFlowResNet", "load_weights", "read_weights"]
 
 Array = npt.NDArray[Any]
 Tensor = Any
@@ -50,11 +40,11 @@ class TensorFlowResNet(tf.Module):
         super().__init__(name="resnet")
         self.spec = spec
         self._comm = comm
-        self._released = spec.last_uses()
-        shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
         self.parameters = {
-            name: tf.Variable(tf.zeros(_channels_last(shape), dtype), name=name)
-            for name, shape in shapes.items()
+            parameter.name: tf.Variable(
+                tf.zeros(to_channels_last(np.empty(parameter.shape)).shape, dtype), name=parameter.name
+            )
+            for parameter in spec.parameters()
         }
         self.statistics = {
             name: tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
@@ -63,36 +53,28 @@ class TensorFlowResNet(tf.Module):
 
     def __call__(self, images: Tensor, *, training: bool) -> Tensor:
         """Class scores `(batch, classes)` of images `(batch, channels, height, width)`."""
-        values = {INPUT: tf.transpose(images, (0, 2, 3, 1))}
-        for layer, released in zip(self.spec.layers, self._released, strict=True):
-            inputs = [values[name] for name in layer.inputs]
-            values[layer.name] = self._run(layer, inputs, training)
-            for name in released:
-                del values[name]
-        return values[self.spec.output]
 
-    def _run(self, layer: Any, inputs: list[Tensor], training: bool) -> Tensor:
-        # One branch per kind of layer: the table of what each becomes in TensorFlow.
-        x = inputs[0]
-        if isinstance(layer, Conv):
-            return _convolve(layer, x, self.parameters[f"{layer.name}.weight"])
-        if isinstance(layer, BatchNorm):
-            return self._normalise(layer, x, training)
-        if isinstance(layer, Relu):
-            return tf.nn.relu(x)
-        if isinstance(layer, MaxPool):
-            pads = [[0, 0], [layer.padding] * 2, [layer.padding] * 2, [0, 0]]
-            padded = tf.pad(x, pads, constant_values=x.dtype.min)
-            return tf.nn.max_pool2d(padded, layer.kernel, layer.stride, "VALID")
-        if isinstance(layer, Add):
-            return x + inputs[1]
-        if isinstance(layer, GlobalAveragePool):
-            return tf.reduce_mean(x, (1, 2))
-        if isinstance(layer, Dense):
-            return x @ self.parameters[f"{layer.name}.weight"] + self.parameters[f"{layer.name}.bias"]
-        raise UsageError(f"layer {layer.name} is of a kind that the TensorFlow network does not know")
+        def apply(layer: layers.Layer, x: Tensor, shortcut: Tensor = None) -> Tensor:
+            match layer:
+                case layers.Conv():
+                    return _convolve(layer, x, self.parameters[f"{layer.name}.weight"])
+                case layers.BatchNorm():
+                    return self._normalise(layer, x, training)
+                case layers.Relu():
+                    return tf.nn.relu(x)
+                case layers.MaxPool():
+                    padded = tf.pad(x, _pads(layer), constant_values=x.dtype.min)
+                    return tf.nn.max_pool2d(padded, layer.kernel, layer.stride, "VALID")
+                case layers.Add():
+                    return x + shortcut
+                case layers.GlobalAveragePool():
+                    return tf.reduce_mean(x, (1, 2))
+                case layers.Dense():
+                    return x @ self.parameters[f"{layer.name}.weight"] + self.parameters[f"{layer.name}.bias"]
 
-    def _normalise(self, layer: BatchNorm, x: Tensor, training: bool) -> Tensor:
+        return self.spec.run(tf.transpose(images, (0, 2, 3, 1)), apply)
+
+    def _normalise(self, layer: layers.BatchNorm, x: Tensor, training: bool) -> Tensor:
         scale, offset = self.parameters[f"{layer.name}.weight"], self.parameters[f"{layer.name}.bias"]
         running_mean = self.statistics[f"{layer.name}.running_mean"]
         running_var = self.statistics[f"{layer.name}.running_var"]
@@ -112,28 +94,20 @@ class TensorFlowResNet(tf.Module):
         return y
 
 
-def _convolve(layer: Conv, x: Tensor, weight: Tensor) -> Tensor:
+def _convolve(layer: layers.Conv, x: Tensor, weight: Tensor) -> Tensor:
     if x.shape[0] == 0:
         # In float32 TensorFlow gives the result of an empty batch as many channels as the input has. Nothing
         # is to be computed, but gradients, of zeros, have to reach what came before: its backward pass
         # communicates.
-        height, width = ((n + 2 * layer.padding - layer.kernel) // layer.stride + 1 for n in x.shape[1:3])
+        height, width = map(layer.output_extent, x.shape[1:3])
         nothing = 0.0 * (tf.reduce_sum(x) + tf.reduce_sum(weight))
         return tf.zeros((0, height, width, layer.out_channels), x.dtype) + nothing
     # "SAME" would pad the far side alone where the stride is 2.
-    pads = [[0, 0], [layer.padding] * 2, [layer.padding] * 2, [0, 0]]
-    return tf.nn.conv2d(x, weight, layer.stride, pads)
+    return tf.nn.conv2d(x, weight, layer.stride, _pads(layer))
 
 
-def _channels_last(shape: tuple[int, ...]) -> tuple[int, ...]:
-    if len(shape) == 4:
-        return (shape[2], shape[3], shape[1], shape[0])
-    return shape[::-1]
-
-
-def to_channels_first(value: Array) -> Array:
-    """The inverse of `to_channels_last`; a contiguous copy."""
-    return np.array(value.transpose(3, 2, 0, 1) if value.ndim == 4 else value.T, order="C")
+def _pads(layer: layers.Conv | layers.MaxPool) -> list[list[int]]:
+    return [[0, 0], [layer.padding] * 2, [layer.padding] * 2, [0, 0]]
 
 
 def _named(model: TensorFlowResNet) -> dict[str, Any]:
@@ -141,15 +115,8 @@ def _named(model: TensorFlowResNet) -> dict[str, Any]:
 
 
 def load_weights(model: TensorFlowResNet, weights: Mapping[str, Array]) -> None:
-    """Copy weights into the network by name, converting to the network's dtype and layout.
-
-    Args:
-        model: The network.
-        weights: All parameters and running statistics, as `initial_weights` returns them.
-
-    Raises:
-        UsageError: A name is missing, unknown, or its shape differs; nothing was copied.
-    """
+    """Copy weights by name, converting to the network's dtype and layout; raises UsageError before anything
+    is copied if they do not fit."""
     check_weights(model.spec, weights)
     for name, variable in _named(model).items():
         variable.assign(tf.cast(to_channels_last(weights[name]), variable.dtype))

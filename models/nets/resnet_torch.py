@@ -10,19 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from multiring.errors import UsageError
-from multiring.models.nets.resnet_spec import (
-    INPUT,
-    Add,
-    BatchNorm,
-    Conv,
-    Dense,
-    GlobalAveragePool,
-    Layer,
-    MaxPool,
-    Relu,
-    ResNetSpec,
-)
+from multiring.models.nets import layers
+from multiring.models.nets.resnet_spec import ResNetSpec
 from multiring.models.nets.weights import check_weights
 
 __all__ = ["TorchResNet", "load_weights", "read_weights"]
@@ -42,20 +31,13 @@ class TorchResNet(nn.Module):
     def __init__(self, spec: ResNetSpec, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.spec = spec
-        self._released = spec.last_uses()
         for layer in spec.layers:
             _attach(self, layer.name, _module(layer, dtype))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Class scores `(batch, classes)` of images `(batch, channels, height, width)`."""
-        values = {INPUT: images}
-        for layer, released in zip(self.spec.layers, self._released, strict=True):
-            # Looked up each time, since a conversion of the batch normalisation replaces modules.
-            module = self.get_submodule(layer.name)
-            values[layer.name] = module(*[values[name] for name in layer.inputs])
-            for name in released:
-                del values[name]
-        return values[self.spec.output]
+        # Looked up each time, since a conversion of the batch normalisation replaces modules.
+        return self.spec.run(images, lambda layer, *inputs: self.get_submodule(layer.name)(*inputs))
 
 
 class _Sum(nn.Module):
@@ -68,31 +50,23 @@ class _SpatialMean(nn.Module):
         return value.mean(dim=(2, 3))
 
 
-def _module(layer: Layer, dtype: torch.dtype) -> nn.Module:
-    # One branch per kind of layer: the table of what each becomes in Torch.
-    if isinstance(layer, Conv):
-        return nn.Conv2d(
-            layer.in_channels,
-            layer.out_channels,
-            layer.kernel,
-            stride=layer.stride,
-            padding=layer.padding,
-            bias=False,
-            dtype=dtype,
-        )
-    if isinstance(layer, BatchNorm):
-        return nn.BatchNorm2d(layer.channels, eps=layer.eps, momentum=layer.momentum, dtype=dtype)
-    if isinstance(layer, Relu):
-        return nn.ReLU()
-    if isinstance(layer, MaxPool):
-        return nn.MaxPool2d(layer.kernel, stride=layer.stride, padding=layer.padding)
-    if isinstance(layer, Add):
-        return _Sum()
-    if isinstance(layer, GlobalAveragePool):
-        return _SpatialMean()
-    if isinstance(layer, Dense):
-        return nn.Linear(layer.in_features, layer.out_features, dtype=dtype)
-    raise UsageError(f"layer {layer.name} is of a kind that the Torch network does not know")
+def _module(layer: layers.Layer, dtype: torch.dtype) -> nn.Module:
+    match layer:
+        case layers.Conv(kernel=kernel, stride=stride, padding=padding):
+            channels = layer.in_channels, layer.out_channels
+            return nn.Conv2d(*channels, kernel, stride=stride, padding=padding, bias=False, dtype=dtype)
+        case layers.BatchNorm():
+            return nn.BatchNorm2d(layer.channels, eps=layer.eps, momentum=layer.momentum, dtype=dtype)
+        case layers.Relu():
+            return nn.ReLU()
+        case layers.MaxPool():
+            return nn.MaxPool2d(layer.kernel, stride=layer.stride, padding=layer.padding)
+        case layers.Add():
+            return _Sum()
+        case layers.GlobalAveragePool():
+            return _SpatialMean()
+        case layers.Dense():
+            return nn.Linear(layer.in_features, layer.out_features, dtype=dtype)
 
 
 def _attach(root: nn.Module, path: str, module: nn.Module) -> None:
@@ -111,15 +85,8 @@ def _named_tensors(model: TorchResNet) -> dict[str, torch.Tensor]:
 
 
 def load_weights(model: TorchResNet, weights: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Copy weights into the network by name, converting to the network's dtype.
-
-    Args:
-        model: The network; also after a conversion of its batch normalisation.
-        weights: All parameters and running statistics, as `initial_weights` returns them.
-
-    Raises:
-        UsageError: A name is missing, unknown, or its shape differs; nothing was copied.
-    """
+    """Copy weights by name, converting to the network's dtype; raises UsageError before anything is copied if
+    they do not fit."""
     check_weights(model.spec, weights)
     with torch.no_grad():
         for name, tensor in _named_tensors(model).items():

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from multiring.errors import UsageError
-from multiring.models.nets.resnet_spec import BatchNorm, ResNetSpec
+from multiring.models.nets.layers import BatchNorm
+from multiring.models.nets.resnet_spec import ResNetSpec
 
-__all__ = ["check_weights", "initial_weights", "to_channels_last"]
+__all__ = ["check_weights", "initial_weights", "to_channels_first", "to_channels_last"]
 
 Array = npt.NDArray[Any]
 
@@ -93,3 +94,8 @@ def to_channels_last(value: Array) -> Array:
     if value.ndim == 4:
         return np.ascontiguousarray(value.transpose(2, 3, 1, 0))
     return np.ascontiguousarray(value.T)
+
+
+def to_channels_first(value: Array) -> Array:
+    """The inverse of `to_channels_last`: a contiguous copy."""
+    return np.array(value.transpose(3, 2, 0, 1) if value.ndim == 4 else value.T, order="C")

@@ -8,24 +8,37 @@ from pathlib import Path
 
 from multiring import Communicator
 
-__all__ = ["join_gloo"]
+__all__ = ["GlooGroup"]
 
 
-def join_gloo(comm: Communicator) -> None:
-    """Makes torch.distributed's default group of the ranks of `comm`, over Gloo."""
-    import torch
-    from torch import distributed
-    from torch._C._distributed_c10d import FileStore
+class GlooGroup:
+    """torch.distributed's default group, over Gloo. Made and closed collectively.
 
-    torch.set_num_threads(1)
-    if comm.cross_size == 1 and Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    directory = tempfile.mkdtemp(prefix="multiring-bench-") if comm.rank == 0 else None
-    directory = comm.broadcast_object(directory)
-    path = Path(directory) / "store"
-    store = FileStore(str(path), comm.size)
-    distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
-    distributed.barrier()
-    if comm.rank == 0:  # all have connected
-        path.unlink(missing_ok=True)
-        Path(directory).rmdir()
+    Its ranks meet in a file, which stays until the group is closed: groups that are made of it need it too.
+
+    Args:
+        comm: The ranks.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        import torch
+        from torch import distributed
+        from torch._C._distributed_c10d import FileStore
+
+        torch.set_num_threads(1)
+        if comm.cross_size == 1 and Path("/sys/class/net/lo").exists():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # Removed when the process ends, too, should nobody close the group.
+        self._directory = tempfile.TemporaryDirectory(prefix="multiring-bench-") if comm.rank == 0 else None
+        directory = comm.broadcast_object(self._directory.name if self._directory else None)
+        store = FileStore(str(Path(directory) / "store"), comm.size)
+        distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+
+    def close(self) -> None:
+        """Leaves the group."""
+        from torch import distributed
+
+        distributed.barrier()  # all have connected
+        distributed.destroy_process_group()
+        if self._directory is not None:
+            self._directory.cleanup()

@@ -14,7 +14,7 @@ from multiring.models.data.loader import Batch
 from multiring.models.nets.resnet_spec import ResNetSpec
 from multiring.models.nets.resnet_torch import TorchResNet, load_weights
 from multiring.models.nets.weights import initial_weights
-from multiring.models.peers.gloo import join_gloo
+from multiring.models.peers.gloo import GlooGroup
 from multiring.models.trainers.recipe import Recipe
 
 __all__ = ["TorchDdpTrainer", "make_trainer"]
@@ -39,9 +39,7 @@ class TorchDdpTrainer:
     ) -> None:
         self._comm = comm
         self._dtype = {"float32": torch.float32, "float64": torch.float64}[dtype]
-        self._joined = not distributed.is_initialized()
-        if self._joined:
-            join_gloo(comm)
+        self._joined = None if distributed.is_initialized() else GlooGroup(comm)
         model = TorchResNet(spec, self._dtype)
         load_weights(model, initial_weights(spec, seed, dtype=dtype))
         named = dict(model.named_parameters())
@@ -77,8 +75,8 @@ class TorchDdpTrainer:
     def close(self) -> None:
         """Leave the group, if this trainer has joined it."""
         del self._model
-        if self._joined:
-            distributed.destroy_process_group()
+        if self._joined is not None:
+            self._joined.close()
 
 
 def make_trainer(

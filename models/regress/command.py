@@ -20,9 +20,8 @@ from multiring.benchmarks import launch
 from multiring.benchmarks.command import write_whole
 from multiring.benchmarks.gradients.training_speed import TrainingSpeed
 from multiring.benchmarks.machine import Machine
+from multiring.commands.frameworks import FRAMEWORKS, Framework
 from multiring.errors import UsageError
-from multiring.models.frameworks import FRAMEWORKS, Framework
-from multiring.models.peers.table import PEERS, Peer
 from multiring.models.regress import baseline as baselines
 from multiring.models.regress.baseline import Baseline
 from multiring.models.regress.judge import Verdict, judge
@@ -59,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     """
     options = parse(args)
     with _terminable():
-        return regress(options, FRAMEWORKS, PEERS)
+        return regress(options, FRAMEWORKS)
 
 
 @contextlib.contextmanager
@@ -89,18 +88,17 @@ class _Run:
         return judge(self.plan, self.outcomes, over=over)
 
 
-def regress(options: Options, frameworks: Mapping[str, Framework], peers: Mapping[str, Peer]) -> int:
+def regress(options: Options, frameworks: Mapping[str, Framework]) -> int:
     """Check `frameworks`, report and compare; see `main`.
 
     Args:
         options: What to check and where to report.
         frameworks: All that there are, by name.
-        peers: Their own ways to train on several processes, by the framework's name.
     """
     began, date = time.monotonic(), datetime.now().astimezone().isoformat(timespec="seconds")
     _prepare(options)
     cpus = _cpus()
-    plan, skipped = _plan(options, frameworks, peers, len(cpus))
+    plan, skipped = _plan(options, frameworks, len(cpus))
     found = _read_baseline(options)
     run = _Run(options, plan, cpus, found, {})
     with open_view(sys.stdout, plan.titles) as view:
@@ -155,9 +153,7 @@ def _prepare(options: Options) -> None:
             raise UsageError(f"--report {options.report} cannot be written to")
 
 
-def _plan(
-    options: Options, frameworks: Mapping[str, Framework], peers: Mapping[str, Peer], cores: int
-) -> tuple[Plan, dict[str, str]]:
+def _plan(options: Options, frameworks: Mapping[str, Framework], cores: int) -> tuple[Plan, dict[str, str]]:
     """The plan, and the frameworks that are left out with the reason."""
     lacking = {name: why for name, each in frameworks.items() if (why := _why_missing(each)) is not None}
     names = list(frameworks) if options.frameworks in (None, ("all",)) else list(options.frameworks or ())
@@ -171,7 +167,7 @@ def _plan(
             raise UsageError("no framework is installed: run pip install 'multiring[torch]'")
     oracle = next((name for name in frameworks if name not in lacking), None)
     no_mpi = None
-    if "speed" in options.checks and any(name in peers and peers[name].mpi for name in names):
+    if "speed" in options.checks and any((own := frameworks[name].own_way) and own.mpi for name in names):
         no_mpi = _why_no_mpi()
     plan = make_plan(
         [frameworks[name] for name in names],
@@ -181,18 +177,14 @@ def _plan(
         cores=cores,
         missing={name: lacking[name] for name in names if name in lacking},
         reference=frameworks[oracle] if oracle is not None and oracle not in names else None,
-        peers=peers,
         no_mpi=no_mpi,
     )
     return plan, skipped
 
 
 def _why_missing(framework: Framework) -> str | None:
-    if framework.missing:
-        return (
-            f"{' and '.join(framework.missing)} is not installed: run "
-            f"pip install 'multiring[{framework.extra}]'"
-        )
+    if why := framework.why_missing:
+        return why
     if importlib.util.find_spec(framework.module) is None:
         return f"this installation has no trainer for it ({framework.module})"
     return None

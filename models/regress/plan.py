@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from multiring.models.frameworks import Framework
-from multiring.models.peers.table import Peer
+from multiring.commands.frameworks import Framework, OwnWay
 from multiring.models.regress.checks import Setup
 
 __all__ = ["Cell", "Job", "Plan", "make_plan"]
@@ -29,20 +28,22 @@ class Job:
     """One start of a framework's ranks.
 
     Attributes:
-        framework: Trains.
+        framework: Trains; with its own way if speed is compared with it.
         ranks: How many to start.
         tasks: What they do, one after the other; see `tasks.run_task`.
-        peer: The framework's own way, if speed is compared with it.
-        mpi: Whether MPI's own launcher has to start them.
         undisturbed: Whether nothing else may run meanwhile, for times are taken.
     """
 
     framework: Framework
     ranks: int
     tasks: tuple[str, ...]
-    peer: Peer | None = None
-    mpi: bool = False
     undisturbed: bool = False
+
+    @property
+    def mpi(self) -> bool:
+        """Whether MPI's own launcher has to start the ranks."""
+        own_way = self.framework.own_way
+        return self.undisturbed and own_way is not None and own_way.mpi
 
     def with_tasks(self, tasks: Sequence[str]) -> Job:
         """The same with other tasks."""
@@ -81,7 +82,6 @@ def make_plan(
     cores: int,
     missing: Mapping[str, str],
     reference: Framework | None = None,
-    peers: Mapping[str, Peer],
     no_mpi: str | None = None,
 ) -> Plan:
     """Plan the checks.
@@ -94,7 +94,6 @@ def make_plan(
         cores: Processors that there are.
         missing: Names of frameworks that cannot run, with the reason.
         reference: What others are compared with where it is not among `frameworks`.
-        peers: Frameworks' own ways, by the framework's name.
         no_mpi: Why MPI cannot start ranks; None: it can.
     """
     several = sorted({count for count in ranks if count > 1})
@@ -117,10 +116,9 @@ def make_plan(
         jobs += [job for each in able if (job := _together(each, count, checks, setup, deciding)) is not None]
     no_own_way: dict[str, str] = {}
     if "speed" in checks:
-        unusable = {name: why for name, peer in peers.items() if (why := _unusable(peer, no_mpi)) is not None}
-        no_own_way = {each.name: unusable[each.name] for each in able if each.name in unusable}
-        usable = {name: peer for name, peer in peers.items() if name not in unusable}
-        jobs += [_speed(each, count, usable.get(each.name)) for each in able for count in several]
+        no_own_way = {each.name: why for each in able if (why := _unusable(each.own_way, no_mpi)) is not None}
+        timed = [replace(each, own_way=None) if each.name in no_own_way else each for each in able]
+        jobs += [Job(each, count, ("speed",), undisturbed=True) for each in timed for count in several]
     return Plan(
         cells=tuple(cells),
         jobs=tuple(jobs),
@@ -162,15 +160,12 @@ def _together(
     return Job(framework, count, tuple(tasks)) if tasks else None
 
 
-def _unusable(peer: Peer, no_mpi: str | None) -> str | None:
+def _unusable(own_way: OwnWay | None, no_mpi: str | None) -> str | None:
     """Why it cannot be measured, if so: the rest of the check is still worth having."""
-    if peer.missing:
-        return f"{peer.title} not measured: {' and '.join(peer.missing)} is not installed"
-    if peer.mpi and no_mpi is not None:
-        return f"{peer.title} not measured: {no_mpi}"
+    if own_way is None:
+        return None
+    if own_way.missing:
+        return f"{own_way.title} not measured: {' and '.join(own_way.missing)} is not installed"
+    if own_way.mpi and no_mpi is not None:
+        return f"{own_way.title} not measured: {no_mpi}"
     return None
-
-
-def _speed(framework: Framework, count: int, peer: Peer | None) -> Job:
-    by_mpi = peer is not None and peer.mpi
-    return Job(framework, count, ("speed",), peer, mpi=by_mpi, undisturbed=True)

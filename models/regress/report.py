@@ -6,12 +6,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from multiring.benchmarks.gradients.training_speed import TrainingSpeed
 from multiring.benchmarks.machine import Machine
-from multiring.models.frameworks import Framework
+from multiring.commands.env import versions
+from multiring.commands.frameworks import Framework
 from multiring.models.regress.checks import Setup
 from multiring.models.regress.judge import Status, Verdict
 from multiring.models.regress.outcome import Outcomes, State
@@ -155,14 +155,10 @@ def collect_curves(outcomes: Outcomes) -> Curves:
 
 
 def framework_versions(frameworks: Mapping[str, Framework]) -> dict[str, str]:
-    """Version of each framework's first package, as its installation tells it; nothing is imported."""
-    found = {}
-    for name, framework in frameworks.items():
-        # A framework may be installed under another name than it is imported by.
-        for package in (framework.packages[0], f"{framework.packages[0]}-cpu"):
-            try:
-                found[name] = version(package)
-                break
-            except PackageNotFoundError:
-                continue
-    return found
+    """Version of each framework that is installed; nothing is imported."""
+    installed = versions()
+    first = {
+        name: next((installed[each] for each in framework.distributions if each in installed), None)
+        for name, framework in frameworks.items()
+    }
+    return {name: version for name, version in first.items() if version is not None}

@@ -155,7 +155,7 @@ class _RunningJob:
         self.directory = directory
         self.task = STARTING
         self.since = time.monotonic()
-        order = Order(job.framework, job.peer, job.tasks, setup, str(directory))
+        order = Order(job.framework, job.tasks, setup, str(directory))
         path = directory / "order.json"
         path.write_text(order.to_json(), encoding="utf-8")
         reading, self._alive = os.pipe()

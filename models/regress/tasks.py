@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from multiring import Communicator
+from multiring.commands.frameworks import Framework
 from multiring.errors import UsageError
 from multiring.models.data import open_dataset
 from multiring.models.data.loader import Batch
 from multiring.models.data.sharding import epoch_order, local_slice
-from multiring.models.frameworks import Framework
+from multiring.models.frameworks import load_trainer
 from multiring.models.nets.resnet_spec import ResNetSpec, resnet
-from multiring.models.peers.table import Peer
 from multiring.models.regress.checks import SPEED_BATCH, Setup
 from multiring.models.trainers.recipe import Recipe
 from multiring.models.trainers.trainer import Trainer, hash_arrays
@@ -44,15 +44,13 @@ class Bench:
     """Where a task runs.
 
     Attributes:
-        framework: Trains.
-        peer: Its own way to train on several processes, if speed is to be compared with it.
+        framework: Trains; with its own way, if speed is to be compared with it.
         comm: All ranks.
         setup: The setting.
         cores: Processors that the ranks have together.
     """
 
     framework: Framework
-    peer: Peer | None
     comm: Communicator
     setup: Setup
     cores: int
@@ -119,7 +117,7 @@ def _trainer(bench: Bench, dtype: str, global_batch: int) -> Trainer:
     spec = resnet(setup.depth, classes=10, in_channels=1, stem="cifar")
     refused: str | None = None
     try:
-        trainer = bench.framework.make_trainer(spec, recipe, bench.comm, seed=setup.seed, dtype=dtype)
+        trainer = load_trainer(bench.framework)(spec, recipe, bench.comm, seed=setup.seed, dtype=dtype)
     except (UsageError, NotImplementedError) as error:
         if dtype == "float32":
             raise
@@ -177,7 +175,6 @@ def _speed(bench: Bench, _: str) -> Found:
     spec: ResNetSpec = resnet(bench.setup.speed_depth, classes=10, in_channels=3, stem="cifar")
     speed, fingerprint = measure_training(
         bench.framework,
-        bench.peer,
         bench.comm,
         spec,
         batch=SPEED_BATCH,

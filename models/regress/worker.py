@@ -23,8 +23,8 @@ import numpy.typing as npt
 import multiring
 from multiring import machine
 from multiring.benchmarks import launch
-from multiring.models.frameworks import FRAMEWORKS, Framework
-from multiring.models.peers.table import Peer
+from multiring.commands.frameworks import FRAMEWORKS, Framework, OwnWay
+from multiring.models.frameworks import load_trainer
 from multiring.models.regress.checks import Setup
 from multiring.models.regress.tasks import Bench, UnavailableError, run_task
 from multiring.rendezvous import launch_environment
@@ -41,15 +41,13 @@ class Order:
     """What a job has to do.
 
     Attributes:
-        framework: Trains.
-        peer: Its own way, for the task "speed".
+        framework: Trains; its own way is for the task "speed".
         tasks: See `tasks.run_task`; one after the other.
         setup: The setting.
         directory: Where results go; it exists.
     """
 
     framework: Framework
-    peer: Peer | None
     tasks: tuple[str, ...]
     setup: Setup
     directory: str
@@ -66,10 +64,11 @@ class Order:
         def made(kind: Any, values: dict[str, Any]) -> Any:
             return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
-        peer = fields["peer"]
+        framework = fields["framework"]
+        if framework["own_way"] is not None:
+            framework["own_way"] = made(OwnWay, framework["own_way"])
         return cls(
-            framework=made(Framework, fields["framework"]),
-            peer=None if peer is None else made(Peer, peer),
+            framework=made(Framework, framework),
             tasks=tuple(fields["tasks"]),
             setup=made(Setup, fields["setup"]),
             directory=fields["directory"],
@@ -91,9 +90,9 @@ def main(path: str) -> int:
     task = STARTING
     try:
         cores = launch.count_cores(comm, before)
-        order.framework.set_threads(1)
+        load_trainer(order.framework).set_threads(1)
         FRAMEWORKS.setdefault(order.framework.name, order.framework)
-        bench = Bench(order.framework, order.peer, comm, order.setup, cores)
+        bench = Bench(order.framework, comm, order.setup, cores)
         for task in order.tasks:
             if comm.rank == 0:
                 _write(directory / NOW, task)

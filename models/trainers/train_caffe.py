@@ -16,20 +16,16 @@ from multiring.models.caffe import Net, Solver
 from multiring.models.caffe.updates import Rule
 from multiring.models.data.loader import Batch
 from multiring.models.errors import CheckpointError
+from multiring.models.nets.layers import BatchNorm
 from multiring.models.nets.resnet_caffe import DATA, LABEL, LOSS, load_weights, read_weights, train_val
-from multiring.models.nets.resnet_spec import BatchNorm, ResNetSpec
+from multiring.models.nets.resnet_spec import ResNetSpec
 from multiring.models.trainers.recipe import Recipe
 from multiring.models.trainers.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
-__all__ = ["CaffeTrainer", "set_threads"]
+__all__ = ["CaffeTrainer"]
 
 Array = npt.NDArray[Any]
 STATISTICS, ITERATION = "solver/statistics/", "solver/iter"
-
-
-def set_threads(count: int) -> None:
-    """Let the solver compute with `count` threads."""
-    torch.set_num_threads(count)
 
 
 class _PlainMomentum(Rule):
@@ -70,6 +66,11 @@ class _RecipeSolver(Solver):
 
 class CaffeTrainer(Trainer):
     """A ResNet under the Caffe-style solver, its gradients averaged over the ranks by a solver callback."""
+
+    @staticmethod
+    def set_threads(count: int) -> None:
+        """Let the solver compute with `count` threads."""
+        torch.set_num_threads(count)
 
     def _build(self, weights: dict[str, Array], dtype: str, seed: int) -> None:
         with tempfile.TemporaryDirectory() as directory:

@@ -23,20 +23,20 @@ from multiring.models.nets.resnet_chainer import (
 from multiring.models.trainers.sgd_chainer import VELOCITY, Sgd, decay_weights
 from multiring.models.trainers.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
-__all__ = ["ChainerTrainer", "set_threads"]
+__all__ = ["ChainerTrainer"]
 
 Array = npt.NDArray[Any]
 
 
-def set_threads(count: int) -> None:
-    """Let NumPy's matrix products, on which Chainer computes, run on `count` threads."""
-    from threadpoolctl import threadpool_limits
-
-    threadpool_limits(count)
-
-
 class ChainerTrainer(Trainer):
     """A ResNet under stochastic gradient descent, its gradients averaged by a multi-node optimizer."""
+
+    @staticmethod
+    def set_threads(count: int) -> None:
+        """Let NumPy's matrix products, on which Chainer computes, run on `count` threads."""
+        from threadpoolctl import threadpool_limits
+
+        threadpool_limits(count)
 
     def _build(self, weights: dict[str, Array], dtype: str, seed: int) -> None:
         self._dtype = np.dtype(dtype)

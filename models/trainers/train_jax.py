@@ -26,18 +26,10 @@ from multiring.models.nets.resnet_jax import (
 from multiring.models.nets.weights import to_channels_last
 from multiring.models.trainers.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
-__all__ = ["JaxTrainer", "set_threads"]
+__all__ = ["JaxTrainer"]
 
 Array = npt.NDArray[Any]
 State = tuple[Arrays, Arrays, Any]  # parameters, running statistics, state of the optimizer
-
-
-def set_threads(count: int) -> None:
-    """Let XLA compute with `count` threads; to be called before JAX computes anything."""
-    os.environ["NPROC"] = str(count)  # read when the CPU client is made
-    if count == 1:
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
 
 
 class JaxTrainer(Trainer):
@@ -47,6 +39,14 @@ class JaxTrainer(Trainer):
     the last one of an epoch, is filled up, and a mask says which samples count. A dtype of "float64" turns on
     `jax_enable_x64` for the process.
     """
+
+    @staticmethod
+    def set_threads(count: int) -> None:
+        """Let XLA compute with `count` threads; to be called before JAX computes anything."""
+        os.environ["NPROC"] = str(count)  # read when the CPU client is made
+        if count == 1:
+            flags = os.environ.get("XLA_FLAGS", "")
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
 
     def _build(self, weights: dict[str, Array], dtype: str, seed: int) -> None:
         if dtype == "float64":

@@ -20,7 +20,7 @@ from multiring.models.nets.patches_pytensor import stretch_by_views
 from multiring.models.nets.resnet_pytensor import PyTensorResNet
 from multiring.models.trainers.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
-__all__ = ["PyTensorTrainer", "set_threads"]
+__all__ = ["PyTensorTrainer"]
 
 Array = npt.NDArray[Any]
 Variable: TypeAlias = Any
@@ -34,15 +34,15 @@ _MODE = Mode(linker="vm", optimizer=RewriteDatabaseQuery(include=["minimum_compi
 )
 
 
-def set_threads(count: int) -> None:
-    """Let NumPy's linear algebra compute with `count` threads; has to come before NumPy's first use, as when
-    the launcher sets it."""
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = str(count)
-
-
 class PyTensorTrainer(Trainer):
     """A ResNet under stochastic gradient descent, in compiled functions that reduce the gradients."""
+
+    @staticmethod
+    def set_threads(count: int) -> None:
+        """Let NumPy's linear algebra compute with `count` threads; has to come before NumPy's first use, as
+        when the launcher sets it."""
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ[name] = str(count)
 
     def _build(self, weights: dict[str, Array], dtype: str, seed: int) -> None:
         self._dtype = dtype

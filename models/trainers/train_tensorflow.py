@@ -11,16 +11,11 @@ import tensorflow as tf
 
 import multiring.tensorflow
 from multiring.models.data.loader import Batch
-from multiring.models.nets.resnet_tensorflow import (
-    TensorFlowResNet,
-    load_weights,
-    read_weights,
-    to_channels_first,
-)
-from multiring.models.nets.weights import to_channels_last
+from multiring.models.nets.resnet_tensorflow import TensorFlowResNet, load_weights, read_weights
+from multiring.models.nets.weights import to_channels_first, to_channels_last
 from multiring.models.trainers.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
-__all__ = ["TensorFlowTrainer", "set_threads"]
+__all__ = ["TensorFlowTrainer"]
 
 Array = npt.NDArray[Any]
 Tensor = Any
@@ -28,16 +23,16 @@ Tensor = Any
 DTYPES = {"float32": tf.float32, "float64": tf.float64}
 
 
-def set_threads(count: int) -> None:
-    """Let TensorFlow compute with `count` threads."""
-    tf.config.threading.set_intra_op_parallelism_threads(count)
-    tf.config.threading.set_inter_op_parallelism_threads(max(count, 1))
-
-
 class TensorFlowTrainer(Trainer):
     """A ResNet under stochastic gradient descent in one traced function, its gradients averaged over the
     ranks.
     """
+
+    @staticmethod
+    def set_threads(count: int) -> None:
+        """Let TensorFlow compute with `count` threads."""
+        tf.config.threading.set_intra_op_parallelism_threads(count)
+        tf.config.threading.set_inter_op_parallelism_threads(max(count, 1))
 
     def _build(self, weights: dict[str, Array], dtype: str, seed: int) -> None:
         self._dtype = DTYPES[dtype]

@@ -14,7 +14,7 @@ from multiring.models.data.loader import Batch
 from multiring.models.nets.resnet_torch import TorchResNet, load_weights, read_weights
 from multiring.models.trainers.trainer import MODEL, MOMENTUM, Probe, Sums, Trainer
 
-__all__ = ["TorchTrainer", "set_threads"]
+__all__ = ["TorchTrainer"]
 
 Array = npt.NDArray[Any]
 
@@ -22,13 +22,13 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 GENERATOR = "rng/torch"
 
 
-def set_threads(count: int) -> None:
-    """Let Torch compute with `count` threads."""
-    torch.set_num_threads(count)
-
-
 class TorchTrainer(Trainer):
     """A ResNet under stochastic gradient descent, its gradients averaged over the ranks by hooks."""
+
+    @staticmethod
+    def set_threads(count: int) -> None:
+        """Let Torch compute with `count` threads."""
+        torch.set_num_threads(count)
 
     def _build(self, weights: dict[str, Array], dtype: str, seed: int) -> None:
         torch.manual_seed(seed)

@@ -97,6 +97,11 @@ class Trainer(ABC):
         self._separate = not sync_bn and comm.size > 1  # ranks gather running statistics of their own
         self._build(initial_weights(spec, seed, dtype=dtype, zero_residual=zero_residual), dtype, seed)
 
+    @staticmethod
+    @abstractmethod
+    def set_threads(count: int) -> None:
+        """Let the framework compute with `count` threads; to be called before it computes anything."""
+
     @abstractmethod
     def _build(self, weights: dict[str, Array], dtype: str, seed: int) -> None:
         """Make the network with these weights, and the optimizer; `seed` is for whatever else is random."""

@@ -7,8 +7,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from multiring.commands.frameworks import FRAMEWORKS
 from multiring.errors import UsageError
-from multiring.models.frameworks import FRAMEWORKS
 from multiring.models.nets.resnet_spec import DEPTHS, Stem
 from multiring.models.trainers.recipe import Decay
 from multiring.models.training.recipes import RECIPES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,7 @@ import multiring.torch
 from multiring import Communicator, TopK
 from multiring.numpy import GradientBuckets
 from multiring.state.batch_moments import combine_moments
-from tests.adapters.torch.support import Pool
-from tests.rank_pool import RankPool
+from tests.on_ranks import on_ranks
 
 # One round, several segments.
 COUNTS = (5, 300_001)
@@ -99,7 +98,8 @@ def moments(comm: Communicator, flushing: bool) -> list[bytes]:
     return [np.float64(count).tobytes(), mean.tobytes(), variance.tobytes()]
 
 
-def check(comm: Communicator) -> None:
+@on_ranks(3)
+def test_a_rank_that_flushes_denormals_has_the_same_bits(comm: Communicator) -> None:
     for compute, args in (
         (collectives, ()),
         (gradients, (None,)),
@@ -113,13 +113,6 @@ def check(comm: Communicator) -> None:
         assert compute(comm, comm.rank == 1, *args) == plain, (compute.__name__, args)
 
 
-def test_a_rank_that_flushes_denormals_has_the_same_bits(ranks: Pool) -> None:
-    ranks(3).run(check)
-
-
-def check_collectives(comm: Communicator) -> None:
+@on_ranks((3, 2))
+def test_across_hosts(comm: Communicator) -> None:
     assert collectives(comm, comm.rank == 1) == collectives(comm, False)
-
-
-def test_across_hosts(spread: Callable[[int, int], RankPool]) -> None:
-    spread(3, 2).run(check_collectives)

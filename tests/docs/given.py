@@ -168,51 +168,31 @@ PYTENSOR_UNEVEN = """
 velocities, loader = [], [(np.ones((2, 4)), np.ones((2, 3)))] * (1 + comm.rank)
 """
 
+
+def _blocks(page: str, *given: str, first: int = 0) -> list[Block]:
+    """Successive blocks of a page, and what each takes as given."""
+    return [Block(page, number, text) for number, text in enumerate(given, first)]
+
+
+_CRITERION = "criterion, (x, y) = torch.nn.functional.cross_entropy, data[0]"
+_LOADER, _NET = "loader = data[: 1 + comm.rank]", "model = Net()"
+_SUMS = "grads, sums = pytensor.grad(cost, params), [shared(*p.get_value().shape) for p in params]"
+
 GIVEN: dict[str, list[Block]] = {
     "torch": [
-        Block("README.md", 0, TORCH),
-        Block("docs/torch.md", 0),
-        Block("docs/torch.md", 1, TORCH_ACCUMULATION),
-        Block("docs/torch.md", 2, "criterion, (x, y) = torch.nn.functional.cross_entropy, data[0]"),
-        Block("docs/torch.md", 3, "loader = data[: 1 + comm.rank]"),
-        Block("docs/torch.md", 4, "model = Net()"),
-        Block("docs/torch.md", 5, "model = Net()"),
-        Block("docs/compression.md", 0, "x, model = torch.ones(3), Net()"),
-        Block("docs/compression.md", 1, "model = Net()"),
+        *_blocks("README.md", TORCH),
+        *_blocks("docs/torch.md", "", TORCH_ACCUMULATION, _CRITERION, _LOADER, _NET, _NET),
+        *_blocks("docs/compression.md", "x, model = torch.ones(3), Net()", _NET),
     ],
     "tensorflow": [
-        Block("README.md", 1, TENSORFLOW),
-        Block("docs/tensorflow.md", 0, TENSORFLOW_MODEL),
-        Block("docs/tensorflow.md", 1, TENSORFLOW_LOOP),
+        *_blocks("README.md", TENSORFLOW, first=1),
+        *_blocks("docs/tensorflow.md", TENSORFLOW_MODEL, TENSORFLOW_LOOP),
     ],
     "chainer": [
-        Block("README.md", 2, CHAINER),
-        Block("docs/chainer.md", 0, CHAINER_TRAINING),
-        Block("docs/chainer.md", 1, CHAINER_UNEVEN),
-        Block("docs/chainer.md", 2, CHAINER_NORMALISATION),
+        *_blocks("README.md", CHAINER, first=2),
+        *_blocks("docs/chainer.md", CHAINER_TRAINING, CHAINER_UNEVEN, CHAINER_NORMALISATION),
     ],
-    "caffe": [
-        Block("README.md", 3, CAFFE),
-        Block("docs/caffe.md", 0),
-        Block("docs/caffe.md", 1),
-    ],
-    "jax": [
-        Block("docs/jax.md", 0, JAX),
-        Block("docs/jax.md", 1, JAX_UNEVEN),
-        Block("docs/jax.md", 2, JAX_STATISTICS),
-        Block("docs/jax.md", 3, JAX_ERRORS),
-    ],
-    "pytensor": [
-        Block("docs/pytensor.md", 0, PYTENSOR),
-        Block("docs/pytensor.md", 1, "adam = sgd"),
-        Block("docs/pytensor.md", 2),
-        Block(
-            "docs/pytensor.md",
-            3,
-            "grads, sums = pytensor.grad(cost, params), [shared(*p.get_value().shape) for p in params]",
-        ),
-        Block("docs/pytensor.md", 4, PYTENSOR_UNEVEN),
-        Block("docs/pytensor.md", 5),
-        Block("docs/pytensor.md", 6),
-    ],
+    "caffe": [*_blocks("README.md", CAFFE, first=3), *_blocks("docs/caffe.md", "", "")],
+    "jax": _blocks("docs/jax.md", JAX, JAX_UNEVEN, JAX_STATISTICS, JAX_ERRORS),
+    "pytensor": _blocks("docs/pytensor.md", PYTENSOR, "adam = sgd", "", _SUMS, PYTENSOR_UNEVEN, "", ""),
 }

@@ -34,3 +34,12 @@ def emulate() -> Iterator[Callable[[int], EmulatedHosts]]:
 def hosts(emulate: Callable[[int], EmulatedHosts]) -> EmulatedHosts:
     """Two emulated hosts; skips where there can be none."""
     return emulate(2)
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[EmulatedHosts]:
+    """Two emulated hosts that a module's tests share; skips where there can be none."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with EmulatedHosts(2) as made:
+        yield made

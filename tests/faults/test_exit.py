@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 import signal
-import threading
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ import pytest
 import multiring
 from multiring import PeerLostError
 from tests.nursery import Nursery, note
-from tests.support import HOSTS, pretend_hosts, run_job
+from tests.support import run_job
 
 # As long as a peer's end may take to be seen on another host, and the rest of a test on a busy machine.
 SECONDS = 10.0
@@ -42,8 +40,7 @@ sys.exit(0)
 @pytest.mark.parametrize("call", ["work", "barrier", "recv", "broadcast"])
 def test_a_daemon_thread_in_a_call_does_not_spoil_the_exit(call: str) -> None:
     for _ in range(3):
-        job = run_job(2, DAEMON, call)
-        assert job.returncode == 0, job.stdout + job.stderr
+        job = run_job(2, DAEMON, call, code=0)
         assert "rminate called" not in job.stderr
 
 
@@ -80,38 +77,10 @@ def test_peers_learn_why_a_rank_ends(how: str, where: str, told: str) -> None:
     assert told in job.stdout
 
 
-def _join_hosts() -> multiring.Communicator:
-    pretend_hosts()
-    return multiring.init()
-
-
-def make_groups_until_killed(rank: int, delay: float) -> None:
-    comm = _join_hosts()
-    comm.barrier()
-    if rank == 1:
-        threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    note("making")
-    while True:
-        comm.split(0).close()  # type: ignore[union-attr]
-
-
-# The rank that is killed may be anywhere in the making of a group.
-@pytest.mark.parametrize("seed", range(4))
-def test_a_rank_that_dies_while_groups_are_made_is_lost(nursery: Nursery, seed: int) -> None:
-    delay = random.Random(seed).uniform(0.02, 0.2)
-    outcome = nursery.run(2, make_groups_until_killed, delay, init=False, env={HOSTS: "2"})[0]
-    assert isinstance(outcome.error, PeerLostError), outcome.trace or outcome
-    assert outcome.ended is not None
-    assert outcome.ended - outcome.notes["making"] < SECONDS
-    assert "rank 1" in str(outcome.error)
-    assert "split" in str(outcome.error)
-
-
-def die_with_a_native_child(rank: int) -> None:
-    comm = _join_hosts()
+def die_with_a_native_child(comm: multiring.Communicator) -> None:
     comm.barrier()
     note("joined")
-    if rank == 1:
+    if comm.rank == 1:
         libc = ctypes.CDLL(None)  # whose fork calls none of Python's hooks
         child = libc.fork()
         if child == 0:
@@ -124,11 +93,61 @@ def die_with_a_native_child(rank: int) -> None:
 
 
 def test_a_child_of_a_native_fork_hides_no_end(nursery: Nursery) -> None:
-    outcomes = nursery.run(2, die_with_a_native_child, init=False, env={HOSTS: "2"})
+    outcomes = nursery.run(2, die_with_a_native_child, hosts=2)
     (child,) = [int(what) for what in outcomes[1].notes if what.isdigit()]
     os.kill(child, signal.SIGKILL)  # it was to outlive its parent
     outcome = outcomes[0]
-    assert isinstance(outcome.error, PeerLostError), outcome.trace or outcome
-    assert outcome.ended is not None
-    assert outcome.ended - outcome.notes["joined"] < SECONDS
-    assert "lost rank 1" in str(outcome.error)
+    outcome.check_raised(PeerLostError, "lost rank 1", since=outcome.notes["joined"], within=SECONDS)
+
+
+# A signal handler runs on the stack of the operation that it interrupts, and must not wait for it.
+SHUTDOWN_IN_HANDLER = """
+import os, signal, sys, threading
+import numpy as np
+import multiring
+
+comm = multiring.init()
+if comm.rank == 1:
+    # Ends with the job; rank 0 waits for it until its own handler leaves the job.
+    signal.pause()
+signal.signal(signal.SIGALRM, lambda number, frame: multiring.shutdown())
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+try:
+    comm.allreduce(np.ones(3))
+except multiring.AbortedError as error:
+    assert "closed" in str(error), error
+    assert not multiring.is_initialized()
+    print("left", flush=True)
+    os._exit(7)
+"""
+
+COLLECTIVE_IN_HANDLER = """
+import os, signal
+import numpy as np
+import multiring
+
+comm = multiring.init()
+if comm.rank == 1:
+    signal.pause()
+
+def handler(number, frame):
+    try:
+        comm.barrier()
+    except multiring.UsageError as error:
+        assert "signal handler" in str(error), error
+        print("refused", flush=True)
+        os._exit(7)
+
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+comm.allreduce(np.ones(3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "told"), [(SHUTDOWN_IN_HANDLER, "left"), (COLLECTIVE_IN_HANDLER, "refused")]
+)
+def test_a_handler_ends_the_operation_it_interrupts_and_may_start_none(script: str, told: str) -> None:
+    result = run_job(2, script, timeout=30)
+    assert told in result.stdout
+    assert result.returncode == 7

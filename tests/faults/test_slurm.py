@@ -66,10 +66,7 @@ def results(output: str) -> list[list[object]]:
 
 def test_srun_starts_ranks_that_find_each_other(cluster: SlurmCluster, script: Path) -> None:
     words = ("srun", "-N", "2", "--ntasks-per-node", "2", "python", "SCRIPT", "--flag")
-    with start(cluster, script, *words) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 0, done.stderr
+    done = start(cluster, script, *words).run(code=0)
     found = results(done.stdout)
     assert [place for place, *_ in found] == PLACES
     assert [host for _, host, *_ in found] == ["emulated0", "emulated0", "emulated1", "emulated1"]
@@ -96,10 +93,9 @@ def test_a_rank_that_fails_under_srun_ends_all(
     script.write_text(
         f"import os, sys\nimport multiring\nc = multiring.init()\nif c.rank == 2: {how}\nc.barrier()\n"
     )
-    with start(cluster, script, "srun", "-N", "2", "--ntasks-per-node", "2", "python", "SCRIPT") as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == code, done.stderr
+    done = start(cluster, script, "srun", "-N", "2", "--ntasks-per-node", "2", "python", "SCRIPT").run(
+        code=code
+    )
     assert "PeerLostError" in done.stderr
 
 

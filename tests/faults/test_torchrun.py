@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from multiring.benchmarks.emulation import hosts as emulated_hosts
 from multiring.benchmarks.emulation.hosts import EmulatedHosts
 from tests.support import REPOSITORY, Job
 
@@ -44,14 +43,6 @@ if not os.path.exists(failed):
     {others}
 """
 PLACES = [[0, 4, 0, 2, 0, 2], [1, 4, 1, 2, 0, 2], [2, 4, 0, 2, 1, 2], [3, 4, 1, 2, 1, 2]]
-
-
-@pytest.fixture(scope="module")
-def two_hosts() -> Iterator[EmulatedHosts]:
-    if reason := emulated_hosts.why_not():
-        pytest.skip(reason)
-    with EmulatedHosts(2) as hosts:
-        yield hosts
 
 
 def command(hosts: EmulatedHosts, backend: str, host: int) -> list[str]:

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from multiring import config
+from multiring import _core, config
 from multiring.errors import UsageError
+from multiring.reductions import native_comm_dtype
 from tests.support import REPOSITORY
 
 
@@ -18,6 +19,13 @@ def test_an_empty_environment_gives_the_defaults() -> None:
 def test_the_table_sets_every_setting_and_nothing_else() -> None:
     fields = [field.name for field in dataclasses.fields(config.Settings)]
     assert [variable.field for variable in config.VARIABLES] == fields
+
+
+def test_the_core_has_the_same_defaults() -> None:
+    core, settings = _core.WorldOptions(), config.Settings()
+    for name in ("timeout", "stall_warning", "staging_bytes"):
+        assert getattr(core, name) == getattr(settings, name), name
+    assert core.comm_dtype == native_comm_dtype(settings.comm_dtype)
 
 
 def test_values_are_read() -> None:

@@ -25,19 +25,21 @@ V1 = {
 }
 
 
+def limited(root: Path, version: dict[str, str], limits: dict[str, str]) -> Path:
+    """A tree with these files of control groups."""
+    return tree(root, version | {f"sys/fs/cgroup/{name}": text for name, text in limits.items()})
+
+
 def test_the_tightest_limit_of_version_2_counts(tmp_path: Path) -> None:
-    root = tree(
-        tmp_path,
-        V2
-        | {
-            "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
-            "sys/fs/cgroup/a/cpu.max": "150000 100000\n",
-            "sys/fs/cgroup/a/b/memory.max": "500000000\n",
-            "sys/fs/cgroup/a/memory.max": "max\n",
-            "sys/fs/cgroup/a/b/pids.max": "100\n",
-            "sys/fs/cgroup/a/b/memory.events": "low 0\noom 2\noom_kill 3\n",
-        },
-    )
+    limits = {
+        "a/b/cpu.max": "max 100000\n",
+        "a/cpu.max": "150000 100000\n",
+        "a/b/memory.max": "500000000\n",
+        "a/memory.max": "max\n",
+        "a/b/pids.max": "100\n",
+        "a/b/memory.events": "low 0\noom 2\noom_kill 3\n",
+    }
+    root = limited(tmp_path, V2, limits)
     assert machine.cpu_quota(root) == 1.5
     assert machine.core_allowance(root) == 1
     assert machine.memory_limit(root) == 500_000_000
@@ -46,16 +48,12 @@ def test_the_tightest_limit_of_version_2_counts(tmp_path: Path) -> None:
 
 
 def test_version_1_in_a_container_sees_its_group_as_the_root(tmp_path: Path) -> None:
-    root = tree(
-        tmp_path,
-        V1
-        | {
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "250000\n",
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "700000000\n",
-            "sys/fs/cgroup/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
-        },
-    )
+    quota = {"cpu,cpuacct/cpu.cfs_quota_us": "250000\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"}
+    memory = {
+        "memory/memory.limit_in_bytes": "700000000\n",
+        "memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
+    }
+    root = limited(tmp_path, V1, quota | memory)
     assert machine.cpu_quota(root) == 2.5
     assert machine.memory_limit(root) == 700_000_000
     assert machine.oom_kills(root) == 1
@@ -63,11 +61,11 @@ def test_version_1_in_a_container_sees_its_group_as_the_root(tmp_path: Path) -> 
 
 def test_no_limit_is_none(tmp_path: Path) -> None:
     unlimited = {
-        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
-        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+        "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
     }
-    for root in (tree(tmp_path / "1", V1 | unlimited), tmp_path / "nothing"):
+    for root in (limited(tmp_path / "1", V1, unlimited), tmp_path / "nothing"):
         assert machine.cpu_quota(root) is None
         assert machine.memory_limit(root) is None
         assert machine.process_limit(root) is None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from multiring import Communicator
-from multiring.errors import AbortedError, MultiringError
+from multiring.errors import MultiringError
+from tests.on_ranks import on_ranks
 from tests.rank_pool import RankPool, RanksFailed, RanksTimedOut
 from tests.support import process_exists, wait_until
 
@@ -34,21 +36,6 @@ def refuse(comm: Communicator) -> int:
     if comm.rank == 1:
         raise LookupError("refused")
     return comm.rank
-
-
-def answer_with_code(comm: Communicator) -> Any:
-    return lambda: None
-
-
-class OddError(Exception):
-    """Cannot be made from its arguments alone, as unpickling wants to."""
-
-    def __init__(self, first: int, second: int) -> None:
-        super().__init__("odd")
-
-
-def raise_odd_error(comm: Communicator) -> None:
-    raise OddError(1, 2)
 
 
 def sleep_on_rank_0(comm: Communicator) -> None:
@@ -76,6 +63,13 @@ def test_every_rank_runs_the_function_in_a_process_that_stays(ranks: Ranks) -> N
     assert [pid for pid, _ in first] == [pid for pid, _ in second] == ranks(2).pids()
 
 
+@pytest.mark.parametrize("offset", [0, 5])
+@on_ranks(1, (2, 2))
+def test_all_ranks_run_a_test(comm: Communicator, offset: int) -> None:
+    assert comm.allgather(np.array([comm.rank + offset])).tolist() == [*range(offset, offset + comm.size)]
+    assert comm.cross_size == comm.size
+
+
 def test_a_failure_shows_every_rank_and_the_pool_goes_on(ranks: Ranks) -> None:
     pids = ranks(3).pids()
     with pytest.raises(RanksFailed, match="ValueError: only here") as caught:
@@ -93,17 +87,22 @@ def test_expected_errors_come_back_in_place_of_values(ranks: Ranks) -> None:
     assert isinstance(found[1], LookupError)
 
 
-def test_what_cannot_be_sent_is_told(ranks: Ranks) -> None:
-    with pytest.raises(RanksFailed, match="value of rank 0 cannot be sent"):
-        ranks(2).run(answer_with_code)
-    with pytest.raises(RanksFailed, match="OddError: odd"):
-        ranks(2).run(raise_odd_error)
-    assert [value for _, value in ranks(2).run(total, 0.0)] == [1.0, 1.0]
-
-
 def test_a_function_that_ranks_cannot_import_is_refused(ranks: Ranks) -> None:
     with pytest.raises(TypeError, match="top level"):
         ranks(2).run(lambda comm: None)
+
+
+def test_a_module_that_ranks_cannot_import_shows_its_first_error_each_time(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import os\nassert 'MULTIRING_RANK' not in os.environ, 'not on ranks'\ndef call(comm): pass\n"
+    (tmp_path / "not_on_ranks.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    function = importlib.import_module("not_on_ranks").call
+    for _ in range(2):
+        with pytest.raises(RanksFailed, match=r"import not_on_ranks failed on 2 of 2 ranks[^$]*not on ranks"):
+            ranks(2).run_expecting_errors(function)
+    assert [value for _, value in ranks(2).run(total, 0.0)] == [1.0, 1.0]
 
 
 def test_a_rank_that_hangs_is_named_with_its_stack_and_the_pool_starts_anew(pool: RankPool) -> None:
@@ -119,16 +118,3 @@ def test_a_rank_that_ends_is_told_and_the_pool_starts_anew(pool: RankPool) -> No
     with pytest.raises(AssertionError, match="failed with exit code 3"):
         pool.run(end_on_rank_0)
     assert [value for _, value in pool.run(total, 0.0)] == [1.0, 1.0]
-
-
-def test_closing_ends_the_ranks(pool: RankPool) -> None:
-    pids = pool.pids()
-    pool.close()
-    wait_until(lambda: not any(process_exists(pid) for pid in pids), "the end of the ranks")
-
-
-def test_aborted_errors_are_not_taken_for_the_cause() -> None:
-    from tests.rank_pool import _first_cause
-
-    errors: dict[int, BaseException] = {0: AbortedError("because of 1"), 1: KeyError("cause")}
-    assert isinstance(_first_cause(errors), KeyError)

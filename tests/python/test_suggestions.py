@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from typing import Unpack
 
 import numpy as np
 import pytest
 
 import multiring
 from multiring.config import load
+from multiring.errors import UsageError
+from multiring.gradients.options import ReducerKeywords, ReducerOptions
 from multiring.reductions import explain_arguments
-
-
-def last_words(script: str) -> str:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    return done.stderr.strip().splitlines()[-1]
+from tests.support import last_words
 
 
 @pytest.mark.parametrize(
@@ -57,6 +53,7 @@ def test_a_missing_framework_is_told_with_what_to_install(name: str) -> None:
             "jax.distribute(None, comm_dtype='float16')",
             "distribute has no argument 'comm_dtype': set MULTIRING_COMM_DTYPE",
         ),
+        ("jax.grouped_allreduce({}, check_every=10)", "unexpected keyword argument 'check_every'"),
     ],
 )
 def test_arguments_of_other_libraries_are_told_what_takes_their_place(call: str, said: str) -> None:
@@ -90,3 +87,21 @@ def test_arguments_that_a_function_has_are_its_own() -> None:
     assert reduce.__doc__ == "Reduce."
     with pytest.raises(TypeError, match="unexpected keyword argument 'frobnicate'"):
         reduce(1, frobnicate=2)  # type: ignore[call-arg]
+
+
+def test_options_of_a_reduction_are_keywords_of_each_function() -> None:
+    @explain_arguments
+    def optimizer(passes: int = 1, **options: Unpack[ReducerKeywords]) -> ReducerOptions:
+        return ReducerOptions.of(options, name=f"{passes} passes")
+
+    assert optimizer(prescale=2) == ReducerOptions(prescale=2.0, name="1 passes")
+    assert optimizer(average=False).op == "sum"
+    with pytest.warns(DeprecationWarning, match="wire is now called comm_dtype"):
+        assert optimizer(wire="float16").comm_dtype == "float16"  # type: ignore[call-arg]
+    for typo, meant in (("prescal", "prescale"), ("pases", "passes")):
+        with pytest.raises(TypeError, match=rf"optimizer\(\) .* '{typo}'. Did you mean '{meant}'\?"):
+            optimizer(**{typo: 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="has no argument 'prescale_factor': pass prescale"):
+        optimizer(prescale_factor=0.5)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="op and average are given"):
+        optimizer(average=True, op="average")

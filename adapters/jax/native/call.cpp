@@ -7,6 +7,27 @@
 namespace multiring::xla {
 namespace {
 
+struct KnownDtype {
+  DataType dtype;
+  std::size_t bytes;  // of an element
+  int core;           // mr_dtype; -1: cannot travel
+};
+
+const KnownDtype& known_dtype(DataType dtype) {
+  static constexpr KnownDtype kKnown[] = {
+      {DataType::kBool, 1, MR_BOOL},         {DataType::kInt8, 1, MR_INT8},
+      {DataType::kUInt8, 1, MR_UINT8},       {DataType::kInt16, 2, MR_INT16},
+      {DataType::kUInt16, 2, MR_UINT16},     {DataType::kInt32, 4, MR_INT32},
+      {DataType::kUInt32, 4, MR_UINT32},     {DataType::kInt64, 8, MR_INT64},
+      {DataType::kUInt64, 8, MR_UINT64},     {DataType::kFloat16, 2, MR_FLOAT16},
+      {DataType::kBFloat16, 2, MR_BFLOAT16}, {DataType::kFloat32, 4, MR_FLOAT32},
+      {DataType::kFloat64, 8, MR_FLOAT64},   {DataType::kComplex64, 8, -1},
+      {DataType::kComplex128, 16, -1}};
+  static constexpr KnownDtype kUnknown{DataType::kToken, 0, -1};
+  const auto* found = std::ranges::find(kKnown, dtype, &KnownDtype::dtype);
+  return found != std::end(kKnown) ? *found : kUnknown;
+}
+
 constexpr int kMajor = 0, kMinor = 3;  // of the ABI that xla_ffi.h describes
 
 std::vector<const Buffer*> buffers(const Values& values) {
@@ -37,33 +58,10 @@ bool answer_metadata(const CallFrame& frame) {
   return false;
 }
 
-ErrorCode error_code(mr_status status) {
-  switch (status) {
-    case MR_USAGE:
-      return ErrorCode::kInvalidArgument;
-    case MR_MISMATCH:
-      return ErrorCode::kFailedPrecondition;
-    case MR_TIMEOUT:
-      return ErrorCode::kDeadlineExceeded;
-    case MR_PEER_LOST:
-      return ErrorCode::kUnavailable;
-    case MR_ABORTED:
-      return ErrorCode::kAborted;
-    default:
-      return ErrorCode::kInternal;
-  }
-}
-
-/// The name of the Python exception; multiring.jax finds it in the message.
-const char* exception_name(mr_status status) {
-  static constexpr const char* kNames[] = {"InternalError", "UsageError",   "MismatchError", "TimeoutError",
-                                           "PeerLostError", "AbortedError", "InternalError"};
-  return kNames[std::clamp(static_cast<int>(status), 0, 6)];
-}
-
 Error* make_error(const CallFrame& frame, mr_status status, const char* message) {
-  const std::string text = std::string("multiring.") + exception_name(status) + ": " + message;
-  ErrorCreateArgs args{sizeof(ErrorCreateArgs), nullptr, text.c_str(), error_code(status)};
+  // multiring.jax finds the name in the message.
+  const std::string text = std::string("multiring.") + mr_status_name(status) + ": " + message;
+  ErrorCreateArgs args{sizeof(ErrorCreateArgs), nullptr, text.c_str(), mr_status_code(status)};
   return frame.api->error_create(&args);
 }
 
@@ -141,53 +139,16 @@ std::vector<std::string> lines(const std::string& text) {
 }
 
 std::size_t byte_count(const Buffer& buffer) {
-  static constexpr struct {
-    DataType dtype;
-    std::size_t bytes;
-  } kSizes[] = {{DataType::kBool, 1},    {DataType::kInt8, 1},      {DataType::kUInt8, 1},
-                {DataType::kInt16, 2},   {DataType::kUInt16, 2},    {DataType::kFloat16, 2},
-                {DataType::kInt32, 4},   {DataType::kUInt32, 4},    {DataType::kBFloat16, 2},
-                {DataType::kInt64, 8},   {DataType::kUInt64, 8},    {DataType::kFloat32, 4},
-                {DataType::kFloat64, 8}, {DataType::kComplex64, 8}, {DataType::kComplex128, 16}};
-  std::size_t bytes = 0;
-  for (const auto& size : kSizes)
-    if (size.dtype == buffer.dtype) bytes = size.bytes;
+  std::size_t bytes = known_dtype(buffer.dtype).bytes;
   for (std::int64_t axis = 0; axis < buffer.rank; ++axis)
     bytes *= static_cast<std::size_t>(buffer.dims[axis]);
   return bytes;
 }
 
 mr_dtype core_dtype(DataType dtype) {
-  switch (dtype) {
-    case DataType::kBool:
-      return MR_BOOL;
-    case DataType::kInt8:
-      return MR_INT8;
-    case DataType::kUInt8:
-      return MR_UINT8;
-    case DataType::kInt16:
-      return MR_INT16;
-    case DataType::kUInt16:
-      return MR_UINT16;
-    case DataType::kInt32:
-      return MR_INT32;
-    case DataType::kUInt32:
-      return MR_UINT32;
-    case DataType::kInt64:
-      return MR_INT64;
-    case DataType::kUInt64:
-      return MR_UINT64;
-    case DataType::kFloat16:
-      return MR_FLOAT16;
-    case DataType::kBFloat16:
-      return MR_BFLOAT16;
-    case DataType::kFloat32:
-      return MR_FLOAT32;
-    case DataType::kFloat64:
-      return MR_FLOAT64;
-    default:
-      throw Failure(MR_USAGE, "arrays of this dtype cannot travel");
-  }
+  const int core = known_dtype(dtype).core;
+  if (core < 0) throw Failure(MR_USAGE, "arrays of this dtype cannot travel");
+  return static_cast<mr_dtype>(core);
 }
 
 }  // namespace multiring::xla

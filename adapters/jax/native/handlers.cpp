@@ -49,7 +49,7 @@ void start(const Call& call) {
   const auto& inputs = call.arguments();
   const std::vector<const Buffer*> outputs(call.results().begin() + 1, call.results().end());
   const int kind = static_cast<int>(call.integer("kind"));
-  const bool in_place = kind == MR_ALLREDUCE || kind == MR_BROADCAST;
+  const bool in_place = mr_output_of(static_cast<mr_kind>(kind)) == MR_OUTPUT_SAME;
   const std::string name = call.text("name");
   std::vector<std::string> labels = lines(call.text("labels"));
   labels.resize(inputs.size());

@@ -151,10 +151,16 @@ inline std::uint64_t submit(const std::shared_ptr<PendingCall>& pending, const s
   PendingTable& table = PendingTable::instance();
   const std::uint64_t ticket = table.add(pending);
   auto context = std::make_unique<Context>(pending);
+  mr_submission submission = MR_SUBMISSION_INIT;
+  submission.name = name.c_str();
+  submission.operations = operations.data();
+  submission.count = static_cast<int>(operations.size());
+  submission.step = step;
+  submission.position = ordered ? table.next_ordered(pending->queue) : 0;
+  submission.done = on_done;
+  submission.context = context.get();
   mr_error error;
-  const mr_status status = mr_queue_submit_ordered(
-      pending->queue, name.c_str(), operations.data(), static_cast<int>(operations.size()), 0, step,
-      ordered ? table.next_ordered(pending->queue) : 0, on_done, context.get(), &error);
+  const mr_status status = mr_queue_submit(pending->queue, &submission, &error);
   if (status == MR_OK) {
     static_cast<void>(context.release());
     return ticket;

@@ -26,20 +26,11 @@ struct ApiVersion {
 
 struct Error;
 
-enum class ErrorCode : int {
-  kInvalidArgument = 3,
-  kDeadlineExceeded = 4,
-  kFailedPrecondition = 9,
-  kAborted = 10,
-  kInternal = 13,
-  kUnavailable = 14,
-};
-
 struct ErrorCreateArgs {
   std::size_t struct_size;
   ExtensionBase* extension_start;
   const char* message;
-  ErrorCode code;
+  int code;  // of absl
 };
 
 struct Api {

@@ -1,14 +1,12 @@
 #include "call.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <utility>
 
 #include "queues.h"
+#include "tensors.h"
 
 namespace multiring::tensorflow {
 namespace {
@@ -16,109 +14,21 @@ namespace {
 constexpr int kMaxDims = 8;  // of mr_operation
 
 int dtype_of(int type) {
-  switch (type) {
-    case kBool:
-      return MR_BOOL;
-    case kInt8:
-      return MR_INT8;
-    case kUint8:
-      return MR_UINT8;
-    case kInt16:
-      return MR_INT16;
-    case kUint16:
-      return MR_UINT16;
-    case kInt32:
-      return MR_INT32;
-    case kUint32:
-      return MR_UINT32;
-    case kInt64:
-      return MR_INT64;
-    case kUint64:
-      return MR_UINT64;
-    case kHalf:
-      return MR_FLOAT16;
-    case kBfloat16:
-      return MR_BFLOAT16;
-    case kFloat:
-      return MR_FLOAT32;
-    case kDouble:
-      return MR_FLOAT64;
-    default:
-      return -1;
-  }
-}
-
-int code_of(mr_status status) {
-  switch (status) {
-    case MR_OK:
-      return kOk;
-    case MR_USAGE:
-      return kInvalidArgument;
-    case MR_MISMATCH:
-      return kFailedPrecondition;
-    case MR_TIMEOUT:
-      return kDeadlineExceeded;
-    case MR_PEER_LOST:
-      return kUnavailable;
-    case MR_ABORTED:
-      return kAborted;
-    default:
-      return kInternal;
-  }
-}
-
-const char* kind_of(mr_status status) {
-  switch (status) {
-    case MR_USAGE:
-      return "UsageError: ";
-    case MR_MISMATCH:
-      return "MismatchError: ";
-    case MR_TIMEOUT:
-      return "TimeoutError: ";
-    case MR_PEER_LOST:
-      return "PeerLostError: ";
-    case MR_ABORTED:
-      return "AbortedError: ";
-    default:
-      return "InternalError: ";
-  }
+  static constexpr std::pair<int, int> kKnown[] = {
+      {kBool, MR_BOOL},     {kInt8, MR_INT8},    {kUint8, MR_UINT8},       {kInt16, MR_INT16},
+      {kUint16, MR_UINT16}, {kInt32, MR_INT32},  {kUint32, MR_UINT32},     {kInt64, MR_INT64},
+      {kUint64, MR_UINT64}, {kHalf, MR_FLOAT16}, {kBfloat16, MR_BFLOAT16}, {kFloat, MR_FLOAT32},
+      {kDouble, MR_FLOAT64}};
+  const auto* found = std::ranges::find(kKnown, type, &std::pair<int, int>::first);
+  return found != std::end(kKnown) ? found->second : -1;
 }
 
 std::string text_of(mr_status status, const mr_error* error) {
-  return std::string("multiring: ") + kind_of(status) + (error == nullptr ? "" : error->message);
+  return std::string("multiring: ") + mr_status_name(status) + ": " +
+         (error == nullptr ? "" : error->message);
 }
 
 bool splits_rows(mr_kind kind) { return kind == MR_REDUCE_SCATTER || kind == MR_ALLTOALL; }
-
-std::vector<int64_t> dims_of(const TF_Tensor* tensor) {
-  std::vector<int64_t> dims(static_cast<size_t>(api.TF_NumDims(tensor)));
-  for (size_t k = 0; k < dims.size(); ++k) dims[k] = api.TF_Dim(tensor, static_cast<int>(k));
-  return dims;
-}
-
-// Tensors without elements may have no memory; to the core, a null pointer means that there is no array.
-char nothing;
-
-void* data_of(const TF_Tensor* tensor) {
-  void* data = api.TF_TensorData(tensor);
-  return data == nullptr ? &nothing : data;
-}
-
-constexpr size_t kFaultInFrom = size_t{1} << 20;
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23  // since Linux 5.14
-#endif
-
-// Large memory that TensorFlow has just got from the system has no pages yet. They are made here, on one of
-// its many threads, and not by the queue's only one, for which all ranks wait. Whether it works does not
-// matter.
-void fault_in(void* data, size_t bytes) {
-  if (bytes < kFaultInFrom) return;
-  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  const auto start = reinterpret_cast<uintptr_t>(data);
-  const uintptr_t begin = (start + page - 1) / page * page, end = (start + bytes) / page * page;
-  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_WRITE);
-}
 
 }  // namespace
 
@@ -217,11 +127,10 @@ bool Call::add_tensor(int index) {
 }
 
 bool Call::add_output(int index, mr_operation& operation, std::vector<int64_t> dims) {
-  if (settings_.kind == MR_ALLGATHER || settings_.kind == MR_ALLTOALL)
-    return true;  // the extent is not known yet
+  if (mr_output_of(settings_.kind) == MR_OUTPUT_JOINED) return true;  // the extent is not known yet
   TF_Tensor* output = nullptr;
   const int rank = static_cast<int>(dims.size());
-  if (settings_.kind == MR_REDUCE_SCATTER) {
+  if (mr_output_of(settings_.kind) == MR_OUTPUT_BLOCK) {
     const int64_t size = mr_queue_size(queue_), own = mr_queue_rank(queue_);
     dims[0] = dims[0] / size + (own < dims[0] % size ? 1 : 0);
     const int type = api.TF_TensorType(held_.back());
@@ -229,30 +138,17 @@ bool Call::add_output(int index, mr_operation& operation, std::vector<int64_t> d
     output = api.TF_AllocateOutput(context_, index, type, dims.data(), rank, bytes, status_);
     if (!check()) return false;
   } else {
-    // TensorFlow hands the input's memory over only if nobody else holds it.
     api.TF_DeleteTensor(held_.back());
     held_.pop_back();
-    int forwarded = -1;
-    output = api.TF_ForwardInputOrAllocateOutput(context_, &index, 1, index, dims.data(), rank, &forwarded,
-                                                 status_);
-    if (!check()) return false;
-    if (forwarded < 0) {
-      TF_Tensor* input = nullptr;
-      api.TF_GetInput(context_, index, &input, status_);
-      if (!check()) {
-        api.TF_DeleteTensor(output);
-        return false;
-      }
-      held_.push_back(input);
-      operation.input = data_of(input);
-    } else {
-      operation.input = data_of(output);
-    }
+    void* target = nullptr;
+    if (!add_output_like(context_, index, held_, status_, &operation.input, &target)) return check();
+    operation.output = target;
+    operation.output_bytes = api.TF_TensorByteSize(held_.back());
+    return true;
   }
   held_.push_back(output);
   operation.output = data_of(output);
   operation.output_bytes = api.TF_TensorByteSize(output);
-  if (operation.output != operation.input) fault_in(operation.output, operation.output_bytes);
   return true;
 }
 
@@ -306,17 +202,23 @@ bool Call::submit() {
     return fail(kInvalidArgument, "multiring: UsageError: " + message);
   }
   mr_error error{};
-  const mr_status status = mr_queue_submit(
-      queue_, settings_.name.c_str(), operations_.data(), static_cast<int>(operations_.size()),
-      static_cast<int>(settings_.priority), step_, &Call::completed, this, &error);
-  return status == MR_OK || fail(code_of(status), text_of(status, &error));
+  mr_submission submission = MR_SUBMISSION_INIT;
+  submission.name = settings_.name.c_str();
+  submission.operations = operations_.data();
+  submission.count = static_cast<int>(operations_.size());
+  submission.priority = static_cast<int>(settings_.priority);
+  submission.step = step_;
+  submission.done = &Call::completed;
+  submission.context = this;
+  const mr_status status = mr_queue_submit(queue_, &submission, &error);
+  return status == MR_OK || fail(mr_status_code(status), text_of(status, &error));
 }
 
 void Call::completed(void* context, mr_status status, const mr_error* error, mr_work* const* works) {
   Call* call = static_cast<Call*>(context);
   if (status != MR_OK) {
-    call->fail(code_of(status), text_of(status, error));
-  } else if (call->settings_.kind == MR_ALLGATHER || call->settings_.kind == MR_ALLTOALL) {
+    call->fail(mr_status_code(status), text_of(status, error));
+  } else if (mr_output_of(call->settings_.kind) == MR_OUTPUT_JOINED) {
     call->take_result(works[0]);
   }
   if (call->done_) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "call.h"
+#include "delegated.h"
 #include "queues.h"
 
 namespace multiring::tensorflow {
@@ -93,6 +94,8 @@ void destroy(void* settings) { delete static_cast<Settings*>(settings); }
 
 CreateFunction creator(mr_kind kind) {
   switch (kind) {
+    case MR_ALLREDUCE:
+      return create<MR_ALLREDUCE>;
     case MR_REDUCE_SCATTER:
       return create<MR_REDUCE_SCATTER>;
     case MR_ALLGATHER:
@@ -104,7 +107,7 @@ CreateFunction creator(mr_kind kind) {
     case MR_BARRIER:
       return create<MR_BARRIER>;
     default:
-      return create<MR_ALLREDUCE>;
+      return nullptr;
   }
 }
 
@@ -123,7 +126,20 @@ void count_step(void* settings, TF_OpKernelContext* context, TF_AsyncOpKernelDon
   api.TF_RunAsyncOpKernelDoneCallback(done);
 }
 
-std::string add_kernel(const char* op, CreateFunction create, ComputeFunction compute) {
+void* create_delegated(TF_OpKernelConstruction* construction) {
+  Attributes attributes(construction);
+  return new DelegatedSettings{attributes.number("communicator"), attributes.text("tensor_name"),
+                               attributes.text("asked"), attributes.number("same_shapes") != 0};
+}
+
+void compute_delegated(void* settings, TF_OpKernelContext* context, TF_AsyncOpKernelDoneCallback* done) {
+  DelegatedCall::start(*static_cast<const DelegatedSettings*>(settings), context, done);
+}
+
+void destroy_delegated(void* settings) { delete static_cast<DelegatedSettings*>(settings); }
+
+std::string add_kernel(const char* op, CreateFunction create, ComputeFunction compute,
+                       DeleteFunction destroy) {
   TF_Status* status = api.TF_NewStatus();
   TF_KernelBuilder* builder = api.TF_NewAsyncKernelBuilder(op, "CPU", create, compute, destroy);
   api.TF_RegisterKernelBuilder(op, builder, status);
@@ -134,8 +150,15 @@ std::string add_kernel(const char* op, CreateFunction create, ComputeFunction co
 
 }  // namespace
 
-std::string register_kernel(const char* op, mr_kind kind) { return add_kernel(op, creator(kind), compute); }
+std::string register_kernel(const char* op, mr_kind kind) {
+  const CreateFunction create = creator(kind);
+  if (create == nullptr) return std::string("multiring has no kernel for ") + op;
+  return add_kernel(op, create, compute, destroy);
+}
 
-std::string register_step_kernel(const char* op) { return add_kernel(op, creator(MR_BARRIER), count_step); }
+std::string register_other_kernel(const char* op) {
+  if (op == std::string("MultiringStep")) return add_kernel(op, creator(MR_BARRIER), count_step, destroy);
+  return add_kernel(op, create_delegated, compute_delegated, destroy_delegated);
+}
 
 }  // namespace multiring::tensorflow

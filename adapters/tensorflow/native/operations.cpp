@@ -79,7 +79,7 @@ using Texts = std::vector<const char*>;
 
 struct Signature {
   const char* name;
-  std::optional<mr_kind> kind;  // none: counts steps
+  std::optional<mr_kind> kind;  // none: counts steps, or is delegated
   Texts inputs, outputs, attributes;
   ShapeFunction shapes;
 };
@@ -100,7 +100,7 @@ std::string register_op(const Signature& signature) {
   api.TF_DeleteStatus(status);
   if (!message.empty()) return message;
   return signature.kind ? register_kernel(signature.name, *signature.kind)
-                        : register_step_kernel(signature.name);
+                        : register_other_kernel(signature.name);
 }
 
 std::string register_all() {
@@ -136,6 +136,13 @@ std::string register_all() {
        {type},
        exchanged_shape},
       {"MultiringStep", {}, {}, {"step: int64"}, {}, unknown_shape},
+      {"MultiringDelegated",
+       {},
+       {"tensors: Tin"},
+       {"results: Tout"},
+       {"Tin: list(" MULTIRING_TYPES ") >= 0", "Tout: list(" MULTIRING_TYPES ") >= 1", "asked: string",
+        "same_shapes: int"},
+       unknown_shape},
   };
   for (const Signature& signature : signatures) {
     if (std::string message = register_op(signature); !message.empty()) return message;

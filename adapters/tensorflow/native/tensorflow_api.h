@@ -21,15 +21,7 @@ struct TF_Status;
 struct TF_Tensor;
 
 /* Values of TensorFlow's enums TF_Code and TF_DataType. */
-enum Code {
-  kOk = 0,
-  kInvalidArgument = 3,
-  kDeadlineExceeded = 4,
-  kFailedPrecondition = 9,
-  kAborted = 10,
-  kInternal = 13,
-  kUnavailable = 14
-};
+enum Code { kOk = 0, kInvalidArgument = 3, kFailedPrecondition = 9 };
 enum DataType {
   kFloat = 1,
   kDouble = 2,
@@ -63,6 +55,7 @@ using ShapeFunction = void (*)(TF_ShapeInferenceContext*, TF_Status*);
   F(TF_Dim, int64_t, (const TF_Tensor*, int))                                                                \
   F(TF_TensorData, void*, (const TF_Tensor*))                                                                \
   F(TF_TensorByteSize, size_t, (const TF_Tensor*))                                                           \
+  F(TF_DataTypeSize, size_t, (int))                                                                          \
   F(TF_DeleteTensor, void, (TF_Tensor*))                                                                     \
   F(TF_NewOpDefinitionBuilder, TF_OpDefinitionBuilder*, (const char*))                                       \
   F(TF_OpDefinitionBuilderAddAttr, void, (TF_OpDefinitionBuilder*, const char*))                             \

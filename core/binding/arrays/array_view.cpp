@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <functional>
 #include <optional>
 #include <string>
@@ -9,6 +10,7 @@
 
 #include "base/error.h"
 #include "binding/arrays/dlpack.h"
+#include "collective/kinds.h"
 
 namespace multiring::binding {
 namespace {
@@ -16,18 +18,18 @@ namespace {
 std::string type_name(py::handle object) { return py::str(py::type::handle_of(object).attr("__name__")); }
 
 std::optional<DType> integer_dtype(bool is_signed, std::size_t bytes) {
-  switch (bytes) {
-    case 1:
-      return is_signed ? DType::kInt8 : DType::kUInt8;
-    case 2:
-      return is_signed ? DType::kInt16 : DType::kUInt16;
-    case 4:
-      return is_signed ? DType::kInt32 : DType::kUInt32;
-    case 8:
-      return is_signed ? DType::kInt64 : DType::kUInt64;
-    default:
-      return std::nullopt;
-  }
+  if (bytes == 1) return is_signed ? DType::kInt8 : DType::kUInt8;
+  if (bytes == 2) return is_signed ? DType::kInt16 : DType::kUInt16;
+  if (bytes == 4) return is_signed ? DType::kInt32 : DType::kUInt32;
+  if (bytes == 8) return is_signed ? DType::kInt64 : DType::kUInt64;
+  return std::nullopt;
+}
+
+std::optional<DType> floating_dtype(std::size_t bytes) {
+  if (bytes == 2) return DType::kFloat16;
+  if (bytes == 4) return DType::kFloat32;
+  if (bytes == 8) return DType::kFloat64;
+  return std::nullopt;
 }
 
 /// struct-module format of one element; native byte order only.
@@ -35,30 +37,12 @@ std::optional<DType> format_dtype(const char* format, std::size_t bytes) {
   if (format == nullptr) return DType::kUInt8;
   if (*format == '@' || *format == '=' || *format == '<') ++format;
   if (format[0] == '\0' || format[1] != '\0') return std::nullopt;
-  switch (format[0]) {
-    case '?':
-      return DType::kBool;
-    case 'b':
-    case 'h':
-    case 'i':
-    case 'l':
-    case 'q':
-      return integer_dtype(true, bytes);
-    case 'B':
-    case 'H':
-    case 'I':
-    case 'L':
-    case 'Q':
-      return integer_dtype(false, bytes);
-    case 'e':
-      return DType::kFloat16;
-    case 'f':
-      return DType::kFloat32;
-    case 'd':
-      return DType::kFloat64;
-    default:
-      return std::nullopt;
-  }
+  const char letter = format[0];
+  if (letter == '?') return DType::kBool;
+  if (std::strchr("efd", letter) != nullptr) return floating_dtype(bytes);
+  if (std::strchr("bhilq", letter) != nullptr) return integer_dtype(true, bytes);
+  if (std::strchr("BHILQ", letter) != nullptr) return integer_dtype(false, bytes);
+  return std::nullopt;
 }
 
 std::optional<DType> dlpack_dtype(const dlpack::DataType& type) {
@@ -70,10 +54,7 @@ std::optional<DType> dlpack_dtype(const dlpack::DataType& type) {
     case dlpack::kUInt:
       return integer_dtype(false, bytes);
     case dlpack::kFloat:
-      if (bytes == 2) return DType::kFloat16;
-      if (bytes == 4) return DType::kFloat32;
-      if (bytes == 8) return DType::kFloat64;
-      return std::nullopt;
+      return floating_dtype(bytes);
     case dlpack::kBfloat:
       return bytes == 2 ? std::optional(DType::kBFloat16) : std::nullopt;
     case dlpack::kBool:
@@ -234,10 +215,9 @@ void ArrayView::set_layout(int dims, const std::int64_t* shape, const std::int64
 
 void ArrayView::describe_in(Descriptor& descriptor) const {
   descriptor.dtype = dtype_;
-  descriptor.bytes = bytes();
   descriptor.dims = static_cast<std::uint8_t>(dims_);
   descriptor.shape = shape_;
-  descriptor.rows = dims_ > 0 ? shape_[0] : 1;
+  set_extents(descriptor);
 }
 
 }  // namespace multiring::binding

@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "base/dtype.h"
+#include "base/arithmetic/dtype.h"
 #include "collective/operation.h"
 
 namespace multiring::binding {
@@ -28,8 +28,6 @@ class ArrayView {
   ~ArrayView();
   ArrayView(ArrayView&& other) noexcept;
   ArrayView& operator=(ArrayView&& other) noexcept;
-  ArrayView(const ArrayView&) = delete;
-  ArrayView& operator=(const ArrayView&) = delete;
 
   std::byte* data() const { return data_; }
   DType dtype() const { return dtype_; }
@@ -39,7 +37,7 @@ class ArrayView {
   std::size_t bytes() const { return count_ * dtype_size(dtype_); }
   /// Whether the elements lie one after the other in C order.
   bool contiguous() const { return contiguous_; }
-  /// Writes shape, dtype and bytes into a descriptor.
+  /// Writes dtype, shape and extents into a descriptor, whose kind is set.
   void describe_in(Descriptor& descriptor) const;
 
  private:

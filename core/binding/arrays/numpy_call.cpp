@@ -10,6 +10,7 @@
 #include "binding/arrays/array_view.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
+#include "collective/kinds.h"
 
 namespace multiring::binding {
 namespace {
@@ -18,32 +19,22 @@ constexpr const char* kCapsule = "multiring.Communicator";
 
 std::optional<DType> numpy_dtype(int type_num) {
   using Api = py::detail::npy_api;
-  switch (type_num) {
-    case Api::NPY_BOOL_:
-      return DType::kBool;
-    case Api::NPY_BYTE_:
-      return DType::kInt8;
-    case Api::NPY_UBYTE_:
-      return DType::kUInt8;
-    case Api::NPY_SHORT_:
-      return DType::kInt16;
-    case Api::NPY_USHORT_:
-      return DType::kUInt16;
-    case Api::NPY_INT_:
-      return DType::kInt32;
-    case Api::NPY_UINT_:
-      return DType::kUInt32;
-    case Api::NPY_LONG_:
-      return sizeof(long) == 8 ? DType::kInt64 : DType::kInt32;
-    case Api::NPY_ULONG_:
-      return sizeof(long) == 8 ? DType::kUInt64 : DType::kUInt32;
-    case Api::NPY_FLOAT_:
-      return DType::kFloat32;
-    case Api::NPY_DOUBLE_:
-      return DType::kFloat64;
-    default:  // float16 has its number behind those of Python objects and strings
-      return type_num == 23 ? std::optional(DType::kFloat16) : std::nullopt;
-  }
+  static constexpr std::pair<int, DType> kKnown[] = {
+      {Api::NPY_BOOL_, DType::kBool},
+      {Api::NPY_BYTE_, DType::kInt8},
+      {Api::NPY_UBYTE_, DType::kUInt8},
+      {Api::NPY_SHORT_, DType::kInt16},
+      {Api::NPY_USHORT_, DType::kUInt16},
+      {Api::NPY_INT_, DType::kInt32},
+      {Api::NPY_UINT_, DType::kUInt32},
+      {Api::NPY_LONG_, sizeof(long) == 8 ? DType::kInt64 : DType::kInt32},
+      {Api::NPY_ULONG_, sizeof(long) == 8 ? DType::kUInt64 : DType::kUInt32},
+      {Api::NPY_FLOAT_, DType::kFloat32},
+      {Api::NPY_DOUBLE_, DType::kFloat64},
+      {23, DType::kFloat16}};  // NPY_HALF, which pybind11 does not name
+  for (const auto& [number, dtype] : kKnown)
+    if (number == type_num) return dtype;
+  return std::nullopt;
 }
 
 /// What the call needs of a NumPy array; no reference is held, for the caller's arguments do.
@@ -131,14 +122,12 @@ bool take_arguments(PyObject* const* args, Operation* operation, double* timeout
       !take_comm_dtype(args[7], &descriptor.key.comm_dtype))
     return false;
   descriptor.key.kind = OpKind::kAllreduce;
-  descriptor.key.count = in.count;
   descriptor.set_name(name);
   descriptor.dtype = in.dtype;
-  descriptor.bytes = in.bytes();
   descriptor.dims = static_cast<std::uint8_t>(in.dims);
   for (int dim = 0; dim < in.dims; ++dim)
     descriptor.shape[static_cast<std::size_t>(dim)] = static_cast<std::uint64_t>(in.shape[dim]);
-  descriptor.rows = in.dims > 0 ? descriptor.shape[0] : 1;
+  set_extents(descriptor);
   operation->input = in.data;
   operation->output = out.data;
   operation->output_bytes = out.bytes();

@@ -3,8 +3,10 @@
 #include <pybind11/stl.h>
 
 #include <numeric>
+#include <string_view>
 
 #include "binding/arrays/dlpack.h"
+#include "collective/kinds.h"
 
 namespace py = pybind11;
 
@@ -26,27 +28,13 @@ void delete_capsule(PyObject* capsule) {
 
 dlpack::DataType dlpack_type(DType dtype) {
   const auto bits = static_cast<std::uint8_t>(dtype_size(dtype) * 8);
-  switch (dtype) {
-    case DType::kBool:
-      return {dlpack::kBool, bits, 1};
-    case DType::kInt8:
-    case DType::kInt16:
-    case DType::kInt32:
-    case DType::kInt64:
-      return {dlpack::kInt, bits, 1};
-    case DType::kUInt8:
-    case DType::kUInt16:
-    case DType::kUInt32:
-    case DType::kUInt64:
-      return {dlpack::kUInt, bits, 1};
-    case DType::kBFloat16:
-      return {dlpack::kBfloat, bits, 1};
-    case DType::kFloat16:
-    case DType::kFloat32:
-    case DType::kFloat64:
-      break;
-  }
-  return {dlpack::kFloat, bits, 1};
+  const std::string_view name = dtype_name(dtype);
+  const auto code = name == "bool"              ? dlpack::kBool
+                    : name == "bfloat16"        ? dlpack::kBfloat
+                    : name.starts_with("float") ? dlpack::kFloat
+                    : name.starts_with("uint")  ? dlpack::kUInt
+                                                : dlpack::kInt;
+  return {code, bits, 1};
 }
 
 }  // namespace
@@ -61,8 +49,7 @@ Result::Result(Operation& operation)
       received_(operation.received) {
   const Descriptor& descriptor = operation.descriptor;
   shape_.assign(descriptor.shape.begin(), descriptor.shape.begin() + descriptor.dims);
-  const bool joins_rows = descriptor.key.kind != OpKind::kSend && descriptor.key.kind != OpKind::kReceive;
-  if (!joins_rows) return;
+  if (traits_of(descriptor).run == nullptr) return;  // a message has the shape that the descriptor says
   // The rows are what the bytes hold; the rest of the shape is that of the input.
   if (shape_.empty()) shape_.push_back(1);
   shape_[0] = std::accumulate(received_.begin(), received_.end(), std::uint64_t{0});

@@ -67,6 +67,14 @@ typedef enum mr_kind {
   MR_RECV = 9
 } mr_kind;
 
+/* The result of an operation of a kind. */
+typedef enum mr_output {
+  MR_OUTPUT_NONE = 0,
+  MR_OUTPUT_SAME = 1,  /* has the shape of the operation; the caller has to give its memory */
+  MR_OUTPUT_BLOCK = 2, /* this rank's share of the rows */
+  MR_OUTPUT_JOINED = 3 /* rows of all ranks, known when the operation is done */
+} mr_output;
+
 typedef struct mr_error {
   mr_status status;
   int rank; /* -1: unknown */
@@ -140,6 +148,11 @@ typedef struct mr_operation {
 
 /* Version of the library, "0.1.0". */
 MR_API const char* mr_version(void);
+/* Name of the exception that Python raises: "MismatchError"; "InternalError" for what is no status. */
+MR_API const char* mr_status_name(mr_status status);
+/* The code of a status among those of gRPC and absl, which several frameworks use. */
+MR_API int mr_status_code(mr_status status);
+MR_API mr_output mr_output_of(mr_kind kind);
 
 /* Joins the ranks of one host through shared memory. Collective. */
 MR_API mr_status mr_world_create(const mr_store* store, const mr_world_options* options,
@@ -190,20 +203,28 @@ typedef void (*mr_done)(void* context, mr_status status, const mr_error* error, 
 MR_API mr_status mr_queue_create(mr_communicator* communicator, mr_queue** queue, mr_error* error);
 MR_API int mr_queue_rank(const mr_queue* queue);
 MR_API int mr_queue_size(const mr_queue* queue);
-/* Queues `count` operations under one name (at most 4096 bytes), matched with the peers' submission of that
- * name. A name may be submitted again: the k-th submission of a name on one rank meets the k-th on the
- * others, and has to be in the same `step` there: a number that the caller counts up, so that what a failed
- * step has omitted on one rank is MR_MISMATCH and not matched with the next one's (0: not counted).
- * Higher `priority` leaves earlier; rank 0's counts. Never waits for another rank. Arrays must live, and not
- * be touched, until `done` (NULL: none). Not for send and recv. */
-MR_API mr_status mr_queue_submit(mr_queue* queue, const char* name, const mr_operation* operations, int count,
-                                 int priority, uint64_t step, mr_done done, void* context, mr_error* error);
-/* As mr_queue_submit, for what all ranks submit in one order: `position` counts these from 1 on each rank (0:
- * in any order). Another name at the same position on another rank is MR_MISMATCH at once, and not after the
+/* Operations that are queued under one name.
+ *
+ * A submission is matched with the peers' submission of its name. A name may be submitted again: the k-th
+ * submission of a name on one rank meets the k-th on the others, and has to be in the same `step` there: a
+ * number that the caller counts up, so that what a failed step has omitted on one rank is MR_MISMATCH and not
+ * matched with the next one's. What all ranks submit in one order has a `position`, counted from 1 on each
+ * rank: another name at the same position on another rank is MR_MISMATCH at once, and not after the
  * timeout. */
-MR_API mr_status mr_queue_submit_ordered(mr_queue* queue, const char* name, const mr_operation* operations,
-                                         int count, int priority, uint64_t step, uint64_t position,
-                                         mr_done done, void* context, mr_error* error);
+typedef struct mr_submission {
+  size_t struct_size;
+  const char* name;               /* at most 4096 bytes */
+  const mr_operation* operations; /* not send and recv; arrays must live, and not be touched, until `done` */
+  int count;
+  int priority;      /* higher leaves earlier; rank 0's counts */
+  uint64_t step;     /* 0: not counted */
+  uint64_t position; /* 0: in any order */
+  mr_done done;      /* NULL: none */
+  void* context;
+} mr_submission;
+#define MR_SUBMISSION_INIT {sizeof(mr_submission), NULL, NULL, 0, 0, 0, 0, NULL, NULL}
+/* Queues a submission. Never waits for another rank. */
+MR_API mr_status mr_queue_submit(mr_queue* queue, const mr_submission* submission, mr_error* error);
 /* Breaks the queue on all ranks: pending and later submissions fail with MR_ABORTED and this message. */
 MR_API void mr_queue_abort(mr_queue* queue, const char* message);
 /* Ends this rank's part: pending submissions fail (done is called), later ones are refused with MR_ABORTED.

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/arithmetic/kernels/copy.h"
+#include "base/cache.h"
+
 namespace multiring {
 namespace {
 
-constexpr std::size_t kMostSegment = 128 * 1024;
-constexpr std::size_t kCacheLine = 64;
+constexpr std::size_t kMostGatherSegment = 128 * 1024;
 
 /// The most ranks of one host that are paired with one of another.
 std::size_t most_pairs(std::span<const std::vector<int>> hosts) {
@@ -30,12 +32,12 @@ ClusterAllgather::ClusterAllgather(Exchange& exchange, const OperationCall& call
       hosts_(exchange.transport(), exchange.rank()),
       own_(own),
       incoming_(incoming) {
-  lane_bytes_ = hierarchy_.staging_bytes() / most_pairs(hosts_.hosts()) / kCacheLine * kCacheLine;
-  if (lane_bytes_ == 0)
+  section_bytes_ = hierarchy_.staging_bytes() / most_pairs(hosts_.hosts()) / kCacheLine * kCacheLine;
+  if (section_bytes_ == 0)
     throw Error(ErrorKind::kUsage, "MULTIRING_STAGING_BYTES is too small for " +
                                        std::to_string(exchange.size()) + " ranks on " +
                                        std::to_string(hosts_.size()) + " hosts");
-  segment_bytes_ = std::min(lane_bytes_, kMostSegment);
+  segment_bytes_ = std::min(section_bytes_, kMostGatherSegment);
 }
 
 void ClusterAllgather::run(std::size_t longest) {
@@ -78,17 +80,17 @@ void ClusterAllgather::share_within_host(std::size_t step) {
                                : hosts_.paired(hosts_.before(distance(step)), local_rank);
   };
   const auto for_each = [&](std::size_t local_rank, auto&& visit) {
-    std::size_t lane = 0;
+    std::size_t section = 0;
     for (const int source : shared_by(local_rank)) {
       const StagedCopy::Incoming& piece = incoming_[static_cast<std::size_t>(source)];
       const Range range = segment(step, piece.bytes);
-      if (!range.empty()) visit(piece.data + range.begin, lane * lane_bytes_, range.size());
-      ++lane;
+      if (!range.empty()) visit(piece.data + range.begin, section * section_bytes_, range.size());
+      ++section;
     }
   };
   std::byte* const staging = hierarchy_.staging(static_cast<int>(hosts_.local_rank()));
   for_each(hosts_.local_rank(), [&](const std::byte* data, std::size_t offset, std::size_t bytes) {
-    std::memcpy(staging + offset, data, bytes);
+    copy_bytes(staging + offset, data, bytes);
   });
   synchronise_host(exchange_, call_, hierarchy_);
   // Start with the next: the readers of a rank's memory do not all queue for it.
@@ -96,7 +98,7 @@ void ClusterAllgather::share_within_host(std::size_t step) {
     const std::size_t local_rank = (hosts_.local_rank() + ahead) % local_ranks.size();
     const std::byte* const staged = hierarchy_.staged(static_cast<int>(local_rank));
     for_each(local_rank, [&](std::byte* data, std::size_t offset, std::size_t bytes) {
-      std::memcpy(data, staged + offset, bytes);
+      copy_bytes(data, staged + offset, bytes);
     });
   }
 }

@@ -44,7 +44,7 @@ class ClusterAllgather {
   const HostRing hosts_;
   const StagedCopy::Outgoing own_;
   std::span<const StagedCopy::Incoming> incoming_;
-  std::size_t lane_bytes_ = 0;  // staging memory for each piece that a rank shares in a step
+  std::size_t section_bytes_ = 0;  // staging memory for each piece that a rank shares in a step
   std::size_t segment_bytes_ = 0;
 };
 

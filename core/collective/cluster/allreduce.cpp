@@ -1,26 +1,22 @@
 #include "collective/cluster/allreduce.h"
 
 #include <algorithm>
-#include <cstring>
 #include <set>
+
+#include "base/arithmetic/kernels/copy.h"
+#include "base/cache.h"
 
 namespace multiring {
 namespace {
 
-constexpr std::size_t kCacheLine = 64;
-
 // Fewer bytes should not be worth the messages of another segment. Estimated, as is the number below.
-constexpr std::size_t kLeastSegment = 128 * 1024;
+constexpr std::size_t kLeastReduceSegment = 128 * 1024;
 // With so many segments several are in flight most of the time.
 constexpr std::size_t kSegments = 4;
 
 DType carried_dtype(const Operation& operation) {
   const CommDtype comm_dtype = operation.descriptor.key.comm_dtype;
   return is_rounded(comm_dtype) ? rounded_dtype(comm_dtype) : operation.dtype();
-}
-
-std::size_t round_up(std::size_t bytes, std::size_t multiple) {
-  return (bytes + multiple - 1) / multiple * multiple;
 }
 
 }  // namespace
@@ -72,7 +68,7 @@ ClusterAllreduce::~ClusterAllreduce() {
 void ClusterAllreduce::divide(std::size_t wanted) {
   const std::size_t most = hierarchy_.staging_bytes() / 2 / kCacheLine * kCacheLine;
   std::size_t bytes = wanted > 0 ? std::clamp(round_up(wanted, kCacheLine), std::min(kCacheLine, most), most)
-                                 : std::clamp(bytes_ / kSegments, std::min(kLeastSegment, most), most);
+                                 : std::clamp(bytes_ / kSegments, std::min(kLeastReduceSegment, most), most);
   const std::size_t count = segment_count(bytes_, bytes);
   bytes = round_up((bytes_ + count - 1) / count, kCacheLine);
   segment_bytes_ = std::min({bytes, most, bytes_});
@@ -132,8 +128,8 @@ void ClusterAllreduce::publish(std::size_t index) {
   const InFlightSegment& finished = in_flight(index);
   const RankSchedule& schedule = *finished.schedule;
   if (schedule.share.empty()) return;
-  std::memcpy(hierarchy_.staging(local_rank_) + segment_bytes_, finished.memory + schedule.result,
-              schedule.share.size() * carried_element_);
+  copy_bytes(hierarchy_.staging(local_rank_) + segment_bytes_, finished.memory + schedule.result,
+             schedule.share.size() * carried_element_);
 }
 
 /// Adds this rank's share of what its host has staged, and sends it on.

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "base/immovable.h"
 #include "collective/exchange.h"
 #include "collective/operation.h"
 #include "collective/plan/plan_cache.h"
@@ -31,14 +32,12 @@ namespace multiring {
 ///
 /// With a half-precision comm_dtype the workspace and the results that a host shares are of that type; staged
 /// contributions stay float32.
-class ClusterAllreduce {
+class ClusterAllreduce : Immovable {
  public:
   /// `operations`: one, or several of the same reduction; the same on all ranks, at least one element.
   ClusterAllreduce(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations,
                    const PieceList& pieces, Hierarchy& hierarchy);
   ~ClusterAllreduce();
-  ClusterAllreduce(const ClusterAllreduce&) = delete;
-  ClusterAllreduce& operator=(const ClusterAllreduce&) = delete;
 
   void run();
 
@@ -81,7 +80,7 @@ class ClusterAllreduce {
   const std::size_t element_;           // bytes of one in the arrays
   const std::size_t carried_element_;
   const std::size_t bytes_;
-  Waiting waiting_;
+  WaitOptions waiting_;
   std::size_t segment_bytes_ = 0;
   std::size_t segments_ = 0;
   std::size_t steps_ = 0;

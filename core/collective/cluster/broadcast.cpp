@@ -1,8 +1,9 @@
 #include "collective/cluster/broadcast.h"
 
 #include <algorithm>
-#include <cstring>
 
+#include "base/arithmetic/kernels/copy.h"
+#include "base/cache.h"
 #include "collective/cluster/host_ranks.h"
 
 namespace multiring {
@@ -10,12 +11,11 @@ namespace {
 
 // For each host. Estimated, not measured: below, sending to all hosts at once is faster than a chain.
 constexpr std::size_t kChainFrom = 64 * 1024;
-constexpr std::size_t kLeastSegment = 16 * 1024;
-constexpr std::size_t kMostSegment = 256 * 1024;
+constexpr std::size_t kLeastBroadcastSegment = 16 * 1024;
+constexpr std::size_t kMostBroadcastSegment = 256 * 1024;
 // The chain fills before the last host has the first segment. With so many segments for each host that is a
 // small part of the time.
 constexpr std::size_t kSegmentsPerHost = 8;
-constexpr std::size_t kCacheLine = 64;
 
 }  // namespace
 
@@ -35,9 +35,9 @@ ClusterBroadcast::ClusterBroadcast(Exchange& exchange, const OperationCall& call
     chain_.push_back(hosts.counterpart(ranks));
   }
   const std::size_t bytes = operation.descriptor.bytes;
-  const std::size_t most = std::min(kMostSegment, exchange.transport().staging_bytes());
+  const std::size_t most = std::min(kMostBroadcastSegment, exchange.transport().staging_bytes());
   const std::size_t wanted = bytes / (kSegmentsPerHost * hosts.size()) / kCacheLine * kCacheLine;
-  segment_bytes_ = std::clamp(wanted, std::min(kLeastSegment, most), most);
+  segment_bytes_ = std::clamp(wanted, std::min(kLeastBroadcastSegment, most), most);
   segments_ = segment_count(bytes, segment_bytes_);
 }
 
@@ -76,11 +76,11 @@ void ClusterBroadcast::share_within_host(std::size_t index, const std::byte* hel
   };
   const Range range = segment(index);
   if (held != nullptr)
-    std::memcpy(hierarchy_.staging(local_rank_of(exchange_.rank())), held + range.begin, range.size());
+    copy_bytes(hierarchy_.staging(local_rank_of(exchange_.rank())), held + range.begin, range.size());
   synchronise_host(exchange_, call_, hierarchy_);
   if (held == nullptr)
-    std::memcpy(operation_.output + range.begin, hierarchy_.staged(local_rank_of(chain_[chain_index_])),
-                range.size());
+    copy_bytes(operation_.output + range.begin, hierarchy_.staged(local_rank_of(chain_[chain_index_])),
+               range.size());
 }
 
 }  // namespace multiring

@@ -1,8 +1,9 @@
 #include "collective/cluster/copy.h"
 
 #include <algorithm>
-#include <cstring>
 
+#include "base/arithmetic/kernels/copy.h"
+#include "base/cache.h"
 #include "collective/cluster/host_ranks.h"
 #include "topology/chunks.h"
 
@@ -12,8 +13,7 @@ namespace {
 // As for allreduces (collective/allreduce.cpp). Estimated, not measured.
 constexpr std::size_t kMessagesFrom = 16 * 1024;
 constexpr std::size_t kLeastPiece = 1024;
-constexpr std::size_t kMostSegment = 256 * 1024;
-constexpr std::size_t kCacheLine = 64;
+constexpr std::size_t kMostCopySegment = 256 * 1024;
 
 // More bytes in flight made broadcasts and alltoalls slower, fewer messages allgathers and reduce-scatters
 // (4 x 2 emulated hosts, 1 Gbit/s).
@@ -33,7 +33,7 @@ bool worth_messages(const Transport& transport, std::size_t bytes, std::size_t p
 }
 
 void synchronise_host(const Exchange& exchange, const OperationCall& call, Hierarchy& hierarchy) {
-  Waiting waiting = call.waiting;
+  WaitOptions waiting = call.waiting;
   waiting.brief = true;  // all are in the operation
   const WaitResult result = hierarchy.synchronise(waiting);
   if (!result.ok()) exchange.throw_in_progress(call, result, result.peer);
@@ -77,7 +77,7 @@ void MessageRing::post(int to, std::span<const std::byte> out, int from, std::sp
   slot.in = in;
   if (!in.empty()) slot.received = hierarchy_.post_receive(from, {slot.memory + segment_, in.size()});
   if (out.empty()) return;
-  std::memcpy(slot.memory, out.data(), out.size());
+  copy_bytes(slot.memory, out.data(), out.size());
   const std::span<const std::byte> parts[] = {{slot.memory, out.size()}};
   slot.sent = hierarchy_.post_send(to, parts);
 }
@@ -89,7 +89,7 @@ void MessageRing::finish() {
 void MessageRing::complete(Slot& slot) {
   if (slot.received != 0) {
     wait(slot.received, slot.from);
-    std::memcpy(slot.in.data(), slot.memory + segment_, slot.in.size());
+    copy_bytes(slot.in.data(), slot.memory + segment_, slot.in.size());
   }
   if (slot.sent != 0) wait(slot.sent, slot.to);
 }
@@ -123,7 +123,7 @@ void ClusterCopy::run(std::size_t longest) {
   }
   // The division into segments is the same on all ranks.
   MessageRing ring(exchange_, call_, hierarchy_,
-                   std::min(kMostSegment, exchange_.transport().staging_bytes()));
+                   std::min(kMostCopySegment, exchange_.transport().staging_bytes()));
   ring.connect(peers);
   const int size = exchange_.size();
   for (int step = 1; step < size; ++step)
@@ -149,29 +149,29 @@ void ClusterCopy::exchange_with(MessageRing& ring, int to, int from) {
 void ClusterCopy::copy_within_host(std::size_t longest) {
   const auto self = static_cast<std::size_t>(exchange_.rank());
   if (incoming_[self].bytes > 0)
-    std::memcpy(incoming_[self].data, outgoing_[self].data, incoming_[self].bytes);
+    copy_bytes(incoming_[self].data, outgoing_[self].data, incoming_[self].bytes);
   if (local_ranks_.size() == 1) return;
-  const std::size_t lane = hierarchy_.staging_bytes() / local_ranks_.size() / kCacheLine * kCacheLine;
-  if (lane == 0)
+  const std::size_t section = hierarchy_.staging_bytes() / local_ranks_.size() / kCacheLine * kCacheLine;
+  if (section == 0)
     throw Error(ErrorKind::kUsage, "MULTIRING_STAGING_BYTES is too small for " +
                                        std::to_string(local_ranks_.size()) + " ranks on a host");
   const auto local_rank =
       static_cast<std::size_t>(std::ranges::find(local_ranks_, exchange_.rank()) - local_ranks_.begin());
-  for (std::size_t segment = 0; segment < segment_count(longest, lane); ++segment) {
+  for (std::size_t segment = 0; segment < segment_count(longest, section); ++segment) {
     for (std::size_t other = 0; other < local_ranks_.size(); ++other) {
       const StagedCopy::Outgoing& out = outgoing_[static_cast<std::size_t>(local_ranks_[other])];
-      const Range range = segment_range(out.bytes, lane, segment);
+      const Range range = segment_range(out.bytes, section, segment);
       if (other != local_rank && !range.empty())
-        std::memcpy(hierarchy_.staging(static_cast<int>(local_rank)) + other * lane, out.data + range.begin,
-                    range.size());
+        copy_bytes(hierarchy_.staging(static_cast<int>(local_rank)) + other * section, out.data + range.begin,
+                   range.size());
     }
     synchronise_host(exchange_, call_, hierarchy_);
     for (std::size_t other = 0; other < local_ranks_.size(); ++other) {
       const StagedCopy::Incoming& in = incoming_[static_cast<std::size_t>(local_ranks_[other])];
-      const Range range = segment_range(in.bytes, lane, segment);
+      const Range range = segment_range(in.bytes, section, segment);
       if (other != local_rank && !range.empty())
-        std::memcpy(in.data + range.begin, hierarchy_.staged(static_cast<int>(other)) + local_rank * lane,
-                    range.size());
+        copy_bytes(in.data + range.begin, hierarchy_.staged(static_cast<int>(other)) + local_rank * section,
+                   range.size());
     }
   }
 }

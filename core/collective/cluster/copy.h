@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "base/immovable.h"
 #include "collective/exchange.h"
 #include "collective/staged/copy.h"
 #include "transport/hierarchy.h"
@@ -20,13 +21,11 @@ void synchronise_host(const Exchange& exchange, const OperationCall& call, Hiera
 
 /// A ring of slots for messages between hosts. Messages are posted from it and not from the caller's arrays,
 /// which a network might write to after an operation has failed.
-class MessageRing {
+class MessageRing : Immovable {
  public:
   /// `segment`: most bytes of a message.
   MessageRing(Exchange& exchange, const OperationCall& call, Hierarchy& hierarchy, std::size_t segment);
   ~MessageRing();
-  MessageRing(const MessageRing&) = delete;
-  MessageRing& operator=(const MessageRing&) = delete;
 
   std::size_t segment() const { return segment_; }
   /// Messages in flight at once in each direction: what was posted so many posts ago is complete.
@@ -54,7 +53,7 @@ class MessageRing {
   const OperationCall& call_;
   Hierarchy& hierarchy_;
   const std::size_t segment_;
-  Waiting waiting_;
+  WaitOptions waiting_;
   std::shared_ptr<std::vector<std::byte>> memory_;
   std::vector<Slot> slots_;
   std::size_t next_ = 0;

@@ -1,13 +1,14 @@
 #include "collective/cluster/reduce_scatter.h"
 
 #include <algorithm>
-#include <cstring>
+
+#include "base/arithmetic/kernels/copy.h"
+#include "base/cache.h"
 
 namespace multiring {
 namespace {
 
-constexpr std::size_t kMostSegment = 128 * 1024;
-constexpr std::size_t kCacheLine = 64;
+constexpr std::size_t kMostScatterSegment = 128 * 1024;
 
 }  // namespace
 
@@ -29,13 +30,13 @@ ClusterReduceScatter::ClusterReduceScatter(Exchange& exchange, const OperationCa
 void ClusterReduceScatter::divide() {
   std::size_t most = 0;
   for (const std::vector<int>& host : hosts_.hosts()) most = std::max(most, host.size());
-  const std::size_t lane = hierarchy_.staging_bytes() / most / kCacheLine * kCacheLine;
-  if (lane == 0)
+  const std::size_t section = hierarchy_.staging_bytes() / most / kCacheLine * kCacheLine;
+  if (section == 0)
     throw Error(ErrorKind::kUsage,
                 "MULTIRING_STAGING_BYTES is too small for " + std::to_string(most) + " ranks on a host");
   std::size_t longest = 0;
   for (const Range block : blocks_) longest = std::max(longest, block.size());
-  segment_bytes_ = std::min(lane, kMostSegment);
+  segment_bytes_ = std::min(section, kMostScatterSegment);
   segments_ = segment_count(longest, segment_bytes_);
   const std::size_t elements = std::min(longest, segment_bytes_) / element_;
   for (const std::vector<Subtree>& nodes : nodes_)
@@ -72,16 +73,16 @@ void ClusterReduceScatter::run() {
     join(left);
 }
 
-/// A lane of this rank's staging memory for each rank of the host of the step.
+/// A section of this rank's staging memory for each rank of the host of the step.
 void ClusterReduceScatter::stage(std::size_t step) {
   if (hosts_.own().size() == 1) return;
-  std::byte* lane = hierarchy_.staging(static_cast<int>(hosts_.local_rank()));
+  std::byte* section = hierarchy_.staging(static_cast<int>(hosts_.local_rank()));
   for (const int rank : hosts_.after(distance(step))) {
     const Range range = segment_of(rank, segment(step));
     if (!range.empty())
-      std::memcpy(lane, operation_.input + blocks_[static_cast<std::size_t>(rank)].begin + range.begin,
-                  range.size());
-    lane += segment_bytes_;
+      copy_bytes(section, operation_.input + blocks_[static_cast<std::size_t>(rank)].begin + range.begin,
+                 range.size());
+    section += segment_bytes_;
   }
   synchronise_host(exchange_, call_, hierarchy_);
 }
@@ -110,7 +111,7 @@ std::size_t ClusterReduceScatter::add_host(int rank, std::size_t step, std::byte
   const std::vector<int>& local_ranks = hosts_.own();
   const std::vector<int>& targets = hosts_.after(distance(step));
   const Range range = segment_of(rank, segment(step));
-  const auto lane = static_cast<std::size_t>(std::ranges::find(targets, rank) - targets.begin());
+  const auto section = static_cast<std::size_t>(std::ranges::find(targets, rank) - targets.begin());
   std::byte* end = to;
   for (const Subtree node : nodes_[0]) {
     inputs_.clear();
@@ -120,7 +121,7 @@ std::size_t ClusterReduceScatter::add_host(int rank, std::size_t step, std::byte
       const std::byte* const input =
           local_ranks.size() == 1
               ? operation_.input + blocks_[static_cast<std::size_t>(rank)].begin + range.begin
-              : hierarchy_.staged(static_cast<int>(local_rank)) + lane * segment_bytes_;
+              : hierarchy_.staged(static_cast<int>(local_rank)) + section * segment_bytes_;
       inputs_.push_back({{other, other + 1}, input});
     }
     sums_.join(inputs_, node, end, range.size() / element_);

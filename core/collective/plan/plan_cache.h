@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/dtype.h"
+#include "base/arithmetic/dtype.h"
 #include "base/export.h"
 #include "collective/plan/plan_schedule.h"
 #include "collective/plan/tuning.h"

@@ -4,12 +4,11 @@
 #include <map>
 #include <utility>
 
+#include "base/cache.h"
 #include "topology/transfers.h"
 
 namespace multiring {
 namespace {
-
-constexpr std::size_t kCacheLine = 64;
 
 class Scheduler {
  public:
@@ -35,7 +34,7 @@ class Scheduler {
 
   std::size_t allocate(std::size_t bytes) {
     const std::size_t offset = end_;
-    end_ += (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+    end_ += round_up(bytes, kCacheLine);
     return offset;
   }
 
@@ -69,9 +68,9 @@ class Scheduler {
   }
 
   void add_step(const Step& step) {
-    const int rounds = round_count(step);
+    const int hops = hop_count(step);
     const std::size_t first = schedule_.steps.size();
-    schedule_.steps.resize(first + static_cast<std::size_t>(rounds));
+    schedule_.steps.resize(first + static_cast<std::size_t>(hops));
     for (const Group& group : step.groups) {
       if (std::ranges::find(group.ranks, rank_) == group.ranks.end()) continue;
       // By position in the group: whose contributions each has summed.
@@ -80,13 +79,12 @@ class Scheduler {
         for (std::size_t member = 0; member < group.ranks.size(); ++member)
           summed.push_back(step.holdings[group.first_holding + member].ranks);
       const Step alone{step.phase, step.dimension, step.algorithm, {group}, step.holdings};
-      for (int round = 0; round < rounds; ++round)
-        add_round(alone, round, summed, schedule_.steps[first + static_cast<std::size_t>(round)]);
+      for (int hop = 0; hop < hops; ++hop)
+        add_hop(alone, hop, summed, schedule_.steps[first + static_cast<std::size_t>(hop)]);
     }
   }
 
-  void add_round(const Step& step, int round, std::vector<std::vector<int>>& summed,
-                 RankSchedule::Step& out) {
+  void add_hop(const Step& step, int hop, std::vector<std::vector<int>>& summed, RankSchedule::Step& out) {
     const std::vector<int>& ranks = step.groups[0].ranks;
     const auto position = [&](int rank) {
       return static_cast<std::size_t>(std::ranges::find(ranks, rank) - ranks.begin());
@@ -94,7 +92,7 @@ class Scheduler {
     std::vector<std::vector<int>> after = summed;
     std::map<std::size_t, RankSchedule::Join> joins;  // by the range's begin
     std::vector<Range> handed_over;
-    for_each_transfer(plan_, step, round, [&](const Transfer& transfer) {
+    for_each_transfer(plan_, step, hop, [&](const Transfer& transfer) {
       const bool result = transfer.kind == TransferKind::kResult;
       if (transfer.from == rank_) {
         out.sends.push_back(result ? result_message(transfer.to, transfer.range)

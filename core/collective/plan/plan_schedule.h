@@ -31,7 +31,7 @@ struct RankSchedule {
     std::vector<Sum> inputs;  ///< ascending and disjoint
     std::vector<Sum> outputs;
   };
-  /// One round of messages of the plan, then additions of what came.
+  /// One hop of messages of the plan, then additions of what came.
   struct Step {
     std::vector<Message> sends;
     std::vector<Message> receives;

@@ -3,12 +3,11 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/cache.h"
 #include "collective/sums/rank_pointers.h"
 
 namespace multiring {
 namespace {
-
-constexpr std::size_t kCacheLine = 64;
 
 // Where a rank reads no more bytes of its peers than this, a second synchronisation costs more than every
 // rank adding everything. Where ranks outnumber the cores, each synchronisation is a context switch.
@@ -59,14 +58,16 @@ void StagedAllreduce::take(std::byte* staging, Range segment, Range part) {
   pieces_.write(take_cursor_, {segment.begin + part.begin, segment.begin + part.end}, staging + part.begin);
 }
 
+void StagedAllreduce::stage_whole(Range segment) {
+  stage(exchange_.staging(exchange_.rank()), segment, {0, segment.size()});
+  exchange_.staged(segment.size());
+}
+
 void StagedAllreduce::stage_first() {
-  std::byte* staging = exchange_.staging(exchange_.rank());
   const Range first = segment(0);
   stage_cursor_ = 0;
-  if (whole_) {
-    stage(staging, first, {0, first.size()});
-    return exchange_.staged(first.size());
-  }
+  if (whole_) return stage_whole(first);
+  std::byte* staging = exchange_.staging(exchange_.rank());
   for_each_staged(first, [&](Range part) { stage(staging, first, part); });
 }
 
@@ -74,10 +75,10 @@ void StagedAllreduce::run() {
   if (whole_) return run_whole();
   const std::size_t segments = segment_count(bytes_, segment_bytes_);
   for (std::size_t index = 1; index <= segments; ++index) {
-    exchange_.begin(call_.descriptor);
-    take_and_stage(index);
-    reduce_slice(index - 1);
-    exchange_.synchronise_again(call_);
+    exchange_.next(call_, [&] {
+      take_and_stage(index);
+      reduce_slice(index - 1);
+    });
   }
   std::byte* staging = exchange_.transport().staging(exchange_.rank(), exchange_.round() - 1);
   const Range last = segment(segments - 1);
@@ -127,11 +128,7 @@ void StagedAllreduce::run_whole() {
   for (std::size_t index = 0; index < segments; ++index) {
     reduce_whole(segment(index));
     if (index + 1 == segments) return;
-    exchange_.begin(call_.descriptor);
-    const Range next = segment(index + 1);
-    stage(exchange_.staging(exchange_.rank()), next, {0, next.size()});
-    exchange_.staged(next.size());
-    exchange_.synchronise_again(call_);
+    exchange_.next(call_, [&] { stage_whole(segment(index + 1)); });
   }
 }
 

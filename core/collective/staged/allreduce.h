@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "base/immovable.h"
 #include "collective/exchange.h"
 #include "collective/operation.h"
 #include "collective/sums/piece_list.h"
@@ -31,12 +32,10 @@ namespace multiring {
 /// do not share memory, segment by segment; they round what a plan would have rounded.
 ///
 /// The elements may lie in many pieces: those of one array, or several arrays.
-class StagedAllreduce {
+class StagedAllreduce : Immovable {
  public:
   /// `operations`: one, or several of the same reduction.
   StagedAllreduce(Exchange& exchange, const OperationCall& call, std::span<Operation* const> operations);
-  StagedAllreduce(const StagedAllreduce&) = delete;
-  StagedAllreduce& operator=(const StagedAllreduce&) = delete;
 
   /// Stages the first segment in the round that the caller has begun and will synchronise.
   void stage_first();
@@ -52,6 +51,7 @@ class StagedAllreduce {
   void for_each_staged(Range segment, const Body& body) const;
   void take(std::byte* staging, Range segment, Range part);
   void stage(std::byte* staging, Range segment, Range part);
+  void stage_whole(Range segment);
   void take_and_stage(std::size_t index);
   void reduce_slice(std::size_t index);
   void reduce_whole(Range segment);

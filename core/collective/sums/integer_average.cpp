@@ -1,17 +1,18 @@
 #include "collective/sums/integer_average.h"
 
 #include <algorithm>
-#include <cstring>
+#include <iterator>
 #include <vector>
 
+#include "base/arithmetic/kernels/copy.h"
+#include "base/cache.h"
+#include "collective/kinds.h"
 #include "collective/sums/piece_list.h"
 
 namespace multiring {
 namespace {
 
 __extension__ typedef __int128 Int128;
-
-constexpr std::size_t kBlock = 1024;  // elements; they stay in the first cache
 
 template <typename T>
 constexpr std::size_t kLimbs = sizeof(T) < 8 ? 1 : 2;
@@ -52,19 +53,18 @@ void scale(DType dtype, T* data, std::size_t count, double factor) {
 /// Calls body(range) for `bytes` bytes in blocks.
 template <typename T, class Body>
 void for_each_block(std::size_t bytes, const Body& body) {
-  for (std::size_t begin = 0; begin < bytes; begin += kBlock * sizeof(T))
-    body(Range{begin, std::min(begin + kBlock * sizeof(T), bytes)});
+  for (std::size_t begin = 0; begin < bytes; begin += kCachedElements * sizeof(T))
+    body(Range{begin, std::min(begin + kCachedElements * sizeof(T), bytes)});
 }
 
 template <typename T>
-void average(Exchange& exchange, const OperationCall& call, Operation& operation,
-             void (*collective)(Exchange&, const OperationCall&, Operation&)) {
+void average(Exchange& exchange, const OperationCall& call, Operation& operation) {
   const Descriptor& descriptor = operation.descriptor;
   constexpr std::size_t kGrowth = kLimbs<T> * sizeof(std::int64_t) / sizeof(T);
   Operation* const operations[] = {&operation};
   const PieceList pieces(operations);
   std::vector<std::int64_t> wide(descriptor.bytes / sizeof(T) * kLimbs<T>);
-  T block[kBlock];
+  T block[kCachedElements];
   std::size_t cursor = 0;
   for_each_block<T>(descriptor.bytes, [&](Range range) {
     const std::size_t count = range.size() / sizeof(T);
@@ -81,7 +81,7 @@ void average(Exchange& exchange, const OperationCall& call, Operation& operation
   sums.is_widened = true;
   sums.input = reinterpret_cast<const std::byte*>(wide.data());
   if (!scatters) sums.output = reinterpret_cast<std::byte*>(wide.data());
-  collective(exchange, call, sums);
+  traits_of(descriptor).run(exchange, call, sums);
 
   const std::size_t bytes = scatters ? sums.result.bytes() / kGrowth : descriptor.bytes;
   operation.received = sums.received;
@@ -96,7 +96,7 @@ void average(Exchange& exchange, const OperationCall& call, Operation& operation
     divide(sum + range.begin / sizeof(T) * kLimbs<T>, block, count, exchange.size());
     scale(descriptor.dtype, block, count, descriptor.key.postscale);
     if (scatters)
-      std::memcpy(operation.output + range.begin, block, range.size());
+      copy_bytes(operation.output + range.begin, block, range.size());
     else
       pieces.write(cursor, range, reinterpret_cast<const std::byte*>(block));
   });
@@ -109,28 +109,17 @@ bool averages_integers(const Descriptor& descriptor) {
          descriptor.dtype != DType::kBool;
 }
 
-void average_integers(Exchange& exchange, const OperationCall& call, Operation& operation,
-                      void (*collective)(Exchange&, const OperationCall&, Operation&)) {
-  switch (operation.descriptor.dtype) {
-    case DType::kInt8:
-      return average<std::int8_t>(exchange, call, operation, collective);
-    case DType::kUInt8:
-      return average<std::uint8_t>(exchange, call, operation, collective);
-    case DType::kInt16:
-      return average<std::int16_t>(exchange, call, operation, collective);
-    case DType::kUInt16:
-      return average<std::uint16_t>(exchange, call, operation, collective);
-    case DType::kInt32:
-      return average<std::int32_t>(exchange, call, operation, collective);
-    case DType::kUInt32:
-      return average<std::uint32_t>(exchange, call, operation, collective);
-    case DType::kInt64:
-      return average<std::int64_t>(exchange, call, operation, collective);
-    case DType::kUInt64:
-      return average<std::uint64_t>(exchange, call, operation, collective);
-    default:
-      throw Error(ErrorKind::kInternal, "no average of integers: " + describe(operation.descriptor));
-  }
+void average_integers(Exchange& exchange, const OperationCall& call, Operation& operation) {
+  // In the order of DType.
+  static constexpr void (*kAverages[])(Exchange&, const OperationCall&, Operation&) = {
+      average<std::int8_t>,  average<std::uint8_t>,  average<std::int16_t>, average<std::uint16_t>,
+      average<std::int32_t>, average<std::uint32_t>, average<std::int64_t>, average<std::uint64_t>};
+  static_assert(static_cast<int>(DType::kInt8) + 7 == static_cast<int>(DType::kUInt64));
+  const auto index =
+      static_cast<std::size_t>(operation.descriptor.dtype) - static_cast<std::size_t>(DType::kInt8);
+  if (index >= std::size(kAverages))
+    throw Error(ErrorKind::kInternal, "no average of integers of this dtype");
+  kAverages[index](exchange, call, operation);
 }
 
 }  // namespace multiring

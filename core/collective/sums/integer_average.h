@@ -14,8 +14,7 @@ MULTIRING_API bool averages_integers(const Descriptor& descriptor);
 /// Every rank widens what it contributes to int64 (an element of 64 bits to two of them, its upper and lower
 /// halves), the collective adds these, and every rank divides what it gets.
 ///
-/// `collective`: allreduce() or reduce_scatter().
-void average_integers(Exchange& exchange, const OperationCall& call, Operation& operation,
-                      void (*collective)(Exchange&, const OperationCall&, Operation&));
+/// `operation`: one for which averages_integers() holds.
+void average_integers(Exchange& exchange, const OperationCall& call, Operation& operation);
 
 }  // namespace multiring

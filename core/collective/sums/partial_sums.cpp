@@ -2,16 +2,14 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 
-#include "base/half.h"
+#include "base/arithmetic/half.h"
+#include "base/arithmetic/kernels/copy.h"
+#include "base/cache.h"
 
 namespace multiring {
 namespace {
 
-// Elements that pass through the tree at a time where that takes more than one reduce(): their sums stay in
-// the first cache.
-constexpr std::size_t kBlock = 1024;
 constexpr std::size_t kWidest = 8;
 
 /// Whether the tree over `parts` has the shape of reduce()'s over as many inputs.
@@ -39,7 +37,7 @@ std::size_t PartialSums::bytes_per_element(Subtree node) const {
 void PartialSums::join(std::span<const Part> parts, Subtree node, void* output, std::size_t count) {
   if (count == 0) return;
   if (is_raw(node)) {
-    std::memcpy(output, parts[0].data, count * dtype_size(dtype_));
+    copy_bytes(output, parts[0].data, count * dtype_size(dtype_));
     return;
   }
   const bool all = is_all(node);
@@ -54,8 +52,8 @@ void PartialSums::join(std::span<const Part> parts, Subtree node, void* output, 
   if (in_one(parts, node) && (dtype_ == computed_ || raw == all))
     return reduce_parts(parts, raw ? dtype_ : computed_, whole, 0, output, count);
   const std::size_t element = bytes_per_element(node);
-  for (std::size_t offset = 0; offset < count; offset += kBlock) {
-    const std::size_t now = std::min(kBlock, count - offset);
+  for (std::size_t offset = 0; offset < count; offset += kCachedElements) {
+    const std::size_t now = std::min(kCachedElements, count - offset);
     auto* const target = static_cast<std::byte*>(output) + offset * element;
     if (!all) {
       evaluate(parts, node, offset, target, now, 0);
@@ -110,7 +108,7 @@ void PartialSums::widen_raw(const Part& part, std::size_t offset, void* output, 
   if (dtype_ != computed_)
     widen(dtype_, data, output, count);
   else
-    std::memcpy(output, data, count * dtype_size(dtype_));
+    copy_bytes(output, data, count * dtype_size(dtype_));
   if (reduction_.prescale == 1.0) return;
   Reduction scaling = inner_;
   scaling.prescale = reduction_.prescale;
@@ -133,9 +131,9 @@ void PartialSums::finish(void* block, void* output, std::size_t count) const {
 /// Each level of the tree has one block, and level 0 is only used once.
 std::byte* PartialSums::scratch(std::size_t depth) {
   if (scratch_.empty())
-    scratch_.resize((static_cast<std::size_t>(std::bit_width(static_cast<unsigned>(ranks_))) + 2) * kBlock *
-                    kWidest);
-  return scratch_.data() + depth * kBlock * kWidest;
+    scratch_.resize((static_cast<std::size_t>(std::bit_width(static_cast<unsigned>(ranks_))) + 2) *
+                    kCachedElements * kWidest);
+  return scratch_.data() + depth * kCachedElements * kWidest;
 }
 
 }  // namespace multiring

@@ -4,9 +4,9 @@
 #include <span>
 #include <vector>
 
-#include "base/dtype.h"
+#include "base/arithmetic/dtype.h"
+#include "base/arithmetic/reduction.h"
 #include "base/export.h"
-#include "base/reduction.h"
 #include "topology/canonical_tree.h"
 
 namespace multiring {

@@ -1,6 +1,6 @@
 #include "collective/sums/piece_list.h"
 
-#include <cstring>
+#include "base/arithmetic/kernels/copy.h"
 
 namespace multiring {
 
@@ -27,15 +27,14 @@ void PieceList::add(const Piece& piece) {
 void PieceList::read(std::size_t& cursor, Range range, std::byte* to) const {
   for_each_share(cursor, range,
                  [&](const Piece& piece, std::size_t offset, std::size_t range_offset, std::size_t bytes) {
-                   std::memcpy(to + range_offset, piece.input + offset, bytes);
+                   copy_bytes(to + range_offset, piece.input + offset, bytes);
                  });
 }
 
 void PieceList::write(std::size_t& cursor, Range range, const std::byte* from) const {
   for_each_share(cursor, range,
                  [&](const Piece& piece, std::size_t offset, std::size_t range_offset, std::size_t bytes) {
-                   if (piece.output != nullptr)
-                     std::memcpy(piece.output + offset, from + range_offset, bytes);
+                   if (piece.output != nullptr) copy_bytes(piece.output + offset, from + range_offset, bytes);
                  });
 }
 

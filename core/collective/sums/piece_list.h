@@ -5,17 +5,16 @@
 #include <span>
 #include <vector>
 
+#include "base/immovable.h"
 #include "collective/operation.h"
 #include "topology/chunks.h"
 
 namespace multiring {
 
 /// The elements of an allreduce as one sequence of bytes: the pieces of one array, or several arrays.
-class PieceList {
+class PieceList : Immovable {
  public:
   explicit PieceList(std::span<Operation* const> operations);
-  PieceList(const PieceList&) = delete;
-  PieceList& operator=(const PieceList&) = delete;
 
   std::size_t bytes() const { return bytes_; }
 

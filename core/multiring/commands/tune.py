@@ -1,4 +1,4 @@
-"""`multiring tune`: measures which way allreduces across hosts go best, by size, and keeps it in a file."""
+"""`multiring tune`: measures the algorithms of allreduces across hosts, by size, and keeps the best."""
 
 from __future__ import annotations
 
@@ -144,13 +144,13 @@ def _predict(
     hosts: Sequence[int], ranks: Sequence[int], rate: float, latency: float, measured: Measured
 ) -> float | None:
     """Seconds by the cost model; None: it knows nothing of rounds."""
-    if measured.way.mode == ROUNDS:
+    if measured.algorithm.mode == ROUNDS:
         return None
     dealt = len(hosts) > len(ranks) and hosts[1] != hosts[0]
     cluster = native.Cluster(list(ranks), [native.Interface(rate, latency)], round_robin=dealt)
     request, model = native.PlanRequest(), native.CostModel()
-    request.count, request.segment = measured.nbytes // ITEM, measured.way.segment // ITEM
-    request.mode = "" if measured.way.mode == AUTO else measured.way.mode
+    request.count, request.segment = measured.nbytes // ITEM, measured.algorithm.segment // ITEM
+    request.mode = "" if measured.algorithm.mode == AUTO else measured.algorithm.mode
     plan = native.Plan(cluster, request)
     if len(set(ranks)) == 1:  # all algorithms are given, so that only the segment is chosen
         request.mode = plan.mode
@@ -159,7 +159,7 @@ def _predict(
 
 
 def _table(measured: Sequence[Measured], predicted: Sequence[float | None], tuning: Tuning) -> str:
-    lines = [f"{'size':>10}  {'way':<16}  {'predicted':>10}  {'measured':>10}"]
+    lines = [f"{'size':>10}  {'algorithm':<16}  {'predicted':>10}  {'measured':>10}"]
     size = 0
     for one, expected in zip(measured, predicted, strict=True):
         if one.nbytes != size:
@@ -168,8 +168,9 @@ def _table(measured: Sequence[Measured], predicted: Sequence[float | None], tuni
         chosen = next((each for each in tuning.classes if size <= each.up_to), tuning.classes[-1])
         told = "-" if expected is None else units.seconds_text(expected)
         lines.append(
-            f"{units.size_text(size):>10}  {one.way!s:<16}  {told:>10}  {units.seconds_text(one.seconds):>10}"
-            + ("  chosen" if one.way == chosen.way else "")
+            f"{units.size_text(size):>10}  {one.algorithm!s:<16}  {told:>10}  "
+            f"{units.seconds_text(one.seconds):>10}"
+            + ("  chosen" if one.algorithm == chosen.algorithm else "")
         )
     return "\n".join(lines)
 
@@ -179,7 +180,7 @@ def _write(
 ) -> None:
     """The file is there whole or not at all: jobs may be starting."""
     rows: list[dict[str, Any]] = [
-        {**asdict(one), "way": str(one.way), "predicted_seconds": expected}
+        {**asdict(one), "algorithm": str(one.algorithm), "predicted_seconds": expected}
         for one, expected in zip(measured, predicted, strict=True)
     ]
     found = {**tuning.as_json(), "multiring": multiring.__version__, "measured": rows}

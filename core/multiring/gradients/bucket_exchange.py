@@ -11,13 +11,16 @@ from numpy.typing import NDArray
 
 from multiring.errors import MultiringError, UsageError
 from multiring.gradients.bucket_memory import BucketMemory
-from multiring.gradients.bucketing import Bucket
-from multiring.gradients.source import InPlace, ReducerOptions
+from multiring.gradients.options import ReducerOptions
+from multiring.gradients.source import InPlace
 
 if TYPE_CHECKING:
     from multiring import Communicator, Work
 
-__all__ = ["BucketExchange", "DenseExchange", "Flags", "wait_for"]
+__all__ = ["BucketExchange", "DenseExchange", "Elsewhere", "Flags", "wait_for"]
+
+Elsewhere = Mapping[int, InPlace]
+"""Gradients that are not in their slots, by index."""
 
 Flags = tuple[NDArray[np.bool_], NDArray[np.bool_]]
 """Of all ranks: per slot, any rank has produced it; per rank, it has data."""
@@ -29,25 +32,17 @@ _MOST_POSTSCALE = 2.0**14
 class BucketExchange(Protocol):
     """Reduces buckets, in the places where the gradients lie: in slots, but for those of `elsewhere`."""
 
-    def send(
-        self,
-        number: int,
-        bucket: Bucket,
-        elsewhere: Mapping[int, InPlace],
-        produced: Sequence[int],
-        active: bool,
-    ) -> Work:
+    def send(self, number: int, elsewhere: Elsewhere, produced: Sequence[int], active: bool) -> Work:
         """Let a bucket leave.
 
         Args:
             number: Number of the bucket.
-            bucket: Its layout.
             elsewhere: Gradients that are not in their slots.
             produced: Per slot of the bucket 1 or 0: this rank has a new gradient.
             active: This rank has data.
         """
 
-    def receive(self, number: int, bucket: Bucket, elsewhere: Mapping[int, InPlace], work: Work) -> Flags:
+    def receive(self, number: int, elsewhere: Elsewhere, work: Work) -> Flags:
         """When `work` has ended: the gradients are reduced, where any rank has produced them."""
 
 
@@ -64,31 +59,18 @@ class DenseExchange:
             )
         self._comm, self._memory, self._options = comm, memory, options
 
-    def send(
-        self,
-        number: int,
-        bucket: Bucket,
-        elsewhere: Mapping[int, InPlace],
-        produced: Sequence[int],
-        active: bool,
-    ) -> Work:
+    def send(self, number: int, elsewhere: Elsewhere, produced: Sequence[int], active: bool) -> Work:
         self._memory.raise_flags(number, produced, active)
         options, name = self._options, self._memory.names[number]
-        comm_dtype = options.comm_dtype if bucket.dtype == "float32" else None
-        owners = [elsewhere[slot.index].owner for slot in bucket.slots if slot.index in elsewhere]
-        if owners:
-            addresses, lengths = self._memory.pieces(number, elsewhere)
-            owners.append(self._memory)
-            return self._comm.allreduce_pieces_async(
-                *(bucket.dtype, addresses, lengths, owners, options.op, name),
-                *(options.prescale, options.postscale, comm_dtype),
-            )
+        pieces = self._memory.pieces(number, elsewhere)
+        scaling = options.prescale, options.postscale
+        comm_dtype = options.comm_dtype if self._memory.buckets[number].dtype == "float32" else None
+        if pieces is not None:
+            return self._comm.allreduce_pieces_async(pieces, options.op, name, *scaling, comm_dtype)
         array = self._memory.arrays[number]
-        return self._comm.allreduce_async(
-            array, options.op, array, name, options.prescale, options.postscale, comm_dtype=comm_dtype
-        )
+        return self._comm.allreduce_async(array, options.op, array, name, *scaling, comm_dtype=comm_dtype)
 
-    def receive(self, number: int, bucket: Bucket, elsewhere: Mapping[int, InPlace], work: Work) -> Flags:
+    def receive(self, number: int, elsewhere: Elsewhere, work: Work) -> Flags:
         return self._memory.read_flags(number)
 
 

@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multiring.arrays import address_of
-from multiring.gradients.bucketing import Bucket, ParameterSpec, Plan, capacity, flag_bits, itemsize
+from multiring.arrays import Pieces, address_of
+from multiring.gradients.bucketing import (
+    Bucket,
+    ParameterSpec,
+    Plan,
+    capacity,
+    first_and_more,
+    flag_bits,
+    itemsize,
+)
+from multiring.gradients.options import ReducerOptions
 from multiring.gradients.source import InPlace
 
 if TYPE_CHECKING:
@@ -40,6 +49,7 @@ class BucketMemory:
     never do.
 
     Attributes:
+        buckets: Those of the plan.
         arrays: Per bucket, the array to reduce: all slots and flags, shape (elements,).
         names: Per bucket, what error messages call it; the same on every rank.
         bucket_of: Per parameter, the number of its bucket.
@@ -50,9 +60,7 @@ class BucketMemory:
         comm: Communicator | None,
         plan: Plan,
         specs: Sequence[ParameterSpec],
-        *,
-        title: str,
-        scale: float,
+        options: ReducerOptions,
         as_array: Callable[[Bytes, str], Any] = numpy_array,
     ) -> None:
         """Allocate and clear.
@@ -61,12 +69,11 @@ class BucketMemory:
             comm: Communicator of the reduction, None with one rank.
             plan: What lies where.
             specs: The parameters of the plan.
-            title: First word of the buckets' names.
-            scale: Factor that a reduction multiplies with.
+            options: How gradients are reduced.
             as_array: Makes an array for the reduction of bytes and a dtype.
         """
         self._rank, self._size = (0, 1) if comm is None else (comm.rank, comm.size)
-        self._specs, self._title, self._scale, self._as_array = specs, title, scale, as_array
+        self._specs, self._options, self._as_array = specs, options, as_array
         nbytes = capacity(specs, self._size)
         # New memory is all zeros.
         self._arena: Bytes = (
@@ -89,27 +96,42 @@ class BucketMemory:
             self.slot(index)[:] = content
 
     def _lay_out(self, plan: Plan) -> None:
-        self._plan = plan
+        self.buckets = plan.buckets
+        self._views: list[NDArray[Any]] = []
         self._slots = {slot.index: slot for bucket in plan.buckets for slot in bucket.slots}
         self.bucket_of = {slot.index: k for k, bucket in enumerate(plan.buckets) for slot in bucket.slots}
         self._flags = [self._flag_view(bucket) for bucket in plan.buckets]
-        self._raised = [flag_bits(bucket.dtype, self._scale, self._size) for bucket in plan.buckets]
+        scale, title = self._options.scale, self._options.name
+        self._raised = [flag_bits(bucket.dtype, scale, self._size) for bucket in plan.buckets]
         self.arrays = [
             self._as_array(self._arena[b.offset : b.offset + b.nbytes], b.dtype) for b in plan.buckets
         ]
-        self.names = [_bucket_name(self._title, k, b, self._specs) for k, b in enumerate(plan.buckets)]
+        self.names = [_bucket_name(title, k, b, self._specs) for k, b in enumerate(plan.buckets)]
 
     def slot(self, index: int) -> Bytes:
         """Memory of one gradient. Shape (nbytes,)."""
         place = self._slots[index]
         return self._arena[place.offset : place.offset + place.nbytes]
 
-    def pieces(self, number: int, elsewhere: Mapping[int, InPlace]) -> tuple[list[int], list[int]]:
-        """A bucket of which some gradients lie elsewhere: addresses, and bytes at each of them.
+    @property
+    def views(self) -> list[NDArray[Any]]:
+        """The slots as arrays of the parameters' shapes; the same ones until the plan changes."""
+        if not self._views:
+            self._views = [
+                self.slot(index).view(np.dtype(spec.dtype)).reshape(spec.shape)
+                for index, spec in enumerate(self._specs)
+            ]
+        return self._views
+
+    def pieces(self, number: int, elsewhere: Mapping[int, InPlace]) -> Pieces | None:
+        """A bucket of which some gradients lie elsewhere; None: all are in their slots.
 
         The pieces are as long together as the bucket, and in its order.
         """
-        bucket = self._plan.buckets[number]
+        bucket = self.buckets[number]
+        owners = [elsewhere[slot.index].owner for slot in bucket.slots if slot.index in elsewhere]
+        if not owners:
+            return None
         arena = address_of(self._arena)
         addresses: list[int] = []
         lengths: list[int] = []
@@ -126,7 +148,7 @@ class BucketMemory:
             done = slot.offset + slot.nbytes
         addresses.append(arena + done)  # the flags at least
         lengths.append(bucket.offset + bucket.nbytes - done)
-        return addresses, lengths
+        return Pieces(bucket.dtype, addresses, lengths, [*owners, self])
 
     def raise_flags(self, number: int, produced: Sequence[int], active: bool) -> None:
         """Set this rank's flags of a bucket before it leaves.
@@ -146,7 +168,7 @@ class BucketMemory:
     def read_flags(self, number: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Flags of all ranks after the reduction: (per slot: any rank produced it, per rank: it has data)."""
         flags = self._flags[number] != 0
-        slots = len(self._plan.buckets[number].slots)
+        slots = len(self.buckets[number].slots)
         return flags[:slots], flags[slots:]
 
     def _flag_view(self, bucket: Bucket) -> NDArray[Any]:
@@ -156,6 +178,4 @@ class BucketMemory:
 
 
 def _bucket_name(title: str, number: int, bucket: Bucket, specs: Sequence[ParameterSpec]) -> str:
-    names = [specs[slot.index].name for slot in bucket.slots]
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{title}[{number}]: {names[0]}{more}"
+    return f"{title}[{number}]: {first_and_more([specs[slot.index].name for slot in bucket.slots])}"

@@ -27,6 +27,7 @@ __all__ = [
     "Plan",
     "Slot",
     "capacity",
+    "first_and_more",
     "flag_bits",
     "itemsize",
     "plan_buckets",
@@ -151,6 +152,11 @@ def capacity(specs: Sequence[ParameterSpec], size: int) -> int:
     """Bytes that suffice for the arena of any plan, whatever the order of the gradients and the limits."""
     flags = _aligned((1 + size) * max(kind.itemsize for kind in _FLOATS.values()))
     return sum(_aligned(spec.nbytes) + flags for spec in specs)
+
+
+def first_and_more(names: Sequence[str]) -> str:
+    """What messages call several arrays that travel together: "weight and 2 more"."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def plan_buckets(

@@ -1,9 +1,9 @@
 """The gradients of one model, reduced over ranks while the backward pass still runs.
 
-An adapter tells which parameters there are (`ParameterSpec`), puts each gradient in its slot, or tells where
-else it lies (`InPlace`), and says when it is there (`mark_ready`). The reducer sends a bucket as soon as its
-last gradient is there, but never before the buckets in front of it: the order of collectives is the same on
-every rank whatever the timing.
+An adapter tells which parameters there are (`ParameterSpec`) and when a gradient is there (`mark_ready`). The
+reducer sends a bucket as soon as its last gradient is there, but never before the buckets in front of it: the
+order of collectives is the same on every rank whatever the timing. When a bucket leaves, the adapter is asked
+where each of its gradients lies (`GradientSource.locate`).
 One pass over all buckets is a *round*; `finish` ends it. A gradient that a rank lacks counts as zeros.
 
 After the first round the buckets are planned anew in the order in which gradients really arrived on rank 0.
@@ -11,7 +11,8 @@ After the first round the buckets are planned anew in the order in which gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring.arrays import multiply
-from multiring.errors import AbortedError, UsageError
+from multiring.errors import AbortedError, InternalError, UsageError
 from multiring.gradients.bucket_exchange import wait_for
 from multiring.gradients.bucket_memory import BucketMemory, Bytes, bytes_at, numpy_array
-from multiring.gradients.bucketing import Bucket, ParameterSpec, Plan, plan_buckets
+from multiring.gradients.bucketing import Bucket, ParameterSpec
 from multiring.gradients.model_check import check_same
+from multiring.gradients.options import ReducerOptions, check_parameters
+from multiring.gradients.participation import answer_rounds
 from multiring.gradients.round import Round
-from multiring.gradients.source import GradientSource, InPlace, ReducerOptions, RoundResult, check_arguments
+from multiring.gradients.source import IN_SLOT, GradientSource, InPlace, RoundResult
 from multiring.gradients.top_k import TopKExchange, make_exchange
 
 if TYPE_CHECKING:
@@ -51,10 +54,10 @@ class GradientReducer:
         self,
         comm: Communicator,
         specs: Sequence[ParameterSpec],
-        options: ReducerOptions | None = None,
+        options: ReducerOptions,
+        source: GradientSource,
         *,
         as_array: Callable[[Bytes, str], Any] = numpy_array,
-        locate: Callable[[list[int]], Iterable[tuple[int, InPlace]]] | None = None,
     ) -> None:
         """Compare the model over ranks and allocate the buckets.
 
@@ -62,39 +65,33 @@ class GradientReducer:
             comm: Ranks that train together.
             specs: The parameters, in the same order on every rank.
             options: How to reduce.
+            source: The adapter, which keeps the reducer. It is asked where gradients are when their bucket
+                leaves: one after the other they take half as long as each in the middle of a backward pass,
+                which fills the caches with others.
             as_array: Makes an array that `comm.allreduce` accepts of bytes and a dtype.
-            locate: Tells which of the given gradients, which were marked ready without a place, are not in
-                their slots, and where they are. Asked when their bucket leaves: one after the other they take
-                half as long as each in the middle of a backward pass, which fills the caches with others.
 
         Raises:
             UsageError: No parameters, names that repeat, a dtype that cannot be reduced, an impossible scale.
             MismatchError: The ranks have different parameters or options.
         """
-        self.options = options or ReducerOptions()
+        self.options = options
         self.specs = tuple(specs)
-        check_arguments(comm.rank, self.specs, self.options)
+        check_parameters(comm.rank, self.specs, options)
         entries = [(spec.name, spec.describe()) for spec in self.specs]
-        check_same(comm, [*entries, ("options", repr(asdict(self.options)))], "parameters of the model")
+        check_same(comm, [*entries, ("options", repr(asdict(options)))], "parameters of the model")
         self._rank, self._size = comm.rank, comm.size
         self._comm = comm.split(0) if comm.size > 1 else None
-        self._as_array, self._locate = as_array, locate
+        self._as_array = as_array
+        # A cycle would keep the buckets of a dropped model until the garbage collector comes.
+        self._source = weakref.ref(source)
         self._produced = bytearray(len(self.specs))
         self._arrivals: list[int] | None = []
         self._round: Round | None = None
-        self._active = np.ones(self._size, dtype=np.bool_)
         # Layers are usually registered in forward order, so gradients arrive last to first.
-        self.plan = self._make_plan(range(len(self.specs) - 1, -1, -1))
+        self.plan = options.plan(self.specs, range(len(self.specs) - 1, -1, -1), self._size)
         self.generation = 0
-        self._memory = BucketMemory(
-            self._comm,
-            self.plan,
-            self.specs,
-            title=self.options.name,
-            scale=self.options.scale,
-            as_array=as_array,
-        )
-        self._exchange = make_exchange(self._comm, self._memory, self.specs, self.options)
+        self._memory = BucketMemory(self._comm, self.plan, self.specs, options, as_array)
+        self._exchange = make_exchange(self._comm, self._memory, self.specs, options)
 
     @property
     def comm(self) -> Communicator | None:
@@ -119,6 +116,11 @@ class GradientReducer:
         """Memory of one gradient. Valid until `generation` changes. Shape (nbytes,)."""
         return self._memory.slot(index)
 
+    @property
+    def views(self) -> list[NDArray[Any]]:
+        """All slots as NumPy arrays of the parameters' shapes; another list when `generation` has changed."""
+        return self._memory.views
+
     def is_ready(self, index: int) -> bool:
         """Whether the gradient is ready in the round under way: its slot may be in use."""
         return self._round is not None and bool(self._round.ready[index])
@@ -131,18 +133,18 @@ class GradientReducer:
         return [slot.index for bucket in self.plan.buckets[: len(current.works)] for slot in bucket.slots]
 
     def mark_produced(self, index: int) -> None:
-        """A gradient was accumulated, but not in its slot: the next round fetches it by `store`."""
+        """A gradient was accumulated, that a later round is to contain, which asks where it is."""
         self._produced[index] = 1
 
-    def mark_ready(self, index: int, place: InPlace | None = None) -> None:
+    def mark_ready(self, index: int) -> None:
         """The gradient is final for this round. Sends the buckets that are complete.
 
         Args:
             index: Which parameter's.
-            place: Where it is, and where its average is to be; None: in its slot.
 
         Raises:
-            UsageError: It has already been sent in this round.
+            UsageError: It has already been sent in this round, or two gradients of a bucket that leaves are
+                one array.
         """
         current = self._round or self._begin()
         bucket = self._memory.bucket_of[index]
@@ -151,28 +153,25 @@ class GradientReducer:
             if bucket < len(current.works):
                 raise UsageError(self._second_gradient(index), rank=self._rank, tensor=self.specs[index].name)
             return
-        if place is not None:
-            current.note_place(index, place, self._rank, self.specs)
         current.ready[index] = 1
         current.pending[bucket] -= 1
         if self._arrivals is not None:
             self._arrivals.append(index)
         while len(current.works) < len(current.pending) and not current.pending[len(current.works)]:
-            self._send(current, active=True)
+            self._send(current, joined=False)
 
-    def flush(self, source: GradientSource | None) -> None:
-        """Send all buckets that have not left, with what `source` has for them.
+    def flush(self, *, joined: bool = False) -> None:
+        """Send all buckets that have not left, with what the source has for them.
 
         A program with several reducers flushes all before it finishes one: ranks may then finish them in
         any order.
 
         Args:
-            source: The adapter; None where this rank has joined and contributes zeros.
+            joined: This rank has no data any more and contributes zeros.
         """
         current = self._round or self._begin()
-        for bucket in self.plan.buckets[len(current.works) :]:
-            self._complete(current, bucket, source)
-            self._send(current, active=source is not None)
+        for _ in self.plan.buckets[len(current.works) :]:
+            self._send(current, joined=joined)
         if self._comm is not None and self._arrivals is not None:
             rest = sorted(set(range(len(self.specs))) - set(self._arrivals), reverse=True)
             order = np.array([*self._arrivals, *rest], dtype=np.int64)
@@ -180,17 +179,20 @@ class GradientReducer:
             current.order = (order, self._comm.broadcast_async(order, root=0, out=order, name=name))
         self._arrivals = None
 
-    def finish(self, source: GradientSource | None) -> RoundResult:
+    def finish(self, *, joined: bool = False) -> RoundResult:
         """End the round: `flush` and wait for all buckets. Collective.
 
         Afterwards slots hold reduced gradients; where no rank had a new gradient, what this rank had is
         unchanged.
 
+        Args:
+            joined: As for `flush`.
+
         Raises:
             MultiringError: The communication failed; the round is over and the gradients are undefined.
         """
         try:
-            self.flush(source)
+            self.flush(joined=joined)
             current = self._round or self._begin()
             result = self._collect(current)
         finally:
@@ -199,12 +201,11 @@ class GradientReducer:
         for index, kept in current.kept.items():
             if not result.produced[index]:
                 self._memory_of(current, index)[:] = kept
+        source = None if joined else self._source()
         if source is not None:
             for index in current.absent:
                 if result.produced[index]:
                     source.publish(index)
-        if result.active.any():
-            self._active = result.active
         if current.order is not None:
             self._follow(*current.order, current.elsewhere)
         return result
@@ -220,14 +221,14 @@ class GradientReducer:
         """
         if self._comm is None:
             return 0
-        while True:
-            last = int(np.argmax(self._active))
-            result = self.finish(None)
+
+        def answer() -> NDArray[np.bool_]:
+            result = self.finish(joined=True)
             if after_round is not None:
                 after_round(result)
-            if not result.active.any():
-                self._active = np.ones(self._size, dtype=np.bool_)
-                return last
+            return result.active
+
+        return answer_rounds(self._comm, answer)
 
     def cancel(self) -> None:
         """Forget the gradients of an aborted backward pass, so that the next one starts afresh.
@@ -293,57 +294,52 @@ class GradientReducer:
             del self._memory
             comm.close()
 
-    def _make_plan(self, order: Sequence[int]) -> Plan:
-        return plan_buckets(
-            self.specs,
-            order,
-            size=self._size,
-            bucket_bytes=self.options.bucket_bytes,
-            first_bucket_bytes=self.options.first_bucket_bytes,
-        )
-
     def _begin(self) -> Round:
         self._round = Round(bytearray(len(self.specs)), [len(bucket.slots) for bucket in self.plan.buckets])
         return self._round
 
-    def _send(self, current: Round, *, active: bool) -> None:
+    def _send(self, current: Round, *, joined: bool) -> None:
         """Let the next bucket leave."""
         number, options = len(current.works), self.options
         bucket = self.plan.buckets[number]
-        if self._locate is not None:
-            indices = [s.index for s in bucket.slots if current.ready[s.index]]
-            missing = [index for index in indices if index not in current.elsewhere]
-            for index, place in self._locate(missing):
-                current.note_place(index, place, self._rank, self.specs)
+        source = None if joined else self._source()
+        if source is None and not joined:
+            raise InternalError(f"rank {self._rank}: the source of the gradients is gone before its reducer")
+        self._locate(current, bucket, source)
         produced = [current.ready[slot.index] for slot in bucket.slots]
         if self._exchange is None:
-            self._memory.raise_flags(number, produced, active)
+            self._memory.raise_flags(number, produced, not joined)
             if options.scale != 1.0:
                 self._multiply(current, bucket, options.scale)
             current.works.append(None)
             return
         try:
-            work = self._exchange.send(number, bucket, current.elsewhere, produced, active)
+            work = self._exchange.send(number, current.elsewhere, produced, not joined)
         except AbortedError:
             wait_for(current.works)  # raises what broke the communicator if an earlier bucket has met it
             raise
         current.works.append(work)
 
-    def _complete(self, current: Round, bucket: Bucket, source: GradientSource | None) -> None:
-        """Fill the slots whose gradient did not arrive in this round."""
+    def _locate(self, current: Round, bucket: Bucket, source: GradientSource | None) -> None:
+        """Ask where the gradients of a bucket are, and fill the slots of those that this rank lacks."""
+        ready, specs = current.ready, self.specs
         for slot in bucket.slots:
             index = slot.index
-            if current.ready[index]:
-                continue
-            place = source is not None and source.store(index)
-            if place is False:
+            place = None if source is None else source.locate(index, bool(ready[index]))
+            if place is None:
+                ready[index] = 0
                 self.slot(index)[:] = 0
                 current.absent.append(index)
                 continue
-            if isinstance(place, InPlace):
-                current.note_place(index, place, self._rank, self.specs)
+            if place is not IN_SLOT:
+                other = current.addresses.setdefault(place.address, index)
+                if other != index and specs[index].nbytes > 0 and specs[other].nbytes > 0:
+                    raise self._one_array(other, index)
+                current.elsewhere[index] = place
+            if ready[index]:
+                continue
             if self._produced[index]:
-                current.ready[index] = 1
+                ready[index] = 1
             else:
                 # A gradient of an earlier round that the program keeps. It takes part, because another rank
                 # may add to it now; if none does, these bits come back untouched by averaging.
@@ -368,7 +364,7 @@ class GradientReducer:
             if self._exchange is None or work is None:
                 slots, active = self._memory.read_flags(number)
             else:
-                slots, active = self._exchange.receive(number, bucket, current.elsewhere, work)
+                slots, active = self._exchange.receive(number, current.elsewhere, work)
             produced[[slot.index for slot in bucket.slots]] = slots
             count = int(np.count_nonzero(active))
             if self.options.op == "average" and 0 < count < self._size:
@@ -379,11 +375,20 @@ class GradientReducer:
     def _follow(self, order: NDArray[np.int64], work: Work, elsewhere: Mapping[int, InPlace]) -> None:
         """After the first round: order the buckets as gradients arrived on rank 0."""
         work.wait()
-        plan = self._make_plan(order.tolist())
+        plan = self.options.plan(self.specs, order.tolist(), self._size)
         if plan != self.plan:
             self.plan = plan
             self.generation += 1
             self._memory.rearrange(plan, unused=elsewhere.keys())
+
+    def _one_array(self, first: int, second: int) -> UsageError:
+        names = [self.specs[index].name for index in sorted((first, second))]
+        return UsageError(
+            f"rank {self._rank}: parameters '{names[0]}' and '{names[1]}' have the same array as their "
+            "gradients, which would be averaged twice; give each a copy of its own",
+            rank=self._rank,
+            tensor=names[1],
+        )
 
     def _second_gradient(self, index: int) -> str:
         return (

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multiring.errors import UsageError
 from multiring.gradients.bucket_memory import Bytes
-from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.source import InPlace
 
 if TYPE_CHECKING:
@@ -25,7 +22,7 @@ class Round:
     """State of a round; parameters are given by their index.
 
     Attributes:
-        ready: Per parameter: its gradient is in its slot and new.
+        ready: Per parameter: this rank has a new gradient, which may leave.
         pending: Per bucket: slots that wait for their gradient.
         works: Of the buckets that have left.
         elsewhere: Gradients that are not in their slots.
@@ -50,26 +47,3 @@ class Round:
         if self.order is not None:
             return self.order[1]
         return self.works[-1] if self.works else None
-
-    def note_place(self, index: int, place: InPlace, rank: int, specs: Sequence[ParameterSpec]) -> None:
-        """A gradient is not in its slot.
-
-        Args:
-            index: Whose gradient.
-            place: Where it is.
-            rank: This rank.
-            specs: All parameters.
-
-        Raises:
-            UsageError: It is in the same memory as another.
-        """
-        other = self.addresses.setdefault(place.address, index)
-        if other != index and specs[index].nbytes > 0 and specs[other].nbytes > 0:
-            names = specs[other].name, specs[index].name
-            raise UsageError(
-                f"rank {rank}: parameters '{names[0]}' and '{names[1]}' have the same array as their "
-                "gradients, which would be averaged twice; give each a copy of its own",
-                rank=rank,
-                tensor=names[1],
-            )
-        self.elsewhere[index] = place

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring.arrays import multiply
-from multiring.gradients.source import ReducerOptions
+from multiring.gradients.options import ReducerOptions
 
 if TYPE_CHECKING:
     from multiring import Communicator, Work

@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 from multiring import _core as native
 from multiring.arrays import multiply
 from multiring.errors import UsageError
-from multiring.gradients.bucket_exchange import BucketExchange, DenseExchange, Flags
+from multiring.gradients.bucket_exchange import BucketExchange, DenseExchange, Elsewhere, Flags
 from multiring.gradients.bucket_memory import BucketMemory, Bytes, bytes_at
 from multiring.gradients.bucketing import Bucket, ParameterSpec, itemsize
 from multiring.gradients.compression import TopK
-from multiring.gradients.source import InPlace, ReducerOptions
+from multiring.gradients.options import ReducerOptions
 from multiring.reductions import reduce_op
 
 if TYPE_CHECKING:
@@ -152,14 +152,8 @@ class TopKExchange:
         self._sent: dict[int, _Sent] = {}
         self.residuals: dict[str, Values] = {}
 
-    def send(
-        self,
-        number: int,
-        bucket: Bucket,
-        elsewhere: Mapping[int, InPlace],
-        produced: Sequence[int],
-        active: bool,
-    ) -> Work:
+    def send(self, number: int, elsewhere: Elsewhere, produced: Sequence[int], active: bool) -> Work:
+        bucket = self._memory.buckets[number]
         dtype = np.dtype(bucket.dtype)
         entries = sum(slot.nbytes for slot in bucket.slots) // dtype.itemsize
         record = _Record(len(bucket.slots), entries, self._compression.count(entries), dtype)
@@ -176,7 +170,7 @@ class TopKExchange:
         self._sent[number] = _Sent(record, values, own)
         return self._comm.allgather_async(message, name=self._memory.names[number])
 
-    def receive(self, number: int, bucket: Bucket, elsewhere: Mapping[int, InPlace], work: Work) -> Flags:
+    def receive(self, number: int, elsewhere: Elsewhere, work: Work) -> Flags:
         sent = self._sent.pop(number)
         record = sent.record
         messages = work.wait().reshape(self._comm.size, record.nbytes)
@@ -191,7 +185,8 @@ class TopKExchange:
         if self._options.postscale != 1.0:
             multiply(reduced, self._options.postscale)
         begin = 0
-        for slot, is_produced, is_own in zip(bucket.slots, produced, sent.own, strict=True):
+        slots = self._memory.buckets[number].slots
+        for slot, is_produced, is_own in zip(slots, produced, sent.own, strict=True):
             part = slice(begin, begin + slot.nbytes // record.dtype.itemsize)
             begin = part.stop
             if not is_produced:
@@ -240,9 +235,7 @@ class TopKExchange:
             elif len(kept) == _entries(spec):
                 self.residuals[name] = kept.astype(spec.dtype, copy=False)
 
-    def _gradients(
-        self, bucket: Bucket, elsewhere: Mapping[int, InPlace], entries: int, own: Sequence[bool]
-    ) -> Values:
+    def _gradients(self, bucket: Bucket, elsewhere: Elsewhere, entries: int, own: Sequence[bool]) -> Values:
         """The bucket's gradients, scaled, with this rank's residuals. Shape (entries,).
 
         Zeros where this rank has no gradient: a residual sent for a parameter that nobody uses would reach
@@ -262,7 +255,7 @@ class TopKExchange:
                 np.add(part, residual, out=part, where=residual != 0)  # -0.0 stays what it is
         return values
 
-    def _place(self, index: int, nbytes: int, elsewhere: Mapping[int, InPlace]) -> Bytes:
+    def _place(self, index: int, nbytes: int, elsewhere: Elsewhere) -> Bytes:
         place = elsewhere.get(index)
         return self._memory.slot(index) if place is None else bytes_at(place.address, nbytes)
 

@@ -85,11 +85,12 @@ def detect(
             multiring has a value that is not accepted, or the job spans several hosts that have no store.
     """
     settings = config.load(environ)
-    recognisers = (_from_multiring, _from_torchrun, _from_openmpi, _from_mpich, _from_slurm)
-    for recognise in recognisers:
-        placement = recognise(environ, settings, launcher_process or _launcher_process)
-        if placement is not None:
-            return _checked(placement, settings, environ)
+    place = _from_multiring(settings)
+    for launcher, (is_recognised, read) in _FOREIGN.items():
+        if place is None and is_recognised(environ):
+            place = read(_Job(launcher, environ, settings, launcher_process or _launcher_process))
+    if place is not None:
+        return _checked(place, settings, environ)
     return Placement(0, 1, 0, 1, 0, 1, "none", "", None, f"none-{os.getpid()}")
 
 
@@ -118,9 +119,7 @@ def _checked(place: Placement, settings: config.Settings, environ: Mapping[str, 
     return place
 
 
-def _from_multiring(
-    environ: Mapping[str, str], settings: config.Settings, _: Callable[[str], str]
-) -> Placement | None:
+def _from_multiring(settings: config.Settings) -> Placement | None:
     given = {
         "MULTIRING_RANK": settings.rank,
         "MULTIRING_SIZE": settings.size,
@@ -149,28 +148,71 @@ def _from_multiring(
     )
 
 
-def _from_torchrun(
-    environ: Mapping[str, str], settings: config.Settings, _: Callable[[str], str]
-) -> Placement | None:
-    if "TORCHELASTIC_RUN_ID" not in environ or "RANK" not in environ:
-        return None
-    number = _Numbers("torchrun", environ)
+@dataclass(frozen=True)
+class _Job:
+    """What a foreign launcher has told this process of its job.
+
+    Attributes:
+        launcher: Its name.
+        environ: The environment.
+        settings: Those of multiring in the environment.
+        launcher_process: See `detect`.
+    """
+
+    launcher: str
+    environ: Mapping[str, str]
+    settings: config.Settings
+    launcher_process: Callable[[str], str]
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """The value of a variable, which has to be an integer."""
+        text = self.environ.get(name)
+        if text is None and default is not None:
+            return default
+        try:
+            return int(text or "")
+        except ValueError:
+            raise UsageError(
+                f"launcher {self.launcher}: environment variable {name} should be a number and is "
+                f"{'missing' if text is None else repr(text)}"
+            ) from None
+
+    def texts(self, *names: str) -> list[str]:
+        """The values of variables, empty where there is none."""
+        return [self.environ.get(name, "") for name in names]
+
+    def place(
+        self, rank: int, size: int, local: tuple[int, int], hosts: tuple[int, int], key: list[str]
+    ) -> Placement:
+        """This process's place; `key` is what the launcher tells its jobs apart by."""
+        digest = _digest(self.launcher, key)
+        directory = Path(tempfile.gettempdir()).absolute() / (job_directory_prefix() + digest)
+        return Placement(
+            *(rank, size, *local, *hosts),
+            self.launcher,
+            self.settings.store or directory.as_uri(),
+            self.settings.secret,
+            f"{self.settings.job_id or self.launcher}-{digest}",
+        )
+
+
+def _torchrun(job: _Job) -> Placement:
+    environ, number = job.environ, job.number
     size = number("WORLD_SIZE")
     local_size = number("LOCAL_WORLD_SIZE", size)
     # The error file lies in a directory with a random name, per attempt, per local rank:
     # /tmp/torchelastic_x1b2/<run id>_a3c4/attempt_0/<local rank>/error.json
     attempt = os.path.dirname(os.path.dirname(environ.get("TORCHELASTIC_ERROR_FILE", "")))
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-    place = _foreign(
-        settings,
-        "torchrun",
-        (number("RANK"), size, number("LOCAL_RANK"), local_size),
+    place = job.place(
+        *(number("RANK"), size),
+        (number("LOCAL_RANK"), local_size),
         (number("GROUP_RANK", 0), number("GROUP_WORLD_SIZE", _hosts(size, local_size))),
-        [environ.get(name, "") for name in names] + [attempt],
+        [*job.texts(*names), attempt],
     )
     # Else rank 0 of torch.distributed would have to serve that store, and there may be none.
     has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_ADDR" in environ
-    if settings.store or not place.is_spread or not has_store:
+    if job.settings.store or not place.is_spread or not has_store:
         return place
     host = environ["MASTER_ADDR"]
     address = f"{f'[{host}]' if ':' in host else host}:{number('MASTER_PORT')}"
@@ -178,72 +220,47 @@ def _from_torchrun(
     return dataclasses.replace(place, store_url=f"{TORCHRUN_SCHEME}{address}/{run}")
 
 
-def _from_openmpi(
-    environ: Mapping[str, str], settings: config.Settings, launcher_process: Callable[[str], str]
-) -> Placement | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ:
-        return None
-    number = _Numbers("openmpi", environ)
-    size = number("OMPI_COMM_WORLD_SIZE")
-    local_size = number("OMPI_COMM_WORLD_LOCAL_SIZE", size)
-    rank = number("OMPI_COMM_WORLD_RANK")
+def _openmpi(job: _Job) -> Placement:
+    rank, size = job.number("OMPI_COMM_WORLD_RANK"), job.number("OMPI_COMM_WORLD_SIZE")
+    local_size = job.number("OMPI_COMM_WORLD_LOCAL_SIZE", size)
+    local = job.number("OMPI_COMM_WORLD_LOCAL_RANK", rank), local_size
     # The namespace names host, process and job of mpirun, the URI the port that it listens on.
     names = ("PMIX_NAMESPACE", "PMIX_SERVER_URI2", "PMIX_SERVER_TMPDIR", "OMPI_MCA_ess_base_jobid")
-    key = [environ.get(name, "") for name in names]
+    key = job.texts(*names)
     if not any(key):
-        key = [launcher_process("OMPI_COMM_WORLD_RANK")]
-    return _foreign(
-        settings,
-        "openmpi",
-        (rank, size, number("OMPI_COMM_WORLD_LOCAL_RANK", rank), local_size),
-        (0, _hosts(size, local_size)),
-        key,
-    )
+        key = [job.launcher_process("OMPI_COMM_WORLD_RANK")]
+    return job.place(rank, size, local, (0, _hosts(size, local_size)), key)
 
 
-def _from_mpich(
-    environ: Mapping[str, str], settings: config.Settings, launcher_process: Callable[[str], str]
-) -> Placement | None:
-    # PMI_RANK alone can be Slurm's; Hydra, which starts MPICH's and Intel's ranks, adds the local ones.
-    if "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ:
-        return None
-    number = _Numbers("mpich", environ)
-    size = number("PMI_SIZE")
-    local_size = number("MPI_LOCALNRANKS", size)
-    return _foreign(
-        settings,
-        "mpich",
-        (number("PMI_RANK"), size, number("MPI_LOCALRANKID"), local_size),
-        (0, _hosts(size, local_size)),
-        [launcher_process("MPI_LOCALRANKID")],  # Hydra gives a job no name
-    )
+def _mpich(job: _Job) -> Placement:
+    rank, size = job.number("PMI_RANK"), job.number("PMI_SIZE")
+    local = job.number("MPI_LOCALRANKID"), job.number("MPI_LOCALNRANKS", size)
+    key = [job.launcher_process("MPI_LOCALRANKID")]  # Hydra gives a job no name
+    return job.place(rank, size, local, (0, _hosts(size, local[1])), key)
 
 
-def _from_slurm(
-    environ: Mapping[str, str], settings: config.Settings, _: Callable[[str], str]
-) -> Placement | None:
-    if not slurm.in_step(environ):
-        return None
-    number = _Numbers("slurm", environ)
+def _slurm(job: _Job) -> Placement:
+    environ, number = job.environ, job.number
     size = number("SLURM_STEP_NUM_TASKS")
     hosts = number("SLURM_STEP_NUM_NODES", number("SLURM_NNODES", 1))
     host = number("SLURM_NODEID", 0)
     tasks = slurm.tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    key = [environ.get(name, "") for name in names]
-    place = _foreign(
-        settings,
-        "slurm",
-        (
-            number("SLURM_PROCID"),
-            size,
-            number("SLURM_LOCALID", number("SLURM_PROCID")),
-            tasks[host] if host < len(tasks) else size // hosts,
-        ),
-        (host, hosts),
-        key,
-    )
-    return _meeting_on_first_host(place, settings, environ, key) if place.is_spread else place
+    key = job.texts(*names)
+    rank = number("SLURM_PROCID")
+    local = number("SLURM_LOCALID", rank), tasks[host] if host < len(tasks) else size // hosts
+    place = job.place(rank, size, local, (host, hosts), key)
+    return _meeting_on_first_host(place, job.settings, environ, key) if place.is_spread else place
+
+
+# How ranks of foreign launchers are recognised, and read.
+_FOREIGN: dict[str, tuple[Callable[[Mapping[str, str]], bool], Callable[[_Job], Placement]]] = {
+    "torchrun": (lambda environ: {"TORCHELASTIC_RUN_ID", "RANK"} <= environ.keys(), _torchrun),
+    "openmpi": (lambda environ: "OMPI_COMM_WORLD_RANK" in environ, _openmpi),
+    # PMI_RANK alone can be Slurm's; Hydra, which starts MPICH's and Intel's ranks, adds the local ones.
+    "mpich": (lambda environ: {"PMI_RANK", "MPI_LOCALRANKID"} <= environ.keys(), _mpich),
+    "slurm": (slurm.in_step, _slurm),
+}
 
 
 def _meeting_on_first_host(
@@ -263,47 +280,8 @@ def _meeting_on_first_host(
     return dataclasses.replace(place, store_url=f"tcp://{host}:{port}", secret=secret)
 
 
-class _Numbers:
-    """Reads a launcher's variables as integers."""
-
-    def __init__(self, launcher: str, environ: Mapping[str, str]) -> None:
-        self._launcher = launcher
-        self._environ = environ
-
-    def __call__(self, name: str, default: int | None = None) -> int:
-        text = self._environ.get(name)
-        if text is None and default is not None:
-            return default
-        try:
-            return int(text or "")
-        except ValueError:
-            raise UsageError(
-                f"launcher {self._launcher}: environment variable {name} should be a number and is "
-                f"{'missing' if text is None else repr(text)}"
-            ) from None
-
-
 def _hosts(size: int, local_size: int) -> int:
     return -(-size // max(1, local_size))
-
-
-def _foreign(
-    settings: config.Settings,
-    launcher: str,
-    ranks: tuple[int, int, int, int],
-    hosts: tuple[int, int],
-    key: list[str],
-) -> Placement:
-    digest = _digest(launcher, key)
-    directory = Path(tempfile.gettempdir()).absolute() / (job_directory_prefix() + digest)
-    return Placement(
-        *ranks,
-        *hosts,
-        launcher,
-        settings.store or directory.as_uri(),
-        settings.secret,
-        f"{settings.job_id or launcher}-{digest}",
-    )
 
 
 def _digest(launcher: str, key: list[str]) -> str:

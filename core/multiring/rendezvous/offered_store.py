@@ -74,7 +74,12 @@ def _serve(host: str, secret: bytes | None) -> tuple[TcpStoreServer, bytes]:
 
 
 def meet(
-    rank: int, size: int, prefix: str, timeout: float, reopen: Callable[[float], Store]
+    rank: int,
+    size: int,
+    prefix: str,
+    timeout: float,
+    reopen: Callable[[float], Store],
+    call: str = "multiring.init()",
 ) -> tuple[Store, str]:
     """Brings the ranks together that have been told the same store. Collective.
 
@@ -84,6 +89,7 @@ def meet(
         prefix: How the keys of this meeting begin.
         timeout: Seconds within which all have to come.
         reopen: Opens the store within so many seconds, once more if it was that of ranks that have left.
+        call: What the ranks call to meet, for messages.
 
     Returns:
         The store, and how keys begin that nobody has used before.
@@ -98,7 +104,7 @@ def meet(
             store = stack.enter_context(reopen(max(0.1, deadline - time.monotonic())))
             try:
                 take_part = _call if rank == 0 else _answer
-                name = take_part(store, rank, size, prefix, deadline)
+                name = take_part(store, (rank, size), prefix, deadline, call)
                 stack.pop_all()
                 return store, f"{prefix}{name}/"
             except PeerLostError:  # it was that of ranks that have left
@@ -107,8 +113,9 @@ def meet(
                 stack.close()
 
 
-def _call(store: Store, rank: int, size: int, prefix: str, deadline: float) -> str:
+def _call(store: Store, place: tuple[int, int], prefix: str, deadline: float, call: str) -> str:
     """Rank 0's part; the name of the meeting."""
+    rank, size = place
     name = secrets.token_hex(8)
     store.set(f"{prefix}roll", name.encode())
     entries = [f"{prefix}{name}/roll/{other}" for other in range(1, size)]
@@ -116,8 +123,8 @@ def _call(store: Store, rank: int, size: int, prefix: str, deadline: float) -> s
     if missing := [other for other, number in enumerate(present, 1) if number is None]:
         raise errors.TimeoutError(
             f"rank {rank} of {size} has waited at the {store} for {ranks_text(missing)}: they have "
-            "not called multiring.init(), cannot get there, or were told another store or secret; look at "
-            "the output of every rank, or raise MULTIRING_TIMEOUT",
+            f"not called {call}, cannot get there, or were told another store or secret; look at "
+            "the output of every rank, or wait longer (MULTIRING_TIMEOUT, or the timeout passed)",
             rank=rank,
             peer=missing[0],
         )
@@ -126,8 +133,9 @@ def _call(store: Store, rank: int, size: int, prefix: str, deadline: float) -> s
     return name
 
 
-def _answer(store: Store, rank: int, size: int, prefix: str, deadline: float) -> str:
+def _answer(store: Store, place: tuple[int, int], prefix: str, deadline: float, call: str) -> str:
     """The others' part: signs in wherever rank 0 calls, until it reads out this rank's number."""
+    rank, size = place
     number, name = secrets.token_hex(8), ""
     while (left := deadline - time.monotonic()) > 0:
         if (called := signed(store, f"{prefix}roll", min(_LOOK_SECONDS, left))) is None:
@@ -140,10 +148,11 @@ def _answer(store: Store, rank: int, size: int, prefix: str, deadline: float) ->
             return name
         if present is not None:  # those were others
             time.sleep(min(_LOOK_SECONDS / 4, left))
-    why = "called others" if name else "not called multiring.init()"
+    why = "called others" if name else f"not called {call}"
     raise errors.TimeoutError(
         f"rank {rank} of {size} has waited at the {store} for rank 0, which has {why}, or waits for "
-        "ranks that do not come; look at the output of every rank, or raise MULTIRING_TIMEOUT",
+        "ranks that do not come; look at the output of every rank, or wait longer (MULTIRING_TIMEOUT, or the "
+        "timeout passed)",
         rank=rank,
         peer=0,
     )

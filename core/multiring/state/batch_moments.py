@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
 from multiring import _core as native
 
-__all__ = ["combine_moments", "moments_row"]
+__all__ = ["combine_moments", "fold_rows", "moments_row"]
 
 Row = NDArray[np.float64]
+T = TypeVar("T")
 
 
 def moments_row(count: int, mean: NDArray[np.float64], variance: NDArray[np.float64]) -> Row:
@@ -41,17 +45,26 @@ def combine_moments(rows: NDArray[np.float64]) -> tuple[float, Row, Row]:
         The count, and mean and variance of shape (channels,); zeros where the count is 0.
     """
     with native.StandardFloatMode():  # a rank's program may have set another one
-        total = _fold(rows)
+        total: Row = fold_rows(rows, _merged)
         channels = (len(total) - 1) // 2
         return float(total[0]), total[1 : channels + 1], total[channels + 1 :] / max(float(total[0]), 1.0)
 
 
-def _fold(rows: NDArray[np.float64]) -> Row:
+def fold_rows(rows: Any, merge: Callable[[T, T], T]) -> T:
+    """One row of those of all ranks, in a balanced tree over the ranks: the order of additions of the core.
+
+    Args:
+        rows: A sequence, or an array of any framework with the ranks along its first axis.
+        merge: Makes one row of two.
+    """
     if len(rows) == 1:
-        first: Row = rows[0]
+        first: T = rows[0]
         return first
     half = 1 << ((len(rows) - 1).bit_length() - 1)
-    left, right = _fold(rows[:half]), _fold(rows[half:])
+    return merge(fold_rows(rows[:half], merge), fold_rows(rows[half:], merge))
+
+
+def _merged(left: Row, right: Row) -> Row:
     if left[0] == 0 or right[0] == 0:
         return right if left[0] == 0 else left
     channels = (len(left) - 1) // 2

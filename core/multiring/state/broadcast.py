@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from multiring.communicator import Communicator
+from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.gradients.bucketing import BUCKET_BYTES
+from multiring.gradients.bucketing import BUCKET_BYTES, first_and_more
 from multiring.gradients.model_check import ADVICE, check_same
+from multiring.reductions import explain_arguments
 
-if TYPE_CHECKING:
-    from multiring import Communicator
+__all__ = ["StateBuffer", "broadcast_arrays", "broadcast_object", "broadcast_state", "check_root"]
 
-__all__ = ["StateBuffer", "broadcast_arrays", "broadcast_state", "check_root"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,13 @@ class StateBuffer:
     name: str
     data: NDArray[np.uint8]
     description: str = ""
+
+
+@explain_arguments
+def broadcast_object(obj: T, root: int = 0, comm: Communicator | None = None) -> T:
+    """Return `root`'s object on every rank; it has to be picklable. Collective."""
+    received: T = resolve(comm).broadcast_object(obj, root)
+    return received
 
 
 def check_root(comm: Communicator, root: int) -> None:
@@ -63,20 +72,23 @@ def broadcast_state(
     entries = [(item.name, f"{item.description} {item.data.nbytes} bytes") for item in buffers]
     check_same(comm, entries, "state to broadcast", advice=advice)
     for number, pack in enumerate(_packs(buffers, pack_bytes)):
-        name = f"state[{number}]: {pack[0].name}" + (f" and {len(pack) - 1} more" if len(pack) > 1 else "")
+        name = f"state[{number}]: {first_and_more([item.name for item in pack])}"
         if len(pack) == 1:
             comm.broadcast(pack[0].data, root=root, out=pack[0].data, name=name)
         else:
             _broadcast_packed(comm, pack, root, name)
 
 
-def broadcast_arrays(comm: Communicator, arrays: Mapping[str, NDArray[Any]], root: int = 0) -> None:
+def broadcast_arrays(
+    comm: Communicator, arrays: Mapping[str, NDArray[Any]], root: int = 0, *, advice: str = ADVICE
+) -> None:
     """Overwrite NumPy arrays of all ranks with those of `root`. Collective.
 
     Args:
         comm: Ranks that take part.
         arrays: Writable arrays of any dtype, shape and strides, by name, in the same order on every rank.
         root: Rank whose values everyone gets.
+        advice: What to do about different names, for the error.
 
     Raises:
         UsageError: `root` is not a rank.
@@ -87,9 +99,9 @@ def broadcast_arrays(comm: Communicator, arrays: Mapping[str, NDArray[Any]], roo
         StateBuffer(name, array.reshape(-1).view(np.uint8), f"{arrays[name].dtype} {arrays[name].shape}")
         for name, array in flat.items()
     ]
-    broadcast_state(comm, buffers, root)
+    broadcast_state(comm, buffers, root, advice=advice)
     for name, array in flat.items():
-        if not np.shares_memory(array, arrays[name]):
+        if not np.may_share_memory(array, arrays[name]):
             arrays[name][...] = array.reshape(arrays[name].shape)
 
 

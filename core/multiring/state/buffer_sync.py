@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring.errors import UsageError
+from multiring.gradients.bucketing import first_and_more
 from multiring.types import BufferMode
 
 if TYPE_CHECKING:
@@ -74,5 +75,4 @@ def _unpack(packed: NDArray[Any], arrays: Arrays) -> None:
 
 
 def _title(arrays: Arrays) -> str:
-    first, count = next(iter(arrays)), len(arrays)
-    return f"buffers: {first}" + (f" and {count - 1} more" if count > 1 else "")
+    return f"buffers: {first_and_more(list(arrays))}"

@@ -17,7 +17,7 @@ from multiring.gradients.model_check import check_same
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["Description", "StateCheck", "advice_at", "describe"]
+__all__ = ["Description", "StateCheck", "advice_at", "check_interval", "describe"]
 
 _ADVICE = (
     "use the same hyperparameters on every rank, and change parameters in the same way on all of them "
@@ -41,6 +41,18 @@ def advice_at(step: int | None, call: str = "broadcast_parameters") -> str:
     return f"broadcast parameters and optimizer state before the first step, {_ADVICE}"
 
 
+def check_interval(rank: int, every: int | None) -> int:
+    """Steps between two comparisons, 0 for never; None stands for what MULTIRING_CHECK_EVERY says.
+
+    Raises:
+        UsageError: A negative number.
+    """
+    interval = config.load().check_every if every is None else every
+    if interval < 0:
+        raise UsageError(f"rank {rank}: check_every is {interval}; pass 0 (never) or more")
+    return interval
+
+
 class StateCheck:
     """Compares checksums of the training state over ranks every so many steps. Creation is collective.
 
@@ -62,9 +74,7 @@ class StateCheck:
             MismatchError: The ranks pass different values.
         """
         self._comm, self._what = comm, what
-        self._every = config.load().check_every if every is None else every
-        if self._every < 0:
-            raise UsageError(f"rank {comm.rank}: check_every is {every}; pass 0 (never) or more")
+        self._every = check_interval(comm.rank, every)
         advice = "pass the same check_every, and set the same MULTIRING_CHECK_EVERY, on every rank"
         check_same(comm, [("check_every", str(self._every))], "interval of the state check", advice=advice)
         self._step, self._compare_until = 0, 2

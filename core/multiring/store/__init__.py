@@ -11,7 +11,7 @@ import socket
 import urllib.parse
 
 from multiring.errors import UsageError
-from multiring.store.base import MAX_KEY_BYTES, MAX_VALUE_BYTES, Store
+from multiring.store.base import MAX_KEY_BYTES, MAX_VALUE_BYTES, Interrupt, Store
 from multiring.store.file import FileStore
 from multiring.store.tcp import OTHER_SECRET, TcpStore, TcpStoreServer
 
@@ -20,6 +20,7 @@ __all__ = [
     "MAX_VALUE_BYTES",
     "OTHER_SECRET",
     "FileStore",
+    "Interrupt",
     "Store",
     "TcpStore",
     "TcpStoreServer",

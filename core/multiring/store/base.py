@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from multiring import errors
 from multiring.errors import UsageError
 
-__all__ = ["MAX_KEY_BYTES", "MAX_VALUE_BYTES", "Store", "check_key", "check_value", "no_such_key"]
+__all__ = [
+    "MAX_KEY_BYTES",
+    "MAX_VALUE_BYTES",
+    "Interrupt",
+    "Store",
+    "check_key",
+    "check_value",
+    "no_such_key",
+]
+
+Interrupt = Callable[[], object]
 
 MAX_KEY_BYTES = 4096
 MAX_VALUE_BYTES = 16 << 20
 
 
-class Store(ABC):
-    """Keys and values that every rank of a job can read and write.
+class ClosedOnExit:
+    """A context manager that closes itself."""
 
-    A value appears whole or not at all; setting a key again replaces its value.
-    """
-
-    @abstractmethod
-    def set(self, key: str, value: bytes) -> None:
-        """Sets `key` to `value`.
-
-        Raises:
-            UsageError: The key is empty, or key or value is longer than the limits of this module.
-            PeerLostError: The store is gone.
-        """
-
-    @abstractmethod
-    def get(self, key: str, timeout: float) -> bytes:
-        """Returns the value of `key`, waiting at most `timeout` seconds until some rank has set it.
-
-        Raises:
-            TimeoutError: Nobody has set the key in time.
-            PeerLostError: The store is gone.
-        """
-
-    def close(self) -> None:  # noqa: B027 - most stores hold nothing
-        """Gives back what this object holds; the keys stay."""
+    def close(self) -> None:
+        """Gives back what this object holds."""
 
     def __enter__(self) -> Self:
         return self
@@ -49,6 +39,42 @@ class Store(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Store(ClosedOnExit, ABC):
+    """Keys and values that every rank of a job can read and write.
+
+    A value appears whole or not at all; setting a key again replaces its value.
+    """
+
+    @abstractmethod
+    def set(self, key: str, value: bytes, interrupt: Interrupt | None = None) -> None:
+        """Sets `key` to `value`.
+
+        Args:
+            key: At most MAX_KEY_BYTES as UTF-8.
+            value: At most MAX_VALUE_BYTES.
+            interrupt: Called every few tens of milliseconds while the store does not answer; what it raises
+                ends the wait.
+
+        Raises:
+            UsageError: The key is empty, or key or value is longer than the limits of this module.
+            PeerLostError: The store is gone.
+        """
+
+    @abstractmethod
+    def get(self, key: str, timeout: float, interrupt: Interrupt | None = None) -> bytes:
+        """Returns the value of `key`, waiting at most `timeout` seconds until some rank has set it.
+
+        Args:
+            key: As in `set`.
+            timeout: Seconds.
+            interrupt: As in `set`.
+
+        Raises:
+            TimeoutError: Nobody has set the key in time.
+            PeerLostError: The store is gone.
+        """
 
 
 def check_key(key: str) -> bytes:

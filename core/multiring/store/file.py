@@ -22,7 +22,7 @@ import urllib.parse
 from pathlib import Path
 
 from multiring.errors import InternalError, PeerLostError, UsageError
-from multiring.store.base import MAX_VALUE_BYTES, Store, check_key, check_value, no_such_key
+from multiring.store.base import MAX_VALUE_BYTES, Interrupt, Store, check_key, check_value, no_such_key
 
 __all__ = ["FileStore", "job_directory_prefix", "remove_abandoned"]
 
@@ -115,7 +115,7 @@ class FileStore(Store):
             name = f"{_PREFIX}hash-" + hashlib.sha256(encoded).hexdigest()
         return self.directory / name
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes, interrupt: Interrupt | None = None) -> None:
         path = self._path(key)
         check_value(key, value)
         temporary: str | None = None
@@ -137,7 +137,7 @@ class FileStore(Store):
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
 
-    def get(self, key: str, timeout: float) -> bytes:
+    def get(self, key: str, timeout: float, interrupt: Interrupt | None = None) -> bytes:
         path = self._path(key)
         deadline = time.monotonic() + timeout
         pause = _FIRST_PAUSE
@@ -151,6 +151,8 @@ class FileStore(Store):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise no_such_key(key, str(self), timeout)
+            if interrupt is not None:
+                interrupt()
             time.sleep(min(pause, remaining))
             pause = min(2 * pause, _LONGEST_PAUSE)
 

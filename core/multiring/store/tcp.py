@@ -20,12 +20,19 @@ import time
 import weakref
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
-from types import TracebackType
-from typing import Self
 
 from multiring import errors
 from multiring.errors import PeerLostError, UsageError
-from multiring.store.base import MAX_KEY_BYTES, MAX_VALUE_BYTES, Store, check_key, check_value, no_such_key
+from multiring.store.base import (
+    MAX_KEY_BYTES,
+    MAX_VALUE_BYTES,
+    ClosedOnExit,
+    Interrupt,
+    Store,
+    check_key,
+    check_value,
+    no_such_key,
+)
 from multiring.store.handshake import prove_to_client, prove_to_server
 
 __all__ = ["OTHER_SECRET", "TcpStore", "TcpStoreServer"]
@@ -47,13 +54,16 @@ _MAX_UNTRUSTED = 128
 # A client asks anew so often, so that no server thread waits long for a client that is gone.
 _GET_SLICE = 0.5
 _REPLY_GRACE = 20.0
+# Between two calls of an interrupt: while an answer is awaited, and while a connection is.
+_INTERRUPT_SECONDS = 0.05
+_CONNECT_SLICE = 1.0
 
 # The kernels find out within about half a minute that the other host has gone. They answer for a process that
 # stands still, which is no reason to give up.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 
 
-class TcpStoreServer:
+class TcpStoreServer(ClosedOnExit):
     """Serves a store on one port until it is closed; runs in threads of its own.
 
     Args:
@@ -89,14 +99,6 @@ class TcpStoreServer:
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of the peers
         self._acceptor = threading.Thread(target=self._accept, name="multiring-store", daemon=True)
         self._acceptor.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __contains__(self, key: str) -> bool:
         with self._changed:
@@ -270,22 +272,24 @@ class TcpStore(Store):
         self._lock = threading.Lock()
         self._closed = False  # guarded by _lock
         # One for each request that is under way at the same time, kept for the next; guarded by _lock.
-        self._idle: list[Connection] = [self._connect()]
+        self._idle: list[Connection] = [self._connect(None)]
 
     def __str__(self) -> str:
         return f"store tcp://{self.host}:{self.port}"
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes, interrupt: Interrupt | None = None) -> None:
         encoded = check_key(key)
         check_value(key, value)
-        self._ask(_SET, 0.0, encoded, value)
+        self._ask(_REQUEST.pack(_SET, 0, len(encoded)) + encoded + value, 0.0, interrupt)
 
-    def get(self, key: str, timeout: float) -> bytes:
+    def get(self, key: str, timeout: float, interrupt: Interrupt | None = None) -> bytes:
         encoded = check_key(key)
         deadline = time.monotonic() + timeout
         while True:
             remaining = max(0.0, deadline - time.monotonic())
-            reply = self._ask(_GET, min(_GET_SLICE, remaining), encoded)
+            wait = min(_GET_SLICE, remaining)
+            request = _REQUEST.pack(_GET, math.ceil(wait * 1000), len(encoded)) + encoded
+            reply = self._ask(request, wait, interrupt)
             if reply[:1] == _OK:
                 return reply[1:]
             if time.monotonic() >= deadline:
@@ -297,11 +301,12 @@ class TcpStore(Store):
             while self._idle:
                 self._idle.pop().close()
 
-    def _connect(self) -> Connection:
+    def _connect(self, interrupt: Interrupt | None) -> Connection:
         deadline = time.monotonic() + self._connect_timeout
         while True:
+            remaining = max(0.1, deadline - time.monotonic())
             try:
-                return self._try_to_connect(max(0.1, deadline - time.monotonic()))
+                return self._try_to_connect(remaining, remaining if interrupt is None else _CONNECT_SLICE)
             except (AuthenticationError, AssertionError) as error:
                 raise UsageError(
                     f"the {self} does not know this job's secret: {self._refused_because}"
@@ -313,10 +318,13 @@ class TcpStore(Store):
                         f"({error or 'it hung up'}): check that rank 0 runs and that no firewall is between",
                         elapsed=self._connect_timeout,
                     ) from error
-            time.sleep(0.05)
+            if interrupt is not None:
+                interrupt()
+            time.sleep(_INTERRUPT_SECONDS)
 
-    def _try_to_connect(self, timeout: float) -> Connection:
-        with socket.create_connection((self.host, self.port), timeout=timeout) as sock:
+    def _try_to_connect(self, timeout: float, connect_timeout: float) -> Connection:
+        address = self.host, self.port
+        with socket.create_connection(address, timeout=min(timeout, connect_timeout)) as sock:
             _limit_waits(sock, receive=min(timeout, _HANDSHAKE_SECONDS), send=_REPLY_GRACE)
             connection = _connection(sock)
             try:
@@ -327,18 +335,24 @@ class TcpStore(Store):
                 raise
             return connection
 
-    def _patience(self, wait: float) -> float | None:
-        return None if self._answer_timeout is None else wait + max(self._answer_timeout, _REPLY_GRACE)
+    def _await_reply(self, connection: Connection, wait: float, interrupt: Interrupt | None) -> None:
+        """Returns when there is a reply to a request that the server answers after `wait` seconds at most."""
+        extra = math.inf if self._answer_timeout is None else max(self._answer_timeout, _REPLY_GRACE)
+        patience = wait + extra
+        deadline = time.monotonic() + patience
+        while not connection.poll(min(_INTERRUPT_SECONDS, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise OSError(f"no answer within {patience:g} s")
+            if interrupt is not None:
+                interrupt()
 
-    def _ask(self, operation: int, wait: float, key: bytes, value: bytes = b"") -> bytes:
-        request = _REQUEST.pack(operation, math.ceil(wait * 1000), len(key)) + key + value
+    def _ask(self, request: bytes, wait: float, interrupt: Interrupt | None) -> bytes:
         with self._lock:
             connection = self._idle.pop() if self._idle else None
-        connection = connection or self._connect()
+        connection = connection or self._connect(interrupt)
         try:
             connection.send_bytes(request)
-            if not connection.poll(self._patience(wait)):
-                raise OSError(f"no answer within {self._patience(wait):g} s")
+            self._await_reply(connection, wait, interrupt)
             reply = connection.recv_bytes(_MAX_REPLY)
         except (OSError, EOFError) as error:
             connection.close()

@@ -1,1 +1,1 @@
-"""Which way allreduces across hosts go, by their size: measured by `multiring tune`, kept in a file."""
+"""The algorithm of allreduces across hosts, by their size: measured by `multiring tune`, kept in a file."""

@@ -1,9 +1,10 @@
-"""Measures the ways of an allreduce across hosts against each other, by the allreduces themselves.
+"""Measures the algorithms of an allreduce across hosts against each other, by the allreduces themselves.
 
-The communicator changes its way between operations (`follow` of the native one), so all ways use the same
-connections and memory. For each size they take turns, so that what else machines and network do meets all
-alike, and the median of a way's turns counts. Every call comes after a barrier: where calls follow each other
-at once, ranks that are done early begin the next, and ways that keep most ranks idle look quick.
+The communicator changes its algorithm between operations (`follow` of the native one), so all of them use
+the same connections and memory. For each size they take turns, so that what else machines and network do
+meets all alike, and the median of an algorithm's turns counts. Every call comes after a barrier: where calls
+follow each other at once, ranks that are done early begin the next, and algorithms that keep most ranks idle
+look quick.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from multiring.tuning.table import AUTO, ROUNDS, SizeClass, Tuning, Way, ranks_of_hosts
+from multiring.tuning.table import AUTO, ROUNDS, Algorithm, SizeClass, Tuning, ranks_of_hosts
 from multiring.units import seconds_text, size_text
 
 if TYPE_CHECKING:
     from multiring.communicator import Communicator
 
-__all__ = ["Measured", "candidates", "classes_of", "default_way", "measure", "rounds_up_to"]
+__all__ = ["Measured", "candidates", "classes_of", "default_algorithm", "measure", "rounds_up_to"]
 
 # What is used without a table (core/collective/allreduce.cpp).
 _ROUNDS_UP_TO = 16 * 1024
 _ROUNDS_UP_TO_OF_ALL = 128 * 1024
-# A way has to be so much quicker than that to take its place: less is chance.
+# An algorithm has to be so much quicker than that to take its place: less is chance.
 _QUICKER = 0.95
-# A way that keeps few rounds at the price of bytes, and takes so many times as long as the automatic plan, is
-# not measured for larger sizes, where it only gets worse.
+# An algorithm that keeps few rounds at the price of bytes, and takes so many times as long as the automatic
+# plan, is not measured for larger sizes, where it only gets worse.
 _HOPELESS = 2.0
 
 # From here on segments are tried, which staging memory limits to half of MULTIRING_STAGING_BYTES.
@@ -49,17 +50,17 @@ class Measured:
 
     Attributes:
         nbytes: Of the array on each rank.
-        way: How it went.
+        algorithm: How it went.
         seconds: The median of all turns, of the slowest rank.
     """
 
     nbytes: int
-    way: Way
+    algorithm: Algorithm
     seconds: float
 
 
-def candidates(ranks: Sequence[int]) -> list[Way]:
-    """The ways among hosts of so many ranks; all give the same bits."""
+def candidates(ranks: Sequence[int]) -> list[Algorithm]:
+    """The algorithms among hosts of so many ranks; all give the same bits."""
     modes = [ROUNDS, AUTO]
     each, hosts = ranks[0], len(ranks)
     if len(set(ranks)) == 1:
@@ -69,7 +70,7 @@ def candidates(ranks: Sequence[int]) -> list[Way]:
         near = max((n for n in range(2, int(hosts**0.5) + 1) if hosts % n == 0), default=1)
         if near > 1:
             modes.append(f"{each}px{hosts // near}px{near}p")
-    return [Way(mode) for mode in modes]
+    return [Algorithm(mode) for mode in modes]
 
 
 def rounds_up_to(size: int) -> int:
@@ -77,9 +78,9 @@ def rounds_up_to(size: int) -> int:
     return min(_ROUNDS_UP_TO, _ROUNDS_UP_TO_OF_ALL // size)
 
 
-def default_way(nbytes: int, size: int) -> Way:
+def default_algorithm(nbytes: int, size: int) -> Algorithm:
     """How an allreduce of `size` ranks goes without a table."""
-    return Way(ROUNDS if size == 2 or nbytes <= rounds_up_to(size) else AUTO)
+    return Algorithm(ROUNDS if size == 2 or nbytes <= rounds_up_to(size) else AUTO)
 
 
 def measure(
@@ -90,7 +91,7 @@ def measure(
     *,
     turn_seconds: float = _TURN_SECONDS,
 ) -> list[Measured]:
-    """Measures all ways for each size, the smallest first; the same outcome on all ranks. Collective.
+    """Measures all algorithms for each size, the smallest first; the same outcome on all ranks. Collective.
 
     Args:
         comm: The world, without a forced mode.
@@ -98,9 +99,10 @@ def measure(
         seconds: For all sizes together, about. The largest are left out where they would take longer; the
             first is measured in any case.
         report: Called with what to tell the user.
-        turn_seconds: Of one way before the next has its turn: so long at least, if few calls last that long.
+        turn_seconds: Of one algorithm before the next has its turn: so long at least, if few calls last that
+            long.
     """
-    ways = candidates(ranks_of_hosts(comm._core.hosts))
+    algorithms = candidates(ranks_of_hosts(comm._core.hosts))
     began = time.perf_counter()
     found: list[Measured] = []
     least_per_byte = 0.0  # of the next size, in seconds, if its bytes pass no quicker
@@ -111,19 +113,19 @@ def measure(
                 report(f"{size_text(nbytes)} and more: left out, as that takes over --seconds {seconds:g}")
                 break
             share = left / (len(sizes) - number)
-            here = _measure_size(comm, nbytes, ways, share, turn_seconds)
+            here = _measure_size(comm, nbytes, algorithms, share, turn_seconds)
             best = min(here, key=lambda each: each.seconds)
-            if nbytes >= _SEGMENTS_FROM and best.way.mode != ROUNDS:
-                segmented = [Way(best.way.mode, segment) for segment in _SEGMENTS]
-                again = _measure_size(comm, nbytes, [best.way, *segmented], share / 4, turn_seconds)
-                here = [*(each for each in here if each.way != best.way), *again]
+            if nbytes >= _SEGMENTS_FROM and best.algorithm.mode != ROUNDS:
+                segmented = [Algorithm(best.algorithm.mode, segment) for segment in _SEGMENTS]
+                again = _measure_size(comm, nbytes, [best.algorithm, *segmented], share / 4, turn_seconds)
+                here = [*(each for each in here if each.algorithm != best.algorithm), *again]
             found += here
-            plan = next(each for each in here if each.way == Way(AUTO))
-            kept = [each for each in here if not each.way.segment and not _is_hopeless(each, plan)]
-            ways = [each.way for each in kept]
+            plan = next(each for each in here if each.algorithm == Algorithm(AUTO))
+            kept = [each for each in here if not each.algorithm.segment and not _is_hopeless(each, plan)]
+            algorithms = [each.algorithm for each in kept]
             least_per_byte = sum(each.seconds for each in kept) * (_UNMEASURED_TURNS + _LEAST_TURNS) / nbytes
             best = min(here, key=lambda each: each.seconds)
-            report(f"{size_text(nbytes)}: {best.way} is quickest, {seconds_text(best.seconds)}")
+            report(f"{size_text(nbytes)}: {best.algorithm} is quickest, {seconds_text(best.seconds)}")
     finally:
         if not comm.is_broken:
             comm._core.follow("")
@@ -131,39 +133,42 @@ def measure(
 
 
 def _is_hopeless(one: Measured, plan: Measured) -> bool:
-    sends_more = one.way.mode == ROUNDS or one.way.mode[-1] in "dt"
+    sends_more = one.algorithm.mode == ROUNDS or one.algorithm.mode[-1] in "dt"
     return sends_more and one.seconds > _HOPELESS * plan.seconds
 
 
 def _measure_size(
-    comm: Communicator, nbytes: int, ways: Sequence[Way], seconds: float, turn_seconds: float
+    comm: Communicator, nbytes: int, algorithms: Sequence[Algorithm], seconds: float, turn_seconds: float
 ) -> list[Measured]:
     data = np.zeros(nbytes // 4, np.float32)
     out = np.empty_like(data)
     ranks = ranks_of_hosts(comm._core.hosts)
 
-    def turn(way: Way, calls: int) -> float:
-        comm._core.follow(Tuning(ranks, (SizeClass(1, way),)).text)
+    def turn(algorithm: Algorithm, calls: int) -> float:
+        comm._core.follow(Tuning(ranks, (SizeClass(1, algorithm),)).text)
         taken = 0.0
         for _ in range(calls):
             comm.barrier()
             began = time.perf_counter()
-            # Half precision would keep its own way.
+            # Half precision would keep its own algorithm.
             comm.allreduce(data, out=out, name="tune", comm_dtype="float32")
             taken += time.perf_counter() - began
         return taken / calls
 
-    for way in ways:  # connects
-        turn(way, 1)
-    estimates = _of_slowest(comm, [turn(way, 1) for way in ways])
+    for algorithm in algorithms:  # connects
+        turn(algorithm, 1)
+    estimates = _of_slowest(comm, [turn(algorithm, 1) for algorithm in algorithms])
     calls = [int(np.clip(turn_seconds / each, 1, _MOST_CALLS)) for each in estimates]
     once = sum(each * count for each, count in zip(estimates, calls, strict=True))
     turns = int(np.clip(seconds / once, _LEAST_TURNS, _MOST_TURNS))
-    times = [[turn(way, count) for way, count in zip(ways, calls, strict=True)] for _ in range(turns)]
+    times = [
+        [turn(algorithm, count) for algorithm, count in zip(algorithms, calls, strict=True)]
+        for _ in range(turns)
+    ]
     slowest = _of_slowest(comm, times)
     return [
-        Measured(nbytes, way, statistics.median(column))
-        for way, column in zip(ways, slowest.T.tolist(), strict=True)
+        Measured(nbytes, algorithm, statistics.median(column))
+        for algorithm, column in zip(algorithms, slowest.T.tolist(), strict=True)
     ]
 
 
@@ -172,18 +177,18 @@ def _of_slowest(comm: Communicator, times: object) -> np.ndarray[tuple[int, ...]
 
 
 def classes_of(measured: Sequence[Measured], size: int) -> tuple[SizeClass, ...]:
-    """The quickest ways by size; what is used without a table where it is about as quick. A class ends midway
-    between sizes that were measured, and neighbours of the same way are one."""
+    """The quickest algorithms by size; what is used without a table where it is about as quick. A class ends
+    midway between sizes that were measured, and neighbours of the same algorithm are one."""
     sizes = sorted({each.nbytes for each in measured})
     found: list[SizeClass] = []
     for nbytes, larger in zip(sizes, [*sizes[1:], sizes[-1]], strict=True):
         here = [each for each in measured if each.nbytes == nbytes]
         best = min(here, key=lambda each: each.seconds)
-        usual = [each for each in here if each.way == default_way(nbytes, size)]
-        way = best.way
+        usual = [each for each in here if each.algorithm == default_algorithm(nbytes, size)]
+        algorithm = best.algorithm
         if usual and best.seconds > _QUICKER * usual[0].seconds:
-            way = usual[0].way
-        if found and found[-1].way == way:
+            algorithm = usual[0].algorithm
+        if found and found[-1].algorithm == algorithm:
             found.pop()
-        found.append(SizeClass(round((nbytes * larger) ** 0.5), way))
+        found.append(SizeClass(round((nbytes * larger) ** 0.5), algorithm))
     return tuple(found)

@@ -1,9 +1,9 @@
 """What a job on several hosts finds out at its start, where no file says how its allreduces go best.
 
-A few allreduces of a few sizes are timed for each way, which takes a fraction of a second; a line through
-them, latency + bytes / speed (Hockney's model), then tells the way for every size between. Larger ones use
-the automatic plan, which sends the fewest bytes. What is this close to chance must be clearly quicker than
-what is used anyway. All ranks decide by the same numbers, and the way changes no bit.
+A few allreduces of a few sizes are timed for each algorithm, which takes a fraction of a second; a line
+through them, latency + bytes / speed (Hockney's model), then tells the algorithm for every size between.
+Larger ones use the automatic plan, which sends the fewest bytes. What is this close to chance must be clearly
+quicker than what is used anyway. All ranks decide by the same numbers, and the algorithm changes no bit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 
 from multiring import _core as native
 from multiring.errors import UsageError
-from multiring.tuning.measure import Measured, default_way, measure, rounds_up_to
-from multiring.tuning.table import AUTO, SizeClass, Tuning, Way, ranks_of_hosts
+from multiring.tuning.measure import Measured, default_algorithm, measure, rounds_up_to
+from multiring.tuning.table import AUTO, Algorithm, SizeClass, Tuning, ranks_of_hosts
 from multiring.units import size_text
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _SECONDS = 0.2
 # allreduces would take too long.
 _MOST_BARRIER_SECONDS = 0.002
 _BARRIERS = 5
-# Of what is used anyway a way may take so much, by the lines and at the nearest measured size.
+# Of what is used anyway an algorithm may take so much, by the lines and at the nearest measured size.
 _QUICKER = 0.8
 
 
@@ -51,7 +51,7 @@ def follow_measured_ways(comm: Communicator) -> Tuning | None:
         or was not measured because it would take too long.
     """
     if comm.size == 2 or _barrier_seconds(comm) > _MOST_BARRIER_SECONDS:
-        return None  # two ranks send each other everything by any way
+        return None  # two ranks send each other everything by any algorithm
     began = time.perf_counter()
     measured = measure(comm, _SIZES, _SECONDS, _log.debug, turn_seconds=0.0)
     ranks = ranks_of_hosts(comm._core.hosts)
@@ -60,7 +60,8 @@ def follow_measured_ways(comm: Communicator) -> Tuning | None:
         _log.info(
             "allreduces use what was measured in %.0f ms: %s",
             1e3 * (time.perf_counter() - began),
-            ", ".join(f"up to {size_text(each.up_to)} {each.way}" for each in tuning.classes) or "as usual",
+            ", ".join(f"up to {size_text(each.up_to)} {each.algorithm}" for each in tuning.classes)
+            or "as usual",
         )
     if not tuning.classes:
         return None
@@ -69,53 +70,53 @@ def follow_measured_ways(comm: Communicator) -> Tuning | None:
 
 
 def classes_by_model(measured: Sequence[Measured], size: int) -> tuple[SizeClass, ...]:
-    """The ways of `size` ranks by their fitted lines; empty where they are those that are used anyway."""
-    times: dict[Way, dict[int, float]] = {}
+    """The algorithms of `size` ranks by their fitted lines; empty where they are the usual ones."""
+    times: dict[Algorithm, dict[int, float]] = {}
     for each in measured:
-        if not each.way.segment:
-            times.setdefault(each.way, {})[each.nbytes] = each.seconds
-    lines = {way: _line(found) for way, found in times.items()}
+        if not each.algorithm.segment:
+            times.setdefault(each.algorithm, {})[each.nbytes] = each.seconds
+    lines = {algorithm: _line(found) for algorithm, found in times.items()}
     sizes = [each.nbytes for each in measured]
-    chosen: dict[int, Way] = {}
+    chosen: dict[int, Algorithm] = {}
     nbytes = min(sizes)
     while nbytes <= max(sizes):
-        chosen[nbytes] = _quickest(nbytes, times, lines, default_way(nbytes, size))
+        chosen[nbytes] = _quickest(nbytes, times, lines, default_algorithm(nbytes, size))
         nbytes *= 2
-    if all(way == default_way(nbytes, size) for nbytes, way in chosen.items()):
+    if all(algorithm == default_algorithm(nbytes, size) for nbytes, algorithm in chosen.items()):
         return ()
     # From here on as usual; what is larger than all classes goes as the last.
     limit = rounds_up_to(size)
     if limit > max(sizes):
-        chosen[limit] = default_way(limit, size)
-    chosen[max(2 * limit, nbytes)] = Way(AUTO)
+        chosen[limit] = default_algorithm(limit, size)
+    chosen[max(2 * limit, nbytes)] = Algorithm(AUTO)
     classes: list[SizeClass] = []
-    for up_to, way in chosen.items():
-        if classes and classes[-1].way == way:
+    for up_to, algorithm in chosen.items():
+        if classes and classes[-1].algorithm == algorithm:
             classes.pop()
-        classes.append(SizeClass(up_to, way))
+        classes.append(SizeClass(up_to, algorithm))
     return tuple(classes)
 
 
 def _quickest(
     nbytes: int,
-    times: Mapping[Way, Mapping[int, float]],
-    lines: Mapping[Way, tuple[float, float]],
-    usual: Way,
-) -> Way:
-    def predicted(way: Way) -> float:
-        latency, per_byte = lines[way]
+    times: Mapping[Algorithm, Mapping[int, float]],
+    lines: Mapping[Algorithm, tuple[float, float]],
+    usual: Algorithm,
+) -> Algorithm:
+    def predicted(algorithm: Algorithm) -> float:
+        latency, per_byte = lines[algorithm]
         return latency + per_byte * nbytes
 
-    # A way that was given up among smaller sizes is none for larger ones.
-    known = [way for way, measured in times.items() if max(measured) >= nbytes]
+    # An algorithm that was given up among smaller sizes is none for larger ones.
+    known = [algorithm for algorithm, measured in times.items() if max(measured) >= nbytes]
     if usual not in known:
         return usual
     nearest = min(times[usual], key=lambda each: abs(math.log(each / nbytes)))
     quicker = [
-        way
-        for way in known
-        if predicted(way) <= _QUICKER * predicted(usual)
-        and times[way].get(nearest, math.inf) <= _QUICKER * times[usual][nearest]
+        algorithm
+        for algorithm in known
+        if predicted(algorithm) <= _QUICKER * predicted(usual)
+        and times[algorithm].get(nearest, math.inf) <= _QUICKER * times[usual][nearest]
     ]
     return min(quicker, key=predicted, default=usual)
 

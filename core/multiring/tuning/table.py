@@ -11,7 +11,7 @@ from typing import Any
 from multiring import _core as native
 from multiring.errors import UsageError
 
-__all__ = ["AUTO", "OFF", "ROUNDS", "SizeClass", "Tuning", "Way", "load", "ranks_of_hosts"]
+__all__ = ["AUTO", "OFF", "ROUNDS", "Algorithm", "SizeClass", "Tuning", "load", "ranks_of_hosts"]
 
 FORMAT = "multiring tuning 1"
 OFF = "off"
@@ -20,7 +20,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Way:
+class Algorithm:
     """How an allreduce crosses hosts.
 
     Attributes:
@@ -38,15 +38,15 @@ class Way:
 
 @dataclass(frozen=True)
 class SizeClass:
-    """Allreduces of up to so many bytes, and more than the class before has, go this way."""
+    """Allreduces of up to so many bytes, and more than the class before has, use this algorithm."""
 
     up_to: int
-    way: Way
+    algorithm: Algorithm
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Ways by size.
+    """Algorithms by size.
 
     Attributes:
         ranks: Number of ranks of each host that it was measured on, and is for.
@@ -66,7 +66,7 @@ class Tuning:
     @property
     def text(self) -> str:
         """As the native core reads it (core/collective/plan/tuning.h), in one line."""
-        return f"{self.layout}:" + ",".join(f"{each.up_to}={each.way}" for each in self.classes)
+        return f"{self.layout}:" + ",".join(f"{each.up_to}={each.algorithm}" for each in self.classes)
 
     def as_json(self) -> dict[str, Any]:
         """What `load` reads."""
@@ -74,7 +74,11 @@ class Tuning:
             "format": FORMAT,
             "ranks_of_hosts": list(self.ranks),
             "classes": [
-                {"up_to_bytes": each.up_to, "mode": each.way.mode, "segment_bytes": each.way.segment}
+                {
+                    "up_to_bytes": each.up_to,
+                    "mode": each.algorithm.mode,
+                    "segment_bytes": each.algorithm.segment,
+                }
                 for each in self.classes
             ],
         }
@@ -132,7 +136,7 @@ class _Reader:
             self._refuse(f"{place}.segment_bytes", "has to be 0: rounds have no segments")
         if mode not in (ROUNDS, AUTO):
             self._require_fit(f"{place}.mode", mode, ranks)
-        return SizeClass(up_to, Way(mode, segment))
+        return SizeClass(up_to, Algorithm(mode, segment))
 
     def _require_fit(self, place: str, mode: str, ranks: Sequence[int]) -> None:
         request = native.PlanRequest()

@@ -44,7 +44,7 @@ std::vector<int> ranks_of_host(const std::vector<ClusterRank>& ranks, int host) 
 
 ClusterTransport::ClusterTransport(std::shared_ptr<const ClusterContext> context, std::vector<int> members,
                                    std::uint64_t tag, const SharedTransportOptions& options,
-                                   const Waiting& waiting)
+                                   const WaitOptions& waiting)
     : SharedTransport(context->host_group, group_ranks(*context, members), tag, options, waiting),
       context_(std::move(context)),
       own_tag_(tag),
@@ -69,15 +69,16 @@ std::string ClusterTransport::network_name() const {
   return name;
 }
 
-std::unique_ptr<Network> ClusterTransport::make_network(int channels, const std::string& purpose) const {
-  auto network = context_->make_network(world_, rank(), channels, network_name() + "-" + purpose);
+std::unique_ptr<Network> ClusterTransport::make_network(int channels, const std::string& purpose,
+                                                        const WaitOptions& waiting) const {
+  auto network = context_->make_network(world_, rank(), channels, network_name() + "-" + purpose, waiting);
   network->keep(memory());
   return network;
 }
 
-void ClusterTransport::connect(const Waiting& waiting) {
-  mirror_ = make_mirror();
-  auto messages = make_network(RemoteMessages::kChannels, "messages");
+void ClusterTransport::connect(const WaitOptions& waiting) {
+  mirror_ = make_mirror(waiting);
+  auto messages = make_network(RemoteMessages::kChannels, "messages", waiting);
   mirror_->network().connect(mirror_->links(), waiting);
   if (!messages->links_on_demand()) {
     std::vector<Network::Link> links;
@@ -111,7 +112,7 @@ const std::map<int, MirrorRoutes>& ClusterTransport::host_routes() const {
   return routes_;
 }
 
-std::unique_ptr<HostMirror> ClusterTransport::make_mirror() {
+std::unique_ptr<HostMirror> ClusterTransport::make_mirror(const WaitOptions& waiting) {
   MirrorRoutes routes = routes_of(rank());
   receivers_ = std::move(routes.receivers);
   RoundMemory memory;
@@ -121,7 +122,7 @@ std::unique_ptr<HostMirror> ClusterTransport::make_mirror() {
   memory.gossip.has_reached = [this](int other, std::uint64_t round) { return has_reached(other, round); };
   memory.gossip.on_reached = [this](int other, std::uint64_t round) { publish_remote_arrival(other, round); };
   memory.staging_bytes = staging_bytes();
-  auto network = make_network(HostMirror::channels(routes), "rounds");
+  auto network = make_network(HostMirror::channels(routes), "rounds", waiting);
   return std::make_unique<HostMirror>(std::move(network), routes, std::move(memory));
 }
 
@@ -143,7 +144,7 @@ std::unique_ptr<RemoteMessages> ClusterTransport::make_messages(std::unique_ptr<
   return std::make_unique<RemoteMessages>(std::move(network), rank(), remote_, std::move(memory));
 }
 
-std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(const Waiting& waiting) {
+std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(const WaitOptions& waiting) {
   constexpr std::uint64_t kTag = ~std::uint64_t{0};  // of no subgroup of the user
   // Messages are sent in pieces of it, which should not be small.
   constexpr std::size_t kStagingFactor = 4;
@@ -155,16 +156,17 @@ std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(const Waiting
   shared.staging_bytes = std::min(shared.staging_bytes * kStagingFactor, kMostStaging);
   auto host = std::make_shared<SharedTransport>(host_group(), group_members(here), subgroup_tag(kTag), shared,
                                                 waiting);
-  auto network = make_network(1, "plans");
+  auto network = make_network(1, "plans", waiting);
   network->keep(host->memory());
-  const auto watched = [this](const Waiting& limits, const std::function<WaitResult(const Waiting&)>& wait) {
+  const auto watched = [this](const WaitOptions& limits,
+                              const std::function<WaitResult(const WaitOptions&)>& wait) {
     return wait_on_network(limits, wait);
   };
   return std::make_unique<ClusterHierarchy>(std::move(host), std::move(here), std::move(network), watched);
 }
 
 std::shared_ptr<Transport> ClusterTransport::subgroup(std::span<const int> chosen, std::uint64_t tag,
-                                                      const Waiting& waiting) {
+                                                      const WaitOptions& waiting) {
   std::vector<int> members;
   for (const int member : chosen) members.push_back(world_[static_cast<std::size_t>(member)]);
   const bool local =
@@ -176,7 +178,7 @@ std::shared_ptr<Transport> ClusterTransport::subgroup(std::span<const int> chose
     if (aborted(nullptr)) throw WaitEnded{{WaitResult::Outcome::kAborted}};
     if (const WaitResult ended = find_ended(); !ended.ok()) throw WaitEnded{ended};
   };
-  const Waiting watched = waiting.with_interrupt(check);
+  const WaitOptions watched = waiting.with_interrupt(check);
   try {
     return std::make_shared<ClusterTransport>(context_, std::move(members), subgroup_tag(tag), options(),
                                               watched);

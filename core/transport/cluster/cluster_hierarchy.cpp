@@ -2,16 +2,16 @@
 
 namespace multiring {
 
-WaitResult ClusterHierarchy::synchronise(const Waiting& waiting) {
+WaitResult ClusterHierarchy::synchronise(const WaitOptions& waiting) {
   ++round_;
   host_->arrive(round_, 0);
-  WaitResult result = run_wait_(waiting, [this](const Waiting& inner) {
+  WaitResult result = run_wait_(waiting, [this](const WaitOptions& inner) {
     // A rank of this host may wait for a message that waits here to be forwarded.
     const std::function<void()> make_progress = [&] {
       network_->progress();
       inner.check_interrupt();
     };
-    Waiting driving = inner;
+    WaitOptions driving = inner;
     driving.interrupt = &make_progress;
     return host_->await_all(round_, driving);
   });
@@ -23,10 +23,10 @@ WaitResult ClusterHierarchy::synchronise(const Waiting& waiting) {
   return result;
 }
 
-WaitResult ClusterHierarchy::connect(std::span<const int> peers, const Waiting& waiting) {
+WaitResult ClusterHierarchy::connect(std::span<const int> peers, const WaitOptions& waiting) {
   std::vector<Network::Link> links;
   for (const int peer : peers) links.push_back({peer, 0});
-  return run_wait_(waiting, [&](const Waiting& inner) {
+  return run_wait_(waiting, [&](const WaitOptions& inner) {
     try {
       network_->connect(links, inner);
     } catch (const Error& error) {
@@ -38,8 +38,8 @@ WaitResult ClusterHierarchy::connect(std::span<const int> peers, const Waiting& 
   });
 }
 
-WaitResult ClusterHierarchy::wait(std::span<const Ticket> tickets, const Waiting& waiting) {
-  return run_wait_(waiting, [&](const Waiting& inner) { return network_->wait(tickets, inner); });
+WaitResult ClusterHierarchy::wait(std::span<const Ticket> tickets, const WaitOptions& waiting) {
+  return run_wait_(waiting, [&](const WaitOptions& inner) { return network_->wait(tickets, inner); });
 }
 
 void ClusterHierarchy::leave() {

@@ -15,8 +15,8 @@ namespace multiring {
 class ClusterHierarchy final : public Hierarchy {
  public:
   /// Runs a wait that also ends with whatever ends the waits of the whole group.
-  using RunWait = std::function<WaitResult(const Waiting& waiting,
-                                           const std::function<WaitResult(const Waiting&)>& wait)>;
+  using RunWait = std::function<WaitResult(const WaitOptions& waiting,
+                                           const std::function<WaitResult(const WaitOptions&)>& wait)>;
 
   /// `host`: among the ranks of this host, in the order of `host_ranks`. `network`: among all, unconnected.
   ClusterHierarchy(std::shared_ptr<Transport> host, std::vector<int> host_ranks,
@@ -29,17 +29,17 @@ class ClusterHierarchy final : public Hierarchy {
   std::span<const int> host_ranks() const override { return host_ranks_; }
   std::byte* staging(int local) const override { return host_->staging(local, round_ + 1); }
   std::size_t staging_bytes() const override { return host_->staging_bytes(); }
-  WaitResult synchronise(const Waiting& waiting) override;
+  WaitResult synchronise(const WaitOptions& waiting) override;
   const std::byte* staged(int local) const override { return host_->staging(local, round_); }
 
-  WaitResult connect(std::span<const int> peers, const Waiting& waiting) override;
+  WaitResult connect(std::span<const int> peers, const WaitOptions& waiting) override;
   Ticket post_send(int peer, std::span<const std::span<const std::byte>> parts) override {
     return network_->post_send(peer, 0, parts);
   }
   Ticket post_receive(int peer, std::span<std::byte> buffer) override {
     return network_->post_receive(peer, 0, buffer);
   }
-  WaitResult wait(std::span<const Ticket> tickets, const Waiting& waiting) override;
+  WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting) override;
   bool done(Ticket ticket) const override { return network_->done(ticket); }
   void give_up(std::span<const Ticket> tickets) override { network_->give_up(tickets); }
   void keep(std::shared_ptr<const void> memory) override { network_->keep(std::move(memory)); }

@@ -56,7 +56,7 @@ void ClusterTransport::arrive(std::uint64_t round, std::size_t staged) {
   mirror_->post(rank(), round, staged);
 }
 
-WaitResult ClusterTransport::await_all(std::uint64_t round, const Waiting& waiting) {
+WaitResult ClusterTransport::await_all(std::uint64_t round, const WaitOptions& waiting) {
   const auto find_failure = [this, round] {
     mirror_->handle_arrivals();
     return find_lost(round);
@@ -66,8 +66,8 @@ WaitResult ClusterTransport::await_all(std::uint64_t round, const Waiting& waiti
     mirror_->handle_arrivals();
     (*waiting.stalled)(waited);
   };
-  const auto await_messages = [&](const Waiting& watched) {
-    Waiting updating = watched;
+  const auto await_messages = [&](const WaitOptions& watched) {
+    WaitOptions updating = watched;
     if (waiting.stalled != nullptr) updating.stalled = &stalled;
     const WaitResult result = mirror_->await(updating);
     if (!result.ok()) mirror_->handle_arrivals();
@@ -80,27 +80,27 @@ WaitResult ClusterTransport::await_all(std::uint64_t round, const Waiting& waiti
   const std::function<void()> gossip = [&] {
     waiting.check_interrupt();
     mirror_->handle_arrivals();
-    if (seconds_between(start, Clock::now()) >= HostMirror::kSlice) mirror_->gossip();
+    if (seconds_between(start, Clock::now()) >= HostMirror::kTimeSlice) mirror_->gossip();
   };
-  const Waiting gossiping = waiting.with_interrupt(gossip);
+  const WaitOptions gossiping = waiting.with_interrupt(gossip);
   return wait_on_memory(gossiping,
-                        [&](const Waiting& here) { return SharedTransport::await_all(round, here); });
+                        [&](const WaitOptions& here) { return SharedTransport::await_all(round, here); });
 }
 
-WaitResult ClusterTransport::wait_on_memory(const Waiting& waiting,
-                                            const std::function<WaitResult(const Waiting&)>& wait) const {
+WaitResult ClusterTransport::wait_on_memory(const WaitOptions& waiting,
+                                            const std::function<WaitResult(const WaitOptions&)>& wait) const {
   const std::function<void()> check = [&] {
     waiting.check_interrupt();
     poll();
   };
-  const Waiting here = waiting.with_interrupt(check);
+  const WaitOptions here = waiting.with_interrupt(check);
   const WaitResult result = wait(here);
   if (!result.ok()) poll();
   return result;
 }
 
-WaitResult ClusterTransport::wait_on_network(const Waiting& waiting,
-                                             const std::function<WaitResult(const Waiting&)>& wait,
+WaitResult ClusterTransport::wait_on_network(const WaitOptions& waiting,
+                                             const std::function<WaitResult(const WaitOptions&)>& wait,
                                              const std::function<WaitResult()>& find_failure) {
   const std::function<void()> check = [&] {
     waiting.check_interrupt();
@@ -109,7 +109,7 @@ WaitResult ClusterTransport::wait_on_network(const Waiting& waiting,
     if (!find_failure) return;
     if (const WaitResult found = find_failure(); !found.ok()) throw WaitEnded{found};
   };
-  const Waiting watched = waiting.with_interrupt(check);
+  const WaitOptions watched = waiting.with_interrupt(check);
   WaitResult result;
   try {
     result = wait(watched);
@@ -150,31 +150,33 @@ void ClusterTransport::mailbox_read(int source, std::uint64_t chunk) {
   messages_->acknowledge(source, chunk);
 }
 
-WaitResult ClusterTransport::await_written(int source, std::uint64_t chunk, const Waiting& waiting) {
+WaitResult ClusterTransport::await_written(int source, std::uint64_t chunk, const WaitOptions& waiting) {
   if (!is_remote(source))
-    return wait_on_memory(
-        waiting, [&](const Waiting& here) { return SharedTransport::await_written(source, chunk, here); });
+    return wait_on_memory(waiting, [&](const WaitOptions& here) {
+      return SharedTransport::await_written(source, chunk, here);
+    });
   const std::atomic<std::uint64_t>& written = mailbox(source, rank()).written;
   const auto ready = [&] { return written.load(std::memory_order_acquire) >= chunk; };
   return wait_on_network(
-      waiting, [&](const Waiting& watched) { return messages_->await_chunk(source, ready, watched); });
+      waiting, [&](const WaitOptions& watched) { return messages_->await_chunk(source, ready, watched); });
 }
 
-WaitResult ClusterTransport::await_read(int destination, std::uint64_t chunk, const Waiting& waiting) {
+WaitResult ClusterTransport::await_read(int destination, std::uint64_t chunk, const WaitOptions& waiting) {
   if (!is_remote(destination))
-    return wait_on_memory(
-        waiting, [&](const Waiting& here) { return SharedTransport::await_read(destination, chunk, here); });
+    return wait_on_memory(waiting, [&](const WaitOptions& here) {
+      return SharedTransport::await_read(destination, chunk, here);
+    });
   const std::atomic<std::uint64_t>& read = mailbox(rank(), destination).read;
   const auto ready = [&] { return read.load(std::memory_order_acquire) >= chunk; };
   if (ready()) return {};
   return wait_on_network(
-      waiting, [&](const Waiting& watched) { return messages_->await_ack(destination, ready, watched); });
+      waiting, [&](const WaitOptions& watched) { return messages_->await_ack(destination, ready, watched); });
 }
 
-WaitResult ClusterTransport::await_sent(int destination, const Waiting& waiting) {
+WaitResult ClusterTransport::await_sent(int destination, const WaitOptions& waiting) {
   if (!is_remote(destination)) return {};
-  return wait_on_network(waiting,
-                         [&](const Waiting& watched) { return messages_->await_sent(destination, watched); });
+  return wait_on_network(
+      waiting, [&](const WaitOptions& watched) { return messages_->await_sent(destination, watched); });
 }
 
 WaitResult ClusterTransport::find_ended() const {

@@ -33,8 +33,9 @@ MULTIRING_API std::vector<int> ranks_of_host(const std::vector<ClusterRank>& ran
 struct ClusterContext {
   /// A network among `members` (world ranks, in the order of their ranks there), of which this process is the
   /// `rank`-th, unconnected. `name` is the same on all of them and never used twice.
-  using MakeNetwork = std::function<std::unique_ptr<Network>(std::span<const int> members, int rank,
-                                                             int channels, const std::string& name)>;
+  using MakeNetwork =
+      std::function<std::unique_ptr<Network>(std::span<const int> members, int rank, int channels,
+                                             const std::string& name, const WaitOptions& waiting)>;
 
   std::vector<ClusterRank> ranks;  ///< of the world
   int rank = 0;                    ///< of this process in the world
@@ -52,7 +53,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
  public:
   /// `members`: world ranks in their order here. Collective among them. `options.oversubscribed` is set.
   ClusterTransport(std::shared_ptr<const ClusterContext> context, std::vector<int> members, std::uint64_t tag,
-                   const SharedTransportOptions& options, const Waiting& waiting);
+                   const SharedTransportOptions& options, const WaitOptions& waiting);
   ~ClusterTransport() override;
 
   std::string host(int rank) const override;
@@ -64,16 +65,16 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   Stragglers stragglers(std::uint64_t round) const override;
   bool is_watched(int rank) const override;
   void arrive(std::uint64_t round, std::size_t staged) override;
-  WaitResult await_all(std::uint64_t round, const Waiting& waiting) override;
+  WaitResult await_all(std::uint64_t round, const WaitOptions& waiting) override;
   void mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) override;
   void mailbox_read(int source, std::uint64_t chunk) override;
-  WaitResult await_written(int source, std::uint64_t chunk, const Waiting& waiting) override;
-  WaitResult await_read(int destination, std::uint64_t chunk, const Waiting& waiting) override;
-  WaitResult await_sent(int destination, const Waiting& waiting) override;
+  WaitResult await_written(int source, std::uint64_t chunk, const WaitOptions& waiting) override;
+  WaitResult await_read(int destination, std::uint64_t chunk, const WaitOptions& waiting) override;
+  WaitResult await_sent(int destination, const WaitOptions& waiting) override;
 
   Hierarchy* hierarchy() override { return hierarchy_.get(); }
   std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
-                                      const Waiting& waiting) override;
+                                      const WaitOptions& waiting) override;
 
   void abort(ErrorKind kind, const std::string& message) noexcept override;
   /// Also asks the networks for errors of other hosts.
@@ -91,10 +92,11 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   }
   /// Prefix of the names of this transport's networks.
   std::string network_name() const;
-  void connect(const Waiting& waiting);
-  std::unique_ptr<Network> make_network(int channels, const std::string& purpose) const;
-  std::unique_ptr<ClusterHierarchy> make_hierarchy(const Waiting& waiting);
-  std::unique_ptr<HostMirror> make_mirror();
+  void connect(const WaitOptions& waiting);
+  std::unique_ptr<Network> make_network(int channels, const std::string& purpose,
+                                        const WaitOptions& waiting) const;
+  std::unique_ptr<ClusterHierarchy> make_hierarchy(const WaitOptions& waiting);
+  std::unique_ptr<HostMirror> make_mirror(const WaitOptions& waiting);
   MirrorRoutes routes_of(int rank) const;
   /// Routes of the ranks of this host, for errors. For the thread that drives the rounds.
   const std::map<int, MirrorRoutes>& host_routes() const;
@@ -102,11 +104,12 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   /// A rank that is known to have ended, preferably one that died.
   WaitResult find_ended() const;
   /// Runs a wait on a network. An error on this host, or what `find_failure` finds, ends it, too.
-  WaitResult wait_on_network(const Waiting& waiting, const std::function<WaitResult(const Waiting&)>& wait,
+  WaitResult wait_on_network(const WaitOptions& waiting,
+                             const std::function<WaitResult(const WaitOptions&)>& wait,
                              const std::function<WaitResult()>& find_failure = nullptr);
   /// Runs a wait on this host's memory. An error on another host ends it, too.
-  WaitResult wait_on_memory(const Waiting& waiting,
-                            const std::function<WaitResult(const Waiting&)>& wait) const;
+  WaitResult wait_on_memory(const WaitOptions& waiting,
+                            const std::function<WaitResult(const WaitOptions&)>& wait) const;
   /// Makes progress in all transports of this process, and propagates errors from and to other hosts.
   void poll() const;
   /// The same for this transport only.

@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/arithmetic/kernels/copy.h"
 #include "transport/timed_wait.h"
 
 namespace multiring {
@@ -97,7 +98,7 @@ void HostMirror::receive_staging(Incoming& incoming) {
                                            {memory_.staging(rank, round_), staged_bytes(rank)});
 }
 
-WaitResult HostMirror::await(const Waiting& waiting) {
+WaitResult HostMirror::await(const WaitOptions& waiting) {
   TimedWait timed(waiting);
   // A slice for each message, so that a lost peer is found though others are slow. Early steps come first.
   for (std::size_t next = 0;;) {
@@ -106,18 +107,18 @@ WaitResult HostMirror::await(const Waiting& waiting) {
     std::vector<Incoming*> pending;
     for (Incoming& incoming : incoming_)
       if (incoming.ticket != 0) pending.push_back(&incoming);
-    const Waiting slice = timed.slice(kSlice);
+    const WaitOptions slice = timed.slice(kTimeSlice);
     const std::size_t index = next % (pending.size() + 1);
     WaitResult result;
     if (index == pending.size()) {
-      awaited_sends_.insert(awaited_sends_.end(), sends_.begin(), sends_.end());
+      sends_in_wait_.insert(sends_in_wait_.end(), sends_.begin(), sends_.end());
       sends_.clear();
-      result = wait(awaited_sends_, slice);
-      if (result.ok()) awaited_sends_.clear();
+      result = wait(sends_in_wait_, slice);
+      if (result.ok()) sends_in_wait_.clear();
     } else {
-      awaited_ = pending[index]->ticket;
-      result = wait({&awaited_, 1}, slice);
-      awaited_ = 0;
+      ticket_in_wait_ = pending[index]->ticket;
+      result = wait({&ticket_in_wait_, 1}, slice);
+      ticket_in_wait_ = 0;
       if (result.ok() && !left_.load(std::memory_order_relaxed)) advance(*pending[index]);
     }
     if (result.ok() && pending.empty() && sends_.empty()) return {};
@@ -181,7 +182,7 @@ void HostMirror::handle_combined(Incoming& incoming) {
   for (const int rank : message.ranks) {
     const std::size_t bytes = staged_bytes(rank);
     if (bytes == 0) continue;
-    std::memcpy(memory_.staging(rank, round_), from, bytes);
+    copy_bytes(memory_.staging(rank, round_), from, bytes);
     from += bytes;
     memory_.on_arrival(rank, round_);
   }
@@ -237,7 +238,7 @@ void HostMirror::handle_arrivals() {
 
 void HostMirror::handle_messages() {
   for (Incoming& incoming : incoming_)
-    while (incoming.ticket != 0 && incoming.ticket != awaited_ && network_->done(incoming.ticket)) {
+    while (incoming.ticket != 0 && incoming.ticket != ticket_in_wait_ && network_->done(incoming.ticket)) {
       network_->give_up({&incoming.ticket, 1});
       advance(incoming);
     }
@@ -256,7 +257,7 @@ void HostMirror::leave() {
   network_->leave();
 }
 
-WaitResult HostMirror::wait(std::span<const Ticket> tickets, const Waiting& waiting) {
+WaitResult HostMirror::wait(std::span<const Ticket> tickets, const WaitOptions& waiting) {
   for (;;) {
     if (const ProgressLock::Guard guard(progress_lock_); guard) return network_->wait(tickets, waiting);
     std::this_thread::yield();  // another thread polls, which is short

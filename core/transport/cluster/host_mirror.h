@@ -35,7 +35,7 @@ struct RoundMemory {
 /// before has arrived and left. One thread at a time posts and waits.
 class HostMirror {
  public:
-  static constexpr double kSlice = 0.02;  ///< seconds that a wait is for one message
+  static constexpr double kTimeSlice = 0.02;  ///< seconds that a wait is for one message
 
   /// Number of channels that the network needs.
   static int channels(const MirrorRoutes& routes) { return routes.steps.size() > 1 ? 2 : 1; }
@@ -48,7 +48,7 @@ class HostMirror {
   /// Never blocks.
   void post(int rank, std::uint64_t round, std::size_t staged);
   /// Waits until all has arrived and left.
-  WaitResult await(const Waiting& waiting);
+  WaitResult await(const WaitOptions& waiting);
   /// Handles and forwards what has arrived. For callbacks of a wait.
   void handle_arrivals();
   /// Tells other ranks which ranks have reached the round, where they do not see it themselves.
@@ -80,7 +80,7 @@ class HostMirror {
   std::size_t staged_bytes(int rank) const;
   void send_complete_steps();
   void send(const MirrorMessage& message);
-  WaitResult wait(std::span<const Ticket> tickets, const Waiting& waiting);
+  WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting);
 
   std::unique_ptr<Network> network_;
   const std::vector<MirrorStep> steps_;
@@ -92,9 +92,9 @@ class HostMirror {
   std::vector<Incoming> incoming_;  // in the order of the steps
   std::size_t sent_steps_ = 0;
   std::vector<Ticket> sends_;
-  std::vector<Ticket> awaited_sends_;
+  std::vector<Ticket> sends_in_wait_;
   std::atomic<bool> left_{false};  // nothing may be posted
-  Ticket awaited_ = 0;             // of a wait in progress, which releases it
+  Ticket ticket_in_wait_ = 0;      // of a wait in progress, which releases it
 };
 
 /// The number of bytes that follow a header, in its last bytes.

@@ -2,21 +2,21 @@
 
 #include <atomic>
 
+#include "base/immovable.h"
+
 namespace multiring {
 
 /// Held by the one thread that drives a network. Not a mutex: a callback of a wait may come here again in the
 /// same thread, and has to learn that the lock is taken.
 class ProgressLock {
  public:
-  class Guard {
+  class Guard : Immovable {
    public:
     explicit Guard(ProgressLock& lock)
         : lock_(lock), owned_(!lock.taken_.test_and_set(std::memory_order_acquire)) {}
     ~Guard() {
       if (owned_) lock_.taken_.clear(std::memory_order_release);
     }
-    Guard(const Guard&) = delete;
-    Guard& operator=(const Guard&) = delete;
     explicit operator bool() const { return owned_; }
 
    private:

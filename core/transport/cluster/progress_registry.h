@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/export.h"
+#include "base/immovable.h"
 #include "transport/shared/host_group.h"
 
 namespace multiring {
@@ -20,12 +21,10 @@ namespace multiring {
 class MULTIRING_API ProgressRegistry {
  public:
   /// `poll` is called as long as the entry exists. It must neither raise nor wait.
-  class Entry {
+  class Entry : Immovable {
    public:
     Entry(std::shared_ptr<ProgressRegistry> registry, std::function<void()> poll);
     ~Entry();
-    Entry(const Entry&) = delete;
-    Entry& operator=(const Entry&) = delete;
     void poll() const { poll_(); }
 
    private:
@@ -56,7 +55,7 @@ class PollingHostGroup final : public HostGroup {
   std::int64_t process_id(int rank) const override { return group_->process_id(rank); }
   int world_rank(int rank) const override { return world_[static_cast<std::size_t>(rank)]; }
   std::shared_ptr<SharedBlock> share(std::size_t bytes, std::span<const int> members, std::uint64_t tag,
-                                     const Waiting& waiting) override {
+                                     const WaitOptions& waiting) override {
     return group_->share(bytes, members, tag, waiting);
   }
   bool is_lost(int rank) override { return group_->is_lost(rank); }

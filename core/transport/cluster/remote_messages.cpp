@@ -18,8 +18,8 @@ constexpr int kChunks = 0, kAcks = 1;  // channels
 
 // How long the driving thread waits for its own message before it handles others, alone and with other
 // threads waiting; and how often these check for their messages.
-constexpr double kSlice = 0.02;
-constexpr double kSharedSlice = 0.001;
+constexpr double kTimeSlice = 0.02;
+constexpr double kSharedTimeSlice = 0.001;
 constexpr std::chrono::microseconds kBetweenChecks(500);
 
 struct Counted {
@@ -106,18 +106,18 @@ void RemoteMessages::acknowledge(int source, std::uint64_t chunk) {
 }
 
 WaitResult RemoteMessages::await_chunk(int source, const std::function<bool()>& ready,
-                                       const Waiting& waiting) {
+                                       const WaitOptions& waiting) {
   return await(source, ready, [this, source] { return std::vector{peer(source).chunk_receive}; }, waiting);
 }
 
 WaitResult RemoteMessages::await_ack(int destination, const std::function<bool()>& ready,
-                                     const Waiting& waiting) {
+                                     const WaitOptions& waiting) {
   return await(
       destination, ready, [this, destination] { return std::vector{peer(destination).ack_receive}; },
       waiting);
 }
 
-WaitResult RemoteMessages::await_sent(int destination, const Waiting& waiting) {
+WaitResult RemoteMessages::await_sent(int destination, const WaitOptions& waiting) {
   const auto left = [this, destination] {
     const std::lock_guard lock(mutex_);
     return peer(destination).sends.empty() && peer(destination).unsent.empty();
@@ -143,7 +143,7 @@ void RemoteMessages::leave() {
 /// `tickets`: those to wait for; called under `mutex_`.
 WaitResult RemoteMessages::await(int rank, const std::function<bool()>& ready,
                                  const std::function<std::vector<Ticket>()>& tickets,
-                                 const Waiting& waiting) {
+                                 const WaitOptions& waiting) {
   const Counted counted(waiting_);
   TimedWait timed(waiting);
   for (;;) {
@@ -151,7 +151,7 @@ WaitResult RemoteMessages::await(int rank, const std::function<bool()>& ready,
       handle_arrivals();
       if (ready()) return {};
       const bool alone = waiting_.load(std::memory_order_relaxed) == 1;
-      const WaitResult result = drive(rank, tickets, timed.slice(alone ? kSlice : kSharedSlice));
+      const WaitResult result = drive(rank, tickets, timed.slice(alone ? kTimeSlice : kSharedTimeSlice));
       if (!result.ok() && result.outcome != Outcome::kTimeout) return result;
       handle_arrivals();
     } else {
@@ -168,7 +168,7 @@ WaitResult RemoteMessages::await(int rank, const std::function<bool()>& ready,
 
 /// A slice of the driving thread: makes the link, or waits for the first message that is not done.
 WaitResult RemoteMessages::drive(int rank, const std::function<std::vector<Ticket>()>& tickets,
-                                 const Waiting& slice) {
+                                 const WaitOptions& slice) {
   if (!linked(rank)) {
     const Network::Link links[] = {{rank, kChunks}, {rank, kAcks}};
     return network_->connect_on_demand(links, slice);

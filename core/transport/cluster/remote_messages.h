@@ -45,10 +45,10 @@ class RemoteMessages {
   void send(int destination, std::uint64_t chunk, std::size_t bytes);
   void acknowledge(int source, std::uint64_t chunk);
   /// Wait until `ready`, which a chunk from `source`, or an acknowledgement of `destination`, makes true.
-  WaitResult await_chunk(int source, const std::function<bool()>& ready, const Waiting& waiting);
-  WaitResult await_ack(int destination, const std::function<bool()>& ready, const Waiting& waiting);
+  WaitResult await_chunk(int source, const std::function<bool()>& ready, const WaitOptions& waiting);
+  WaitResult await_ack(int destination, const std::function<bool()>& ready, const WaitOptions& waiting);
   /// Waits until all that was sent to `destination` has left.
-  WaitResult await_sent(int destination, const Waiting& waiting);
+  WaitResult await_sent(int destination, const WaitOptions& waiting);
   /// Makes progress, unless another thread is doing it.
   void poll();
   /// Says goodbye to the peers.
@@ -84,8 +84,8 @@ class RemoteMessages {
   void handle_chunk(int source);
   /// `rank`: the peer that makes `ready` true.
   WaitResult await(int rank, const std::function<bool()>& ready,
-                   const std::function<std::vector<Ticket>()>& tickets, const Waiting& waiting);
-  WaitResult drive(int rank, const std::function<std::vector<Ticket>()>& tickets, const Waiting& slice);
+                   const std::function<std::vector<Ticket>()>& tickets, const WaitOptions& waiting);
+  WaitResult drive(int rank, const std::function<std::vector<Ticket>()>& tickets, const WaitOptions& slice);
 
   std::unique_ptr<Network> network_;
   int rank_;

@@ -6,11 +6,13 @@
 #include <numeric>
 #include <thread>
 
+#include "base/immovable.h"
+
 namespace multiring {
 namespace {
 
 /// Zero-filled, and backed by memory only where it is touched: most mailboxes are never used.
-class PrivateBlock final : public SharedBlock {
+class PrivateBlock final : public SharedBlock, Immovable {
  public:
   explicit PrivateBlock(std::size_t bytes)
       : data_(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
@@ -19,8 +21,6 @@ class PrivateBlock final : public SharedBlock {
     if (data_ == MAP_FAILED) throw_errno("mmap of " + std::to_string(bytes) + " bytes of memory");
   }
   ~PrivateBlock() override { ::munmap(data_, bytes_); }
-  PrivateBlock(const PrivateBlock&) = delete;
-  PrivateBlock& operator=(const PrivateBlock&) = delete;
   std::byte* data() const override { return static_cast<std::byte*>(data_); }
 
  private:
@@ -38,7 +38,7 @@ class InprocHostGroup final : public HostGroup {
   std::string host() const override { return "inproc"; }
   std::int64_t process_id(int rank) const override { return rank; }
   std::shared_ptr<SharedBlock> share(std::size_t bytes, std::span<const int> members, std::uint64_t tag,
-                                     const Waiting&) override {
+                                     const WaitOptions&) override {
     return hub_->block(tag, members, bytes);
   }
   bool is_lost(int rank) override {
@@ -56,7 +56,7 @@ class InprocHostGroup final : public HostGroup {
 class InprocTransport final : public SharedTransport {
  public:
   InprocTransport(const std::shared_ptr<InprocHostGroup>& group, std::vector<int> members, std::uint64_t tag,
-                  const SharedTransportOptions& options, const Waiting& waiting)
+                  const SharedTransportOptions& options, const WaitOptions& waiting)
       : SharedTransport(group, std::move(members), tag, options, waiting),
         faults_(group->hub().faults_[static_cast<std::size_t>(group->rank())]) {}
 
@@ -65,7 +65,7 @@ class InprocTransport final : public SharedTransport {
     if (delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay));
     if (!dropped()) SharedTransport::arrive(round, staged);
   }
-  WaitResult await_all(std::uint64_t round, const Waiting& waiting) override {
+  WaitResult await_all(std::uint64_t round, const WaitOptions& waiting) override {
     // The dropped arrival ends the round for no rank, so the rank must not run ahead either.
     return SharedTransport::await_all(dropped() ? std::numeric_limits<std::uint64_t>::max() : round, waiting);
   }
@@ -77,7 +77,7 @@ class InprocTransport final : public SharedTransport {
   }
 
   std::shared_ptr<Transport> subgroup(std::span<const int> chosen, std::uint64_t tag,
-                                      const Waiting& waiting) override {
+                                      const WaitOptions& waiting) override {
     return std::make_shared<InprocTransport>(std::static_pointer_cast<InprocHostGroup>(host_group()),
                                              group_members(chosen), subgroup_tag(tag), options(), waiting);
   }
@@ -91,7 +91,7 @@ class InprocTransport final : public SharedTransport {
 InprocHub::InprocHub(int size, const Options& options)
     : options_(options), faults_(static_cast<std::size_t>(size)) {}
 
-std::shared_ptr<Transport> InprocHub::connect(int rank, const Waiting& waiting) {
+std::shared_ptr<Transport> InprocHub::connect(int rank, const WaitOptions& waiting) {
   std::vector<int> members(static_cast<std::size_t>(size()));
   std::iota(members.begin(), members.end(), 0);
   return std::make_shared<InprocTransport>(std::make_shared<InprocHostGroup>(shared_from_this(), rank),

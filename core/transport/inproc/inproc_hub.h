@@ -24,7 +24,7 @@ class MULTIRING_API InprocHub : public std::enable_shared_from_this<InprocHub> {
 
   int size() const { return static_cast<int>(faults_.size()); }
   /// The world's transport of `rank`.
-  std::shared_ptr<Transport> connect(int rank, const Waiting& waiting);
+  std::shared_ptr<Transport> connect(int rank, const WaitOptions& waiting);
   /// The host group of `rank`, for another transport.
   std::shared_ptr<HostGroup> host_group(int rank);
 

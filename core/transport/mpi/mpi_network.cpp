@@ -49,7 +49,7 @@ void MpiNetwork::throw_failed(const char* why) const {
   throw Error(ErrorKind::kInternal, named(options_.rank) + ": MPI failed: " + why);
 }
 
-void MpiNetwork::connect(std::span<const Link> links, const Waiting& waiting) {
+void MpiNetwork::connect(std::span<const Link> links, const WaitOptions& waiting) {
   waiting.check_interrupt();
   const std::lock_guard lock(mutex_);
   advance();
@@ -148,7 +148,7 @@ MpiNetwork::Ticket MpiNetwork::post(Message message, std::uint64_t& counter, con
   return ticket;
 }
 
-WaitResult MpiNetwork::wait(std::span<const Ticket> tickets, const Waiting& waiting) {
+WaitResult MpiNetwork::wait(std::span<const Ticket> tickets, const WaitOptions& waiting) {
   TimedWait timed(waiting);
   Backoff backoff;
   for (;;) {

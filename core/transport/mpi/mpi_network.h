@@ -47,10 +47,10 @@ class MULTIRING_API MpiNetwork final : public Network {
   int size() const override { return static_cast<int>(options_.members.size()); }
   int channels() const override { return options_.channels; }
   std::string host(int rank) override { return options_.hosts[static_cast<std::size_t>(rank)]; }
-  void connect(std::span<const Link> links, const Waiting& waiting) override;
+  void connect(std::span<const Link> links, const WaitOptions& waiting) override;
   Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override;
   Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) override;
-  WaitResult wait(std::span<const Ticket> tickets, const Waiting& waiting) override;
+  WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting) override;
   bool done(Ticket ticket) const override;
   void give_up(std::span<const Ticket> tickets) override;
   void progress() override;

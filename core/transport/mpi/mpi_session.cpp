@@ -71,7 +71,7 @@ int MpiSession::claim_tags(const std::string& name, int count) {
   return first;
 }
 
-std::string MpiSession::broadcast(const std::string& value, int root, const Waiting& waiting) {
+std::string MpiSession::broadcast(const std::string& value, int root, const WaitOptions& waiting) {
   if (value.size() > kBroadcastBytes)
     throw Error(ErrorKind::kInternal, "a broadcast of " + std::to_string(value.size()) + " bytes by MPI");
   auto broadcast = std::make_shared<Broadcast>();
@@ -108,7 +108,7 @@ void MpiSession::keep(std::shared_ptr<const void> memory) {
 }
 
 void MpiSession::complete(std::span<multiring_mpi_request> requests, std::span<std::size_t> bytes,
-                          const Waiting& waiting) const {
+                          const WaitOptions& waiting) const {
   TimedWait timed(waiting);
   Reason why{};
   std::vector<multiring_mpi_completion> done(requests.size());

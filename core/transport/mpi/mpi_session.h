@@ -9,13 +9,14 @@
 #include <vector>
 
 #include "base/export.h"
+#include "base/immovable.h"
 #include "transport/mpi/bridge/multiring_mpi.h"
 #include "transport/transport.h"
 
 namespace multiring {
 
 /// An MPI library, with a communicator for multiring among the ranks of a job.
-class MULTIRING_API MpiSession {
+class MULTIRING_API MpiSession : Immovable {
  public:
   /// `bridge`: path of the library that `multiring build mpi` has built. `communicator`: the address of an
   /// MPI_Comm; null: all ranks of the job. Initialises MPI unless that is done. Collective. Raises a usage
@@ -25,8 +26,6 @@ class MULTIRING_API MpiSession {
   static std::string library_of(const std::string& bridge);
   /// With functions of this program.
   MpiSession(const multiring_mpi& functions, const void* communicator);
-  MpiSession(const MpiSession&) = delete;
-  MpiSession& operator=(const MpiSession&) = delete;
 
   int rank() const { return functions_.rank(group_); }
   int size() const { return functions_.size(group_); }
@@ -41,14 +40,14 @@ class MULTIRING_API MpiSession {
   /// once. Raises an internal error if two names get the same tags.
   int claim_tags(const std::string& name, int count);
   /// The value of `root`, at most kBroadcastBytes. Collective.
-  std::string broadcast(const std::string& value, int root, const Waiting& waiting);
+  std::string broadcast(const std::string& value, int root, const WaitOptions& waiting);
   static constexpr std::size_t kBroadcastBytes = 4096;
   /// Keeps the memory of messages that were given up, which MPI may still access.
   void keep(std::shared_ptr<const void> memory);
 
  private:
   void complete(std::span<multiring_mpi_request> requests, std::span<std::size_t> bytes,
-                const Waiting& waiting) const;
+                const WaitOptions& waiting) const;
 
   const multiring_mpi& functions_;
   multiring_mpi_group* group_ = nullptr;

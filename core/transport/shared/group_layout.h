@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/cache.h"
 #include "transport/shared/wait_point.h"
 #include "transport/transport.h"
 
@@ -52,9 +53,6 @@ struct GroupLayout {
     bytes = staging_begin + size * 2 * staging_stride();
   }
 
-  static constexpr std::size_t round_up(std::size_t value, std::size_t to) {
-    return (value + to - 1) / to * to;
-  }
   static constexpr std::size_t mailbox_stride() {
     return round_up(
         sizeof(MailboxState) + Transport::kMailboxChunks * (Transport::kHeaderBytes + kMailboxChunkBytes),

@@ -32,7 +32,7 @@ class MULTIRING_API HostGroup {
 
   /// A block that all `members` map. Collective among them; members[0] creates it. No `tag` is used twice.
   virtual std::shared_ptr<SharedBlock> share(std::size_t bytes, std::span<const int> members,
-                                             std::uint64_t tag, const Waiting& waiting) = 0;
+                                             std::uint64_t tag, const WaitOptions& waiting) = 0;
   /// Whether the process of `rank` has ended. Costs a system call.
   virtual bool is_lost(int rank) = 0;
   /// Sleeps until the ranks at `point`, whose epoch was `epoch`, are woken; at most `seconds`, maybe less.

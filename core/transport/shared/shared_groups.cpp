@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/cache.h"
 #include "transport/shared/shared_transport.h"
 
 namespace multiring {
@@ -42,11 +43,10 @@ constexpr std::uint64_t kSubgroups = 2;
 }  // namespace
 
 std::shared_ptr<SymmetricRegion> SharedTransport::allocate(std::size_t bytes_per_rank, std::uint32_t id,
-                                                           const Waiting& waiting) {
-  const std::size_t stride =
-      GroupLayout::round_up(std::max<std::size_t>(bytes_per_rank, 1), GroupLayout::kPage);
+                                                           const WaitOptions& waiting) {
+  const std::size_t stride = round_up(std::max<std::size_t>(bytes_per_rank, 1), GroupLayout::kPage);
   const std::function<void()> check = [&] { raise_if_aborted(waiting); };
-  const Waiting watched = waiting.with_interrupt(check);
+  const WaitOptions watched = waiting.with_interrupt(check);
   auto block = host_group_->share(stride * layout_.size, local_members(), block_tag(id), watched);
   std::vector<bool> remote;
   for (int rank = 0; rank < size(); ++rank) remote.push_back(is_remote(rank));
@@ -55,15 +55,15 @@ std::shared_ptr<SymmetricRegion> SharedTransport::allocate(std::size_t bytes_per
 }
 
 std::shared_ptr<Transport> SharedTransport::subgroup(std::span<const int> members, std::uint64_t tag,
-                                                     const Waiting& waiting) {
+                                                     const WaitOptions& waiting) {
   const std::function<void()> check = [&] { raise_if_aborted(waiting); };
-  const Waiting watched = waiting.with_interrupt(check);
+  const WaitOptions watched = waiting.with_interrupt(check);
   return std::make_shared<SharedTransport>(host_group_, group_members(members), subgroup_tag(tag), options_,
                                            watched);
 }
 
 // A rank that has to create memory may have failed, and be alive.
-void SharedTransport::raise_if_aborted(const Waiting& waiting) const {
+void SharedTransport::raise_if_aborted(const WaitOptions& waiting) const {
   waiting.check_interrupt();
   if (aborted(nullptr)) throw WaitEnded{{WaitResult::Outcome::kAborted}};
   if (waiting.is_cancelled()) throw WaitEnded{{WaitResult::Outcome::kCancelled}};

@@ -86,7 +86,7 @@ struct PeerCounter {
 
 SharedTransport::SharedTransport(std::shared_ptr<HostGroup> host_group, std::vector<int> members,
                                  std::uint64_t tag, const SharedTransportOptions& options,
-                                 const Waiting& waiting)
+                                 const WaitOptions& waiting)
     : host_group_(std::move(host_group)),
       members_(std::move(members)),
       tag_(tag),
@@ -163,7 +163,7 @@ std::uint64_t SharedTransport::arrived(int rank) const {
   return state(rank).arrived.load(std::memory_order_acquire);
 }
 
-WaitResult SharedTransport::await_all(std::uint64_t round, const Waiting& waiting) {
+WaitResult SharedTransport::await_all(std::uint64_t round, const WaitOptions& waiting) {
   return wait(control_->rounds, Arrivals{&state(0), size(), rank_, round}, waiting);
 }
 
@@ -181,17 +181,17 @@ bool SharedTransport::has_written(int source, std::uint64_t chunk) const {
   return mailbox(source, rank_).written.load(std::memory_order_acquire) >= chunk;
 }
 
-WaitResult SharedTransport::await_written(int source, std::uint64_t chunk, const Waiting& waiting) {
+WaitResult SharedTransport::await_written(int source, std::uint64_t chunk, const WaitOptions& waiting) {
   return wait(state(rank_).mailboxes, PeerCounter{mailbox(source, rank_).written, source, chunk}, waiting);
 }
 
-WaitResult SharedTransport::await_read(int destination, std::uint64_t chunk, const Waiting& waiting) {
+WaitResult SharedTransport::await_read(int destination, std::uint64_t chunk, const WaitOptions& waiting) {
   return wait(state(rank_).mailboxes, PeerCounter{mailbox(rank_, destination).read, destination, chunk},
               waiting);
 }
 
 template <class Ready>
-WaitResult SharedTransport::wait(WaitPoint& point, const Ready& ready, const Waiting& waiting) {
+WaitResult SharedTransport::wait(WaitPoint& point, const Ready& ready, const WaitOptions& waiting) {
   if (ready()) return {};
   // Two ranks that sleep delay each other by the time that waking takes. If they also spun less and less,
   // that would go on: an allreduce in many segments took twice as long.
@@ -207,7 +207,7 @@ WaitResult SharedTransport::wait(WaitPoint& point, const Ready& ready, const Wai
 }
 
 template <class Ready>
-WaitResult SharedTransport::sleep(WaitPoint& point, const Ready& ready, const Waiting& waiting) {
+WaitResult SharedTransport::sleep(WaitPoint& point, const Ready& ready, const WaitOptions& waiting) {
   struct Count {
     std::atomic<std::uint32_t>& sleepers;
     explicit Count(std::atomic<std::uint32_t>& s) : sleepers(s) {
@@ -244,7 +244,7 @@ WaitResult SharedTransport::sleep(WaitPoint& point, const Ready& ready, const Wa
 }
 
 template <class Ready>
-WaitResult SharedTransport::check_for_end(const Ready& ready, const Waiting& waiting) {
+WaitResult SharedTransport::check_for_end(const Ready& ready, const WaitOptions& waiting) {
   using Outcome = WaitResult::Outcome;
   if (control_->abort_published.load(std::memory_order_acquire) != 0) return {Outcome::kAborted, -1, false};
   if (waiting.is_cancelled()) return {Outcome::kCancelled, -1, false};

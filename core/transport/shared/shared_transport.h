@@ -29,7 +29,7 @@ class MULTIRING_API SharedTransport : public Transport {
 
   /// `members`: ranks of the group, or kRemote, in the order of their ranks here. Collective among them.
   SharedTransport(std::shared_ptr<HostGroup> host_group, std::vector<int> members, std::uint64_t tag,
-                  const SharedTransportOptions& options, const Waiting& waiting);
+                  const SharedTransportOptions& options, const WaitOptions& waiting);
   ~SharedTransport() override;
 
   int rank() const override { return rank_; }
@@ -47,7 +47,7 @@ class MULTIRING_API SharedTransport : public Transport {
   std::byte* staging(int rank, std::uint64_t round) const override;
   std::size_t staging_bytes() const override { return layout_.staging_bytes; }
   void arrive(std::uint64_t round, std::size_t staged) override;
-  WaitResult await_all(std::uint64_t round, const Waiting& waiting) override;
+  WaitResult await_all(std::uint64_t round, const WaitOptions& waiting) override;
   std::uint64_t arrived(int rank) const override;
   bool has_reached(int rank, std::uint64_t round) const override {
     return arrived(rank) >= round || state(rank).remote_arrival.load(std::memory_order_relaxed) >= round;
@@ -66,17 +66,17 @@ class MULTIRING_API SharedTransport : public Transport {
   void mailbox_written(int destination, std::uint64_t chunk, std::size_t bytes) override;
   void mailbox_read(int source, std::uint64_t chunk) override;
   bool has_written(int source, std::uint64_t chunk) const override;
-  WaitResult await_written(int source, std::uint64_t chunk, const Waiting& waiting) override;
-  WaitResult await_read(int destination, std::uint64_t chunk, const Waiting& waiting) override;
-  WaitResult await_sent(int, const Waiting&) override { return {}; }
+  WaitResult await_written(int source, std::uint64_t chunk, const WaitOptions& waiting) override;
+  WaitResult await_read(int destination, std::uint64_t chunk, const WaitOptions& waiting) override;
+  WaitResult await_sent(int, const WaitOptions&) override { return {}; }
 
   /// Holds the headers, staging memory and mailboxes.
   std::shared_ptr<const void> memory() const { return block_; }
 
   std::shared_ptr<SymmetricRegion> allocate(std::size_t bytes_per_rank, std::uint32_t id,
-                                            const Waiting& waiting) override;
+                                            const WaitOptions& waiting) override;
   std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
-                                      const Waiting& waiting) override;
+                                      const WaitOptions& waiting) override;
 
   void abort(ErrorKind kind, const std::string& message) noexcept override;
   bool aborted(AbortRecord* record) const override;
@@ -117,18 +117,18 @@ class MULTIRING_API SharedTransport : public Transport {
   RankState& state(int rank) const;
   void notify(WaitPoint& point) const;
   template <class Ready>
-  WaitResult wait(WaitPoint& point, const Ready& ready, const Waiting& waiting);
+  WaitResult wait(WaitPoint& point, const Ready& ready, const WaitOptions& waiting);
   template <class Ready>
-  WaitResult sleep(WaitPoint& point, const Ready& ready, const Waiting& waiting);
+  WaitResult sleep(WaitPoint& point, const Ready& ready, const WaitOptions& waiting);
   template <class Ready>
-  WaitResult check_for_end(const Ready& ready, const Waiting& waiting);
+  WaitResult check_for_end(const Ready& ready, const WaitOptions& waiting);
   template <class Ready>
   WaitResult find_lost_peer(const Ready& ready) const;
   /// The members on this host.
   std::vector<int> local_members() const;
   std::uint64_t block_tag(std::uint32_t number) const;
   /// For waits that are not on shared atomics: raises what ends those.
-  void raise_if_aborted(const Waiting& waiting) const;
+  void raise_if_aborted(const WaitOptions& waiting) const;
 
   std::shared_ptr<HostGroup> host_group_;
   std::vector<int> members_;

@@ -7,16 +7,15 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/immovable.h"
 
 namespace multiring {
 namespace {
 
-class MappedBlock final : public SharedBlock {
+class MappedBlock final : public SharedBlock, Immovable {
  public:
   MappedBlock(std::byte* data, std::size_t bytes) : data_(data), bytes_(bytes) {}
   ~MappedBlock() override { ::munmap(data_, bytes_); }
-  MappedBlock(const MappedBlock&) = delete;
-  MappedBlock& operator=(const MappedBlock&) = delete;
   std::byte* data() const override { return data_; }
 
  private:

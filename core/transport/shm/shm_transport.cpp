@@ -11,7 +11,7 @@ namespace {
 
 class ShmHostGroup final : public HostGroup {
  public:
-  ShmHostGroup(Store& store, const SocketMesh::Options& options, const Waiting& waiting)
+  ShmHostGroup(Store& store, const SocketMesh::Options& options, const WaitOptions& waiting)
       : rank_(options.rank), size_(options.size), host_(host_name()), mesh_(store, options, waiting) {}
 
   int rank() const override { return rank_; }
@@ -23,7 +23,7 @@ class ShmHostGroup final : public HostGroup {
   bool is_lost(int rank) override { return mesh_.is_lost(rank); }
 
   std::shared_ptr<SharedBlock> share(std::size_t bytes, std::span<const int> members, std::uint64_t tag,
-                                     const Waiting& waiting) override {
+                                     const WaitOptions& waiting) override {
     if (members[0] != rank_) return map_memory_file(mesh_.receive_file(members[0], tag, waiting), bytes);
     const UniqueFd file = create_memory_file(bytes);
     for (const int member : members.subspan(1)) mesh_.send_file(member, tag, file);
@@ -40,11 +40,11 @@ class ShmHostGroup final : public HostGroup {
 }  // namespace
 
 std::shared_ptr<HostGroup> make_shm_group(Store& store, const SocketMesh::Options& options,
-                                          const Waiting& waiting) {
+                                          const WaitOptions& waiting) {
   return std::make_shared<ShmHostGroup>(store, options, waiting);
 }
 
-std::shared_ptr<Transport> connect_shm(Store& store, const ShmOptions& options, const Waiting& waiting) {
+std::shared_ptr<Transport> connect_shm(Store& store, const ShmOptions& options, const WaitOptions& waiting) {
   SocketMesh::Options mesh_options;
   mesh_options.build = options.build;
   mesh_options.rank = options.rank;

@@ -19,10 +19,10 @@ struct ShmOptions {
 
 /// The group of the processes of one host. Collective.
 MULTIRING_API std::shared_ptr<HostGroup> make_shm_group(Store& store, const SocketMesh::Options& options,
-                                                        const Waiting& waiting);
+                                                        const WaitOptions& waiting);
 
 /// The world's transport if all processes are on one host. Collective.
 MULTIRING_API std::shared_ptr<Transport> connect_shm(Store& store, const ShmOptions& options,
-                                                     const Waiting& waiting);
+                                                     const WaitOptions& waiting);
 
 }  // namespace multiring

@@ -15,10 +15,26 @@
 #include <cstring>
 
 #include "base/host_identity.h"
+#include "base/immovable.h"
 #include "base/protocol.h"
 
 namespace multiring {
 namespace {
+
+/// A message that carries a tag, and has room for a descriptor.
+struct FileMessage : private Immovable {
+  FileMessage() {
+    header.msg_iov = &data;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    header.msg_controllen = sizeof control;
+  }
+
+  std::uint64_t tag = 0;
+  iovec data{&tag, sizeof tag};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr header{};
+};
 
 constexpr std::uint32_t kMagic = 0x4d52494e;  // "MRIN"
 constexpr int kPollMilliseconds = 50;
@@ -26,7 +42,7 @@ constexpr int kPollMilliseconds = 50;
 /// Where a rank listens: a file in the given directory, until the mesh is built. Otherwise a name in the
 /// kernel's abstract namespace ("@..." here), which vanishes with the process. Any process on the host may
 /// connect there: `receive_hello` checks its user.
-class SocketPath {
+class SocketPath : Immovable {
  public:
   explicit SocketPath(const std::string& directory, int rank) {
     // With the process id, a re-initialisation does not meet a socket of the one before.
@@ -41,8 +57,6 @@ class SocketPath {
   ~SocketPath() {
     if (path_.front() != '@') ::unlink(path_.c_str());
   }
-  SocketPath(const SocketPath&) = delete;
-  SocketPath& operator=(const SocketPath&) = delete;
   const std::string& path() const { return path_; }
 
  private:
@@ -130,7 +144,7 @@ struct SocketMesh::Hello {
   std::string build_text() const { return {build.data(), ::strnlen(build.data(), build.size())}; }
 };
 
-SocketMesh::SocketMesh(Store& store, const Options& options, const Waiting& waiting)
+SocketMesh::SocketMesh(Store& store, const Options& options, const WaitOptions& waiting)
     : options_(options),
       peers_(static_cast<std::size_t>(options.size)),
       own_quota_(cpu_quota()),
@@ -145,10 +159,10 @@ SocketMesh::SocketMesh(Store& store, const Options& options, const Waiting& wait
   cores_ = std::min(std::max(1, CPU_COUNT(&cpus_)), cores_);
 }
 
-void SocketMesh::connect_all(Store& store, const Waiting& waiting) {
+void SocketMesh::connect_all(Store& store, const WaitOptions& waiting) {
   const SocketPath path(options_.socket_directory, options_.rank);
   const UniqueFd listener = listen_at(path.path(), options_.size);
-  store.set("shm/" + std::to_string(options_.rank), host_identity() + "\n" + path.path());
+  store.set("shm/" + std::to_string(options_.rank), host_identity() + "\n" + path.path(), waiting);
   // All hellos before the first answer: a lower rank answers only when it has connected to its lower ones.
   std::vector<UniqueFd> connected;
   for (int peer = 0; peer < options_.rank; ++peer)
@@ -164,13 +178,13 @@ void SocketMesh::connect_all(Store& store, const Waiting& waiting) {
   accept_from_higher(listener, waiting);
 }
 
-std::string SocketMesh::look_up(Store& store, int peer, const Waiting& waiting) const {
+std::string SocketMesh::look_up(Store& store, int peer, const WaitOptions& waiting) const {
   std::string value;
   try {
-    value = store.get("shm/" + std::to_string(peer), waiting.deadline.remaining());
+    value = store.get("shm/" + std::to_string(peer), waiting.deadline.remaining(), waiting);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kTimeout) throw;
-    throw_missing(options_, unpublished(store), waiting.deadline.elapsed());
+    throw_missing(options_, unpublished(store, waiting), waiting.deadline.elapsed());
   }
   const std::size_t line_end = value.find('\n');
   if (value.substr(0, line_end) != host_identity())
@@ -180,11 +194,11 @@ std::string SocketMesh::look_up(Store& store, int peer, const Waiting& waiting) 
   return value.substr(line_end + 1);
 }
 
-std::vector<int> SocketMesh::unpublished(Store& store) const {
+std::vector<int> SocketMesh::unpublished(Store& store, const WaitOptions& waiting) const {
   std::vector<int> ranks;
   for (int rank = 0; rank < options_.size; ++rank) {
     try {
-      store.get("shm/" + std::to_string(rank), 0.0);
+      store.get("shm/" + std::to_string(rank), 0.0, waiting);
     } catch (const Error&) {
       ranks.push_back(rank);
     }
@@ -192,7 +206,7 @@ std::vector<int> SocketMesh::unpublished(Store& store) const {
   return ranks;
 }
 
-void SocketMesh::await_readable(const UniqueFd& socket, const Waiting& waiting) const {
+void SocketMesh::await_readable(const UniqueFd& socket, const WaitOptions& waiting) const {
   pollfd readable{socket.get(), POLLIN, 0};
   while (::poll(&readable, 1, kPollMilliseconds) <= 0) {
     waiting.check_interrupt();
@@ -220,7 +234,7 @@ UniqueFd SocketMesh::connect_to(int peer, const std::string& path) const {
   return socket;
 }
 
-void SocketMesh::accept_from_higher(const UniqueFd& listener, const Waiting& waiting) {
+void SocketMesh::accept_from_higher(const UniqueFd& listener, const WaitOptions& waiting) {
   while (!missing().empty()) {
     waiting.check_interrupt();
     if (waiting.deadline.expired()) throw_missing(options_, missing(), waiting.deadline.elapsed());
@@ -302,21 +316,16 @@ void SocketMesh::abandon() {
 }
 
 void SocketMesh::send_file(int peer, std::uint64_t tag, const UniqueFd& file) {
-  iovec data{&tag, sizeof tag};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  FileMessage message;
+  message.tag = tag;
+  cmsghdr* header = CMSG_FIRSTHDR(&message.header);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof(int));
   const int fd = file.get();
   std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
   // The socket's queue holds far more files than a rank needs: if it is full, the peer is stuck.
-  while (::sendmsg(peers_[static_cast<std::size_t>(peer)].socket.get(), &message, MSG_NOSIGNAL) < 0) {
+  while (::sendmsg(peers_[static_cast<std::size_t>(peer)].socket.get(), &message.header, MSG_NOSIGNAL) < 0) {
     if (errno == EPIPE || errno == ECONNRESET) return;  // it has ended; the next wait for it reports that
     if (errno != EAGAIN && errno != EINTR) throw_errno("sendmsg of shared memory");
     pollfd writable{peers_[static_cast<std::size_t>(peer)].socket.get(), POLLOUT, 0};
@@ -324,7 +333,7 @@ void SocketMesh::send_file(int peer, std::uint64_t tag, const UniqueFd& file) {
   }
 }
 
-UniqueFd SocketMesh::receive_file(int peer, std::uint64_t tag, const Waiting& waiting) {
+UniqueFd SocketMesh::receive_file(int peer, std::uint64_t tag, const WaitOptions& waiting) {
   for (;;) {
     const bool lost = is_lost(peer);  // first, since a file that it sent before its end counts
     {
@@ -357,25 +366,19 @@ UniqueFd SocketMesh::receive_file(int peer, std::uint64_t tag, const Waiting& wa
 }
 
 bool SocketMesh::receive_one(int peer) {
-  std::uint64_t tag = 0;
-  iovec data{&tag, sizeof tag};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  const ssize_t got = ::recvmsg(peers_[static_cast<std::size_t>(peer)].socket.get(), &message,
+  FileMessage message;
+  const ssize_t got = ::recvmsg(peers_[static_cast<std::size_t>(peer)].socket.get(), &message.header,
                                 MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-  if (got > 0 && (message.msg_flags & MSG_CTRUNC) != 0)
+  if (got > 0 && (message.header.msg_flags & MSG_CTRUNC) != 0)
     throw Error(ErrorKind::kInternal, "rank " + std::to_string(options_.rank) + " on " + host_name() +
                                           " has no descriptor left for shared memory from rank " +
                                           std::to_string(peer) + ": raise `ulimit -n`");
-  const cmsghdr* header = got == static_cast<ssize_t>(sizeof tag) ? CMSG_FIRSTHDR(&message) : nullptr;
+  const cmsghdr* header =
+      got == static_cast<ssize_t>(sizeof message.tag) ? CMSG_FIRSTHDR(&message.header) : nullptr;
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return false;
   int fd = -1;
   std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
-  files_[{peer, tag}] = UniqueFd(fd);
+  files_[{peer, message.tag}] = UniqueFd(fd);
   return true;
 }
 

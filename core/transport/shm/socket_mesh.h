@@ -29,7 +29,7 @@ class SocketMesh {
   };
 
   /// Connects all ranks through `store`. Collective.
-  SocketMesh(Store& store, const Options& options, const Waiting& waiting);
+  SocketMesh(Store& store, const Options& options, const WaitOptions& waiting);
 
   std::int64_t process_id(int rank) const { return peers_[static_cast<std::size_t>(rank)].process_id; }
   bool is_lost(int rank) const;
@@ -40,7 +40,7 @@ class SocketMesh {
 
   void send_file(int peer, std::uint64_t tag, const UniqueFd& file);
   /// The file that `peer` sent under `tag`; files under other tags are kept for their own receivers.
-  UniqueFd receive_file(int peer, std::uint64_t tag, const Waiting& waiting);
+  UniqueFd receive_file(int peer, std::uint64_t tag, const WaitOptions& waiting);
 
  private:
   struct Peer {
@@ -51,16 +51,16 @@ class SocketMesh {
   struct Hello;
 
   Hello my_hello() const;
-  void connect_all(Store& store, const Waiting& waiting);
-  std::string look_up(Store& store, int peer, const Waiting& waiting) const;
+  void connect_all(Store& store, const WaitOptions& waiting);
+  std::string look_up(Store& store, int peer, const WaitOptions& waiting) const;
   UniqueFd connect_to(int peer, const std::string& path) const;
-  void await_readable(const UniqueFd& socket, const Waiting& waiting) const;
-  void accept_from_higher(const UniqueFd& listener, const Waiting& waiting);
+  void await_readable(const UniqueFd& socket, const WaitOptions& waiting) const;
+  void accept_from_higher(const UniqueFd& listener, const WaitOptions& waiting);
   /// Receives a peer's hello, answers it if asked to, and adds the peer. Its rank; -1: not part of the job.
   int receive_hello(UniqueFd socket, bool answer);
   /// Ranks that are not connected, and ranks that have not published an address.
   std::vector<int> missing() const;
-  std::vector<int> unpublished(Store& store) const;
+  std::vector<int> unpublished(Store& store, const WaitOptions& waiting) const;
   bool receive_one(int peer);
 
   Options options_;

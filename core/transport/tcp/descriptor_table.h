@@ -7,13 +7,14 @@
 #include <utility>
 #include <vector>
 
+#include "base/immovable.h"
 #include "base/unique_fd.h"
 
 namespace multiring::tcp {
 
 /// The descriptors of a network, for a fork of the process to close them at any moment. A fork cannot take
 /// locks, and finds what another thread was changing half changed.
-class DescriptorTable {
+class DescriptorTable : Immovable {
  private:
   struct Slot {
     std::atomic<int> fd{kNone};
@@ -35,8 +36,6 @@ class DescriptorTable {
       }
       return *this;
     }
-    Descriptor(const Descriptor&) = delete;
-    Descriptor& operator=(const Descriptor&) = delete;
     ~Descriptor() { reset(); }
 
     // Relaxed here and below: only the number matters, and a fork sees memory as the forking thread does.
@@ -57,8 +56,6 @@ class DescriptorTable {
   };
 
   DescriptorTable() = default;
-  DescriptorTable(const DescriptorTable&) = delete;
-  DescriptorTable& operator=(const DescriptorTable&) = delete;
 
   /// One thread at a time adopts and resets descriptors.
   Descriptor adopt(UniqueFd fd) {

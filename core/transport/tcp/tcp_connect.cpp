@@ -15,7 +15,8 @@ namespace multiring::tcp {
 namespace {
 
 constexpr int kMaxStripes = 64;
-constexpr double kLookupSlice = 0.2;
+constexpr double kLookupTimeSlice = 0.2;
+constexpr double kHostNameSeconds = 1.0;  // a message need not name a host
 constexpr double kShortestHandshake = 0.001;
 constexpr double kLongestSeconds = 24 * 3600;  // a day, which the kernel's timers can represent
 
@@ -48,6 +49,23 @@ void validate(const TcpOptions& options) {
                                        " microseconds of spinning");
 }
 
+std::vector<InterfaceAddress> own_addresses(const TcpOptions& options) {
+  try {
+    return choose_addresses(interface_addresses(), options.interfaces, options.local);
+  } catch (const Error& error) {
+    if (!options.connected_before) throw;
+    const auto own = static_cast<std::size_t>(options.rank);
+    const int rank = own < options.world.size() ? options.world[own] : options.rank;
+    ErrorContext context;
+    context.rank = options.rank;
+    context.host = host_name();
+    throw Error(ErrorKind::kPeerLost,
+                "rank " + std::to_string(rank) + " on " + context.host +
+                    " lost the ranks of all other hosts: its network is gone, " + error.what(),
+                context);
+  }
+}
+
 }  // namespace
 
 std::uint64_t settings_of(const TcpOptions& options) {
@@ -56,23 +74,19 @@ std::uint64_t settings_of(const TcpOptions& options) {
          static_cast<std::uint64_t>(kProtocol) << 40U;
 }
 
-TcpNetwork::TcpNetwork(Store& store, const TcpOptions& options)
+TcpNetwork::TcpNetwork(Store& store, const TcpOptions& options, const WaitOptions& waiting)
     : store_(store),
       options_((validate(options), options)),
       settings_(settings_of(options)),
-      own_{host_name(), ::getpid(),
-           choose_addresses(interface_addresses(), options.interfaces, options.local)},
+      own_{host_name(), ::getpid(), own_addresses(options)},
       poller_(descriptors_),
-      acceptor_(descriptors_, poller_,
-                {derive_handshake_key(options.secret, options.job), options.handshake_seconds,
-                 options.heartbeat, options.max_handshakes, options.open_handshakes},
-                *this),
+      acceptor_(descriptors_, poller_, options_, *this),
       peers_(static_cast<std::size_t>(options.size)) {
   acceptor_.listen(own_.addresses);
-  store_.set(store_key(options_, options_.rank), format_endpoint(own_));
+  store_.set(store_key(options_, options_.rank), format_endpoint(own_), waiting);
 }
 
-void TcpNetwork::connect(std::span<const Link> links, const Waiting& waiting) {
+void TcpNetwork::connect(std::span<const Link> links, const WaitOptions& waiting) {
   waiting.deadline.start();
   for (const Link& link : links) check_link(link);
   for (const Link& link : links)
@@ -130,21 +144,6 @@ bool TcpNetwork::is_linked(const Link& link) const {
   return other.control && found != other.streams.end() && found->second->complete();
 }
 
-RankPair TcpNetwork::rank_pair(int rank, double waited) const {
-  return {options_.rank,   own_.host, rank, known_host(rank), waited, world_rank(options_.rank),
-          world_rank(rank)};
-}
-
-int TcpNetwork::world_rank(int rank) const {
-  const bool known = rank >= 0 && static_cast<std::size_t>(rank) < options_.world.size();
-  return known ? options_.world[static_cast<std::size_t>(rank)] : rank;
-}
-
-Error TcpNetwork::left_error(ErrorKind kind) const {
-  return Error(
-      kind, "rank " + std::to_string(world_rank(options_.rank)) + " has left and opens no more connections");
-}
-
 std::string TcpNetwork::known_host(int rank) const {
   if (rank == options_.rank) return own_.host;
   if (rank < 0 || rank >= options_.size) return "";
@@ -158,8 +157,14 @@ std::string TcpNetwork::host(int rank) {
       return known_host(rank);
   }
   std::optional<Endpoint> endpoint;
+  const Deadline deadline = Deadline::after(kHostNameSeconds);
+  deadline.start();
+  const std::function<void()> give_up = [&] {
+    if (deadline.expired()) throw Error(ErrorKind::kTimeout, "the store does not answer");
+  };
   try {
-    endpoint = parse_endpoint(store_.get(store_key(options_, rank), 0.0));
+    endpoint =
+        parse_endpoint(store_.get(store_key(options_, rank), 0.0, WaitOptions{}.with_interrupt(give_up)));
   } catch (const Error&) {
     // Not published, or the store has gone: the message is written without it.
   }
@@ -169,7 +174,7 @@ std::string TcpNetwork::host(int rank) {
 }
 
 // Accepts connections meanwhile: the peer may wait for one.
-void TcpNetwork::look_up_address(int rank, const Waiting& waiting) {
+void TcpNetwork::look_up_address(int rank, const WaitOptions& waiting) {
   while (true) {
     {
       const std::lock_guard lock(mutex_);
@@ -177,7 +182,8 @@ void TcpNetwork::look_up_address(int rank, const Waiting& waiting) {
     }
     std::string value;
     try {
-      value = store_.get(store_key(options_, rank), std::min(kLookupSlice, waiting.deadline.remaining()));
+      value = store_.get(store_key(options_, rank), std::min(kLookupTimeSlice, waiting.deadline.remaining()),
+                         waiting);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kTimeout) throw;
       progress();
@@ -185,7 +191,7 @@ void TcpNetwork::look_up_address(int rank, const Waiting& waiting) {
       if (waiting.is_cancelled())
         throw Error(ErrorKind::kAborted, "connecting was cancelled: the communicator is being closed");
       const std::lock_guard lock(mutex_);
-      if (abort_) throw Error(abort_->kind, abort_->message);
+      if (abort_) throw aborted_error();
       if (left_) throw left_error(ErrorKind::kAborted);
       if (waiting.deadline.expired())
         throw error_between(
@@ -322,55 +328,11 @@ void TcpNetwork::on_connected(const ConnectionInfo& info, Descriptor socket, boo
   auto& stream = other.streams[info.channel];
   if (!stream)
     stream = std::make_unique<TcpStream>(options_.rank, rank, info.channel,
-                                         static_cast<std::size_t>(info.stripes), options_.whole_below);
+                                         static_cast<std::size_t>(info.stripes), options_.stripe_threshold);
   DataConnection& connection =
       stream->add_connection(static_cast<std::size_t>(info.stripe), info.weight, std::move(socket), *this);
   connection.path = path;
   poller_.add(connection.socket(), connection);
-}
-
-std::optional<Error> TcpNetwork::find_error(std::span<const Link> links,
-                                            const std::list<ConnectAttempt>& attempts,
-                                            const Waiting& waiting) const {
-  const double waited = waiting.deadline.elapsed();
-  if (abort_) return Error(abort_->kind, abort_->message);
-  if (left_) return left_error(ErrorKind::kAborted);
-  for (const auto& [rank, verdict] : rejections_)
-    if (affects(rank, links)) return rejection_error(rank_pair(rank, waited), verdict);
-  for (const ConnectAttempt& attempt : attempts)
-    if (attempt.state == ConnectAttempt::State::kFailed && !peer(attempt.info.server).left &&
-        affects(attempt.info.server, links))
-      return attempt_error(rank_pair(attempt.info.server, waited), attempt);
-  for (const Link& link : links) {
-    if (is_linked(link) || !(peer(link.peer).ending || peer(link.peer).left)) continue;
-    // An answer from before its end may still arrive.
-    const bool connecting = std::any_of(attempts.begin(), attempts.end(), [&](const ConnectAttempt& attempt) {
-      return attempt.info.server == link.peer && attempt.state != ConnectAttempt::State::kDone &&
-             attempt.state != ConnectAttempt::State::kFailed;
-    });
-    if (!connecting)
-      return error_between(ErrorKind::kPeerLost, rank_pair(link.peer, waited), "lost its connection to",
-                           peer(link.peer).left ? ", which has left" : ": it has ended, look at its output");
-  }
-  return std::nullopt;
-}
-
-Error TcpNetwork::timeout_error(std::span<const Link> links, const std::list<ConnectAttempt>& attempts,
-                                const Waiting& waiting) const {
-  const double waited = waiting.deadline.elapsed();
-  for (const ConnectAttempt& attempt : attempts)
-    if (attempt.state != ConnectAttempt::State::kDone)
-      return error_between(ErrorKind::kTimeout, rank_pair(attempt.info.server, waited),
-                           "waited for a connection to", ": " + attempt_progress(attempt));
-  const auto missing =
-      std::find_if(links.begin(), links.end(), [&](const Link& link) { return !is_linked(link); });
-  const std::uint64_t unauthenticated = acceptor_.rejected().unauthenticated;
-  return error_between(ErrorKind::kTimeout, rank_pair(missing->peer, waited), "waited for a connection from",
-                       " at " + own_.addresses.front().address.text() +
-                           ": it has not reached this point, or cannot reach this address" +
-                           (unauthenticated == 0 ? ""
-                                                 : "; " + std::to_string(unauthenticated) +
-                                                       " clients did not know the job's secret"));
 }
 
 }  // namespace multiring::tcp

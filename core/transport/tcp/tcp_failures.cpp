@@ -87,11 +87,11 @@ void TcpNetwork::fail_pending(Peer& peer) {
   // Data connections may be seen closed before the goodbye arrives.
   if (!peer.left && !peer.dead && !control_ended(peer)) return;
   for (auto& [channel, stream] : peer.streams) {
-    if (!stream->sends_lost()) stream->lose_sends();
+    if (!stream->sends_failed()) stream->fail_pending_sends();
     const auto connections = stream->connections();
     const bool ended = std::all_of(connections.begin(), connections.end(),
                                    [](const auto& connection) { return !connection || !connection->open(); });
-    if ((ended || peer.dead) && !stream->receives_lost()) stream->lose_receives();
+    if ((ended || peer.dead) && !stream->receives_failed()) stream->fail_pending_receives();
   }
 }
 

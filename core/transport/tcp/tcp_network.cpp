@@ -9,15 +9,15 @@ namespace {
 using Outcome = WaitResult::Outcome;
 
 /// Longest sleep between checks of interrupts and timers.
-constexpr double kSlice = 0.05;
+constexpr double kTimeSlice = 0.05;
 
 }  // namespace
 
-WaitResult TcpNetwork::wait(std::span<const Ticket> tickets, const Waiting& waiting) {
+WaitResult TcpNetwork::wait(std::span<const Ticket> tickets, const WaitOptions& waiting) {
   return drive(waiting, [&](WaitResult* result) { return check_tickets(tickets, result); });
 }
 
-WaitResult TcpNetwork::drive(const Waiting& waiting, const std::function<bool(WaitResult*)>& finished) {
+WaitResult TcpNetwork::drive(const WaitOptions& waiting, const std::function<bool(WaitResult*)>& finished) {
   waiting.deadline.start();
   const Clock::time_point start = Clock::now();
   Clock::time_point last_check = start;
@@ -37,7 +37,7 @@ WaitResult TcpNetwork::drive(const Waiting& waiting, const std::function<bool(Wa
     if (waiting.is_cancelled()) return {Outcome::kCancelled};
     if (waiting.deadline.expired()) return {Outcome::kTimeout};
     const double waited = seconds_between(start, now);
-    if (seconds_between(last_check, now) >= kSlice / 2) {
+    if (seconds_between(last_check, now) >= kTimeSlice / 2) {
       last_check = now;
       waiting.check_interrupt();
       if (!stall_reported && waited >= waiting.stall_after) {
@@ -46,7 +46,7 @@ WaitResult TcpNetwork::drive(const Waiting& waiting, const std::function<bool(Wa
       }
     }
     const bool spin = waiting.brief && waited * 1e6 < options_.spin_microseconds;
-    const double sleep = std::min(kSlice, waiting.deadline.remaining());
+    const double sleep = std::min(kTimeSlice, waiting.deadline.remaining());
     poller_.sleep(busy || spin ? 0 : static_cast<int>(std::ceil(sleep * 1000)));
   }
 }

@@ -20,41 +20,9 @@
 #include "transport/tcp/handshake/acceptor.h"
 #include "transport/tcp/handshake/address.h"
 #include "transport/tcp/handshake/connect_errors.h"
+#include "transport/tcp/tcp_options.h"
 
 namespace multiring::tcp {
-
-struct TcpOptions {
-  int rank = 0;
-  int size = 1;
-  /// The ranks as the world numbers them, for messages; empty: the same numbers.
-  std::vector<int> world;
-  /// Known only to the ranks of the job; not empty.
-  std::string secret;
-  /// Tells jobs, and generations of a job, apart that share a secret or a store.
-  std::string job;
-  /// See InterfaceFilter; empty: the default.
-  std::vector<std::string> interfaces;
-  /// All ranks are on this host: loopback is enough.
-  bool local = false;
-  /// The same on all ranks.
-  int channels = 1;
-  int connections_per_interface = 1;
-  /// Messages below this go over one connection.
-  std::size_t whole_below = 64 * 1024;
-  /// Seconds, about, until a peer's host that has vanished counts as lost; from 1 to a day.
-  double heartbeat = 5.0;
-  /// So many heartbeats for a connection that gets no answer while others to the same address do.
-  static constexpr double kSlowPathFactor = 6.0;
-  double handshake_seconds = 10.0;
-  /// Limit of `open_handshakes`: incoming connections in their handshake. Copies of the options share it.
-  std::size_t max_handshakes = 128;
-  std::shared_ptr<tcp::OpenHandshakes> open_handshakes = std::make_shared<tcp::OpenHandshakes>(0);
-  /// Microseconds that a wait with Waiting::brief spins before it sleeps. For ranks with a core each.
-  double spin_microseconds = 0.0;
-};
-
-/// The options that have to be the same on all ranks.
-MULTIRING_API std::uint64_t settings_of(const TcpOptions& options);
 
 /// Messages over TCP.
 ///
@@ -73,8 +41,9 @@ MULTIRING_API std::uint64_t settings_of(const TcpOptions& options);
 /// Lock: `mutex_` guards all that is neither atomic nor the driving thread's; none is taken under it.
 class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor::Delegate {
  public:
-  /// Listens, and publishes the addresses in the store, which has to outlive the network. Does not wait.
-  TcpNetwork(Store& store, const TcpOptions& options);
+  /// Listens, and publishes the addresses in the store, which has to outlive the network. Waits for
+  /// nothing but the store.
+  TcpNetwork(Store& store, const TcpOptions& options, const WaitOptions& waiting = {});
   /// Waits until peers have what was sent to them, at most until a heartbeat after `leave`. A rank leaves all
   /// its networks before it destroys them, so that a host that has vanished delays it once.
   ~TcpNetwork() override;
@@ -83,15 +52,15 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   int size() const override { return options_.size; }
   int channels() const override { return options_.channels; }
   std::string host(int rank) override;
-  void connect(std::span<const Link> links, const Waiting& waiting) override;
+  void connect(std::span<const Link> links, const WaitOptions& waiting) override;
   bool links_on_demand() const override { return true; }
-  WaitResult connect_on_demand(std::span<const Link> links, const Waiting& waiting) override;
+  WaitResult connect_on_demand(std::span<const Link> links, const WaitOptions& waiting) override;
   bool linked(const Link& link) const override;
   std::uint64_t links_version() const override { return links_version_.load(std::memory_order_acquire); }
   WaitResult ended(int rank) const override;
   Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override;
   Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) override;
-  WaitResult wait(std::span<const Ticket> tickets, const Waiting& waiting) override;
+  WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting) override;
   bool done(Ticket ticket) const override;
   void give_up(std::span<const Ticket> tickets) override;
   void progress() override;
@@ -136,7 +105,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   const TcpStream& stream(int peer, int channel) const;
 
   /// Makes progress until `finished`, which is called under the lock and sets the result.
-  WaitResult drive(const Waiting& waiting, const std::function<bool(WaitResult*)>& finished);
+  WaitResult drive(const WaitOptions& waiting, const std::function<bool(WaitResult*)>& finished);
   void advance_connections();
   void check_timers();
   void check_heartbeats();
@@ -149,7 +118,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
 
   // Connecting.
   void check_link(const Link& link) const;
-  void look_up_address(int peer, const Waiting& waiting);
+  void look_up_address(int peer, const WaitOptions& waiting);
   std::list<ConnectAttempt> missing_attempts(std::span<const Link> links, bool of_both) const;
   /// Whether this rank is opening the same connection.
   bool is_connecting(const ConnectionInfo& info) const;
@@ -168,10 +137,11 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   bool affects(int rank, std::span<const Link> links) const;
   std::string known_host(int rank) const;
   Error left_error(ErrorKind kind) const;
+  Error aborted_error() const;
   std::optional<Error> find_error(std::span<const Link> links, const std::list<ConnectAttempt>& attempts,
-                                  const Waiting& waiting) const;
+                                  const WaitOptions& waiting) const;
   Error timeout_error(std::span<const Link> links, const std::list<ConnectAttempt>& attempts,
-                      const Waiting& waiting) const;
+                      const WaitOptions& waiting) const;
 
   Store& store_;
   TcpOptions options_;
@@ -199,6 +169,5 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
 namespace multiring {
 
 using tcp::TcpNetwork;
-using tcp::TcpOptions;
 
 }  // namespace multiring

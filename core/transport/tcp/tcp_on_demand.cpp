@@ -10,7 +10,7 @@
 
 namespace multiring::tcp {
 
-WaitResult TcpNetwork::connect_on_demand(std::span<const Link> links, const Waiting& waiting) {
+WaitResult TcpNetwork::connect_on_demand(std::span<const Link> links, const WaitOptions& waiting) {
   waiting.deadline.start();
   const auto interrupted = [&](WaitResult* result) {
     const bool closed = waiting.is_cancelled();

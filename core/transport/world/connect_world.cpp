@@ -10,9 +10,8 @@
 
 #include "base/host_identity.h"
 #include "transport/cluster/cluster_transport.h"
-#include "transport/mpi/mpi_network.h"
 #include "transport/shm/shm_transport.h"
-#include "transport/tcp/tcp_network.h"
+#include "transport/world/networks.h"
 
 namespace multiring {
 namespace {
@@ -20,32 +19,30 @@ namespace {
 /// What a rank publishes about itself, one line each.
 struct RankInfo {
   std::string build;    ///< versions of the library and its protocol
+  std::string name;     ///< of the host; these two stay first in every version, for an error tells them
   std::string boot;     ///< of the kernel: the same on a machine
   std::string network;  ///< its devices
   std::string host;     ///< given by the user
   std::string job;      ///< named by the launcher of this host: may differ on others
-  std::string mode;
-  std::string tuning;
-  std::string backend;  ///< "tcp" or "mpi"
-  std::string comm_dtype;
-  std::string name;
   std::int64_t process_id = 0;
+  std::vector<std::string> compared;  ///< values of WorldAddress::compared
 
   std::string text() const {
     std::string lines;
-    for (const std::string* line :
-         {&build, &boot, &network, &host, &job, &mode, &tuning, &backend, &comm_dtype, &name})
-      lines += *line + "\n";
-    return lines + std::to_string(process_id);
+    for (const std::string* line : {&build, &name, &boot, &network, &host, &job}) lines += *line + "\n";
+    lines += std::to_string(process_id);
+    for (const std::string& value : compared) lines += "\n" + value;
+    return lines;
   }
   static RankInfo parse(const std::string& text) {
     RankInfo info;
     std::istringstream lines(text);
     std::string number;
-    for (std::string* line : {&info.build, &info.boot, &info.network, &info.host, &info.job, &info.mode,
-                              &info.tuning, &info.backend, &info.comm_dtype, &info.name, &number})
+    for (std::string* line :
+         {&info.build, &info.name, &info.boot, &info.network, &info.host, &info.job, &number})
       std::getline(lines, *line);
     info.process_id = std::strtoll(number.c_str(), nullptr, 10);
+    for (std::string value; std::getline(lines, value);) info.compared.push_back(value);
     return info;
   }
   /// Ranks with the same key share memory.
@@ -55,9 +52,11 @@ struct RankInfo {
 class PrefixedStore final : public Store {
  public:
   PrefixedStore(Store& store, std::string prefix) : store_(store), prefix_(std::move(prefix)) {}
-  void set(const std::string& key, const std::string& value) override { store_.set(prefix_ + key, value); }
-  std::string get(const std::string& key, double seconds) override {
-    return store_.get(prefix_ + key, seconds);
+  void set(const std::string& key, const std::string& value, const WaitOptions& waiting) override {
+    store_.set(prefix_ + key, value, waiting);
+  }
+  std::string get(const std::string& key, double seconds, const WaitOptions& waiting) override {
+    return store_.get(prefix_ + key, seconds, waiting);
   }
 
  private:
@@ -65,7 +64,7 @@ class PrefixedStore final : public Store {
   std::string prefix_;
 };
 
-[[noreturn]] void throw_missing(const WorldAddress& address, int peer, const Waiting& waiting) {
+[[noreturn]] void throw_missing(const WorldAddress& address, int peer, const WaitOptions& waiting) {
   const double waited = waiting.deadline.elapsed();
   ErrorContext context;
   context.rank = address.rank;
@@ -84,11 +83,11 @@ class PrefixedStore final : public Store {
 
 /// The value that rank `peer` sets.
 std::string get(Store& store, const std::string& key, const WorldAddress& address, int peer,
-                const Waiting& waiting) {
-  constexpr double kSlice = 0.2;  // seconds between checks for interrupts
+                const WaitOptions& waiting) {
+  constexpr double kTimeSlice = 0.2;  // seconds between checks for interrupts
   for (;;) {
     try {
-      return store.get(key, std::min(kSlice, waiting.deadline.remaining()));
+      return store.get(key, std::min(kTimeSlice, waiting.deadline.remaining()), waiting);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kTimeout) throw;
     }
@@ -97,14 +96,19 @@ std::string get(Store& store, const std::string& key, const WorldAddress& addres
   }
 }
 
-void require_same(const std::vector<RankInfo>& infos, int mine, const std::string& variable,
-                  std::string RankInfo::* setting) {
-  const std::string& here = infos[static_cast<std::size_t>(mine)].*setting;
-  for (std::size_t rank = 0; rank < infos.size(); ++rank)
-    if (infos[rank].*setting != here)
-      throw Error(ErrorKind::kUsage, "rank " + std::to_string(rank) + " has " + variable + "='" +
-                                         infos[rank].*setting + "', rank " + std::to_string(mine) + " '" +
-                                         here + "': it has to be the same on all ranks");
+void require_same(const std::vector<RankInfo>& infos, int mine, const std::vector<std::string>& names) {
+  const auto value = [&](std::size_t rank, std::size_t index) {
+    const std::vector<std::string>& values = infos[rank].compared;
+    return index < values.size() ? values[index] : std::string();
+  };
+  for (std::size_t index = 0; index < names.size(); ++index) {
+    const std::string here = value(static_cast<std::size_t>(mine), index);
+    for (std::size_t rank = 0; rank < infos.size(); ++rank)
+      if (value(rank, index) != here)
+        throw Error(ErrorKind::kUsage, "rank " + std::to_string(rank) + " has " + names[index] + "='" +
+                                           value(rank, index) + "', rank " + std::to_string(mine) + " '" +
+                                           here + "': it has to be the same on all ranks");
+  }
 }
 
 // First: another build may publish other fields.
@@ -118,20 +122,21 @@ void require_same_build(const std::vector<RankInfo>& infos, int mine) {
                                          ": install the same version of multiring on all hosts");
 }
 
-std::vector<RankInfo> exchange_infos(Store& store, const WorldAddress& address, const Waiting& waiting) {
-  const std::string backend = address.mpi != nullptr ? "mpi" : "tcp";
-  const RankInfo mine{address.build,      host_identity(), network_identity(), address.host,
-                      address.job,        address.mode,    address.tuning,     backend,
-                      address.comm_dtype, host_name(),     ::getpid()};
-  store.set("world/" + std::to_string(address.rank), mine.text());
+std::vector<RankInfo> exchange_infos(Store& store, const WorldAddress& address, const WaitOptions& waiting) {
+  RankInfo mine{address.build, host_name(), host_identity(), network_identity(),
+                address.host,  address.job, ::getpid(),      {}};
+  std::vector<std::string> names{"MULTIRING_TRANSPORT"};
+  mine.compared = {network_kind(address).name};
+  for (const auto& [name, value] : address.compared) {
+    names.push_back(name);
+    mine.compared.push_back(value);
+  }
+  store.set("world/" + std::to_string(address.rank), mine.text(), waiting);
   std::vector<RankInfo> infos;
   for (int rank = 0; rank < address.size; ++rank)
     infos.push_back(RankInfo::parse(get(store, "world/" + std::to_string(rank), address, rank, waiting)));
   require_same_build(infos, address.rank);
-  require_same(infos, address.rank, "MULTIRING_MODE", &RankInfo::mode);
-  require_same(infos, address.rank, "MULTIRING_TUNING (what the file says)", &RankInfo::tuning);
-  require_same(infos, address.rank, "MULTIRING_TRANSPORT", &RankInfo::backend);
-  require_same(infos, address.rank, "MULTIRING_COMM_DTYPE", &RankInfo::comm_dtype);
+  require_same(infos, address.rank, names);
   return infos;
 }
 
@@ -150,7 +155,7 @@ std::vector<ClusterRank> place_ranks(const std::vector<RankInfo>& infos) {
 }
 
 std::shared_ptr<HostGroup> connect_host(Store& store, const WorldAddress& address,
-                                        const std::vector<ClusterRank>& ranks, const Waiting& waiting) {
+                                        const std::vector<ClusterRank>& ranks, const WaitOptions& waiting) {
   const ClusterRank& own = ranks[static_cast<std::size_t>(address.rank)];
   PrefixedStore local(store, "host-" + std::to_string(own.host) + "/");
   SocketMesh::Options options;
@@ -165,11 +170,12 @@ std::shared_ptr<HostGroup> connect_host(Store& store, const WorldAddress& addres
 
 /// Whether any host is oversubscribed. Raises an error unless all ranks have the same size of staging memory.
 bool any_oversubscribed(Store& store, const WorldAddress& address, const std::vector<ClusterRank>& ranks,
-                        const HostGroup& group, const Waiting& waiting) {
+                        const HostGroup& group, const WaitOptions& waiting) {
   const ClusterRank& own = ranks[static_cast<std::size_t>(address.rank)];
   const std::string staging = std::to_string(address.transport.staging_bytes);
   if (own.local == 0)
-    store.set("host-" + std::to_string(own.host), (group.size() > group.cores() ? "1 " : "0 ") + staging);
+    store.set("host-" + std::to_string(own.host), (group.size() > group.cores() ? "1 " : "0 ") + staging,
+              waiting);
   bool oversubscribed = false;
   for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
     if (ranks[rank].local != 0) continue;
@@ -185,48 +191,21 @@ bool any_oversubscribed(Store& store, const WorldAddress& address, const std::ve
   return oversubscribed;
 }
 
-ClusterContext::MakeNetwork network_maker(const std::shared_ptr<MpiSession>& session,
-                                          const std::vector<RankInfo>& infos) {
-  std::vector<std::string> names;
-  for (const RankInfo& info : infos) names.push_back(info.name);
-  return [session, names, job = infos.front().job](std::span<const int> members, int rank, int channels,
-                                                   const std::string& name) {
-    MpiOptions options;
-    options.rank = rank;
-    options.members.assign(members.begin(), members.end());
-    for (const int member : members) options.hosts.push_back(names[static_cast<std::size_t>(member)]);
-    options.channels = channels;
-    options.name = job + "/" + name;
-    return std::make_unique<MpiNetwork>(session, std::move(options));
-  };
-}
-
-ClusterContext::MakeNetwork network_maker(const std::shared_ptr<Store>& store, const WorldAddress& address,
-                                          const std::vector<RankInfo>& infos) {
-  if (address.mpi != nullptr) return network_maker(address.mpi, infos);
-  TcpOptions base;
-  base.secret = address.secret;
-  base.interfaces = address.interfaces;
-  const RankInfo& mine = infos[static_cast<std::size_t>(address.rank)];
-  base.local = std::all_of(infos.begin(), infos.end(), [&](const RankInfo& info) {
+MetRanks met_ranks(const std::vector<RankInfo>& infos, int own) {
+  const RankInfo& mine = infos[static_cast<std::size_t>(own)];
+  MetRanks ranks;
+  for (const RankInfo& info : infos) ranks.hosts.push_back(info.name);
+  ranks.job = infos.front().job;
+  ranks.local = std::all_of(infos.begin(), infos.end(), [&](const RankInfo& info) {
     return info.boot == mine.boot && info.network == mine.network;
   });
-  return [store, base, job = infos.front().job](std::span<const int> members, int rank, int channels,
-                                                const std::string& name) {
-    TcpOptions options = base;
-    options.rank = rank;
-    options.size = static_cast<int>(members.size());
-    options.world.assign(members.begin(), members.end());
-    options.channels = channels;
-    options.job = job + "/" + name;
-    return std::make_unique<TcpNetwork>(*store, options);
-  };
+  return ranks;
 }
 
 }  // namespace
 
 std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store, const WorldAddress& address,
-                                         const Waiting& waiting) {
+                                         const WaitOptions& waiting) {
   std::vector<RankInfo> infos;
   std::vector<ClusterRank> ranks;
   if (address.spread) {
@@ -240,17 +219,13 @@ std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store, co
                        address.build};
     return connect_shm(*store, options, waiting);
   }
-  if (address.secret.empty() && address.mpi == nullptr)
-    throw Error(
-        ErrorKind::kUsage,
-        "the ranks are on several hosts, and MULTIRING_SECRET is not set: without it any process could join "
-        "the job. Set it to the same 32 hexadecimal digits or more on all ranks");
+  auto make_network = network_kind(address).maker(store, address, met_ranks(infos, address.rank));
   auto context = std::make_shared<ClusterContext>();
   context->rank = address.rank;
   const int host = ranks[static_cast<std::size_t>(address.rank)].host;
   context->host_group = std::make_shared<PollingHostGroup>(connect_host(*store, address, ranks, waiting),
                                                            ranks_of_host(ranks, host), context->progress);
-  context->make_network = network_maker(store, address, infos);
+  context->make_network = std::move(make_network);
   SharedTransportOptions options = address.transport;
   options.oversubscribed = any_oversubscribed(*store, address, ranks, *context->host_group, waiting);
   context->ranks = std::move(ranks);

@@ -2,12 +2,14 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/export.h"
 #include "transport/mpi/mpi_session.h"
 #include "transport/shared/shared_transport.h"
 #include "transport/store.h"
+#include "transport/tcp/tcp_options.h"
 #include "transport/transport.h"
 
 namespace multiring {
@@ -21,21 +23,21 @@ struct WorldAddress {
   /// Ranks with the same name share memory; empty: decided by the kernel's identity.
   std::string host;
   std::string socket_directory;  ///< see SocketMesh::Options
-  /// Known only to the ranks of the job; needed for TCP between hosts.
-  std::string secret;
   std::string job;
-  std::vector<std::string> interfaces;  ///< see TcpOptions
-  std::string mode;                     ///< see CommunicatorOptions; compared with the others'
-  std::string tuning;                   ///< the same
+  /// Versions of the library and its protocol; compared with the others'.
+  std::string build;
+  /// Settings that have to be the same on all ranks: names, for messages, and values without line breaks.
+  std::vector<std::pair<std::string, std::string>> compared;
   /// Used between hosts instead of TCP; on all ranks or on none.
   std::shared_ptr<MpiSession> mpi;
-  std::string comm_dtype;  ///< the same
-  std::string build;       ///< versions of the library and its protocol; compared with the others'
   SharedTransportOptions transport;
+  /// Between hosts; ranks, job and channels are set for each network.
+  TcpOptions tcp;
 };
 
 /// The world's transport: shared memory within hosts, TCP or MPI between them. Collective.
 MULTIRING_API std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store,
-                                                       const WorldAddress& address, const Waiting& waiting);
+                                                       const WorldAddress& address,
+                                                       const WaitOptions& waiting);
 
 }  // namespace multiring

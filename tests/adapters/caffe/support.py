@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring import Communicator
-from tests.rank_pool import RankPool
 
 __all__ = [
     "SMALL",
@@ -18,17 +17,15 @@ __all__ = [
     "FakeLayer",
     "FakeNet",
     "FakeSolver",
-    "Pool",
     "bits",
     "blob",
     "draw",
     "expect",
     "make_solver",
-    "same_everywhere",
+    "run_and_check",
 ]
 
 Array = NDArray[Any]
-Pool = Callable[[int], RankPool]
 SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 64}
 
 
@@ -194,11 +191,16 @@ def expect(net: FakeNet, passes: list[list[dict[str, list[Array]]]]) -> None:
         np.testing.assert_allclose(net.params["conv"][k].diff, total["conv"][k], rtol=1e-6)
 
 
+def run_and_check(comm: Communicator, solver: FakeSolver) -> None:
+    """An iteration up to the update, whose gradients are averages."""
+    mine = [[draw(10 * rank)] for rank in range(comm.size)]
+    solver.net.clear_param_diffs()
+    solver.start()
+    solver.net.backward(mine[comm.rank][0])
+    solver.gradients_ready()
+    expect(solver.net, mine)
+
+
 def bits(net: Any) -> list[bytes]:
     """All weights, to compare them exactly."""
     return [one.data.tobytes() for blobs in net.params.values() for one in blobs]
-
-
-def same_everywhere(comm: Communicator, values: object) -> bool:
-    """Whether all ranks have given equal values. Collective."""
-    return comm.allgather_object(values) == [values] * comm.size

@@ -20,12 +20,13 @@ from tests.adapters.caffe.support import (
     FakeLayer,
     FakeNet,
     FakeSolver,
-    Pool,
     blob,
     draw,
     expect,
     make_solver,
+    run_and_check,
 )
+from tests.on_ranks import all_raise, on_ranks
 
 Array = NDArray[Any]
 
@@ -54,24 +55,24 @@ def reduce_some(
     return bits
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize(
     ("overlap", "iter_size", "count"),
     [(False, None, 1), (True, 1, 1), (True, None, 1), (True, 3, 3), (True, None, 3), (False, None, 3)],
 )
 def test_gradients_of_an_iteration(
-    ranks: Pool, size: int, overlap: bool, iter_size: int | None, count: int
-) -> None:
-    results = ranks(size).run(reduce_some, overlap, iter_size, count)
-    assert all(result == results[0] for result in results), "ranks have different bits"
+    comm: Communicator, overlap: bool, iter_size: int | None, count: int
+) -> list[bytes]:
+    return reduce_some(comm, overlap, iter_size, count)
 
 
-def test_a_compression_that_sends_everything(ranks: Pool) -> None:
-    dense, compressed = (ranks(2).run(reduce_some, True, 1, 1, compression=c) for c in (None, TopK(1.0)))
+def test_a_compression_that_sends_everything(comm: Communicator) -> None:
+    dense, compressed = (reduce_some(comm, True, 1, 1, compression=c) for c in (None, TopK(1.0)))
     assert dense == compressed
 
 
-def watch_overlap(comm: Communicator, passes: int) -> None:
+@pytest.mark.parametrize("passes", [1, 2])
+def test_layers_leave_during_the_last_pass(comm: Communicator, passes: int) -> None:
     """Buckets leave while the last pass is still in lower layers, and no earlier; a shared weight waits."""
     solver = make_solver()
     callback = multiring.caffe.SolverCallback(solver, comm, overlap=True, **SMALL)
@@ -96,12 +97,7 @@ def watch_overlap(comm: Communicator, passes: int) -> None:
     callback.close()
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_layers_leave_during_the_last_pass(ranks: Pool, passes: int) -> None:
-    ranks(2).run(watch_overlap, passes)
-
-
-def surprise(comm: Communicator) -> None:
+def test_an_unexpected_number_of_passes(comm: Communicator) -> None:
     solver = make_solver()
     callback = multiring.caffe.SolverCallback(solver, comm, overlap=True, iter_size=2, **SMALL)
     solver.add_callback(*callback)
@@ -111,20 +107,12 @@ def surprise(comm: Communicator) -> None:
     ):
         solver.step([draw(0), draw(1), draw(2)])
     # The iteration is lost, the callback is not; fewer passes than announced only overlap less.
-    mine = [[draw(10 * rank)] for rank in range(comm.size)]
-    solver.net.clear_param_diffs()
-    solver.start()
-    solver.net.backward(mine[comm.rank][0])
-    solver.gradients_ready()
-    expect(solver.net, mine)
+    run_and_check(comm, solver)
     callback.close()
 
 
-def test_an_unexpected_number_of_passes(ranks: Pool) -> None:
-    ranks(2).run(surprise)
-
-
-def start_differently(comm: Communicator) -> None:
+@on_ranks(3)
+def test_weights_are_broadcast_once(comm: Communicator) -> None:
     solver = make_solver()
     for blobs in solver.net.params.values():
         for one in blobs:
@@ -141,21 +129,12 @@ def start_differently(comm: Communicator) -> None:
     callback.close()
 
 
-def test_weights_are_broadcast_once(ranks: Pool) -> None:
-    ranks(3).run(start_differently)
-
-
-def restore_on_one_rank(comm: Communicator) -> None:
+@all_raise(MismatchError, "'iteration' 100 on rank 0, but 'iteration' 0 on rank 1")
+def test_ranks_at_different_iterations_are_refused(comm: Communicator) -> None:
     solver = make_solver()
     solver.iter = 100 if comm.rank == 0 else 0
     solver.add_callback(*multiring.caffe.SolverCallback(solver, comm))
     solver.start()
-
-
-def test_ranks_at_different_iterations_are_refused(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(restore_on_one_rank):
-        assert isinstance(error, MismatchError)
-        assert "'iteration' 100 on rank 0, but 'iteration' 0 on rank 1" in str(error)
 
 
 class QuietNet:
@@ -173,7 +152,8 @@ class QuietSolver:
     def add_callback(self, on_start: object, on_gradients_ready: object) -> None: ...
 
 
-def quiet(comm: Communicator) -> None:
+@on_ranks(1, 2)
+def test_a_net_that_does_not_call_back(comm: Communicator) -> None:
     params = {
         "large": [blob(300, 700), blob(70001, dtype=np.float64)],
         "odd": [blob(3, 5, order="F"), blob(7, dtype=np.float16), FakeBlob(np.zeros(9)[::2])],
@@ -201,12 +181,7 @@ def quiet(comm: Communicator) -> None:
     callback.close()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_net_that_does_not_call_back(ranks: Pool, size: int) -> None:
-    ranks(size).run(quiet)
-
-
-def refuse(comm: Communicator) -> None:
+def test_refused(comm: Communicator) -> None:
     solver = make_solver()
     with pytest.raises(UsageError, match="frozen names 'conf', but no layer"):
         multiring.caffe.SolverCallback(solver, comm, frozen=["conf"])
@@ -230,11 +205,7 @@ def refuse(comm: Communicator) -> None:
         solver.step([draw(0)])
 
 
-def test_refused(ranks: Pool) -> None:
-    ranks(2).run(refuse)
-
-
-def go_on(comm: Communicator) -> None:
+def test_a_solver_goes_on_with_another_callback(comm: Communicator) -> None:
     """A solver trains on with another callback; Caffe keeps the callables of the closed one."""
     solver = make_solver()
     other = make_solver()
@@ -256,11 +227,8 @@ def go_on(comm: Communicator) -> None:
     assert known() is None
 
 
-def test_a_solver_goes_on_with_another_callback(ranks: Pool) -> None:
-    ranks(2).run(go_on)
-
-
-def fill_by_hand(comm: Communicator, overlap: bool) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_that_were_filled_by_hand(comm: Communicator, overlap: bool) -> None:
     """Gradients that no backward pass has brought, on some ranks or on all."""
     solver = make_solver()
     callback = multiring.caffe.SolverCallback(solver, comm, overlap=overlap, iter_size=1, **SMALL)
@@ -279,8 +247,3 @@ def fill_by_hand(comm: Communicator, overlap: bool) -> None:
         expect(solver.net, mine)
         assert callback.produced == {"conv[0]", "conv[1]", "twin_a", "empty"}
     callback.close()
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_gradients_that_were_filled_by_hand(ranks: Pool, overlap: bool) -> None:
-    ranks(2).run(fill_by_hand, overlap)

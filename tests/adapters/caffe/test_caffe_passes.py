@@ -10,11 +10,16 @@ import pytest
 import multiring.caffe
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.adapters.caffe.support import SMALL, Pool, bits, draw, expect, make_solver, same_everywhere
+from tests.adapters.caffe.support import SMALL, bits, draw, expect, make_solver
+from tests.on_ranks import all_raise, same_everywhere
 from tests.python.caffe import caffe_nets
 
 
-def look_on_one_rank(comm: Communicator, overlap: bool, iter_size: int | None, count: int) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("iter_size", "count"), [(1, 1), (None, 1), (None, 2)])
+def test_backward_passes_outside_of_an_iteration(
+    comm: Communicator, overlap: bool, iter_size: int | None, count: int
+) -> None:
     """Rank 0 runs backward passes outside of iterations, to look at gradients."""
     solver = make_solver()
     callback = multiring.caffe.SolverCallback(solver, comm, overlap=overlap, iter_size=iter_size, **SMALL)
@@ -30,15 +35,7 @@ def look_on_one_rank(comm: Communicator, overlap: bool, iter_size: int | None, c
     callback.close()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("iter_size", "count"), [(1, 1), (None, 1), (None, 2)])
-def test_backward_passes_outside_of_an_iteration(
-    ranks: Pool, overlap: bool, iter_size: int | None, count: int
-) -> None:
-    ranks(2).run(look_on_one_rank, overlap, iter_size, count)
-
-
-def look_at_gradients(comm: Communicator) -> None:
+def test_whole_passes_outside_of_an_iteration(comm: Communicator) -> None:
     """The same with whole passes of the solver in models: as without them, bit for bit."""
     found = []
     for looks in (False, True):
@@ -58,11 +55,22 @@ def look_at_gradients(comm: Communicator) -> None:
     assert same_everywhere(comm, found)
 
 
-def test_whole_passes_outside_of_an_iteration(ranks: Pool) -> None:
-    ranks(2).run(look_at_gradients)
+def test_one_value_changed_before_it_is_reduced(comm: Communicator) -> None:
+    solver = make_solver()
+    callback = multiring.caffe.SolverCallback(solver, comm, overlap=True, iter_size=1, **SMALL)
+
+    def mask() -> None:
+        solver.net.params["conv"][0].diff.reshape(-1)[-2] = 0
+
+    solver.add_callback(lambda: None, mask)
+    solver.add_callback(*callback)
+    with pytest.raises(UsageError, match=r"'conv\[0\]' was changed after it had been sent"):
+        solver.step([draw(comm.rank)])
+    callback.close()
 
 
-def change_what_has_left(comm: Communicator, overlap: bool) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_changed_before_they_are_reduced(comm: Communicator, overlap: bool) -> None:
     solver = make_solver()
 
     def double() -> None:
@@ -84,30 +92,7 @@ def change_what_has_left(comm: Communicator, overlap: bool) -> None:
     callback.close()
 
 
-def change_one_value(comm: Communicator) -> None:
-    solver = make_solver()
-    callback = multiring.caffe.SolverCallback(solver, comm, overlap=True, iter_size=1, **SMALL)
-
-    def mask() -> None:
-        solver.net.params["conv"][0].diff.reshape(-1)[-2] = 0
-
-    solver.add_callback(lambda: None, mask)
-    solver.add_callback(*callback)
-    with pytest.raises(UsageError, match=r"'conv\[0\]' was changed after it had been sent"):
-        solver.step([draw(comm.rank)])
-    callback.close()
-
-
-def test_one_value_changed_before_it_is_reduced(ranks: Pool) -> None:
-    ranks(2).run(change_one_value)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_gradients_changed_before_they_are_reduced(ranks: Pool, overlap: bool) -> None:
-    ranks(2).run(change_what_has_left, overlap)
-
-
-def not_started(comm: Communicator) -> None:
+def test_refused(comm: Communicator) -> None:
     solver = make_solver()
     _, on_gradients_ready = multiring.caffe.SolverCallback(solver, comm)
     with pytest.raises(UsageError, match="came before on_start"):
@@ -118,11 +103,7 @@ def not_started(comm: Communicator) -> None:
         multiring.caffe.SolverCallback(solver, comm)
 
 
-def test_refused(ranks: Pool) -> None:
-    ranks(2).run(not_started)
-
-
-def not_added(comm: Communicator) -> None:
+def test_a_callback_that_was_not_added(comm: Communicator) -> None:
     solver = make_solver()
     callback = multiring.caffe.SolverCallback(solver, comm)
     solver.iter = 100  # a snapshot was restored
@@ -137,11 +118,9 @@ def not_added(comm: Communicator) -> None:
     callback.close()
 
 
-def test_a_callback_that_was_not_added(ranks: Pool) -> None:
-    ranks(2).run(not_added)
-
-
-def fail_and_look(comm: Communicator, buckets: dict[str, int]) -> None:
+@pytest.mark.parametrize("buckets", [{}, SMALL])
+@all_raise(MismatchError)
+def test_a_backward_pass_after_a_failed_iteration(comm: Communicator, buckets: dict[str, int]) -> None:
     """All ranks skip an iteration that fails; one looks at gradients before it goes on, which Caffe cannot
     tell from that iteration's own backward pass."""
     solver = make_solver()
@@ -154,9 +133,3 @@ def fail_and_look(comm: Communicator, buckets: dict[str, int]) -> None:
         solver.net.backward(draw(1))
     for step in range(3):
         solver.step([draw(10 * step + comm.rank)])
-
-
-@pytest.mark.parametrize("buckets", [{}, SMALL])
-def test_a_backward_pass_after_a_failed_iteration(ranks: Pool, buckets: dict[str, int]) -> None:
-    for error in ranks(2).run_expecting_errors(fail_and_look, buckets):
-        assert isinstance(error, MismatchError), error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +17,12 @@ from tests.adapters.caffe.support import (
     FakeLayer,
     FakeNet,
     FakeSolver,
-    Pool,
     bits,
     blob,
     draw,
     make_solver,
-    same_everywhere,
 )
+from tests.on_ranks import all_raise, on_ranks, same_everywhere
 from tests.python.caffe import caffe_nets
 
 NORMALISED = """
@@ -38,7 +36,18 @@ layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "
 """
 
 
-def train_apart(comm: Communicator, what: str) -> None:
+@all_raise(
+    MismatchError,
+    what={
+        "none": None,
+        "type": r"the solver to train: .*'type of solver' FakeSolver on rank 0, but .*NesterovSolver",
+        "momentum": r"the solver to train: .*'momentum' 0.5 on rank 0, but 'momentum' 0.9 on rank 1",
+        "base_lr": r"at step 8: .*'base_lr' 0.1 on rank 0, but 'base_lr' 0.01 on rank 1",
+        "weights": r"at step 8: .*'twin_a' float32 .* on rank 0, but 'twin_a' float32 .* on rank 1",
+        "iteration": r"gradients\[",
+    },
+)
+def test_solvers_that_differ(comm: Communicator, what: str) -> None:
     solver = make_solver()
     if what == "type" and comm.rank == 1:
         solver.__class__ = type("NesterovSolver", (FakeSolver,), {})
@@ -59,27 +68,8 @@ def train_apart(comm: Communicator, what: str) -> None:
         assert what in ("iteration", "none") or step < 7
 
 
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("type", r"the solver to train: .*'type of solver' FakeSolver on rank 0, but .*NesterovSolver"),
-        ("momentum", r"the solver to train: .*'momentum' 0.5 on rank 0, but 'momentum' 0.9 on rank 1"),
-        ("base_lr", r"at step 8: .*'base_lr' 0.1 on rank 0, but 'base_lr' 0.01 on rank 1"),
-        ("weights", r"at step 8: .*'twin_a' float32 .* on rank 0, but 'twin_a' float32 .* on rank 1"),
-        ("iteration", r"gradients\["),
-    ],
-)
-def test_solvers_that_differ(ranks: Pool, what: str, text: str) -> None:
-    for error in ranks(2).run_expecting_errors(train_apart, what):
-        assert isinstance(error, MismatchError), error
-        assert re.search(text, str(error)), error
-
-
-def test_solvers_that_do_not_differ(ranks: Pool) -> None:
-    ranks(2).run(train_apart, "none")
-
-
-def solver_types(comm: Communicator) -> None:
+@all_raise(MismatchError, "'type' SGD on rank 0, but 'type' Nesterov on rank 1")
+def test_solver_types_of_a_prototxt_that_differ(comm: Communicator) -> None:
     with tempfile.TemporaryDirectory() as name:
         kind = "SGD" if comm.rank == 0 else "Nesterov"
         solver = caffe_nets.make_solver(Path(name), f'momentum: 0.9 type: "{kind}"')
@@ -87,13 +77,7 @@ def solver_types(comm: Communicator) -> None:
     solver.step(1)
 
 
-def test_solver_types_of_a_prototxt_that_differ(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(solver_types):
-        assert isinstance(error, MismatchError), error
-        assert "'type' SGD on rank 0, but 'type' Nesterov on rank 1" in str(error)
-
-
-def hand_over(comm: Communicator) -> None:
+def test_broadcast_takes_the_history_along(comm: Communicator) -> None:
     """Rank 0 has trained on with other weights for a while, so its history is another one; broadcast() gives
     all ranks both."""
     with tempfile.TemporaryDirectory() as name:
@@ -116,11 +100,8 @@ def hand_over(comm: Communicator) -> None:
     callback.close()
 
 
-def test_broadcast_takes_the_history_along(ranks: Pool) -> None:
-    ranks(2).run(hand_over)
-
-
-def hide_the_history(comm: Communicator) -> None:
+@all_raise(MismatchError, r"at step 7: .*'conv\[0\]' float32 .* on rank 0, but")
+def test_histories_that_differ_are_found_after_broadcast(comm: Communicator) -> None:
     """As pycaffe does. Weights are equal after broadcast(), and differ after the next update."""
     solver = make_solver()
     solver.momentum = 0.9
@@ -136,13 +117,8 @@ def hide_the_history(comm: Communicator) -> None:
         solver.step([draw(step)])
 
 
-def test_histories_that_differ_are_found_after_broadcast(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(hide_the_history):
-        assert isinstance(error, MismatchError), error
-        assert re.search(r"at step 7: .*'conv\[0\]' float32 .* on rank 0, but", str(error)), error
-
-
-def go_back(comm: Communicator, root_only: bool) -> None:
+@all_raise(MismatchError, root_only={False: None, True: ""})
+def test_a_snapshot_of_the_iteration_before(comm: Communicator, root_only: bool) -> None:
     """A snapshot of the iteration before is restored."""
     with tempfile.TemporaryDirectory() as name:
         solver = caffe_nets.make_solver(Path(name), "momentum: 0.9")
@@ -158,13 +134,9 @@ def go_back(comm: Communicator, root_only: bool) -> None:
     assert same_everywhere(comm, bits(solver.net))
 
 
-def test_a_snapshot_of_the_iteration_before(ranks: Pool) -> None:
-    ranks(2).run(go_back, False)
-    for error in ranks(2).run_expecting_errors(go_back, True):
-        assert isinstance(error, MismatchError), error
-
-
-def synchronise_statistics(comm: Communicator, mode: Any) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("mode", ["broadcast", "average", "local"])
+def test_statistics_of_batch_normalisation(comm: Communicator, mode: Any) -> None:
     solver = make_solver()
     callback = multiring.caffe.SolverCallback(solver, comm, buffers=mode)
     solver.add_callback(*callback)
@@ -188,12 +160,7 @@ def synchronise_statistics(comm: Communicator, mode: Any) -> None:
     callback.close()
 
 
-@pytest.mark.parametrize("mode", ["broadcast", "average", "local"])
-def test_statistics_of_batch_normalisation(ranks: Pool, mode: str) -> None:
-    ranks(3).run(synchronise_statistics, mode)
-
-
-def normalise(comm: Communicator) -> None:
+def test_statistics_of_the_solver(comm: Communicator) -> None:
     """The statistics are those of rank 0, as if it alone had kept them; or averages of what all kept."""
     found = {}
     for mode in ("local", "broadcast", "average"):
@@ -214,11 +181,7 @@ def normalise(comm: Communicator) -> None:
     assert not same_everywhere(comm, [one.tobytes() for one in found["local"]])
 
 
-def test_statistics_of_the_solver(ranks: Pool) -> None:
-    ranks(2).run(normalise)
-
-
-def learn_scale_and_bias(comm: Communicator) -> None:
+def test_scale_and_bias_of_a_batch_norm_layer_learn(comm: Communicator) -> None:
     """NVIDIA's and Intel's builds: a BatchNorm layer may have a scale and a bias that learn."""
     norm = FakeLayer("BatchNorm", [blob(4), blob(4), blob(1), blob(4), blob(4)])
     solver = FakeSolver(FakeNet({"norm": norm, "loss": FakeLayer("Loss", [])}))
@@ -229,7 +192,3 @@ def learn_scale_and_bias(comm: Communicator) -> None:
     assert callback.produced == {"norm[3]", "norm[4]"}
     assert [one.diff.max() for one in norm.blobs] == [0, 0, 0, 0.5, 1]
     callback.close()
-
-
-def test_scale_and_bias_of_a_batch_norm_layer_learn(ranks: Pool) -> None:
-    ranks(2).run(learn_scale_and_bias)

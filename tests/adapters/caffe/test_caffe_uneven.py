@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import numpy as np
 import multiring.caffe
 from multiring import Communicator
 from multiring.errors import MismatchError
-from tests.adapters.caffe.support import FakeSolver, Pool, bits, draw, make_solver, same_everywhere
+from tests.adapters.caffe.support import FakeSolver, bits, draw, make_solver
+from tests.on_ranks import all_raise, on_ranks, same_everywhere
 from tests.python.caffe import caffe_nets
 
 
@@ -24,7 +24,11 @@ class OldSolver(FakeSolver):
         raise AttributeError("apply_update")
 
 
-def uneven(comm: Communicator, updates: bool) -> None:
+@on_ranks(3)
+@all_raise(
+    MismatchError, updates={True: None, False: "'iteration' 0.0 on rank 0, but 'iteration' 2.0 on rank 1"}
+)
+def test_uneven_data_with_momentum(comm: Communicator, updates: bool) -> None:
     """Ranks that have left join() update as the others do, so histories and iterations stay the same."""
     solver, alone = make_solver(), make_solver()
     for one in (solver, alone):
@@ -64,14 +68,11 @@ def uneven(comm: Communicator, updates: bool) -> None:
     callback.close()
 
 
-def test_uneven_data_with_momentum(ranks: Pool) -> None:
-    ranks(3).run(uneven, True)
-    for error in ranks(3).run_expecting_errors(uneven, False):
-        assert isinstance(error, MismatchError), error
-        assert "'iteration' 0.0 on rank 0, but 'iteration' 2.0 on rank 1" in str(error)
-
-
-def stop_apart(comm: Communicator, policy: str) -> None:
+@all_raise(
+    MismatchError,
+    policy={"fixed": None, "poly": r"'max_iter' .*3.* on rank 0, but 'max_iter' .*4.* on rank 1"},
+)
+def test_ranks_that_stop_at_iterations_of_their_own(comm: Communicator, policy: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         text = f'max_iter: {3 + comm.rank} lr_policy: "{policy}" power: 1 momentum: 0.9'
         solver = caffe_nets.make_solver(Path(name), text)
@@ -83,14 +84,8 @@ def stop_apart(comm: Communicator, policy: str) -> None:
     assert same_everywhere(comm, bits(solver.net))
 
 
-def test_ranks_that_stop_at_iterations_of_their_own(ranks: Pool) -> None:
-    ranks(2).run(stop_apart, "fixed")
-    for error in ranks(2).run_expecting_errors(stop_apart, "poly"):
-        assert isinstance(error, MismatchError), error
-        assert re.search(r"'max_iter' .*3.* on rank 0, but 'max_iter' .*4.* on rank 1", str(error)), error
-
-
-def unequal_batches(comm: Communicator) -> None:
+@on_ranks(3)
+def test_batches_that_differ_in_size(comm: Communicator) -> None:
     """The weight is what the diff of the loss is filled with, as Caffe does with its `loss_weight`."""
     counts = [1, 5, 3]
     generator = np.random.default_rng(0)
@@ -110,7 +105,3 @@ def unequal_batches(comm: Communicator) -> None:
             solver.step(1)
     for one, other in zip(mine.net.learnable, alone.net.learnable, strict=True):
         np.testing.assert_allclose(one.blob.data, other.blob.data, rtol=1e-10, atol=1e-12)
-
-
-def test_batches_that_differ_in_size(ranks: Pool) -> None:
-    ranks(3).run(unequal_batches)

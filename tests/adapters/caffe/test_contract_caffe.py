@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from numpy.typing import NDArray
@@ -11,32 +10,34 @@ from numpy.typing import NDArray
 import multiring.caffe
 from multiring import Communicator
 from tests.adapters.caffe.support import FakeBlob, FakeLayer, FakeNet, FakeSolver
-from tests.adapters.contract import RATE, AdapterContract, oracle
+from tests.adapters.contract import RATE, Adapter, AdapterContract, oracle
 
 Array = NDArray[Any]
 
 
-class CaffeAdapter:
+class CaffeAdapter(Adapter):
     """Implements `AdapterUnderTest`.
 
     A blob of Caffe always has a `.diff`, so "no gradient" means here what Caffe can tell: since the diffs
     were cleared, no rank's backward pass has run the blob's layer (`SolverCallback.produced`).
     """
 
+    package = multiring.caffe
     overlap = False
 
     def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
         self._comm = comm
         layers = {name: FakeLayer("Some", [FakeBlob(value.copy())]) for name, value in weights.items()}
         self._solver = FakeSolver(FakeNet({**layers, "loss": FakeLayer("Loss", [])}), rate=RATE)
-        self._callback = multiring.caffe.SolverCallback(
+        self._model = self._solver.net
+        self._reduction = multiring.caffe.SolverCallback(
             self._solver,
             comm,
             overlap=self.overlap,
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=bucket_bytes,
         )
-        self._solver.add_callback(*self._callback)
+        self._solver.add_callback(*self._reduction)
         self._in_iteration = False
         self._found: set[str] = set()
 
@@ -51,7 +52,7 @@ class CaffeAdapter:
         if synchronise:
             self._solver.gradients_ready()
             self._in_iteration = False
-            self._found |= self._callback.produced
+            self._found |= self._reduction.produced
         return loss
 
     def gradients(self) -> dict[str, Array | None]:
@@ -69,18 +70,6 @@ class CaffeAdapter:
 
     def weights(self) -> dict[str, Array]:
         return {name: blobs[0].data.copy() for name, blobs in self._solver.net.params.items()}
-
-    def broadcast(self, root: int) -> None:
-        multiring.caffe.broadcast_parameters(self._solver.net, root, self._comm)
-
-    def average_metrics(self, metrics: Mapping[str, float], count: float) -> dict[str, float]:
-        return multiring.caffe.average_metrics(metrics, count, self._comm)
-
-    def join(self) -> AbstractContextManager[None]:
-        return self._callback.join()
-
-    def close(self) -> None:
-        self._callback.close()
 
 
 class OverlappingCaffeAdapter(CaffeAdapter):

@@ -13,13 +13,13 @@ import chainer
 from chainer import functions, links
 
 from multiring import Communicator
-from tests.rank_pool import RankPool
+from tests.on_ranks import same_everywhere
 
 __all__ = [
     "SMALL",
     "Network",
-    "Pool",
     "assert_gradients",
+    "assert_same_weights",
     "bits_of",
     "draw",
     "expected",
@@ -28,7 +28,6 @@ __all__ = [
     "squares",
 ]
 
-Pool = Callable[[int], RankPool]
 Array = NDArray[Any]
 SMALL: dict[str, Any] = {"bucket_bytes": 256, "first_bucket_bytes": 64}
 
@@ -99,5 +98,9 @@ def assert_gradients(model: Any, wanted: dict[str, Array | None], comm: Communic
         assert (one is None) == (other is None), name
         if one is not None:
             np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14, err_msg=name)
-    bits = comm.allgather_object({n: None if g is None else g.tobytes() for n, g in found.items()})
-    assert all(other == bits[0] for other in bits)
+    assert same_everywhere(comm, {n: None if g is None else g.tobytes() for n, g in found.items()})
+
+
+def assert_same_weights(model: Any, other: Any, rtol: float = 1e-12, atol: float = 0.0) -> None:
+    for (name, one), (_, two) in zip(model.namedparams(), other.namedparams(), strict=True):
+        np.testing.assert_allclose(one.array, two.array, rtol=rtol, atol=atol, err_msg=name)

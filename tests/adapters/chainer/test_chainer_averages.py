@@ -16,7 +16,8 @@ from chainer import functions, links
 
 from multiring import Communicator
 from multiring.errors import UsageError
-from tests.adapters.chainer.support import SMALL, Pool, draw, make_model, squares
+from tests.adapters.chainer.support import SMALL, assert_same_weights, draw, make_model, squares
+from tests.on_ranks import on_ranks
 
 
 class _Probe(chainer.Function):  # type: ignore[misc]
@@ -33,7 +34,7 @@ class _Probe(chainer.Function):  # type: ignore[misc]
         return gradients
 
 
-def leave_early(comm: Communicator) -> list[int]:
+def test_buckets_leave_while_the_backward_pass_runs(comm: Communicator) -> None:
     model = make_model()
     optimizer: Any = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.SGD(), comm, **SMALL)
     optimizer.setup(model)
@@ -51,15 +52,10 @@ def leave_early(comm: Communicator) -> list[int]:
     for _ in range(2):
         optimizer.update(loss)
     optimizer.close()
-    return found
+    assert found[1] >= 2  # of those of the last, the spare and the middle layer
 
 
-def test_buckets_leave_while_the_backward_pass_runs(ranks: Pool) -> None:
-    for found in ranks(2).run(leave_early):
-        assert found[1] >= 2  # of those of the last, the spare and the middle layer
-
-
-def in_several_places(comm: Communicator) -> None:
+def test_parameters_with_several_users(comm: Communicator) -> None:
     """A parameter of several users is final after the last of them only; inside of forget(), at the end."""
     for shape in ("shared", "forget", "weights alone"):
 
@@ -84,11 +80,8 @@ def in_several_places(comm: Communicator) -> None:
         optimizer.close()
 
 
-def test_parameters_with_several_users(ranks: Pool) -> None:
-    ranks(2).run(in_several_places)
-
-
-def unused(comm: Communicator) -> None:
+@on_ranks(3)
+def test_unused_parameters(comm: Communicator) -> None:
     """The spare layer has a gradient on the last rank only; then on none."""
     model = make_model()
     optimizer = multiring.chainer.create_multi_node_optimizer(
@@ -111,30 +104,7 @@ def unused(comm: Communicator) -> None:
         assert not model.spare.W.grad.any()
 
 
-def test_unused_parameters(ranks: Pool) -> None:
-    ranks(3).run(unused)
-
-
-def sums_and_scales(comm: Communicator) -> None:
-    results = []
-    make = multiring.chainer.create_multi_node_optimizer
-    for options in ({}, {"op": "sum", "postscale": 1 / comm.size}, {"prescale": 0.5, "postscale": 2.0}):
-        model = make_model()
-        optimizer = make(chainer.optimizers.SGD(0.1), comm, **options)
-        optimizer.setup(model)
-        optimizer.update(squares, model, comm.rank)
-        results.append({name: parameter.array.copy() for name, parameter in model.namedparams()})
-    for other in results[1:]:
-        for name, value in results[0].items():
-            np.testing.assert_allclose(other[name], value, rtol=1e-12)
-
-
-def test_sums_and_scales(ranks: Pool) -> None:
-    ranks(1).run(sums_and_scales)
-    ranks(3).run(sums_and_scales)
-
-
-def dtypes_in_one_model(comm: Communicator) -> None:
+def test_dtypes_in_one_model(comm: Communicator) -> None:
     """float16, float32 and float64 side by side; parameters of no elements and of no dimensions."""
     link = chainer.Link()
     shapes = {"half": ((3,), "float16"), "single": ((2, 2), "float32"), "none": ((0, 4), "float64")}
@@ -154,11 +124,8 @@ def dtypes_in_one_model(comm: Communicator) -> None:
         np.testing.assert_array_equal(found, -(comm.size - 1))
 
 
-def test_dtypes_in_one_model(ranks: Pool) -> None:
-    ranks(2).run(dtypes_in_one_model)
-
-
-def uneven(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_uneven(comm: Communicator) -> None:
     """Rank r has r + 1 batches; averages divide by those that have one, and momentum is handed over."""
     model = make_model()
     optimizer = multiring.chainer.create_multi_node_optimizer(
@@ -175,14 +142,14 @@ def uneven(comm: Communicator) -> None:
             active = [rank for rank in range(comm.size) if step <= rank]
             seeds = [100 * epoch + 10 * step + rank for rank in active]
             alone.update(lambda s=seeds: sum(squares(single, one) for one in s) / len(s))
-        for (name, one), (_, other) in zip(model.namedparams(), single.namedparams(), strict=True):
-            np.testing.assert_allclose(one.array, other.array, rtol=1e-10, err_msg=name)
+        assert_same_weights(model, single, rtol=1e-10)
+        for one, other in zip(model.params(), single.params(), strict=True):
             velocity = one.update_rule.state["v"]
             np.testing.assert_allclose(velocity, other.update_rule.state["v"], rtol=1e-9, atol=1e-15)
         assert optimizer.t == alone.t
 
 
-def cannot_join(comm: Communicator) -> None:
+def test_join_is_refused(comm: Communicator) -> None:
     model = chainer.Sequential(links.Linear(6, 3), links.BatchNormalization(3))
     multiring.chainer.convert_sync_batch_normalization(model, comm)
     optimizer = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.SGD(), comm)
@@ -192,9 +159,3 @@ def cannot_join(comm: Communicator) -> None:
     optimizer.setup(make_model(inputs=None))
     with pytest.raises(UsageError, match=r"'first/W' has no shape yet"), optimizer.join():
         pass
-
-
-def test_uneven_data(ranks: Pool) -> None:
-    ranks(1).run(uneven)
-    ranks(3).run(uneven)
-    ranks(2).run(cannot_join)

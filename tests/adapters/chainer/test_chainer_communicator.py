@@ -15,9 +15,10 @@ import chainermn
 
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.adapters.chainer.support import Pool, bits_of, make_model, squares
+from tests.adapters.chainer.support import bits_of, make_model, squares
+from tests.on_ranks import all_raise, on_ranks
 
-DTYPES = ["int32", "int64", "uint8", "bool", "float16", "float32", "float64"]
+DTYPES = ["int64", "bool", "float16", "float32"]
 SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (2, 0, 3), (5,), (2, 3, 4)]
 
 
@@ -33,7 +34,9 @@ def same(found: Any, wanted: Any) -> None:
     np.testing.assert_array_equal(found, wanted)
 
 
-def collectives(comm: Communicator, dtype: str) -> None:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_collectives(comm: Communicator, dtype: str) -> None:
     mn = multiring.chainer.create_communicator(comm)
     assert isinstance(mn, chainermn.CommunicatorBase)
     everyone = range(mn.size)
@@ -56,13 +59,8 @@ def collectives(comm: Communicator, dtype: str) -> None:
     same(mn.scatter(rows if mn.rank == 0 else "ignored"), rows[mn.rank])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_collectives(ranks: Pool, size: int, dtype: str) -> None:
-    ranks(size).run(collectives, dtype)
-
-
-def different_shapes(comm: Communicator) -> None:
+@on_ranks(3)
+def test_shapes_may_differ(comm: Communicator) -> None:
     """What a rank passes need not have the shape of what others pass, and need not be contiguous."""
     mn = multiring.chainer.create_communicator(comm)
 
@@ -80,11 +78,8 @@ def different_shapes(comm: Communicator) -> None:
     )
 
 
-def test_shapes_may_differ(ranks: Pool) -> None:
-    ranks(3).run(different_shapes)
-
-
-def messages(comm: Communicator) -> None:
+@on_ranks(2, 3)
+def test_messages(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     mixed = tuple(value(mn.rank, shape, "float32") for shape in SHAPES)
     peer = (mn.rank + 1) % mn.size
@@ -123,7 +118,8 @@ def messages(comm: Communicator) -> None:
         mn.recv_obj(-2)
 
 
-def to_itself(comm: Communicator) -> None:
+@on_ranks(1)
+def test_messages_to_itself(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     sent = np.zeros(3)
     mn.send(sent, mn.rank, 5)
@@ -137,13 +133,8 @@ def to_itself(comm: Communicator) -> None:
     assert mn.recv_obj(mn.rank) == "word"
 
 
-def test_messages(ranks: Pool) -> None:
-    ranks(2).run(messages)
-    ranks(3).run(messages)
-    ranks(1).run(to_itself)
-
-
-def objects(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_objects(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     root = mn.size - 1
     mine = {"rank": mn.rank, "long": "x" * mn.rank * 1000}
@@ -159,12 +150,7 @@ def objects(comm: Communicator) -> None:
     assert mn.scatter_obj([str(r) for r in range(mn.size)] if mn.rank == root else None, root) == str(mn.rank)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_objects(ranks: Pool, size: int) -> None:
-    ranks(size).run(objects)
-
-
-def refuse(comm: Communicator) -> None:
+def test_refused(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     pair = (np.zeros(2), np.zeros(2))
     for call in (mn.allreduce, mn.allgather, mn.gather, mn.bcast):
@@ -202,18 +188,9 @@ def refuse(comm: Communicator) -> None:
     assert mn.allreduce(np.ones(1)) == mn.size
 
 
-def test_refused(ranks: Pool) -> None:
-    ranks(2).run(refuse)
-
-
-def send_different(comm: Communicator) -> None:
+@all_raise(MismatchError, "chainer allreduce")
+def test_a_mismatch_names_the_operation(comm: Communicator) -> None:
     multiring.chainer.create_communicator(comm).allreduce(np.zeros(2 + comm.rank))
-
-
-def test_a_mismatch_names_the_operation(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(send_different):
-        assert isinstance(error, MismatchError), error
-        assert "chainer allreduce" in str(error)
 
 
 class OtherMpi:
@@ -223,7 +200,8 @@ class OtherMpi:
         self.rank, self.size = rank, size
 
 
-def properties(comm: Communicator) -> None:
+@on_ranks(3)
+def test_properties(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     assert (mn.rank, mn.size) == (comm.rank, comm.size)
     assert (mn.intra_rank, mn.intra_size) == (comm.local_rank, comm.local_size)
@@ -243,7 +221,8 @@ def properties(comm: Communicator) -> None:
         multiring.chainer.create_communicator(comm, OtherMpi(comm.rank, comm.size + 1))
 
 
-def split(comm: Communicator) -> None:
+@on_ranks(3)
+def test_split(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm, batched_copy=False)
     with mn.config_scope():
         mn.of_its_own = "setting"
@@ -266,12 +245,8 @@ def split(comm: Communicator) -> None:
     assert mn.allreduce_obj(1) == mn.size
 
 
-def test_properties_and_split(ranks: Pool) -> None:
-    ranks(3).run(properties)
-    ranks(3).run(split)
-
-
-def models(comm: Communicator) -> None:
+@on_ranks(1, 2)
+def test_models_are_averaged(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     model = make_model(seed=mn.rank)
     mn.broadcast_data(model)
@@ -291,7 +266,8 @@ def models(comm: Communicator) -> None:
         mn.allreduce_grad(model)
 
 
-def halves(comm: Communicator) -> None:
+@on_ranks(1, 2)
+def test_halves_are_averaged_in_single_precision(comm: Communicator) -> None:
     """float16 is added up in float32: 2049 would not survive a sum in float16."""
     mn = multiring.chainer.create_communicator(comm)
     out = np.array([2049 if mn.rank == 0 else 1, 1], np.float16)
@@ -302,26 +278,16 @@ def halves(comm: Communicator) -> None:
     np.testing.assert_array_equal(result, kept)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_models(ranks: Pool, size: int) -> None:
-    ranks(size).run(models)
-    ranks(size).run(halves)
-
-
-def test_different_models_are_refused(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(average_different_models):
-        assert isinstance(error, MismatchError), error
-        assert "'first/W' float64 (8, 6)" in str(error)
-
-
-def average_different_models(comm: Communicator) -> None:
+@all_raise(MismatchError, r"'first/W' float64 \(8, 6\)")
+def test_different_models_are_refused(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     model = make_model(inputs=None if comm.rank else 6)
     model.cleargrads()
     mn.multi_node_mean_grad(model)
 
 
-def gpu_arrays(comm: Communicator) -> None:
+@pytest.mark.skipif(not chainer.backends.cuda.available, reason="CuPy with a GPU is not available")
+def test_gpu_arrays(comm: Communicator) -> None:
     from chainer.backends import cuda
 
     mn = multiring.chainer.create_communicator(comm)
@@ -333,8 +299,3 @@ def gpu_arrays(comm: Communicator) -> None:
     model.cleargrads()
     mn.multi_node_mean_grad(model, zero_fill=True)
     assert all(isinstance(parameter.grad, cuda.ndarray) for parameter in model.params())
-
-
-@pytest.mark.skipif(not chainer.backends.cuda.available, reason="CuPy with a GPU is not available")
-def test_gpu_arrays(ranks: Pool) -> None:
-    ranks(2).run(gpu_arrays)

@@ -14,7 +14,7 @@ import chainer
 from chainer import links
 
 from multiring import Communicator, TopK
-from tests.adapters.chainer.support import SMALL, Pool, draw, expected, make_model, squares
+from tests.adapters.chainer.support import SMALL, draw, expected, make_model, squares
 
 STEPS = 8
 
@@ -74,13 +74,13 @@ def nothing_is_lost(comm: Communicator, act: Callable[..., bool], dropped: int, 
     optimizer.close()
 
 
-def test_what_is_kept_back_outlives_a_change_of_the_model(ranks: Pool) -> None:
-    ranks(2).run(nothing_is_lost, backward, 0)
+def test_what_is_kept_back_outlives_a_change_of_the_model(comm: Communicator) -> None:
+    nothing_is_lost(comm, backward, 0)
     # On their way when the model changes, when the optimizer is closed, and at the end.
-    ranks(2).run(nothing_is_lost, update, 3, double_buffering=True)
+    nothing_is_lost(comm, update, 3, double_buffering=True)
 
 
-def another_model(comm: Communicator) -> None:
+def test_another_model_begins_with_none(comm: Communicator) -> None:
     optimizer = multiring.chainer.create_multi_node_optimizer(
         chainer.optimizers.SGD(0.0), comm, compression=TopK(0.2), **SMALL
     )
@@ -91,7 +91,3 @@ def another_model(comm: Communicator) -> None:
         optimizer.backward(squares(model, comm.rank))
         assert optimizer._slots.reducer.residuals()
     optimizer.close()
-
-
-def test_another_model_begins_with_none(ranks: Pool) -> None:
-    ranks(2).run(another_model)

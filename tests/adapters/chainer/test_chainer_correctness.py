@@ -21,15 +21,15 @@ from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from tests.adapters.chainer.support import (
     SMALL,
-    Pool,
     assert_gradients,
+    assert_same_weights,
     bits_of,
     draw,
     expected,
     make_model,
     squares,
 )
-from tests.support import run_job
+from tests.on_ranks import Pool, on_ranks, same_everywhere
 
 
 def make_optimizer(comm: Communicator, actual: Any = None, **options: Any) -> Any:
@@ -37,11 +37,8 @@ def make_optimizer(comm: Communicator, actual: Any = None, **options: Any) -> An
     return multiring.chainer.create_multi_node_optimizer(actual, comm, **SMALL, **options)
 
 
-def same_everywhere(comm: Communicator, values: object) -> bool:
-    return comm.allgather_object(values) == [values] * comm.size
-
-
-def diverge(comm: Communicator, way: str) -> None:
+@pytest.mark.parametrize("way", ["communicator", "synchronize", "update", "double buffering"])
+def test_gradients_that_are_not_finite_in_debug_mode(comm: Communicator, way: str) -> None:
     model = make_model()
     mn = multiring.chainer.create_communicator(comm)
     optimizer = make_optimizer(comm, double_buffering=way == "double buffering").setup(model)
@@ -65,11 +62,6 @@ def diverge(comm: Communicator, way: str) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("way", ["communicator", "synchronize", "update", "double buffering"])
-def test_gradients_that_are_not_finite_in_debug_mode(ranks: Pool, way: str) -> None:
-    ranks(2).run(diverge, way)
-
-
 class Normalised(chainer.Chain):
     """Has besides the running statistics a count, states of random number generators, and a scalar."""
 
@@ -91,7 +83,11 @@ class Normalised(chainer.Chain):
         return [self.norm.avg_mean.copy(), self.norm.avg_var.copy()]
 
 
-def normalise(comm: Communicator, options: dict[str, Any], own_loop: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "own_loop"),
+    [({}, False), ({"overlap": False}, False), ({}, True), ({"double_buffering": True}, False)],
+)
+def test_running_statistics(comm: Communicator, options: dict[str, Any], own_loop: bool) -> None:
     """The statistics are those of rank 0, as if it alone had kept them; or averages of what all kept."""
     found: dict[str, list[Any]] = {}
     parameters = []
@@ -125,15 +121,8 @@ def normalise(comm: Communicator, options: dict[str, Any], own_loop: bool) -> No
     assert same_everywhere(comm, parameters)
 
 
-@pytest.mark.parametrize(
-    ("options", "own_loop"),
-    [({}, False), ({"overlap": False}, False), ({}, True), ({"double_buffering": True}, False)],
-)
-def test_running_statistics(ranks: Pool, options: dict[str, Any], own_loop: bool) -> None:
-    ranks(2).run(normalise, options, own_loop)
-
-
-def uneven(comm: Communicator) -> None:
+@on_ranks(3)
+def test_running_statistics_of_uneven_data(comm: Communicator) -> None:
     """A rank without data takes over the statistics of one that has some, and is not compared."""
     model = Normalised(comm.rank)
     optimizer = make_optimizer(comm, check_every=1).setup(model)
@@ -145,10 +134,6 @@ def uneven(comm: Communicator) -> None:
     assert same_everywhere(comm, [one.tobytes() for one in model.statistics()])
     with pytest.raises(UsageError, match="buffers is 'some'"):
         make_optimizer(comm, buffers="some")
-
-
-def test_running_statistics_of_uneven_data(ranks: Pool) -> None:
-    ranks(3).run(uneven)
 
 
 def drift(comm: Communicator, what: str, double_buffering: bool) -> None:
@@ -207,14 +192,14 @@ def test_states_that_differ_with_double_buffering(ranks: Pool) -> None:
         assert "'network/middle/W'" in str(error)
 
 
-def resume_on_one(comm: Communicator, directory: str) -> None:
+def test_a_snapshot_that_one_rank_has_loaded(comm: Communicator, tmp_path: Path) -> None:
     """A snapshot of a training is loaded on rank 0 alone: all take over its parameters, its momentum, and its
     statistics, and go on as the training would have."""
     whole, model = Normalised(0), Normalised(0)
     plain = chainer.optimizers.MomentumSGD(0.1).setup(whole)
     for step in range(3):
         plain.update(lambda step=step: functions.mean(whole(draw(step)) ** 2))
-    path = f"{directory}/snapshot.npz"
+    path = f"{tmp_path}/snapshot.npz"
     optimizer = make_optimizer(comm, check_every=1).setup(model)
     if comm.rank == 0:
         del whole.random, whole.nothing
@@ -232,17 +217,12 @@ def resume_on_one(comm: Communicator, directory: str) -> None:
             assert [a.tobytes() for a in statistics] != [a.tobytes() for a in model.statistics()]
         else:
             plain.update(lambda: functions.mean(whole(draw(7)) ** 2))
-        for (name, one), (_, other) in zip(model.namedparams(), whole.namedparams(), strict=True):
-            np.testing.assert_allclose(one.array, other.array, rtol=1e-12, atol=1e-14, err_msg=name)
+        assert_same_weights(model, whole, atol=1e-14)
         assert same_everywhere(comm, [a.tobytes() for a in model.statistics()])
     assert same_everywhere(comm, bits_of(model))
 
 
-def test_a_snapshot_that_one_rank_has_loaded(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2).run(resume_on_one, str(tmp_path))
-
-
-def look_between(comm: Communicator) -> None:
+def test_an_update_after_gradients_were_looked_at(comm: Communicator) -> None:
     """Gradients were looked at, and then a whole update is made without them."""
     found = []
     for looks in (False, True):
@@ -259,11 +239,7 @@ def look_between(comm: Communicator) -> None:
     assert found[0] == found[1]
 
 
-def test_an_update_after_gradients_were_looked_at(ranks: Pool) -> None:
-    ranks(2).run(look_between)
-
-
-def swap(comm: Communicator) -> None:
+def test_objects_that_change_between_steps(comm: Communicator) -> None:
     """What changes objects and arrays between steps, but no value, changes nothing."""
     found = []
     for swaps in (False, True):
@@ -299,11 +275,7 @@ def swap(comm: Communicator) -> None:
     assert found[0] == found[1]
 
 
-def test_objects_that_change_between_steps(ranks: Pool) -> None:
-    ranks(2).run(swap)
-
-
-def penalise(comm: Communicator) -> None:
+def test_a_gradient_inside_of_the_loss(comm: Communicator) -> None:
     """A gradient inside of the loss, as in a gradient penalty, is this rank's own."""
 
     def loss(model: Any, rank: int) -> Any:
@@ -320,22 +292,15 @@ def penalise(comm: Communicator) -> None:
         assert_gradients(model, wanted, comm)
 
 
-def test_a_gradient_inside_of_the_loss(ranks: Pool) -> None:
-    ranks(2).run(penalise)
-
-
-def wrap_twice(comm: Communicator) -> None:
+def test_an_optimizer_is_wrapped_once(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     for make in (chainermn.create_multi_node_optimizer, multiring.chainer.create_multi_node_optimizer):
         with pytest.raises(UsageError, match="would be reduced twice"):
             make_optimizer(comm, make(chainer.optimizers.SGD(), mn))
 
 
-def test_an_optimizer_is_wrapped_once(ranks: Pool) -> None:
-    ranks(2).run(wrap_twice)
-
-
-def kept_arrays(comm: Communicator, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["flat", "strided", "list"])
+def test_gradients_in_arrays_that_the_program_keeps(comm: Communicator, layout: str) -> None:
     """Gradients in arrays that the program keeps and writes into, set once."""
     model = make_model()
     optimizer = make_optimizer(comm, chainer.optimizers.SGD(0.5)).setup(model)
@@ -362,40 +327,3 @@ def kept_arrays(comm: Communicator, layout: str) -> None:
             np.testing.assert_array_equal(array, average)
             np.testing.assert_allclose(parameter.array, old - 0.5 * average, rtol=1e-12)
         assert layout != "flat" or (flat == average).all()
-
-
-@pytest.mark.parametrize("layout", ["flat", "strided", "list"])
-def test_gradients_in_arrays_that_the_program_keeps(ranks: Pool, layout: str) -> None:
-    ranks(2).run(kept_arrays, layout)
-
-
-def unequal_batches(comm: Communicator) -> None:
-    counts = [1, 5, 3]
-    batches = [draw(rank, count) for rank, count in enumerate(counts)]
-    model, single = make_model(), make_model()
-    optimizer = make_optimizer(comm).setup(model)
-    alone = chainer.optimizers.MomentumSGD(0.1).setup(single)
-    for _ in range(3):
-        mine = batches[comm.rank]
-        weight = multiring.chainer.batch_weight(len(mine), comm)
-        optimizer.update(lambda x, w: w * functions.mean(model(x) ** 2), mine, weight)
-        alone.update(lambda: functions.mean(single(np.concatenate(batches)) ** 2))
-    for (name, one), (_, other) in zip(model.namedparams(), single.namedparams(), strict=True):
-        np.testing.assert_allclose(one.array, other.array, rtol=1e-12, atol=1e-14, err_msg=name)
-
-
-def test_batches_that_differ_in_size(ranks: Pool) -> None:
-    ranks(3).run(unequal_batches)
-
-
-ALONE = """
-import multiring.chainer
-import chainermn
-chainermn.create_communicator("naive")
-"""
-
-
-def test_a_communicator_of_mpi_under_multiring_run() -> None:
-    job = run_job(2, ALONE)
-    assert job.returncode != 0
-    assert "'multiring run' has started 2, each of which would train alone" in job.stderr

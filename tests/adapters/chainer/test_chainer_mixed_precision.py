@@ -15,7 +15,8 @@ from chainer import functions, links
 
 from multiring import Communicator
 from multiring.errors import MismatchError
-from tests.adapters.chainer.support import Pool, bits_of
+from tests.adapters.chainer.support import bits_of
+from tests.on_ranks import all_raise, same_everywhere
 
 X = np.ones((1, 3), np.float16)
 
@@ -35,13 +36,14 @@ def train(model: Any, optimizer: Any, steps: int) -> None:
         optimizer.update(lambda: functions.sum(model(X) * np.float16(0.37)))
 
 
-def same_everywhere(comm: Communicator, model: Any) -> bool:
+def same_copies(comm: Communicator, model: Any) -> bool:
     copies = [p.update_rule._fp32_param for _, p in sorted(model.namedparams())]
     values = [bits_of(model), [None if c is None else c.array.tobytes() for c in copies]]
-    return comm.allgather_object(values) == [values] * comm.size
+    return same_everywhere(comm, values)
 
 
-def hand_over(comm: Communicator, way: str) -> None:
+@pytest.mark.parametrize("way", ["join", "broadcast"])
+def test_copies_and_scales_are_handed_over(comm: Communicator, way: str) -> None:
     model, optimizer = make(comm, check_every=1)
     if way == "join":
         optimizer.loss_scaling(interval=2)
@@ -51,18 +53,18 @@ def hand_over(comm: Communicator, way: str) -> None:
             with optimizer.join():
                 train(model, optimizer, 1 if comm.rank else 4)
             scale = optimizer._loss_scale
-            assert comm.allgather_object(scale) == [scale] * comm.size
+            assert same_everywhere(comm, scale)
     else:
         train(model, optimizer.actual_optimizer, 3 if comm.rank == 0 else 0)
     if way == "broadcast":
         multiring.chainer.broadcast_parameters(model, comm=comm)
         multiring.chainer.broadcast_optimizer_state(optimizer, comm=comm)
     train(model, optimizer, 3)
-    assert same_everywhere(comm, model)
+    assert same_copies(comm, model)
     optimizer.close()
 
 
-def load_on_all(comm: Communicator) -> None:
+def test_copies_follow_weights_that_were_broadcast(comm: Communicator) -> None:
     """Weights that rank 0 has set are those that training goes on with; Chainer's copies would win."""
     model, optimizer = make(comm)
     train(model, optimizer, 1)
@@ -72,24 +74,10 @@ def load_on_all(comm: Communicator) -> None:
     np.testing.assert_allclose(model.W.array, 5, atol=0.1)
 
 
-@pytest.mark.parametrize("way", ["join", "broadcast"])
-def test_copies_and_scales_are_handed_over(ranks: Pool, way: str) -> None:
-    ranks(2).run(hand_over, way)
-
-
-def test_copies_follow_weights_that_were_broadcast(ranks: Pool) -> None:
-    ranks(2).run(load_on_all)
-
-
-def drift_in_a_copy(comm: Communicator) -> None:
+@all_raise(MismatchError, r"'float32 copy of W' float32 \(2, 3\)")
+def test_copies_are_compared(comm: Communicator) -> None:
     model, optimizer = make(comm, check_every=4)
     train(model, optimizer, 3)
     if comm.rank == 1:
         model.W.update_rule._fp32_param.array[...] += 1e-6
     train(model, optimizer, 1)
-
-
-def test_copies_are_compared(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(drift_in_a_copy):
-        assert isinstance(error, MismatchError), error
-        assert "'float32 copy of W' float32 (2, 3)" in str(error)

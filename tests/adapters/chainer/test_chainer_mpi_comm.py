@@ -15,12 +15,13 @@ import pytest
 import multiring.chainer  # before Chainer
 from multiring import Communicator
 from multiring.errors import UsageError
-from tests.adapters.chainer.support import Pool
+from tests.on_ranks import Pool, on_ranks
 
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
-def collectives(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_collectives(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     mpi = mn.mpi_comm
     rank, size, root = mn.rank, mn.size, mn.size - 1
@@ -44,12 +45,7 @@ def collectives(comm: Communicator) -> None:
     np.testing.assert_array_equal(mpi.allreduce(np.full(2, rank)), np.full(2, sum(range(size))))
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_collectives(ranks: Pool, size: int) -> None:
-    ranks(size).run(collectives)
-
-
-def messages(comm: Communicator) -> None:
+def test_messages(comm: Communicator) -> None:
     """`send_obj` and `mpi_comm.send` are one channel, as in ChainerMN."""
     mn = multiring.chainer.create_communicator(comm)
     mpi, status = mn.mpi_comm, types.SimpleNamespace()
@@ -71,11 +67,7 @@ def messages(comm: Communicator) -> None:
     assert (status.source, status.tag) == (mn.rank, 9)
 
 
-def test_messages(ranks: Pool) -> None:
-    ranks(2).run(messages)
-
-
-def several_communicators(comm: Communicator) -> None:
+def test_communicators_of_the_same_ranks_share_messages(comm: Communicator) -> None:
     """What one has put aside is there for the other."""
     one, other = (multiring.chainer.create_communicator(comm) for _ in range(2))
     if comm.rank == 0:
@@ -84,10 +76,6 @@ def several_communicators(comm: Communicator) -> None:
     else:
         assert other.recv_obj(0, tag=2) == "other"
         assert one.recv_obj(0, tag=1) == "one"
-
-
-def test_communicators_of_the_same_ranks_share_messages(ranks: Pool) -> None:
-    ranks(2).run(several_communicators)
 
 
 def fill_a_status_of_mpi4py(comm: Communicator) -> None:
@@ -108,7 +96,8 @@ def test_a_status_of_mpi4py_is_filled(ranks: Pool) -> None:
     ranks(1).run(fill_a_status_of_mpi4py)
 
 
-def groups(comm: Communicator) -> None:
+@on_ranks(3)
+def test_groups(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     half = mn.split(mn.rank % 2, mn.rank)
     members = [rank for rank in range(mn.size) if rank % 2 == mn.rank % 2]
@@ -123,11 +112,8 @@ def groups(comm: Communicator) -> None:
         pickle.dumps(mn.mpi_comm)
 
 
-def test_groups(ranks: Pool) -> None:
-    ranks(3).run(groups)
-
-
-def failures(comm: Communicator) -> None:
+@on_ranks(3)
+def test_failures(comm: Communicator) -> None:
     """An object that one rank cannot send is an error on all that wait for it, and the next call works."""
     mpi = multiring.chainer.create_communicator(comm).mpi_comm
 
@@ -157,10 +143,6 @@ def failures(comm: Communicator) -> None:
     with pytest.raises(AttributeError, match=r"no 'Allreduce': it sends objects only.*MPI.COMM_WORLD"):
         mpi.Allreduce(np.ones(1), np.ones(1))
     assert not hasattr(mpi, "isend")
-
-
-def test_failures(ranks: Pool) -> None:
-    ranks(3).run(failures)
 
 
 def names(comm: Communicator) -> list[str]:

@@ -19,7 +19,8 @@ from chainer import functions, links
 
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.adapters.chainer.support import SMALL, Pool, bits_of, draw, make_model, squares
+from tests.adapters.chainer.support import SMALL, assert_same_weights, bits_of, draw, make_model, squares
+from tests.on_ranks import all_raise, on_ranks, same_everywhere
 
 MAKERS: dict[str, Callable[[], Any]] = {
     "SGD": lambda: chainer.optimizers.SGD(0.1),
@@ -47,28 +48,26 @@ def train_like_one(comm: Communicator, kind: str, overlap: bool, hooked: bool) -
         wrapped.update(squares, model, 10 * step + comm.rank)
         alone.update(whole, single, step, comm.size)
         history.append(bits_of(model))
-    for (name, one), (_, other) in zip(model.namedparams(), single.namedparams(), strict=True):
-        np.testing.assert_allclose(one.array, other.array, rtol=1e-10, atol=1e-13, err_msg=name)
-        assert one.creator is None
-        assert one.node.rank == 0
+    assert_same_weights(model, single, rtol=1e-10, atol=1e-13)
+    assert all(one.creator is None and one.node.rank == 0 for one in model.params())
     assert wrapped.t == 5
     wrapped.close()
     return history
 
 
+@on_ranks(1, 3)
 @pytest.mark.parametrize("kind", list(MAKERS))
-@pytest.mark.parametrize("size", [1, 3])
-def test_ranks_train_like_one(ranks: Pool, kind: str, size: int) -> None:
-    histories = [ranks(size).run(train_like_one, kind, overlap, False) for overlap in (True, False)]
-    assert all(history == histories[0][0] for both in histories for history in both)
+def test_ranks_train_like_one(comm: Communicator, kind: str) -> list[dict[str, bytes]]:
+    history = train_like_one(comm, kind, overlap=True, hooked=False)
+    assert train_like_one(comm, kind, overlap=False, hooked=False) == history
+    return history
 
 
-def test_hooks_see_reduced_gradients(ranks: Pool) -> None:
-    one, other = ranks(2).run(train_like_one, "MomentumSGD", True, True)
-    assert one == other
+def test_hooks_see_reduced_gradients(comm: Communicator) -> list[dict[str, bytes]]:
+    return train_like_one(comm, "MomentumSGD", overlap=True, hooked=True)
 
 
-def different_weights(comm: Communicator) -> None:
+def test_ranks_that_start_apart_are_brought_together(comm: Communicator) -> None:
     """As in ChainerMN, ranks that start apart are brought together by the first update, and by it alone."""
     model = make_model(seed=comm.rank)
     optimizer = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm)
@@ -79,10 +78,10 @@ def different_weights(comm: Communicator) -> None:
     optimizer.update(squares, model, comm.rank)
     assert optimizer.t == 1
     assert bits_of(model) != bits_of(make_model(seed=0))
-    assert comm.allgather_object(bits_of(model)) == [bits_of(model)] * comm.size
+    assert same_everywhere(comm, bits_of(model))
 
 
-def without_shape(comm: Communicator) -> None:
+def test_shapes_that_the_first_batch_gives(comm: Communicator) -> None:
     """Parameters that the first batch gives a shape, of other values on every rank."""
     model = make_model(seed=comm.rank, inputs=None)
     optimizer = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.Adam(), comm)
@@ -90,11 +89,11 @@ def without_shape(comm: Communicator) -> None:
     for step in range(3):
         optimizer.update(squares, model, 10 * step + comm.rank)
         found = bits_of(model)
-        assert comm.allgather_object(found) == [found] * comm.size
+        assert same_everywhere(comm, found)
     assert optimizer.t == 2
 
 
-def grown(comm: Communicator) -> None:
+def test_a_link_that_joins_later(comm: Communicator) -> None:
     """A link that joins later: set up again, it takes part, and the old ones keep their state."""
     model = make_model()
     optimizer = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.MomentumSGD(0.1), comm)
@@ -108,16 +107,11 @@ def grown(comm: Communicator) -> None:
         optimizer.update(lambda: functions.mean(model.extra(model(draw(comm.rank))) ** 2))
         assert optimizer.t == 1 + step
     found = bits_of(model)
-    assert comm.allgather_object(found) == [found] * comm.size
+    assert same_everywhere(comm, found)
 
 
-def test_parameters_that_differ_or_come_later(ranks: Pool) -> None:
-    ranks(2).run(different_weights)
-    ranks(2).run(without_shape)
-    ranks(2).run(grown)
-
-
-def shape_on_one_rank(comm: Communicator) -> None:
+@all_raise(MismatchError, "'first/W' not initialised on rank 0")
+def test_a_shape_on_one_rank_only_is_an_error_on_all(comm: Communicator) -> None:
     model = make_model(inputs=None)
     optimizer = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.SGD(), comm)
     optimizer.setup(model)
@@ -128,13 +122,8 @@ def shape_on_one_rank(comm: Communicator) -> None:
         optimizer.update()
 
 
-def test_a_shape_on_one_rank_only_is_an_error_on_all(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(shape_on_one_rank):
-        assert isinstance(error, MismatchError), error
-        assert "'first/W' not initialised on rank 0" in str(error)
-
-
-def own_loop(comm: Communicator) -> None:
+@on_ranks(1, 2)
+def test_loops_of_ones_own(comm: Communicator) -> None:
     """cleargrads, backward, update as in a loop without an updater; accumulation; zerograds."""
     results = []
     for way in ("plain", "backward", "accumulated", "zerograds"):
@@ -168,12 +157,8 @@ def own_loop(comm: Communicator) -> None:
             np.testing.assert_allclose(other[name], value, rtol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_loops_of_ones_own(ranks: Pool, size: int) -> None:
-    ranks(size).run(own_loop)
-
-
-def stands_for(comm: Communicator, directory: str) -> None:
+@on_ranks(1, 2)
+def test_it_stands_for_the_optimizer(comm: Communicator, tmp_path: Path) -> None:
     model = make_model()
     actual = chainer.optimizers.Adam(0.01)
     optimizer = multiring.chainer.create_multi_node_optimizer(actual, comm)
@@ -189,7 +174,7 @@ def stands_for(comm: Communicator, directory: str) -> None:
     with pytest.raises(AttributeError, match="nothing"):
         optimizer.nothing  # noqa: B018
     optimizer.update(squares, model, comm.rank)
-    path = f"{directory}/{comm.rank}.npz"
+    path = f"{tmp_path}/{comm.rank}.npz"
     chainer.serializers.save_npz(path, optimizer)
     other = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.Adam(), comm)
     other.setup(make_model())
@@ -209,12 +194,7 @@ def stands_for(comm: Communicator, directory: str) -> None:
     assert late.t == 1
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_it_stands_for_the_optimizer(ranks: Pool, size: int, tmp_path: Path) -> None:
-    ranks(size).run(stands_for, str(tmp_path))
-
-
-def scaled_loss(comm: Communicator) -> None:
+def test_loss_scaling(comm: Communicator) -> None:
     """Static scaling changes nothing; with dynamic scaling an overflow on one rank is skipped by all."""
     plain, scaled = make_model(), make_model()
     for model, scale in ((plain, None), (scaled, 1024.0)):
@@ -225,8 +205,7 @@ def scaled_loss(comm: Communicator) -> None:
         for step in range(2):
             optimizer.update(squares, model, 10 * step + comm.rank)
         optimizer.close()
-    for (name, one), (_, other) in zip(plain.namedparams(), scaled.namedparams(), strict=True):
-        np.testing.assert_allclose(one.array, other.array, rtol=1e-12, err_msg=name)
+    assert_same_weights(plain, scaled)
     optimizer.loss_scaling()
     before = bits_of(scaled)
     factor = np.inf if comm.rank == 0 else 1.0
@@ -235,14 +214,11 @@ def scaled_loss(comm: Communicator) -> None:
     assert bits_of(scaled) == before
     optimizer.update(squares, scaled, comm.rank)
     assert bits_of(scaled) != before
-    assert comm.allgather_object(bits_of(scaled)) == [bits_of(scaled)] * comm.size
+    assert same_everywhere(comm, bits_of(scaled))
 
 
-def test_loss_scaling(ranks: Pool) -> None:
-    ranks(2).run(scaled_loss)
-
-
-def double_buffered(comm: Communicator) -> list[dict[str, bytes]]:
+@on_ranks(1, 2, 3)
+def test_double_buffering(comm: Communicator) -> list[dict[str, bytes]]:
     """Every update uses the average gradients that the model had one update earlier."""
     model, single = make_model(), make_model()
     optimizer = multiring.chainer.create_multi_node_optimizer(
@@ -264,8 +240,7 @@ def double_buffered(comm: Communicator) -> list[dict[str, bytes]]:
                 parameter.grad = stale[name]
             alone.update()
         stale = fresh
-        for (name, one), (_, other) in zip(model.namedparams(), single.namedparams(), strict=True):
-            np.testing.assert_allclose(one.array, other.array, rtol=1e-10, atol=1e-13, err_msg=name)
+        assert_same_weights(model, single, rtol=1e-10, atol=1e-13)
         history.append(bits_of(model))
     assert optimizer.t == 5
     with pytest.raises(UsageError, match="double buffering"):
@@ -277,7 +252,7 @@ def double_buffered(comm: Communicator) -> list[dict[str, bytes]]:
     return history
 
 
-def double_buffered_from_apart(comm: Communicator) -> None:
+def test_double_buffering_after_a_broadcast(comm: Communicator) -> None:
     model = make_model(seed=comm.rank, inputs=None)
     optimizer = multiring.chainer.create_multi_node_optimizer(
         chainer.optimizers.SGD(0.1), comm, double_buffering=True
@@ -285,16 +260,6 @@ def double_buffered_from_apart(comm: Communicator) -> None:
     optimizer.setup(model)
     for step in range(4):
         optimizer.update(squares, model, 10 * step + comm.rank)
-        assert comm.allgather_object(bits_of(model)) == [bits_of(model)] * comm.size
+        assert same_everywhere(comm, bits_of(model))
     # The first was the broadcast, the second had nothing to update with.
     assert optimizer.t == 2
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_double_buffering(ranks: Pool, size: int) -> None:
-    histories = ranks(size).run(double_buffered)
-    assert all(history == histories[0] for history in histories)
-
-
-def test_double_buffering_after_a_broadcast(ranks: Pool) -> None:
-    ranks(2).run(double_buffered_from_apart)

@@ -16,7 +16,8 @@ from chainer import functions
 
 from multiring import Communicator
 from multiring.errors import UsageError
-from tests.adapters.chainer.support import SMALL, Pool, bits_of, make_model, squares
+from tests.adapters.chainer.support import SMALL, bits_of, make_model, squares
+from tests.on_ranks import on_ranks, same_everywhere
 
 
 def make_optimizer(comm: Communicator, **options: Any) -> tuple[Any, Any]:
@@ -29,11 +30,8 @@ def make_optimizer(comm: Communicator, **options: Any) -> tuple[Any, Any]:
     return model, optimizer.setup(model)
 
 
-def same_everywhere(comm: Communicator, values: object) -> bool:
-    return comm.allgather_object(values) == [values] * comm.size
-
-
-def write_in_place(comm: Communicator, way: str) -> None:
+@pytest.mark.parametrize("way", ["synchronize", "skip", "backward", "double buffering"])
+def test_gradients_written_in_place(comm: Communicator, way: str) -> None:
     """New gradients in the same arrays in every step; the weights go the way of their averages."""
     model, optimizer = make_optimizer(comm, double_buffering=way == "double buffering")
     values = [np.float64(10**step) for step in range(6)]
@@ -62,12 +60,9 @@ def write_in_place(comm: Communicator, way: str) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("way", ["synchronize", "skip", "backward", "double buffering"])
-def test_gradients_written_in_place(ranks: Pool, way: str) -> None:
-    ranks(2).run(write_in_place, way)
-
-
-def skip_updates(comm: Communicator, way: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("way", ["new arrays", "written", "clipped", "stale"])
+def test_updates_that_all_ranks_skip(comm: Communicator, way: str) -> None:
     """All ranks look at averages and skip an update: the next one is of new gradients, not of those."""
     model, optimizer = make_optimizer(comm)
     if way == "stale":  # the first update broadcasts and is no update: what was looked at before it is over
@@ -99,14 +94,10 @@ def skip_updates(comm: Communicator, way: str) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("way", ["new arrays", "written", "clipped", "stale"])
-def test_updates_that_all_ranks_skip(ranks: Pool, way: str) -> None:
-    ranks(3).run(skip_updates, way)
-
-
-def sum_once(comm: Communicator, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"op": "sum"}, {"prescale": 0.5}, {"prescale": 0.25, "postscale": 2.0}])
+def test_sums_are_reduced_once(comm: Communicator, options: dict[str, Any]) -> None:
     """Sums are not summed up again: what is not known to be new is refused, on all ranks."""
-    total = comm.size * (comm.size + 1) / 2 if "op" in options else (comm.size + 1) / 2 * options["prescale"]
+    total = comm.size * (comm.size + 1) / 2 if "op" in options else (comm.size + 1) / 4
 
     def loss() -> Any:
         return functions.sum(model.middle.W) * (comm.rank + 1.0)
@@ -137,12 +128,7 @@ def sum_once(comm: Communicator, options: dict[str, Any]) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("options", [{"op": "sum"}, {"prescale": 0.5}])
-def test_sums_are_reduced_once(ranks: Pool, options: dict[str, Any]) -> None:
-    ranks(2).run(sum_once, options)
-
-
-def one_array_of_two(comm: Communicator) -> None:
+def test_an_array_that_two_optimizers_reduce(comm: Communicator) -> None:
     """Chainer's backward of an addition gives both terms one array; here they belong to two optimizers."""
     links = [chainer.Link(), chainer.Link()]
     optimizers = []
@@ -157,10 +143,6 @@ def one_array_of_two(comm: Communicator) -> None:
         optimizer.update()
         np.testing.assert_array_equal(link.w.array, -comm.size * (comm.size + 1) / 2)
     np.testing.assert_array_equal(x.grad, comm.rank + 1)
-
-
-def test_an_array_that_two_optimizers_reduce(ranks: Pool) -> None:
-    ranks(2).run(one_array_of_two)
 
 
 class _Clock:
@@ -182,7 +164,7 @@ class _Slots:
     def __call__(self, optimizer: Any) -> None: ...
 
 
-def keep_differences(comm: Communicator) -> None:
+def test_what_may_differ_over_ranks(comm: Communicator) -> None:
     """Hooks and read-only arrays of a program's own are left alone."""
     model, optimizer = make_optimizer(comm, check_every=1)
     model.add_persistent("grid", np.broadcast_to(np.arange(3.0) + comm.rank, (2, 3)))
@@ -196,7 +178,3 @@ def keep_differences(comm: Communicator) -> None:
     assert not model.grid.flags.writeable
     assert same_everywhere(comm, [bits_of(model), model.grid.tobytes()])  # join() takes over from one rank
     optimizer.close()
-
-
-def test_what_may_differ_over_ranks(ranks: Pool) -> None:
-    ranks(2).run(keep_differences)

@@ -18,7 +18,7 @@ from chainer import functions, links
 
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.adapters.chainer.support import Pool
+from tests.on_ranks import all_raise, on_ranks, same_everywhere
 
 Array = NDArray[Any]
 
@@ -38,7 +38,10 @@ def cube(y: Any, samples: Array) -> Any:
     return functions.sum(y**3 * functions.broadcast_to(chainer.Variable(weights), y.shape))
 
 
-def follow_one_rank(comm: Communicator, dtype: str, shape: tuple[int, ...]) -> None:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("shape", [(3,), (4, 2, 3), (2, 2, 1, 2)])
+def test_ranks_normalise_like_one(comm: Communicator, dtype: str, shape: tuple[int, ...]) -> None:
     with chainer.using_config("dtype", np.dtype(dtype)):
         layer = SyncBatchNormalization(shape[0], comm, decay=0.7, eps=1e-3)
         single = links.BatchNormalization(shape[0], decay=0.7, eps=1e-3)
@@ -66,20 +69,13 @@ def follow_one_rank(comm: Communicator, dtype: str, shape: tuple[int, ...]) -> N
         for name in ("avg_mean", "avg_var"):
             found = getattr(layer, name)
             np.testing.assert_allclose(found, getattr(single, name), **tolerance)
-            assert comm.allgather_object(found.tobytes()) == [found.tobytes()] * comm.size
+            assert same_everywhere(comm, found.tobytes())
     with chainer.using_config("train", False):
         batch = whole_batch(99, 2, shape, dtype)
         np.testing.assert_allclose(layer(batch).array, single(batch).array, **TIGHT[dtype])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("shape", [(3,), (4, 2, 3), (2, 2, 1, 2)])
-def test_ranks_normalise_like_one(ranks: Pool, size: int, dtype: str, shape: tuple[int, ...]) -> None:
-    ranks(size).run(follow_one_rank, dtype, shape)
-
-
-def large_means(comm: Communicator) -> None:
+def test_large_means(comm: Communicator) -> None:
     """The variance keeps its digits where the mean is thousands of times the deviation."""
     layer = SyncBatchNormalization(2, comm)
     batch = whole_batch(0, 64, (2, 4, 4), "float64") + 10000.0
@@ -90,11 +86,7 @@ def large_means(comm: Communicator) -> None:
     np.testing.assert_allclose((layer.avg_var - 0.9) / 0.1, unbiased, rtol=1e-4)
 
 
-def test_large_means(ranks: Pool) -> None:
-    ranks(2).run(large_means)
-
-
-def half_precision(comm: Communicator) -> None:
+def test_half_precision(comm: Communicator) -> None:
     with chainer.using_config("dtype", chainer.mixed16):
         layer = SyncBatchNormalization(3, comm)
     x = chainer.Variable(whole_batch(comm.rank, 4, (3, 2), "float16"))
@@ -103,7 +95,7 @@ def half_precision(comm: Communicator) -> None:
     assert (y.dtype, x.grad.dtype, layer.gamma.grad.dtype, layer.avg_var.dtype) == ("f2", "f2", "f4", "f4")
 
 
-def other_forms(comm: Communicator) -> None:
+def test_other_forms(comm: Communicator) -> None:
     """Without gamma or beta, without a size, fine-tuning, recomputation."""
     batch = whole_batch(comm.rank, 4, (3, 2), "float32")
     plain = SyncBatchNormalization(3, comm, use_gamma=False, use_beta=False)
@@ -123,7 +115,7 @@ def other_forms(comm: Communicator) -> None:
     np.testing.assert_allclose(plain.avg_mean, means.mean(axis=0), rtol=1e-5)
 
 
-def refuse(comm: Communicator) -> None:
+def test_refused(comm: Communicator) -> None:
     layer = SyncBatchNormalization(3, comm)
     with pytest.raises(UsageError, match=r"input has shape \(2, 4\); expected \(batch, 3, \.\.\.\)"):
         layer(np.zeros((2, 4), np.float32))
@@ -142,23 +134,13 @@ def refuse(comm: Communicator) -> None:
         functions.sum(x.grad_var**2).backward()
 
 
-def test_forms(ranks: Pool) -> None:
-    ranks(2).run(half_precision)
-    ranks(2).run(other_forms)
-    ranks(2).run(refuse)
-
-
-def differ(comm: Communicator) -> None:
+@all_raise(
+    MismatchError, "'SyncBatchNormalization first forward'", "'SyncBatchNormalization listed/0 forward'"
+)
+def test_layers_in_different_order_are_reported(comm: Communicator) -> None:
     group = comm.split(0)  # this one will be broken
     model = convert_sync_batch_normalization(_Nested(), group)
     (model.first if comm.rank == 0 else model.listed[0])(np.ones((2, 2), np.float32))
-
-
-def test_layers_in_different_order_are_reported(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(differ):
-        assert isinstance(error, MismatchError), error
-        assert "'SyncBatchNormalization first forward'" in str(error)
-        assert "'SyncBatchNormalization listed/0 forward'" in str(error)
 
 
 class _Nested(chainer.Chain):  # type: ignore[misc]
@@ -174,7 +156,7 @@ class _Nested(chainer.Chain):  # type: ignore[misc]
         return self.listed[0](self.several(self.first(x)))
 
 
-def convert(comm: Communicator, directory: str) -> None:
+def test_conversion(comm: Communicator, tmp_path: Path) -> None:
     model = _Nested()
     names = [name for name, _ in model.namedparams()]
     parameters = [id(parameter) for parameter in model.params()]
@@ -187,14 +169,14 @@ def convert(comm: Communicator, directory: str) -> None:
     batch = whole_batch(comm.rank, 3 + comm.rank, (2,), "float32")
     model(batch)
     found = model.several[1].avg_mean
-    assert comm.allgather_object(found.tobytes()) == [found.tobytes()] * comm.size
+    assert same_everywhere(comm, found.tobytes())
     copied = copy.deepcopy(model)
     before = model.first.avg_mean.copy()
     copied(batch)
     np.testing.assert_array_equal(model.first.avg_mean, before)
     assert not np.array_equal(copied.first.avg_mean, before)
     assert copied.first.gamma is not model.first.gamma
-    path = f"{directory}/{comm.rank}.npz"
+    path = f"{tmp_path}/{comm.rank}.npz"
     chainer.serializers.save_npz(path, model)
     plain = _Nested()
     chainer.serializers.load_npz(path, plain)
@@ -202,7 +184,3 @@ def convert(comm: Communicator, directory: str) -> None:
     single = convert_sync_batch_normalization(links.BatchNormalization(2), comm)
     assert isinstance(single, SyncBatchNormalization)
     assert convert_sync_batch_normalization(single, comm) is single
-
-
-def test_conversion(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2).run(convert, str(tmp_path))

@@ -15,12 +15,14 @@ import chainermn
 from chainer import functions, links
 
 from multiring import Communicator
-from tests.adapters.chainer.support import Pool, draw
+from tests.adapters.chainer.support import draw
+from tests.on_ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-def differentiable_functions(comm: Communicator) -> None:
+@on_ranks(2, 3)
+def test_differentiable_functions(comm: Communicator) -> None:
     """Forward values and gradients against what the definition says."""
     mn = multiring.chainer.create_communicator(comm)
     size, rank = mn.size, mn.rank
@@ -63,12 +65,17 @@ def differentiable_functions(comm: Communicator) -> None:
             np.testing.assert_array_equal([float(x.grad[0]) for x in xs], np.arange(size) + 3)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_differentiable_functions(ranks: Pool, size: int) -> None:
-    ranks(size).run(differentiable_functions)
+class _Half(chainer.Chain):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.layer = links.Linear(inputs, outputs)
+
+    def forward(self, x: Any) -> Any:
+        return functions.tanh(self.layer(x))
 
 
-def send_and_receive(comm: Communicator) -> None:
+def test_send_and_receive(comm: Communicator) -> None:
     """Rank 0 computes 2x, rank 1 squares it: the gradient of x is 8x."""
     mn = multiring.chainer.create_communicator(comm)
     x = chainer.Variable(np.array([1.0, 3.0], np.float32))
@@ -81,18 +88,8 @@ def send_and_receive(comm: Communicator) -> None:
         functions.sum(twice**2 + minus).backward()
 
 
-class _Half(chainer.Chain):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        with self.init_scope():
-            self.layer = links.Linear(inputs, outputs)
-
-    def forward(self, x: Any) -> Any:
-        return functions.tanh(self.layer(x))
-
-
-def chain_list(comm: Communicator) -> list[bytes]:
-    """A network over two ranks trains as the same network on one."""
+def test_a_network_over_two_ranks(comm: Communicator) -> None:
+    """Trains as the same network on one."""
     mn = multiring.chainer.create_communicator(comm)
     halves = [_Half(6, 5), _Half(5, 2)]
     for number, half in enumerate(halves):
@@ -111,15 +108,9 @@ def chain_list(comm: Communicator) -> list[bytes]:
             loss.backward()
             optimizer.update()
     np.testing.assert_allclose(halves[mn.rank].layer.W.array, whole[mn.rank].layer.W.array, rtol=1e-6)
-    return []
 
 
-def test_model_parallelism(ranks: Pool) -> None:
-    ranks(2).run(send_and_receive)
-    ranks(2).run(chain_list)
-
-
-def recurrent_network(comm: Communicator) -> None:
+def test_recurrent_networks_over_ranks(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     rnn = chainermn.links.create_multi_node_n_step_rnn(
         links.NStepLSTM(1, 4, 4, 0.0),
@@ -135,11 +126,7 @@ def recurrent_network(comm: Communicator) -> None:
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in rnn.params())
 
 
-def test_recurrent_networks_over_ranks(ranks: Pool) -> None:
-    ranks(2).run(recurrent_network)
-
-
-def multi_node_batch_normalization(comm: Communicator) -> None:
+def test_multi_node_batch_normalization(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     whole = np.random.default_rng(0).standard_normal((4 * mn.size, 3, 2, 2)).astype(np.float32) + 2
     mine = whole[4 * mn.rank : 4 * mn.rank + 4]
@@ -159,11 +146,8 @@ def multi_node_batch_normalization(comm: Communicator) -> None:
     np.testing.assert_allclose(converted[0].avg_mean, single.avg_mean, rtol=1e-5)
 
 
-def test_multi_node_batch_normalization(ranks: Pool) -> None:
-    ranks(2).run(multi_node_batch_normalization)
-
-
-def datasets(comm: Communicator) -> None:
+@on_ranks(1, 2, 3)
+def test_datasets(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     root = mn.size - 1
     data = list(range(10)) if mn.rank == root else None
@@ -175,7 +159,7 @@ def datasets(comm: Communicator) -> None:
     assert len(chainermn.datasets.create_empty_dataset(part)) == len(part)
 
 
-def iterators(comm: Communicator) -> None:
+def test_iterators(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     pairs = [(np.full(2, k, np.float32), np.int32(k)) for k in range(7)]
     source = chainer.iterators.SerialIterator(pairs, 3, repeat=False, shuffle=False)
@@ -194,19 +178,7 @@ def iterators(comm: Communicator) -> None:
     assert batches[0] != [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_datasets(ranks: Pool, size: int) -> None:
-    ranks(size).run(datasets)
-
-
-def test_iterators(ranks: Pool) -> None:
-    ranks(2).run(iterators)
-
-
-def resized(comm: Communicator) -> None:
+@on_ranks(1)
+def test_resize_images_works(comm: Communicator) -> None:
     image = np.arange(16, dtype=np.float32).reshape(1, 1, 4, 4)
     np.testing.assert_allclose(functions.resize_images(image, (2, 2)).array[0, 0], [[0, 3], [12, 15]])
-
-
-def test_resize_images_works(ranks: Pool) -> None:
-    ranks(1).run(resized)

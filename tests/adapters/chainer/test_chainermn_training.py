@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from chainer import functions, training
 from chainer.training import extensions
 
 from multiring import Communicator
-from tests.adapters.chainer.support import Pool, bits_of, draw, make_model
+from tests.adapters.chainer.support import bits_of, draw, make_model
+from tests.on_ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -55,9 +55,11 @@ def make_trainer(
     return trainer, model, optimizer
 
 
-def a_whole_training(comm: Communicator, out: str, theirs: bool) -> dict[str, bytes]:
+@on_ranks(1, 2)
+@pytest.mark.parametrize("theirs", [False, True], ids=["ours", "chainermn's own optimizer"])
+def test_a_training_as_chainermn_has_it(comm: Communicator, tmp_path: Path, theirs: bool) -> dict[str, bytes]:
     mn = multiring.chainer.create_communicator(comm)
-    trainer, model, optimizer = make_trainer(mn, out, 2, theirs=theirs)
+    trainer, model, optimizer = make_trainer(mn, str(tmp_path), 2, theirs=theirs)
     test = [(draw(100 + k + mn.rank, 1)[0], np.int32(k % 3)) for k in range(6)]
     evaluator = extensions.Evaluator(chainer.iterators.SerialIterator(test, 3, repeat=False), model)
     trainer.extend(chainermn.create_multi_node_evaluator(evaluator, mn))
@@ -77,18 +79,8 @@ def a_whole_training(comm: Communicator, out: str, theirs: bool) -> dict[str, by
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_training_as_chainermn_has_it(ranks: Pool, size: int) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        ranks(size).run(a_whole_training, directory, False)
-
-
-def test_chainermns_own_optimizer_works_too(ranks: Pool) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        ranks(2).run(a_whole_training, directory, True)
-
-
-def generic_evaluator(comm: Communicator) -> None:
+@on_ranks(3)
+def test_generic_evaluator(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     mine = np.arange(mn.rank + 3, dtype=np.float32)
 
@@ -104,17 +96,13 @@ def generic_evaluator(comm: Communicator) -> None:
     assert total == (sum(sum(range(r + 3)) for r in range(mn.size)) if mn.rank == 0 else None)
 
 
-def test_generic_evaluator(ranks: Pool) -> None:
-    ranks(3).run(generic_evaluator)
-
-
-def snapshots(comm: Communicator, out: str) -> None:
+def test_snapshots(comm: Communicator, tmp_path: Path) -> None:
     """A job that stops after two epochs and goes on from its snapshot is the job that did not stop."""
     mn = multiring.chainer.create_communicator(comm)
-    whole, wanted, _ = make_trainer(mn, out + "/whole", 4)
+    whole, wanted, _ = make_trainer(mn, f"{tmp_path}/whole", 4)
     whole.run()
     for epochs in (2, 4):
-        trainer, model, _ = make_trainer(mn, out + "/parts", epochs)
+        trainer, model, _ = make_trainer(mn, f"{tmp_path}/parts", epochs)
         snapshot = chainermn.extensions.multi_node_snapshot(
             mn, extensions.snapshot(autoload=True, snapshot_on_error=False), [0]
         )
@@ -125,17 +113,17 @@ def snapshots(comm: Communicator, out: str) -> None:
     comm.barrier()
 
 
-def checkpointer(comm: Communicator, out: str) -> None:
+def test_the_checkpointer(comm: Communicator, tmp_path: Path) -> None:
     mn = multiring.chainer.create_communicator(comm)
-    whole, wanted, _ = make_trainer(mn, out + "/whole2", 2)
+    whole, wanted, _ = make_trainer(mn, f"{tmp_path}/whole", 2)
     whole.run()
-    trainer, _, _ = make_trainer(mn, out + "/c", 1)
-    keeper = chainermn.create_multi_node_checkpointer(name="job", comm=mn, path=out + "/kept")
+    trainer, _, _ = make_trainer(mn, f"{tmp_path}/c", 1)
+    keeper = chainermn.create_multi_node_checkpointer(name="job", comm=mn, path=f"{tmp_path}/kept")
     for _ in range(2):
         trainer.updater.update()
     keeper.save(trainer.updater, trainer.updater.iteration)
-    trainer, model, optimizer = make_trainer(mn, out + "/c", 2)
-    keeper = chainermn.create_multi_node_checkpointer(name="job", comm=mn, path=out + "/kept")
+    trainer, model, optimizer = make_trainer(mn, f"{tmp_path}/c", 2)
+    keeper = chainermn.create_multi_node_checkpointer(name="job", comm=mn, path=f"{tmp_path}/kept")
     keeper.maybe_load(trainer.updater, optimizer)
     assert trainer.updater.iteration == 2
     assert optimizer.needs_broadcast is False
@@ -144,23 +132,14 @@ def checkpointer(comm: Communicator, out: str) -> None:
     comm.barrier()
 
 
-def test_snapshots(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2).run(snapshots, str(tmp_path))
-    ranks(2).run(checkpointer, str(tmp_path))
-
-
-def early_stopping(comm: Communicator, out: str) -> None:
+def test_early_stopping(comm: Communicator, tmp_path: Path) -> None:
     mn = multiring.chainer.create_communicator(comm)
-    trainer, _, optimizer = make_trainer(mn, out, 1)
+    trainer, _, optimizer = make_trainer(mn, str(tmp_path), 1)
     optimizer.lr = 0.0
     trigger = chainermn.extensions.MultiNodeEarlyStoppingTrigger(
         mn, monitor="main/loss", patience=2, check_trigger=(1, "epoch"), max_trigger=(50, "epoch")
     )
-    trainer = training.Trainer(trainer.updater, trigger, out=out)
+    trainer = training.Trainer(trainer.updater, trigger, out=str(tmp_path))
     trainer.run()
     assert mn.allreduce_obj([trainer.updater.epoch]) == [trainer.updater.epoch] * mn.size
     assert trainer.updater.epoch < 10
-
-
-def test_early_stopping(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2).run(early_stopping, str(tmp_path))

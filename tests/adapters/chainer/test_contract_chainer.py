@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ import chainer
 from chainer import functions
 
 from multiring import Communicator
-from tests.adapters.contract import AdapterContract
+from tests.adapters.contract import Adapter, AdapterContract
 
 Array = NDArray[Any]
 
@@ -28,13 +27,15 @@ class _Weights(chainer.Link):
                 setattr(self, name, chainer.Parameter(value.copy()))
 
 
-class ChainerAdapter:
+class ChainerAdapter(Adapter):
     """Implements `AdapterUnderTest` with the optimizer, gradients reduced after the backward pass."""
+
+    package = multiring.chainer
 
     def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
         self._comm = multiring.chainer.create_communicator(comm)
         self._model = _Weights(weights)
-        self._optimizer = multiring.chainer.create_multi_node_optimizer(
+        self._reduction = self._optimizer = multiring.chainer.create_multi_node_optimizer(
             chainer.optimizers.SGD(0.0),
             self._comm,
             bucket_bytes=bucket_bytes,
@@ -74,18 +75,6 @@ class ChainerAdapter:
 
     def weights(self) -> dict[str, Array]:
         return {name[1:]: p.array.copy() for name, p in self._model.namedparams()}
-
-    def broadcast(self, root: int) -> None:
-        multiring.chainer.broadcast_parameters(self._model, root, self._comm)
-
-    def average_metrics(self, metrics: Mapping[str, float], count: float) -> dict[str, float]:
-        return multiring.chainer.average_metrics(metrics, count, self._comm)
-
-    def join(self) -> AbstractContextManager[None]:
-        return self._optimizer.join()
-
-    def close(self) -> None:
-        self._optimizer.close()
 
 
 class TestChainerOptimizer(AdapterContract):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import multiring.jax
 from multiring import Communicator
-from tests.adapters.contract import AdapterContract
+from tests.adapters.contract import Adapter, AdapterContract
 
 Array = NDArray[Any]
 Tree = dict[str, Any]
@@ -45,8 +45,10 @@ def add(one: Any, other: Any) -> Any:
     return one if other is None else other if one is None else one + other
 
 
-class JaxAdapter:
+class JaxAdapter(Adapter):
     """Implements `AdapterUnderTest` with pure functions; the state of a training loop is kept here."""
+
+    package = multiring.jax
 
     def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
         self._comm, self._bucket_bytes = comm, bucket_bytes
@@ -85,9 +87,6 @@ class JaxAdapter:
 
     def broadcast(self, root: int) -> None:
         self._params = multiring.jax.broadcast_parameters(self._params, root, comm=self._comm)
-
-    def average_metrics(self, metrics: Mapping[str, float], count: float) -> dict[str, float]:
-        return multiring.jax.average_metrics(metrics, count, comm=self._comm)
 
     @contextmanager
     def join(self) -> Iterator[None]:

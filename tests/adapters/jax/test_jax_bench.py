@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
-
 from multiring import Communicator
 from multiring.benchmarks.gradients.frameworks.jax import make_reduction
-from tests.rank_pool import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.on_ranks import on_ranks
 
 
-def reduce_twice(comm: Communicator) -> None:
+@on_ranks(1, 2)
+def test_gradients_become_averages(comm: Communicator) -> None:
     reduction = make_reduction([(3, 4), (5,), (), (0, 2)], comm)
     for step in range(2):
         reduction.run(comm.rank + step, comm.barrier)
         assert reduction.check((comm.size - 1) / 2 + step)
         assert not reduction.check(-1.0)
     reduction.close()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_gradients_become_averages(ranks: Pool, size: int) -> None:
-    ranks(size).run(reduce_twice)

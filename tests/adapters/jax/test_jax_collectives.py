@@ -15,9 +15,7 @@ import pytest
 import multiring.jax as mj
 from multiring import Communicator
 from multiring.errors import UsageError
-from tests.rank_pool import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.on_ranks import on_ranks
 
 jax.config.update("jax_enable_x64", True)
 
@@ -30,7 +28,8 @@ def of_all(comm: Communicator, shape: tuple[int, ...] = (2, 3)) -> Any:
     return np.stack([values(rank, shape) for rank in range(comm.size)])
 
 
-def all_dtypes(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_allreduce_of_all_dtypes_and_reductions(comm: Communicator) -> None:
     wanted, mine = of_all(comm).sum(0), jnp.asarray(values(comm.rank))
     integers = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
     floats = ("float16", "bfloat16", "float32", "float64")
@@ -54,12 +53,7 @@ def all_dtypes(comm: Communicator) -> None:
     np.testing.assert_array_equal(mj.allreduce(values(comm.rank)), wanted)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_allreduce_of_all_dtypes_and_reductions(ranks: Pool, size: int) -> None:
-    ranks(size).run(all_dtypes)
-
-
-def odd_shapes(comm: Communicator) -> None:
+def test_odd_shapes(comm: Communicator) -> None:
     shapes = ((), (0,), (3, 0, 2), (1,), (7,), (1, 2, 1, 2, 1, 2, 1, 2, 1, 2), (100003,))
     xs = [np.full(shape, comm.rank + 1.0) for shape in shapes]
     for shape, found in zip(shapes, jax.jit(lambda xs: [mj.allreduce(x) for x in xs])(xs), strict=True):
@@ -70,11 +64,8 @@ def odd_shapes(comm: Communicator) -> None:
     np.testing.assert_array_equal(mj.allreduce(transposed), of_all(comm).sum(0).T)
 
 
-def test_odd_shapes(ranks: Pool) -> None:
-    ranks(2).run(odd_shapes)
-
-
-def row_collectives(comm: Communicator) -> None:
+@on_ranks(1, 2, 3)
+def test_collectives_of_rows(comm: Communicator) -> None:
     rank, size = comm.rank, comm.size
     rows = [np.full((r + 1, 2), float(r)) for r in range(size)]
     lengths = [r + 1 for r in range(size)]
@@ -94,12 +85,8 @@ def row_collectives(comm: Communicator) -> None:
     np.testing.assert_array_equal(found, np.repeat(np.arange(size), 3) if rank == 0 else [])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_collectives_of_rows(ranks: Pool, size: int) -> None:
-    ranks(size).run(row_collectives)
-
-
-def derivatives(comm: Communicator) -> None:
+@on_ranks(1, 2, 3)
+def test_gradients_are_those_of_one_process(comm: Communicator) -> None:
     """Against a function of all ranks' inputs that adds up what each rank computes of its result."""
     rank, size = comm.rank, comm.size
     weights = [np.random.default_rng(10 + r).standard_normal(40) for r in range(size)]
@@ -142,34 +129,23 @@ def derivatives(comm: Communicator) -> None:
         np.testing.assert_allclose(tangent, value, rtol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradients_are_those_of_one_process(ranks: Pool, size: int) -> None:
-    ranks(size).run(derivatives)
-
-
-def unequal_gather(comm: Communicator) -> None:
+@on_ranks(3)
+def test_gradient_of_an_unequal_allgather(comm: Communicator) -> None:
     lengths = [r + 1 for r in range(comm.size)]
     x = jnp.ones((comm.rank + 1, 2))
     gradient = jax.grad(lambda x: (mj.allgather(x, lengths) * (comm.rank + 1)).sum())(x)
     np.testing.assert_array_equal(gradient, np.full(x.shape, sum(range(1, comm.size + 1))))
 
 
-def test_gradient_of_an_unequal_allgather(ranks: Pool) -> None:
-    ranks(3).run(unequal_gather)
-
-
-def no_gradient(comm: Communicator) -> None:
+def test_a_maximum_has_no_gradient(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="allreduce 'worst' with op 'max' has no derivative"):
         jax.grad(lambda x: mj.allreduce(x, "max", name="worst").sum())(jnp.ones(2))
     stopped = jax.grad(lambda x: mj.allreduce(jax.lax.stop_gradient(x), "max").sum() + x.sum())(jnp.ones(2))
     np.testing.assert_array_equal(stopped, 1.0)
 
 
-def test_a_maximum_has_no_gradient(ranks: Pool) -> None:
-    ranks(2).run(no_gradient)
-
-
-def batched(comm: Communicator) -> None:
+@pytest.mark.full
+def test_vmap(comm: Communicator) -> None:
     x = jnp.asarray(values(comm.rank, (4, 3, 2)))
     for axis in range(3):
         for out in range(3):
@@ -184,11 +160,9 @@ def batched(comm: Communicator) -> None:
     np.testing.assert_array_equal(twice, of_all(comm, (4, 3, 2)).sum(0) * np.arange(4)[:, None, None])
 
 
-def test_vmap(ranks: Pool) -> None:
-    ranks(2).run(batched)
-
-
-def loops(comm: Communicator) -> None:
+@pytest.mark.full
+@on_ranks(2, 3)
+def test_loops_and_branches(comm: Communicator) -> None:
     """Each execution of a name meets the peers' same execution, also where a rank is slower."""
 
     def body(carry: Any, x: Any) -> Any:
@@ -216,12 +190,8 @@ def loops(comm: Communicator) -> None:
     np.testing.assert_array_equal(again, comm.size)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_loops_and_branches(ranks: Pool, size: int) -> None:
-    ranks(size).run(loops)
-
-
-def same_function_twice(comm: Communicator) -> None:
+@on_ranks(3)
+def test_calls_of_one_name_keep_their_order(comm: Communicator) -> None:
     """XLA is free to swap the two calls of `total`; ranks must not meet the wrong one."""
     total = jax.jit(mj.allreduce)
 
@@ -238,11 +208,7 @@ def same_function_twice(comm: Communicator) -> None:
         np.testing.assert_array_equal(found, sum(range(1, comm.size + 1)) + k * comm.size)
 
 
-def test_calls_of_one_name_keep_their_order(ranks: Pool) -> None:
-    ranks(3).run(same_function_twice)
-
-
-def unused_results(comm: Communicator) -> None:
+def test_an_unused_result_takes_part_all_the_same(comm: Communicator) -> None:
     """Rank 0 looks at no result, but the others need its part."""
 
     @jax.jit
@@ -253,11 +219,11 @@ def unused_results(comm: Communicator) -> None:
     np.testing.assert_array_equal(step(jnp.ones(3)), 1 if comm.rank == 0 else comm.size)
 
 
-def test_an_unused_result_takes_part_all_the_same(ranks: Pool) -> None:
-    ranks(2).run(unused_results)
-
-
-def trees(comm: Communicator, bucket_bytes: int) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("comm", "bucket_bytes"), [(1, 1), (2, 1), (2, 100), (3, 1 << 20)], indirect=["comm"]
+)
+def test_trees(comm: Communicator, bucket_bytes: int) -> None:
     tree = {
         "weights": [jnp.full((3, k), 1.0 * k) for k in range(5)],
         "halves": (jnp.ones(4, "bfloat16"), jnp.ones((2, 2), "float16")),
@@ -280,12 +246,9 @@ def trees(comm: Communicator, bucket_bytes: int) -> None:
     assert mj.grouped_allreduce({}) == {}
 
 
-@pytest.mark.parametrize(("size", "bucket_bytes"), [(1, 1), (2, 1), (2, 100), (3, 1 << 20)])
-def test_trees(ranks: Pool, size: int, bucket_bytes: int) -> None:
-    ranks(size).run(trees, bucket_bytes)
-
-
-def trees_in_collectives(comm: Communicator) -> None:
+@pytest.mark.full
+@on_ranks(1, 3)
+def test_collectives_take_trees(comm: Communicator) -> None:
     rank, size = comm.rank, comm.size
     tree = {"w": jnp.full((2, 3), rank + 1.0), "b": (jnp.int32(rank), None, np.full(4, rank, "float16"))}
     same = partial(jax.tree.map, np.testing.assert_array_equal)
@@ -313,23 +276,15 @@ def trees_in_collectives(comm: Communicator) -> None:
         mj.reducescatter({"x": 1.0})
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_collectives_take_trees(ranks: Pool, size: int) -> None:
-    ranks(size).run(trees_in_collectives)
-
-
-def groups(comm: Communicator) -> None:
+@on_ranks(3)
+def test_groups(comm: Communicator) -> None:
     half = comm.split(comm.rank % 2)
     assert half is not None
     np.testing.assert_array_equal(mj.allreduce(jnp.ones(2), comm=half), half.size)
     np.testing.assert_array_equal(jax.jit(lambda x: mj.allreduce(mj.allreduce(x, comm=half)))(1.0), 5.0)
 
 
-def test_groups(ranks: Pool) -> None:
-    ranks(3).run(groups)
-
-
-def donated(comm: Communicator) -> None:
+def test_arguments_stay_as_they_are(comm: Communicator) -> None:
     """Arguments that are still needed are not overwritten, whatever XLA does in place."""
     kept = jnp.arange(1000.0)
     wanted = np.arange(1000.0)
@@ -339,7 +294,3 @@ def donated(comm: Communicator) -> None:
     np.testing.assert_array_equal(other, wanted * (comm.size + 1))
     given = jax.jit(mj.allreduce, donate_argnums=0)(jnp.arange(1000.0))
     np.testing.assert_array_equal(given, wanted * comm.size)
-
-
-def test_arguments_stay_as_they_are(ranks: Pool) -> None:
-    ranks(2).run(donated)

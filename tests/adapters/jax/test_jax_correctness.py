@@ -17,9 +17,7 @@ import multiring
 import multiring.jax as mj
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.rank_pool import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.on_ranks import Pool, all_raise
 
 
 def ends_in_error(comm: Communicator, program: Callable[..., Any], *arguments: Any) -> None:
@@ -39,7 +37,21 @@ def average(x: Any) -> Any:
     return mj.allreduce(x, "average")
 
 
-def loop_then_sum(comm: Communicator, how: str) -> None:
+FIRST_OF_PROGRAM = r"(?s)(?=.*\(#1 of program at test_jax_correctness\.py:).*\(#2 of program"
+
+
+@all_raise(
+    MismatchError,
+    "of those that all submit in one order: rank 0 '",
+    how={
+        "calls": FIRST_OF_PROGRAM,
+        "one helper": FIRST_OF_PROGRAM,
+        "one compiled function": r"\(#2 of program",
+        "trees": FIRST_OF_PROGRAM,
+        "statistics": FIRST_OF_PROGRAM,
+    },
+)
+def test_a_loop_that_is_longer_on_one_rank_is_an_error_at_once(comm: Communicator, how: str) -> None:
     """A loop that is longer on one rank, and behind it a call that has nothing to do with it."""
     inside, behind = {
         "calls": (lambda x: mj.allreduce(x), lambda x: mj.allreduce(x)),
@@ -64,16 +76,8 @@ def loop_then_sum(comm: Communicator, how: str) -> None:
     ends_in_error(comm, program, 1 + comm.rank, jnp.ones(3))
 
 
-@pytest.mark.parametrize("how", ["calls", "one helper", "one compiled function", "trees", "statistics"])
-def test_a_loop_that_is_longer_on_one_rank_is_an_error_at_once(ranks: Pool, how: str) -> None:
-    for error in ranks(2).run_expecting_errors(loop_then_sum, how):
-        assert isinstance(error, MismatchError), error
-        assert "of those that all submit in one order: rank 0 '" in str(error)
-        assert "(#1 of program at test_jax_correctness.py:" in str(error) or how == "one compiled function"
-        assert "(#2 of program" in str(error)
-
-
-def loop_outside_of_jit(comm: Communicator) -> None:
+@all_raise(MismatchError, r"allreduce \(at test_jax_correctness\.py:")
+def test_a_python_loop_that_is_longer_on_one_rank_is_an_error_at_once(comm: Communicator) -> None:
     def program() -> Any:
         for _ in range(1 + comm.rank):
             mj.allreduce(jnp.ones(3))
@@ -82,13 +86,7 @@ def loop_outside_of_jit(comm: Communicator) -> None:
     ends_in_error(comm, program)
 
 
-def test_a_python_loop_that_is_longer_on_one_rank_is_an_error_at_once(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(loop_outside_of_jit):
-        assert isinstance(error, MismatchError), error
-        assert "allreduce (at test_jax_correctness.py:" in str(error)
-
-
-def ranks_compile_differently(comm: Communicator) -> None:
+def test_places_are_the_same_whatever_a_rank_compiles(comm: Communicator) -> None:
     """One rank compiles for other shapes, runs other code before, and makes a call of a group of its own."""
     alone = comm.split(comm.rank)
 
@@ -109,10 +107,6 @@ def ranks_compile_differently(comm: Communicator) -> None:
     jax.tree.map(np.testing.assert_array_equal, first, ahead(jnp.ones(2 + comm.rank), x))
     mean = np.arange(3.0) + (comm.size - 1) / 2
     np.testing.assert_allclose(first[0], mean * comm.size * comm.size, rtol=1e-6)
-
-
-def test_places_are_the_same_whatever_a_rank_compiles(ranks: Pool) -> None:
-    ranks(2).run(ranks_compile_differently)
 
 
 def unnamed_in_two_threads(comm: Communicator, where: str) -> None:
@@ -140,7 +134,8 @@ def test_calls_without_names_belong_to_one_thread(ranks: Pool, where: str) -> No
     assert all(isinstance(error, Exception) for error in errors)
 
 
-def one_compiled_function_in_two_threads(comm: Communicator, name: str | None) -> None:
+@pytest.mark.parametrize("name", [None, "gradients"])
+def test_a_compiled_function_belongs_to_one_thread(comm: Communicator, name: str | None) -> None:
     """It is traced once: the second thread only runs it."""
     group = comm.split(0)
 
@@ -153,12 +148,7 @@ def one_compiled_function_in_two_threads(comm: Communicator, name: str | None) -
         pool.submit(total, jnp.ones(2)).result()
 
 
-@pytest.mark.parametrize("name", [None, "gradients"])
-def test_a_compiled_function_belongs_to_one_thread(ranks: Pool, name: str | None) -> None:
-    ranks(2).run(one_compiled_function_in_two_threads, name)
-
-
-def threads_take_turns(comm: Communicator) -> None:
+def test_threads_that_end_hand_their_functions_on(comm: Communicator) -> None:
     """A function belongs to a thread until that ends."""
     group = comm.split(0)
 
@@ -171,16 +161,12 @@ def threads_take_turns(comm: Communicator) -> None:
             np.testing.assert_array_equal(pool.submit(total, jnp.ones(2)).result(), comm.size)
 
 
-def test_threads_that_end_hand_their_functions_on(ranks: Pool) -> None:
-    ranks(2).run(threads_take_turns)
-
-
 @pytest.mark.parametrize("where", ["names", "communicators"])
-def test_threads_with_names_or_communicators_of_their_own(ranks: Pool, where: str) -> None:
-    ranks(2).run(unnamed_in_two_threads, where)
+def test_threads_with_names_or_communicators_of_their_own(comm: Communicator, where: str) -> None:
+    unnamed_in_two_threads(comm, where)
 
 
-def written_in_two_places(comm: Communicator) -> None:
+def test_a_name_joins_calls_of_different_places(comm: Communicator) -> None:
     """Calls that belong together need a name where they are written in different places."""
     if comm.rank == 0:
         found = mj.broadcast(jnp.arange(3.0), name="start")
@@ -189,11 +175,7 @@ def written_in_two_places(comm: Communicator) -> None:
     np.testing.assert_array_equal(found, np.arange(3.0))
 
 
-def test_a_name_joins_calls_of_different_places(ranks: Pool) -> None:
-    ranks(2).run(written_in_two_places)
-
-
-def values_that_do_not_fit(comm: Communicator) -> None:
+def test_values_that_do_not_fit_are_refused(comm: Communicator) -> None:
     with jax.enable_x64(False):
         for value in (
             np.array([2**40]),
@@ -217,11 +199,7 @@ def values_that_do_not_fit(comm: Communicator) -> None:
         assert mj.broadcast_parameters(large) == {"numpy": np.array([2**40]), "number": 2**41, "float": 1e300}
 
 
-def test_values_that_do_not_fit_are_refused(ranks: Pool) -> None:
-    ranks(2).run(values_that_do_not_fit)
-
-
-def weak_types(comm: Communicator) -> None:
+def test_weak_types_are_those_of_the_root(comm: Communicator) -> None:
     """Every rank has the types of the root, whether it lacked them or had more of them."""
     weak, strong = jnp.asarray(0.5), jnp.asarray(0.5, jnp.result_type(float))
     tree = {"weak": weak, "strong": strong} if comm.rank == 1 else {"weak": strong, "strong": weak}
@@ -230,7 +208,3 @@ def weak_types(comm: Communicator) -> None:
     half = jnp.ones(2, jnp.bfloat16)
     assert (half * found["weak"]).dtype == jnp.bfloat16
     assert (half * found["strong"]).dtype == strong.dtype
-
-
-def test_weak_types_are_those_of_the_root(ranks: Pool) -> None:
-    ranks(2).run(weak_types)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -20,10 +20,8 @@ from multiring import Communicator
 from multiring.errors import AbortedError, MismatchError, UsageError
 from multiring.jax.library import library, number_of
 from multiring.jax.primitive import Bucket, Collective, run
-from tests.rank_pool import RankPool
-from tests.support import run_job, start_job
-
-Pool = Callable[[int], RankPool]
+from tests.on_ranks import all_raise
+from tests.support import run_job
 
 
 @contextmanager
@@ -37,15 +35,7 @@ def errors_break_the_queue(comm: Communicator) -> Iterator[None]:
         multiring.shutdown()
 
 
-def different_shapes(comm: Communicator) -> None:
-    step = jax.jit(lambda x: mj.allreduce(x * 2, name="loss") + 1)
-    with errors_break_the_queue(comm):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"multiring\.MismatchError: .*'loss'"):
-            jax.block_until_ready(step(jnp.ones(3 + comm.rank)))
-        jax.block_until_ready(step(jnp.ones(3 + comm.rank)))
-
-
-def program_of_another_process(comm: Communicator) -> None:
+def test_a_program_of_another_process_is_refused(comm: Communicator) -> None:
     library()
     call = Collective("allreduce", 12345, comm.rank, comm.size, (Bucket("x", (0,), ("x",)),))
     with pytest.raises(UsageError, match="communicator 12345, which this process"), mj.raise_errors():
@@ -53,18 +43,18 @@ def program_of_another_process(comm: Communicator) -> None:
     np.testing.assert_array_equal(mj.allreduce(jnp.ones(2)), comm.size)
 
 
-def test_a_program_of_another_process_is_refused(ranks: Pool) -> None:
-    ranks(2).run(program_of_another_process)
-
-
-def test_a_mismatch_is_an_error_of_jax_on_every_rank(ranks: Pool) -> None:
+@all_raise(MismatchError | AbortedError, "loss")
+def test_a_mismatch_is_an_error_of_jax_on_every_rank(comm: Communicator) -> None:
     """And every later call fails with the first error."""
-    for error in ranks(2).run_expecting_errors(different_shapes):
-        assert isinstance(error, MismatchError | AbortedError), error
-        assert "loss" in str(error)
+    step = jax.jit(lambda x: mj.allreduce(x * 2, name="loss") + 1)
+    with errors_break_the_queue(comm):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"multiring\.MismatchError: .*'loss'"):
+            jax.block_until_ready(step(jnp.ones(3 + comm.rank)))
+        jax.block_until_ready(step(jnp.ones(3 + comm.rank)))
 
 
-def different_trees(comm: Communicator) -> None:
+@all_raise(MismatchError, "allreduce 'b' sum float", r"\[5\]")
+def test_a_mismatch_in_a_tree_names_the_leaf(comm: Communicator) -> None:
     tree = {"a": jnp.ones(3), "b": jnp.ones((2, 2) if comm.rank else (5,))}
     try:
         with errors_break_the_queue(comm):
@@ -73,14 +63,9 @@ def different_trees(comm: Communicator) -> None:
         assert library().multiring_jax_flights() == 0
 
 
-def test_a_mismatch_in_a_tree_names_the_leaf(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(different_trees):
-        assert isinstance(error, MismatchError), error
-        assert "allreduce 'b' sum float" in str(error)  # 64 bits, if another test has said so
-        assert "[5]" in str(error)
-
-
-def left_out(comm: Communicator, partial: bool) -> None:
+@pytest.mark.parametrize("partial", [False, True])
+@all_raise(MismatchError, "rank 1 submitted it in step 2; rank 0 submitted it in step 3")
+def test_a_step_that_failed_on_one_rank_is_a_mismatch(comm: Communicator, partial: bool) -> None:
     """Rank 0 submits a part of its first step only, as if that had failed in between; then it goes on."""
     like = {"a": jnp.ones(4), "b": jnp.ones(4)}
     sizes: Any = {"bucket_bytes": 16, "first_bucket_bytes": 16, "name": "gradients"}
@@ -103,24 +88,13 @@ def left_out(comm: Communicator, partial: bool) -> None:
         jax.block_until_ready(step(like))
 
 
-@pytest.mark.parametrize("partial", [False, True])
-def test_a_step_that_failed_on_one_rank_is_a_mismatch(ranks: Pool, partial: bool) -> None:
-    for error in ranks(2).run_expecting_errors(left_out, partial):
-        assert isinstance(error, MismatchError), error
-        assert "rank 1 submitted it in step 2; rank 0 submitted it in step 3" in str(error)
-
-
-def different_rows(comm: Communicator) -> None:
+@all_raise(MismatchError | AbortedError)
+def test_rows_that_nobody_announced(comm: Communicator) -> None:
     with errors_break_the_queue(comm):
         jax.block_until_ready(mj.allgather(jnp.ones((2 + comm.rank, 3))))
 
 
-def test_rows_that_nobody_announced(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(different_rows):
-        assert isinstance(error, MismatchError | AbortedError), error
-
-
-def first_used_by_two_threads(comm: Communicator) -> None:
+def test_the_first_use_from_two_threads_makes_one_queue(comm: Communicator) -> None:
     """Two threads meet the communicator's queue for the first time, each under names of its own."""
     for _ in range(5):
         group = comm.split(0)
@@ -136,11 +110,7 @@ def first_used_by_two_threads(comm: Communicator) -> None:
                 np.testing.assert_array_equal(found, comm.size)
 
 
-def test_the_first_use_from_two_threads_makes_one_queue(ranks: Pool) -> None:
-    ranks(2).run(first_used_by_two_threads)
-
-
-def refused(comm: Communicator) -> None:
+def test_refused(comm: Communicator) -> None:
     with pytest.raises(UsageError, match=r"op is 'mean'; accepted: sum, average"):
         mj.allreduce(jnp.ones(2), "mean")
     with pytest.raises(UsageError, match="gradients take 'average' or 'sum'"):
@@ -166,11 +136,7 @@ def refused(comm: Communicator) -> None:
     np.testing.assert_array_equal(mj.allreduce(jnp.ones(2)), comm.size)  # nothing is broken
 
 
-def test_refused(ranks: Pool) -> None:
-    ranks(2).run(refused)
-
-
-def initialised_again(comm: Communicator) -> int:
+def test_a_compiled_function_outlives_the_world(comm: Communicator) -> None:
     """A compiled function follows the world that it finds."""
     step = jax.jit(lambda x: mj.allreduce(x) + 1)
     compiled = step.lower(jnp.ones(3)).compile()
@@ -185,64 +151,7 @@ def initialised_again(comm: Communicator) -> int:
     with pytest.raises(AbortedError, match=r"closed|shutdown"), mj.raise_errors():
         jax.block_until_ready(compiled(jnp.ones(3)))
     np.testing.assert_array_equal(step(jnp.ones(3)), comm.size + 1)
-    return multiring.world().size
-
-
-def test_a_compiled_function_outlives_the_world(ranks: Pool) -> None:
-    assert ranks(2).run(initialised_again) == [2, 2]
-
-
-KILLED = """
-import os, signal, time
-import jax, jax.numpy as jnp, optax
-import multiring, multiring.jax
-
-comm = multiring.init()
-params = {f"layer{i}": jnp.ones((64, 64)) for i in range(4)}
-optimizer = multiring.jax.distribute(optax.sgd(0.01), bucket_bytes=1 << 14, first_bucket_bytes=1 << 12)
-state = optimizer.init(params)
-
-def loss(params, x):
-    for weight in params.values():
-        x = jnp.tanh(x @ weight)
-    return x.sum()
-
-@jax.jit
-def step(params, state, x):
-    updates, state = optimizer.update(jax.grad(loss)(params, x), state, params)
-    return optax.apply_updates(params, updates), state
-
-steps, start = 0, None
-try:
-    while True:
-        if steps == 2 and comm.rank == 1:
-            comm.send(jnp.zeros(1).__array__(), 0)  # rank 0 measures from here
-            os.kill(os.getpid(), signal.SIGKILL)
-        if steps == 2 and comm.rank == 0:
-            comm.recv(1)
-            start = time.monotonic()
-        with multiring.jax.raise_errors():
-            params, state = jax.block_until_ready(step(params, state, jnp.ones((8, 64))))
-        steps += 1
-except multiring.MultiringError as error:
-    seconds = time.monotonic() - start
-    path = os.path.join(os.environ["TEST_DIRECTORY"], "seen")
-    with open(path + ".new", "w") as file:
-        file.write(f"{type(error).__name__} {seconds:.3f} {error}")
-    os.rename(path + ".new", path)
-    raise
-"""
-
-
-def test_a_killed_rank_is_reported_within_two_seconds() -> None:
-    with start_job(2, KILLED) as job:
-        name, seconds, text = job.wait_for_file("seen").split(" ", 2)
-        assert name == "PeerLostError", text
-        assert float(seconds) < 2.0
-        assert "rank 1" in text
-        assert "gradients[" in text or "layer" in text
-        job.finish()
-        job.assert_nothing_left()
+    assert multiring.world().size == 2
 
 
 ONE_THREAD = """
@@ -271,6 +180,7 @@ print("done")
 """
 
 
+@pytest.mark.full
 def test_one_thread_of_xla_is_enough() -> None:
     result = run_job(3, ONE_THREAD)
     assert result.returncode == 0, result.stderr
@@ -301,6 +211,7 @@ assert multiring.jax.allreduce(jnp.ones(2)).tolist() == [2.0, 2.0]
 """
 
 
+@pytest.mark.full
 def test_arrays_over_several_devices_are_refused() -> None:
     result = run_job(2, SHARDED)
     assert result.returncode == 0, result.stderr
@@ -321,6 +232,7 @@ else:
 """
 
 
+@pytest.mark.full
 def test_everything_but_distribute_works_without_optax() -> None:
     result = run_job(1, WITHOUT_OPTAX)
     assert result.returncode == 0, result.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,9 +13,8 @@ import pytest
 import multiring.jax as mj
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.rank_pool import RankPool
+from tests.on_ranks import Pool, all_raise, on_ranks, same_everywhere
 
-Pool = Callable[[int], RankPool]
 Tree = dict[str, Any]
 
 
@@ -86,17 +84,12 @@ def test_state_that_differs_is_an_error_on_all_ranks(
     assert ranks(size).run(trains, every, drift_at, 9, what, every == 4) == [found_at] * size
 
 
-def different_optimizers(comm: Communicator) -> None:
+@all_raise(MismatchError, "state of the optimizer")
+def test_init_compares_the_optimizers(comm: Communicator) -> None:
     mj.distribute(optax.adam(0.1) if comm.rank else optax.sgd(0.1, momentum=0.9)).init(start())
 
 
-def test_init_compares_the_optimizers(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(different_optimizers):
-        assert isinstance(error, MismatchError), error
-        assert "state of the optimizer" in str(error)
-
-
-def different_rates(comm: Communicator) -> str:
+def test_learning_rates_that_differ_show_in_the_second_step(comm: Communicator) -> None:
     optimizer = mj.distribute(optax.sgd(0.1 * (1 + comm.rank)))
     params = start()
     state = optimizer.init(params)
@@ -104,15 +97,10 @@ def different_rates(comm: Communicator) -> str:
         for number in range(3):
             updates, state = optimizer.update(jax.grad(loss)(params, data(number, comm.rank)), state, params)
             params = jax.block_until_ready(optax.apply_updates(params, updates))
-    return str(raised.value)
+    assert "same hyperparameters on every rank" in str(raised.value)
 
 
-def test_learning_rates_that_differ_show_in_the_second_step(ranks: Pool) -> None:
-    for message in ranks(2).run(different_rates):
-        assert "same hyperparameters on every rank" in message
-
-
-def checked_in_transformations(comm: Communicator) -> None:
+def test_the_check_in_transformations(comm: Communicator) -> None:
     """In a loop, a derivative, a batch and a recomputation; steps are counted as they run."""
     x = start()
 
@@ -139,11 +127,7 @@ def checked_in_transformations(comm: Communicator) -> None:
     mj.check_state({**mixed, "small": jnp.ones(2, jnp.float8_e4m3fn)}, every=1)
 
 
-def test_the_check_in_transformations(ranks: Pool) -> None:
-    ranks(2).run(checked_in_transformations)
-
-
-def checked_gradients(comm: Communicator) -> None:
+def test_value_and_grad_compares_what_it_differentiates(comm: Communicator) -> None:
     step = jax.jit(mj.value_and_grad(loss, check_every=2))
     params = start()
     jax.block_until_ready(step(params, data(0, comm.rank)))
@@ -152,10 +136,6 @@ def checked_gradients(comm: Communicator) -> None:
         jax.block_until_ready(step(params, data(1, comm.rank)))
     with pytest.raises(UsageError, match="check_every is -1"):
         mj.check_state(params, every=-1)
-
-
-def test_value_and_grad_compares_what_it_differentiates(ranks: Pool) -> None:
-    ranks(2).run(checked_gradients)
 
 
 def uneven(comm: Communicator, drift: bool) -> None:
@@ -174,8 +154,7 @@ def uneven(comm: Communicator, drift: bool) -> None:
             params = last_bit(params, "bias")
         params, state = step(params, state, data(number, comm.rank))
     params, state = mj.join(params, state=state, check_every=1)
-    digests = comm.allgather_object([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)])
-    assert all(other == digests[0] for other in digests)
+    assert same_everywhere(comm, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)])
 
 
 def uneven_with_drift(comm: Communicator) -> None:
@@ -196,7 +175,8 @@ def test_the_check_with_uneven_data(ranks: Pool) -> None:
         assert ("entry 0" if rank == 0 else "'parameters.layer.bias' has checksum") in str(error)
 
 
-def buffers(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_buffers_are_those_of_one_rank_or_averages(comm: Communicator) -> None:
     tree = {
         "mean": jnp.full(3, float(comm.rank)),
         "steps": jnp.asarray(comm.rank + 5),
@@ -218,12 +198,8 @@ def buffers(comm: Communicator) -> None:
         mj.sync_buffers(tree, "max")
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_buffers_are_those_of_one_rank_or_averages(ranks: Pool, size: int) -> None:
-    ranks(size).run(buffers)
-
-
-def weighted(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_weighted_gradients_are_those_of_all_samples(comm: Communicator) -> None:
     """Gradients are those of one process with all samples; some ranks have none."""
     counts = [3, 0, 5][: comm.size]
     whole = jnp.concatenate([data(0, rank, count) for rank, count in enumerate(counts)])
@@ -245,12 +221,7 @@ def weighted(comm: Communicator) -> None:
         mj.batch_weight(-1)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_weighted_gradients_are_those_of_all_samples(ranks: Pool, size: int) -> None:
-    ranks(size).run(weighted)
-
-
-def reduced_twice(comm: Communicator) -> None:
+def test_gradients_that_are_reduced_twice_are_refused(comm: Communicator) -> None:
     params = start()
     optimizer = mj.distribute(optax.sgd(0.1), check_every=0)
     state = optimizer.init(params)
@@ -265,7 +236,3 @@ def reduced_twice(comm: Communicator) -> None:
         mj.distribute(optimizer)
     group = comm.split(0)
     mj.average_gradients(averaged, comm=group)  # in two steps over two groups: within hosts, between them
-
-
-def test_gradients_that_are_reduced_twice_are_refused(ranks: Pool) -> None:
-    ranks(2).run(reduced_twice)

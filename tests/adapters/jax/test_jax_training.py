@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,9 +14,8 @@ import pytest
 import multiring.jax as mj
 from multiring import Communicator
 from multiring.errors import MismatchError
-from tests.rank_pool import RankPool
+from tests.on_ranks import all_raise, on_ranks, same_everywhere
 
-Pool = Callable[[int], RankPool]
 Tree = dict[str, Any]
 
 jax.config.update("jax_enable_x64", True)
@@ -43,11 +41,11 @@ def agree(found: Any, wanted: Any) -> None:
 
 
 def hashes_agree(comm: Communicator, tree: Any) -> None:
-    everyone = comm.allgather_object([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)])
-    assert all(other == everyone[0] for other in everyone)
+    assert same_everywhere(comm, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)])
 
 
-def adam(comm: Communicator, every_k: int) -> None:
+@pytest.mark.parametrize(("comm", "every_k"), [(1, 1), (3, 1), (2, 3)], indirect=["comm"])
+def test_an_optimizer_trains_like_one_process(comm: Communicator, every_k: int) -> None:
     """The same as one process with the batches of all ranks; in between, parts of a batch are added up."""
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
     optimizer = mj.distribute(inner, every_k=every_k, bucket_bytes=8, first_bucket_bytes=8)
@@ -79,13 +77,8 @@ def adam(comm: Communicator, every_k: int) -> None:
         assert jax.tree.structure(state) == jax.tree.structure(reference)
 
 
-@pytest.mark.parametrize(("size", "every_k"), [(1, 1), (3, 1), (2, 3)])
-def test_an_optimizer_trains_like_one_process(ranks: Pool, size: int, every_k: int) -> None:
-    ranks(size).run(adam, every_k)
-
-
-def schedule(comm: Communicator) -> str:
-    """The compiled training step, in the order in which XLA runs it."""
+def test_buckets_leave_during_the_backward_pass_and_are_not_copied(comm: Communicator) -> None:
+    """By the compiled training step, in the order in which XLA runs it."""
     optimizer = mj.distribute(optax.sgd(0.1), bucket_bytes=1 << 12, first_bucket_bytes=1 << 10)
     params = {f"layer{k}": jnp.ones((32, 32)) for k in range(5)}
     state = optimizer.init(params)
@@ -101,12 +94,9 @@ def schedule(comm: Communicator) -> str:
 
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, jnp.ones((4, 32))).compile()
     text: str = compiled.as_text()
-    return text[text.index("ENTRY") :]
-
-
-def test_buckets_leave_during_the_backward_pass_and_are_not_copied(ranks: Pool) -> None:
-    text = ranks(2).run(schedule)[0]
-    calls = re.findall(r'custom_call_target="multiring_(start|done)"| (dot|copy)\(', text)
+    calls = re.findall(
+        r'custom_call_target="multiring_(start|done)"| (dot|copy)\(', text[text.index("ENTRY") :]
+    )
     order = [first or second for first, second in calls]
     assert order.count("start") == order.count("done") == 5
     assert "copy" not in order
@@ -114,29 +104,13 @@ def test_buckets_leave_during_the_backward_pass_and_are_not_copied(ranks: Pool) 
     assert "start" not in order[order.index("done") :], "a bucket has waited for another one"
 
 
-def different_models(comm: Communicator) -> None:
-    shape = (3, 2) if comm.rank == 1 else (2, 3)
-    mj.distribute(optax.sgd(0.1)).init({"layer": {"weight": jnp.ones(shape)}})
-
-
-def test_init_compares_the_models(ranks: Pool) -> None:
-    for error in ranks(3).run_expecting_errors(different_models):
-        assert isinstance(error, MismatchError), error
-        assert error.tensor == "layer.weight"
-        assert "on rank 1" in str(error)
-
-
-def different_options(comm: Communicator) -> None:
+@all_raise(MismatchError, "'options'")
+def test_init_compares_the_options(comm: Communicator) -> None:
     mj.distribute(optax.sgd(0.1), every_k=1 + comm.rank).init(start())
 
 
-def test_init_compares_the_options(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(different_options):
-        assert isinstance(error, MismatchError), error
-        assert error.tensor == "options"
-
-
-def helpers(comm: Communicator) -> None:
+@on_ranks(1, 2)
+def test_helpers(comm: Communicator) -> None:
     """value_and_grad and average_gradients; None is no gradient; scales and sums."""
     params = start()
     every = [jax.value_and_grad(loss)(params, data(0, rank)) for rank in range(comm.size)]
@@ -151,12 +125,8 @@ def helpers(comm: Communicator) -> None:
     hashes_agree(comm, found)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_helpers(ranks: Pool, size: int) -> None:
-    ranks(size).run(helpers)
-
-
-def uneven(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_uneven_data_with_an_optimizer(comm: Communicator) -> None:
     """Rank r has r + 1 batches; parameters and state end equal, with averages over those that had data."""
     inner = optax.sgd(0.1, momentum=0.9)
     optimizer = mj.distribute(inner)
@@ -180,12 +150,8 @@ def uneven(comm: Communicator) -> None:
     hashes_agree(comm, (params, state))
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_uneven_data_with_an_optimizer(ranks: Pool, size: int) -> None:
-    ranks(size).run(uneven)
-
-
-def inactive(comm: Communicator) -> None:
+@on_ranks(3)
+def test_inactive_ranks_do_not_count(comm: Communicator) -> None:
     """A rank without data may as well pass False, and anything as gradients."""
     optimizer = mj.distribute(optax.sgd(1.0))
     params = {"a": jnp.zeros(2)}
@@ -197,18 +163,15 @@ def inactive(comm: Communicator) -> None:
     np.testing.assert_array_equal(update({"a": junk}, False)["a"], 0)
 
 
-def test_inactive_ranks_do_not_count(ranks: Pool) -> None:
-    ranks(3).run(inactive)
-
-
-def inactive_in_between(comm: Communicator) -> None:
+@on_ranks(3)
+def test_inactive_parts_of_a_step_do_not_count(comm: Communicator) -> None:
     """Of k gradients those count that came with data; a rank counts if one of them did."""
     optimizer = mj.distribute(optax.sgd(1.0), every_k=3)
     params = {"a": jnp.zeros(2)}
     state = optimizer.init(params)
     update = jax.jit(lambda g, state, active: optimizer.update(g, state, params, active=active))
-    # By rank: none in the first round, the first two of three, the last, all; then others.
-    rounds = [["---", "xx-", "--x", "xxx"], ["x--", "---", "---", "-x-"], ["---", "---", "---", "---"]]
+    # By rank: none in the first round, the first two of three, all; then others.
+    rounds = [["---", "xx-", "xxx"], ["x--", "---", "-x-"], ["--x", "---", "---"], ["---", "---", "---"]]
     for number, flags in enumerate(rounds):
         mine = [flag == "x" for flag in flags[comm.rank]]
         for k, active in enumerate(mine):
@@ -224,11 +187,7 @@ def inactive_in_between(comm: Communicator) -> None:
         np.testing.assert_allclose(changes["a"], -np.mean(sums) if sums else 0.0, **TIGHT)
 
 
-def test_inactive_parts_of_a_step_do_not_count(ranks: Pool) -> None:
-    ranks(4).run(inactive_in_between)
-
-
-def state_of_all_kinds(comm: Communicator) -> None:
+def test_state_of_all_kinds(comm: Communicator) -> None:
     def make(rank: int) -> Tree:
         draw = np.random.default_rng(rank)
         return {
@@ -254,11 +213,12 @@ def state_of_all_kinds(comm: Communicator) -> None:
     assert metrics == {"loss": pytest.approx(1.0)}
 
 
-def test_state_of_all_kinds(ranks: Pool) -> None:
-    ranks(2).run(state_of_all_kinds)
-
-
-def normalise(comm: Communicator, parts: list[int], axis: int) -> None:
+@pytest.mark.parametrize(
+    ("comm", "parts", "axis"),
+    [(1, [3], 2), (2, [2, 2], 1), (3, [4, 0, 1], 2), (3, [0, 2, 0], 2)],
+    indirect=["comm"],
+)
+def test_batch_normalisation_over_ranks(comm: Communicator, parts: list[int], axis: int) -> None:
     """Values, gradients and statistics are those of one process with all batches; some may be empty."""
     draw = np.random.default_rng(3)
     scale, offset = jnp.asarray(draw.standard_normal(3)), jnp.asarray(draw.standard_normal(3))
@@ -294,8 +254,3 @@ def normalise(comm: Communicator, parts: list[int], axis: int) -> None:
     assert found.samples == count
     np.testing.assert_allclose(found.unbiased_variance, variance * count / (count - 1), rtol=1e-10)
     hashes_agree(comm, found)
-
-
-@pytest.mark.parametrize(("parts", "axis"), [([3], 2), ([2, 2], 1), ([4, 0, 1], 2), ([0, 2, 0], 2)])
-def test_batch_normalisation_over_ranks(ranks: Pool, parts: list[int], axis: int) -> None:
-    ranks(len(parts)).run(normalise, parts, axis)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,66 +15,58 @@ from numpy.typing import NDArray
 import multiring.numpy
 from multiring import Communicator
 from multiring.errors import UsageError
-from tests.adapters.contract import AdapterContract, oracle
-from tests.rank_pool import RankPool
+from tests.adapters.contract import Adapter, AdapterContract, oracle
+from tests.on_ranks import on_ranks
 from tests.support import REPOSITORY, run_job
-
-Pool = Callable[[int], RankPool]
 
 Array = NDArray[Any]
 
 
-class NumpyAdapter:
+class NumpyAdapter(Adapter):
     """Implements `AdapterUnderTest` with explicit gradient arrays."""
+
+    package = multiring.numpy
 
     def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
         self._comm = comm
-        self._weights = {name: value.copy() for name, value in weights.items()}
+        self._model = {name: value.copy() for name, value in weights.items()}
         self._found: dict[str, Array] = {}
-        self._buckets = multiring.numpy.GradientBuckets(
-            self._weights, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes
+        self._reduction = multiring.numpy.GradientBuckets(
+            self._model, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes
         )
 
     def backward(self, x: Array, y: Array, *, extra: bool = True, synchronise: bool = True) -> float:
-        loss, gradients = oracle(self._weights, x, y, extra=extra)
+        loss, gradients = oracle(self._model, x, y, extra=extra)
         for name in reversed(list(gradients)):
-            (self._buckets.ready if synchronise else self._buckets.add)(name, gradients[name])
+            (self._reduction.ready if synchronise else self._reduction.add)(name, gradients[name])
         if synchronise:
-            self._found = self._buckets.synchronize()
+            self._found = self._reduction.synchronize()
         return loss
 
     def gradients(self) -> dict[str, Array | None]:
-        return {name: self._found[name].copy() if name in self._found else None for name in self._weights}
+        return {name: self._found[name].copy() if name in self._found else None for name in self._model}
 
     def zero_grad(self) -> None:
-        self._buckets.zero()
+        self._reduction.zero()
         self._found = {}
 
     def step(self, rate: float) -> None:
         for name, gradient in self._found.items():
-            self._weights[name] -= rate * gradient
+            self._model[name] -= rate * gradient
 
     def weights(self) -> dict[str, Array]:
-        return {name: value.copy() for name, value in self._weights.items()}
-
-    def broadcast(self, root: int) -> None:
-        multiring.numpy.broadcast_parameters(self._weights, root, self._comm)
-
-    def average_metrics(self, metrics: Mapping[str, float], count: float) -> dict[str, float]:
-        return multiring.numpy.average_metrics(metrics, count, self._comm)
+        return {name: value.copy() for name, value in self._model.items()}
 
     def join(self) -> AbstractContextManager[None]:
-        return self._buckets.join(self._weights)
-
-    def close(self) -> None:
-        self._buckets.close()
+        return self._reduction.join(self._model)
 
 
 class TestNumpyAdapter(AdapterContract):
     adapter = NumpyAdapter
 
 
-def buckets_in_detail(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_sums_of_mixed_dtypes(comm: Communicator) -> None:
     weights = {
         "half": np.zeros(3, np.float16),
         "single": np.zeros((2, 2), np.float32),
@@ -95,12 +87,8 @@ def buckets_in_detail(comm: Communicator) -> None:
     buckets.close()
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_sums_of_mixed_dtypes(ranks: Pool, size: int) -> None:
-    ranks(size).run(buckets_in_detail)
-
-
-def refused(comm: Communicator) -> None:
+@on_ranks(1, 2)
+def test_refused(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="no parameters"):
         multiring.numpy.GradientBuckets({}, comm)
     with pytest.raises(UsageError, match="dtype int64 cannot be reduced"):
@@ -117,12 +105,7 @@ def refused(comm: Communicator) -> None:
     buckets.close()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_refused(ranks: Pool, size: int) -> None:
-    ranks(size).run(refused)
-
-
-def state_of_all_kinds(comm: Communicator) -> None:
+def test_state_of_all_kinds(comm: Communicator) -> None:
     def make(rank: int) -> dict[str, Array]:
         draw = np.random.default_rng(rank)
         big = draw.integers(0, 255, (4, 6)).astype(np.uint8)
@@ -138,10 +121,6 @@ def state_of_all_kinds(comm: Communicator) -> None:
     for name, value in state.items():
         np.testing.assert_array_equal(value, wanted[name])
     assert multiring.numpy.broadcast_object(comm.rank, 1) == 1
-
-
-def test_state_of_all_kinds(ranks: Pool) -> None:
-    ranks(2).run(state_of_all_kinds)
 
 
 RESULTS = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,8 @@ from pytensor.graph.basic import Apply
 from pytensor.graph.fg import FunctionGraph
 from pytensor.link.vm import VMLinker
 
-from tests.rank_pool import RankPool
+__all__ = ["Array", "collectives_in", "fast_run", "scheduled"]
 
-__all__ = ["Array", "Pool", "collectives_in", "fast_run", "scheduled"]
-
-Pool = Callable[[int], RankPool]
 Array = NDArray[Any]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -13,18 +12,20 @@ from numpy.typing import NDArray
 
 import multiring.pytensor
 from multiring import Communicator
-from tests.adapters.contract import AdapterContract
+from tests.adapters.contract import Adapter, AdapterContract
 
 Array = NDArray[Any]
 
 
-class PyTensorAdapter:
+class PyTensorAdapter(Adapter):
     """Implements `AdapterUnderTest` with compiled functions.
 
     A compiled function either computes a gradient or does not, so there is one for each case: with and
     without `extra`, with and without gradients of earlier passes that wait in `pending`. Each is compiled
     when it is first needed; the ranks may run different ones.
     """
+
+    package = multiring.pytensor
 
     def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
         self._comm = comm
@@ -33,7 +34,7 @@ class PyTensorAdapter:
         self._waiting: set[str] = set()
         self._found: dict[str, Array] = {}
         self._compiled: dict[Any, Any] = {}
-        self._gradients = multiring.pytensor.DistributedGradients(
+        self._reduction = multiring.pytensor.DistributedGradients(
             self._params, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes
         )
 
@@ -68,7 +69,7 @@ class PyTensorAdapter:
             pending = self._pending[name]
             total[name] = pending if total[name] is None else pending + total[name]
         if synchronise:
-            reduced = self._gradients.reduce(list(total.values()))
+            reduced = self._reduction.reduce(list(total.values()))
             outputs = [loss, *reduced.gradients, reduced.produced]
             updates = [(self._pending[name], pt.zeros_like(self._pending[name])) for name in waiting]
         else:
@@ -91,15 +92,6 @@ class PyTensorAdapter:
 
     def broadcast(self, root: int) -> None:
         multiring.pytensor.broadcast_parameters(self._params.values(), root, self._comm)
-
-    def average_metrics(self, metrics: Mapping[str, float], count: float) -> dict[str, float]:
-        return multiring.pytensor.average_metrics(metrics, count, self._comm)
-
-    def join(self) -> AbstractContextManager[None]:
-        return self._gradients.join()
-
-    def close(self) -> None:
-        self._gradients.close()
 
 
 class TestPyTensorGradients(AdapterContract):

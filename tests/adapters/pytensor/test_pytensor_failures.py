@@ -12,11 +12,11 @@ from pytensor.raise_op import Assert
 
 import multiring
 from multiring import Communicator
-from multiring.errors import MismatchError, MultiringError, PeerLostError, TimeoutError
+from multiring.errors import MismatchError, MultiringError, TimeoutError
 from multiring.pytensor import DistributedGradients, allreduce
-from tests.adapters.pytensor.support import Pool, fast_run
+from tests.adapters.pytensor.support import fast_run
+from tests.on_ranks import Pool, all_raise
 from tests.rank_pool import RankPool
-from tests.support import start_job
 
 SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 16}
 
@@ -31,7 +31,7 @@ def model(comm: Communicator, limit: float = np.inf) -> tuple[DistributedGradien
     return gradients, pytensor.function([x], reduced, mode="FAST_COMPILE")
 
 
-def fail_everywhere(comm: Communicator) -> None:
+def test_a_step_that_fails_on_all_ranks_is_forgotten(comm: Communicator) -> None:
     gradients, f = model(comm, limit=10)
     for step in range(3):
         if step == 1:
@@ -41,10 +41,6 @@ def fail_everywhere(comm: Communicator) -> None:
         for k, value in enumerate(f(np.full(5, comm.rank + 1.0))):
             np.testing.assert_allclose(value, (k + 1) * (comm.size + 1) / 2, rtol=1e-14)
     gradients.close()
-
-
-def test_a_step_that_fails_on_all_ranks_is_forgotten(ranks: Pool) -> None:
-    ranks(2).run(fail_everywhere)
 
 
 def fail_on_one(comm: Communicator) -> None:
@@ -64,7 +60,9 @@ def test_a_step_that_fails_on_one_rank_is_reported(ranks: Pool) -> None:
     assert "gives up" in str(second)
 
 
-def different_models(comm: Communicator, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["FAST_COMPILE", "fast_run"])
+@all_raise(MismatchError, "'statistics'", r"\[3\]", r"\[4\]")
+def test_a_mismatch_inside_a_function(comm: Communicator, mode: str) -> None:
     """The second step adds other things up on rank 1: same name, another shape."""
     own = comm.split(0)  # its error breaks what hangs off it, and the tests share `comm`
     assert own is not None
@@ -75,15 +73,6 @@ def different_models(comm: Communicator, mode: str) -> None:
     f = pytensor.function([x], reduced, mode=fast_run() if mode == "fast_run" else mode)
     for step in range(2):
         f(np.ones(3 + step * comm.rank))
-
-
-@pytest.mark.parametrize("mode", ["FAST_COMPILE", "fast_run"])
-def test_a_mismatch_inside_a_function(ranks: Pool, mode: str) -> None:
-    for error in ranks(2).run_expecting_errors(different_models, mode):
-        assert isinstance(error, MismatchError), error
-        assert "'statistics'" in str(error)
-        assert "[3]" in str(error)
-        assert "[4]" in str(error)
 
 
 def one_calls_less(comm: Communicator) -> None:
@@ -99,44 +88,10 @@ def one_calls_less(comm: Communicator) -> None:
     gradients.close()
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_come_is_named() -> None:
     with RankPool(2, env={"MULTIRING_TIMEOUT": "3"}) as pool:
         error = pool.run_expecting_errors(one_calls_less, timeout=40.0)[0]
     assert isinstance(error, TimeoutError), error
     assert "rank 1" in str(error)
     assert "gradients[" in str(error)
-
-
-TRAIN = """
-import os, signal, sys
-import numpy as np, pytensor, pytensor.tensor as pt
-import multiring, multiring.pytensor
-
-comm = multiring.init()
-x = pt.matrix("x")
-w = pytensor.shared(np.eye(3), name="w")
-cost = ((x @ w) ** 2).mean()
-grads = multiring.pytensor.grad(cost, [w])
-train = pytensor.function([x], cost, updates=[(w, w - 0.01 * grads[0])], mode="FAST_COMPILE")
-for step in range(100000):
-    if comm.rank == 1 and step == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        train(np.ones((4, 3)))
-    except multiring.MultiringError as error:
-        print(f"step {step} on rank {comm.rank}: {type(error).__name__}: {error}", flush=True)
-        sys.exit(3)
-"""
-
-
-def test_a_killed_rank_is_reported_by_all_others(tmp_path: Any) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
-    with start_job(3, script) as job:
-        result = job.finish(timeout=60.0)
-        job.assert_nothing_left()
-    assert result.returncode != 0
-    for rank in (0, 2):
-        line = next(line for line in result.stdout.splitlines() if f"on rank {rank}:" in line)
-        assert f"step 5 on rank {rank}: {PeerLostError.__name__}" in line
-        assert "lost rank 1" in line

@@ -17,7 +17,8 @@ import multiring.pytensor
 from multiring import Communicator, TopK
 from multiring.errors import MismatchError, UsageError
 from multiring.pytensor import DistributedGradients, broadcast_parameters, distribute_updates, grad
-from tests.adapters.pytensor.support import Array, Pool, collectives_in, fast_run
+from tests.adapters.pytensor.support import Array, collectives_in, fast_run
+from tests.on_ranks import on_ranks
 
 SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 16}
 
@@ -42,7 +43,8 @@ def oracle(x: Array, w: Array, b: Array) -> tuple[Array, Array]:
     return x.T @ error, error.sum()
 
 
-def momentum(comm: Communicator, as_dict: bool) -> None:
+@pytest.mark.parametrize(("comm", "as_dict"), [(1, False), (2, True), (3, False)], indirect=["comm"])
+def test_distribute_updates(comm: Communicator, as_dict: bool) -> None:
     """A training function with an optimizer of its own, clipping, and something that is no gradient."""
     x, cost, (w, b) = linear()
     vw, vb, seen = shared(vw=np.zeros(3), vb=np.zeros(()), seen=np.zeros(()))
@@ -66,12 +68,7 @@ def momentum(comm: Communicator, as_dict: bool) -> None:
             np.testing.assert_allclose(variable.get_value(), wanted, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("size", "as_dict"), [(1, False), (2, True), (3, False)])
-def test_distribute_updates(ranks: Pool, size: int, as_dict: bool) -> None:
-    ranks(size).run(momentum, as_dict)
-
-
-def send_everything(comm: Communicator) -> None:
+def test_a_compression_that_sends_everything(comm: Communicator) -> None:
     """A compression that sends everything has the bits of none."""
     found = []
     for compression in (None, TopK(1.0)):
@@ -83,11 +80,8 @@ def send_everything(comm: Communicator) -> None:
     assert found[0] == found[1]
 
 
-def test_a_compression_that_sends_everything(ranks: Pool) -> None:
-    ranks(2).run(send_everything)
-
-
-def results_are_copies(comm: Communicator, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["fast_run", "FAST_COMPILE"])
+def test_results_are_not_overwritten(comm: Communicator, mode: str) -> None:
     """The next call overwrites the buckets, but nothing that has come out of the function."""
     x, cost, (w, b) = linear()
     kept = shared(kept=np.zeros(3))[0]
@@ -105,12 +99,7 @@ def results_are_copies(comm: Communicator, mode: str) -> None:
     gradients.close()
 
 
-@pytest.mark.parametrize("mode", ["fast_run", "FAST_COMPILE"])
-def test_results_are_not_overwritten(ranks: Pool, mode: str) -> None:
-    ranks(2).run(results_are_copies, mode)
-
-
-def gradients_leave_early(comm: Communicator) -> None:
+def test_gradients_leave_while_others_are_computed(comm: Communicator) -> None:
     """The gradient of the last layer is ready before that of the first has been computed."""
     x = pt.matrix("x")
     layers = shared(**{f"layer{k}": np.eye(3) for k in range(4)})
@@ -127,11 +116,7 @@ def gradients_leave_early(comm: Communicator) -> None:
         assert sum("dot" in name.lower() for name in between) >= 5, "the backward pass was over"
 
 
-def test_gradients_leave_while_others_are_computed(ranks: Pool) -> None:
-    ranks(2).run(gradients_leave_early)
-
-
-def parameters_without_gradient(comm: Communicator) -> None:
+def test_parameters_without_gradient(comm: Communicator) -> None:
     x, cost, (w, b) = linear()
     unused, rare = shared(unused=np.ones(2), rare=np.ones(2))
     params = [w, unused, b, rare]
@@ -157,11 +142,8 @@ def parameters_without_gradient(comm: Communicator) -> None:
     gradients.close()
 
 
-def test_parameters_without_gradient(ranks: Pool) -> None:
-    ranks(2).run(parameters_without_gradient)
-
-
-def dtypes_and_scales(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_dtypes_and_scales(comm: Communicator) -> None:
     params = shared(
         half=np.zeros(3, np.float16), single=np.zeros((2, 2), np.float32), none=np.zeros((0, 4)), number=0.5
     )
@@ -180,12 +162,7 @@ def dtypes_and_scales(comm: Communicator) -> None:
     gradients.close()
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_dtypes_and_scales(ranks: Pool, size: int) -> None:
-    ranks(size).run(dtypes_and_scales)
-
-
-def two_models(comm: Communicator) -> None:
+def test_two_models(comm: Communicator) -> None:
     """A function that trains one model, one that trains the other, and one that trains both."""
     x, cost, params = linear()
     y, other_cost, other_params = linear()
@@ -207,11 +184,8 @@ def two_models(comm: Communicator) -> None:
     second.close()
 
 
-def test_two_models(ranks: Pool) -> None:
-    ranks(2).run(two_models)
-
-
-def refused(comm: Communicator) -> None:
+@on_ranks(1)
+def test_refused(comm: Communicator) -> None:
     x, cost, (w, b) = linear()
     gw, gb = pytensor.grad(cost, [w, b])
     with pytest.raises(UsageError, match="no parameters"):
@@ -234,11 +208,7 @@ def refused(comm: Communicator) -> None:
     gradients.close()
 
 
-def test_refused(ranks: Pool) -> None:
-    ranks(1).run(refused)
-
-
-def state_of_all_kinds(comm: Communicator) -> None:
+def test_state_of_all_kinds(comm: Communicator) -> None:
     def make(rank: int) -> list[Any]:
         draw = np.random.default_rng(rank)
         values = {"bool": draw.random(5) > 0.5, "number": np.array(draw.random()), "none": np.zeros((0, 2))}
@@ -260,10 +230,7 @@ def state_of_all_kinds(comm: Communicator) -> None:
         broadcast_parameters(shared(**dict.fromkeys(names, 0.0)), 0, comm)
 
 
-def test_state_of_all_kinds(ranks: Pool) -> None:
-    ranks(2).run(state_of_all_kinds)
-
-
+@pytest.mark.full
 def test_without_pytensor() -> None:
     code = "import sys; sys.modules['pytensor'] = None; import multiring.pytensor"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -271,6 +238,7 @@ def test_without_pytensor() -> None:
     assert "pip install 'multiring[pytensor]'" in result.stderr
 
 
+@pytest.mark.full
 def test_no_other_framework_is_imported() -> None:
     """Numba is imported only for a function in its mode: that takes seconds."""
     code = "import sys, multiring.pytensor; print(sorted({'numba', 'jax', 'torch'} & set(sys.modules)))"

@@ -16,7 +16,8 @@ import multiring.pytensor
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from multiring.pytensor import allgather, allreduce, broadcast, grouped_allreduce
-from tests.adapters.pytensor.support import Array, Pool, collectives_in, fast_run, scheduled
+from tests.adapters.pytensor.support import Array, collectives_in, fast_run, scheduled
+from tests.on_ranks import Pool, all_raise, on_ranks
 
 MODES = ["fast_compile", "fast_run", "py"]
 
@@ -34,7 +35,9 @@ def square(rank: int) -> Array:
     return np.random.default_rng([1, rank]).standard_normal((2, 3))
 
 
-def values_and_gradients(comm: Communicator, mode: str) -> None:
+@on_ranks(1, 3)
+@pytest.mark.parametrize("mode", MODES)
+def test_values_and_gradients(comm: Communicator, mode: str) -> None:
     x, k, r = pt.matrix("x"), pt.matrix("k"), pt.matrix("r")
     root = comm.size - 1
     total, average = allreduce(x, "total"), allreduce(x * 2, "average", op="average")
@@ -62,12 +65,6 @@ def values_and_gradients(comm: Communicator, mode: str) -> None:
             assert value.shape == wanted.shape
             np.testing.assert_allclose(value, wanted, rtol=1e-13, atol=1e-14)
     assert (xs[comm.rank] == square(comm.rank)).all()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", [1, 3])
-def test_values_and_gradients(ranks: Pool, mode: str, size: int) -> None:
-    ranks(size).run(values_and_gradients, mode, timeout=120.0)
 
 
 def numba_mode(comm: Communicator) -> None:
@@ -111,18 +108,21 @@ def independent_operations(comm: Communicator, seed: int, steps: int) -> list[by
     return found[1 : 1 + len(grads)]
 
 
-def test_any_order_of_the_nodes_ends(ranks: Pool) -> None:
+@on_ranks(3)
+def test_any_order_of_the_nodes_ends(comm: Communicator) -> Any:
     """Each rank runs the nodes of the same function in a random order of its own."""
-    runs = [ranks(3).run(independent_operations, seed, 2, timeout=60.0) for seed in range(1, 5)]
-    assert all(result == runs[0][0] for run in runs for result in run)
+    runs = [independent_operations(comm, seed, 2) for seed in range(1, 5)]
+    assert all(run == runs[0] for run in runs)
+    return runs[0]
 
 
-def test_ranks_in_different_modes(ranks: Pool) -> None:
-    found = ranks(3).run(independent_operations, 0, 2, timeout=60.0)
-    assert found[0] == found[1] == found[2]
+@on_ranks(3)
+def test_ranks_in_different_modes(comm: Communicator) -> Any:
+    return independent_operations(comm, 0, 2)
 
 
-def forward_mode(comm: Communicator) -> None:
+@on_ranks(3)
+def test_forward_mode(comm: Communicator) -> None:
     x, v = pt.vector("x"), pt.vector("v")
     y = allreduce(x**2, "y", op="average") + broadcast(x, "root")
     tangent = pushforward(y, x, v)
@@ -130,10 +130,6 @@ def forward_mode(comm: Communicator) -> None:
     xs, vs = np.arange(comm.size) + 1.0, np.arange(comm.size) - 3.0
     found = f(xs[[comm.rank]], vs[[comm.rank]])
     np.testing.assert_allclose(found, [(2 * xs * vs).mean() + vs[0]], rtol=1e-14)
-
-
-def test_forward_mode(ranks: Pool) -> None:
-    ranks(3).run(forward_mode)
 
 
 def normalise(x: Any, reduce_sum: Any) -> Any:
@@ -144,7 +140,8 @@ def normalise(x: Any, reduce_sum: Any) -> Any:
     return (x - mean) / pt.sqrt(variance + 1e-5)
 
 
-def synchronised_normalisation(comm: Communicator) -> None:
+@on_ranks(2, 3)
+def test_synchronised_normalisation(comm: Communicator) -> None:
     """Of parts of 0, 1, 2, ... rows, against one process with all rows."""
     x, k = pt.matrix("x"), pt.matrix("k")
     results = []
@@ -161,12 +158,7 @@ def synchronised_normalisation(comm: Communicator) -> None:
         np.testing.assert_allclose(found, wanted[mine], rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_synchronised_normalisation(ranks: Pool, size: int) -> None:
-    ranks(size).run(synchronised_normalisation)
-
-
-def rewrites(comm: Communicator) -> None:
+def test_rewrites(comm: Communicator) -> None:
     x = pt.vector("x")
     same = [allreduce(x, "a"), allreduce(x, "b")]
     f = pytensor.function([x], same, mode=fast_run())
@@ -191,11 +183,8 @@ def rewrites(comm: Communicator) -> None:
     np.testing.assert_array_equal(mine, np.arange(2.0))
 
 
-def test_rewrites(ranks: Pool) -> None:
-    ranks(2).run(rewrites)
-
-
-def refusals(comm: Communicator) -> None:
+@on_ranks(1)
+def test_refusals(comm: Communicator) -> None:
     x = pt.vector("x")
     y = allreduce(x, "y")
     with pytest.raises(UsageError, match="'n' is a number"):
@@ -221,18 +210,9 @@ def refusals(comm: Communicator) -> None:
         pytensor.function([table], looped, mode="FAST_COMPILE")
 
 
-def test_refusals(ranks: Pool) -> None:
-    ranks(1).run(refusals)
-
-
-def different_shapes(comm: Communicator) -> None:
+@all_raise(MismatchError, "'loss'")
+def test_different_shapes_are_reported(comm: Communicator) -> None:
     x = pt.vector("x")
     own = comm.split(0)  # its error breaks what hangs off it, and the tests share `comm`
     f = pytensor.function([x], allreduce(x, "loss", comm=own), mode="FAST_COMPILE")
     f(np.zeros(2 + comm.rank))
-
-
-def test_different_shapes_are_reported(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(different_shapes):
-        assert isinstance(error, MismatchError), error
-        assert "'loss'" in str(error)

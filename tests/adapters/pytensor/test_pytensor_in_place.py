@@ -13,7 +13,7 @@ from pytensor.raise_op import Assert
 from multiring import Communicator
 from multiring.pytensor import DistributedGradients
 from multiring.pytensor.gradient_ops import origins
-from tests.adapters.pytensor.support import Pool, collectives_in, fast_run, scheduled
+from tests.adapters.pytensor.support import collectives_in, fast_run, scheduled
 
 SHAPE = (3, 4)
 
@@ -30,7 +30,8 @@ def mean(size: int, step: int = 0) -> np.ndarray:
     return sum(matrix(rank, step) for rank in range(size)) / size
 
 
-def the_others_read_first(comm: Communicator, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_whoever_else_reads_a_gradient_runs_before(comm: Communicator, seed: int) -> None:
     """Every other reader of a gradient sees this rank's, whatever the order in which the nodes run."""
     x = pt.matrix("x", shape=SHAPE)
     local = pt.exp(x)
@@ -48,12 +49,7 @@ def the_others_read_first(comm: Communicator, seed: int) -> None:
     gradients.close()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_whoever_else_reads_a_gradient_runs_before(ranks: Pool, seed: int) -> None:
-    ranks(2).run(the_others_read_first, seed)
-
-
-def memory_of_others(comm: Communicator) -> None:
+def test_memory_that_is_not_the_functions_own_is_left_alone(comm: Communicator) -> None:
     """Inputs, shared variables, constants and what is the gradient of two parameters are left alone."""
     x = pt.matrix("x", shape=SHAPE)
     params = parameters(6)
@@ -80,11 +76,7 @@ def memory_of_others(comm: Communicator) -> None:
     gradients.close()
 
 
-def test_memory_that_is_not_the_functions_own_is_left_alone(ranks: Pool) -> None:
-    ranks(2).run(memory_of_others)
-
-
-def the_update_works_in_place(comm: Communicator) -> None:
+def test_updates_read_averages_where_they_lie(comm: Communicator) -> None:
     """Nothing is copied between a gradient and the new parameter."""
     x = pt.matrix("x", shape=SHAPE)
     (param,) = parameters(1)
@@ -100,11 +92,8 @@ def the_update_works_in_place(comm: Communicator) -> None:
     gradients.close()
 
 
-def test_updates_read_averages_where_they_lie(ranks: Pool) -> None:
-    ranks(2).run(the_update_works_in_place)
-
-
-def a_step_fails(comm: Communicator, gc: bool) -> None:
+@pytest.mark.parametrize("gc", [True, False])
+def test_a_failed_step_does_not_write_into_the_next(comm: Communicator, gc: bool) -> None:
     """What a failed call has left under way ends before the next one writes the same memory."""
     x, limit = pt.matrix("x", shape=SHAPE), pt.scalar("limit")
     params = parameters(3)
@@ -126,11 +115,7 @@ def a_step_fails(comm: Communicator, gc: bool) -> None:
 
 
 @pytest.mark.parametrize("gc", [True, False])
-def test_a_failed_step_does_not_write_into_the_next(ranks: Pool, gc: bool) -> None:
-    ranks(2).run(a_step_fails, gc)
-
-
-def reduced_memory_is_gone(comm: Communicator, gc: bool) -> None:
+def test_reduced_memory_is_not_used_again(comm: Communicator, gc: bool) -> None:
     """No linker, nor a copy of a function, writes again what a reduction may still be under way in."""
     x = pt.matrix("x", shape=SHAPE)
     turned = pytensor.shared(np.zeros(SHAPE[::-1]), name="turned", shape=SHAPE[::-1])
@@ -148,12 +133,7 @@ def reduced_memory_is_gone(comm: Communicator, gc: bool) -> None:
     gradients.close()
 
 
-@pytest.mark.parametrize("gc", [True, False])
-def test_reduced_memory_is_not_used_again(ranks: Pool, gc: bool) -> None:
-    ranks(2).run(reduced_memory_is_gone, gc)
-
-
-def state_of_the_program(comm: Communicator) -> None:
+def test_shared_variables_are_not_reduced_where_they_are(comm: Communicator) -> None:
     """A shared variable that the function updates is reduced in a copy."""
     total = pytensor.shared(matrix(comm.rank), name="total", shape=SHAPE)
     x = pt.matrix("x", shape=SHAPE)
@@ -168,7 +148,3 @@ def state_of_the_program(comm: Communicator) -> None:
         if "ready_in_place" in str(node.op):
             assert list(origins(node.inputs[0]))[-1].owner is not None
     gradients.close()
-
-
-def test_shared_variables_are_not_reduced_where_they_are(ranks: Pool) -> None:
-    ranks(2).run(state_of_the_program)

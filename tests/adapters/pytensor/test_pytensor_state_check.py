@@ -16,7 +16,8 @@ import multiring.pytensor
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from multiring.pytensor import DistributedGradients, distribute_updates, grad
-from tests.adapters.pytensor.support import Array, Pool
+from tests.adapters.pytensor.support import Array
+from tests.on_ranks import Pool, on_ranks, same_everywhere
 
 
 def model() -> tuple[Any, Any, list[Any], list[Any]]:
@@ -60,12 +61,13 @@ def trains(comm: Communicator, every: int, what: str, drift_at: int, rate: float
     [(100, "w", 1, 2), (4, "w", 3, 4), (4, "vb", 8, 8), (100, "rate", 0, 2), (0, "w", 1, 0), (3, "", 0, 0)],
 )
 def test_shared_variables_that_differ_are_an_error_on_all_ranks(
-    ranks: Pool, every: int, what: str, drift_at: int, found_at: int
+    comm: Communicator, every: int, what: str, drift_at: int, found_at: int
 ) -> None:
-    assert ranks(2).run(trains, every, what, drift_at) == [found_at] * 2
+    assert trains(comm, every, what, drift_at) == found_at
 
 
-def uneven(comm: Communicator) -> None:
+@on_ranks(3)
+def test_ranks_without_data_answer_the_check(comm: Communicator) -> None:
     x, cost, params, _ = model()
     gradients = DistributedGradients(params, comm, check_every=1)
     averaged = gradients.reduce(pytensor.grad(cost, params)).gradients
@@ -74,15 +76,11 @@ def uneven(comm: Communicator) -> None:
     with gradients.join():
         for step in range(2 + comm.rank):
             train(data(comm.rank, step))
-    everyone = comm.allgather_object([p.get_value().tobytes() for p in params])
-    assert all(other == everyone[0] for other in everyone)
+    assert same_everywhere(comm, [p.get_value().tobytes() for p in params])
 
 
-def test_ranks_without_data_answer_the_check(ranks: Pool) -> None:
-    ranks(3).run(uneven)
-
-
-def buffers_and_weights(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_buffers_and_weights_of_ranks(comm: Communicator) -> None:
     mean = pytensor.shared(np.full(2, float(comm.rank)), name="mean")
     count = pytensor.shared(np.array(comm.rank + 3), name="count")
     multiring.pytensor.sync_buffers([mean, count], "average", comm)
@@ -106,12 +104,7 @@ def buffers_and_weights(comm: Communicator) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-12)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_buffers_and_weights_of_ranks(ranks: Pool, size: int) -> None:
-    ranks(size).run(buffers_and_weights)
-
-
-def reduced_twice(comm: Communicator) -> None:
+def test_gradients_that_are_reduced_twice_are_refused(comm: Communicator) -> None:
     _, cost, params, _ = model()
     averaged = grad(cost, params, comm)
     updates = [(p, p - 0.1 * g) for p, g in zip(params, averaged, strict=True)]
@@ -119,11 +112,8 @@ def reduced_twice(comm: Communicator) -> None:
         distribute_updates(updates, params, averaged, comm)
 
 
-def test_gradients_that_are_reduced_twice_are_refused(ranks: Pool) -> None:
-    ranks(2).run(reduced_twice)
-
-
-def one_name_twice(comm: Communicator) -> None:
+@on_ranks(3)
+def test_reductions_of_one_name_keep_their_order(comm: Communicator) -> None:
     """Reductions of one name in one function, reached at different times, do not swap."""
     x, work = pt.vector("x"), pt.matrix("work")
     late = x + pt.sum(work @ work @ work)
@@ -134,10 +124,6 @@ def one_name_twice(comm: Communicator) -> None:
         found = function(np.ones(3), np.zeros([1 + 300 * (comm.rank == slow)] * 2))
         np.testing.assert_array_equal(found[0], 100 * comm.size)
         np.testing.assert_array_equal(found[1], comm.size)
-
-
-def test_reductions_of_one_name_keep_their_order(ranks: Pool) -> None:
-    ranks(3).run(one_name_twice)
 
 
 def one_name_in_two_threads(comm: Communicator) -> None:
@@ -179,5 +165,6 @@ def drifting_arrays(comm: Communicator) -> int:
     return 0
 
 
-def test_numpy_arrays_that_differ_are_an_error_on_all_ranks(ranks: Pool) -> None:
-    assert ranks(3).run(drifting_arrays) == [6, 6, 6]
+@on_ranks(3)
+def test_numpy_arrays_that_differ_are_an_error_on_all_ranks(comm: Communicator) -> None:
+    assert drifting_arrays(comm) == 6

@@ -16,15 +16,18 @@ from numpy.typing import NDArray
 import multiring.tensorflow
 from multiring import Communicator
 from multiring.errors import UsageError
-from multiring.gradients.source import ReducerOptions
+from multiring.gradients.options import ReducerOptions
 from multiring.tensorflow import translate_errors
-from tests.adapters.contract import AdapterContract, Pool, batch, join_with_uneven_data, starting_weights
+from tests.adapters.contract import Adapter, AdapterContract, batch, starting_weights
+from tests.on_ranks import all_raise, on_ranks
 
 Array = NDArray[Any]
 
 
-class EagerAdapter:
+class EagerAdapter(Adapter):
     """Implements `AdapterUnderTest` with an eager tape and a reduction of its gradients."""
+
+    package = multiring.tensorflow
 
     uneven: ClassVar[bool] = False
 
@@ -84,9 +87,6 @@ class EagerAdapter:
     def broadcast(self, root: int) -> None:
         multiring.tensorflow.broadcast_variables(self._model, root, self._comm)
 
-    def average_metrics(self, metrics: Mapping[str, float], count: float) -> dict[str, float]:
-        return multiring.tensorflow.average_metrics(metrics, count, self._comm)
-
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
         with translate_errors(), self._reduction.join(list(self._model.values())):
@@ -132,39 +132,36 @@ class UnevenFunctionAdapter(FunctionAdapter):
     uneven = True
 
 
-def unused_on_all(comm: Communicator, make: Any) -> None:
-    """What is None was decided when the reduction was made; later a gradient that nobody has is zeros."""
-    model = make(comm, starting_weights(), 400)
-    x, y = batch(comm.rank, 3)
-    for _ in range(2):
-        model.backward(x, y, extra=False)
-        found = model.gradients()["extra"]
-        assert found is None or not found.any()
-        model.backward(x, y)
-        before = model.gradients()["extra"]
-        assert before is not None
-        assert before.any()
-        model.backward(x, y, extra=False)
-        np.testing.assert_array_equal(model.gradients()["extra"], before)
-        model.zero_grad()
-    model.close()
-
-
-class TestTensorFlowFunctionWithUnevenData(AdapterContract):
-    adapter = UnevenFunctionAdapter
-
-    @pytest.mark.parametrize("size", [1, 3])
-    def test_a_parameter_is_unused_on_all_ranks(self, ranks: Pool, size: int) -> None:
-        ranks(size).run(unused_on_all, self.adapter)
-
-
-class TestTensorFlowFunction(TestTensorFlowFunctionWithUnevenData):
+class TestTensorFlowFunction(AdapterContract):
     adapter = FunctionAdapter
 
-    @pytest.mark.parametrize("size", [2, 4])
+    @on_ranks(1, 3)
+    def test_a_parameter_is_unused_on_all_ranks(self, comm: Communicator) -> None:
+        """What is None is decided when the reduction is made; later a gradient that no rank has is zeros."""
+        model = self.adapter(comm, starting_weights(), 400)
+        x, y = batch(comm.rank, 3)
+        for _ in range(2):
+            model.backward(x, y, extra=False)
+            found = model.gradients()["extra"]
+            assert found is None or not found.any()
+            model.backward(x, y)
+            before = model.gradients()["extra"]
+            assert before is not None
+            assert before.any()
+            model.backward(x, y, extra=False)
+            np.testing.assert_array_equal(model.gradients()["extra"], before)
+            model.zero_grad()
+        model.close()
+
+    @on_ranks(2, 3)
     @pytest.mark.parametrize("fewest", [0, 2])
-    def test_uneven_data(self, ranks: Pool, size: int, fewest: int) -> None:
-        """Takes preparation; nobody goes on without."""
-        for error in ranks(size).run_expecting_errors(join_with_uneven_data, self.adapter, fewest):
-            assert isinstance(error, UsageError), error
-            assert "pass uneven=True" in str(error)
+    @all_raise(UsageError, "pass uneven=True")
+    def test_uneven_data(self, comm: Communicator, fewest: int) -> None:
+        """Takes preparation; no rank goes on without."""
+        super().test_uneven_data(comm, fewest)
+
+
+@pytest.mark.full
+class TestTensorFlowFunctionWithUnevenData(TestTensorFlowFunction):
+    adapter = UnevenFunctionAdapter
+    test_uneven_data = AdapterContract.test_uneven_data  # type: ignore[assignment]

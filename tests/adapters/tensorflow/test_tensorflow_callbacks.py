@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ import multiring.tensorflow as mt
 from multiring import Communicator
 from multiring.errors import UsageError
 from multiring.tensorflow import callbacks
-from tests.rank_pool import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.on_ranks import on_ranks, same_everywhere
 
 
 def make_model(comm: Communicator, units: int = 3) -> Any:
@@ -38,20 +35,16 @@ def state(model: Any) -> list[bytes]:
     return [np.asarray(variable.numpy()).tobytes() for variable in variables]
 
 
-def broadcast_and_average(comm: Communicator) -> None:
+def test_state_is_broadcast_and_metrics_are_averaged(comm: Communicator) -> None:
     model = make_model(comm)
     assert len({tuple(found) for found in comm.allgather_object(state(model)[:2])}) == comm.size
     first = callbacks.BroadcastInitialState(root=1, comm=comm)
     plain = fit(comm, model, first).history["loss"]
-    assert all(found == state(model) for found in comm.allgather_object(state(model)))
+    assert same_everywhere(comm, state(model))
     everyone = comm.allgather_object(plain)
     assert everyone[0] != everyone[1]
     averaged = fit(comm, model, callbacks.MetricAverage(weight=lambda: 1.0 + comm.rank, comm=comm)).history
-    assert all(found == averaged for found in comm.allgather_object(averaged))
-
-
-def test_state_is_broadcast_and_metrics_are_averaged(ranks: Pool) -> None:
-    ranks(2).run(broadcast_and_average)
+    assert same_everywhere(comm, averaged)
 
 
 class Rates(keras.callbacks.Callback):  # type: ignore[misc]
@@ -65,7 +58,7 @@ class Rates(keras.callbacks.Callback):  # type: ignore[misc]
         self.found.append(round(float(self.model.optimizer.learning_rate), 6))
 
 
-def learning_rates(comm: Communicator) -> None:
+def test_learning_rates(comm: Communicator) -> None:
     rates = Rates()
     warmup = callbacks.LearningRateWarmup(0.8, 6, comm=comm)
     decay = callbacks.LearningRateSchedule(0.8, lambda epoch: 0.5 ** (epoch - 1), start_epoch=2)
@@ -82,12 +75,8 @@ def learning_rates(comm: Communicator) -> None:
         callbacks.LearningRateWarmup(0.1, 0)
 
 
-def test_learning_rates(ranks: Pool) -> None:
-    ranks(2).run(learning_rates)
-
-
-def stop_and_resume(comm: Communicator, directory: str) -> None:
-    path = Path(directory) / "sub" / "training.npz"
+def test_training_goes_on_from_a_checkpoint_of_rank_0(comm: Communicator, tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "training.npz"
     through = make_model(comm)
     assert callbacks.resume(through, path, comm) == 0
     start = callbacks.BroadcastInitialState(comm=comm)
@@ -105,11 +94,8 @@ def stop_and_resume(comm: Communicator, directory: str) -> None:
         callbacks.resume(make_model(comm, units=2), path, comm)
 
 
-def test_training_goes_on_from_a_checkpoint_of_rank_0(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2).run(stop_and_resume, str(tmp_path))
-
-
-def shards(comm: Communicator) -> None:
+@on_ranks(1, 2, 3)
+def test_shards_of_a_dataset(comm: Communicator) -> None:
     size, rank = comm.size, comm.rank
     numbers = tf.data.Dataset.range(7)
 
@@ -132,8 +118,3 @@ def shards(comm: Communicator) -> None:
     assert elements(known) == list(range(1, 7))[rank::size]
     with pytest.raises(UsageError, match="remainder is 'pad'"):
         mt.shard_dataset(numbers, comm, remainder="pad")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_shards_of_a_dataset(ranks: Pool, size: int) -> None:
-    ranks(size).run(shards)

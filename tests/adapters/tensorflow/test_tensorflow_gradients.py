@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,12 @@ import tensorflow as tf
 import multiring.tensorflow as mt
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from multiring.gradients.source import ReducerOptions
-from tests.rank_pool import RankPool
-
-Pool = Callable[[int], RankPool]
+from multiring.gradients.options import ReducerOptions
+from tests.on_ranks import Pool, all_raise, on_ranks
 
 
-def mixed_dtypes(comm: Communicator) -> None:
+@on_ranks(1, 2, 3)
+def test_mixed_dtypes_in_a_function(comm: Communicator) -> None:
     dtypes = [tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.float32]
     variables = [tf.Variable(tf.ones([3, k + 1], dtype)) for k, dtype in enumerate(dtypes)]
 
@@ -37,12 +35,8 @@ def mixed_dtypes(comm: Communicator) -> None:
             np.testing.assert_allclose(tf.cast(gradient, tf.float64), (comm.size - 1) / 2 + number)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_mixed_dtypes_in_a_function(ranks: Pool, size: int) -> None:
-    ranks(size).run(mixed_dtypes)
-
-
-def sparse(comm: Communicator, as_dense: bool) -> None:
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_sparse_gradients(comm: Communicator, as_dense: bool) -> None:
     table, dense = tf.Variable(tf.zeros([5, 2])), tf.Variable(tf.ones([2]))
 
     @tf.function
@@ -60,12 +54,7 @@ def sparse(comm: Communicator, as_dense: bool) -> None:
     np.testing.assert_array_equal(other, 1.0)
 
 
-@pytest.mark.parametrize("as_dense", [False, True])
-def test_sparse_gradients(ranks: Pool, as_dense: bool) -> None:
-    ranks(2).run(sparse, as_dense)
-
-
-def sparse_on_some(comm: Communicator) -> None:
+def test_a_sparse_gradient_is_missing_on_some_ranks(comm: Communicator) -> None:
     """One rank has no gradient for the table."""
     table, dense = tf.Variable(tf.zeros([5, 2])), tf.Variable(tf.ones([2]))
     with mt.DistributedGradientTape(tf.GradientTape(), comm, op="sum") as tape:
@@ -77,11 +66,7 @@ def sparse_on_some(comm: Communicator) -> None:
     np.testing.assert_array_equal(found.values, [[1.0, 1.0]])
 
 
-def test_a_sparse_gradient_is_missing_on_some_ranks(ranks: Pool) -> None:
-    ranks(2).run(sparse_on_some)
-
-
-def late_variables(comm: Communicator) -> None:
+def test_variables_that_are_created_late(comm: Communicator) -> None:
     first, late = tf.Variable([1.0]), None
     for step in range(4):
         if step == 2:
@@ -93,17 +78,14 @@ def late_variables(comm: Communicator) -> None:
             np.testing.assert_allclose(gradient, variable * (comm.size + 1))
 
 
-def test_variables_that_are_created_late(ranks: Pool) -> None:
-    ranks(2).run(late_variables)
-
-
 def reductions() -> int:
     """How many there are in this process."""
     gc.collect()
     return sum(type(found) is mt.GradientReduction for found in gc.get_objects())
 
 
-def many_models(comm: Communicator) -> None:
+@pytest.mark.full
+def test_a_tape_forgets_variables_that_are_gone(comm: Communicator) -> None:
     """What was kept for variables that are gone goes when others come; watched tensors work too."""
     before = reductions()
     # Made beforehand, since what is made after another was freed may get its place in memory.
@@ -124,11 +106,7 @@ def many_models(comm: Communicator) -> None:
         assert reductions() <= before + 2
 
 
-def test_a_tape_forgets_variables_that_are_gone(ranks: Pool) -> None:
-    ranks(2).run(many_models)
-
-
-def nested_sources(comm: Communicator) -> None:
+def test_sources_may_be_nested(comm: Communicator) -> None:
     sources = {"a": tf.Variable(1.0), "b": [tf.Variable(2.0), tf.Variable(3.0)]}
     with mt.DistributedGradientTape(tf.GradientTape(persistent=True), comm) as tape:
         loss = sources["a"] * sources["b"][0] * (2.0 * comm.rank)
@@ -137,10 +115,6 @@ def nested_sources(comm: Communicator) -> None:
     assert float(found["a"]) == 2.0 * (comm.size - 1)
     assert found["b"][1] is None
     assert tape.watched_variables()
-
-
-def test_sources_may_be_nested(ranks: Pool) -> None:
-    ranks(2).run(nested_sources)
 
 
 def absent_in_a_function(comm: Communicator) -> None:
@@ -165,7 +139,8 @@ def test_a_gradient_that_comes_on_one_rank_later_is_reported(ranks: Pool) -> Non
             assert "had no gradient on any rank in the first step" in str(error)
 
 
-def join_in_a_function(comm: Communicator) -> None:
+@on_ranks(3)
+def test_ranks_may_run_out_of_data_in_a_function(comm: Communicator) -> None:
     variable = tf.Variable([1.0, 2.0])
     reduction = mt.GradientReduction([variable], comm, uneven=True)
 
@@ -181,11 +156,12 @@ def join_in_a_function(comm: Communicator) -> None:
     np.testing.assert_allclose(variable, np.array([1.0, 2.0]) - sum(means), rtol=1e-6)
 
 
-def test_ranks_may_run_out_of_data_in_a_function(ranks: Pool) -> None:
-    ranks(3).run(join_in_a_function)
-
-
-def join_unprepared(comm: Communicator, tape: bool, pause: float) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize(("tape", "pause"), [(True, 0.0), (False, 0.5)])
+@all_raise(UsageError, "pass uneven=True")
+def test_running_out_of_data_in_a_function_takes_preparation(
+    comm: Communicator, tape: bool, pause: float
+) -> None:
     """Without `uneven` no rank goes on with a wrong average, and none waits for another."""
     variables = [tf.Variable(tf.ones([2])), tf.Variable(tf.ones([3]))]
     options = {"bucket_bytes": 8, "first_bucket_bytes": 8}
@@ -221,14 +197,8 @@ def join_unprepared(comm: Communicator, tape: bool, pause: float) -> None:
         assert time.monotonic() - start < 10.0
 
 
-@pytest.mark.parametrize(("tape", "pause"), [(True, 0.0), (False, 0.5)])
-def test_running_out_of_data_in_a_function_takes_preparation(ranks: Pool, tape: bool, pause: float) -> None:
-    for error in ranks(3).run_expecting_errors(join_unprepared, tape, pause):
-        assert isinstance(error, UsageError), error
-        assert "pass uneven=True" in str(error)
-
-
-def refused(comm: Communicator) -> None:
+@all_raise(MismatchError, "'options'")
+def test_refused(comm: Communicator) -> None:
     variable = tf.Variable([1.0, 2.0])
     reduction = mt.GradientReduction([variable], comm, ReducerOptions("sum"))
     with pytest.raises(UsageError, match="2 gradients were given for 1"):
@@ -242,13 +212,8 @@ def refused(comm: Communicator) -> None:
     mt.GradientReduction([variable], comm, ReducerOptions("sum" if comm.rank else "average"))
 
 
-def test_refused(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(refused):
-        assert isinstance(error, MismatchError), error
-        assert "'options'" in str(error)
-
-
-def step_that_fails_on_one_rank(comm: Communicator) -> None:
+@all_raise(MismatchError, "'gradients ", "rank 1 submitted it in step 1; rank 0 submitted it in step 2")
+def test_a_step_that_failed_on_one_rank_is_a_mismatch(comm: Communicator) -> None:
     """On rank 0 the first step fails when one of its two buckets has been reduced; it then goes on."""
     variables = [tf.Variable(tf.ones([4])), tf.Variable(tf.ones([4]))]
     # Averages of a function that does not expect uneven data come together; here one has to come alone.
@@ -281,8 +246,18 @@ def step_that_fails_on_one_rank(comm: Communicator) -> None:
         step(tf.ones([4]))
 
 
-def test_a_step_that_failed_on_one_rank_is_a_mismatch(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(step_that_fails_on_one_rank):
-        assert isinstance(error, MismatchError), error
-        assert "'gradients " in str(error)
-        assert "rank 1 submitted it in step 1; rank 0 submitted it in step 2" in str(error)
+@all_raise(MismatchError, "hidden layer", r"float32\[4\]", r"float32\[5\]")
+def test_a_mismatch_in_a_loop_reaches_every_rank(comm: Communicator) -> None:
+    variable = tf.Variable(tf.ones([4]), shape=tf.TensorShape(None))
+
+    @tf.function
+    def step(x: Any) -> Any:
+        y = mt.allreduce(x, name="hidden layer")
+        variable.assign_sub(y * 0.0)
+        return y
+
+    with pytest.raises(tf.errors.FailedPreconditionError, match="multiring: MismatchError") as caught:
+        for number in range(5):
+            step(tf.ones([4 + (number == 3 and comm.rank == 1)]))
+    with mt.translate_errors():
+        raise caught.value

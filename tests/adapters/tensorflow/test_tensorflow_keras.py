@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,13 +12,12 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
+import multiring
 import multiring.tensorflow as mt
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.rank_pool import RankPool
-from tests.support import REPOSITORY, run_job
-
-Pool = Callable[[int], RankPool]
+from tests.on_ranks import all_raise, on_ranks, same_everywhere
+from tests.support import run_job
 
 STEPS, BATCH = 4, 12
 
@@ -56,11 +54,24 @@ def weights_of(model: Any) -> list[Any]:
 
 
 def same_bits(comm: Communicator, model: Any) -> None:
-    bits = comm.allgather_object([value.tobytes() for value in weights_of(model)])
-    assert all(other == bits[0] for other in bits)
+    assert same_everywhere(comm, [value.tobytes() for value in weights_of(model)])
 
 
-def fit_like_one(comm: Communicator, name: str, options: dict[str, Any], compiled: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("comm", "name", "options", "compiled"),
+    [
+        (1, "keras", {}, {}),
+        (2, "keras", {}, {}),
+        (2, "keras", {}, {"run_eagerly": True}),
+        (2, "keras", {}, {"steps_per_execution": 2}),
+        (2, "keras", {"backward_passes_per_step": 2}, {}),
+        (2, "tf_keras", {}, {}),
+    ],
+    indirect=["comm"],
+)
+def test_ranks_fit_like_one(
+    comm: Communicator, name: str, options: dict[str, Any], compiled: dict[str, Any]
+) -> None:
     """N ranks with their parts against this process alone with whole batches."""
     library: Any = {"keras": keras, "tf_keras": tf_keras}[name]
     passes = options.get("backward_passes_per_step", 1)
@@ -79,18 +90,9 @@ def fit_like_one(comm: Communicator, name: str, options: dict[str, Any], compile
     same_bits(comm, model)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("compiled", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}])
-def test_ranks_fit_like_one(ranks: Pool, size: int, compiled: dict[str, Any]) -> None:
-    ranks(size).run(fit_like_one, "keras", {}, compiled)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_backward_passes_are_averaged(ranks: Pool, size: int) -> None:
-    ranks(size).run(fit_like_one, "keras", {"backward_passes_per_step": 2}, {})
-
-
-def accumulate_in_turn(comm: Communicator, traced: bool) -> None:
+@on_ranks(1, 2)
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_gradient_of_an_early_pass_alone(comm: Communicator, traced: bool) -> None:
     """What an early pass has brought counts, though the last pass has no gradient for that variable."""
     names = ("always", "early", "never")
     variables = [keras.Variable(np.ones(2, "float32"), name=name) for name in names]
@@ -112,13 +114,8 @@ def accumulate_in_turn(comm: Communicator, traced: bool) -> None:
     assert int(inner.iterations) == 3
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("traced", [False, True])
-def test_a_gradient_of_an_early_pass_alone(ranks: Pool, size: int, traced: bool) -> None:
-    ranks(size).run(accumulate_in_turn, traced)
-
-
-def freeze(comm: Communicator, name: str) -> None:
+@pytest.mark.parametrize("name", ["keras", "tf_keras"])
+def test_layers_are_frozen_between_fits(comm: Communicator, name: str) -> None:
     """Layers are frozen and set free again between fits with one optimizer."""
     library: Any = {"keras": keras, "tf_keras": tf_keras}[name]
     alone, model = make_model(library), make_model(library)
@@ -134,39 +131,19 @@ def freeze(comm: Communicator, name: str) -> None:
     same_bits(comm, model)
 
 
-@pytest.mark.parametrize("name", ["keras", "tf_keras"])
-def test_layers_are_frozen_between_fits(ranks: Pool, name: str) -> None:
-    ranks(2).run(freeze, name)
+def test_an_optimizer_goes_on_in_another_world(comm: Communicator) -> None:
+    optimizer = mt.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = make_model()
+    for _ in range(2):
+        multiring.shutdown()
+        comm = multiring.init()
+        model.compile(optimizer, loss_of(keras))
+        model.fit(*share(comm), 6, shuffle=False, verbose=0)
+        same_bits(comm, model)
+        assert len(optimizer._reduction._made) == 1
 
 
-ANOTHER_WORLD = """
-import multiring, multiring.tensorflow as mt
-import keras
-from tests.adapters.tensorflow.test_tensorflow_keras import loss_of, make_model, same_bits, share
-
-optimizer = mt.DistributedOptimizer(keras.optimizers.SGD(0.1))
-model = make_model()
-for _ in range(2):
-    comm = multiring.init()
-    model.compile(optimizer, loss_of(keras))
-    model.fit(*share(comm), 6, shuffle=False, verbose=0)
-    same_bits(comm, model)
-    assert len(optimizer._reduction._made) == 1
-    comm.barrier()
-    multiring.shutdown()
-"""
-
-
-def test_an_optimizer_goes_on_in_another_world() -> None:
-    result = run_job(2, ANOTHER_WORLD, timeout=120.0, env={"PYTHONPATH": str(REPOSITORY)})
-    assert result.returncode == 0, result.stderr
-
-
-def test_ranks_fit_like_one_with_tf_keras(ranks: Pool) -> None:
-    ranks(2).run(fit_like_one, "tf_keras", {}, {})
-
-
-def compiled_with_xla(comm: Communicator) -> None:
+def test_xla_is_kept_off(comm: Communicator) -> None:
     """Asked for XLA, Keras says that it is not possible; other models of the program are compiled."""
     model, other = make_model(), make_model()
     with warnings.catch_warnings(record=True) as caught:
@@ -180,11 +157,8 @@ def compiled_with_xla(comm: Communicator) -> None:
     assert other.jit_compile
 
 
-def test_xla_is_kept_off(ranks: Pool) -> None:
-    ranks(2).run(compiled_with_xla)
-
-
-def mixed_precision(comm: Communicator, inside: bool) -> None:
+@pytest.mark.parametrize("inside", [True, False])
+def test_loss_scaling(comm: Communicator, inside: bool) -> None:
     """Trains like one process; an infinite gradient on one rank makes all ranks skip the step and lower the
     scale."""
     policy = keras.config.dtype_policy().name
@@ -223,12 +197,7 @@ def mixed_precision(comm: Communicator, inside: bool) -> None:
         keras.config.set_dtype_policy(policy)
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_loss_scaling(ranks: Pool, inside: bool) -> None:
-    ranks(2).run(mixed_precision, inside)
-
-
-def loss_scale_of_tf_keras(comm: Communicator) -> None:
+def test_loss_scaling_of_tf_keras(comm: Communicator) -> None:
     model = make_model(tf_keras)
     optimizer = mt.DistributedOptimizer(tf_keras.optimizers.SGD(0.1), comm)
     model.compile(tf_keras.mixed_precision.LossScaleOptimizer(optimizer), loss_of(tf_keras))
@@ -241,11 +210,8 @@ def loss_scale_of_tf_keras(comm: Communicator) -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_loss_scaling_of_tf_keras(ranks: Pool) -> None:
-    ranks(2).run(loss_scale_of_tf_keras)
-
-
-def refused(comm: Communicator) -> None:
+@on_ranks(1)
+def test_refused(comm: Communicator) -> None:
     optimizer = mt.DistributedOptimizer(keras.optimizers.SGD(0.1), comm)
     with pytest.raises(UsageError, match="LossScaleOptimizer has to be inside"):
         keras.optimizers.LossScaleOptimizer(optimizer)
@@ -260,11 +226,7 @@ def refused(comm: Communicator) -> None:
         mt.DistributedOptimizer(inner, comm)
 
 
-def test_refused(ranks: Pool) -> None:
-    ranks(1).run(refused)
-
-
-def custom_loop(comm: Communicator) -> None:
+def test_a_custom_loop_with_sparse_gradients(comm: Communicator) -> None:
     """With an embedding, whose gradient is sparse, and a learning rate that changes."""
     keras.utils.set_random_seed(comm.rank)
     model = keras.Sequential([keras.layers.Input((3,), dtype="int32"), keras.layers.Embedding(7, 4)])
@@ -291,24 +253,15 @@ def custom_loop(comm: Communicator) -> None:
     assert int(optimizer.iterations) == 2
 
 
-def test_a_custom_loop_with_sparse_gradients(ranks: Pool) -> None:
-    ranks(2).run(custom_loop)
-
-
-def different_models(comm: Communicator) -> None:
+@all_raise(MismatchError, "kernel")
+def test_different_models_are_refused(comm: Communicator) -> None:
     model = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(3 + comm.rank)])
     model.compile(mt.DistributedOptimizer(keras.optimizers.SGD(0.1), comm), loss_of(keras))
     model.fit(*share(comm), 6, verbose=0)
 
 
-def test_different_models_are_refused(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(different_models):
-        assert isinstance(error, MismatchError), error
-        assert "kernel" in str(error)
-
-
 OTHER_BACKEND = """
-import sys
+import functools, sys
 import keras, numpy as np
 import multiring, multiring.tensorflow as mt
 
@@ -321,7 +274,7 @@ labels = (images @ draw.standard_normal((5, 3))).argmax(1)
 def train(wrap, part, batch, freeze, **compiled):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(8, activation="tanh"),
-                              keras.layers.Dense(40000, activation="tanh"), keras.layers.Dense(3)])
+                              keras.layers.Dense(400, activation="tanh"), keras.layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = wrap(keras.optimizers.SGD(0.1, momentum=0.9))
     callbacks = [mt.callbacks.BroadcastInitialState(), mt.callbacks.MetricAverage()]
@@ -334,8 +287,9 @@ def train(wrap, part, batch, freeze, **compiled):
 freeze = keras.backend.backend() != "jax"  # where Keras refuses it with any optimizer
 alone = train(lambda optimizer: optimizer, slice(None), 12, freeze)
 mine = slice(comm.rank, None, comm.size)
+wrap = functools.partial(mt.DistributedOptimizer, first_bucket_bytes=1000)  # several buckets
 for compiled in ({}, {"run_eagerly": True}):
-    found = train(mt.DistributedOptimizer, mine, 12 // comm.size, freeze, **compiled)
+    found = train(wrap, mine, 12 // comm.size, freeze, **compiled)
     for one, other in zip(found, alone):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
     bits = comm.allgather_object([weight.tobytes() for weight in found])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ import multiring.tensorflow as mt
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from multiring.tensorflow import callbacks
-from tests.rank_pool import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.on_ranks import same_everywhere
 
 
 def make_model(
@@ -40,7 +37,7 @@ def data(comm: Communicator) -> tuple[Any, Any]:
 
 def assert_same(comm: Communicator, model: Any) -> None:
     own = [np.asarray(value).tobytes() for value in model.get_weights()]
-    assert all(found == own for found in comm.allgather_object(own))
+    assert same_everywhere(comm, own)
 
 
 def fit(comm: Communicator, model: Any, *added: Any, **options: Any) -> None:
@@ -49,7 +46,7 @@ def fit(comm: Communicator, model: Any, *added: Any, **options: Any) -> None:
     assert_same(comm, model)
 
 
-def freed(comm: Communicator) -> None:
+def test_traced_functions_are_freed(comm: Communicator) -> None:
     graphs = []
     for _ in range(2):
         v = tf.Variable([1.0, 2.0])
@@ -69,11 +66,7 @@ def freed(comm: Communicator) -> None:
     assert [graph() for graph in graphs] == [None, None]
 
 
-def test_traced_functions_are_freed(ranks: Pool) -> None:
-    ranks(2).run(freed)
-
-
-def pipeline(comm: Communicator) -> None:
+def test_py_functions_of_a_pipeline_do_not_meet_the_main_thread(comm: Communicator) -> None:
     def element(number: Any) -> Any:
         return mt.allreduce(tf.cast(number, tf.float32) + 100.0, comm=comm)
 
@@ -83,11 +76,7 @@ def pipeline(comm: Communicator) -> None:
         assert mt.allreduce(tf.constant(1.0), comm=comm).numpy() == comm.size
 
 
-def test_py_functions_of_a_pipeline_do_not_meet_the_main_thread(ranks: Pool) -> None:
-    ranks(2).run(pipeline)
-
-
-def one_name(comm: Communicator) -> None:
+def test_a_name_of_the_main_thread_is_refused_in_a_py_function(comm: Communicator) -> None:
     own = comm.split(0)
     mt.allreduce(1.0, name="x", comm=own)
     inside = tf.data.Dataset.range(1).map(
@@ -97,20 +86,12 @@ def one_name(comm: Communicator) -> None:
         next(iter(inside))
 
 
-def test_a_name_of_the_main_thread_is_refused_in_a_py_function(ranks: Pool) -> None:
-    ranks(2).run(one_name)
-
-
-def reused_callback(comm: Communicator) -> None:
+def test_a_callback_serves_several_models(comm: Communicator) -> None:
     same = callbacks.BroadcastInitialState(comm=comm)
     for _ in range(2):
         model = make_model(comm, keras.optimizers.SGD(0.1), lazy=True)
         model.fit(*data(comm), 2, epochs=1, verbose=0, callbacks=[same])
         assert_same(comm, model)
-
-
-def test_a_callback_serves_several_models(ranks: Pool) -> None:
-    ranks(2).run(reused_callback)
 
 
 def plain_schedule(kit: Any) -> Any:
@@ -130,24 +111,16 @@ class WithFunction(keras.optimizers.SGD):  # type: ignore[misc]
         }
 
 
-def unusual_settings(comm: Communicator) -> None:
+def test_settings_need_not_be_readable(comm: Communicator) -> None:
     fit(comm, make_model(comm, keras.optimizers.Adam(plain_schedule(keras))))
     fit(comm, make_model(comm, WithFunction(0.1)))
 
 
-def test_settings_need_not_be_readable(ranks: Pool) -> None:
-    ranks(2).run(unusual_settings)
-
-
-def unusual_settings_of_tf_keras(comm: Communicator) -> None:
+def test_settings_of_tf_keras_need_not_be_readable(comm: Communicator) -> None:
     tf_keras = pytest.importorskip("tf_keras")
     model = make_model(comm, tf_keras.optimizers.Adam(plain_schedule(tf_keras)), tf_keras)
     mt.broadcast_variables(model.weights, comm=comm)
     model.fit(*data(comm), 2, verbose=0)
-
-
-def test_settings_of_tf_keras_need_not_be_readable(ranks: Pool) -> None:
-    ranks(2).run(unusual_settings_of_tf_keras)
 
 
 class TwoParts(keras.Model):  # type: ignore[misc]
@@ -167,17 +140,13 @@ class TwoParts(keras.Model):  # type: ignore[misc]
         return {"loss": value}
 
 
-def built_in_parts(comm: Communicator) -> None:
+def test_a_model_that_is_built_in_parts_starts_alike(comm: Communicator) -> None:
     model = TwoParts(comm)
     model.compile()
     fit(comm, model)
 
 
-def test_a_model_that_is_built_in_parts_starts_alike(ranks: Pool) -> None:
-    ranks(2).run(built_in_parts)
-
-
-def built_too_late(comm: Communicator) -> None:
+def test_several_steps_at_once_need_a_built_model(comm: Communicator) -> None:
     model = make_model(comm, keras.optimizers.SGD(0.1), lazy=True, steps_per_execution=4)
     with pytest.raises(
         UsageError, match=f"rank {comm.rank}: the model has no variables.*build it before fit"
@@ -187,36 +156,24 @@ def built_too_late(comm: Communicator) -> None:
     fit(comm, model)
 
 
-def test_several_steps_at_once_need_a_built_model(ranks: Pool) -> None:
-    ranks(2).run(built_too_late)
-
-
-def validated_by_one(comm: Communicator, folder: str) -> None:
+def test_one_rank_may_validate_and_save(comm: Communicator, tmp_path: Path) -> None:
     model = make_model(comm, keras.optimizers.SGD(0.1))
     if comm.rank:
         fit(comm, model, epochs=2)
         return
-    best = keras.callbacks.ModelCheckpoint(f"{folder}/best.keras", save_best_only=True)
+    best = keras.callbacks.ModelCheckpoint(f"{tmp_path}/best.keras", save_best_only=True)
     fit(comm, model, best, epochs=2, validation_data=data(comm))
     assert Path(best.filepath).exists()
 
 
-def test_one_rank_may_validate_and_save(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2).run(validated_by_one, str(tmp_path))
-
-
-def restored_by_one(comm: Communicator) -> None:
+def test_weights_that_one_rank_restores_are_everyones(comm: Communicator) -> None:
     model = make_model(comm, keras.optimizers.SGD(2.0))  # diverges: the first epoch is the best
     stop = keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True)
     fit(comm, model, *([stop] if comm.rank == 0 else []), epochs=6)
     assert comm.allgather_object(stop.stopped_epoch)[0] < 5
 
 
-def test_weights_that_one_rank_restores_are_everyones(ranks: Pool) -> None:
-    ranks(2).run(restored_by_one)
-
-
-def other_numbers(comm: Communicator) -> None:
+def test_numbers_of_layers_are_explained(comm: Communicator) -> None:
     if comm.rank == 0:
         keras.layers.Dense(1)
     model = make_model(comm, keras.optimizers.SGD(0.1))
@@ -224,7 +181,3 @@ def other_numbers(comm: Communicator) -> None:
         fit(comm, model)
     keras.utils.clear_session()
     fit(comm, make_model(comm, keras.optimizers.SGD(0.1)))
-
-
-def test_numbers_of_layers_are_explained(ranks: Pool) -> None:
-    ranks(2).run(other_numbers)

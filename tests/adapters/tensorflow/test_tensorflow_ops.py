@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,15 @@ import tensorflow as tf
 import multiring.tensorflow as mt
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.rank_pool import RankPool
+from tests.on_ranks import all_raise, on_ranks
 from tests.support import run_job
-
-Pool = Callable[[int], RankPool]
 
 INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 
 
-def reductions(comm: Communicator) -> None:
+@on_ranks(1, 2, 3)
+def test_reductions(comm: Communicator) -> None:
     own = np.array([[1, 2, 3], [4, 5, 6]])
     for dtype in INTEGERS + FLOATS:
         tensor = tf.cast(own + comm.rank, dtype)
@@ -41,7 +39,8 @@ def reductions(comm: Communicator) -> None:
         np.testing.assert_array_equal(zeros, np.full(shape, comm.size))
 
 
-def other_ops(comm: Communicator) -> None:
+@on_ranks(1, 2, 3)
+def test_other_ops(comm: Communicator) -> None:
     rank, size = comm.rank, comm.size
     rows = tf.fill([rank, 2], rank)  # rank 0 has none
     np.testing.assert_array_equal(mt.allgather(rows, comm=comm)[:, 0], np.repeat(range(size), range(size)))
@@ -59,13 +58,7 @@ def other_ops(comm: Communicator) -> None:
     np.testing.assert_array_equal(received, np.repeat(range(size), range(size)))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_results(ranks: Pool, size: int) -> None:
-    ranks(size).run(reductions)
-    ranks(size).run(other_ops)
-
-
-def shapes(comm: Communicator) -> None:
+def test_shapes_are_inferred(comm: Communicator) -> None:
     @tf.function(input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([]), tf.TensorSpec(None)])
     def trace(rows: Any, scalar: Any, unknown: Any) -> None:
         assert mt.allreduce(rows, comm=comm).shape.as_list() == [None, 3]
@@ -83,11 +76,8 @@ def shapes(comm: Communicator) -> None:
     trace.get_concrete_function()
 
 
-def test_shapes_are_inferred(ranks: Pool) -> None:
-    ranks(2).run(shapes)
-
-
-def gradients(comm: Communicator) -> None:
+@on_ranks(2, 3)
+def test_gradients(comm: Communicator) -> None:
     rank, size = comm.rank, comm.size
     x = tf.Variable(tf.range(1.0, 2.0 * size + 1) * (rank + 1))
     weight = tf.range(2.0 * size) + 10.0 * rank  # the gradient that comes back, on this rank
@@ -116,12 +106,20 @@ def gradients(comm: Communicator) -> None:
         of(lambda v: mt.allreduce(v, "max", comm=comm), weight)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_gradients(ranks: Pool, size: int) -> None:
-    ranks(size).run(gradients)
+@on_ranks(2)
+def test_the_gradient_of_a_broadcast_in_a_session(comm: Communicator) -> None:
+    """Zeros of a known shape are a constant: a session must not skip the allreduce the root waits for."""
+    with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
+        x = tf.constant([1.0, 2.0])
+        shared = mt.broadcast(x, root=0, comm=comm)
+        (gradient,) = tf.compat.v1.gradients(shared * (comm.rank + 1.0), [x])
+        # On another rank than the root nothing but the zeros is asked for.
+        expected = [3.0, 3.0] if comm.rank == 0 else [0.0, 0.0]
+        assert session.run(gradient).tolist() == expected
 
 
-def any_order(comm: Communicator) -> None:
+@on_ranks(3)
+def test_ranks_may_issue_operations_in_any_order(comm: Communicator) -> None:
     """Ranks issue the same names in different orders, many at once, and one whose result nobody wants."""
     order = np.random.default_rng(comm.rank).permutation(20)
 
@@ -139,11 +137,7 @@ def any_order(comm: Communicator) -> None:
         np.testing.assert_array_equal(same, 1.0)  # no result went to memory that is still in use
 
 
-def test_ranks_may_issue_operations_in_any_order(ranks: Pool) -> None:
-    ranks(3).run(any_order)
-
-
-def loop_and_retrace(comm: Communicator) -> None:
+def test_names_survive_loops_and_retracing(comm: Communicator) -> None:
     """Names without a given one: in a loop, and in a function that one rank traces more often."""
 
     @tf.function(reduce_retracing=False)
@@ -158,11 +152,8 @@ def loop_and_retrace(comm: Communicator) -> None:
         assert float(mean(tf.ones([rows]))) == 3 * (comm.size + (step == 2)) + comm.size
 
 
-def test_names_survive_loops_and_retracing(ranks: Pool) -> None:
-    ranks(2).run(loop_and_retrace)
-
-
-def slices(comm: Communicator, sizes: list[list[int]]) -> None:
+@pytest.mark.parametrize("sizes", [[[4, 1, 4], [1, 0]], [[], [5]], [[], []]])
+def test_sparse_tensors(comm: Communicator, sizes: list[list[int]]) -> None:
     rows = sizes[comm.rank]
     values = tf.reshape(tf.range(2.0 * len(rows)), (len(rows), 2)) + 1.0
     dense = [np.zeros((6, 2), np.float32) for _ in sizes]
@@ -177,13 +168,7 @@ def slices(comm: Communicator, sizes: list[list[int]]) -> None:
     assert len(set(comm.allgather_object(found.values.numpy().tobytes()))) == 1
 
 
-def test_sparse_tensors(ranks: Pool) -> None:
-    ranks(2).run(slices, [[4, 1, 4], [1, 0]])
-    ranks(2).run(slices, [[], [5]])
-    ranks(2).run(slices, [[], []])
-
-
-def refused(comm: Communicator) -> None:
+def test_refused(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="op is 'mean'"):
         mt.allreduce(1.0, "mean", comm=comm)  # type: ignore[arg-type]
     with pytest.raises(tf.errors.InvalidArgumentError, match="at least rank 1|is a scalar"):
@@ -199,11 +184,8 @@ def refused(comm: Communicator) -> None:
     assert float(mt.allreduce(1.0, comm=comm)) == comm.size
 
 
-def test_refused(ranks: Pool) -> None:
-    ranks(2).run(refused)
-
-
-def different(comm: Communicator) -> None:
+@all_raise(MismatchError)
+def test_a_mismatch_is_an_error_of_tensorflow_with_our_message(comm: Communicator) -> None:
     child = comm.split(0)  # an error breaks it for good
     assert child is not None
     with pytest.raises(
@@ -215,32 +197,24 @@ def different(comm: Communicator) -> None:
         raise caught.value
 
 
-def test_a_mismatch_is_an_error_of_tensorflow_with_our_message(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(different):
-        assert isinstance(error, MismatchError), error
-
-
-def unknown_number(comm: Communicator) -> None:
-    from multiring.tensorflow.library import native_ops
+@on_ranks(1)
+def test_a_graph_of_another_process_is_refused(comm: Communicator) -> None:
+    from multiring.tensorflow.graph.library import native_ops
 
     with pytest.raises(tf.errors.FailedPreconditionError, match="'x' belongs to communicator 12345"):
         native_ops().multiring_allgather(1.0, [], communicator=12345, tensor_name="x")
-
-
-def test_a_graph_of_another_process_is_refused(ranks: Pool) -> None:
-    ranks(1).run(unknown_number)
 
 
 WAITING = """
 import ctypes
 import tensorflow as tf
 import multiring, multiring.tensorflow as mt
-from multiring.tensorflow import library
+from multiring.tensorflow.graph import library
 
 comm = multiring.init()
 found = library._library()
 assert found.is_asynchronous
-found._native.multiring_tensorflow_wait_in_compute()
+found.native.multiring_tensorflow_wait_in_compute()
 found.is_asynchronous = False
 
 @tf.function

@@ -18,9 +18,7 @@ import tensorflow as tf
 import multiring.tensorflow as mt
 from multiring import Communicator
 from multiring.errors import AbortedError, UsageError
-from tests.rank_pool import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.on_ranks import Pool
 
 
 def late(x: Any, count: Any) -> Any:
@@ -93,8 +91,8 @@ def inner_twice(comm: Communicator, ahead: bool) -> None:
         assert [float(value) for value in found] == [2.0 * comm.size, 200.0 * comm.size]
 
 
-def batch_norm_twice(comm: Communicator, depth: int) -> None:
-    """`net(real)` and `net(fake)` with their gradients; at a depth of 2 in a function inside of another."""
+def batch_norm_twice(comm: Communicator) -> None:
+    """`net(real)` and `net(fake)` with their gradients, in a function inside of another."""
     scale, offset = tf.Variable([2.0, 3.0]), tf.Variable([0.0, 1.0])
     draw = np.random.default_rng(0)
     whole = [draw.standard_normal((4 * comm.size, 2)).astype("float32") * k + k for k in (1.0, 7.0)]
@@ -104,13 +102,11 @@ def batch_norm_twice(comm: Communicator, depth: int) -> None:
     def normalise(x: Any, count: Any) -> Any:
         return mt.sync_batch_norm(late(x, count), scale, offset, comm=comm)[0]
 
-    net = tf.function(normalise)
-    if depth == 2:
-        block = net
+    block = tf.function(normalise)
 
-        @tf.function
-        def net(x: Any, count: Any) -> Any:
-            return block(x, count) * 1.0
+    @tf.function
+    def net(x: Any, count: Any) -> Any:
+        return block(x, count) * 1.0
 
     def gradients(call: Any, sources: Any, factors: Any, counts: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -227,8 +223,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "optimizer applied twice": (applied_twice,),
     "inner function": (inner_twice, False),
     "inner function traced before": (inner_twice, True),
-    "sync_batch_norm in an inner function": (batch_norm_twice, 1),
-    "sync_batch_norm two functions deep": (batch_norm_twice, 2),
+    "sync_batch_norm in inner functions": (batch_norm_twice,),
     "two gradients": (two_gradients,),
     "one name": (one_name,),
     "branches and loops": (branches_and_loops,),
@@ -240,7 +235,10 @@ def test_uses_of_one_name_keep_their_order(ranks: Pool, case: str) -> None:
     ranks(2).run(*CASES[case])
 
 
-def two_threads(comm: Communicator, what: str) -> list[str]:
+@pytest.mark.parametrize(
+    "what", ["function", "function in turn", "eager", "eager in turn", "reduction in turn"]
+)
+def test_one_name_in_two_threads_is_an_error_on_every_rank(comm: Communicator, what: str) -> None:
     """Two threads call one thing, in another order on each rank; one after the other where "in turn"."""
     child = comm.split(0)  # an error breaks it for good
     assert child is not None
@@ -278,19 +276,10 @@ def two_threads(comm: Communicator, what: str) -> list[str]:
     other_may_end.set()
     for worker in workers:
         worker.join()
-    return errors
+    assert any("a communicator of its own" in error for error in errors), errors
 
 
-@pytest.mark.parametrize(
-    "what", ["function", "function in turn", "eager", "eager in turn", "reduction in turn"]
-)
-def test_one_name_in_two_threads_is_an_error_on_every_rank(ranks: Pool, what: str) -> None:
-    for errors in ranks(2).run(two_threads, what):
-        assert errors
-        assert any("a communicator of its own" in error for error in errors), errors
-
-
-def threads_in_order(comm: Communicator) -> None:
+def test_threads_that_do_not_share_names(comm: Communicator) -> None:
     """A thread takes over from one that has ended; each of two may have a communicator of its own."""
     traced = tf.function(lambda x, c: mt.allreduce(late(x, 50), comm=c))
     totals: dict[float, float] = {}
@@ -314,11 +303,7 @@ def threads_in_order(comm: Communicator) -> None:
     assert totals == {value: value * comm.size for value in (1.0, 2.0, 3.0, 4.0)}
 
 
-def test_threads_that_do_not_share_names(ranks: Pool) -> None:
-    ranks(2).run(threads_in_order)
-
-
-def pipelines(comm: Communicator) -> None:
+def test_pipelines_of_data_are_refused(comm: Communicator) -> None:
     ready = tf.function(lambda x: mt.allreduce(x, comm=comm))
     ready(tf.constant(1.0))  # traced outside of the pipeline
     for function in (lambda x: mt.allreduce(x, comm=comm), ready):
@@ -328,11 +313,7 @@ def pipelines(comm: Communicator) -> None:
                 numbers.map(function, num_parallel_calls=parallel)
 
 
-def test_pipelines_of_data_are_refused(ranks: Pool) -> None:
-    ranks(2).run(pipelines)
-
-
-def first_graphs(comm: Communicator) -> None:
+def test_graphs_of_tensorflow_1(comm: Communicator) -> None:
     """Graphs and sessions of TensorFlow 1: names are numbered, and parallel loops are refused."""
     with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
         n1, n2 = delays(comm)
@@ -360,11 +341,7 @@ def first_graphs(comm: Communicator) -> None:
             tf.compat.v1.enable_control_flow_v2()
 
 
-def test_graphs_of_tensorflow_1(ranks: Pool) -> None:
-    ranks(2).run(first_graphs)
-
-
-def buckets_overlap(comm: Communicator) -> None:
+def test_buckets_of_one_step_overlap(comm: Communicator) -> None:
     """With one tape in a step no bucket waits for another, nor for what checks the variables."""
     variables = [tf.Variable(tf.ones([8])) for _ in range(4)]
 
@@ -379,7 +356,3 @@ def buckets_overlap(comm: Communicator) -> None:
     buckets = [op for op in graph.get_operations() if op.type == "MultiringAllreduce"]
     assert len(buckets) == 5  # and the flags
     assert not any(op.control_inputs for op in buckets)
-
-
-def test_buckets_of_one_step_overlap(ranks: Pool) -> None:
-    ranks(2).run(buckets_overlap)

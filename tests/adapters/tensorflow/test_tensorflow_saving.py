@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,6 @@ import multiring.tensorflow as mt
 from multiring import Communicator
 from multiring.tensorflow import callbacks
 from tests.adapters.tensorflow.test_tensorflow_keras import loss_of, make_model, share, weights_of
-from tests.rank_pool import RankPool
-
-Pool = Callable[[int], RankPool]
 
 # Loads the models that it is told of, and ends with the process that started it.
 LOAD_WITHOUT_MULTIRING = """
@@ -53,7 +49,20 @@ def load_without_multiring(name: str, path: Path) -> list[str]:
     return process.stdout.readline().split()
 
 
-def save_and_load(comm: Communicator, name: str, suffix: str, kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "suffix", "kind", "options"),
+    [
+        ("keras", ".keras", "Adam", {}),
+        ("keras", ".keras", "Adam", {"backward_passes_per_step": 2}),
+        ("keras", ".keras", "LossScaleOptimizer", {}),
+        ("keras", ".h5", "Adam", {}),
+        ("tf_keras", ".keras", "Adam", {}),
+        ("tf_keras", ".h5", "Adam", {}),
+    ],
+)
+def test_a_saved_model_loads_without_multiring(
+    comm: Communicator, name: str, suffix: str, kind: str, options: dict[str, Any]
+) -> None:
     """What is saved is the plain optimizer; wrapped again, it goes on where the other one was."""
     library: Any = {"keras": keras, "tf_keras": tf_keras}[name]
     model, plain = make_model(library), library.optimizers.Adam(0.01)
@@ -84,23 +93,6 @@ def save_and_load(comm: Communicator, name: str, suffix: str, kind: str, options
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize(
-    ("name", "suffix", "kind", "options"),
-    [
-        ("keras", ".keras", "Adam", {}),
-        ("keras", ".keras", "Adam", {"backward_passes_per_step": 2}),
-        ("keras", ".keras", "LossScaleOptimizer", {}),
-        ("keras", ".h5", "Adam", {}),
-        ("tf_keras", ".keras", "Adam", {}),
-        ("tf_keras", ".h5", "Adam", {}),
-    ],
-)
-def test_a_saved_model_loads_without_multiring(
-    ranks: Pool, name: str, suffix: str, kind: str, options: dict[str, Any]
-) -> None:
-    ranks(2).run(save_and_load, name, suffix, kind, options)
-
-
 class StepsItself(keras.Model):  # type: ignore[misc]
     def call(self, x: Any) -> Any:
         return x
@@ -109,7 +101,7 @@ class StepsItself(keras.Model):  # type: ignore[misc]
         return {"loss": keras.ops.mean(batch[0])}
 
 
-def loaded_models(comm: Communicator) -> None:
+def test_a_plain_optimizer_under_fit_is_told(comm: Communicator) -> None:
     start = callbacks.BroadcastInitialState(comm=comm)
 
     def warnings_of(model: Any) -> list[str]:
@@ -126,7 +118,3 @@ def loaded_models(comm: Communicator) -> None:
     assert "the optimizer is a plain Adam" in told
     model.optimizer = mt.DistributedOptimizer(model.optimizer, comm)
     assert warnings_of(model) == []
-
-
-def test_a_plain_optimizer_under_fit_is_told(ranks: Pool) -> None:
-    ranks(2).run(loaded_models)

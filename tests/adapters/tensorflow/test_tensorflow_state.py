@@ -15,26 +15,7 @@ import multiring.tensorflow as mt
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from multiring.tensorflow import callbacks
-from tests.rank_pool import RankPool
-
-Pool = Callable[[int], RankPool]
-
-
-def train(comm: Communicator, library: Any, spoil: Callable[[Any], None], **options: Any) -> None:
-    """Six steps under `fit()`; after the third, rank 1's model is changed by `spoil`."""
-    library.utils.set_random_seed(0)
-    model = library.Sequential([library.layers.Input((4,)), library.layers.Dense(3, name="head")])
-    sgd = library.optimizers.SGD(0.1, momentum=0.9)
-    model.compile(mt.DistributedOptimizer(sgd, comm, check_every=5), "mse", **options)
-    x, y = np.ones((12, 4), "float32") * (comm.rank + 1), np.ones((12, 3), "float32")
-
-    class Spoil(library.callbacks.Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 2 and comm.rank == 1:
-                spoil(self.model)
-
-    with mt.translate_errors():
-        model.fit(x, y, 2, epochs=1, verbose=0, shuffle=False, callbacks=[Spoil()])
+from tests.on_ranks import all_raise, on_ranks
 
 
 def change_weight(model: Any) -> None:
@@ -45,30 +26,47 @@ def change_rate(model: Any) -> None:
     model.optimizer.learning_rate = 0.05
 
 
+def differs(text: str) -> pytest.MarkDecorator:
+    return all_raise(
+        MismatchError, "the training state at step 5 differs over ranks", text, "rank 0 with checksum"
+    )
+
+
 @pytest.mark.parametrize(
-    ("library", "spoil", "options", "text"),
+    ("library", "spoil", "options"),
     [
-        (keras, change_weight, {}, "head/kernel"),
-        (keras, change_weight, {"run_eagerly": True}, "head/kernel"),
-        (keras, change_rate, {}, "learning_rate"),
-        (tf_keras, change_weight, {}, "head/kernel"),
+        pytest.param("keras", change_weight, {}, marks=differs("head/kernel")),
+        pytest.param("keras", change_weight, {"run_eagerly": True}, marks=differs("head/kernel")),
+        pytest.param("keras", change_rate, {}, marks=differs("learning_rate")),
+        pytest.param("tf_keras", change_weight, {}, marks=differs("head/kernel")),
     ],
 )
 def test_drift_is_found(
-    ranks: Pool, library: Any, spoil: Callable[[Any], None], options: dict[str, Any], text: str
+    comm: Communicator, library: str, spoil: Callable[[Any], None], options: dict[str, Any]
 ) -> None:
-    for error in ranks(2).run_expecting_errors(train_by_name, library.__name__, spoil, options):
-        assert isinstance(error, MismatchError), error
-        assert "the training state at step 5 differs over ranks" in str(error)
-        assert text in str(error)
-        assert "rank 0 with checksum" in str(error)
+    """Six steps under `fit()`; after the third, rank 1's model is changed by `spoil`."""
+    kit: Any = {"keras": keras, "tf_keras": tf_keras}[library]
+    kit.utils.set_random_seed(0)
+    model = kit.Sequential([kit.layers.Input((4,)), kit.layers.Dense(3, name="head")])
+    sgd = kit.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(mt.DistributedOptimizer(sgd, comm, check_every=5), "mse", **options)
+    x, y = np.ones((12, 4), "float32") * (comm.rank + 1), np.ones((12, 3), "float32")
+
+    class Spoil(kit.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2 and comm.rank == 1:
+                spoil(self.model)
+
+    with mt.translate_errors():
+        model.fit(x, y, 2, epochs=1, verbose=0, shuffle=False, callbacks=[Spoil()])
 
 
-def train_by_name(comm: Communicator, library: str, spoil: Callable[[Any], None], options: Any) -> None:
-    train(comm, {"keras": keras, "tf_keras": tf_keras}[library], spoil, **options)
-
-
-def forgotten_broadcast(comm: Communicator, traced: bool) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("traced", [False, True])
+@all_raise(
+    MismatchError, "parameter 'weights'", r"most likely broadcast_variables, or under fit\(\) the callback"
+)
+def test_a_forgotten_broadcast_is_found_in_the_second_step(comm: Communicator, traced: bool) -> None:
     w = tf.Variable([1.0, 2.0 + comm.rank], name="weights")
 
     def step(factor: Any) -> None:
@@ -82,27 +80,13 @@ def forgotten_broadcast(comm: Communicator, traced: bool) -> None:
         run(tf.constant(1.0))
 
 
-@pytest.mark.parametrize("traced", [False, True])
-def test_a_forgotten_broadcast_is_found_in_the_second_step(ranks: Pool, traced: bool) -> None:
-    for error in ranks(3).run_expecting_errors(forgotten_broadcast, traced):
-        assert isinstance(error, MismatchError), error
-        assert "parameter 'weights'" in str(error)
-        assert "most likely broadcast_variables, or under fit() the callback" in str(error)
-
-
-def different_optimizers(comm: Communicator, nesterov: bool) -> None:
+@all_raise(MismatchError, nesterov={False: None, True: "nesterov"})
+def test_other_settings_of_the_optimizer_are_found(comm: Communicator, nesterov: bool) -> None:
     w = keras.Variable(np.ones(2, "float32"))
     inner = keras.optimizers.SGD(0.1, momentum=0.9, nesterov=nesterov) if comm.rank else None
     optimizer = mt.DistributedOptimizer(inner or keras.optimizers.SGD(0.1, momentum=0.9), comm)
     optimizer.build([w])
     optimizer.apply([tf.ones([2])])
-
-
-def test_other_settings_of_the_optimizer_are_found(ranks: Pool) -> None:
-    ranks(2).run(different_optimizers, False)
-    for error in ranks(2).run_expecting_errors(different_optimizers, True):
-        assert isinstance(error, MismatchError), error
-        assert "nesterov" in str(error)
 
 
 def samples(comm: Communicator, rank: int) -> Any:
@@ -116,7 +100,17 @@ def running_mean(batches: list[Any]) -> Any:
     return mean
 
 
-def moving_statistics(comm: Communicator, buffers: str, compiled: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("buffers", "compiled"),
+    [
+        ("broadcast", {}),
+        ("broadcast", {"steps_per_execution": 4}),
+        ("broadcast", {"run_eagerly": True}),
+        ("average", {}),
+        ("local", {}),
+    ],
+)
+def test_moving_statistics(comm: Communicator, buffers: str, compiled: dict[str, Any]) -> None:
     """Batch normalisation of the inputs, whose moving mean needs no training to be known."""
     keras.utils.set_random_seed(0)
     layers = keras.layers
@@ -150,21 +144,8 @@ def moving_statistics(comm: Communicator, buffers: str, compiled: dict[str, Any]
         model.get_weights()
 
 
-@pytest.mark.parametrize(
-    ("buffers", "compiled"),
-    [
-        ("broadcast", {}),
-        ("broadcast", {"steps_per_execution": 4}),
-        ("broadcast", {"run_eagerly": True}),
-        ("average", {}),
-        ("local", {}),
-    ],
-)
-def test_moving_statistics(ranks: Pool, buffers: str, compiled: dict[str, Any]) -> None:
-    ranks(2).run(moving_statistics, buffers, compiled)
-
-
-def sync_by_hand(comm: Communicator, traced: bool) -> None:
+@pytest.mark.parametrize("traced", [False, True])
+def test_buffers_are_synchronised_by_hand(comm: Communicator, traced: bool) -> None:
     """In a loop of one's own, for tf_keras and for a `tf.Module`; weights of frozen layers do not travel."""
     layers = tf_keras.layers
     model = tf_keras.Sequential([layers.Input((4,)), layers.BatchNormalization(), layers.Dense(2)])
@@ -188,12 +169,7 @@ def sync_by_hand(comm: Communicator, traced: bool) -> None:
         mt.sync_buffers(model, "mean", comm)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("traced", [False, True])
-def test_buffers_are_synchronised_by_hand(ranks: Pool, traced: bool) -> None:
-    ranks(2).run(sync_by_hand, traced)
-
-
-def decisions(comm: Communicator) -> None:
+def test_callbacks_decide_alike(comm: Communicator) -> None:
     """Metrics of one rank alone get worse, are the best, or are not numbers: all ranks do the same."""
     x = np.ones((6, 4), "float32")
 
@@ -226,11 +202,9 @@ def decisions(comm: Communicator) -> None:
     assert {steps for steps, *_ in comm.allgather_object(model_stops)} == {1}
 
 
-def test_callbacks_decide_alike(ranks: Pool) -> None:
-    ranks(2).run(decisions)
-
-
-def unequal_batches(comm: Communicator, traced: bool) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("traced", [False, True])
+def test_weights_of_unequal_batches(comm: Communicator, traced: bool) -> None:
     """Batches of 1, 2, 3... samples against the whole batch in one process; the last rank has none."""
     counts = [rank + 1 for rank in range(comm.size - 1)] + [0]
     whole = np.random.default_rng(0).standard_normal((sum(counts), 3)).astype("float32")
@@ -254,12 +228,8 @@ def unequal_batches(comm: Communicator, traced: bool) -> None:
     np.testing.assert_allclose(run(tf.constant(mine)), tape.gradient(loss, w), rtol=1e-5)
 
 
-@pytest.mark.parametrize("traced", [False, True])
-def test_weights_of_unequal_batches(ranks: Pool, traced: bool) -> None:
-    ranks(3).run(unequal_batches, traced)
-
-
-def broadcast_in_function(comm: Communicator) -> None:
+@on_ranks(2, 3)
+def test_variables_are_broadcast_in_functions(comm: Communicator) -> None:
     """As Horovod's scripts do it: behind the first step, in the function that is traced for it."""
     keras.utils.set_random_seed(comm.rank)
     layers = [keras.layers.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()]
@@ -296,12 +266,8 @@ def broadcast_in_function(comm: Communicator) -> None:
             assert others["half"].numpy().tolist() == [2, 2]
 
 
-def test_variables_are_broadcast_in_functions(ranks: Pool) -> None:
-    ranks(2).run(broadcast_in_function)
-    ranks(3).run(broadcast_in_function)
-
-
-def unlike_broadcasts(comm: Communicator, kind: str) -> None:
+@all_raise(MismatchError, kind={"name": r"v float32 \(2, 3\)", "shape": r"w float32 \(3, 2\)"})
+def test_unlike_variables_in_functions_are_a_mismatch(comm: Communicator, kind: str) -> None:
     name, shape = ("w" if kind == "shape" or comm.rank else "v"), [2, 3]
     variable = tf.Variable(tf.zeros([3, 2] if kind == "shape" and comm.rank else shape))
 
@@ -313,20 +279,9 @@ def unlike_broadcasts(comm: Communicator, kind: str) -> None:
         step()
 
 
-@pytest.mark.parametrize("kind", ["name", "shape"])
-def test_unlike_variables_in_functions_are_a_mismatch(ranks: Pool, kind: str) -> None:
-    for error in ranks(2).run_expecting_errors(unlike_broadcasts, kind):
-        assert isinstance(error, MismatchError), error
-        assert ("w float32 (3, 2)" if kind == "shape" else "v float32 (2, 3)") in str(error)
-
-
-def refused_broadcasts(comm: Communicator) -> None:
+def test_what_cannot_be_broadcast_in_a_graph_is_told(comm: Communicator) -> None:
     with tf.Graph().as_default(), pytest.raises(UsageError, match="grouped_broadcast"):
         mt.broadcast_variables([tf.compat.v1.get_variable("w", [2])], comm=comm)
     text = tf.Variable(["text"])
     with pytest.raises(UsageError, match="'text' cannot be broadcast in a tf.function"):
         tf.function(lambda: mt.broadcast_variables({"text": text}, comm=comm), autograph=False)()
-
-
-def test_what_cannot_be_broadcast_in_a_graph_is_told(ranks: Pool) -> None:
-    ranks(2).run(refused_broadcasts)

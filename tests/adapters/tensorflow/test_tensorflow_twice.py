@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,12 +12,15 @@ import tf_keras
 
 import multiring.tensorflow as mt
 from multiring import Communicator
-from tests.rank_pool import RankPool
-
-Pool = Callable[[int], RankPool]
+from tests.on_ranks import all_raise
 
 
-def both(comm: Communicator, library: str, where: str, clip: bool) -> None:
+@pytest.mark.parametrize("library", ["keras", "tf_keras"])
+@pytest.mark.parametrize(
+    ("where", "clip"), [("eager", True), ("compute", False), ("step", True), ("inner", False)]
+)
+@all_raise(Exception, "wrap the tape or the optimizer, not both")
+def test_both_wrapped_are_refused(comm: Communicator, library: str, where: str, clip: bool) -> None:
     made: Any = {"keras": keras, "tf_keras": tf_keras}[library]
     w = tf.Variable([1.0, 2.0]) if library == "tf_keras" else keras.Variable(np.ones(2, "float32"))
     table = (
@@ -48,16 +50,8 @@ def both(comm: Communicator, library: str, where: str, clip: bool) -> None:
     run(tf.constant(comm.rank + 1.0))
 
 
-@pytest.mark.parametrize("library", ["keras", "tf_keras"])
-@pytest.mark.parametrize("where", ["eager", "compute", "step", "inner"])
-@pytest.mark.parametrize("clip", [False, True])
-def test_both_wrapped_are_refused(ranks: Pool, library: str, where: str, clip: bool) -> None:
-    for error in ranks(2).run_expecting_errors(both, library, where, clip):
-        assert isinstance(error, Exception), error
-        assert "wrap the tape or the optimizer, not both" in str(error)
-
-
-def legal(comm: Communicator, traced: bool) -> None:
+@pytest.mark.parametrize("traced", [False, True])
+def test_legal_uses_of_both(comm: Communicator, traced: bool) -> None:
     """A tape for one model and an optimizer for the other, and a penalty on a reduced gradient."""
     one, other = (keras.Variable(np.ones(2, "float32"), name=name) for name in ("one", "other"))
     plain, wrapped = keras.optimizers.SGD(1.0), mt.DistributedOptimizer(keras.optimizers.SGD(1.0), comm)
@@ -91,8 +85,3 @@ def legal(comm: Communicator, traced: bool) -> None:
     found = (tf.function(watched) if traced else watched)(factor)
     np.testing.assert_allclose(found, [mean, mean])
     np.testing.assert_allclose(other.numpy(), 1.0 - mean * 2 * mean - mean)
-
-
-@pytest.mark.parametrize("traced", [False, True])
-def test_legal_uses_of_both(ranks: Pool, traced: bool) -> None:
-    ranks(2).run(legal, traced)

@@ -9,11 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from multiring import Communicator
-from tests.rank_pool import RankPool
+from tests.on_ranks import same_everywhere
 
-__all__ = ["SMALL", "Pool", "assert_gradients", "draw", "expected", "gradients_of", "make_model", "squares"]
+__all__ = [
+    "SMALL",
+    "assert_gradients",
+    "assert_same_weights",
+    "check_steps",
+    "draw",
+    "expected",
+    "explode",
+    "gradients_of",
+    "make_model",
+    "squares",
+]
 
-Pool = Callable[[int], RankPool]
 SMALL: dict[str, Any] = {"bucket_bytes": 256, "first_bucket_bytes": 64}
 
 
@@ -53,8 +63,36 @@ def assert_gradients(model: nn.Module, wanted: list[Any], comm: Communicator) ->
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
-    bits = comm.allgather_object([None if g is None else g.numpy().tobytes() for g in found])
-    assert all(other == bits[0] for other in bits)
+    assert same_everywhere(comm, [None if g is None else g.numpy().tobytes() for g in found])
+
+
+def check_steps(model: nn.Module, loss: Loss, wanted: list[Any], comm: Communicator, steps: int = 2) -> None:
+    """Backward passes of this rank's loss give the wanted gradients."""
+    for _ in range(steps):
+        model.zero_grad()
+        torch.autograd.backward(loss(model, comm.rank))
+        assert_gradients(model, wanted, comm)
+
+
+def assert_same_weights(model: nn.Module, reference: nn.Module, rtol: float = 1e-10) -> None:
+    pairs = list(model.parameters()), list(reference.parameters())
+    torch.testing.assert_close(*pairs, rtol=rtol, atol=rtol / 100)
+
+
+class _Explode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("the loss has exploded")
+
+
+def explode(x: Tensor) -> Tensor:
+    """`x`, whose backward pass raises an ArithmeticError."""
+    found: Tensor = _Explode.apply(x)  # type: ignore[no-untyped-call]
+    return found
 
 
 def squares(model: nn.Module, rank: int) -> Tensor:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # optimizers import it at their first step: here once, before ranks are forked
 from numpy.typing import NDArray
 
 import multiring.torch
 from multiring import Communicator
-from tests.adapters.contract import AdapterContract
+from tests.adapters.contract import Adapter, AdapterContract
 
 Array = NDArray[Any]
 
 
-class TorchAdapter:
+class TorchAdapter(Adapter):
     """Implements `AdapterUnderTest` with gradient hooks."""
+
+    package = multiring.torch
 
     def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
         self._comm = comm
         self._model = torch.nn.ParameterDict({name: torch.tensor(value) for name, value in weights.items()})
-        self._hooks = multiring.torch.register_gradient_hooks(
+        self._reduction = multiring.torch.register_gradient_hooks(
             self._model, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes
         )
 
@@ -34,7 +37,7 @@ class TorchAdapter:
         if extra:
             output = output + hidden @ model["extra"]
         loss = ((output - torch.from_numpy(y)) ** 2).sum() / (2 * len(x))
-        with nullcontext() if synchronise else self._hooks.no_sync():
+        with nullcontext() if synchronise else self._reduction.no_sync():
             torch.autograd.backward(loss)
         return float(loss.detach())
 
@@ -51,17 +54,8 @@ class TorchAdapter:
     def weights(self) -> dict[str, Array]:
         return {name: np.array(p.detach().numpy()) for name, p in self._model.named_parameters()}
 
-    def broadcast(self, root: int) -> None:
-        multiring.torch.broadcast_parameters(self._model, root, self._comm)
-
-    def average_metrics(self, metrics: Mapping[str, float], count: float) -> dict[str, float]:
-        return multiring.torch.average_metrics(metrics, count, self._comm)
-
-    def join(self) -> AbstractContextManager[None]:
-        return self._hooks.join()
-
     def close(self) -> None:
-        self._hooks.remove()
+        self._reduction.remove()
 
 
 class OptimizerAdapter(TorchAdapter):
@@ -70,7 +64,7 @@ class OptimizerAdapter(TorchAdapter):
     def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
         self._comm = comm
         self._model = torch.nn.ParameterDict({name: torch.tensor(value) for name, value in weights.items()})
-        self._hooks = self._optimizer = multiring.torch.DistributedOptimizer(
+        self._reduction = self._optimizer = multiring.torch.DistributedOptimizer(
             torch.optim.SGD(self._model.parameters(), 0.0),
             self._model,
             comm,

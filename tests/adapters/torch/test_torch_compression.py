@@ -11,30 +11,13 @@ from torch import nn
 import multiring.torch
 from multiring import Communicator, TopK
 from multiring.errors import UsageError
-from tests.adapters.torch.support import SMALL, Pool, draw, expected, gradients_of, make_model, squares
+from tests.adapters.torch.support import SMALL, draw, expected, gradients_of, make_model, squares
+from tests.on_ranks import same_everywhere
 
 STEPS = 6
 
 
-def all_entries(comm: Communicator) -> None:
-    """With a ratio of 1, hooks give the bits that they give without."""
-    found = []
-    for compression in (None, TopK(1.0)):
-        model = make_model()
-        hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL, compression=compression)
-        for _ in range(2):  # the buckets are planned anew in between
-            model.zero_grad()
-            squares(model, comm.rank).backward()
-        found.append([None if g is None else g.numpy().tobytes() for g in gradients_of(model)])
-        hooks.remove()
-    assert found[0] == found[1]
-
-
-def test_a_ratio_of_one_changes_nothing(ranks: Pool) -> None:
-    ranks(3).run(all_entries)
-
-
-def nothing_is_lost(comm: Communicator) -> None:
+def test_what_is_kept_back_comes_later(comm: Communicator) -> None:
     """The same gradients step after step: what has been received in all, and what is kept on average over the
     ranks, is all of them. Parameters are frozen, and thawed again, meanwhile."""
     model = make_model()
@@ -74,10 +57,6 @@ def nothing_is_lost(comm: Communicator) -> None:
     hooks.remove()
 
 
-def test_what_is_kept_back_comes_later(ranks: Pool) -> None:
-    ranks(2).run(nothing_is_lost)
-
-
 def train(comm: Communicator, **options: Any) -> tuple[float, float]:
     """Loss of a wrapped optimizer before and after; a parameter group is added meanwhile."""
     model = make_model()
@@ -97,26 +76,13 @@ def train(comm: Communicator, **options: Any) -> tuple[float, float]:
         optimizer.step()
         losses.append(float(comm.allreduce(loss.detach().reshape(1), "average")))
     bits = [p.detach().numpy().tobytes() for p in model.parameters()]
-    assert all(other == bits for other in comm.allgather_object(bits))
+    assert same_everywhere(comm, bits)
     optimizer.remove()
     return losses[0], losses[-1]
 
 
-def test_a_wrapped_optimizer_learns(ranks: Pool) -> None:
-    (start, dense), *_ = ranks(2).run(train)
-    (_, sparse), *_ = ranks(2).run(train, compression=TopK(0.1))
+def test_a_wrapped_optimizer_learns(comm: Communicator) -> None:
+    start, dense = train(comm)
+    _, sparse = train(comm, compression=TopK(0.1))
     assert dense < 0.7 * start
     assert sparse < dense + 0.1 * (start - dense), (start, dense, sparse)
-
-
-def half_precision(comm: Communicator) -> None:
-    model = make_model().half()
-    with pytest.raises(
-        UsageError, match="gradients of '0.weight' are float16; TopK takes float32 and float64"
-    ):
-        multiring.torch.register_gradient_hooks(model, comm, compression=TopK(0.1))
-
-
-def test_half_precision_is_refused(ranks: Pool) -> None:
-    ranks(1).run(half_precision)
-    ranks(2).run(half_precision)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import multiring.torch
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.adapters.torch.support import SMALL, Pool, draw, make_model, squares
+from tests.adapters.torch.support import SMALL, draw, make_model, squares
+from tests.on_ranks import Pool, all_raise, on_ranks, same_everywhere
 
 
 def make_normalised(seed: int = 0) -> nn.Sequential:
@@ -42,7 +43,9 @@ def bits(model: nn.Module) -> list[bytes]:
             for b in model.buffers()]  # fmt: skip
 
 
-def same_buffers(comm: Communicator, mode: Any) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("mode", ["broadcast", "average", "local"])
+def test_buffers(comm: Communicator, mode: Any) -> None:
     """After each step those of rank 0, or averages, as one process computes them."""
     model = make_normalised()
     references: Any = [make_normalised() for _ in range(comm.size)]
@@ -73,12 +76,7 @@ def same_buffers(comm: Communicator, mode: Any) -> None:
     hooks.remove()
 
 
-@pytest.mark.parametrize("mode", ["broadcast", "average", "local"])
-def test_buffers(ranks: Pool, mode: str) -> None:
-    ranks(3).run(same_buffers, mode)
-
-
-def two_forward_passes(comm: Communicator) -> None:
+def test_buffers_change_between_forward_and_backward(comm: Communicator) -> None:
     """Autograd does not mind that running statistics change between a forward pass and its backward pass."""
     model = make_normalised()
     frozen = make_normalised().eval()
@@ -90,11 +88,9 @@ def two_forward_passes(comm: Communicator) -> None:
         hooks.remove()
 
 
-def test_buffers_change_between_forward_and_backward(ranks: Pool) -> None:
-    ranks(2).run(two_forward_passes)
-
-
-def buffers_and_uneven_data(comm: Communicator, mode: Any) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("mode", ["broadcast", "average"])
+def test_buffers_with_uneven_data(comm: Communicator, mode: Any) -> None:
     """Ranks that have left the loop answer; the first that has not gives its buffers."""
     model: Any = make_normalised()
     hooks = multiring.torch.register_gradient_hooks(model, comm, buffers=mode, check_every=1, **SMALL)
@@ -109,14 +105,8 @@ def buffers_and_uneven_data(comm: Communicator, mode: Any) -> None:
             active = [rank for rank in range(comm.size) if step < 2 + rank]
             first = active[0] if mode == "broadcast" else sum(active) / len(active)
             assert bool((model.shorts == first).all())
-    everyone = comm.allgather_object(bits(model))
-    assert all(other == everyone[0] for other in everyone)
+    assert same_everywhere(comm, bits(model))
     hooks.remove()
-
-
-@pytest.mark.parametrize("mode", ["broadcast", "average"])
-def test_buffers_with_uneven_data(ranks: Pool, mode: str) -> None:
-    ranks(3).run(buffers_and_uneven_data, mode)
 
 
 def different_shapes(comm: Communicator, when: str) -> None:
@@ -143,7 +133,8 @@ def test_buffers_of_different_shapes_are_refused(ranks: Pool, when: str) -> None
             assert "cache" in str(error)
 
 
-def plateau(comm: Communicator, mode: Any) -> None:
+@all_raise(MismatchError, mode={"broadcast": None, "local": "lr of parameter group 0"})
+def test_a_scheduler_on_metrics_of_the_whole_set_decides_alike(comm: Communicator, mode: Any) -> None:
     """Every rank evaluates the whole validation set, whose loss decides about the learning rate."""
     model = make_normalised()
     optimizer = multiring.torch.DistributedOptimizer(
@@ -166,17 +157,18 @@ def plateau(comm: Communicator, mode: Any) -> None:
     optimizer.remove()
 
 
-def test_a_scheduler_on_metrics_of_the_whole_set_decides_alike(ranks: Pool) -> None:
-    ranks(2).run(plateau, "broadcast")
-
-
-def test_and_the_check_finds_where_it_does_not(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(plateau, "local"):
-        assert isinstance(error, MismatchError), error
-        assert "lr of parameter group 0" in str(error)
-
-
-def drift(comm: Communicator, what: str) -> None:
+@all_raise(
+    MismatchError,
+    "on rank 1",
+    what={
+        "no broadcast": r"^step 2: .*'parameter 0\.weight'",
+        "rate": r"^step 2: .*'parameter 0\.weight'",  # the update has been made with it
+        "tensor rate": r"^step 2: .*'parameter 0\.weight'",
+        "optimizer": r"^step 2: .*'parameter 0\.weight'",
+        "edit": r"^step 8: .*'parameter 2\.weight'",
+    },
+)
+def test_drift_is_an_error_on_every_rank(comm: Communicator, what: str) -> None:
     model = make_model(seed=comm.rank if what == "no broadcast" else 0)
     rate: Any = 0.1 + 0.1 * comm.rank if what == "rate" else 0.1
     if what == "tensor rate":
@@ -197,25 +189,9 @@ def drift(comm: Communicator, what: str) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("what", "step", "text"),
-    [
-        ("no broadcast", 2, "'parameter 0.weight'"),
-        ("rate", 2, "'parameter 0.weight'"),  # the update has been made with it
-        ("tensor rate", 2, "'parameter 0.weight'"),
-        ("optimizer", 2, "'parameter 0.weight'"),
-        ("edit", 8, "'parameter 2.weight'"),
-    ],
-)
-def test_drift_is_an_error_on_every_rank(ranks: Pool, what: str, step: int, text: str) -> None:
-    for error in ranks(2).run_expecting_errors(drift, what):
-        assert isinstance(error, MismatchError), error
-        assert str(error).startswith(f"step {step}: ")
-        assert text in str(error)
-        assert "on rank 1" in str(error)
-
-
-def hyperparameters_alone(comm: Communicator, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+@all_raise(MismatchError, "'lr of parameter group 0'")
+def test_hyperparameters_are_compared(comm: Communicator, kind: str) -> None:
     """That differ before they have done anything."""
     model = make_model()
     rate: Any = torch.tensor(0.1 + comm.rank) if kind == "tensor" else 0.1 + comm.rank
@@ -227,14 +203,7 @@ def hyperparameters_alone(comm: Communicator, kind: str) -> None:
         torch.autograd.backward(squares(model, comm.rank))
 
 
-@pytest.mark.parametrize("kind", ["number", "tensor"])
-def test_hyperparameters_are_compared(ranks: Pool, kind: str) -> None:
-    for error in ranks(2).run_expecting_errors(hyperparameters_alone, kind):
-        assert isinstance(error, MismatchError), error
-        assert "'lr of parameter group 0'" in str(error)
-
-
-def two_models_in_any_order(comm: Communicator) -> None:
+def test_two_models_are_compared_in_any_order(comm: Communicator) -> None:
     """Buffers and checks of two models, whose backward passes end in another order on rank 1."""
     models = [make_normalised(k) for k in range(2)]
     hooks = [multiring.torch.register_gradient_hooks(m, comm, check_every=1, **SMALL) for m in models]
@@ -247,11 +216,8 @@ def two_models_in_any_order(comm: Communicator) -> None:
         hook.remove()
 
 
-def test_two_models_are_compared_in_any_order(ranks: Pool) -> None:
-    ranks(2).run(two_models_in_any_order)
-
-
-def new_part(comm: Communicator, with_optimizer: bool) -> None:
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_parameters_that_come_later_are_found(comm: Communicator, with_optimizer: bool) -> None:
     model = make_model()
     if with_optimizer:
         inner = torch.optim.SGD(model.parameters(), 0.1)
@@ -267,12 +233,7 @@ def new_part(comm: Communicator, with_optimizer: bool) -> None:
         torch.autograd.backward(squares(model, comm.rank))
 
 
-@pytest.mark.parametrize("with_optimizer", [False, True])
-def test_parameters_that_come_later_are_found(ranks: Pool, with_optimizer: bool) -> None:
-    ranks(2).run(new_part, with_optimizer)
-
-
-def frozen_layer_is_compared(comm: Communicator) -> None:
+def test_synchronised_normalisation_needs_no_buffers_sent(comm: Communicator) -> None:
     """SyncBatchNorm has the same statistics anyway, and nothing is sent for them."""
     model: Any = multiring.torch.convert_sync_batchnorm(make_normalised(), comm)
     del model.shorts, model.pairs, model.marks
@@ -288,24 +249,14 @@ def frozen_layer_is_compared(comm: Communicator) -> None:
     hooks.remove()
 
 
-def test_synchronised_normalisation_needs_no_buffers_sent(ranks: Pool) -> None:
-    ranks(2).run(frozen_layer_is_compared)
-
-
-def options_differ(comm: Communicator, what: str) -> None:
+@all_raise(MismatchError, what={"buffers": "buffers", "check_every": "check_every"})
+def test_options_that_differ(comm: Communicator, what: str) -> None:
     options: Any = {"buffers": "local" if comm.rank else "average"} if what == "buffers" else {}
     options |= {"check_every": comm.rank + 1} if what == "check_every" else {}
     multiring.torch.register_gradient_hooks(make_normalised(), comm, **options)
 
 
-@pytest.mark.parametrize("what", ["buffers", "check_every"])
-def test_options_that_differ(ranks: Pool, what: str) -> None:
-    for error in ranks(2).run_expecting_errors(options_differ, what):
-        assert isinstance(error, MismatchError), error
-        assert what in str(error)
-
-
-def unchanged(comm: Communicator) -> None:
+def test_the_check_can_be_left_out(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="buffers is 'mean'; accepted: broadcast, average, local"):
         multiring.torch.register_gradient_hooks(make_model(), comm, buffers="mean")  # type: ignore[arg-type]
     model = make_model(comm.rank)  # deliberately not the same
@@ -314,7 +265,3 @@ def unchanged(comm: Communicator) -> None:
         model.zero_grad()
         torch.autograd.backward(squares(model, comm.rank))
     hooks.remove()
-
-
-def test_the_check_can_be_left_out(ranks: Pool) -> None:
-    ranks(2).run(unchanged)

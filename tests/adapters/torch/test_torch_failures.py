@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import gc
-import re
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import multiring.torch
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.adapters.torch.support import SMALL, Pool, assert_gradients, draw, expected, make_model, squares
-from tests.support import start_job
+from tests.adapters.torch.support import SMALL, assert_gradients, draw, expected, explode, make_model, squares
+from tests.on_ranks import all_raise, on_ranks
 
 
-def second_gradient(comm: Communicator) -> None:
+def test_a_second_gradient_in_a_round_is_refused(comm: Communicator) -> None:
     model = nn.Linear(6, 6).double()
     hooks = multiring.torch.register_gradient_hooks(model, comm)
     x = draw(0).requires_grad_(True)
@@ -31,21 +30,7 @@ def second_gradient(comm: Communicator) -> None:
     hooks.remove()
 
 
-def test_a_second_gradient_in_a_round_is_refused(ranks: Pool) -> None:
-    ranks(2).run(second_gradient)
-
-
-class _Fail(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("the loss has exploded")
-
-
-def fail_everywhere(comm: Communicator) -> None:
+def test_hooks_survive_a_backward_pass_that_fails_on_all_ranks(comm: Communicator) -> None:
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
     for step in range(3):
@@ -55,20 +40,18 @@ def fail_everywhere(comm: Communicator) -> None:
             assert_gradients(model, expected(comm, squares), comm)
             continue
         with pytest.raises(ArithmeticError, match="exploded"):
-            torch.autograd.backward(model[2:](_Fail.apply(model[:2](draw(0)))).sum())  # type: ignore[no-untyped-call]
+            torch.autograd.backward(model[2:](explode(model[:2](draw(0)))).sum())
     hooks.remove()
 
 
-def test_hooks_survive_a_backward_pass_that_fails_on_all_ranks(ranks: Pool) -> None:
-    ranks(2).run(fail_everywhere)
-
-
-def fail_on_one(comm: Communicator) -> None:
+@all_raise(MismatchError, r"gradients\[")
+def test_a_backward_pass_that_fails_on_one_rank_is_reported(comm: Communicator) -> None:
+    """Half of its gradients are gone; the next pass must not be mixed with what the others wait for."""
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
     if comm.rank == 1:
         with pytest.raises(ArithmeticError, match="exploded"):
-            torch.autograd.backward(model[2:](_Fail.apply(model[:2](draw(0)))).sum())  # type: ignore[no-untyped-call]
+            torch.autograd.backward(model[2:](explode(model[:2](draw(0)))).sum())
         model.zero_grad()
     try:
         torch.autograd.backward(squares(model, comm.rank))
@@ -76,14 +59,8 @@ def fail_on_one(comm: Communicator) -> None:
         hooks.remove()
 
 
-def test_a_backward_pass_that_fails_on_one_rank_is_reported(ranks: Pool) -> None:
-    """Half of its gradients are gone; the next pass must not be mixed with what the others wait for."""
-    for error in ranks(2).run_expecting_errors(fail_on_one):
-        assert isinstance(error, MismatchError), error
-        assert "gradients[" in str(error)
-
-
-def refuse_what_cannot_work(comm: Communicator) -> None:
+@on_ranks(2)
+def test_refused(comm: Communicator) -> None:
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm)
     with pytest.raises(UsageError, match=r"'0\.weight' already has gradient hooks"):
@@ -112,12 +89,13 @@ def refuse_what_cannot_work(comm: Communicator) -> None:
     multiring.torch.register_gradient_hooks(make_model(), comm).remove()
 
 
-@pytest.mark.parametrize("size", [2])
-def test_refused(ranks: Pool, size: int) -> None:
-    ranks(size).run(refuse_what_cannot_work)
-
-
-def replace_in_a_hook(comm: Communicator, how: str, bucket_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("how", "bucket_bytes"), [("taken away", 1 << 20), ("taken away", 64), ("replaced", 64)]
+)
+@all_raise(UsageError, r"the gradient of '2\.weight' was replaced or taken away")
+def test_gradients_that_another_hook_replaces_are_refused(
+    comm: Communicator, how: str, bucket_bytes: int
+) -> None:
     """By a hook that runs after ours, when the gradient is on its way or about to be."""
     model = make_model()
     multiring.torch.register_gradient_hooks(
@@ -129,16 +107,15 @@ def replace_in_a_hook(comm: Communicator, how: str, bucket_bytes: int) -> None:
     torch.autograd.backward(squares(model, comm.rank))
 
 
-@pytest.mark.parametrize(
-    ("how", "bucket_bytes"), [("taken away", 1 << 20), ("taken away", 64), ("replaced", 64)]
+@all_raise(
+    MismatchError,
+    what={
+        "strides": "'2.weight' .*strides",
+        "frozen": "'2.weight'",
+        "options": "'options'.*bucket_bytes",
+    },
 )
-def test_gradients_that_another_hook_replaces_are_refused(ranks: Pool, how: str, bucket_bytes: int) -> None:
-    for error in ranks(2).run_expecting_errors(replace_in_a_hook, how, bucket_bytes):
-        assert isinstance(error, UsageError), error
-        assert "the gradient of '2.weight' was replaced or taken away" in str(error)
-
-
-def differ(comm: Communicator, what: str) -> None:
+def test_models_that_differ_in_small_things(comm: Communicator, what: str) -> None:
     model = make_model()
     options: dict[str, Any] = {}
     if comm.rank == 1:
@@ -151,17 +128,8 @@ def differ(comm: Communicator, what: str) -> None:
     multiring.torch.register_gradient_hooks(model, comm, **options)
 
 
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [("strides", "'2.weight' .*strides"), ("frozen", "'2.weight'"), ("options", "'options'.*bucket_bytes")],
-)
-def test_models_that_differ_in_small_things(ranks: Pool, what: str, text: str) -> None:
-    for error in ranks(2).run_expecting_errors(differ, what):
-        assert isinstance(error, MismatchError)
-        assert re.search(text, str(error)), error
-
-
-def drop_everything(comm: Communicator) -> None:
+@on_ranks(1, 2)
+def test_a_dropped_model_releases_its_buckets(comm: Communicator) -> None:
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
     torch.autograd.backward(squares(model, comm.rank))
@@ -171,12 +139,7 @@ def drop_everything(comm: Communicator) -> None:
     assert [ref() for ref in dropped] == [None, None, None]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_dropped_model_releases_its_buckets(ranks: Pool, size: int) -> None:
-    ranks(size).run(drop_everything)
-
-
-def dropped_handle(comm: Communicator) -> None:
+def test_hooks_work_without_their_handle(comm: Communicator) -> None:
     model = make_model()
     multiring.torch.register_gradient_hooks(model, comm)
     gc.collect()
@@ -184,58 +147,7 @@ def dropped_handle(comm: Communicator) -> None:
     assert_gradients(model, expected(comm, squares), comm)
 
 
-def test_hooks_work_without_their_handle(ranks: Pool) -> None:
-    ranks(2).run(dropped_handle)
-
-
-KILLED = """
-import os, signal, time
-import multiring.torch, torch
-
-comm = multiring.init()
-torch.manual_seed(0)
-model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
-multiring.torch.register_gradient_hooks(model, comm, bucket_bytes=1 << 14, first_bucket_bytes=1 << 12)
-calls = 0
-
-def die(_):
-    global calls
-    calls += 1
-    if comm.rank == 1 and calls == 3:
-        comm.send(torch.zeros(1), 0)  # rank 0 measures from here
-        os.kill(os.getpid(), signal.SIGKILL)
-
-model[1].weight.register_hook(die)
-start = None
-try:
-    while True:
-        if comm.rank == 0 and calls == 2:
-            comm.recv(1)
-            start = time.monotonic()
-        model.zero_grad()
-        model(torch.randn(8, 64)).sum().backward()
-except multiring.MultiringError as error:
-    seconds = time.monotonic() - start
-    path = os.path.join(os.environ["TEST_DIRECTORY"], "seen")
-    with open(path + ".new", "w") as file:
-        file.write(f"{type(error).__name__} {seconds:.3f} {error}")
-    os.rename(path + ".new", path)
-    raise
-"""
-
-
-def test_a_killed_rank_is_reported_within_two_seconds() -> None:
-    with start_job(2, KILLED) as job:
-        name, seconds, text = job.wait_for_file("seen").split(" ", 2)
-        assert name == "PeerLostError", text
-        assert float(seconds) < 2.0
-        assert "rank 1" in text
-        assert "gradients[" in text
-        job.finish()
-        job.assert_nothing_left()
-
-
-def replaced_part(comm: Communicator) -> None:
+def test_a_part_of_the_model_is_replaced(comm: Communicator) -> None:
     """The old head is gone, its hooks with it; the new one is not known; the rest goes on, unless checked."""
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, check_every=0, **SMALL)
@@ -251,7 +163,3 @@ def replaced_part(comm: Communicator) -> None:
         assert bits[0][:4] == bits[1][:4]
         assert bits[0][4:] != bits[1][4:]
     hooks.remove()
-
-
-def test_a_part_of_the_model_is_replaced(ranks: Pool) -> None:
-    ranks(2).run(replaced_part)

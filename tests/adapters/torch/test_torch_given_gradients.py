@@ -12,7 +12,16 @@ from torch import Tensor, nn
 import multiring.torch
 from multiring import Communicator
 from multiring.errors import UsageError
-from tests.adapters.torch.support import SMALL, Pool, assert_gradients, draw, expected, make_model, squares
+from tests.adapters.torch.support import (
+    SMALL,
+    assert_gradients,
+    assert_same_weights,
+    draw,
+    expected,
+    make_model,
+    squares,
+)
+from tests.on_ranks import all_raise, on_ranks
 
 
 def own_gradients(model: nn.Module, rank: int, loss: Callable[[Any, int], Tensor] = squares) -> list[Tensor]:
@@ -80,7 +89,11 @@ GIVE = [
 ]
 
 
-def step_reduces(comm: Communicator, give: Callable[[nn.Module, int], None], keep: bool) -> None:
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("give", GIVE)
+def test_step_reduces_gradients_that_the_program_gives(
+    comm: Communicator, give: Callable[[nn.Module, int], None], keep: bool
+) -> None:
     model = make_model()
     optimizer = multiring.torch.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), 0.0), model, comm, **SMALL
@@ -94,13 +107,9 @@ def step_reduces(comm: Communicator, give: Callable[[nn.Module, int], None], kee
     optimizer.remove()
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("give", GIVE)
-def test_step_reduces_gradients_that_the_program_gives(ranks: Pool, give: Any, keep: bool) -> None:
-    ranks(2).run(step_reduces, give, keep)
-
-
-def synchronize_reduces(comm: Communicator, average: bool) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("average", [True, False])
+def test_synchronize_reduces_them_once(comm: Communicator, average: bool) -> None:
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, average=average, **SMALL)
     factor = 1 if average else comm.size
@@ -116,12 +125,8 @@ def synchronize_reduces(comm: Communicator, average: bool) -> None:
     hooks.remove()
 
 
-@pytest.mark.parametrize("average", [True, False])
-def test_synchronize_reduces_them_once(ranks: Pool, average: bool) -> None:
-    ranks(3).run(synchronize_reduces, average)
-
-
-def edits_of_averages(comm: Communicator, in_place: bool) -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_edits_of_reduced_gradients_are_not_reduced(comm: Communicator, in_place: bool) -> None:
     """What every rank makes of a sum is not added up again, by step() or by the next backward()."""
     model = make_model()
     optimizer = multiring.torch.DistributedOptimizer(
@@ -143,12 +148,7 @@ def edits_of_averages(comm: Communicator, in_place: bool) -> None:
     optimizer.remove()
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_edits_of_reduced_gradients_are_not_reduced(ranks: Pool, in_place: bool) -> None:
-    ranks(2).run(edits_of_averages, in_place)
-
-
-def pcgrad(comm: Communicator) -> None:
+def test_projected_gradients_train_like_one_rank(comm: Communicator) -> None:
     """Two tasks whose gradients are projected on this rank's own (Yu et al. 2020), then averaged."""
 
     def project(model: nn.Module, rank: int) -> list[Tensor]:
@@ -170,16 +170,12 @@ def pcgrad(comm: Communicator) -> None:
         for parameter, *gradients in zip(reference.parameters(), *every, strict=True):
             parameter.grad = torch.stack(gradients).mean(0)
         alone.step()
-        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+        assert_same_weights(model, reference)
     optimizer.remove()
 
 
-def test_projected_gradients_train_like_one_rank(ranks: Pool) -> None:
-    ranks(2).run(pcgrad)
-
-
-def cached_buffers(comm: Communicator, how: str) -> None:
+@pytest.mark.parametrize("how", ["flat", "list", "later"])
+def test_gradients_stay_the_tensors_that_the_program_knows(comm: Communicator, how: str) -> None:
     """A program that keeps references to its gradients, or has them all in one tensor."""
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
@@ -218,12 +214,8 @@ def cached_buffers(comm: Communicator, how: str) -> None:
     hooks.remove()
 
 
-@pytest.mark.parametrize("how", ["flat", "list", "later"])
-def test_gradients_stay_the_tensors_that_the_program_knows(ranks: Pool, how: str) -> None:
-    ranks(2).run(cached_buffers, how)
-
-
-def moved_memory(comm: Communicator, how: str) -> None:
+@pytest.mark.parametrize("how", ["channels_last", "share_memory", "data"])
+def test_memory_of_gradients_may_change(comm: Communicator, how: str) -> None:
     """The memory of kept gradients changes between steps, but not the tensors."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 2)).double()
@@ -249,12 +241,7 @@ def moved_memory(comm: Communicator, how: str) -> None:
     hooks.remove()
 
 
-@pytest.mark.parametrize("how", ["channels_last", "share_memory", "data"])
-def test_memory_of_gradients_may_change(ranks: Pool, how: str) -> None:
-    ranks(2).run(moved_memory, how)
-
-
-def changed_dtype(comm: Communicator) -> None:
+def test_a_dtype_that_changes_is_refused(comm: Communicator) -> None:
     """half() or float() between steps is refused, kept gradients or not, sparse or not."""
     for keep in (False, True):
         for model, x in ((make_model(), draw(0)), (nn.Embedding(5, 2, sparse=True), torch.tensor([1, 2]))):
@@ -270,11 +257,8 @@ def changed_dtype(comm: Communicator) -> None:
             hooks.remove()
 
 
-def test_a_dtype_that_changes_is_refused(ranks: Pool) -> None:
-    ranks(2).run(changed_dtype)
-
-
-def written_to_in_a_hook(comm: Communicator) -> None:
+@all_raise(UsageError, r"the gradient of '4\.weight' was replaced or taken away, or written to")
+def test_a_hook_that_writes_to_a_gradient_on_its_way_is_refused(comm: Communicator) -> None:
     model = make_model()
     multiring.torch.register_gradient_hooks(model, comm, bucket_bytes=1, first_bucket_bytes=1)
 
@@ -284,9 +268,3 @@ def written_to_in_a_hook(comm: Communicator) -> None:
 
     model[4].weight.register_post_accumulate_grad_hook(double)
     torch.autograd.backward(squares(model, comm.rank))
-
-
-def test_a_hook_that_writes_to_a_gradient_on_its_way_is_refused(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(written_to_in_a_hook):
-        assert isinstance(error, UsageError), error
-        assert "the gradient of '4.weight' was replaced or taken away, or written to" in str(error)

@@ -15,17 +15,20 @@ from multiring.errors import UsageError
 from multiring.torch import placement
 from tests.adapters.torch.support import (
     SMALL,
-    Pool,
     assert_gradients,
+    check_steps,
     draw,
     expected,
+    explode,
     gradients_of,
     make_model,
     squares,
 )
+from tests.on_ranks import on_ranks
 
 
-def gradients_move_into_buckets(comm: Communicator) -> None:
+@on_ranks(2, 3)
+def test_gradients_that_are_kept_move_into_buckets(comm: Communicator) -> None:
     """Those that the program keeps, and only those."""
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
@@ -55,11 +58,6 @@ def gradients_move_into_buckets(comm: Communicator) -> None:
         torch.testing.assert_close(parameter.grad, local, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_gradients_that_are_kept_move_into_buckets(ranks: Pool, size: int) -> None:
-    ranks(size).run(gradients_move_into_buckets)
-
-
 class _Shared(torch.autograd.Function):
     """Its gradients are views of one memory, which the rest of the backward pass reads as well."""
 
@@ -72,7 +70,8 @@ class _Shared(torch.autograd.Function):
         return gradient.view_as(gradient), gradient.view_as(gradient)
 
 
-def memory_is_shared(comm: Communicator) -> None:
+@on_ranks(3)
+def test_gradients_that_share_memory(comm: Communicator) -> None:
     """What autograd still needs for other gradients is not averaged under its hands."""
     torch.manual_seed(0)
     model = nn.ParameterList([nn.Parameter(torch.randn(40, dtype=torch.float64)) for _ in range(4)])
@@ -85,18 +84,11 @@ def memory_is_shared(comm: Communicator) -> None:
 
     wanted = expected(comm, loss, lambda: copy.deepcopy(model))
     hooks = multiring.torch.register_gradient_hooks(model, comm, bucket_bytes=1, first_bucket_bytes=1)
-    for _ in range(3):
-        model.zero_grad()
-        torch.autograd.backward(loss(model, comm.rank))
-        assert_gradients(model, wanted, comm)
+    check_steps(model, loss, wanted, comm, steps=3)
     hooks.remove()
 
 
-def test_gradients_that_share_memory(ranks: Pool) -> None:
-    ranks(3).run(memory_is_shared)
-
-
-def order_of_elements(comm: Communicator) -> None:
+def test_any_order_of_elements(comm: Communicator) -> None:
     """Gradients whose elements lie in another order than those of their parameter."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 1), nn.Flatten(), nn.Linear(80, 3)).double()
@@ -108,10 +100,7 @@ def order_of_elements(comm: Communicator) -> None:
 
     wanted = expected(comm, loss, lambda: copy.deepcopy(model))
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
-    for _ in range(2):
-        model.zero_grad()
-        torch.autograd.backward(loss(model, comm.rank))
-        assert_gradients(model, wanted, comm)
+    check_steps(model, loss, wanted, comm)
     with torch.no_grad():
         for parameter in model.parameters():
             # As an optimizer or a program may leave them.
@@ -129,31 +118,16 @@ def order_of_elements(comm: Communicator) -> None:
     hooks.remove()
 
 
-def test_any_order_of_elements(ranks: Pool) -> None:
-    ranks(2).run(order_of_elements)
-
-
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("half-way")
-
-
-def fail_half_way(comm: Communicator) -> None:
+@on_ranks(2, 3)
+def test_gradients_of_a_failed_pass_are_not_kept(comm: Communicator) -> None:
     """After a failed backward pass gradients have to be new ones, or they would be what still arrives."""
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
     wanted = expected(comm, squares)
     for keeps in (False, True):
-        x = _Fails.apply(model[0](draw(comm.rank)))  # type: ignore[no-untyped-call]
-        for layer in list(model)[1:]:
-            x = layer(x)
-        with pytest.raises(ArithmeticError, match="half-way"):
-            torch.autograd.backward((x**2).mean())
+        loss = (model[1:](explode(model[0](draw(comm.rank)))) ** 2).mean()
+        with pytest.raises(ArithmeticError, match="exploded"):
+            torch.autograd.backward(loss)
         assert hooks._slots.reducer.sent()
         model.zero_grad(set_to_none=not keeps)
         if keeps:
@@ -168,12 +142,7 @@ def fail_half_way(comm: Communicator) -> None:
     hooks.remove()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_gradients_of_a_failed_pass_are_not_kept(ranks: Pool, size: int) -> None:
-    ranks(size).run(fail_half_way)
-
-
-def nobody_tells(comm: Communicator) -> None:
+def test_without_the_number_of_users_gradients_are_copied(comm: Communicator) -> None:
     """A Torch that does not tell how many users memory has: gradients are copied into their slots."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement, "_use_count", None)
@@ -181,15 +150,8 @@ def nobody_tells(comm: Communicator) -> None:
         model = make_model()
         hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
         wanted = expected(comm, squares)
-        for _ in range(2):
-            model.zero_grad()
-            torch.autograd.backward(squares(model, comm.rank))
-            assert_gradients(model, wanted, comm)
+        check_steps(model, squares, wanted, comm)
         reducer = hooks._slots.reducer
         places = {reducer.slot(index).ctypes.data for index in range(len(reducer.specs))}
         assert {p.grad.data_ptr() for p in model.parameters() if p.grad is not None} == places
         hooks.remove()
-
-
-def test_without_the_number_of_users_gradients_are_copied(ranks: Pool) -> None:
-    ranks(2).run(nobody_tells)

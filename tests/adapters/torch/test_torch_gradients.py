@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 import multiring.torch
 from multiring import Communicator
-from tests.adapters.torch.support import SMALL, Pool, assert_gradients, draw, expected, make_model, squares
+from tests.adapters.torch.support import (
+    SMALL,
+    assert_gradients,
+    check_steps,
+    draw,
+    expected,
+    make_model,
+    squares,
+)
+from tests.on_ranks import on_ranks, same_everywhere
 
 
 class Mixed(nn.Module):
@@ -37,7 +46,8 @@ class Mixed(nn.Module):
         self.count = nn.Parameter(torch.tensor(3), requires_grad=False)
 
 
-def mixed_dtypes(comm: Communicator) -> None:
+@on_ranks(1, 2, 3)
+def test_mixed_dtypes(comm: Communicator) -> None:
     """Gradients are small integers, so that half types add them without rounding."""
     model = Mixed()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
@@ -54,12 +64,8 @@ def mixed_dtypes(comm: Communicator) -> None:
     hooks.remove()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_mixed_dtypes(ranks: Pool, size: int) -> None:
-    ranks(size).run(mixed_dtypes)
-
-
-def half_types_average_in_float32(comm: Communicator) -> None:
+@on_ranks(3)
+def test_half_types_are_averaged_in_single_precision(comm: Communicator) -> None:
     for kind in (torch.float16, torch.bfloat16):
         model = nn.ParameterList([nn.Parameter(torch.zeros(1000, dtype=kind))])
         hooks = multiring.torch.register_gradient_hooks(model, comm)
@@ -70,10 +76,6 @@ def half_types_average_in_float32(comm: Communicator) -> None:
         wanted = ((local[0].float() + local[1].float()) + local[2].float()) / 3
         torch.testing.assert_close(model[0].grad, wanted.to(kind), rtol=0, atol=torch.finfo(kind).eps)
         hooks.remove()
-
-
-def test_half_types_are_averaged_in_single_precision(ranks: Pool) -> None:
-    ranks(3).run(half_types_average_in_float32)
 
 
 def make_strided() -> nn.Module:
@@ -88,7 +90,7 @@ def make_strided() -> nn.Module:
     return model
 
 
-def strided(comm: Communicator) -> None:
+def test_memory_layouts(comm: Communicator) -> None:
     """Gradients lie like their parameters where these have no gaps."""
 
     def loss(model: Any, rank: int) -> Tensor:
@@ -110,10 +112,6 @@ def strided(comm: Communicator) -> None:
     hooks.remove()
 
 
-def test_memory_layouts(ranks: Pool) -> None:
-    ranks(2).run(strided)
-
-
 class Tied(nn.Module):
     """Embedding and output layer share their weights; a layer occurs twice."""
 
@@ -131,22 +129,15 @@ class Tied(nn.Module):
         return y
 
 
-def tied(comm: Communicator) -> None:
+def test_shared_parameters(comm: Communicator) -> None:
     def loss(model: Any, rank: int) -> Tensor:
         return (model(torch.tensor([rank, 3, 3 + rank])) ** 2).mean()
 
     model = Tied()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
     wanted = expected(comm, loss, Tied)
-    for _ in range(2):
-        model.zero_grad()
-        torch.autograd.backward(loss(model, comm.rank))
-        assert_gradients(model, wanted, comm)
+    check_steps(model, loss, wanted, comm)
     hooks.remove()
-
-
-def test_shared_parameters(ranks: Pool) -> None:
-    ranks(2).run(tied)
 
 
 class Sparse(nn.Module):
@@ -171,7 +162,8 @@ WORDS = ([1, 7, 7, 49], [7, 3], [], [0, 1, 2])
 RARE = ([5, 5, 1], None, None, [8])
 
 
-def sparse_gradients(comm: Communicator) -> None:
+@on_ranks(2, 3)
+def test_sparse_gradients_have_the_bits_of_dense_ones(comm: Communicator) -> None:
     """The same bits as dense gradients, row for row; ranks without words, and without the rare table."""
     models = [Sparse(True), Sparse(False)]
 
@@ -195,8 +187,7 @@ def sparse_gradients(comm: Communicator) -> None:
                 assert found.is_coalesced()
                 assert torch.equal(found.to_dense(), wanted)
                 parts = (found.indices(), found.values())
-                bits = comm.allgather_object([part.numpy().tobytes() for part in parts])
-                assert all(other == bits[0] for other in bits)
+                assert same_everywhere(comm, [part.numpy().tobytes() for part in parts])
     norms = [multiring.torch.clip_grad_norm_(model.parameters(), 1e-3) for model in models]
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-12, atol=0)
     assert torch.allclose(models[0].words.weight.grad.to_dense(), models[1].words.weight.grad, rtol=1e-12)  # type: ignore[union-attr,arg-type]
@@ -204,12 +195,8 @@ def sparse_gradients(comm: Communicator) -> None:
         hooks.remove()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_sparse_gradients_have_the_bits_of_dense_ones(ranks: Pool, size: int) -> None:
-    ranks(size).run(sparse_gradients)
-
-
-def sparse_alone(comm: Communicator) -> None:
+@on_ranks(1, 2, 3)
+def test_a_model_of_sparse_parameters_alone(comm: Communicator) -> None:
     """No dense parameter at all, no gradient anywhere in the first step, join, a sparse optimizer."""
     table = nn.Embedding(6, 2, sparse=True, dtype=torch.float64)
     nn.init.zeros_(table.weight)
@@ -227,18 +214,12 @@ def sparse_alone(comm: Communicator) -> None:
             torch.testing.assert_close(table.weight.grad.to_dense()[5, 0].item(), 1.0)
             torch.testing.assert_close(table.weight.grad.to_dense()[comm.rank, 0].item(), 1.0 / active)
             optimizer.step()
-    bits = comm.allgather_object(table.weight.detach().numpy().tobytes())
-    assert all(other == bits[0] for other in bits)
+    assert same_everywhere(comm, table.weight.detach().numpy().tobytes())
     assert optimizer.state[table.weight]["step"] == comm.size
     hooks.remove()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_model_of_sparse_parameters_alone(ranks: Pool, size: int) -> None:
-    ranks(size).run(sparse_alone)
-
-
-def two_sparse_models(comm: Communicator) -> None:
+def test_two_models_of_sparse_parameters(comm: Communicator) -> None:
     """Ranks differentiate them in different order; neither waits for the other."""
     tables = [nn.Embedding(4, 2, sparse=True, dtype=torch.float64) for _ in range(2)]
     handles = [multiring.torch.register_gradient_hooks(table, comm) for table in tables]
@@ -256,11 +237,7 @@ def two_sparse_models(comm: Communicator) -> None:
         hooks.remove()
 
 
-def test_two_models_of_sparse_parameters(ranks: Pool) -> None:
-    ranks(2).run(two_sparse_models)
-
-
-def undeclared_sparse(comm: Communicator) -> None:
+def test_sparse_gradients_nobody_announced(comm: Communicator) -> None:
     """A sparse gradient nobody announced becomes dense; an announced one that comes dense becomes sparse."""
     table = nn.ParameterDict({"table": torch.zeros(6, 2)})
     for names in ((), ("table",)):
@@ -281,11 +258,9 @@ def undeclared_sparse(comm: Communicator) -> None:
         multiring.torch.register_gradient_hooks(table, comm, sparse_parameters=["tabel"])
 
 
-def test_sparse_gradients_nobody_announced(ranks: Pool) -> None:
-    ranks(2).run(undeclared_sparse)
-
-
-def compiled(comm: Communicator, when: str) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_models(comm: Communicator, when: str) -> None:
     """Rank 1 compiles its model, rank 0 does not: names agree all the same."""
     model: Any = make_model()
     runner = torch.compile(model, backend="aot_eager") if comm.rank == 1 else model
@@ -296,48 +271,3 @@ def compiled(comm: Communicator, when: str) -> None:
         torch.autograd.backward((runner(draw(comm.rank)) ** 2).mean())
         assert_gradients(model, wanted, comm)
     hooks.remove()
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_compiled_models(ranks: Pool, when: str) -> None:
-    ranks(2).run(compiled, when)
-
-
-def normalised_with_unused_parts(comm: Communicator) -> None:
-    """Synchronised normalisation talks in the middle of a backward pass, buckets leave at different times."""
-
-    def make() -> nn.Module:
-        torch.manual_seed(5)
-        parts = {
-            "in": nn.Linear(6, 8),
-            "odd": nn.Linear(8, 8),
-            "out": nn.Linear(8, 3),
-            "norm": nn.BatchNorm1d(8),
-        }
-        return nn.ModuleDict(parts).double()
-
-    def forward(model: Any, x: Tensor, odd: bool) -> Tensor:
-        x = torch.tanh(model["norm"](model["in"](x)))
-        x = x + model["odd"](x) if odd else x
-        y: Tensor = model["out"](model["norm"](x))
-        return y
-
-    model = multiring.torch.convert_sync_batchnorm(make(), comm)
-    hooks = multiring.torch.register_gradient_hooks(model, comm, bucket_bytes=128, first_bucket_bytes=128)
-    reference = make()
-    for step in range(4):
-        model.zero_grad()
-        reference.zero_grad()
-        torch.autograd.backward(forward(model, draw(10 * step + comm.rank), comm.rank == 0).sum())
-        x = torch.cat([draw(10 * step + rank) for rank in range(comm.size)])
-        # One rank that sees all batches, of which the part of rank 0 alone goes through the odd layer.
-        h = torch.tanh(reference["norm"](reference["in"](x)))  # type: ignore[index]
-        h = torch.cat([h[:4] + reference["odd"](h[:4]), h[4:]])  # type: ignore[index]
-        torch.autograd.backward(reference["out"](reference["norm"](h)).sum() / comm.size)  # type: ignore[index]
-        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
-    hooks.remove()
-
-
-def test_normalisation_between_buckets(ranks: Pool) -> None:
-    ranks(3).run(normalised_with_unused_parts)

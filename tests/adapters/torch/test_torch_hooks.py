@@ -13,18 +13,18 @@ from torch.utils.checkpoint import checkpoint
 
 import multiring.torch
 from multiring import Communicator
-from multiring.gradients.bucket_exchange import BucketExchange
-from multiring.gradients.bucketing import Bucket
+from multiring.gradients.reducer import GradientReducer
 from tests.adapters.torch.support import (
     SMALL,
-    Pool,
     assert_gradients,
+    check_steps,
     draw,
     expected,
     gradients_of,
     make_model,
     squares,
 )
+from tests.on_ranks import on_ranks
 
 
 class _Observe(torch.autograd.Function):
@@ -44,25 +44,27 @@ class _Observe(torch.autograd.Function):
 class _Spy:
     """An exchange that notes the parameters of the buckets that leave."""
 
-    def __init__(self, exchange: BucketExchange, sent: list[list[int]]) -> None:
-        self._exchange, self._sent = exchange, sent
+    def __init__(self, reducer: GradientReducer, sent: list[list[int]]) -> None:
+        assert reducer._exchange is not None
+        self._reducer, self._exchange, self._sent = reducer, reducer._exchange, sent
 
-    def send(self, number: int, bucket: Bucket, *rest: Any) -> Any:
-        self._sent.append([slot.index for slot in bucket.slots])
-        return self._exchange.send(number, bucket, *rest)
+    def send(self, number: int, *rest: Any) -> Any:
+        self._sent.append([slot.index for slot in self._reducer.plan.buckets[number].slots])
+        return self._exchange.send(number, *rest)
 
     def receive(self, *arguments: Any) -> Any:
         return self._exchange.receive(*arguments)
 
 
-def buckets_leave_early(comm: Communicator) -> list[list[list[int]]]:
+def test_buckets_leave_during_backward_and_in_the_same_order_everywhere(
+    comm: Communicator,
+) -> list[list[list[int]]]:
     """With a parameter that rank 1 does not use: its bucket, and those behind it, wait for the end there."""
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
     sent: list[list[int]] = []
     reducer = hooks._slots.reducer
-    assert reducer._exchange is not None
-    reducer._exchange = _Spy(reducer._exchange, sent)
+    reducer._exchange = _Spy(reducer, sent)
     seen: list[int] = []
     history = []
     for step in range(2):
@@ -79,16 +81,11 @@ def buckets_leave_early(comm: Communicator) -> list[list[list[int]]]:
         assert early < len(sent)
         history.append(list(sent))
     hooks.remove()
+    assert len(history[1]) > 3
     return history
 
 
-def test_buckets_leave_during_backward_and_in_the_same_order_everywhere(ranks: Pool) -> None:
-    results = ranks(2).run(buckets_leave_early)
-    assert results[0] == results[1]
-    assert len(results[0][1]) > 3
-
-
-def buckets_follow_arrival(comm: Communicator) -> None:
+def test_buckets_follow_the_order_of_arrival(comm: Communicator) -> None:
     """The model registers its layers in the order in which gradients arrive, the reverse of the usual."""
 
     def make() -> nn.Module:
@@ -116,11 +113,8 @@ def buckets_follow_arrival(comm: Communicator) -> None:
     hooks.remove()
 
 
-def test_buckets_follow_the_order_of_arrival(ranks: Pool) -> None:
-    ranks(2).run(buckets_follow_arrival)
-
-
-def reentrant(comm: Communicator, use_reentrant: bool) -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_parts(comm: Communicator, use_reentrant: bool) -> None:
     def loss(model: Any, rank: int) -> Tensor:
         x = draw(rank).requires_grad_(True)
         x = checkpoint(lambda z: torch.tanh(model[0](z)), x, use_reentrant=use_reentrant)
@@ -132,20 +126,12 @@ def reentrant(comm: Communicator, use_reentrant: bool) -> None:
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
     wanted = expected(comm, loss)
-    for _ in range(2):
-        model.zero_grad()
-        torch.autograd.backward(loss(model, comm.rank))
-        assert_gradients(model, wanted, comm)
+    check_steps(model, loss, wanted, comm)
     assert hooks.rounds == 2
     hooks.remove()
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_parts(ranks: Pool, use_reentrant: bool) -> None:
-    ranks(2).run(reentrant, use_reentrant)
-
-
-def frozen_and_thawed(comm: Communicator) -> None:
+def test_parameters_are_frozen_and_thawed(comm: Communicator) -> None:
     """First the head alone is trained, then the body alone, then everything, then a part without zeroing."""
 
     def make(head: bool, body: bool) -> nn.Sequential:
@@ -168,11 +154,7 @@ def frozen_and_thawed(comm: Communicator) -> None:
     torch.autograd.backward(squares(model, comm.rank))
 
 
-def test_parameters_are_frozen_and_thawed(ranks: Pool) -> None:
-    ranks(2).run(frozen_and_thawed)
-
-
-def no_loss_on_one_rank(comm: Communicator) -> None:
+def test_synchronize_reduces_without_a_backward_pass(comm: Communicator) -> None:
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
     if comm.rank == 0:
@@ -188,11 +170,7 @@ def no_loss_on_one_rank(comm: Communicator) -> None:
     hooks.remove()
 
 
-def test_synchronize_reduces_without_a_backward_pass(ranks: Pool) -> None:
-    ranks(2).run(no_loss_on_one_rank)
-
-
-def two_models(comm: Communicator) -> None:
+def test_two_models_with_hooks_of_their_own(comm: Communicator) -> None:
     """Ranks begin with gradients of different models, and have gradients missing in both at the end.
 
     A rank that waited for one model before it sent all of the other would wait for ever.
@@ -218,11 +196,8 @@ def two_models(comm: Communicator) -> None:
         hook.remove()
 
 
-def test_two_models_with_hooks_of_their_own(ranks: Pool) -> None:
-    ranks(2).run(two_models)
-
-
-def sum_and_scale(comm: Communicator) -> None:
+@on_ranks(1, 2, 3)
+def test_sum_and_scales(comm: Communicator) -> None:
     size = comm.size
     for options, factor in (
         ({"average": False}, size),
@@ -241,12 +216,8 @@ def sum_and_scale(comm: Communicator) -> None:
         hooks.remove()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_sum_and_scales(ranks: Pool, size: int) -> None:
-    ranks(size).run(sum_and_scale)
-
-
-def sum_leaves_alone(comm: Communicator) -> None:
+@on_ranks(1, 2)
+def test_a_sum_leaves_gradients_without_news_alone(comm: Communicator) -> None:
     """A gradient that the program keeps is not added up again where no rank has a new one."""
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, average=False, **SMALL)
@@ -260,12 +231,8 @@ def sum_leaves_alone(comm: Communicator) -> None:
     hooks.remove()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_sum_leaves_gradients_without_news_alone(ranks: Pool, size: int) -> None:
-    ranks(size).run(sum_leaves_alone)
-
-
-def nothing_happens(comm: Communicator) -> None:
+@on_ranks(1)
+def test_one_rank_has_no_hooks(comm: Communicator) -> None:
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm)
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
@@ -276,11 +243,7 @@ def nothing_happens(comm: Communicator) -> None:
     hooks.remove()
 
 
-def test_one_rank_has_no_hooks(ranks: Pool) -> None:
-    ranks(1).run(nothing_happens)
-
-
-def copied_and_outlived(comm: Communicator) -> None:
+def test_copies_of_a_model_and_the_end_of_a_communicator(comm: Communicator) -> None:
     """A local copy of a model has no hooks; gradients may be read after the end of the communicator."""
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
@@ -296,7 +259,3 @@ def copied_and_outlived(comm: Communicator) -> None:
     hooks.remove()
     for parameter, gradient in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
-
-
-def test_copies_of_a_model_and_the_end_of_a_communicator(ranks: Pool) -> None:
-    ranks(2).run(copied_and_outlived)

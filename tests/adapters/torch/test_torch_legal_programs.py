@@ -13,7 +13,16 @@ from torch import Tensor, nn
 import multiring.torch
 from multiring import Communicator
 from multiring.errors import UsageError
-from tests.adapters.torch.support import SMALL, Pool, assert_gradients, draw, expected, make_model, squares
+from tests.adapters.torch.support import (
+    SMALL,
+    assert_gradients,
+    assert_same_weights,
+    draw,
+    expected,
+    make_model,
+    squares,
+)
+from tests.on_ranks import Pool, all_raise
 
 
 class WithBuffer(nn.Module):
@@ -35,7 +44,7 @@ def table() -> Tensor:
     return torch.tensor([1.5, float("nan"), -0.0], dtype=torch.float64)
 
 
-def one_graph_twice(comm: Communicator) -> None:
+def test_two_backward_passes_over_one_graph_with_a_constant(comm: Communicator) -> None:
     def passes(model: nn.Module, rank: int) -> None:
         out = model(draw(rank))
         torch.autograd.backward(out.mean(), retain_graph=True)
@@ -61,11 +70,7 @@ def one_graph_twice(comm: Communicator) -> None:
     hooks.remove()
 
 
-def test_two_backward_passes_over_one_graph_with_a_constant(ranks: Pool) -> None:
-    ranks(2).run(one_graph_twice)
-
-
-def inference_buffer(comm: Communicator) -> None:
+def test_buffers_made_in_inference_mode(comm: Communicator) -> None:
     """As a cache that a validation before training makes; it takes over rank 0's values all the same."""
     model = WithBuffer(table())
     hooks = multiring.torch.register_gradient_hooks(model, comm, check_every=1, **SMALL)
@@ -80,10 +85,6 @@ def inference_buffer(comm: Communicator) -> None:
     multiring.torch.broadcast_parameters(model, comm=comm)
     assert model.table.tolist() == [1.0] * 3
     hooks.remove()
-
-
-def test_buffers_made_in_inference_mode(ranks: Pool) -> None:
-    ranks(2).run(inference_buffer)
 
 
 def expanded_buffer(comm: Communicator, same: bool) -> None:
@@ -106,7 +107,7 @@ def test_expanded_buffers(ranks: Pool) -> None:
     assert "clone()" in str(errors[1])
 
 
-def own_notes(comm: Communicator) -> None:
+def test_notes_in_parameter_groups_may_differ(comm: Communicator) -> None:
     """What the groups of an optimizer hold beside numbers may be each rank's own."""
     model = make_model()
     group = {"params": model.parameters(), "log": f"/tmp/log.{comm.rank}", "tags": {f"tag{comm.rank}"}}
@@ -120,11 +121,7 @@ def own_notes(comm: Communicator) -> None:
     optimizer.remove()
 
 
-def test_notes_in_parameter_groups_may_differ(ranks: Pool) -> None:
-    ranks(2).run(own_notes)
-
-
-def sharpness_aware(comm: Communicator) -> None:
+def test_weights_perturbed_on_each_rank_during_backward(comm: Communicator) -> None:
     """SAM, perturbed by each rank's own gradients; one process computes all ranks' in turn."""
     model, reference = make_model(), make_model()
     optimizer = multiring.torch.DistributedOptimizer(
@@ -167,16 +164,11 @@ def sharpness_aware(comm: Communicator) -> None:
         for one, p in zip(total, reference.parameters(), strict=True):
             p.grad = one
         steps.step()
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+    assert_same_weights(model, reference, rtol=1e-12)
     optimizer.remove()
 
 
-def test_weights_perturbed_on_each_rank_during_backward(ranks: Pool) -> None:
-    ranks(2).run(sharpness_aware)
-
-
-def after_uneven_data(comm: Communicator) -> None:
+def test_parameters_that_were_taken_over_are_compared(comm: Communicator) -> None:
     """What ranks had before they took over the parameters of one is not compared."""
     model = make_model()
     optimizer = multiring.torch.DistributedOptimizer(
@@ -201,11 +193,7 @@ def after_uneven_data(comm: Communicator) -> None:
     optimizer.remove()
 
 
-def test_parameters_that_were_taken_over_are_compared(ranks: Pool) -> None:
-    ranks(2).run(after_uneven_data)
-
-
-def group_is_dropped(comm: Communicator) -> None:
+def test_parameters_that_leave_and_join_the_groups(comm: Communicator) -> None:
     model: Any = make_model()
     groups = [{"params": list(part.parameters())} for part in (model[0], model[2], model[4])]
     optimizer = multiring.torch.DistributedOptimizer(torch.optim.SGD(groups, 0.1), model, comm, **SMALL)
@@ -226,11 +214,7 @@ def group_is_dropped(comm: Communicator) -> None:
     optimizer.remove()
 
 
-def test_parameters_that_leave_and_join_the_groups(ranks: Pool) -> None:
-    ranks(2).run(group_is_dropped)
-
-
-def moved_parameters(comm: Communicator) -> None:
+def test_moved_parameters_can_be_loaded(comm: Communicator) -> None:
     """Pruning renames parameters, tying shares them: they have hooks as before."""
     model: Any = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, check_every=1, **SMALL)
@@ -245,11 +229,7 @@ def moved_parameters(comm: Communicator) -> None:
     hooks.remove()
 
 
-def test_moved_parameters_can_be_loaded(ranks: Pool) -> None:
-    ranks(2).run(moved_parameters)
-
-
-def growing(comm: Communicator) -> None:
+def test_a_block_with_hooks_of_its_own(comm: Communicator) -> None:
     """A block that comes later has hooks of its own."""
     model = make_model()
     handles = [multiring.torch.register_gradient_hooks(model, comm, check_every=1, **SMALL)]
@@ -269,11 +249,10 @@ def growing(comm: Communicator) -> None:
         handle.remove()
 
 
-def test_a_block_with_hooks_of_its_own(ranks: Pool) -> None:
-    ranks(2).run(growing)
-
-
-def local_gradients_added(comm: Communicator, op: Any) -> None:
+@all_raise(
+    UsageError, op={"average": None, "sum": r"'0\.weight' was reduced in backward and then written to"}
+)
+def test_local_gradients_added_to_reduced_ones(comm: Communicator, op: Any) -> None:
     """To reduced ones, in place, on rank 0 to another parameter as well; the same edits are left alone."""
     model, reference = make_model(), make_model()
     optimizer = multiring.torch.DistributedOptimizer(
@@ -302,8 +281,7 @@ def local_gradients_added(comm: Communicator, op: Any) -> None:
                 p.grad += more / comm.size
         steps.step()
         steps.zero_grad()
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+    assert_same_weights(model, reference, rtol=1e-12)
     # What is the same on all ranks is not reduced again; ranks that have left are not asked.
     with optimizer.join():
         for _ in range(2 + comm.rank):
@@ -314,10 +292,3 @@ def local_gradients_added(comm: Communicator, op: Any) -> None:
             optimizer.step()
             assert optimizer._hooks.rounds == rounds
     optimizer.remove()
-
-
-def test_local_gradients_added_to_reduced_ones(ranks: Pool) -> None:
-    ranks(2).run(local_gradients_added, "average")
-    for error in ranks(2).run_expecting_errors(local_gradients_added, "sum"):
-        assert isinstance(error, UsageError), error
-        assert "'0.weight' was reduced in backward and then written to" in str(error)

@@ -14,7 +14,8 @@ from torch.optim import lr_scheduler
 import multiring.torch
 from multiring import Communicator
 from multiring.errors import UsageError
-from tests.adapters.torch.support import SMALL, Pool, draw, make_model
+from tests.adapters.torch.support import SMALL, assert_same_weights, draw, make_model
+from tests.on_ranks import on_ranks
 
 Step = Callable[[Any, nn.Module, Callable[[], Tensor]], None]
 
@@ -87,21 +88,6 @@ def make_lbfgs(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
-def train_like_one(
-    comm: Communicator, make: Callable[[nn.Module], torch.optim.Optimizer], step: Step
-) -> bytes:
-    model, reference = make_model(), make_model()
-    optimizer = multiring.torch.DistributedOptimizer(make(model), model, comm, **SMALL)
-    alone = make(reference)
-    for k in range(5):
-        step(optimizer, model, lambda k=k: own_loss(model, comm.rank, k))  # type: ignore[misc]
-        step(alone, reference, lambda k=k: whole_loss(reference, comm.size, k))  # type: ignore[misc]
-        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
-    optimizer.remove()
-    return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("make", "step"),
     [
@@ -113,13 +99,24 @@ def train_like_one(
         (make_fused_adam, scaled_step),
     ],
 )
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_ranks_train_like_one(ranks: Pool, size: int, make: Any, step: Any) -> None:
-    results = ranks(size).run(train_like_one, make, step)
-    assert all(result == results[0] for result in results)
+@on_ranks(1, 2, 3)
+def test_ranks_train_like_one(
+    comm: Communicator, make: Callable[[nn.Module], torch.optim.Optimizer], step: Step
+) -> bytes:
+    model, reference = make_model(), make_model()
+    optimizer = multiring.torch.DistributedOptimizer(make(model), model, comm, **SMALL)
+    alone = make(reference)
+    for k in range(5):
+        step(optimizer, model, lambda k=k: own_loss(model, comm.rank, k))  # type: ignore[misc]
+        step(alone, reference, lambda k=k: whole_loss(reference, comm.size, k))  # type: ignore[misc]
+        assert_same_weights(model, reference, rtol=1e-8)
+    optimizer.remove()
+    return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 
 
-def schedule(comm: Communicator, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["plateau", "chain"])
+@pytest.mark.filterwarnings("error")
+def test_schedulers(comm: Communicator, kind: str) -> None:
     """Schedulers take the wrapper or the wrapped optimizer."""
     rates = []
     for on_wrapper in (True, False):
@@ -129,8 +126,6 @@ def schedule(comm: Communicator, kind: str) -> None:
         assert isinstance(optimizer, torch.optim.Optimizer)
         target: torch.optim.Optimizer = optimizer if on_wrapper else inner
         schedulers: dict[str, Callable[[], Any]] = {
-            "step": lambda t=target: lr_scheduler.StepLR(t, 2, 0.5),  # type: ignore[misc]
-            "cycle": lambda t=target: lr_scheduler.OneCycleLR(t, 1.0, total_steps=10),  # type: ignore[misc]
             "plateau": lambda t=target: lr_scheduler.ReduceLROnPlateau(t, patience=1),  # type: ignore[misc]
             "chain": lambda t=target: lr_scheduler.SequentialLR(  # type: ignore[misc]
                 t, [lr_scheduler.LinearLR(t), lr_scheduler.CosineAnnealingLR(t, 5)], [3]
@@ -149,13 +144,8 @@ def schedule(comm: Communicator, kind: str) -> None:
     assert len(set(rates[0])) > 1
 
 
-@pytest.mark.parametrize("kind", ["step", "cycle", "plateau", "chain"])
-@pytest.mark.filterwarnings("error")
-def test_schedulers(ranks: Pool, kind: str) -> None:
-    ranks(2).run(schedule, kind)
-
-
-def accumulate(comm: Communicator, passes: int) -> None:
+@pytest.mark.parametrize("passes", [2, 3])
+def test_several_backward_passes_per_step(comm: Communicator, passes: int) -> None:
     """Gradients of several passes are added; a step before the last pass reduces what there is."""
     model, reference = make_model(), make_model()
     optimizer = multiring.torch.DistributedOptimizer(
@@ -172,17 +162,11 @@ def accumulate(comm: Communicator, passes: int) -> None:
         optimizer.step()
         alone.step()
         assert optimizer._hooks.rounds - rounds == max(1, count // passes)
-        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+        assert_same_weights(model, reference)
     optimizer.remove()
 
 
-@pytest.mark.parametrize("passes", [2, 3])
-def test_several_backward_passes_per_step(ranks: Pool, passes: int) -> None:
-    ranks(2).run(accumulate, passes)
-
-
-def no_loss_on_one_rank(comm: Communicator) -> None:
+def test_a_rank_without_a_loss_takes_part(comm: Communicator) -> None:
     """A rank whose loss does not involve the model makes up for it in step()."""
     model, reference = make_model(), make_model()
     optimizer = multiring.torch.DistributedOptimizer(make_sgd(model), model, comm, **SMALL)
@@ -196,16 +180,11 @@ def no_loss_on_one_rank(comm: Communicator) -> None:
         losses = [own_loss(reference, rank, step) for rank in range(comm.size) if rank == 0 or step == 1]
         torch.autograd.backward(torch.stack(losses).sum() / comm.size)
         alone.step()
-        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+        assert_same_weights(model, reference)
     optimizer.remove()
 
 
-def test_a_rank_without_a_loss_takes_part(ranks: Pool) -> None:
-    ranks(2).run(no_loss_on_one_rank)
-
-
-def overflow(comm: Communicator) -> None:
+def test_an_overflow_on_one_rank_stops_all(comm: Communicator) -> None:
     """One rank's gradient is infinite: all ranks skip the step and halve the scale."""
     model = make_model()
     optimizer = multiring.torch.DistributedOptimizer(make_sgd(model), model, comm)
@@ -223,11 +202,8 @@ def overflow(comm: Communicator) -> None:
     optimizer.remove()
 
 
-def test_an_overflow_on_one_rank_stops_all(ranks: Pool) -> None:
-    ranks(2).run(overflow)
-
-
-def looks_like_the_wrapped_optimizer(comm: Communicator) -> None:
+@on_ranks(1, 2)
+def test_it_looks_like_the_wrapped_optimizer(comm: Communicator) -> None:
     model = make_model()
     inner = make_sgd(model)
     optimizer = multiring.torch.DistributedOptimizer(inner, model.named_parameters(), comm)
@@ -256,12 +232,7 @@ def looks_like_the_wrapped_optimizer(comm: Communicator) -> None:
     assert comm.size == 1 or found[0] != found[1]  # everyone for itself now
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_it_looks_like_the_wrapped_optimizer(ranks: Pool, size: int) -> None:
-    ranks(size).run(looks_like_the_wrapped_optimizer)
-
-
-def add_group(comm: Communicator) -> None:
+def test_parameter_groups_can_be_added(comm: Communicator) -> None:
     """A new layer is trained along after add_param_group."""
     model, reference = make_model(), make_model()
     optimizer = multiring.torch.DistributedOptimizer(
@@ -274,16 +245,11 @@ def add_group(comm: Communicator) -> None:
             alone.add_param_group({"params": list(reference[:2].parameters()), "lr": 0.3})
         plain_step(optimizer, model, lambda k=step: own_loss(model, comm.rank, k))  # type: ignore[misc]
         plain_step(alone, reference, lambda k=step: whole_loss(reference, comm.size, k))  # type: ignore[misc]
-        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+        assert_same_weights(model, reference)
     optimizer.remove()
 
 
-def test_parameter_groups_can_be_added(ranks: Pool) -> None:
-    ranks(2).run(add_group)
-
-
-def two_optimizers(comm: Communicator) -> None:
+def test_two_optimizers_for_one_model(comm: Communicator) -> None:
     """Two optimizers for two parts of one model."""
     model, reference = make_model(), make_model()
     parts = [slice(0, 2), slice(2, None)]
@@ -301,17 +267,12 @@ def two_optimizers(comm: Communicator) -> None:
         for optimizer in optimizers:
             optimizer.step()
         plain_step(alone, reference, lambda k=step: whole_loss(reference, comm.size, k))  # type: ignore[misc]
-        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+        assert_same_weights(model, reference)
     for optimizer in optimizers:
         optimizer.remove()
 
 
-def test_two_optimizers_for_one_model(ranks: Pool) -> None:
-    ranks(2).run(two_optimizers)
-
-
-def refused(comm: Communicator) -> None:
+def test_refused(comm: Communicator) -> None:
     model = make_model()
     with pytest.raises(UsageError, match="6 of the optimizer's 6 parameters are not among the named ones"):
         multiring.torch.DistributedOptimizer(make_sgd(model), make_model(), comm)
@@ -323,7 +284,3 @@ def refused(comm: Communicator) -> None:
     with pytest.raises(UsageError, match=r"'group0\.parameter0' already has"):
         multiring.torch.DistributedOptimizer(make_sgd(model), comm=comm)
     unnamed.remove()
-
-
-def test_refused(ranks: Pool) -> None:
-    ranks(2).run(refused)

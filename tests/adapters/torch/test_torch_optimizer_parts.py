@@ -12,14 +12,16 @@ from torch import Tensor
 import multiring.torch
 from multiring import Communicator
 from multiring.errors import UsageError
-from tests.adapters.torch.support import SMALL, Pool, draw, make_model
+from tests.adapters.torch.support import SMALL, draw, make_model
 
 
 def loss_of(model: Any, rank: int, step: int) -> Tensor:
     return (model(draw(100 * step + rank)) ** 2).mean()
 
 
-def partial_group(comm: Communicator, unscale: bool, fused: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_an_overflow_in_a_partial_group_stops_all(comm: Communicator, unscale: bool, fused: bool) -> None:
     """The last group of an epoch has fewer passes, and one rank's gradients in it are infinite or not."""
     model = make_model()
     inner = torch.optim.Adam(model.parameters(), fused=fused)
@@ -44,13 +46,7 @@ def partial_group(comm: Communicator, unscale: bool, fused: bool) -> None:
     optimizer.remove()
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("unscale", [False, True])
-def test_an_overflow_in_a_partial_group_stops_all(ranks: Pool, unscale: bool, fused: bool) -> None:
-    ranks(2).run(partial_group, unscale, fused)
-
-
-def attributes(comm: Communicator) -> None:
+def test_attributes_are_those_of_the_wrapped_optimizer(comm: Communicator) -> None:
     model = make_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = multiring.torch.DistributedOptimizer(inner, model, comm)
@@ -69,11 +65,7 @@ def attributes(comm: Communicator) -> None:
     optimizer.remove()
 
 
-def test_attributes_are_those_of_the_wrapped_optimizer(ranks: Pool) -> None:
-    ranks(2).run(attributes)
-
-
-def past_the_wrapper(comm: Communicator) -> None:
+def test_what_goes_past_the_wrapper_is_refused(comm: Communicator) -> None:
     model = make_model()
     inner = torch.optim.SGD(model[2:].parameters(), lr=0.1)
     optimizer = multiring.torch.DistributedOptimizer(inner, model, comm, backward_passes_per_step=2)
@@ -87,7 +79,3 @@ def past_the_wrapper(comm: Communicator) -> None:
         optimizer.step()
     optimizer.remove()
     inner.step()
-
-
-def test_what_goes_past_the_wrapper_is_refused(ranks: Pool) -> None:
-    ranks(2).run(past_the_wrapper)

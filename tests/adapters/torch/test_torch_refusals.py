@@ -16,10 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 import multiring.torch
 from multiring import Communicator
 from multiring.errors import UsageError
-from tests.adapters.torch.support import SMALL, Pool, assert_gradients, draw, expected, make_model, squares
+from tests.adapters.torch.support import SMALL, assert_gradients, draw, expected, make_model, squares
 
 
-def compiled_autograd(comm: Communicator, how: str) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["config", "enable"])
+def test_compiled_autograd(comm: Communicator, how: str) -> None:
     from torch._dynamo import compiled_autograd, config
 
     model = make_model()
@@ -34,12 +36,8 @@ def compiled_autograd(comm: Communicator, how: str) -> None:
     hooks.remove()
 
 
-@pytest.mark.parametrize("how", ["config", "enable"])
-def test_compiled_autograd(ranks: Pool, how: str) -> None:
-    ranks(2).run(compiled_autograd, how)
-
-
-def hooked_copies(comm: Communicator, how: str) -> None:
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "copy of a part", "copy of a copy"])
+def test_copies_of_hooked_models(comm: Communicator, how: str) -> None:
     """A copy may be used, loaded and averaged (a teacher), but not trained as if it had hooks."""
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
@@ -80,12 +78,7 @@ def hooked_copies(comm: Communicator, how: str) -> None:
     torch.autograd.backward(squares(copy.deepcopy(model), comm.rank))
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "copy of a part", "copy of a copy"])
-def test_copies_of_hooked_models(ranks: Pool, how: str) -> None:
-    ranks(2).run(hooked_copies, how)
-
-
-def assigned_state(comm: Communicator) -> None:
+def test_load_state_dict_that_assigns(comm: Communicator) -> None:
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm)
     model.load_state_dict(make_model(1).state_dict())
@@ -95,11 +88,7 @@ def assigned_state(comm: Communicator) -> None:
     model.load_state_dict(make_model(2).state_dict(), assign=True)
 
 
-def test_load_state_dict_that_assigns(ranks: Pool) -> None:
-    ranks(2).run(assigned_state)
-
-
-def limited_norm(comm: Communicator) -> None:
+def test_embeddings_of_limited_norm(comm: Communicator) -> None:
     model = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 2))
     with pytest.raises(
         UsageError, match=r"module '0' is an Embedding with max_norm=1, which changes the rows"
@@ -109,13 +98,12 @@ def limited_norm(comm: Communicator) -> None:
         multiring.torch.DistributedOptimizer(torch.optim.SGD(model.parameters()), model, comm)
 
 
-def test_embeddings_of_limited_norm(ranks: Pool) -> None:
-    ranks(2).run(limited_norm)
-
-
-def with_ddp(comm: Communicator, path: str, how: str, as_view: bool) -> None:
+@pytest.mark.parametrize(("how", "as_view"), [("before", False), ("after", False), ("after", True)])
+def test_ddp_over_a_hooked_model(comm: Communicator, tmp_path: Path, how: str, as_view: bool) -> None:
     model = make_model()
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=comm.rank, world_size=comm.size
+    )
     try:
         if how == "before":
             wrapped = DistributedDataParallel(model)
@@ -139,12 +127,7 @@ def with_ddp(comm: Communicator, path: str, how: str, as_view: bool) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("how", "as_view"), [("before", False), ("after", False), ("after", True)])
-def test_ddp_over_a_hooked_model(ranks: Pool, tmp_path: Path, how: str, as_view: bool) -> None:
-    ranks(2).run(with_ddp, str(tmp_path / "store"), how, as_view)
-
-
-def two_threads(comm: Communicator) -> None:
+def test_synchronised_normalisation_in_two_threads(comm: Communicator) -> None:
     """Two models with synchronised normalisation, each in a thread: over one communicator refused."""
 
     def train(model: nn.Module, x: Tensor) -> Tensor:
@@ -171,28 +154,7 @@ def two_threads(comm: Communicator) -> None:
         group.close()
 
 
-def test_synchronised_normalisation_in_two_threads(ranks: Pool) -> None:
-    ranks(2).run(two_threads)
-
-
-def weighted(comm: Communicator) -> None:
-    """Batches of different sizes: the weight makes the average over ranks the mean over samples."""
-    model, reference = make_model(), make_model()
-    hooks = multiring.torch.register_gradient_hooks(model, comm)
-    x = draw(comm.rank, 2 + 3 * comm.rank)
-    loss = (model(x) ** 2).mean() * multiring.torch.batch_weight(len(x), comm)
-    torch.autograd.backward(loss)
-    whole = torch.cat([draw(rank, 2 + 3 * rank) for rank in range(comm.size)])
-    torch.autograd.backward((reference(whole) ** 2).mean())
-    assert_gradients(model, [p.grad for p in reference.parameters()], comm)
-    hooks.remove()
-
-
-def test_batches_of_different_sizes(ranks: Pool) -> None:
-    ranks(3).run(weighted)
-
-
-def what_is_no_communicator(comm: Communicator) -> None:
+def test_what_is_no_communicator(comm: Communicator) -> None:
     model = nn.Linear(2, 2)
     for call in (
         lambda: multiring.torch.register_gradient_hooks(model, comm=3),  # type: ignore[arg-type]
@@ -203,7 +165,3 @@ def what_is_no_communicator(comm: Communicator) -> None:
             call()
     hooks = multiring.torch.register_gradient_hooks(model, comm)  # nothing is left of what was refused
     hooks.remove()
-
-
-def test_what_is_no_communicator(ranks: Pool) -> None:
-    ranks(2).run(what_is_no_communicator)

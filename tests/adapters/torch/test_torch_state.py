@@ -12,7 +12,8 @@ from torch import nn
 import multiring.torch
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.adapters.torch.support import Pool, draw, make_model
+from tests.adapters.torch.support import draw, make_model
+from tests.on_ranks import all_raise, on_ranks, same_everywhere
 
 KINDS = (
     torch.bool,
@@ -30,7 +31,8 @@ KINDS = (
 )
 
 
-def all_kinds(comm: Communicator, root: int) -> None:
+@pytest.mark.parametrize(("comm", "root"), [(1, 0), (2, 1), (3, 0)], indirect=["comm"])
+def test_tensors_of_all_kinds_are_broadcast(comm: Communicator, root: int) -> None:
     """Every dtype; no elements, no dimensions, gaps, other strides, more than one packet."""
 
     def make(rank: int) -> dict[str, torch.Tensor]:
@@ -58,12 +60,7 @@ def all_kinds(comm: Communicator, root: int) -> None:
             assert tensor._version > versions[name]  # autograd is told
 
 
-@pytest.mark.parametrize(("size", "root"), [(1, 0), (2, 1), (3, 0)])
-def test_tensors_of_all_kinds_are_broadcast(ranks: Pool, size: int, root: int) -> None:
-    ranks(size).run(all_kinds, root)
-
-
-def whole_model(comm: Communicator) -> None:
+def test_models_are_broadcast(comm: Communicator) -> None:
     """Parameters and buffers; a compiled model has the names of a plain one."""
     torch.manual_seed(comm.rank)
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
@@ -76,11 +73,7 @@ def whole_model(comm: Communicator) -> None:
     multiring.torch.broadcast_parameters(model.state_dict(), 0, comm)
 
 
-def test_models_are_broadcast(ranks: Pool) -> None:
-    ranks(2).run(whole_model)
-
-
-def refused(comm: Communicator) -> None:
+def test_refused(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="root is 7"):
         multiring.torch.broadcast_parameters(make_model(), 7, comm)
     with pytest.raises(MismatchError, match=r"'0\.weight'.*torch.float64 \(8, 6\).*but.*\(8, 4\)"):
@@ -88,10 +81,6 @@ def refused(comm: Communicator) -> None:
     optimizer = torch.optim.SGD(list(make_model().parameters())[comm.rank :], 0.1)
     with pytest.raises(MismatchError, match=r"\[\[6\], \[5\]\]"):
         multiring.torch.broadcast_optimizer_state(optimizer, 0, comm)
-
-
-def test_refused(ranks: Pool) -> None:
-    ranks(2).run(refused)
 
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -105,7 +94,9 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     return makers[kind]()
 
 
-def optimizer_state(comm: Communicator, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["sgd", "adam", "tensor lr", "lbfgs", "adafactor"])
+@on_ranks(1, 3)
+def test_optimizer_state_is_broadcast(comm: Communicator, kind: str) -> None:
     """The last rank has trained and changed its rate, the others have no state at all; then all train on."""
     root = comm.size - 1
     model = make_model()
@@ -129,17 +120,10 @@ def optimizer_state(comm: Communicator, kind: str) -> None:
     assert all(state == states[0] for state in states)
     multiring.torch.broadcast_parameters(model, root, comm)
     optimizer.step(closure)
-    bits = comm.allgather_object([p.detach().numpy().tobytes() for p in model.parameters()])
-    assert all(other == bits[0] for other in bits)
+    assert same_everywhere(comm, [p.detach().numpy().tobytes() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam", "tensor lr", "lbfgs", "adafactor"])
-@pytest.mark.parametrize("size", [1, 3])
-def test_optimizer_state_is_broadcast(ranks: Pool, size: int, kind: str) -> None:
-    ranks(size).run(optimizer_state, kind)
-
-
-def half_model_single_state(comm: Communicator) -> None:
+def test_optimizer_state_keeps_its_dtype(comm: Communicator) -> None:
     """State of another dtype than its parameter keeps it, as load_state_dict would not."""
     model = nn.Linear(3, 2, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -150,11 +134,7 @@ def half_model_single_state(comm: Communicator) -> None:
     assert torch.equal(optimizer.state[model.weight]["master"], torch.full((2, 3), 1 / 3))
 
 
-def test_optimizer_state_keeps_its_dtype(ranks: Pool) -> None:
-    ranks(2).run(half_model_single_state)
-
-
-def objects_and_metrics(comm: Communicator) -> None:
+def test_objects_and_metrics(comm: Communicator) -> None:
     assert multiring.torch.broadcast_object({"epoch": comm.rank}, 1, comm) == {"epoch": 1}
     assert multiring.torch.broadcast_object(comm.rank) == 0
     metrics = {"loss": torch.tensor(float(comm.rank)), "accuracy": 1}
@@ -163,16 +143,6 @@ def objects_and_metrics(comm: Communicator) -> None:
         multiring.torch.average_metrics({"loss": 1.0}, -1)
 
 
-def test_objects_and_metrics(ranks: Pool) -> None:
-    ranks(2).run(objects_and_metrics)
-
-
-def different_metrics(comm: Communicator) -> None:
+@all_raise(MismatchError, r"average_metrics\(lost\)", r"average_metrics\(loss\)")
+def test_metrics_with_different_names(comm: Communicator) -> None:
     multiring.torch.average_metrics({"loss": 1.0} if comm.rank == 0 else {"lost": 1.0}, 1)
-
-
-def test_metrics_with_different_names(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(different_metrics):
-        assert isinstance(error, MismatchError)
-        assert "average_metrics(lost)" in str(error)
-        assert "average_metrics(loss)" in str(error)

@@ -17,7 +17,7 @@ import multiring.torch
 from multiring import Communicator
 from multiring.derived import derived
 from multiring.errors import MismatchError, UsageError
-from tests.adapters.torch.support import Pool
+from tests.on_ranks import all_raise, on_ranks
 
 LAYERS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 CHANNELS = 4
@@ -74,21 +74,23 @@ def like_joined_batch(
 
 @pytest.mark.parametrize("dimensions", [0, 1, 2, 3])
 @pytest.mark.parametrize("samples", [(3, 3, 3), (5, 1, 2), (0, 4, 1), (0, 0, 7), (1, 1, 1)])
-def test_like_the_joined_batch(ranks: Pool, dimensions: int, samples: tuple[int, ...]) -> None:
-    results = ranks(3).run(like_joined_batch, dimensions, samples, {})
-    assert all(result == results[0] for result in results)
+@on_ranks(3)
+def test_like_the_joined_batch(comm: Communicator, dimensions: int, samples: tuple[int, ...]) -> list[bytes]:
+    return like_joined_batch(comm, dimensions, samples, {})
 
 
 @pytest.mark.parametrize(
     "options",
     [{"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 1e-2, "momentum": 0.3}],
 )
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_options(ranks: Pool, size: int, options: dict[str, Any]) -> None:
-    ranks(size).run(like_joined_batch, 2, [3, 1, 2, 4][:size], options)
+@on_ranks(1, 2, 3)
+def test_options(comm: Communicator, options: dict[str, Any]) -> list[bytes]:
+    return like_joined_batch(comm, 2, [3, 1, 2, 4][: comm.size], options)
 
 
-def large_mean(comm: Communicator, kind: torch.dtype) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_large_means(comm: Communicator, kind: torch.dtype) -> None:
     """A mean far above the deviation loses no more digits than the input itself has lost."""
     parts = [batch(rank, 6, 2) for rank in range(comm.size)]
     offset = 1e4 if kind == torch.float32 else 1e7
@@ -105,12 +107,7 @@ def large_mean(comm: Communicator, kind: torch.dtype) -> None:
     torch.testing.assert_close(layer.running_var.double(), variance, rtol=4 * unit * offset, atol=0)
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_large_means(ranks: Pool, kind: torch.dtype) -> None:
-    ranks(3).run(large_mean, kind)
-
-
-def half_input(comm: Communicator) -> None:
+def test_half_inputs(comm: Communicator) -> None:
     layer = multiring.torch.SyncBatchNorm(CHANNELS, comm=comm)
     for kind in (torch.bfloat16, torch.float16):
         x = batch(comm.rank, 5, 2, kind).requires_grad_(True)
@@ -120,10 +117,6 @@ def half_input(comm: Communicator) -> None:
         torch.autograd.backward(output.sum())
         assert x.grad is not None
         assert x.grad.dtype == kind
-
-
-def test_half_inputs(ranks: Pool) -> None:
-    ranks(2).run(half_input)
 
 
 def make_network() -> nn.Sequential:
@@ -172,15 +165,15 @@ def network_trains_like_one(comm: Communicator) -> list[str]:
     return [*history, *(value.numpy().tobytes().hex() for value in model.state_dict().values())]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_network_trains_like_one_rank(ranks: Pool, size: int) -> None:
-    results = ranks(size).run(network_trains_like_one)
-    assert all(result == results[0] for result in results)
-    if size == 3:
-        assert ranks(size).run(network_trains_like_one) == results
+@on_ranks(1, 2, 3)
+def test_a_network_trains_like_one_rank(comm: Communicator) -> list[str]:
+    history = network_trains_like_one(comm)
+    if comm.size == 3:
+        assert network_trains_like_one(comm) == history
+    return history
 
 
-def conversion(comm: Communicator) -> None:
+def test_conversion(comm: Communicator) -> None:
     shared = nn.BatchNorm1d(3)
     model = nn.ModuleDict(
         {
@@ -213,11 +206,7 @@ def conversion(comm: Communicator) -> None:
         assert duplicate.running_mean is not layer.running_mean
 
 
-def test_conversion(ranks: Pool) -> None:
-    ranks(2).run(conversion)
-
-
-def refused(comm: Communicator) -> None:
+def test_refused(comm: Communicator) -> None:
     layer = multiring.torch.SyncBatchNorm(3, comm=comm)
     with pytest.raises(UsageError, match=r"shape \(2, 4\); expected \(batch, 3"):
         layer(torch.randn(2, 4))
@@ -232,24 +221,14 @@ def refused(comm: Communicator) -> None:
     hooks.remove()
 
 
-def test_refused(ranks: Pool) -> None:
-    ranks(2).run(refused)
-
-
-def different_layers(comm: Communicator) -> None:
+@all_raise(MismatchError, "SyncBatchNorm a forward", "SyncBatchNorm b forward")
+def test_layers_in_different_order_are_reported(comm: Communicator) -> None:
     model: Any = nn.ModuleDict({"a": nn.BatchNorm1d(3), "b": nn.BatchNorm1d(3)})
     multiring.torch.convert_sync_batchnorm(model, comm.split(0))  # this one will be broken
     model["a" if comm.rank == 0 else "b"](torch.randn(2, 3))
 
 
-def test_layers_in_different_order_are_reported(ranks: Pool) -> None:
-    for error in ranks(2).run_expecting_errors(different_layers):
-        assert isinstance(error, MismatchError)
-        assert "SyncBatchNorm a forward" in str(error)
-        assert "SyncBatchNorm b forward" in str(error)
-
-
-def one_communicator(comm: Communicator) -> None:
+def test_one_derived_communicator_that_ends_with_its_parent(comm: Communicator) -> None:
     """All layers of a communicator share one derived from it, which ends with it."""
     parent = comm.split(0)
     assert parent is not None
@@ -268,11 +247,8 @@ def one_communicator(comm: Communicator) -> None:
     assert [ref() for ref in dropped] == [None, None]
 
 
-def test_one_derived_communicator_that_ends_with_its_parent(ranks: Pool) -> None:
-    ranks(2).run(one_communicator)
-
-
-def compiled(comm: Communicator) -> None:
+@pytest.mark.full
+def test_compiled_network(comm: Communicator) -> None:
     """Compilation leaves the layers out."""
     alone = make_network()
     model = multiring.torch.convert_sync_batchnorm(make_network(), comm)
@@ -286,7 +262,3 @@ def compiled(comm: Communicator) -> None:
         wanted = alone(torch.cat(parts))[4 * comm.rank : 4 * comm.rank + 4]
         torch.testing.assert_close(output, wanted, rtol=1e-10, atol=1e-11)
         torch.autograd.backward(output.sum())
-
-
-def test_compiled_network(ranks: Pool) -> None:
-    ranks(2).run(compiled)

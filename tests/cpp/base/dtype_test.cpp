@@ -1,4 +1,4 @@
-#include "base/dtype.h"
+#include "base/arithmetic/dtype.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // Conversions between half precision and float32, for every half and around every boundary between two.
 
-#include "base/half.h"
+#include "base/arithmetic/half.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <limits>
 #include <vector>
 
-#include "base/kernels/reduce_kernels.h"
+#include "base/arithmetic/kernels/reduce_kernels.h"
 
 namespace multiring {
 namespace {

@@ -1,4 +1,4 @@
-#include "base/reduction.h"
+#include "base/arithmetic/reduction.h"
 
 #include <gtest/gtest.h>
 
@@ -8,15 +8,13 @@
 #include <tuple>
 #include <vector>
 
-#include "base/kernels/reduce_kernels.h"
-#include "support/reduce_oracle.h"
+#include "base/arithmetic/kernels/reduce_kernels.h"
+#include "support/oracles/reduce_oracle.h"
 
 namespace multiring {
 namespace {
 
-using testing::Bytes;
-using testing::random_elements;
-using testing::reduce_oracle;
+using namespace testing;
 
 const std::size_t kInputCounts[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 24, 33, 65};
 // None but the first two is a multiple of a vector; the last spans several blocks of every dtype.
@@ -68,8 +66,8 @@ void expect_same_bytes(DType dtype, const Bytes& actual, const Bytes& expected) 
   if (actual == expected) return;
   const auto differ = std::mismatch(actual.begin(), actual.end(), expected.begin()).first - actual.begin();
   const std::size_t index = static_cast<std::size_t>(differ) / dtype_size(dtype);
-  ADD_FAILURE() << "element " << index << " is " << testing::value_at(dtype, actual, index) << ", expected "
-                << testing::value_at(dtype, expected, index) << " (byte " << differ << ")";
+  ADD_FAILURE() << "element " << index << " is " << value_at(dtype, actual, index) << ", expected "
+                << value_at(dtype, expected, index) << " (byte " << differ << ")";
 }
 
 std::vector<Bytes> random_inputs(const Case& c, std::size_t n, bool special) {

@@ -1,6 +1,6 @@
 // SHA-256 against the vectors of FIPS 180-4 and its HMAC against those of RFC 4231.
 
-#include "base/sha256.h"
+#include "base/hash/sha256.h"
 
 #include <gtest/gtest.h>
 

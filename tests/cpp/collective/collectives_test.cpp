@@ -9,19 +9,15 @@
 #include <vector>
 
 #include "support/operations.h"
-#include "support/problem.h"
+#include "support/oracles/problem.h"
+#include "support/oracles/reduce_oracle.h"
 #include "support/rank_group.h"
-#include "support/reduce_oracle.h"
 #include "topology/chunks.h"
 
 namespace multiring {
 namespace {
 
-using testing::Bytes;
-using testing::GroupCase;
-using testing::Mode;
-using testing::RankGroup;
-using testing::Request;
+using namespace testing;
 
 /// How many rows each rank has: the same number, or unequal ones, none for some.
 struct Rows {
@@ -34,7 +30,7 @@ constexpr Rows kRows[] = {{0, 0}, {1, 0}, {0, 1}, {5, 0}, {0, 37}, {3, 400}};
 constexpr std::uint64_t kRowElements[] = {1, 3};
 
 Bytes input_of(DType dtype, std::uint64_t elements, std::size_t rank) {
-  return testing::periodic_elements(dtype, elements, static_cast<std::uint32_t>(rank * 7 + elements), false);
+  return periodic_elements(dtype, elements, static_cast<std::uint32_t>(rank * 7 + elements), false);
 }
 
 Bytes slice(const Bytes& bytes, std::size_t begin, std::size_t end) {
@@ -44,19 +40,18 @@ Bytes slice(const Bytes& bytes, std::size_t begin, std::size_t end) {
 
 void append(Bytes& to, const Bytes& more) { to.insert(to.end(), more.begin(), more.end()); }
 
-class CollectivesTest : public ::testing::TestWithParam<GroupCase> {
+class CollectivesTest : public GroupTest {
  protected:
-  CollectivesTest() : group_(GetParam().options()) {}
   std::size_t size() const { return static_cast<std::size_t>(group_.size()); }
 
   /// Runs `body` on all ranks for every dtype, mode, number of rows and length of a row.
   template <class Body>
   void for_each_case(const Body& body) {
     group_.run([&](Communicator& communicator) {
-      for (const DType dtype : testing::kAllDTypes)
+      for (const DType dtype : kAllDTypes)
         for (const Rows& rows : kRows)
           for (const std::uint64_t row : kRowElements)
-            for (const Mode mode : testing::kModes) {
+            for (const CallMode mode : kCallModes) {
               const ::testing::ScopedTrace trace(__FILE__, __LINE__,
                                                  std::string(dtype_name(dtype)) + " rows of " +
                                                      std::to_string(row) + ", " + std::to_string(rows.base) +
@@ -65,8 +60,6 @@ class CollectivesTest : public ::testing::TestWithParam<GroupCase> {
             }
     });
   }
-
-  RankGroup group_;
 };
 
 std::vector<std::uint64_t> rows_of_all(const Rows& rows, std::size_t size) {
@@ -82,41 +75,40 @@ Bytes joined(DType dtype, const Rows& rows, std::uint64_t row, std::size_t size)
 }
 
 TEST_P(CollectivesTest, AllgatherOfUnequalLengths) {
-  for_each_case([&](Communicator& communicator, DType dtype, const Rows& rows, std::uint64_t row, Mode mode) {
-    const auto rank = static_cast<std::size_t>(communicator.rank());
-    const Bytes input = input_of(dtype, rows.of(rank) * row, rank);
-    const Bytes expected = joined(dtype, rows, row, size());
-    Request request{.kind = OpKind::kAllgather, .dtype = dtype, .rows = rows.of(rank), .row = row};
-    request.input = input.data();
-    Operation operation = make_operation(request);
-    perform(communicator, operation, mode);
-    EXPECT_EQ(testing::result_of(operation), expected);
-    EXPECT_EQ(operation.received, rows_of_all(rows, size()));
-    // Into memory of the caller's, with the input in its place there.
-    Bytes output(expected.size(), 0xcd);
-    std::size_t begin = 0;
-    for (std::size_t peer = 0; peer < rank; ++peer) begin += rows.of(peer) * row * dtype_size(dtype);
-    std::copy(input.begin(), input.end(), output.begin() + static_cast<std::ptrdiff_t>(begin));
-    request.input = output.data() + begin;
-    request.output = output.data();
-    request.output_bytes = output.size();
-    operation = make_operation(request);
-    perform(communicator, operation, mode);
-    EXPECT_EQ(output, expected);
-  });
+  for_each_case(
+      [&](Communicator& communicator, DType dtype, const Rows& rows, std::uint64_t row, CallMode mode) {
+        const auto rank = static_cast<std::size_t>(communicator.rank());
+        const Bytes input = input_of(dtype, rows.of(rank) * row, rank);
+        const Bytes expected = joined(dtype, rows, row, size());
+        Request request{.kind = OpKind::kAllgather, .dtype = dtype, .rows = rows.of(rank), .row = row};
+        request.input = input.data();
+        Operation operation = perform(communicator, request, mode);
+        EXPECT_EQ(result_of(operation), expected);
+        EXPECT_EQ(operation.received, rows_of_all(rows, size()));
+        // Into memory of the caller's, with the input in its place there.
+        Bytes output(expected.size(), 0xcd);
+        std::size_t begin = 0;
+        for (std::size_t peer = 0; peer < rank; ++peer) begin += rows.of(peer) * row * dtype_size(dtype);
+        std::copy(input.begin(), input.end(), output.begin() + static_cast<std::ptrdiff_t>(begin));
+        request.input = output.data() + begin;
+        request.output = output.data();
+        request.output_bytes = output.size();
+        operation = perform(communicator, request, mode);
+        EXPECT_EQ(output, expected);
+      });
 }
 
 TEST_P(CollectivesTest, GatherOfUnequalLengths) {
-  for_each_case([&](Communicator& communicator, DType dtype, const Rows& rows, std::uint64_t row, Mode mode) {
+  for_each_case([&](Communicator& communicator, DType dtype, const Rows& rows, std::uint64_t row,
+                    CallMode mode) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
     const auto root = static_cast<int>((rows.step + row) % size());
     const Bytes input = input_of(dtype, rows.of(rank) * row, rank);
     Request request{.kind = OpKind::kGather, .dtype = dtype, .rows = rows.of(rank), .row = row, .root = root};
     request.input = input.data();
-    Operation operation = make_operation(request);
-    perform(communicator, operation, mode);
+    Operation operation = perform(communicator, request, mode);
     if (communicator.rank() == root) {
-      EXPECT_EQ(testing::result_of(operation), joined(dtype, rows, row, size()));
+      EXPECT_EQ(result_of(operation), joined(dtype, rows, row, size()));
       EXPECT_EQ(operation.received, rows_of_all(rows, size()));
     } else {
       EXPECT_EQ(operation.output, nullptr);
@@ -125,48 +117,47 @@ TEST_P(CollectivesTest, GatherOfUnequalLengths) {
 }
 
 TEST_P(CollectivesTest, BroadcastInPlaceAndOutOfPlace) {
-  for_each_case([&](Communicator& communicator, DType dtype, const Rows& rows, std::uint64_t row, Mode mode) {
-    const auto root = static_cast<int>((rows.base + row) % size());
-    const std::uint64_t count = rows.of(0);
-    const Bytes expected = input_of(dtype, count * row, static_cast<std::size_t>(root));
-    const bool is_root = communicator.rank() == root;
-    Bytes array = is_root ? expected : Bytes(expected.size(), 0xcd);
-    Request request{.kind = OpKind::kBroadcast, .dtype = dtype, .rows = count, .row = row, .root = root};
-    request.input = request.output = array.data();
-    Operation operation = make_operation(request);
-    perform(communicator, operation, mode);
-    EXPECT_EQ(array, expected);
-    Bytes output(expected.size(), 0xcd);
-    if (!is_root) std::fill(array.begin(), array.end(), std::uint8_t{0xee});
-    request.output = output.data();
-    operation = make_operation(request);
-    perform(communicator, operation, mode);
-    EXPECT_EQ(output, expected);
-  });
+  for_each_case(
+      [&](Communicator& communicator, DType dtype, const Rows& rows, std::uint64_t row, CallMode mode) {
+        const auto root = static_cast<int>((rows.base + row) % size());
+        const std::uint64_t count = rows.of(0);
+        const Bytes expected = input_of(dtype, count * row, static_cast<std::size_t>(root));
+        const bool is_root = communicator.rank() == root;
+        Bytes array = is_root ? expected : Bytes(expected.size(), 0xcd);
+        Request request{.kind = OpKind::kBroadcast, .dtype = dtype, .rows = count, .row = row, .root = root};
+        request.input = request.output = array.data();
+        Operation operation = perform(communicator, request, mode);
+        EXPECT_EQ(array, expected);
+        Bytes output(expected.size(), 0xcd);
+        if (!is_root) std::fill(array.begin(), array.end(), std::uint8_t{0xee});
+        request.output = output.data();
+        operation = perform(communicator, request, mode);
+        EXPECT_EQ(output, expected);
+      });
 }
 
 TEST_P(CollectivesTest, ScatterIntoUnequalBlocks) {
-  for_each_case([&](Communicator& communicator, DType dtype, const Rows& rows, std::uint64_t row, Mode mode) {
-    const auto rank = static_cast<std::size_t>(communicator.rank());
-    const auto root = static_cast<int>((rows.base + row + 1) % size());
-    const std::uint64_t count = rows.of(0) * 2;
-    const Bytes all = input_of(dtype, count * row, 3);
-    const std::size_t row_bytes = row * dtype_size(dtype);
-    Request request{.kind = OpKind::kScatter, .root = root};
-    if (communicator.rank() == root) {
-      request.dtype = dtype;
-      request.rows = count;
-      request.row = row;
-      request.input = all.data();
-    }
-    Operation operation = make_operation(request);
-    perform(communicator, operation, mode);
-    const Range block = block_range(count, size(), rank);
-    EXPECT_EQ(testing::result_of(operation), slice(all, block.begin * row_bytes, block.end * row_bytes));
-    EXPECT_EQ(operation.descriptor.dtype, dtype);
-    EXPECT_EQ(operation.descriptor.shape[0], block.size());
-    EXPECT_EQ(operation.descriptor.shape[1], row);
-  });
+  for_each_case(
+      [&](Communicator& communicator, DType dtype, const Rows& rows, std::uint64_t row, CallMode mode) {
+        const auto rank = static_cast<std::size_t>(communicator.rank());
+        const auto root = static_cast<int>((rows.base + row + 1) % size());
+        const std::uint64_t count = rows.of(0) * 2;
+        const Bytes all = input_of(dtype, count * row, 3);
+        const std::size_t row_bytes = row * dtype_size(dtype);
+        Request request{.kind = OpKind::kScatter, .root = root};
+        if (communicator.rank() == root) {
+          request.dtype = dtype;
+          request.rows = count;
+          request.row = row;
+          request.input = all.data();
+        }
+        Operation operation = perform(communicator, request, mode);
+        const Range block = block_range(count, size(), rank);
+        EXPECT_EQ(result_of(operation), slice(all, block.begin * row_bytes, block.end * row_bytes));
+        EXPECT_EQ(operation.descriptor.dtype, dtype);
+        EXPECT_EQ(operation.descriptor.shape[0], block.size());
+        EXPECT_EQ(operation.descriptor.shape[1], row);
+      });
 }
 
 /// Rows that `source` sends to `destination`: unequal, some zero.
@@ -175,7 +166,8 @@ std::uint64_t alltoall_rows(const Rows& rows, std::size_t source, std::size_t de
 }
 
 TEST_P(CollectivesTest, AlltoallOfUnequalSplits) {
-  for_each_case([&](Communicator& communicator, DType dtype, const Rows& rows, std::uint64_t row, Mode mode) {
+  for_each_case([&](Communicator& communicator, DType dtype, const Rows& rows, std::uint64_t row,
+                    CallMode mode) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
     const std::size_t row_bytes = row * dtype_size(dtype);
     const auto splits_of = [&](std::size_t source) {
@@ -200,48 +192,46 @@ TEST_P(CollectivesTest, AlltoallOfUnequalSplits) {
     Request request{.kind = OpKind::kAlltoall, .dtype = dtype, .rows = array_of(rank, size()), .row = row};
     request.input = input.data();
     request.splits = splits_of(rank);
-    Operation operation = make_operation(request);
-    perform(communicator, operation, mode);
-    EXPECT_EQ(testing::result_of(operation), expected);
+    Operation operation = perform(communicator, request, mode);
+    EXPECT_EQ(result_of(operation), expected);
     EXPECT_EQ(operation.received, received);
   });
 }
 
 TEST_P(CollectivesTest, ReduceScatter) {
-  for_each_case([&](Communicator& communicator, DType dtype, const Rows& rows, std::uint64_t row, Mode mode) {
-    const auto rank = static_cast<std::size_t>(communicator.rank());
-    const std::uint64_t count = rows.of(0) * 2;
-    const std::size_t row_bytes = row * dtype_size(dtype);
-    const Range block = block_range(count, size(), rank);
-    std::vector<Bytes> mine;  // what the ranks have of this rank's block
-    for (std::size_t peer = 0; peer < size(); ++peer)
-      mine.push_back(
-          slice(input_of(dtype, count * row, peer), block.begin * row_bytes, block.end * row_bytes));
-    const ReduceOp op = dtype == DType::kBool || rows.step > 1 ? ReduceOp::kSum : ReduceOp::kAverage;
-    const Bytes expected = testing::reduce_oracle(dtype, {op}, mine);
-    const Bytes input = input_of(dtype, count * row, rank);
-    Request request{.kind = OpKind::kReduceScatter, .dtype = dtype, .rows = count, .row = row};
-    request.input = input.data();
-    request.reduction.op = op;
-    Operation operation = make_operation(request);
-    perform(communicator, operation, mode);
-    EXPECT_EQ(testing::result_of(operation), expected);
-    EXPECT_EQ(operation.received, std::vector<std::uint64_t>{block.size()});
-    Bytes output(expected.size(), 0xcd);
-    output.reserve(1);  // so that data() is not null, which would mean: allocate
-    request.output = output.data();
-    request.output_bytes = output.size();
-    operation = make_operation(request);
-    perform(communicator, operation, mode);
-    EXPECT_EQ(output, expected);
-  });
+  for_each_case(
+      [&](Communicator& communicator, DType dtype, const Rows& rows, std::uint64_t row, CallMode mode) {
+        const auto rank = static_cast<std::size_t>(communicator.rank());
+        const std::uint64_t count = rows.of(0) * 2;
+        const std::size_t row_bytes = row * dtype_size(dtype);
+        const Range block = block_range(count, size(), rank);
+        std::vector<Bytes> mine;  // what the ranks have of this rank's block
+        for (std::size_t peer = 0; peer < size(); ++peer)
+          mine.push_back(
+              slice(input_of(dtype, count * row, peer), block.begin * row_bytes, block.end * row_bytes));
+        const ReduceOp op = dtype == DType::kBool || rows.step > 1 ? ReduceOp::kSum : ReduceOp::kAverage;
+        const Bytes expected = reduce_oracle(dtype, {op}, mine);
+        const Bytes input = input_of(dtype, count * row, rank);
+        Request request{.kind = OpKind::kReduceScatter, .dtype = dtype, .rows = count, .row = row};
+        request.input = input.data();
+        request.reduction.op = op;
+        Operation operation = perform(communicator, request, mode);
+        EXPECT_EQ(result_of(operation), expected);
+        EXPECT_EQ(operation.received, std::vector<std::uint64_t>{block.size()});
+        Bytes output(expected.size(), 0xcd);
+        output.reserve(1);  // so that data() is not null, which would mean: allocate
+        request.output = output.data();
+        request.output_bytes = output.size();
+        operation = perform(communicator, request, mode);
+        EXPECT_EQ(output, expected);
+      });
 }
 
 // Of 2 + 3 ranks those of the smaller host show two pieces at once, in memory that is no larger than 2 MiB.
 TEST(Allgather, OfPiecesLargerThanMuchStagingMemory) {
   constexpr std::uint64_t kRows = 5 << 20;
-  testing::GroupOptions options;
-  options.transport = testing::TransportKind::kCluster;
+  GroupOptions options;
+  options.transport = TransportKind::kCluster;
   options.size = 5;
   options.staging_bytes = 4 << 20;
   RankGroup group(options);
@@ -250,9 +240,8 @@ TEST(Allgather, OfPiecesLargerThanMuchStagingMemory) {
     const Bytes input = piece(static_cast<std::size_t>(communicator.rank()));
     Request request{.kind = OpKind::kAllgather, .dtype = DType::kUInt8, .rows = kRows};
     request.input = input.data();
-    Operation operation = testing::make_operation(request);
-    communicator.run(operation, {});
-    const Bytes result = testing::result_of(operation);
+    const Operation operation = perform(communicator, request);
+    const Bytes result = result_of(operation);
     for (std::size_t rank = 0; rank < 5; ++rank)
       EXPECT_TRUE(slice(result, rank * kRows, (rank + 1) * kRows) == piece(rank)) << "of rank " << rank;
   });
@@ -268,7 +257,7 @@ TEST_P(CollectivesTest, ReduceScatterFromSymmetricMemory) {
       std::vector<Bytes> mine;
       for (std::size_t peer = 0; peer < size(); ++peer)
         mine.push_back(slice(input_of(DType::kFloat32, count, peer), block.begin * 4, block.end * 4));
-      const Bytes expected = testing::reduce_oracle(DType::kFloat32, {ReduceOp::kSum}, mine);
+      const Bytes expected = reduce_oracle(DType::kFloat32, {ReduceOp::kSum}, mine);
       Bytes ordinary = input_of(DType::kFloat32, count, rank);
       for (unsigned symmetric = 0; symmetric < 4; ++symmetric) {
         Request request{.kind = OpKind::kReduceScatter, .rows = count, .input = ordinary.data()};
@@ -277,9 +266,8 @@ TEST_P(CollectivesTest, ReduceScatterFromSymmetricMemory) {
           std::memcpy(place, ordinary.data(), ordinary.size());
           request.input = place;
         }
-        Operation operation = make_operation(request);
-        communicator.run(operation, {});
-        EXPECT_EQ(testing::result_of(operation), expected) << count << " elements, placement " << symmetric;
+        const Operation operation = perform(communicator, request);
+        EXPECT_EQ(result_of(operation), expected) << count << " elements, placement " << symmetric;
       }
     }
   });
@@ -290,25 +278,25 @@ TEST_P(CollectivesTest, BarrierHoldsUntilAllHaveCome) {
   group_.run([&](Communicator& communicator) {
     for (int round = 1; round <= 50; ++round) {
       ++came;
-      Operation barrier = testing::barrier_operation();
-      perform(communicator, barrier, round % 2 == 0 ? Mode::kSync : Mode::kAsync);
+      Operation barrier = barrier_operation();
+      perform(communicator, barrier, round % 2 == 0 ? CallMode::kSync : CallMode::kAsync);
       EXPECT_GE(came.load(), round * communicator.size());
     }
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Groups, CollectivesTest, ::testing::ValuesIn(testing::all_group_cases()),
-                         [](const auto& info) { return testing::case_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Groups, CollectivesTest, ::testing::ValuesIn(all_group_cases()),
+                         [](const auto& info) { return case_name(info.param); });
 
 // Between more than two hosts what is large is sent as messages, along chains and to those it is for.
 std::vector<GroupCase> many_hosts() {
-  return {{testing::TransportKind::kCluster, 7, 1024, false, 3},
-          {testing::TransportKind::kCluster, 4, 1024, false, 4},
-          {testing::TransportKind::kClusterMpi, 5, 1024, false, 3}};
+  return {{TransportKind::kCluster, 7, 1024, false, 3},
+          {TransportKind::kCluster, 4, 1024, false, 4},
+          {TransportKind::kClusterMpi, 5, 1024, false, 3}};
 }
 
 INSTANTIATE_TEST_SUITE_P(ManyHosts, CollectivesTest, ::testing::ValuesIn(many_hosts()), [](const auto& info) {
-  return testing::case_name(info.param) + "_hosts" + std::to_string(info.param.hosts);
+  return case_name(info.param) + "_hosts" + std::to_string(info.param.hosts);
 });
 
 }  // namespace

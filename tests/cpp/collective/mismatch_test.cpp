@@ -15,9 +15,7 @@
 namespace multiring {
 namespace {
 
-using testing::GroupCase;
-using testing::RankGroup;
-using testing::Request;
+using namespace testing;
 
 /// One operation and how the odd rank's differs from it.
 struct Difference {
@@ -60,7 +58,7 @@ std::vector<Difference> differences() {
       {"Reduction", sum, [](Request& r) { r.reduction.op = ReduceOp::kMax; }, "'t' sum", "'t' max"},
       {"Prescale", sum, [](Request& r) { r.reduction.prescale = 0.5; }, "sum float32", "sum prescale 0.5"},
       {"Postscale", sum, [](Request& r) { r.reduction.postscale = 2; }, "sum float32", "sum postscale 2.0"},
-      {"Wire", sum, [](Request& r) { r.comm_dtype = CommDtype::kBFloat16; }, "sum float32",
+      {"CommDtype", sum, [](Request& r) { r.comm_dtype = CommDtype::kBFloat16; }, "sum float32",
        "sum comm_dtype bfloat16 float32"},
       {"Root", broadcast, [](Request& r) { r.root = 1; }, "root 0", "root 1"},
       {"RootOfScatter", scatter, [](Request& r) { r.root = 1; }, "scatter root 0", "scatter root 1"},
@@ -126,10 +124,9 @@ class MismatchTest : public ::testing::TestWithParam<MismatchCase> {
   /// Later calls say that the communicator is broken, and by what.
   static void expect_broken(Communicator& communicator, const Error& first) {
     for (int repeat = 0; repeat < 2; ++repeat) {
-      Operation barrier = testing::barrier_operation();
+      Operation barrier = barrier_operation();
       try {
-        perform(communicator, barrier,
-                GetParam().asynchronous ? testing::Mode::kAsync : testing::Mode::kSync);
+        perform(communicator, barrier, GetParam().asynchronous ? CallMode::kAsync : CallMode::kSync);
         ADD_FAILURE() << "a broken communicator went on";
       } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::kAborted);
@@ -140,7 +137,7 @@ class MismatchTest : public ::testing::TestWithParam<MismatchCase> {
   }
 
   static void perform_in_mode(Communicator& communicator, Operation& operation) {
-    perform(communicator, operation, GetParam().asynchronous ? testing::Mode::kAsync : testing::Mode::kSync);
+    perform(communicator, operation, GetParam().asynchronous ? CallMode::kAsync : CallMode::kSync);
   }
 };
 
@@ -154,7 +151,7 @@ TEST_P(MismatchTest, EveryKindOfDifference) {
     }
     expect_all_raise(
         [&](Communicator& communicator) {
-          Operation before = testing::barrier_operation("before");
+          Operation before = barrier_operation("before");
           perform_in_mode(communicator, before);
           Request request = difference.request;
           if (communicator.rank() == odd()) difference.change(request);
@@ -174,7 +171,7 @@ TEST_P(MismatchTest, SplitAndAllocateAgainstABarrier) {
   for (const bool split : {false, true}) {
     expect_all_raise(
         [&](Communicator& communicator) {
-          Operation barrier = testing::barrier_operation();
+          Operation barrier = barrier_operation();
           if (communicator.rank() != odd()) return communicator.run(barrier, {});
           if (split) communicator.split(0, 0, {});
           if (!split) communicator.allocate_symmetric(5000, {});
@@ -196,9 +193,9 @@ TEST_P(MismatchTest, SynchronousAgainstAsynchronous) {
   expect_all_raise(
       [&](Communicator& communicator) {
         float value = 1;
-        Operation operation = testing::allreduce_of(DType::kFloat32, 1, &value, &value, "t");
+        Operation operation = allreduce_of(DType::kFloat32, 1, &value, &value, "t");
         const bool synchronous = communicator.rank() == odd();
-        perform(communicator, operation, synchronous ? testing::Mode::kSync : testing::Mode::kAsync);
+        perform(communicator, operation, synchronous ? CallMode::kSync : CallMode::kAsync);
       },
       {"allreduce 't' sum float32[1, 1]", "(asynchronous operation 1)"});
 }
@@ -208,8 +205,8 @@ TEST_P(MismatchTest, AnotherOrder) {
       [&](Communicator& communicator) {
         std::vector<float> first(10);
         std::vector<float> second(10);
-        Operation a = testing::allreduce_of(DType::kFloat32, 10, first.data(), first.data(), "a");
-        Operation b = testing::allreduce_of(DType::kFloat32, 10, second.data(), second.data(), "b");
+        Operation a = allreduce_of(DType::kFloat32, 10, first.data(), first.data(), "a");
+        Operation b = allreduce_of(DType::kFloat32, 10, second.data(), second.data(), "b");
         if (communicator.rank() == odd()) std::swap(a, b);
         if (!GetParam().asynchronous) {
           communicator.run(a, {});
@@ -234,7 +231,7 @@ TEST_P(MismatchTest, PrioritiesOfNamelessWork) {
     std::vector<std::shared_ptr<Work>> works;
     for (auto& array : arrays) {
       const auto priority = static_cast<int>(works.size()) * (communicator.rank() == odd() ? -1 : 1);
-      auto operation = testing::allreduce_of(DType::kInt64, array.size(), array.data(), array.data());
+      auto operation = sum_in_place(array);
       if (auto work = submitted_unless_broken(communicator, std::move(operation), priority))
         works.push_back(work);
     }
@@ -259,8 +256,8 @@ TEST_P(MismatchTest, OneOfManyPending) {
         std::vector<std::shared_ptr<Work>> works;
         for (std::size_t i = 0; i < arrays.size(); ++i) {
           const std::size_t count = i == 7 && communicator.rank() == odd() ? 19 : 20;
-          auto operation = testing::allreduce_of(DType::kFloat32, count, arrays[i].data(), arrays[i].data(),
-                                                 "g" + std::to_string(i));
+          auto operation = allreduce_of(DType::kFloat32, count, arrays[i].data(), arrays[i].data(),
+                                        "g" + std::to_string(i));
           if (auto work = submitted_unless_broken(communicator, std::move(operation), 0))
             works.push_back(work);
         }
@@ -281,23 +278,23 @@ TEST_P(MismatchTest, OneOfManyPending) {
 
 std::vector<MismatchCase> mismatch_cases() {
   std::vector<MismatchCase> cases;
-  for (const GroupCase& group : testing::group_cases({2, 3, 7}, {testing::kSmallStaging}))
+  for (const GroupCase& group : group_cases({2, 3, 7}, {kSmallStaging}))
     for (const bool asynchronous : {false, true}) cases.push_back({group, asynchronous});
   return cases;
 }
 
 INSTANTIATE_TEST_SUITE_P(Groups, MismatchTest, ::testing::ValuesIn(mismatch_cases()), [](const auto& info) {
-  return testing::case_name(info.param.group) + (info.param.asynchronous ? "_async" : "_sync");
+  return case_name(info.param.group) + (info.param.asynchronous ? "_async" : "_sync");
 });
 
 TEST(PointToPointMismatch, TagDtypeAndLength) {
   for (int difference = 0; difference < 3; ++difference) {
-    for (const testing::TransportKind transport : testing::kTransports) {
-      RankGroup group(testing::GroupOptions(transport, 3));
+    for (const TransportKind transport : kTransports) {
+      RankGroup group(GroupOptions(transport, 3));
       const auto outcomes = group.outcomes([&](Communicator& communicator) {
         std::vector<float> array(10);
         if (communicator.rank() == 0) {
-          Operation operation = testing::make_operation(
+          Operation operation = make_operation(
               {.kind = OpKind::kSend, .rows = 10, .input = array.data(), .root = 1, .name = "sent"});
           communicator.send(operation, 4, {});
         } else if (communicator.rank() == 1) {
@@ -307,7 +304,7 @@ TEST(PointToPointMismatch, TagDtypeAndLength) {
           Operation operation = make_operation(request);
           communicator.receive(operation, difference == 2 ? 5 : 4, {});
         }
-        Operation barrier = testing::barrier_operation();
+        Operation barrier = barrier_operation();
         communicator.run(barrier, {});  // where the others learn of it
       });
       const char* const fragments[] = {"int32[10, 1]", "float32[9, 1]", "tag 5"};

@@ -7,16 +7,13 @@
 #include <vector>
 
 #include "support/operations.h"
+#include "support/oracles/reduce_oracle.h"
 #include "support/rank_group.h"
-#include "support/reduce_oracle.h"
 
 namespace multiring {
 namespace {
 
-using testing::Bytes;
-using testing::GroupCase;
-using testing::RankGroup;
-using testing::Request;
+using namespace testing;
 
 constexpr std::size_t kChunkBytes = 64 * 1024;
 
@@ -41,8 +38,7 @@ void send(Communicator& communicator, int destination, DType dtype, const Bytes&
 
 /// What comes from `source`, into memory that the receive allocates.
 Operation receive(Communicator& communicator, int source, std::int64_t tag = 0) {
-  Operation operation =
-      testing::make_operation({.kind = OpKind::kReceive, .dtype = DType::kUInt8, .root = source});
+  Operation operation = make_operation({.kind = OpKind::kReceive, .dtype = DType::kUInt8, .root = source});
   communicator.receive(operation, tag, {});
   return operation;
 }
@@ -56,11 +52,7 @@ void receive_into(Communicator& communicator, int source, DType dtype, Bytes& by
   communicator.receive(operation, tag, {});
 }
 
-class PointToPointTest : public ::testing::TestWithParam<GroupCase> {
- protected:
-  PointToPointTest() : group_(GetParam().options()) {}
-  RankGroup group_;
-};
+class PointToPointTest : public GroupTest {};
 
 // Around the ring, in turns that need no buffering: even ranks send first.
 TEST_P(PointToPointTest, EveryDtypeAndLengthAroundTheRing) {
@@ -70,7 +62,7 @@ TEST_P(PointToPointTest, EveryDtypeAndLengthAroundTheRing) {
     const int size = communicator.size();
     const int next = (rank + 1) % size;
     const int previous = (rank + size - 1) % size;
-    for (const DType dtype : testing::kAllDTypes) {
+    for (const DType dtype : kAllDTypes) {
       for (const std::size_t bytes : byte_counts) {
         if (bytes > kChunkBytes + 8 && dtype_size(dtype) != 4)
           continue;  // what is new there is not the dtype's
@@ -82,7 +74,7 @@ TEST_P(PointToPointTest, EveryDtypeAndLengthAroundTheRing) {
         if (rank % 2 == 1) get();
         send(communicator, next, dtype, mine, 5);
         if (rank % 2 == 0) get();
-        EXPECT_EQ(testing::result_of(received), expected);
+        EXPECT_EQ(result_of(received), expected);
         EXPECT_EQ(received.descriptor.dtype, dtype);
         EXPECT_EQ(received.descriptor.shape[0], count);
         Bytes into(expected.size(), 0xcd);
@@ -109,8 +101,7 @@ TEST_P(PointToPointTest, ManyBetweenAllPairsStayInOrder) {
     for (int i = 0; i < kMessages; ++i) {
       for (int peer = communicator.size() - 1; peer >= 0; --peer) {
         if (peer == rank) continue;
-        EXPECT_EQ(testing::result_of(receive(communicator, peer, i)),
-                  message(peer, rank, DType::kInt16, i * 31));
+        EXPECT_EQ(result_of(receive(communicator, peer, i)), message(peer, rank, DType::kInt16, i * 31));
       }
     }
     sender.join();
@@ -120,7 +111,7 @@ TEST_P(PointToPointTest, ManyBetweenAllPairsStayInOrder) {
 // At most two chunks are buffered: such a send is done before anybody receives.
 TEST_P(PointToPointTest, ShortMessagesAreBuffered) {
   group_.run([&](Communicator& communicator) {
-    Operation barrier = testing::barrier_operation();
+    Operation barrier = barrier_operation();
     const int peer = communicator.rank() ^ 1;
     const bool has_peer = peer < communicator.size();
     const Bytes bytes(2 * kChunkBytes, static_cast<std::uint8_t>(communicator.rank()));
@@ -128,7 +119,7 @@ TEST_P(PointToPointTest, ShortMessagesAreBuffered) {
     communicator.run(barrier, {});
     if (!has_peer) return;
     const Bytes expected(bytes.size(), static_cast<std::uint8_t>(peer));
-    EXPECT_EQ(testing::result_of(receive(communicator, peer)), expected);
+    EXPECT_EQ(result_of(receive(communicator, peer)), expected);
   });
 }
 
@@ -147,13 +138,13 @@ TEST_P(PointToPointTest, BesideCollectives) {
         if (rank % 2 == 1) received = receive(communicator, previous);
         send(communicator, next, DType::kFloat32, mine);
         if (rank % 2 == 0) received = receive(communicator, previous);
-        EXPECT_EQ(testing::result_of(received), message(previous, rank, DType::kFloat32, 30000));
+        EXPECT_EQ(result_of(received), message(previous, rank, DType::kFloat32, 30000));
       }
     });
     for (int i = 0; i < kRepeats; ++i) {
       std::vector<std::int64_t> ones(5000, 1);
-      Operation operation = testing::allreduce_of(DType::kInt64, ones.size(), ones.data(), ones.data());
-      perform(communicator, operation, testing::kModes[i % 2]);
+      Operation operation = sum_in_place(ones);
+      perform(communicator, operation, kCallModes[i % 2]);
       EXPECT_EQ(ones, std::vector<std::int64_t>(5000, size));
     }
     ring.join();
@@ -166,8 +157,7 @@ TEST_P(PointToPointTest, DeadlineBehindAnotherThread) {
     if (communicator.rank() != 0) return;
     std::thread patient([&] { EXPECT_THROW(receive(communicator, 1), Error); });
     std::byte byte{};
-    Operation operation =
-        testing::make_operation({.kind = OpKind::kReceive, .rows = 1, .output = &byte, .root = 1});
+    Operation operation = make_operation({.kind = OpKind::kReceive, .rows = 1, .output = &byte, .root = 1});
     CallOptions options;
     options.timeout = 0.05;
     try {
@@ -175,15 +165,15 @@ TEST_P(PointToPointTest, DeadlineBehindAnotherThread) {
       ADD_FAILURE() << "received what nobody sent";
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::kTimeout) << error.what();
-      EXPECT_LT(error.context().elapsed, 5 * testing::kSlowness);
+      EXPECT_LT(error.context().elapsed, 5 * kSlowness);
     }
     patient.join();
   });
 }
 
 INSTANTIATE_TEST_SUITE_P(Groups, PointToPointTest,
-                         ::testing::ValuesIn(testing::group_cases({2, 3, 4, 7}, {testing::kSmallStaging})),
-                         [](const auto& info) { return testing::case_name(info.param); });
+                         ::testing::ValuesIn(group_cases({2, 3, 4, 7}, {kSmallStaging})),
+                         [](const auto& info) { return case_name(info.param); });
 
 /// The error of `body`; a usage error leaves the communicator as it was.
 template <class Body>
@@ -199,7 +189,7 @@ Error usage_error_of(const Body& body) {
 }
 
 TEST(PointToPointUsage, PeersOutOfRangeAndOneself) {
-  RankGroup group(testing::GroupOptions(testing::TransportKind::kInproc, 2));
+  RankGroup group(GroupOptions(TransportKind::kInproc, 2));
   group.run([](Communicator& communicator) {
     const Bytes bytes(4);
     for (const int peer : {-1, 2, 100}) {
@@ -211,8 +201,7 @@ TEST(PointToPointUsage, PeersOutOfRangeAndOneself) {
     usage_error_of([&] { send(communicator, communicator.rank(), DType::kFloat32, bytes); });
     usage_error_of([&] { receive(communicator, communicator.rank()); });
     EXPECT_FALSE(communicator.is_broken());
-    Operation barrier = testing::barrier_operation();
-    communicator.run(barrier, {});
+    run(communicator, barrier_operation());
   });
 }
 

@@ -8,39 +8,31 @@
 #include <vector>
 
 #include "support/operations.h"
-#include "support/problem.h"
+#include "support/oracles/problem.h"
 #include "support/rank_group.h"
 
 namespace multiring {
 namespace {
 
-using testing::Bytes;
-using testing::GroupCase;
-using testing::RankGroup;
-using testing::ReduceProblem;
+using namespace testing;
 
 constexpr std::size_t kRegionBytes = 256 * 1024;
 // From here on the direct way is taken (allreduce.cpp, reduce_scatter.cpp).
 constexpr std::size_t kDirectFrom = 16 * 1024;
 
-ReduceProblem make_problem(DType dtype, std::size_t bytes, int size) {
-  return testing::make_problem(dtype, {ReduceOp::kSum}, bytes / dtype_size(dtype), size);
+ReduceProblem sum_problem(DType dtype, std::size_t bytes, int size) {
+  return make_problem(dtype, {ReduceOp::kSum}, bytes / dtype_size(dtype), size);
 }
 
 std::vector<ReduceProblem> make_problems(int size) {
   std::vector<ReduceProblem> problems;
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat64, DType::kInt8})
     for (const std::size_t bytes : {0, 8, 4096, 16 * 1024, 16 * 1024 + 8, 65000})
-      problems.push_back(make_problem(dtype, bytes, size));
+      problems.push_back(sum_problem(dtype, bytes, size));
   return problems;
 }
 
-class SymmetricTest : public ::testing::TestWithParam<GroupCase> {
- protected:
-  SymmetricTest() : group_(GetParam().options()) {}
-  int size() const { return group_.size(); }
-  RankGroup group_;
-};
+class SymmetricTest : public GroupTest {};
 
 std::byte* copied_in(const Bytes& bytes, std::byte* to) {
   if (!bytes.empty()) std::memcpy(to, bytes.data(), bytes.size());
@@ -54,8 +46,7 @@ void expect_holds(const ReduceProblem& problem, const std::byte* at, int rank) {
 
 void allreduce(Communicator& communicator, const ReduceProblem& problem, const std::byte* input,
                std::byte* output) {
-  Operation operation = testing::allreduce_of(problem.dtype, problem.count, input, output);
-  communicator.run(operation, {});
+  run(communicator, allreduce_of(problem.dtype, problem.count, input, output));
 }
 
 TEST_P(SymmetricTest, AllreduceInPlaceAndOutOfPlaceAtOffsetsOfItsOwn) {
@@ -80,7 +71,7 @@ TEST_P(SymmetricTest, AllreduceInPlaceAndOutOfPlaceAtOffsetsOfItsOwn) {
 }
 
 TEST_P(SymmetricTest, AllreduceUpToTheLastByteOfARegion) {
-  const ReduceProblem problem = make_problem(DType::kFloat32, 32 * 1024 + 4, size());
+  const ReduceProblem problem = sum_problem(DType::kFloat32, 32 * 1024 + 4, size());
   group_.run([&](Communicator& communicator) {
     const auto region = communicator.allocate_symmetric(problem.bytes(), {});
     std::byte* part = copied_in(problem.inputs[static_cast<std::size_t>(communicator.rank())],
@@ -95,9 +86,9 @@ enum class Place { kOrdinary, kFirstRegion, kSecondRegion };
 
 // Every mixture of places over the ranks: all must take the same way through the rounds.
 TEST_P(SymmetricTest, AllreduceWithOrdinaryAndSymmetricBuffersMixed) {
-  const ReduceProblem problems[] = {make_problem(DType::kFloat32, kDirectFrom + 4, size()),
-                                    make_problem(DType::kFloat16, 45000, size()),
-                                    make_problem(DType::kFloat32, 1000, size())};
+  const ReduceProblem problems[] = {sum_problem(DType::kFloat32, kDirectFrom + 4, size()),
+                                    sum_problem(DType::kFloat16, 45000, size()),
+                                    sum_problem(DType::kFloat32, 1000, size())};
   group_.run([&](Communicator& communicator) {
     const auto rank = static_cast<unsigned>(communicator.rank());
     const auto first = communicator.allocate_symmetric(kRegionBytes, {});
@@ -131,8 +122,8 @@ TEST_P(SymmetricTest, AllreduceWithOrdinaryAndSymmetricBuffersMixed) {
 
 TEST_P(SymmetricTest, AsynchronousAllreducesOfViewsOfOneRegion) {
   const std::vector<ReduceProblem> problems = {
-      make_problem(DType::kFloat32, 20000, size()), make_problem(DType::kFloat32, 40, size()),
-      make_problem(DType::kFloat32, 64000, size()), make_problem(DType::kFloat32, 16384, size())};
+      sum_problem(DType::kFloat32, 20000, size()), sum_problem(DType::kFloat32, 40, size()),
+      sum_problem(DType::kFloat32, 64000, size()), sum_problem(DType::kFloat32, 16384, size())};
   group_.run([&](Communicator& communicator) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
     const auto region = communicator.allocate_symmetric(kRegionBytes, {});
@@ -142,8 +133,8 @@ TEST_P(SymmetricTest, AsynchronousAllreducesOfViewsOfOneRegion) {
       std::byte* place = region->part(communicator.rank());
       for (const ReduceProblem& problem : problems) {
         places.push_back(copied_in(problem.inputs[rank], place));
-        works.push_back(communicator.submit(
-            testing::allreduce_of(problem.dtype, problem.count, place, place, "view"), 0, nullptr));
+        works.push_back(communicator.submit(allreduce_of(problem.dtype, problem.count, place, place, "view"),
+                                            0, nullptr));
         place += problem.bytes();
       }
       for (std::size_t i = 0; i < works.size(); ++i) {
@@ -156,7 +147,7 @@ TEST_P(SymmetricTest, AsynchronousAllreducesOfViewsOfOneRegion) {
 
 // The ranks let go of a region at different times; a rank that no longer has it stages instead.
 TEST_P(SymmetricTest, RegionsThatOnlySomeRanksStillHold) {
-  const ReduceProblem problem = make_problem(DType::kFloat32, 30000, size());
+  const ReduceProblem problem = sum_problem(DType::kFloat32, 30000, size());
   group_.run([&](Communicator& communicator) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
     std::vector<std::byte> ordinary(problem.bytes());
@@ -174,13 +165,13 @@ TEST_P(SymmetricTest, RegionsThatOnlySomeRanksStillHold) {
 
 // Work holds the memory it uses, whatever its submitter lets go.
 TEST_P(SymmetricTest, WorkKeepsItsRegionMapped) {
-  const ReduceProblem problem = make_problem(DType::kFloat32, 60000, size());
+  const ReduceProblem problem = sum_problem(DType::kFloat32, 60000, size());
   group_.run([&](Communicator& communicator) {
     auto region = communicator.allocate_symmetric(problem.bytes(), {});
     std::byte* place = copied_in(problem.inputs[static_cast<std::size_t>(communicator.rank())],
                                  region->part(communicator.rank()));
     const auto work =
-        communicator.submit(testing::allreduce_of(problem.dtype, problem.count, place, place), 0, nullptr);
+        communicator.submit(allreduce_of(problem.dtype, problem.count, place, place), 0, nullptr);
     region.reset();
     work->wait(Deadline::never(), {});
     expect_holds(problem, place, communicator.rank());
@@ -196,7 +187,7 @@ TEST_P(SymmetricTest, OutlivesItsCommunicator) {
       child->close();
     }
     std::memset(region->part(communicator.rank()), 1 + communicator.rank(), region->bytes_per_rank());
-    Operation barrier = testing::barrier_operation();
+    Operation barrier = barrier_operation();
     communicator.run(barrier, {});
     for (int rank = 0; rank < communicator.size(); ++rank) {
       const std::byte* part = region->part(rank);
@@ -218,7 +209,7 @@ TEST_P(SymmetricTest, EmptyAndManyRegions) {
     }
     for (std::size_t i = 0; i < regions.size(); ++i)
       std::memset(regions[i]->part(communicator.rank()), static_cast<int>(i), regions[i]->bytes_per_rank());
-    Operation barrier = testing::barrier_operation();
+    Operation barrier = barrier_operation();
     communicator.run(barrier, {});
     for (std::size_t i = 0; i < regions.size(); ++i)
       for (int rank = 0; rank < communicator.size(); ++rank)
@@ -229,8 +220,8 @@ TEST_P(SymmetricTest, EmptyAndManyRegions) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Groups, SymmetricTest, ::testing::ValuesIn(testing::crowded_and_roomy_cases()),
-                         [](const auto& info) { return testing::case_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Groups, SymmetricTest, ::testing::ValuesIn(crowded_and_roomy_cases()),
+                         [](const auto& info) { return case_name(info.param); });
 
 }  // namespace
 }  // namespace multiring

@@ -9,16 +9,15 @@
 #include <vector>
 
 #include "collective/plan/plan_cache.h"
+#include "support/errors.h"
 #include "support/operations.h"
-#include "support/problem.h"
+#include "support/oracles/problem.h"
 #include "support/rank_group.h"
 
 namespace multiring {
 namespace {
 
-using testing::GroupOptions;
-using testing::RankGroup;
-using testing::TransportKind;
+using namespace testing;
 
 GroupOptions two_by_two() {
   GroupOptions options(TransportKind::kCluster, 4, 4096);
@@ -28,31 +27,20 @@ GroupOptions two_by_two() {
 
 /// What this rank sends to other hosts in an allreduce of `count` float32: by plans, and in rounds.
 struct Traffic {
-  testing::Sent plans;
-  testing::Sent rounds;
+  Sent plans;
+  Sent rounds;
 };
 Traffic traffic_of(const RankGroup& group, Communicator& communicator, int world_rank, std::size_t count) {
   std::vector<float> data(count, 1.0F);
-  const testing::SentCounters& sent = group.sent(world_rank);
+  const SentCounters& sent = group.sent(world_rank);
   const Traffic before{sent.plans.read(), sent.rounds.read()};
-  Operation operation = testing::allreduce_of(DType::kFloat32, count, data.data(), data.data(), "x");
-  communicator.run(operation, {});
+  run(communicator, allreduce_of(DType::kFloat32, count, data.data(), data.data(), "x"));
   EXPECT_EQ(data.back(), static_cast<float>(communicator.size()));
   return {sent.plans.read() - before.plans, sent.rounds.read() - before.rounds};
 }
 
 // RankGroup puts ranks 0 and 3 on one host, 1 and 2 on the other.
 bool is_first_of_host(int rank) { return rank < 2; }
-
-std::string message_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kUsage);
-    return error.what();
-  }
-  return "";
-}
 
 TEST(Tuning, IsRead) {
   const Tuning tuning = Tuning::parse("4x2:16=rounds,1024=2tx4d,4096=auto/512");
@@ -71,17 +59,19 @@ TEST(Tuning, IsRead) {
 }
 
 TEST(Tuning, WhatIsWrongIsTold) {
-  const auto told = [](const char* text) { return message_of([&] { Tuning::parse(text); }); };
-  EXPECT_NE(told("").find("'' names no hosts"), std::string::npos);
-  EXPECT_NE(told(":1=auto").find("'' names no hosts"), std::string::npos);
-  EXPECT_NE(told("2x2:").find("'' names no algorithm"), std::string::npos);
-  EXPECT_NE(told("2x2:1=auto,").find("'' names no algorithm"), std::string::npos);
-  EXPECT_NE(told("2x2:0=auto").find("'0' is not a number of bytes"), std::string::npos);
-  EXPECT_NE(told("2x2:1K=auto").find("'1K' is not a number of bytes"), std::string::npos);
-  EXPECT_NE(told("2x2:1=auto/").find("'' is not a number of bytes"), std::string::npos);
-  EXPECT_NE(told("2x2:1=rounds/4").find("'rounds/4' gives rounds a segment size"), std::string::npos);
-  EXPECT_NE(told("2x2:8=auto,8=rounds").find("'8=rounds' is not for larger sizes"), std::string::npos);
-  EXPECT_NE(told("2x2:8=2z").find("mode '2z'"), std::string::npos);
+  const auto expect_refused = [](const char* text, const char* told) {
+    expect_usage([&] { Tuning::parse(text); }, told);
+  };
+  expect_refused("", "'' names no hosts");
+  expect_refused(":1=auto", "'' names no hosts");
+  expect_refused("2x2:", "'' names no algorithm");
+  expect_refused("2x2:1=auto,", "'' names no algorithm");
+  expect_refused("2x2:0=auto", "'0' is not a number of bytes");
+  expect_refused("2x2:1K=auto", "'1K' is not a number of bytes");
+  expect_refused("2x2:1=auto/", "'' is not a number of bytes");
+  expect_refused("2x2:1=rounds/4", "'rounds/4' gives rounds a segment size");
+  expect_refused("2x2:8=auto,8=rounds", "'8=rounds' is not for larger sizes");
+  expect_refused("2x2:8=2z", "mode '2z'");
 }
 
 TEST(Tuning, PlansFollowItWhereItFits) {
@@ -98,7 +88,7 @@ TEST(Tuning, PlansFollowItWhereItFits) {
       EXPECT_EQ(plans.algorithm(1, false), nullptr) << other;
     }
     for (const char* const wrong : {"2x2:16=2x3", "2x2:16=4x1", "2x2:16=rounds,17=2dx2"})
-      EXPECT_NE(message_of([&] { plans.set_tuning(Tuning::parse(wrong), *transport); }), "") << wrong;
+      expect_usage([&] { plans.set_tuning(Tuning::parse(wrong), *transport); }, "");
     plans.force_mode(parse_mode("2x2t"), *transport);
     plans.set_tuning(Tuning::parse("2x2:16=rounds"), *transport);
     for (const bool rounded : {false, true})
@@ -108,18 +98,17 @@ TEST(Tuning, PlansFollowItWhereItFits) {
 
 TEST(Tuning, MayChangeBetweenOperations) {
   RankGroup group(two_by_two());
-  const testing::ReduceProblem problem = testing::make_problem(DType::kFloat32, {ReduceOp::kSum}, 20001, 4);
+  const ReduceProblem problem = make_problem(DType::kFloat32, {ReduceOp::kSum}, 20001, 4);
   group.run([&](Communicator& communicator) {
     for (const char* const tuning : {"2x2:1=rounds", "2x2:1=2tx2d", "", "2x2:1=auto/64"}) {
       communicator.set_tuning(tuning);
-      testing::Bytes data = problem.inputs[static_cast<std::size_t>(communicator.rank())];
-      Operation operation = testing::allreduce_of(problem.dtype, problem.count, data.data(), data.data(), "x",
-                                                  problem.reduction);
-      communicator.run(operation, {});
+      Bytes data = problem.inputs[static_cast<std::size_t>(communicator.rank())];
+      run(communicator,
+          allreduce_of(problem.dtype, problem.count, data.data(), data.data(), "x", problem.reduction));
       EXPECT_TRUE(data == problem.expected) << tuning;
     }
-    EXPECT_NE(message_of([&] { communicator.set_tuning("2x2:1=9x9"); }), "");
-    EXPECT_NE(message_of([&] { communicator.set_tuning("2x2:1=rounds,2=9x9"); }), "");
+    expect_usage([&] { communicator.set_tuning("2x2:1=9x9"); }, "");
+    expect_usage([&] { communicator.set_tuning("2x2:1=rounds,2=9x9"); }, "");
   });
 }
 

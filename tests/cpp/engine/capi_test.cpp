@@ -22,13 +22,13 @@ mr_store callbacks(InprocStore& store) {
   mr_store made;
   made.context = &store;
   made.set = [](void* context, const char* key, const char* value, size_t length) {
-    static_cast<InprocStore*>(context)->set(key, std::string(value, length));
+    static_cast<InprocStore*>(context)->set(key, std::string(value, length), {});
     return 0;
   };
   made.get = [](void* context, const char* key, double seconds, char* value, size_t capacity,
                 size_t* length) {
     try {
-      const std::string found = static_cast<InprocStore*>(context)->get(key, seconds);
+      const std::string found = static_cast<InprocStore*>(context)->get(key, seconds, {});
       if (found.size() > capacity) return 2;
       std::memcpy(value, found.data(), found.size());
       *length = found.size();
@@ -254,6 +254,17 @@ mr_queue* queue_over(mr_communicator* world) {
   return queue;
 }
 
+mr_status submit(mr_queue* queue, const char* name, const mr_operation& operation, Told* told,
+                 mr_error* error = nullptr) {
+  mr_submission submission = MR_SUBMISSION_INIT;
+  submission.name = name;
+  submission.operations = &operation;
+  submission.count = 1;
+  submission.done = Told::done;
+  submission.context = told;
+  return mr_queue_submit(queue, &submission, error);
+}
+
 TEST(CApi, QueuesMatchByName) {
   on_ranks(3, [](mr_communicator* world) {
     mr_queue* queue = queue_over(world);
@@ -267,8 +278,7 @@ TEST(CApi, QueuesMatchByName) {
       const int mine = (i + mr_rank(world)) % 3;
       const mr_operation sum = vectors[static_cast<std::size_t>(mine)].operation(MR_ALLREDUCE, nullptr);
       mr_error error;
-      ASSERT_EQ(mr_queue_submit(queue, names[mine], &sum, 1, 0, 0, Told::done, &told, &error), MR_OK)
-          << error.message;
+      ASSERT_EQ(submit(queue, names[mine], sum, &told, &error), MR_OK) << error.message;
     }
     told.await(3);
     EXPECT_EQ(told.statuses, std::vector<mr_status>(3, MR_OK));
@@ -299,7 +309,13 @@ TEST(CApi, QueuesGiveGroupsAndWhatWasAllocated) {
       to->joined.assign(data, data + bytes / sizeof(float));
       Told::done(&to->told, status, error, works);
     };
-    ASSERT_EQ(mr_queue_submit(queue, "group", operations, 2, 0, 0, done, &answer, nullptr), MR_OK);
+    mr_submission submission = MR_SUBMISSION_INIT;
+    submission.name = "group";
+    submission.operations = operations;
+    submission.count = 2;
+    submission.done = done;
+    submission.context = &answer;
+    ASSERT_EQ(mr_queue_submit(queue, &submission, nullptr), MR_OK);
     EXPECT_EQ(answer.told.await(1), MR_OK);
     EXPECT_EQ(answer.joined, std::vector<float>(3, 1.0F));
     EXPECT_EQ(answer.rows, (std::vector<uint64_t>{1, 2}));
@@ -314,17 +330,21 @@ TEST(CApi, QueuesReportErrorsToDone) {
     Vector x(std::vector<float>(static_cast<std::size_t>(4 + mr_rank(world)), 1.0F));
     mr_operation sum = x.operation(MR_ALLREDUCE, nullptr);
     mr_error error;
-    EXPECT_EQ(mr_queue_submit(queue, nullptr, &sum, 1, 0, 0, nullptr, nullptr, &error), MR_USAGE);
-    EXPECT_EQ(mr_queue_submit(queue, "x", &sum, 0, 0, 0, nullptr, nullptr, &error), MR_USAGE);
+    mr_submission empty = MR_SUBMISSION_INIT;
+    empty.name = "x";
+    EXPECT_EQ(mr_queue_submit(queue, &empty, &error), MR_USAGE);
+    empty.struct_size = 8;
+    EXPECT_EQ(mr_queue_submit(queue, &empty, &error), MR_USAGE);
+    EXPECT_EQ(submit(queue, nullptr, sum, nullptr, &error), MR_USAGE);
     sum.kind = MR_SEND;
-    EXPECT_EQ(mr_queue_submit(queue, "x", &sum, 1, 0, 0, nullptr, nullptr, &error), MR_USAGE);
+    EXPECT_EQ(submit(queue, "x", sum, nullptr, &error), MR_USAGE);
     sum = x.operation(MR_ALLREDUCE, nullptr);
     Told told;
-    ASSERT_EQ(mr_queue_submit(queue, "weights", &sum, 1, 0, 0, Told::done, &told, nullptr), MR_OK);
+    ASSERT_EQ(submit(queue, "weights", sum, &told), MR_OK);
     EXPECT_EQ(told.await(1), MR_MISMATCH);
     EXPECT_NE(told.messages[0].find("allreduce 'weights' sum float32[5]"), std::string::npos)
         << told.messages[0];
-    EXPECT_EQ(mr_queue_submit(queue, "more", &sum, 1, 0, 0, Told::done, &told, &error), MR_ABORTED);
+    EXPECT_EQ(submit(queue, "more", sum, &told, &error), MR_ABORTED);
     EXPECT_NE(std::string(error.message).find("first error"), std::string::npos) << error.message;
     mr_queue_free(queue);
     EXPECT_EQ(told.statuses.size(), 1U);
@@ -338,7 +358,7 @@ TEST(CApi, AnAbortReachesTheQueues) {
     const mr_operation sum = x.operation(MR_ALLREDUCE, nullptr);
     Told told;
     const std::string name = mr_rank(world) == 0 ? "a" : "b";
-    ASSERT_EQ(mr_queue_submit(queue, name.c_str(), &sum, 1, 0, 0, Told::done, &told, nullptr), MR_OK);
+    ASSERT_EQ(submit(queue, name.c_str(), sum, &told), MR_OK);
     if (mr_rank(world) == 1) mr_abort(world, "enough");
     EXPECT_EQ(told.await(1), MR_ABORTED);
     EXPECT_NE(told.messages[0].find("enough"), std::string::npos) << told.messages[0];
@@ -355,13 +375,13 @@ TEST(CApi, QueuesEndWithTheirCommunicator) {
     const mr_operation sum = x.operation(MR_ALLREDUCE, nullptr);
     Told told;
     const std::string name = mr_rank(world) == 0 ? "a" : "b";
-    ASSERT_EQ(mr_queue_submit(queue, name.c_str(), &sum, 1, 0, 0, Told::done, &told, nullptr), MR_OK);
+    ASSERT_EQ(submit(queue, name.c_str(), sum, &told), MR_OK);
     mr_communicator_free(group);
     ASSERT_EQ(told.statuses.size(), 1U);
     EXPECT_TRUE(told.statuses[0] == MR_ABORTED || told.statuses[0] == MR_PEER_LOST) << told.messages[0];
     mr_error error;
     for (int repeat = 0; repeat < 2; ++repeat) {
-      EXPECT_EQ(mr_queue_submit(queue, "c", &sum, 1, 0, 0, Told::done, &told, &error), MR_ABORTED);
+      EXPECT_EQ(submit(queue, "c", sum, &told, &error), MR_ABORTED);
       EXPECT_NE(std::string(error.message).find(" is closed on rank "), std::string::npos) << error.message;
       mr_queue_close(queue);
     }

@@ -18,19 +18,9 @@
 namespace multiring {
 namespace {
 
-using testing::GroupCase;
-using testing::Latch;
-using testing::RankGroup;
+using namespace testing;
 
-Operation sum_of(std::vector<std::int64_t>& array, std::string_view name = {}) {
-  return testing::allreduce_of(DType::kInt64, array.size(), array.data(), array.data(), name);
-}
-
-class EngineTest : public ::testing::TestWithParam<GroupCase> {
- protected:
-  EngineTest() : group_(GetParam().options()) {}
-  RankGroup group_;
-};
+class EngineTest : public GroupTest {};
 
 TEST_P(EngineTest, ManyInFlightWaitedForInAnyOrder) {
   group_.run([](Communicator& communicator) {
@@ -38,7 +28,8 @@ TEST_P(EngineTest, ManyInFlightWaitedForInAnyOrder) {
     std::vector<std::vector<std::int64_t>> arrays;
     std::vector<std::shared_ptr<Work>> works;
     for (std::size_t i = 0; i < 300; ++i) arrays.emplace_back(i * i % 997, static_cast<std::int64_t>(i));
-    for (auto& array : arrays) works.push_back(communicator.submit(sum_of(array, "gradient"), 0, nullptr));
+    for (auto& array : arrays)
+      works.push_back(communicator.submit(sum_in_place(array, "gradient"), 0, nullptr));
     for (std::size_t i = works.size(); i-- > 0;) {
       const std::size_t at = i * 7 % works.size();
       works[at]->wait(Deadline::never(), {});
@@ -61,7 +52,7 @@ TEST_P(EngineTest, NamelessWorkOfMixedPrioritiesIsNeverMixedUp) {
       for (std::size_t i = 0; i < arrays.size(); ++i) {
         arrays[i].assign(i % 4 == 3 ? 10000 : 10,
                          static_cast<std::int64_t>(i));  // some are too long to be fused
-        works.push_back(communicator.submit(sum_of(arrays[i]), static_cast<int>(i * 5 % 7), nullptr));
+        works.push_back(communicator.submit(sum_in_place(arrays[i]), static_cast<int>(i * 5 % 7), nullptr));
         if ((static_cast<int>(i) + repeat) % size == communicator.rank()) std::this_thread::yield();
       }
       for (std::size_t i = 0; i < works.size(); ++i) {
@@ -79,9 +70,8 @@ TEST_P(EngineTest, SynchronousCallsComeAfterWhatWasSubmitted) {
     const std::int64_t size = communicator.size();
     std::int64_t expected = 1;
     for (int i = 0; i < 20; ++i) {
-      const auto first = communicator.submit(sum_of(array), i % 3, nullptr);
-      Operation second = sum_of(array);
-      communicator.run(second, {});
+      const auto first = communicator.submit(sum_in_place(array), i % 3, nullptr);
+      run(communicator, sum_in_place(array));
       EXPECT_TRUE(first->done());
       expected *= size * size;
       if (expected > 1'000'000'000) {
@@ -100,7 +90,7 @@ TEST_P(EngineTest, WaitTimesOutAndTheWorkGoesOn) {
   group_.run([&](Communicator& communicator) {
     std::vector<std::int64_t> array(100, 2);
     if (communicator.rank() == 0) timed_out.wait();
-    const auto work = communicator.submit(sum_of(array, "late"), 0, nullptr);
+    const auto work = communicator.submit(sum_in_place(array, "late"), 0, nullptr);
     if (communicator.rank() != 0) {
       try {
         work->wait(Deadline::after(0.01), {});
@@ -124,7 +114,7 @@ TEST_P(EngineTest, InterruptEndsOnlyTheWait) {
   group_.run([&](Communicator& communicator) {
     std::vector<std::int64_t> array(100, 2);
     if (communicator.rank() == 0) interrupted.wait();
-    const auto work = communicator.submit(sum_of(array), 0, nullptr);
+    const auto work = communicator.submit(sum_in_place(array), 0, nullptr);
     if (communicator.rank() != 0) {
       EXPECT_THROW(work->wait(Deadline::never(), [] { throw std::runtime_error("Ctrl-C"); }),
                    std::runtime_error);
@@ -140,7 +130,7 @@ TEST_P(EngineTest, SeveralThreadsOfARankShareACommunicator) {
     const auto body = [&] {
       for (int i = 0; i < 50; ++i) {
         std::vector<std::int64_t> array(300, 3);
-        const auto work = communicator.submit(sum_of(array), 0, nullptr);
+        const auto work = communicator.submit(sum_in_place(array), 0, nullptr);
         std::thread other([&] { work->wait(Deadline::never(), {}); });
         work->wait(Deadline::never(), {});
         other.join();
@@ -156,8 +146,7 @@ TEST_P(EngineTest, SeveralThreadsOfARankShareACommunicator) {
     const auto synchronous = [&] {
       for (int i = 0; i < 100; ++i) {
         std::vector<std::int64_t> array(300, 1);
-        Operation operation = sum_of(array);
-        communicator.run(operation, {});
+        run(communicator, sum_in_place(array));
         EXPECT_EQ(array.front(), communicator.size());
       }
     };
@@ -173,9 +162,8 @@ TEST_P(EngineTest, ForgottenWorkRuns) {
     std::vector<std::int64_t> array(100, 1);
     auto kept = std::make_shared<int>(0);
     const std::weak_ptr<int> alive = kept;
-    communicator.submit(sum_of(array), 0, std::move(kept));
-    Operation barrier = testing::barrier_operation();
-    communicator.run(barrier, {});
+    communicator.submit(sum_in_place(array), 0, std::move(kept));
+    run(communicator, barrier_operation());
     EXPECT_EQ(array, std::vector<std::int64_t>(100, communicator.size()));
     communicator.close();
     EXPECT_TRUE(alive.expired());
@@ -199,18 +187,17 @@ TEST_P(EngineTest, WorkMayHoldTheLastReference) {
       auto own = communicator.duplicate(fails ? "fails" : "ends", {});
       if (fails && communicator.rank() == 0 && communicator.size() > 1) array.resize(11);
       auto held = std::make_shared<Held>(own, ended);
-      if (communicator.rank() == 0)
-        testing::run_barrier(communicator);  // so it runs when all but one have let go
-      own->submit(sum_of(array), 0, std::move(held));
+      if (communicator.rank() == 0) run_barrier(communicator);  // so it runs when all but one have let go
+      own->submit(sum_in_place(array), 0, std::move(held));
       own.reset();
-      if (communicator.rank() != 0) testing::run_barrier(communicator);
+      if (communicator.rank() != 0) run_barrier(communicator);
       ended.wait();
     }
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Groups, EngineTest, ::testing::ValuesIn(testing::all_group_cases()),
-                         [](const auto& info) { return testing::case_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Groups, EngineTest, ::testing::ValuesIn(all_group_cases()),
+                         [](const auto& info) { return case_name(info.param); });
 
 /// Two ranks of which both have submitted all of a list before its second operation is chosen: the first one
 /// has two rounds, and rank 1 is held up between them.
@@ -219,13 +206,13 @@ class HeldUp {
   explicit HeldUp(std::size_t fuse_below) {
     options_.fuse_below = fuse_below;
     options_.stall_warning = 1e-3;
-    options_.timeout = 20.0 * testing::kSlowness;
+    options_.timeout = 20.0 * kSlowness;
   }
 
   /// `submit(communicator)` submits the list; returns the rounds that it took without those of the first.
   std::uint64_t run(const std::function<void(Communicator&)>& submit) {
     std::atomic<std::uint64_t> rounds{0};
-    RankGroup group(testing::GroupOptions(testing::TransportKind::kInproc, 2, testing::kSmallStaging));
+    RankGroup group(GroupOptions(TransportKind::kInproc, 2, kSmallStaging));
     group.run_transports([&](const std::shared_ptr<Transport>& transport) {
       const bool second = transport->rank() == 1;
       CommunicatorOptions options = options_;
@@ -235,14 +222,13 @@ class HeldUp {
           submitted_.wait();
         };
       Communicator communicator(transport, options);
-      std::vector<std::byte> array(testing::kSmallStaging + 64);
+      std::vector<std::byte> array(kSmallStaging + 64);
       if (!second) waiting_.wait();
       const auto first = communicator.submit(
-          testing::allreduce_of(DType::kUInt8, array.size(), array.data(), array.data(), "first"), 1000,
-          nullptr);
+          allreduce_of(DType::kUInt8, array.size(), array.data(), array.data(), "first"), 1000, nullptr);
       submit(communicator);
       submitted_.count_down();
-      Operation barrier = testing::barrier_operation();
+      Operation barrier = barrier_operation();
       communicator.run(barrier, {});
       if (!second) rounds = transport->arrived(0) - 4;  // the first takes three, the barrier one
     });
@@ -270,7 +256,7 @@ TEST(WorkOrder, HighestPriorityFirstThenOrderOfSubmission) {
         const std::lock_guard lock(mutex);
         done[rank].push_back(i);
       });
-      communicator.submit(sum_of(arrays[rank][i]), priorities[i], witness);
+      communicator.submit(sum_in_place(arrays[rank][i]), priorities[i], witness);
     }
   });
   EXPECT_EQ(done[0], (std::vector<int>{1, 3, 2, 0, 5, 4}));
@@ -289,10 +275,10 @@ TEST(WorkOrder, SmallAllreducesShareARound) {
       arrays[rank][i].assign(50, i);
       if (i == 10) {  // another dtype: not fused
         floats[rank].assign(10, 0.5f);
-        communicator.submit(
-            testing::allreduce_of(DType::kFloat32, 10, floats[rank].data(), floats[rank].data()), 0, nullptr);
+        communicator.submit(allreduce_of(DType::kFloat32, 10, floats[rank].data(), floats[rank].data()), 0,
+                            nullptr);
       }
-      communicator.submit(sum_of(arrays[rank][i]), 0, nullptr);
+      communicator.submit(sum_in_place(arrays[rank][i]), 0, nullptr);
     }
   });
   for (int i = 0; i < 20; ++i) EXPECT_EQ(arrays[1][i], std::vector<std::int64_t>(50, 2 * i));

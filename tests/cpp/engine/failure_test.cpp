@@ -19,26 +19,23 @@
 #include "support/activities.h"
 #include "support/errors.h"
 #include "support/operations.h"
-#include "support/problem.h"
+#include "support/oracles/problem.h"
 #include "support/rank_group.h"
 
 namespace multiring {
 namespace {
 
-using testing::Activity;
-using testing::expect_text;
-using testing::RankGroup;
-using testing::TransportKind;
+using namespace testing;
 
 constexpr int kSize = 4;
 constexpr int kVictim = 2;
 // Peers have to be told of within this time.
-constexpr double kSoon = 2.0 * testing::kSlowness;
+constexpr double kSoon = 2.0 * kSlowness;
 
-testing::GroupOptions group_options(TransportKind transport) {
-  testing::GroupOptions options(transport, kSize, testing::kSmallStaging);
-  options.communicator.timeout = 60 * testing::kSlowness;  // what ends a wait is not this
-  options.time_limit = 50 * testing::kSlowness;
+GroupOptions group_options(TransportKind transport) {
+  GroupOptions options(transport, kSize, kSmallStaging);
+  options.communicator.timeout = 60 * kSlowness;  // what ends a wait is not this
+  options.time_limit = 50 * kSlowness;
   return options;
 }
 
@@ -78,18 +75,18 @@ struct FailureCase {
   Activity activity;
 };
 void PrintTo(const FailureCase& failure, std::ostream* out) {
-  *out << testing::transport_name(failure.transport) << ' ' << failure.activity.name;
+  *out << transport_name(failure.transport) << ' ' << failure.activity.name;
 }
 
 std::vector<FailureCase> failure_cases(const std::vector<TransportKind>& transports) {
   std::vector<FailureCase> cases;
   for (const TransportKind transport : transports)
-    for (const Activity& activity : testing::all_activities()) cases.push_back({transport, activity});
+    for (const Activity& activity : all_activities()) cases.push_back({transport, activity});
   return cases;
 }
 
 std::string failure_name(const ::testing::TestParamInfo<FailureCase>& info) {
-  return std::string(testing::transport_name(info.param.transport)) + "_" + info.param.activity.name;
+  return std::string(transport_name(info.param.transport)) + "_" + info.param.activity.name;
 }
 
 class FailureTest : public ::testing::TestWithParam<FailureCase> {
@@ -142,7 +139,7 @@ class FailureTest : public ::testing::TestWithParam<FailureCase> {
   std::array<std::shared_ptr<Communicator>, kSize> communicators_;
 };
 
-// The other transport's ranks can die for good: see process_test.cpp.
+// The other transport's ranks can die for good: see tests/faults/test_kill.py.
 using InprocFailureTest = FailureTest;
 
 TEST_P(InprocFailureTest, DeathReachesAllOthers) {
@@ -197,37 +194,6 @@ TEST_P(FailureTest, LeavingReachesAllWhoWait) {
   }
 }
 
-// One rank does not come: the others' deadline ends the operation on all, and the message says who is
-// missing.
-TEST_P(FailureTest, DeadlineNamesTheMissingRank) {
-  CallOptions options;
-  options.timeout = 0.15;
-  if (GetParam().activity.name.ends_with("_async")) return;  // has its communicator's: see ErrorsTest
-  const bool messages = GetParam().activity.name == "send_receive";
-  group_.run([&](Communicator& communicator) {
-    const auto rank = static_cast<std::size_t>(communicator.rank());
-    testing::run_barrier(communicator);
-    if (communicator.rank() == kVictim) {
-      testing::await_broken(communicator);
-      ends_[rank] = repeat_until_error(communicator, GetParam().activity, progress_);
-      return;
-    }
-    try {
-      GetParam().activity.once(communicator, options);
-      testing::await_broken(communicator);
-      GetParam().activity.once(communicator, options);
-    } catch (const Error& error) {
-      ends_[rank].error = error;
-    }
-  });
-  for (int rank = 0; rank < kSize; ++rank) {
-    const Error& error = *ends_[static_cast<std::size_t>(rank)].error;
-    EXPECT_EQ(error.kind(), ErrorKind::kTimeout) << error.what();
-    expect_text(error,
-                messages ? "for rank " : "Rank 2 (process ");  // others may be late on a busy machine
-  }
-}
-
 INSTANTIATE_TEST_SUITE_P(Activities, FailureTest,
                          ::testing::ValuesIn(failure_cases({TransportKind::kInproc, TransportKind::kShm})),
                          failure_name);
@@ -235,8 +201,8 @@ INSTANTIATE_TEST_SUITE_P(Activities, FailureTest,
 // Ranks that come late at every round, each by its own time, change nothing but the time.
 TEST(Delays, DoNotChangeResults) {
   RankGroup group(group_options(TransportKind::kInproc));
-  const auto staged = testing::make_problem(DType::kBFloat16, {ReduceOp::kSum}, 9000, kSize);
-  const auto direct = testing::make_problem(DType::kFloat32, {ReduceOp::kAverage}, 9000, kSize);
+  const auto staged = make_problem(DType::kBFloat16, {ReduceOp::kSum}, 9000, kSize);
+  const auto direct = make_problem(DType::kFloat32, {ReduceOp::kAverage}, 9000, kSize);
   for (int late = 0; late < kSize; ++late) {
     for (int rank = 0; rank < kSize; ++rank)
       group.hub().delay(rank, std::chrono::microseconds(rank == late ? 300 : 40 * rank));
@@ -244,15 +210,14 @@ TEST(Delays, DoNotChangeResults) {
       const auto rank = static_cast<std::size_t>(communicator.rank());
       const auto region = communicator.allocate_symmetric(direct.bytes(), {});
       for (int repeat = 0; repeat < 3; ++repeat) {
-        testing::Bytes array = staged.inputs[rank];
-        Operation operation = testing::allreduce_of(staged.dtype, staged.count, array.data(), array.data());
-        perform(communicator, operation, testing::kModes[repeat % 2]);
+        Bytes array = staged.inputs[rank];
+        Operation operation = allreduce_of(staged.dtype, staged.count, array.data(), array.data());
+        perform(communicator, operation, kCallModes[repeat % 2]);
         EXPECT_EQ(array, staged.expected);
         std::byte* place = region->part(communicator.rank());
         std::memcpy(place, direct.inputs[rank].data(), direct.bytes());
-        operation =
-            testing::allreduce_of(direct.dtype, direct.count, place, place, "direct", direct.reduction);
-        perform(communicator, operation, testing::kModes[repeat % 2]);
+        operation = allreduce_of(direct.dtype, direct.count, place, place, "direct", direct.reduction);
+        perform(communicator, operation, kCallModes[repeat % 2]);
         EXPECT_EQ(std::memcmp(place, direct.expected.data(), direct.bytes()), 0);
       }
     });
@@ -261,14 +226,13 @@ TEST(Delays, DoNotChangeResults) {
 
 // An operation of many rounds has one deadline, not one for each round.
 TEST(Delays, CountAgainstOneDeadline) {
-  testing::GroupOptions options(TransportKind::kInproc, 2, 4096);
+  GroupOptions options(TransportKind::kInproc, 2, 4096);
   options.communicator.timeout = 0.3;
   RankGroup group(options);
   group.hub().delay(1, std::chrono::milliseconds(30));
   const auto outcomes = group.outcomes([&](Communicator& communicator) {
     std::vector<float> array(64 * 1024, 1.0f);  // 64 segments
-    Operation operation = testing::allreduce_of(DType::kFloat32, array.size(), array.data(), array.data());
-    communicator.run(operation, {});
+    run(communicator, sum_in_place(array));
   });
   for (const auto& outcome : outcomes) {
     ASSERT_TRUE(outcome.has_value());
@@ -279,10 +243,10 @@ TEST(Delays, CountAgainstOneDeadline) {
 
 // Nobody learns what a rank does: all, this one too, wait until the deadline, and the missing one is named.
 TEST(Drops, EndInTimeoutsThatNameTheDroppedRank) {
-  for (const Activity& activity : testing::all_activities()) {
+  for (const Activity& activity : all_activities()) {
     if (activity.name.ends_with("_async")) continue;  // the same rounds
     const bool messages = activity.name == "send_receive";
-    testing::GroupOptions options = group_options(TransportKind::kInproc);
+    GroupOptions options = group_options(TransportKind::kInproc);
     options.communicator.timeout = 0.15;
     RankGroup group(options);
     group.hub().drop(kVictim);

@@ -16,16 +16,12 @@
 namespace multiring {
 namespace {
 
-using testing::error_of;
-using testing::expect_text;
-using testing::GroupOptions;
-using testing::RankGroup;
-using testing::TransportKind;
+using namespace testing;
 
 /// What a rank does in a split before the groups are made.
 void exchange_colors(Communicator& communicator) {
   const std::int64_t mine[2] = {0, 0};
-  Operation operation = testing::make_operation({.kind = OpKind::kSplit, .dtype = DType::kInt64, .rows = 1});
+  Operation operation = make_operation({.kind = OpKind::kSplit, .dtype = DType::kInt64, .rows = 1});
   operation.descriptor.key.count = 2;
   operation.descriptor.bytes = sizeof mine;
   operation.input = reinterpret_cast<const std::byte*>(mine);
@@ -38,10 +34,10 @@ class GroupFailure : public ::testing::TestWithParam<TransportKind> {};
 TEST_P(GroupFailure, ARankThatDiesWhileAGroupIsMadeIsLost) {
   GroupOptions options(GetParam(), 4);
   options.layout = {2, 2};
-  options.time_limit = 20 * testing::kSlowness;
+  options.time_limit = 20 * kSlowness;
   options.communicator.timeout = 1000;
   RankGroup group(options);
-  testing::Latch ended(3);
+  Latch ended(3);
   group.run_transports([&](const std::shared_ptr<Transport>& transport) {
     Communicator world(transport, options.communicator);
     if (transport->rank() == 3) {
@@ -63,7 +59,7 @@ TEST_P(GroupFailure, AnInterruptWhileAGroupIsMadeStopsAll) {
   options.layout = {2, 2};
   options.communicator.timeout = 1000;
   RankGroup group(options);
-  testing::Latch split(1);
+  Latch split(1);
   group.run_transports([&](const std::shared_ptr<Transport>& transport) {
     Communicator world(transport, options.communicator);
     const auto interrupted = [&] { throw Interrupted(); };
@@ -75,7 +71,7 @@ TEST_P(GroupFailure, AnInterruptWhileAGroupIsMadeStopsAll) {
     }
     // The others cannot make their group without this rank, which waits for one of them in an own group.
     exchange_colors(world);
-    Operation barrier = testing::barrier_operation();
+    Operation barrier = barrier_operation();
     EXPECT_THROW(world.run(barrier, {-1.0, &interrupt}), Interrupted);
     split.wait();
   });
@@ -83,7 +79,7 @@ TEST_P(GroupFailure, AnInterruptWhileAGroupIsMadeStopsAll) {
 
 INSTANTIATE_TEST_SUITE_P(Transports, GroupFailure,
                          ::testing::Values(TransportKind::kCluster, TransportKind::kClusterRelayed),
-                         [](const auto& info) { return testing::transport_name(info.param); });
+                         [](const auto& info) { return transport_name(info.param); });
 
 class GroupNames : public ::testing::TestWithParam<TransportKind> {};
 
@@ -92,12 +88,12 @@ TEST_P(GroupNames, ErrorsTellTheRanksOfTheWorld) {
   GroupOptions options(GetParam(), 4);
   options.layout = {2, 2};
   RankGroup group(options);
-  testing::Latch timed_out(1);
+  Latch timed_out(1);
   group.run([&](Communicator& world) {
     const auto odd = world.split(world.rank() % 2, 0, {});
     const auto same = world.split(0, 0, {});
     if (world.rank() == 1) {
-      const Error late = error_of(ErrorKind::kTimeout, [&] { testing::run_barrier(*odd, {0.05, nullptr}); });
+      const Error late = error_of(ErrorKind::kTimeout, [&] { run_barrier(*odd, {0.05, nullptr}); });
       expect_text(late, "rank 0 (world rank 1) on ");
       expect_text(late, "for rank 1 (world rank 3)");
       expect_text(late, "Rank 1 (world rank 3) (process ");
@@ -105,29 +101,29 @@ TEST_P(GroupNames, ErrorsTellTheRanksOfTheWorld) {
     }
     if (world.rank() == 3) {
       timed_out.wait();
-      const Error told = error_of(ErrorKind::kTimeout, [&] { testing::run_barrier(*odd); });
+      const Error told = error_of(ErrorKind::kTimeout, [&] { run_barrier(*odd); });
       expect_text(told, "rank 0 (world rank 1) stopped all ranks");
     }
-    testing::run_barrier(world);
+    run_barrier(world);
     if (world.rank() == 3) return;
-    const Error lost = error_of(ErrorKind::kPeerLost, [&] { testing::run_barrier(*same); });
+    const Error lost = error_of(ErrorKind::kPeerLost, [&] { run_barrier(*same); });
     EXPECT_EQ(std::string(lost.what()).find("world rank"), std::string::npos) << lost.what();
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, GroupNames, ::testing::ValuesIn(testing::kTransports),
-                         [](const auto& info) { return testing::transport_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Transports, GroupNames, ::testing::ValuesIn(kTransports),
+                         [](const auto& info) { return transport_name(info.param); });
 
 // Each waits in a communicator for the other, which waits in the other one.
 TEST_P(GroupNames, CommunicatorsInDifferentOrderAreNamed) {
   GroupOptions options(GetParam(), 2);
   RankGroup group(options);
-  testing::Latch both(2);
+  Latch both(2);
   group.run([&](Communicator& world) {
     const auto a = world.split(0, 0, {});
     const auto b = world.split(0, 0, {});
     const auto& first = world.rank() == 0 ? a : b;
-    const Error error = error_of(ErrorKind::kTimeout, [&] { testing::run_barrier(*first, {0.3, nullptr}); });
+    const Error error = error_of(ErrorKind::kTimeout, [&] { run_barrier(*first, {0.3, nullptr}); });
     both.count_down();
     both.wait();
     if (GetParam() != TransportKind::kCluster)  // on the others what a peer has published is seen at once
@@ -141,14 +137,14 @@ TEST_P(GroupNames, CommunicatorsInDifferentOrderAreNamed) {
 TEST(LostRanks, TheDeadComeBeforeThoseThatLeft) {
   GroupOptions options(TransportKind::kInproc, 3);
   RankGroup group(options);
-  testing::Latch gone(2);
+  Latch gone(2);
   group.run_transports([&](const std::shared_ptr<Transport>& transport) {
     if (transport->rank() == 1) transport->leave();
     if (transport->rank() == 2) group.hub().break_rank(2);
     if (transport->rank() != 0) return gone.count_down();
     gone.wait();
     Communicator world(transport, options.communicator);
-    const Error error = error_of(ErrorKind::kPeerLost, [&] { testing::run_barrier(world); });
+    const Error error = error_of(ErrorKind::kPeerLost, [&] { run_barrier(world); });
     expect_text(error, "lost rank 2");
     expect_text(error, "has died");
   });
@@ -160,12 +156,12 @@ TEST(FailingNetworks, KeepNoPendingWorkWaiting) {
   GroupOptions options(TransportKind::kCluster, 3);
   options.layout = {2, 1};
   RankGroup group(options);
-  testing::Latch told(2);
+  Latch told(2);
   group.run_transports([&](const std::shared_ptr<Transport>& transport) {
     const auto world = std::make_shared<Communicator>(transport, options.communicator);
     if (transport->rank() == 2) return told.wait();  // and never comes
     float value = 1;
-    const auto work = world->submit(testing::allreduce_of(DType::kFloat32, 1, &value, &value), 0, nullptr);
+    const auto work = world->submit(allreduce_of(DType::kFloat32, 1, &value, &value), 0, nullptr);
     if (transport->rank() == 0) {
       group.break_networks(0);
       world->abort("as the test has it");
@@ -186,17 +182,17 @@ TEST(FailingNetworks, KeepNoPendingWorkWaiting) {
 TEST(Garbled, WhatARankAsksForIsCheckedFirst) {
   for (const int field : {0, 1, 2}) {
     RankGroup group(GroupOptions(TransportKind::kInproc, 2));
-    testing::Latch seen(1);
+    Latch seen(1);
     group.run_transports([&](const std::shared_ptr<Transport>& transport) {
       Communicator world(transport, GroupOptions().communicator);
       if (transport->rank() == 0) {
-        const Error error = error_of(ErrorKind::kInternal, [&] { testing::run_barrier(world); });
+        const Error error = error_of(ErrorKind::kInternal, [&] { run_barrier(world); });
         expect_text(error, "what rank 1 on ");
         expect_text(error, "makes no sense");
         return seen.count_down();
       }
       Exchange exchange(*transport, "world");
-      exchange.begin(testing::barrier_operation().descriptor);
+      exchange.begin(barrier_operation().descriptor);
       auto& written = *reinterpret_cast<Descriptor*>(transport->header(1, exchange.round()));
       if (field == 0) written.dims = 200;
       if (field == 1) written.dtype = static_cast<DType>(99);

@@ -14,36 +14,26 @@
 namespace multiring {
 namespace {
 
-using testing::error_of;
-using testing::expect_text;
-using testing::GroupOptions;
-using testing::Latch;
-using testing::Pending;
-using testing::RankGroup;
-using testing::run_barrier;
-using testing::TransportKind;
+using namespace testing;
 
 /// What an interrupt raises.
 struct CtrlC : std::exception {};
 
 class InterruptTest : public ::testing::TestWithParam<TransportKind> {
  protected:
-  static GroupOptions options(int size) { return {GetParam(), size, testing::kSmallStaging}; }
+  static GroupOptions options(int size) { return {GetParam(), size, kSmallStaging}; }
 };
 
 // What the callback raises comes out unchanged; the others learn that this rank was interrupted.
 TEST_P(InterruptTest, InterruptBreaksTheCommunicatorForAll) {
-  for (const testing::Activity& activity : testing::all_activities()) {
+  for (const Activity& activity : all_activities()) {
     if (activity.name.ends_with("_async")) continue;
     RankGroup group(options(3));
     const std::function<void()> interrupt = [] { throw CtrlC(); };
     group.run([&](Communicator& communicator) {
       CallOptions with_interrupt;
       if (communicator.rank() == 0) with_interrupt.interrupt = &interrupt;
-      if (communicator.rank() == 2) {
-        testing::await_broken(communicator);
-        return;
-      }
+      if (communicator.rank() == 2) return await_broken(communicator);
       if (communicator.rank() == 0)
         EXPECT_THROW(activity.once(communicator, with_interrupt), CtrlC) << activity.name;
       else
@@ -96,10 +86,7 @@ TEST_P(InterruptTest, InterruptThatCloses) {
 TEST_P(InterruptTest, InterruptWhileWaitingForEarlierWork) {
   RankGroup group(options(2));
   group.run([](Communicator& communicator) {
-    if (communicator.rank() == 1) {
-      testing::await_broken(communicator);
-      return;
-    }
+    if (communicator.rank() == 1) return await_broken(communicator);
     Pending pending(communicator);
     const std::function<void()> interrupt = [] { throw CtrlC(); };
     CallOptions options;
@@ -109,8 +96,8 @@ TEST_P(InterruptTest, InterruptWhileWaitingForEarlierWork) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, InterruptTest, ::testing::ValuesIn(testing::kTransports),
-                         [](const auto& info) { return testing::transport_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Transports, InterruptTest, ::testing::ValuesIn(kTransports),
+                         [](const auto& info) { return transport_name(info.param); });
 
 }  // namespace
 }  // namespace multiring

@@ -7,41 +7,37 @@
 
 #include "support/errors.h"
 #include "support/operations.h"
-#include "support/problem.h"
+#include "support/oracles/problem.h"
 #include "support/rank_group.h"
 
 namespace multiring {
 namespace {
 
-using testing::GroupOptions;
-using testing::RankGroup;
-using testing::Request;
-using testing::TransportKind;
+using namespace testing;
 
 constexpr int kMany = 67;
 
 TEST(ManyRanks, AllreduceInEveryWay) {
   RankGroup group(GroupOptions(TransportKind::kInproc, kMany, 32 * 1024));
   // One-shot, two-phase in one and in several segments.
-  std::vector<testing::ReduceProblem> problems;
+  std::vector<ReduceProblem> problems;
   for (const std::size_t count : {1, 900, 5000, 20000})
-    problems.push_back(testing::make_problem(DType::kFloat32, {ReduceOp::kAverage}, count, kMany));
+    problems.push_back(make_problem(DType::kFloat32, {ReduceOp::kAverage}, count, kMany));
   group.run([&](Communicator& communicator) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
     const auto region = communicator.allocate_symmetric(80000, {});
-    for (const testing::ReduceProblem& problem : problems) {
-      testing::Bytes array = problem.inputs[rank];
-      Operation operation = testing::allreduce_of(problem.dtype, problem.count, array.data(), array.data(),
-                                                  "staged", problem.reduction);
+    for (const ReduceProblem& problem : problems) {
+      Bytes array = problem.inputs[rank];
+      Operation operation =
+          allreduce_of(problem.dtype, problem.count, array.data(), array.data(), "staged", problem.reduction);
       communicator.run(operation, {});
       EXPECT_TRUE(array == problem.expected) << problem.text();
       std::byte* place = region->part(communicator.rank());
       std::copy_n(reinterpret_cast<const std::byte*>(problem.inputs[rank].data()), problem.bytes(), place);
-      operation =
-          testing::allreduce_of(problem.dtype, problem.count, place, place, "symmetric", problem.reduction);
+      operation = allreduce_of(problem.dtype, problem.count, place, place, "symmetric", problem.reduction);
       communicator.run(operation, {});
       const auto* result = reinterpret_cast<const std::uint8_t*>(place);
-      EXPECT_TRUE(testing::Bytes(result, result + problem.bytes()) == problem.expected) << problem.text();
+      EXPECT_TRUE(Bytes(result, result + problem.bytes()) == problem.expected) << problem.text();
     }
   });
 }
@@ -53,36 +49,32 @@ TEST(ManyRanks, RowsAndGroups) {
     const std::vector<std::int32_t> mine(rank % 5, communicator.rank());
     Request request{
         .kind = OpKind::kAllgather, .dtype = DType::kInt32, .rows = mine.size(), .input = mine.data()};
-    Operation operation = make_operation(request);
-    communicator.run(operation, {});
-    const auto* all = reinterpret_cast<const std::int32_t*>(operation.result.data());
+    const Operation gathered = perform(communicator, request);
+    const auto* all = reinterpret_cast<const std::int32_t*>(gathered.result.data());
     for (std::int32_t peer = 0; peer < kMany; ++peer)
       for (std::int32_t row = 0; row < peer % 5; ++row) ASSERT_EQ(*all++, peer);
     const std::vector<std::int32_t> to_all(kMany, communicator.rank());
     request = {.kind = OpKind::kAlltoall, .dtype = DType::kInt32, .rows = kMany, .input = to_all.data()};
     request.splits.assign(kMany, 1);
-    operation = make_operation(request);
-    communicator.run(operation, {});
+    const Operation exchanged = perform(communicator, request);
     for (std::int32_t peer = 0; peer < kMany; ++peer)
-      ASSERT_EQ(reinterpret_cast<const std::int32_t*>(operation.result.data())[peer], peer);
+      ASSERT_EQ(reinterpret_cast<const std::int32_t*>(exchanged.result.data())[peer], peer);
     const auto row = communicator.split(communicator.rank() / 8, 0, {});
     EXPECT_EQ(row->size(), communicator.rank() < 64 ? 8 : 3);
-    testing::run_barrier(*row);
+    run_barrier(*row);
   });
 }
 
 // Lanes of less than a cache line: an error on all ranks, before anything is sent.
 TEST(ManyRanks, StagingMemoryThatIsTooSmallForThem) {
-  RankGroup group(GroupOptions(TransportKind::kInproc, kMany, testing::kSmallStaging));
+  RankGroup group(GroupOptions(TransportKind::kInproc, kMany, kSmallStaging));
   const auto outcomes = group.outcomes([](Communicator& communicator) {
     std::vector<float> array(100);
-    Operation operation =
-        testing::make_operation({.kind = OpKind::kReduceScatter, .rows = 100, .input = array.data()});
-    communicator.run(operation, {});
+    run(communicator, make_operation({.kind = OpKind::kReduceScatter, .rows = 100, .input = array.data()}));
   });
   for (const auto& outcome : outcomes) {
     ASSERT_TRUE(outcome.has_value());
-    testing::expect_text(*outcome, "MULTIRING_STAGING_BYTES is too small for 67 ranks");
+    expect_text(*outcome, "MULTIRING_STAGING_BYTES is too small for 67 ranks");
   }
 }
 

@@ -17,8 +17,7 @@ namespace multiring {
 namespace {
 
 using Names = std::vector<std::string>;
-using testing::error_of;
-using testing::expect_text;
+using namespace testing;
 
 /// The matchers of all ranks, and the rounds between them.
 class Job {

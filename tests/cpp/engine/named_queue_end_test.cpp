@@ -20,24 +20,11 @@
 namespace multiring {
 namespace {
 
-using testing::Array;
-using testing::error_of;
-using testing::error_of_work;
-using testing::expect_kind;
-using testing::expect_text;
-using testing::GroupOptions;
-using testing::Latch;
-using testing::numbered;
-using testing::queue_over;
-using testing::RankGroup;
-using testing::submit;
-using testing::sum_of;
-using testing::TransportKind;
-using testing::wait;
+using namespace testing;
 
 GroupOptions impatient(int size, double timeout) {
-  GroupOptions options(TransportKind::kInproc, size, testing::kSmallStaging);
-  options.communicator.timeout = timeout * testing::kSlowness;
+  GroupOptions options(TransportKind::kInproc, size, kSmallStaging);
+  options.communicator.timeout = timeout * kSlowness;
   return options;
 }
 
@@ -88,7 +75,7 @@ TEST(NamedQueueErrors, GroupsOfDifferentLengthAreAMismatch) {
     const auto queue = queue_over(communicator);
     Array array(4, 1);
     NamedRequest request = sum_of(array, "bucket");
-    if (communicator.rank() == 1) request.operations.push_back(testing::barrier_operation());
+    if (communicator.rank() == 1) request.operations.push_back(barrier_operation());
     const auto works = queue->submit(std::move(request));
     for (const auto& work : works)
       expect_text(error_of_work(ErrorKind::kMismatch, work),
@@ -221,14 +208,14 @@ TEST(NamedQueueErrors, CloseEndsWhatIsPending) {
       raised = *error;
       EXPECT_FALSE(queue->close());  // only begins, here
     }));
-    testing::run_barrier(communicator);
+    run_barrier(communicator);
     if (communicator.rank() == 0) {
       EXPECT_TRUE(queue->close());
       ASSERT_EQ(ended, 1);
       expect_kind(*raised, ErrorKind::kAborted);
       expect_text(*raised, "was closed before 'x0' was matched");
     }
-    testing::run_barrier(communicator);
+    run_barrier(communicator);
     queue->close();
     ASSERT_EQ(ended, 1);
     if (communicator.rank() == 1 && raised->kind() != ErrorKind::kAborted)
@@ -283,7 +270,7 @@ TEST(NamedQueueErrors, CloseInAWarningOnlyBegins) {
         const std::lock_guard lock(mutex);
         closing = queue;
       }
-      testing::run_barrier(communicator);
+      run_barrier(communicator);
       if (communicator.rank() == 1) {
         if (!matched) return warned.wait();
         // Its callback holds up the thread that the second one needs.

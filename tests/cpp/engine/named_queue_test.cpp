@@ -22,21 +22,9 @@
 namespace multiring {
 namespace {
 
-using testing::Array;
-using testing::GroupCase;
-using testing::Latch;
-using testing::numbered;
-using testing::queue_over;
-using testing::RankGroup;
-using testing::submit;
-using testing::sum_of;
-using testing::wait;
+using namespace testing;
 
-class NamedQueueTest : public ::testing::TestWithParam<GroupCase> {
- protected:
-  NamedQueueTest() : group_(GetParam().options()) {}
-  RankGroup group_;
-};
+class NamedQueueTest : public GroupTest {};
 
 TEST_P(NamedQueueTest, EveryRankInAnOrderOfItsOwn) {
   group_.run([](Communicator& communicator) {
@@ -123,15 +111,15 @@ TEST_P(NamedQueueTest, AllCollectivesAndGroupsOfThem) {
     Array root(700, communicator.rank());
     const Array rows(rank + 1, communicator.rank());
     NamedRequest request = sum_of(sum, "group");
-    request.operations.push_back(testing::make_operation({.kind = OpKind::kBroadcast,
-                                                          .dtype = DType::kInt64,
-                                                          .rows = root.size(),
-                                                          .input = root.data(),
-                                                          .output = root.data(),
-                                                          .root = communicator.size() - 1}));
-    request.operations.push_back(testing::make_operation(
+    request.operations.push_back(make_operation({.kind = OpKind::kBroadcast,
+                                                 .dtype = DType::kInt64,
+                                                 .rows = root.size(),
+                                                 .input = root.data(),
+                                                 .output = root.data(),
+                                                 .root = communicator.size() - 1}));
+    request.operations.push_back(make_operation(
         {.kind = OpKind::kAllgather, .dtype = DType::kInt64, .rows = rows.size(), .input = rows.data()}));
-    request.operations.push_back(testing::barrier_operation());
+    request.operations.push_back(barrier_operation());
     std::atomic<int> ended{0};
     request.done = [&](const Error* error, std::span<const std::shared_ptr<Work>> works) {
       EXPECT_EQ(error, nullptr);
@@ -178,7 +166,7 @@ TEST_P(NamedQueueTest, TheCommunicatorIsFreeMeanwhile) {
     Array second(10, 1);
     std::shared_ptr<Work> late;
     if (communicator.rank() == 0) late = submit(*queue, first, "late");
-    testing::run_barrier(communicator);
+    run_barrier(communicator);
     wait(submit(*other, second, "late"));  // of another queue
     EXPECT_EQ(second, Array(10, communicator.size()));
     if (communicator.rank() != 0) late = submit(*queue, first, "late");
@@ -187,8 +175,8 @@ TEST_P(NamedQueueTest, TheCommunicatorIsFreeMeanwhile) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Groups, NamedQueueTest, ::testing::ValuesIn(testing::all_group_cases()),
-                         [](const auto& info) { return testing::case_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Groups, NamedQueueTest, ::testing::ValuesIn(all_group_cases()),
+                         [](const auto& info) { return case_name(info.param); });
 
 }  // namespace
 }  // namespace multiring

@@ -2,39 +2,32 @@
 
 #include <gtest/gtest.h>
 
-#include <filesystem>
-#include <fstream>
 #include <memory>
 #include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "support/network/tcp_group.h"
 #include "support/operations.h"
 #include "support/rank_group.h"
 
 namespace multiring {
 namespace {
 
-using testing::GroupCase;
-using testing::Mode;
-using testing::RankGroup;
+using namespace testing;
 
 /// The sum over the ranks of `communicator` of `value`.
 std::int64_t sum(Communicator& communicator, std::int64_t value, std::size_t count = 1,
-                 Mode mode = Mode::kSync) {
+                 CallMode mode = CallMode::kSync) {
   std::vector<std::int64_t> array(count, value);
-  Operation operation = testing::allreduce_of(DType::kInt64, count, array.data(), array.data());
+  Operation operation = allreduce_of(DType::kInt64, count, array.data(), array.data());
   perform(communicator, operation, mode);
   EXPECT_EQ(array, std::vector<std::int64_t>(count, array[0]));
   return array[0];
 }
 
-class SplitTest : public ::testing::TestWithParam<GroupCase> {
- protected:
-  SplitTest() : group_(GetParam().options()) {}
-  RankGroup group_;
-};
+class SplitTest : public GroupTest {};
 
 TEST_P(SplitTest, GroupsByColorRankedByKeyThenRank) {
   group_.run([](Communicator& world) {
@@ -75,8 +68,7 @@ TEST_P(SplitTest, SplitsOfSplits) {
     for (Communicator* current = &world; current->size() > 1; current = levels.back().get())
       levels.push_back(current->split(current->rank() * 2 / current->size(), -current->rank(), {}));
     for (int repeat = 0; repeat < 5; ++repeat) {
-      for (const auto& level : levels)
-        EXPECT_EQ(sum(*level, 1, 700, testing::kModes[repeat % 2]), level->size());
+      for (const auto& level : levels) EXPECT_EQ(sum(*level, 1, 700, kCallModes[repeat % 2]), level->size());
       EXPECT_EQ(sum(world, 1), world.size());
     }
   });
@@ -102,7 +94,7 @@ TEST_P(SplitTest, EachDrivenByAThreadOfItsOwn) {
     for (std::size_t i = 0; i < all.size(); ++i) {
       threads.emplace_back([&, i] {
         for (int repeat = 0; repeat < 40; ++repeat) {
-          const Mode mode = testing::kModes[(static_cast<std::size_t>(repeat) + i) % 2];
+          const CallMode mode = kCallModes[(static_cast<std::size_t>(repeat) + i) % 2];
           EXPECT_EQ(sum(*all[i], static_cast<std::int64_t>(i) + 1, 100 * i + 1, mode),
                     static_cast<std::int64_t>(i + 1) * all[i]->size());
         }
@@ -127,8 +119,7 @@ TEST_P(SplitTest, SplitAndAllocateFromSeveralThreadsAtOnce) {
           const auto region = child->allocate_symmetric(20000, {});
           auto* array = reinterpret_cast<std::int64_t*>(region->part(child->rank()));
           std::fill(array, array + 2500, i);
-          Operation operation = testing::allreduce_of(DType::kInt64, 2500, array, array);
-          child->run(operation, {});
+          run(*child, allreduce_of(DType::kInt64, 2500, array, array));
           EXPECT_EQ(array[2499], i * child->size());
         }
       });
@@ -148,58 +139,26 @@ TEST_P(SplitTest, LivesOnWhenItsParentIsClosedOrBroken) {
     EXPECT_EQ(sum(*parent, 1), world.size());
     parent->close();
     EXPECT_EQ(sum(*child, 1, 2000), world.size());
-    EXPECT_EQ(sum(*child, 1, 2000, Mode::kAsync), world.size());
+    EXPECT_EQ(sum(*child, 1, 2000, CallMode::kAsync), world.size());
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Groups, SplitTest, ::testing::ValuesIn(testing::all_group_cases()),
-                         [](const auto& info) { return testing::case_name(info.param); });
-
-std::ptrdiff_t open_descriptors() {
-  const std::filesystem::directory_iterator all("/proc/self/fd");
-  return std::distance(begin(all), end(all));
-}
-
-std::ptrdiff_t shared_mappings() {
-  std::ifstream maps("/proc/self/maps");
-  std::ptrdiff_t count = 0;
-  for (std::string line; std::getline(maps, line);)
-    count += line.find("memfd:multiring") != std::string::npos;
-  return count;
-}
-
-TEST(Leaks, NoDescriptorOrMappingIsLeft) {
-  const std::ptrdiff_t descriptors = open_descriptors();
-  EXPECT_EQ(shared_mappings(), 0);
-  for (int repeat = 0; repeat < 3; ++repeat) {
-    RankGroup group(testing::GroupOptions(testing::TransportKind::kShm, 3));
-    group.run([&](Communicator& world) {
-      std::vector<std::shared_ptr<SymmetricRegion>> regions;
-      for (int i = 0; i < 5; ++i) {
-        const auto child = world.split(world.rank() % 2, 0, {});
-        regions.push_back(child->allocate_symmetric(10000, {}));
-        EXPECT_EQ(sum(*child, 1, 10, Mode::kAsync), child->size());
-      }
-      if (repeat == 1) world.abort("broken ones leave nothing either");
-    });
-  }
-  EXPECT_EQ(open_descriptors(), descriptors);
-  EXPECT_EQ(shared_mappings(), 0);
-}
+INSTANTIATE_TEST_SUITE_P(Groups, SplitTest, ::testing::ValuesIn(all_group_cases()),
+                         [](const auto& info) { return case_name(info.param); });
 
 // The descriptors of shared memory are closed as soon as it is mapped.
 TEST(Leaks, SplitsAndRegionsKeepNoDescriptor) {
-  RankGroup group(testing::GroupOptions(testing::TransportKind::kShm, 2));
+  RankGroup group(GroupOptions(TransportKind::kShm, 2));
   group.run([](Communicator& world) {
     // One rank counts, while nothing else opens anything.
-    Operation barrier = testing::barrier_operation();
+    Operation barrier = barrier_operation();
     const auto count = [&] {
       world.run(barrier, {});
-      const std::ptrdiff_t descriptors = world.rank() == 0 ? open_descriptors() : 0;
+      const int descriptors = world.rank() == 0 ? open_descriptors() : 0;
       world.run(barrier, {});
       return descriptors;
     };
-    const std::ptrdiff_t before = count();
+    const int before = count();
     const auto child = world.split(0, 0, {});
     const auto region = child->allocate_symmetric(10000, {});
     EXPECT_EQ(count(), before);

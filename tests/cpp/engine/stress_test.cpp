@@ -15,9 +15,7 @@
 namespace multiring {
 namespace {
 
-using testing::RankGroup;
-using testing::Request;
-using testing::TransportKind;
+using namespace testing;
 
 struct StressCase {
   TransportKind transport;
@@ -29,14 +27,14 @@ class StressTest : public ::testing::TestWithParam<StressCase> {
  protected:
   StressTest() : group_(options()) {}
 
-  static testing::GroupOptions options() {
-    testing::GroupOptions options(GetParam().transport, GetParam().size, testing::kSmallStaging);
+  static GroupOptions options() {
+    GroupOptions options(GetParam().transport, GetParam().size, kSmallStaging);
     options.spin_microseconds = GetParam().spin_microseconds;
     return options;
   }
   /// As many repeats as take a second or so.
   static int repeats(int of_two_ranks) {
-    return static_cast<int>(of_two_ranks * 2 / GetParam().size / (testing::kSlowness > 1 ? 4 : 1));
+    return static_cast<int>(of_two_ranks * 2 / GetParam().size / (kSlowness > 1 ? 4 : 1));
   }
 
   RankGroup group_;
@@ -63,8 +61,7 @@ TEST_P(StressTest, SmallAllreducesBackToBack) {
     const int size = communicator.size();
     for (int i = 0; i < repeats(20000); ++i) {
       std::int64_t value = communicator.rank() + i;
-      Operation operation = testing::allreduce_of(DType::kInt64, 1, &value, &value);
-      communicator.run(operation, {});
+      run(communicator, allreduce_of(DType::kInt64, 1, &value, &value));
       ASSERT_EQ(value, sum_of_ranks(size) + static_cast<std::int64_t>(i) * size);
       dawdler.maybe();
     }
@@ -90,8 +87,7 @@ TEST_P(StressTest, AlternatingKinds) {
       switch (random() % 6) {
         case 0: {
           request.output = array.data();
-          Operation operation = make_operation(request);
-          communicator.run(operation, {});
+          const Operation operation = perform(communicator, request);
           ASSERT_EQ(array, std::vector<std::int64_t>(count, sum)) << i;
           break;
         }
@@ -99,15 +95,13 @@ TEST_P(StressTest, AlternatingKinds) {
           request.kind = OpKind::kBroadcast;
           request.output = array.data();
           request.root = root;
-          Operation operation = make_operation(request);
-          communicator.run(operation, {});
+          const Operation operation = perform(communicator, request);
           ASSERT_EQ(array, std::vector<std::int64_t>(count, root + i)) << i;
           break;
         }
         case 2: {
           request.kind = OpKind::kAllgather;
-          Operation operation = make_operation(request);
-          communicator.run(operation, {});
+          const Operation operation = perform(communicator, request);
           const auto* all = reinterpret_cast<const std::int64_t*>(operation.result.data());
           for (std::uint64_t at = 0; at < count * static_cast<std::uint64_t>(size); ++at)
             ASSERT_EQ(all[at], static_cast<std::int64_t>(at / count) + i) << i;
@@ -115,23 +109,20 @@ TEST_P(StressTest, AlternatingKinds) {
         }
         case 3: {
           request.kind = OpKind::kReduceScatter;
-          Operation operation = make_operation(request);
-          communicator.run(operation, {});
+          const Operation operation = perform(communicator, request);
           const auto* block = reinterpret_cast<const std::int64_t*>(operation.result.data());
           for (std::size_t at = 0; at < operation.result.bytes() / 8; ++at) ASSERT_EQ(block[at], sum) << i;
           break;
         }
         case 4: {
-          Operation operation = testing::barrier_operation();
-          communicator.run(operation, {});
+          run(communicator, barrier_operation());
           break;
         }
         default: {
           auto* place = reinterpret_cast<std::int64_t*>(region->part(rank));
           if (count > 0) std::memcpy(place, array.data(), count * 8);
           request.input = request.output = place;
-          Operation operation = make_operation(request);
-          communicator.run(operation, {});
+          const Operation operation = perform(communicator, request);
           ASSERT_EQ(std::vector<std::int64_t>(place, place + count), std::vector<std::int64_t>(count, sum))
               << i;
         }
@@ -155,9 +146,7 @@ TEST_P(StressTest, BurstsOfAsynchronousAllreduces) {
         const std::size_t counts[] = {0, 1, 9, 100, 2000};
         arrays[i].assign(counts[random() % 5], communicator.rank() + static_cast<int>(i));
         const auto priority = static_cast<int>(random() % 3);
-        works.push_back(communicator.submit(
-            testing::allreduce_of(DType::kInt64, arrays[i].size(), arrays[i].data(), arrays[i].data()),
-            priority, nullptr));
+        works.push_back(communicator.submit(sum_in_place(arrays[i]), priority, nullptr));
         dawdler.maybe();
       }
       for (std::size_t i = 0; i < arrays.size(); ++i) {
@@ -171,14 +160,14 @@ TEST_P(StressTest, BurstsOfAsynchronousAllreduces) {
 
 std::vector<StressCase> stress_cases() {
   std::vector<StressCase> cases;
-  for (const TransportKind transport : testing::kTransports)
+  for (const TransportKind transport : kTransports)
     for (const int size : {2, 3, 7})
       for (const double spin : {0.0, 50.0}) cases.push_back({transport, size, spin});
   return cases;
 }
 
 INSTANTIATE_TEST_SUITE_P(Groups, StressTest, ::testing::ValuesIn(stress_cases()), [](const auto& info) {
-  return std::string(testing::transport_name(info.param.transport)) + "_" + std::to_string(info.param.size) +
+  return std::string(transport_name(info.param.transport)) + "_" + std::to_string(info.param.size) +
          (info.param.spin_microseconds > 0 ? "_ranks_spinning" : "_ranks_sleeping");
 });
 

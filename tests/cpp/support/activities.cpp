@@ -2,6 +2,8 @@
 
 #include <memory>
 
+#include "collective/kinds.h"
+
 namespace multiring::testing {
 namespace {
 
@@ -12,8 +14,9 @@ constexpr std::uint64_t kMessage = 100000;
 Request request_of(Communicator& communicator, OpKind kind, std::vector<float>& array) {
   array.assign(kCount, 1.0f);
   Request request{.kind = kind, .rows = kCount, .input = array.data(), .name = "activity"};
-  if (kind == OpKind::kBroadcast || kind == OpKind::kGather || kind == OpKind::kScatter) request.root = 0;
-  if (kind == OpKind::kBroadcast || kind == OpKind::kAllreduce) request.output = array.data();
+  const OpTraits& traits = traits_of(kind);
+  if (traits.has_root) request.root = 0;
+  if (traits.output == OpTraits::Output::kSame) request.output = array.data();
   if (kind == OpKind::kScatter && communicator.rank() != 0) request.rows = 0;
   if (kind == OpKind::kBarrier) request.rows = 0;
   if (kind == OpKind::kAlltoall) {
@@ -24,16 +27,16 @@ Request request_of(Communicator& communicator, OpKind kind, std::vector<float>& 
   return request;
 }
 
-Activity collective(const std::string& name, OpKind kind) {
-  return {name, [kind](Communicator& communicator, const CallOptions& options) {
+Activity collective(OpKind kind) {
+  return {traits_of(kind).name, [kind](Communicator& communicator, const CallOptions& options) {
             std::vector<float> array;
-            Operation operation = make_operation(request_of(communicator, kind, array));
-            communicator.run(operation, options);
+            run(communicator, make_operation(request_of(communicator, kind, array)), options);
           }};
 }
 
-Activity submitted(const std::string& name, OpKind kind) {
-  return {name + "_async", [kind](Communicator& communicator, const CallOptions&) {
+Activity submitted(OpKind kind) {
+  return {std::string(traits_of(kind).name) + "_async",
+          [kind](Communicator& communicator, const CallOptions&) {
             std::vector<float> array;
             auto operation = make_operation(request_of(communicator, kind, array));
             communicator.submit(std::move(operation), 0, nullptr)->wait(Deadline::never(), {});
@@ -44,8 +47,7 @@ void direct_allreduce(Communicator& communicator, const CallOptions& options) {
   const auto region = communicator.allocate_symmetric(kCount * 4, options);
   std::byte* array = region->part(communicator.rank());
   for (int repeat = 0; repeat < 20; ++repeat) {
-    Operation operation = allreduce_of(DType::kFloat32, kCount, array, array, "direct");
-    communicator.run(operation, options);
+    run(communicator, allreduce_of(DType::kFloat32, kCount, array, array, "direct"), options);
   }
 }
 
@@ -70,20 +72,18 @@ void split_twice(Communicator& communicator, const CallOptions& options) {
   const auto reversed = communicator.split(0, -communicator.rank(), options);
 }
 
-struct Kind {
-  const char* name;
-  OpKind kind;
-};
-constexpr Kind kKinds[] = {{"allreduce", OpKind::kAllreduce}, {"reduce_scatter", OpKind::kReduceScatter},
-                           {"allgather", OpKind::kAllgather}, {"broadcast", OpKind::kBroadcast},
-                           {"alltoall", OpKind::kAlltoall},   {"gather", OpKind::kGather},
-                           {"scatter", OpKind::kScatter},     {"barrier", OpKind::kBarrier}};
+/// Calls `visit` with every collective that can be asked for.
+template <class Visit>
+void for_each_collective(const Visit& visit) {
+  for (int kind = 0; kind < kPublicOpKinds; ++kind)
+    if (traits_of(static_cast<OpKind>(kind)).run != nullptr) visit(static_cast<OpKind>(kind));
+}
 
 }  // namespace
 
 std::vector<Activity> all_activities() {
   std::vector<Activity> activities;
-  for (const Kind& kind : kKinds) activities.push_back(collective(kind.name, kind.kind));
+  for_each_collective([&](OpKind kind) { activities.push_back(collective(kind)); });
   activities.push_back({"direct_allreduce", direct_allreduce});
   activities.push_back({"send_receive", ring_of_messages});
   activities.push_back({"split", split_twice});
@@ -96,7 +96,7 @@ std::vector<Activity> all_activities() {
 
 std::vector<Activity> asynchronous_activities() {
   std::vector<Activity> activities;
-  for (const Kind& kind : kKinds) activities.push_back(submitted(kind.name, kind.kind));
+  for_each_collective([&](OpKind kind) { activities.push_back(submitted(kind)); });
   return activities;
 }
 

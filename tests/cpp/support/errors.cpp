@@ -24,19 +24,26 @@ Error nothing_raised() {
 }
 
 void run_barrier(Communicator& communicator, const CallOptions& options) {
-  Operation barrier = barrier_operation();
-  communicator.run(barrier, options);
+  run(communicator, barrier_operation(), options);
 }
 
 void await_broken(Communicator& communicator) {
   while (!communicator.is_broken()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
+Warnings::Warnings(CommunicatorOptions& options, double seconds) {
+  options.stall_warning = seconds;
+  options.warn = [this](const std::string& text) {
+    const std::lock_guard lock(mutex_);
+    texts.push_back(text);
+    first_.count_down();
+  };
+}
+
 Pending::Pending(Communicator& communicator) : arrays_(20, std::vector<float>(3000, 1.0f)) {
   for (auto& array : arrays_) {
     try {
-      works_.push_back(communicator.submit(
-          allreduce_of(DType::kFloat32, array.size(), array.data(), array.data(), "pending"), 0, nullptr));
+      works_.push_back(communicator.submit(sum_in_place(array, "pending"), 0, nullptr));
     } catch (const Error&) {
       if (works_.empty()) throw;
       break;  // the first ones have failed already

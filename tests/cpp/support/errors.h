@@ -1,11 +1,13 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "base/error.h"
 #include "engine/communicator.h"
+#include "support/latch.h"
 
 namespace multiring::testing {
 
@@ -28,9 +30,29 @@ Error error_of(ErrorKind kind, const Body& body) {
   return nothing_raised();
 }
 
+/// Expects a usage error with `fragment` in its message.
+template <class Body>
+void expect_usage(const Body& body, const std::string& fragment) {
+  expect_text(error_of(ErrorKind::kUsage, body), fragment);
+}
+
 void run_barrier(Communicator& communicator, const CallOptions& options = {});
 /// Returns when this rank knows that the communicator is broken.
 void await_broken(Communicator& communicator);
+
+/// The warnings of communicators whose operations wait.
+class Warnings {
+ public:
+  /// From now on communicators with `options` warn into this after `seconds`.
+  Warnings(CommunicatorOptions& options, double seconds);
+  void await_first() { first_.wait(); }
+
+  std::vector<std::string> texts;  ///< to be read when the ranks have ended
+
+ private:
+  std::mutex mutex_;  // guards texts
+  Latch first_{1};
+};
 
 /// Twenty asynchronous allreduces 'pending' of several segments of kSmallStaging, that not all ranks submit.
 class Pending {

@@ -1,5 +1,7 @@
 #include "support/operations.h"
 
+#include "collective/kinds.h"
+
 namespace multiring::testing {
 
 Operation make_operation(const Request& request) {
@@ -7,31 +9,18 @@ Operation make_operation(const Request& request) {
   Descriptor& descriptor = operation.descriptor;
   descriptor.key.kind = request.kind;
   descriptor.key.root = request.root;
-  if (request.kind == OpKind::kAllreduce || request.kind == OpKind::kReduceScatter) {
+  if (traits_of(request.kind).reduces) {
     descriptor.key.op = request.reduction.op;
     descriptor.key.prescale = request.reduction.prescale;
     descriptor.key.postscale = request.reduction.postscale;
   }
   descriptor.key.comm_dtype = request.comm_dtype;
   descriptor.dtype = request.dtype;
-  descriptor.rows = request.rows;
-  descriptor.bytes = request.rows * request.row * dtype_size(request.dtype);
   descriptor.dims = 2;
   descriptor.shape[0] = request.rows;
   descriptor.shape[1] = request.row;
   descriptor.set_name(request.name);
-  switch (request.kind) {
-    case OpKind::kAllgather:
-    case OpKind::kGather:
-    case OpKind::kAlltoall:
-      descriptor.key.count = request.row;
-      break;
-    case OpKind::kScatter:
-      descriptor.key.count = 0;
-      break;
-    default:
-      descriptor.key.count = request.rows * request.row;
-  }
+  set_extents(descriptor);
   operation.input = static_cast<const std::byte*>(request.input);
   operation.output = static_cast<std::byte*>(request.output);
   operation.output_bytes = request.output_bytes;
@@ -52,11 +41,17 @@ Operation barrier_operation(std::string_view name) {
   return make_operation({.kind = OpKind::kBarrier, .name = std::string(name)});
 }
 
-void perform(Communicator& communicator, Operation& operation, Mode mode) {
-  if (mode == Mode::kSync) return communicator.run(operation, {});
+void perform(Communicator& communicator, Operation& operation, CallMode mode) {
+  if (mode == CallMode::kSync) return communicator.run(operation, {});
   const auto work = communicator.submit(std::move(operation), 0, nullptr);
   work->wait(Deadline::never(), {});
   operation = std::move(work->take_result());
+}
+
+Operation perform(Communicator& communicator, const Request& request, CallMode mode) {
+  Operation operation = make_operation(request);
+  perform(communicator, operation, mode);
+  return operation;
 }
 
 Bytes result_of(const Operation& operation) {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <cstdint>
 #include <ostream>
 #include <string>
@@ -8,8 +10,8 @@
 
 #include "collective/operation.h"
 #include "engine/communicator.h"
+#include "support/oracles/reduce_oracle.h"
 #include "support/rank_group.h"
-#include "support/reduce_oracle.h"
 
 namespace multiring::testing {
 
@@ -46,12 +48,26 @@ Operation make_operation(const Request& request);
 /// An allreduce of `count` elements; `output` may be `input`.
 Operation allreduce_of(DType dtype, std::size_t count, const void* input, void* output,
                        std::string_view name = {}, const Reduction& reduction = {});
+/// A sum of all of `array`, in place.
+template <typename T>
+Operation sum_in_place(std::vector<T>& array, std::string_view name = {}) {
+  static_assert(std::is_same_v<T, float> || std::is_same_v<T, std::int64_t>);
+  constexpr DType kDType = std::is_same_v<T, float> ? DType::kFloat32 : DType::kInt64;
+  return allreduce_of(kDType, array.size(), array.data(), array.data(), name);
+}
 Operation barrier_operation(std::string_view name = {});
 
-enum class Mode { kSync, kAsync };
-inline constexpr Mode kModes[] = {Mode::kSync, Mode::kAsync};
+/// Runs an operation whose result is all in the caller's memory.
+inline void run(Communicator& communicator, Operation operation, const CallOptions& options = {}) {
+  communicator.run(operation, options);
+}
+
+enum class CallMode { kSync, kAsync };
+inline constexpr CallMode kCallModes[] = {CallMode::kSync, CallMode::kAsync};
 /// Runs `operation` in this thread, or submits it and waits.
-void perform(Communicator& communicator, Operation& operation, Mode mode = Mode::kSync);
+void perform(Communicator& communicator, Operation& operation, CallMode mode = CallMode::kSync);
+/// The same for an operation that is made for it; returns it.
+Operation perform(Communicator& communicator, const Request& request, CallMode mode = CallMode::kSync);
 
 /// The memory that the collective allocated for its result.
 Bytes result_of(const Operation& operation);
@@ -85,6 +101,14 @@ std::vector<GroupCase> all_group_cases();
 std::vector<GroupCase> crowded_and_roomy_cases();
 /// "shm_7_ranks_4096"
 std::string case_name(const GroupCase& group);
+
+/// A test over groups of several kinds.
+class GroupTest : public ::testing::TestWithParam<GroupCase> {
+ protected:
+  GroupTest() : group_(GetParam().options()) {}
+  int size() const { return group_.size(); }
+  RankGroup group_;
+};
 inline void PrintTo(const GroupCase& group, std::ostream* out) { *out << case_name(group); }
 
 }  // namespace multiring::testing

@@ -7,14 +7,16 @@
 #include <numeric>
 #include <thread>
 
-#include "support/tcp_group.h"
+#include "base/immovable.h"
+#include "base/names.h"
+#include "support/network/tcp_group.h"
 #include "transport/shm/shm_transport.h"
 
 namespace multiring::testing {
 namespace {
 
 /// Ends the process when it has lived too long.
-class Watchdog {
+class Watchdog : Immovable {
  public:
   Watchdog(double seconds, std::function<std::string()> state)
       : thread_([this, seconds, state = std::move(state)] {
@@ -31,8 +33,6 @@ class Watchdog {
     over_.notify_all();
     thread_.join();
   }
-  Watchdog(const Watchdog&) = delete;
-  Watchdog& operator=(const Watchdog&) = delete;
 
  private:
   std::mutex mutex_;  // guards done_
@@ -44,19 +44,8 @@ class Watchdog {
 }  // namespace
 
 const char* transport_name(TransportKind kind) {
-  switch (kind) {
-    case TransportKind::kInproc:
-      return "inproc";
-    case TransportKind::kShm:
-      return "shm";
-    case TransportKind::kCluster:
-      return "cluster";
-    case TransportKind::kClusterMpi:
-      return "cluster_mpi";
-    case TransportKind::kClusterRelayed:
-      return "cluster_relayed";
-  }
-  return "";
+  static constexpr const char* kNames[] = {"inproc", "shm", "cluster", "cluster_mpi", "cluster_relayed"};
+  return name_in(kNames, kind, "");
 }
 
 RankGroup::RankGroup(const GroupOptions& options) : options_(options) {
@@ -99,7 +88,7 @@ void RankGroup::build_cluster(const InprocHub::Options& options) {
 }
 
 std::shared_ptr<Transport> RankGroup::connect(int rank, Store& store) const {
-  Waiting waiting;
+  WaitOptions waiting;
   waiting.deadline = Deadline::after(options_.communicator.timeout);
   if (hub_ != nullptr) return hub_->connect(rank, waiting);
   if (!places_.empty()) return connect_cluster(rank, store, waiting);
@@ -111,7 +100,8 @@ std::shared_ptr<Transport> RankGroup::connect(int rank, Store& store) const {
   return connect_shm(store, shm, waiting);
 }
 
-std::shared_ptr<Transport> RankGroup::connect_cluster(int rank, Store& store, const Waiting& waiting) const {
+std::shared_ptr<Transport> RankGroup::connect_cluster(int rank, Store& store,
+                                                      const WaitOptions& waiting) const {
   const ClusterRank& place = places_[static_cast<std::size_t>(rank)];
   auto context = std::make_shared<ClusterContext>();
   context->ranks = places_;
@@ -133,14 +123,15 @@ std::shared_ptr<Transport> RankGroup::connect_cluster(int rank, Store& store, co
 ClusterContext::MakeNetwork RankGroup::network_maker(int rank, Store& store) const {
   SentCounters& sent = *sent_[static_cast<std::size_t>(rank)];
   if (mpi_ == nullptr)
-    return [&store, &sent](std::span<const int> members, int self, int channels, const std::string& name) {
+    return [&store, &sent](std::span<const int> members, int self, int channels, const std::string& name,
+                           const WaitOptions& waiting) {
       TcpOptions tcp = tcp_options(self, static_cast<int>(members.size()), channels);
       tcp.job = name;
       tcp.world.assign(members.begin(), members.end());
-      return counted(std::make_unique<TcpNetwork>(store, tcp), sent.of(name));
+      return counted(std::make_unique<TcpNetwork>(store, tcp, waiting), sent.of(name));
     };
   return [session = mpi_->session(rank), &sent](std::span<const int> members, int self, int channels,
-                                                const std::string& name) {
+                                                const std::string& name, const WaitOptions&) {
     MpiOptions options = mpi_options(self, static_cast<int>(members.size()), channels, name);
     options.members.assign(members.begin(), members.end());
     return counted(std::make_unique<MpiNetwork>(session, options), sent.of(name));

@@ -10,8 +10,8 @@
 
 #include "base/error.h"
 #include "engine/communicator.h"
-#include "support/counting_network.h"
-#include "support/inproc_mpi.h"
+#include "support/network/counting_network.h"
+#include "support/network/inproc_mpi.h"
 #include "transport/cluster/cluster_transport.h"
 #include "transport/inproc/inproc_hub.h"
 #include "transport/store.h"
@@ -90,7 +90,7 @@ class RankGroup {
   void build_cluster(const InprocHub::Options& options);
   void renew_mpi();
   std::shared_ptr<Transport> connect(int rank, Store& store) const;
-  std::shared_ptr<Transport> connect_cluster(int rank, Store& store, const Waiting& waiting) const;
+  std::shared_ptr<Transport> connect_cluster(int rank, Store& store, const WaitOptions& waiting) const;
   ClusterContext::MakeNetwork network_maker(int rank, Store& store) const;
   /// Runs `body(rank)` in a thread each; what they raised, and the rank that was first to raise.
   std::vector<std::exception_ptr> run_threads(const std::function<void(int)>& body, int* first) const;

@@ -8,15 +8,13 @@
 #include <vector>
 
 #include "base/error.h"
-#include "support/plan_simulator.h"
+#include "support/oracles/plan_simulator.h"
 #include "topology/traffic.h"
 
 namespace multiring {
 namespace {
 
-using testing::clusters_to_try;
-using testing::describe;
-using testing::simulate;
+using namespace testing;
 
 constexpr std::size_t kLarge = (std::size_t{1} << 33) + 7;
 constexpr std::size_t kCounts[] = {0, 1, 2, 17, 101, 1000, 4099, kLarge};
@@ -108,8 +106,8 @@ TEST(Plan, ChunksStartAtCacheLines) {
   for (const Cluster& cluster : clusters_to_try()) {
     const Plan plan(cluster, options_for({}, 4099, true));
     for (const Step& step : plan.steps())
-      for (int round = 0; round < round_count(step); ++round)
-        for_each_transfer(plan, step, round, [](const Transfer& transfer) {
+      for (int hop = 0; hop < hop_count(step); ++hop)
+        for_each_transfer(plan, step, hop, [](const Transfer& transfer) {
           ASSERT_EQ(transfer.range.begin * sizeof(float) % 64, 0U);
           ASSERT_TRUE(transfer.range.end == 4099 || transfer.range.end * sizeof(float) % 64 == 0);
         });

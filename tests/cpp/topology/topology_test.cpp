@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "base/error.h"
+#include "support/errors.h"
 #include "topology/canonical_tree.h"
 #include "topology/cluster.h"
 #include "topology/dimensions.h"
@@ -17,27 +17,14 @@
 namespace multiring {
 namespace {
 
-template <class Body>
-std::string usage_error(const Body& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kUsage);
-    return error.what();
-  }
-  return "no error";
-}
-
-void expect_usage_error(const std::string& message, const std::string& part) {
-  EXPECT_NE(message.find(part), std::string::npos) << message;
-}
+using namespace testing;
 
 Cluster alike(int hosts, int ranks, Placement placement = Placement::kBlocks) {
   const std::vector<int> layout(static_cast<std::size_t>(hosts), ranks);
   return make_cluster(layout, {{1e9, 1e-5}}, {}, placement);
 }
 
-/// Nodes of the canonical tree, as masks, after base/reduction.h.
+/// Nodes of the canonical tree, as masks, after base/arithmetic/reduction.h.
 void add_nodes(int lo, int hi, std::set<std::uint32_t>& nodes) {
   nodes.insert(((1U << (hi - lo)) - 1U) << lo);
   if (hi - lo < 2) return;
@@ -92,17 +79,17 @@ TEST(Cluster, PlacesRanksInBlocksAndInTurn) {
 }
 
 TEST(Cluster, RefusesWhatIsNone) {
-  expect_usage_error(usage_error([] { make_cluster({}, {}); }), "at least one host");
-  expect_usage_error(usage_error([] { make_cluster(std::vector{2, 0}, {{1e9, 0.0}}); }), "not 0");
-  expect_usage_error(usage_error([] { make_cluster(std::vector{1, 1}, {}); }), "host 0 has no interface");
-  expect_usage_error(usage_error([] { make_cluster(std::vector{1, 1}, {{0.0, 0.0}}); }), "speed above 0");
+  expect_usage([] { make_cluster({}, {}); }, "at least one host");
+  expect_usage([] { make_cluster(std::vector{2, 0}, {{1e9, 0.0}}); }, "not 0");
+  expect_usage([] { make_cluster(std::vector{1, 1}, {}); }, "host 0 has no interface");
+  expect_usage([] { make_cluster(std::vector{1, 1}, {{0.0, 0.0}}); }, "speed above 0");
   Cluster cluster = alike(2, 2);
   cluster.hosts[1].ranks = {1, 3};
-  expect_usage_error(usage_error([&] { cluster.validate(); }), "rank 1 is placed twice");
+  expect_usage([&] { cluster.validate(); }, "rank 1 is placed twice");
   cluster.hosts[1].ranks = {2, 7};
-  expect_usage_error(usage_error([&] { cluster.validate(); }), "rank 7 on host 1");
+  expect_usage([&] { cluster.validate(); }, "rank 7 on host 1");
   cluster.hosts[1].ranks = {3, 2};
-  expect_usage_error(usage_error([&] { cluster.validate(); }), "not in order");
+  expect_usage([&] { cluster.validate(); }, "not in order");
 }
 
 TEST(Channels, AreAsFastAsTheSlowestInterfaceOfTheirNumber) {
@@ -132,9 +119,9 @@ TEST(Mode, IsReadAndWrittenAlike) {
 TEST(Mode, ThatCannotBeReadSaysWhereAndHowItIsWritten) {
   for (const char* const text : {"", "x", "4x", "x4", "4xx2", "0", "4x0", "-4", "+4", "4 x8", "4q", "4rr",
                                  "4x8R", "four", "99999999999999999999", "16777217", "4,8"}) {
-    const std::string message = usage_error([&] { parse_mode(text); });
-    expect_usage_error(message, "mode '" + std::string(text) + "': ");
-    expect_usage_error(message, "written like 4x8x2");
+    const Error error = error_of(ErrorKind::kUsage, [&] { parse_mode(text); });
+    expect_text(error, "mode '" + std::string(text) + "': ");
+    expect_text(error, "written like 4x8x2");
   }
 }
 
@@ -142,17 +129,17 @@ TEST(Mode, ThatDoesNotFitSaysTheNumbers) {
   const Cluster cluster = alike(12, 4);
   for (const char* const good : {"4x12", "4x3x4", "4x2x2x3", "4x12d", "4tx12", "4x1x12"})
     EXPECT_NO_THROW(require_fit(parse_mode(good), cluster)) << good;
-  const auto message = [&](const char* text) {
-    return usage_error([&] { require_fit(parse_mode(text), cluster); });
+  const auto refused = [&](const char* text) {
+    return error_of(ErrorKind::kUsage, [&] { require_fit(parse_mode(text), cluster); });
   };
-  EXPECT_EQ(message("4x8x2"), "mode 4x8x2 is for 64 ranks, but there are 48 (12 hosts with 4 ranks each)");
-  expect_usage_error(message("48"), "the first dimension must be 4");
-  expect_usage_error(message("8x6"), "the first dimension must be 4");
-  expect_usage_error(message("4dx12"), "only the last dimension");
-  expect_usage_error(message("16777216x16777216x16777216"), "more than 16777216 ranks");
+  EXPECT_STREQ(refused("4x8x2").what(),
+               "mode 4x8x2 is for 64 ranks, but there are 48 (12 hosts with 4 ranks each)");
+  expect_text(refused("48"), "the first dimension must be 4");
+  expect_text(refused("8x6"), "the first dimension must be 4");
+  expect_text(refused("4dx12"), "only the last dimension");
+  expect_text(refused("16777216x16777216x16777216"), "more than 16777216 ranks");
   const Cluster irregular = make_cluster(std::vector{1, 3}, {{1e9, 0.0}});
-  expect_usage_error(usage_error([&] { require_fit(parse_mode("2x2"), irregular); }),
-                     "as many ranks on every host");
+  expect_usage([&] { require_fit(parse_mode("2x2"), irregular); }, "as many ranks on every host");
   EXPECT_EQ(format_mode(automatic_mode(irregular)), "3x2");
   EXPECT_EQ(format_mode(automatic_mode(alike(1, 4))), "4");
   EXPECT_EQ(format_mode(automatic_mode(alike(5, 1))), "1x5");

@@ -1,5 +1,5 @@
-// Messages over MPI's point-to-point operations, between ranks that are threads (support/inproc_mpi.h). The
-// same over real MPI libraries: tests/python/test_mpi.py.
+// Messages over MPI's point-to-point operations, between ranks that are threads
+// (support/network/inproc_mpi.h). The same over real MPI libraries: tests/python/test_mpi.py.
 
 #include <gtest/gtest.h>
 
@@ -9,24 +9,14 @@
 #include <vector>
 
 #include "support/errors.h"
-#include "support/inproc_mpi.h"
 #include "support/latch.h"
-#include "support/tcp_group.h"
+#include "support/network/inproc_mpi.h"
+#include "support/network/tcp_group.h"
 
 namespace multiring {
 namespace {
 
-using testing::all_links;
-using testing::Buffer;
-using testing::error_of;
-using testing::expect_text;
-using testing::InprocMpi;
-using testing::Latch;
-using testing::pattern;
-using testing::receive;
-using testing::send;
-using testing::wait_in_vain;
-using testing::wait_seconds;
+using namespace testing;
 using Outcome = WaitResult::Outcome;
 using Tickets = std::vector<Network::Ticket>;
 
@@ -46,8 +36,8 @@ void run_ranks(int size, const std::function<void(std::unique_ptr<MpiNetwork>&)>
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
       auto& network = networks[static_cast<std::size_t>(rank)];
-      network = std::make_unique<MpiNetwork>(mpi.session(rank),
-                                             testing::mpi_options(rank, size, kChannels, "network"));
+      network =
+          std::make_unique<MpiNetwork>(mpi.session(rank), mpi_options(rank, size, kChannels, "network"));
       made.count_down();
       made.wait();
       network->connect(all_links(*network), wait_seconds(20));
@@ -59,35 +49,10 @@ void run_ranks(int size, const std::function<void(std::unique_ptr<MpiNetwork>&)>
   for (std::thread& thread : threads) thread.join();
 }
 
-unsigned seed_of(int from, int to, int channel, std::size_t number) {
-  return static_cast<unsigned>(from * 1000 + to * 100 + channel * 10) + static_cast<unsigned>(number) * 7919;
-}
-
 TEST(MpiNetwork, MessagesOfAllSizesArriveInOrder) {
-  const std::vector<std::size_t> sizes = {0, 1, 3, 4096, 0, 4097, 1000003, 5, 300000, 0};
   for (const int size : {1, 2, 3, 4}) {
-    run_ranks(size, [&](std::unique_ptr<MpiNetwork>& network) {
-      std::vector<std::unique_ptr<Buffer>> sent;
-      std::vector<std::unique_ptr<Buffer>> got;
-      std::vector<unsigned> seeds;
-      Tickets tickets;
-      for (const auto& [peer, channel] : all_links(*network)) {
-        for (std::size_t i = 0; i < sizes.size(); ++i) {
-          const Buffer message = pattern(sizes[i], seed_of(network->rank(), peer, channel, i));
-          sent.push_back(std::make_unique<Buffer>(message));
-          tickets.push_back(send(*network, peer, channel, *sent.back()));
-        }
-      }
-      for (const auto& [peer, channel] : all_links(*network)) {
-        for (std::size_t i = 0; i < sizes.size(); ++i) {
-          seeds.push_back(seed_of(peer, network->rank(), channel, i));
-          got.push_back(std::make_unique<Buffer>(sizes[i]));
-          tickets.push_back(receive(*network, peer, channel, *got.back()));
-        }
-      }
-      ASSERT_EQ(network->wait(tickets, wait_seconds(60)).outcome, Outcome::kArrived);
-      for (std::size_t i = 0; i < got.size(); ++i)
-        ASSERT_TRUE(*got[i] == pattern(got[i]->size(), seeds[i])) << "message " << i;
+    run_ranks(size, [](std::unique_ptr<MpiNetwork>& network) {
+      exchange_messages(*network, {0, 1, 3, 4096, 0, 4097, 1000003, 5, 300000, 0});
     });
   }
 }
@@ -208,7 +173,7 @@ TEST(MpiNetwork, WaitsCanBeInterruptedAndCancelled) {
     const Tickets tickets = {receive(*network, 1 - network->rank(), 0, message)};
     struct Stop {};
     const std::function<void()> interrupt = [] { throw Stop{}; };
-    Waiting waiting = wait_seconds(20);
+    WaitOptions waiting = wait_seconds(20);
     waiting.interrupt = &interrupt;
     EXPECT_THROW(network->wait(tickets, waiting), Stop);
     const std::atomic<bool> cancelled{true};

@@ -18,7 +18,7 @@
 #include "support/errors.h"
 #include "support/latch.h"
 #include "support/operations.h"
-#include "support/problem.h"
+#include "support/oracles/problem.h"
 #include "support/rank_group.h"
 #include "transport/cluster/arrival_gossip.h"
 #include "transport/cluster/mirror_routes.h"
@@ -26,10 +26,7 @@
 namespace multiring {
 namespace {
 
-using testing::error_of;
-using testing::GroupOptions;
-using testing::RankGroup;
-using testing::TransportKind;
+using namespace testing;
 
 /// The host of each rank, where host h has 1 + h * 5 % most ranks, which take turns.
 std::vector<int> uneven_hosts(int count, int most) {
@@ -133,7 +130,7 @@ class UnreadNetwork final : public Network {
   int size() const override { return 40; }
   int channels() const override { return 2; }
   std::string host(int) override { return "host"; }
-  void connect(std::span<const Link>, const Waiting&) override {}
+  void connect(std::span<const Link>, const WaitOptions&) override {}
   Ticket post_send(int, int, std::span<const std::span<const std::byte>>) override {
     ++sent;
     return ++tickets_;
@@ -142,7 +139,7 @@ class UnreadNetwork final : public Network {
     receives_.insert(++tickets_);
     return tickets_;
   }
-  WaitResult wait(std::span<const Ticket>, const Waiting&) override { return {}; }
+  WaitResult wait(std::span<const Ticket>, const WaitOptions&) override { return {}; }
   bool done(Ticket ticket) const override {
     return !receives_.contains(ticket);
   }  // the kernel has what is sent
@@ -181,8 +178,8 @@ class RelayedRounds : public ::testing::TestWithParam<TransportKind> {};
 GroupOptions many_hosts(TransportKind kind) {
   GroupOptions options(kind, 13);
   options.hosts = 12;
-  options.communicator.timeout = 60 * testing::kSlowness;  // what ends a wait is not this
-  options.time_limit = 50 * testing::kSlowness;
+  options.communicator.timeout = 60 * kSlowness;  // what ends a wait is not this
+  options.time_limit = 50 * kSlowness;
   return options;
 }
 
@@ -191,21 +188,20 @@ TEST_P(RelayedRounds, BringStagingMemoryOfAnyLength) {
   RankGroup group(many_hosts(GetParam()));
   group.run([](Communicator& communicator) {
     const auto piece = [](std::size_t rank, std::size_t most) {
-      return testing::periodic_elements(DType::kUInt8, rank * 7919 % (most + 1),
-                                        static_cast<std::uint32_t>(rank), false);
+      return periodic_elements(DType::kUInt8, rank * 7919 % (most + 1), static_cast<std::uint32_t>(rank),
+                               false);
     };
     for (const std::size_t most : {0, 1, 3000, 50000}) {
-      const testing::Bytes mine = piece(static_cast<std::size_t>(communicator.rank()), most);
-      testing::Request request{.kind = OpKind::kAllgather, .dtype = DType::kUInt8, .rows = mine.size()};
+      const Bytes mine = piece(static_cast<std::size_t>(communicator.rank()), most);
+      Request request{.kind = OpKind::kAllgather, .dtype = DType::kUInt8, .rows = mine.size()};
       request.input = mine.data();
-      Operation operation = testing::make_operation(request);
-      communicator.run(operation, {});
-      testing::Bytes all;
+      const Operation operation = perform(communicator, request);
+      Bytes all;
       for (std::size_t rank = 0; rank < 13; ++rank) {
-        const testing::Bytes theirs = piece(rank, most);
+        const Bytes theirs = piece(rank, most);
         all.insert(all.end(), theirs.begin(), theirs.end());
       }
-      EXPECT_TRUE(testing::result_of(operation) == all) << "up to " << most << " bytes";
+      EXPECT_TRUE(result_of(operation) == all) << "up to " << most << " bytes";
     }
   });
 }
@@ -215,11 +211,11 @@ TEST_P(RelayedRounds, TellWhoIsLate) {
   GroupOptions options = many_hosts(GetParam());
   options.communicator.timeout = 2.0;
   RankGroup group(options);
-  testing::Latch told(11);
+  Latch told(11);
   group.run([&](Communicator& communicator) {
-    testing::run_barrier(communicator);
+    run_barrier(communicator);
     if (communicator.rank() == 3 || communicator.rank() == 8) return told.wait();
-    const Error error = error_of(ErrorKind::kTimeout, [&] { testing::run_barrier(communicator); });
+    const Error error = error_of(ErrorKind::kTimeout, [&] { run_barrier(communicator); });
     const auto named = [&](const char* text) {
       return std::string(error.what()).find(text) != std::string::npos;
     };
@@ -227,20 +223,19 @@ TEST_P(RelayedRounds, TellWhoIsLate) {
     EXPECT_TRUE(named("for ranks 3, 8; ") || named("for rank 3 (nothing is known of rank 8, ") ||
                 named("for rank 8 (nothing is known of rank 3, "))
         << error.what();
-    testing::expect_text(error, "; ranks 0-2, 4-7, 9-12 came and waited as well");
+    expect_text(error, "; ranks 0-2, 4-7, 9-12 came and waited as well");
     told.count_down();
   });
 }
 
 /// A round that `late` come to only when all others know that they are late, and nobody else: however long
 /// that takes, and the ranks that were late before.
-void expect_named(Transport& transport, std::uint64_t round, const std::set<int>& late,
-                  testing::Latch& named) {
+void expect_named(Transport& transport, std::uint64_t round, const std::set<int>& late, Latch& named) {
   if (late.contains(transport.rank())) named.wait();
   transport.arrive(round, 0);
-  const Deadline deadline = Deadline::after(20 * testing::kSlowness);
+  const Deadline deadline = Deadline::after(20 * kSlowness);
   for (bool exact = late.contains(transport.rank()); !exact;) {
-    Waiting waiting;
+    WaitOptions waiting;
     waiting.deadline = Deadline::after(0.05);
     ASSERT_EQ(transport.await_all(round, waiting).outcome, WaitResult::Outcome::kTimeout);
     const Stragglers stragglers = transport.stragglers(round);
@@ -262,7 +257,7 @@ void expect_all_named(const GroupOptions& options) {
   for (int round = 0; round < 8; ++round) late.push_back({0, (7 * round + 1) % options.size});
   for (int rank = 1; rank < options.size; rank += 4) late.push_back({rank});
   late.push_back({2, 5, 9});
-  std::deque<testing::Latch> named;
+  std::deque<Latch> named;
   for (const std::set<int>& each : late) named.emplace_back(options.size - static_cast<int>(each.size()));
   group.run_transports([&](const std::shared_ptr<Transport>& transport) {
     for (std::size_t index = 0; index < late.size(); ++index)
@@ -297,12 +292,12 @@ TEST_P(RelayedRounds, WatchThoseTheyReceiveFrom) {
 TEST_P(RelayedRounds, TellWhoHasStopped) {
   GroupOptions options = many_hosts(GetParam());
   RankGroup group(options);
-  testing::Latch connected(13);
-  testing::Latch told(12);
+  Latch connected(13);
+  Latch told(12);
   std::atomic<int> held_up{0};
   group.run_transports([&](const std::shared_ptr<Transport>& transport) {
     Exchange exchange(*transport, "world");
-    const Descriptor descriptor = testing::barrier_operation().descriptor;
+    const Descriptor descriptor = barrier_operation().descriptor;
     exchange.begin(descriptor);
     connected.count_down();  // or a rank that is still connecting would be the one that is late
     connected.wait();
@@ -311,13 +306,13 @@ TEST_P(RelayedRounds, TellWhoHasStopped) {
       return told.wait();
     }
     OperationCall call{descriptor, {}};
-    call.waiting.deadline = Deadline::after(testing::kSlowness > 1 ? 5.0 : 1.5);  // for all others to come
+    call.waiting.deadline = Deadline::after(kSlowness > 1 ? 5.0 : 1.5);  // for all others to come
     try {
       exchange.synchronise(call);
     } catch (const Error& error) {
       ++held_up;
-      testing::expect_kind(error, ErrorKind::kTimeout);
-      testing::expect_text(error, " s for rank 3");
+      expect_kind(error, ErrorKind::kTimeout);
+      expect_text(error, " s for rank 3");
       EXPECT_EQ(error.context().peer, 3);
     }
     told.count_down();
@@ -327,43 +322,36 @@ TEST_P(RelayedRounds, TellWhoHasStopped) {
 
 TEST_P(RelayedRounds, WarnOfThoseWhoAreLate) {
   GroupOptions options = many_hosts(GetParam());
-  options.communicator.stall_warning = 0.5;
-  std::mutex mutex;  // guards warnings
-  std::vector<std::string> warnings;
-  testing::Latch warned(1);
-  options.communicator.warn = [&](const std::string& text) {
-    const std::lock_guard lock(mutex);
-    warnings.push_back(text);
-    warned.count_down();
-  };
+  Warnings warnings(options.communicator, 0.5);
   RankGroup group(options);
   group.run([&](Communicator& communicator) {
-    if (communicator.rank() == 11) warned.wait();
-    testing::run_barrier(communicator);
+    if (communicator.rank() == 11) warnings.await_first();
+    run_barrier(communicator);
   });
-  ASSERT_EQ(warnings.size(), 1U);  // one of those that wait speaks for all
-  EXPECT_TRUE(warnings[0].starts_with("rank 0 on ")) << warnings[0];
-  EXPECT_NE(warnings[0].find("for rank 11; rank 11 (process "), std::string::npos) << warnings[0];
+  ASSERT_EQ(warnings.texts.size(), 1U);  // one of those that wait speaks for all
+  const std::string& text = warnings.texts[0];
+  EXPECT_TRUE(text.starts_with("rank 0 on ")) << text;
+  EXPECT_NE(text.find("for rank 11; rank 11 (process "), std::string::npos) << text;
 }
 
 TEST_P(RelayedRounds, ALostRankReachesAll) {
   RankGroup group(many_hosts(GetParam()));
   const auto ends = group.outcomes([](Communicator& communicator) {
-    testing::run_barrier(communicator);
+    run_barrier(communicator);
     if (communicator.rank() == 5) return communicator.close();
-    testing::run_barrier(communicator);
+    run_barrier(communicator);
   });
   for (std::size_t rank = 0; rank < ends.size(); ++rank) {
     if (rank == 5) continue;
     ASSERT_TRUE(ends[rank].has_value()) << "rank " << rank;
     EXPECT_EQ(ends[rank]->kind(), ErrorKind::kPeerLost);
-    testing::expect_text(*ends[rank], "lost rank 5 on host5");
+    expect_text(*ends[rank], "lost rank 5 on host5");
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, RelayedRounds,
                          ::testing::Values(TransportKind::kCluster, TransportKind::kClusterMpi),
-                         [](const auto& info) { return testing::transport_name(info.param); });
+                         [](const auto& info) { return transport_name(info.param); });
 
 }  // namespace
 }  // namespace multiring

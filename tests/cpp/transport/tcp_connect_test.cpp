@@ -10,30 +10,17 @@
 #include <thread>
 
 #include "support/errors.h"
-#include "support/raw_peer.h"
-#include "support/tcp_group.h"
+#include "support/network/raw_peer.h"
+#include "support/network/tcp_group.h"
 
 namespace multiring {
 namespace {
 
-using testing::all_links;
-using testing::error_of;
-using testing::expect_text;
-using testing::RawListener;
-using testing::RawPeer;
-using testing::tcp_options;
-using testing::TcpGroup;
-using testing::wait_seconds;
+using namespace testing;
 
 /// The error of connecting with the other one of two ranks.
 Error connect_error(ErrorKind kind, TcpNetwork& network, double seconds) {
   return error_of(kind, [&] { network.connect(all_links(network), wait_seconds(seconds)); });
-}
-
-void progress_until(TcpNetwork& network, const std::function<bool()>& reached) {
-  const Waiting waiting = wait_seconds(20);
-  while (!reached() && !waiting.deadline.expired()) network.progress();
-  EXPECT_TRUE(reached());
 }
 
 /// What `body` returns, while `meanwhile` is called again and again.
@@ -70,7 +57,7 @@ TEST(TcpConnect, AnotherJobWithTheSameSecretIsAnother) {
   TcpOptions other = tcp_options(1, 2);
   other.job = "another";
   TcpNetwork zero(group.store(), group.options(0));
-  group.store().set("tcp/another/0", group.store().get("tcp/test/0", 1));
+  group.store().set("tcp/another/0", group.store().get("tcp/test/0", 1, {}), {});
   TcpNetwork one(group.store(), other);
   std::thread listener([&] { connect_error(ErrorKind::kTimeout, zero, 0.5); });
   expect_text(connect_error(ErrorKind::kUsage, one, 20), "does not know the secret");
@@ -131,20 +118,25 @@ TEST(TcpConnect, ARankThatHasEndedIsNamedWithBothAddresses) {
 TEST(TcpConnect, AnAddressThatCannotBeReachedIsNamed) {
   InprocStore store;
   TcpNetwork network(store, tcp_options(1, 2));
-  store.set("tcp/test/0", "far\n1\neth0 203.0.113.1 24 4711 0");  // not from a loopback address
+  store.set("tcp/test/0", "far\n1\neth0 203.0.113.1 24 4711 0", {});  // not from a loopback address
   Error error = connect_error(ErrorKind::kUsage, network, 20);
   expect_text(error, "cannot reach rank 0 on far: 127.0.0.1 (lo) to 203.0.113.1:4711 (eth0)");
   expect_text(error, "MULTIRING_INTERFACES");
   TcpNetwork other(store, tcp_options(1, 2));
-  store.set("tcp/test/0", "far\n1\neth0 fd00::1 64 4711 0");
+  store.set("tcp/test/0", "far\n1\neth0 fd00::1 64 4711 0", {});
   expect_text(connect_error(ErrorKind::kUsage, other, 20), "no address of the family");
 }
 
-TEST(TcpConnect, SomebodyElseInTheRanksPlaceIsNotBelieved) {
+/// Rank 1, and what answers at the address of rank 0.
+class TcpConnectToListener : public ::testing::Test {
+ protected:
+  TcpConnectToListener() { store.set("tcp/test/0", listener.endpoint(), {}); }
   InprocStore store;
   RawListener listener;
-  TcpNetwork network(store, tcp_options(1, 2));
-  store.set("tcp/test/0", listener.endpoint());
+  TcpNetwork network{store, tcp_options(1, 2)};
+};
+
+TEST_F(TcpConnectToListener, SomebodyElseInTheRanksPlaceIsNotBelieved) {
   std::thread intruder(
       [&] { listener.accept().say("HTTP/1.1 400 Bad Request\r\nServer: something\r\n\r\n"); });
   expect_text(connect_error(ErrorKind::kPeerLost, network, 20),
@@ -152,11 +144,7 @@ TEST(TcpConnect, SomebodyElseInTheRanksPlaceIsNotBelieved) {
   intruder.join();
 }
 
-TEST(TcpConnect, AListenerThatDoesNotKnowTheSecretIsNotBelieved) {
-  InprocStore store;
-  RawListener listener;
-  TcpNetwork network(store, tcp_options(1, 2));
-  store.set("tcp/test/0", listener.endpoint());
+TEST_F(TcpConnectToListener, AListenerThatDoesNotKnowTheSecretIsNotBelieved) {
   std::thread impostor([&] {
     RawPeer caller = listener.accept();
     caller.say(tcp::encode_challenge(tcp::random_nonce()));
@@ -174,7 +162,7 @@ class Trying {
  public:
   explicit Trying(TcpNetwork& network)
       : thread_([this, &network] {
-          Waiting waiting = wait_seconds(60);
+          WaitOptions waiting = wait_seconds(60);
           waiting.cancelled = &cancelled_;
           expect_text(error_of(ErrorKind::kAborted, [&] { network.connect(all_links(network), waiting); }),
                       "connecting was cancelled");
@@ -189,11 +177,7 @@ class Trying {
   std::thread thread_;
 };
 
-TEST(TcpConnect, AHandshakeThatIsBrokenOffIsTriedAgain) {
-  InprocStore store;
-  RawListener listener;
-  TcpNetwork network(store, tcp_options(1, 2));
-  store.set("tcp/test/0", listener.endpoint());
+TEST_F(TcpConnectToListener, AHandshakeThatIsBrokenOffIsTriedAgain) {
   const Trying trying(network);
   for (int i = 0; i < 6; ++i) {  // two connections are wanted
     RawPeer caller{UniqueFd()};
@@ -207,7 +191,7 @@ TEST(TcpConnect, AHostThatVanishesInTheMiddleOfAHandshakeIsCalledAgain) {
   TcpOptions options = tcp_options(1, 2);
   options.heartbeat = 1.0;
   TcpNetwork network(store, options);
-  store.set("tcp/test/0", listener.endpoint());
+  store.set("tcp/test/0", listener.endpoint(), {});
   const Trying trying(network);
   std::deque<RawPeer> callers;
   for (int i = 0; i < 4; ++i) {
@@ -238,11 +222,9 @@ TEST(TcpConnect, ConnectionsThatEndedBeforeAllWereMadeAreMadeAnew) {
   std::deque<RawPeer> kept;
   const auto introduced = [&](int channel, int stripe) {
     kept.emplace_back(network);
-    const bool welcome = on_the_side([&] { network.progress(); },
-                                     [&] {
-                                       return kept.back().introduce(
-                                           options, testing::facts_of_rank_1(options, channel, stripe, 2));
-                                     });
+    const bool welcome = on_the_side(
+        [&] { network.progress(); },
+        [&] { return kept.back().introduce(options, facts_of_rank_1(options, channel, stripe, 2)); });
     return welcome;
   };
   EXPECT_TRUE(introduced(0, 0));
@@ -280,16 +262,12 @@ TEST(TcpConnect, TheHostOfARankThatDoesNotCallIsNamed) {
   InprocStore store;
   TcpNetwork zero(store, tcp_options(0, 2));
   EXPECT_EQ(zero.host(1), "");
-  store.set("tcp/test/1", "far\n1\neth0 203.0.113.1 24 4711 0");
+  store.set("tcp/test/1", "far\n1\neth0 203.0.113.1 24 4711 0", {});
   expect_text(connect_error(ErrorKind::kTimeout, zero, 0.1), "from rank 1 on far at 127.0.0.1:");
   EXPECT_EQ(zero.host(1), "far");
 }
 
-TEST(TcpConnect, ALackOfDescriptorsIsToldAsThat) {
-  InprocStore store;
-  const RawListener listener;
-  TcpNetwork network(store, tcp_options(1, 2));
-  store.set("tcp/test/0", listener.endpoint());
+TEST_F(TcpConnectToListener, ALackOfDescriptorsIsToldAsThat) {
   rlimit before{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
   const rlimit none = {0, before.rlim_max};
@@ -300,11 +278,7 @@ TEST(TcpConnect, ALackOfDescriptorsIsToldAsThat) {
   expect_text(error, "ulimit -n");
 }
 
-TEST(TcpConnect, EndsWhenItsRankLeaves) {
-  InprocStore store;
-  RawListener listener;
-  TcpNetwork network(store, tcp_options(1, 2));
-  store.set("tcp/test/0", listener.endpoint());
+TEST_F(TcpConnectToListener, EndsWhenItsRankLeaves) {
   std::thread other([&] {
     RawPeer caller{UniqueFd()};
     EXPECT_TRUE(listener.accept_within(20, caller));
@@ -334,6 +308,17 @@ TEST(TcpConnect, OptionsThatCannotBeAreToldOf) {
   options = tcp_options(0, 2);
   options.spin_microseconds = std::nan("");
   expect_text(error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }), "spinning");
+}
+
+TEST(TcpConnect, ANetworkThatIsGoneIsALossForRanksThatWereConnected) {
+  InprocStore store;
+  TcpOptions options = tcp_options(1, 3);
+  options.interfaces = {"gone0"};
+  expect_text(error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }), "no interface of this host");
+  options.connected_before = true;
+  options.world = {2, 7, 9};
+  expect_text(error_of(ErrorKind::kPeerLost, [&] { TcpNetwork(store, options); }),
+              " lost the ranks of all other hosts: its network is gone, no interface");
 }
 
 // The kernel counts at most 127 probes.

@@ -12,24 +12,14 @@
 
 #include "support/errors.h"
 #include "support/latch.h"
-#include "support/raw_peer.h"
-#include "support/tcp_group.h"
+#include "support/network/raw_peer.h"
+#include "support/network/tcp_group.h"
 #include "transport/tcp/connections/frame.h"
 
 namespace multiring {
 namespace {
 
-using testing::all_links;
-using testing::Buffer;
-using testing::error_of;
-using testing::kSlowness;
-using testing::Latch;
-using testing::pattern;
-using testing::receive;
-using testing::send;
-using testing::TcpGroup;
-using testing::wait_in_vain;
-using testing::wait_seconds;
+using namespace testing;
 using Outcome = WaitResult::Outcome;
 using Tickets = std::vector<Network::Ticket>;
 
@@ -119,13 +109,13 @@ TEST(TcpGoodbye, MessagesBeforeItArrive) {
 // The connections of a peer end in any order, and its goodbye may come late.
 TEST(TcpGoodbye, MayComeLongAfterTheEndOfADataConnection) {
   InprocStore store;
-  const TcpOptions options = testing::tcp_options(0, 2);
+  const TcpOptions options = tcp_options(0, 2);
   TcpNetwork network(store, options);
-  testing::RawPeer control(network);
-  testing::RawPeer data(network);
+  RawPeer control(network);
+  RawPeer data(network);
   std::thread peer([&] {
-    EXPECT_TRUE(control.introduce(options, testing::facts_of_rank_1(options, tcp::ConnectionInfo::kControl)));
-    EXPECT_TRUE(data.introduce(options, testing::facts_of_rank_1(options, 0)));
+    EXPECT_TRUE(control.introduce(options, facts_of_rank_1(options, tcp::ConnectionInfo::kControl)));
+    EXPECT_TRUE(data.introduce(options, facts_of_rank_1(options, 0)));
   });
   network.connect(all_links(network), wait_seconds(20));
   peer.join();
@@ -240,7 +230,7 @@ double quickest_end(Outcome expected,
         end(network, cancelled);
       });
       const std::function<void()> before_a_sleep = [&] { sleeps.count_down(); };
-      Waiting waiting = wait_seconds(20);
+      WaitOptions waiting = wait_seconds(20);
       waiting.interrupt = &before_a_sleep;
       waiting.cancelled = &cancelled;
       Buffer got(1);

@@ -6,21 +6,14 @@
 #include <thread>
 #include <vector>
 
-#include "support/raw_peer.h"
-#include "support/tcp_group.h"
+#include "support/network/raw_peer.h"
+#include "support/network/tcp_group.h"
 #include "transport/tcp/connections/frame.h"
 
 namespace multiring {
 namespace {
 
-using testing::all_links;
-using testing::Buffer;
-using testing::facts_of_rank_1;
-using testing::pattern;
-using testing::RawPeer;
-using testing::receive;
-using testing::tcp_options;
-using testing::wait_seconds;
+using namespace testing;
 using Outcome = WaitResult::Outcome;
 using Tickets = std::vector<Network::Ticket>;
 

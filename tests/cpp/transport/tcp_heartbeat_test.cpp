@@ -18,22 +18,12 @@
 #include <vector>
 
 #include "support/latch.h"
-#include "support/tcp_group.h"
+#include "support/network/tcp_group.h"
 
 namespace multiring {
 namespace {
 
-using testing::all_links;
-using testing::Buffer;
-using testing::kSlowness;
-using testing::Latch;
-using testing::pattern;
-using testing::receive;
-using testing::send;
-using testing::tcp_options;
-using testing::TcpGroup;
-using testing::wait_in_vain;
-using testing::wait_seconds;
+using namespace testing;
 using Outcome = WaitResult::Outcome;
 using Tickets = std::vector<Network::Ticket>;
 
@@ -225,7 +215,7 @@ TEST(TcpInterfaces, AnAddressThatIsNotReadyIsLeftOut) {
                     ">/dev/null 2>&1") == 0;
     if (!interface) return;
     InprocStore store;
-    TcpOptions options = testing::tcp_options(0, 2);
+    TcpOptions options = tcp_options(0, 2);
     options.interfaces = {"ta"};
     options.local = false;
     const TcpNetwork network(store, options);

@@ -3,63 +3,22 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <memory>
 #include <thread>
 #include <vector>
 
 #include "support/errors.h"
 #include "support/latch.h"
-#include "support/tcp_group.h"
+#include "support/network/tcp_group.h"
 
 namespace multiring {
 namespace {
 
-using testing::all_links;
-using testing::Buffer;
-using testing::error_of;
-using testing::expect_text;
-using testing::Latch;
-using testing::open_descriptors;
-using testing::pattern;
-using testing::receive;
-using testing::send;
-using testing::tcp_options;
-using testing::TcpGroup;
-using testing::wait_seconds;
+using namespace testing;
 using Outcome = WaitResult::Outcome;
-
-/// One message each way on each link, sends first.
-void exchange(TcpNetwork& network) {
-  std::vector<std::unique_ptr<Buffer>> buffers;
-  std::vector<Network::Ticket> tickets;
-  const auto seed = [](int from, int to, int channel) {
-    return static_cast<unsigned>(from * 100 + to * 10 + channel);
-  };
-  constexpr std::size_t kBytes = 200'001;  // striped
-  for (const auto& [peer, channel] : all_links(network)) {
-    buffers.push_back(std::make_unique<Buffer>(pattern(kBytes, seed(network.rank(), peer, channel))));
-    tickets.push_back(send(network, peer, channel, *buffers.back()));
-  }
-  const std::size_t first = buffers.size();
-  for (const auto& [peer, channel] : all_links(network)) {
-    buffers.push_back(std::make_unique<Buffer>(kBytes));
-    tickets.push_back(receive(network, peer, channel, *buffers.back()));
-  }
-  ASSERT_EQ(network.wait(tickets, wait_seconds(60)).outcome, Outcome::kArrived);
-  std::size_t index = first;
-  for (const auto& [peer, channel] : all_links(network))
-    ASSERT_TRUE(*buffers[index++] == pattern(kBytes, seed(peer, network.rank(), channel)));
-}
 
 void meet(Latch& latch) {
   latch.count_down();
   latch.wait();
-}
-
-void progress_until(TcpNetwork& network, const std::function<bool()>& reached) {
-  const Waiting waiting = wait_seconds(20);
-  while (!reached() && !waiting.deadline.expired()) network.progress();
-  ASSERT_TRUE(reached());
 }
 
 bool all_linked(const TcpNetwork& network) {
@@ -80,7 +39,7 @@ TEST_P(TcpReachFrom, OneEndIsEnough) {
       progress_until(network, [&] { return all_linked(network); });
     }
     EXPECT_NE(network.links_version(), before);
-    exchange(network);
+    exchange_messages(network, {200'001});  // striped
     EXPECT_TRUE(network.connect_on_demand(all_links(network), wait_seconds(0.0)).ok()) << "it stands already";
   });
 }
@@ -108,12 +67,12 @@ TEST(TcpReach, CallsThatCrossMakeOneConnection) {
       if (network.rank() == 1)
         for (int i = 0; i < repetition % 20; ++i) network.progress();
       const double turn = repetition % 2 == 0 ? 20.0 : 0.0005;
-      const Waiting limit = wait_seconds(20);
+      const WaitOptions limit = wait_seconds(20);
       WaitResult result{Outcome::kTimeout};
       while (result.outcome == Outcome::kTimeout && !limit.deadline.expired())
         result = network.connect_on_demand(links, wait_seconds(turn));
       ASSERT_TRUE(result.ok());
-      exchange(network);
+      exchange_messages(network, {200'001});  // striped
       for (const auto& [peer, channel] : links) ASSERT_EQ(network.stripes(peer, channel), kConnections);
       // Both ends of a control connection and of those of the channels for each pair, once all others are
       // closed.
@@ -133,7 +92,7 @@ TEST(TcpReach, APeerThatMakesNoProgressAnswersLater) {
   TcpNetwork one(store, tcp_options(1, 2));
   for (TcpNetwork* caller : {&zero, &one})
     EXPECT_EQ(caller->connect_on_demand(all_links(*caller), wait_seconds(0.05)).outcome, Outcome::kTimeout);
-  const Waiting limit = wait_seconds(20);
+  const WaitOptions limit = wait_seconds(20);
   while (!(all_linked(zero) && all_linked(one)) && !limit.deadline.expired()) {
     zero.progress();
     one.progress();

@@ -219,8 +219,8 @@ TEST(Interfaces, WhatIsNotUnderstoodOrLeavesNothingIsAnError) {
 
 using Weights = std::vector<std::uint32_t>;
 
-ConnectionBalance balance_of(const Weights& weights, std::size_t whole_below) {
-  ConnectionBalance balance(weights.size(), whole_below);
+ConnectionBalance balance_of(const Weights& weights, std::size_t stripe_threshold) {
+  ConnectionBalance balance(weights.size(), stripe_threshold);
   balance.fix_weights(weights);
   return balance;
 }
@@ -231,8 +231,8 @@ TEST(ConnectionBalance, EveryByteIsInOneStripe) {
   std::vector<StripeRange> ranges;
   for (const auto& weights : all_weights) {
     for (const std::size_t bytes : {0, 1, 63, 64, 65, 1000, 4095, 4096, 1000003}) {
-      for (const std::size_t whole_below : {0, 4096}) {
-        ConnectionBalance balance = balance_of(weights, whole_below);
+      for (const std::size_t stripe_threshold : {0, 4096}) {
+        ConnectionBalance balance = balance_of(weights, stripe_threshold);
         for (int message = 0; message < 3; ++message) {
           balance.divide(bytes, std::vector<std::size_t>(weights.size(), 0), ranges);
           ASSERT_FALSE(ranges.empty());
@@ -244,7 +244,7 @@ TEST(ConnectionBalance, EveryByteIsInOneStripe) {
             end += range.bytes;
           }
           EXPECT_EQ(end, bytes);
-          EXPECT_TRUE(bytes >= whole_below || ranges.size() == 1);
+          EXPECT_TRUE(bytes >= stripe_threshold || ranges.size() == 1);
         }
       }
     }
@@ -255,8 +255,8 @@ TEST(ConnectionBalance, EveryByteIsInOneStripeWhateverTheBacklogs) {
   std::vector<StripeRange> ranges;
   std::vector<std::size_t> backlogs(5, 0);
   std::size_t random = 1;
-  for (const std::size_t whole_below : {0, 4096}) {
-    ConnectionBalance balance(backlogs.size(), whole_below);
+  for (const std::size_t stripe_threshold : {0, 4096}) {
+    ConnectionBalance balance(backlogs.size(), stripe_threshold);
     for (int message = 0; message < 10000; ++message) {
       random = random * 6364136223846793005ULL + 1442695040888963407ULL;
       const std::size_t bytes = (random >> 33) % (message % 3 == 0 ? 100 : 3'000'000);

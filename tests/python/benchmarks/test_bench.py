@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from multiring import cli
 from multiring.benchmarks import command
@@ -17,7 +17,7 @@ from multiring.benchmarks.collectives import allreduce, results
 from multiring.benchmarks.collectives.progress import open_progress
 from multiring.benchmarks.collectives.results import Report
 from multiring.errors import UsageError
-from tests.support import Job
+from tests.support import Job, refused
 
 
 def parse(*words: str, benchmark: str = "allreduce") -> argparse.Namespace:
@@ -54,46 +54,26 @@ def test_options_are_understood() -> None:
         (["--sizes", "0"], "at least 4"),
         (["--sizes", "4,,8"], "'' is not a size"),
         (["--sizes", "1KB"], "'1KB' is not a size: give bytes, as 4096, 64K or 1MiB"),
-        (["--sizes", "-4"], "'-4' is not a size"),
         (["--peers", "nccl"], "there is no peer 'nccl': known are gloo (in the package torch) and mpi"),
-        (["--peers", "none,gloo"], "there is no peer 'none'"),
         (["--seconds", "0"], "'0' is not a time"),
         (["--seconds", "nan"], "'nan' is not a time"),
         (["-np", "0"], "'0' is not a number of ranks"),
-        (["-np", "two"], "'two' is not a number of ranks"),
         (["--format", "html"], "invalid choice: 'html'"),
         (["what"], "unrecognized arguments: what"),
         (["--emulate", "2"], "'2' is no layout: give hosts x ranks on each, such as 2x4"),
         (["--emulate", "1x4"], "'1x4' is no layout"),
-        (["--emulate", "2x0"], "'2x0' is no layout"),
         (["--emulate", "2x2", "--rate", "fast"], "'fast' is no rate: give such as 1gbit"),
         (["--emulate", "2x2", "--rate", "1gbit,"], "'' is no rate"),
-        (["--emulate", "2x2", "--rate", "0mbit"], "'0mbit' is no rate"),
         (["--emulate", "2x2", "-np", "3"], "-np 3 and --emulate 2x2 do not go together"),
         (["--rate", "1gbit"], "--rate is that of emulated hosts: give --emulate as well"),
-    ],
-)
-def test_wrong_options_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["bench", "allreduce", *words])
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
         (["--plot", "results.jpg"], "has to end in .png: results.jpg"),
         (["--json", "."], "--json . is a directory"),
         (["--json", "/no/such/place/x.json"], "/no/such/place is no directory that can be written to"),
         (["--plot", "/no/such/place/x.png"], "/no/such/place is no directory that can be written to"),
     ],
 )
-def test_places_that_cannot_be_written_are_told_before_the_measuring(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["bench", "allreduce", *words]) == 2
-    assert message in capsys.readouterr().err
+def test_what_is_wrong_is_told_before_the_measuring(words: list[str], message: str) -> None:
+    assert message in refused("bench", "allreduce", *words)
 
 
 def test_missing_packages_are_told_before_the_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,16 +138,24 @@ def bench(*words: str, benchmark: str = "allreduce") -> Callable[[Path], list[st
     ]
 
 
-def test_a_run_measures_prints_and_writes_and_leaves_nothing() -> None:
-    words = ["-np", "2", "--sizes", "4,64KiB", "--peers", "gloo", "--seconds", "0.02"]
-    with Job(bench(*words, "--json", "DIR/r.json", "--plot", "DIR/r.png")) as job:
-        done = job.finish()
+def measured(
+    *words: str, benchmark: str = "allreduce"
+) -> tuple[subprocess.CompletedProcess[str], dict[str, bytes]]:
+    """Runs it to a good end that leaves nothing: what it prints, and the files that it writes, r.json among
+    them."""
+    with Job(bench(*words, "--json", "DIR/r.json", benchmark=benchmark)) as job:
+        done = job.finish(timeout=180)
         job.assert_nothing_left()
         assert done.returncode == 0, done.stderr
-        report = Report.from_json((job.directory / "r.json").read_text())
-        assert sorted(path.name for path in job.directory.iterdir()) == ["r.json", "r.png"]
-        with Image.open(job.directory / "r.png") as image:
-            assert image.format == "PNG"
+        return done, {path.name: path.read_bytes() for path in job.directory.iterdir()}
+
+
+def test_a_run_measures_prints_and_writes_and_leaves_nothing() -> None:
+    words = ["-np", "2", "--sizes", "4,64KiB", "--peers", "gloo", "--seconds", "0.02", "--plot", "DIR/r.png"]
+    done, files = measured(*words)
+    report = Report.from_json(files["r.json"].decode())
+    assert sorted(files) == ["r.json", "r.png"]
+    assert files["r.png"].startswith(b"\x89PNG")
     assert (report.ranks, report.launcher, report.sizes) == (2, "multiring", [4, 64 * 1024])
     assert report.contenders == ["multiring symmetric", "multiring", "limit", "Gloo"]
     assert report.command.startswith("multiring bench allreduce -np 2 --sizes 4,64KiB --peers gloo")
@@ -181,10 +169,7 @@ def test_a_run_measures_prints_and_writes_and_leaves_nothing() -> None:
 
 def test_ranks_are_not_started_inside_ranks() -> None:
     launcher = [sys.executable, "-m", "multiring", "run", "-np", "2"]
-    with Job(
+    done = Job(
         lambda root: [*launcher, "-m", "multiring", *bench("-np", "3", "--peers", "none")(root)[3:]]
-    ) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 2
+    ).run(code=2)
     assert "-np 3 was given inside a job of 2 ranks; leave it out" in done.stderr

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from multiring import Communicator, InternalError, cli
+from multiring import Communicator, InternalError
 from multiring.benchmarks.collectives import cases
-from multiring.benchmarks.collectives import other_collectives as collectives
 from multiring.benchmarks.collectives.kinds import COLLECTIVES, ROOT, Blocks, Buffers
 from multiring.benchmarks.collectives.libraries import MultiringCollectives, OneCollective
 from multiring.benchmarks.collectives.report import CollectiveRow, CollectivesReport
@@ -23,10 +22,10 @@ from multiring.benchmarks.emulation.hosts import why_not
 from multiring.benchmarks.emulation.start import Emulation
 from multiring.benchmarks.measure import Meeting, Pace, Sample, measure
 from multiring.models.errors import DataError
-from tests.python.benchmarks.test_bench import bench, parse
+from tests.python.benchmarks.test_bench import measured, parse
 from tests.python.benchmarks.test_bench_report import MACHINE, markdown_rows
 from tests.rank_pool import RankPool, RanksFailed
-from tests.support import Job
+from tests.support import refused
 
 NAMES = ["broadcast", "allgather", "reduce_scatter", "alltoall", "scatter", "gather"]
 COUNT = 5  # elements of a block
@@ -35,13 +34,8 @@ MIB = 2**20
 
 def run_bench(*words: str) -> tuple[str, str, CollectivesReport]:
     """Runs it to its end: what it prints, what it tells meanwhile, and what it writes."""
-    files = ["--json", "DIR/r.json", "--format", "markdown"]
-    with Job(bench(*words, *files, benchmark="collectives")) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-        assert done.returncode == 0, done.stderr
-        text = (job.directory / "r.json").read_text()
-    return done.stdout, done.stderr, CollectivesReport.from_json(text)
+    done, files = measured(*words, "--format", "markdown", benchmark="collectives")
+    return done.stdout, done.stderr, CollectivesReport.from_json(files["r.json"].decode())
 
 
 # ---- What is right.
@@ -165,16 +159,6 @@ def test_the_limit_is_what_the_busiest_link_has_to_carry(name: str, busiest: flo
     assert crossing == cases.Crossing(busiest * MIB, together * MIB)
 
 
-def test_what_did_not_cross_the_links_is_not_believed() -> None:
-    sample, sent = Sample(1.0, 1.0, 1.0, 1), {"eth0": [100.0, 20.0], "lo": [900.0, 900.0]}
-    one = cases.Measured("broadcast", "Somebody", 400, sample, sent)
-    cases.check_crossed(one, cases.Crossing(120, 120))
-    with pytest.raises(
-        InternalError, match="Somebody sent 120 B over the links .* for a broadcast of 400 B, where 400 B"
-    ):
-        cases.check_crossed(one, cases.Crossing(400, 400))
-
-
 # ---- Tables, JSON and the picture.
 
 
@@ -279,20 +263,8 @@ def test_options_are_understood() -> None:
         (["--mpich", "x"], "unrecognized arguments: --mpich"),
     ],
 )
-def test_wrong_options_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["bench", "collectives", *words])
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help_explains_collectives_and_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["bench", "collectives", "--help"])
-    shown = capsys.readouterr().out
-    for text in (*(f"  {name}  " for name in NAMES), "(h - 1) / h", "x Gloo", "of limit", "links busy"):
-        assert text in shown
-    assert max(map(len, collectives._EXPLANATION.splitlines())) <= 110
+def test_wrong_options_are_told(words: list[str], message: str) -> None:
+    assert message in refused("bench", "collectives", *words)
 
 
 # ---- Real runs.

@@ -7,14 +7,13 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from multiring.benchmarks.collectives.results import Report
 from multiring.benchmarks.emulation.hosts import why_not
-from tests.python.benchmarks.test_bench import bench
+from tests.python.benchmarks.test_bench import bench, measured
 from tests.support import REPOSITORY, Job, wait_until
 
 MPICH = REPOSITORY / "build" / "mpich"
@@ -30,38 +29,36 @@ def holders(job: Job) -> int:
     return found
 
 
-@pytest.mark.parametrize("peers", ["gloo", "mpi"])
-def test_emulated_hosts_are_measured_and_leave_nothing(peers: str) -> None:
+@pytest.fixture
+def emulated() -> None:
+    """Skips where no host can be emulated."""
     if reason := why_not():
         pytest.skip(reason)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("peers", ["gloo", "mpi"])
+def test_emulated_hosts_are_measured_and_leave_nothing(peers: str) -> None:
     words = ["--emulate", "2x2", "--rate", "400mbit,400mbit", "--sizes", "64KiB", "--seconds", "0.02"]
     words += ["--comm-dtype", "bfloat16"]
-    with Job(bench(*words, "--peers", peers, "--json", "DIR/r.json", "--format", "markdown")) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-        assert done.returncode == 0, done.stderr
-        report = Report.from_json((job.directory / "r.json").read_text())
+    done, files = measured(*words, "--peers", peers, "--format", "markdown")
+    report = Report.from_json(files["r.json"].decode())
     assert (report.ranks, report.hosts) == (4, "2x2 --rate 400mbit,400mbit")
     peer = "Gloo" if peers == "gloo" else "Open MPI"
     assert report.contenders == ["multiring", "multiring bfloat16", peer, "limit"]
     limit = report.row("limit", 64 * 1024)
-    assert limit is not None
     assert limit.sample.median == 64 * 1024 / 100e6  # the array once, over both links
     assert "4 ranks of emulated hosts (2x2 --rate 400mbit,400mbit), all on" in done.stdout
 
 
 def test_emulated_hosts_are_not_started_inside_ranks() -> None:
     launcher = [sys.executable, "-m", "multiring", "run", "-np", "2", "-m", "multiring"]
-    with Job(lambda root: [*launcher, *bench("--emulate", "2x1", "--peers", "none")(root)[3:]]) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 2
+    done = Job(lambda root: [*launcher, *bench("--emulate", "2x1", "--peers", "none")(root)[3:]]).run(code=2)
     assert "--emulate starts its own ranks: leave multiring out" in done.stderr
 
 
+@pytest.mark.usefixtures("emulated")
 def test_emulated_hosts_end_with_a_bench_that_is_killed() -> None:
-    if reason := why_not():
-        pytest.skip(reason)
     words = ["--emulate", "2x1", "--sizes", "64KiB", "--seconds", "60", "--peers", "none"]
     with Job(bench(*words)) as job:
         wait_until(lambda: holders(job) > 0, "hosts")
@@ -71,32 +68,22 @@ def test_emulated_hosts_end_with_a_bench_that_is_killed() -> None:
 
 
 @pytest.fixture
-def with_mpich() -> Callable[..., Callable[[Path], list[str]]]:
-    """Gives the command line of a run on two hosts of two ranks with MPICH; skips where that cannot be."""
-    if reason := why_not():
-        pytest.skip(reason)
+def with_mpich(emulated: None) -> list[str]:
+    """Options of a run on two hosts of two ranks with MPICH; skips where that cannot be."""
     if not (MPICH / ".made").exists():
         pytest.skip("no environment with MPICH: ci/make_mpich_environment.sh makes one")
-    return lambda *words: bench("--emulate", "2x2", "--mpich", str(MPICH), *words)
+    return ["--emulate", "2x2", "--mpich", str(MPICH)]
 
 
-def test_mpich_sends_between_hosts_and_shares_memory_within(
-    with_mpich: Callable[..., Callable[[Path], list[str]]],
-) -> None:
+def test_mpich_sends_between_hosts_and_shares_memory_within(with_mpich: list[str]) -> None:
     size = 256 * 1024
-    words = ["--sizes", "256KiB", "--seconds", "0.02", "--peers", "gloo", "--json", "DIR/r.json"]
-    with Job(with_mpich(*words, "--format", "markdown")) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-        assert done.returncode == 0, done.stderr
-        report = Report.from_json((job.directory / "r.json").read_text())
+    words = ["--sizes", "256KiB", "--seconds", "0.02", "--peers", "gloo", "--format", "markdown"]
+    done, files = measured(*with_mpich, *words)
+    report = Report.from_json(files["r.json"].decode())
     assert report.contenders == ["multiring", "Gloo", "MPICH", "limit"]
     assert "MPICH" in report.machine.versions
     assert "left out" not in done.stdout
     mine, gloo, mpich = (report.row(name, size) for name in report.contenders[:3])
-    assert mine is not None
-    assert gloo is not None
-    assert mpich is not None
     assert report.ratio(mine, "MPICH") == mpich.sample.median / mine.sample.median
     # One sum of each host crosses its link, in one direction and the other.
     assert all(size <= sent < 1.25 * size for sent in mpich.sent["eth0"]), mpich.sent
@@ -105,25 +92,17 @@ def test_mpich_sends_between_hosts_and_shares_memory_within(
     assert min(gloo.sent["lo"]) >= size, gloo.sent
 
 
-def test_a_library_that_passes_the_links_by_is_not_believed(
-    with_mpich: Callable[..., Callable[[Path], list[str]]],
-) -> None:
+def test_a_library_that_passes_the_links_by_is_not_believed(with_mpich: list[str]) -> None:
     words = ["--sizes", "64KiB", "--seconds", "0.02", "--peers", "none"]
     # So UCX takes whatever way it finds: these hosts share a kernel, and memory.
-    with Job(with_mpich(*words), env={"UCX_TLS": "all", "MPIR_CVAR_CH4_NETMOD": "ucx"}) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 1, done.stderr
+    done = Job(bench(*with_mpich, *words), env={"UCX_TLS": "all", "MPIR_CVAR_CH4_NETMOD": "ucx"}).run(code=1)
     assert "over the links of the emulated hosts for an allreduce of 65536 B, where 131072 B" in done.stderr
 
 
-def test_a_rank_of_mpich_that_is_killed_ends_the_run(
-    with_mpich: Callable[..., Callable[[Path], list[str]]],
-) -> None:
+def test_a_rank_of_mpich_that_is_killed_ends_the_run(with_mpich: list[str]) -> None:
     before = set(Path("/dev/shm").glob("mpich_*"))
     words = ["--sizes", "4KiB,16MiB", "--seconds", "60", "--peers", "none"]
-    with Job(with_mpich(*words)) as job:
-        assert job.process.stderr is not None
+    with Job(bench(*with_mpich, *words)) as job:
         assert job.process.stderr.readline().startswith("4 KiB: ")
         os.kill(companion_of(job, 1), signal.SIGKILL)
         done = job.finish()
@@ -148,9 +127,8 @@ def companion_of(job: Job, rank: int) -> int:
     return found
 
 
+@pytest.mark.usefixtures("emulated")
 def test_a_host_that_cannot_be_made_is_told_and_leaves_nothing(tmp_path: Path) -> None:
-    if reason := why_not():
-        pytest.skip(reason)
     tool = tmp_path / "tc"
     tool.write_text(
         f"""#!/bin/sh
@@ -160,10 +138,7 @@ exec {shutil.which("tc")} "$@"
     )
     tool.chmod(0o755)
     words = ["--emulate", "2x1", "--rate", "400mbit,400mbit", "--peers", "none"]
-    with Job(bench(*words), env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 2, done.stderr
+    done = Job(bench(*words), env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}).run(code=2)
     assert "multiring: the hosts 2x1 --rate 400mbit,400mbit cannot be emulated: `nsenter" in done.stderr
     assert "tc qdisc add dev eth1" in done.stderr
     assert "failed with exit code 2: RTNETLINK answers: No such thing" in done.stderr

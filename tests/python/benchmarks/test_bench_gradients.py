@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,19 +23,23 @@ from multiring.benchmarks.gradients.training_speed import TrainingSpeed
 from multiring.benchmarks.machine import Machine
 from multiring.benchmarks.measure import Meeting, Sample
 from multiring.benchmarks.memory import PeakMemory, proportional_bytes
+from multiring.commands.frameworks import OwnWay
 from multiring.errors import InternalError, UsageError
 from multiring.models.errors import DataError
-from multiring.models.peers.table import Peer
+from tests.python.benchmarks.test_bench import measured
 from tests.rank_pool import RankPool
-from tests.support import Job, wait_until
+from tests.support import parsed, wait_until
+
+RUN: dict[str, Any] = {
+    "launcher": "multiring",
+    "machine": Machine("a processor", 2, 2**30, "Linux 6", "3.11", {"multiring": "0.1"}),
+    "ranks": 2,
+    "date": "2026-01-01T00:00:00+00:00",
+}
 
 
 def sample(seconds: float) -> Sample:
     return Sample(seconds, seconds * 0.9, seconds * 1.1, 10)
-
-
-def memory(held: int, peak: int) -> Memory:
-    return Memory(held << 20, peak << 20)
 
 
 @pytest.fixture
@@ -44,10 +47,7 @@ def report() -> GradientsReport:
     names = ["no synchronisation", "multiring", "DDP over Gloo"]
     return GradientsReport(
         command="multiring bench gradients",
-        launcher="multiring",
-        machine=Machine("a processor", 2, 2**30, "Linux 6", "3.11", {"multiring": "0.1"}),
-        ranks=2,
-        date="2026-01-01T00:00:00+00:00",
+        **RUN,
         bytes=102_228_128,
         batch=32,
         gradients=tuple(StepRow(n, sample(s)) for n, s in zip(names, [0.01, 0.02, 0.11], strict=True)),
@@ -94,13 +94,6 @@ def test_steps_that_scatter_more_than_they_differ_are_noisy(report: GradientsRep
     assert noisy.render("markdown", None).count("noisy") == 1
 
 
-def test_picture(report: GradientsReport, tmp_path: Path) -> None:
-    report.draw(tmp_path / "plot")
-    data = (tmp_path / "plot").read_bytes()
-    assert data.startswith(b"\x89PNG")
-    assert len(data) > 10_000
-
-
 def test_the_gradients_are_those_of_resnet_50() -> None:
     shapes = gradient_shapes()
     assert len(shapes) == 161
@@ -122,18 +115,13 @@ def test_memory_is_seen() -> None:
 
 
 def test_a_run_measures_prints_and_writes_and_leaves_nothing() -> None:
-    def command(root: Path) -> list[str]:
-        files = ["--json", str(root / "d" / "r.json"), "--plot", str(root / "d" / "r.png")]
-        return [sys.executable, "-m", "multiring", "bench", "gradients", "-np", "2", "--steps", "1", *files]
-
-    with Job(command) as job:
-        done = job.finish(timeout=180)
-        job.assert_nothing_left()
-        assert done.returncode == 0, done.stderr
-        assert "ResNet-50's gradients" in done.stdout
-        report = GradientsReport.from_json((job.directory / "r.json").read_text())
-        assert (job.directory / "r.png").read_bytes().startswith(b"\x89PNG")
-    assert [row.name for row in report.gradients] == ["no synchronisation", "multiring", "DDP over Gloo"]
+    words = ["-np", "2", "--steps", "1", "--plot", "DIR/r.png"]
+    done, files = measured(*words, benchmark="gradients")
+    assert "ResNet-50's gradients" in done.stdout
+    report = GradientsReport.from_json(files["r.json"].decode())
+    assert files["r.png"].startswith(b"\x89PNG")
+    names = ["no synchronisation", "multiring", "DDP over multiring", "DDP over Gloo"]
+    assert [row.name for row in report.gradients] == names
     assert report.ranks == 2
     assert [row.name for row in report.state] == ["ResNet-20", "ResNet-50"]
     assert done.stdout == report.render("rich", None) + "\n"
@@ -147,10 +135,7 @@ def adapter_report() -> AdapterReport:
     seconds = {"alone": [0.1, 0.1, 0.2], "multiring": [0.125, 0.125, 0.25], "own way": [0.2, 0.2, 0.4]}
     return AdapterReport(
         command="multiring bench gradients --framework torch",
-        launcher="multiring",
-        machine=Machine("a processor", 2, 2**30, "Linux 6", "3.11", {"multiring": "0.1"}),
-        ranks=2,
-        date="2026-01-01T00:00:00+00:00",
+        **RUN,
         framework="Torch",
         bytes=102_228_128,
         core=(0.02, 0.04, 0.03),
@@ -163,7 +148,6 @@ def test_what_follows_from_the_times_of_an_adapter(adapter_report: AdapterReport
     assert adapter_report.overhead.median == pytest.approx(1.1)
     assert adapter_report.training.efficiency.median == pytest.approx(0.8)
     over_own_way = adapter_report.training.over_own_way
-    assert over_own_way is not None
     assert over_own_way.median == pytest.approx(1.6)
     assert adapter_report.training.images_per_second("multiring") == pytest.approx(512)
 
@@ -245,12 +229,8 @@ def test_a_reduction_is_timed_in_turns_with_the_core_and_checked(ranks: Callable
 
 def test_the_adapter_of_torch_is_measured() -> None:
     words = ["--framework=torch", "--steps=1", "--format=markdown"]
-    command = [sys.executable, "-m", "multiring", "bench", "gradients", *words]
-    with Job(lambda root: [*command, f"--json={root / 'd' / 'r.json'}"]) as job:
-        done = job.finish(timeout=120)
-        job.assert_nothing_left()
-        assert done.returncode == 0, done.stderr
-        report = AdapterReport.from_json((job.directory / "r.json").read_text())
+    done, files = measured(*words, benchmark="gradients")
+    report = AdapterReport.from_json(files["r.json"].decode())
     assert done.stdout == report.render("markdown", None) + "\n"
     assert report.bytes == 102_228_128
     assert set(report.training.seconds) == {"alone", "limit", "multiring", "own way"}
@@ -258,9 +238,7 @@ def test_the_adapter_of_torch_is_measured() -> None:
 
 def test_without_torch_another_framework_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients.importlib.util, "find_spec", lambda name: None)
-    parser = argparse.ArgumentParser()
-    gradients.add_arguments(parser)
-    args = parser.parse_args([])
+    args = parsed(gradients.add_arguments)
     assert args.peers == []
     with pytest.raises(UsageError, match=r"name another one, or run pip install 'multiring\[bench,torch\]'"):
         gradients.run(None, args)  # type: ignore[arg-type]
@@ -270,7 +248,5 @@ def test_without_torch_another_framework_has_to_be_named(monkeypatch: pytest.Mon
 def test_mpi_starts_the_ranks_where_the_frameworks_own_way_needs_it(
     framework: str, peers: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Peer, "missing", ())
-    parser = argparse.ArgumentParser()
-    gradients.add_arguments(parser)
-    assert parser.parse_args([f"--framework={framework}"]).peers == peers
+    monkeypatch.setattr(OwnWay, "missing", ())
+    assert parsed(gradients.add_arguments, f"--framework={framework}").peers == peers

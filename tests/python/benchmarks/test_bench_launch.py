@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from multiring.benchmarks.launch import Mpirun
 from multiring.errors import UsageError
 from multiring.rendezvous import launch_environment
 from multiring.rendezvous.launch_environment import Placement
-from tests.support import Job, wait_until
+from tests.python.benchmarks.test_bench import bench, measured
+from tests.support import Job, executable, wait_until
 
 ALONE = launch_environment.detect({})
 VERSIONS = {
@@ -30,10 +30,7 @@ VERSIONS = {
 
 def fake(directory: Path, kind: str, text: str | None = None) -> Path:
     directory.mkdir(exist_ok=True)
-    path = directory / "mpirun"
-    path.write_text(f"#!/bin/sh\ncat <<'END'\n{VERSIONS[kind] if text is None else text}\nEND\n")
-    path.chmod(0o755)
-    return path
+    return executable(directory / "mpirun", f"cat <<'END'\n{VERSIONS[kind] if text is None else text}\nEND")
 
 
 def test_the_mpirun_of_the_library_is_chosen(tmp_path: Path) -> None:
@@ -146,10 +143,6 @@ def test_ranks_stay_on_processors_of_their_own(
 # ---- With a real MPI.
 
 
-def bench(*words: str) -> list[str]:
-    return [sys.executable, "-m", "multiring", "bench", "allreduce", *words]
-
-
 @pytest.fixture
 def mpi() -> None:
     if importlib.util.find_spec("mpi4py") is None:
@@ -168,11 +161,8 @@ def shared_memory() -> set[str]:
 def test_mpi_is_started_by_its_own_launcher_and_measured() -> None:
     before = shared_memory()
     words = ["--sizes=4KiB", "--peers=mpi", "--seconds=0.02", "--format=markdown"]
-    with Job(lambda root: bench(*words, f"--json={root / 'd' / 'r.json'}")) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-        assert done.returncode == 0, done.stderr
-        report = Report.from_json((job.directory / "r.json").read_text())
+    done, files = measured(*words)
+    report = Report.from_json(files["r.json"].decode())
     assert report.launcher in ("openmpi", "mpich")
     assert len(report.peers) == 1
     assert report.peers[0] in report.machine.versions
@@ -185,8 +175,7 @@ def test_mpi_is_started_by_its_own_launcher_and_measured() -> None:
 def test_a_signal_ends_all_ranks_of_mpi(number: int) -> None:
     before = shared_memory()
     words = ["--sizes=4,64MiB", "--peers=mpi", "--seconds=60"]
-    with Job(lambda root: bench(*words)) as job:
-        assert job.process.stderr is not None
+    with Job(bench(*words)) as job:
         assert job.process.stderr.readline().startswith("4 B: ")
         job.process.send_signal(number)
         done = job.finish()
@@ -198,8 +187,7 @@ def test_a_signal_ends_all_ranks_of_mpi(number: int) -> None:
 @pytest.mark.usefixtures("mpi")
 def test_a_rank_of_mpi_that_is_killed_ends_the_others() -> None:
     words = ["--sizes=4,64MiB", "--peers=mpi", "--seconds=60"]
-    with Job(lambda root: bench(*words)) as job:
-        assert job.process.stderr is not None
+    with Job(bench(*words)) as job:
         assert job.process.stderr.readline().startswith("4 B: ")
         os.kill(rank_process(job, 1), signal.SIGKILL)
         done = job.finish()

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from multiring import cli
 from multiring.benchmarks import mpich
 from multiring.benchmarks.companion import LINE, Barrier, flags_of
 from multiring.benchmarks.mpich import MpichEnvironment, find_mpich
 from multiring.errors import UsageError
-from tests.python.benchmarks.test_bench import bench
-from tests.support import REPOSITORY, Job
+from tests.python.benchmarks.test_bench import bench, measured
+from tests.support import REPOSITORY, Job, executable, refused
 
 MPICH = REPOSITORY / "build" / "mpich"
 
@@ -26,9 +25,7 @@ def environment(directory: Path, check: str, mpiexec: str | None = "HYDRA build 
     (directory / "bin").mkdir(parents=True)
     scripts = {"python": check} | ({} if mpiexec is None else {"mpiexec": f"echo '{mpiexec}'"})
     for name, script in scripts.items():
-        path = directory / "bin" / name
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
+        executable(directory / "bin" / name, script)
     return directory
 
 
@@ -56,9 +53,9 @@ def test_an_environment_without_mpich_is_refused(
         find_mpich(environment(tmp_path / "a", check, mpiexec))
 
 
-def test_what_is_no_python_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "allreduce", "--peers", "none", "--mpich", "/no/such"]) == 2
-    assert "multiring: --mpich /no/such: /no/such is no Python: make one by" in capsys.readouterr().err
+def test_what_is_no_python_is_told_before_anything_starts() -> None:
+    told = refused("bench", "allreduce", "--peers", "none", "--mpich", "/no/such")
+    assert "multiring: --mpich /no/such: /no/such is no Python: make one by" in told
 
 
 def test_what_other_launchers_tell_their_ranks_is_not_told_to_mpich() -> None:
@@ -92,11 +89,7 @@ def test_mpich_is_measured_beside_the_others_on_one_host() -> None:
     if not (MPICH / ".made").exists():
         pytest.skip("no environment with MPICH: ci/make_mpich_environment.sh makes one")
     words = ["--sizes", "4KiB", "--seconds", "0.02", "--peers", "none", "--mpich", str(MPICH / "bin/python")]
-    with Job(bench(*words, "--json", "DIR/r.json")) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-        assert done.returncode == 0, done.stderr
-        found = json.loads((job.directory / "r.json").read_text())
+    found = json.loads(measured(*words)[1]["r.json"])
     names = [row["contender"] for row in found["rows"]]
     assert names == ["multiring symmetric", "multiring", "limit", "MPICH"]
     assert all(row["derived"]["ratios"].keys() == {"MPICH"} for row in found["rows"])
@@ -111,10 +104,7 @@ def test_an_mpiexec_that_starts_nothing_ends_the_run(tmp_path: Path) -> None:
         '#!/bin/sh\n[ "$1" = --version ] && exec echo HYDRA\necho "nothing here" >&2; exit 3\n'
     )
     words = ["--sizes", "4KiB", "--seconds", "0.02", "--peers", "none", "--mpich", str(made)]
-    with Job(bench(*words)) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 1, done.stderr
+    done = Job(bench(*words)).run(code=1)
     assert "nothing here\n" in done.stderr
     assert "InternalError: MPICH's rank 0 did not start (mpiexec ended with 3)" in done.stderr
 

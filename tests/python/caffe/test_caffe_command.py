@@ -16,7 +16,7 @@ from PIL import Image
 from multiring.cli import main
 from multiring.models.caffe import TEST, Net
 from multiring.models.caffe.snapshots import read_net, read_state
-from tests.support import Job, wait_until
+from tests.support import Job, run_multiring, wait_until
 
 NET = """
 layer { name: "data" type: "Data" top: "data" top: "label" data_param { source: "digits" batch_size: 16 } }
@@ -48,8 +48,7 @@ def write(directory: Path, *, max_iter: int, batch: int = 16, more: str = "") ->
 
 
 def caffe(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "multiring", "caffe", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_multiring("caffe", *arguments)
 
 
 def train_losses(log: str) -> dict[int, float]:

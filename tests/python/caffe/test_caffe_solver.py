@@ -189,7 +189,6 @@ def test_snapshots_are_caffes_messages(tmp_path: Path) -> None:
     solver = make_solver(tmp_path, 'momentum: 0.9 lr_policy: "multistep" gamma: 0.1 stepvalue: 1')
     solver.step(2)
     path = solver.snapshot()
-    assert path is not None
     state = SolverState.FromString(path.read_bytes())
     assert (state.iter, state.current_step, len(state.history)) == (2, 1, 5)
     assert state.learned_net == str(path.with_suffix(".caffemodel"))
@@ -204,7 +203,6 @@ def test_snapshots_are_caffes_messages(tmp_path: Path) -> None:
 def test_files_that_are_no_snapshots(tmp_path: Path) -> None:
     solver = make_solver(tmp_path)
     path = solver.snapshot()
-    assert path is not None
     before = weights(solver)
     other = make_solver(tmp_path, 'type: "Adam"')
     with pytest.raises(CheckpointError, match="holds 5 arrays of history; this solver has 10"):

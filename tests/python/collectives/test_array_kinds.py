@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from multiring import Communicator, UsageError
+from tests.on_ranks import on_ranks
 from tests.python.collectives.array_kinds import (
     KINDS,
     ArrayKind,
@@ -112,7 +113,8 @@ def test_kind_sent(ranks: Pools, kind: str) -> None:
     ranks(3).run(check_sent, kind)
 
 
-def check_scalars(comm: Communicator) -> None:
+@on_ranks(3)
+def test_numbers_and_zero_dimensions(comm: Communicator) -> None:
     for x, dtype in ((3, "int64"), (2.5, "float64"), (True, "bool"), (np.float32(1.5), "float32")):
         result = comm.allreduce(x, "max")
         assert isinstance(result, np.ndarray)
@@ -125,11 +127,8 @@ def check_scalars(comm: Communicator) -> None:
     assert_same_bits(comm.allreduce(zero_dimensional, out=zero_dimensional), np.array(3, np.int32))
 
 
-def test_numbers_and_zero_dimensions(ranks: Pools) -> None:
-    ranks(3).run(check_scalars)
-
-
-def check_out_of_another_kind(comm: Communicator) -> None:
+@on_ranks(3)
+def test_out_of_another_kind(comm: Communicator) -> None:
     out = bytearray(12)
     comm.allreduce([1.0, 2.0, comm.rank], out=np.empty(3))
     comm.allreduce(np.ones(12, np.uint8), out=out)
@@ -139,10 +138,6 @@ def check_out_of_another_kind(comm: Communicator) -> None:
     assert wide[:3, ::2].tolist() == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
     assert not wide[:, 1::2].any()
     assert not wide[3].any()
-
-
-def test_out_of_another_kind(ranks: Pools) -> None:
-    ranks(3).run(check_out_of_another_kind)
 
 
 class OnDevice:
@@ -194,16 +189,13 @@ def _refusals(comm: Communicator, x: Any, pattern: str) -> None:
             call()
 
 
-def check_refused(comm: Communicator, name: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks(3)
+def test_refused(comm: Communicator, name: str) -> None:
     make, pattern = REFUSED[name]
     _refusals(comm, make(), f"(?s){pattern}")
     assert not comm.is_broken
     comm.barrier()
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(ranks: Pools, name: str) -> None:
-    ranks(3).run(check_refused, name)
 
 
 def check_refused_tensors(comm: Communicator) -> None:
@@ -242,7 +234,8 @@ def _bad_outs(x: np.ndarray[Any, Any]) -> list[tuple[Any, str]]:
     ]
 
 
-def check_bad_outs(comm: Communicator) -> None:
+@on_ranks(3)
+def test_refused_outs(comm: Communicator) -> None:
     x = np.ones((6, 4), np.float32)
     for name in ("allreduce", "broadcast"):
         for asynchronous in (False, True):
@@ -274,10 +267,6 @@ def _check_overlap(comm: Communicator) -> None:
     read_only.flags.writeable = False
     with pytest.raises(UsageError, match="read-only"):
         comm.allreduce(read_only, out=read_only)
-
-
-def test_refused_outs(ranks: Pools) -> None:
-    ranks(3).run(check_bad_outs)
 
 
 def check_empty_expectation(comm: Communicator) -> None:

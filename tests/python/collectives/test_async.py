@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import re
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
 import multiring
-from multiring import AbortedError, Communicator, MismatchError, UsageError
+from multiring import AbortedError, Communicator, UsageError
+from tests.on_ranks import on_ranks
 from tests.python.collectives.array_kinds import assert_same_bits
 from tests.python.collectives.oracle import Reduction, random_bits
 from tests.rank_pool import RankPool
@@ -21,7 +19,8 @@ from tests.rank_pool import RankPool
 Pools = Callable[[int], RankPool]
 
 
-def check_handle(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_handle(comm: Communicator) -> None:
     out = np.empty(4)
     work = comm.allreduce_async(np.full(4, comm.rank + 1.0), out=out)
     total = work.wait()
@@ -37,14 +36,9 @@ def check_handle(comm: Communicator) -> None:
     assert comm.barrier_async().wait() is None
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_handle(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_handle)
-
-
-def check_wait_with_timeout(comm: Communicator) -> None:
+@on_ranks(3)
+def test_wait_with_timeout(comm: Communicator) -> None:
     other = comm.split(0)
-    assert other is not None
     work = None
     if comm.rank != 0:
         work = comm.allreduce_async(np.ones(3), name="late")
@@ -64,21 +58,8 @@ def check_wait_with_timeout(comm: Communicator) -> None:
     assert work.wait()[0] == comm.size  # a wait that gave up has broken nothing
 
 
-def test_wait_with_timeout(ranks: Pools) -> None:
-    ranks(3).run(check_wait_with_timeout)
-
-
-def check_sync_waits(comm: Communicator) -> None:
-    pending = [comm.allreduce_async(np.full(n, 1.0)) for n in (1, 50_000, 3, 400_000)]
-    comm.barrier()
-    assert all(work.done() for work in pending)
-
-
-def test_synchronous_calls_wait_for_what_was_submitted_before(ranks: Pools) -> None:
-    ranks(3).run(check_sync_waits)
-
-
-def check_temporaries(comm: Communicator) -> None:
+@on_ranks(3)
+def test_arrays_are_kept_alive(comm: Communicator) -> None:
     pending = []
     for number in range(40):
         pending.append(comm.allreduce_async(np.full(30_000, float(number)), priority=number % 3))
@@ -88,11 +69,8 @@ def check_temporaries(comm: Communicator) -> None:
         assert (work.wait() == number * comm.size).all()
 
 
-def test_arrays_are_kept_alive(ranks: Pools) -> None:
-    ranks(3).run(check_temporaries)
-
-
-def check_stress(comm: Communicator) -> None:
+@on_ranks(2, 4)
+def test_many_small_ones(comm: Communicator) -> None:
     generator = np.random.default_rng(comm.rank)  # every rank at a speed of its own
     pending = []
     for number in range(300):
@@ -107,11 +85,6 @@ def check_stress(comm: Communicator) -> None:
             assert_same_bits(comm.allgather(np.array([number])), np.full(comm.size, number))
     for work, wanted in reversed(pending):
         assert_same_bits(work.wait(), wanted)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_many_small_ones(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_stress)
 
 
 def check_idle(comm: Communicator) -> float:
@@ -158,67 +131,11 @@ def test_errors_are_raised_at_wait(ranks: Pools) -> None:
         assert is_broken
 
 
-def check_closed(comm: Communicator) -> None:
-    other = comm.split(0)
-    assert other is not None
-    # No rank 0 takes part, so nothing is complete.
-    pending = [] if comm.rank == 0 else [other.allreduce_async(np.ones(3)) for _ in range(3)]
-    comm.barrier()
-    other.close()
-    for work in pending:
-        with pytest.raises(multiring.MultiringError):
-            work.wait()
-    with pytest.raises(AbortedError, match="closed|broken"):
-        other.allreduce_async(np.ones(3))
-    comm.barrier()
-
-
-def test_close_fails_what_is_pending(ranks: Pools) -> None:
-    ranks(3).run(check_closed)
-
-
-def check_let_go(comm: Communicator) -> None:
-    for _ in range(20):
-        # Nobody holds the communicator, its work or its arrays while its thread runs.
-        child = comm.split(0)
-        assert child is not None
-        with contextlib.suppress(AbortedError):  # a peer has let go of it already
-            for count in (1, 100_000):
-                child.allreduce_async(np.ones(count))
-        del child
-    gc.collect()
-    comm.barrier()
-
-
-def test_communicators_may_be_let_go_while_they_work(ranks: Pools) -> None:
-    ranks(3).run(check_let_go)
-
-
-def check_work_holds_communicator(comm: Communicator) -> None:
+@on_ranks(3)
+def test_work_keeps_its_communicator(comm: Communicator) -> None:
     child = comm.split(0)
-    assert child is not None
     work = child.allreduce_async(np.ones(200_000))
     del child
     gc.collect()
     assert work.wait()[-1] == comm.size
     comm.barrier()
-
-
-def test_work_keeps_its_communicator(ranks: Pools) -> None:
-    ranks(3).run(check_work_holds_communicator)
-
-
-def wait_of_mismatch(comm: Communicator, first: str) -> Any:
-    """One asynchronous, the others synchronous: not the same operation."""
-    if comm.rank == 0:
-        return comm.allreduce_async(np.ones(3), name=first).wait()
-    return comm.allreduce(np.ones(3), name=first)
-
-
-def test_asynchronous_against_synchronous(ranks: Pools) -> None:
-    for error in ranks(2).run_expecting_errors(wait_of_mismatch, "x"):
-        assert isinstance(error, MismatchError)
-        assert "rank 1 asked for allreduce 'x' sum float64[3]" in str(error)
-        assert re.search(
-            r"rank 0 asked for allreduce .x. sum float64\[3\] \(asynchronous operation \d+\)", str(error)
-        )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from multiring import Communicator, UsageError
+from tests.on_ranks import on_ranks
 from tests.python.collectives.array_kinds import assert_same_bits
 from tests.python.collectives.oracle import DTYPES, OPS, Bits, Reduction, blocks, random_bits, storage
 from tests.python.collectives.registry import COLLECTIVES, uneven_splits
@@ -16,7 +17,8 @@ from tests.rank_pool import RankPool
 
 Pools = Callable[[int], RankPool]
 
-SIZES = (1, 2, 3, 4, 7)
+# With four ranks the tree is full, with three and with seven it is not.
+SIZES = (1, 2, 3, 4, pytest.param(7, marks=pytest.mark.full))
 COUNTS = (0, 1, 63, 1001)
 NUMPY_DTYPES = tuple(dtype for dtype in DTYPES if dtype != "bfloat16")  # that one comes in test_array_kinds
 # More than one segment of staging memory, and no multiple of anything.
@@ -28,7 +30,9 @@ def inputs_of(comm: Communicator, seed: int, shape: tuple[int, ...], dtype: str)
     return [random_bits(seed * 100 + rank, shape, dtype) for rank in range(comm.size)]
 
 
-def check_reductions(comm: Communicator, op: str) -> None:
+@pytest.mark.parametrize("op", OPS)
+@on_ranks(*SIZES)
+def test_reductions(comm: Communicator, op: str) -> None:
     for dtype in NUMPY_DTYPES:
         if (op, dtype) == ("average", "bool"):
             continue
@@ -40,13 +44,8 @@ def check_reductions(comm: Communicator, op: str) -> None:
             assert_same_bits(comm.allreduce_async(inputs[comm.rank], op).wait(), wanted)
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("size", SIZES)
-def test_reductions(ranks: Pools, size: int, op: str) -> None:
-    ranks(size).run(check_reductions, op)
-
-
-def check_integer_averages(comm: Communicator) -> None:
+@on_ranks(2)
+def test_averages_of_integers_do_not_wrap(comm: Communicator) -> None:
     top, deep = np.iinfo(np.uint64).max, np.iinfo(np.int64).min
     for dtype, mine, theirs, wanted in [
         ("int8", [127, -128, -3, 3], [127, -128, -4, 4], [127, -128, -3, 3]),
@@ -60,11 +59,8 @@ def check_integer_averages(comm: Communicator) -> None:
     np.testing.assert_array_equal(comm.allreduce(strided, "average"), strided)
 
 
-def test_averages_of_integers_do_not_wrap(ranks: Pools) -> None:
-    ranks(2).run(check_integer_averages)
-
-
-def check_scales(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_scales(comm: Communicator) -> None:
     for dtype in NUMPY_DTYPES[1:]:
         inputs = inputs_of(comm, 5, (97,), dtype)
         for op in OPS:
@@ -78,12 +74,8 @@ def check_scales(comm: Communicator) -> None:
                 assert_same_bits(comm.allreduce_async(inputs[comm.rank], op, **scales).wait(), wanted)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_scales(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_scales)
-
-
-def check_special_values(comm: Communicator) -> None:
+@on_ranks(2, 3)
+def test_special_values(comm: Communicator) -> None:
     for dtype in ("float16", "float32", "float64"):
         info = np.finfo(dtype)
         specials = [
@@ -114,12 +106,9 @@ def check_special_values(comm: Communicator) -> None:
                 assert_same_bits(theirs, result)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_special_values(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_special_values)
-
-
-def check_large(comm: Communicator, name: str) -> None:
+@pytest.mark.parametrize("name", COLLECTIVES)
+@on_ranks(*SIZES)
+def test_many_segments(comm: Communicator, name: str) -> None:
     collective = COLLECTIVES[name]
     for dtype in ("float32", "uint8"):
         rows = LARGE_BYTES // storage(dtype).itemsize // 4
@@ -137,12 +126,8 @@ def check_large(comm: Communicator, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-@pytest.mark.parametrize("size", SIZES)
-def test_many_segments(ranks: Pools, size: int, name: str) -> None:
-    ranks(size).run(check_large, name)
-
-
-def check_rows(comm: Communicator, name: str) -> None:
+@on_ranks(*SIZES)
+def test_rows(comm: Communicator, name: str) -> None:
     collective = COLLECTIVES[name]
     for rows in (0, 1, comm.size - 1, comm.size, 2 * comm.size + 1):
         for tail in ((), (3,), (2, 0), (2, 1, 3)):
@@ -154,13 +139,8 @@ def check_rows(comm: Communicator, name: str) -> None:
                 assert_same_bits(result, wanted)
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
-@pytest.mark.parametrize("size", SIZES)
-def test_rows(ranks: Pools, size: int, name: str) -> None:
-    ranks(size).run(check_rows, name)
-
-
-def check_roots(comm: Communicator) -> None:
+@on_ranks(*SIZES)
+def test_roots(comm: Communicator) -> None:
     inputs = inputs_of(comm, 3, (5, 2), "float64")
     mine = inputs[comm.rank]
     for root in range(comm.size):
@@ -178,12 +158,8 @@ def check_roots(comm: Communicator) -> None:
         assert_same_bits(comm.scatter(mine, root), scattered)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_roots(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_roots)
-
-
-def check_alltoall_splits(comm: Communicator) -> None:
+@on_ranks(*SIZES)
+def test_alltoall_splits(comm: Communicator) -> None:
     for rows in (0, 1, 9, 200):
         inputs = [random_bits(rank, (rows + rank, 3), "float32") for rank in range(comm.size)]
         splits = [uneven_splits(rank, comm.size, rows + rank) for rank in range(comm.size)]
@@ -198,12 +174,8 @@ def check_alltoall_splits(comm: Communicator) -> None:
         assert_same_bits(joined, np.concatenate(wanted))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_alltoall_splits(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_alltoall_splits)
-
-
-def check_same_bits(comm: Communicator) -> None:
+@on_ranks(*SIZES)
+def test_same_bits(comm: Communicator) -> None:
     """The bits of an element depend on nothing but that element's inputs."""
     inputs = inputs_of(comm, 9, (70_001,), "float32")
     mine = inputs[comm.rank]
@@ -220,12 +192,8 @@ def check_same_bits(comm: Communicator) -> None:
     assert_same_bits(np.concatenate([work.wait() for work in fused]), whole)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_same_bits(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_same_bits)
-
-
-def check_ring(comm: Communicator) -> None:
+@on_ranks(2, 3, 4)
+def test_send_and_receive(comm: Communicator) -> None:
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for count in (0, 1, 1000, 100_000):
         mine, theirs = (random_bits(rank, (count, 2), "float64") for rank in (comm.rank, left))
@@ -243,12 +211,8 @@ def check_ring(comm: Communicator) -> None:
         assert comm.recv(left)[0] == number
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_send_and_receive(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_ring)
-
-
-def check_usage(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_usage(comm: Communicator) -> None:
     x = np.ones(3)
     wrong: list[tuple[Callable[[], Any], str]] = [
         (lambda: comm.allreduce(x, "mean"), "op is 'mean'; accepted: sum, average, min, max, product"),
@@ -284,16 +248,8 @@ def check_usage(comm: Communicator) -> None:
     comm.barrier()
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_usage(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_usage)
-
-
-def check_names(comm: Communicator) -> None:
+@on_ranks(3)
+def test_names(comm: Communicator) -> None:
     for name in ("", "a", "gradient/ünïcödé", "x" * 1000, "é" * 200, None):
         assert comm.allreduce(np.ones(2), name=name)[0] == comm.size
         assert comm.allgather_async(np.ones(2), name=name).wait().size == 2 * comm.size
-
-
-def test_names(ranks: Pools) -> None:
-    ranks(3).run(check_names)

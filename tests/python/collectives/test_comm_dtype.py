@@ -12,12 +12,11 @@ import pytest
 
 import multiring
 from multiring import Communicator, UsageError
-from multiring.errors import MismatchError
 from multiring.numpy import GradientBuckets
 from tests.nursery import Nursery
+from tests.on_ranks import on_ranks
 from tests.python.collectives.oracle import narrowed, random_bits, widened
 from tests.rank_pool import RankPool
-from tests.support import HOSTS, pretend_hosts
 
 COMM_DTYPES = ("bfloat16", "float16")
 # One round, a plan of one segment, several segments.
@@ -44,7 +43,8 @@ def expected(comm: Communicator, inputs: list[Any], comm_dtype: str) -> Any:
     return rounded(total, comm_dtype)
 
 
-def check_every_form(comm: Communicator) -> None:
+@on_ranks((2, 2), (3, 2))
+def test_every_form_has_the_same_bits(comm: Communicator) -> None:
     queue = comm.named_queue("q")
     for comm_dtype in COMM_DTYPES:
         for count in COUNTS:
@@ -64,30 +64,6 @@ def check_every_form(comm: Communicator) -> None:
                 assert result.tobytes() == wanted.tobytes(), (comm_dtype, count)
     exact = comm.allreduce(inputs_of(comm, 5000)[comm.rank], comm_dtype="float32")
     assert exact.tobytes() == comm.allreduce(inputs_of(comm, 5000)[comm.rank]).tobytes()
-
-
-@pytest.mark.parametrize("layout", [(2, 2), (3, 2)])
-def test_every_form_has_the_same_bits(spread: Pools, layout: tuple[int, int]) -> None:
-    spread(*layout).run(check_every_form)
-
-
-def same_everywhere(comm: Communicator) -> list[bytes]:
-    x = random_bits(comm.rank, (100_003,), "float32")
-    results = [
-        comm.allreduce(x, "average", comm_dtype="bfloat16"),
-        comm.allreduce(x, "max", comm_dtype="float16"),
-    ]
-    whole = comm.allreduce(x, "average")
-    bound = 2.0**-7 * comm.allreduce(np.abs(x), "average") + 1e-30
-    assert (np.abs(results[0] - whole) <= bound).all()
-    assert not (results[0] == whole).all()
-    return [result.tobytes() for result in results]
-
-
-@pytest.mark.parametrize("layout", [(4, 3), (7, 2), (4, 4)])
-def test_all_ranks_have_the_same_bits(spread: Pools, layout: tuple[int, int]) -> None:
-    found = spread(*layout).run(same_everywhere)
-    assert all(each == found[0] for each in found)
 
 
 def reduce_gradients(comm: Communicator) -> list[bytes]:
@@ -131,7 +107,8 @@ def test_a_scale_that_float16_does_not_survive(spread: Pools, hosts: int) -> Non
     spread(2, hosts).run(scale_afterwards)
 
 
-def ask_for_what_is_not_there(comm: Communicator) -> None:
+@on_ranks((2, 2))
+def test_what_cannot_be_narrowed_is_refused(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="comm_dtype is 'int8'; accepted: float32, float16, bfloat16"):
         comm.allreduce(np.ones(3, np.float32), comm_dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(
@@ -142,31 +119,11 @@ def ask_for_what_is_not_there(comm: Communicator) -> None:
     assert comm.comm_dtype == "float32"
 
 
-def test_what_cannot_be_narrowed_is_refused(spread: Pools) -> None:
-    spread(2, 2).run(ask_for_what_is_not_there)
-
-
-def differ(rank: int) -> None:
-    pretend_hosts()
-    comm = multiring.init()
-    comm.allreduce(np.ones(10, np.float32), name="t", comm_dtype="bfloat16" if comm.rank == 1 else None)
-
-
-@pytest.mark.parametrize("hosts", ["1", "2"])
-def test_ranks_that_differ(nursery: Nursery, hosts: str) -> None:
-    for outcome in nursery.run(3, differ, init=False, env={HOSTS: hosts}):
-        assert isinstance(outcome.error, MismatchError), outcome.trace
-        assert "rank 1 asked for allreduce 't' sum comm_dtype bfloat16 float32[10]" in str(outcome.error)
-        assert "asked for allreduce 't' sum float32[10]" in str(outcome.error)
-
-
 def by_environment(rank: int, comm_dtype: str, other: str) -> list[bytes]:
-    pretend_hosts()
     os.environ["MULTIRING_COMM_DTYPE"] = comm_dtype if rank % 2 == 0 else other
     comm = multiring.init()
     assert comm.comm_dtype == comm_dtype
     group = comm.split(0)
-    assert group is not None
     x = random_bits(rank, (20_000,), "float32")
     named = comm.allreduce(x, comm_dtype="bfloat16")
     for result in (comm.allreduce(x), group.allreduce(x)):
@@ -179,14 +136,12 @@ def by_environment(rank: int, comm_dtype: str, other: str) -> list[bytes]:
 
 
 def test_a_default_for_the_job(nursery: Nursery) -> None:
-    outcomes = nursery.run(2, by_environment, "bfloat16", "bfloat16", init=False, env={HOSTS: "2"})
+    outcomes = nursery.run(2, by_environment, "bfloat16", "bfloat16", init=False, hosts=2)
     values = [outcome.value for outcome in outcomes]
     assert values[0] is not None, outcomes[0].trace
     assert values[0] == values[1]
 
 
 def test_defaults_that_differ(nursery: Nursery) -> None:
-    for outcome in nursery.run(2, by_environment, "bfloat16", "float16", init=False, env={HOSTS: "2"}):
-        assert isinstance(outcome.error, UsageError), outcome.trace
-        assert "MULTIRING_COMM_DTYPE='" in str(outcome.error)
-        assert "it has to be the same on all ranks" in str(outcome.error)
+    for outcome in nursery.run(2, by_environment, "bfloat16", "float16", init=False, hosts=2):
+        outcome.check_raised(UsageError, "MULTIRING_COMM_DTYPE='", "it has to be the same on all ranks")

@@ -8,11 +8,10 @@ import importlib
 import numpy as np
 import pytest
 
-import multiring
+from multiring import Communicator
 from tests.nursery import Nursery
 from tests.python.collectives.oracle import Reduction, random_bits
 from tests.python.collectives.test_several_hosts import check_all
-from tests.support import pretend_places
 
 # The host of each rank.
 IRREGULAR = [(0, 1, 1, 1), (0, 0, 1, 2, 2)]
@@ -25,23 +24,15 @@ def name_of(places: tuple[int, ...]) -> str:
     return "".join(map(str, places))
 
 
-def every_collective(rank: int, places: tuple[int, ...]) -> None:
-    pretend_places(places)
-    check_all(multiring.init())
-
-
 @pytest.mark.parametrize("places", IRREGULAR, ids=name_of)
 def test_every_collective(nursery: Nursery, places: tuple[int, ...]) -> None:
-    for outcome in nursery.run(len(places), every_collective, places, init=False):
-        assert outcome.error is None, outcome.trace
+    nursery.values(len(places), check_all, hosts=places, timeout=200.0)
 
 
-def digests(rank: int, places: tuple[int, ...], dtype: str) -> list[str]:
-    pretend_places(places)
-    comm = multiring.init()
+def digests(comm: Communicator, dtype: str) -> list[str]:
     found = []
     for count in COUNTS:
-        bits = random_bits(count + rank, (count,), dtype)
+        bits = random_bits(count + comm.rank, (count,), dtype)
         values = bits
         if dtype == "bfloat16":
             values = bits.view(importlib.import_module("ml_dtypes").bfloat16)
@@ -62,6 +53,5 @@ def test_the_same_bits(nursery: Nursery, places: tuple[int, ...], dtype: str) ->
         for op in ("sum", "average"):
             result = Reduction(op).apply(inputs, dtype)
             wanted += [hashlib.sha256(np.ascontiguousarray(result).tobytes()).hexdigest()] * 2
-    for outcome in nursery.run(5, digests, places, dtype, init=False):
-        assert outcome.error is None, outcome.trace
-        assert outcome.value == wanted
+    for value in nursery.values(5, digests, dtype, hosts=places):
+        assert value == wanted

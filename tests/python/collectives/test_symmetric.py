@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from multiring import AbortedError, Communicator, MismatchError, UsageError
+from multiring import Communicator, UsageError
+from tests.on_ranks import on_ranks
 from tests.python.collectives.array_kinds import assert_same_bits, bits_of
-from tests.python.collectives.oracle import DTYPES, OPS, Bits, Reduction, blocks, random_bits, storage
+from tests.python.collectives.oracle import OPS, Bits, Reduction, blocks, random_bits, storage
 from tests.rank_pool import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -38,7 +38,9 @@ def filled(comm: Communicator, count: int, dtype: str, seed: int) -> tuple[Bits,
     return array, inputs
 
 
-def check_allreduce(comm: Communicator, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["bool", "int32", "float16", "float64"])  # others: tests/cpp/collective
+@on_ranks(1, 2, 3)
+def test_allreduce(comm: Communicator, dtype: str) -> None:
     for count in COUNTS:
         for op in OPS if count == 5_000 and dtype != "bool" else ("sum",):
             array, inputs = filled(comm, count, dtype, count)
@@ -53,12 +55,6 @@ def check_allreduce(comm: Communicator, dtype: str) -> None:
             assert_same_bits(comm.allreduce(inputs[comm.rank], op, out=out), wanted)
             assert comm.allreduce(array, op, out=array) is array
             assert_same_bits(array, wanted)
-
-
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "bfloat16"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_allreduce(ranks: Pools, size: int, dtype: str) -> None:
-    ranks(size).run(check_allreduce, dtype)
 
 
 def check_bfloat16(comm: Communicator) -> None:
@@ -77,7 +73,8 @@ def test_bfloat16_as_a_view(ranks: Pools) -> None:
     ranks(3).run(check_bfloat16)
 
 
-def check_views(comm: Communicator) -> None:
+@on_ranks(2, 3)
+def test_views(comm: Communicator) -> None:
     array, inputs = filled(comm, 90_000, "float32", 4)
     wanted = Reduction().apply(inputs, "float32")
     for begin, end in ((0, 20_000), (20_000, 20_001), (20_001, 89_999)):
@@ -92,48 +89,18 @@ def check_views(comm: Communicator) -> None:
     assert_same_bits(strided, wanted)
 
 
-def check_unlike_places(comm: Communicator) -> None:
-    """Ranks whose buffers lie at other offsets, or elsewhere, still get the same."""
-    array, _ = filled(comm, 50_000, "float32", 6)
-    inputs = [random_bits(rank, (20_000,), "float32") for rank in range(comm.size)]
-    wanted = Reduction().apply(inputs, "float32")
-    view = array[comm.rank * 16 + 3 :][:20_000]
-    view[:] = inputs[comm.rank]
-    assert_same_bits(comm.allreduce(view, out=view), wanted)
-    view[:] = inputs[comm.rank]
-    x: Any = view if comm.rank % 2 else inputs[comm.rank].copy()
-    assert_same_bits(comm.allreduce(x, out=x), wanted)
-    assert_same_bits(comm.reduce_scatter(inputs[comm.rank]), blocks(wanted, comm.size)[comm.rank])
-    view[:] = inputs[comm.rank]
-    x = view if comm.rank % 2 else inputs[comm.rank].copy()
-    assert_same_bits(comm.reduce_scatter(x), blocks(wanted, comm.size)[comm.rank])
-
-
-@pytest.mark.parametrize("check", [check_views, check_unlike_places])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_views(ranks: Pools, size: int, check: Callable[[Communicator], None]) -> None:
-    ranks(size).run(check)
-
-
-def check_async(comm: Communicator) -> None:
+@on_ranks(3)
+def test_asynchronous(comm: Communicator) -> None:
     array, inputs = filled(comm, 400_000, "float32", 7)
     wanted = Reduction().apply(inputs, "float32")
-    pending = [comm.allreduce_async(piece, out=piece) for piece in np.array_split(array, 9)]
-    for work in pending:
-        work.wait()
-    assert_same_bits(array, wanted)
-    array, _ = filled(comm, 400_000, "float32", 7)
     work = comm.allreduce_async(array, out=array)
     del array
     gc.collect()
     assert_same_bits(work.wait(), wanted)
 
 
-def test_asynchronous(ranks: Pools) -> None:
-    ranks(3).run(check_async)
-
-
-def check_freed(comm: Communicator) -> None:
+@on_ranks(3)
+def test_memory_is_freed_with_the_last_view(comm: Communicator) -> None:
     gc.collect()
     before = shared_regions()
     array = comm.symmetric_empty((1000, 1000), np.float64)
@@ -150,33 +117,8 @@ def check_freed(comm: Communicator) -> None:
     assert shared_regions() == before
 
 
-def test_memory_is_freed_with_the_last_view(ranks: Pools) -> None:
-    ranks(3).run(check_freed)
-
-
-def check_outlives(comm: Communicator) -> None:
-    group = comm.split(0)
-    assert group is not None
-    array = group.symmetric_empty(10_000)
-    array[:] = 1
-    group.barrier()
-    comm.barrier()
-    group.close()
-    del group
-    gc.collect()
-    assert array.sum() == 10_000  # still there
-    with pytest.raises(AbortedError, match="is closed"):
-        closed = comm.split(0)
-        assert closed is not None
-        closed.close()
-        closed.symmetric_empty(3)
-
-
-def test_memory_outlives_its_communicator(ranks: Pools) -> None:
-    ranks(3).run(check_outlives)
-
-
-def check_shapes(comm: Communicator) -> None:
+@on_ranks(1, 2)
+def test_shapes(comm: Communicator) -> None:
     for shape, wanted in (
         (5, (5,)),
         (np.int64(5), (5,)),
@@ -194,12 +136,8 @@ def check_shapes(comm: Communicator) -> None:
             assert array.ctypes.data % 64 == 0
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_shapes(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_shapes)
-
-
-def check_refused(comm: Communicator) -> None:
+@on_ranks(2)
+def test_refused(comm: Communicator) -> None:
     for shape, dtype, pattern in (
         ((-1,), "f4", r"shape \[-1\] has a negative extent"),
         ((2**62, 8), "f8", "more memory than there are addresses"),
@@ -215,22 +153,8 @@ def check_refused(comm: Communicator) -> None:
     comm.barrier()
 
 
-def test_refused(ranks: Pools) -> None:
-    ranks(2).run(check_refused)
-
-
-def differing(comm: Communicator) -> None:
-    comm.symmetric_empty(10 + comm.rank, np.uint8)
-
-
-def test_sizes_that_differ(ranks: Pools) -> None:
-    for error in ranks(2).run_expecting_errors(differing):
-        assert isinstance(error, MismatchError)
-        text = "rank 0 asked for symmetric_empty uint8[10]; rank 1 asked for symmetric_empty uint8[11]"
-        assert text in str(error)
-
-
-def check_peers(comm: Communicator) -> None:
+@on_ranks(1, 2, 3)
+def test_the_arrays_of_peers(comm: Communicator) -> None:
     x = comm.symmetric_empty((3, 1000), np.int32)
     x[...] = comm.rank
     comm.barrier()
@@ -256,12 +180,8 @@ def check_peers(comm: Communicator) -> None:
     assert theirs[0, 0] == first  # the memory of all ranks stays mapped
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_arrays_of_peers(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_peers)
-
-
-def check_no_peers(comm: Communicator) -> None:
+@on_ranks(2)
+def test_arrays_that_have_no_peers(comm: Communicator) -> None:
     x = comm.symmetric_empty((10, 10))
     for rank in (-1, comm.size):
         with pytest.raises(UsageError, match=rf"rank is {rank}; expected 0 to {comm.size - 1}"):
@@ -270,7 +190,3 @@ def check_no_peers(comm: Communicator) -> None:
         comm.symmetric_peer(np.zeros(3), 0)
     with pytest.raises(UsageError, match="C order"):
         comm.symmetric_peer(x[:, ::2], 0)
-
-
-def test_arrays_that_have_no_peers(ranks: Pools) -> None:
-    ranks(2).run(check_no_peers)

@@ -12,12 +12,7 @@ import pytest
 
 from multiring import cli
 from multiring.errors import InternalError, UsageError
-
-
-def multiring(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "multiring", *arguments], capture_output=True, text=True, check=False
-    )
+from tests.support import refused, run_multiring, run_python
 
 
 def test_without_a_command_help_lists_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,15 +24,12 @@ def test_without_a_command_help_lists_all_of_them(capsys: pytest.CaptureFixture[
 
 
 def test_help_and_version_come_from_python_m_multiring() -> None:
-    assert "multiring command --help" in multiring("--help").stdout
-    assert multiring("--version").stdout == f"multiring {importlib.metadata.version('multiring')}\n"
+    assert "multiring command --help" in run_multiring("--help").stdout
+    assert run_multiring("--version").stdout == f"multiring {importlib.metadata.version('multiring')}\n"
 
 
-def test_a_command_that_is_not_there_is_told_with_the_one_meant(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["docter"])
-    assert caught.value.code == 2
-    assert "is 'doctor' meant?" in capsys.readouterr().err
+def test_a_command_that_is_not_there_is_told_with_the_one_meant() -> None:
+    assert "is 'doctor' meant?" in refused("docter")
 
 
 def test_the_installed_command_is_this_one() -> None:
@@ -47,8 +39,7 @@ def test_the_installed_command_is_this_one() -> None:
 
 @pytest.mark.parametrize("name", ["run", "plan", "tune", "env", "doctor"])
 def test_every_command_has_help(name: str) -> None:
-    result = multiring(name, "--help")
-    assert result.returncode == 0
+    result = run_multiring(name, "--help", code=0)
     assert f"multiring {name}" in result.stdout
 
 
@@ -59,8 +50,7 @@ def test_the_command_line_imports_no_framework_and_little_else() -> None:
         "unwanted = ('torch', 'tensorflow', 'jax', 'rich', 'multiring.models')\n"
         "print([name for name in unwanted if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "[]\n"
+    assert run_python(code).stdout == "[]\n"
 
 
 def command_that(

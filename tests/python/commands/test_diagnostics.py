@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,16 +15,11 @@ from multiring import config, machine
 from multiring.commands import env as environment
 from multiring.commands.doctor import checks, doctor
 from multiring.commands.doctor.checks import Finding, Status
-from tests.support import Job
-
-
-def multiring(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "multiring", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **env})
+from tests.support import executable, run_multiring, run_python
 
 
 def test_env_as_json_holds_everything() -> None:
-    result = multiring("env", "--json", MULTIRING_TIMEOUT="17", MULTIRING_TIMOUT="1")
+    result = run_multiring("env", "--json", env={"MULTIRING_TIMEOUT": "17", "MULTIRING_TIMOUT": "1"})
     found = json.loads(result.stdout)
     assert found["versions"]["numpy"] == np.__version__
     assert found["versions"]["native library"].endswith(".so")
@@ -43,8 +36,8 @@ def test_env_as_json_holds_everything() -> None:
 
 
 def test_env_as_text_shows_what_a_person_needs() -> None:
-    result = multiring("env", MULTIRING_SECRET="ab" * 16, MULTIRING_TIMOUT="1", OMPI_COMM_WORLD_RANK="0")
-    assert result.returncode == 0
+    env = {"MULTIRING_SECRET": "ab" * 16, "MULTIRING_TIMOUT": "1", "OMPI_COMM_WORLD_RANK": "0"}
+    result = run_multiring("env", env=env, code=0)
     for words in ("multiring", "numpy", "vector extensions", "memory limit", "MULTIRING_TIMEOUT", "default"):
         assert words in result.stdout
     assert "abab" not in result.stdout
@@ -53,8 +46,7 @@ def test_env_as_text_shows_what_a_person_needs() -> None:
 
 
 def test_env_does_not_stumble_over_a_bad_value() -> None:
-    result = multiring("env", MULTIRING_TIMEOUT="soon")
-    assert result.returncode == 0
+    result = run_multiring("env", env={"MULTIRING_TIMEOUT": "soon"}, code=0)
     assert "soon" in result.stdout
 
 
@@ -63,16 +55,14 @@ def test_versions_are_found_without_importing_frameworks() -> None:
         "import sys, os; from multiring.commands import env; env.collect(os.environ);"
         "print([name for name in ('torch', 'jax', 'tensorflow', 'mpi4py') if name in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "[]\n"
+    assert run_python(code).stdout == "[]\n"
 
 
 def test_doctor_comes_without_what_may_be_broken() -> None:
     code = (
         "import sys, multiring.commands.doctor.doctor; print({'numpy', 'multiring._core'} & set(sys.modules))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "set()\n"
+    assert run_python(code).stdout == "set()\n"
 
 
 def test_tables_line_up() -> None:
@@ -80,10 +70,7 @@ def test_tables_line_up() -> None:
 
 
 def test_doctor_finds_this_machine_fit() -> None:
-    with Job(lambda root: [sys.executable, "-m", "multiring", "doctor"]) as job:
-        result = job.finish()
-        job.assert_nothing_left()
-    assert result.returncode == 0, result.stdout
+    result = run_multiring("doctor", code=0)
     for name in checks.CHECKS:
         assert name in result.stdout
     assert "2 ranks agree on a sum" in result.stdout
@@ -135,9 +122,7 @@ def test_a_library_that_does_not_load_is_told(monkeypatch: pytest.MonkeyPatch, t
         (fake / "multiring" / "__init__.py").touch()
         (fake / "multiring" / "_core.py").write_text(body)
         # -S keeps an editable install of the real package from being found first.
-        script = fake / "python"
-        script.write_text(f'#!/bin/sh\nPYTHONPATH="{fake}" exec "{sys.executable}" -S "$@"\n')
-        script.chmod(0o755)
+        script = executable(fake / "python", f'PYTHONPATH="{fake}" exec "{sys.executable}" -S "$@"')
         monkeypatch.setattr(sys, "executable", str(script))
         found = checks.native_library()
         monkeypatch.undo()

@@ -22,7 +22,7 @@ from multiring.commands.doctor.host_session import RemoteSession, SessionError
 from multiring.commands.doctor.host_tables import rates_table
 from multiring.commands.doctor.links import rounds
 from multiring.commands.launcher.hosts import HostSlots
-from tests.support import Job, wait_until
+from tests.support import Job, executable, wait_until
 
 NAMES = ["a", "b", "c"]
 
@@ -153,9 +153,7 @@ def test_addresses_are_paired_as_ranks_would_connect() -> None:
 
 def answers(directory: Path, script: str) -> RemoteSession:
     """A host that answers as a script says."""
-    ssh = directory / "ssh"
-    ssh.write_text(f"#!/bin/sh\n{script}")
-    ssh.chmod(0o755)
+    ssh = executable(directory / "ssh", f"{script}")
     return RemoteSession("b", [str(ssh)], "")
 
 
@@ -201,9 +199,7 @@ def test_more_hosts_have_more_time(
 
 
 def test_ctrl_c_ends_those_who_wait_for_a_host(tmp_path: Path) -> None:
-    hangs = tmp_path / "ssh"
-    hangs.write_text(f"#!/bin/sh\ntouch {tmp_path}/$1\nexec sleep 300.5\n")
-    hangs.chmod(0o755)
+    hangs = executable(tmp_path / "ssh", f"touch {tmp_path}/$1\nexec sleep 300.5")
     command = [sys.executable, "-m", "multiring", "doctor", "-H", "a.invalid,b.invalid", "--ssh", str(hangs)]
     with Job(lambda root: command, start_new_session=True) as job:
         wait_until(lambda: all((tmp_path / f"{host}.invalid").exists() for host in "ab"), "ssh")

@@ -13,15 +13,15 @@ import pytest
 import multiring
 from multiring import UsageError, cli
 from multiring.tuning.measure import Measured, candidates, classes_of
-from multiring.tuning.table import AUTO, ROUNDS, SizeClass, Tuning, Way, load, ranks_of_hosts
+from multiring.tuning.table import AUTO, ROUNDS, Algorithm, SizeClass, Tuning, load, ranks_of_hosts
 from tests.nursery import Nursery
-from tests.support import HOSTS, REPOSITORY, pretend_hosts, run_job
+from tests.support import HOSTS, REPOSITORY, run_job
 
 CLASSES = (
-    SizeClass(64, Way("2tx2d")),
-    SizeClass(4096, Way(ROUNDS)),
-    SizeClass(100_000, Way(AUTO, 4096)),
-    SizeClass(200_000, Way("2px2t")),
+    SizeClass(64, Algorithm("2tx2d")),
+    SizeClass(4096, Algorithm(ROUNDS)),
+    SizeClass(100_000, Algorithm(AUTO, 4096)),
+    SizeClass(200_000, Algorithm("2px2t")),
 )
 TUNING = Tuning((2, 2), CLASSES)
 
@@ -106,33 +106,26 @@ def sums(comm: multiring.Communicator) -> list[bytes]:
 
 
 def follow(rank: int, path: str, other: str) -> tuple[str, list[bytes]]:
-    pretend_hosts()
     os.environ["MULTIRING_TUNING"] = path if rank % 2 == 0 else other
     comm = multiring.init()
     group = comm.split(comm.rank // 3)
-    assert group is not None
     assert group.allreduce(np.ones(100_000))[0] == group.size
     return comm._core.tuning, sums(comm)
 
 
-def follow_nothing(rank: int) -> list[bytes]:
-    pretend_hosts()
-    return sums(multiring.init())
-
-
 def test_jobs_follow_a_file_with_the_same_bits(nursery: Nursery, file: Path) -> None:
-    expected = nursery.run(4, follow_nothing, init=False, env={HOSTS: "2"})[0].value
+    expected = nursery.run(4, sums, hosts=2)[0].value
     assert expected is not None
-    for outcome in nursery.run(4, follow, str(file), str(file), init=False, env={HOSTS: "2"}):
+    for outcome in nursery.run(4, follow, str(file), str(file), init=False, hosts=2):
         assert outcome.value == (TUNING.text, expected), outcome.trace
     assert "MULTIRING_TUNING" not in nursery.output()
 
 
-@pytest.mark.parametrize("hosts", ["1", "3"])
-def test_other_clusters_do_without_and_rank_0_warns(nursery: Nursery, file: Path, hosts: str) -> None:
-    for outcome in nursery.run(4, follow, str(file), str(file), init=False, env={HOSTS: hosts}):
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_other_clusters_do_without_and_rank_0_warns(nursery: Nursery, file: Path, hosts: int) -> None:
+    for outcome in nursery.run(4, follow, str(file), str(file), init=False, hosts=hosts):
         assert outcome.value is not None, outcome.trace
-    here = {"1": "1x4", "3": "2+1+1"}[hosts]
+    here = {1: "1x4", 3: "2+1+1"}[hosts]
     told = f"MULTIRING_TUNING is for 2x2 (hosts x ranks on each), and this job has {here}: it is not followed"
     assert nursery.output().count(told) == 1, nursery.output()
 
@@ -140,7 +133,7 @@ def test_other_clusters_do_without_and_rank_0_warns(nursery: Nursery, file: Path
 def test_files_that_differ_between_ranks(nursery: Nursery, file: Path) -> None:
     other = file.with_name("other.json")
     other.write_text(json.dumps(Tuning((2, 2), CLASSES[:2]).as_json()))
-    outcomes = nursery.run(4, follow, str(file), str(other), init=False, env={HOSTS: "2"})
+    outcomes = nursery.run(4, follow, str(file), str(other), init=False, hosts=2)
     assert all(isinstance(outcome.error, UsageError) for outcome in outcomes), outcomes
     assert f"rank 1 has MULTIRING_TUNING (what the file says)='{Tuning((2, 2), CLASSES[:2]).text}'" in str(
         outcomes[0].error
@@ -151,34 +144,34 @@ def test_tune_writes_what_jobs_follow(tmp_path: Path, nursery: Nursery) -> None:
     path = tmp_path / "new" / "tuned.json"
     arguments = ["--sizes", "1K,16K,256K", "--seconds", "1000", "--output", path]
     # What is to be replaced does not count, and may be missing.
-    result = run_job(4, TUNE, *arguments, env={HOSTS: "2", "MULTIRING_TUNING": str(path)})
-    assert result.returncode == 0, result.stderr
+    result = run_job(4, TUNE, *arguments, env={HOSTS: "2", "MULTIRING_TUNING": str(path)}, code=0)
     tuning = load(str(path))
     assert tuning.ranks == (2, 2)
     measured = json.loads(path.read_text())["measured"]
-    first = {row["way"]: row for row in measured if row["nbytes"] == 1024}
+    first = {row["algorithm"]: row for row in measured if row["nbytes"] == 1024}
     assert set(first) == {"rounds", "auto", "2px2d", "2tx2d", "2tx2t"}
     assert all(row["seconds"] > 0 for row in measured)
-    assert all((row["predicted_seconds"] is None) == (row["way"] == "rounds") for row in measured)
+    assert all((row["predicted_seconds"] is None) == (row["algorithm"] == "rounds") for row in measured)
     assert {row["nbytes"] for row in measured} == {1024, 16384, 262144}
     assert result.stdout.count("chosen") == 3, result.stdout
     for told in ("predicted", "measured", "256 KiB", f"export MULTIRING_TUNING={path}"):
         assert told in result.stdout
     assert "1 KiB: " in result.stderr
-    for outcome in nursery.run(4, follow, str(path), str(path), init=False, env={HOSTS: "2"}):
+    for outcome in nursery.run(4, follow, str(path), str(path), init=False, hosts=2):
         assert outcome.value is not None, outcome.trace
 
 
 def test_the_largest_sizes_are_left_out_where_time_is_short(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     arguments = ["--seconds", "1e-9", "--output", path.name]
-    result = run_job(3, TUNE, *arguments, env={HOSTS: "2", "PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = run_job(
+        3, TUNE, *arguments, env={HOSTS: "2", "PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path, code=0
+    )
     assert f"export MULTIRING_TUNING={path}\n" in result.stdout, "for jobs that are started elsewhere, too"
     assert "4 KiB and more: left out, as that takes over --seconds 1e-09" in result.stderr
     found = json.loads(path.read_text())
     assert found["ranks_of_hosts"] == [2, 1]
-    assert {row["way"] for row in found["measured"]} == {"rounds", "auto"}
+    assert {row["algorithm"] for row in found["measured"]} == {"rounds", "auto"}
 
 
 @pytest.mark.parametrize(
@@ -190,8 +183,7 @@ def test_the_largest_sizes_are_left_out_where_time_is_short(tmp_path: Path) -> N
     ],
 )
 def test_what_tune_refuses(hosts: str, env: dict[str, str], arguments: list[str], told: str) -> None:
-    result = run_job(2, TUNE, *arguments, env={HOSTS: hosts, **env})
-    assert result.returncode == 2
+    result = run_job(2, TUNE, *arguments, env={HOSTS: hosts, **env}, code=2)
     assert told in result.stderr
 
 
@@ -208,25 +200,37 @@ def test_wrong_options(wrong: str) -> None:
 
 
 def test_ways_that_fit() -> None:
-    assert [str(way) for way in candidates((2, 2))] == ["rounds", "auto", "2px2d", "2tx2d", "2tx2t"]
-    assert [str(way) for way in candidates((1,) * 12)] == ["rounds", "auto", "1px12d", "1px12t", "1px4px3p"]
-    assert [str(way) for way in candidates((2, 1))] == ["rounds", "auto"]
+    assert [str(algorithm) for algorithm in candidates((2, 2))] == [
+        "rounds",
+        "auto",
+        "2px2d",
+        "2tx2d",
+        "2tx2t",
+    ]
+    assert [str(algorithm) for algorithm in candidates((1,) * 12)] == [
+        "rounds",
+        "auto",
+        "1px12d",
+        "1px12t",
+        "1px4px3p",
+    ]
+    assert [str(algorithm) for algorithm in candidates((2, 1))] == ["rounds", "auto"]
 
 
 def test_the_usual_way_stays_where_it_is_about_as_quick() -> None:
-    doubling = Way("2tx2d")
+    doubling = Algorithm("2tx2d")
     rows = [(1024, 80, 100, 60), (4096, 80, 100, 60), (16384, 98, 100, 97), (65536, 300, 100, 300)]
     measured = [
-        Measured(size, way, float(seconds))
+        Measured(size, algorithm, float(seconds))
         for size, *times in rows
-        for way, seconds in zip((Way(ROUNDS), Way(AUTO), doubling), times, strict=True)
+        for algorithm, seconds in zip((Algorithm(ROUNDS), Algorithm(AUTO), doubling), times, strict=True)
     ]
     assert classes_of(measured, 4) == (
         SizeClass(8192, doubling),
-        SizeClass(32768, Way(ROUNDS)),
-        SizeClass(65536, Way(AUTO)),
+        SizeClass(32768, Algorithm(ROUNDS)),
+        SizeClass(65536, Algorithm(AUTO)),
     )
     # Two ranks use exchanges at all sizes.
-    assert classes_of([Measured(65536, Way(ROUNDS), 1.0), Measured(65536, Way(AUTO), 0.99)], 2) == (
-        SizeClass(65536, Way(ROUNDS)),
-    )
+    assert classes_of(
+        [Measured(65536, Algorithm(ROUNDS), 1.0), Measured(65536, Algorithm(AUTO), 0.99)], 2
+    ) == (SizeClass(65536, Algorithm(ROUNDS)),)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from multiring import AbortedError, Communicator, MismatchError, NamedQueue, PeerLostError, UsageError
+from multiring.work import keep_times
+from tests.on_ranks import on_ranks
 from tests.rank_pool import RankPool
 from tests.support import run_job
 
 Pools = Callable[[int], RankPool]
 
 
-def check_basics(comm: Communicator) -> None:
+@on_ranks(1, 2, 3)
+def test_basics(comm: Communicator) -> None:
     queue = comm.named_queue()
     assert isinstance(queue, NamedQueue)
     assert (queue.rank, queue.size, queue.comm) == (comm.rank, comm.size, comm)
@@ -47,12 +47,62 @@ def check_basics(comm: Communicator) -> None:
     other.close()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_basics(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_basics)
+@on_ranks(1, 2)
+def test_times(comm: Communicator) -> None:
+    queue = comm.named_queue()
+    works = [queue.barrier_async(name="without")]
+    keep_times(True)
+    began = time.monotonic_ns()
+    works += [queue.allreduce_async(np.ones(3), name=name) for name in ("a", "b")]
+    for work in works:
+        work.wait()
+    ended = time.monotonic_ns()
+    keep_times(False)
+    assert works[0].times() == (0, 0, 0, 0)
+    for work in works[1:]:
+        made, queued, begun, complete = work.times()
+        assert began <= made <= queued <= begun <= complete <= ended
 
 
-def check_torch(comm: Communicator) -> None:
+@on_ranks(1, 2, 3)
+def test_every_collective_in_any_order(comm: Communicator) -> None:
+    """Submitted in another order on every rank, beside each other."""
+    queue = comm.named_queue()
+    x = np.arange(4.0)[:, None] + comm.rank
+    ranks = range(comm.size)
+    submits = {
+        "sum": lambda: queue.allreduce_async(x, name="sum"),
+        "scatter": lambda: queue.reduce_scatter_async(x, name="scatter", op="max"),
+        "gather": lambda: queue.allgather_async(x[: comm.rank + 1], name="gather"),
+        "send": lambda: queue.broadcast_async(x, comm.size - 1, name="send"),
+        "swap": lambda: queue.alltoall_async(np.full(2 * comm.size, comm.rank), [2] * comm.size, name="swap"),
+        "meet": lambda: queue.barrier_async(name="meet"),
+    }
+    order = [*submits]
+    random.Random(comm.rank).shuffle(order)
+    works = {name: submits[name]() for name in order}
+    every = [np.arange(4.0)[:, None] + rank for rank in ranks]
+    np.testing.assert_array_equal(works["sum"].wait(), np.sum(every, axis=0))
+    share = np.array_split(np.max(every, axis=0), comm.size)[comm.rank]
+    np.testing.assert_array_equal(works["scatter"].wait(), share)
+    parts = np.concatenate([each[: rank + 1] for rank, each in enumerate(every)])
+    np.testing.assert_array_equal(works["gather"].wait(), parts)
+    np.testing.assert_array_equal(works["send"].wait(), every[-1])
+    received, counts = works["swap"].wait()
+    assert received.tolist() == [rank for rank in ranks for _ in range(2)]
+    assert counts.tolist() == [2] * comm.size
+    assert works["meet"].wait() is None
+
+
+def test_what_is_asked_for_is_compared(comm: Communicator) -> None:
+    queue = comm.named_queue()
+    work = queue.allreduce_async(np.ones(6), name="x", asked="x (2, 3)" if comm.rank else "x (3, 2)")
+    with pytest.raises(MismatchError, match=r"rank 1 asked for allreduce 'x \(2, 3\)'"):
+        work.wait()
+
+
+@on_ranks(2)
+def test_torch_tensors(comm: Communicator) -> None:
     import torch
 
     queue = comm.named_queue()
@@ -64,61 +114,8 @@ def check_torch(comm: Communicator) -> None:
     queue.close()
 
 
-def test_torch_tensors(ranks: Pools) -> None:
-    ranks(2).run(check_torch)
-
-
-def check_orders(comm: Communicator, names: list[int], seeds: list[int]) -> None:
-    queue = comm.named_queue()
-    order = list(enumerate(names))
-    random.Random(seeds[comm.rank]).shuffle(order)
-    # Of equal names the k-th meets the k-th, so equal names have equal values.
-    works = [(n, queue.allreduce_async(np.full(1 + 300 * n, float(n)), name=f"n{n}")) for _, n in order]
-    random.Random(seeds[-1]).shuffle(works)
-    for n, work in works:
-        result = work.wait()
-        assert result.shape == (1 + 300 * n,)
-        assert (result == n * comm.size).all()
-    queue.close()
-
-
-@settings(max_examples=25, deadline=None, database=None)
-@given(names=st.lists(st.integers(0, 9), max_size=30), seeds=st.lists(st.integers(), min_size=4, max_size=4))
-def test_any_order(ranks: Pools, names: list[int], seeds: list[int]) -> None:
-    ranks(3).run(check_orders, names, seeds)
-
-
-def check_threads(comm: Communicator) -> None:
-    queue = comm.named_queue()
-    failures: list[BaseException] = []
-
-    def body(thread: int) -> None:
-        try:
-            numbers = list(range(50))
-            random.Random(10 * comm.rank + thread).shuffle(numbers)
-            for number in numbers[:25]:  # one after the other would wait for what the others do later
-                queue.allreduce_async(np.ones(1), name=f"{thread}/{number}")
-            works = [queue.allreduce_async(np.ones(1), name=f"{thread}/{number}") for number in numbers[25:]]
-            for work in works:
-                assert work.wait()[0] == comm.size
-            assert queue.allreduce(np.full(1, thread), name=f"end {thread}")[0] == thread * comm.size
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=body, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    queue.close()
-
-
-def test_threads(ranks: Pools) -> None:
-    ranks(3).run(check_threads)
-
-
-def check_temporaries(comm: Communicator) -> None:
+@on_ranks(2)
+def test_arrays_are_kept_alive(comm: Communicator) -> None:
     queue = comm.named_queue()
     numbers = list(range(40))
     random.Random(comm.rank).shuffle(numbers)
@@ -129,10 +126,6 @@ def check_temporaries(comm: Communicator) -> None:
     gc.collect()
     for number, work in works.items():
         assert (work.wait() == number * comm.size).all()
-
-
-def test_arrays_are_kept_alive(ranks: Pools) -> None:
-    ranks(2).run(check_temporaries)
 
 
 def check_idle(comm: Communicator) -> float:
@@ -149,7 +142,8 @@ def test_an_idle_queue_sleeps(ranks: Pools) -> None:
     assert max(ranks(2).run(check_idle)) < 0.05
 
 
-def check_usage(comm: Communicator) -> None:
+@on_ranks(2)
+def test_usage_errors_break_nothing(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="needs a name"):
         comm.named_queue("")
     queue = comm.named_queue()
@@ -164,37 +158,13 @@ def check_usage(comm: Communicator) -> None:
     queue.close()
 
 
-def test_usage_errors_break_nothing(ranks: Pools) -> None:
-    ranks(2).run(check_usage)
-
-
-def check_mismatch(comm: Communicator) -> None:
-    queue = comm.named_queue()
-    with pytest.raises(MismatchError, match=r"rank 1 asked for allreduce 'w' sum float64\[5\]"):
-        queue.allreduce(np.ones(4 + (comm.rank == 1)), name="w")
-    assert queue.is_broken
-    with pytest.raises(
-        AbortedError, match=r"world/queue' is broken on rank \d by its first error \(mismatch"
-    ):
-        queue.allreduce(np.ones(4), name="w")
-    assert comm.allreduce(np.ones(1))[0] == comm.size
-    queue.close()
-
-
-def test_mismatch(ranks: Pools) -> None:
-    ranks(3).run(check_mismatch)
-
-
-def check_steps(comm: Communicator) -> None:
+@on_ranks(3)
+def test_steps_are_compared(comm: Communicator) -> None:
     queue = comm.named_queue()
     assert queue.allreduce(np.ones(4), name="w", step=1)[0] == comm.size
     with pytest.raises(MismatchError, match=r"'w': ranks 0, 2 submitted it in step 2; rank 1 .* in step 3"):
         queue.allreduce(np.ones(4), name="w", step=3 if comm.rank == 1 else 2)
     queue.close()
-
-
-def test_steps_are_compared(ranks: Pools) -> None:
-    ranks(3).run(check_steps)
 
 
 def check_close(comm: Communicator) -> None:
@@ -223,22 +193,6 @@ def check_close_alone(comm: Communicator) -> None:
     queue.close()
     with pytest.raises(AbortedError, match="is closed"):
         queue.allreduce(np.ones(4), name="x")
-
-
-def check_abort(comm: Communicator) -> None:
-    group = comm.split(0)
-    assert group is not None
-    queue = group.named_queue()
-    pending = queue.allreduce_async(np.ones(4), name=f"only on {comm.rank}")
-    if comm.rank == 1:
-        group.abort("no more data")
-    with pytest.raises(AbortedError, match="rank 1 on .* aborted: no more data"):
-        pending.wait()
-    group.close()
-
-
-def test_abort_of_the_communicator(ranks: Pools) -> None:
-    ranks(3).run(check_abort)
 
 
 ANEW = """
@@ -274,65 +228,6 @@ print("reached the end")
 
 
 def test_starting_anew_and_leaving_with_an_open_queue() -> None:
-    result = run_job(2, ANEW)
-    assert result.returncode == 0, result.stderr
+    result = run_job(2, ANEW, code=0)
     assert result.stdout.count("reached the end") == 2
     assert "Error" not in result.stderr
-
-
-TIMEOUT = """
-import numpy as np
-import multiring
-
-comm = multiring.init()
-queue = comm.named_queue()
-try:
-    queue.allreduce(np.ones(3), name="grad/a" if comm.rank == 0 else "grad/b")
-except multiring.TimeoutError as error:
-    assert "rank 0 submitted 'grad/a' and waits for rank 1, which has not submitted it" in str(error), error
-    assert "rank 1 submitted 'grad/b' and waits for rank 0, which has not submitted it" in str(error), error
-    assert error.rank is not None
-    print("timed out")
-"""
-
-
-def test_what_is_never_matched_is_named() -> None:
-    result = run_job(2, TIMEOUT, env={"MULTIRING_TIMEOUT": "0.5"})
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("timed out") == 2
-
-
-FORK = """
-import os
-import numpy as np
-import multiring
-
-comm = multiring.init()
-queue = comm.named_queue()
-queue.allreduce(np.ones(3), name="x")
-pending = queue.allreduce_async(np.ones(3), name="late") if comm.rank == 0 else None
-comm.barrier()
-child = os.fork()
-if child == 0:
-    try:
-        queue.allreduce(np.ones(3), name="child")
-    except multiring.UsageError as error:
-        assert "belongs to the parent" in str(error), error
-        queue.close()
-        print("child done", flush=True)
-    # Leaves through the whole of the interpreter's exit.
-else:
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    comm.barrier()
-    if pending is None:
-        pending = queue.allreduce_async(np.ones(3), name="late")
-    assert pending.wait()[0] == comm.size
-    print("parent done", flush=True)
-"""
-
-
-def test_forked_children() -> None:
-    result = run_job(2, FORK)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("parent done") == 2
-    assert result.stdout.count("child done") == 2

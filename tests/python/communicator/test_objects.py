@@ -12,6 +12,7 @@ import pytest
 
 from multiring import Communicator
 from multiring.errors import UsageError
+from tests.on_ranks import on_ranks
 from tests.rank_pool import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -27,7 +28,8 @@ OBJECTS: list[Any] = [
 ]
 
 
-def check_broadcast(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_broadcast(comm: Communicator) -> None:
     for root in range(comm.size):
         for number, obj in enumerate(OBJECTS):
             mine = obj if comm.rank == root else ("ignored", number)
@@ -36,34 +38,23 @@ def check_broadcast(comm: Communicator) -> None:
             assert (received is mine) == (comm.rank == root)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_broadcast(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_broadcast)
-
-
-def check_allgather(comm: Communicator) -> None:
+@on_ranks(1, 3, 4)
+def test_allgather(comm: Communicator) -> None:
     for shift in range(len(OBJECTS)):
         wanted = [OBJECTS[(rank + shift) % len(OBJECTS)] for rank in range(comm.size)]
         assert comm.allgather_object(wanted[comm.rank]) == wanted
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
-def test_allgather(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_allgather)
-
-
-def check_arrays(comm: Communicator) -> None:
+@on_ranks(3)
+def test_arrays_in_objects(comm: Communicator) -> None:
     array = np.arange(6.0).reshape(2, 3) * comm.rank
     for rank, received in enumerate(comm.allgather_object(array)):
         np.testing.assert_array_equal(received, np.arange(6.0).reshape(2, 3) * rank)
         received[0] = -1  # writable, and nobody else's
 
 
-def test_arrays_in_objects(ranks: Pools) -> None:
-    ranks(3).run(check_arrays)
-
-
-def check_unpicklable(comm: Communicator) -> None:
+@on_ranks(3)
+def test_unpicklable_objects(comm: Communicator) -> None:
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
         comm.allgather_object(lambda: None)
     assert comm.allgather_object(comm.rank) == list(range(comm.size))
@@ -74,10 +65,6 @@ def check_unpicklable(comm: Communicator) -> None:
         with pytest.raises(UsageError, match=r"rank 1 could not send its object \(.*lambda"):
             comm.allgather_object(comm.rank)
     assert comm.allgather_object(comm.rank) == list(range(comm.size))
-
-
-def test_unpicklable_objects(ranks: Pools) -> None:
-    ranks(3).run(check_unpicklable)
 
 
 MIB = 1 << 20
@@ -102,7 +89,8 @@ def _load(rank: int) -> Unloadable:
     return Unloadable(rank)
 
 
-def check_sizes(comm: Communicator) -> None:
+@on_ranks(2)
+def test_sizes(comm: Communicator) -> None:
     """Around the sizes at which pieces are joined and cut."""
     for size in (64 << 10, MIB - 1, MIB, MIB + 1, 8 * MIB, 8 * MIB + 1):
         obj: list[Any] = [b"a" * size, bytearray(b"b" * size), "c" * size, "\n"]
@@ -116,11 +104,8 @@ def check_sizes(comm: Communicator) -> None:
             np.testing.assert_array_equal(one, other)
 
 
-def test_sizes(ranks: Pools) -> None:
-    ranks(2).run(check_sizes)
-
-
-def check_kinds_of_arrays(comm: Communicator) -> None:
+@on_ranks(2)
+def test_kinds_of_arrays(comm: Communicator) -> None:
     large = np.arange(3 * MIB // 8).reshape(3, -1) * 0.5
     constant = large + 1
     constant.setflags(write=False)
@@ -137,10 +122,6 @@ def check_kinds_of_arrays(comm: Communicator) -> None:
         assert one.flags.writeable == (other is not constant)
 
 
-def test_kinds_of_arrays(ranks: Pools) -> None:
-    ranks(2).run(check_kinds_of_arrays)
-
-
 def memory_beside(comm: Communicator, obj: Any) -> int:
     """Most bytes that a broadcast of `obj` has taken on this rank, less the object itself on a receiver."""
     mine = obj if comm.rank == 0 else None
@@ -154,15 +135,12 @@ def memory_beside(comm: Communicator, obj: Any) -> int:
     return peak - held
 
 
-def check_memory(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_broadcast_takes_no_second_copy(comm: Communicator) -> None:
     size = 48 * MIB
     array = np.ones(size, np.uint8)
     for obj in ({"x": array}, b"x" * size, bytearray(size), [array[: 200 << 10].copy() for _ in range(200)]):
         assert memory_beside(comm, obj) < 12 * MIB
-
-
-def test_a_broadcast_takes_no_second_copy(ranks: Pools) -> None:
-    ranks(2).run(check_memory)
 
 
 def check_a_failing_root(comm: Communicator) -> None:

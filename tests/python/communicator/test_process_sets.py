@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from multiring import AbortedError, Communicator, MismatchError, MultiringError, PeerLostError
+from tests.on_ranks import on_ranks
 from tests.python.collectives.array_kinds import assert_same_bits
 from tests.python.collectives.oracle import Reduction, random_bits
 from tests.rank_pool import RankPool
@@ -15,7 +16,8 @@ from tests.rank_pool import RankPool
 Pools = Callable[[int], RankPool]
 
 
-def check_overlapping(comm: Communicator) -> None:
+@on_ranks(4)
+def test_overlapping_sets(comm: Communicator) -> None:
     sets = [[0, 1], [2, 1, 0], [3], list(range(comm.size)), [comm.size - 1, 0]]
     groups = [comm.process_set(members) for members in sets]
     for members, group in zip(sets, groups, strict=True):
@@ -37,12 +39,8 @@ def check_overlapping(comm: Communicator) -> None:
     comm.barrier()
 
 
-@pytest.mark.parametrize("size", [4, 7])
-def test_overlapping_sets(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_overlapping)
-
-
-def check_interleaved(comm: Communicator) -> None:
+@on_ranks(4)
+def test_independent_orders(comm: Communicator) -> None:
     """Works on several communicators at once; each has an order of its own."""
     world, pair = comm, comm.split(comm.rank // 2)
     assert pair is not None
@@ -55,11 +53,8 @@ def check_interleaved(comm: Communicator) -> None:
         assert (work.wait() == number * group.size).all()
 
 
-def test_independent_orders(ranks: Pools) -> None:
-    ranks(4).run(check_interleaved)
-
-
-def check_nested(comm: Communicator) -> None:
+@on_ranks(4)
+def test_nested_sets(comm: Communicator) -> None:
     outer = comm.process_set(range(1, comm.size))
     if outer is None:
         return
@@ -68,16 +63,11 @@ def check_nested(comm: Communicator) -> None:
         return
     assert inner.allgather(np.array([comm.rank])).tolist() == [comm.size - 1, 1]
     again = inner.split(0, key=-inner.rank)
-    assert again is not None
     assert again.allgather(np.array([comm.rank])).tolist() == [1, comm.size - 1]
     region = again.symmetric_empty(50_000, np.float64)
     region[:] = comm.rank
     assert (again.allreduce(region, out=region) == comm.size).all()
     assert again.broadcast_object({"from": comm.rank}, root=1) == {"from": comm.size - 1}
-
-
-def test_nested_sets(ranks: Pools) -> None:
-    ranks(4).run(check_nested)
 
 
 def check_error_stays_inside(comm: Communicator) -> str:
@@ -93,7 +83,6 @@ def check_error_stays_inside(comm: Communicator) -> str:
     assert not comm.is_broken
     assert comm.allreduce(np.ones(1))[0] == comm.size
     other = comm.split(0)
-    assert other is not None
     other.barrier()
     return text
 
@@ -103,29 +92,25 @@ def test_an_error_breaks_its_group_only(ranks: Pools) -> None:
         assert "communicator 'world/" in text
 
 
-def check_close(comm: Communicator) -> None:
+@on_ranks(3)
+def test_closing_a_group_closes_those_inside(comm: Communicator) -> None:
     outer = comm.split(0)
-    assert outer is not None
     inner = outer.split(0)
-    assert inner is not None
+    last = outer.split(0).split(0)  # no rank holds the group between
     inner.barrier()
     comm.barrier()
     outer.close()
     outer.close()  # idempotent
     comm.barrier()
-    for group in (outer, inner):
+    for group in (outer, inner, last):
         with pytest.raises(AbortedError, match="is closed"):
             group.barrier()
     assert comm.allreduce(np.ones(1))[0] == comm.size
 
 
-def test_closing_a_group_closes_those_inside(ranks: Pools) -> None:
-    ranks(3).run(check_close)
-
-
-def leave_early(comm: Communicator) -> None:
+@on_ranks(3)
+def test_a_rank_that_closes_a_group_is_lost_to_it(comm: Communicator) -> None:
     group = comm.split(0)
-    assert group is not None
     if comm.rank == 1:
         group.close()
     else:
@@ -135,50 +120,16 @@ def leave_early(comm: Communicator) -> None:
     comm.barrier()
 
 
-def test_a_rank_that_closes_a_group_is_lost_to_it(ranks: Pools) -> None:
-    ranks(3).run(leave_early)
-
-
-def differing_sets(comm: Communicator) -> None:
-    comm.process_set([0, 1] if comm.rank else [0])
-
-
-def test_sets_that_differ(ranks: Pools) -> None:
-    for error in ranks(3).run_expecting_errors(differing_sets):
-        assert isinstance(error, MismatchError)
-        assert "rank 0 asked for barrier 'process_set [0]'" in str(error)
-        assert "ranks 1, 2 asked for barrier 'process_set [0, 1]'" in str(error)
-
-
-def split_against_barrier(comm: Communicator) -> None:
-    if comm.rank == 0:
-        comm.barrier()
-    else:
-        comm.split(1)
-
-
-def test_split_against_another_operation(ranks: Pools) -> None:
-    for error in ranks(2).run_expecting_errors(split_against_barrier):
-        assert isinstance(error, MismatchError)
-        assert "rank 0 asked for barrier; rank 1 asked for split" in str(error)
-
-
-def check_all_colors(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_colors(comm: Communicator) -> None:
     alone = comm.split(comm.rank)
-    assert alone is not None
     assert (alone.size, alone.rank) == (1, 0)
     assert alone.allreduce(np.array([5.0]))[0] == 5.0
     assert comm.split(None) is None
     everybody = comm.split(np.int64(7), key=-comm.rank)
-    assert everybody is not None
     assert everybody.rank == comm.size - 1 - comm.rank
     assert comm.process_set([]) is None
     try:
         comm.process_set(np.array([0]))
     except MultiringError:
         pytest.fail("an array of ranks is a sequence too")
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_colors(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_all_colors)

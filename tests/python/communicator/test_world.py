@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import multiring
 from multiring import Communicator, UsageError
-from tests.rank_pool import RankPool
-from tests.support import run_job
+from multiring.commands.frameworks import FRAMEWORKS
+from tests.on_ranks import on_ranks
+from tests.support import run_python
 
-Pools = Callable[[int], RankPool]
-
-FRAMEWORKS = {"torch", "tensorflow", "jax", "chainer", "cupy", "pytensor", "mpi4py", "matplotlib", "sklearn"}
-
-
-def run_python(*args: str) -> subprocess.CompletedProcess[str]:
-    """A Python of its own, which no launcher has started."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("MULTIRING_")}
-    command = [sys.executable, *args]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
+FOREIGN = {"mpi4py", "matplotlib", "sklearn"}.union(*(each.imports for each in FRAMEWORKS.values()))
 
 
-def check_world(comm: Communicator) -> None:
+@on_ranks(1, 3)
+def test_world(comm: Communicator) -> None:
     assert multiring.is_initialized()
     assert multiring.world() is comm
     assert multiring.init() is comm
@@ -42,12 +31,8 @@ def check_world(comm: Communicator) -> None:
     assert comm.allgather(np.array([comm.rank])).tolist() == list(range(comm.size))
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_world(ranks: Pools, size: int) -> None:
-    ranks(size).run(check_world)
-
-
-def check_again(comm: Communicator) -> None:
+@on_ranks(3)
+def test_init_after_shutdown(comm: Communicator) -> None:
     for number in range(5):
         comm = multiring.init()
         group = comm.split(0)
@@ -62,29 +47,6 @@ def check_again(comm: Communicator) -> None:
         with pytest.raises(UsageError, match="call multiring.init"):
             multiring.rank()
     multiring.init()
-
-
-def test_init_after_shutdown(ranks: Pools) -> None:
-    ranks(3).run(check_again)
-
-
-HUNDRED = """
-import numpy as np
-import multiring
-
-for number in range(100):
-    comm = multiring.init()
-    assert comm.allreduce(np.array([comm.rank + number]))[0] == sum(range(comm.size)) + number * comm.size
-    multiring.shutdown()
-print("done")
-"""
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_hundred_times(size: int) -> None:
-    result = run_job(size, HUNDRED)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("done") == size
 
 
 ALONE = """
@@ -118,10 +80,8 @@ print("done")
 """
 
 
-def test_alone_without_a_launcher(tmp_path: Path) -> None:
-    script = tmp_path / "alone.py"
-    script.write_text(ALONE)
-    result = run_python(str(script))
+def test_alone_without_a_launcher() -> None:
+    result = run_python(ALONE)
     assert result.stdout == "done\n", result.stderr
     assert result.returncode == 0
 
@@ -137,12 +97,12 @@ print(round(1000 * (time.perf_counter() - start)), *sys.modules)
 
 
 def test_an_import_brings_no_framework() -> None:
-    result = run_python("-c", IMPORT)
+    result = run_python(IMPORT)
     assert result.returncode == 0, result.stderr
     milliseconds, *modules = result.stdout.split()
     loaded = {name.partition(".")[0] for name in modules}
     assert "multiring._core" in modules
-    assert not loaded & FRAMEWORKS
+    assert not loaded & FOREIGN
     assert not loaded & {"pytest", "hypothesis", "rich", "asyncio"}
     print(f"multiring takes {milliseconds} ms to import beyond NumPy")
 

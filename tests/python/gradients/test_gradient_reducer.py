@@ -14,8 +14,9 @@ from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.model_check import check_same
+from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import InPlace, ReducerOptions
+from multiring.gradients.source import IN_SLOT, InPlace
 from tests.rank_pool import RankPool
 
 Pool = Callable[[int], RankPool]
@@ -27,17 +28,21 @@ class Source:
     """Gradients of one rank, some in their slots: small integers, so that every dtype adds them without
     rounding."""
 
-    def __init__(self, reducer: GradientReducer, elsewhere: Collection[int]) -> None:
-        self.reducer, self.elsewhere = reducer, elsewhere
-        self.late: dict[int, float] = {}
+    def __init__(self, comm: Communicator, specs: list[ParameterSpec], options: ReducerOptions) -> None:
+        self.reducer = GradientReducer(comm, specs, options, self)
+        self.begin([])
+
+    def begin(self, elsewhere: Collection[int]) -> None:
+        self.elsewhere = elsewhere
+        self.values: dict[int, float] = {}
         self.published: list[int] = []
         self.arrays: dict[int, np.ndarray[Any, Any]] = {}
 
-    def write(self, index: int, value: float) -> InPlace | None:
+    def write(self, index: int, value: float) -> InPlace:
         spec = self.reducer.specs[index]
         if index not in self.elsewhere:
             self.reducer.slot(index).view(spec.dtype)[:] = value
-            return None
+            return IN_SLOT
         array = self.arrays[index] = np.full(spec.shape, value, spec.dtype)
         return InPlace(array.ctypes.data, array)
 
@@ -47,10 +52,8 @@ class Source:
         found: np.ndarray[Any, Any] = self.reducer.slot(index).view(self.reducer.specs[index].dtype)
         return found
 
-    def store(self, index: int) -> InPlace | bool:
-        if index not in self.late:
-            return False
-        return self.write(index, self.late[index]) or True
+    def locate(self, index: int, is_ready: bool) -> InPlace | None:
+        return self.write(index, self.values[index]) if index in self.values else None
 
     def publish(self, index: int) -> None:
         self.published.append(index)
@@ -87,17 +90,19 @@ def value_of(number: int, rank: int, index: int) -> float:
 def reduce_in_rounds(comm: Communicator, job: dict[str, Any]) -> list[Any]:
     specs = [ParameterSpec(f"p{k}", (size,), dtype) for k, (size, dtype) in enumerate(job["sizes"])]
     options = ReducerOptions(job["op"], *job["limits"])
-    reducer = GradientReducer(comm, specs, options)
+    source = Source(comm, specs, options)
+    reducer = source.reducer
     plans = []
     for number, ranks in enumerate(job["rounds"]):
         mine = ranks[comm.rank]
-        source = Source(reducer, mine["elsewhere"])
+        source.begin(mine["elsewhere"])
         for index in mine["late"]:
-            source.late[index] = value_of(number, comm.rank, index)
+            source.values[index] = value_of(number, comm.rank, index)
             reducer.mark_produced(index)
         for index in mine["arrive"]:
-            reducer.mark_ready(index, source.write(index, value_of(number, comm.rank, index)))
-        result = reducer.finish(source)
+            source.values[index] = value_of(number, comm.rank, index)
+            reducer.mark_ready(index)
+        result = reducer.finish()
         for index, spec in enumerate(specs):
             who = [rank for rank in range(comm.size) if index in ranks[rank]["arrive"] + ranks[rank]["late"]]
             assert result.produced[index] == bool(who)
@@ -124,14 +129,20 @@ def test_any_order_of_arrival_and_any_gradient_missing(ranks: Pool, job: dict[st
 
 def one_array_twice(comm: Communicator) -> str:
     specs = [ParameterSpec(name, (3,), "float32") for name in ("a", "b")]
-    reducer = GradientReducer(comm, specs)
     array = np.ones(3, np.float32)
-    reducer.mark_ready(0, InPlace(array.ctypes.data, array))
+
+    class OneArray(Source):
+        def write(self, index: int, value: float) -> InPlace:
+            return InPlace(array.ctypes.data, array)
+
+    source = OneArray(comm, specs, ReducerOptions())
+    source.values = {0: 1.0, 1: 1.0}
+    source.reducer.mark_ready(0)
     try:
         with pytest.raises(UsageError) as raised:
-            reducer.mark_ready(1, InPlace(array.ctypes.data, array))
+            source.reducer.mark_ready(1)
     finally:
-        reducer.close()
+        source.reducer.close()
     return str(raised.value)
 
 

@@ -14,21 +14,12 @@ from multiring.errors import MismatchError, UsageError
 from multiring.metrics import batch_weight
 from multiring.state.buffer_sync import sync_arrays
 from multiring.state.check import StateCheck, _describe
+from tests.on_ranks import on_ranks
 from tests.rank_pool import RankPool
 
 Pool = Callable[[int], RankPool]
 
 STATE = {"weight": np.arange(6, dtype=np.float32).reshape(2, 3), "lr": 0.1, "steps": 3, "nesterov": False}
-
-
-def check_drift(comm: Communicator, name: str, value: Any, expected: str) -> None:
-    check = StateCheck(comm, 1)
-    check.due()
-    check.compare(STATE.items())
-    own = STATE | ({name: value} if comm.rank == 1 else {})
-    with pytest.raises(MismatchError, match=expected) as caught:
-        check.compare(own.items())
-    assert caught.value.tensor == name
 
 
 @pytest.mark.parametrize(
@@ -46,11 +37,19 @@ def check_drift(comm: Communicator, name: str, value: Any, expected: str) -> Non
     ],
     ids=["one bit", "swapped", "shape", "number", "flag"],
 )
-def test_the_first_difference_is_named(ranks: Pool, name: str, value: Any, expected: str) -> None:
-    ranks(3).run(check_drift, name, value, expected)
+@on_ranks(3)
+def test_the_first_difference_is_named(comm: Communicator, name: str, value: Any, expected: str) -> None:
+    check = StateCheck(comm, 1)
+    check.due()
+    check.compare(STATE.items())
+    own = STATE | ({name: value} if comm.rank == 1 else {})
+    with pytest.raises(MismatchError, match=expected) as caught:
+        check.compare(own.items())
+    assert caught.value.tensor == name
 
 
-def forget_broadcast(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_forgotten_broadcast_is_told(comm: Communicator) -> None:
     check = StateCheck(comm, 3)
     for step in range(1, 7):
         if not check.due():
@@ -61,11 +60,8 @@ def forget_broadcast(comm: Communicator) -> None:
         assert (said in str(caught.value)) == (step == 2), (step, caught.value)
 
 
-def test_a_forgotten_broadcast_is_told(ranks: Pool) -> None:
-    ranks(2).run(forget_broadcast)
-
-
-def check_agreement(comm: Communicator) -> None:
+@on_ranks(3)
+def test_what_is_equal_passes(comm: Communicator) -> None:
     check = StateCheck(comm, 1)
     own: dict[str, Any] = dict(STATE)
     if (
@@ -77,32 +73,21 @@ def check_agreement(comm: Communicator) -> None:
     check.compare({"other": 1}.items() if joined else own.items(), active=not joined)
 
 
-def test_what_is_equal_passes(ranks: Pool) -> None:
-    ranks(3).run(check_agreement)
-
-
-def check_steps(comm: Communicator, every: int, expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("every", "expected"), [(0, []), (1, [*range(2, 13)]), (5, [2, 5, 10]), (100, [2])], ids=str
+)
+@on_ranks(1, 2)
+def test_steps_that_compare(comm: Communicator, every: int, expected: list[int]) -> None:
     check = StateCheck(comm, every)
     assert [step for step in range(1, 13) if check.due()] == (expected if comm.size > 1 else [])
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    ("every", "expected"), [(0, []), (1, [*range(2, 13)]), (5, [2, 5, 10]), (100, [2])], ids=str
-)
-def test_steps_that_compare(ranks: Pool, size: int, every: int, expected: list[int]) -> None:
-    ranks(size).run(check_steps, every, expected)
-
-
-def check_intervals(comm: Communicator) -> None:
+@on_ranks(2)
+def test_intervals_have_to_agree(comm: Communicator) -> None:
     with pytest.raises(MismatchError, match="'check_every' 10 on rank 0, but .*'check_every' 11 on rank 1"):
         StateCheck(comm, 10 + comm.rank)
     with pytest.raises(UsageError, match="check_every is -1"):
         StateCheck(comm, -1)
-
-
-def test_intervals_have_to_agree(ranks: Pool) -> None:
-    ranks(2).run(check_intervals)
 
 
 def check_buffers(comm: Communicator, mode: Any, active: list[bool]) -> None:
@@ -132,26 +117,23 @@ def test_buffers(ranks: Pool, mode: str, active: list[bool]) -> None:
     ranks(len(active)).run(check_buffers, mode, active)
 
 
-def check_buffer_errors(comm: Communicator) -> None:
+@on_ranks(2)
+def test_buffers_that_differ(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="buffers is 'mean'; accepted: broadcast, average, local"):
         sync_arrays(comm, {}, "mean")  # type: ignore[arg-type]
     with pytest.raises(MismatchError, match="buffers: a"):
         sync_arrays(comm, {"a": np.zeros(2 + comm.rank)})
 
 
-def test_buffers_that_differ(ranks: Pool) -> None:
-    ranks(2).run(check_buffer_errors)
-
-
 def check_weights(comm: Communicator, counts: list[float]) -> None:
     losses = [np.arange(count).mean() if count else 0.0 for count in counts]
-    own = losses[comm.rank] * batch_weight(comm, counts[comm.rank])
+    own = losses[comm.rank] * batch_weight(counts[comm.rank], comm)
     mean = comm.allreduce(np.array([own]), op="average")[0]
     samples = list(itertools.chain.from_iterable(range(int(count)) for count in counts))
     assert mean == pytest.approx(np.mean(samples) if samples else 0.0)
     for wrong in (-1, float("nan"), float("inf")):
         with pytest.raises(UsageError, match="count is"):
-            batch_weight(comm, wrong)
+            batch_weight(wrong, comm)
 
 
 @pytest.mark.parametrize("counts", [[7], [3, 9], [0, 5, 1], [0, 0]], ids=str)

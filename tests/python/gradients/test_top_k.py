@@ -13,9 +13,11 @@ import multiring.gradients.top_k as implementation
 from multiring import Communicator, TopK
 from multiring.errors import MismatchError, UsageError
 from multiring.gradients.bucketing import ParameterSpec
+from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import InPlace, ReducerOptions
+from multiring.gradients.source import IN_SLOT, InPlace
 from multiring.gradients.top_k import add_up, largest
+from tests.on_ranks import on_ranks
 from tests.python.collectives.oracle import Reduction, random_bits
 from tests.rank_pool import RankPool
 
@@ -76,22 +78,27 @@ class Step:
 class Source:
     """The gradients of one rank, every other one in an array of its own."""
 
-    def __init__(self, reducer: GradientReducer, gradients: list[Values], late: Collection[int]) -> None:
-        self.reducer, self.gradients, self.late = reducer, gradients, late
-        self.arrays: dict[int, Values] = {}
+    def __init__(self, comm: Communicator, specs: list[ParameterSpec], options: ReducerOptions) -> None:
+        self.reducer = GradientReducer(comm, specs, options, self)
+        self.begin([], ())
 
-    def write(self, index: int) -> InPlace | None:
-        if index % 2:
-            self.reducer.slot(index).view(np.float32)[:] = self.gradients[index]
-            return None
-        array = self.arrays[index] = self.gradients[index].copy()
-        return InPlace(array.ctypes.data, array)
+    def begin(self, gradients: list[Values], late: Collection[int]) -> None:
+        self.gradients, self.late = gradients, late
+        self.arrays: dict[int, Values] = {}
 
     def read(self, index: int) -> Values:
         return self.arrays[index] if index in self.arrays else self.reducer.slot(index).view(np.float32)
 
-    def store(self, index: int) -> InPlace | bool:
-        return (self.write(index) or True) if index in self.late else False
+    def locate(self, index: int, is_ready: bool) -> InPlace | None:
+        if not self.gradients:  # they have been written to the slots
+            return IN_SLOT if is_ready else None
+        if not is_ready and index not in self.late:
+            return None
+        if index % 2:
+            self.reducer.slot(index).view(np.float32)[:] = self.gradients[index]
+            return IN_SLOT
+        array = self.arrays[index] = self.gradients[index].copy()
+        return InPlace(array.ctypes.data, array)
 
     def publish(self, index: int) -> None:
         pass
@@ -144,19 +151,20 @@ def follow_the_description(
     specs = [ParameterSpec(f"p{k}", (size,), "float32") for k, size in enumerate(SIZES)]
     compression = TopK(ratio)
     options = ReducerOptions(op, *LIMITS, prescale, postscale, compression=compression)
-    reducer = GradientReducer(comm, specs, options)
+    source = Source(comm, specs, options)
+    reducer = source.reducer
     expected = Expected(comm.size, compression, Reduction(op, prescale, postscale))
     for number in range(7):
         step = Step(number, comm.size)
         mine = step.present[comm.rank]
         early, late = mine[::2], mine[1::2]
-        source = Source(reducer, step.gradients[comm.rank], late)
+        source.begin(step.gradients[comm.rank], late)
         wanted = expected.reduce(step, [[slot.index for slot in b.slots] for b in reducer.plan.buckets])
         for index in late:
             reducer.mark_produced(index)
         for index in early:
-            reducer.mark_ready(index, source.write(index))
-        result = reducer.finish(source)
+            reducer.mark_ready(index)
+        result = reducer.finish()
         assert set(np.flatnonzero(result.produced)) == set(wanted)
         assert result.active.all()
         for index, values in wanted.items():
@@ -183,41 +191,39 @@ def test_every_step_follows_the_description(
     ranks(size).run(follow_the_description, ratio, *scaling)
 
 
-def with_and_without(comm: Communicator) -> None:
+@on_ranks(1, 2, 3)
+def test_a_ratio_of_one_has_the_bits_of_the_dense_sum(comm: Communicator) -> None:
     """All entries are sent: the bits of the dense reduction."""
     for dtype in ("float32", "float64"):
         specs = [ParameterSpec(f"p{k}", (size,), dtype) for k, size in enumerate(SIZES)]
         found = []
         for compression in (None, TopK(1.0)):
-            reducer = GradientReducer(
-                comm, specs, ReducerOptions("average", *LIMITS, 0.3, 1.7, compression=compression)
-            )
+            options = ReducerOptions("average", *LIMITS, 0.3, 1.7, compression=compression)
+            source = Source(comm, specs, options)
+            reducer = source.reducer
             for index, size in enumerate(SIZES):
                 gradient = random_bits(index + 100 * comm.rank, (size,), dtype)
                 reducer.slot(index).view(dtype)[:] = gradient
                 reducer.mark_ready(index)
-            reducer.finish(Source(reducer, [], ()))
+            reducer.finish()
             found.append([reducer.slot(index).tobytes() for index in range(len(SIZES))])
             assert not any(rest.any() for rest in reducer.residuals().values())
             reducer.close()
         assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_ratio_of_one_has_the_bits_of_the_dense_sum(ranks: Pool, size: int) -> None:
-    ranks(size).run(with_and_without)
-
-
-def run_out_of_data(comm: Communicator) -> None:
+@on_ranks(3)
+def test_ranks_that_run_out_of_data_send_zeros(comm: Communicator) -> None:
     """Rank 1 has data for one step, the others for two."""
     spec = ParameterSpec("p", (6,), "float32")
-    reducer = GradientReducer(comm, [spec], ReducerOptions(compression=TopK(0.5)))
+    source = Source(comm, [spec], ReducerOptions(compression=TopK(0.5)))
+    reducer = source.reducer
     # What is kept back of the first step, (0, 0, 0, 3, 2, 1), makes the fourth entry one of the largest then.
     steps = [[6, 5, 4, 0, 0, 0], [6, 5, 0, 6, 0, 0]]
     for wanted in steps[:1] if comm.rank == 1 else steps:
         reducer.slot(0).view(np.float32)[:] = [6, 5, 4, 3, 2, 1]
         reducer.mark_ready(0)
-        reducer.finish(Source(reducer, [], ()))
+        reducer.finish()
         np.testing.assert_array_equal(reducer.slot(0).view(np.float32), np.float32(wanted))
     before = reducer.residuals()
     assert before["p"].tolist() == ([0, 0, 0, 3, 2, 1] if comm.rank == 1 else [0, 0, 4, 0, 4, 2])
@@ -226,39 +232,33 @@ def run_out_of_data(comm: Communicator) -> None:
     reducer.close()
 
 
-def test_ranks_that_run_out_of_data_send_zeros(ranks: Pool) -> None:
-    ranks(3).run(run_out_of_data)
-
-
-def infinities(comm: Communicator) -> None:
-    reducer = GradientReducer(
-        comm, [ParameterSpec("p", (4,), "float32")], ReducerOptions(compression=TopK(0.25))
-    )
+@on_ranks(2)
+def test_what_is_not_finite_is_sent_and_not_kept(comm: Communicator) -> None:
+    options = ReducerOptions(compression=TopK(0.25))
+    source = Source(comm, [ParameterSpec("p", (4,), "float32")], options)
+    reducer = source.reducer
     reducer.slot(0).view(np.float32)[:] = [np.inf, np.nan, np.inf, 1] if comm.rank == 0 else [1, 2, 3, 4]
     reducer.mark_ready(0)
-    reducer.finish(Source(reducer, [], ()))
+    reducer.finish()
     assert np.isinf(reducer.slot(0).view(np.float32)[0])
     kept = reducer.residuals()["p"].tolist()
     assert kept == ([0, 0, 0, 1] if comm.rank == 0 else [1, 2, 3, 0])
     reducer.close()
 
 
-def test_what_is_not_finite_is_sent_and_not_kept(ranks: Pool) -> None:
-    ranks(2).run(infinities)
-
-
-def ask_for_what_is_not_there(comm: Communicator) -> None:
+@on_ranks(2)
+def test_what_cannot_be_is_refused(comm: Communicator) -> None:
     for ratio in (0.0, -1.0, 1.5, float("nan")):
         with pytest.raises(UsageError, match="the part that is sent is more than 0 and at most 1"):
             TopK(ratio)
     specs = [ParameterSpec("p", (4,), "float32"), ParameterSpec("h", (4,), "bfloat16")]
     with pytest.raises(UsageError, match="gradients of 'h' are bfloat16; TopK takes float32 and float64"):
-        GradientReducer(comm, specs, ReducerOptions(compression=TopK(0.1)))
+        Source(comm, specs, ReducerOptions(compression=TopK(0.1)))
     with pytest.raises(UsageError, match="gradients take one of them"):
-        GradientReducer(comm, specs[:1], ReducerOptions(compression=TopK(0.1), comm_dtype="float16"))
+        Source(comm, specs[:1], ReducerOptions(compression=TopK(0.1), comm_dtype="float16"))
     with pytest.raises(MismatchError, match=r"'options' .*ratio.: 0.1.* on rank 0, but"):
-        GradientReducer(comm, specs[:1], ReducerOptions(compression=TopK(0.1 + 0.1 * comm.rank)))
-    reducer = GradientReducer(comm, specs[:1], ReducerOptions(compression=TopK(0.1)))
+        Source(comm, specs[:1], ReducerOptions(compression=TopK(0.1 + 0.1 * comm.rank)))
+    reducer = Source(comm, specs[:1], ReducerOptions(compression=TopK(0.1))).reducer
     with pytest.raises(UsageError, match=r"a residual of 'p' with 3 elements .* has 4 elements"):
         reducer.load_residuals({"p": np.zeros(3)})
     with pytest.raises(UsageError, match="the model has no such parameter"):
@@ -266,34 +266,28 @@ def ask_for_what_is_not_there(comm: Communicator) -> None:
     reducer.close()
 
 
-def test_what_cannot_be_is_refused(ranks: Pool) -> None:
-    ranks(2).run(ask_for_what_is_not_there)
-
-
-def use_one_of_two(comm: Communicator) -> None:
+@on_ranks(2)
+def test_a_parameter_that_is_unused_takes_no_place(comm: Communicator) -> None:
     """What is kept back of a parameter that is not used any more takes nobody's place."""
     specs = [ParameterSpec(name, (10,), "float32") for name in ("unused", "used")]
     options = ReducerOptions("sum", compression=TopK(0.1))
-    reducer = GradientReducer(comm, specs, options)
-    source = Source(reducer, [np.full(10, 1000, np.float32), np.ones(10, np.float32)], [])
+    source = Source(comm, specs, options)
+    reducer = source.reducer
+    source.begin([np.full(10, 1000, np.float32), np.ones(10, np.float32)], [])
     assert reducer.plan.buckets[0].slots[1:], "one bucket holds both"
     for index in (0, 1):
-        reducer.mark_ready(index, source.write(index))
-    reducer.finish(source)
+        reducer.mark_ready(index)
+    reducer.finish()
     kept = reducer.residuals()["unused"].copy()
     arrived = np.zeros(10, np.float32)
     with np.errstate(all="raise"):
         for _ in range(30):
-            reducer.mark_ready(1, source.write(1))
-            assert reducer.finish(source).produced.tolist() == [False, True]
+            reducer.mark_ready(1)
+            assert reducer.finish().produced.tolist() == [False, True]
             arrived += source.read(1)
     assert (reducer.residuals()["unused"] == kept).all()
     assert arrived.sum() + comm.size * reducer.residuals()["used"].sum() == comm.size * 10 * 31
     assert (arrived > 0).all()
-
-
-def test_a_parameter_that_is_unused_takes_no_place(ranks: Pool) -> None:
-    ranks(2).run(use_one_of_two)
 
 
 class Digits:
@@ -327,16 +321,16 @@ STEPS = 150
 def train(comm: Communicator, compression: TopK | None) -> tuple[Values, float, list[float]]:
     """Weights, loss, and per step the norm of the residuals' mean over ranks."""
     digits = Digits(comm.rank, comm.size)
-    reducer = GradientReducer(
-        comm, [ParameterSpec("w", (64, 10), "float64")], ReducerOptions(compression=compression)
-    )
+    options = ReducerOptions(compression=compression)
+    source = Source(comm, [ParameterSpec("w", (64, 10), "float64")], options)
+    reducer = source.reducer
     weights = np.zeros((64, 10))
     norms = []
     for _ in range(STEPS):
         slot = reducer.slot(0).view(np.float64).reshape(64, 10)
         slot[:] = digits.gradient(weights)
         reducer.mark_ready(0)
-        reducer.finish(Source(reducer, [], ()))
+        reducer.finish()
         weights = weights - reducer.slot(0).view(np.float64).reshape(64, 10) / digits.smoothness
         rest = reducer.residuals().get("w", np.zeros(640))
         norms.append(float(np.linalg.norm(comm.allreduce(rest, "average"))))

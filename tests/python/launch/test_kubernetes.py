@@ -7,7 +7,6 @@ v2beta1: what of it is its own is written down here, from its API documentation.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -20,15 +19,13 @@ import pytest
 
 from multiring.benchmarks.emulation.hosts import EmulatedHosts, why_not
 from multiring.commands.launcher import options
-from multiring.commands.launcher.hosts import HostSlots, parse_hostfile
-from tests.support import REPOSITORY, Job
+from tests.support import REPOSITORY, Job, parsed
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML, which comes with the dev extra")
 
 FOLDER = REPOSITORY / "examples/kubernetes"
 MPI_JOB = yaml.safe_load((FOLDER / "mpijob.yaml").read_text())
 PYTORCH_JOB = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
-MPI_WORKER = ("spec", "mpiReplicaSpecs", "Worker")
 PLAIN = {"str": str, "int": int, "bool": bool, "float": float}
 # https://github.com/kubeflow/mpi-operator, V2beta1MPIJobSpec, V2beta1RunPolicy: type, or what is accepted.
 MPI_JOB_SPEC: dict[str, Any] = {
@@ -143,28 +140,6 @@ def test_the_mpi_job_fits_the_schema(models: dict[str, Any]) -> None:
     assert not wrong_in_mpi_job(MPI_JOB, models)
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "words"),
-    [
-        (("spec", "slotPerWorker"), 2, "spec.slotPerWorker is 2"),
-        (("spec", "launcherCreationPolicy"), "Late", "launcherCreationPolicy is 'Late'"),
-        ((*MPI_WORKER, "replicas"), "2", "Worker.replicas is no int: '2'"),
-        ((*MPI_WORKER, "template", "spec", "container"), [], "container is not known"),
-        ((*MPI_WORKER, "template", "spec", "containers", 0), {"image": "x"}, "`name`"),
-    ],
-)
-def test_what_does_not_fit_is_found(
-    models: dict[str, Any], path: tuple[Any, ...], value: Any, words: str
-) -> None:
-    job = yaml.safe_load((FOLDER / "mpijob.yaml").read_text())
-    *way, last = path
-    place = job
-    for name in way:
-        place = place[name]
-    place[last] = value
-    assert any(words in found for found in wrong_in_mpi_job(job, models)), wrong_in_mpi_job(job, models)
-
-
 def test_no_variable_of_multiring_has_to_be_set() -> None:
     assert {entry["name"] for found in containers() for entry in found.get("env", [])} == {"OMP_NUM_THREADS"}
 
@@ -173,11 +148,9 @@ def test_every_command_is_understood() -> None:
     launcher, *_ = containers()
     program, name, *words = [*launcher["command"], *launcher["args"]]
     assert (program, name) == ("multiring", "run")
-    parser = argparse.ArgumentParser()
-    options.add_arguments(parser)
-    parsed = parser.parse_args(words)
-    assert parsed.hostfile == Path("/etc/mpi/hostfile")
-    assert parsed.program == ["examples/torch_digits.py"]
+    understood = parsed(options.add_arguments, *words)
+    assert understood.hostfile == Path("/etc/mpi/hostfile")
+    assert understood.program == ["examples/torch_digits.py"]
     torchrun = pytest.importorskip("torch.distributed.run", reason="needs PyTorch")
     for name in ("Master", "Worker"):
         pod = container(PYTORCH_JOB, name)
@@ -197,15 +170,6 @@ def test_the_image_is_the_one_that_the_dockerfile_makes() -> None:
     assert "COPY examples /workspace/examples\nWORKDIR /workspace" in text
     assert container(MPI_JOB, "Worker")["command"][0] == "/usr/sbin/sshd"
     assert "openssh-server" in text
-
-
-def test_the_hostfile_of_the_operator_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "hostfile"
-    path.write_text(
-        "digits-worker-0.digits.default.svc slots=2\ndigits-worker-1.digits.default.svc slots=2\n"
-    )
-    names = [f"digits-worker-{number}.digits.default.svc" for number in range(2)]
-    assert parse_hostfile(path) == [HostSlots(name, 2) for name in names]
 
 
 SCRIPT = """
@@ -245,10 +209,7 @@ def test_what_the_mpi_job_starts_works(pods: EmulatedHosts, tmp_path: Path) -> N
     ssh = f"env EMULATED_HOSTS={ids} {sys.executable} -m multiring.benchmarks.emulation.start shell"
     command = [sys.executable, "-m", *words[:2], "--ssh", ssh, *words[2:]]
     environ = {"PYTHONPATH": str(REPOSITORY)}
-    with Job(lambda root: pods.command(2, command), environ, cwd=tmp_path) as job:
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 0, done.stderr
+    done = Job(lambda root: pods.command(2, command), environ, cwd=tmp_path).run(code=0)
     assert ranks(done.stdout) == ALL_RANKS
 
 

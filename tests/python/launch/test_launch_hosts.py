@@ -25,6 +25,7 @@ from multiring.commands.launcher.hosts import (
 )
 from multiring.errors import UsageError
 from multiring.store import address_to_listen_on
+from tests.support import refused
 
 HERE = socket.gethostname()
 
@@ -161,41 +162,24 @@ def test_addresses_of_ipv6_stand_in_brackets(tmp_path: Path) -> None:
     ("line", "reason"),
     [
         ("node1 slots=0", "it has no slots, so leave it out"),
-        ("node1:0", "it has no slots, so leave it out"),
         ("node1 slots=-4", "slots are a number from 1 to 999999 and not '-4'"),
         ("node1 slots=four", "not 'four'"),
-        ("node1 slots=4.0", "not '4.0'"),
-        ("node1 slots=", "not ''"),
-        ("node1 slots==4", "not '=4'"),
         ("node1 slots=\uff14", "not '\uff14'"),
-        ("node1 slots=1000000", "not '1000000'"),
         ("node1 slots=" + "9" * 5000, f"not '{'9' * 20}'"),
-        ("node1:", "not ''"),
-        ("node1:4x", "not '4x'"),
         ("node1 max_slots=many", "max_slots are a number from 1 to 999999 and not 'many'"),
         ("node1 slots=4 max_slots=2", "max_slots=2 are fewer than its slots"),
         ("node1 slots=4 slots=8", "slots are given twice"),
         ("node1:4 slots=4", "slots are given twice"),
         ("node1 max_slots=4 max-slots=4", "max_slots are given twice"),
         ("node1 slots=4 user=bob", "'user=bob' is neither slots=N nor max_slots=N"),
-        ("node1 four", "'four' is neither slots=N nor max_slots=N"),
-        ("node1 4", "'4' is neither"),
         ("node1 slots=4 node2 slots=4", "'node2' is neither"),
-        ("node1 slots 4", "'slots' is neither"),
         ("node1,node2", "'node1,node2' is no name"),
-        ("node1;reboot", "is no name"),
         ("$(reboot)", "is no name"),
-        ("-oProxyCommand", "is no name"),
         ("-l@node1", "is no name"),
-        ("root@-node1", "is no name"),
         ("node\0", "is no name"),
-        ("slots=4", "'slots=4' is no name"),
         ("2001:db8::1", "not 'db8::1'"),
-        ("::1", "'::1' is no name"),
         ("[2001:db8::1", "is no name"),
-        ("[2001:db8::1]4", "is no name"),
         ("[2001:db8::x]:4", "2001:db8::x"),
-        ("[10.0.0.1]:4", "10.0.0.1"),
         ("[]:4", "Address cannot be empty"),
     ],
 )
@@ -246,15 +230,21 @@ def test_the_address_is_one_of_the_way_to_the_host() -> None:
         (["-H", "a:2", "--ssh", "ssh -o 'x", "t.py"], "--ssh ssh -o 'x: No closing quotation"),
         (["-H", "a:2", "--ssh", "", "t.py"], "--ssh needs a command"),
         (["-H", "a:2"], "name the program that the ranks run"),
+        ([], "-np"),
+        (["-np", "2"], "name the program"),
+        (["-np", "2", "-m"], "name the program"),
+        (["-np", "2", "--engine", "pbs", "train.py"], "invalid choice: 'pbs'"),
+        (["-np", "0", "true"], "at least 1"),
+        (["-np", "-3", "true"], "at least 1"),
+        (["-np", "two", "true"], "'two'"),
+        (["-np", "2", "--bind", "socket", "true"], "core"),
+        (["-np", "2", "--timeout", "0", "true"], "more than 0"),
+        (["-np", "2", "--env", "X", "true"], "NAME=VALUE"),
+        (["-np", "2", "--env", "MULTIRING_TIMEOUT=soon", "true"], "MULTIRING_TIMEOUT"),
     ],
 )
-def test_wrong_options_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code = cli.main(["run", *words])
-    except SystemExit as error:
-        code = int(error.code or 0)
-    assert code == 2
-    assert message in capsys.readouterr().err
+def test_wrong_options_are_told(words: list[str], message: str) -> None:
+    assert message in refused("run", *words)
 
 
 def test_ssh_that_is_not_there_is_told(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

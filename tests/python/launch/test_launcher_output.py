@@ -62,32 +62,38 @@ def console(*, coloured: bool = False, tagged: bool = True) -> tuple[Console, Wr
     return Console(written, tagged=tagged, coloured=coloured), written  # type: ignore[arg-type]
 
 
-def test_each_line_is_tagged_with_its_rank() -> None:
-    screen, written = console()
-    for stream, rank, line in (("a", 0, b"one\n"), ("b", 11, b"two\r\n"), ("a", 0, b"\n")):
+TAG = b"\x1b[36m[0]\x1b[0m "
+A, B = "a", "b"  # streams
+
+
+@pytest.mark.parametrize(
+    ("options", "written", "shown"),
+    [
+        # Each line is tagged with its rank.
+        ({}, [(A, 0, b"one\n"), (B, 11, b"two\r\n"), (A, 0, b"\n")], b"[0] one\n[11] two\r\n[0] \n"),
+        # Without tags lines are left as they are.
+        ({"tagged": False}, [(A, 0, b"one\n"), (B, 0, b"two"), (A, 0, b"three\n")], b"one\ntwo\nthree\n"),
+        # A line that comes in parts is tagged once.
+        ({}, [(A, 0, b"name"), (A, 0, b"? "), (A, 0, b"yes\n")], b"[0] name? yes\n"),
+        # A line of another rank does not join an unfinished one.
+        ({}, [(A, 0, b"name? "), (B, 1, b"hello\n"), (A, 0, b"yes\n")], b"[0] name? \n[1] hello\n[0] yes\n"),
+        # The newline after a bar keeps its last state.
+        ({}, [(A, 3, b"100%\r"), (A, 3, b"\n"), (A, 3, b"next\n")], b"[3] 100%\r\n[3] next\n"),
+        # On a terminal tags are coloured and overwritten lines erased.
+        (
+            {"coloured": True},
+            [(A, 0, b"a long state\r"), (A, 0, b"short\n"), (A, 0, b"next\n")],
+            TAG + b"a long state\r" + TAG + b"short\x1b[K\n" + TAG + b"next\n",
+        ),
+    ],
+)
+def test_what_a_console_shows(
+    options: dict[str, bool], written: list[tuple[str, int, bytes]], shown: bytes
+) -> None:
+    screen, found = console(**options)
+    for stream, rank, line in written:
         screen.put(stream, rank, line)
-    assert written.data == b"[0] one\n[11] two\r\n[0] \n"
-
-
-def test_without_tags_lines_are_left_as_they_are() -> None:
-    screen, written = console(tagged=False)
-    for stream, line in (("a", b"one\n"), ("b", b"two"), ("a", b"three\n")):
-        screen.put(stream, 0, line)
-    assert written.data == b"one\ntwo\nthree\n"
-
-
-def test_a_line_that_comes_in_parts_is_tagged_once() -> None:
-    screen, written = console()
-    for part in (b"name", b"? ", b"yes\n"):
-        screen.put("a", 0, part)
-    assert written.data == b"[0] name? yes\n"
-
-
-def test_a_line_of_another_rank_does_not_join_an_unfinished_one() -> None:
-    screen, written = console()
-    for stream, rank, part in (("a", 0, b"name? "), ("b", 1, b"hello\n"), ("a", 0, b"yes\n")):
-        screen.put(stream, rank, part)
-    assert written.data == b"[0] name? \n[1] hello\n[0] yes\n"
+    assert found.data == shown
 
 
 def test_each_state_of_a_progress_bar_is_tagged_and_overwrites_the_last() -> None:
@@ -96,21 +102,6 @@ def test_each_state_of_a_progress_bar_is_tagged_and_overwrites_the_last() -> Non
     for line in splitter.feed(b"\r 0%\r 50%\r 100%\ndone\n"):
         screen.put("a", 0, line)
     assert written.data == b"[0]  0%\r[0]  50%\r[0]  100%\n[0] done\n"
-
-
-def test_the_newline_after_a_bar_keeps_its_last_state() -> None:
-    screen, written = console()
-    for line in (b"100%\r", b"\n", b"next\n"):
-        screen.put("a", 3, line)
-    assert written.data == b"[3] 100%\r\n[3] next\n"
-
-
-def test_on_a_terminal_tags_are_coloured_and_overwritten_lines_erased() -> None:
-    screen, written = console(coloured=True)
-    for line in (b"a long state\r", b"short\n", b"next\n"):
-        screen.put("a", 0, line)
-    tag = b"\x1b[36m[0]\x1b[0m "
-    assert written.data == tag + b"a long state\r" + tag + b"short\x1b[K\n" + tag + b"next\n"
 
 
 def test_the_tail_keeps_the_last_lines_only() -> None:
@@ -217,42 +208,6 @@ def test_a_reader_that_stops_makes_ranks_wait_and_loses_nothing(screen: Screen) 
             received += os.read(screen.stdout, 1 << 20)
         same = received == line * total
         assert same  # not compared here: a difference would be shown in full
-
-
-def test_the_end_takes_what_a_slow_reader_has_left_unread(screen: Screen, tmp_path: Path) -> None:
-    """And no more than that: who has the pipe may go on for ever."""
-    with selectors.PollSelector() as selector:
-        outputs = Multiplexer(
-            selector, tagged=False, directory=tmp_path, warn=ignore, descriptors=screen.descriptors
-        )
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        outputs.add(0, "stdout", reading)
-        lines = (b"%09d\n" % number for number in range(1 << 20))
-        written = bytearray()
-        taken_before_the_end = 0
-        with pytest.raises(BlockingIOError):  # nobody reads, so the pipe is full at last
-            while True:
-                line = next(lines)
-                os.write(writing, line)
-                written += line
-                turn(outputs, selector)
-                taken_before_the_end = (tmp_path / "rank.0.stdout").stat().st_size
-        assert taken_before_the_end < len(written)
-        outputs.end()
-        with pytest.raises(BrokenPipeError):
-            os.write(writing, b"")
-            os.write(writing, b"more")
-        os.close(writing)
-        assert (tmp_path / "rank.0.stdout").read_bytes() == written
-        received = bytearray()
-        os.set_blocking(screen.stdout, False)
-        while not outputs.is_finished or len(received) < len(written):
-            with contextlib.suppress(BlockingIOError):
-                received += os.read(screen.stdout, 1 << 20)
-            turn(outputs, selector)
-        same = received == written
-        assert same
 
 
 def test_a_rank_elsewhere_has_not_ended_before_its_output_has_come(tmp_path: Path) -> None:

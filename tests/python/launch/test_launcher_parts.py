@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import signal
+import socket
 
 import pytest
 
-from multiring.commands.launcher import binding
+from multiring.commands.launcher import binding, foreign_variables
 from multiring.commands.launcher.report import RankEnd, blame, exit_code, failure_report
 from multiring.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("", "10.0.0.9"), ("node3", "node3"), ("ann@node3", "node3"), ("fd00::1", "fd00::1")],
+)
+def test_torchs_rank_0_is_told_where_to_serve_its_store(host: str, address: str) -> None:
+    found = foreign_variables.torch_meeting(host, "10.0.0.9")
+    assert found["MASTER_ADDR"] == address
+    assert 16384 <= int(found["MASTER_PORT"]) < 32768
+
+
+def test_a_port_that_is_taken_is_not_given_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = int(free.getsockname()[1])
+        monkeypatch.setattr(foreign_variables.random, "sample", lambda *_: [taken.getsockname()[1], port])
+        assert foreign_variables.torch_meeting("", "127.0.0.1")["MASTER_PORT"] == str(port)
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))

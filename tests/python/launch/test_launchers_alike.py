@@ -73,10 +73,7 @@ def start(
         (root / "script.py").write_text(script)
         return [*command, str(root / "script.py")]
 
-    with Job(full, env) as job:
-        result = job.finish()
-        job.assert_nothing_left()
-    return result
+    return Job(full, env).run()
 
 
 @pytest.fixture
@@ -90,18 +87,6 @@ def test_torchrun_is_recognised_and_runs_the_same_script(torchrun: list[str]) ->
     result = start(torchrun, SHOW + USE)
     assert_one_job(places(result.stdout), "torchrun", 2)
     assert_used(result, 2)
-
-
-def test_a_restart_by_torchrun_is_another_job(torchrun: list[str]) -> None:
-    failing_at_first = SHOW + "import os, sys\nsys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
-    result = start([*torchrun, "--max-restarts", "1"], failing_at_first)
-    assert result.returncode == 0, result.stderr
-    by_job: dict[str, list[dict[str, Any]]] = {}
-    for place in places(result.stdout):
-        by_job.setdefault(place["store_url"], []).append(place)
-    # A rank of the first attempt may have been ended before it printed.
-    assert len(by_job) == 2
-    assert max(len(found) for found in by_job.values()) == 2
 
 
 @pytest.fixture
@@ -126,16 +111,14 @@ def test_mpirun_is_recognised_and_each_run_is_another_job(
     mpirun: Callable[..., list[str]], wrapped: bool
 ) -> None:
     command = ["sh", "-c", f'"{sys.executable}" "$0"; exit $?'] if wrapped else [sys.executable]
-    runs = [places(start(mpirun(3, *command), env=MPI_ENVIRONMENT).stdout) for _ in range(2)]
-    for found in runs:
+    done = [start(mpirun(3, *command), SHOW + USE, MPI_ENVIRONMENT) for _ in range(2)]
+    runs = [places(each.stdout) for each in done]
+    for each, found in zip(done, runs, strict=True):
         assert found, "mpirun has started nothing"
         assert_one_job(found, found[0]["launcher"], 3)
         assert found[0]["launcher"] in ("openmpi", "mpich")
+        assert_used(each, 3)
     assert runs[0][0]["store_url"] != runs[1][0]["store_url"]
-
-
-def test_the_same_script_runs_under_mpirun(mpirun: Callable[..., list[str]]) -> None:
-    assert_used(start(mpirun(2, sys.executable), USE, MPI_ENVIRONMENT), 2)
 
 
 def test_the_same_script_runs_without_a_launcher() -> None:

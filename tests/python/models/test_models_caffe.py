@@ -20,6 +20,7 @@ from tests.python.models.trainer_contract import (
 
 class TestCaffeTrainer(TrainerContract):
     framework = "caffe"
+    size = 3
 
     def test_bottlenecks_are_those_of_torch(self, comm: Communicator) -> None:
         spec, batch = resnet(50, classes=10, in_channels=3), whole_batch(0, count=2, size=64, channels=3)

@@ -10,17 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import multiring.chainer  # noqa: F401  before Chainer
+
+# isort: split
+import chainer
 import numpy as np
 import pytest
-
-import multiring.chainer  # isort: skip  # before chainer, which it makes importable
-
-import chainer
 import torch
 from chainer import functions
 from threadpoolctl import threadpool_info, threadpool_limits
 
-import multiring
 from multiring import Communicator
 from multiring.benchmarks.gradients.frameworks.chainer import make_reduction
 from multiring.errors import UsageError
@@ -28,7 +27,7 @@ from multiring.models.nets.convolution_chainer import Convolution
 from multiring.models.nets.resnet_chainer import ChainerResNet, load_weights, read_weights
 from multiring.models.nets.weights import initial_weights
 from multiring.models.peers import chainermn_mpi
-from multiring.models.trainers.train_chainer import set_threads
+from multiring.models.trainers.train_chainer import ChainerTrainer
 from tests.python.models.trainer_contract import SPEC, TrainerContract, recipe, worst
 from tests.rank_pool import RankPool
 from tests.support import REPOSITORY
@@ -47,14 +46,9 @@ def reduce_gradients(comm: Communicator) -> bool:
     return right
 
 
-@pytest.fixture
-def comm() -> Any:
-    yield multiring.init()
-    multiring.shutdown()
-
-
 class TestChainerTrainer(TrainerContract):
     framework = "chainer"
+    size = 3
 
 
 def test_weights_are_what_was_loaded() -> None:
@@ -86,7 +80,6 @@ def test_convolution_is_that_of_torch(
     functions.sum(y * gradient).backward()
     expected.backward(torch.from_numpy(gradient))
     for variable, tensor in zip(inputs, tensors, strict=True):
-        assert tensor.grad is not None
         np.testing.assert_allclose(variable.grad, tensor.grad.numpy(), atol=1e-12)
     assert inputs[1].grad.flags.c_contiguous  # ChainerMN loses the averages of others
 
@@ -94,7 +87,7 @@ def test_convolution_is_that_of_torch(
 def test_threads_are_those_of_numpy() -> None:
     with threadpool_limits(1):
         for count in (2, 1):
-            set_threads(count)
+            ChainerTrainer.set_threads(count)
             pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
             assert {pool["num_threads"] for pool in pools} == {count}
 

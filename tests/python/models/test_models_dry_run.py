@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import math
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-import multiring
 from multiring import Communicator, machine
 from multiring.errors import UsageError
-from multiring.models import train
+from multiring.models import ranks, train
 from multiring.models.nets.resnet_spec import resnet
 from multiring.models.training.dry_run import BASE_BYTES, Finding, memory_needed, render
 from multiring.models.training.options import TrainOptions, add_arguments
 from multiring.models.training.recipes import RECIPES
 from multiring.rendezvous.joined import TOLD_KEY
+from tests.support import parsed, run_multiring
 
 RECIPE = "--recipe=resnet50-imagenet1k"
 # The network of the recipe costs seconds a step; its other choices do not depend on it.
@@ -40,16 +36,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def comm() -> Iterator[Communicator]:
-    yield multiring.init()
-    multiring.shutdown()
-
-
 def parse(*arguments: str) -> TrainOptions:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return TrainOptions.from_namespace(parser.parse_args(list(arguments)))
+    return TrainOptions.from_namespace(parsed(add_arguments, *arguments))
 
 
 @pytest.mark.parametrize(
@@ -142,23 +130,19 @@ def test_too_little_memory_is_told(
 
 
 def test_the_command_on_two_ranks(folder: Path) -> None:
-    command = [sys.executable, "-m", "multiring", "train", "-np", "2", "--dry-run", RECIPE, *QUICK]
-    done = subprocess.run(
-        [*command, f"--data={folder}", "--global-batch=7"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["-np", "2", "--dry-run", RECIPE, *QUICK, f"--data={folder}", "--global-batch=7"]
+    done = run_multiring("train", *words, code=0)
     assert "with 2 ranks of batch 4 (global batch 7)" in done.stdout
     assert done.stdout.count("nothing stands in its way") == 1
 
 
 def test_the_launcher_adds_nothing_to_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(train, "tell_launcher", lambda settings, key: told.append(key))
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    monkeypatch.setattr(ranks, "tell_launcher", lambda settings, key: told.append(key))
+    options = parsed(add_arguments, "--dry-run", "--data=synthetic")
     for code in (0, 1):
         monkeypatch.setattr(train, "dry_run", lambda options, comm, code=code: code)
-        assert train.main(parser.parse_args(["--dry-run", "--data=synthetic"])) == code
+        assert train.main(options) == code
         assert told == [TOLD_KEY] * code
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from multiring import Communicator
 from multiring.models.nets.resnet_jax import load_weights, read_weights
 from multiring.models.nets.weights import initial_weights
 from tests.python.models.trainer_contract import SPEC, TrainerContract, make, whole_batch, worst
+from tests.support import run_multiring
 
 
 class TestJaxTrainer(TrainerContract):
@@ -45,9 +44,7 @@ def test_the_command_trains_and_goes_on(tmp_path: Path) -> None:
         *("--epochs=4", f"--output-dir={tmp_path}"),
     )
     for more in (["-np=2", "--batch-size=32", "--limit-steps=70"], ["--batch-size=64", "--resume"]):
-        command = [sys.executable, "-m", "multiring", *arguments, *more]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-        assert done.returncode == 0, done.stderr
+        run_multiring(*arguments, *more, timeout=200, code=0)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["ranks"] == 1
     assert summary["test_accuracy"] > 0.9

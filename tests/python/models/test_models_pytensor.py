@@ -15,6 +15,7 @@ SLIDES = [(1, 1, 0), (1, 2, 0), (3, 1, 1), (3, 2, 1), (7, 2, 3)]
 
 class TestPyTensorTrainer(TrainerContract):
     framework = "pytensor"
+    size = 3
 
 
 @pytest.mark.parametrize(("kernel", "stride", "padding"), SLIDES)
@@ -59,7 +60,6 @@ def test_pooling_is_that_of_torch(kernel: int, stride: int, padding: int) -> Non
     np.testing.assert_array_equal(
         pooled.eval({x: images}, mode="FAST_COMPILE"), expected.detach().numpy().transpose(0, 2, 3, 1)
     )
-    assert tensor.grad is not None
     np.testing.assert_array_equal(
         gradient.eval({x: images}, mode="FAST_COMPILE"), tensor.grad.numpy().transpose(0, 2, 3, 1)
     )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +21,7 @@ from multiring.models.trainers.train_torch import TorchTrainer
 from multiring.models.trainers.trainer import hash_arrays
 from multiring.models.training.options import TrainOptions, add_arguments
 from tests.rank_pool import RankPool
+from tests.support import parsed, run_multiring
 
 Ranks = Callable[[int], RankPool]
 
@@ -31,10 +29,8 @@ SMALL = ["--image-size=8", "--threads=1", "--no-report", "--batch-size=16"]
 
 
 def train_here(comm: Communicator, directory: str, *arguments: str) -> tuple[int, str, float]:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    parsed = parser.parse_args([*SMALL, f"--output-dir={directory}", *arguments])
-    result = train(TrainOptions.from_namespace(parsed), comm)
+    options = parsed(add_arguments, *SMALL, f"--output-dir={directory}", *arguments)
+    result = train(TrainOptions.from_namespace(options), comm)
     comm.barrier()
     return result.steps, result.fingerprint, result.test.accuracy
 
@@ -66,14 +62,8 @@ def running_statistics(comm: Communicator, sync_bn: bool) -> list[str]:
     return [before, after]
 
 
-def multiring_train(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "multiring", "train", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_two_ranks_learn_to_read_digits(tmp_path: Path) -> None:
-    done = multiring_train("-np", "2", "--epochs=8", f"--output-dir={tmp_path}")
-    assert done.returncode == 0, done.stderr
+    done = run_multiring("train", "-np", "2", "--epochs=8", f"--output-dir={tmp_path}", code=0)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["ranks"] == 2
     assert summary["global_batch"] == 64
@@ -122,28 +112,15 @@ def test_a_damaged_image_that_one_rank_meets_ends_the_job_and_is_named(tmp_path:
             Image.fromarray(pixels).save(folder / f"{number}.png")
     bad = tmp_path / "images" / "train" / "only" / "3.png"
     bad.write_bytes(bad.read_bytes()[:100])
-    done = multiring_train(
-        *("-np", "2", f"--data={tmp_path / 'images'}", "--depth=8", "--epochs=2", "--batch-size=2"),
+    done = run_multiring(
+        *("train", "-np", "2", f"--data={tmp_path / 'images'}", "--depth=8", "--epochs=2", "--batch-size=2"),
         *("--image-size=16", f"--output-dir={tmp_path / 'out'}", "--no-report"),
+        code=1,
     )
-    assert done.returncode == 1
     assert f"cannot read image {bad}" in done.stderr
 
 
 def test_a_number_of_ranks_that_is_not_the_jobs_is_refused(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "multiring",
-        "run",
-        "-np",
-        "2",
-        "-m",
-        "multiring.models.train",
-        "-np",
-        "3",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
+    done = run_multiring("run", "-np", "2", "-m", "multiring.models.train", "-np", "3", code=2)
     assert done.stderr.count("-np 3 was given inside a job of 2 ranks; leave it out") == 1
     assert "failed with" not in done.stderr

@@ -7,8 +7,10 @@ import io
 import math
 import os
 import pty
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from PIL import Image
@@ -70,7 +72,9 @@ def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
         read_metrics(path)
 
 
-def test_tensorboard_reads_the_log(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without this TensorBoard imports TensorFlow where it is installed, which takes seconds.
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.notf", ModuleType("notf"))
     log = EventLog(tmp_path / "tensorboard")
     for step in (10, 20):
         log.scalars(step, {"loss/train": 1 / step, "accuracy/test": 0.5})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 from multiring.errors import UsageError
 from multiring.models.nets import resnet_spec
-from multiring.models.nets.resnet_spec import DEPTHS, INPUT, Add, BatchNorm, Conv, Dense, resnet
+from multiring.models.nets.layers import Add, BatchNorm, Conv, Dense
+from multiring.models.nets.resnet_spec import DEPTHS, INPUT, resnet
 from multiring.models.nets.resnet_torch import TorchResNet, load_weights, read_weights
 from multiring.models.nets.weights import initial_weights, to_channels_last
 
@@ -71,7 +73,7 @@ def test_shapes_and_operations_of_resnet50() -> None:
 
 
 def test_too_small_images_are_refused() -> None:
-    bare = Conv("big", (INPUT,), 3, 4, kernel=5, stride=1, padding=0)
+    bare = Conv("big", (INPUT,), kernel=5, stride=1, padding=0, in_channels=3, out_channels=4)
     spec = resnet_spec.ResNetSpec(8, "cifar", 3, 1, (bare,))
     assert spec.shapes(5)["big"] == (4, 1, 1)
     with pytest.raises(UsageError, match="layer big would get 4 pixels"):
@@ -121,14 +123,21 @@ def test_zero_residual_makes_every_block_start_as_its_shortcut() -> None:
 
 def test_every_result_is_released_after_its_last_use() -> None:
     spec = resnet(50, classes=10)
-    alive = {INPUT}
+    alive: WeakSet[Result] = WeakSet()
     most = 0
-    for layer, released in zip(spec.layers, spec.last_uses(), strict=True):
-        assert set(layer.inputs) <= alive
-        alive.add(layer.name)
+
+    class Result:
+        def __init__(self) -> None:
+            alive.add(self)
+
+    def apply(layer: object, *inputs: Result | None) -> Result:
+        nonlocal most
+        result = Result()
         most = max(most, len(alive))
-        alive -= set(released)
-    assert alive == {spec.output}
+        return result
+
+    last = spec.run(None, apply)
+    assert list(alive) == [last]
     assert most <= 3
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import multiring
 from multiring import Communicator
 from multiring.errors import UsageError
 from multiring.models import train
@@ -22,20 +19,13 @@ from multiring.models.training import checkpoint
 from multiring.models.training.driver import Result
 from multiring.models.training.options import TrainOptions, add_arguments
 from multiring.models.training.report import read_metrics
+from tests.support import parsed
 
 SMALL = ["--image-size=8", "--threads=1", "--no-report", "--batch-size=64"]
 
 
 def parse(*arguments: str) -> TrainOptions:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return TrainOptions.from_namespace(parser.parse_args(list(arguments)))
-
-
-@pytest.fixture
-def comm() -> Iterator[Communicator]:
-    yield multiring.init()
-    multiring.shutdown()
+    return TrainOptions.from_namespace(parsed(add_arguments, *arguments))
 
 
 def run(comm: Communicator, directory: Path, *arguments: str) -> Result:
@@ -109,9 +99,7 @@ def test_numbers_out_of_range_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         parse(*arguments)
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    assert train.main(parser.parse_args(arguments)) == 2
+    assert train.main(parsed(add_arguments, *arguments)) == 2
     assert message in capsys.readouterr().err
 
 
@@ -235,9 +223,7 @@ def test_evaluation_and_checkpoints_can_be_left_out(comm: Communicator, tmp_path
 def test_missing_images_are_an_error_with_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    assert train.main(parser.parse_args([f"--data={tmp_path / 'nowhere'}"])) == 1
+    assert train.main(parsed(add_arguments, f"--data={tmp_path / 'nowhere'}")) == 1
     assert "there is no folder" in capsys.readouterr().err
 
 

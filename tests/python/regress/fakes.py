@@ -8,10 +8,8 @@ import time
 from typing import Any
 
 from multiring.models.data.loader import Batch
-from multiring.models.trainers.train_torch import TorchTrainer, set_threads
+from multiring.models.trainers.train_torch import TorchTrainer
 from multiring.models.trainers.trainer import Probe, Sums
-
-__all__ = ["set_threads"]
 
 
 class Wrong(TorchTrainer):
@@ -28,13 +26,6 @@ class Wrong(TorchTrainer):
 
     def fingerprint(self) -> str:
         return super().fingerprint() + ("astray" if self._comm.rank == 1 else "")
-
-
-class Untaught(TorchTrainer):
-    """It does not learn."""
-
-    def step(self, batch: Batch, lr: float) -> Sums:
-        return super().step(batch, 0.0)
 
 
 class OnlyFloat32(TorchTrainer):

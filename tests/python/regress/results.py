@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from multiring.benchmarks.machine import Machine
-from multiring.models.frameworks import Framework
-from multiring.models.peers.table import Peer
+from multiring.commands.frameworks import FRAMEWORKS, Framework
 from multiring.models.regress.checks import CHECKS, Setup
 from multiring.models.regress.judge import Verdict, judge
 from multiring.models.regress.outcome import Outcome, Outcomes, State
 from multiring.models.regress.plan import Plan, make_plan
 from multiring.models.regress.report import Report, collect_curves
 
-__all__ = ["FRAMEWORKS", "OTHER", "PEERS", "TORCH", "make_outcomes", "make_report", "plan_for", "verdict_of"]
+__all__ = ["OTHER", "TORCH", "make_outcomes", "make_report", "plan_for", "verdict_of"]
 
-TORCH = Framework(
-    "torch", "Torch", "multiring.models.trainers.train_torch", "TorchTrainer", ("torch",), "torch"
+TORCH = FRAMEWORKS["torch"]
+OTHER = replace(
+    TORCH, name="other", title="Other", module="tests.python.regress.fakes", trainer="Honest", own_way=None
 )
-OTHER = Framework("other", "Other", "tests.python.regress.fakes", "Honest", ("torch",), "torch")
-FRAMEWORKS = {"torch": TORCH, "other": OTHER}
-PEERS = {"torch": Peer("DDP over Gloo", "multiring.models.peers.torch_ddp", ("torch",))}
 
 
 def plan_for(
@@ -33,7 +31,7 @@ def plan_for(
     **options: Any,
 ) -> Plan:
     """A plan for two processors."""
-    settings: dict[str, Any] = {"cores": 2, "missing": {}, "peers": PEERS} | options
+    settings: dict[str, Any] = {"cores": 2, "missing": {}} | options
     return make_plan(frameworks, ranks, checks, settings.pop("setup", Setup()), **settings)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from multiring.models.peers.table import Peer
+from multiring.commands.frameworks import OwnWay
 from multiring.models.regress.checks import CHECKS, SMALL, Setup
 from multiring.models.regress.judge import Status, judge, relative_difference
 from multiring.models.regress.outcome import Outcome, Outcomes, State
@@ -210,22 +210,22 @@ def test_times_are_taken_last_and_undisturbed() -> None:
     kinds = [job.undisturbed for job in FULL.jobs]
     assert kinds == sorted(kinds)
     assert [job.tasks for job in FULL.jobs if job.undisturbed] == [("speed",)] * 2
-    peers = {job.framework.name: job.peer for job in FULL.jobs if job.undisturbed}
-    assert peers["torch"] is not None
-    assert peers["other"] is None
+    own = {job.framework.name: job.framework.own_way for job in FULL.jobs if job.undisturbed}
+    assert own == {"torch": TORCH.own_way, "other": None}
 
 
 def test_an_own_way_that_cannot_be_measured_is_told_and_one_that_needs_mpi_gets_it() -> None:
-    by_mpi = {"other": Peer("Theirs", "multiring.models.peers.torch_ddp", (), mpi=True)}
-    jobs = {job.framework.name: job for job in plan_for(peers=by_mpi).jobs if job.undisturbed}
-    assert (jobs["other"].mpi, jobs["other"].peer) == (True, by_mpi["other"])
-    assert (jobs["torch"].mpi, jobs["torch"].peer) == (False, None)
-    absent = {"other": replace(by_mpi["other"], packages=("not_there",))}
+    theirs = OwnWay("Theirs", "multiring.models.peers.torch_ddp", (), mpi=True)
+    by_mpi, torch = replace(OTHER, own_way=theirs), replace(TORCH, own_way=None)
+    jobs = {job.framework.name: job for job in plan_for((torch, by_mpi)).jobs if job.undisturbed}
+    assert (jobs["other"].mpi, jobs["other"].framework.own_way) == (True, theirs)
+    assert (jobs["torch"].mpi, jobs["torch"].framework.own_way) == (False, None)
+    absent = replace(by_mpi, own_way=replace(theirs, packages=("not_there",)))
     for plan, why in (
-        (plan_for(peers=by_mpi, no_mpi="there is no mpirun"), "there is no mpirun"),
-        (plan_for(peers=absent), "not_there is not installed"),
+        (plan_for((torch, by_mpi), no_mpi="there is no mpirun"), "there is no mpirun"),
+        (plan_for((torch, absent)), "not_there is not installed"),
     ):
-        assert not any(job.mpi or job.peer for job in plan.jobs)
+        assert not any(job.mpi or job.framework.own_way for job in plan.jobs if job.undisturbed)
         verdict = verdict_of(plan, make_outcomes(plan), "other", "speed")
         assert verdict.status is Status.PASS
         assert verdict.text == f"efficiency 0.980 (0.980 to 0.980); Theirs not measured: {why}"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +15,7 @@ from multiring.rendezvous import launch_environment
 from multiring.rendezvous.launch_environment import Placement
 from multiring.store import TcpStoreServer
 from multiring.store.file import job_directory_prefix
+from tests.support import last_words
 
 MULTIRING = {
     "MULTIRING_RANK": "1",
@@ -287,16 +286,7 @@ def serve_where_rank_0_would(environ: dict[str, str]) -> TcpStoreServer:
 
 def end_of_init(environ: dict[str, str]) -> str:
     """The last line of the error of a process with that environment that joins its job."""
-    ended = subprocess.run(
-        [sys.executable, "-c", "import multiring; multiring.init()"],
-        env=os.environ | environ,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert ended.returncode == 1, ended.stderr
-    return ended.stderr.splitlines()[-1]
+    return last_words("import multiring; multiring.init()", environ)
 
 
 def test_rank_0_takes_nobody_elses_store_for_its_own(first_of_two: dict[str, str]) -> None:

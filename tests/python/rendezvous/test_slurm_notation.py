@@ -8,6 +8,7 @@ import pytest
 
 from multiring.errors import UsageError
 from multiring.rendezvous import slurm
+from tests.support import executable
 
 
 @pytest.mark.parametrize(
@@ -37,9 +38,7 @@ def test_first_host(nodelist: str, host: str) -> None:
 @pytest.fixture
 def scontrol(tmp_path: Path) -> dict[str, str]:
     """An environment with a `scontrol` that gives two hosts."""
-    program = tmp_path / "scontrol"
-    program.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"\n')
-    program.chmod(0o755)
+    executable(tmp_path / "scontrol", '[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"')
     return {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
 
 

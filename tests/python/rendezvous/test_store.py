@@ -50,20 +50,6 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
                     store.close()
 
 
-def test_a_value_set_by_one_is_read_by_another(opener: Opener) -> None:
-    one, other = opener(), opener()
-    one.set("key", b"value")
-    assert other.get("key", 5.0) == b"value"
-    assert one.get("key", 0.0) == b"value"
-
-
-def test_a_key_can_be_set_again(opener: Opener) -> None:
-    store = opener()
-    store.set("key", b"first")
-    store.set("key", b"second")
-    assert store.get("key", 0.0) == b"second"
-
-
 @pytest.mark.parametrize(
     "key", ["a/b/../c", ".", "..", "/", "with space", "naïve ☃", "%2F", "\0\n", "x" * 4096, "part-1"]
 )
@@ -152,6 +138,24 @@ def test_ctrl_c_ends_a_wait_and_the_store_goes_on_working(opener: Opener) -> Non
 
 
 # --- files
+
+
+def test_what_an_interrupt_raises_ends_a_wait(opener: Opener) -> None:
+    with opener() as store:
+        with pytest.raises(LookupError, match="enough"):
+            store.get("never", 60.0, raise_after_three_calls())
+        store.set("key", b"value")
+        assert store.get("key", 5.0) == b"value"
+
+
+def raise_after_three_calls() -> Callable[[], None]:
+    calls = iter(range(3))
+
+    def interrupt() -> None:
+        if next(calls, None) is None:
+            raise LookupError("enough")
+
+    return interrupt
 
 
 def test_the_directory_is_for_its_owner_only(tmp_path: Path) -> None:

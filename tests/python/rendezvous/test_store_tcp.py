@@ -55,6 +55,25 @@ def assert_serves(server: TcpStoreServer) -> None:
         assert store.get("key", 5.0) == b"value"
 
 
+def test_an_interrupt_ends_waits_for_a_server_that_does_not_answer(
+    server: TcpStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after its host has vanished: ranks have to notice other things meanwhile."""
+
+    def interrupt() -> None:
+        raise LookupError("enough")
+
+    goes_on = threading.Event()
+    monkeypatch.setattr(server, "_answer", lambda request: b"\x01" if goes_on.wait(60) else b"\x00")
+    with TcpStore("127.0.0.1", server.port, SECRET) as store:
+        with pytest.raises(LookupError):
+            store.set("key", b"value", interrupt)
+        with pytest.raises(LookupError):
+            store.get("key", 0.0, interrupt)
+        goes_on.set()
+        store.set("key", b"value")
+
+
 @pytest.mark.parametrize(
     "greeting",
     [

@@ -28,8 +28,8 @@ from multiring.commands.launcher.hosts import address_towards
 from multiring.commands.launcher.job import (
     EXIT_TIMED_OUT,
     job_environment,
+    none_joined,
     say,
-    say_if_none_joined,
     store_url,
 )
 from multiring.commands.launcher.multiplexer import Multiplexer
@@ -101,7 +101,7 @@ def run_by_engine(options: JobOptions, engine: Engine) -> int:
         told = TOLD_KEY in server
         code = _judge(options, engine, supervisor, process, ends, time.monotonic() - began, told)
         if code == 0 and JOINED_KEY not in server:
-            say_if_none_joined(engine.ranks)
+            say(none_joined(engine.ranks))
         return code
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from multiring import errors, machine
 from multiring.commands.launcher import binding
+from multiring.commands.launcher.foreign_variables import horovod_place
 from multiring.commands.launcher.guardian import end_processes
 from multiring.commands.launcher.hosts import Seat
 from multiring.commands.launcher.multiplexer import Multiplexer
@@ -34,6 +35,7 @@ from multiring.commands.launcher.rank_starter import (
     EXIT_NOT_FOUND,
     ProgramError,
     command_of,
+    enter_directory,
     own_python_first,
     place_variables,
 )
@@ -212,14 +214,9 @@ def _run(order: Mapping[str, Any], place: _Place, store: Store, hearing: Store) 
 
 
 def _start(order: Mapping[str, Any], place: _Place, mark: str, *, piped: bool) -> _Rank:
-    try:
-        os.chdir(order["directory"])
-    except OSError as error:
-        raise ProgramError(
-            f"there is no directory {order['directory']}, where the job was started: {error.strerror}",
-            EXIT_NOT_EXECUTABLE,
-        ) from error
+    enter_directory(order["directory"])
     environ = {**DEFAULTS, **os.environ, **place_variables(place.rank, place.size, place.seat), _MARK: mark}
+    environ |= horovod_place(environ)
     environ["PATH"] = own_python_first(environ)
     shares = binding.shares(machine.allowed_cpus(), place.seat.local_size, order["bind"])
     environ |= binding.thread_environment(machine.core_allowance(), place.seat.local_size, environ)

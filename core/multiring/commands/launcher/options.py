@@ -11,6 +11,7 @@ from pathlib import Path
 from multiring.commands.argument_types import number_of, wall_seconds
 from multiring.commands.launcher.engine_job import run_by_engine
 from multiring.commands.launcher.engines import CHOICES, Engine, choose
+from multiring.commands.launcher.foreign_variables import horovod_environment
 from multiring.commands.launcher.hosts import HostSlots, Seat, is_here, parse_hostfile, parse_hosts, seats
 from multiring.commands.launcher.job import run_job
 from multiring.commands.launcher.rank_starter import JobOptions, ProgramError
@@ -104,6 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="set a variable for the ranks; may be repeated",
     )
     parser.add_argument(
+        "--horovod",
+        action="store_true",
+        help="`import horovod.torch` gives multiring.horovod.torch, and HOROVOD_RANK and others are set "
+        "(docs/horovod.md)",
+    )
+    parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="module ...", help="run a Python module"
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="program ...", help="what to run")
@@ -161,6 +168,7 @@ def main(args: argparse.Namespace) -> int:
     if not (module or program):
         raise UsageError("name the program that the ranks run, as in: multiring run -np 2 train.py")
     seated, engine = _places(args)
+    given = {**dict(args.env), **_variables(args)}
     options = JobOptions(
         ranks=len(seated),
         program=program,
@@ -169,7 +177,7 @@ def main(args: argparse.Namespace) -> int:
         timeout=args.timeout,
         output_dir=args.output_dir,
         tag_output=args.tag_output,
-        environment={**dict(args.env), **_variables(args)},
+        environment=horovod_environment(given) if args.horovod else given,
         seats=seated,
         ssh=split_ssh(args.ssh),
         python=args.remote_python,

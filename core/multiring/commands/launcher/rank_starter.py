@@ -14,6 +14,7 @@ from pathlib import Path
 
 from multiring import machine
 from multiring.commands.launcher import binding
+from multiring.commands.launcher.foreign_variables import horovod_place, torch_place
 from multiring.commands.launcher.hosts import Seat
 from multiring.commands.launcher.process import RankProcess
 from multiring.commands.launcher.remote_ranks import SSH, RemoteHost
@@ -26,6 +27,7 @@ __all__ = [
     "ProgramError",
     "RankStarter",
     "command_of",
+    "enter_directory",
     "may_read_stdin",
     "own_python_first",
     "passed_on",
@@ -58,6 +60,8 @@ class JobOptions:
         ssh: The command that runs a command on another host, with its options.
         python: The Python on other hosts; empty: at the place of this one.
         address: Where ranks on other hosts reach this one; empty: found out.
+        descriptors: Open files that ranks on this host inherit.
+        caller: Descriptor of a connection to the process that wants the job; None: there is none.
     """
 
     ranks: int
@@ -72,6 +76,8 @@ class JobOptions:
     ssh: Sequence[str] = ()
     python: str = ""
     address: str = ""
+    descriptors: Sequence[int] = ()
+    caller: int | None = None
 
     def seat(self, rank: int) -> Seat:
         """Where a rank runs."""
@@ -138,23 +144,31 @@ class RankStarter:
             OSError: It cannot be started.
         """
         seat = self._options.seat(rank)
-        place = {**self.shared, **place_variables(rank, self._options.ranks, seat)}
+        ranks = self._options.ranks
+        place = {**self.shared, **torch_place(rank, ranks, seat), **place_variables(rank, ranks, seat)}
         if seat.host:
             if seat.host not in self._hosts:
                 self._hosts[seat.host] = self._connect(seat.host)
             return self._hosts[seat.host].ranks[rank]
+        environ = {**DEFAULTS, **self._environ, **self._threads, **place}
         return RankProcess(
             rank,
             self._command,
-            {**DEFAULTS, **self._environ, **self._threads, **place},
+            {**environ, **horovod_place(environ)},
             cpus=None if self._shares is None else self._shares[seat.local_rank],
             stdin=rank == 0 and may_read_stdin(),
             piped=piped,
+            kept=self._options.descriptors,
         )
 
     def _connect(self, host: str) -> RemoteHost:
         options = self._options
         seats = {rank: seat for rank, seat in enumerate(options.seats or []) if seat.host == host}
+        places = {rank: place_variables(rank, options.ranks, seat) for rank, seat in seats.items()}
+        for place in places.values():
+            place |= horovod_place({**options.environment, **place}, host)
+        for rank, seat in seats.items():
+            places[rank] |= torch_place(rank, options.ranks, seat)
         assert self.selector is not None
         return RemoteHost(
             ssh=options.ssh or shlex.split(SSH),
@@ -166,10 +180,25 @@ class RankStarter:
                 "bind": options.bind,
                 "environ": {**DEFAULTS, **passed_on(self._environ), **options.environment, **self.shared},
             },
-            places={rank: place_variables(rank, options.ranks, seat) for rank, seat in seats.items()},
+            places=places,
             selector=self.selector,
             wake=self.wake,
         )
+
+
+def enter_directory(directory: str) -> None:
+    """Works from now on in the directory where the job was started, as its ranks do.
+
+    Raises:
+        ProgramError: It is not on this host.
+    """
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise ProgramError(
+            f"there is no directory {directory}, where the job was started: {error.strerror}",
+            EXIT_NOT_EXECUTABLE,
+        ) from error
 
 
 def command_of(program: Sequence[str], module: str | None, environ: Mapping[str, str]) -> list[str]:

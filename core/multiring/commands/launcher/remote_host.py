@@ -30,6 +30,7 @@ from multiring.commands.launcher.rank_starter import (
     EXIT_NOT_FOUND,
     ProgramError,
     command_of,
+    enter_directory,
     own_python_first,
 )
 from multiring.errors import MultiringError
@@ -187,13 +188,7 @@ class _Host:
 
 
 def _start(order: Mapping[str, Any], rank: int, environ: Mapping[str, str]) -> RankProcess:
-    try:
-        os.chdir(order["directory"])
-    except OSError as error:
-        raise ProgramError(
-            f"there is no directory {order['directory']}, where the job was started: {error.strerror}",
-            EXIT_NOT_EXECUTABLE,
-        ) from error
+    enter_directory(order["directory"])
     environ = {**os.environ, **environ}
     environ["PATH"] = own_python_first(environ)
     local_rank, local_size = int(environ["MULTIRING_LOCAL_RANK"]), int(environ["MULTIRING_LOCAL_SIZE"])

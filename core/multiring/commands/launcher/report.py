@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from multiring.commands.launcher.process import signal_name
 
-__all__ = ["RankEnd", "blame", "exit_code", "failure_report"]
+__all__ = ["RankEnd", "blame", "exit_code", "failure_report", "who"]
 
 _SSH_FAILED = 255  # what ssh ends with if it, and not what it has started, fails
 
@@ -118,9 +118,7 @@ def failure_report(
         oom_kills: How many processes the kernel has killed on that host meanwhile for want of memory.
         by_ssh: Whether ranks on other hosts were started by ssh.
     """
-    where = f"on {culprit.host}" if culprit.host else f"process {culprit.pid} on {host}"
-    who = f"rank {culprit.rank} ({where})"
-    lines = [f"{who} failed with {culprit.how()} after {seconds:.1f} s"]
+    lines = [f"{who(culprit, host)} failed with {culprit.how()} after {seconds:.1f} s"]
     if culprit.why:
         lines.append(f"  {culprit.why}")
     elif number := _signal_of(culprit.code):
@@ -138,6 +136,12 @@ def failure_report(
         lines += [f"  | {line}" for line in culprit.stderr]
     lines += _others(culprit, others)
     return lines
+
+
+def who(end: RankEnd, host: str) -> str:
+    """A rank with its process and host; `host` is the launcher's."""
+    where = f"on {end.host}" if end.host else f"process {end.pid} on {host}"
+    return f"rank {end.rank} ({where})"
 
 
 def _others(culprit: RankEnd, others: Sequence[RankEnd]) -> list[str]:

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 from types import FrameType
 
 from multiring.commands.launcher.multiplexer import Multiplexer
@@ -163,6 +164,10 @@ class Supervisor:
         self._tell(signal.SIGTERM)
         self.after(_END_SECONDS, "kill", self._kill)
 
+    def obey(self, descriptor: int) -> None:
+        """Takes numbers of signals from a connection, one byte each; that it closes counts as SIGTERM."""
+        self._selector.register(descriptor, selectors.EVENT_READ, partial(self._on_message, descriptor))
+
     def after(self, seconds: float, name: str, act: Callable[[], None]) -> None:
         """Calls `act` once so many seconds from now, unless the ranks have ended before; a name has one."""
         self._due[name] = (time.monotonic() + seconds, act)
@@ -240,6 +245,15 @@ class Supervisor:
                 for rank in self._ranks:
                     rank.signal(number)
         self._look()
+
+    def _on_message(self, descriptor: int) -> None:
+        numbers = b""
+        with contextlib.suppress(ConnectionResetError):
+            numbers = os.read(descriptor, 64)
+        if not numbers:
+            self._selector.unregister(descriptor)
+        for number in numbers or [signal.SIGTERM]:
+            self._on_ending_signal(number)
 
     def _on_ending_signal(self, number: int) -> None:
         if self._draining:  # only output is left, and nobody wants to wait for it

@@ -9,6 +9,7 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "base/immovable.h"
 #include "transport/tcp/poller.h"
 
 namespace multiring::tcp {
@@ -29,13 +30,11 @@ class ConnectionObserver {
 };
 
 /// A connection between two ranks of the job, after its handshake.
-class TcpConnection : public EventSink {
+class TcpConnection : public EventSink, Immovable {
  public:
   TcpConnection(Descriptor socket, int peer, ConnectionObserver& observer)
       : observer_(observer), socket_(std::move(socket)), peer_(peer) {}
   virtual ~TcpConnection() = default;
-  TcpConnection(const TcpConnection&) = delete;
-  TcpConnection& operator=(const TcpConnection&) = delete;
 
   int peer() const { return peer_; }
   bool open() const { return static_cast<bool>(socket_); }

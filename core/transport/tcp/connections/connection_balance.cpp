@@ -17,8 +17,8 @@ constexpr double kLeastStripe = 4096;  // bytes
 
 }  // namespace
 
-ConnectionBalance::ConnectionBalance(std::size_t connections, std::size_t whole_below)
-    : whole_below_(whole_below), weights_(connections, 1.0), shares_(connections, 0.0) {}
+ConnectionBalance::ConnectionBalance(std::size_t connections, std::size_t stripe_threshold)
+    : stripe_threshold_(stripe_threshold), weights_(connections, 1.0), shares_(connections, 0.0) {}
 
 void ConnectionBalance::set_weight(std::size_t connection, std::uint32_t weight) {
   if (!fixed_ && !measured_) weights_[connection] = weight;
@@ -33,7 +33,7 @@ void ConnectionBalance::divide(std::size_t bytes, std::span<const std::size_t> b
                                std::vector<StripeRange>& ranges) {
   ranges.clear();
   divided_ += static_cast<double>(bytes);
-  if (weights_.size() == 1 || bytes < whole_below_) {
+  if (weights_.size() == 1 || bytes < stripe_threshold_) {
     ranges.push_back({weights_.size() == 1 ? 0 : first_free(backlogs), 0, bytes});
     return;
   }

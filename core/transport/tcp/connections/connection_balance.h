@@ -22,8 +22,8 @@ ConnectionProgress progress_of(int socket);
 /// was something to send. The backlogs correct for inexact speeds.
 class MULTIRING_API ConnectionBalance {
  public:
-  /// Messages below `whole_below` go over one connection.
-  ConnectionBalance(std::size_t connections, std::size_t whole_below);
+  /// Messages below `stripe_threshold` go over one connection.
+  ConnectionBalance(std::size_t connections, std::size_t stripe_threshold);
 
   void set_weight(std::size_t connection, std::uint32_t weight);
   /// No measurement changes them any more. One for each connection, not all 0.
@@ -43,7 +43,7 @@ class MULTIRING_API ConnectionBalance {
   /// Sets `shares_`, in bytes.
   void water_fill(std::size_t bytes, std::span<const std::size_t> backlogs);
 
-  std::size_t whole_below_;
+  std::size_t stripe_threshold_;
   bool fixed_ = false;
   bool measured_ = false;
   std::vector<double> weights_;  // in bytes per second, once measured

@@ -5,8 +5,12 @@
 
 namespace multiring::tcp {
 
-TcpStream::TcpStream(int rank, int peer, int channel, std::size_t stripes, std::size_t whole_below)
-    : rank_(rank), peer_(peer), channel_(channel), connections_(stripes), balance_(stripes, whole_below) {}
+TcpStream::TcpStream(int rank, int peer, int channel, std::size_t stripes, std::size_t stripe_threshold)
+    : rank_(rank),
+      peer_(peer),
+      channel_(channel),
+      connections_(stripes),
+      balance_(stripes, stripe_threshold) {}
 
 DataConnection& TcpStream::add_connection(std::size_t stripe, std::uint32_t weight, Descriptor socket,
                                           ConnectionObserver& observer) {
@@ -21,7 +25,7 @@ DataConnection& TcpStream::add_connection(std::size_t stripe, std::uint32_t weig
 
 void TcpStream::post_send(Message& message) {
   message.sequence = ++sends_posted_;
-  if (sends_lost_) {
+  if (sends_failed_) {
     message.state = Message::State::kLost;
     return;
   }
@@ -46,7 +50,7 @@ void TcpStream::measure_connections() {
 
 void TcpStream::post_receive(Message& message) {
   message.sequence = ++receives_posted_;
-  if (receives_lost_) {
+  if (receives_failed_) {
     message.state = Message::State::kLost;
     return;
   }
@@ -87,30 +91,30 @@ void TcpStream::received(Message& message) { finish(message, receives_, receives
 
 void TcpStream::sent(Message& message) { finish(message, sends_, sends_posted_); }
 
-void TcpStream::lose(std::deque<Message*>& messages, Message::State state) {
+void TcpStream::fail_all(std::deque<Message*>& messages, Message::State state) {
   for (Message* message : messages)
     if (message != nullptr) message->state = state;
   messages.clear();
 }
 
-void TcpStream::lose_sends(Message::State state) {
-  sends_lost_ = true;
+void TcpStream::fail_pending_sends(Message::State state) {
+  sends_failed_ = true;
   for (const auto& connection : connections_)
     if (connection) connection->stop_output();
-  lose(sends_, state);
+  fail_all(sends_, state);
 }
 
-void TcpStream::lose_receives(Message::State state) {
-  receives_lost_ = true;
+void TcpStream::fail_pending_receives(Message::State state) {
+  receives_failed_ = true;
   for (const auto& connection : connections_)
     if (connection) connection->stop_input();
-  lose(receives_, state);
+  fail_all(receives_, state);
 }
 
 void TcpStream::stop() {
   stopped_ = true;
-  lose_sends(Message::State::kOutOfStep);
-  lose_receives(Message::State::kOutOfStep);
+  fail_pending_sends(Message::State::kOutOfStep);
+  fail_pending_receives(Message::State::kOutOfStep);
 }
 
 }  // namespace multiring::tcp

@@ -16,7 +16,7 @@ namespace multiring::tcp {
 /// The two streams between this rank and a peer on a channel. Matches frames with posted receives.
 class TcpStream {
  public:
-  TcpStream(int rank, int peer, int channel, std::size_t stripes, std::size_t whole_below);
+  TcpStream(int rank, int peer, int channel, std::size_t stripes, std::size_t stripe_threshold);
 
   int peer() const { return peer_; }
   int channel() const { return channel_; }
@@ -45,17 +45,17 @@ class TcpStream {
   void sent(Message& message);
 
   /// The peer takes, or sends, nothing more: pending messages are lost.
-  void lose_sends(Message::State state = Message::State::kLost);
-  void lose_receives(Message::State state = Message::State::kLost);
-  bool sends_lost() const { return sends_lost_; }
-  bool receives_lost() const { return receives_lost_; }
+  void fail_pending_sends(Message::State state = Message::State::kLost);
+  void fail_pending_receives(Message::State state = Message::State::kLost);
+  bool sends_failed() const { return sends_failed_; }
+  bool receives_failed() const { return receives_failed_; }
   /// A pending message was given up, so later ones could not be matched.
   void stop();
   bool stopped() const { return stopped_; }
 
  private:
   static void finish(Message& message, std::deque<Message*>& messages, std::uint64_t posted);
-  static void lose(std::deque<Message*>& messages, Message::State state);
+  static void fail_all(std::deque<Message*>& messages, Message::State state);
   /// Updates the backlogs, and now and then the speeds.
   void measure_connections();
   Match mismatch(const FrameHeader& header, const Message& message) const;
@@ -72,8 +72,8 @@ class TcpStream {
   std::deque<Message*> receives_;
   std::uint64_t sends_posted_ = 0;
   std::uint64_t receives_posted_ = 0;
-  bool sends_lost_ = false;
-  bool receives_lost_ = false;
+  bool sends_failed_ = false;
+  bool receives_failed_ = false;
   bool stopped_ = false;
   std::vector<StripeRange> ranges_;
   std::vector<ConnectionProgress> progress_;

@@ -30,8 +30,13 @@ class Acceptor::Listener final : public EventSink {
   Descriptor socket_;
 };
 
-Acceptor::Acceptor(DescriptorTable& descriptors, Poller& poller, const Options& options, Delegate& delegate)
-    : descriptors_(descriptors), poller_(poller), options_(options), delegate_(delegate) {}
+Acceptor::Acceptor(DescriptorTable& descriptors, Poller& poller, const TcpOptions& options,
+                   Delegate& delegate)
+    : descriptors_(descriptors),
+      poller_(poller),
+      options_(options),
+      key_(derive_handshake_key(options.secret, options.job)),
+      delegate_(delegate) {}
 
 Acceptor::~Acceptor() = default;
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <list>
 #include <memory>
@@ -11,6 +10,7 @@
 #include "transport/tcp/handshake/address.h"
 #include "transport/tcp/handshake/handshake_messages.h"
 #include "transport/tcp/poller.h"
+#include "transport/tcp/tcp_options.h"
 
 namespace multiring::tcp {
 
@@ -22,10 +22,6 @@ struct RejectedCounts {
   std::uint64_t evicted = 0;  ///< the oldest one when there were too many
   std::uint64_t total() const { return malformed + unauthenticated + timed_out + evicted; }
 };
-
-/// Number of incoming connections whose handshake is not done. The networks of a job share one counter: a
-/// process has many networks and one limit on its descriptors.
-using OpenHandshakes = std::atomic<std::size_t>;
 
 /// A connection that this rank opens.
 struct ConnectAttempt {
@@ -47,15 +43,6 @@ struct ConnectAttempt {
 /// Unauthenticated peers, which cost a descriptor each, are limited in number and time.
 class Acceptor {
  public:
-  struct Options {
-    HandshakeKey key = {};
-    double handshake_seconds = 10.0;
-    double heartbeat = 5.0;
-    /// Limit of `open_handshakes`; beyond it the oldest incoming one of this network is closed. Every network
-    /// may have kReservedHandshakes, so that a flood at the port of one does not lock out the others.
-    std::size_t max_handshakes = 128;
-    std::shared_ptr<OpenHandshakes> open_handshakes = std::make_shared<OpenHandshakes>(0);
-  };
   static constexpr std::size_t kReservedHandshakes = 8;
 
   class Delegate {
@@ -69,7 +56,8 @@ class Acceptor {
     ~Delegate() = default;
   };
 
-  Acceptor(DescriptorTable& descriptors, Poller& poller, const Options& options, Delegate& delegate);
+  /// `options` have to outlive it.
+  Acceptor(DescriptorTable& descriptors, Poller& poller, const TcpOptions& options, Delegate& delegate);
   ~Acceptor();
 
   /// Sets the ports of `addresses`. Removes those that cannot be listened on, as long as one is left.
@@ -95,7 +83,8 @@ class Acceptor {
 
   DescriptorTable& descriptors_;
   Poller& poller_;
-  Options options_;
+  const TcpOptions& options_;
+  const HandshakeKey key_;
   Delegate& delegate_;
   std::vector<std::unique_ptr<Listener>> listeners_;
   std::list<std::unique_ptr<Handshake>> incoming_;  // oldest first

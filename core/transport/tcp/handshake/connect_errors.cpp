@@ -67,6 +67,14 @@ Error attempt_error(const RankPair& ranks, const ConnectAttempt& attempt) {
     return error_between(ErrorKind::kPeerLost, ranks, "cannot connect to",
                          ": " + path_text(attempt) + ": " + text_of(attempt.error) +
                              ". It has ended, look at its output; or a firewall is between them");
+  // What a network says when the host at an address does not answer.
+  const bool own_network_gone = attempt.error == ENETUNREACH || attempt.error == ENETDOWN;
+  if (attempt.error == EHOSTUNREACH || (ranks.connected_before && own_network_gone))
+    return error_between(ErrorKind::kPeerLost, ranks, "lost",
+                         ": its process has died, or its host cannot be reached any more: " +
+                             path_text(attempt) + ": " + text_of(attempt.error) +
+                             ". If it never could be, a firewall between them refuses the connection, or "
+                             "they share another network: choose its interfaces with MULTIRING_INTERFACES");
   if (attempt.error == EMFILE || attempt.error == ENFILE)
     return error_between(ErrorKind::kUsage, ranks, "has no descriptor left for a connection to",
                          ": " + text_of(attempt.error) +

@@ -16,6 +16,7 @@ struct RankPair {
   double waited = 0.0;
   int world_rank = rank;  ///< as messages name the two
   int world_peer = peer;
+  bool connected_before = false;  ///< see TcpOptions
 };
 
 /// "rank 1 on a <what> rank 0 on b<rest>", with both ranks in its context.

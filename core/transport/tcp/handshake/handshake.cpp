@@ -112,12 +112,12 @@ void Acceptor::Handshake::received_challenge() {
   server_nonce_ = *nonce;
   input_bytes_ = 0;
   stage_ = Stage::kServerHello;
-  if (!send_all(encode_client_hello(acceptor_.options_.key, server_nonce_, client_nonce_, attempt_->info)))
+  if (!send_all(encode_client_hello(acceptor_.key_, server_nonce_, client_nonce_, attempt_->info)))
     interrupted(0);
 }
 
 void Acceptor::Handshake::received_client_hello() {
-  const HandshakeKey& key = acceptor_.options_.key;
+  const HandshakeKey& key = acceptor_.key_;
   const auto hello = parse_client_hello(key, server_nonce_, input_);
   if (!hello) return reject(&RejectedCounts::malformed);
   if (!hello->authenticated) {
@@ -136,7 +136,7 @@ void Acceptor::Handshake::received_client_hello() {
 }
 
 void Acceptor::Handshake::received_server_hello() {
-  const auto hello = parse_server_hello(acceptor_.options_.key, server_nonce_, client_nonce_, attempt_->info,
+  const auto hello = parse_server_hello(acceptor_.key_, server_nonce_, client_nonce_, attempt_->info,
                                         std::span(input_).first(kServerHelloBytes));
   if (hello && hello->authenticated && hello->verdict == Verdict::kAccepted) {
     attempt_->state = ConnectAttempt::State::kDone;

@@ -8,7 +8,7 @@
 #include <string_view>
 
 #include "base/export.h"
-#include "base/sha256.h"
+#include "base/hash/sha256.h"
 
 namespace multiring::tcp {
 

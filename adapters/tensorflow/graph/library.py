@@ -1,0 +1,114 @@
+"""The native library with the ops, and the queues that the ops submit to."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from multiring import _core
+from multiring.derived import shared_queue
+from multiring.errors import InternalError, UsageError
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = [
+    "abort",
+    "is_asynchronous",
+    "native_library",
+    "native_ops",
+    "number_of",
+    "place_of",
+    "register_place",
+]
+
+_NAME = "libmultiring_tensorflow.so"
+
+
+class _Library:
+    """The loaded library.
+
+    Attributes:
+        ops: Module with a function for each op.
+        is_asynchronous: Whether operations wait without holding one of TensorFlow's threads.
+        native: It, by its functions of the C ABI.
+        places: Rank and size by the number of each queue.
+    """
+
+    def __init__(self) -> None:
+        # Beside the extension module in every kind of installation; sources may lie elsewhere.
+        path = Path(_core.__file__).parent / "tensorflow" / _NAME
+        if not path.exists():
+            raise InternalError(f"{path} is missing: this installation of multiring is incomplete")
+        self.places: dict[int, tuple[int, int]] = {}
+        self.ops = tf.load_op_library(str(path))
+        self.native = ctypes.CDLL(str(path))
+        self.native.multiring_tensorflow_load_error.restype = ctypes.c_char_p
+        self.native.multiring_tensorflow_register_queue.argtypes = [ctypes.c_void_p]
+        self.native.multiring_tensorflow_register_queue.restype = ctypes.c_int64
+        self.is_asynchronous = bool(self.native.multiring_tensorflow_is_asynchronous())
+        if problem := self.native.multiring_tensorflow_load_error().decode():
+            raise UsageError(f"multiring's ops cannot be used with TensorFlow {tf.__version__}: {problem}")
+
+    def register(self, queue: Any) -> int:
+        """Number under which graphs refer to a queue."""
+        number = int(self.native.multiring_tensorflow_register_queue(queue.address))
+        self.places[number] = queue.rank, queue.size
+        return number
+
+
+@functools.cache
+def _library() -> _Library:
+    return _Library()
+
+
+# Number of the queue of each communicator that has been used. The queue itself is held by the communicator,
+# which it refers to.
+_numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+
+
+def native_ops() -> Any:
+    """Module with a function for each native op."""
+    return _library().ops
+
+
+def native_library() -> Any:
+    """The native library by its functions of the C ABI."""
+    return _library().native
+
+
+def register_place() -> int:
+    """A number that stands for no queue: for operations that others carry out, which no thread owns."""
+    number = min(_library().places, default=0)
+    number = min(number, 0) - 1
+    _library().places[number] = 0, 1
+    return number
+
+
+def number_of(comm: Communicator) -> int:
+    """Number under which graphs refer to the communicator's queue. Collective at the first call."""
+    if comm not in _numbers:
+        # Of two threads that come here at once, both register the one queue; one number is kept.
+        _numbers.setdefault(comm, _library().register(shared_queue(comm, "tensorflow")))
+    return _numbers[comm]
+
+
+def place_of(number: int) -> tuple[int, int]:
+    """Rank and size of the communicator with this number."""
+    return _library().places[number]
+
+
+def is_asynchronous() -> bool:
+    """Whether operations wait without holding one of TensorFlow's threads."""
+    return _library().is_asynchronous
+
+
+def abort(number: int, message: str) -> None:
+    """Make all operations of the communicator with this number fail, on all ranks."""
+    for comm, known in list(_numbers.items()):
+        if known == number:
+            shared_queue(comm, "tensorflow").abort(message)

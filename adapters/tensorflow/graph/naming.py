@@ -1,0 +1,45 @@
+"""Names by which the ranks' operations find each other.
+
+Ranks trace the same functions, but not equally often: a last batch of another size makes one rank trace
+anew. So names count operations within a trace, never over the whole process; the k-th run of a name on one
+rank meets the k-th on the others.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from typing import Any
+
+import tensorflow as tf
+from multiring.tensorflow.graph.threads import in_py_function
+
+__all__ = ["operation_name"]
+
+# Operations so far in each function, branch or body of a loop that is being traced.
+_counts: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def operation_name(kind: str) -> str:
+    """A name for an operation that was given none.
+
+    Args:
+        kind: What it does, "allreduce".
+    """
+    if tf.executing_eagerly():
+        thread = threading.current_thread()
+        if in_py_function():
+            return f"py_function/{kind}"
+        if thread is threading.main_thread():
+            return kind  # eager operations of a thread run one after the other
+        return f"{_plain(thread.name)}/{kind}"
+    graph = tf.compat.v1.get_default_graph()
+    counts = _counts.setdefault(graph, {})
+    counts[kind] = counts.get(kind, 0) + 1
+    return f"{_plain(getattr(graph, 'name', 'graph'))}/{kind} {counts[kind]}"
+
+
+def _plain(title: str) -> str:
+    """Without numbers of the process, which differ from rank to rank."""
+    return re.sub(r"_?\d+", "", title)

@@ -1,0 +1,90 @@
+"""Variables by which scripts for other libraries know their place: those of Horovod, where a script imports
+it, and those that torchrun sets, with which `torch.distributed`, Lightning and Accelerate start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from multiring.commands.launcher.hosts import Seat
+from multiring.errors import UsageError
+
+__all__ = ["horovod_environment", "horovod_place", "torch_meeting", "torch_place"]
+
+# Horovod's own variable for what brings the ranks together; by this value they know that it is us.
+_CONTROLLER, _OURS = "HOROVOD_CONTROLLER", "multiring"
+# Rank 0 of torch.distributed serves a store at a port that is known beforehand; systems give none of these to
+# programs that ask for any.
+_PORTS = range(16384, 32768)
+_PLACES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+
+
+def horovod_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Variables for the ranks with which `import horovod` gives multiring.horovod.
+
+    Args:
+        given: Variables that the ranks get anyway.
+
+    Raises:
+        UsageError: multiring.horovod is not installed.
+    """
+    # An editable installation has the parts of the package in several folders.
+    found = find_spec("multiring.horovod")
+    folders = (found.submodule_search_locations if found else None) or ()
+    places = [Path(folder) / "shim" for folder in folders]
+    directory = next((place for place in places if place.is_dir()), None)
+    if directory is None:
+        raise UsageError("--horovod: there is no multiring.horovod; is this multiring installed whole?")
+    before = given.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    path = f"{before}{os.pathsep}{directory}" if before else str(directory)
+    return {**given, "PYTHONPATH": path, _CONTROLLER: _OURS}
+
+
+def horovod_place(environ: Mapping[str, str], host: str = "") -> dict[str, str]:
+    """What Horovod calls the place of a rank; nothing where its script imports no horovod, or has no
+    place.
+
+    Args:
+        environ: The rank's environment, with multiring's variables for its place.
+        host: The rank's host; empty: this one.
+    """
+    if environ.get(_CONTROLLER) != _OURS or "MULTIRING_RANK" not in environ:
+        return {}
+    places = {f"HOROVOD_{name}": environ[f"MULTIRING_{name}"] for name in _PLACES}
+    return {**places, "HOROVOD_HOSTNAME": host or socket.gethostname()}
+
+
+def torch_place(rank: int, size: int, seat: Seat) -> dict[str, str]:
+    """The place of a rank as torchrun tells it, and Lightning's name for the number of the host."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(seat.local_rank),
+        "LOCAL_WORLD_SIZE": str(seat.local_size),
+        "NODE_RANK": str(seat.cross_rank),
+    }
+
+
+def torch_meeting(host: str, address: str) -> dict[str, str]:
+    """Where torch's rank 0 serves its store, should the script ask for `env://`, torch's default.
+
+    Args:
+        host: Rank 0's host, with or without a user; empty: this one.
+        address: Where the other ranks reach this host.
+    """
+    port = random.choice(_PORTS) if host else _free_port()
+    return {"MASTER_ADDR": host.rpartition("@")[2] or address, "MASTER_PORT": str(port)}
+
+
+def _free_port() -> int:
+    """A port of this host that nobody listens on now."""
+    for port in random.sample(_PORTS, 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    return random.choice(_PORTS)  # torch tells that it is taken

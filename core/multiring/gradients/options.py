@@ -1,0 +1,156 @@
+"""How gradients are reduced: one object, and the keyword arguments from which every adapter makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from multiring.errors import UsageError
+from multiring.gradients.bucketing import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    ParameterSpec,
+    Plan,
+    itemsize,
+    plan_buckets,
+)
+from multiring.gradients.compression import COMPRESSED_DTYPES, TopK
+from multiring.reductions import ScaleKeywords, native_comm_dtype
+from multiring.types import CommDtypeName, ReduceOpName
+
+__all__ = [
+    "BucketKeywords",
+    "ReducerKeywords",
+    "ReducerOptions",
+    "SizeKeywords",
+    "check_options",
+    "check_parameters",
+]
+
+
+class SizeKeywords(ScaleKeywords, total=False):
+    """Keyword arguments for fields of `ReducerOptions` that any reduction in buckets takes."""
+
+    bucket_bytes: int
+    first_bucket_bytes: int
+
+
+class BucketKeywords(SizeKeywords, total=False):
+    """Keyword arguments for fields of `ReducerOptions` that every adapter takes."""
+
+    op: Literal["average", "sum"]
+    average: bool
+    """False is op="sum"."""
+
+
+class ReducerKeywords(BucketKeywords, total=False):
+    """Keyword arguments for all fields of `ReducerOptions` that a program sets."""
+
+    comm_dtype: CommDtypeName | None
+    compression: TopK | None
+    check_every: int | None
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """How gradients are reduced; the same on every rank.
+
+    Optimizers, hooks and callbacks take these fields, but for `name`, as keyword arguments:
+    `DistributedOptimizer(optimizer, prescale=0.5, bucket_bytes=1 << 20)`. `average=False` is op="sum".
+    TensorFlow and JAX have no `comm_dtype` and `compression`.
+
+    Attributes:
+        op: "average" divides by the number of ranks that have data, "sum" does not.
+        bucket_bytes: Limit of a bucket, in bytes; a larger gradient gets one for itself.
+        first_bucket_bytes: Limit of the first bucket of each dtype, in bytes; small, to start early.
+        prescale: Factor applied before the reduction.
+        postscale: Factor applied after it.
+        name: What error messages call the buckets.
+        comm_dtype: The dtype in which gradients of float32 cross from host to host: "bfloat16" and "float16"
+            round them, "float32" does not (docs/compression.md). MULTIRING_COMM_DTYPE if None.
+        compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
+            others for the next step (docs/compression.md). Of gradients of float32 and float64. None: all
+            are sent.
+        check_every: Compare checksums of the training state over ranks in the second step and every so many
+            steps, so that ranks that drift apart are a `MismatchError`; 0: never; None: as
+            MULTIRING_CHECK_EVERY says (100).
+    """
+
+    op: ReduceOpName = "average"
+    bucket_bytes: int = BUCKET_BYTES
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES
+    prescale: float = 1.0
+    postscale: float = 1.0
+    name: str = "gradients"
+    comm_dtype: CommDtypeName | None = None
+    compression: TopK | None = None
+    check_every: int | None = None
+
+    @classmethod
+    def of(cls, keywords: SizeKeywords, **others: Any) -> Self:
+        """Made of the keyword arguments of a function (`explain_arguments` has refused unknown ones).
+
+        Args:
+            keywords: What the program has passed.
+            others: Fields that the function sets itself.
+
+        Raises:
+            UsageError: Both `op` and `average` are given.
+        """
+        fields: dict[str, Any] = {**keywords, **others}
+        if "average" in fields:
+            if "op" in fields:
+                raise UsageError("op and average are given, which say the same; pass one of them")
+            fields["op"] = "average" if fields.pop("average") else "sum"
+        fields.update((name, float(fields[name])) for name in ("prescale", "postscale") if name in fields)
+        return cls(**fields)
+
+    def plan(self, specs: Sequence[ParameterSpec], order: Sequence[int], size: int) -> Plan:
+        """The buckets; see `plan_buckets`."""
+        return plan_buckets(
+            specs,
+            order,
+            size=size,
+            bucket_bytes=self.bucket_bytes,
+            first_bucket_bytes=self.first_bucket_bytes,
+        )
+
+    @property
+    def scale(self) -> float:
+        """Product of both factors."""
+        return self.prescale * self.postscale
+
+
+def check_options(rank: int, options: ReducerOptions) -> None:
+    """Raise UsageError unless gradients can be reduced in this way."""
+    if options.op not in ("average", "sum"):
+        raise UsageError(f"rank {rank}: op is '{options.op}'; gradients take 'average' or 'sum'")
+    native_comm_dtype(options.comm_dtype)
+    if options.check_every is not None and options.check_every < 0:
+        raise UsageError(f"rank {rank}: check_every is {options.check_every}; pass 0 (never) or more")
+    if options.compression is not None and options.comm_dtype not in (None, "float32"):
+        raise UsageError(
+            f"rank {rank}: comm_dtype is '{options.comm_dtype}' and compression is {options.compression}; "
+            "gradients take one of them"
+        )
+
+
+def check_parameters(rank: int, specs: Sequence[ParameterSpec], options: ReducerOptions) -> None:
+    """Raise UsageError unless gradients of these parameters can be reduced in this way."""
+    names = [spec.name for spec in specs]
+    if not names:
+        raise UsageError(f"rank {rank}: there are no parameters to reduce gradients of")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"rank {rank}: parameter name '{twice}' occurs twice; names have to be unique")
+    check_options(rank, options)
+    for spec in specs:
+        itemsize(spec.dtype)
+        if options.compression is not None and spec.dtype not in COMPRESSED_DTYPES:
+            raise UsageError(
+                f"rank {rank}: gradients of '{spec.name}' are {spec.dtype}; TopK takes "
+                f"{' and '.join(COMPRESSED_DTYPES)}",
+                rank=rank,
+                tensor=spec.name,
+            )

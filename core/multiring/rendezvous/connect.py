@@ -1,0 +1,223 @@
+"""Connects this process with the other ranks of its job: where they meet, and what the core is told."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import logging
+import os
+import sys
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+from multiring import _core, config
+from multiring.errors import MultiringError, UsageError
+from multiring.reductions import native_comm_dtype
+from multiring.rendezvous import launch_environment, offered_store
+from multiring.rendezvous.launch_environment import Placement
+from multiring.rendezvous.mpi import job as mpi_job
+from multiring.rendezvous.mpi.bridge import carries
+from multiring.rendezvous.user_secret import OTHER_USER_SECRET
+from multiring.store import OTHER_SECRET, FileStore, Interrupt, Store, open_store, serve_store
+from multiring.tuning.table import OFF
+from multiring.tuning.table import load as load_tuning
+
+__all__ = ["connect", "connect_members"]
+
+_log = logging.getLogger("multiring")
+
+# Launchers that serve a store of their own, and the integration that lets ranks meet there; imported only in
+# their jobs.
+_MEETINGS = {"torchrun": "multiring.torchrun.meeting"}
+
+# Stores of this process, by their URLs.
+_served: set[str] = set()
+
+
+class _Prefixed(Store):
+    """A store seen through a prefix, so that each initialisation has keys of its own."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def set(self, key: str, value: bytes, interrupt: Interrupt | None = None) -> None:
+        self._store.set(self._prefix + key, value, interrupt)
+
+    def get(self, key: str, timeout: float, interrupt: Interrupt | None = None) -> bytes:
+        return self._store.get(self._prefix + key, timeout, interrupt)
+
+
+def connect(comm: Any, settings: config.Settings, generation: int, held: ExitStack) -> _core.Communicator:
+    """Meets the other ranks and connects with them. Collective.
+
+    Args:
+        comm: A communicator of mpi4py, whose ranks are those of the job; None: as the launcher says.
+        settings: Of this process.
+        generation: How often this process has connected, this time included; the same on all ranks.
+        held: Gets what has to stay open as long as the communicator.
+
+    Raises:
+        UsageError: The launcher's variables or a setting are wrong, or `comm` is no communicator.
+        TimeoutError: Ranks are missing.
+    """
+    if comm is not None:
+        return _connect_mpi(mpi_job.join_communicator(comm, settings), settings, held)
+    place = launch_environment.detect()
+    if place.size > 1 and carries(settings, place.launcher, place.is_spread):
+        job = mpi_job.join_launched(place.rank, place.size, place.launcher, settings)
+        return _connect_mpi(job, settings, held)
+    return _connect_launched(place, settings, generation, held)
+
+
+def connect_members(
+    store: Store, rank: int, size: int, settings: config.Settings, *, job: str, secret: bytes
+) -> _core.Communicator:
+    """Connects ranks that have met by themselves, wherever they are. Collective.
+
+    For groups beside the job's world, as a framework makes them; between hosts they use TCP.
+
+    Args:
+        store: Where they have met, with keys that no other group uses; open as long as the communicator.
+        rank: This rank in the group.
+        size: Number of ranks.
+        settings: Of this process; `timeout` for the group.
+        job: Name of the group, for messages.
+        secret: The same on all ranks; keeps other processes out.
+
+    Raises:
+        UsageError: A setting is wrong, or another one than on other ranks.
+        TimeoutError: Ranks are missing.
+    """
+    options = _options(rank, size, settings)
+    options.spread = size > 1
+    options.secret = secret
+    options.job = job
+    return _core.connect(store if size > 1 else None, options)
+
+
+def _options(rank: int, size: int, settings: config.Settings) -> _core.WorldOptions:
+    options = _core.WorldOptions()
+    options.rank = rank
+    options.size = size
+    options.host = settings.host
+    options.interfaces = settings.interfaces
+    options.mode = settings.mode
+    if settings.tuning and size > 1:
+        # Ranks compare what is here, so none measures while others do not.
+        options.tuning = OFF if settings.tuning == OFF else load_tuning(settings.tuning).text
+    options.comm_dtype = native_comm_dtype(settings.comm_dtype)
+    options.staging_bytes = settings.staging_bytes
+    options.spin_microseconds = -1.0 if settings.spin_microseconds is None else settings.spin_microseconds
+    options.timeout = settings.timeout
+    options.stall_warning = settings.stall_warning
+    options.warn = _warn
+    return options
+
+
+def _warn(message: str) -> None:
+    """Writes what the native core has to say into the log, and where the user's program is."""
+    where = _place_in_program()
+    _log.warning("%s%s", message, f" (this rank is at {where})" if where else "")
+
+
+def _place_in_program() -> str:
+    """File and line where the main thread is outside of installed packages; empty: not known."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] != "multiring" and "-packages" not in file and not file.startswith("<"):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _connect_mpi(job: mpi_job.MpiJob, settings: config.Settings, held: ExitStack) -> _core.Communicator:
+    options = _options(job.rank, job.size, settings)
+    options.spread = job.size > 1
+    options.secret = job.secret
+    options.job = job.job_id
+    if job.session is not None:
+        options.mpi = job.session
+    if job.size == 1:
+        return _core.connect(None, options)
+    with ExitStack() as stack:
+        store = stack.enter_context(job.open_store(settings.timeout))
+        core = _core.connect(_Prefixed(store, f"{job.job_id}/"), options)
+        held.enter_context(stack.pop_all())
+        return core
+
+
+def _connect_launched(
+    place: Placement, settings: config.Settings, generation: int, held: ExitStack
+) -> _core.Communicator:
+    options = _options(place.rank, place.size, settings)
+    options.spread = place.is_spread and place.size > 1
+    with ExitStack() as stack:
+        store: Store | None = None
+        if place.size > 1:
+            place, opened, prefix = _meet(place, settings, generation)
+            stack.enter_context(opened)
+            store = _Prefixed(opened, prefix)
+            if isinstance(opened, FileStore) and not place.is_spread:
+                options.socket_directory = str(opened.directory)
+        options.secret = place.secret or b""
+        options.job = f"{place.job_id}/{generation}"
+        core = _core.connect(store, options)
+        if len(set(core.hosts)) > 1:  # groups that are split from it meet in the store, too
+            held.enter_context(stack.pop_all())
+        return core
+
+
+def _meet(place: Placement, settings: config.Settings, generation: int) -> tuple[Placement, Store, str]:
+    """The place with all that is known once the ranks have met, the store where they did, and how the keys of
+    this generation begin there."""
+    meeting = importlib.import_module(_MEETINGS[place.launcher]) if place.launcher in _MEETINGS else None
+    if meeting is not None and meeting.is_meant(place):
+        place, store = meeting.meet(place, settings)
+        return place, store, f"{place.job_id}/"  # another one each time
+    prefix = f"generation-{generation}/"
+    if place.launcher == "slurm" and not settings.store:
+        # What follows from the job's name may be what follows from another one's. All ranks know the name.
+        prefix = f"{place.job_id}/{prefix}"
+    if place.launcher == "multiring":  # which has made the store for this job
+        return place, _open(place, settings, settings.timeout), prefix
+    reopen = functools.partial(_open, place, settings)
+    return place, *offered_store.meet(place.rank, place.size, prefix, settings.timeout, reopen)
+
+
+def _open(place: Placement, settings: config.Settings, timeout: float) -> Store:
+    """Opens the store where the ranks meet. A foreign launcher serves none: where one is named, rank 0
+    does."""
+    others = _serve(place) if place.rank == 0 and place.launcher != "multiring" else None
+    if others is not None and not settings.store:  # the one that does is not part of this job
+        raise UsageError(
+            f"rank 0 cannot serve the store {place.store_url}, where the ranks of this job meet: {others}. "
+            "Set MULTIRING_STORE to a port that is free there, and MULTIRING_SECRET, both the same on all "
+            "ranks (docs/clusters.md)"
+        ) from others
+    why = OTHER_SECRET if settings.secret else OTHER_USER_SECRET
+    try:
+        return open_store(place.store_url, place.secret, timeout, why, settings.timeout)
+    except MultiringError as error:
+        if others is not None:
+            error.args = (f"{error}. Rank 0 does not serve it either, since {others}",)
+        raise
+
+
+def _serve(place: Placement) -> UsageError | None:
+    """Serves the store as long as this process lives, or says why it does not: others may be reading when it
+    has joined, or shut down."""
+    if place.store_url in _served:
+        return None
+    try:
+        server = serve_store(place.store_url, place.secret)
+    except UsageError as error:
+        return error
+    if server is not None:
+        _served.add(place.store_url)
+        process = os.getpid()
+        atexit.register(lambda: server.close() if os.getpid() == process else None)  # not of a fork
+    return None

@@ -1,0 +1,28 @@
+"""Horovod's API over multiring: `multiring.horovod.torch` takes the place of `horovod.torch`.
+
+import multiring.horovod.torch as hvd
+
+hvd.init()
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+`multiring run --horovod` and `python -m multiring.horovod` run scripts that say `import horovod.torch`.
+docs/horovod.md says what is there and what differs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from multiring.horovod.exceptions import HorovodInternalError
+from multiring.lazy import lazy_names as _lazy_names
+
+if TYPE_CHECKING:
+    from multiring.horovod.runner import run
+
+# Not every rank needs what starts ranks.
+__getattr__, __dir__ = _lazy_names(__name__, {"run": ".runner"})
+
+__all__ = ["HorovodInternalError", "run"]
+
+__version__ = "0.28.1"
+"""The release of Horovod whose API this is."""

@@ -1,0 +1,44 @@
+"""`python -m multiring.horovod train.py`: runs a script in which `import horovod` gives multiring.horovod."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from multiring.commands.launcher.foreign_variables import horovod_environment, horovod_place
+
+__all__ = ["main"]
+
+_USAGE = """\
+usage: python -m multiring.horovod script.py [arguments ...]
+       python -m multiring.horovod -m module [arguments ...]
+
+Runs a script in which `import horovod.torch` gives multiring.horovod.torch, as a rank of the job that this
+process was started in, or alone. `multiring run --horovod -np 4 python script.py` starts four ranks.
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Runs what the arguments name; returns an exit code."""
+    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
+        print(_USAGE, file=sys.stdout if arguments[:1] in (["-h"], ["--help"]) else sys.stderr, end="")
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    shim = str(Path(__file__).parent / "shim")
+    # Processes that the script starts, such as those of a data loader, import the same.
+    os.environ.update(horovod_environment({}))
+    os.environ.update(horovod_place(os.environ))
+    sys.path.insert(1, shim)
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path[0] = str(Path(arguments[0]).resolve().parent)
+        runpy.run_path(arguments[0], run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,376 @@
+"""Named operations that fail one at a time, and ranks that have joined.
+
+A `NamedQueue` breaks with the first mismatch. It finds a mismatch before any of the operation's data moves,
+and all ranks run its operations one after the other, in one order: what came before is complete on every
+rank, and what comes after has not begun on any. So the ranks meet, tell each other what is left, fail what
+does not match, and submit the rest to a new queue.
+
+A rank that has joined says so by aborting a communicator that carries nothing: the others see that while they
+wait, and the ranks meet, over and over, until all have joined. In each meeting those that have joined
+learn which allreduces the others wait for, and submit zeros to them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from multiring import Communicator, errors
+from multiring.horovod import timeline
+from multiring.horovod.exceptions import HorovodInternalError
+from multiring.horovod.request import Request, join_refusal, mismatch
+from multiring.named_queue import NamedQueue
+from multiring.reductions import ScaleKeywords
+from multiring.work import Work
+
+__all__ = ["NOT_YET", "Operations", "Pending", "Start", "Zeros"]
+
+Start = Callable[[NamedQueue], Work]
+Zeros = Callable[[Request], Any]
+Key = tuple[str, int]
+"""A name, and how many operations of this name came before."""
+
+NOT_YET = object()
+"""The result of an operation that has not ended."""
+
+# While a rank waits it looks this often, in seconds, whether another has joined.
+_LOOK_EVERY = 0.005
+_PRUNE_AT = 64
+_IN_FLIGHT = (
+    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
+    "currently being processed. If you want to request another tensor, use a different tensor name."
+)
+
+
+class Pending:
+    """An operation of this rank that was submitted."""
+
+    def __init__(self, request: Request, key: Key, start: Start) -> None:
+        self.request = request
+        self.key = key
+        self.start = start
+        self.work: Work | None = None
+        self.refusal = ""  # why it has failed, on all ranks
+
+
+class _Meeting:
+    """What a rank tells the others when they meet."""
+
+    def __init__(
+        self, is_broken: bool, joined_in: int | None, unnamed: int, pending: dict[Key, Request]
+    ) -> None:
+        self.is_broken = is_broken
+        self.joined_in = joined_in
+        self.unnamed = unnamed
+        self.pending = pending
+
+
+def numpy_zeros(request: Request) -> Any:
+    """Zeros of the dtype and shape of a request."""
+    return np.zeros(request.shape, request.dtype)
+
+
+class Operations:
+    """The named operations of the ranks of one process set.
+
+    Attributes:
+        rank: Rank of this process in the set.
+        size: Number of ranks of the set.
+        zeros: Makes the tensors of ranks that have joined.
+    """
+
+    def __init__(self, comm: Communicator, title: str, world: Operations | None = None) -> None:
+        """Collective over `comm`.
+
+        Args:
+            comm: The ranks.
+            title: Name of the set in messages.
+            world: The operations of all ranks; None: these are they.
+        """
+        self.rank, self.size = comm.rank, comm.size
+        self.zeros: Zeros = numpy_zeros
+        self._title = title
+        self._base = _split(comm)
+        self._queue = self._base.named_queue(title)
+        self._signal = _split(self._base)
+        self._world = world or self
+        self._lock = threading.RLock()
+        self._pending: dict[Key, Pending] = {}
+        self._counts: Counter[str] = Counter()
+        self._unnamed = 0
+        self._meetings = 0
+        self._joined_in: int | None = None
+
+    def auto_name(self) -> str:
+        """A name for an operation that has none: a counter, the same on ranks that call the same."""
+        with self._lock:
+            self._unnamed += 1
+            return f"noname.{self._unnamed}"
+
+    def submit(self, request: Request, start: Start) -> Pending:
+        """Submits an operation. Waits for nothing but, after a mismatch, for the other ranks.
+
+        Args:
+            request: What is asked for.
+            start: Submits it to a queue; may be called again, before any of its data has moved.
+
+        Raises:
+            ValueError: An operation of this name is in flight, or an argument is not accepted.
+            HorovodInternalError: A rank is lost.
+        """
+        with self._lock:
+            name = request.name
+            before = self._pending.get((name, self._counts[name] - 1))
+            if before is not None and before.request.kind == request.kind and not _is_done(before):
+                raise ValueError(f"{_IN_FLIGHT} (tensor '{name}', rank {self.rank})")
+            if len(self._pending) >= _PRUNE_AT:
+                self._prune()
+            pending = Pending(request, (name, self._counts[name]), start)
+            try:
+                pending.work = start(self._queue)
+            except errors.UsageError:
+                raise  # a ValueError; nothing was sent
+            except errors.MultiringError as error:
+                self._add(pending)
+                self._recover(pending, None, error)
+            else:
+                self._add(pending)
+            if timeline.active is not None:
+                timeline.active.add(pending)
+            return pending
+
+    def is_done(self, pending: Pending) -> bool:
+        """Whether `wait` would return at once. Waits for the other ranks where one of them has joined."""
+        if not pending.refusal and pending.work is None:
+            self._recover(pending, None, errors.AbortedError("it could not be submitted"))
+        if not pending.refusal and not _is_done(pending):
+            self._world._attend()
+        return bool(pending.refusal) or _is_done(pending)
+
+    def wait(self, pending: Pending) -> Any:
+        """The result of an operation.
+
+        Raises:
+            HorovodInternalError: It has failed, on all ranks.
+        """
+        while (result := self.take(pending)) is NOT_YET:
+            self.look(pending, _LOOK_EVERY)
+        return result
+
+    def take(self, pending: Pending) -> Any:
+        """The result of an operation that has ended; NOT_YET if it has not.
+
+        Waits for nothing but, after a mismatch or where one has joined, for the other ranks.
+
+        Raises:
+            HorovodInternalError: It has failed, on all ranks.
+        """
+        if not self.is_done(pending):
+            return NOT_YET
+        if pending.refusal:
+            raise HorovodInternalError(pending.refusal)
+        work = pending.work
+        assert work is not None
+        try:
+            result = work.wait(0)
+        except errors.MultiringError as error:
+            self._recover(pending, work, error)
+            return NOT_YET  # it was submitted anew, or refused
+        with self._lock:
+            self._pending.pop(pending.key, None)
+        return result
+
+    def look(self, pending: Pending, seconds: float) -> None:
+        """Waits for an operation so long at most."""
+        work = pending.work
+        if work is not None and not pending.refusal:
+            with suppress(errors.MultiringError):  # its own is found by `take`
+                work.wait(seconds)
+
+    def join(self) -> int:
+        """Contributes zeros to the allreduces of the other ranks until all have joined.
+
+        Returns:
+            The rank that was the last to join.
+
+        Raises:
+            HorovodInternalError: A rank is lost.
+        """
+        for pending in list(self._pending.values()):
+            with suppress(HorovodInternalError):  # raised where its handle is synchronised
+                self.wait(pending)
+        with self._lock:
+            self._joined_in = self._meetings
+            if not self._signal.is_broken:
+                self._signal.abort("has joined")
+            while True:
+                last = self._meet()
+                if last is not None:
+                    return last
+
+    def close(self) -> None:
+        """Ends this rank's part; what is pending fails. No collective."""
+        self._base.close()
+
+    def _add(self, pending: Pending) -> None:
+        self._pending[pending.key] = pending
+        self._counts[pending.request.name] += 1
+
+    def _attend(self) -> None:
+        """Meets the other ranks if one of them has joined."""
+        if not self._signal.is_broken:
+            return
+        with self._lock:
+            if self._signal.is_broken:
+                self._meet()
+
+    def _prune(self) -> None:
+        """Forgets what has ended well."""
+        for key, pending in list(self._pending.items()):
+            if not _is_done(pending):
+                continue
+            assert pending.work is not None
+            with suppress(errors.MultiringError):
+                pending.work.wait()
+                del self._pending[key]
+
+    def _recover(self, pending: Pending, failed: Work | None, error: errors.MultiringError) -> None:
+        """After an error: meets the other ranks if they may go on.
+
+        Args:
+            pending: The operation that has shown it.
+            failed: Its work; None: it could not be submitted.
+            error: What was raised.
+
+        Raises:
+            HorovodInternalError: They may not.
+        """
+        with self._lock:
+            if pending.work is not failed or pending.refusal:
+                return  # another thread was here first
+            lost = errors.PeerLostError | errors.TimeoutError | errors.InternalError | errors.UsageError
+            if isinstance(error, lost) or self._base.is_broken:
+                raise HorovodInternalError(str(error)) from error
+            self._meet()
+
+    def _meet(self) -> int | None:
+        """Meets the other ranks; the last rank that has joined, if all have."""
+        try:
+            return self._hold_meeting()
+        except errors.MultiringError as error:
+            raise HorovodInternalError(str(error)) from error
+
+    def _hold_meeting(self) -> int | None:
+        self._prune()
+        pending = {key: each.request for key, each in self._pending.items()}
+        mine = _Meeting(self._queue.is_broken, self._joined_in, self._unnamed, pending)
+        meetings: list[_Meeting] = self._base.allgather_object(mine)
+        self._meetings += 1
+        if any(each.is_broken for each in meetings):
+            for each in self._pending.values():  # the error reaches all of them
+                _settle(each)
+            self._renew({})
+            return None
+        active = {rank: each for rank, each in enumerate(meetings) if each.joined_in is None}
+        if active:
+            self._serve(active, meetings)
+            return None
+        _, last = max((each.joined_in or 0, rank) for rank, each in enumerate(meetings))
+        self._joined_in = None
+        self._unnamed = max(each.unnamed for each in meetings)  # those that went on have counted on
+        self._signal.close()
+        self._signal = _split(self._base)
+        return last
+
+    def _serve(self, active: Mapping[int, _Meeting], meetings: list[_Meeting]) -> None:
+        """The ranks that have joined take part in what all others wait for."""
+        ready = set.intersection(*(set(each.pending) for each in active.values()))
+        has_joined = self._joined_in is not None
+        lacking = {key for key in ready if has_joined and self._counts[key[0]] <= key[1]}
+        wanted = sorted(set().union(*self._base.allgather_object(lacking)))
+        refusals = {}
+        for key in wanted:
+            requests = {rank: each.pending[key] for rank, each in active.items()}
+            text = mismatch(requests) or join_refusal(requests[min(requests)])
+            if text:
+                refusals[key] = text
+        if refusals:
+            self._finish_what_can({key for each in meetings for key in each.pending})
+            self._renew(refusals)
+            return
+        source = next(iter(active.values()), None)
+        for key in wanted:
+            if key in lacking and source is not None:
+                self._join_in(source.pending[key], key)
+
+    def _join_in(self, request: Request, key: Key) -> None:
+        """Submits zeros."""
+        tensor = self.zeros(request)
+        scale = ScaleKeywords(prescale=request.prescale, postscale=request.postscale)
+
+        def start(queue: NamedQueue) -> Work:
+            op: Any = request.op
+            return queue.allreduce_async(
+                tensor, out=tensor, op=op, name=request.name, asked=request.asked, **scale
+            )
+
+        pending = Pending(request, key, start)
+        self._add(pending)
+        self._restart(pending)
+
+    def _finish_what_can(self, keys: set[Key]) -> None:
+        """Waits for those operations that all ranks have submitted."""
+        submitted = {key for key in keys if self._counts[key[0]] > key[1]}
+        everywhere = set.intersection(*self._base.allgather_object(submitted))
+        for key in everywhere & self._pending.keys():
+            _settle(self._pending[key])
+
+    def _renew(self, refusals: Mapping[Key, str]) -> None:
+        """Makes a new queue, refuses what does not match, and submits what is left.
+
+        Called when nothing is in progress: what is pending has not begun on any rank.
+        """
+        self._prune()
+        left = {key: each.request for key, each in self._pending.items()}
+        by_rank: list[dict[Key, Request]] = self._base.allgather_object(left)
+        self._queue.close()
+        self._queue = self._base.named_queue(self._title)
+        for key, pending in list(self._pending.items()):
+            requests = {rank: each[key] for rank, each in enumerate(by_rank) if key in each}
+            text = mismatch(requests) if len(requests) == self.size else ""
+            pending.refusal = refusals.get(key, "") or text
+            if pending.refusal:
+                del self._pending[key]
+            else:
+                self._restart(pending)
+
+    def _restart(self, pending: Pending) -> None:
+        """Submits an operation to the queue that there is now.
+
+        Where another mismatch has broken that one already, its work stays what it was, and the ranks meet
+        again when it is waited for.
+        """
+        with suppress(errors.MultiringError):
+            pending.work = pending.start(self._queue)
+
+
+def _is_done(pending: Pending) -> bool:
+    return pending.work is not None and pending.work.done()
+
+
+def _settle(pending: Pending) -> None:
+    """Waits until an operation has ended in one way or the other."""
+    if pending.work is not None:
+        with suppress(errors.MultiringError):
+            pending.work.wait()
+
+
+def _split(comm: Communicator) -> Communicator:
+    part = comm.split(0)
+    assert part is not None  # every rank takes part
+    return part

@@ -1,0 +1,99 @@
+"""Gradients of several passes, added up on each rank before they are reduced and applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["Accumulation"]
+
+_DENSE = (
+    "IndexedSlices are not supported when `backward_passes_per_step` > 1 and `sparse_as_dense` is False; "
+    "pass sparse_as_dense=True"
+)
+
+
+class Accumulation:
+    """Sums of gradients, as variables: in a function, in a graph and without one.
+
+    Args:
+        passes: Calls of `step` for each one that applies.
+        averages: Whether sums are divided by `passes`.
+        sparse_as_dense: Whether `tf.IndexedSlices` may be made dense.
+    """
+
+    def __init__(self, passes: int, averages: bool, sparse_as_dense: bool) -> None:
+        if passes <= 0:
+            raise ValueError("backward_passes_per_step must be > 0")
+        self.passes, self._averages, self._sparse_as_dense = passes, averages, sparse_as_dense
+        self._count: Any = None
+        self._sums: list[Any] = []
+
+    def step(
+        self,
+        gradients: Sequence[Any],
+        apply: Callable[[list[Any]], Any],
+        skip: Callable[[], Any] = lambda: tf.no_op(),
+    ) -> Any:
+        """Adds gradients; at every `passes`-th call applies the sums and forgets them.
+
+        Args:
+            gradients: Of the same variables in each call.
+            apply: Gets the sums.
+            skip: Called in place of it in the other calls.
+        """
+        if (
+            any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+            and not self._sparse_as_dense
+        ):
+            raise ValueError(_DENSE)
+        dense = [None if each is None else tf.convert_to_tensor(each) for each in gradients]
+        if self._count is None:
+            self._make(dense)
+        added = [total.assign_add(each) for total, each in self._pairs(dense)]
+        with tf.control_dependencies(_operations(added)):
+            count = self._count.assign_add(1)
+
+        def apply_now() -> Any:
+            return self._apply(dense, apply)
+
+        def skip_now() -> Any:
+            with tf.control_dependencies(_operations([skip()])):
+                return tf.constant(False)
+
+        with tf.control_dependencies(_operations([count])):
+            return tf.cond(tf.equal(self._count, self.passes), apply_now, skip_now)
+
+    def _make(self, gradients: Sequence[Any]) -> None:
+        with tf.init_scope():
+            self._count = tf.Variable(0, trainable=False, name="backward_passes")
+            self._sums = [
+                None
+                if each is None
+                else tf.Variable(tf.zeros(each.shape, each.dtype), trainable=False, name="gradient_sum")
+                for each in gradients
+            ]
+
+    def _pairs(self, gradients: Sequence[Any]) -> list[tuple[Any, Any]]:
+        pairs = list(zip(self._sums, gradients, strict=True))
+        if any((total is None) != (each is None) for total, each in pairs):
+            raise ValueError("a variable has a gradient in one pass and none in another")
+        return [(total, each) for total, each in pairs if each is not None]
+
+    def _apply(self, gradients: Sequence[Any], apply: Callable[[list[Any]], Any]) -> Any:
+        divisor = self.passes if self._averages else 1
+        means = [None if total is None else total.read_value() / divisor for total in self._sums]
+        with tf.control_dependencies(_operations([apply(means)])):
+            zeroed = [total.assign(tf.zeros_like(total)) for total, _ in self._pairs(gradients)]
+            zeroed.append(self._count.assign(0))
+        with tf.control_dependencies(_operations(zeroed)):
+            return tf.constant(True)
+
+
+def _operations(results: Sequence[Any]) -> list[Any]:
+    """What control dependencies can be on; nothing where there is no graph."""
+    if tf.executing_eagerly():
+        return []
+    return [each for each in results if isinstance(each, tf.Operation | tf.Tensor | tf.Variable)]

@@ -1,0 +1,167 @@
+"""Gradients of a list of variables, reduced one by one or in groups."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from multiring.horovod.process_sets import ProcessSet, global_process_set
+from multiring.horovod.reduce_ops import Average
+from multiring.horovod.tensorflow.collectives import begin_allreduce
+from multiring.horovod.tensorflow.compression import Compression, Compressor
+from multiring.horovod.tensorflow.graph_calls import name_in_graph
+
+__all__ = ["GradientOptions", "LocalVariables", "identity_of"]
+
+
+def identity_of(variable: Any) -> int:
+    """What tells a variable from others; one of Keras 3 is the one of TensorFlow that it holds."""
+    held = getattr(variable, "_value", None) if hasattr(variable, "_value") else None
+    return id(variable if held is None else held)
+
+
+class LocalVariables:
+    """Variables whose gradients each rank keeps to itself."""
+
+    def __init__(self, variables: Iterable[Any] = ()) -> None:
+        self._held = list(variables)
+        self._known = {identity_of(variable) for variable in self._held}
+
+    def add(self, variable: Any) -> None:
+        """One more."""
+        self._held.append(variable)  # or its identity could be another's one day
+        self._known.add(identity_of(variable))
+
+    def __contains__(self, variable: Any) -> bool:
+        return identity_of(variable) in self._known
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """How gradients are reduced.
+
+    Attributes:
+        compression: What they are made of on their way.
+        sparse_as_dense: Whether `tf.IndexedSlices` are reduced as dense tensors.
+        op: Average, Sum or Adasum.
+        predivide: What an average divides by before the reduction.
+        groups: Number of groups that are reduced together, or the variables of each group; None: one by one.
+        process_set: Ranks that reduce; others keep their own gradients.
+        scale_local: Whether gradients of local variables are divided by the number of ranks.
+    """
+
+    compression: type[Compressor] = Compression.none
+    sparse_as_dense: bool = False
+    op: int = Average
+    predivide: float = 1.0
+    groups: Any = None
+    process_set: ProcessSet = field(default_factory=lambda: global_process_set)
+    scale_local: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: Any = None,
+        scale_local_gradients: bool = True,
+        **options: Any,
+    ) -> GradientOptions:
+        """From the arguments that tapes and optimizers have.
+
+        Raises:
+            ValueError: They do not go together.
+        """
+        op = options.get("op", Average)
+        if gradient_predivide_factor != 1.0 and op != Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
+        if num_groups != 0:
+            text = "Parameter `num_groups` has been replaced by `groups` and will be removed."
+            warnings.warn(text, DeprecationWarning, stacklevel=4)
+            groups = num_groups if groups is None else groups
+        is_count = isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0
+        if groups is not None and not is_count and not isinstance(groups, list | tuple):
+            raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
+        predivide = float(gradient_predivide_factor)
+        return cls(groups=groups, predivide=predivide, scale_local=scale_local_gradients, **options)
+
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], local: LocalVariables | None = None
+    ) -> list[Any]:
+        """The gradients reduced over ranks, in the same order; None stays None.
+
+        Args:
+            gradients: Tensors, `tf.IndexedSlices` or None.
+            variables: What they are the gradients of.
+            local: Those that are not reduced.
+        """
+        process_set = self.process_set
+        results = list(gradients)
+        if not process_set.included():
+            return results
+        present = [k for k, gradient in enumerate(results) if gradient is not None]
+        if self.sparse_as_dense:
+            for k in present:
+                results[k] = tf.convert_to_tensor(results[k])
+        is_local = [local is not None and variable in local for variable in variables]
+        size = process_set.size() or 1
+        if size > 1 or self.predivide != 1.0:
+            shared = [k for k in present if not is_local[k]]
+            self._reduce_all(results, shared, variables)
+        for k in present:
+            if is_local[k] and self.scale_local and size > 1:
+                results[k] = _divided(results[k], size)
+        return results
+
+    def _reduce_all(self, results: list[Any], shared: Sequence[int], variables: Sequence[Any]) -> None:
+        title = name_in_graph("gradients", None)
+        scale = 1 / self.predivide, self.predivide
+        started = []
+        for number, members in enumerate(self._grouped(results, shared, variables)):
+            name = None if title is None else f"{title}.{number}"
+            tensors = [results[k] for k in members]
+            is_sparse = isinstance(tensors[0], tf.IndexedSlices)
+            factors = (1.0, 1.0) if is_sparse else scale
+            wait = begin_allreduce(tensors, self.compression, self.op, factors, name, self.process_set)
+            started.append((members, wait))
+        failure: Exception | None = None
+        for members, wait in started:
+            try:
+                for k, value in zip(members, wait(), strict=True):
+                    results[k] = value
+            except tf.errors.OpError as error:  # the others are waited for, or they would stay in flight
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _grouped(
+        self, gradients: Sequence[Any], shared: Sequence[int], variables: Sequence[Any]
+    ) -> Iterator[list[int]]:
+        """The places of gradients that are reduced together. Sparse ones are reduced alone."""
+        dense = [k for k in shared if not isinstance(gradients[k], tf.IndexedSlices)]
+        yield from ([k] for k in shared if isinstance(gradients[k], tf.IndexedSlices))
+        if isinstance(self.groups, int) and self.groups > 0 and dense:
+            size, extra = divmod(len(dense), min(self.groups, len(dense)))
+            ends = [size * k + min(k, extra) for k in range(min(self.groups, len(dense)) + 1)]
+            yield from (dense[i:j] for i, j in itertools.pairwise(ends))
+            return
+        group_of = {}
+        for number, group in enumerate(self.groups if isinstance(self.groups, list | tuple) else ()):
+            group_of.update({identity_of(variable): number for variable in group})
+        members: dict[int, list[int]] = {}
+        for k in dense:
+            number = group_of.get(identity_of(variables[k]), -1 - k)
+            members.setdefault(number, []).append(k)
+        yield from members.values()
+
+
+def _divided(gradient: Any, size: int) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(size, gradient.dtype)

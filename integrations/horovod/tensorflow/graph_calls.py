@@ -1,0 +1,170 @@
+"""Collectives of TensorFlow's tensors: at once where there is no graph, as an operation in a graph."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from multiring.horovod import basics
+from multiring.horovod.host_calls import Asked, start
+from multiring.horovod.process_sets import ProcessSet, global_process_set
+from multiring.horovod.started import tell_when_done
+from multiring.horovod.submissions import join
+from multiring.horovod.tensorflow.errors import code_of, raised_as_tensorflow
+from multiring.tensorflow.graph.delegated import Delegated, add_to_graph, delegate_to, new_owner
+from multiring.tensorflow.graph.naming import operation_name
+
+__all__ = ["begin", "call", "joined", "name_in_graph", "number"]
+
+Tensor = Any
+
+_KEEP_SHAPES = frozenset({"allreduce", "broadcast"})
+_owners: dict[int, ProcessSet] = {}
+
+_NUMBERS: dict[str, Callable[[ProcessSet], int]] = {
+    "size": lambda which: basics.size() if which is global_process_set else which.size() or 0,
+    "rank": lambda _: basics.rank(),
+    "local_size": lambda _: basics.local_size(),
+    "local_rank": lambda _: basics.local_rank(),
+    "included": lambda process_set: int(process_set.included()),
+}
+
+
+def name_in_graph(kind: str, name: str | None) -> str | None:
+    """The name that an operation gets: its own, or in a graph one of its place there; else None."""
+    return name if name or tf.executing_eagerly() else operation_name(kind)
+
+
+def begin(
+    asked: Asked, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet
+) -> Callable[[], list[Tensor]]:
+    """Submits a call, or adds it to the graph; gives a function that waits, and returns the results.
+
+    Raises:
+        tf.errors.OpError: As the function that is returned: the ranks do not agree, or an argument is not
+            accepted.
+    """
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    if not tf.executing_eagerly():
+        results = _in_graph(asked, tensors, name, process_set)
+        return lambda: results
+    operations = process_set.operations()
+    arrays = [np.array(tensor.numpy()) for tensor in tensors]
+    with raised_as_tensorflow():
+        outputs = arrays if asked.kind in _KEEP_SHAPES else None
+        started = start(asked, name or operations.auto_name(), arrays, process_set, outputs)
+
+    def wait() -> list[Tensor]:
+        with raised_as_tensorflow():
+            return [tf.convert_to_tensor(array) for array in started.wait()]
+
+    return wait
+
+
+def call(asked: Asked, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
+    """The results of a call."""
+    return begin(asked, tensors, name, process_set)()
+
+
+def number(which: str, process_set: ProcessSet, name: str | None) -> Tensor:
+    """A number that is looked up when the graph runs: "size", "rank", "local_size", "local_rank" or
+    "included"."""
+    if tf.executing_eagerly():
+        return tf.constant(_NUMBERS[which](process_set))
+    return _add([], [tf.int32], process_set, name or operation_name(which), which)[0]
+
+
+def joined() -> Tensor:
+    """The rank that is the last to join; the operation ends when all have."""
+    if tf.executing_eagerly():
+        with raised_as_tensorflow():
+            return tf.constant(join())
+    return _add([], [tf.int32], global_process_set, operation_name("join"), "join")[0]
+
+
+def _in_graph(asked: Asked, tensors: list[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
+    keeps = asked.kind in _KEEP_SHAPES
+    types = [tensor.dtype for tensor in tensors]
+    if asked.kind == "alltoall":
+        types = [types[0], tf.int32]
+    name = name or operation_name(asked.kind)
+    results = _add(tensors, types, process_set, name, asked.text(), same_shapes=keeps)
+    for tensor, result in zip(tensors, results, strict=False):
+        if keeps:
+            result.set_shape(tensor.shape)
+        elif tensor.shape.rank:
+            result.set_shape([None, *tensor.shape[1:]])
+        if asked.kind == "alltoall":
+            results[1].set_shape([None])
+            break
+    return results
+
+
+def _add(
+    tensors: list[Tensor],
+    types: list[Any],
+    process_set: ProcessSet,
+    name: str,
+    asked: str,
+    *,
+    same_shapes: bool = False,
+) -> list[Tensor]:
+    _use_delegate()
+    owner = _owner_of(process_set)
+    results = add_to_graph(tensors, types, owner=owner, name=name, asked=asked, same_shapes=same_shapes)
+    if not tensors:
+        results[0].set_shape([])
+    return results
+
+
+def _owner_of(process_set: ProcessSet) -> int:
+    """The number of a process set in graphs, which may live longer than what `init` has registered."""
+    for owner, known in _owners.items():
+        if known is process_set:
+            return owner
+    owner = new_owner()
+    _owners[owner] = process_set
+    return owner
+
+
+@cache
+def _use_delegate() -> None:
+    delegate_to(_run)
+
+
+def _run(operation: Delegated) -> None:
+    """Submits what an operation of a graph asks for. In a thread of TensorFlow."""
+    try:
+        process_set = _owners[operation.owner]
+        if operation.asked in _NUMBERS:
+            operation.succeed([np.array(_NUMBERS[operation.asked](process_set), np.int32)])
+        elif operation.asked == "join":
+            threading.Thread(target=_join, args=(operation,), daemon=True).start()
+        else:
+            asked = Asked.of(operation.asked)
+            started = start(asked, operation.name, operation.inputs, process_set, operation.outputs)
+            tell_when_done(started, lambda results, error: _end(operation, results, error))
+    except Exception as error:
+        _end(operation, [], error)
+
+
+def _join(operation: Delegated) -> None:
+    try:
+        last = join()
+    except Exception as error:
+        _end(operation, [], error)
+    else:
+        operation.succeed([np.array(last, np.int32)])
+
+
+def _end(operation: Delegated, results: Any, error: Exception | None) -> None:
+    if error is not None:
+        cause = error.__cause__ or error  # multiring's own, if there is one
+        operation.fail(code_of(error), f"{type(cause).__name__}: {error}")
+    else:
+        operation.succeed(() if operation.outputs is not None else results)

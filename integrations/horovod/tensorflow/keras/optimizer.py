@@ -1,0 +1,202 @@
+"""Optimizers of Keras 3 and of tf_keras whose gradients are reduced over ranks, of a subclass of the wrapped
+one's class."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from multiring.horovod.process_sets import ProcessSet, global_process_set
+from multiring.horovod.reduce_ops import Adasum, Average
+from multiring.horovod.tensorflow.accumulation import Accumulation
+from multiring.horovod.tensorflow.compression import Compression, Compressor
+from multiring.horovod.tensorflow.gradients import GradientOptions, LocalVariables
+from multiring.tensorflow.optimizers.xla import keep_xla_off
+
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "distributed"]
+
+
+class _Distributed:
+    """What both kinds have."""
+
+    uses_collectives = True  # so Keras is kept from compiling with XLA
+
+    def register_local_var(self, var: Any) -> None:
+        """Keeps the gradient of a variable on this rank: it is not reduced."""
+        self._local.add(var)
+
+    def _distribute(self, options: GradientOptions, accumulation: Accumulation) -> None:
+        # Not by attributes, which Keras would look into for variables.
+        self.__dict__.update(_options=options, _accumulation=accumulation, _local=LocalVariables())
+
+    _options: GradientOptions
+    _accumulation: Accumulation
+    _local: LocalVariables
+
+    def _reduced_step(self, gradients: Sequence[Any], variables: Sequence[Any], step: Any) -> Any:
+        """Has `step` get the reduced gradients, if it is time."""
+
+        def apply(found: Sequence[Any]) -> Any:
+            return step(self._options.reduce(found, variables, self._local))
+
+        if self._accumulation.passes == 1:
+            return apply(gradients)
+        return self._accumulation.step(gradients, apply, self._skipped)
+
+    def _skipped(self) -> Any:
+        iterations: Any = self.iterations  # type: ignore[attr-defined]
+        return iterations.assign_add(tf.ones([], iterations.dtype))
+
+
+class _OfKeras3(_Distributed):
+    """Goes before a class of Keras 3 in the order of bases."""
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Reduces gradients over ranks, and updates the variables."""
+        parent: Any = super()
+        if len(grads) == 0:
+            return
+        own: Any = self
+        variables = list(own._trainable_variables if trainable_variables is None else trainable_variables)
+        if self._accumulation.passes > 1 and not own.built:  # outside of the branch that applies
+            with keras.name_scope(own.name):
+                own.build(variables)
+        self._reduced_step(list(grads), variables, lambda found: parent.apply(found, trainable_variables))
+
+
+class _OfTfKeras(_Distributed):
+    """Goes before a class of tf_keras in the order of bases."""
+
+    def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        """Reduces gradients over ranks, and updates the variables."""
+        parent: Any = super()
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+
+        def step(found: Sequence[Any]) -> Any:
+            return parent.apply_gradients(list(zip(found, variables, strict=True)), *args, **kwargs)
+
+        own: Any = self
+        if self._accumulation.passes > 1 and hasattr(own, "build") and not getattr(own, "_built", True):
+            with tf.init_scope():
+                own.build(variables)
+        return self._reduced_step([gradient for gradient, _ in pairs], variables, step)
+
+
+def distributed(
+    optimizer: Any, name: str | None, options: GradientOptions, accumulation: Accumulation
+) -> Any:
+    """The optimizer with its state, of a subclass of its class that reduces.
+
+    Raises:
+        ValueError: It is no optimizer of Keras, wrapped already, or told to use Adasum.
+    """
+    tf_keras = sys.modules.get("tf_keras")  # imported, or there would be no optimizer of it
+    kinds: list[tuple[Any, type[Any]]] = [(keras.optimizers.Optimizer, _OfKeras3)]
+    if tf_keras is not None:
+        of_tf_keras = tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer
+        kinds.append((of_tf_keras, _OfTfKeras))
+    base = next((base for kind, base in kinds if isinstance(optimizer, kind)), None)
+    if base is None or isinstance(optimizer, _Distributed):
+        raise ValueError(
+            "Provided optimizer doesn't inherit from either legacy TensorFlow or Keras optimizer: "
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            if base is None
+            else "this optimizer is distributed already"
+        )
+    if options.op == Adasum:
+        raise ValueError("op == Adasum is not supported yet with Keras")
+    if base is _OfKeras3:
+        optimizer = _prepared(optimizer)
+    wrapped = type(optimizer)
+    made: Any = type(wrapped.__name__, (base, wrapped), {"__module__": wrapped.__module__})
+    result = made.__new__(made)
+    result.__dict__.update(optimizer.__dict__)
+    result._distribute(options, accumulation)
+    if name is not None:
+        result.__dict__["name" if "name" in result.__dict__ else "_name"] = name
+    return result
+
+
+def _prepared(optimizer: Any) -> Any:
+    """An optimizer of Keras 3 that `compile()` will not put another one around."""
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(
+            f"Keras computes with {keras.backend.backend()}; multiring.horovod reduces gradients where it "
+            "computes with TensorFlow, and multiring.tensorflow.DistributedOptimizer on every backend"
+        )
+    keep_xla_off()
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    # Outside of ours it would decide by this rank's gradients alone whether to step.
+    if keras.config.dtype_policy().name == "mixed_float16" and not scales:
+        return keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer
+
+
+def DistributedOptimizer(  # noqa: N802
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """An optimizer of Keras that steps with gradients which are reduced over all ranks: with the state of the
+    one that is given, and of a subclass of its class.
+
+    Args:
+        optimizer: One of Keras 3 that computes with TensorFlow, or of tf_keras.
+        name: Of the optimizer; that of the given one by default.
+        device_dense: Ignored, as `device_sparse`.
+        device_sparse: Ignored.
+        compression: What gradients are made of on their way.
+        sparse_as_dense: Reduce `tf.IndexedSlices` as dense tensors.
+        gradient_predivide_factor: f: an average divides by f before the reduction, and by size / f after it.
+        op: Average or Sum.
+        backward_passes_per_step: Steps whose gradients are added up on each rank before they are reduced.
+        average_aggregated_gradients: Divide what was added up by `backward_passes_per_step`.
+        num_groups: The former name of `groups`.
+        groups: Number of groups of gradients that are reduced together, or the variables of each group.
+        process_set: Ranks that reduce; others step with their own gradients.
+        scale_local_gradients: Divide gradients of local variables by the number of ranks.
+
+    Raises:
+        ValueError: Arguments make no sense, or it is no optimizer of Keras.
+    """
+    options = GradientOptions.of(
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    accumulation = Accumulation(backward_passes_per_step, average_aggregated_gradients, sparse_as_dense)
+    return distributed(optimizer, name, options, accumulation)
+
+
+def PartialDistributedOptimizer(  # noqa: N802
+    optimizer: Any, name: str | None = None, *args: Any, local_layers: Any = None, **options: Any
+) -> Any:
+    """`DistributedOptimizer` that does not reduce the gradients of `local_layers`, a layer or several, which
+    have been built."""
+    made = DistributedOptimizer(optimizer, name, *args, **options)
+    layers = [] if local_layers is None else local_layers
+    for layer in layers if isinstance(layers, Iterable) else [layers]:
+        for variable in layer.trainable_weights:
+            made.register_local_var(variable)
+    return made

@@ -1,0 +1,58 @@
+"""Batch normalisation over the batches of all ranks, as a layer of Keras."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from multiring.horovod.process_sets import ProcessSet, global_process_set
+from multiring.horovod.reduce_ops import Sum
+from multiring.horovod.tensorflow.collectives import allreduce
+
+__all__ = ["SyncBatchNormalization"]
+
+
+class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
+    """`tf.keras.layers.BatchNormalization` that normalises with the moments of the batches of all ranks."""
+
+    def __init__(self, *args: Any, process_set: ProcessSet = global_process_set, **options: Any) -> None:
+        """As that layer; of the ranks of a process set.
+
+        Raises:
+            ValueError: Options that there are for one process only.
+        """
+        if options.get("fused") or options.get("renorm") or options.get("virtual_batch_size"):
+            raise ValueError("SyncBatchNormalization does not support fused, renorm and virtual_batch_size")
+        if not hasattr(tf.keras.layers.BatchNormalization, "synchronized") and _is_of_tf_keras():
+            options["fused"] = False
+        super().__init__(*args, **options)
+        self._process_set = process_set
+
+    def _moments(self, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Mean and variance over all ranks. With a mask, or of tf_keras, of this rank's moments; the ranks
+        count by their values."""
+        mean, variance = super()._moments(inputs, *args, **options)
+        share = tf.cast(tf.size(inputs) / tf.maximum(tf.size(mean), 1), tf.float32)
+        mask = args[0] if len(args) == 1 else options.get("mask")
+        if mask is not None:
+            share *= tf.reduce_mean(tf.cast(mask, tf.float32))
+        shape = tf.shape(mean)
+        first = tf.cast(tf.reshape(mean, [-1]), tf.float32)
+        second = tf.cast(tf.reshape(variance, [-1]), tf.float32)
+        sums = self._summed(tf.concat([share[None], share * first], 0))
+        total = tf.maximum(sums[0], 1)
+        whole = sums[1:] / total
+        # Squares of deviations from the mean of all, which lose no digits where the mean is large.
+        squares = self._summed(share * (second + tf.math.squared_difference(first, whole))) / total
+        return (
+            tf.cast(tf.reshape(whole, shape), mean.dtype),
+            tf.cast(tf.reshape(squares, shape), variance.dtype),
+        )
+
+    def _summed(self, values: Any) -> Any:
+        return allreduce(values, op=Sum, process_set=self._process_set)
+
+
+def _is_of_tf_keras() -> bool:
+    return str(tf.keras.layers.BatchNormalization.__module__).startswith("tf_keras")

@@ -1,0 +1,54 @@
+"""What tensors and reductions are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from multiring.horovod.request import Request
+
+__all__ = [
+    "MOVED",
+    "REDUCED",
+    "changed",
+    "checked",
+    "described",
+    "dtype_name",
+    "zeros",
+]
+
+Tensor = torch.Tensor
+
+REDUCED = {torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64}
+MOVED = REDUCED | {torch.uint8, torch.int8, torch.int16, torch.bool}
+
+
+def zeros(request: Request) -> Tensor:
+    """Zeros of the dtype and shape of a request."""
+    return torch.zeros(request.shape, dtype=getattr(torch, request.dtype))
+
+
+def checked(tensor: Tensor, accepted: set[torch.dtype]) -> Tensor:
+    if tensor.is_sparse or tensor.dtype not in accepted:
+        raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+    if not tensor.is_contiguous():
+        raise ValueError("Tensor is required to be contiguous.")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"Tensor is on {tensor.device}; only CPU tensors are supported. Use tensor.cpu().")
+    return tensor.detach()
+
+
+def changed(tensor: Tensor) -> Tensor:
+    """The tensor, whose values autograd did not see change."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+    return tensor
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def described(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{dtype_name(tensor)}{list(tensor.shape)}" for tensor in tensors)

@@ -1,0 +1,88 @@
+"""State and objects from one rank to all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from multiring.horovod.objects import broadcast_object
+from multiring.horovod.process_sets import ProcessSet, global_process_set
+from multiring.horovod.torch.handles import synchronize
+from multiring.horovod.torch.moves import broadcast_async_
+
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Overwrites tensors of all ranks with those of `root_rank`, in place.
+
+    Args:
+        params: A state dict, or `model.named_parameters()`. What is None or no tensor is left alone.
+        root_rank: Rank of the job whose values everyone gets.
+        process_set: Ranks that take part.
+
+    Raises:
+        ValueError: `params` is something else.
+    """
+    if isinstance(params, Mapping):
+        pairs = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
+        pairs = [pair if isinstance(pair, tuple) else (None, pair) for pair in params]
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}")  # noqa: TRY004
+    copies = []
+    handles = []
+    for name, tensor in pairs:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        whole = tensor.detach().contiguous()
+        if whole.data_ptr() != tensor.data_ptr():
+            copies.append((tensor, whole))
+        handles.append(broadcast_async_(whole, root_rank, name and f"broadcast.{name}", process_set))
+    for handle in handles:
+        synchronize(handle)
+    with torch.no_grad():
+        for tensor, whole in copies:
+            tensor.copy_(whole)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Gives all ranks the optimizer state of `root_rank`, with the options of its parameter groups.
+
+    An optimizer without state makes it first, by a step with gradients of zero, which stay: it changes no
+    parameter, but Adam counts it.
+
+    Raises:
+        ValueError: It is an LBFGS.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")  # noqa: TRY004
+    # Where a checkpoint is loaded on the root alone, the others have no tensors to receive into: the state
+    # travels as an object, which needs none.
+    if not optimizer.state:
+        _make_state(optimizer)
+    state = broadcast_object(optimizer.state_dict(), root_rank, "optimizer_state")
+    optimizer.load_state_dict(state)
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    before = [(p, p.grad, p.detach().clone()) for p in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    # The step of the wrapped class: that of a DistributedOptimizer would reduce the gradients.
+    step = getattr(type(optimizer), "local_step", type(optimizer).step)
+    step(optimizer)
+    with torch.no_grad():
+        for parameter, gradient, value in before:
+            parameter.copy_(value)  # weight decay would have changed it
+            if gradient is not None:
+                parameter.grad = gradient

@@ -1,0 +1,42 @@
+"""Handles: numbers that stand for operations in progress."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from multiring.horovod.started import Started
+
+__all__ = ["handle_of", "poll", "synchronize"]
+
+_numbers = itertools.count()
+_started: dict[int, Started] = {}
+
+
+def handle_of(started: Started) -> int:
+    """A new handle."""
+    number = next(_numbers)
+    _started[number] = started
+    return number
+
+
+def poll(handle: int) -> bool:
+    """Whether `synchronize` would return at once."""
+    started = _started.get(handle)
+    return started is None or started.is_done()
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for an operation.
+
+    Returns:
+        Its result; None for a handle that is not known, or was synchronized before.
+
+    Raises:
+        HorovodInternalError: The operation has failed, on all ranks.
+    """
+    started = _started.pop(handle, None)
+    with torch.no_grad():
+        return None if started is None else started.wait()

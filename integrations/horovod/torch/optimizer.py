@@ -1,0 +1,240 @@
+"""An optimizer whose gradients are reduced during backward, of a subclass of the wrapped one's class."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from multiring.horovod.process_sets import ProcessSet, global_process_set
+from multiring.horovod.reduce_ops import Adasum, Average
+from multiring.horovod.torch.adasum_optimizer import AdasumStep
+from multiring.horovod.torch.compression import Compression, Compressor
+from multiring.horovod.torch.handles import synchronize
+from multiring.horovod.torch.options import OptimizerOptions
+from multiring.horovod.torch.reduces import (
+    allreduce_async_,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
+
+__all__ = ["DistributedOptimizer"]
+
+Parameter = torch.Tensor
+Groups = int | Sequence[Sequence[Parameter]] | None
+
+_TWICE = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+    "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
+    "if you use optimizer.synchronize() in your code."
+)
+_ZEROED = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+    "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+)
+_TOO_MANY = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+    "backward_passes_per_step to accumulate gradients locally."
+)
+
+
+class _Started(NamedTuple):
+    """A reduction under way: of these parameters, and a function that waits and gives their gradients."""
+
+    parameters: list[Parameter]
+    wait: Callable[[], list[torch.Tensor]]
+
+
+class _Distributed(torch.optim.Optimizer):
+    """Goes before the wrapped class in the order of bases."""
+
+    _options: OptimizerOptions
+
+    def _distribute(self, optimizer: torch.optim.Optimizer, options: OptimizerOptions) -> None:
+        # What the wrapped optimizer has, state and hooks included; a scheduler's `step` is bound to it.
+        self.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in ("step", "zero_grad")})
+        self._options = options
+        self.backward_passes_per_step = options.passes
+        self._names = {parameter: name for name, parameter in options.named}
+        self._group_of = {p: group for group in options.groups for p in group}
+        self._passes: Counter[Parameter] = Counter()
+        self._reductions: list[_Started] = []
+        self._reduced: set[Parameter] = set()
+        self._is_synchronized, self._synchronizes = False, True
+        self._takes_part = options.process_set.included() and options.process_set.size() != 1
+        self._hooks = []
+        parameter: Any
+        for parameter in self._required() if self._takes_part else ():
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._has_gradient))
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Reduces gradients after so many backward calls from now on; between two steps."""
+        self.backward_passes_per_step = passes
+        self._passes.clear()
+
+    def synchronize(self) -> None:
+        """Waits until all gradients are reduced; those that did not arrive count as zeros."""
+        if not self._takes_part:
+            self._is_synchronized = True
+            return
+        for parameter in self._required():
+            if parameter not in self._reduced:
+                self._start(parameter, is_late=True)
+        started, self._reductions = self._reductions, []
+        self._reduced.clear()
+        self._passes.clear()
+        failure: Exception | None = None
+        for each in started:
+            try:
+                for parameter, gradient in zip(each.parameters, each.wait(), strict=True):
+                    if gradient is not parameter.grad:
+                        parameter.grad = gradient
+            except RuntimeError as error:  # the others are waited for, or their names would stay in flight
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        self._is_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Context in which `step` does not synchronize, after `synchronize` was called."""
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
+
+    def step(self, closure: Any = None) -> Any:
+        """Synchronizes, and steps as the wrapped class does."""
+        if self._synchronizes:
+            if self._is_synchronized:
+                warnings.warn(_TWICE, stacklevel=2)
+            self.synchronize()
+        self._is_synchronized = False
+        return super().step(closure)
+
+    def local_step(self) -> None:
+        """The step of the wrapped class, with gradients as they are."""
+        super().step()
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the wrapped class; raises AssertionError between backward and step."""
+        if self._passes:
+            raise AssertionError(_ZEROED)
+        super().zero_grad(*args, **kwargs)
+
+    def _required(self) -> list[Parameter]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def _has_gradient(self, parameter: Parameter) -> None:
+        if self._passes[parameter] >= self.backward_passes_per_step:
+            raise AssertionError(_TOO_MANY)
+        self._passes[parameter] += 1
+        if self._passes[parameter] == self.backward_passes_per_step:
+            self._start(parameter)
+
+    def _start(self, parameter: Parameter, is_late: bool = False) -> None:
+        """Reduces a gradient, or those of its group if all are there."""
+        parameters = list(self._group_of.get(parameter, [parameter]))
+        if not is_late and any(self._passes[p] < self.backward_passes_per_step for p in parameters):
+            return
+        self._reduced.update(parameters)
+        for each in parameters:
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
+            if each.grad.is_sparse and (self._options.sparse_as_dense or len(parameters) > 1):
+                each.grad = each.grad.to_dense()
+        gradient = parameters[0].grad
+        assert gradient is not None
+        options = self._options
+        if gradient.is_sparse:
+            name = self._names.get(parameters[0])
+            wait = sparse_allreduce_async(gradient, name, options.op, options.process_set)
+            self._reductions.append(_Started(parameters, lambda: [wait()]))
+            return
+        self._reductions.append(_Started(parameters, self._reduce(parameters)))
+
+    def _reduce(self, parameters: Sequence[Parameter]) -> Callable[[], list[torch.Tensor]]:
+        options = self._options
+        pairs = [options.compression.compress(p.grad.contiguous()) for p in parameters if p.grad is not None]
+        tensors = [tensor for tensor, _ in pairs]
+        names = [self._names.get(p) for p in parameters]
+        scale = 1 / options.predivide, options.predivide
+        if len(tensors) == 1:
+            handle = allreduce_async_(tensors[0], None, names[0], options.op, *scale, options.process_set)
+        else:
+            handle = grouped_allreduce_async_(
+                tensors, None, names[0], options.op, *scale, options.process_set
+            )
+
+        def wait() -> list[torch.Tensor]:
+            synchronize(handle)
+            return [options.compression.decompress(tensor, context) for tensor, context in pairs]
+
+        return wait
+
+
+class _AdasumDistributed(AdasumStep):
+    """Steps alone, and combines what the steps of all ranks have changed."""
+
+
+def DistributedOptimizer(  # noqa: N802
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Parameter]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """An optimizer that reduces gradients over all ranks: during backward, and at the latest in `step`.
+
+    Args:
+        optimizer: What makes the steps; the result is of a subclass of its class, with the same name, and
+            shares its parameter groups and state.
+        named_parameters: Pairs of name and parameter, as `model.named_parameters()`; gradients are matched by
+            these names.
+        compression: What gradients are made of on their way.
+        backward_passes_per_step: Backward calls whose gradients are added up before they are reduced.
+        op: Average, Sum or Adasum.
+        gradient_predivide_factor: f: an average divides by f before the reduction, and by size / f after it.
+        num_groups: The former name of `groups`.
+        groups: Number of groups of parameters that are reduced together, or the groups.
+        sparse_as_dense: Reduce sparse gradients as dense ones.
+        process_set: Ranks that reduce; others step with their own gradients.
+
+    Raises:
+        ValueError: Names are missing, no pairs, or not unique; other arguments make no sense.
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        text = "Parameter `num_groups` has been replaced by `groups` and will be removed."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    options = OptimizerOptions.of(
+        optimizer,
+        named_parameters,
+        groups,
+        compression=compression,
+        passes=backward_passes_per_step,
+        op=op,
+        predivide=float(gradient_predivide_factor),
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+    )
+    base: Any = _AdasumDistributed if op == Adasum and process_set.size() != 1 else _Distributed
+    wrapped = type(optimizer)
+    made: Any = type(wrapped.__name__, (base, wrapped), {"__module__": wrapped.__module__})
+    distributed = made.__new__(made)
+    distributed._distribute(optimizer, options)
+    return distributed

@@ -1,0 +1,167 @@
+"""Allreduces that give a handle. Their arguments are checked before anything is submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from multiring.horovod.adasum import adasum
+from multiring.horovod.operations import Pending
+from multiring.horovod.process_sets import ProcessSet, global_process_set
+from multiring.horovod.reduce_ops import Average, op_name
+from multiring.horovod.request import Request
+from multiring.horovod.started import Started
+from multiring.horovod.submissions import names_of, reduction, start_allreduce
+from multiring.horovod.torch.checks import REDUCED, changed, checked, described, dtype_name
+from multiring.horovod.torch.handles import handle_of, synchronize
+from multiring.horovod.torch.moves import allgather_async
+
+__all__ = [
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "sparse_allreduce_async",
+]
+
+Tensor = torch.Tensor
+
+
+def _reduce_all(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    names: Sequence[str],
+    asked: tuple[str, float, float],
+    process_set: ProcessSet,
+    group: str = "",
+) -> list[Pending]:
+    """Submits allreduces of pairs of input and output."""
+    operations = process_set.operations()
+    op, prescale, postscale = asked
+    pending = []
+    for (tensor, target), name in zip(pairs, names, strict=True):
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor)
+        request = Request("allreduce", name, dtype, shape, op, prescale, postscale, group=group)
+        pending.append(operations.submit(request, start_allreduce(tensor, target, request)))
+    return pending
+
+
+def _allreduce(
+    tensors: Sequence[Tensor],
+    targets: Sequence[Tensor] | None,
+    name: str | None,
+    asked: tuple[str, float, float],
+    process_set: ProcessSet,
+    is_group: bool,
+) -> int:
+    """Submits one allreduce, or a group of them; `targets` None: into new tensors."""
+    operations = process_set.operations()
+    inputs = [checked(tensor, REDUCED) for tensor in tensors]
+    if asked[0] == "adasum" and not all(tensor.is_floating_point() for tensor in inputs):
+        raise ValueError("Adasum needs floating-point tensors.")
+    outputs = [torch.empty_like(tensor) for tensor in inputs] if targets is None else inputs
+    base = name or operations.auto_name()
+    names = names_of(base, len(inputs), is_group)
+    group = described(inputs) if is_group else ""
+    pending = _reduce_all(list(zip(inputs, outputs, strict=True)), names, asked, process_set, group)
+
+    def finish(results: list[Any]) -> Any:
+        if asked[0] == "adasum":
+            for result, output in zip(results, outputs, strict=True):
+                rows = result.reshape(operations.size, -1)
+                whole = torch.from_numpy(adasum(rows.double().numpy()))
+                output.copy_((whole * asked[2]).reshape(output.shape))
+        done = outputs if targets is None else [changed(target) for target in targets]
+        return list(done) if is_group else done[0]
+
+    return handle_of(Started(operations, pending, finish))
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Reduces a tensor over all ranks into a new one; the average by default.
+
+    Raises:
+        ValueError: The tensor is not contiguous, of another dtype than int32, int64, float16, bfloat16,
+            float32 and float64, or not on the CPU; an operation of this name is in flight.
+    """
+    asked = reduction(op, average, (prescale_factor, postscale_factor), process_set)
+    return _allreduce([tensor], None, name, asked, process_set, False)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """`allreduce_async`, in place."""
+    asked = reduction(op, average, (prescale_factor, postscale_factor), process_set)
+    return _allreduce([tensor], [tensor], name, asked, process_set, False)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """`allreduce_async` of several tensors, all of which fail together; the result is a list."""
+    asked = reduction(op, average, (prescale_factor, postscale_factor), process_set)
+    return _allreduce(list(tensors), None, name, asked, process_set, True)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """`grouped_allreduce_async`, in place."""
+    asked = reduction(op, average, (prescale_factor, postscale_factor), process_set)
+    return _allreduce(list(tensors), list(tensors), name, asked, process_set, True)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Reduces a sparse tensor by two allgathers.
+
+    Returns:
+        A function that waits and gives the sparse result, coalesced.
+
+    Raises:
+        ValueError: `op` is neither Sum nor Average.
+    """
+    if op_name(op) not in ("sum", "average"):
+        raise ValueError(f"a sparse allreduce with op {op_name(op)}; expected hvd.Sum or hvd.Average")
+    tensor = tensor.coalesce()
+    base = name or process_set.operations().auto_name()
+    indices = allgather_async(tensor.indices().t().contiguous(), f"{base}.indices", process_set)
+    values = allgather_async(tensor.values().contiguous(), f"{base}.values", process_set)
+    divisor = process_set.operations().size if op == Average else 1
+
+    def wait() -> Tensor:
+        rows = synchronize(values) / divisor if divisor > 1 else synchronize(values)
+        return torch.sparse_coo_tensor(
+            synchronize(indices).t(), rows, tensor.shape, check_invariants=False
+        ).coalesce()
+
+    return wait

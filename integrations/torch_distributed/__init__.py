@@ -1,0 +1,56 @@
+"""A backend of torch.distributed: `init_process_group("multiring")`.
+
+    import torch.distributed as dist
+
+    dist.init_process_group("multiring")  # under torchrun, or with the arguments that any backend takes
+    dist.init_process_group("multiring", init_method="multiring://")  # under multiring run, mpirun and srun
+
+The package's entry point registers it whenever torch is imported, so a program need not import this module;
+where that is switched off (TORCH_DEVICE_BACKEND_AUTOLOAD=0), importing it does. CPU tensors. See
+docs/torch-distributed.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from multiring.lazy import lazy_names as _lazy_names
+
+if TYPE_CHECKING:
+    from multiring.torch_distributed.group import ProcessGroup
+
+__all__ = ["BACKEND", "ProcessGroup", "register"]
+
+BACKEND = "multiring"
+"""What `init_process_group` and `new_group` call it."""
+
+# Taken from its module on first use: this one is imported with torch, by programs that may not need it.
+__getattr__, __dir__ = _lazy_names(__name__, {"ProcessGroup": ".group"})
+
+
+def register() -> None:
+    """Makes the backend known to torch.distributed, where this Python's torch has that. Idempotent."""
+    if dist.is_available() and BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+        register_rendezvous_handler(BACKEND, _meet_as_launched)  # type: ignore[no-untyped-call]
+
+
+def _create(given: Any, options: Any) -> Any:
+    """Makes a process group; collective over its members, as `init_process_group` and `new_group` are."""
+    from multiring.torch_distributed.group import ProcessGroup
+    from multiring.torch_distributed.meeting import connect_group
+
+    return ProcessGroup(connect_group(given), given)
+
+
+def _meet_as_launched(url: str, **options: Any) -> Any:
+    """Lets ranks meet for `init_method="multiring://"`."""
+    from multiring.torch_distributed.launched import rendezvous
+
+    return rendezvous(url, **options)
+
+
+register()

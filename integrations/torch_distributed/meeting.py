@@ -1,0 +1,165 @@
+"""How the ranks of a process group find each other: by the store that torch.distributed gives to the group.
+
+Any store of torch does (TCPStore, FileStore, HashStore), so it does not matter who has started the ranks. The
+secret by which they know each other's connections is left there too: who can read the store can join.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from multiring import config, errors
+from multiring.communicator import Communicator
+from multiring.errors import MultiringError, PeerLostError, UsageError
+from multiring.initialization import configure_log
+from multiring.rendezvous.connect import connect_members
+from multiring.rendezvous.joined import tell_launcher
+from multiring.rendezvous.offered_store import meet
+from multiring.store import Interrupt, Store
+from multiring.store.base import check_key, check_value, no_such_key
+from multiring.tuning.startup import follow_measured_ways
+
+__all__ = ["GroupStore", "TorchStore", "connect_group"]
+
+# A look at torch's store costs its host little, but thousands of ranks may look.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
+_OWN_SECRET = b"own"
+
+
+class TorchStore(Protocol):
+    """What is needed of a store of torch; any error of it is a RuntimeError."""
+
+    def set(self, key: str, value: Any) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class GroupStore(Store):
+    """A store of torch as one of ours.
+
+    Args:
+        store: It.
+        prefix: How the keys begin there.
+    """
+
+    def __init__(self, store: TorchStore, prefix: str = "") -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def __str__(self) -> str:
+        return f"store of the process group, a torch {type(self._store).__name__}"
+
+    def set(self, key: str, value: bytes, interrupt: Interrupt | None = None) -> None:
+        check_key(key)
+        check_value(key, value)
+        try:
+            self._store.set(self._prefix + key, value)
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
+    def get(self, key: str, timeout: float, interrupt: Interrupt | None = None) -> bytes:
+        # Asked again and again: a store of torch that waits for a key answers no other thread meanwhile.
+        check_key(key)
+        key, deadline, pause = self._prefix + key, time.monotonic() + timeout, _FIRST_PAUSE
+        try:
+            while not self._store.check([key]):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise no_such_key(key, str(self), timeout)
+                if interrupt is not None:
+                    interrupt()
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            return bytes(self._store.get(key))
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: RuntimeError) -> PeerLostError:
+        reason = str(error).strip().partition("\n")[0]
+        return PeerLostError(
+            f"the {self} is gone, or cannot be reached: {reason}. The process that serves it (rank 0, or "
+            "torchrun) may have ended: look at its output"
+        )
+
+
+def connect_group(given: Any) -> Communicator:
+    """Connects the ranks of a process group. Collective over them.
+
+    Args:
+        given: What torch gives to the creator of a backend (`_DistributedBackendOptions`): `store`,
+            `group_rank`, `group_size`, `timeout`, `group_id` and `global_ranks_in_group`.
+
+    Raises:
+        UsageError: A setting of multiring is wrong.
+        TimeoutError: Ranks are missing after the group's timeout.
+        PeerLostError: The store is gone.
+    """
+    rank, size = given.group_rank, given.group_size
+    is_world = not given.global_ranks_in_group
+    settings = dataclasses.replace(config.load(), timeout=given.timeout.total_seconds())
+    if settings.transport == "mpi":
+        raise UsageError(
+            "MULTIRING_TRANSPORT=mpi: process groups of torch.distributed go over TCP between hosts; unset it"
+        )
+    if not is_world:  # both are for all ranks of the job
+        settings = dataclasses.replace(settings, mode="", tuning="")
+    configure_log(settings.log_level)
+    store, prefix = _meet(given.store, rank, size, settings)
+    try:
+        secret = _agree_on_secret(store, prefix, rank, settings)
+        members = GroupStore(given.store, prefix)
+        core = connect_members(members, rank, size, settings, job=f"torch {given.group_id}", secret=secret)
+    except MultiringError as error:
+        error.args = (f"process group {given.group_id!r}: {error}",)
+        raise
+    joined = Communicator(core)
+    if is_world and rank == 0:
+        tell_launcher(settings)
+    if is_world and joined.cross_size > 1 and not settings.tuning and not settings.mode:
+        follow_measured_ways(joined)
+    return joined
+
+
+def _meet(store: TorchStore, rank: int, size: int, settings: config.Settings) -> tuple[Store, str]:
+    """The store, and how keys begin that belong to this meeting: torch's outlives process groups, and later
+    ones have the same names."""
+    if size == 1:
+        return GroupStore(store), ""
+    call = "torch.distributed.init_process_group() or new_group()"
+    return meet(rank, size, "multiring/", settings.timeout, _opener(store), call)
+
+
+def _opener(store: TorchStore) -> Callable[[float], Store]:
+    opened: list[GroupStore] = []
+
+    def reopen(_: float) -> Store:
+        if opened:  # torch has opened it, and it is gone
+            raise PeerLostError(f"the {opened[0]} is gone: look at the output of rank 0, or of torchrun")
+        opened.append(GroupStore(store))
+        return opened[0]
+
+    return reopen
+
+
+def _agree_on_secret(store: Store, prefix: str, rank: int, settings: config.Settings) -> bytes:
+    """Rank 0 makes one, unless the user has given one to all ranks."""
+    key = f"{prefix}secret"
+    if rank == 0:
+        made = settings.secret or secrets.token_bytes(32)
+        store.set(key, _OWN_SECRET if settings.secret else made.hex().encode())
+        return made
+    try:
+        told = store.get(key, settings.timeout)
+    except errors.TimeoutError as error:
+        raise errors.TimeoutError(f"rank {rank} waits for rank 0: {error}", rank=rank, peer=0) from error
+    if told != _OWN_SECRET:
+        return bytes.fromhex(told.decode())
+    if settings.secret is None:
+        raise UsageError("rank 0 has a MULTIRING_SECRET and this rank has none: set it on all ranks")
+    return settings.secret

@@ -1,0 +1,307 @@
+"""What each function of a process group asks of the communicator: tensors in, operations under way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from multiring import errors
+from multiring.communicator import Communicator
+from multiring.errors import UsageError
+from multiring.torch_distributed.reductions import Reduction, reduction_of
+from multiring.torch_distributed.sparse import allreduce_sparse
+from multiring.torch_distributed.tensors import as_numbers, as_payload, copy_apart, joined, require_count
+from multiring.torch_distributed.work import Part
+
+__all__ = [
+    "allgather",
+    "allgather_single",
+    "allreduce",
+    "alltoall",
+    "alltoall_single",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "scatter",
+]
+
+Tensor = torch.Tensor
+
+
+def allreduce(comm: Communicator, tensor: Tensor, op: Any, what: str = "allreduce") -> Part:
+    """Reduces a tensor over all ranks, in place."""
+    if tensor.layout != torch.strided:
+        return allreduce_sparse(comm, tensor, op, what)
+    reduction, numbers = reduction_of(op, tensor, what), as_numbers(tensor, what)
+    if reduction.bitwise is not None:
+        return _combined(comm, numbers, reduction, numbers)
+    source = reduction.scaled(numbers)
+    return Part(comm.allreduce_async(source, reduction.op, numbers, prescale=reduction.prescale))
+
+
+def reduce(comm: Communicator, tensor: Tensor, op: Any, root: int) -> Part:
+    """Reduces a tensor over all ranks; that of `root` gets the result, the others stay as they are."""
+    if comm.rank == root:
+        return allreduce(comm, tensor, op, "reduce")
+    return allreduce(comm, tensor.detach().clone(), op, "reduce")
+
+
+def _combined(comm: Communicator, numbers: Tensor, reduction: Reduction, output: Tensor) -> Part:
+    rows = numbers.reshape(1, numbers.numel())
+    return Part(
+        comm.allgather_async(rows),
+        lambda gathered: _set(output, reduction.combine(list(gathered.view(comm.size, -1)))),
+    )
+
+
+def broadcast(comm: Communicator, tensor: Tensor, root: int) -> Part:
+    """Gives every rank the tensor of `root`."""
+    payload = as_payload(tensor, "broadcast")
+    return Part(comm.broadcast_async(payload, root, payload))
+
+
+def allgather(comm: Communicator, outputs: Sequence[Tensor], tensor: Tensor) -> Part:
+    """Gives every rank the tensors of all. Each rank's may have another number of elements; then all ranks
+    know them from their `outputs`."""
+    what, size = "allgather", comm.size
+    require_count(outputs, size, what)
+    source, targets = as_payload(tensor, what), [as_payload(output, what) for output in outputs]
+    counts = [target.numel() for target in targets]
+    _require_same_dtype([source, *targets], what)
+    if counts[comm.rank] != source.numel():
+        raise UsageError(
+            f"{what}: rank {comm.rank} gives {source.numel()} elements, and its list of outputs has "
+            f"{counts[comm.rank]} for it"
+        )
+    if len(set(counts)) > 1:
+        # The name is compared before data moves, and with it what each rank expects of the others.
+        pending = comm.allgather_async(source.reshape(-1), name=f"elements of the ranks: {counts}")
+        return Part(pending, lambda gathered: copy_apart(gathered, targets))
+    flat = joined(targets)
+    rows = source.reshape(1, counts[0])
+    if flat is not None:
+        return Part(comm.allgather_async(_apart_from(flat, rows), flat.view(size, counts[0])))
+    return Part(comm.allgather_async(rows), lambda gathered: copy_apart(gathered.reshape(-1), targets))
+
+
+def allgather_single(comm: Communicator, output: Tensor, tensor: Tensor) -> Part:
+    """Joins the tensors of all ranks, which have equally many elements, in one tensor."""
+    what = "all_gather_single"
+    source, target = as_payload(tensor, what), as_payload(output, what)
+    _require_same_dtype([source, target], what)
+    if target.numel() != comm.size * source.numel():
+        raise UsageError(
+            f"{what}: the output has {target.numel()} elements; expected {comm.size} ranks x {source.numel()}"
+        )
+    rows = source.reshape(1, source.numel())
+    if target.is_contiguous():
+        return Part(comm.allgather_async(_apart_from(target, rows), target.view(comm.size, source.numel())))
+    return Part(comm.allgather_async(rows), lambda gathered: _set(target, gathered))
+
+
+def reduce_scatter(comm: Communicator, output: Tensor, inputs: Sequence[Tensor], op: Any) -> Part:
+    """Reduces a list of tensors over all ranks; rank i gets the i-th. They may differ in size."""
+    what = "reduce_scatter"
+    require_count(inputs, comm.size, what)
+    numbers = [as_numbers(tensor, what) for tensor in inputs]
+    target = as_numbers(output, what)
+    _require_same_dtype([target, *numbers], what)
+    counts = [each.numel() for each in numbers]
+    if counts[comm.rank] != target.numel():
+        raise UsageError(
+            f"{what}: the output of rank {comm.rank} has {target.numel()} elements, and the inputs have "
+            f"{counts[comm.rank]} for it"
+        )
+    flat = joined(numbers)
+    if flat is None:
+        flat = torch.cat([each.reshape(-1) for each in numbers])
+    reduction = reduction_of(op, inputs[0], what)
+    if len(set(counts)) == 1:
+        return _reduce_scatter_rows(comm, target, flat.view(comm.size, counts[0]), reduction)
+    # Blocks of any size: as an allreduce, in memory of its own.
+    begin, scratch = sum(counts[: comm.rank]), flat.clone()
+    whole = allreduce(comm, scratch, op, what)
+
+    def finish(result: Any) -> None:
+        if whole.finish is not None:
+            whole.finish(result)
+        _set(target, scratch[begin : begin + target.numel()])
+
+    return Part(whole.pending, finish)
+
+
+def reduce_scatter_single(comm: Communicator, output: Tensor, tensor: Tensor, op: Any) -> Part:
+    """Reduces a tensor over all ranks; rank i gets the i-th of equally large blocks."""
+    what = "reduce_scatter_single"
+    source, target = as_numbers(tensor, what), as_numbers(output, what)
+    _require_same_dtype([source, target], what)
+    if source.numel() != comm.size * target.numel():
+        raise UsageError(
+            f"{what}: the input has {source.numel()} elements; expected {comm.size} ranks x {target.numel()}"
+        )
+    rows = source.reshape(comm.size, target.numel())
+    return _reduce_scatter_rows(comm, target, rows, reduction_of(op, tensor, what))
+
+
+def _reduce_scatter_rows(comm: Communicator, target: Tensor, rows: Tensor, reduction: Reduction) -> Part:
+    if reduction.bitwise is not None:
+        return Part(
+            comm.alltoall_async(rows),
+            lambda received: _set(target, reduction.combine(list(received.view(rows.shape)))),
+        )
+    source = reduction.scaled(rows)
+    if target.is_contiguous() and not _overlap(source, target):
+        block = target.view(1, target.numel())
+        return Part(comm.reduce_scatter_async(source, reduction.op, block, prescale=reduction.prescale))
+    pending = comm.reduce_scatter_async(source, reduction.op, prescale=reduction.prescale)
+    return Part(pending, lambda block: _set(target, block))
+
+
+def alltoall_single(
+    comm: Communicator, output: Tensor, tensor: Tensor, sizes: Sequence[int], rows: Sequence[int]
+) -> Part:
+    """Sends blocks of rows of a tensor to the ranks; each joins what it receives.
+
+    Args:
+        comm: The ranks.
+        output: For the rows that are received.
+        tensor: With the rows to be sent.
+        sizes: Rows from each rank; empty: equally many.
+        rows: Rows for each rank; empty: equally many.
+    """
+    what = "all_to_all_single"
+    source, target = as_payload(tensor, what), as_payload(output, what)
+    _require_same_dtype([source, target], what)
+    expected = _split_sizes(target, sizes, comm.size, f"{what}: output")
+    splits = _split_sizes(source, rows, comm.size, f"{what}: input")
+
+    def finish(received: Any) -> None:
+        joined_rows, counts = received
+        if counts.tolist() != expected:
+            raise _mismatch(comm, what, "rows", counts.tolist(), expected)
+        _set(target, joined_rows)
+
+    return Part(comm.alltoall_async(source, splits), finish)
+
+
+def _split_sizes(tensor: Tensor, sizes: Sequence[int], size: int, what: str) -> list[int]:
+    if tensor.dim() == 0:
+        raise UsageError(f"{what} has no dimension to split")
+    rows = tensor.shape[0]
+    if not sizes:
+        if rows % size:
+            raise UsageError(
+                f"{what} has {rows} rows, which {size} ranks cannot share equally: pass split sizes"
+            )
+        return [rows // size] * size
+    if len(sizes) != size or sum(sizes) != rows:
+        raise UsageError(
+            f"{what} has {rows} rows; its split sizes {list(sizes)} have to be {size} that add up to it"
+        )
+    return [int(each) for each in sizes]
+
+
+def alltoall(comm: Communicator, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Part:
+    """Sends the i-th tensor to rank i, and receives the i-th output from it."""
+    what = "all_to_all"
+    require_count(outputs, comm.size, what)
+    require_count(inputs, comm.size, what)
+    sources = [as_payload(tensor, what) for tensor in inputs]
+    targets = [as_payload(output, what) for output in outputs]
+    _require_same_dtype([*sources, *targets], what)
+    flat = joined(sources)
+    if flat is None:
+        flat = torch.cat([each.reshape(-1) for each in sources])
+    splits = [each.numel() for each in sources]
+    return Part(comm.alltoall_async(flat, splits), lambda received: _apart(received, targets, comm, what))
+
+
+def gather(comm: Communicator, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Part:
+    """Brings the tensors of all ranks, equally large, to `root`."""
+    what = "gather"
+    source = as_payload(tensor, what)
+    rows = source.reshape(1, source.numel())
+    if comm.rank != root:
+        return Part(comm.gather_async(rows, root))
+    require_count(outputs, comm.size, what)
+    targets = [as_payload(output, what) for output in outputs]
+    _require_same_dtype([source, *targets], what)
+    if any(target.numel() != source.numel() for target in targets):
+        counts = [target.numel() for target in targets]
+        raise UsageError(f"{what}: outputs of {counts} elements; expected {source.numel()} in each")
+    return Part(comm.gather_async(rows, root), lambda got: copy_apart(got.reshape(-1), targets))
+
+
+def scatter(comm: Communicator, output: Tensor, inputs: Sequence[Tensor], root: int) -> Part:
+    """Gives rank i the i-th of the tensors of `root`, which are equally large."""
+    what = "scatter"
+    target = as_payload(output, what)
+    rows = None
+    if comm.rank == root:
+        require_count(inputs, comm.size, what)
+        sources = [as_payload(tensor, what) for tensor in inputs]
+        _require_same_dtype([target, *sources], what)
+        if any(source.numel() != target.numel() for source in sources):
+            counts = [source.numel() for source in sources]
+            raise UsageError(f"{what}: inputs of {counts} elements; expected {target.numel()} in each")
+        flat = joined(sources)
+        rows = torch.cat([each.reshape(-1) for each in sources]) if flat is None else flat
+        rows = rows.view(comm.size, target.numel())
+
+    def finish(block: Any) -> None:
+        got = torch.from_numpy(block) if isinstance(block, np.ndarray) else block
+        if target.dtype == torch.bfloat16 and got.dtype == torch.uint16:
+            got = got.view(torch.bfloat16)  # NumPy has no name for it
+        if got.dtype != target.dtype or got.numel() != target.numel():
+            there, here = f"{got.numel()} elements of {got.dtype}", f"{target.numel()} of {target.dtype}"
+            raise _mismatch(comm, what, "", there, here)
+        _set(target, got)
+
+    return Part(comm.scatter_async(rows, root), finish)
+
+
+def _apart(received: Any, targets: Sequence[Tensor], comm: Communicator, what: str) -> None:
+    flat, counts = received
+    expected = [target.numel() for target in targets]
+    if counts.tolist() != expected:
+        raise _mismatch(comm, what, "elements", counts.tolist(), expected)
+    copy_apart(flat, targets)
+
+
+def _mismatch(
+    comm: Communicator, what: str, unit: str, sent: object, expected: object
+) -> errors.MismatchError:
+    return errors.MismatchError(
+        f"{what} on rank {comm.rank} ({comm.host}): the ranks sent {sent} {unit} where it expects {expected}",
+        rank=comm.rank,
+        host=comm.host,
+        operation=what,
+    )
+
+
+def _set(target: Tensor, values: Tensor) -> None:
+    target.copy_(values.view(target.shape))
+
+
+def _apart_from(target: Tensor, source: Tensor) -> Tensor:
+    """The source, or a copy if it is a part of the target, as FSDP passes it."""
+    return source.clone() if _overlap(source, target) else source
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    begin, other_begin = one.data_ptr(), other.data_ptr()
+    end, other_end = begin + one.nbytes, other_begin + other.nbytes
+    return begin < other_end and other_begin < end
+
+
+def _require_same_dtype(tensors: Sequence[Tensor], what: str) -> None:
+    kinds = {tensor.dtype for tensor in tensors}
+    if len(kinds) > 1:
+        raise UsageError(
+            f"{what}: all tensors have to be of one dtype, and there are {', '.join(map(str, kinds))}"
+        )

@@ -1,0 +1,109 @@
+"""Tensors as the arrays that the core takes: plain CPU memory, where possible without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from multiring.errors import UsageError
+
+__all__ = ["as_numbers", "as_payload", "copy_apart", "joined", "only", "require_count"]
+
+# Those that the core computes with and moves; others are moved as bytes.
+_KNOWN = {
+    torch.bool,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+
+
+def _plain(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """The tensor without gradient and subclass; complex numbers as pairs of real ones."""
+    if tensor.device.type != "cpu":
+        raise UsageError(
+            f"{what} of a tensor on {tensor.device}: the backend 'multiring' takes CPU tensors; pass "
+            "tensor.cpu(), or make the group with another backend"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise UsageError(f"{what} of a {kind} tensor is not supported by the backend 'multiring'")
+    tensor = tensor.detach()
+    if type(tensor) is not torch.Tensor:
+        tensor = tensor.as_subclass(torch.Tensor)
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
+
+
+def as_numbers(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """A tensor to compute with, over the same memory.
+
+    Raises:
+        UsageError: It is not on the CPU, not strided, or the core has no arithmetic for its dtype.
+    """
+    plain = _plain(tensor, what)
+    if plain.dtype not in _KNOWN:
+        raise UsageError(f"{what} of {tensor.dtype}: there is no arithmetic for this dtype; convert it first")
+    return plain
+
+
+def as_payload(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """A tensor to move, over the same memory; of a dtype that the core does not know, its bytes.
+
+    Raises:
+        UsageError: It is not on the CPU, or not strided.
+    """
+    plain = _plain(tensor, what)
+    return plain if plain.dtype in _KNOWN else plain.view(torch.uint8)
+
+
+def only(tensors: Sequence[torch.Tensor], what: str) -> torch.Tensor:
+    """The one tensor of a list, as functions of process groups take it.
+
+    Raises:
+        UsageError: There is another number of them.
+    """
+    if len(tensors) != 1:
+        raise UsageError(f"{what} takes one tensor for each rank, and was given {len(tensors)}")
+    return tensors[0]
+
+
+def require_count(tensors: Sequence[object], size: int, what: str) -> None:
+    """Raises UsageError unless there is one tensor for each of `size` ranks."""
+    if len(tensors) != size:
+        raise UsageError(f"{what} needs a list of {size} tensors, one for each rank; got {len(tensors)}")
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Tensors of a dtype that lie in one piece of memory, one after the other, as one flat tensor; else
+    None."""
+    there = [tensor for tensor in tensors if tensor.numel()]
+    if not there:
+        return None
+    first, total = there[0], 0
+    storage = first.untyped_storage().data_ptr()
+    for tensor in there:
+        follows = tensor.data_ptr() == first.data_ptr() + total * first.element_size()
+        if not (follows and tensor.is_contiguous() and tensor.dtype == first.dtype):
+            return None
+        if tensor.untyped_storage().data_ptr() != storage:
+            return None
+        total += tensor.numel()
+    return first.as_strided((total,), (1,))
+
+
+def copy_apart(flat: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+    """Copies the elements of a flat tensor into tensors that have as many together, in order."""
+    begin = 0
+    for output in outputs:
+        output.copy_(flat[begin : begin + output.numel()].view(output.shape))
+        begin += output.numel()

@@ -1,0 +1,190 @@
+"""The handle of an operation of a process group, as torch.distributed knows it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from multiring.errors import MultiringError
+
+if TYPE_CHECKING:
+    from multiring.torch_distributed.group import ProcessGroup
+
+__all__ = ["GroupWork", "Part", "Pending"]
+
+_NO_TIMEOUT = timedelta(0)
+
+
+class Pending(Protocol):
+    """What is on its way: `multiring.Work`, or a message."""
+
+    def done(self) -> bool: ...
+
+    def wait(self, timeout: float | None = None) -> Any: ...
+
+
+class Part(NamedTuple):
+    """An operation under way.
+
+    Attributes:
+        pending: It.
+        finish: Takes what it returns, and brings it to the tensors that it is for; None: it is there.
+    """
+
+    pending: Pending
+    finish: Callable[[Any], object] | None = None
+
+
+class GroupWork(dist.Work):
+    """An operation of a process group, made of one or several of the communicator.
+
+    Args:
+        group: The group.
+        parts: The operations, which have been submitted.
+        outputs: What `result` and the future give.
+        timeout: Seconds after which waiting fails and breaks the group; None: the group's own timeout, which
+            the operations have themselves.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        parts: Sequence[Part],
+        outputs: Sequence[torch.Tensor],
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__()
+        self._group = group
+        self._parts = list(parts)
+        self._outputs = list(outputs)
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._lock = threading.Lock()
+        self._ended = False
+        self._error: BaseException | None = None
+        self._future: Any = None
+
+    @classmethod
+    def joined(cls, group: ProcessGroup, works: Sequence[GroupWork]) -> GroupWork:
+        """Several as one."""
+        parts = [Part(_WorkAsPending(work)) for work in works]
+        return cls(group, parts, [output for work in works for output in work._outputs])
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Waits until the outputs are there.
+
+        Args:
+            timeout: How long; zero or less: as long as the operation takes.
+
+        Raises:
+            TimeoutError, MismatchError, PeerLostError, AbortedError: The operation failed; all are
+                `torch.distributed.DistBackendError` too.
+        """
+        seconds = timeout.total_seconds()
+        self._wait(time.monotonic() + seconds if seconds > 0 else None)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """`wait`: there is no stream that could wait instead."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, with success or not."""
+        if not self._ended and self._are_done():
+            self._wait(None)
+        return self._ended
+
+    def is_success(self) -> bool:
+        """Whether it has ended with success."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Why it failed; None: it has not."""
+        return self._error if self.is_completed() else None
+
+    def result(self) -> list[torch.Tensor]:
+        """The outputs, once it has ended."""
+        self.wait()
+        return list(self._outputs)
+
+    def source_rank(self) -> int:
+        """For a message that was received: the rank that has sent it."""
+        self.wait()
+        return int(getattr(self._parts[0].pending, "source", -1))
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """A future with the list of the outputs. Its `wait` raises what went wrong, as a RuntimeError."""
+        with self._lock:
+            is_new = self._future is None
+            if is_new:
+                self._future = torch.futures.Future()
+            future = self._future
+        if is_new:
+            self._group.watchers.run(lambda: self._complete(future))
+        # An exception that is set is a result for C++, which would take it for tensors; one that is raised
+        # by what follows is an error there too.
+        return future.then(self._value)
+
+    def _complete(self, future: Any) -> None:
+        self._wait(None)
+        future.set_result(None)
+
+    def _value(self, _: Any) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._outputs
+
+    def _are_done(self) -> bool:
+        return all(part.pending.done() for part in self._parts)
+
+    def _wait(self, until: float | None) -> None:
+        """Waits, and keeps what goes wrong; raises only if the caller's own time is up."""
+        if self._ended:
+            return
+        limit = min((each for each in (until, self._deadline) if each is not None), default=None)
+        try:
+            results = [part.pending.wait(_left(limit)) for part in self._parts]
+            with self._lock:
+                if not self._ended:
+                    for part, result in zip(self._parts, results, strict=True):
+                        if part.finish is not None:
+                            part.finish(result)
+                    self._ended = True
+        except MultiringError as error:
+            if not self._are_done():
+                if limit != self._deadline:
+                    raise self._group.explained(error) from error
+                error = self._group.break_by(error)
+            self._end(self._group.explained(error))
+        except Exception as error:  # what an operation's `finish` raises, such as a failed copy
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        with self._lock:
+            if not self._ended:
+                self._error, self._ended = error, True
+
+
+class _WorkAsPending:
+    """A work of a process group as part of another one."""
+
+    def __init__(self, work: GroupWork) -> None:
+        self._work = work
+        self.done = work.is_completed
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for it; raises what went wrong."""
+        self._work.wait(_NO_TIMEOUT if timeout is None else timedelta(seconds=max(timeout, 1e-6)))
+
+
+def _left(until: float | None) -> float | None:
+    return None if until is None else max(0.0, until - time.monotonic())

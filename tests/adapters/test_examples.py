@@ -1,0 +1,25 @@
+"""The example scripts learn the digits on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import REPOSITORY, run_job
+
+EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*_digits.py"))
+
+
+def accuracy(script: str | Path, size: int = 2, **options: object) -> float:
+    """What a script of so many ranks prints as its test accuracy."""
+    result = run_job(size, script, timeout=120.0, **options)  # type: ignore[arg-type]
+    assert result.returncode == 0, result.stderr
+    line = next(line for line in result.stdout.splitlines() if "test accuracy" in line)
+    assert f"{size} ranks" in line
+    return float(line.split()[-1])
+
+
+@pytest.mark.parametrize("script", EXAMPLES)
+def test_an_example_learns_the_digits(script: str) -> None:
+    assert accuracy(REPOSITORY / "examples" / script) > 0.97

@@ -1,0 +1,264 @@
+"""What trains over process groups, against Gloo in the same job: the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from multiring import Communicator
+from tests.adapters.torch_distributed.support import fresh_directory, numbers, world
+from tests.on_ranks import on_ranks
+
+Build = Callable[[torch.nn.Module, Any], torch.nn.Module]
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, turn: int) -> None:
+    generator = torch.Generator().manual_seed(100 * turn + rank)
+    optimizer.zero_grad()
+    model(torch.randn(5, 6, generator=generator)).square().mean().backward()
+    optimizer.step()
+
+
+def _trained(build: Build, group: Any, steps: int = 3) -> list[torch.Tensor]:
+    model = build(_model(), group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for turn in range(steps):
+        _step(model, optimizer, dist.get_rank(), turn)
+    return [_whole(parameter).detach() for parameter in model.parameters()]
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    # Two addends have one sum, so two ranks give the same bits whatever adds them.
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other), f"{one} is not {other}"
+
+
+def _compare(build: Build) -> None:
+    gloo = dist.new_group(backend="gloo")
+    _same(_trained(build, dist.group.WORLD), _trained(build, gloo))
+
+
+@on_ranks(2)
+def test_distributed_data_parallel(comm: Communicator) -> None:
+    with world(comm):
+        _compare(lambda model, group: DistributedDataParallel(model, process_group=group))
+        _compare(
+            lambda model, group: DistributedDataParallel(
+                model,
+                process_group=group,
+                bucket_cap_mb=0.0001,
+                gradient_as_bucket_view=True,
+                static_graph=True,
+            )
+        )
+        _compare(
+            lambda model, group: DistributedDataParallel(
+                model, process_group=group, find_unused_parameters=True
+            )
+        )
+
+
+@on_ranks(2)
+def test_hooks_of_distributed_data_parallel(comm: Communicator) -> None:
+    def hooked(hook: Any, state: Callable[[Any], Any]) -> Build:
+        def build(model: torch.nn.Module, group: Any) -> torch.nn.Module:
+            parallel = DistributedDataParallel(model, process_group=group)
+            parallel.register_comm_hook(state(group), hook)
+            return parallel
+
+        return build
+
+    with world(comm):
+        _compare(hooked(default_hooks.allreduce_hook, lambda group: group))
+        _compare(hooked(default_hooks.fp16_compress_hook, lambda group: group))
+        _compare(
+            hooked(
+                powerSGD_hook.powerSGD_hook,
+                lambda group: powerSGD_hook.PowerSGDState(
+                    group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
+                ),
+            )
+        )
+
+
+@on_ranks(2)
+def test_gradients_that_accumulate_and_uneven_inputs(comm: Communicator) -> None:
+    with world(comm):
+        results = []
+        for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+            model = DistributedDataParallel(_model(), process_group=group)
+            with model.no_sync():
+                model(numbers((2, 6), comm.rank)).sum().backward()
+            model(numbers((3, 6), 5 + comm.rank)).sum().backward()
+            with Join([model]):
+                for turn in range(2 + comm.rank):
+                    model(numbers((2, 6), 10 * turn + comm.rank)).sum().backward()
+            results.append([parameter.grad for parameter in model.parameters()])
+        _same(*results)
+
+
+@on_ranks(2)
+def test_fully_sharded(comm: Communicator) -> None:
+    def sharded(model: torch.nn.Module, group: Any) -> torch.nn.Module:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in (model[0], model[2]):  # type: ignore[index]
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    with world(comm):
+        _compare(sharded)
+        ours = _trained(sharded, dist.group.WORLD)
+        theirs = _trained(
+            lambda model, group: DistributedDataParallel(model, process_group=group), dist.group.WORLD
+        )
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other)  # it averages, and does not add up only
+
+
+@on_ranks(4)
+def test_sharded_and_replicated(comm: Communicator) -> None:
+    with world(comm):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        ours = _trained(lambda model, _: fully_shard(model, mesh=mesh), None)
+        theirs = _trained(
+            lambda model, group: DistributedDataParallel(model, process_group=group), dist.group.WORLD
+        )
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@on_ranks(3)
+def test_distributed_tensors(comm: Communicator) -> None:
+    with world(comm):
+        mesh = init_device_mesh("cpu", (3,))
+        whole = numbers((7, 5), 0)
+        rows = distribute_tensor(whole, mesh, [Shard(0)])  # 3, 3 and 1 rows
+        assert rows.to_local().shape[0] == (3, 3, 1)[comm.rank]
+        assert torch.equal(rows.full_tensor(), whole)
+        columns = rows.redistribute(mesh, [Shard(1)])
+        assert torch.equal(columns.to_local(), whole.tensor_split((2, 4), 1)[comm.rank])
+        assert torch.equal(columns.redistribute(mesh, [Replicate()]).to_local(), whole)
+        assert (rows.sum().full_tensor() - whole.sum()).abs() == 0
+        product = distribute_tensor(whole.t().contiguous(), mesh, [Shard(1)]) @ rows
+        assert torch.equal(product.full_tensor(), whole.t() @ whole)
+
+
+@on_ranks(2)
+def test_checkpoints(comm: Communicator) -> None:
+    with world(comm), fresh_directory(comm) as directory:
+        mesh = init_device_mesh("cpu", (2,))
+        saved = {"sharded": distribute_tensor(numbers((6, 2), 0), mesh, [Shard(0)]), "step": 7}
+        checkpoint.save(saved, checkpoint_id=str(directory / "c"))
+        loaded = {"sharded": distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)]), "step": 0}
+        checkpoint.load(loaded, checkpoint_id=str(directory / "c"))
+        assert torch.equal(loaded["sharded"].full_tensor(), numbers((6, 2), 0))  # type: ignore[attr-defined]
+        assert loaded["step"] == 7
+
+
+@on_ranks(2)
+def test_an_optimizer_without_redundancy(comm: Communicator) -> None:
+    with world(comm):
+        results = []
+        for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+            model = DistributedDataParallel(_model(), process_group=group)
+            optimizer = ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.Adam, process_group=group, lr=0.1
+            )
+            for turn in range(3):
+                _step(model, optimizer, comm.rank, turn)
+            optimizer.consolidate_state_dict(0)
+            results.append([parameter.detach() for parameter in model.parameters()])
+        _same(*results)
+
+
+@on_ranks(2)
+def test_functional_collectives(comm: Communicator) -> None:
+    with world(comm) as group:
+        tensor = numbers((4, 2), comm.rank)
+        total = numbers((4, 2), 0) + numbers((4, 2), 1)
+        assert torch.equal(functional.all_reduce(tensor, "sum", group), total)
+        assert torch.equal(functional.all_reduce(tensor, "avg", group), total / 2)
+        gathered = torch.cat([numbers((4, 2), rank) for rank in range(2)])
+        assert torch.equal(functional.all_gather_tensor(tensor, 0, group), gathered)
+        block = functional.reduce_scatter_tensor(tensor, "sum", 0, group)
+        assert torch.equal(block, total.chunk(2)[comm.rank])
+        rows = functional.all_to_all_single(tensor, None, None, group)
+        assert torch.equal(rows, torch.cat([numbers((4, 2), rank).chunk(2)[comm.rank] for rank in range(2)]))
+        assert torch.equal(functional.broadcast(tensor, 1, group), numbers((4, 2), 1))
+        one, other = functional.all_reduce_coalesced([tensor, tensor + 1], "sum", group)
+        assert torch.equal(one, total)
+        assert torch.equal(other, total + 2)
+
+
+@on_ranks(2)
+def test_sparse_gradients_of_an_embedding(comm: Communicator) -> None:
+    def trained(group: Any) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        layers = torch.nn.Embedding(9, 4, sparse=True), torch.nn.Linear(4, 2)
+        model = DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            words = (
+                torch.tensor([[0, 1, 1], [1, 2, 8], [8, 8, 3]]) if comm.rank else torch.tensor([[step, 4]])
+            )
+            model(words).square().sum().backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    with world(comm):
+        _same(trained(dist.group.WORLD), trained(dist.new_group(backend="gloo")))
+
+
+@on_ranks(2)
+def test_tensor_parallel(comm: Communicator) -> None:
+    with world(comm):
+        mesh = init_device_mesh("cpu", (2,))
+        alone, shared = _model(), _model()
+        parallelize_module(shared, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        inputs = numbers((5, 6), 0)
+        outputs = [alone(inputs), shared(inputs)]
+        torch.testing.assert_close(outputs[1], outputs[0])
+        for output in outputs:
+            output.square().sum().backward()
+        for one, other in zip(alone.parameters(), shared.parameters(), strict=True):
+            torch.testing.assert_close(_whole(other.grad), one.grad)
+
+
+@on_ranks(2)
+def test_compiled_collectives(comm: Communicator) -> None:
+    def step(tensor: torch.Tensor) -> torch.Tensor:
+        total = functional.all_reduce(tensor * 2, "sum", dist.group.WORLD)
+        rows = functional.all_gather_tensor(total + 1, 0, dist.group.WORLD)
+        return functional.reduce_scatter_tensor(rows, "sum", 0, dist.group.WORLD)
+
+    with world(comm):
+        tensor = numbers((4, 3), comm.rank)
+        # "aot_eager" traces as every backend does, and needs no compiler.
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(tensor), step(tensor))
+        total = sum(numbers((4, 3), rank) * 2 for rank in range(2))
+        assert torch.equal(compiled(tensor), (total + 1) * 2)
+        torch._dynamo.reset()

@@ -1,0 +1,160 @@
+"""Lightning and Accelerate over the backend, against one process that has the whole batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import run_job
+
+WHOLE_BATCH = """
+import csv, json, os, sys, warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+SIZE, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+OUT = Path(sys.argv[1])
+
+def network():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+def data():
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(24, 3, generator=generator).double(), torch.randn(24, 1, generator=generator).double()
+
+def loss_of(model, inputs, targets):
+    return (model(inputs) - targets).square().mean()
+
+def trained_alone(batch, epochs=2):
+    model, (inputs, targets) = network(), data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(epochs):
+        for start in range(0, len(inputs), batch):
+            optimizer.zero_grad()
+            loss = loss_of(model, inputs[start : start + batch], targets[start : start + batch])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return model, losses
+
+def close(model, other):
+    for one, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.detach(), theirs.detach(), rtol=1e-12, atol=1e-12)
+"""
+
+LIGHTNING = """
+import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
+from torch.utils.data import DistributedSampler
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+    def training_step(self, batch, _):
+        loss = loss_of(self.net, *batch)
+        self.log("loss", loss, sync_dist=True)
+        self.log("rank_sum", float(RANK + 1), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+told = []
+rank_zero_only(lambda: told.append(RANK))()
+trainer = lightning.Trainer(
+    accelerator="cpu", devices=SIZE, strategy=DDPStrategy(process_group_backend="multiring"), max_epochs=2,
+    use_distributed_sampler=False,
+    logger=CSVLogger(OUT, flush_logs_every_n_steps=1), log_every_n_steps=1, enable_progress_bar=False,
+    callbacks=[ModelCheckpoint(OUT, filename="last")], enable_model_summary=False,
+)
+module = Module()
+samples = TensorDataset(*data())
+# Lightning's own sampler shuffles. Samples are dealt to ranks in turn, so together they have the whole batch.
+trainer.fit(module, DataLoader(samples, 4, sampler=DistributedSampler(samples, SIZE, RANK, shuffle=False)))
+alone, losses = trained_alone(4 * SIZE)
+close(module.net, alone)
+again = Module()
+again.load_state_dict(torch.load(OUT / "last.ckpt", weights_only=False)["state_dict"])
+close(again.net, alone)
+every = trainer.strategy.all_gather(torch.tensor(RANK)).tolist()
+assert every == list(range(SIZE)), every
+assert trainer.strategy.broadcast(f"from {RANK}", src=1) == "from 1"
+if RANK == 0:
+    rows = list(csv.DictReader(next(OUT.glob("**/metrics.csv")).open()))
+    print(json.dumps({
+        "losses": [float(row["loss"]) for row in rows if row["loss"]],
+        "expected": losses,
+        "sums": [float(row["rank_sum"]) for row in rows if row["rank_sum"]],
+        "files": sorted(path.name for path in OUT.glob("**/*") if path.is_file()),
+        "told": told,
+    }))
+else:
+    assert not told
+"""
+
+ACCELERATE = """
+import torch.distributed as dist
+from accelerate import Accelerator
+
+dist.init_process_group("multiring")
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+assert accelerator.num_processes == SIZE and dist.get_backend() == "multiring"
+model, (inputs, targets) = network(), data()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+model, optimizer, batches = accelerator.prepare(
+    model, optimizer, DataLoader(TensorDataset(inputs, targets), 4 // SIZE)
+)
+for _ in range(2):
+    for part in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, *part))
+            optimizer.step()
+            optimizer.zero_grad()
+close(accelerator.unwrap_model(model), trained_alone(8)[0])  # two batches of 4 over all ranks
+
+tail = accelerator.prepare(DataLoader(TensorDataset(torch.arange(7)), 2))  # does not divide by the ranks
+seen = torch.cat([accelerator.gather_for_metrics(part) for [part] in tail])
+mean = accelerator.reduce(torch.tensor([float(RANK)]), "mean")
+accelerator.save_state(str(OUT / "state"))
+accelerator.wait_for_everyone()  # the main rank alone writes the model
+before = [parameter.detach().clone() for parameter in model.parameters()]
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.zero_()
+accelerator.load_state(str(OUT / "state"))
+assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+accelerator.print(json.dumps({"seen": seen.tolist(), "mean": mean.item()}))
+accelerator.end_training()
+"""
+
+
+def _told(tmp_path: Path, script: str) -> dict[str, list[float]]:
+    done = run_job(2, WHOLE_BATCH + script, str(tmp_path), timeout=120.0)
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("[0] {")]
+    told: dict[str, list[float]] = json.loads(line.removeprefix("[0] "))
+    return told
+
+
+def test_lightning(tmp_path: Path) -> None:
+    told = _told(tmp_path, LIGHTNING)
+    assert told["expected"]
+    assert told["losses"] == pytest.approx(told["expected"], rel=1e-12)
+    assert told["sums"] == [9.0, 9.0]  # 1 + 2 in each of three steps
+    assert told["files"] == ["last.ckpt", "metrics.csv"]
+    assert told["told"] == [0]
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    assert _told(tmp_path, ACCELERATE) == {"seen": list(range(7)), "mean": 0.5}

@@ -1,0 +1,80 @@
+#include "support/network/counting_network.h"
+
+#include <stdexcept>
+#include <utility>
+
+namespace multiring::testing {
+namespace {
+
+class CountingNetwork final : public Network {
+ public:
+  CountingNetwork(std::unique_ptr<Network> network, SentCounter& counter)
+      : network_(std::move(network)), counter_(counter) {}
+
+  Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override {
+    std::size_t bytes = 0;
+    for (const auto& part : parts) bytes += part.size();
+    counter_.count(bytes);
+    return network_->post_send(peer, channel, parts);
+  }
+
+  int rank() const override { return network_->rank(); }
+  int size() const override { return network_->size(); }
+  int channels() const override { return network_->channels(); }
+  std::string host(int rank) override { return network_->host(rank); }
+  void connect(std::span<const Link> links, const WaitOptions& waiting) override {
+    network_->connect(links, waiting);
+  }
+  bool links_on_demand() const override { return network_->links_on_demand(); }
+  WaitResult connect_on_demand(std::span<const Link> links, const WaitOptions& waiting) override {
+    return network_->connect_on_demand(links, waiting);
+  }
+  bool linked(const Link& link) const override { return network_->linked(link); }
+  std::uint64_t links_version() const override { return network_->links_version(); }
+  Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) override {
+    return network_->post_receive(peer, channel, buffer);
+  }
+  WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting) override {
+    return network_->wait(tickets, waiting);
+  }
+  bool done(Ticket ticket) const override { return network_->done(ticket); }
+  void give_up(std::span<const Ticket> tickets) override { network_->give_up(tickets); }
+  void progress() override {
+    throw_if_failing();
+    network_->progress();
+  }
+  WaitResult ended(int rank) const override { return network_->ended(rank); }
+  void keep(std::shared_ptr<const void> memory) override { network_->keep(std::move(memory)); }
+  void abort(ErrorKind kind, const std::string& message) override {
+    throw_if_failing();
+    network_->abort(kind, message);
+  }
+  void relay(const AbortRecord& record) override { network_->relay(record); }
+  bool aborted(AbortRecord* record) const override { return network_->aborted(record); }
+  void leave() override { network_->leave(); }
+  void abandon() override { network_->abandon(); }
+  void wake() override { network_->wake(); }
+
+ private:
+  void throw_if_failing() const {
+    if (counter_.failing()) throw Error(ErrorKind::kInternal, "the network fails, as the test has it");
+  }
+
+  std::unique_ptr<Network> network_;
+  SentCounter& counter_;
+};
+
+}  // namespace
+
+SentCounter& SentCounters::of(const std::string& name) {
+  if (name.ends_with("-plans")) return plans;
+  if (name.ends_with("-rounds")) return rounds;
+  if (name.ends_with("-messages")) return messages;
+  throw std::invalid_argument("a network of no known kind: " + name);
+}
+
+std::unique_ptr<Network> counted(std::unique_ptr<Network> network, SentCounter& counter) {
+  return std::make_unique<CountingNetwork>(std::move(network), counter);
+}
+
+}  // namespace multiring::testing
