@@ -6,14 +6,15 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.nursery import Nursery
 from tests.on_ranks import run_on_ranks
-from tests.rank_pool import RankPool
-from tests.tiers import mark, sort, worker_of
+from tests.rank_pool import RankPool, RankProcesses
+from tests.tiers import is_left_out, mark, sort, worker_of
 
 
 def pytest_configure() -> None:
@@ -27,6 +28,10 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
     # What ends a test run from outside (`timeout`, a CI system) should let fixtures tidy up, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if is_left_out(collection_path, config.option.markexpr) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -49,44 +54,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """Gives `ranks(n)`: a pool of n ranks that all tests of the session share."""
-    pools: dict[int, RankPool] = {}
-
-    def pool(n: int) -> RankPool:
-        return pools.setdefault(n, RankPool(n))
-
-    try:
-        yield pool
-    finally:
-        for started in pools.values():
-            started.close()
-
-
-@pytest.fixture(scope="module")
 def spread() -> Iterator[Callable[[int, int], RankPool]]:
-    """Gives `spread(n, hosts)`: a pool of n ranks that take themselves to be on so many hosts, shared by a
-    module's tests."""
-    pools: dict[tuple[int, int], RankPool] = {}
-    with contextlib.ExitStack() as stack:
+    """Gives `spread(n, hosts)`: a pool of n ranks that take themselves to be on so many hosts. All pools of a
+    session are in the same processes."""
+    processes = RankProcesses(4)  # as many as a test of `make test` needs
 
-        def pool(n: int, hosts: int) -> RankPool:
-            if (n, hosts) not in pools:
-                pools[n, hosts] = stack.enter_context(RankPool(n, hosts=hosts))
-            return pools[n, hosts]
+    def pool(n: int, hosts: int) -> RankPool:
+        return RankPool(n, hosts=hosts, processes=processes)
 
-        yield pool
+    yield pool
+    processes.close()
+
+
+@pytest.fixture(scope="session")
+def ranks(spread: Callable[[int, int], RankPool]) -> Callable[[int], RankPool]:
+    """Gives `ranks(n)`: a pool of n ranks."""
+    return lambda n: spread(n, 1)
 
 
 @pytest.fixture
 def comm(request: pytest.FixtureRequest) -> RankPool:
     """The pool of a test on ranks (tests/on_ranks.py), which gets the communicator of its rank."""
     size = getattr(request, "param", 2)
-    pool: RankPool
-    if isinstance(size, tuple):
-        pool = request.getfixturevalue("spread")(*size)
-    else:
-        pool = request.getfixturevalue("ranks")(size)
+    pool: RankPool = request.getfixturevalue("spread")(*(size if isinstance(size, tuple) else (size, 1)))
     return pool
 
 

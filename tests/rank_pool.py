@@ -3,6 +3,9 @@
 Where a test looks at what every rank returns, it gets a pool from the fixture `ranks`:
 `ranks(2).run(function, *args)`, with a function at the top level of the test's module. Other tests are
 functions of a rank (on_ranks.py).
+
+The pools of a session have their ranks in the same processes (`RankProcesses`): a world of two is made of the
+first two, so that a framework is imported once in each process and not once in each pool.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import pickle
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,13 +28,14 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from multiring.errors import AbortedError, PeerLostError
-from tests.support import HOSTS, REPOSITORY, Job
+from tests.support import REPOSITORY, Job, process_exists
 
-__all__ = ["RankPool", "RanksFailed", "RanksTimedOut", "UnpicklableError"]
+__all__ = ["RankPool", "RankProcesses", "RanksFailed", "RanksTimedOut", "UnpicklableError"]
 
 _START_SECONDS = 60.0
 _LOAD_SECONDS = 120.0
-_RESET_SECONDS = 30.0
+# From the moment when they are told to end.
+_END_SECONDS = 30.0
 # Shorter than the default: a rank that waits for nothing in a test should say so before the test's own time
 # limit.
 _COLLECTIVE_SECONDS = "60"
@@ -57,26 +62,27 @@ class RanksTimedOut(AssertionError):
 
 
 class RankPool:
-    """`n` ranks under `multiring run`, started at the first use and again after a crash or a hang.
+    """A world of `n` ranks that run functions, in processes that other pools may use as well.
 
     After a call that broke the communicator all ranks leave it and make a new one.
 
     Args:
         n: Number of ranks.
-        env: Variables to set for the ranks.
+        env: Variables to set for the ranks, where they get processes of their own.
         hosts: How many hosts the ranks take themselves to be spread over, one after the other.
+        processes: Those to use; None: its own, which end with it.
     """
 
-    def __init__(self, n: int, env: dict[str, str] | None = None, hosts: int = 1) -> None:
+    def __init__(
+        self,
+        n: int,
+        env: dict[str, str] | None = None,
+        hosts: int = 1,
+        processes: RankProcesses | None = None,
+    ) -> None:
         self.n = n
-        hosts = int(os.environ.get("TEST_HOSTS", hosts))
-        self._env = {"MULTIRING_TIMEOUT": _COLLECTIVE_SECONDS, **(env or {})}
-        if hosts > 1:
-            self._env[HOSTS] = str(hosts)
-        self._job: Job | None = None
-        self._connections: list[Connection] = []
-        self._pids: list[int] = []
-        self._loaded: set[str] = set()  # modules that the ranks have imported
+        self.hosts = min(n, int(os.environ.get("TEST_HOSTS", hosts)))
+        self._processes = processes or RankProcesses(n, env)
 
     def __enter__(self) -> RankPool:
         return self
@@ -112,19 +118,16 @@ class RankPool:
 
     def pids(self) -> list[int]:
         """The process ids of the ranks."""
-        self._start()
-        return list(self._pids)
+        self._processes.start()
+        return self._processes.pids[: self.n]
 
     def close(self) -> None:
-        """Ends the ranks; a later call starts new ones."""
-        for connection in self._connections:
-            connection.close()  # the ranks end when they see it
-        self._connections = []
-        job, self._job = self._job, None
-        if job is not None:
-            with contextlib.suppress(Exception):
-                job.process.wait(10.0)
-            job.destroy()
+        """Ends the processes; a later call starts new ones.
+
+        Raises:
+            RanksTimedOut: They did not end by themselves.
+        """
+        self._processes.close()
 
     def _call(
         self,
@@ -136,62 +139,56 @@ class RankPool:
         abort: bool,
     ) -> list[dict[str, Any]]:
         module = _module_of(function)
-        file = getattr(sys.modules[module], "__file__", None)
         request = {
             "kind": "call",
             "module": module,
-            "file": file,
+            "file": getattr(sys.modules[module], "__file__", None),
             "path": list(sys.path),
             "call": pickle.dumps((function, args, kwargs)),
             "abort": abort,
         }
-        self._start()
-        if module not in self._loaded:
+        return self._processes.call(self.n, self.hosts, request, timeout)
+
+
+class RankProcesses:
+    """Processes under one `multiring run`, the first of which are the ranks of one world at a time. They are
+    started at the first use, and again after a crash, a hang, or where a world needs more of them.
+
+    Args:
+        n: How many to start at least.
+        env: Variables to set for them.
+    """
+
+    def __init__(self, n: int, env: dict[str, str] | None = None) -> None:
+        self._n = n
+        self._env = {"MULTIRING_TIMEOUT": _COLLECTIVE_SECONDS, **(env or {})}
+        self._job: Job | None = None
+        self._connections: list[Connection] = []
+        self._loaded: set[tuple[int, str]] = set()  # modules that processes have imported
+        self._world = (0, 0)  # its numbers of ranks and hosts
+        self.pids: list[int] = []
+
+    def call(self, n: int, hosts: int, request: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+        """Has the ranks of a world do what `request` says (tests/rank_worker.py); their answers, by rank."""
+        self._n = max(self._n, n)
+        self.start()
+        if self._world != (n, hosts):
+            self._meet(n, hosts)
+        module = request["module"]
+        if any((rank, module) not in self._loaded for rank in range(n)):
             # On a busy machine one rank imports a framework seconds later than another: what others wait for
             # then is not what the deadlines of the call are for.
-            _check(f"import {module}", self._exchange({**request, "kind": "load"}, _LOAD_SECONDS))
-            self._loaded.add(module)
-        answers = self._exchange(request, timeout)
+            _check(f"import {module}", self._exchange([{**request, "kind": "load"}] * n, _LOAD_SECONDS))
+            self._loaded |= {(rank, module) for rank in range(n)}
+        answers = self._exchange([request] * n, timeout)
         if any(answer["broken"] for answer in answers):
-            self._reset()
+            self._meet(n, hosts)
         return answers
 
-    def _reset(self) -> None:
-        answers = self._exchange({"kind": "reset"}, _RESET_SECONDS)
-        traces = [answer["trace"] for answer in answers if answer["error"] is not None]
-        if traces:
-            self.close()
-            raise AssertionError(
-                "the ranks cannot make a new communicator after an error\n" + "\n".join(traces)
-            )
-
-    def _exchange(self, request: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
-        message = pickle.dumps(request)
-        try:
-            for connection in self._connections:
-                connection.send_bytes(message)
-        except OSError:
-            self._fail("a rank has ended before the call")
-        return self._answers(timeout)
-
-    def _answers(self, timeout: float) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + timeout
-        answers: dict[int, dict[str, Any]] = {}
-        while len(answers) < self.n:
-            late = {self._connections[rank]: rank for rank in range(self.n) if rank not in answers}
-            ready = wait(list(late), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                self._time_out(timeout, sorted(late.values()), answers)
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                try:
-                    answers[late[connection]] = pickle.loads(connection.recv_bytes())
-                except (EOFError, OSError):
-                    self._fail(f"rank {late[connection]} has ended during the call")
-        return [answers[rank] for rank in range(self.n)]
-
-    def _start(self) -> None:
-        if self._job is not None and self._job.process.poll() is None:
+    def start(self) -> None:
+        """Starts them, unless enough of them run."""
+        running = self._job is not None and self._job.process.poll() is None
+        if running and len(self._connections) >= self._n:
             return
         self.close()
         self._loaded.clear()
@@ -199,20 +196,75 @@ class RankPool:
         try:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(str(directory / "s"))
-                listener.listen(self.n)
+                listener.listen(self._n)
                 listener.settimeout(0.1)
                 self._job = self._launch(directory / "s")
                 self._accept(listener)
         finally:
             shutil.rmtree(directory)
-        traces = [answer["trace"] for answer in self._answers(_START_SECONDS) if answer["error"] is not None]
+
+    def close(self) -> None:
+        """Ends them.
+
+        Raises:
+            RanksTimedOut: One did not end by itself; the text holds its stack.
+        """
+        for connection in self._connections:
+            connection.close()  # they end when they see it
+        self._connections = []
+        self._world = (0, 0)
+        job = self._job
+        if job is None:
+            return
+        try:
+            job.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            late = [pid for pid in self.pids if process_exists(pid)]
+            self._write_stacks(late)
+            raise RanksTimedOut(f"processes {late} did not end\n{self._output()}") from None
+        finally:
+            self._job = None
+            job.destroy()
+
+    def _meet(self, n: int, hosts: int) -> None:
+        """Makes a world of the first n. The others join one of their own: all call `init` equally often."""
+        members = [{"kind": "join", "rank": rank, "size": n, "hosts": hosts} for rank in range(n)]
+        others = [{"kind": "join", "rank": 0, "size": 1, "hosts": 1}] * (len(self._connections) - n)
+        answers = self._exchange(members + others, _START_SECONDS)
+        self._world = (n, hosts)
+        traces = [answer["trace"] for answer in answers if answer["error"] is not None]
         if traces:
             self.close()
-            raise AssertionError("multiring.init() failed in the pool\n" + "\n".join(traces))
+            raise AssertionError("\n".join([f"{n} ranks cannot make a new communicator", *traces]))
+
+    def _exchange(self, requests: list[dict[str, Any]], timeout: float) -> list[dict[str, Any]]:
+        """Sends the first processes a request each; their answers."""
+        try:
+            for connection, request in zip(self._connections, requests, strict=False):
+                connection.send_bytes(pickle.dumps(request))
+        except OSError:
+            self._fail("a rank has ended before the call")
+        return self._answers(len(requests), timeout)
+
+    def _answers(self, n: int, timeout: float) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + timeout
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < n:
+            late = {self._connections[rank]: rank for rank in range(n) if rank not in answers}
+            ready = wait(list(late), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._time_out(n, timeout, sorted(late.values()), answers)
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                try:
+                    answers[late[connection]] = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    self._fail(f"rank {late[connection]} has ended during the call")
+        return [answers[rank] for rank in range(n)]
 
     def _launch(self, address: Path) -> Job:
         def command(root: Path) -> list[str]:
-            launcher = [sys.executable, "-m", "multiring", "run", "-np", str(self.n)]
+            launcher = [sys.executable, "-m", "multiring", "run", "-np", str(self._n)]
             # Files keep what the ranks write without anybody having to read it.
             return [*launcher, "--output-dir", str(root / "o"), "-m", "tests.rank_worker", str(address)]
 
@@ -226,7 +278,7 @@ class RankPool:
     def _accept(self, listener: socket.socket) -> None:
         deadline = time.monotonic() + _START_SECONDS
         found: dict[int, tuple[Connection, int]] = {}
-        while len(found) < self.n:
+        while len(found) < self._n:
             try:
                 accepted, _ = listener.accept()
             except TimeoutError:
@@ -237,32 +289,37 @@ class RankPool:
             connection = Connection(accepted.detach())
             rank, pid = pickle.loads(connection.recv_bytes())
             found[rank] = connection, pid
-        self._connections = [found[rank][0] for rank in range(self.n)]
-        self._pids = [found[rank][1] for rank in range(self.n)]
+        self._connections = [found[rank][0] for rank in range(self._n)]
+        self.pids = [found[rank][1] for rank in range(self._n)]
 
-    def _time_out(self, timeout: float, late: list[int], answers: dict[int, dict[str, Any]]) -> None:
-        for rank in late:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pids[rank], signal.SIGUSR1)  # writes the stacks to its stderr
-        patience = time.monotonic() + 5.0
-        # The outermost frame of a stack is written last.
-        while self._output().count("in _run_module_as_main") < len(late) and time.monotonic() < patience:
-            time.sleep(0.02)
+    def _time_out(self, n: int, timeout: float, late: list[int], answers: dict[int, dict[str, Any]]) -> None:
+        self._write_stacks([self.pids[rank] for rank in late])
         traces = [f"--- rank {rank}\n{answers[rank]['trace']}" for rank in answers if answers[rank]["trace"]]
-        message = f"no answer from rank {', '.join(map(str, late))} of {self.n} within {timeout:g} s"
+        message = f"no answer from rank {', '.join(map(str, late))} of {n} within {timeout:g} s"
         output = self._output()
         if self._job is not None:
             self._job.destroy()  # it would not end by itself
         self.close()
         raise RanksTimedOut("\n".join([message, *traces, output]))
 
+    def _write_stacks(self, pids: list[int]) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)  # writes the stacks to its stderr
+        patience = time.monotonic() + 5.0
+        # The outermost frame of a stack is written last.
+        while self._output().count("in _run_module_as_main") < len(pids) and time.monotonic() < patience:
+            time.sleep(0.02)
+
     def _fail(self, what: str) -> None:
         with contextlib.suppress(Exception):
             assert self._job is not None
             self._job.process.wait(10.0)
         output = self._output()
+        if self._job is not None:
+            self._job.destroy()
         self.close()
-        raise AssertionError(f"pool of {self.n} ranks: {what}\n{output}")
+        raise AssertionError(f"pool of {self._n} ranks: {what}\n{output}")
 
     def _output(self) -> str:
         self._launcher_stderr.seek(0)

@@ -20,7 +20,7 @@ from typing import Any
 import multiring
 from multiring import errors
 from tests.rank_pool import UnpicklableError
-from tests.support import pretend_hosts
+from tests.support import pretend_places
 
 
 def main() -> None:
@@ -30,8 +30,6 @@ def main() -> None:
     client.connect(sys.argv[1])
     connection = Connection(client.detach())
     _send(connection, (int(os.environ["MULTIRING_RANK"]), os.getpid()))
-    pretend_hosts()
-    _send(connection, _attempt(_init))
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             _send(connection, _obey(pickle.loads(connection.recv_bytes())))
@@ -46,8 +44,8 @@ def _send(connection: Connection, message: Any) -> None:
 
 
 def _obey(request: dict[str, Any]) -> dict[str, Any]:
-    if request["kind"] == "reset":
-        return _attempt(_reset)
+    if request["kind"] == "join":
+        return _attempt(lambda: _join(request["rank"], request["size"], request["hosts"]))
 
     def load() -> None:
         sys.path[:] = request["path"]
@@ -104,13 +102,16 @@ def _abort(error: Exception) -> None:
         multiring.world().abort(f"test function failed: {error!r}")
 
 
-def _init() -> None:
-    multiring.init()
-
-
-def _reset() -> None:
+def _join(rank: int, size: int, hosts: int) -> None:
+    """Leaves the world, if there is one, for one of so many ranks on as many pretended hosts."""
     with contextlib.suppress(errors.MultiringError):
         multiring.shutdown()
+    names = {"RANK": rank, "SIZE": size}
+    torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {f"MULTIRING_{name}": str(value) for name, value in names.items()}
+    os.environ |= {name: str(value) for name, value in torchrun.items()}
+    os.environ.pop("MULTIRING_HOST", None)
+    pretend_places([rank % hosts for rank in range(size)])
     multiring.init()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["mark", "sort", "worker_of"]
+__all__ = ["is_left_out", "mark", "sort", "worker_of"]
 
 FULL = {
     "docs": ["test_code_blocks.py"],
@@ -119,6 +119,11 @@ ALONE = {
     ],
 }
 _TESTS = Path(__file__).parent
+
+
+def is_left_out(path: Path, marks: str) -> bool:
+    """Whether no test of this file can be among those that `pytest -m MARKS` runs: then it is not imported."""
+    return marks == "not full" and any(path == _TESTS / folder / file for folder in FULL for file in FULL[folder])
 
 
 def mark(items: list[pytest.Item]) -> None:
