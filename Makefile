@@ -24,22 +24,23 @@ demo:
 
 # The C++ tests need no framework: they and the library are compiled while those are fetched.
 test:
-	$(MAKE) -j3 -Oline develop test-cpp-objects
-	ci/check.sh
-	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh
-	$(BIN)/pytest -m "not full" $(PYTEST_OPTIONS)
+	ci/step.sh installation $(MAKE) -j3 -Oline develop test-cpp-objects
+	ci/step.sh style ci/check.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" ci/step.sh "C++ tests" ci/test_cpp.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" ci/step.sh "C++ tests, addresses" ci/test_cpp.sh address
+	ci/step.sh wheel $(BIN)/python ci/check_wheel.py --quick
+	ci/step.sh pytest $(BIN)/pytest -m "not full" $(PYTEST_OPTIONS)
 
 test-rest: $(VENV)/.develop
-	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh address,undefined
-	PATH="$(CURDIR)/$(BIN):$$PATH" ci/test_cpp.sh thread
-	$(BIN)/python ci/check_wheel.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" ci/step.sh "C++ tests, threads" ci/test_cpp.sh thread
+	ci/step.sh "wheel in isolation" $(BIN)/python ci/check_wheel.py
 	ci/fetch_sshd.sh
 	ci/make_mpich_environment.sh $(BIN)/python
 	ci/fetch_slurm.sh
-	$(BIN)/pytest -m "full and not alone" $(PYTEST_OPTIONS)
-	$(BIN)/pytest -m "full and alone"
-	$(BIN)/multiring regress --small
-	$(BIN)/python ci/check_speed.py
+	ci/step.sh "pytest, full" $(BIN)/pytest -m "full and not alone" $(PYTEST_OPTIONS)
+	ci/step.sh "pytest, alone" $(BIN)/pytest -m "full and alone"
+	ci/step.sh regress $(BIN)/multiring regress --small
+	ci/step.sh speed $(BIN)/python ci/check_speed.py
 
 test-all:
 	$(MAKE) test

@@ -1,27 +1,47 @@
 #!/usr/bin/env bash
 # Builds and runs the C++ tests.
 #   ci/test_cpp.sh              of the library that is installed in .venv
-#   ci/test_cpp.sh compile      compiles them for that, before it is there
-#   ci/test_cpp.sh SANITIZERS   of a library of their own, for example ci/test_cpp.sh address,undefined
+#   ci/test_cpp.sh address      the same tests, of a library that is compiled with the sanitizers of addresses and of
+#                               undefined behaviour; the tests themselves need not be
+#   ci/test_cpp.sh thread       of a library with the thread sanitizer, which has to see the tests as well
+#   ci/test_cpp.sh compile      compiles what the first two need, before the library is installed
 set -euo pipefail
 cd "$(dirname "$0")/.."
-build=build/cpp-tests
-options=(-DMULTIRING_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=Release)
-if [[ ${1:-compile} == compile ]]; then
-  options+=(-DMULTIRING_LIBRARY="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/multiring/lib/libmultiring.so")
-else
-  build+=-${1//,/-}
-  # At -O1, which compiles in half of the time.
-  options+=(-DMULTIRING_SANITIZE="$1" -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG")
-  # One of them compiles each file by itself, which shows an #include that is missing.
-  [[ $1 != thread ]] || options+=(-DMULTIRING_UNITY=OFF)
-fi
-targets=()
-[[ ${1:-} != compile ]] || targets=(--target test_objects)
-log=$build.log
+mode=${1:-installed}
+tests=build/cpp-tests
+library=build/core-address
+# At -O1, which compiles in half of the time.
+instrumented=(-DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG")
 mkdir -p build
-{ cmake -S . -B "$build" -G Ninja "${options[@]}" && cmake --build "$build" --parallel "$(nproc)" "${targets[@]}"; } \
-  >"$log" 2>&1 || { tail -50 "$log"; exit 1; }
-[[ ${1:-} != compile ]] || exit 0
-export TSAN_OPTIONS=halt_on_error=1 ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1
-ctest --test-dir "$build" --output-on-failure --parallel "$(nproc)"
+
+build() {  # folder, target, options of cmake
+  local folder=$1 target=$2
+  shift 2
+  { cmake -S . -B "$folder" -G Ninja "$@" && cmake --build "$folder" --parallel "$(nproc)" --target "$target"; } \
+    >"$folder.log" 2>&1 || { tail -50 "$folder.log"; exit 1; }
+}
+build_tests() {  # target
+  local installed
+  installed=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/multiring/lib/libmultiring.so
+  build "$tests" "$1" -DMULTIRING_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=Release -DMULTIRING_LIBRARY="$installed" \
+    -DMULTIRING_SANITIZED_LIBRARY="$PWD/$library/core/libmultiring.so" -DMULTIRING_SANITIZERS=address,undefined
+}
+build_library() {
+  build "$library" multiring "${instrumented[@]}" -DMULTIRING_SANITIZE=address,undefined
+}
+run() {  # folder, options of ctest
+  export TSAN_OPTIONS=halt_on_error=1 ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1
+  ctest --test-dir "$1" --output-on-failure --parallel "$(nproc)" "${@:2}"
+}
+
+case $mode in
+  compile) build_tests test_objects; build_library ;;
+  installed) build_tests all; run "$tests" --label-exclude sanitized ;;
+  address) build_library; build_tests sanitized_tests; run "$tests" --label-regex sanitized ;;
+  thread)
+    # Each file compiled by itself shows an #include that is missing.
+    build "$tests-thread" all -DMULTIRING_BUILD_TESTS=ON "${instrumented[@]}" -DMULTIRING_SANITIZE=thread -DMULTIRING_UNITY=OFF
+    run "$tests-thread"
+    ;;
+  *) sed -n '2,7s/^# *//p' "$0"; exit 2 ;;
+esac

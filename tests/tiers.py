@@ -2,7 +2,8 @@
 
 `make test` has every adapter's contract, every collective, kills and mismatches on one host. The files of
 the others are listed here. They are marked `full`: `pytest -m full` runs them, `pytest -m "not full"` does
-not. A test function may carry the mark by itself.
+not, but for a few tests of them that show that each kind works at all (`SMOKE`). A test function may carry
+the mark by itself.
 """
 
 from __future__ import annotations
@@ -107,6 +108,11 @@ FULL = {
         "test_suggestions.py",
     ],
 }
+# Tests of those files that `make test` runs as well: one of each launcher, of each way to several hosts, of
+# each framework's example and of each front door.
+SMOKE: dict[str, list[str]] = {
+    "adapters/test_examples.py": ["test_an_example_learns_the_digits[torch_digits.py]"],
+}
 # Marked `alone` as well: they look at what all processes of the machine leave behind, or have twenty ranks
 # notice within seconds what has happened.
 ALONE = {
@@ -124,7 +130,7 @@ _TESTS = Path(__file__).parent
 def is_left_out(path: Path, marks: str) -> bool:
     """Whether `pytest -m MARKS` runs no test of this file, which then need not be imported."""
     listed = (_TESTS / folder / file for folder, files in FULL.items() for file in files)
-    return marks == "not full" and path in listed
+    return marks == "not full" and path in listed and _name(path) not in SMOKE
 
 
 def mark(items: list[pytest.Item]) -> None:
@@ -138,13 +144,21 @@ def mark(items: list[pytest.Item]) -> None:
         if gone := sorted(str(path) for path in paths if not path.exists()):
             raise pytest.UsageError(f"tests/tiers.py names what does not exist: {', '.join(gone)}")
         for item in items:
-            if item.path in paths:
+            if item.path in paths and item.name not in SMOKE.get(_name(item.path), ()):
                 item.add_marker(name)
+    for file, tests in SMOKE.items():
+        text = (_TESTS / file).read_text()
+        if gone := [test for test in tests if f"def {test.partition('[')[0]}(" not in text]:
+            raise pytest.UsageError(f"tests/tiers.py names what is not in {file}: {', '.join(gone)}")
     for item in items:
         # Each rank of each pool has to import the framework: those of one rank are left to `full`.
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if item.path.is_relative_to(_TESTS / "adapters") and params.get("comm", params.get("size")) == 1:
             item.add_marker("full")
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(_TESTS).as_posix()
 
 
 # What takes minutes, as `worker_of` calls it: begun first, so that no process waits long for another one.

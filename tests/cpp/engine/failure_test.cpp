@@ -30,7 +30,7 @@ using namespace testing;
 constexpr int kSize = 4;
 constexpr int kVictim = 2;
 // Peers have to be told of within this time.
-constexpr double kSoon = 2.0 * kSlowness;
+const double kSoon = 2.0 * kSlowness;
 
 GroupOptions group_options(TransportKind transport) {
   GroupOptions options(transport, kSize, kSmallStaging);

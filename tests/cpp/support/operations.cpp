@@ -4,6 +4,13 @@
 
 namespace multiring::testing {
 
+std::vector<DType> tested_dtypes() {
+  if (sanitized()) return {DType::kBool, DType::kInt16, DType::kBFloat16, DType::kFloat32};
+  return {DType::kBool,     DType::kInt8,    DType::kUInt8,  DType::kInt16,  DType::kUInt16,
+          DType::kInt32,    DType::kUInt32,  DType::kInt64,  DType::kUInt64, DType::kFloat16,
+          DType::kBFloat16, DType::kFloat32, DType::kFloat64};
+}
+
 Operation make_operation(const Request& request) {
   Operation operation;
   Descriptor& descriptor = operation.descriptor;

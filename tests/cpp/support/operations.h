@@ -15,16 +15,10 @@
 
 namespace multiring::testing {
 
-// Under sanitizers one of each kind: what they look for does not depend on the width of an element, and the
-// sums of all dtypes are compared without them.
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-inline constexpr DType kAllDTypes[] = {DType::kBool, DType::kInt16, DType::kBFloat16, DType::kFloat32};
-#else
-inline constexpr DType kAllDTypes[] = {DType::kBool,   DType::kInt8,    DType::kUInt8,    DType::kInt16,
-                                       DType::kUInt16, DType::kInt32,   DType::kUInt32,   DType::kInt64,
-                                       DType::kUInt64, DType::kFloat16, DType::kBFloat16, DType::kFloat32,
-                                       DType::kFloat64};
-#endif
+/// All dtypes; under sanitizers one of each kind: what they look for does not depend on the width of an
+/// element, and the sums of all dtypes are compared without them.
+std::vector<DType> tested_dtypes();
+inline const std::vector<DType> kAllDTypes = tested_dtypes();
 inline constexpr ReduceOp kAllReduceOps[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin,
                                              ReduceOp::kMax, ReduceOp::kProduct};
 

@@ -12,19 +12,13 @@
 #include "engine/communicator.h"
 #include "support/network/counting_network.h"
 #include "support/network/inproc_mpi.h"
+#include "support/sanitizer.h"
 #include "transport/cluster/cluster_transport.h"
 #include "transport/inproc/inproc_hub.h"
 #include "transport/store.h"
 #include "transport/transport.h"
 
 namespace multiring::testing {
-
-/// How much longer things take under the sanitizer that this was built with, for limits of time.
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-inline constexpr double kSlowness = 10.0;
-#else
-inline constexpr double kSlowness = 1.0;
-#endif
 
 /// kClusterMpi: as kCluster, with MPI between hosts (InprocMpi). kClusterRelayed: as kCluster, with rounds
 /// that pass from host to host, as among many.

@@ -66,7 +66,7 @@ TEST(TcpNetwork, HugeMessagesInBothDirectionsAtOnce) {
     TcpGroup group(2, 1, connections);
     group.run([](TcpNetwork& network) {
       // A sanitizer takes half a minute for 64 MiB.
-      const std::size_t bytes = (std::size_t{kSlowness > 1.0 ? 8 : 64} << 20) + 13;
+      const std::size_t bytes = ((kSlowness > 1.0 ? std::size_t{8} : std::size_t{64}) << 20) + 13;
       const Buffer sent = pattern(bytes, static_cast<unsigned>(network.rank()));
       Buffer got(bytes);
       const Tickets tickets = {send(network, 1 - network.rank(), 0, sent),

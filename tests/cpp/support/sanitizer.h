@@ -1,0 +1,14 @@
+#pragma once
+
+// Of the runtime of any sanitizer; null without one.
+extern "C" void __sanitizer_set_report_path(const char* path) __attribute__((weak));
+
+namespace multiring::testing {
+
+/// Whether this process runs under a sanitizer. The library may be compiled with one where the tests are not.
+inline bool sanitized() { return &__sanitizer_set_report_path != nullptr; }
+
+/// How much longer things take under a sanitizer, for limits of time.
+inline const double kSlowness = sanitized() ? 10.0 : 1.0;
+
+}  // namespace multiring::testing
