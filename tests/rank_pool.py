@@ -166,6 +166,7 @@ class RankProcesses:
         self._connections: list[Connection] = []
         self._loaded: set[tuple[int, str]] = set()  # modules that processes have imported
         self._world = (0, 0)  # its numbers of ranks and hosts
+        self._worlds = 0  # how many there were
         self.pids: list[int] = []
 
     def call(self, n: int, hosts: int, request: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
@@ -227,10 +228,10 @@ class RankProcesses:
             job.destroy()
 
     def _meet(self, n: int, hosts: int) -> None:
-        """Makes a world of the first n. The others join one of their own: all call `init` equally often."""
-        members = [{"kind": "join", "rank": rank, "size": n, "hosts": hosts} for rank in range(n)]
-        others = [{"kind": "join", "rank": 0, "size": 1, "hosts": 1}] * (len(self._connections) - n)
-        answers = self._exchange(members + others, _START_SECONDS)
+        """Makes a world of the first n."""
+        self._worlds += 1
+        places = [{"rank": rank, "size": n, "hosts": hosts, "number": self._worlds} for rank in range(n)]
+        answers = self._exchange([{"kind": "join", "place": place} for place in places], _START_SECONDS)
         self._world = (n, hosts)
         traces = [answer["trace"] for answer in answers if answer["error"] is not None]
         if traces:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import multiring
-from multiring import errors
+from multiring import errors, initialization
 from tests.rank_pool import UnpicklableError
 from tests.support import pretend_places
 
@@ -45,7 +45,7 @@ def _send(connection: Connection, message: Any) -> None:
 
 def _obey(request: dict[str, Any]) -> dict[str, Any]:
     if request["kind"] == "join":
-        return _attempt(lambda: _join(request["rank"], request["size"], request["hosts"]))
+        return _attempt(lambda: _join(**request["place"]))
 
     def load() -> None:
         sys.path[:] = request["path"]
@@ -102,7 +102,7 @@ def _abort(error: Exception) -> None:
         multiring.world().abort(f"test function failed: {error!r}")
 
 
-def _join(rank: int, size: int, hosts: int) -> None:
+def _join(rank: int, size: int, hosts: int, number: int) -> None:
     """Leaves the world, if there is one, for one of so many ranks on as many pretended hosts."""
     with contextlib.suppress(errors.MultiringError):
         multiring.shutdown()
@@ -112,6 +112,9 @@ def _join(rank: int, size: int, hosts: int) -> None:
     os.environ |= {name: str(value) for name, value in torchrun.items()}
     os.environ.pop("MULTIRING_HOST", None)
     pretend_places([rank % hosts for rank in range(size)])
+    # Ranks of a job call `init` equally often. Those of this one may come from different worlds before, whose
+    # tests may have called it as well.
+    initialization._generation = 1000 * number
     multiring.init()
 
 
