@@ -1,7 +1,7 @@
 # make demo   installs multiring into .venv and trains a ResNet on real images over two synchronised processes
 # make check  style, types, layers: seconds
-# make test   installs what the tests need and runs those that every change has to pass: 12 minutes on 2 cores
-# make test-all  the same, then make test-rest: sanitizers, full matrices, several hosts, launchers, the wheel, speed
+# make test   installs what the tests need and runs those that every change has to pass: 15 minutes on 2 cores
+# make test-all  the same, then make test-rest: TSan, full matrices, several hosts, launchers, the wheel, speed
 # What is in which of them: tests/README.md.
 # make wheel  the wheel in dist/, tried out in a new environment
 # make docs   the pages of docs/ and the API reference as a site, in build/site
