@@ -29,7 +29,7 @@ test:
 	PATH="$(CURDIR)/$(BIN):$$PATH" ci/step.sh "C++ tests" ci/test_cpp.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" ci/step.sh "C++ tests, addresses" ci/test_cpp.sh address
 	ci/step.sh wheel $(BIN)/python ci/check_wheel.py --quick
-	ci/step.sh pytest $(BIN)/pytest -m "not full" $(PYTEST_OPTIONS)
+	ci/step.sh pytest ci/test_python.sh -m "not full" $(PYTEST_OPTIONS)
 
 test-rest: $(VENV)/.develop
 	PATH="$(CURDIR)/$(BIN):$$PATH" ci/step.sh "C++ tests, threads" ci/test_cpp.sh thread
