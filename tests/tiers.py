@@ -65,6 +65,7 @@ FULL = {
         "test_exit.py",
         "test_fork.py",
         "test_hosts_doctor.py",
+        "test_in_time.py",
         "test_leaks.py",
         "test_many_hosts.py",
         "test_remote_launch.py",
@@ -81,7 +82,6 @@ FULL = {
         "benchmarks/test_bench_report.py",
         "benchmarks/test_scaling.py",
         "caffe/test_caffe_command.py",
-        "collectives/test_placements.py",
         "collectives/test_several_hosts.py",
         "commands/test_tune.py",
         "commands/test_tuning_at_start.py",
@@ -107,10 +107,10 @@ FULL = {
         "test_suggestions.py",
     ],
 }
-# Marked `alone` as well: they look at what all processes of the machine leave behind, or have twenty ranks
-# notice within seconds what has happened.
+# Marked `alone` as well: they look at what all processes of the machine leave behind, or bound how soon
+# ranks notice what has happened.
 ALONE = {
-    "faults": ["test_emulated_hosts.py"],
+    "faults": ["test_emulated_hosts.py", "test_in_time.py"],
     "python": [
         "benchmarks/test_bench_emulated.py",
         "benchmarks/test_bench_launch.py",
