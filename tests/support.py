@@ -8,12 +8,13 @@ import io
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from multiring import cli
 
 __all__ = [
     "Job",
+    "Stopwatch",
+    "assert_idle",
     "executable",
+    "held_port",
     "last_words",
     "open_descriptors",
     "parsed",
@@ -31,6 +35,7 @@ __all__ = [
     "run_multiring",
     "run_python",
     "start_job",
+    "threads",
     "wait_until",
 ]
 
@@ -47,6 +52,32 @@ def wait_until(condition: Callable[[], Any], what: str, timeout: float = 30.0) -
         assert time.monotonic() < deadline, f"timed out after {timeout:g} s: {what}"
         time.sleep(0.005)
     return result
+
+
+class Stopwatch:
+    """Wall-clock time less what this process has waited for a processor that others had: what a bound in
+    seconds is for."""
+
+    def __init__(self) -> None:
+        self._began, self._waited = time.monotonic(), _waited_for_a_processor()
+
+    def held_up(self) -> float:
+        """Seconds for which the thread that had to wait longest was ready to run and did not."""
+        waited = _waited_for_a_processor().items()
+        return max((seconds - self._waited.get(thread, 0.0) for thread, seconds in waited), default=0.0)
+
+    def seconds(self) -> float:
+        """Seconds since this was made, without those."""
+        return time.monotonic() - self._began - self.held_up()
+
+
+def _waited_for_a_processor() -> dict[str, float]:
+    """Seconds, by thread of this process."""
+    found = {}
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # a thread that has ended
+            found[path.parent.name] = int(path.read_text().split()[1]) * 1e-9
+    return found
 
 
 def process_exists(pid: int) -> bool:
@@ -299,9 +330,37 @@ def run_job(
 
 
 @contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port of this host on which nobody listens, and which nobody else gets meanwhile: only who asks for
+    it by its number, and for SO_REUSEADDR, can listen there."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+@contextlib.contextmanager
 def no_new_descriptors() -> Iterator[None]:
     """Fails if the block leaves descriptors of this process open."""
     before = open_descriptors()
     yield
     left = {number: what for number, what in open_descriptors().items() if number not in before}
     assert not left, f"descriptors left open: {left}"
+
+
+def threads() -> list[str]:
+    """The threads of this process."""
+    return os.listdir("/proc/self/task")
+
+
+def assert_idle(those: Iterable[str]) -> None:
+    """Fails if these threads of this process take more than a little of a processor's time."""
+    assert those
+    began, before = time.monotonic(), sum(map(_ran, those))
+    time.sleep(0.3)
+    assert sum(map(_ran, those)) - before < 0.05 * (time.monotonic() - began)
+
+
+def _ran(thread: str) -> float:
+    """Seconds for which it had a processor."""
+    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) * 1e-9

@@ -66,6 +66,7 @@ FULL = {
         "test_exit.py",
         "test_fork.py",
         "test_hosts_doctor.py",
+        "test_in_time.py",
         "test_leaks.py",
         "test_many_hosts.py",
         "test_remote_launch.py",
@@ -82,7 +83,6 @@ FULL = {
         "benchmarks/test_bench_report.py",
         "benchmarks/test_scaling.py",
         "caffe/test_caffe_command.py",
-        "collectives/test_placements.py",
         "collectives/test_several_hosts.py",
         "commands/test_tune.py",
         "commands/test_tuning_at_start.py",
@@ -113,10 +113,10 @@ FULL = {
 SMOKE: dict[str, list[str]] = {
     "adapters/test_examples.py": ["test_an_example_learns_the_digits[torch_digits.py]"],
 }
-# Marked `alone` as well: they look at what all processes of the machine leave behind, or have twenty ranks
-# notice within seconds what has happened.
+# Marked `alone` as well: they look at what all processes of the machine leave behind, or bound how soon
+# ranks notice what has happened.
 ALONE = {
-    "faults": ["test_emulated_hosts.py"],
+    "faults": ["test_emulated_hosts.py", "test_in_time.py"],
     "python": [
         "benchmarks/test_bench_emulated.py",
         "benchmarks/test_bench_launch.py",

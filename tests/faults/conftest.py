@@ -8,17 +8,6 @@ from contextlib import ExitStack
 import pytest
 
 from multiring.benchmarks.emulation.hosts import EmulatedHosts, why_not
-from tests.nursery import Nursery
-
-
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    """Forks ranks that may be killed."""
-    started = Nursery()
-    try:
-        yield started
-    finally:
-        started.close()
 
 
 @pytest.fixture
@@ -30,14 +19,8 @@ def emulate() -> Iterator[Callable[[int], EmulatedHosts]]:
         yield lambda count: made.enter_context(EmulatedHosts(count))
 
 
-@pytest.fixture
-def hosts(emulate: Callable[[int], EmulatedHosts]) -> EmulatedHosts:
-    """Two emulated hosts; skips where there can be none."""
-    return emulate(2)
-
-
 @pytest.fixture(scope="module")
-def two_hosts() -> Iterator[EmulatedHosts]:
+def hosts() -> Iterator[EmulatedHosts]:
     """Two emulated hosts that a module's tests share; skips where there can be none."""
     if reason := why_not():
         pytest.skip(reason)

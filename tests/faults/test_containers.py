@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 
 import pytest
 
+from multiring.benchmarks.emulation.hosts import why_not
 from tests.support import Job
 
 SCRIPT = """
@@ -25,18 +24,9 @@ print("done with", free.f_frsize * free.f_blocks, "bytes")
 """
 
 
-def private_mounts() -> str:
-    """Why no file system can be mounted for a child alone; empty if it can."""
-    if shutil.which("unshare") is None:
-        return "there is no unshare(1)"
-    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return "" if result.returncode == 0 else f"mount namespaces are not permitted: {result.stderr.strip()}"
-
-
 @pytest.mark.parametrize("options", ["size=64k", "size=64k,ro"])
 def test_a_small_dev_shm(options: str) -> None:
-    if reason := private_mounts():
+    if reason := why_not():
         pytest.skip(reason)
 
     def command(root: object) -> list[str]:

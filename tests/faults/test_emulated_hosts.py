@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ CLOSED_SECONDS = 5.0
 
 CHECK = """
 import multiring
-from tests.python.collectives.test_several_hosts import check_all
+from tests.python.collectives.test_collectives import check_all
 comm = multiring.init()
 assert comm.cross_size == {hosts}, comm.cross_size
 check_all(comm)
@@ -35,15 +34,15 @@ LOOP = """
 import json, sys, time
 import numpy as np
 import multiring
+from tests.support import Stopwatch
 comm = multiring.init()
 comm.barrier()
 print("running", flush=True)
+watch = Stopwatch()
 array = np.ones(int(sys.argv[1]), np.float32)
 operations = {
     "allreduce": lambda: comm.allreduce(array),
-    "alltoall": lambda: comm.alltoall(array),
     "broadcast": lambda: comm.broadcast(array, 0),
-    "reduce_scatter": lambda: comm.reduce_scatter(array),
     "split": lambda: comm.split(0).close(),
 }
 operation = operations[sys.argv[2]]
@@ -51,7 +50,8 @@ try:
     while True:
         operation()
 except multiring.MultiringError as error:
-    print(json.dumps([type(error).__name__, str(error), time.monotonic()]), flush=True)
+    ended = time.monotonic() - watch.held_up()
+    print(json.dumps([type(error).__name__, str(error), ended]), flush=True)
 """
 # Elements of what is exchanged at once, and of what is sent as messages in many segments.
 SMALL, LARGE = "3", "3000000"
@@ -109,10 +109,8 @@ def start(hosts: EmulatedHosts, layout: Sequence[int], *script: str, job: int = 
     ]
 
 
-@pytest.mark.parametrize("layout", [[1, 3], [2, 1, 2]])
-def test_every_collective(emulate: Callable[[int], EmulatedHosts], layout: list[int]) -> None:
-    ranks = start(emulate(len(layout)), layout, CHECK.format(hosts=len(layout)))
-    for rank, process in enumerate(ranks):
+def test_every_collective(emulate: Callable[[int], EmulatedHosts]) -> None:
+    for rank, process in enumerate(start(emulate(3), [2, 1, 2], CHECK.format(hosts=3))):
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, f"rank {rank}: {errors}"
 
@@ -125,40 +123,24 @@ def assert_sent(ranks: Ranks, count: int, expected: Sequence[float]) -> None:
         assert int(output) / (4 * count) == pytest.approx(wanted, rel=0.1), rank
 
 
-def test_bytes_tell_which_way_an_allreduce_goes(
-    emulate: Callable[[int], EmulatedHosts], tmp_path: Path
-) -> None:
+def test_bytes_tell_which_way_data_goes(emulate: Callable[[int], EmulatedHosts], tmp_path: Path) -> None:
     """Bits do not: a setting that nobody follows would pass unseen."""
-    hosts, count = emulate(3), 2_000_000
     tuning = tmp_path / "tuning.json"
     tuning.write_text(json.dumps(Tuning((1, 1, 1), (SizeClass(1, Algorithm(ROUNDS)),)).as_json()))
-    settings: list[tuple[dict[str, str], Sequence[float]]] = [
-        ({}, (4 / 3,) * 3),  # a third to each of the others, and the sums of one's own third back
-        ({"MULTIRING_COMM_DTYPE": "bfloat16"}, (2 / 3,) * 3),
-        ({"MULTIRING_TUNING": str(tuning)}, (2,) * 3),  # everything to each of the others
-        ({"MULTIRING_MODE": "1x3t"}, (2, 1, 1)),  # everything to the first, and the sums back
-    ]
-    for job, (env, expected) in enumerate(settings):
-        script = COUNT_BYTES.format(count=count, operation="assert (comm.allreduce(x) == comm.size).all()")
-        ranks = start(hosts, [1, 1, 1], script, job=job, **env)
-        assert_sent(ranks, count, expected)
-
-
-@pytest.mark.parametrize(
-    ("operation", "expected"),
-    [
-        ("assert (comm.allgather(x) == 1).all()", (2, 2, 2)),
-        ("assert (comm.reduce_scatter(x) == 3).all()", (2 / 3,) * 3),
+    allreduce = "assert (comm.allreduce(x) == 3).all()"
+    settings: list[tuple[str, dict[str, str], Sequence[float]]] = [
+        (allreduce, {}, (4 / 3,) * 3),  # a third to each of the others, and the sums of one's own third back
+        (allreduce, {"MULTIRING_COMM_DTYPE": "bfloat16"}, (2 / 3,) * 3),
+        (allreduce, {"MULTIRING_TUNING": str(tuning)}, (2,) * 3),  # everything to each of the others
+        (allreduce, {"MULTIRING_MODE": "1x3t"}, (2, 1, 1)),  # everything to the first, and the sums back
+        ("assert (comm.allgather(x) == 1).all()", {}, (2, 2, 2)),
         # Of two rows the last rank keeps none, and sends both.
-        ("assert (comm.reduce_scatter(x.reshape(2, -1)) == 3).all()", (1 / 2, 1 / 2, 1)),
-    ],
-)
-def test_a_host_sends_once_what_others_need(
-    emulate: Callable[[int], EmulatedHosts], operation: str, expected: Sequence[float]
-) -> None:
-    count = 2_000_000
-    ranks = start(emulate(3), [1, 1, 1], COUNT_BYTES.format(count=count, operation=operation))
-    assert_sent(ranks, count, expected)
+        ("assert (comm.reduce_scatter(x.reshape(2, -1)) == 3).all()", {}, (1 / 2, 1 / 2, 1)),
+    ]
+    hosts, count = emulate(3), 2_000_000
+    for job, (operation, env, expected) in enumerate(settings):
+        script = COUNT_BYTES.format(count=count, operation=operation)
+        assert_sent(start(hosts, [1, 1, 1], script, job=job, **env), count, expected)
 
 
 def await_running(ranks: Ranks) -> None:
@@ -196,7 +178,7 @@ def names_one(lost: Sequence[str], message: str) -> bool:
 
 
 # Among ten hosts most ranks are connected with few others.
-@pytest.mark.parametrize("layout", [[2, 2], [2, 1, 2], [1] * 10])
+@pytest.mark.parametrize("layout", [[2, 1, 2], [1] * 10])
 def test_a_host_that_vanishes_is_lost_on_every_rank(
     emulate: Callable[[int], EmulatedHosts], layout: list[int]
 ) -> None:
@@ -217,13 +199,10 @@ def test_a_host_that_vanishes_is_lost_on_every_rank(
             assert "or its host cannot be reached any more" in message
 
 
-@pytest.mark.parametrize("layout", [[1, 1], [2, 1, 2]])
-def test_a_host_that_vanishes_while_groups_are_made(
-    emulate: Callable[[int], EmulatedHosts], layout: list[int]
-) -> None:
+def test_a_host_that_vanishes_while_groups_are_made(emulate: Callable[[int], EmulatedHosts]) -> None:
     """The new group has no connections yet: those of its parent tell, or the store, which is on one side of
     the cut, or the interfaces of the host that is cut."""
-    hosts = emulate(len(layout))
+    hosts, layout = emulate(3), [2, 1, 2]
     names = [f"{rank} on {hosts.name(host)}" for rank, host in enumerate(host_of_each(layout))]
     ranks = running(hosts, layout, SMALL, "split")
     cut = time.monotonic()
@@ -263,24 +242,19 @@ def host_of_each(layout: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize(
     ("layout", "operation", "count", "victim"),
     [
-        ((2, 1, 2), "allreduce", SMALL, 4),
-        ((2, 1, 2), "allreduce", LARGE, 0),
-        ((2, 1, 2), "alltoall", LARGE, 1),
-        ((2, 1, 2), "broadcast", LARGE, 2),
-        ((2, 1, 2), "reduce_scatter", LARGE, 3),
-        ((1,) * 10, "allreduce", LARGE, 7),
+        ([2, 1, 2], "allreduce", SMALL, 4),
+        ([2, 1, 2], "broadcast", LARGE, 2),
+        ([1] * 10, "allreduce", LARGE, 7),
     ],
 )
 def test_a_killed_rank_is_named_on_every_host(
-    emulate: Callable[[int], EmulatedHosts], layout: Sequence[int], operation: str, count: str, victim: int
+    emulate: Callable[[int], EmulatedHosts], layout: list[int], operation: str, count: str, victim: int
 ) -> None:
     hosts = emulate(len(layout))
     ranks = running(hosts, layout, count, operation)
+    name = f"{victim} on {hosts.name(host_of_each(layout)[victim])}"
     killed = time.monotonic()
-    ranks[victim].send_signal(signal.SIGKILL)
-    for rank, process in enumerate(ranks):
-        if rank == victim:
-            process.communicate(timeout=60)
-        else:
-            name = hosts.name(host_of_each(layout)[victim])
-            assert_lost(process, [f"{victim} on {name}"], killed, CLOSED_SECONDS)
+    ranks[victim].kill()
+    ranks.pop(victim).communicate(timeout=60)
+    for process in ranks:
+        assert_lost(process, [name], killed, CLOSED_SECONDS)

@@ -92,11 +92,11 @@ def found(done: list[subprocess.CompletedProcess[str]]) -> list[tuple[list[int],
         ("c10d", "time.sleep(3600)", ["0", "0", "1", "1"]),
     ],
 )
-def test_ranks_of_two_hosts_find_each_other_after_a_restart_too(
-    two_hosts: EmulatedHosts, tmp_path: Path, backend: str, others: str, restarts: list[str]
+def test_ranks_of_hosts_find_each_other_after_a_restart_too(
+    hosts: EmulatedHosts, tmp_path: Path, backend: str, others: str, restarts: list[str]
 ) -> None:
     text = FAILS_ONCE.format(others=others) + SUM
-    done = run(lambda host: command(two_hosts, backend, host), text, tmp_path)
+    done = run(lambda host: command(hosts, backend, host), text, tmp_path)
     assert [each.returncode for each in done] == [0, 0], done
     assert (tmp_path / "failed").exists()
     assert [place for place, *_ in found(done)] == PLACES

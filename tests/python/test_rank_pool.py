@@ -63,7 +63,7 @@ def test_every_rank_runs_the_function_in_a_process_that_stays(ranks: Ranks) -> N
     assert [pid for pid, _ in first] == [pid for pid, _ in second] == ranks(2).pids()
 
 
-@pytest.mark.parametrize("offset", [0, 5])
+@pytest.mark.parametrize("offset", [5])
 @on_ranks(1, (2, 2))
 def test_all_ranks_run_a_test(comm: Communicator, offset: int) -> None:
     assert comm.allgather(np.array([comm.rank + offset])).tolist() == [*range(offset, offset + comm.size)]
@@ -108,7 +108,7 @@ def test_a_module_that_ranks_cannot_import_shows_its_first_error_each_time(
 def test_a_rank_that_hangs_is_named_with_its_stack_and_the_pool_starts_anew(pool: RankPool) -> None:
     pids = pool.pids()
     with pytest.raises(RanksTimedOut, match="no answer from rank 0 of 2") as caught:
-        pool.run(sleep_on_rank_0, timeout=1.0)
+        pool.run(sleep_on_rank_0, timeout=2.0)
     assert "in sleep_on_rank_0" in str(caught.value)
     wait_until(lambda: not any(process_exists(pid) for pid in pids), "the end of ranks that were killed")
     assert [value for _, value in pool.run(total, 0.0)] == [1.0, 1.0]

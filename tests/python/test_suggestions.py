@@ -12,54 +12,54 @@ from multiring.config import load
 from multiring.errors import UsageError
 from multiring.gradients.options import ReducerKeywords, ReducerOptions
 from multiring.reductions import explain_arguments
-from tests.support import last_words
+from tests.support import last_words, run_python
 
-
-@pytest.mark.parametrize(
-    ("module", "typo", "meant"),
-    [
-        ("multiring", "iinit", "init"),
-        ("multiring.jax", "distribut", "distribute"),
-        ("multiring.tensorflow", "DistributedOptimiser", "DistributedOptimizer"),
-        ("multiring.torch", "broadcast_parameter", "broadcast_parameters"),
-    ],
-)
-def test_python_suggests_the_name_that_was_meant(module: str, typo: str, meant: str) -> None:
-    words = last_words(f"import {module}\n{module}.{typo}\n")
-    assert f"has no attribute '{typo}'. Did you mean: '{meant}'?" in words
-
-
-@pytest.mark.parametrize("name", ["torch", "ray", "jax", "pytensor"])
-def test_a_missing_framework_is_told_with_what_to_install(name: str) -> None:
-    words = last_words(f"import sys\nsys.modules['{name}'] = None\nimport multiring.{name}\n")
-    assert f"multiring.{name} needs" in words
-    assert f"pip install 'multiring[{name}]'" in words
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (
-            "tensorflow.DistributedGradientTape(None, comm_dtype='float16')",
-            "set MULTIRING_COMM_DTYPE=bfloat16",
+# What is called, and what is said of it, by module.
+MISTAKES = {
+    "multiring": {"iinit": "has no attribute 'iinit'. Did you mean: 'init'?"},
+    "multiring.jax": {
+        "distribut": "has no attribute 'distribut'. Did you mean: 'distribute'?",
+        "distribute(None, comm_dtype='float16')": (
+            "TypeError: distribute has no argument 'comm_dtype': set MULTIRING_COMM_DTYPE"
         ),
-        ("tensorflow.DistributedOptimizer(None, compression=1)", "set MULTIRING_COMM_DTYPE=bfloat16"),
-        (
-            "tensorflow.broadcast_variables([], root_rank=0)",
-            "broadcast_variables has no argument 'root_rank'",
-        ),
-        ("torch.DistributedOptimizer(None, named_parameters=[])", "as the second argument"),
-        (
-            "jax.distribute(None, comm_dtype='float16')",
-            "distribute has no argument 'comm_dtype': set MULTIRING_COMM_DTYPE",
-        ),
-        ("jax.grouped_allreduce({}, check_every=10)", "unexpected keyword argument 'check_every'"),
-    ],
-)
-def test_arguments_of_other_libraries_are_told_what_takes_their_place(call: str, said: str) -> None:
-    words = last_words(f"import multiring.{call.partition('.')[0]}\nmultiring.{call}\n")
-    assert words.startswith("TypeError: ")
-    assert said in words
+        "grouped_allreduce({}, check_every=10)": "unexpected keyword argument 'check_every'",
+    },
+    "multiring.tensorflow": {
+        "DistributedOptimiser": "Did you mean: 'DistributedOptimizer'?",
+        "DistributedGradientTape(None, comm_dtype='float16')": "set MULTIRING_COMM_DTYPE=bfloat16",
+        "DistributedOptimizer(None, compression=1)": "set MULTIRING_COMM_DTYPE=bfloat16",
+        "broadcast_variables([], root_rank=0)": "broadcast_variables has no argument 'root_rank'",
+    },
+    "multiring.torch": {
+        "broadcast_parameter": "Did you mean: 'broadcast_parameters'?",
+        "DistributedOptimizer(None, named_parameters=[])": "as the second argument",
+    },
+}
+
+
+@pytest.mark.parametrize("module", MISTAKES)
+def test_mistakes_are_told_with_what_was_meant(module: str) -> None:
+    calls = [f"{module}.{call}" for call in MISTAKES[module]]
+    code = f"""
+import sys, {module}
+for call in {calls}:
+    try:
+        eval(call)
+    except (AttributeError, TypeError):
+        print("called:", call, file=sys.stderr)
+        sys.excepthook(*sys.exc_info())
+"""
+    told = run_python(code).stderr.split("called: ")[1:]
+    for call, said, text in zip(calls, MISTAKES[module].values(), told, strict=True):
+        assert text.startswith(call)
+        assert said in text
+
+
+def test_a_missing_framework_is_told_with_what_to_install() -> None:
+    for name in ("torch", "ray", "jax", "pytensor"):
+        words = last_words(f"import sys\nsys.modules['{name}'] = None\nimport multiring.{name}\n")
+        assert f"multiring.{name} needs" in words
+        assert f"pip install 'multiring[{name}]'" in words
 
 
 def test_an_argument_may_have_its_former_name() -> None:

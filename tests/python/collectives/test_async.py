@@ -12,9 +12,8 @@ import pytest
 import multiring
 from multiring import AbortedError, Communicator, UsageError
 from tests.on_ranks import on_ranks
-from tests.python.collectives.array_kinds import assert_same_bits
-from tests.python.collectives.oracle import Reduction, random_bits
 from tests.rank_pool import RankPool
+from tests.support import assert_idle, threads
 
 Pools = Callable[[int], RankPool]
 
@@ -69,34 +68,13 @@ def test_arrays_are_kept_alive(comm: Communicator) -> None:
         assert (work.wait() == number * comm.size).all()
 
 
-@on_ranks(2, 4)
-def test_many_small_ones(comm: Communicator) -> None:
-    generator = np.random.default_rng(comm.rank)  # every rank at a speed of its own
-    pending = []
-    for number in range(300):
-        dtype = ("float32", "float32", "float16", "int64")[number % 4]
-        inputs = [random_bits(number * 8 + rank, (number % 37,), dtype) for rank in range(comm.size)]
-        wanted = Reduction().apply(inputs, dtype)
-        x = inputs[comm.rank]
-        pending.append((comm.allreduce_async(x, name=f"t{number}", priority=-(number % 5), out=x), wanted))
-        if generator.random() < 0.05:
-            time.sleep(0.001)
-        if number % 60 == 59:
-            assert_same_bits(comm.allgather(np.array([number])), np.full(comm.size, number))
-    for work, wanted in reversed(pending):
-        assert_same_bits(work.wait(), wanted)
-
-
-def check_idle(comm: Communicator) -> float:
-    comm.allreduce_async(np.ones(1)).wait()
+@on_ranks(2)
+def test_the_progress_thread_sleeps_when_idle(comm: Communicator) -> None:
+    before = threads()
+    group = comm.split(0)
+    group.allreduce_async(np.ones(1)).wait()
     comm.barrier()
-    before = time.process_time()
-    time.sleep(0.3)
-    return time.process_time() - before
-
-
-def test_the_progress_thread_sleeps_when_idle(ranks: Pools) -> None:
-    assert max(ranks(2).run(check_idle)) < 0.1  # seconds of processor time
+    assert_idle(set(threads()) - set(before))
 
 
 def mismatch(comm: Communicator) -> tuple[list[str], bool]:

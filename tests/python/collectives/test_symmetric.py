@@ -12,13 +12,13 @@ import pytest
 from multiring import Communicator, UsageError
 from tests.on_ranks import on_ranks
 from tests.python.collectives.array_kinds import assert_same_bits, bits_of
-from tests.python.collectives.oracle import OPS, Bits, Reduction, blocks, random_bits, storage
+from tests.python.collectives.oracle import Bits, Reduction, blocks, random_bits, storage
 from tests.rank_pool import RankPool
 
 Pools = Callable[[int], RankPool]
 
 # Below and above the size from which symmetric memory is used where it lies, and one that is no multiple.
-COUNTS = (0, 1, 100, 5_000, 200_003)
+COUNTS = (0, 100, 200_003)
 
 
 def shared_regions() -> int:
@@ -38,23 +38,20 @@ def filled(comm: Communicator, count: int, dtype: str, seed: int) -> tuple[Bits,
     return array, inputs
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int32", "float16", "float64"])  # others: tests/cpp/collective
-@on_ranks(1, 2, 3)
-def test_allreduce(comm: Communicator, dtype: str) -> None:
+@on_ranks(1, 3)  # dtypes, operations and places: tests/cpp/collective/symmetric_test.cpp
+def test_allreduce(comm: Communicator) -> None:
     for count in COUNTS:
-        for op in OPS if count == 5_000 and dtype != "bool" else ("sum",):
-            array, inputs = filled(comm, count, dtype, count)
-            wanted = Reduction(op).apply(inputs, dtype)
-            out = comm.symmetric_empty(count, storage(dtype))
-            assert comm.allreduce(array, op, out=out) is out
-            assert_same_bits(out, wanted)
-            assert_same_bits(array, inputs[comm.rank])
-            assert_same_bits(comm.reduce_scatter(array, op), blocks(wanted, comm.size)[comm.rank])
-            plain = np.empty_like(out)
-            assert_same_bits(comm.allreduce(array, op, out=plain), wanted)
-            assert_same_bits(comm.allreduce(inputs[comm.rank], op, out=out), wanted)
-            assert comm.allreduce(array, op, out=array) is array
-            assert_same_bits(array, wanted)
+        array, inputs = filled(comm, count, "float32", count)
+        wanted = Reduction().apply(inputs, "float32")
+        out = comm.symmetric_empty(count, np.float32)
+        assert comm.allreduce(array, out=out) is out
+        assert_same_bits(out, wanted)
+        assert_same_bits(array, inputs[comm.rank])
+        assert_same_bits(comm.reduce_scatter(array), blocks(wanted, comm.size)[comm.rank])
+        assert_same_bits(comm.allreduce(array, out=np.empty_like(out)), wanted)
+        assert_same_bits(comm.allreduce(inputs[comm.rank], out=out), wanted)
+        assert comm.allreduce(array, out=array) is array
+        assert_same_bits(array, wanted)
 
 
 def check_bfloat16(comm: Communicator) -> None:
@@ -73,7 +70,7 @@ def test_bfloat16_as_a_view(ranks: Pools) -> None:
     ranks(3).run(check_bfloat16)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_views(comm: Communicator) -> None:
     array, inputs = filled(comm, 90_000, "float32", 4)
     wanted = Reduction().apply(inputs, "float32")
@@ -90,16 +87,6 @@ def test_views(comm: Communicator) -> None:
 
 
 @on_ranks(3)
-def test_asynchronous(comm: Communicator) -> None:
-    array, inputs = filled(comm, 400_000, "float32", 7)
-    wanted = Reduction().apply(inputs, "float32")
-    work = comm.allreduce_async(array, out=array)
-    del array
-    gc.collect()
-    assert_same_bits(work.wait(), wanted)
-
-
-@on_ranks(3)
 def test_memory_is_freed_with_the_last_view(comm: Communicator) -> None:
     gc.collect()
     before = shared_regions()
@@ -107,29 +94,24 @@ def test_memory_is_freed_with_the_last_view(comm: Communicator) -> None:
     assert array.shape == (1000, 1000)
     assert shared_regions() >= before + comm.size * array.nbytes
     view = array[5:10]
+    work = comm.allreduce_async(view, out=view)
     del array
-    assert shared_regions() > before  # the view keeps it
+    assert shared_regions() > before  # the view keeps it, and the work
+    work.wait()
     view[:] = 1
-    del view
+    del view, work
     assert shared_regions() == before
     for _ in range(100):
         comm.symmetric_empty(1000)
     assert shared_regions() == before
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_shapes(comm: Communicator) -> None:
-    for shape, wanted in (
-        (5, (5,)),
-        (np.int64(5), (5,)),
-        ((), ()),
-        ((2, 3), (2, 3)),
-        ([4, 0, 2], (4, 0, 2)),
-        (np.zeros((3, 2)).shape, (3, 2)),
-    ):
+    for shape in (5, np.int64(5), (), (2, 3), [4, 0, 2], np.zeros((3, 2)).shape):
         for dtype in (np.float32, "int8", np.dtype("f8"), bool):
             array = comm.symmetric_empty(shape, dtype)
-            assert array.shape == wanted
+            assert array.shape == np.empty(shape).shape
             assert array.dtype == np.dtype(dtype)
             assert array.flags.c_contiguous
             assert array.flags.writeable
@@ -153,7 +135,7 @@ def test_refused(comm: Communicator) -> None:
     comm.barrier()
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 def test_the_arrays_of_peers(comm: Communicator) -> None:
     x = comm.symmetric_empty((3, 1000), np.int32)
     x[...] = comm.rank

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import tracemalloc
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,6 @@ import pytest
 from multiring import Communicator
 from multiring.errors import UsageError
 from tests.on_ranks import on_ranks
-from tests.rank_pool import RankPool
-
-Pools = Callable[[int], RankPool]
 
 OBJECTS: list[Any] = [
     None,
@@ -28,7 +24,7 @@ OBJECTS: list[Any] = [
 ]
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_broadcast(comm: Communicator) -> None:
     for root in range(comm.size):
         for number, obj in enumerate(OBJECTS):
@@ -38,26 +34,18 @@ def test_broadcast(comm: Communicator) -> None:
             assert (received is mine) == (comm.rank == root)
 
 
-@on_ranks(1, 3, 4)
+@on_ranks(3)
 def test_allgather(comm: Communicator) -> None:
     for shift in range(len(OBJECTS)):
         wanted = [OBJECTS[(rank + shift) % len(OBJECTS)] for rank in range(comm.size)]
         assert comm.allgather_object(wanted[comm.rank]) == wanted
-
-
-@on_ranks(3)
-def test_arrays_in_objects(comm: Communicator) -> None:
-    array = np.arange(6.0).reshape(2, 3) * comm.rank
-    for rank, received in enumerate(comm.allgather_object(array)):
-        np.testing.assert_array_equal(received, np.arange(6.0).reshape(2, 3) * rank)
+    for rank, received in enumerate(comm.allgather_object(np.arange(6.0) * comm.rank)):
+        np.testing.assert_array_equal(received, np.arange(6.0) * rank)
         received[0] = -1  # writable, and nobody else's
 
 
 @on_ranks(3)
 def test_unpicklable_objects(comm: Communicator) -> None:
-    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
-        comm.allgather_object(lambda: None)
-    assert comm.allgather_object(comm.rank) == list(range(comm.size))
     if comm.rank == 1:
         with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
             comm.allgather_object(lambda: None)
@@ -92,15 +80,12 @@ def _load(rank: int) -> Unloadable:
 @on_ranks(2)
 def test_sizes(comm: Communicator) -> None:
     """Around the sizes at which pieces are joined and cut."""
-    for size in (64 << 10, MIB - 1, MIB, MIB + 1, 8 * MIB, 8 * MIB + 1):
-        obj: list[Any] = [b"a" * size, bytearray(b"b" * size), "c" * size, "\n"]
-        obj.append((np.arange(size) % 251).astype(np.uint8))
-        obj += [np.full(300, number) for number in range(size >> 12)]
-        obj.append(1 << (8 * size))
+    for size in (64 << 10, MIB - 1, MIB, MIB + 1, 8 * MIB + 1):
+        arrays = [(np.arange(size) % 251).astype(np.uint8), *(np.full(300, k) for k in range(size >> 12))]
+        obj = [b"a" * size, bytearray(b"b" * size), "c" * size, "\n", 1 << (8 * size), *arrays]
         received = comm.broadcast_object(obj if comm.rank == 0 else None)
-        assert received[:4] == obj[:4]
-        assert received[-1] == obj[-1]
-        for one, other in zip(received[4:-1], obj[4:-1], strict=True):
+        assert received[:5] == obj[:5]
+        for one, other in zip(received[5:], arrays, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
@@ -143,7 +128,8 @@ def test_a_broadcast_takes_no_second_copy(comm: Communicator) -> None:
         assert memory_beside(comm, obj) < 12 * MIB
 
 
-def check_a_failing_root(comm: Communicator) -> None:
+@on_ranks(3)
+def test_a_failing_root(comm: Communicator) -> None:
     """All ranks are told, whatever has left before, and the next call works."""
     before: list[list[Any]] = [[], [np.ones(3 * MIB)], [bytes([k]) * 100_000 for k in range(30)]]
     for number, found in enumerate(before):
@@ -157,7 +143,8 @@ def check_a_failing_root(comm: Communicator) -> None:
         assert comm.broadcast_object(number) == number
 
 
-def check_a_failing_receiver(comm: Communicator) -> None:
+@on_ranks(3)
+def test_a_failing_receiver(comm: Communicator) -> None:
     """The rank that fails takes what the root still sends."""
     RANK[0] = comm.rank
     try:
@@ -171,8 +158,3 @@ def check_a_failing_receiver(comm: Communicator) -> None:
             assert comm.broadcast_object(comm.rank) == 0
     finally:
         RANK[0] = -1
-
-
-def test_failures_of_a_broadcast(ranks: Pools) -> None:
-    ranks(3).run(check_a_failing_root)
-    ranks(3).run(check_a_failing_receiver)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from multiring import AbortedError, Communicator, MismatchError, MultiringError, PeerLostError
+from multiring import AbortedError, Communicator, MismatchError, PeerLostError
 from tests.on_ranks import on_ranks
 from tests.python.collectives.array_kinds import assert_same_bits
 from tests.python.collectives.oracle import Reduction, random_bits
@@ -37,20 +37,6 @@ def test_overlapping_sets(comm: Communicator) -> None:
             assert_same_bits(group.allreduce(inputs[group.rank]), wanted)
             assert_same_bits(group.allreduce_async(inputs[group.rank]).wait(), wanted)
     comm.barrier()
-
-
-@on_ranks(4)
-def test_independent_orders(comm: Communicator) -> None:
-    """Works on several communicators at once; each has an order of its own."""
-    world, pair = comm, comm.split(comm.rank // 2)
-    assert pair is not None
-    pending = []
-    order = (world, pair) if comm.rank % 2 == 0 else (pair, world)
-    for number in range(20):
-        for group in order:
-            pending.append((group, number, group.allreduce_async(np.full(number + 1, float(number)))))
-    for group, number, work in pending:
-        assert (work.wait() == number * group.size).all()
 
 
 @on_ranks(4)
@@ -120,7 +106,7 @@ def test_a_rank_that_closes_a_group_is_lost_to_it(comm: Communicator) -> None:
     comm.barrier()
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_colors(comm: Communicator) -> None:
     alone = comm.split(comm.rank)
     assert (alone.size, alone.rank) == (1, 0)
@@ -129,7 +115,4 @@ def test_colors(comm: Communicator) -> None:
     everybody = comm.split(np.int64(7), key=-comm.rank)
     assert everybody.rank == comm.size - 1 - comm.rank
     assert comm.process_set([]) is None
-    try:
-        comm.process_set(np.array([0]))
-    except MultiringError:
-        pytest.fail("an array of ranks is a sequence too")
+    assert (comm.process_set(np.array([0])) is None) == (comm.rank > 0)  # an array is a sequence too

@@ -17,7 +17,7 @@ from tests.support import run_python
 FOREIGN = {"mpi4py", "matplotlib", "sklearn"}.union(*(each.imports for each in FRAMEWORKS.values()))
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_world(comm: Communicator) -> None:
     assert multiring.is_initialized()
     assert multiring.world() is comm
@@ -33,7 +33,7 @@ def test_world(comm: Communicator) -> None:
 
 @on_ranks(3)
 def test_init_after_shutdown(comm: Communicator) -> None:
-    for number in range(5):
+    for number in range(2):
         comm = multiring.init()
         group = comm.split(0)
         assert group is not None

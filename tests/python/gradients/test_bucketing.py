@@ -126,10 +126,10 @@ def test_flags_survive_every_allowed_scale(dtype: str, magnitude: float, sign: i
     assert result != 0
 
 
-@pytest.mark.parametrize("scale", [0.0, float("nan"), float("inf"), 1e-40, 1e300])
-def test_impossible_scales(scale: float) -> None:
-    with pytest.raises(UsageError, match="prescale"):
-        flag_bits("float16", scale, 2)
+def test_impossible_scales() -> None:
+    for scale in (0.0, float("nan"), float("inf"), 1e-40, 1e300):
+        with pytest.raises(UsageError, match="prescale"):
+            flag_bits("float16", scale, 2)
 
 
 def test_other_dtypes_are_refused() -> None:

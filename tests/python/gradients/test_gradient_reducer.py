@@ -17,6 +17,7 @@ from multiring.gradients.model_check import check_same
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
 from multiring.gradients.source import IN_SLOT, InPlace
+from tests.on_ranks import on_ranks
 from tests.rank_pool import RankPool
 
 Pool = Callable[[int], RankPool]
@@ -127,7 +128,8 @@ def test_any_order_of_arrival_and_any_gradient_missing(ranks: Pool, job: dict[st
     assert results[0] == results[1] == results[2], "ranks have different plans"
 
 
-def one_array_twice(comm: Communicator) -> str:
+@on_ranks(2)
+def test_an_array_cannot_be_two_gradients(comm: Communicator) -> None:
     specs = [ParameterSpec(name, (3,), "float32") for name in ("a", "b")]
     array = np.ones(3, np.float32)
 
@@ -138,40 +140,22 @@ def one_array_twice(comm: Communicator) -> str:
     source = OneArray(comm, specs, ReducerOptions())
     source.values = {0: 1.0, 1: 1.0}
     source.reducer.mark_ready(0)
-    try:
-        with pytest.raises(UsageError) as raised:
-            source.reducer.mark_ready(1)
-    finally:
-        source.reducer.close()
-    return str(raised.value)
+    with pytest.raises(UsageError, match="'a' and 'b' have the same array"):
+        source.reducer.mark_ready(1)
+    source.reducer.close()
 
 
-def test_an_array_cannot_be_two_gradients(ranks: Pool) -> None:
-    for text in ranks(2).run(one_array_twice):
-        assert "'a' and 'b' have the same array" in text
-
-
-def compare_lists(comm: Communicator, lists: list[list[tuple[str, str]]]) -> str:
-    try:
-        check_same(comm, lists[comm.rank], "words")
-    except MismatchError as error:
-        return str(error).partition(": ")[2]
-    return "same"
-
-
-@pytest.mark.parametrize(
-    ("lists", "text"),
-    [
-        ([[("a", "1")], [("a", "1")], [("a", "1")]], "same"),
-        ([[], [], []], "same"),
+@on_ranks(RANKS)
+def test_the_first_difference_is_named(comm: Communicator) -> None:
+    check_same(comm, [], "words")
+    check_same(comm, [("a", "1")], "words")
+    for lists, text in (
         ([[("a", "1")], [("a", "2")], [("a", "1")]], "entry 0 is 'a' 1 on ranks 0, 2, but 'a' 2 on rank 1"),
         ([[("a", "1")], [("a", "1")], []], "entry 0 is 'a' 1 on ranks 0, 1, but nothing on rank 2"),
         (
-            [[("a", ""), ("b", "")], [("a", ""), ("c", "")], [("a", ""), ("d", "")]],
+            [[("a", ""), (last, "")] for last in "bcd"],
             "entry 1 is 'b' on rank 0, but 'c' on rank 1, but 'd' on rank 2",
         ),
-    ],
-)
-def test_the_first_difference_is_named(ranks: Pool, lists: list[Any], text: str) -> None:
-    for answer in ranks(RANKS).run(compare_lists, lists):
-        assert text in answer
+    ):
+        with pytest.raises(MismatchError, match=text):
+            check_same(comm, lists[comm.rank], "words")

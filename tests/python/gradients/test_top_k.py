@@ -42,8 +42,7 @@ def test_the_largest_entries() -> None:
     assert chosen([np.nan, 5, np.nan, -np.inf], 2) == [0, 2]
 
 
-@pytest.mark.parametrize("op", ["sum", "average"])
-def test_what_was_sent_is_added_in_the_canonical_order(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_sent_is_added_in_the_canonical_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implementation, "_BLOCK", 64)  # several blocks
     generator = np.random.default_rng(3)
     for ranks in (2, 3, 7):
@@ -53,8 +52,9 @@ def test_what_was_sent_is_added_in_the_canonical_order(op: str, monkeypatch: pyt
         for values, mine in zip(dense, places, strict=True):
             sparse.append(np.zeros(200, np.float32))
             sparse[-1][mine] = values[mine]
-        found = add_up(places, [d[mine] for d, mine in zip(dense, places, strict=True)], 200, op)
-        assert found.tobytes() == Reduction(op).apply(sparse, "float32").tobytes()
+        for op in ("sum", "average"):
+            found = add_up(places, [d[mine] for d, mine in zip(dense, places, strict=True)], 200, op)
+            assert found.tobytes() == Reduction(op).apply(sparse, "float32").tobytes()
 
 
 class Step:
@@ -180,18 +180,16 @@ def follow_the_description(
     reducer.close()
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    ("ratio", "scaling"),
-    [(0.1, ("average", 1.0, 1.0)), (0.003, ("sum", 0.5, 3.0)), (1.0, ("average", 1.0, 0.7))],
+    ("ratio", "scaling"), [(0.1, ("average", 1.0, 1.0)), (0.003, ("sum", 0.5, 3.0))], ids=["tenth", "least"]
 )
 def test_every_step_follows_the_description(
-    ranks: Pool, size: int, ratio: float, scaling: tuple[str, float, float]
+    ranks: Pool, ratio: float, scaling: tuple[str, float, float]
 ) -> None:
-    ranks(size).run(follow_the_description, ratio, *scaling)
+    ranks(3).run(follow_the_description, ratio, *scaling)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 def test_a_ratio_of_one_has_the_bits_of_the_dense_sum(comm: Communicator) -> None:
     """All entries are sent: the bits of the dense reduction."""
     for dtype in ("float32", "float64"):
@@ -288,68 +286,3 @@ def test_a_parameter_that_is_unused_takes_no_place(comm: Communicator) -> None:
     assert (reducer.residuals()["unused"] == kept).all()
     assert arrived.sum() + comm.size * reducer.residuals()["used"].sum() == comm.size * 10 * 31
     assert (arrived > 0).all()
-
-
-class Digits:
-    """Softmax regression on real digits: convex, with a gradient of known Lipschitz constant."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        from sklearn.datasets import load_digits
-
-        images, labels = load_digits(return_X_y=True)
-        every = slice(0, len(images) // ranks * ranks)
-        self.whole = images[every] / 16, np.eye(10)[labels[every]]
-        self.images, self.targets = (part[rank::ranks] for part in self.whole)
-        images = self.whole[0]
-        # The Hessian of the loss by the scores is 1/2 at most.
-        self.smoothness = 0.5 * float(np.linalg.eigvalsh(images.T @ images / len(images))[-1])
-
-    def gradient(self, weights: Values) -> Values:
-        scores = np.exp(self.images @ weights)
-        errors = scores / scores.sum(1, keepdims=True) - self.targets
-        return self.images.T @ errors / len(self.images)
-
-    def loss(self, weights: Values) -> float:
-        images, targets = self.whole
-        scores = images @ weights
-        return float(np.mean(np.log(np.exp(scores).sum(1)) - (scores * targets).sum(1)))
-
-
-STEPS = 150
-
-
-def train(comm: Communicator, compression: TopK | None) -> tuple[Values, float, list[float]]:
-    """Weights, loss, and per step the norm of the residuals' mean over ranks."""
-    digits = Digits(comm.rank, comm.size)
-    options = ReducerOptions(compression=compression)
-    source = Source(comm, [ParameterSpec("w", (64, 10), "float64")], options)
-    reducer = source.reducer
-    weights = np.zeros((64, 10))
-    norms = []
-    for _ in range(STEPS):
-        slot = reducer.slot(0).view(np.float64).reshape(64, 10)
-        slot[:] = digits.gradient(weights)
-        reducer.mark_ready(0)
-        reducer.finish()
-        weights = weights - reducer.slot(0).view(np.float64).reshape(64, 10) / digits.smoothness
-        rest = reducer.residuals().get("w", np.zeros(640))
-        norms.append(float(np.linalg.norm(comm.allreduce(rest, "average"))))
-    reducer.close()
-    return weights, digits.loss(weights), norms
-
-
-def test_training_stays_within_the_bound_of_dense_training(ranks: Pool) -> None:
-    """With step 1/L, weights x, mean residuals e and x' = x - e/L, the x' take the dense step but for the
-    gradient, which is that of x: at most L |x' - x| = |e| away. A dense step of a convex loss brings no two
-    points further apart, so x' moves away from the dense y by |e|/L at most in each step, and x is |e|/L away
-    from x'."""
-    dense = ranks(2).run(train, None)
-    sparse = ranks(2).run(train, TopK(0.05))
-    assert sparse[0][0].tobytes() == sparse[1][0].tobytes()
-    (y, dense_loss, _), (x, loss, norms) = dense[0], sparse[0]
-    smoothness = Digits(0, 2).smoothness
-    bound = sum(norms) / smoothness  # the last of them for x itself, the others for the steps after them
-    assert np.linalg.norm(x - y) <= bound * (1 + 1e-9)
-    assert norms[-1] > 0, "everything was sent"
-    start = float(np.log(10))
-    assert loss - dense_loss < 0.05 * (start - dense_loss), (loss, dense_loss)

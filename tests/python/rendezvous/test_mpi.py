@@ -103,7 +103,7 @@ def mpich_files() -> list[Path]:
 
 
 EVERYTHING = """
-from tests.python.collectives.test_several_hosts import check_all
+from tests.python.collectives.test_collectives import check_all
 comm = join()
 assert comm.cross_size == int(os.environ["HOSTS"]), comm.cross_size
 check_all(comm)
