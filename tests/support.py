@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from multiring import cli
 __all__ = [
     "Job",
     "executable",
+    "held_port",
     "last_words",
     "open_descriptors",
     "parsed",
@@ -296,6 +298,16 @@ def run_job(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script under `multiring run` to its end and checks that nothing is left; see `start_job`."""
     return start_job(n, script, *args, env=env, launcher_args=launcher_args, **popen).run(timeout, code)
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port of this host on which nobody listens, and which nobody else gets meanwhile: only who asks for
+    it by its number, and for SO_REUSEADDR, can listen there."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @contextlib.contextmanager
