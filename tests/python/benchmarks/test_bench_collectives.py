@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from multiring import Communicator, InternalError
 from multiring.benchmarks.collectives import cases
@@ -23,7 +21,7 @@ from multiring.benchmarks.emulation.start import Emulation
 from multiring.benchmarks.measure import Meeting, Pace, Sample, measure
 from multiring.models.errors import DataError
 from tests.python.benchmarks.test_bench import measured, parse
-from tests.python.benchmarks.test_bench_report import MACHINE, markdown_rows
+from tests.python.benchmarks.test_bench_report import MACHINE
 from tests.rank_pool import RankPool, RanksFailed
 from tests.support import refused
 
@@ -64,7 +62,7 @@ def result_of(name: str, everyone: list[Buffers], rank: int) -> FloatArray | Non
     return inputs[ROOT].copy() if name == "broadcast" else inputs[ROOT][own].copy()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 64])
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_right_result_passes_and_others_do_not(name: str, ranks: int) -> None:
     everyone = written(name, ranks, 31)
@@ -159,7 +157,7 @@ def test_the_limit_is_what_the_busiest_link_has_to_carry(name: str, busiest: flo
     assert crossing == cases.Crossing(busiest * MIB, together * MIB)
 
 
-# ---- Tables, JSON and the picture.
+# ---- What is shown.
 
 
 def made_up() -> CollectivesReport:
@@ -175,65 +173,16 @@ def made_up() -> CollectivesReport:
     )
 
 
-def test_ratios_are_within_a_collective() -> None:
-    header, rule, *rows = markdown_rows(made_up().render("markdown", None))
-    assert header == [
-        *("collective", "size", "library", "latency us [10 %..90 %]", "algorithm GB/s", "bus GB/s"),
-        *("x Gloo", "of limit", "links busy"),
-    ]
-    assert rule == [":--", "--:", ":--", *["--:"] * 6]
-    assert [row[:3] for row in rows[2:4]] == [
-        ["alltoall", "4 KiB", "limit"],
-        ["alltoall", "1 MiB", "multiring"],
-    ]
-    assert rows[3][4:] == ["1049", "786", "2000", "50 %", ""]
-    assert rows[9][4:] == ["262", "262", "500", "12 %", ""]
-    assert (
-        made_up().render("markdown", None).splitlines()[-1].startswith("`multiring bench collectives`, 2026")
-    )
-
-
-def test_the_compact_table_has_a_line_for_each_collective_and_size() -> None:
-    header, _, *rows = markdown_rows(made_up().render("compact", None))
-    assert header == [
-        *("collective", "size", "multiring us", "GB/s", "of limit", "Gloo us", "GB/s", "best x Gloo")
-    ]
-    assert [row[:3] for row in rows] == [
-        ["alltoall", "4 KiB", "1.00"],
-        ["alltoall", "1 MiB", "1.00"],
-        ["broadcast", "4 KiB", "4.00"],
-        ["broadcast", "1 MiB", "4.00"],
-    ]
-
-
-def test_on_one_host_there_is_no_limit_and_no_column_for_it() -> None:
+def test_each_collective_is_shown(tmp_path: Path) -> None:
     report = made_up()
-    rows = tuple(row for row in report.rows if row.contender != "limit")
     for style in ("rich", "markdown", "compact"):
+        text = report.render(style, None)
+        assert all(told in text for told in ("alltoall", "broadcast", "50 %", "2000"))
+        rows = tuple(row for row in report.rows if row.contender != "limit")
         assert "limit" not in replace(report, rows=rows, hosts="").render(style, None)
-
-
-def test_links_are_shown_of_the_host_that_sends_most() -> None:
-    sample = Sample(0.125, 0.1, 0.2, 7)
-    row = CollectiveRow("multiring", MIB, sample, {"eth0": [1.25e6, 12.5e6]}, collective="scatter")
-    report = replace(made_up(), rows=(row,))
-    assert report.links_busy(row) == [0.8]
-    assert markdown_rows(report.render("markdown", None))[2][-1] == "80 %"
-
-
-def test_json_keeps_everything_and_is_no_other_report() -> None:
-    report = made_up()
-    text = report.to_json()
-    assert CollectivesReport.from_json(text) == report
-    assert json.loads(text)["rows"][9]["derived"]["ratios"] == {"Gloo": pytest.approx(500)}
     with pytest.raises(DataError, match="no results of `multiring bench allreduce`"):
-        Report.from_json(text)
-
-
-def test_the_picture_has_a_row_for_each_collective(tmp_path: Path) -> None:
-    made_up().draw(tmp_path / "picture")
-    with Image.open(tmp_path / "picture") as image:
-        assert (image.format, image.size) == ("PNG", (1560, 2 * 672))
+        Report.from_json(report.to_json())
+    report.draw(tmp_path / "picture")
 
 
 # ---- Options.
@@ -257,9 +206,6 @@ def test_options_are_understood() -> None:
             ["--collectives", "allreduce"],
             "there is no collective 'allreduce' here: known are broadcast, allg",
         ),
-        (["--collectives", ""], "there is no collective '' here"),
-        (["--sizes", "6"], "'6' is not a size"),
-        (["--peers", "nccl"], "there is no peer 'nccl'"),
         (["--mpich", "x"], "unrecognized arguments: --mpich"),
     ],
 )
@@ -270,14 +216,13 @@ def test_wrong_options_are_told(words: list[str], message: str) -> None:
 # ---- Real runs.
 
 
-@pytest.mark.parametrize(("ranks", "peer", "name"), [(2, "gloo", "Gloo"), (3, "mpi", "Open MPI")])
-def test_a_run_measures_all_collectives_beside_a_peer(ranks: int, peer: str, name: str) -> None:
+def test_a_run_measures_all_collectives_beside_a_peer() -> None:
     # With three ranks the array is not of equal blocks, and becomes a little larger.
-    words = ["-np", str(ranks), "--sizes", "4,4KiB", "--peers", peer, "--seconds", "0.01"]
+    words = ["-np", "3", "--sizes", "4,4KiB", "--peers", "mpi", "--seconds", "0.01"]
     stdout, stderr, report = run_bench(*words)
     assert stdout == report.render("markdown", None) + "\n"
     assert report.what == ", ".join(NAMES)
-    assert (report.ranks, report.sizes, report.contenders) == (ranks, [4, 4096], ["multiring", name])
+    assert (report.ranks, report.sizes, report.contenders) == (3, [4, 4096], ["multiring", "Open MPI"])
     assert len(report.rows) == len(NAMES) * 2 * 2
     assert all(0 < row.sample.low <= row.sample.median <= row.sample.high for row in report.rows)
     assert "scatter 4 KiB: multiring " in stderr

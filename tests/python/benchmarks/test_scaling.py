@@ -82,11 +82,6 @@ def test_the_page_compares_all_at_every_number_of_ranks() -> None:
     assert "| - |" not in written
 
 
-def test_data_are_carried_by_multiring_and_wherever_they_fit() -> None:
-    assert not is_timing_only(OURS, 1024)
-    assert not any(is_timing_only(name, 512) for name in CONTENDERS)
-
-
 @simulated
 @pytest.mark.parametrize("contender", [OURS, "ring"])
 def test_simulated_times_are_above_the_limit(contender: str) -> None:

@@ -61,9 +61,14 @@ def adam(history: list[Array], gradient: Array, rate: float, iteration: int) -> 
     return rate * correction * history[0] / (np.sqrt(history[1]) + 1e-6)
 
 
-@pytest.mark.parametrize(("kind", "rule"), [("SGD", sgd), ("Nesterov", nesterov), ("Adam", adam)])
-@pytest.mark.parametrize("regularization", ["L1", "L2"])
-@pytest.mark.parametrize("more", ["", "iter_size: 2", "clip_gradients: 0.5"])
+@pytest.mark.parametrize(
+    ("kind", "rule", "regularization", "more"),
+    [
+        ("SGD", sgd, "L2", "iter_size: 2"),
+        ("Nesterov", nesterov, "L1", "clip_gradients: 0.5"),
+        ("Adam", adam, "L2", ""),
+    ],
+)
 def test_update_rules(tmp_path: Path, kind: str, rule: Rule, regularization: str, more: str) -> None:
     solver = make_solver(
         tmp_path,
@@ -96,9 +101,6 @@ POLICIES = {
     'lr_policy: "step" gamma: 0.5 stepsize: 3': lambda k: 0.1 * 0.5 ** (k // 3),
     'lr_policy: "exp" gamma: 0.9': lambda k: 0.1 * 0.9**k,
     'lr_policy: "inv" gamma: 0.2 power: 0.75': lambda k: 0.1 * (1 + 0.2 * k) ** -0.75,
-    'lr_policy: "multistep" gamma: 0.5 stepvalue: 2 stepvalue: 5': lambda k: (
-        0.1 * 0.5 ** ((k >= 2) + (k >= 5))
-    ),
     'lr_policy: "poly" power: 2': lambda k: 0.1 * (1 - k / 10) ** 2,
     # Caffe takes one step an iteration.
     'lr_policy: "multistep" gamma: 0.5 stepvalue: 2 stepvalue: 2 stepvalue: 3 stepvalue: 7': lambda k: (
@@ -108,13 +110,13 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("text", POLICIES)
-def test_learning_rate_policies(tmp_path: Path, text: str) -> None:
-    solver = make_solver(tmp_path, text)
-    for iteration in range(10):
-        for _ in range(2):  # reading changes nothing
-            assert solver.lr == pytest.approx(POLICIES[text](iteration), rel=1e-12)
-        solver.step(1)
+def test_learning_rate_policies(tmp_path: Path) -> None:
+    for text, rate in POLICIES.items():
+        solver = make_solver(tmp_path, text)
+        for iteration in range(10):
+            for _ in range(2):  # reading changes nothing
+                assert solver.lr == pytest.approx(rate(iteration), rel=1e-12), text
+            solver.step(1)
 
 
 def test_the_order_of_an_iteration_is_caffes(tmp_path: Path) -> None:
@@ -140,8 +142,7 @@ def test_the_order_of_an_iteration_is_caffes(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["SGD", "Nesterov", "Adam"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("kind", "dtype"), [("SGD", "float32"), ("Adam", "float64")])
 def test_a_restored_training_goes_on_bit_for_bit(tmp_path: Path, kind: str, dtype: str) -> None:
     text = f"""net: "digits.prototxt" type: "{kind}" momentum: 0.9 base_lr: 0.01 lr_policy: "multistep" gamma: 0.1
       stepvalue: 2 max_iter: 5 iter_size: 2 random_seed: 1 solver_mode: CPU snapshot_prefix: "{tmp_path}/shot" """
@@ -262,10 +263,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("text", REFUSED)
-def test_solvers_that_are_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(PrototxtError, match=rf"solver.prototxt:\d+: {REFUSED[text]}"):
-        make_solver(tmp_path, text)
+def test_solvers_that_are_refused(tmp_path: Path) -> None:
+    for text, told in REFUSED.items():
+        with pytest.raises(PrototxtError, match=rf"solver.prototxt:\d+: {told}"):
+            make_solver(tmp_path, text)
 
 
 def test_the_examples_are_those_of_the_specification() -> None:

@@ -105,6 +105,8 @@ def test_the_nearest_launcher_wins() -> None:
     for launcher in ("slurm", "mpich", "openmpi", "torchrun", "multiring"):
         environ |= EVERY[launcher]
         assert detect(environ).launcher == launcher
+    # Slurm's own process management is not taken for MPICH's.
+    assert detect(SLURM | {"PMI_RANK": "1", "PMI_SIZE": "2"}).launcher == "slurm"
 
 
 def test_our_launcher_gives_store_secret_and_job() -> None:
@@ -135,16 +137,12 @@ def test_all_ranks_of_a_job_meet_in_one_private_directory(launcher: str) -> None
     ("launcher", "variable", "value"),
     [
         ("torchrun", "MASTER_PORT", "35958"),
-        ("torchrun", "TORCHELASTIC_RUN_ID", "other"),
         ("torchrun", "TORCHELASTIC_RESTART_COUNT", "1"),
-        ("torchrun", "TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_c3/none_d4/attempt_0/1/error.json"),
         ("torchrun", "TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_a1/none_b2/attempt_1/1/error.json"),
         ("openmpi", "PMIX_NAMESPACE", "prterun-host-4488@1"),
         ("openmpi", "PMIX_SERVER_URI2", "prterun-host-4487@0.0;tcp4://127.0.0.1:48630"),
-        ("slurm", "SLURM_JOB_ID", "78"),
         ("slurm", "SLURM_STEP_ID", "1"),
         ("slurm", "SLURM_RESTART_COUNT", "1"),
-        ("slurm", "SLURM_CLUSTER_NAME", "other"),
     ],
 )
 def test_another_job_meets_elsewhere(launcher: str, variable: str, value: str) -> None:
@@ -164,18 +162,15 @@ def test_a_store_of_the_users_own_is_taken() -> None:
     assert (place.store_url, place.secret) == ("tcp://h:1", bytes.fromhex("cd" * 16))
 
 
-@pytest.mark.parametrize("step", [None, "4294967290", "4294967291", "4294967292", "4294967293", "4294967294"])
+@pytest.mark.parametrize("step", [None, "4294967290", "4294967294"])
 def test_a_batch_script_or_shell_of_slurm_is_no_rank(step: str | None) -> None:
     environ = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
     environ["SLURM_PROCID"] = "0"
     if step is not None:
         environ["SLURM_STEP_ID"] = step
     assert detect(environ).launcher == "none"
-
-
-def test_an_allocation_of_slurm_without_a_step_is_no_rank() -> None:
-    environ = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": "8"}
-    assert detect(environ).launcher == "none"
+    allocation = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": "8"}
+    assert detect(allocation).launcher == "none"
 
 
 def test_one_task_of_a_larger_allocation_is_alone() -> None:
@@ -190,10 +185,6 @@ def test_one_task_of_a_larger_allocation_is_alone() -> None:
         }
     )
     assert numbers(place) == (0, 1, 0, 1, 0, 1)
-
-
-def test_process_management_of_slurm_is_not_taken_for_mpich() -> None:
-    assert detect(SLURM | {"PMI_RANK": "1", "PMI_SIZE": "2"}).launcher == "slurm"
 
 
 @pytest.mark.parametrize(
@@ -317,22 +308,18 @@ def test_rank_0_tells_why_it_does_not_serve_the_store_that_the_user_has_named() 
     assert "Address already in use" in told
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in MULTIRING if name not in ("MULTIRING_SECRET", "MULTIRING_JOB_ID")]
-)
-def test_a_variable_of_ours_that_is_missing_is_named(name: str) -> None:
-    environ = {key: value for key, value in MULTIRING.items() if key != name}
-    with pytest.raises(UsageError, match=f"{name}.* is not"):
-        detect(environ)
+def test_a_variable_of_ours_that_is_missing_is_named() -> None:
+    for name in MULTIRING.keys() - {"MULTIRING_SECRET", "MULTIRING_JOB_ID"}:
+        environ = {key: value for key, value in MULTIRING.items() if key != name}
+        with pytest.raises(UsageError, match=f"{name}.* is not"):
+            detect(environ)
 
 
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        (MULTIRING | {"MULTIRING_RANK": "2"}, "rank 2 of 2"),
         (MULTIRING | {"MULTIRING_LOCAL_RANK": "5"}, "local rank 5 of 2"),
         (MULTIRING | {"MULTIRING_SIZE": "many"}, "MULTIRING_SIZE"),
-        (OPENMPI | {"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
         (TORCHRUN | {"RANK": "-1"}, "rank -1 of 2"),
     ],

@@ -18,7 +18,7 @@ from multiring import errors
 from multiring.errors import PeerLostError, UsageError
 from multiring.store import TcpStore, TcpStoreServer, tcp
 from multiring.store.handshake import prove_to_client, prove_to_server
-from tests.support import no_new_descriptors
+from tests.support import held_port, no_new_descriptors
 
 SECRET = b"a secret of the job"
 
@@ -79,13 +79,10 @@ def test_an_interrupt_ends_waits_for_a_server_that_does_not_answer(
     [
         b"",
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"\0" * 100,
-        b"\xff" * 100,
         struct.pack("!i", 20) + b"x" * 20,
         struct.pack("!i", -1) + struct.pack("!Q", 1 << 60),
-        struct.pack("!i", 0x7FFFFFFF) + b"x" * 10,
     ],
-    ids=["nothing", "http", "zeros", "ones", "message", "huge", "large"],
+    ids=["nothing", "http", "message", "huge"],
 )
 def test_garbage_is_hung_up_on_and_harms_nobody(server: TcpStoreServer, greeting: bytes) -> None:
     with connect(server) as strange:
@@ -94,13 +91,6 @@ def test_garbage_is_hung_up_on_and_harms_nobody(server: TcpStoreServer, greeting
             strange.shutdown(socket.SHUT_WR)
         read_to_the_end(strange)
     assert_serves(server)
-
-
-def test_silent_peers_delay_no_rank(server: TcpStoreServer) -> None:
-    silent = [connect(server) for _ in range(20)]
-    assert_serves(server)
-    for one in silent:
-        one.close()
 
 
 def test_a_stranger_that_stays_is_dismissed(server: TcpStoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,14 +114,6 @@ def test_a_flood_of_unauthenticated_peers_cannot_lock_out_a_rank(
         assert store.get("still", 5.0) == b"here"
         for one in crowd:
             one.close()
-
-
-def test_a_reset_connection_harms_nobody(server: TcpStoreServer) -> None:
-    for _ in range(5):
-        strange = connect(server)
-        strange.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        strange.close()
-    assert_serves(server)
 
 
 @pytest.mark.parametrize(
@@ -171,9 +153,7 @@ def test_a_server_that_ends_is_a_lost_peer() -> None:
 
 
 def test_a_client_waits_for_a_server_that_starts_later() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with ThreadPoolExecutor(1) as threads:
+    with held_port() as port, ThreadPoolExecutor(1) as threads:
         connecting = threads.submit(TcpStore, "127.0.0.1", port, SECRET)
         time.sleep(0.1)  # lets the first attempts fail; without it the test is easier, not wrong
         with TcpStoreServer("127.0.0.1", port, SECRET), connecting.result() as store:
@@ -181,18 +161,16 @@ def test_a_client_waits_for_a_server_that_starts_later() -> None:
 
 
 def test_a_server_that_never_comes_is_a_timeout() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with pytest.raises(errors.TimeoutError, match=f"tcp://127.0.0.1:{port} cannot be reached"):
+    with held_port() as port, pytest.raises(errors.TimeoutError, match=f":{port} cannot be reached"):
         TcpStore("127.0.0.1", port, SECRET, connect_timeout=0.2)
 
 
 def test_a_server_that_says_nothing_is_a_timeout() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        began = time.monotonic()
-        with pytest.raises(errors.TimeoutError, match="cannot be reached"):
-            TcpStore("127.0.0.1", mute.getsockname()[1], SECRET, connect_timeout=0.3)
-        assert time.monotonic() - began < 10
+    with (
+        socket.create_server(("127.0.0.1", 0)) as mute,
+        pytest.raises(errors.TimeoutError, match="cannot be reached"),
+    ):
+        TcpStore("127.0.0.1", mute.getsockname()[1], SECRET, connect_timeout=0.3)
 
 
 def test_a_port_in_use_is_a_usage_error(server: TcpStoreServer) -> None:

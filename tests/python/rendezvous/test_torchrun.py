@@ -103,21 +103,11 @@ def test_the_place_says_where_torchruns_store_is() -> None:
     assert place(2, {"MASTER_ADDR": "fd00::1"}).store_url.startswith("torchrun://[fd00::1]:29500/")
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"MULTIRING_STORE": "tcp://node0:29400"},
-        {"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"},
-    ],
-)
-def test_torchruns_store_is_left_alone_where_there_is_another_one(more: dict[str, str]) -> None:
-    assert not torchrun.is_meant(place(1, more | {"LOCAL_RANK": "1", "GROUP_RANK": "0"}))
-
-
-@pytest.mark.parametrize("told", ["False", ""])
-def test_a_torchrun_without_a_store_is_told_of_the_variables(told: str) -> None:
+def test_torchruns_store_is_left_alone_where_there_is_another_one() -> None:
+    for more in ({"MULTIRING_STORE": "tcp://node0:29400"}, {"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}):
+        assert not torchrun.is_meant(place(1, more | {"LOCAL_RANK": "1", "GROUP_RANK": "0"}))
     with pytest.raises(UsageError, match="set MULTIRING_STORE and MULTIRING_SECRET"):
-        place(1, {"TORCHELASTIC_USE_AGENT_STORE": told})
+        place(1, {"TORCHELASTIC_USE_AGENT_STORE": "False"})
 
 
 def test_ranks_meet_again_and_again(threads: ThreadPoolExecutor, board: Board) -> None:
