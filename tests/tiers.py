@@ -150,11 +150,6 @@ def mark(items: list[pytest.Item]) -> None:
         text = (_TESTS / file).read_text()
         if gone := [test for test in tests if f"def {test.partition('[')[0]}(" not in text]:
             raise pytest.UsageError(f"tests/tiers.py names what is not in {file}: {', '.join(gone)}")
-    for item in items:
-        # Each rank of each pool has to import the framework: those of one rank are left to `full`.
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        if item.path.is_relative_to(_TESTS / "adapters") and params.get("comm", params.get("size")) == 1:
-            item.add_marker("full")
 
 
 def _name(path: Path) -> str:

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 import multiring
 from multiring import Communicator
 from multiring.errors import AbortedError, MismatchError, PeerLostError
-from tests.nursery import Nursery, note
-from tests.on_ranks import Pool, all_raise, on_ranks, same_everywhere
+from tests.nursery import Nursery
+from tests.on_ranks import Pool, on_ranks, same_everywhere
 
 __all__ = ["RATE", "Adapter", "AdapterContract", "AdapterUnderTest", "batch", "oracle", "starting_weights"]
 
@@ -46,8 +46,13 @@ TIGHT = {"rtol": 1e-12, "atol": 1e-14}
 class AdapterUnderTest(Protocol):
     """A model of one framework whose gradients are averaged over ranks."""
 
-    def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
-        """Build the model and register it; buckets hold `bucket_bytes`, the first one too. Collective."""
+    def __init__(
+        self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int, **options: Any
+    ) -> None:
+        """Build the model and register it; buckets hold `bucket_bytes`, the first one too. Collective.
+
+        `check_every` in `options` is what all adapters take.
+        """
 
     def backward(self, x: Array, y: Array, *, extra: bool = True, synchronise: bool = True) -> float:
         """Forward and backward; gradients are added to those that there are. Returns the loss.
@@ -110,7 +115,7 @@ class Adapter:
         self._reduction.close()
 
 
-Make = Callable[[Communicator, Mapping[str, Array], int], AdapterUnderTest]
+Make = Callable[..., AdapterUnderTest]
 
 
 def starting_weights(seed: int = 0) -> Weights:
@@ -160,29 +165,37 @@ def bits(arrays: Mapping[str, Array | None]) -> dict[str, bytes | None]:
 
 
 class AdapterContract:
-    """The suite. Small buckets make several of them."""
+    """The suite, on three ranks; small buckets make several of them. `IN_ONE`: what one rank does as well."""
 
     adapter: ClassVar[Make]
+    IN_ONE: ClassVar[tuple[str, ...]] = (
+        "test_gradients_are_averaged",
+        "test_ranks_train_like_one",
+        "test_a_parameter_is_unused_on_all_ranks",
+        "test_gradients_are_accumulated",
+        "test_state_is_broadcast",
+        "test_metrics_are_weighted",
+        "test_uneven_data",
+        "test_closing_twice_and_building_again",
+    )
 
-    @on_ranks(1, 2, 3)
-    @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
-    def test_gradients_are_averaged(self, comm: Communicator, bucket_bytes: int) -> list[Any]:
+    @on_ranks(3)
+    def test_gradients_are_averaged(self, comm: Communicator) -> list[Any]:
         """Ranks have batches of different size; the weights of all batches are those of the start."""
         weights = starting_weights()
-        model = self.adapter(comm, weights, bucket_bytes)
         found = []
-        for step in range(3):
-            batches = [batch(10 * step + rank, rank + 1) for rank in range(comm.size)]
-            model.zero_grad()
-            model.backward(*batches[comm.rank])
-            expected = mean([oracle(weights, x, y)[1] for x, y in batches], comm.size)
-            compare(model.gradients(), expected)
-            found.append(bits(model.gradients()))
-        model.close()
+        for bucket_bytes in (64, 1 << 20):
+            model = self.adapter(comm, weights, bucket_bytes)
+            for step in range(3):
+                batches = [batch(10 * step + rank, rank + 1) for rank in range(comm.size)]
+                model.zero_grad()
+                model.backward(*batches[comm.rank])
+                compare(model.gradients(), mean([oracle(weights, x, y)[1] for x, y in batches], comm.size))
+                found.append(bits(model.gradients()))
+            model.close()
         return found
 
-    @on_ranks(1, 2, 3)
-    def test_ranks_train_like_one(self, comm: Communicator, steps: int = 30) -> list[Any]:
+    def train(self, comm: Communicator, steps: int) -> list[Any]:
         """The oracle alone with the batches of all ranks has the same losses."""
         weights = starting_weights()
         model = self.adapter(comm, starting_weights(), 200)
@@ -203,10 +216,13 @@ class AdapterContract:
         return history
 
     @on_ranks(3)
-    def test_two_runs_give_the_same_bits(self, comm: Communicator) -> None:
-        assert self.test_ranks_train_like_one(comm, 5) == self.test_ranks_train_like_one(comm, 5)
+    def test_ranks_train_like_one(self, comm: Communicator) -> list[Any]:
+        """And a second time with the same bits."""
+        history = self.train(comm, 30)
+        assert self.train(comm, 5) == history[:5]
+        return history
 
-    @on_ranks(2, 3)
+    @on_ranks(3)
     def test_a_parameter_is_unused_on_some_ranks(self, comm: Communicator) -> None:
         """Ranks without a gradient count as zeros, also for one that only they lack in a later step."""
         weights = starting_weights()
@@ -220,7 +236,7 @@ class AdapterContract:
             compare(model.gradients(), mean(gradients, comm.size))
         model.close()
 
-    @on_ranks(1, 3)
+    @on_ranks(3)
     def test_a_parameter_is_unused_on_all_ranks(self, comm: Communicator) -> None:
         """No gradient appears where no rank has one; one that is there stays bit for bit."""
         model = self.adapter(comm, starting_weights(), 400)
@@ -237,42 +253,31 @@ class AdapterContract:
         assert model.gradients()["extra"] is None
         model.close()
 
-    @on_ranks(1, 2, 3)
-    def test_local_gradients_are_accumulated(self, comm: Communicator) -> None:
-        """Several backward passes, one reduction; a parameter may occur in an early pass only."""
+    @on_ranks(3)
+    def test_gradients_are_accumulated(self, comm: Communicator) -> None:
+        """Local passes and one reduction, in which a parameter may occur in an early pass only; then another
+        without zeroing, which adds up to the sum of both averages."""
         weights = starting_weights()
         model = self.adapter(comm, weights, 64)
         for step in range(2):
             model.zero_grad()
+            count = 3 + step  # passes, the fourth of which is reduced by itself
             batches = [
-                [batch(100 * step + 10 * rank + k, k + 1) for k in range(3)] for rank in range(comm.size)
+                [batch(100 * step + 10 * rank + k, k + 1) for k in range(count)] for rank in range(comm.size)
             ]
+            uses = [[k == 0 or (k == 3 and rank == 0) for k in range(count)] for rank in range(comm.size)]
             for k, (x, y) in enumerate(batches[comm.rank]):
-                model.backward(x, y, extra=k == 0, synchronise=k == 2)
-            sums = []
-            for mine in batches:
-                parts = [oracle(weights, x, y, extra=k == 0)[1] for k, (x, y) in enumerate(mine)]
-                sums.append({name: sum(part.get(name, 0.0) for part in parts) for name in parts[0]})
-            compare(model.gradients(), mean(sums, comm.size))
+                model.backward(x, y, extra=uses[comm.rank][k], synchronise=k >= 2)
+                if k < 2:
+                    continue
+                sums = []
+                for mine, used in zip(batches, uses, strict=True):
+                    parts = [oracle(weights, *mine[j], extra=used[j])[1] for j in range(k + 1)]
+                    sums.append({name: sum(part.get(name, 0.0) for part in parts) for name in parts[0]})
+                compare(model.gradients(), mean(sums, comm.size))
         model.close()
 
-    @on_ranks(1, 3)
-    def test_averaged_gradients_are_accumulated(self, comm: Communicator) -> None:
-        """Two synchronised passes without zeroing add up to the sum of both averages."""
-        weights = starting_weights()
-        model = self.adapter(comm, weights, 64)
-        batches = [[batch(10 * rank + k, 3) for rank in range(comm.size)] for k in range(2)]
-        uses = [[True] * comm.size, [rank == 0 for rank in range(comm.size)]]
-        parts = []
-        for k in range(2):
-            x, y = batches[k][comm.rank]
-            model.backward(x, y, extra=uses[k][comm.rank])
-            gradients = [oracle(weights, *batches[k][r], extra=uses[k][r])[1] for r in range(comm.size)]
-            parts.append(mean(gradients, comm.size))
-        compare(model.gradients(), {name: parts[0][name] + parts[1][name] for name in parts[0]})
-        model.close()
-
-    @on_ranks(1, 2, 3)
+    @on_ranks(3)
     def test_state_is_broadcast(self, comm: Communicator) -> None:
         root = comm.size - 1
         model = self.adapter(comm, starting_weights(seed=comm.rank), 64)
@@ -280,7 +285,7 @@ class AdapterContract:
         assert bits(model.weights()) == bits(starting_weights(seed=root))
         model.close()
 
-    @on_ranks(1, 3)
+    @on_ranks(3)
     def test_metrics_are_weighted(self, comm: Communicator) -> None:
         """Rank 0 saw nothing; its value, even if it is no number, does not matter."""
         model = self.adapter(comm, starting_weights(), 64)
@@ -298,69 +303,82 @@ class AdapterContract:
         assert model.average_metrics({"loss": 0.25}, 3) == {"loss": 0.25}
         model.close()
 
-    @on_ranks(1, 2, 3)
-    @pytest.mark.parametrize("fewest", [0, 2])
-    def test_uneven_data(self, comm: Communicator, fewest: int) -> None:
-        """Rank r has `fewest` + r batches; averages divide by the ranks that still have one."""
+    @on_ranks(3)
+    def test_uneven_data(self, comm: Communicator) -> None:
+        """Rank r has r batches, or two more; averages divide by the ranks that still have one."""
         expected = starting_weights()
         model = self.adapter(comm, starting_weights(), 100)
-        for epoch in range(2):
+        for fewest in (0, 2):
             for step in range(fewest + comm.size - 1):
                 active = [rank for rank in range(comm.size) if step < fewest + rank]
-                gradients = [
-                    oracle(expected, *batch(100 * epoch + 10 * step + rank, 3))[1] for rank in active
-                ]
+                gradients = [oracle(expected, *batch(100 * fewest + 10 * step + r, 3))[1] for r in active]
                 average = mean(gradients, len(active))
                 expected = {name: value - RATE * average[name] for name, value in expected.items()}
             with model.join():
                 for step in range(fewest + comm.rank):
                     model.zero_grad()
-                    model.backward(*batch(100 * epoch + 10 * step + comm.rank, 3))
+                    model.backward(*batch(100 * fewest + 10 * step + comm.rank, 3))
                     model.step(RATE)
             compare(model.weights(), expected)
             assert same_everywhere(comm, bits(model.weights()))
         model.close()
 
     @on_ranks(3)
-    @pytest.mark.parametrize("odd", ["shape", "name", "missing"])
-    @all_raise(MismatchError, "on rank 1", "on ranks 0, 2")
-    def test_different_models_are_refused(self, comm: Communicator, odd: str) -> None:
-        weights = starting_weights()
-        if comm.rank == 1:
-            if odd == "shape":
-                weights["second"] = np.zeros((HIDDEN, OUTPUTS + 1))
-            elif odd == "name":
-                weights = {"other" if name == "second" else name: value for name, value in weights.items()}
-            else:
-                del weights["second"]
-        try:
-            self.adapter(comm, weights, 64)
-        except MismatchError as error:
-            assert error.tensor in (("second", "other") if odd == "name" else ("second",))
-            raise
-
-    def test_the_communicator_survives_a_refused_model(self, comm: Communicator) -> None:
-        with pytest.raises(MismatchError):
-            self.test_different_models_are_refused(comm, "shape")
+    def test_different_models_are_refused(self, comm: Communicator) -> None:
+        """And the communicator is as it was."""
+        for odd in ("shape", "name", "missing"):
+            weights = starting_weights()
+            if comm.rank == 1:
+                if odd == "shape":
+                    weights["second"] = np.zeros((HIDDEN, OUTPUTS + 1))
+                elif odd == "name":
+                    weights = {name if name != "second" else "other": w for name, w in weights.items()}
+                else:
+                    del weights["second"]
+            with pytest.raises(MismatchError) as raised:
+                self.adapter(comm, weights, 64)
+            assert "on rank 1" in str(raised.value)
+            assert "on ranks 0, 2" in str(raised.value)
+            assert raised.value.tensor in (("second", "other") if odd == "name" else ("second",))
         assert comm.allreduce(np.array(1)) == comm.size
 
     def test_a_rank_that_leaves_is_reported(self, ranks: Pool) -> None:
-        errors = ranks(3).run_expecting_errors(lose_a_peer, self.adapter, timeout=20.0)
+        errors = ranks(3).run_expecting_errors(lose_a_peer, self.adapter)
         assert errors[1] is None
         for error in (errors[0], errors[2]):
             assert isinstance(error, PeerLostError | AbortedError), error
             assert "rank 1" in str(error)
 
-    def test_a_killed_rank_is_reported_within_two_seconds(self, nursery: Nursery) -> None:
+    def test_a_killed_rank_is_reported(self, nursery: Nursery) -> None:
         outcomes = nursery.run(3, train_until_killed, self.adapter, timeout=120.0)
         assert outcomes[1].status == -signal.SIGKILL, outcomes[1].trace
         for outcome in (outcomes[0], outcomes[2]):
             assert isinstance(outcome.error, PeerLostError), outcome.trace
             assert "rank 1" in str(outcome.error)
             assert re.search("gradients|first|offset|second|extra", str(outcome.error)), outcome.error
-            assert outcome.ended is not None
-            assert outcome.ended - outcomes[1].notes["dies"] < 2.0
 
+    @on_ranks(3)
+    def test_weights_that_drift_are_found(self, comm: Communicator) -> None:
+        """Rank 1's first step is larger, or its third: what ranks compare in the second, and in every fourth,
+        is no longer the same, which is an error on all of them."""
+        for larger, found in ((1, 2), (3, 4)):
+            group = comm.split(0)  # the error breaks it
+            assert group is not None
+            model = self.adapter(group, starting_weights(), 64, check_every=4)
+            for step in range(1, found):
+                model.zero_grad()
+                model.backward(*batch(comm.rank, 3))
+                model.step(2 * RATE if comm.rank == 1 and step == larger else RATE)
+            model.zero_grad()
+            with pytest.raises(MismatchError) as raised:
+                model.backward(*batch(comm.rank, 3))
+                model.step(RATE)
+            message = str(raised.value)
+            assert re.search(rf"training state.* at step {found}\b", message), message
+            assert re.search("'[^']*(first|offset|second|extra|lr)[^']*'", message), message
+            assert "rank 1" in message
+
+    @on_ranks(3)
     def test_closing_twice_and_building_again(self, comm: Communicator) -> None:
         for _ in range(2):
             model = self.adapter(comm, starting_weights(), 64)
@@ -369,6 +387,11 @@ class AdapterContract:
             model.close()
             model.close()
             assert before["first"] is not None
+
+    @on_ranks(1)
+    def test_one_rank(self, comm: Communicator) -> None:
+        for name in self.IN_ONE:
+            getattr(self, name)(comm)
 
 
 def lose_a_peer(comm: Communicator, make: Make) -> None:
@@ -387,6 +410,5 @@ def train_until_killed(comm: Communicator, make: Make) -> None:
     for step in range(4):
         model.zero_grad()
         if comm.rank == 1 and step == 3:
-            note("dies")
             os.kill(os.getpid(), signal.SIGKILL)
         model.backward(*batch(step, 3))

@@ -10,12 +10,10 @@ import pytest
 import multiring.caffe
 from multiring import Communicator
 from multiring.benchmarks.gradients.frameworks.caffe import make_reduction
-from tests.on_ranks import on_ranks
 from tests.python.caffe.caffe_nets import make_solver
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("iter_size", [1, 2])
+@pytest.mark.parametrize(("overlap", "iter_size"), [(False, 1), (True, 2)])
 def test_ranks_with_equal_data_train_as_one(comm: Communicator, overlap: bool, iter_size: int) -> list[bytes]:
     """All ranks have the same data, so the average is what one rank computes, bit for bit for 2 ranks."""
     with tempfile.TemporaryDirectory() as name:
@@ -35,7 +33,6 @@ def test_ranks_with_equal_data_train_as_one(comm: Communicator, overlap: bool, i
     return bits
 
 
-@on_ranks(1, 2)
 def test_the_reduction_that_is_measured(comm: Communicator) -> None:
     reduction = make_reduction([(3,), (200, 700), (5, 2)], comm)
     for step in range(3):

@@ -25,7 +25,9 @@ class CaffeAdapter(Adapter):
     package = multiring.caffe
     overlap = False
 
-    def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
+    def __init__(
+        self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int, **options: Any
+    ) -> None:
         self._comm = comm
         layers = {name: FakeLayer("Some", [FakeBlob(value.copy())]) for name, value in weights.items()}
         self._solver = FakeSolver(FakeNet({**layers, "loss": FakeLayer("Loss", [])}), rate=RATE)
@@ -36,6 +38,7 @@ class CaffeAdapter(Adapter):
             overlap=self.overlap,
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=bucket_bytes,
+            **options,
         )
         self._solver.add_callback(*self._reduction)
         self._in_iteration = False

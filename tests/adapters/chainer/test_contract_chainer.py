@@ -32,7 +32,9 @@ class ChainerAdapter(Adapter):
 
     package = multiring.chainer
 
-    def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
+    def __init__(
+        self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int, **options: Any
+    ) -> None:
         self._comm = multiring.chainer.create_communicator(comm)
         self._model = _Weights(weights)
         self._reduction = self._optimizer = multiring.chainer.create_multi_node_optimizer(
@@ -40,6 +42,7 @@ class ChainerAdapter(Adapter):
             self._comm,
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=bucket_bytes,
+            **options,
         )
         self._optimizer.setup(self._model)
         self._model.cleargrads()

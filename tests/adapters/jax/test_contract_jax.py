@@ -34,8 +34,12 @@ def loss_of(used: Tree, x: jax.Array, y: jax.Array) -> jax.Array:
 local_gradients = jax.jit(jax.value_and_grad(loss_of))
 
 
-@partial(jax.jit, static_argnames=("comm", "bucket_bytes"))
-def averaged_gradients(gradients: Tree, params: Tree, comm: Communicator, bucket_bytes: int) -> Any:
+@partial(jax.jit, static_argnames=("comm", "bucket_bytes", "check_every"))
+def averaged_gradients(
+    gradients: Tree, params: Tree, comm: Communicator, bucket_bytes: int, check_every: int
+) -> Any:
+    if check_every:
+        multiring.jax.check_state(params, every=check_every, comm=comm)
     return multiring.jax.average_partial_gradients(
         gradients, params, comm=comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes
     )
@@ -50,8 +54,10 @@ class JaxAdapter(Adapter):
 
     package = multiring.jax
 
-    def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
-        self._comm, self._bucket_bytes = comm, bucket_bytes
+    def __init__(
+        self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int, check_every: int = 0
+    ) -> None:
+        self._comm, self._bucket_bytes, self._check_every = comm, bucket_bytes, check_every
         self._params = {name: jnp.asarray(value) for name, value in weights.items()}
         multiring.jax.distribute(optax.identity(), comm=comm).init(self._params)  # compares the models
         self.zero_grad()
@@ -63,7 +69,9 @@ class JaxAdapter(Adapter):
         if synchronise:
             with multiring.jax.raise_errors():
                 averages, who = jax.block_until_ready(
-                    averaged_gradients(self._local, self._params, self._comm, self._bucket_bytes)
+                    averaged_gradients(
+                        self._local, self._params, self._comm, self._bucket_bytes, self._check_every
+                    )
                 )
             present = who.present(averages)
             self._averaged = {name: add(mine, present[name]) for name, mine in self._averaged.items()}

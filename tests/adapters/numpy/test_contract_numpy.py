@@ -27,12 +27,14 @@ class NumpyAdapter(Adapter):
 
     package = multiring.numpy
 
-    def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
+    def __init__(
+        self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int, **options: Any
+    ) -> None:
         self._comm = comm
         self._model = {name: value.copy() for name, value in weights.items()}
         self._found: dict[str, Array] = {}
         self._reduction = multiring.numpy.GradientBuckets(
-            self._model, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes
+            self._model, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes, **options
         )
 
     def backward(self, x: Array, y: Array, *, extra: bool = True, synchronise: bool = True) -> float:
@@ -65,7 +67,7 @@ class TestNumpyAdapter(AdapterContract):
     adapter = NumpyAdapter
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_sums_of_mixed_dtypes(comm: Communicator) -> None:
     weights = {
         "half": np.zeros(3, np.float16),
@@ -87,7 +89,6 @@ def test_sums_of_mixed_dtypes(comm: Communicator) -> None:
     buckets.close()
 
 
-@on_ranks(1, 2)
 def test_refused(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="no parameters"):
         multiring.numpy.GradientBuckets({}, comm)
@@ -140,15 +141,14 @@ print("weights", np.concatenate([one.ravel() for one in weights.values()]).tobyt
 """
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_script_of_the_page_runs(tmp_path: Path, size: int) -> None:
+def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
     page = (REPOSITORY / "docs" / "numpy.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 5
     script = tmp_path / "script.py"
     script.write_text("\n".join([*blocks, RESULTS]))
-    done = run_job(size, script)
+    done = run_job(3, script)
     assert done.returncode == 0, done.stderr
     found = re.findall(r"weights (\w+)", done.stdout)
-    assert len(found) == size
+    assert len(found) == 3
     assert len(set(found)) == 1

@@ -27,7 +27,9 @@ class PyTensorAdapter(Adapter):
 
     package = multiring.pytensor
 
-    def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
+    def __init__(
+        self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int, **options: Any
+    ) -> None:
         self._comm = comm
         self._params = {name: pytensor.shared(value.copy(), name=name) for name, value in weights.items()}
         self._pending = {name: pytensor.shared(np.zeros_like(value)) for name, value in weights.items()}
@@ -35,7 +37,7 @@ class PyTensorAdapter(Adapter):
         self._found: dict[str, Array] = {}
         self._compiled: dict[Any, Any] = {}
         self._reduction = multiring.pytensor.DistributedGradients(
-            self._params, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes
+            self._params, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes, **options
         )
 
     def backward(self, x: Array, y: Array, *, extra: bool = True, synchronise: bool = True) -> float:

@@ -43,7 +43,7 @@ def oracle(x: Array, w: Array, b: Array) -> tuple[Array, Array]:
     return x.T @ error, error.sum()
 
 
-@pytest.mark.parametrize(("comm", "as_dict"), [(1, False), (2, True), (3, False)], indirect=["comm"])
+@pytest.mark.parametrize(("comm", "as_dict"), [(2, True), (3, False)], indirect=["comm"])
 def test_distribute_updates(comm: Communicator, as_dict: bool) -> None:
     """A training function with an optimizer of its own, clipping, and something that is no gradient."""
     x, cost, (w, b) = linear()
@@ -142,7 +142,7 @@ def test_parameters_without_gradient(comm: Communicator) -> None:
     gradients.close()
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_dtypes_and_scales(comm: Communicator) -> None:
     params = shared(
         half=np.zeros(3, np.float16), single=np.zeros((2, 2), np.float32), none=np.zeros((0, 4)), number=0.5
@@ -184,7 +184,6 @@ def test_two_models(comm: Communicator) -> None:
     second.close()
 
 
-@on_ranks(1)
 def test_refused(comm: Communicator) -> None:
     x, cost, (w, b) = linear()
     gw, gb = pytensor.grad(cost, [w, b])

@@ -31,14 +31,16 @@ class EagerAdapter(Adapter):
 
     uneven: ClassVar[bool] = False
 
-    def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
+    def __init__(
+        self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int, **options: Any
+    ) -> None:
         self._comm = comm
         self._names = list(weights)
         self._model = {name: tf.Variable(value, name=name) for name, value in weights.items()}
         self._reduction = multiring.tensorflow.GradientReduction(
             list(self._model.values()),
             comm,
-            ReducerOptions(bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes),
+            ReducerOptions(bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes, **options),
             uneven=self.uneven,
         )
         self._local: list[Any] = [None] * len(weights)  # gradients that were not reduced yet
@@ -109,8 +111,10 @@ class TestTensorFlowEager(AdapterContract):
 class FunctionAdapter(EagerAdapter):
     """The same, with forward, backward and reduction in one traced function; accumulation stays eager."""
 
-    def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
-        super().__init__(comm, weights, bucket_bytes)
+    def __init__(
+        self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int, **options: Any
+    ) -> None:
+        super().__init__(comm, weights, bucket_bytes, **options)
         self._traced = tf.function(self._gradients_reduced, reduce_retracing=True)
         self._last_flags: Any = None
 
@@ -134,8 +138,9 @@ class UnevenFunctionAdapter(FunctionAdapter):
 
 class TestTensorFlowFunction(AdapterContract):
     adapter = FunctionAdapter
+    IN_ONE = tuple(name for name in AdapterContract.IN_ONE if name != "test_uneven_data")
 
-    @on_ranks(1, 3)
+    @on_ranks(3)
     def test_a_parameter_is_unused_on_all_ranks(self, comm: Communicator) -> None:
         """What is None is decided when the reduction is made; later a gradient that no rank has is zeros."""
         model = self.adapter(comm, starting_weights(), 400)
@@ -153,15 +158,19 @@ class TestTensorFlowFunction(AdapterContract):
             model.zero_grad()
         model.close()
 
-    @on_ranks(2, 3)
-    @pytest.mark.parametrize("fewest", [0, 2])
+    @on_ranks(3)
     @all_raise(UsageError, "pass uneven=True")
-    def test_uneven_data(self, comm: Communicator, fewest: int) -> None:
+    def test_uneven_data(self, comm: Communicator) -> None:
         """Takes preparation; no rank goes on without."""
-        super().test_uneven_data(comm, fewest)
+        super().test_uneven_data(comm)
 
 
 @pytest.mark.full
-class TestTensorFlowFunctionWithUnevenData(TestTensorFlowFunction):
+class TestTensorFlowPreparedForUnevenData:
+    """What preparation changes: by what averages are divided."""
+
     adapter = UnevenFunctionAdapter
-    test_uneven_data = AdapterContract.test_uneven_data  # type: ignore[assignment]
+    train = AdapterContract.train
+    test_uneven_data = AdapterContract.test_uneven_data
+    test_ranks_train_like_one = AdapterContract.test_ranks_train_like_one
+    test_a_parameter_is_unused_on_some_ranks = AdapterContract.test_a_parameter_is_unused_on_some_ranks

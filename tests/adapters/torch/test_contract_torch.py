@@ -23,11 +23,13 @@ class TorchAdapter(Adapter):
 
     package = multiring.torch
 
-    def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
+    def __init__(
+        self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int, **options: Any
+    ) -> None:
         self._comm = comm
         self._model = torch.nn.ParameterDict({name: torch.tensor(value) for name, value in weights.items()})
         self._reduction = multiring.torch.register_gradient_hooks(
-            self._model, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes
+            self._model, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes, **options
         )
 
     def backward(self, x: Array, y: Array, *, extra: bool = True, synchronise: bool = True) -> float:
@@ -61,7 +63,9 @@ class TorchAdapter(Adapter):
 class OptimizerAdapter(TorchAdapter):
     """Implements `AdapterUnderTest` with the wrapped optimizer."""
 
-    def __init__(self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int) -> None:
+    def __init__(
+        self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int, **options: Any
+    ) -> None:
         self._comm = comm
         self._model = torch.nn.ParameterDict({name: torch.tensor(value) for name, value in weights.items()})
         self._reduction = self._optimizer = multiring.torch.DistributedOptimizer(
@@ -70,6 +74,7 @@ class OptimizerAdapter(TorchAdapter):
             comm,
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=bucket_bytes,
+            **options,
         )
 
     def zero_grad(self) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 import multiring.torch
 from multiring import Communicator, TopK
 from multiring.errors import UsageError
-from tests.adapters.torch.support import SMALL, draw, expected, gradients_of, make_model, squares
+from tests.adapters.torch.support import SMALL, expected, gradients_of, make_model, squares
 from tests.on_ranks import same_everywhere
 
 STEPS = 6
@@ -57,32 +54,20 @@ def test_what_is_kept_back_comes_later(comm: Communicator) -> None:
     hooks.remove()
 
 
-def train(comm: Communicator, **options: Any) -> tuple[float, float]:
-    """Loss of a wrapped optimizer before and after; a parameter group is added meanwhile."""
+def test_a_parameter_group_that_is_added_keeps_what_was_kept_back(comm: Communicator) -> None:
     model = make_model()
     optimizer = multiring.torch.DistributedOptimizer(
-        torch.optim.SGD(model[2:].parameters(), lr=0.2), model, comm, **SMALL, **options
+        torch.optim.SGD(model[2:].parameters(), lr=0.2), model, comm, compression=TopK(0.1), **SMALL
     )
-    inputs = draw(comm.rank, 32)
-    losses = []
-    for step in range(60):
-        if step == 5:
-            before = optimizer.residuals()
+    for step in range(4):
+        if step == 2:
+            before = {name: kept.clone() for name, kept in optimizer.residuals().items()}
             optimizer.add_param_group({"params": list(model[:2].parameters())})
-            assert set(before) == set(optimizer.residuals())
+            after = optimizer.residuals()
+            assert set(before) <= set(after)
+            assert all(torch.equal(after[name], kept) for name, kept in before.items())
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(inputs), inputs[:, :3].sin())
-        loss.backward()
+        squares(model, comm.rank).backward()
         optimizer.step()
-        losses.append(float(comm.allreduce(loss.detach().reshape(1), "average")))
-    bits = [p.detach().numpy().tobytes() for p in model.parameters()]
-    assert same_everywhere(comm, bits)
+    assert same_everywhere(comm, [p.detach().numpy().tobytes() for p in model.parameters()])
     optimizer.remove()
-    return losses[0], losses[-1]
-
-
-def test_a_wrapped_optimizer_learns(comm: Communicator) -> None:
-    start, dense = train(comm)
-    _, sparse = train(comm, compression=TopK(0.1))
-    assert dense < 0.7 * start
-    assert sparse < dense + 0.1 * (start - dense), (start, dense, sparse)

@@ -15,7 +15,7 @@ import multiring.torch
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from tests.adapters.torch.support import SMALL, assert_gradients, draw, expected, explode, make_model, squares
-from tests.on_ranks import all_raise, on_ranks
+from tests.on_ranks import all_raise
 
 
 def test_a_second_gradient_in_a_round_is_refused(comm: Communicator) -> None:
@@ -59,7 +59,6 @@ def test_a_backward_pass_that_fails_on_one_rank_is_reported(comm: Communicator) 
         hooks.remove()
 
 
-@on_ranks(2)
 def test_refused(comm: Communicator) -> None:
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm)
@@ -89,9 +88,7 @@ def test_refused(comm: Communicator) -> None:
     multiring.torch.register_gradient_hooks(make_model(), comm).remove()
 
 
-@pytest.mark.parametrize(
-    ("how", "bucket_bytes"), [("taken away", 1 << 20), ("taken away", 64), ("replaced", 64)]
-)
+@pytest.mark.parametrize(("how", "bucket_bytes"), [("taken away", 1 << 20), ("replaced", 64)])
 @all_raise(UsageError, r"the gradient of '2\.weight' was replaced or taken away")
 def test_gradients_that_another_hook_replaces_are_refused(
     comm: Communicator, how: str, bucket_bytes: int
@@ -128,7 +125,6 @@ def test_models_that_differ_in_small_things(comm: Communicator, what: str) -> No
     multiring.torch.register_gradient_hooks(model, comm, **options)
 
 
-@on_ranks(1, 2)
 def test_a_dropped_model_releases_its_buckets(comm: Communicator) -> None:
     model = make_model()
     hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)

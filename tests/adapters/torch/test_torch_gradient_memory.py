@@ -27,7 +27,7 @@ from tests.adapters.torch.support import (
 from tests.on_ranks import on_ranks
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_gradients_that_are_kept_move_into_buckets(comm: Communicator) -> None:
     """Those that the program keeps, and only those."""
     model = make_model()
@@ -118,7 +118,7 @@ def test_any_order_of_elements(comm: Communicator) -> None:
     hooks.remove()
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_gradients_of_a_failed_pass_are_not_kept(comm: Communicator) -> None:
     """After a failed backward pass gradients have to be new ones, or they would be what still arrives."""
     model = make_model()

@@ -196,7 +196,7 @@ def test_two_models_with_hooks_of_their_own(comm: Communicator) -> None:
         hook.remove()
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 def test_sum_and_scales(comm: Communicator) -> None:
     size = comm.size
     for options, factor in (
@@ -216,7 +216,6 @@ def test_sum_and_scales(comm: Communicator) -> None:
         hooks.remove()
 
 
-@on_ranks(1, 2)
 def test_a_sum_leaves_gradients_without_news_alone(comm: Communicator) -> None:
     """A gradient that the program keeps is not added up again where no rank has a new one."""
     model = make_model()

@@ -19,8 +19,7 @@ def loss_of(model: Any, rank: int, step: int) -> Tensor:
     return (model(draw(100 * step + rank)) ** 2).mean()
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize(("unscale", "fused"), [(False, True), (True, False)])
 def test_an_overflow_in_a_partial_group_stops_all(comm: Communicator, unscale: bool, fused: bool) -> None:
     """The last group of an epoch has fewer passes, and one rank's gradients in it are infinite or not."""
     model = make_model()
