@@ -9,3 +9,4 @@ git ls-files '*.h' '*.cpp' '*.inc' | xargs clang-format --dry-run --Werror
 ci/check_types.sh
 python ci/check_layers.py
 python ci/check_words.py
+python ci/check_test_imports.py

@@ -28,7 +28,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from multiring.errors import AbortedError, PeerLostError
-from tests.support import REPOSITORY, Job, process_exists
+from tests.support import HOSTS, REPOSITORY, Job, process_exists
 
 __all__ = ["RankPool", "RankProcesses", "RanksFailed", "RanksTimedOut", "UnpicklableError"]
 
@@ -81,7 +81,7 @@ class RankPool:
         processes: RankProcesses | None = None,
     ) -> None:
         self.n = n
-        self.hosts = min(n, int(os.environ.get("TEST_HOSTS", hosts)))
+        self.hosts = min(n, int(os.environ.get(HOSTS, hosts)))
         self._processes = processes or RankProcesses(n, env)
 
     def __enter__(self) -> RankPool:

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _MARK = "TEST_JOB_MARK"
+HOSTS = "TEST_HOSTS"
 DIRECTORY = "TEST_DIRECTORY"  # tells a script the directory of `Job.directory`
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -110,6 +111,17 @@ def parsed(add_arguments: Callable[[argparse.ArgumentParser], None], *words: str
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return parser.parse_args(words)
+
+
+def pretend_hosts() -> None:
+    """Let this rank of a job on one host take its peers to be spread over as many hosts as `HOSTS` says.
+
+    Neighbours are on different ones.
+    """
+    size = int(os.environ["MULTIRING_SIZE"])
+    hosts = min(int(os.environ.get(HOSTS, "1")), size)
+    if hosts > 1:
+        pretend_places([rank % hosts for rank in range(size)])
 
 
 def pretend_places(places: Sequence[int]) -> None:
