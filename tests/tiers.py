@@ -111,7 +111,40 @@ FULL = {
 # Tests of those files that `make test` runs as well: one of each launcher, of each way to several hosts, of
 # each framework's example and of each front door.
 SMOKE: dict[str, list[str]] = {
-    "adapters/test_examples.py": ["test_an_example_learns_the_digits[torch_digits.py]"],
+    "adapters/horovod/test_horovod_optimizer.py": ["test_training[plain-2]"],
+    "adapters/test_examples.py": [
+        f"test_an_example_learns_the_digits[{framework}_digits.py]"
+        for framework in ("caffe", "chainer", "jax", "pytensor", "tensorflow", "torch")
+    ],
+    "adapters/torch/test_torch_legal_programs.py": [
+        "test_two_backward_passes_over_one_graph_with_a_constant"
+    ],
+    "adapters/torch_distributed/test_dist_launchers.py": ["test_whoever_starts_the_ranks[torchrun-destroy]"],
+    "adapters/torch_distributed/test_dist_strategies.py": [
+        "test_distributed_data_parallel[2]",
+        "test_fully_sharded[2]",
+    ],
+    "faults/test_emulated_hosts.py": [
+        "test_a_killed_rank_is_named_on_every_host[layout0-allreduce-3-4]",
+    ],
+    "faults/test_exit.py": ["test_a_child_hides_no_end[True-2]"],
+    "faults/test_fork.py": ["test_a_child_cannot_communicate"],
+    "faults/test_leaks.py": ["test_killed_jobs[victims0]", "test_references_after_shutdown"],
+    "faults/test_remote_launch.py": [
+        "test_ranks_start_on_both_hosts_and_see_all[nsenter]",
+        "test_ranks_start_on_both_hosts_and_see_all[mpirun]",
+        "test_ctrl_c_reaches_all_ranks[nsenter]",
+    ],
+    "python/launch/test_launcher_ends.py": [
+        "test_a_rank_that_a_signal_ends_is_blamed_with_its_name",
+        "test_children_of_ranks_end_with_the_job",
+    ],
+    "python/launch/test_launchers_alike.py": [
+        "test_multiring_run_is_recognised_and_runs_the_same_script",
+        "test_torchrun_is_recognised_and_runs_the_same_script",
+        "test_mpirun_is_recognised_and_each_run_is_another_job[directly]",
+    ],
+    "python/rendezvous/test_mpi.py": ["test_every_collective[openmpi-2 on 2]"],
 }
 # Marked `alone` as well: they look at what all processes of the machine leave behind, or bound how soon
 # ranks notice what has happened.
@@ -144,12 +177,17 @@ def mark(items: list[pytest.Item]) -> None:
         if gone := sorted(str(path) for path in paths if not path.exists()):
             raise pytest.UsageError(f"tests/tiers.py names what does not exist: {', '.join(gone)}")
         for item in items:
-            if item.path in paths and item.name not in SMOKE.get(_name(item.path), ()):
+            if item.path in paths and not _is_smoke(item):
                 item.add_marker(name)
     for file, tests in SMOKE.items():
         text = (_TESTS / file).read_text()
         if gone := [test for test in tests if f"def {test.partition('[')[0]}(" not in text]:
             raise pytest.UsageError(f"tests/tiers.py names what is not in {file}: {', '.join(gone)}")
+
+
+def _is_smoke(item: pytest.Item) -> bool:
+    names = {item.name, item.name.partition("[")[0]}
+    return not names.isdisjoint(SMOKE.get(_name(item.path), ()))
 
 
 def _name(path: Path) -> str:
