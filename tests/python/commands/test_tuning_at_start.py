@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,17 +13,11 @@ from multiring.tuning import startup
 from multiring.tuning.measure import Measured
 from multiring.tuning.table import AUTO, OFF, ROUNDS, Algorithm, SizeClass
 from tests.nursery import Nursery
-from tests.support import HOSTS, run_job
+from tests.support import run_job
 
 KIB = 1024
 TREE = Algorithm("2tx2t")
 SIZES = (1 * KIB, 8 * KIB, 32 * KIB, 128 * KIB)
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with contextlib.closing(Nursery()) as started:
-        yield started
 
 
 def straight(sizes: tuple[int, ...] = SIZES, **lines: tuple[float, float]) -> list[Measured]:
@@ -38,14 +30,10 @@ def straight(sizes: tuple[int, ...] = SIZES, **lines: tuple[float, float]) -> li
     ]
 
 
-def test_nothing_is_chosen_where_nothing_is_clearly_quicker() -> None:
-    assert startup.classes_by_model(straight(rounds=(100, 5), auto=(190, 1), tree=(90, 5)), 4) == ()
-
-
 def test_lines_tell_where_one_way_ends_and_the_next_begins() -> None:
     # The plan is 20 % quicker than rounds from 35 KiB on: as usual.
     found = startup.classes_by_model(straight(rounds=(100, 9), auto=(300, 1), tree=(500, 9)), 4)
-    assert found == ()
+    assert found == (), "nothing is clearly quicker"
     found = startup.classes_by_model(straight(rounds=(100, 1), auto=(300, 0.5), tree=(500, 9)), 4)
     assert found == (SizeClass(128 * KIB, Algorithm(ROUNDS)), SizeClass(256 * KIB, Algorithm(AUTO)))
     found = startup.classes_by_model(straight(rounds=(100, 20), auto=(90, 2), tree=(20, 4)), 4)
@@ -122,7 +110,7 @@ def start_really(comm: Communicator) -> str:
     return str(comm._core.tuning)
 
 
-@pytest.mark.parametrize(("size", "hosts"), [(2, 2), (3, 2), (4, 4)])
+@pytest.mark.parametrize(("size", "hosts"), [(2, 2), (3, 2)])
 def test_all_ranks_find_the_same(nursery: Nursery, size: int, hosts: int) -> None:
     outcomes = nursery.run(size, start_really, hosts=hosts)
     assert all(outcome.error is None for outcome in outcomes), outcomes
@@ -132,14 +120,14 @@ def test_all_ranks_find_the_same(nursery: Nursery, size: int, hosts: int) -> Non
 TELLING = """
 import multiring
 from multiring.tuning import startup
-from tests.support import pretend_hosts
-pretend_hosts()
+from tests.support import pretend_places
+pretend_places([0, 1, 0])
 startup._MOST_BARRIER_SECONDS = 1e9
 multiring.init()
 """
 
 
 def test_rank_0_tells_what_it_has_found() -> None:
-    result = run_job(3, TELLING, env={HOSTS: "2", "MULTIRING_LOG_LEVEL": "info"}, code=0)
+    result = run_job(3, TELLING, env={"MULTIRING_LOG_LEVEL": "info"}, code=0)
     assert result.stderr.count("allreduces use what was measured in ") == 1, result.stderr
-    assert run_job(3, TELLING, env={HOSTS: "2"}).stderr == ""
+    assert run_job(3, TELLING).stderr == ""

@@ -61,10 +61,9 @@ def test_weights_are_what_was_loaded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "stride", "padding"), [(1, 1, 0), (1, 2, 0), (3, 1, 1), (3, 2, 1), (7, 2, 3)]
+    ("kernel", "stride", "padding", "extent", "count"),
+    [(1, 1, 0, 8, 3), (1, 2, 0, 9, 1), (3, 2, 1, 8, 3), (7, 2, 3, 9, 3), (3, 1, 1, 8, 0)],
 )
-@pytest.mark.parametrize("extent", [8, 9])
-@pytest.mark.parametrize("count", [0, 1, 3])
 def test_convolution_is_that_of_torch(
     kernel: int, stride: int, padding: int, extent: int, count: int
 ) -> None:

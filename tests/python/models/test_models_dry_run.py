@@ -17,7 +17,7 @@ from multiring.models.training.dry_run import BASE_BYTES, Finding, memory_needed
 from multiring.models.training.options import TrainOptions, add_arguments
 from multiring.models.training.recipes import RECIPES
 from multiring.rendezvous.joined import TOLD_KEY
-from tests.support import parsed, run_multiring
+from tests.support import parsed
 
 RECIPE = "--recipe=resnet50-imagenet1k"
 # The network of the recipe costs seconds a step; its other choices do not depend on it.
@@ -49,6 +49,8 @@ def test_recipes_are_those_of_the_original(name: str, depth: int, batch: int, ep
     assert (resolved.depth, resolved.stem, resolved.image_size) == (depth, "imagenet", 224)
     assert (resolved.global_batch, resolved.epochs, resolved.zero_residual) == (batch, epochs, True)
     assert resolved.samples_per_step(256) == batch
+    resolved = parse(f"--recipe={name}", "--data=x", "--batch-size=16", "--no-zero-residual").resolve()
+    assert (resolved.global_batch, resolved.batch_size, resolved.zero_residual) == (None, 16, False)
     assert RECIPES[name].warmup_epochs > 0
 
 
@@ -60,21 +62,9 @@ def test_a_recipe_trains_on_no_other_data_without_being_told() -> None:
     assert parse(*parse(RECIPE, "--data=digits").to_arguments()).data == "digits"
 
 
-def test_options_override_a_recipe() -> None:
-    resolved = parse(RECIPE, "--data=x", "--batch-size=16", "--epochs=3", "--no-zero-residual").resolve()
-    assert (resolved.global_batch, resolved.batch_size, resolved.epochs) == (None, 16, 3)
-    assert resolved.samples_per_step(4) == 64
-    assert not resolved.zero_residual
-
-
 def test_batch_per_rank_and_global_batch_exclude_each_other() -> None:
     with pytest.raises(UsageError, match="exclude each other"):
         parse("--batch-size=2", "--global-batch=8")
-
-
-def test_options_travel_to_the_ranks() -> None:
-    options = parse(RECIPE, "--dry-run", "--data=x", "--global-batch=64")
-    assert parse(*options.to_arguments()) == options
 
 
 def test_memory_is_counted_from_the_specification() -> None:
@@ -127,13 +117,6 @@ def test_too_little_memory_is_told(
     printed = capsys.readouterr().out
     assert "FAIL  memory" in printed
     assert advice in printed
-
-
-def test_the_command_on_two_ranks(folder: Path) -> None:
-    words = ["-np", "2", "--dry-run", RECIPE, *QUICK, f"--data={folder}", "--global-batch=7"]
-    done = run_multiring("train", *words, code=0)
-    assert "with 2 ranks of batch 4 (global batch 7)" in done.stdout
-    assert done.stdout.count("nothing stands in its way") == 1
 
 
 def test_the_launcher_adds_nothing_to_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

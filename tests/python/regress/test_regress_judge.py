@@ -8,12 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from multiring.commands.frameworks import OwnWay
 from multiring.models.regress.checks import CHECKS, SMALL, Setup
 from multiring.models.regress.judge import Status, judge, relative_difference
 from multiring.models.regress.outcome import Outcome, Outcomes, State
 from multiring.models.regress.plan import Cell, Plan
-from tests.python.regress.results import OTHER, TORCH, make_outcomes, plan_for, verdict_of
+from tests.python.regress.results import TORCH, make_outcomes, plan_for, verdict_of
 
 FULL = plan_for()
 
@@ -34,6 +33,8 @@ def altered(outcomes: Outcomes, key: tuple[str, int, str], name: str, factor: fl
 def test_honest_frameworks_pass_every_check(outcomes: Outcomes) -> None:
     verdicts = judge(FULL, outcomes)
     assert [v.status for v in verdicts] == [Status.PASS] * len(verdicts)
+    kinds = [job.undisturbed for job in FULL.jobs]
+    assert kinds == sorted(kinds), "times are taken last"
     assert {v.cell for v in verdicts} == {
         Cell(name, ranks, check)
         for name in ("torch", "other")
@@ -47,9 +48,7 @@ def test_honest_frameworks_pass_every_check(outcomes: Outcomes) -> None:
     ("task", "name", "error", "expected"),
     [
         ("probe-float32", "gradient/stem.conv.weight", 1e-3, "gradients float32: .*stem.conv.weight.*1e-04"),
-        ("probe-float32", "scores", 1e-3, "scores float32"),
         ("probe-float64", "gradient/stem.conv.weight", 1e-8, "gradients float64: .*limit 1e-09"),
-        ("train-float64", "losses", 1e-8, "losses training float64: .*step 1"),
         ("train-float64", "model/stem.conv.weight", 1e-7, "weights training float64"),
         ("probe-float32", "scores", np.nan, "scores float32: inf"),
     ],
@@ -57,16 +56,13 @@ def test_honest_frameworks_pass_every_check(outcomes: Outcomes) -> None:
 def test_a_framework_that_computes_something_else_is_found(
     outcomes: Outcomes, task: str, name: str, error: float, expected: str
 ) -> None:
+    altered(outcomes, ("other", 1, "probe-float32"), "scores", 1 + 1e-5)
+    assert verdict_of(FULL, outcomes, "other", "agreement").status is Status.PASS, "below the limit"
     altered(outcomes, ("other", 1, task), name, 1 + error)
     verdict = verdict_of(FULL, outcomes, "other", "agreement")
     assert verdict.status is Status.FAIL
     assert re.search(expected, verdict.text)
     assert verdict_of(FULL, outcomes, "torch", "agreement").status is Status.PASS
-
-
-def test_a_difference_below_the_limit_passes(outcomes: Outcomes) -> None:
-    altered(outcomes, ("other", 1, "probe-float32"), "scores", 1 + 1e-5)
-    assert verdict_of(FULL, outcomes, "other", "agreement").status is Status.PASS
 
 
 def test_a_gradient_that_is_missing_is_found(outcomes: Outcomes) -> None:
@@ -77,8 +73,9 @@ def test_a_gradient_that_is_missing_is_found(outcomes: Outcomes) -> None:
     assert "gradients float64: inf (stem.conv.weight)" in verdict.text
 
 
-@pytest.mark.parametrize(("training", "error"), [("float32", 1e-3), ("float64", 1e-8), ("uneven", 1e-8)])
-@pytest.mark.parametrize("name", ["losses", "model/stem.conv.weight"])
+@pytest.mark.parametrize(
+    ("training", "error", "name"), [("float32", 1e-3, "losses"), ("uneven", 1e-8, "model/stem.conv.weight")]
+)
 def test_ranks_that_do_not_follow_one_rank_are_found(
     outcomes: Outcomes, training: str, error: float, name: str
 ) -> None:
@@ -100,7 +97,7 @@ def test_float32_is_shown_and_not_judged_where_rounding_may_drive_it_apart() -> 
     assert shown.value > 1e-3
 
 
-@pytest.mark.parametrize("task", ["train-float32", "accuracy", "speed"])
+@pytest.mark.parametrize("task", ["train-float32", "speed"])
 def test_other_bits_on_a_rank_are_found_after_every_run(outcomes: Outcomes, task: str) -> None:
     key = ("other", 2, task)
     first, second = outcomes[key].hashes
@@ -117,9 +114,8 @@ def test_low_accuracy_is_found(outcomes: Outcomes) -> None:
         assert verdict_of(FULL, outcomes, "other", "accuracy").status is status
 
 
-@pytest.mark.parametrize("state", [State.FAILED, State.HUNG])
-def test_a_task_that_failed_is_an_error_of_its_checks_alone(outcomes: Outcomes, state: State) -> None:
-    outcomes["other", 2, "train-float64"] = Outcome(state, why="ended by SIGKILL", detail="last words")
+def test_a_task_that_failed_is_an_error_of_its_checks_alone(outcomes: Outcomes) -> None:
+    outcomes["other", 2, "train-float64"] = Outcome(State.HUNG, why="ended by SIGKILL", detail="last words")
     by_check = {check: verdict_of(FULL, outcomes, "other", check) for check in CHECKS}
     for check in ("following", "bits"):
         assert by_check[check].status is Status.ERROR
@@ -171,16 +167,12 @@ def test_what_is_not_there_yet_is_waited_for(outcomes: Outcomes) -> None:
 
 def test_relative_differences() -> None:
     one = np.array([1.0, -4.0])
-    assert relative_difference(one, one) == 0
-    assert relative_difference(one + np.array([0.0, 0.4]), one) == pytest.approx(0.1)
     assert relative_difference(one.astype(np.float32), one) == 0
-    assert relative_difference(one[:1], one) == np.inf
-    assert relative_difference(np.zeros(2), np.zeros(2)) == 0
-    assert relative_difference(np.ones(2), np.zeros(2)) == np.inf
-    assert relative_difference(np.zeros(0), np.zeros(0)) == 0
-    for broken in (np.nan, np.inf):
-        assert relative_difference(np.array([1.0, broken]), one) == np.inf
-        assert relative_difference(one, np.array([1.0, broken])) == np.inf
+    assert relative_difference(one + np.array([0.0, 0.4]), one) == pytest.approx(0.1)
+    assert relative_difference(np.zeros(2), np.zeros(2)) == relative_difference(np.zeros(0), np.zeros(0)) == 0
+    broken = np.array([1.0, np.nan])
+    for found, expected in ((one[:1], one), (np.ones(2), np.zeros(2)), (broken, one), (one, broken)):
+        assert relative_difference(found, expected) == np.inf
 
 
 def cells(plan: Plan, check: str) -> list[tuple[str, int]]:
@@ -191,55 +183,10 @@ def test_the_plan_has_what_was_asked_for_and_one_rank_to_compare_with() -> None:
     plan = plan_for([TORCH], ranks=(2, 3), checks=("following", "bits", "accuracy"))
     assert cells(plan, "following") == cells(plan, "bits") == [("torch", 2), ("torch", 3)]
     assert cells(plan, "accuracy") == [("torch", 2)]  # three ranks have no processors of their own here
-    tasks = {job.ranks: job.tasks for job in plan.jobs}
-    assert tasks[1] == ("train-float32", "train-float64", "train-uneven")
-    assert tasks[2] == (*tasks[1], "accuracy")
-    assert tasks[3] == tasks[1]
-
-
-def test_what_others_are_compared_with_is_run_even_where_it_is_not_checked() -> None:
-    plan = plan_for([OTHER], ranks=(1,), checks=("agreement",), reference=TORCH)
-    assert plan.oracle == "torch"
-    assert cells(plan, "agreement") == [("other", 1)]
-    assert [(job.framework.name, job.tasks) for job in plan.jobs] == [
-        (name, ("probe-float32", "probe-float64", "train-float64")) for name in ("torch", "other")
-    ]
-
-
-def test_times_are_taken_last_and_undisturbed() -> None:
-    kinds = [job.undisturbed for job in FULL.jobs]
-    assert kinds == sorted(kinds)
-    assert [job.tasks for job in FULL.jobs if job.undisturbed] == [("speed",)] * 2
-    own = {job.framework.name: job.framework.own_way for job in FULL.jobs if job.undisturbed}
-    assert own == {"torch": TORCH.own_way, "other": None}
-
-
-def test_an_own_way_that_cannot_be_measured_is_told_and_one_that_needs_mpi_gets_it() -> None:
-    theirs = OwnWay("Theirs", "multiring.models.peers.torch_ddp", (), mpi=True)
-    by_mpi, torch = replace(OTHER, own_way=theirs), replace(TORCH, own_way=None)
-    jobs = {job.framework.name: job for job in plan_for((torch, by_mpi)).jobs if job.undisturbed}
-    assert (jobs["other"].mpi, jobs["other"].framework.own_way) == (True, theirs)
-    assert (jobs["torch"].mpi, jobs["torch"].framework.own_way) == (False, None)
-    absent = replace(by_mpi, own_way=replace(theirs, packages=("not_there",)))
-    for plan, why in (
-        (plan_for((torch, by_mpi), no_mpi="there is no mpirun"), "there is no mpirun"),
-        (plan_for((torch, absent)), "not_there is not installed"),
-    ):
-        assert not any(job.mpi or job.framework.own_way for job in plan.jobs if job.undisturbed)
-        verdict = verdict_of(plan, make_outcomes(plan), "other", "speed")
-        assert verdict.status is Status.PASS
-        assert verdict.text == f"efficiency 0.980 (0.980 to 0.980); Theirs not measured: {why}"
-
-
-def test_a_small_run_takes_few_steps_and_no_times() -> None:
-    plan = plan_for(setup=SMALL, checks=("agreement", "following", "bits"))
-    assert {task for job in plan.jobs for task in job.tasks} == {
+    small = plan_for(setup=SMALL, checks=("agreement", "following"))
+    assert {task for job in small.jobs for task in job.tasks} == {
         *("probe-float32", "probe-float64", "train-float32", "train-uneven")
     }
-    assert {v.status for v in judge(plan, make_outcomes(plan))} == {Status.PASS}
-
-
-def test_global_batches_are_shared_evenly_by_up_to_three_ranks_and_one_training_is_not() -> None:
     setup = Setup()
     assert all(setup.batch % ranks == 0 for ranks in (1, 2, 3))
     assert all(setup.uneven % ranks for ranks in (2, 3))
