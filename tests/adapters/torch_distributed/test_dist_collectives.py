@@ -63,7 +63,7 @@ def _legal(dtype: torch.dtype) -> list[Any]:
     return [R.SUM, R.AVG, R.PRODUCT, R.MIN, R.MAX, *([] if dtype.is_floating_point else BITWISE)]
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_every_reduction_of_every_dtype(comm: Communicator) -> None:
     with world(comm):
         for dtype in [torch.bool, *INTEGERS, *FLOATS, *COMPLEX]:
@@ -302,7 +302,7 @@ def test_what_is_refused_names_itself_and_leaves_the_group_usable(comm: Communic
         raise caught.value
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_sparse_tensors_are_added_up(comm: Communicator) -> None:
     with world(comm):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):

@@ -1,11 +1,10 @@
-"""What goes wrong: an error on every rank, within seconds, that names rank, operation and group."""
+"""What goes wrong: an error on every rank that names rank, operation and group."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import time
 from datetime import timedelta
 
 import pytest
@@ -18,8 +17,6 @@ from multiring import Communicator
 from tests.adapters.torch_distributed.support import world
 from tests.nursery import Nursery
 from tests.on_ranks import on_ranks
-
-SECONDS = 10.0
 
 
 @on_ranks(2)
@@ -81,10 +78,8 @@ def test_an_error_reaches_futures_and_backward(comm: Communicator) -> None:
 def test_a_rank_that_does_not_come(comm: Communicator) -> None:
     with world(comm, timedelta(seconds=1)):
         if comm.rank == 0:
-            began = time.monotonic()
             with pytest.raises(multiring.TimeoutError, match="rank 1.*process group '0'"):
                 dist.all_reduce(torch.ones(2))
-            assert time.monotonic() - began < SECONDS
         comm.barrier()
     with world(comm, timedelta(seconds=1)):
         if comm.rank == 0:
@@ -107,14 +102,13 @@ def _killed(comm: Communicator) -> str:
         dist.barrier()
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        began = time.monotonic()
         try:
             if comm.rank == 0:
                 dist.all_reduce(torch.ones(2))
             else:
                 dist.recv(torch.ones(2), 1)
         except multiring.PeerLostError as error:
-            message = str(error) if time.monotonic() - began < SECONDS else f"late: {error}"
+            message = str(error)
     return message
 
 
