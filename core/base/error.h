@@ -33,6 +33,10 @@ struct ErrorContext {
   std::string tensor;
   std::int64_t bytes = -1;
   double elapsed = -1.0;  ///< seconds since the operation started
+  // Of a mismatch, and the same on all ranks: the first of those who asked for what most did, and the first
+  // who did not. Negative: not known. No attributes; `peer` is one of them.
+  int common = -1;
+  int odd = -1;
 };
 
 /// Root of all errors of multiring; `kind` distinguishes the branches of the tree, so that an error can be

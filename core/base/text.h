@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdio>
+#include <cstring>
 #include <span>
 #include <string>
 #include <string_view>
@@ -16,6 +17,14 @@ inline std::size_t cut_length(std::string_view text, std::size_t limit) {
   for (std::size_t back = 0; back < kLongestCharacter && back <= limit; ++back)
     if ((static_cast<unsigned char>(text[limit - back]) & 0xC0U) != 0x80U) return limit - back;
   return limit;  // no UTF-8
+}
+
+/// Copies as much of `text` as fits, and a zero.
+template <std::size_t Bytes>
+void copy_cut(char (&to)[Bytes], std::string_view text) {
+  const std::size_t length = cut_length(text, Bytes - 1);
+  std::memcpy(to, text.data(), length);
+  to[length] = '\0';
 }
 
 inline std::span<const std::byte> bytes_of(std::string_view text) { return std::as_bytes(std::span(text)); }

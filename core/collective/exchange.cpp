@@ -8,6 +8,7 @@
 
 #include "base/text.h"
 #include "collective/kinds.h"
+#include "collective/odd_rank.h"
 #include "collective/rank_list.h"
 
 namespace multiring {
@@ -19,6 +20,11 @@ namespace {
 std::string describe_request(const Descriptor& descriptor) {
   if (!descriptor.asynchronous) return describe(descriptor);
   return describe(descriptor) + " (asynchronous operation " + std::to_string(descriptor.key.sequence) + ")";
+}
+
+// What a reduce_scatter compares besides is in reduce_scatter.cpp.
+bool same_request(const Descriptor& a, const Descriptor& b) {
+  return same_key(a.key, b.key) && (a.key.kind != OpKind::kReduceScatter || a.rows == b.rows);
 }
 
 /// Copies memory that may be written meanwhile; the caller checks for that. Hidden from sanitizers.
@@ -85,11 +91,7 @@ void Exchange::require_match(const OperationCall& call) const {
 
 void Exchange::throw_mismatch(const OperationCall& call) const {
   std::map<std::string, std::vector<int>> asked;
-  int other = -1;
-  for (int peer = 0; peer < size(); ++peer) {
-    asked[describe_request(descriptor(peer))].push_back(peer);
-    if (other < 0 && !same_key(descriptor(rank()).key, descriptor(peer).key)) other = peer;
-  }
+  for (int peer = 0; peer < size(); ++peer) asked[describe_request(descriptor(peer))].push_back(peer);
   std::string text = "the ranks of communicator '" + communicator_ + "' asked for different operations: ";
   bool first = true;
   for (const auto& [what, ranks] : asked) {
@@ -101,7 +103,14 @@ void Exchange::throw_mismatch(const OperationCall& call) const {
       ". Every rank has to issue the same operations in the same order; look for a branch, a shape or a "
       "loop length that depends on the rank. (raised on " +
       where(call) + ")";
-  throw Error(ErrorKind::kMismatch, text, context(call, other));
+  ErrorContext about = context(call, -1);
+  note_odd_rank(about, rank(), size(),
+                [this](int a, int b) { return same_request(descriptor(a), descriptor(b)); });
+  throw Error(ErrorKind::kMismatch, text, about);
+}
+
+void Exchange::throw_mismatch_with(const OperationCall& call, int peer, const std::string& text) const {
+  throw Error(ErrorKind::kMismatch, text, context(call, peer));
 }
 
 void Exchange::throw_corrupt(const OperationCall& call, int peer) const {
@@ -232,7 +241,25 @@ void Exchange::throw_aborted(const OperationCall& call, const AbortRecord& recor
   throw Error(record.kind,
               (own ? std::string() : name_of(record.origin) + " stopped all ranks: ") + record.message +
                   (own ? std::string() : " (noticed on " + where(call) + ")"),
-              context(call, own ? -1 : record.origin));
+              context_of_abort(call, record));
+}
+
+// A mismatch is told alike whether this rank has compared itself or another rank's error came first. The
+// record names an operation where this rank's call is not the one that is meant (Communicator::abort_with).
+ErrorContext Exchange::context_of_abort(const OperationCall& call, const AbortRecord& record) const {
+  const bool own = record.origin == rank();
+  const ErrorContext& about = record.about;
+  ErrorContext told = context(call, own ? -1 : record.origin);
+  if (record.kind != ErrorKind::kMismatch) return told;
+  if (!about.operation.empty() || !about.tensor.empty()) {
+    told.operation = about.operation;
+    told.tensor = about.tensor;
+  }
+  if (about.odd < 0) return told;
+  told.common = about.common;
+  told.odd = about.odd;
+  told.peer = about.odd == rank() ? about.common : about.odd;
+  return told;
 }
 
 std::string Exchange::last_operation_text(int rank, const std::string& status) const {

@@ -74,6 +74,8 @@ class MULTIRING_API Exchange {
     return *reinterpret_cast<const Descriptor*>(transport_.header(rank, round_));
   }
   [[noreturn]] void throw_mismatch(const OperationCall& call) const;
+  /// The same where this rank alone knows. `peer`: with which it does not agree; negative: none.
+  [[noreturn]] void throw_mismatch_with(const OperationCall& call, int peer, const std::string& text) const;
   /// For data of a peer that cannot be right.
   [[noreturn]] void throw_corrupt(const OperationCall& call, int peer) const;
 
@@ -116,6 +118,7 @@ class MULTIRING_API Exchange {
   /// "rank 1 (process 12<status>init", and where it waits for this rank.
   std::string last_operation_text(int rank, const std::string& status) const;
   ErrorContext context(const OperationCall& call, int peer) const;
+  ErrorContext context_of_abort(const OperationCall& call, const AbortRecord& record) const;
 
   Transport& transport_;
   std::string communicator_;

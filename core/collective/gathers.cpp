@@ -9,7 +9,7 @@
 
 namespace multiring {
 
-std::vector<StagedCopy::Incoming> join_rows(const Exchange& exchange, const OperationCall&,
+std::vector<StagedCopy::Incoming> join_rows(const Exchange& exchange, const OperationCall& call,
                                             Operation& operation, const std::vector<std::uint64_t>& rows,
                                             std::size_t row_bytes) {
   operation.received = rows;
@@ -19,10 +19,11 @@ std::vector<StagedCopy::Incoming> join_rows(const Exchange& exchange, const Oper
     operation.output = operation.result.data();
   } else if (operation.output_bytes != total) {
     // The peers continue with the operation, so this rank has to fail it for all.
-    throw Error(ErrorKind::kMismatch,
-                "rank " + std::to_string(exchange.rank()) + ": out of " + describe(operation.descriptor) +
-                    " has " + std::to_string(operation.output_bytes) + " bytes where the ranks send " +
-                    std::to_string(total) + " together; omit out to have it allocated");
+    exchange.throw_mismatch_with(call, -1,
+                                 "rank " + std::to_string(exchange.rank()) + ": out of " +
+                                     describe(operation.descriptor) + " has " +
+                                     std::to_string(operation.output_bytes) + " bytes where the ranks send " +
+                                     std::to_string(total) + " together; omit out to have it allocated");
   }
   std::vector<StagedCopy::Incoming> incoming;
   std::byte* next = operation.output;

@@ -5,7 +5,6 @@
 
 #include "base/arithmetic/kernels/copy.h"
 #include "base/immovable.h"
-#include "collective/kinds.h"
 #include "topology/chunks.h"
 
 namespace multiring {
@@ -144,21 +143,13 @@ void PointToPoint::accept(const OperationCall& call, Operation& operation, const
     exchange_.throw_corrupt(call, operation.descriptor.key.root);
   const bool expects = operation.output != nullptr;
   const Descriptor& wanted = operation.descriptor;
-  if (envelope.tag != tag || (expects && (sent.dtype != wanted.dtype || sent.bytes != wanted.bytes))) {
-    ErrorContext context;
-    context.rank = exchange_.rank();
-    context.peer = wanted.key.root;
-    context.host = exchange_.transport().host(exchange_.rank());
-    context.operation = traits_of(wanted).name;
-    context.bytes = static_cast<std::int64_t>(wanted.bytes);
-    context.elapsed = call.waiting.deadline.elapsed();
-    throw Error(ErrorKind::kMismatch,
-                exchange_.name_of(wanted.key.root) + " sent tag " + std::to_string(envelope.tag) + " " +
-                    describe(sent) + " where " + exchange_.name_of(exchange_.rank()) + " expects tag " +
-                    std::to_string(tag) + (expects ? " " + describe(wanted) : std::string()) +
-                    ". Messages between two ranks are received in the order in which they were sent.",
-                context);
-  }
+  if (envelope.tag != tag || (expects && (sent.dtype != wanted.dtype || sent.bytes != wanted.bytes)))
+    exchange_.throw_mismatch_with(
+        call, wanted.key.root,
+        exchange_.name_of(wanted.key.root) + " sent tag " + std::to_string(envelope.tag) + " " +
+            describe(sent) + " where " + exchange_.name_of(exchange_.rank()) + " expects tag " +
+            std::to_string(tag) + (expects ? " " + describe(wanted) : std::string()) +
+            ". Messages between two ranks are received in the order in which they were sent.");
   operation.descriptor.dtype = sent.dtype;
   operation.descriptor.bytes = sent.bytes;
   operation.descriptor.rows = sent.rows;

@@ -100,8 +100,7 @@ CallOptions Communicator::lock_operations(const Operation& operation, const Call
       if (options.interrupt != nullptr && *options.interrupt) (*options.interrupt)();
       if (deadline.expired()) throw_lock_timeout(operation, before.get(), deadline);
     } catch (...) {
-      fail(std::current_exception(), describe(operation.descriptor));
-      throw;
+      fail_and_raise(operation.descriptor);
     }
     before.reset();  // without the lock: the last reference may free objects that take other locks
     lock.lock();
@@ -143,8 +142,7 @@ void Communicator::execute(Operation& operation, const CallOptions& options) {
     exchange_.throw_if_aborted(call);
     dispatch(call, operation);
   } catch (...) {
-    fail(std::current_exception(), describe(operation.descriptor));
-    throw;
+    fail_and_raise(operation.descriptor);
   }
 }
 
@@ -198,7 +196,8 @@ void Communicator::prepare(Operation& operation) const {
 std::shared_ptr<Work> Communicator::submit(Operation operation, int priority,
                                            std::shared_ptr<void> keep_alive) {
   prepare(operation);
-  const QueuedWork queued{std::make_shared<Work>(std::move(operation), std::move(keep_alive)), priority};
+  const QueuedWork queued{std::make_shared<Work>(std::move(operation), std::move(keep_alive), told_),
+                          priority};
   enqueue({&queued, 1});
   return queued.work;
 }
@@ -246,8 +245,7 @@ void Communicator::run_point_to_point(Operation& operation, const CallOptions& o
     exchange_.throw_if_aborted(call);
     body(call);
   } catch (...) {
-    fail(std::current_exception(), describe(operation.descriptor));
-    throw;
+    fail_and_raise(operation.descriptor);
   }
 }
 
@@ -329,8 +327,7 @@ std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::
     barrier(exchange_, call, operation);  // a rank that could not join its group raises here on all
     return child;
   } catch (...) {
-    fail(std::current_exception(), describe(operation.descriptor));
-    throw;
+    fail_and_raise(operation.descriptor);
   }
 }
 
@@ -367,8 +364,7 @@ std::shared_ptr<SymmetricRegion> Communicator::allocate_symmetric(std::size_t by
     symmetric_.add(region);
     return region;
   } catch (...) {
-    fail(std::current_exception(), describe(operation.descriptor));
-    throw;
+    fail_and_raise(operation.descriptor);
   }
 }
 

@@ -59,7 +59,8 @@ struct CommunicatorOptions {
 /// Operations run one at a time, in the same order on all ranks. A synchronous one runs in the calling
 /// thread, after all asynchronous ones submitted before it; asynchronous ones run on a progress thread, which
 /// sleeps when there are none, highest priority first among those that all ranks have submitted. The first
-/// error breaks the communicator: it is stored, sent to all peers and raised by all pending and later calls.
+/// error breaks the communicator: it is stored, sent to all peers, and raised by what is pending and by the
+/// first call that is told of it. Later calls raise an abort that names it.
 ///
 /// Thread-safe; but the peers must share the order of operations issued from several threads of a rank.
 class MULTIRING_API Communicator : public std::enable_shared_from_this<Communicator> {
@@ -172,6 +173,10 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   void remove_finished(const std::vector<std::shared_ptr<Work>>& chosen);
   /// Stores the first error, sends it to the peers, and fails all work except that in progress.
   void fail(const std::exception_ptr& error, const std::string& what);
+  /// The same. `about`: what the peers are told of it besides its text.
+  void break_by(const Error& error, const ErrorContext& about);
+  /// The same with the error that is being handled, which the program is told of.
+  [[noreturn]] void fail_and_raise(const Descriptor& descriptor);
   void fail_running();
   bool is_running(const std::shared_ptr<Work>& work) const;  // with mutex_ held
   void throw_if_unusable() const;
@@ -186,8 +191,9 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   SymmetricRegistry symmetric_;
   std::atomic<bool> closing_{false};
   std::atomic<bool> abandoned_{false};
-  std::uint64_t splits_ = 0;   // guarded by the OperationLock
-  std::uint32_t regions_ = 0;  // likewise
+  const Told told_ = std::make_shared<std::atomic<bool>>(false);  // of first_error_
+  std::uint64_t splits_ = 0;                                      // guarded by the OperationLock
+  std::uint32_t regions_ = 0;                                     // likewise
 
   mutable std::mutex mutex_;  // guards all below; no other lock is taken while it is held
   std::condition_variable changed_;

@@ -27,6 +27,14 @@ void Communicator::fail(const std::exception_ptr& error, const std::string& what
     stored = Error(ErrorKind::kAborted,
                    "rank " + std::to_string(rank()) + " on " + host() + " was interrupted in " + what);
   }
+  ErrorContext about = stored.context();
+  // Peers name the operations that they are in themselves.
+  about.operation.clear();
+  about.tensor.clear();
+  break_by(stored, about);
+}
+
+void Communicator::break_by(const Error& stored, const ErrorContext& about) {
   std::deque<std::shared_ptr<Work>> pending;
   {
     const std::lock_guard lock(mutex_);
@@ -37,10 +45,16 @@ void Communicator::fail(const std::exception_ptr& error, const std::string& what
   }
   // A closing rank notifies its peers that it leaves. A usage error in an operation is an abort on the peers.
   if (!closing_.load(std::memory_order_acquire))
-    transport_->abort(stored.kind() == ErrorKind::kUsage ? ErrorKind::kAborted : stored.kind(),
-                      stored.what());
+    transport_->abort(Error(stored.kind() == ErrorKind::kUsage ? ErrorKind::kAborted : stored.kind(),
+                            stored.what(), about));
   for (const auto& work : pending) work->fail(stored);
   changed_.notify_all();
+}
+
+void Communicator::fail_and_raise(const Descriptor& descriptor) {
+  fail(std::current_exception(), describe(descriptor));
+  told_->store(true, std::memory_order_relaxed);
+  throw;
 }
 
 bool Communicator::is_running(const std::shared_ptr<Work>& work) const {
@@ -59,7 +73,7 @@ void Communicator::fail_running() {
 }
 
 void Communicator::throw_if_unusable() const {
-  if (first_error_) throw_broken("communicator '" + name() + "'", rank(), *first_error_);
+  if (first_error_) throw_broken("communicator '" + name() + "'", rank(), *first_error_, told_);
   if (closed_ || closing_.load(std::memory_order_relaxed))
     throw Error(ErrorKind::kAborted, "communicator '" + name() + "' is closed");
 }
@@ -68,7 +82,8 @@ void Communicator::abort(const std::string& message) { abort_with(Error(ErrorKin
 
 void Communicator::abort_with(const Error& error) {
   throw_if_abandoned();
-  fail(std::make_exception_ptr(error), "abort");
+  break_by(error, error.context());
+  told_->store(true, std::memory_order_relaxed);
 }
 
 bool Communicator::runs_on_this_thread() const {

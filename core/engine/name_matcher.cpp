@@ -5,6 +5,7 @@
 #include <map>
 
 #include "base/error.h"
+#include "collective/odd_rank.h"
 #include "collective/rank_list.h"
 
 namespace multiring {
@@ -32,8 +33,9 @@ void append(std::vector<std::byte>& to, const void* data, std::size_t bytes) {
                                         "same version of multiring?");
 }
 
-/// Raises a mismatch error if the ranks announced different values for one submission.
-void require_equal(const std::string& name, std::span<const std::uint64_t> said, const char* what,
+/// Raises a mismatch error, as rank `self` is told it, if the ranks announced different values for one
+/// submission.
+void require_equal(const std::string& name, int self, std::span<const std::uint64_t> said, const char* what,
                    const char* verb, const char* advice) {
   std::map<std::uint64_t, std::vector<int>> ranks;
   for (std::size_t rank = 0; rank < said.size(); ++rank) ranks[said[rank]].push_back(static_cast<int>(rank));
@@ -45,7 +47,11 @@ void require_equal(const std::string& name, std::span<const std::uint64_t> said,
     first = false;
   }
   ErrorContext context;
+  context.rank = self;
   context.tensor = name;
+  note_odd_rank(context, self, static_cast<int>(said.size()), [&](int a, int b) {
+    return said[static_cast<std::size_t>(a)] == said[static_cast<std::size_t>(b)];
+  });
   throw Error(ErrorKind::kMismatch, text + ". " + advice, context);
 }
 
@@ -110,9 +116,11 @@ void NameMatcher::require_order(int rank, const std::string& name, std::uint64_t
   Ordered& ordered = found->second;
   if (ordered.name != name) {
     ErrorContext context;
-    context.rank = rank;
-    context.peer = ordered.rank;
-    context.tensor = name;
+    context.rank = rank_;
+    context.peer = rank == rank_ ? ordered.rank : rank;
+    context.common = ordered.rank;
+    context.odd = rank;
+    context.tensor = rank == rank_ ? name : ordered.name;
     throw Error(ErrorKind::kMismatch,
                 "the ranks submitted different operations as number " + std::to_string(position) +
                     " of those that all submit in one order: rank " + std::to_string(ordered.rank) + " '" +
@@ -149,15 +157,16 @@ std::vector<Match> NameMatcher::matched() {
   return matches;
 }
 
-void NameMatcher::require_alike(const Complete& complete) {
+void NameMatcher::require_alike(const Complete& complete) const {
   std::vector<std::uint64_t> operations, steps;
   for (const Part& part : complete.pending.parts) {
     operations.push_back(part.operations);
     steps.push_back(part.step);
   }
-  require_equal(complete.name, operations, "different numbers of operations under the name", "submitted",
-                "Every rank has to group the same operations under a name.");
-  require_equal(complete.name, steps, "operations of different steps under the name", "submitted it in step",
+  require_equal(complete.name, rank_, operations, "different numbers of operations under the name",
+                "submitted", "Every rank has to group the same operations under a name.");
+  require_equal(complete.name, rank_, steps, "operations of different steps under the name",
+                "submitted it in step",
                 "A step that failed on some ranks only has omitted operations there: after such an error "
                 "call multiring.shutdown() and init() on all ranks, or end the job.");
 }

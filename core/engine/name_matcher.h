@@ -40,14 +40,16 @@ struct Unmatched {
 ///
 /// In each negotiation every rank sends a message of its new submissions, and takes the messages of all ranks
 /// in rank order. All state, and the order of matches, is a function of these messages alone, so it is the
-/// same on all ranks. A name is sent as text until its first match, and as a number from then on.
+/// same on all ranks; errors differ in the rank that they name. A name is sent as text until its first match,
+/// and as a number from then on.
 class MULTIRING_API NameMatcher {
  public:
   /// Further names are always sent as text, so that names used once cost no memory.
   static constexpr std::size_t kNumberedNames = 16384;
 
-  explicit NameMatcher(int size, std::size_t numbered_names = kNumberedNames)
-      : size_(static_cast<std::size_t>(size)), numbered_names_(numbered_names) {}
+  /// `rank`: this one, to which errors are told.
+  explicit NameMatcher(int size, int rank, std::size_t numbered_names = kNumberedNames)
+      : size_(static_cast<std::size_t>(size)), rank_(rank), numbered_names_(numbered_names) {}
 
   /// This rank's message.
   std::vector<std::byte> encode(std::span<const Announcement> announcements) const;
@@ -95,9 +97,10 @@ class MULTIRING_API NameMatcher {
   void announce(int rank, const std::string& name, const Announcement& announcement);
   void require_order(int rank, const std::string& name, std::uint64_t position);
   void complete(const std::string& name, Name& entry);
-  static void require_alike(const Complete& complete);
+  void require_alike(const Complete& complete) const;
 
   const std::size_t size_;
+  const int rank_;
   const std::size_t numbered_names_;
   std::unordered_map<std::string, Name> names_;
   std::vector<std::string> numbered_;  // [number - 1]

@@ -51,7 +51,7 @@ std::shared_ptr<NamedQueue> NamedQueue::create(Communicator& parent, const std::
 }
 
 NamedQueue::NamedQueue(std::shared_ptr<Communicator> control, std::shared_ptr<Communicator> data)
-    : control_(std::move(control)), data_(std::move(data)), matcher_(data_->size()) {}
+    : control_(std::move(control)), data_(std::move(data)), matcher_(data_->size(), data_->rank()) {}
 
 NamedQueue::~NamedQueue() { close(); }
 
@@ -61,7 +61,7 @@ NamedQueue::Works NamedQueue::submit(NamedRequest request) {
   // No owning reference: the last one would destroy the queue on its own thread. All submissions have ended
   // when close() returns.
   const auto submission =
-      Submission::make(std::move(request), this, [this](const Error& error) { fail(error); });
+      Submission::make(std::move(request), this, told_, [this](const Error& error) { fail(error); });
   Works works = submission->works();
   try {
     enqueue(submission);

@@ -27,7 +27,8 @@ namespace multiring {
 /// its progress thread. A rank without unmatched submissions sleeps, and its peers wait for it.
 ///
 /// Each submission has the communicator's timeout to be matched. The first error breaks the queue on all
-/// ranks: it is stored, ends all that is pending and is raised by all later calls.
+/// ranks: it is stored, ends all that is pending, and is raised by the first call where the program has not
+/// been told of it. Later calls raise an abort that names it.
 class MULTIRING_API NamedQueue : Immovable {
  public:
   using Works = std::vector<std::shared_ptr<Work>>;
@@ -79,13 +80,15 @@ class MULTIRING_API NamedQueue : Immovable {
   std::string describe_unmatched() const;
   Error late_error(const Submission& late) const;
   Error with_unmatched_names(const std::exception_ptr& raised) const;
+  Error mismatch_here(const Error& mismatch) const;
   void fail(const Error& error);
   std::vector<std::shared_ptr<Submission>> take_unmatched();  // with mutex_ held
   Error closed_error() const;
 
   const std::shared_ptr<Communicator> control_;
   const std::shared_ptr<Communicator> data_;
-  std::atomic<bool> closing_{false};  // written with mutex_ held
+  const Told told_ = std::make_shared<std::atomic<bool>>(false);  // of first_error_
+  std::atomic<bool> closing_{false};                              // written with mutex_ held
   std::atomic<bool> abandoned_{false};
 
   // The control thread's own.

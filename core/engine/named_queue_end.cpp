@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "collective/kinds.h"
 #include "collective/rank_list.h"
 #include "engine/named_queue.h"
 #include "engine/validate.h"
@@ -148,7 +149,8 @@ Error NamedQueue::with_unmatched_names(const std::exception_ptr& raised) const {
   try {
     std::rethrow_exception(raised);
   } catch (const Error& error) {
-    if (error.kind() == ErrorKind::kTimeout || error.kind() == ErrorKind::kMismatch) return error;
+    if (error.kind() == ErrorKind::kTimeout) return error;
+    if (error.kind() == ErrorKind::kMismatch) return mismatch_here(error);
     kind = error.kind();
     context = error.context();
     text = error.what();
@@ -160,6 +162,21 @@ Error NamedQueue::with_unmatched_names(const std::exception_ptr& raised) const {
     text = "named queue '" + name() + "' waited for '" + first + "'" +
            (waiting > 1 ? " and " + std::to_string(waiting - 1) + " more" : "") + ": " + text;
   return Error(kind, text, context);
+}
+
+// The matcher knows names only, and a peer's error was met in an exchange of names.
+Error NamedQueue::mismatch_here(const Error& mismatch) const {
+  ErrorContext context = mismatch.context();
+  context.rank = rank();
+  context.host = data_->host();
+  const std::lock_guard lock(mutex_);
+  const auto found = unmatched_.find(context.tensor);
+  if (found != unmatched_.end()) {
+    const Descriptor& descriptor = found->second.front()->works().front()->operation().descriptor;
+    context.operation = traits_of(descriptor).name;
+    context.bytes = static_cast<std::int64_t>(descriptor.bytes);
+  }
+  return Error(ErrorKind::kMismatch, mismatch.what(), context);
 }
 
 std::vector<std::shared_ptr<Submission>> NamedQueue::take_unmatched() {
@@ -192,6 +209,7 @@ void NamedQueue::fail(const Error& error) {
 void NamedQueue::abort(const Error& error) {
   throw_if_abandoned();
   fail(error);
+  told_->store(true, std::memory_order_relaxed);
 }
 
 bool NamedQueue::is_broken() const {
@@ -211,7 +229,7 @@ Error NamedQueue::closed_error() const {
 
 void NamedQueue::throw_if_unusable() const {
   if (closing_.load(std::memory_order_relaxed)) throw closed_error();
-  if (first_error_) throw_broken("named queue '" + name() + "'", rank(), *first_error_);
+  if (first_error_) throw_broken("named queue '" + name() + "'", rank(), *first_error_, told_);
 }
 
 void NamedQueue::throw_if_abandoned() const {

@@ -22,6 +22,11 @@ class WorkObserver {
   virtual void ended(const Error* error) = 0;
 };
 
+/// Whether the program on this rank has been told of the first error of a communicator or a named queue.
+/// Until then a call raises that error itself, as what was pending does: which of them meets it first is a
+/// matter of time. Later calls raise that it is broken.
+using Told = std::shared_ptr<std::atomic<bool>>;
+
 /// An asynchronous operation: the only handle to its completion, its result and its error.
 class MULTIRING_API Work {
  public:
@@ -30,10 +35,13 @@ class MULTIRING_API Work {
     Clock::time_point made, queued, begun, ended;
   };
 
-  /// Work that is still to be queued: Communicator::enqueue.
-  Work(Operation operation, std::shared_ptr<void> keep_alive,
+  /// Work that is still to be queued: Communicator::enqueue. `wait` notes in `told` that it raises its error.
+  Work(Operation operation, std::shared_ptr<void> keep_alive, Told told,
        std::shared_ptr<WorkObserver> observer = nullptr)
-      : operation_(std::move(operation)), keep_alive_(std::move(keep_alive)), observer_(std::move(observer)) {
+      : operation_(std::move(operation)),
+        keep_alive_(std::move(keep_alive)),
+        told_(std::move(told)),
+        observer_(std::move(observer)) {
     if (keeps_times_.load(std::memory_order_relaxed)) times_.made = Clock::now();
   }
 
@@ -76,6 +84,7 @@ class MULTIRING_API Work {
   int priority_ = 0;         // written when it is queued
   std::uint64_t index_ = 0;  // likewise
   std::shared_ptr<void> keep_alive_;
+  const Told told_;
   const std::shared_ptr<WorkObserver> observer_;  // may be null
   Times times_;                 // each written before state_ (release), read after (acquire)
   std::optional<Error> error_;  // written before state_ becomes kFailed (release), read after (acquire)

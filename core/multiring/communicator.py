@@ -42,8 +42,9 @@ class Communicator(Collectives):
     - A synchronous call first waits for the asynchronous ones submitted before it. The `_async` forms return
       a `Work` at once and run on a progress thread.
     - Errors: `UsageError` (nothing was sent), `MismatchError`, `TimeoutError`, `PeerLostError`,
-      `AbortedError`, `InternalError`. After any but a `UsageError` the communicator is broken: every later
-      call raises `AbortedError` naming the first error.
+      `AbortedError`, `InternalError`. After any but a `UsageError` the communicator is broken: what is
+      pending raises that error, and so does the next call where the program has not been told of it yet;
+      every later call raises `AbortedError` naming it.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class MULTIRING_API Network {
 
   /// Propagates an error: the waits of this rank and of all that it is connected with, directly or through
   /// others, end with kAborted. The first error wins. Ranks that are still connecting learn of it later.
-  virtual void abort(ErrorKind kind, const std::string& message) = 0;
+  virtual void abort(const Error& error) = 0;
   /// The same for an error from another network.
   virtual void relay(const AbortRecord& record) = 0;
   /// The first error of any rank; false if there is none.

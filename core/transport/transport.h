@@ -7,6 +7,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -58,9 +59,18 @@ struct WaitEnded {
 
 /// The first error of a transport's ranks.
 struct AbortRecord {
+  // Longer ones are cut when they are sent.
+  static constexpr std::size_t kOperationBytes = 31;
+  static constexpr std::size_t kTensorBytes = 255;
+
+  AbortRecord() = default;
+  AbortRecord(ErrorKind what, int rank, std::string text, ErrorContext context = {})
+      : kind(what), origin(rank), message(std::move(text)), about(std::move(context)) {}
+
   ErrorKind kind = ErrorKind::kAborted;
   int origin = -1;
   std::string message;
+  ErrorContext about;  ///< common, odd, operation and tensor of the origin's error; nothing else is sent
 };
 
 /// The ranks that keep a rank waiting for a round, as far as it knows; not those that only wait themselves.
@@ -165,7 +175,7 @@ class MULTIRING_API Transport {
                                               const WaitOptions& waiting) = 0;
 
   /// Ends the waits of all ranks with an error. The first one wins. Best effort if a network fails.
-  virtual void abort(ErrorKind kind, const std::string& message) noexcept = 0;
+  virtual void abort(const Error& error) noexcept = 0;
   /// The first error of any rank; false if there is none.
   virtual bool aborted(AbortRecord* record) const = 0;
   /// Peers that wait for this rank learn that it left. Idempotent.

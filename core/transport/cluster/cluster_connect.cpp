@@ -93,7 +93,7 @@ void ClusterTransport::connect(const WaitOptions& waiting) {
     try {
       poll_own();
     } catch (const Error& error) {
-      messages_->network().abort(error.kind(), error.what());
+      messages_->network().abort(error);
     }
   };
   progress_entry_ = std::make_unique<ProgressRegistry::Entry>(context_->progress, poll);

@@ -45,7 +45,7 @@ class ClusterHierarchy final : public Hierarchy {
   void keep(std::shared_ptr<const void> memory) override { network_->keep(std::move(memory)); }
 
   // As those of Transport and Network, from any thread.
-  void abort(ErrorKind kind, const std::string& message) { network_->abort(kind, message); }
+  void abort(const Error& error) { network_->abort(error); }
   void relay(const AbortRecord& record) { network_->relay(record); }
   bool aborted(AbortRecord* record) const { return network_->aborted(record); }
   void leave();

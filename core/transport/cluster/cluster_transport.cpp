@@ -132,7 +132,7 @@ void ClusterTransport::poll_own() const {
   AbortRecord record;
   if (mirror_->network().aborted(&record) || messages_->network().aborted(&record) ||
       (hierarchy_ != nullptr && hierarchy_->aborted(&record)))
-    publish_abort(record.kind, record.origin, record.message);
+    publish_abort(record.kind, record.origin, record.message, record.about);
   // Not every rank that this one is connected with is connected with the origin.
   if (!SharedTransport::aborted(&record) || relayed_.exchange(true)) return;
   mirror_->network().relay(record);
@@ -192,7 +192,7 @@ WaitResult ClusterTransport::find_ended() const {
 
 // An error that has arrived from another host comes first. A network that fails must not keep the ranks of
 // this host, and those that other networks reach, from learning of the error.
-void ClusterTransport::abort(ErrorKind kind, const std::string& message) noexcept {
+void ClusterTransport::abort(const Error& error) noexcept {
   const auto attempt = [](const auto& part) {
     try {
       part();
@@ -200,10 +200,10 @@ void ClusterTransport::abort(ErrorKind kind, const std::string& message) noexcep
     }
   };
   attempt([&] { aborted(nullptr); });
-  SharedTransport::abort(kind, message);
-  if (mirror_ != nullptr) attempt([&] { mirror_->network().abort(kind, message); });
-  if (messages_ != nullptr) attempt([&] { messages_->network().abort(kind, message); });
-  if (hierarchy_ != nullptr) attempt([&] { hierarchy_->abort(kind, message); });
+  SharedTransport::abort(error);
+  if (mirror_ != nullptr) attempt([&] { mirror_->network().abort(error); });
+  if (messages_ != nullptr) attempt([&] { messages_->network().abort(error); });
+  if (hierarchy_ != nullptr) attempt([&] { hierarchy_->abort(error); });
 }
 
 bool ClusterTransport::aborted(AbortRecord* record) const {

@@ -76,7 +76,7 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
                                       const WaitOptions& waiting) override;
 
-  void abort(ErrorKind kind, const std::string& message) noexcept override;
+  void abort(const Error& error) noexcept override;
   /// Also asks the networks for errors of other hosts.
   bool aborted(AbortRecord* record) const override;
   void leave() override;

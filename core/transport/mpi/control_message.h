@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "base/error.h"
+#include "transport/transport.h"
 
 namespace multiring {
 
@@ -29,6 +30,11 @@ struct ControlMessage {
   ErrorKind kind = ErrorKind::kAborted;
   std::int32_t origin = 0;
   StreamCounts counts;  ///< of a goodbye
+  // Of an abort: see AbortRecord.
+  std::int32_t common = -1;
+  std::int32_t odd = -1;
+  char operation[AbortRecord::kOperationBytes + 1] = {};
+  char tensor[AbortRecord::kTensorBytes + 1] = {};
   char text[1024] = {};
 };
 static_assert(std::is_trivially_copyable_v<ControlMessage>);

@@ -53,8 +53,7 @@ void MpiNetwork::connect(std::span<const Link> links, const WaitOptions& waiting
   waiting.check_interrupt();
   const std::lock_guard lock(mutex_);
   advance();
-  if (abort_)
-    throw Error(ErrorKind::kAborted, named(abort_->origin) + " stopped all ranks: " + abort_->message);
+  if (abort_) throw Error(abort_->kind, named(abort_->origin) + " stopped all ranks: " + abort_->message);
   for (const Link& link : links) {
     Peer& other = peer(link.peer);
     if (other.left || other.lost) {

@@ -55,7 +55,7 @@ class MULTIRING_API MpiNetwork final : public Network {
   void give_up(std::span<const Ticket> tickets) override;
   void progress() override;
   void keep(std::shared_ptr<const void> memory) override;
-  void abort(ErrorKind kind, const std::string& message) override;
+  void abort(const Error& error) override;
   void relay(const AbortRecord& record) override;
   bool aborted(AbortRecord* record) const override;
   /// Waits half a second at most for what MPI has not finished.

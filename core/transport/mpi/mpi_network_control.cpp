@@ -1,7 +1,6 @@
 // Aborts and goodbyes over MPI.
 
 #include <algorithm>
-#include <cstring>
 
 #include "base/text.h"
 #include "transport/mpi/backoff.h"
@@ -25,8 +24,14 @@ void MpiNetwork::post_control_receive() {
 }
 
 void MpiNetwork::on_control_message(const ControlMessage& message) {
-  if (message.type == ControlMessage::Type::kAbort)
-    return propagate_abort({message.kind, message.origin, message.text}, message.rank);
+  if (message.type == ControlMessage::Type::kAbort) {
+    AbortRecord record(message.kind, message.origin, message.text);
+    record.about.common = message.common;
+    record.about.odd = message.odd;
+    record.about.operation = message.operation;
+    record.about.tensor = message.tensor;
+    return propagate_abort(record, message.rank);
+  }
   Peer& other = peer(message.rank);
   other.left = true;
   other.posted = message.counts;
@@ -61,14 +66,19 @@ void MpiNetwork::propagate_abort(const AbortRecord& record, int from) {
   message.rank = options_.rank;
   message.kind = record.kind;
   message.origin = record.origin;
-  const std::size_t length = cut_length(record.message, sizeof message.text - 1);
-  std::memcpy(message.text, record.message.data(), length);
+  message.common = record.about.common;
+  message.odd = record.about.odd;
+  copy_cut(message.operation, record.about.operation);
+  copy_cut(message.tensor, record.about.tensor);
+  copy_cut(message.text, record.message);
   for (int other = 0; other < size(); ++other)
     if (other != from && peer(other).connected && !peer(other).left && !peer(other).lost)
       send_control(other, message);
 }
 
-void MpiNetwork::abort(ErrorKind kind, const std::string& message) { relay({kind, options_.rank, message}); }
+void MpiNetwork::abort(const Error& error) {
+  relay({error.kind(), options_.rank, error.what(), error.context()});
+}
 
 void MpiNetwork::relay(const AbortRecord& record) {
   const std::lock_guard lock(mutex_);

@@ -23,6 +23,10 @@ struct GroupControl {
   std::atomic<std::uint32_t> abort_published;             ///< 1: the record below is complete
   std::uint8_t abort_kind;
   std::int32_t abort_origin;
+  std::int32_t abort_common;
+  std::int32_t abort_odd;
+  char abort_operation[AbortRecord::kOperationBytes + 1];
+  char abort_tensor[AbortRecord::kTensorBytes + 1];
   char abort_message[4096];
 };
 

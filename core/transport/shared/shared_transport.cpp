@@ -280,18 +280,21 @@ WaitResult SharedTransport::find_ended_here() const {
   return find_lost_peer(Arrivals{&state(0), size(), rank_, std::numeric_limits<std::uint64_t>::max()});
 }
 
-void SharedTransport::abort(ErrorKind kind, const std::string& message) noexcept {
-  publish_abort(kind, rank_, message);
+void SharedTransport::abort(const Error& error) noexcept {
+  publish_abort(error.kind(), rank_, error.what(), error.context());
 }
 
-void SharedTransport::publish_abort(ErrorKind kind, int origin, const std::string& message) const noexcept {
+void SharedTransport::publish_abort(ErrorKind kind, int origin, std::string_view message,
+                                    const ErrorContext& about) const noexcept {
   if (abandoned_.load(std::memory_order_acquire)) return;
   if (control_->abort_claimed.exchange(1, std::memory_order_acq_rel) == 0) {
     control_->abort_kind = static_cast<std::uint8_t>(kind);
     control_->abort_origin = origin;
-    const std::size_t length = cut_length(message, sizeof(control_->abort_message) - 1);
-    std::memcpy(control_->abort_message, message.data(), length);
-    control_->abort_message[length] = '\0';
+    control_->abort_common = about.common;
+    control_->abort_odd = about.odd;
+    copy_cut(control_->abort_operation, about.operation);
+    copy_cut(control_->abort_tensor, about.tensor);
+    copy_cut(control_->abort_message, message);
     control_->abort_published.store(1, std::memory_order_seq_cst);
   }
   notify(control_->rounds);
@@ -304,6 +307,10 @@ bool SharedTransport::aborted(AbortRecord* record) const {
     record->kind = static_cast<ErrorKind>(control_->abort_kind);
     record->origin = control_->abort_origin;
     record->message = control_->abort_message;
+    record->about.common = control_->abort_common;
+    record->about.odd = control_->abort_odd;
+    record->about.operation = control_->abort_operation;
+    record->about.tensor = control_->abort_tensor;
   }
   return true;
 }

@@ -3,6 +3,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "transport/shared/group_layout.h"
@@ -78,7 +79,7 @@ class MULTIRING_API SharedTransport : public Transport {
   std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
                                       const WaitOptions& waiting) override;
 
-  void abort(ErrorKind kind, const std::string& message) noexcept override;
+  void abort(const Error& error) noexcept override;
   bool aborted(AbortRecord* record) const override;
   void leave() override;
   void abandon() override;
@@ -107,7 +108,8 @@ class MULTIRING_API SharedTransport : public Transport {
     }
   }
   /// Ends the waits of this host's ranks. The first record wins.
-  void publish_abort(ErrorKind kind, int origin, const std::string& message) const noexcept;
+  void publish_abort(ErrorKind kind, int origin, std::string_view message,
+                     const ErrorContext& about) const noexcept;
   /// A member on this host that has ended before it reached `round`, preferably one that died.
   WaitResult find_lost(std::uint64_t round);
   /// A member on this host that has ended, preferably one that died.

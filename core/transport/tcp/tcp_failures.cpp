@@ -145,7 +145,9 @@ void TcpNetwork::propagate_abort(const AbortRecord& record, const TcpConnection*
       other.control->send_frame(frame);
 }
 
-void TcpNetwork::abort(ErrorKind kind, const std::string& message) { relay({kind, options_.rank, message}); }
+void TcpNetwork::abort(const Error& error) {
+  relay({error.kind(), options_.rank, error.what(), error.context()});
+}
 
 void TcpNetwork::relay(const AbortRecord& record) {
   const std::lock_guard lock(mutex_);

@@ -64,7 +64,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   bool done(Ticket ticket) const override;
   void give_up(std::span<const Ticket> tickets) override;
   void progress() override;
-  void abort(ErrorKind kind, const std::string& message) override;
+  void abort(const Error& error) override;
   void relay(const AbortRecord& record) override;
   bool aborted(AbortRecord* record) const override;
   void leave() override;

@@ -67,6 +67,8 @@ class RankGroup {
     SentCounters& all = *sent_[static_cast<std::size_t>(rank)];
     for (SentCounter* each : {&all.plans, &all.rounds, &all.messages}) each->fail();
   }
+  /// From here on `rank` learns nothing from other hosts but that another rank has aborted; cluster only.
+  void withhold_rounds(int rank) { sent_[static_cast<std::size_t>(rank)]->rounds.withhold(); }
   /// What `rank` has sent to other hosts so far; cluster only.
   const SentCounters& sent(int rank) const { return *sent_[static_cast<std::size_t>(rank)]; }
 

@@ -141,7 +141,7 @@ TEST(MpiNetwork, ThoseWhoLeaveTakeTheirReceivesWithThem) {
 
 TEST(MpiNetwork, AnAbortReachesAll) {
   run_ranks(4, [](std::unique_ptr<MpiNetwork>& network) {
-    if (network->rank() == 2) network->abort(ErrorKind::kInternal, std::string(5000, 'x'));
+    if (network->rank() == 2) network->abort(Error(ErrorKind::kInternal, std::string(5000, 'x')));
     EXPECT_EQ(wait_in_vain(*network, (network->rank() + 1) % 4).outcome, Outcome::kAborted);
     AbortRecord record;
     ASSERT_TRUE(network->aborted(&record));

@@ -145,7 +145,7 @@ class UnreadNetwork final : public Network {
   }  // the kernel has what is sent
   void give_up(std::span<const Ticket>) override {}
   void progress() override {}
-  void abort(ErrorKind, const std::string&) override {}
+  void abort(const Error&) override {}
   void relay(const AbortRecord&) override {}
   bool aborted(AbortRecord*) const override { return false; }
   void leave() override {}

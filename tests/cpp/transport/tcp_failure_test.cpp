@@ -183,8 +183,8 @@ TEST(TcpAbort, ReachesAllThatWaitAlsoThroughOthers) {
     connected.count_down();
     connected.wait();
     if (network.rank() == 0) {
-      network.abort(ErrorKind::kTimeout, "rank 0 waited too long");
-      network.abort(ErrorKind::kMismatch, "late");
+      network.abort(Error(ErrorKind::kTimeout, "rank 0 waited too long"));
+      network.abort(Error(ErrorKind::kMismatch, "late"));
     }
     const WaitResult result = wait_in_vain(network, network.rank() == 0 ? 1 : network.rank() - 1);
     EXPECT_EQ(result.outcome, Outcome::kAborted);
@@ -206,7 +206,7 @@ TEST(TcpAbort, PassesWhatIsHeldUp) {
     EXPECT_EQ(network.wait(tickets, wait_seconds(0.1)).outcome, Outcome::kTimeout);
     full.count_down();
     full.wait();
-    if (network.rank() == 1) network.abort(ErrorKind::kAborted, "enough");
+    if (network.rank() == 1) network.abort(Error(ErrorKind::kAborted, "enough"));
     EXPECT_EQ(network.wait(tickets, wait_seconds(20)).outcome, Outcome::kAborted);
     network.give_up(tickets);
   });
@@ -248,7 +248,7 @@ double quickest_end(Outcome expected,
 TEST(TcpAbort, FromAnotherThreadEndsAWait) {
   EXPECT_LT(quickest_end(Outcome::kAborted,
                          [](TcpNetwork& network, std::atomic<bool>&) {
-                           network.abort(ErrorKind::kAborted, "by the watchdog");
+                           network.abort(Error(ErrorKind::kAborted, "by the watchdog"));
                          }),
             0.025);
 }

@@ -104,8 +104,27 @@ TEST_F(TcpFrames, AnAbortOfNoRankAborts) {
   expect_aborted(ErrorKind::kInternal, "sent an abort that cannot be read");
 }
 
+TEST_F(TcpFrames, AnAbortThatIsLaidToNoRankAborts) {
+  ErrorContext about;
+  about.odd = 2;
+  control.say(tcp::encode_abort({ErrorKind::kMismatch, 1, "no such rank", about}));
+  expect_aborted(ErrorKind::kInternal, "sent an abort that cannot be read");
+}
+
+TEST_F(TcpFrames, AnAbortWhoseTextsDoNotFitAborts) {
+  std::vector<std::byte> frame = tcp::encode_abort({ErrorKind::kMismatch, 1, "short"});
+  frame[tcp::kFrameHeaderBytes + tcp::kAbortNumberBytes - 1] = std::byte{6};  // bytes of the tensor's name
+  control.say(frame);
+  expect_aborted(ErrorKind::kInternal, "sent an abort that cannot be read");
+}
+
 TEST_F(TcpFrames, AbortsInPiecesAreHeard) {
-  const std::vector<std::byte> frame = tcp::encode_abort({ErrorKind::kTimeout, 1, std::string(4000, 'x')});
+  ErrorContext about;
+  about.common = 0;
+  about.odd = 1;
+  about.operation = "allreduce";
+  about.tensor = std::string(5000, 'n');
+  const auto frame = tcp::encode_abort({ErrorKind::kTimeout, 1, std::string(4000, 'x'), about});
   std::size_t begin = 0;
   for (const std::size_t end : {std::size_t{20}, std::size_t{50}, frame.size()}) {
     control.say(std::span(frame).subspan(begin, end - begin));
@@ -117,6 +136,10 @@ TEST_F(TcpFrames, AbortsInPiecesAreHeard) {
   ASSERT_TRUE(network.aborted(&record));
   EXPECT_EQ(record.origin, 1);
   EXPECT_EQ(record.message.size(), 4000u);
+  EXPECT_EQ(record.about.common, 0);
+  EXPECT_EQ(record.about.odd, 1);
+  EXPECT_EQ(record.about.operation, "allreduce");
+  EXPECT_EQ(record.about.tensor, std::string(AbortRecord::kTensorBytes, 'n'));
 }
 
 TEST_F(TcpFrames, TruncatedOnesAreOfALostPeer) {

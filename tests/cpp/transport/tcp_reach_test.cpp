@@ -146,7 +146,7 @@ TEST(TcpReach, AnAbortAndTheOwnEndAreTold) {
   TcpNetwork zero(store, tcp_options(0, 2));
   TcpNetwork one(store, tcp_options(1, 2));
   EXPECT_EQ(zero.connect_on_demand(all_links(zero), wait_seconds(0.02)).outcome, Outcome::kTimeout);
-  zero.abort(ErrorKind::kAborted, "enough");
+  zero.abort(Error(ErrorKind::kAborted, "enough"));
   EXPECT_EQ(zero.connect_on_demand(all_links(zero), wait_seconds(20)).outcome, Outcome::kAborted);
   EXPECT_EQ(one.connect_on_demand(all_links(one), wait_seconds(0.02)).outcome, Outcome::kTimeout);
   one.leave();  // with a call under way

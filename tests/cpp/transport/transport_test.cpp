@@ -179,15 +179,24 @@ TEST_P(TransportTest, FirstAbortWinsAndIsCutToItsRecord) {
     // Rank 1 may have met the others, and have aborted, before these have met each other.
     const bool aborted = transport->rank() != 1 && met.outcome == WaitResult::Outcome::kAborted;
     ASSERT_TRUE(met.ok() || aborted);
-    if (transport->rank() == 1) transport->abort(ErrorKind::kTimeout, std::string(10000, 'x'));
+    ErrorContext about;
+    about.common = 2;
+    about.odd = 1;
+    about.operation = "allreduce";
+    about.tensor = std::string(5000, 'n');
+    if (transport->rank() == 1) transport->abort(Error(ErrorKind::kTimeout, std::string(10000, 'x'), about));
     transport->arrive(2, 0);
     transport->await_all(2, wait_for(20));
-    transport->abort(ErrorKind::kMismatch, "late");
+    transport->abort(Error(ErrorKind::kMismatch, "late"));
     AbortRecord record;
     ASSERT_TRUE(transport->aborted(&record));
     EXPECT_EQ(record.kind, ErrorKind::kTimeout);
     EXPECT_EQ(record.origin, 1);
     EXPECT_EQ(record.message, std::string(4095, 'x'));
+    EXPECT_EQ(record.about.common, 2);
+    EXPECT_EQ(record.about.odd, 1);
+    EXPECT_EQ(record.about.operation, "allreduce");
+    EXPECT_EQ(record.about.tensor, std::string(AbortRecord::kTensorBytes, 'n'));
   });
 }
 

@@ -1,6 +1,6 @@
 #include "transport/tcp/connections/frame.h"
 
-#include <algorithm>
+#include <string_view>
 
 #include "base/text.h"
 #include "transport/tcp/byte_order.h"
@@ -60,16 +60,25 @@ std::optional<FrameHeader> parse_frame_header(std::span<const std::byte> bytes) 
 }
 
 std::vector<std::byte> encode_abort(const AbortRecord& record) {
-  const std::size_t text = cut_length(record.message, kAbortTextBytes);
+  const auto cut = [](const std::string& text, std::size_t limit) {
+    return bytes_of(text).first(cut_length(text, limit));
+  };
+  const auto operation = cut(record.about.operation, AbortRecord::kOperationBytes);
+  const auto tensor = cut(record.about.tensor, AbortRecord::kTensorBytes);
+  const auto text = cut(record.message, kAbortTextBytes);
   FrameHeader header;
   header.kind = FrameKind::kAbort;
-  header.bytes = kAbortNumberBytes + text;
+  header.bytes = kAbortNumberBytes + operation.size() + tensor.size() + text.size();
   std::vector<std::byte> frame(kFrameHeaderBytes + header.bytes);
   FieldWriter writer(frame);
   writer.put(std::span<const std::byte>(encode_frame_header(header)));
   writer.put(static_cast<std::uint8_t>(record.kind));
   writer.put(static_cast<std::int32_t>(record.origin));
-  writer.put(bytes_of(record.message).first(text));
+  writer.put(static_cast<std::int32_t>(record.about.common));
+  writer.put(static_cast<std::int32_t>(record.about.odd));
+  writer.put(static_cast<std::uint8_t>(operation.size()));
+  writer.put(static_cast<std::uint8_t>(tensor.size()));
+  for (const auto part : {operation, tensor, text}) writer.put(part);
   return frame;
 }
 
@@ -89,8 +98,18 @@ std::optional<AbortRecord> parse_abort(std::span<const std::byte> payload, int s
   record.kind = static_cast<ErrorKind>(kind);
   record.origin = reader.get<std::int32_t>();
   if (record.origin < 0 || record.origin >= size) return std::nullopt;
-  const std::span<const std::byte> text = payload.subspan(kAbortNumberBytes);
-  record.message.assign(reinterpret_cast<const char*>(text.data()), text.size());
+  record.about.common = reader.get<std::int32_t>();
+  record.about.odd = reader.get<std::int32_t>();
+  for (const int rank : {record.about.common, record.about.odd})
+    if (rank < -1 || rank >= size) return std::nullopt;
+  const std::size_t operation = reader.get<std::uint8_t>();
+  const std::size_t tensor = reader.get<std::uint8_t>();
+  std::string_view texts(reinterpret_cast<const char*>(payload.data()), payload.size());
+  texts.remove_prefix(kAbortNumberBytes);
+  if (operation > AbortRecord::kOperationBytes || operation + tensor > texts.size()) return std::nullopt;
+  record.about.operation = texts.substr(0, operation);
+  record.about.tensor = texts.substr(operation, tensor);
+  record.message = texts.substr(operation + tensor);
   return record;
 }
 

@@ -34,17 +34,18 @@ struct FrameHeader {
 inline constexpr std::size_t kFrameHeaderBytes = 48;
 using FrameHeaderBytes = std::array<std::byte, kFrameHeaderBytes>;
 
-/// Longest payload of an abort: the record's numbers and its text, cut as in shared memory.
+/// Longest payload of an abort: the record's numbers and its texts, cut as in shared memory.
 inline constexpr std::size_t kAbortTextBytes = 4095;
-inline constexpr std::size_t kAbortNumberBytes = 5;
-inline constexpr std::size_t kMaxAbortBytes = kAbortNumberBytes + kAbortTextBytes;
+inline constexpr std::size_t kAbortNumberBytes = 15;
+inline constexpr std::size_t kMaxAbortBytes =
+    kAbortNumberBytes + AbortRecord::kOperationBytes + AbortRecord::kTensorBytes + kAbortTextBytes;
 
 MULTIRING_API FrameHeaderBytes encode_frame_header(const FrameHeader& header);
 /// None: it is not a header, or not consistent. Data lies within its message, and is empty only if the
 /// message is; an abort's payload has a limit; a goodbye has none.
 MULTIRING_API std::optional<FrameHeader> parse_frame_header(std::span<const std::byte> bytes);
 
-/// Header and payload of an abort; the text is cut to its limit.
+/// Header and payload of an abort; the texts are cut to their limits.
 MULTIRING_API std::vector<std::byte> encode_abort(const AbortRecord& record);
 MULTIRING_API std::vector<std::byte> encode_goodbye();
 /// The payload of an abort among `size` ranks.

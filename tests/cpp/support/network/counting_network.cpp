@@ -1,6 +1,7 @@
 #include "support/network/counting_network.h"
 
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 namespace multiring::testing {
@@ -35,9 +36,9 @@ class CountingNetwork final : public Network {
     return network_->post_receive(peer, channel, buffer);
   }
   WaitResult wait(std::span<const Ticket> tickets, const WaitOptions& waiting) override {
-    return network_->wait(tickets, waiting);
+    return counter_.withholding() ? wait_for_an_abort(waiting) : network_->wait(tickets, waiting);
   }
-  bool done(Ticket ticket) const override { return network_->done(ticket); }
+  bool done(Ticket ticket) const override { return !counter_.withholding() && network_->done(ticket); }
   void give_up(std::span<const Ticket> tickets) override { network_->give_up(tickets); }
   void progress() override {
     throw_if_failing();
@@ -45,9 +46,9 @@ class CountingNetwork final : public Network {
   }
   WaitResult ended(int rank) const override { return network_->ended(rank); }
   void keep(std::shared_ptr<const void> memory) override { network_->keep(std::move(memory)); }
-  void abort(ErrorKind kind, const std::string& message) override {
+  void abort(const Error& error) override {
     throw_if_failing();
-    network_->abort(kind, message);
+    network_->abort(error);
   }
   void relay(const AbortRecord& record) override { network_->relay(record); }
   bool aborted(AbortRecord* record) const override { return network_->aborted(record); }
@@ -56,6 +57,17 @@ class CountingNetwork final : public Network {
   void wake() override { network_->wake(); }
 
  private:
+  WaitResult wait_for_an_abort(const WaitOptions& waiting) {
+    waiting.deadline.start();
+    for (;;) {
+      network_->progress();
+      if (network_->aborted(nullptr)) return {WaitResult::Outcome::kAborted};
+      waiting.check_interrupt();
+      if (waiting.is_cancelled()) return {WaitResult::Outcome::kCancelled};
+      if (waiting.deadline.expired()) return {WaitResult::Outcome::kTimeout};
+      std::this_thread::yield();
+    }
+  }
   void throw_if_failing() const {
     if (counter_.failing()) throw Error(ErrorKind::kInternal, "the network fails, as the test has it");
   }

@@ -28,11 +28,15 @@ class SentCounter {
   /// From here on these networks fail when they send aborts or ask for them.
   void fail() { failing_ = true; }
   bool failing() const { return failing_; }
+  /// From here on these networks send, but no message is done: the rank learns of aborts only.
+  void withhold() { withholding_ = true; }
+  bool withholding() const { return withholding_; }
 
  private:
   std::atomic<std::size_t> messages_{0};
   std::atomic<std::size_t> bytes_{0};
   std::atomic<bool> failing_{false};
+  std::atomic<bool> withholding_{false};
 };
 
 /// By what carries it: the messages of plans, and what is published in rounds.

@@ -60,7 +60,7 @@ void TcpGroup::run_unconnected(const Body& body) {
         body(*networks_[rank]);
       } catch (...) {
         raised[rank] = std::current_exception();
-        if (networks_[rank]) networks_[rank]->abort(ErrorKind::kAborted, "a rank of the test failed");
+        if (networks_[rank]) networks_[rank]->abort(Error(ErrorKind::kAborted, "a rank of the test failed"));
       }
     });
   }
