@@ -107,6 +107,7 @@ std::optional<AbortRecord> parse_abort(std::span<const std::byte> payload, int s
   std::string_view texts(reinterpret_cast<const char*>(payload.data()), payload.size());
   texts.remove_prefix(kAbortNumberBytes);
   if (operation > AbortRecord::kOperationBytes || operation + tensor > texts.size()) return std::nullopt;
+  if (texts.size() - operation - tensor > kAbortTextBytes) return std::nullopt;
   record.about.operation = texts.substr(0, operation);
   record.about.tensor = texts.substr(operation, tensor);
   record.message = texts.substr(operation + tensor);
