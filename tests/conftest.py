@@ -14,10 +14,11 @@ import pytest
 from tests.nursery import Nursery
 from tests.on_ranks import run_on_ranks
 from tests.rank_pool import RankPool, RankProcesses
-from tests.tiers import is_left_out, mark, sort, worker_of
+from tests.tiers import check, is_left_out, mark, sort, worker_of
 
 
 def pytest_configure() -> None:
+    check()
     # A shell that starts the tests in the background has them ignore these, and so would all that they start.
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),

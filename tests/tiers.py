@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["is_left_out", "mark", "sort", "worker_of"]
+__all__ = ["check", "is_left_out", "mark", "sort", "worker_of"]
 
 FULL = {
     "docs": ["test_code_blocks.py"],
@@ -136,7 +136,7 @@ SMOKE: dict[str, list[str]] = {
         "test_ctrl_c_reaches_all_ranks[nsenter]",
     ],
     "python/launch/test_launcher_ends.py": [
-        "test_a_rank_that_a_signal_ends_is_blamed_with_its_name",
+        "test_when_a_rank_fails_the_others_are_ended_and_it_is_blamed",
         "test_children_of_ranks_end_with_the_job",
     ],
     "python/launch/test_launchers_alike.py": [
@@ -166,23 +166,29 @@ def is_left_out(path: Path, marks: str) -> bool:
     return marks == "not full" and path in listed and _name(path) not in SMOKE
 
 
-def mark(items: list[pytest.Item]) -> None:
-    """Marks the tests of the files above.
+def check() -> None:
+    """Sees that what is named above exists.
 
     Raises:
-        pytest.UsageError: One of them does not exist: it has moved, and would run in the wrong tier.
+        pytest.UsageError: It has moved, and would run in the wrong tier.
     """
-    for name, table in (("full", FULL), ("alone", ALONE)):
-        paths = {_TESTS / folder / file for folder, files in table.items() for file in files}
-        if gone := sorted(str(path) for path in paths if not path.exists()):
+    for table in (FULL, ALONE):
+        paths = (_TESTS / folder / file for folder, files in table.items() for file in files)
+        if gone := [str(path) for path in paths if not path.exists()]:
             raise pytest.UsageError(f"tests/tiers.py names what does not exist: {', '.join(gone)}")
-        for item in items:
-            if item.path in paths and not _is_smoke(item):
-                item.add_marker(name)
     for file, tests in SMOKE.items():
         text = (_TESTS / file).read_text()
         if gone := [test for test in tests if f"def {test.partition('[')[0]}(" not in text]:
             raise pytest.UsageError(f"tests/tiers.py names what is not in {file}: {', '.join(gone)}")
+
+
+def mark(items: list[pytest.Item]) -> None:
+    """Marks the tests of the files above."""
+    for name, table in (("full", FULL), ("alone", ALONE)):
+        paths = {_TESTS / folder / file for folder, files in table.items() for file in files}
+        for item in items:
+            if item.path in paths and not _is_smoke(item):
+                item.add_marker(name)
 
 
 def _is_smoke(item: pytest.Item) -> bool:
