@@ -97,6 +97,12 @@ def test_a_link_that_is_down(three: EmulatedHosts) -> None:
     assert "These hosts cannot run a job" in done.stdout
 
 
+def test_no_interface_that_is_chosen(hosts: EmulatedHosts) -> None:
+    failed = lines_about(doctor(hosts, env={"MULTIRING_INTERFACES": "^eth0"}).stdout, "failed")
+    assert len(failed) == 2, failed
+    assert all("no interface of this host is left" in line for line in failed)
+
+
 def test_an_interface_that_leads_nowhere_is_named_and_can_be_left_out() -> None:
     if reason := why_not():
         pytest.skip(reason)

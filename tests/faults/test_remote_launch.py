@@ -210,7 +210,7 @@ def test_the_job_ends_when_nobody_reads_it(starter: Starter) -> None:
         job.assert_nothing_left()
 
 
-@by("srun")
+@by("mpirun", "srun")
 def test_a_time_limit_and_a_missing_program_are_told(starter: Starter, tmp_path: Path) -> None:
     done = starter.start("--timeout", "1", "sleep", "3600.5").run(code=124)
     assert "multiring: the job took longer than --timeout 1; ended by it" in done.stderr

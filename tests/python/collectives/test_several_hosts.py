@@ -7,7 +7,7 @@ import os
 import secrets
 import select
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -171,13 +171,24 @@ def start_by_hand(rank: int, given: dict[str, str]) -> float:
     return float(multiring.init().allreduce(np.array([rank + 1.0]))[0])
 
 
-def test_rank_0_serves_the_store_of_a_foreign_launcher(nursery: Nursery) -> None:
+@pytest.fixture
+def given() -> Iterator[dict[str, str]]:
     with held_port() as port:
-        given = {
-            "MULTIRING_STORE": f"tcp://127.0.0.1:{port}",
-            "MULTIRING_SECRET": secrets.token_hex(32),
-        }
-        assert nursery.values(2, start_by_hand, given, init=False) == [3.0, 3.0]
+        yield {"MULTIRING_STORE": f"tcp://127.0.0.1:{port}", "MULTIRING_SECRET": secrets.token_hex(32)}
+
+
+def test_rank_0_serves_the_store_of_a_foreign_launcher(nursery: Nursery, given: dict[str, str]) -> None:
+    assert nursery.values(2, start_by_hand, given, init=False) == [3.0, 3.0]
+
+
+def come_alone(rank: int, given: dict[str, str]) -> None:
+    if rank == 0:
+        start_by_hand(rank, given)
+
+
+def test_who_does_not_come_to_the_store_is_named(nursery: Nursery, given: dict[str, str]) -> None:
+    outcome = nursery.run(2, come_alone, given, init=False, env={"MULTIRING_TIMEOUT": "3"})[0]
+    outcome.check_raised(TimeoutError, "for rank 1: they have not called multiring.init()")
 
 
 def test_no_secret(nursery: Nursery, tmp_path: Path) -> None:
