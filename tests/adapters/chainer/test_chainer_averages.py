@@ -80,26 +80,17 @@ def test_parameters_with_several_users(comm: Communicator) -> None:
         optimizer.close()
 
 
-@on_ranks(3)
 def test_unused_parameters(comm: Communicator) -> None:
-    """The spare layer has a gradient on the last rank only; then on none."""
+    """No rank has a gradient for the spare layer, which Chainer's gradient methods update with zeros."""
     model = make_model()
-    optimizer = multiring.chainer.create_multi_node_optimizer(
-        chainer.optimizers.SGD(0.0), comm, zero_fill=False
-    )
-    optimizer.setup(model)
-    for overlap in (True, False):
-        optimizer.overlap = overlap
-        optimizer.update(squares, model, comm.rank, spare=comm.rank == comm.size - 1)
-        total = comm.allreduce(np.abs(model.spare.W.grad).sum())
-        assert total > 0
-        assert total == pytest.approx(comm.size * np.abs(model.spare.W.grad).sum(), rel=1e-15)
+    make = multiring.chainer.create_multi_node_optimizer
+    optimizer = make(chainer.optimizers.SGD(0.0), comm, zero_fill=False).setup(model)
+    for _ in range(2):
         model.cleargrads()
         squares(model, comm.rank).backward()
         optimizer.synchronize()
         assert model.spare.W.grad is None
         assert model.first.W.grad is not None
-        # Chainer's gradient methods themselves update with zeros where there is no gradient.
         optimizer.update()
         assert not model.spare.W.grad.any()
 
@@ -124,7 +115,7 @@ def test_dtypes_in_one_model(comm: Communicator) -> None:
         np.testing.assert_array_equal(found, -(comm.size - 1))
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_uneven(comm: Communicator) -> None:
     """Rank r has r + 1 batches; averages divide by those that have one, and momentum is handed over."""
     model = make_model()

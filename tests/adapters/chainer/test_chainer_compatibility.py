@@ -60,7 +60,6 @@ def test_names_that_exist_are_left_alone() -> None:
     ("missing", "text"),
     [
         ("chainer", "chainer is not installed"),
-        ("pkg_resources", "chainer cannot be imported"),
         ("numpy.distutils.system_info", "chainer cannot be imported"),
     ],
 )
@@ -114,12 +113,12 @@ class Loader(multiprocessing.Process):
 """
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_child_processes_have_the_names_of_numpy(tmp_path: Path, start_method: str) -> None:
+def test_child_processes_have_the_names_of_numpy(tmp_path: Path) -> None:
+    """Those of "forkserver" are prepared by the same function."""
     (tmp_path / "loader.py").write_text(LOADER)
     script = tmp_path / "script.py"
     script.write_text(ITERATOR)
-    command = [sys.executable, "-W", "ignore", str(script), start_method]
+    command = [sys.executable, "-W", "ignore", str(script), "spawn"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "child\nloader\n[[0, 1, 2], [3, 4, 5]]\n", done.stderr

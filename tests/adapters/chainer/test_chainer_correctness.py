@@ -37,7 +37,7 @@ def make_optimizer(comm: Communicator, actual: Any = None, **options: Any) -> An
     return multiring.chainer.create_multi_node_optimizer(actual, comm, **SMALL, **options)
 
 
-@pytest.mark.parametrize("way", ["communicator", "synchronize", "update", "double buffering"])
+@pytest.mark.parametrize("way", ["communicator", "synchronize", "double buffering"])
 def test_gradients_that_are_not_finite_in_debug_mode(comm: Communicator, way: str) -> None:
     model = make_model()
     mn = multiring.chainer.create_communicator(comm)
@@ -85,7 +85,7 @@ class Normalised(chainer.Chain):
 
 @pytest.mark.parametrize(
     ("options", "own_loop"),
-    [({}, False), ({"overlap": False}, False), ({}, True), ({"double_buffering": True}, False)],
+    [({"overlap": False}, False), ({}, True), ({"double_buffering": True}, False)],
 )
 def test_running_statistics(comm: Communicator, options: dict[str, Any], own_loop: bool) -> None:
     """The statistics are those of rank 0, as if it alone had kept them; or averages of what all kept."""
@@ -144,8 +144,6 @@ def drift(comm: Communicator, what: str, double_buffering: bool) -> None:
     optimizer = make_optimizer(comm, actual, double_buffering=double_buffering, check_every=4).setup(model)
     if what == "hook":
         optimizer.add_hook(chainer.optimizer_hooks.WeightDecay(0.2 if is_odd else 0.1))
-    if what == "norm":
-        optimizer.add_hook(chainer.optimizer_hooks.GradientClipping(0.2 if is_odd else 0.1))
     if what == "noise":
         np.random.seed(comm.rank)
         optimizer.add_hook(chainer.optimizer_hooks.GradientNoise(0.3))
@@ -170,9 +168,7 @@ def drift(comm: Communicator, what: str, double_buffering: bool) -> None:
     [
         ("type", r"at step 2: .*'optimizer' 'SGD' on rank 0, but 'optimizer' 'AdaGrad' on rank 1"),
         ("hook", r"at step 2: .*'hook WeightDecay of the optimizer' .*0.1.*0.2"),
-        ("norm", r"at step 2: .*'hook GradientClipping of the optimizer' .*0.1.*0.2"),
         ("noise", r"at step 2: .*'network/first/W' float64 .* on rank 0, but"),
-        ("weights", r"at step 8: .*'network/middle/W' float64"),
         ("replaced", r"at step 8: .*'network/middle/W' float64"),
         ("rate", r"at step 8: .*'lr of the optimizer' 0.1 on rank 0, but 'lr of the optimizer' 0.2"),
         ("own rate", r"at step 8: .*'lr of the update rule of network/last/b' 0.2"),
@@ -220,23 +216,6 @@ def test_a_snapshot_that_one_rank_has_loaded(comm: Communicator, tmp_path: Path)
         assert_same_weights(model, whole, atol=1e-14)
         assert same_everywhere(comm, [a.tobytes() for a in model.statistics()])
     assert same_everywhere(comm, bits_of(model))
-
-
-def test_an_update_after_gradients_were_looked_at(comm: Communicator) -> None:
-    """Gradients were looked at, and then a whole update is made without them."""
-    found = []
-    for looks in (False, True):
-        model = make_model()
-        optimizer = make_optimizer(comm).setup(model)
-        for step in range(4):
-            if looks and step in (1, 2):
-                model.cleargrads()
-                squares(model, 100 + comm.rank).backward()
-                optimizer.synchronize()
-            optimizer.update(squares, model, 10 * step + comm.rank)
-        found.append(bits_of(model))
-        optimizer.close()
-    assert found[0] == found[1]
 
 
 def test_objects_that_change_between_steps(comm: Communicator) -> None:

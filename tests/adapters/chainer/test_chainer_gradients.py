@@ -29,21 +29,6 @@ def test_gradients_of_a_backward_pass_stay_where_they_are(comm: Communicator) ->
         assert used
 
 
-@on_ranks(1, 2, 3)
-def test_values_written_into_the_same_arrays(comm: Communicator) -> None:
-    """As ChainerMN's own tests do: values written into the arrays that are there, again and again."""
-    model = make_model()
-    mn = multiring.chainer.create_communicator(comm)
-    for parameter in model.params():
-        parameter.grad = np.zeros_like(parameter.array)
-    for turn in range(3):
-        for number, parameter in enumerate(model.params()):
-            parameter.grad[...] = comm.rank + number + turn
-        mn.multi_node_mean_grad(model)
-        for number, parameter in enumerate(model.params()):
-            np.testing.assert_array_equal(parameter.grad, (comm.size - 1) / 2 + number + turn)
-
-
 @on_ranks(3)
 def test_arrays_that_several_refer_to(comm: Communicator) -> None:
     """One array as the gradient of two parameters, of a parameter and something else, and a read-only one."""

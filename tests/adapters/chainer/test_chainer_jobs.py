@@ -152,10 +152,7 @@ multiring.init()
 """
 
 
-@pytest.mark.parametrize(
-    "ending",
-    ["train()", "train(); multiring.shutdown()", "kept = train()", "kept = train(); multiring.shutdown()"],
-)
+@pytest.mark.parametrize("ending", ["train()", "kept = train(); multiring.shutdown()"])
 def test_gradients_of_the_last_step_are_let_arrive(ending: str) -> None:
     """With double buffering nobody waits for them, but others may still be sending theirs."""
     finished = run_job(2, LAST_STEP.format(ending=ending))
@@ -192,11 +189,10 @@ print(comm.rank, [float(each.array.sum()) for each in model.params()])
 """
 
 
-@pytest.mark.parametrize("ending", ["del optimizer", "optimizer.close()"])
-def test_a_forked_child_leaves_the_gradients_of_its_parent_alone(ending: str) -> None:
+def test_a_forked_child_leaves_the_gradients_of_its_parent_alone() -> None:
     """Though they have arrived when it is forked."""
-    alone = run_job(2, FORKED.format(forks=False, ending="pass"))
-    guarded = f"try: {ending}\n            except Exception: pass"
-    forked = run_job(2, FORKED.format(forks=True, ending=guarded))
-    assert alone.returncode == forked.returncode == 0, forked.stderr
-    assert sorted(alone.stdout.splitlines()) == sorted(forked.stdout.splitlines())
+    alone = run_job(2, FORKED.format(forks=False, ending="pass"), code=0)
+    for ending in ("del optimizer", "optimizer.close()"):
+        guarded = f"try: {ending}\n            except Exception: pass"
+        forked = run_job(2, FORKED.format(forks=True, ending=guarded), code=0)
+        assert sorted(alone.stdout.splitlines()) == sorted(forked.stdout.splitlines())

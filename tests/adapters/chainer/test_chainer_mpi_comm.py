@@ -20,7 +20,7 @@ from tests.on_ranks import Pool, on_ranks
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
-@on_ranks(1, 3)
+@on_ranks(3)
 def test_collectives(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     mpi = mn.mpi_comm

@@ -22,7 +22,7 @@ from tests.on_ranks import all_raise, on_ranks, same_everywhere
 
 Array = NDArray[Any]
 
-PARTS = {1: [[5], [4]], 2: [[3, 2], [5, 0]], 3: [[2, 1, 4], [0, 3, 0]]}
+PARTS = {1: [[5], [4]], 3: [[2, 1, 4], [0, 3, 0]]}
 TIGHT = {"float64": {"rtol": 1e-10, "atol": 1e-12}, "float32": {"rtol": 2e-4, "atol": 2e-5}}
 
 
@@ -38,9 +38,8 @@ def cube(y: Any, samples: Array) -> Any:
     return functions.sum(y**3 * functions.broadcast_to(chainer.Variable(weights), y.shape))
 
 
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("shape", [(3,), (4, 2, 3), (2, 2, 1, 2)])
+@on_ranks(1, 3)
+@pytest.mark.parametrize(("dtype", "shape"), [("float64", (3,)), ("float32", (2, 2, 1, 2))])
 def test_ranks_normalise_like_one(comm: Communicator, dtype: str, shape: tuple[int, ...]) -> None:
     with chainer.using_config("dtype", np.dtype(dtype)):
         layer = SyncBatchNormalization(shape[0], comm, decay=0.7, eps=1e-3)

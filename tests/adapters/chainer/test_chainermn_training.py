@@ -18,7 +18,6 @@ from chainer.training import extensions
 
 from multiring import Communicator
 from tests.adapters.chainer.support import bits_of, draw, make_model
-from tests.on_ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -55,7 +54,6 @@ def make_trainer(
     return trainer, model, optimizer
 
 
-@on_ranks(1, 2)
 @pytest.mark.parametrize("theirs", [False, True], ids=["ours", "chainermn's own optimizer"])
 def test_a_training_as_chainermn_has_it(comm: Communicator, tmp_path: Path, theirs: bool) -> dict[str, bytes]:
     mn = multiring.chainer.create_communicator(comm)
@@ -79,40 +77,6 @@ def test_a_training_as_chainermn_has_it(comm: Communicator, tmp_path: Path, thei
     return found
 
 
-@on_ranks(3)
-def test_generic_evaluator(comm: Communicator) -> None:
-    mn = multiring.chainer.create_communicator(comm)
-    mine = np.arange(mn.rank + 3, dtype=np.float32)
-
-    class Sums(chainermn.extensions.GenericMultiNodeEvaluator):  # type: ignore[misc]
-        def calc_local(self, x: Any) -> float:
-            return float(x.sum())
-
-        def aggregate(self, results: Any) -> float:
-            return float(sum(results))
-
-    iterator = chainer.iterators.SerialIterator(mine, 2, repeat=False, shuffle=False)
-    total = Sums(mn, iterator, None)(None)
-    assert total == (sum(sum(range(r + 3)) for r in range(mn.size)) if mn.rank == 0 else None)
-
-
-def test_snapshots(comm: Communicator, tmp_path: Path) -> None:
-    """A job that stops after two epochs and goes on from its snapshot is the job that did not stop."""
-    mn = multiring.chainer.create_communicator(comm)
-    whole, wanted, _ = make_trainer(mn, f"{tmp_path}/whole", 4)
-    whole.run()
-    for epochs in (2, 4):
-        trainer, model, _ = make_trainer(mn, f"{tmp_path}/parts", epochs)
-        snapshot = chainermn.extensions.multi_node_snapshot(
-            mn, extensions.snapshot(autoload=True, snapshot_on_error=False), [0]
-        )
-        trainer.extend(snapshot, trigger=(1, "epoch"))
-        trainer.run()
-    assert trainer.updater.epoch == 4
-    assert bits_of(model) == bits_of(wanted)
-    comm.barrier()
-
-
 def test_the_checkpointer(comm: Communicator, tmp_path: Path) -> None:
     mn = multiring.chainer.create_communicator(comm)
     whole, wanted, _ = make_trainer(mn, f"{tmp_path}/whole", 2)
@@ -130,16 +94,3 @@ def test_the_checkpointer(comm: Communicator, tmp_path: Path) -> None:
     trainer.run()
     assert bits_of(model) == bits_of(wanted)
     comm.barrier()
-
-
-def test_early_stopping(comm: Communicator, tmp_path: Path) -> None:
-    mn = multiring.chainer.create_communicator(comm)
-    trainer, _, optimizer = make_trainer(mn, str(tmp_path), 1)
-    optimizer.lr = 0.0
-    trigger = chainermn.extensions.MultiNodeEarlyStoppingTrigger(
-        mn, monitor="main/loss", patience=2, check_trigger=(1, "epoch"), max_trigger=(50, "epoch")
-    )
-    trainer = training.Trainer(trainer.updater, trigger, out=str(tmp_path))
-    trainer.run()
-    assert mn.allreduce_obj([trainer.updater.epoch]) == [trainer.updater.epoch] * mn.size
-    assert trainer.updater.epoch < 10

@@ -14,7 +14,7 @@ import chainer
 from chainer import functions
 
 from multiring import Communicator
-from tests.adapters.contract import Adapter, AdapterContract
+from tests.adapters.contract import RATE, Adapter, AdapterContract
 
 Array = NDArray[Any]
 
@@ -38,7 +38,7 @@ class ChainerAdapter(Adapter):
         self._comm = multiring.chainer.create_communicator(comm)
         self._model = _Weights(weights)
         self._reduction = self._optimizer = multiring.chainer.create_multi_node_optimizer(
-            chainer.optimizers.SGD(0.0),
+            chainer.optimizers.SGD(RATE),
             self._comm,
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=bucket_bytes,

@@ -44,24 +44,17 @@ FIRST_OF_PROGRAM = r"(?s)(?=.*\(#1 of program at test_jax_correctness\.py:).*\(#
     MismatchError,
     "of those that all submit in one order: rank 0 '",
     how={
-        "calls": FIRST_OF_PROGRAM,
         "one helper": FIRST_OF_PROGRAM,
         "one compiled function": r"\(#2 of program",
         "trees": FIRST_OF_PROGRAM,
-        "statistics": FIRST_OF_PROGRAM,
     },
 )
 def test_a_loop_that_is_longer_on_one_rank_is_an_error_at_once(comm: Communicator, how: str) -> None:
     """A loop that is longer on one rank, and behind it a call that has nothing to do with it."""
     inside, behind = {
-        "calls": (lambda x: mj.allreduce(x), lambda x: mj.allreduce(x)),
         "one helper": (average, average),
         "one compiled function": (total, total),
         "trees": (mj.average_gradients, mj.average_gradients),
-        "statistics": (
-            lambda x: mj.batch_statistics(x[None]).mean,
-            lambda x: mj.batch_statistics(x[None]).mean,
-        ),
     }[how]
 
     @jax.jit
