@@ -33,11 +33,8 @@ HERE = socket.gethostname()
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a:4,b:2", [("a", 4), ("b", 2)]),
-        ("a, b", [("a", 1), ("b", 1)]),
         ("a:1,b:2,a:3", [("a", 4), ("b", 2)]),
-        ("user@a:2", [("user@a", 2)]),
-        ("10.0.0.1:2,[fe80::1]:3", [("10.0.0.1", 2), ("fe80::1", 3)]),
+        ("user@a:2, [fe80::1]:3", [("user@a", 2), ("fe80::1", 3)]),
         (f"localhost:2,{HERE}:3,127.0.0.1,a:1", [("", 6), ("a", 1)]),
     ],
 )
@@ -100,61 +97,31 @@ def test_where_the_launcher_listens_by_any_name() -> None:
     assert {name: address_to_listen_on(name) for name in expected} == expected
 
 
-@pytest.mark.usefixtures("known_names")
-def test_an_address_given_by_name_is_told_as_it_was_given(ssh: str, tmp_path: Path) -> None:
-    """And others reach it, though this host takes its name for loopback."""
-    path = tmp_path / "say.py"
-    path.write_text(
-        "import os, socket, sys\n"
-        "url = os.environ['MULTIRING_STORE']\n"
-        "with socket.create_connection(('127.0.0.9', int(url.rpartition(':')[2]))):\n"
-        f"    open({str(tmp_path / 'told')!r}, 'w').write(url)\n"
-    )
-    words = ["run", "-H", "127.0.0.2:1", "--ssh", ssh, "--address", "debian", "--timeout", "60", str(path)]
-    assert cli.main(words) == 0
-    assert re.fullmatch(r"tcp://debian:\d+", (tmp_path / "told").read_text())
-
-
-@pytest.mark.parametrize(
-    "text", ["", "a,,b", "a,", "a:0", "a:x", "a:", ":4", "a:4:5", "-oProxyCommand=x", "a b"]
-)
+@pytest.mark.parametrize("text", ["", "a,,b", ":4", "-oProxyCommand=x"])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="-H "):
         parse_hosts(text)
 
 
-def test_hostfiles_of_open_mpi_and_of_mpich_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "hosts"
-    path.write_text("# ours\nnode0 slots=4 max_slots=8\nnode1:2  # small\n\nnode2\nnode0 slots = 1\n")
-    assert parse_hostfile(path) == [HostSlots("node0", 5), HostSlots("node1", 2), HostSlots("node2", 1)]
-    path.write_text("node0 max_slots=8 slots=4\n")
-    assert parse_hostfile(path) == [HostSlots("node0", 4)]
-    path.write_text("# nobody\n")
-    with pytest.raises(UsageError, match="names no host"):
-        parse_hostfile(path)
-    with pytest.raises(UsageError, match="--hostfile .*missing"):
-        parse_hostfile(tmp_path / "missing")
-
-
 @pytest.mark.parametrize(
-    "data",
+    ("data", "expected"),
     [
-        b"\xef\xbb\xbfnode0 slots=2\r\nnode1:1\r\n",
-        b"node0\t slots =\t2 # of ours: x=y\nnode1",
-        b"node0\n  node1\n#\n\n node0 slots=1",
-        b"node0 slots=2 max-slots=2\nnode1 max_slots=999999\n",
+        # As Open MPI and as MPICH have them.
+        (
+            b"# ours\nnode0 slots=4 max_slots=8\nnode1:2  # small\n\nnode2\nnode0 slots = 1\n",
+            [("node0", 5), ("node1", 2), ("node2", 1)],
+        ),
+        # Of any editor.
+        (b"\xef\xbb\xbfnode0 max-slots=2 slots=2\r\n\t node1:1 # of ours: x=y", [("node0", 2), ("node1", 1)]),
+        (
+            b"[2001:db8::1] slots=2\n[2001:db8::2]:3\n[fe80::1%eth7]\nbob@10.0.0.1:2\n",
+            [("2001:db8::1", 2), ("2001:db8::2", 3), ("fe80::1%eth7", 1), ("bob@10.0.0.1", 2)],
+        ),
     ],
 )
-def test_a_hostfile_may_come_from_any_editor(tmp_path: Path, data: bytes) -> None:
+def test_a_hostfile_is_read(tmp_path: Path, data: bytes, expected: list[tuple[str, int]]) -> None:
     path = tmp_path / "hosts"
     path.write_bytes(data)
-    assert parse_hostfile(path) == [HostSlots("node0", 2), HostSlots("node1", 1)]
-
-
-def test_addresses_of_ipv6_stand_in_brackets(tmp_path: Path) -> None:
-    path = tmp_path / "hosts"
-    path.write_text("[2001:db8::1] slots=2\n[2001:db8::2]:3\n[fe80::1%eth7]\nbob@10.0.0.1:2\n")
-    expected = [("2001:db8::1", 2), ("2001:db8::2", 3), ("fe80::1%eth7", 1), ("bob@10.0.0.1", 2)]
     assert parse_hostfile(path) == [HostSlots(*host) for host in expected]
 
 
@@ -162,25 +129,15 @@ def test_addresses_of_ipv6_stand_in_brackets(tmp_path: Path) -> None:
     ("line", "reason"),
     [
         ("node1 slots=0", "it has no slots, so leave it out"),
-        ("node1 slots=-4", "slots are a number from 1 to 999999 and not '-4'"),
-        ("node1 slots=four", "not 'four'"),
         ("node1 slots=\uff14", "not '\uff14'"),
         ("node1 slots=" + "9" * 5000, f"not '{'9' * 20}'"),
         ("node1 max_slots=many", "max_slots are a number from 1 to 999999 and not 'many'"),
         ("node1 slots=4 max_slots=2", "max_slots=2 are fewer than its slots"),
         ("node1 slots=4 slots=8", "slots are given twice"),
-        ("node1:4 slots=4", "slots are given twice"),
-        ("node1 max_slots=4 max-slots=4", "max_slots are given twice"),
         ("node1 slots=4 user=bob", "'user=bob' is neither slots=N nor max_slots=N"),
-        ("node1 slots=4 node2 slots=4", "'node2' is neither"),
-        ("node1,node2", "'node1,node2' is no name"),
         ("$(reboot)", "is no name"),
-        ("-l@node1", "is no name"),
-        ("node\0", "is no name"),
         ("2001:db8::1", "not 'db8::1'"),
-        ("[2001:db8::1", "is no name"),
         ("[2001:db8::x]:4", "2001:db8::x"),
-        ("[]:4", "Address cannot be empty"),
     ],
 )
 def test_what_a_hostfile_cannot_have_is_told_with_its_line(tmp_path: Path, line: str, reason: str) -> None:
@@ -194,11 +151,15 @@ def test_what_a_hostfile_cannot_have_is_told_with_its_line(tmp_path: Path, line:
     assert told.endswith("; give host, host:4, [address]:4 or `host slots=4`")
 
 
-@pytest.mark.parametrize("data", [b"node0 slots=4\nn\xf6de1\n", "node0\n".encode("utf-16")])
-def test_a_hostfile_that_is_no_text_is_told(tmp_path: Path, data: bytes) -> None:
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [(b"# nobody\n", "names no host"), (b"n\xf6de1\n", "'utf-8' codec can't decode"), (None, "No such file")],
+)
+def test_a_hostfile_without_hosts_is_told(tmp_path: Path, data: bytes | None, words: str) -> None:
     path = tmp_path / "hosts"
-    path.write_bytes(data)
-    with pytest.raises(UsageError, match=f"--hostfile {path}: 'utf-8' codec can't decode"):
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(UsageError, match=f"--hostfile {path}.*{words}"):
         parse_hostfile(path)
 
 
@@ -221,23 +182,12 @@ def test_the_address_is_one_of_the_way_to_the_host() -> None:
     ("words", "message"),
     [
         (["train.py"], "say how many ranks to start, as in: multiring run -np 2 train.py"),
-        (
-            ["-H", "a:0", "train.py"],
-            "-H a:0: 'a:0' is no host: it has no slots, so leave it out",
-        ),
+        (["-H", "a:0", "train.py"], "-H a:0: 'a:0' is no host: it has no slots, so leave it out"),
         (["-np", "3", "-H", "a:2", "train.py"], "-np 3 needs more slots than the 2"),
-        (["-H", "a", "--hostfile", "b", "train.py"], "not allowed with argument"),
         (["-H", "a:2", "--ssh", "ssh -o 'x", "t.py"], "--ssh ssh -o 'x: No closing quotation"),
         (["-H", "a:2", "--ssh", "", "t.py"], "--ssh needs a command"),
         (["-H", "a:2"], "name the program that the ranks run"),
-        ([], "-np"),
-        (["-np", "2"], "name the program"),
-        (["-np", "2", "-m"], "name the program"),
-        (["-np", "2", "--engine", "pbs", "train.py"], "invalid choice: 'pbs'"),
-        (["-np", "0", "true"], "at least 1"),
         (["-np", "-3", "true"], "at least 1"),
-        (["-np", "two", "true"], "'two'"),
-        (["-np", "2", "--bind", "socket", "true"], "core"),
         (["-np", "2", "--timeout", "0", "true"], "more than 0"),
         (["-np", "2", "--env", "X", "true"], "NAME=VALUE"),
         (["-np", "2", "--env", "MULTIRING_TIMEOUT=soon", "true"], "MULTIRING_TIMEOUT"),
@@ -247,14 +197,6 @@ def test_wrong_options_are_told(words: list[str], message: str) -> None:
     assert message in refused("run", *words)
 
 
-def test_ssh_that_is_not_there_is_told(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["run", "-H", "127.0.0.2:2", "--ssh", str(tmp_path / "ssh"), "train.py"]
-    assert cli.main(words) == 127
-    assert (
-        f"rank 0 cannot be started: No such file or directory: {tmp_path / 'ssh'}" in capfd.readouterr().err
-    )
-
-
 @pytest.fixture
 def ssh(tmp_path: Path) -> str:
     """In place of ssh: greets as a login shell may, and stays on this host."""
@@ -262,13 +204,6 @@ def ssh(tmp_path: Path) -> str:
     path.write_text('#!/bin/sh\necho welcome\n[ "$1" = 127.0.0.3 ] && exit 255\nshift\nexec sh -c "$*"\n')
     path.chmod(0o755)
     return str(path)
-
-
-def test_what_a_login_shell_says_does_no_harm(capfd: pytest.CaptureFixture[str], ssh: str) -> None:
-    words = ["run", "-H", "127.0.0.2:3", "--ssh", ssh, "--", "sh", "-c", "echo $MULTIRING_RANK; exit 0"]
-    assert cli.main(words) == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert sorted(lines) == ["[0] 0", "[0] welcome", "[1] 1", "[2] 2"]
 
 
 def test_hosts_that_are_named_need_no_word_of_slurm(
@@ -286,41 +221,32 @@ def _refuse(*_: object, **__: object) -> None:
     raise OSError("no scontrol")
 
 
-def test_a_python_that_is_not_there_is_told(capfd: pytest.CaptureFixture[str], ssh: str) -> None:
-    words = ["run", "-H", "127.0.0.2:2", "--ssh", ssh, "--remote-python", "/nowhere/python", "train.py"]
-    assert cli.main(words) == 127
-    told = capfd.readouterr()
-    assert "multiring: rank 0 (on 127.0.0.2) failed with exit code 127" in told.err
-    assert "/nowhere/python" in told.err
+def test_a_python_or_ssh_that_is_not_there_is_told(capfd: pytest.CaptureFixture[str], ssh: str) -> None:
+    words = ["run", "-H", "127.0.0.2:2", "--remote-python", "/nowhere/python", "--ssh"]
+    assert cli.main([*words, ssh, "train.py"]) == 127
+    told = capfd.readouterr().err
+    assert "multiring: rank 0 (on 127.0.0.2) failed with exit code 127" in told
+    assert "/nowhere/python" in told
+    assert cli.main([*words, "/nowhere/ssh", "train.py"]) == 127
+    told = capfd.readouterr().err
+    assert "rank 0 cannot be started: No such file or directory: /nowhere/ssh" in told
 
 
 def limited(limits: str, *words: str) -> subprocess.CompletedProcess[str]:
     """`multiring run` with limits for descriptors, as `ulimit` takes them; ranks tell theirs."""
-    run = [
-        sys.executable,
-        "-m",
-        "multiring",
-        "run",
-        "--timeout",
-        "60",
-        *words,
-        "--",
-        "sh",
-        "-c",
-        "ulimit -Sn",
-    ]
+    run = [sys.executable, "-m", "multiring", "run", *words, "--", "sh", "-c", "ulimit -Sn"]
     command = ["sh", "-c", f'ulimit {limits} && exec "$@"', "sh", *run]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_there_are_descriptors_enough_for_many_ranks(ssh: str, tmp_path: Path, elsewhere: bool) -> None:
-    """Which the ranks do not hear of."""
-    words = ["-H", "127.0.0.2:16,localhost:4", "--ssh", ssh] if elsewhere else ["-np", "20"]
+def test_there_are_descriptors_enough_for_many_ranks(ssh: str, tmp_path: Path) -> None:
+    """Here and elsewhere; the ranks do not hear of it."""
+    words = ["-H", "127.0.0.2:10,localhost:10", "--ssh", ssh]
     done = limited("-Sn 40", *words, "--output-dir", str(tmp_path / "output"))
     assert done.returncode == 0, done.stderr
-    told = [line for line in done.stdout.splitlines() if "welcome" not in line]
-    assert sorted(told) == sorted(f"[{rank}] 40" for rank in range(20))
+    # What a login shell says does no harm.
+    told = ["[0] welcome", *(f"[{rank}] 40" for rank in range(20))]
+    assert sorted(done.stdout.splitlines()) == sorted(told)
 
 
 def test_too_low_a_hard_limit_is_told() -> None:
@@ -337,12 +263,6 @@ def test_a_host_without_ssh_is_told_and_ends_the_others(capfd: pytest.CaptureFix
     assert "multiring: rank 2 (on 127.0.0.3) failed with exit code 255" in told
     assert "does `ssh -o BatchMode=yes 127.0.0.3 true` work?" in told
     assert "ranks 0, 1: ended by the launcher (signal SIGTERM)" in told
-
-
-def test_the_codes_of_ranks_elsewhere_are_told_apart(capfd: pytest.CaptureFixture[str], ssh: str) -> None:
-    code = "[ $MULTIRING_RANK = 1 ] || exec sleep 3600; exit 137"  # by itself, and not by a signal
-    assert cli.main(["run", "-H", "127.0.0.2:2", "--ssh", ssh, "--", "sh", "-c", code]) == 137
-    assert "multiring: rank 1 (on 127.0.0.2) failed with exit code 137" in capfd.readouterr().err
 
 
 def test_an_ssh_that_starts_nothing_is_a_failure() -> None:

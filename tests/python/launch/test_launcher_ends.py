@@ -8,7 +8,9 @@ import pty
 import re
 import signal
 import subprocess
+import sys
 import termios
+import textwrap
 import time
 from pathlib import Path
 
@@ -60,26 +62,24 @@ for number, apart in enumerate((False, True)):
     tell(f"child-{rank}-{number}", child.pid)
 """
 
-ENDS_IN_TIME = 5.0 + 5.0  # the promise is 5 s; the rest is for a busy machine to start and to look
-
 
 def ranks_of(job: Job, n: int) -> list[int]:
     """Process ids of the ranks, once all are there."""
     return [int(job.wait_for_file(f"ready-{rank}")) for rank in range(n)]
 
 
-def ended(job: Job, began: float) -> subprocess.CompletedProcess[str]:
-    """The result, after checking that it came in time and that nothing is left."""
+def ended(job: Job) -> subprocess.CompletedProcess[str]:
+    """The result; ranks sleep for minutes, so that they do not end by themselves. Nothing is left."""
     result = job.finish()
-    assert time.monotonic() - began < ENDS_IN_TIME
     job.assert_nothing_left()
     return result
 
 
-@pytest.mark.parametrize("deaf", ["", DEAF], ids=["listening", "deaf"])
-def test_when_a_rank_fails_the_others_are_ended_and_it_is_blamed(deaf: str) -> None:
+def test_when_a_rank_fails_the_others_are_ended_and_it_is_blamed() -> None:
+    """Also those that take no notice."""
     script = idle(
-        deaf
+        'if rank == "2":'
+        + textwrap.indent(DEAF, "    ")
         + """
 if rank == "1":
     tell("ready-1", 0)
@@ -91,27 +91,15 @@ if rank == "1":
 """
     )
     with start_job(3, script) as job:
-        job.wait_for_file("ready-1")
-        result = ended(job, time.monotonic())
+        result = ended(job)
     assert result.returncode == 7
     assert "multiring: rank 1 (process" in result.stderr
     assert "failed with exit code 7" in result.stderr
     assert "  | line 29\n" in result.stderr
     assert "  | line 5\n" not in result.stderr
-    number = "SIGKILL" if deaf else "SIGTERM"
-    assert f"ranks 0, 2: ended by the launcher (signal {number})" in result.stderr
+    for rank, number in ((0, "SIGTERM"), (2, "SIGKILL")):
+        assert f"rank {rank}: ended by the launcher (signal {number})" in result.stderr
     assert "[1] some output" in result.stdout
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
-def test_a_rank_that_a_signal_ends_is_blamed_with_its_name(number: signal.Signals) -> None:
-    with start_job(2, idle()) as job:
-        pids = ranks_of(job, 2)
-        os.kill(pids[0], number)
-        result = ended(job, time.monotonic())
-    assert result.returncode == 128 + number
-    assert f"rank 0 (process {pids[0]} on" in result.stderr
-    assert f"failed with signal {number.name}" in result.stderr
 
 
 def test_a_rank_that_takes_long_to_exit_is_blamed_all_the_same() -> None:
@@ -132,41 +120,18 @@ comm.allreduce(np.ones(3))
     assert "ended by the launcher" not in result.stderr
 
 
-def test_ranks_that_fail_because_of_another_are_not_blamed() -> None:
-    # Rank 0 fails first, and only says that it has lost rank 1, which fails with a reason of its own.
-    script = idle("""
-if rank == "0":
-    print("multiring.errors.PeerLostError: rank 1 is gone", file=sys.stderr)
-    tell("lost", 0)
-    sys.exit(1)
-if rank == "1":
-    await_file("lost")
-    sys.exit(9)
-""")
-    result = run_job(3, script, code=9)
-    assert "rank 1 (process" in result.stderr
-    assert "rank 0: failed as well (exit code 1)" in result.stderr
-
-
-def test_children_of_ranks_end_with_the_job() -> None:
-    script = IDLE + FAMILY + "tell(f'ready-{rank}', 0)\nif rank == '0':\n    everybody()\n    sys.exit(3)\n"
-    with start_job(2, script + "time.sleep(600)\n") as job:
-        children = [
-            int(job.wait_for_file(f"child-{rank}-{number}")) for rank in range(2) for number in range(2)
-        ]
-        result = ended(job, time.monotonic())
-    assert result.returncode == 3
+@pytest.mark.parametrize("code", [0, 3])
+def test_children_of_ranks_end_with_the_job(code: int) -> None:
+    """And do not hold it up, though they have its output open."""
+    end = f"tell(f'ready-{{rank}}', 0)\neverybody()\nif rank == '0': sys.exit({code})\n"
+    with start_job(2, IDLE + FAMILY + end + ("time.sleep(600)\n" if code else "")) as job:
+        names = [f"child-{rank}-{number}" for rank in range(2) for number in range(2)]
+        children = [int(job.wait_for_file(name)) for name in names]
+        assert ended(job).returncode == code
     assert not any(process_exists(pid) for pid in children)
 
 
-def test_children_do_not_hold_up_a_job_that_went_well() -> None:
-    with start_job(2, IDLE + FAMILY) as job:
-        result = ended(job, time.monotonic())
-    assert result.returncode == 0
-
-
-@pytest.mark.parametrize("family", ["", FAMILY], ids=["alone", "family"])
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("n", "family"), [(1, ""), (2, FAMILY)], ids=["alone", "family"])
 def test_nothing_is_left_when_the_launcher_is_killed(n: int, family: str) -> None:
     with start_job(n, idle(DEAF + family)) as job:
         ranks_of(job, n)
@@ -184,11 +149,11 @@ def test_nothing_is_left_when_the_guardian_is_killed() -> None:
         assert len(guards) == 1
         os.kill(guards[0], signal.SIGKILL)
         (job.directory / "go").touch()
-        assert ended(job, time.monotonic()).returncode == 0
+        assert ended(job).returncode == 0
 
 
 def test_a_launcher_killed_while_it_starts_leaves_nothing() -> None:
-    for delay in (0.05, 0.1, 0.15, 0.2):  # wherever these happen to hit, nothing may be left
+    for delay in (0.1, 0.2):  # wherever these happen to hit, nothing may be left
         with start_job(4, idle()) as job:
             time.sleep(delay)
             job.process.kill()
@@ -196,63 +161,56 @@ def test_a_launcher_killed_while_it_starts_leaves_nothing() -> None:
             job.assert_nothing_left()
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)],
-)
-def test_signals_are_passed_on_and_give_the_exit_code(number: signal.Signals, code: int) -> None:
-    script = idle(f"""
-def note(number, frame):
-    tell(f"got-{{rank}}", signal.Signals(number).name)
-    sys.exit(0)
-signal.signal({int(number)}, note)
-""")
-    with start_job(2, script) as job:
-        ranks_of(job, 2)
-        job.process.send_signal(number)
-        result = ended(job, time.monotonic())
-        for rank in range(2):
-            assert (job.directory / f"got-{rank}").read_text() == number.name
-    assert result.returncode == code
-    assert number.name in result.stderr
-
-
-def test_user_signals_reach_the_ranks_and_end_nothing() -> None:
+def test_signals_are_passed_on_and_give_the_exit_code() -> None:
+    """User signals reach the ranks as well, and end nothing."""
     script = idle("""
-signal.signal(signal.SIGUSR1, lambda *_: tell(f"got-{rank}", 1))
+def note(number, frame):
+    tell(f"got-{rank}-{number}", number)
+    if number == signal.SIGHUP:
+        sys.exit(0)
+for number in (signal.SIGUSR1, signal.SIGHUP):
+    signal.signal(number, note)
 """)
     with start_job(2, script) as job:
         ranks_of(job, 2)
-        job.process.send_signal(signal.SIGUSR1)
-        for rank in range(2):
-            job.wait_for_file(f"got-{rank}")
-        job.process.terminate()
-        assert ended(job, time.monotonic()).returncode == 143
+        for number in (signal.SIGUSR1, signal.SIGHUP):
+            job.process.send_signal(number)
+            for rank in range(2):
+                job.wait_for_file(f"got-{rank}-{int(number)}")
+        result = ended(job)
+    assert result.returncode == 129
+    assert "SIGHUP" in result.stderr
+
+
+# The launcher, whose patience after a first signal is without end.
+PATIENT = """
+import sys
+from multiring import cli
+from multiring.commands.launcher import supervisor
+supervisor._INTERRUPT_SECONDS = 600.0
+sys.exit(cli.main(sys.argv[1:]))
+"""
 
 
 def test_a_second_signal_kills_at_once() -> None:
-    with start_job(2, idle(DEAF)) as job:
+    script = idle('signal.signal(signal.SIGINT, lambda *_: tell(f"got-{rank}", 1))\n')
+
+    def command(root: Path) -> list[str]:
+        (root / "script.py").write_text(script)
+        return [sys.executable, "-c", PATIENT, "run", "-np", "2", str(root / "script.py")]
+
+    with Job(command) as job:
         ranks_of(job, 2)
-        began = time.monotonic()
         job.process.send_signal(signal.SIGINT)
-        # Signals that arrive together count as one; this one is seen when the launcher has slept again.
-        wait_until(lambda: not pending(job.process.pid), "the first signal to be taken")
+        for rank in range(2):
+            job.wait_for_file(f"got-{rank}")
         job.process.send_signal(signal.SIGINT)
-        result = ended(job, began)
-    assert result.returncode == 130
+        assert ended(job).returncode == 130
 
 
 def pending(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
     return any(int(bits, 16) for bits in re.findall(r"(?:Shd|Sig)Pnd:\s*(\w+)", status))
-
-
-def test_ranks_that_do_not_listen_are_killed_after_a_signal() -> None:
-    with start_job(2, idle(DEAF)) as job:
-        ranks_of(job, 2)
-        job.process.terminate()
-        result = ended(job, time.monotonic())
-    assert result.returncode == 143
 
 
 def test_signals_that_were_ignored_at_the_start_stay_ignored() -> None:
@@ -267,7 +225,7 @@ def test_signals_that_were_ignored_at_the_start_stay_ignored() -> None:
 
 def test_a_job_that_takes_too_long_is_ended() -> None:
     with start_job(2, idle(), launcher_args=["--timeout", "1.5"]) as job:
-        result = ended(job, time.monotonic() + 1.5)
+        result = ended(job)
     assert result.returncode == 124
     assert "--timeout 1.5" in result.stderr
     assert "ranks 0, 1" in result.stderr
@@ -281,7 +239,7 @@ def test_stopping_and_continuing_the_launcher_does_so_to_the_ranks() -> None:
         job.process.send_signal(signal.SIGCONT)
         wait_until(lambda: "T" not in [state(pid) for pid in pids], "all to go on")
         job.process.terminate()
-        assert ended(job, time.monotonic()).returncode == 143
+        assert ended(job).returncode == 143
 
 
 def state(pid: int) -> str:
@@ -293,7 +251,7 @@ def test_stopped_ranks_are_ended_too() -> None:
         pids = ranks_of(job, 2)
         os.kill(pids[1], signal.SIGSTOP)
         os.kill(pids[0], signal.SIGKILL)
-        assert ended(job, time.monotonic()).returncode == 137
+        assert ended(job).returncode == 137
 
 
 def test_when_nobody_reads_the_output_the_job_ends() -> None:
@@ -302,7 +260,7 @@ def test_when_nobody_reads_the_output_the_job_ends() -> None:
         job.process.stdout.readline()
         job.process.stdout.close()
         job.process.stdout = None
-        assert ended(job, time.monotonic()).returncode == 141
+        assert ended(job).returncode == 141
 
 
 def test_a_reader_that_stops_does_not_keep_a_failed_job_from_ending_its_ranks() -> None:

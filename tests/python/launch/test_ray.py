@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import sys
 import time
@@ -84,18 +83,6 @@ def late(directory: str) -> None:
             time.sleep(0.05)
 
 
-def example(name: str, epochs: int) -> str:
-    """An example script, with fewer epochs; what rank 0 prints."""
-    import contextlib
-    import io
-
-    script = runpy.run_path(str(REPOSITORY / "examples" / name))
-    script["main"].__globals__["EPOCHS"] = epochs
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        script["main"]()
-    return printed.getvalue()
-
-
 def assert_ended(directory: Path) -> None:
     """Those that have come as far as `leave_pid`."""
     pids = [int(path.read_text()) for path in directory.glob("pid?")]
@@ -120,7 +107,7 @@ def test_ray_is_started_where_there_is_none_and_shut_down_again(tmp_path: Path) 
     script = tmp_path / "main.py"
     script.write_text(LOCAL)
     with Job(lambda root: [sys.executable, str(script)], QUIET, cwd=REPOSITORY) as job:
-        done = job.finish()
+        done = job.finish(180.0)  # Ray takes its time to start
     assert done.stdout == "[0] False\n", done.stderr
 
 
@@ -172,13 +159,6 @@ def test_ranks_are_numbered_by_node_and_reach_each_other(
     assert [rank["ids"] for rank in found] == expected[first]
 
 
-def test_an_example_trains(cluster: str) -> None:
-    printed = multiring.ray.run(example, 2, args=("torch_digits.py", 3))
-    assert printed[1] == ""
-    assert "2 ranks" in printed[0]
-    assert float(printed[0].split()[-1]) > 0.9
-
-
 @pytest.mark.parametrize(
     ("how", "words", "cause"),
     [
@@ -190,7 +170,7 @@ def test_a_rank_that_fails_is_named(
     cluster: str, tmp_path: Path, how: str, words: str, cause: type[Exception]
 ) -> None:
     with pytest.raises(RankError) as caught:
-        multiring.ray.run(fail, 3, args=(str(tmp_path), how), timeout=60)
+        multiring.ray.run(fail, 2, args=(str(tmp_path), how), timeout=60)
     pid = (tmp_path / "pid1").read_text()
     assert str(caught.value).startswith(f"rank 1 (process {pid} on ")
     assert words in str(caught.value)
@@ -203,35 +183,13 @@ def test_a_time_limit_ends_all(cluster: str, tmp_path: Path) -> None:
     with pytest.raises(errors.TimeoutError, match=r"longer than timeout=2 s; .* not returned: (0, )?1$"):
         multiring.ray.run(late, 2, args=(str(tmp_path),), timeout=2)
     assert_ended(tmp_path)
+    wait_until(lambda: ray.available_resources().get("CPU") == 2 * PROCESSORS, "the processors to be free")
 
 
 def test_more_workers_than_the_cluster_holds_are_not_waited_for_without_end(cluster: str) -> None:
     with pytest.raises(errors.TimeoutError) as caught:
         multiring.ray.run(len, 5, start_timeout=1)
     assert "no room for 5 workers of 1 CPU each: the cluster has 4 CPU" in str(caught.value)
-
-
-INTERRUPTED = """
-import sys
-import multiring.ray
-from tests.python.launch.test_ray import late
-try:
-    multiring.ray.run(late, 2, args=(sys.argv[1],))
-except KeyboardInterrupt:
-    sys.exit(130)
-"""
-
-
-def test_ctrl_c_leaves_nothing_running(cluster: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
-    with Job(lambda root: command, {**QUIET, "RAY_ADDRESS": cluster}, cwd=REPOSITORY) as job:
-        for rank in range(2):
-            wait_until((tmp_path / f"pid{rank}").exists, "the ranks")
-        job.process.send_signal(signal.SIGINT)
-        done = job.finish()
-    assert done.returncode == 130, done.stderr
-    assert_ended(tmp_path)
-    wait_until(lambda: ray.available_resources().get("CPU") == 2 * PROCESSORS, "the processors to be free")
 
 
 @pytest.mark.parametrize(
