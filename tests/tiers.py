@@ -140,9 +140,7 @@ SMOKE: dict[str, list[str]] = {
         "test_children_of_ranks_end_with_the_job",
     ],
     "python/launch/test_launchers_alike.py": [
-        "test_multiring_run_is_recognised_and_runs_the_same_script",
-        "test_torchrun_is_recognised_and_runs_the_same_script",
-        "test_mpirun_is_recognised_and_each_run_is_another_job[directly]",
+        "test_mpirun_is_recognised_and_each_run_is_another_job",
     ],
     "python/rendezvous/test_mpi.py": ["test_every_collective[openmpi-2 on 2]"],
 }
