@@ -7,12 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
-import multiring.torch
-from multiring import Communicator
-from multiring.errors import MismatchError
-from tests.on_ranks import all_raise
 from tests.support import REPOSITORY, run_job
 
 RESULTS = """
@@ -32,15 +27,6 @@ def test_the_script_of_the_page(page: str, tmp_path: Path) -> None:
     assert done.stdout.count("the ranks agree") == 3
 
 
-@all_raise(MismatchError, "at step 2", "most likely broadcast_parameters was not called")
-def test_nothing_is_broadcast_by_itself(comm: Communicator) -> None:
-    torch.manual_seed(comm.rank)
-    model = torch.nn.Linear(2, 1)
-    multiring.torch.register_gradient_hooks(model, comm)
-    for _ in range(2):
-        model(torch.ones(1, 2)).sum().backward()
-
-
 def test_the_variables_of_torchrun_are_set() -> None:
     names = ("MULTIRING_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     script = f"import os\nprint([os.environ.get(name) for name in {names}])\n"
@@ -48,20 +34,3 @@ def test_the_variables_of_torchrun_are_set() -> None:
     done = run_job(2, script, env=env)
     lines = sorted(done.stdout.splitlines())
     assert lines == ["[0] ['0', '0', '2', '0']", "[1] ['1', '1', '2', '1']"], done.stderr
-
-
-def test_passes_are_added(comm: Communicator) -> None:
-    passes = 2
-    model = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.zeros_(model.weight)
-    optimizer = multiring.torch.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0), model, comm, backward_passes_per_step=passes
-    )
-    model(torch.ones(1, 1)).sum().backward()
-    optimizer.zero_grad()  # refused by Horovod
-    for _ in range(passes):
-        model(torch.full((1, 1), comm.rank + 1.0)).sum().backward()
-    optimizer.synchronize()
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    assert model.weight.item() == -passes * (comm.size + 1) / 2, "passes are added, ranks are averaged"

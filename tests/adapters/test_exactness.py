@@ -91,7 +91,7 @@ def test_an_empty_part_is_harmless_where_each_rank_normalises_for_itself(ranks: 
     assert first == again
 
 
-@pytest.mark.parametrize("variant", [(), ("--no-sync-bn",), ("--dtype=float32",)])
+@pytest.mark.parametrize("variant", [(), ("--no-sync-bn",)])
 def test_the_same_job_gives_the_same_bits(
     ranks: Ranks, two: dict[str, Any], variant: tuple[str, ...]
 ) -> None:

@@ -64,7 +64,7 @@ def test_odd_shapes(comm: Communicator) -> None:
     np.testing.assert_array_equal(mj.allreduce(transposed), of_all(comm).sum(0).T)
 
 
-@on_ranks(3)
+@on_ranks(1, 3)
 def test_collectives_of_rows(comm: Communicator) -> None:
     rank, size = comm.rank, comm.size
     rows = [np.full((r + 1, 2), float(r)) for r in range(size)]

@@ -35,7 +35,7 @@ def square(rank: int) -> Array:
     return np.random.default_rng([1, rank]).standard_normal((2, 3))
 
 
-@on_ranks(3)
+@on_ranks(1, 3)
 @pytest.mark.parametrize("mode", MODES)
 def test_values_and_gradients(comm: Communicator, mode: str) -> None:
     x, k, r = pt.matrix("x"), pt.matrix("k"), pt.matrix("r")

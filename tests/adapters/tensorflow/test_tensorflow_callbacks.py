@@ -94,7 +94,7 @@ def test_training_goes_on_from_a_checkpoint_of_rank_0(comm: Communicator, tmp_pa
         callbacks.resume(make_model(comm, units=2), path, comm)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 def test_shards_of_a_dataset(comm: Communicator) -> None:
     size, rank = comm.size, comm.rank
     numbers = tf.data.Dataset.range(7)

@@ -15,8 +15,8 @@ import tf_keras
 import multiring
 import multiring.tensorflow as mt
 from multiring import Communicator
-from multiring.errors import MismatchError, UsageError
-from tests.on_ranks import all_raise, on_ranks, same_everywhere
+from multiring.errors import UsageError
+from tests.on_ranks import same_everywhere
 from tests.support import run_job
 
 STEPS, BATCH = 4, 12
@@ -58,16 +58,12 @@ def same_bits(comm: Communicator, model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("comm", "name", "options", "compiled"),
+    ("name", "options", "compiled"),
     [
-        (1, "keras", {}, {}),
-        (2, "keras", {}, {}),
-        (2, "keras", {}, {"run_eagerly": True}),
-        (2, "keras", {}, {"steps_per_execution": 2}),
-        (2, "keras", {"backward_passes_per_step": 2}, {}),
-        (2, "tf_keras", {}, {}),
+        ("keras", {}, {"steps_per_execution": 2}),
+        ("keras", {"backward_passes_per_step": 2}, {"run_eagerly": True}),
+        ("tf_keras", {}, {}),
     ],
-    indirect=["comm"],
 )
 def test_ranks_fit_like_one(
     comm: Communicator, name: str, options: dict[str, Any], compiled: dict[str, Any]
@@ -90,7 +86,6 @@ def test_ranks_fit_like_one(
     same_bits(comm, model)
 
 
-@on_ranks(1, 2)
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_gradient_of_an_early_pass_alone(comm: Communicator, traced: bool) -> None:
     """What an early pass has brought counts, though the last pass has no gradient for that variable."""
@@ -210,7 +205,6 @@ def test_loss_scaling_of_tf_keras(comm: Communicator) -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
-@on_ranks(1)
 def test_refused(comm: Communicator) -> None:
     optimizer = mt.DistributedOptimizer(keras.optimizers.SGD(0.1), comm)
     with pytest.raises(UsageError, match="LossScaleOptimizer has to be inside"):
@@ -251,13 +245,6 @@ def test_a_custom_loop_with_sparse_gradients(comm: Communicator) -> None:
     step(tf.constant([[5, 5, 5]]))
     np.testing.assert_allclose(model.weights[0].numpy(), table - counts, rtol=1e-6)
     assert int(optimizer.iterations) == 2
-
-
-@all_raise(MismatchError, "kernel")
-def test_different_models_are_refused(comm: Communicator) -> None:
-    model = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(3 + comm.rank)])
-    model.compile(mt.DistributedOptimizer(keras.optimizers.SGD(0.1), comm), loss_of(keras))
-    model.fit(*share(comm), 6, verbose=0)
 
 
 OTHER_BACKEND = """

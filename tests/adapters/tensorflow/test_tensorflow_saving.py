@@ -52,11 +52,9 @@ def load_without_multiring(name: str, path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "suffix", "kind", "options"),
     [
-        ("keras", ".keras", "Adam", {}),
         ("keras", ".keras", "Adam", {"backward_passes_per_step": 2}),
         ("keras", ".keras", "LossScaleOptimizer", {}),
         ("keras", ".h5", "Adam", {}),
-        ("tf_keras", ".keras", "Adam", {}),
         ("tf_keras", ".h5", "Adam", {}),
     ],
 )

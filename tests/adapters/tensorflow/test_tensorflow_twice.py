@@ -15,9 +15,14 @@ from multiring import Communicator
 from tests.on_ranks import all_raise
 
 
-@pytest.mark.parametrize("library", ["keras", "tf_keras"])
 @pytest.mark.parametrize(
-    ("where", "clip"), [("eager", True), ("compute", False), ("step", True), ("inner", False)]
+    ("library", "where", "clip"),
+    [
+        ("keras", "eager", True),
+        ("keras", "compute", False),
+        ("tf_keras", "step", True),
+        ("tf_keras", "inner", False),
+    ],
 )
 @all_raise(Exception, "wrap the tape or the optimizer, not both")
 def test_both_wrapped_are_refused(comm: Communicator, library: str, where: str, clip: bool) -> None:
