@@ -8,9 +8,7 @@ import pytest
 
 from tests.support import REPOSITORY, run_job
 
-# Those that no other test comes near to: tests/docs runs the calls of the others, and the tests of trainers
-# train with Lightning and Accelerate.
-EXAMPLES = ["flax_digits.py", "tensorflow_digits.py", "torch_digits.py"]
+EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*_digits.py"))
 
 
 def accuracy(script: str | Path, size: int = 2, **options: object) -> float:
