@@ -30,7 +30,7 @@ def part(rank: int, seed: int = 0) -> Any:
     return np.random.default_rng(10 * seed + rank).normal(size=(5, 3)) + 0.5
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 4)
 @with_hvd
 def test_adasum(comm: Communicator) -> None:
     """One by one and in a group, whose tensors are combined apart; equal parts stay what they are."""
@@ -56,7 +56,7 @@ def test_where_adasum_is_refused(comm: Communicator) -> None:
             hvd.allreduce(torch.ones(2), op=hvd.Adasum, process_set=pair)
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 @with_hvd
 def test_adasum_optimizer(comm: Communicator) -> None:
     """The changes that the ranks' own steps make are combined."""
@@ -85,7 +85,7 @@ def test_adasum_optimizer(comm: Communicator) -> None:
     assert same_everywhere(comm, model.weight.tolist())
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @with_hvd
 def test_batch_normalisation(comm: Communicator) -> None:
     """Like one layer with the batches of all ranks."""

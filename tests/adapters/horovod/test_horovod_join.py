@@ -11,7 +11,7 @@ from tests.adapters.horovod.support import with_hvd
 from tests.on_ranks import on_ranks
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 @with_hvd
 def test_ranks_that_have_joined_give_zeros(comm: Communicator) -> None:
     """Rank r joins after 3 r + 1 steps; averages go on dividing by all ranks. Twice."""
@@ -31,7 +31,7 @@ def test_ranks_that_have_joined_give_zeros(comm: Communicator) -> None:
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == comm.size
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @with_hvd
 def test_other_collectives_are_refused_while_a_rank_has_joined(comm: Communicator) -> None:
     if comm.rank != 0:

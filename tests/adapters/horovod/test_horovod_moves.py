@@ -15,11 +15,9 @@ from multiring import Communicator
 from tests.adapters.horovod.support import with_hvd
 from tests.on_ranks import on_ranks
 
-DTYPES = ["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool"]
-
 
 @on_ranks(1, 3)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "bool"])
 @with_hvd
 def test_allgather_and_broadcast(comm: Communicator, dtype: str) -> None:
     """Dimension 0 differs over ranks, and is 0 on one."""
@@ -40,7 +38,7 @@ def test_allgather_and_broadcast(comm: Communicator, dtype: str) -> None:
         assert x._version > version
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @with_hvd
 def test_gradients(comm: Communicator) -> None:
     """Of an allgather, the averaged gradient of this rank's rows; of a broadcast, all on the root."""
@@ -108,7 +106,7 @@ def test_objects(comm: Communicator) -> None:
     hvd.barrier()
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @with_hvd
 def test_sparse_tensors(comm: Communicator) -> None:
     """By rows that overlap, as dense ones."""
@@ -171,7 +169,7 @@ def facts(comm: Communicator) -> None:
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == comm.size
 
 
-@on_ranks(1, 2, (4, 2))
+@on_ranks(1, (4, 2))
 def test_joining_and_leaving(comm: Communicator) -> None:
     """Many times; with static process sets; with handles that nobody waits for."""
     for call in (hvd.rank, hvd.size, hvd.local_rank, hvd.is_homogeneous, hvd.mpi_threads_supported):
@@ -179,7 +177,7 @@ def test_joining_and_leaving(comm: Communicator) -> None:
             call()
     with pytest.raises(ValueError, match="has not been initialized"):
         hvd.allreduce(torch.ones(1))
-    for _ in range(5):
+    for _ in range(3):
         hvd.init()
         hvd.init()
         assert hvd.is_initialized()

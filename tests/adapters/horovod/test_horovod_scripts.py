@@ -87,10 +87,7 @@ def test_a_horovod_that_is_installed_is_not_shadowed_silently(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("script", "options"),
     [
-        ("torch_digits.py", []),
         ("torch_digits.py", ["--fp16-allreduce", "--gradient-predivide-factor", "2"]),
-        ("torch_digits.py", ["--use-adasum"]),
-        ("tensorflow2_digits.py", []),
         ("keras_digits.py", []),
     ],
 )
