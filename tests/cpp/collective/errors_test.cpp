@@ -54,10 +54,10 @@ TEST_P(ErrorsTest, AbortReachesAllPendingWork) {
 
 TEST_P(ErrorsTest, TimeoutOfAsynchronousWorkReachesAllPending) {
   GroupOptions short_wait = options(3);
-  short_wait.communicator.timeout = 0.3;
+  short_wait.communicator.timeout = 0.5;
   RankGroup group(short_wait);
   group.run([](Communicator& communicator) {
-    run_barrier(communicator);
+    run_barrier(communicator, {20.0 * kSlowness, nullptr});
     if (communicator.rank() == 1) {
       await_broken(communicator);
       expect_text(error_of(ErrorKind::kTimeout, [&] { run_barrier(communicator); }), "for rank 1");
@@ -150,19 +150,20 @@ TEST_P(ErrorsTest, DeadlineOfACallBehindWorkThatIsStuck) {
     const Error error = error_of(ErrorKind::kTimeout, [&] { run_barrier(communicator, options); });
     expect_text(error, "barrier");
     expect_text(error, "allreduce 'pending'");
-    EXPECT_LT(error.context().elapsed, 5.0 * kSlowness);
+    expect_text(error, "for what was submitted before it");  // not the deadline of that
     pending.expect_all(ErrorKind::kTimeout, "allreduce 'pending'");
   });
 }
 
 TEST_P(ErrorsTest, DeadlineZero) {
-  RankGroup group(options(2));
+  GroupOptions patient = options(2);
+  patient.communicator.timeout = 1000;
+  RankGroup group(patient);
   CallOptions none;
   none.timeout = 0;
   group.run([&](Communicator& communicator) {
     if (communicator.rank() == 1) return await_broken(communicator);
     const Error error = error_of(ErrorKind::kTimeout, [&] { run_barrier(communicator, none); });
-    EXPECT_LT(error.context().elapsed, 1.0 * kSlowness);
     EXPECT_EQ(error.context().peer, 1);
     EXPECT_EQ(error.context().operation, "barrier");
   });
@@ -249,9 +250,13 @@ TEST_P(ErrorsTest, StallWarningNamesWhoIsMissing) {
   });
   ASSERT_GE(warnings.texts.size(), 1u);  // rank 0 speaks for rank 2
   for (const std::string& text : warnings.texts) {
-    EXPECT_TRUE(text.starts_with("rank 0 on ")) << text;
+    // Of rank 0, on another host, rank 2 would know from rank 1.
+    const std::string unknown = " (nothing is known of rank 0, whose messages come through others)";
+    const bool alone = GetParam() == TransportKind::kCluster && text.starts_with("rank 2 on ");
+    EXPECT_TRUE(alone || text.starts_with("rank 0 on ")) << text;
     EXPECT_NE(text.find("barrier"), std::string::npos) << text;
-    EXPECT_NE(text.find("for rank 1; rank 1 (process "), std::string::npos) << text;
+    EXPECT_NE(text.find("for rank 1" + (alone ? unknown : "") + "; rank 1 (process "), std::string::npos)
+        << text;
     EXPECT_NE(text.find(") was last in init; set MULTIRING_STALL_WARNING"), std::string::npos) << text;
   }
 }
@@ -265,7 +270,7 @@ TEST_P(ErrorsTest, SendsThatWaitForEachOtherAreTold) {
   const std::string reason =
       "It sends to this rank as well, and no thread of this rank receives: let one of them receive first.";
   const auto outcomes = group.outcomes([&](Communicator& communicator) {
-    run_barrier(communicator);
+    run_barrier(communicator, {20.0 * kSlowness, nullptr});
     const Bytes bytes(1 << 20);
     Operation operation = make_operation({.kind = OpKind::kSend,
                                           .dtype = DType::kUInt8,

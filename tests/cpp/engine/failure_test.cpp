@@ -1,5 +1,5 @@
 // Ranks that die, hang, leave, abort or are interrupted in the middle of every kind of operation: all others
-// get an error that says so, soon.
+// get an error that says so, and not that of a deadline, which is further away than the test may take.
 
 #include <gtest/gtest.h>
 
@@ -29,8 +29,6 @@ using namespace testing;
 
 constexpr int kSize = 4;
 constexpr int kVictim = 2;
-// Peers have to be told of within this time.
-const double kSoon = 2.0 * kSlowness;
 
 GroupOptions group_options(TransportKind transport) {
   GroupOptions options(transport, kSize, kSmallStaging);
@@ -38,12 +36,6 @@ GroupOptions group_options(TransportKind transport) {
   options.time_limit = 50 * kSlowness;
   return options;
 }
-
-/// What a rank got, and when.
-struct End {
-  std::optional<Error> error;
-  Clock::time_point at;
-};
 
 /// How often all ranks have done an activity.
 class Progress {
@@ -58,14 +50,14 @@ class Progress {
 };
 
 /// Does `activity` again and again until it raises.
-End repeat_until_error(Communicator& communicator, const Activity& activity, Progress& progress) {
+Error repeat_until_error(Communicator& communicator, const Activity& activity, Progress& progress) {
   try {
     for (;;) {
       activity.once(communicator, {});
       progress.count();
     }
   } catch (const Error& error) {
-    return {error, Clock::now()};
+    return error;
   }
 }
 
@@ -91,13 +83,12 @@ std::string failure_name(const ::testing::TestParamInfo<FailureCase>& info) {
 
 class FailureTest : public ::testing::TestWithParam<FailureCase> {
  protected:
-  FailureTest() : group_(group_options(GetParam().transport)), ends_(kSize) {}
+  FailureTest() : group_(group_options(GetParam().transport)), errors_(kSize) {}
 
   /// All ranks are at the activity when `fault` strikes, in a thread of its own.
   void strike(const std::function<void()>& fault) {
     std::thread striker([&] {
       progress_.await(3 * kSize);
-      struck_ = Clock::now();
       fault();
     });
     group_.run([&](Communicator& communicator) {
@@ -106,7 +97,7 @@ class FailureTest : public ::testing::TestWithParam<FailureCase> {
         communicators_[static_cast<std::size_t>(communicator.rank())] = communicator.shared_from_this();
       }
       const auto rank = static_cast<std::size_t>(communicator.rank());
-      ends_[rank] = repeat_until_error(communicator, GetParam().activity, progress_);
+      errors_[rank] = repeat_until_error(communicator, GetParam().activity, progress_);
       EXPECT_TRUE(communicator.is_broken() || communicator.rank() == kVictim);
     });
     striker.join();
@@ -121,18 +112,16 @@ class FailureTest : public ::testing::TestWithParam<FailureCase> {
   void expect_all(ErrorKind kind, const std::string& fragment, bool of_victim) {
     for (int rank = 0; rank < kSize; ++rank) {
       if (rank == kVictim && !of_victim) continue;
-      const End& end = ends_[static_cast<std::size_t>(rank)];
-      ASSERT_TRUE(end.error.has_value());
-      EXPECT_EQ(end.error->kind(), kind) << end.error->what();
-      expect_text(*end.error, fragment);
-      EXPECT_LT(seconds_between(struck_, end.at), kSoon) << "on rank " << rank;
+      const auto& error = errors_[static_cast<std::size_t>(rank)];
+      ASSERT_TRUE(error.has_value());
+      EXPECT_EQ(error->kind(), kind) << error->what();
+      expect_text(*error, fragment);
     }
   }
 
   RankGroup group_;
   Progress progress_;
-  std::vector<End> ends_;
-  Clock::time_point struck_;
+  std::vector<std::optional<Error>> errors_;  // of each rank
 
  private:
   std::mutex mutex_;  // guards communicators_
@@ -146,8 +135,8 @@ TEST_P(InprocFailureTest, DeathReachesAllOthers) {
   strike([&] { group_.hub().break_rank(kVictim); });
   expect_all(ErrorKind::kPeerLost, "rank 2", false);
   bool died = false;
-  for (const End& end : ends_)
-    died = died || std::string(end.error->what()).find("its process has died") != std::string::npos;
+  for (const auto& error : errors_)
+    died = died || std::string(error->what()).find("its process has died") != std::string::npos;
   EXPECT_TRUE(died);
 }
 
@@ -158,19 +147,17 @@ TEST_P(FailureTest, AbortFromAnotherThreadReachesAll) {
   strike([&] { communicator(kVictim)->abort("the user wants to stop"); });
   expect_all(ErrorKind::kAborted, "the user wants to stop", true);
   for (int rank = 0; rank < kSize; ++rank)
-    if (rank != kVictim)
-      expect_text(*ends_[static_cast<std::size_t>(rank)].error, "rank 2 stopped all ranks");
+    if (rank != kVictim) expect_text(*errors_[static_cast<std::size_t>(rank)], "rank 2 stopped all ranks");
 }
 
 // Closing ends this rank's own call; the others learn of that, or that the rank has left.
 TEST_P(FailureTest, CloseFromAnotherThreadEndsTheCall) {
   strike([&] { communicator(kVictim)->close(); });
   for (int rank = 0; rank < kSize; ++rank) {
-    const End& end = ends_[static_cast<std::size_t>(rank)];
-    const bool left = end.error->kind() == ErrorKind::kPeerLost;
-    EXPECT_TRUE(left || end.error->kind() == ErrorKind::kAborted) << end.error->what();
-    expect_text(*end.error, left ? "shut down" : "closed");
-    EXPECT_LT(seconds_between(struck_, end.at), kSoon);
+    const Error& error = *errors_[static_cast<std::size_t>(rank)];
+    const bool left = error.kind() == ErrorKind::kPeerLost;
+    EXPECT_TRUE(left || error.kind() == ErrorKind::kAborted) << error.what();
+    expect_text(error, left ? "shut down" : "closed");
   }
 }
 
@@ -178,19 +165,15 @@ TEST_P(FailureTest, LeavingReachesAllWhoWait) {
   group_.run([&](Communicator& communicator) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
     GetParam().activity.once(communicator, {});
-    if (communicator.rank() == kVictim) {
-      struck_ = Clock::now();
-      return communicator.close();
-    }
-    ends_[rank] = repeat_until_error(communicator, GetParam().activity, progress_);
+    if (communicator.rank() == kVictim) return communicator.close();
+    errors_[rank] = repeat_until_error(communicator, GetParam().activity, progress_);
   });
   for (int rank = 0; rank < kSize; ++rank) {
     if (rank == kVictim) continue;
-    const End& end = ends_[static_cast<std::size_t>(rank)];
-    EXPECT_EQ(end.error->kind(), ErrorKind::kPeerLost) << end.error->what();
-    expect_text(*end.error, "it has shut down or exited while others still needed it");
-    expect_text(*end.error, "lost rank 2");
-    EXPECT_LT(seconds_between(struck_, end.at), kSoon);
+    const Error& error = *errors_[static_cast<std::size_t>(rank)];
+    EXPECT_EQ(error.kind(), ErrorKind::kPeerLost) << error.what();
+    expect_text(error, "it has shut down or exited while others still needed it");
+    expect_text(error, "lost rank 2");
   }
 }
 

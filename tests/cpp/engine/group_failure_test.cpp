@@ -123,7 +123,7 @@ TEST_P(GroupNames, CommunicatorsInDifferentOrderAreNamed) {
     const auto a = world.split(0, 0, {});
     const auto b = world.split(0, 0, {});
     const auto& first = world.rank() == 0 ? a : b;
-    const Error error = error_of(ErrorKind::kTimeout, [&] { run_barrier(*first, {0.3, nullptr}); });
+    const Error error = error_of(ErrorKind::kTimeout, [&] { run_barrier(*first, {0.5, nullptr}); });
     both.count_down();
     both.wait();
     if (GetParam() != TransportKind::kCluster)  // on the others what a peer has published is seen at once

@@ -87,9 +87,23 @@ void RankGroup::build_cluster(const InprocHub::Options& options) {
   for (const int count : counts) hosts_.push_back(std::make_shared<InprocHub>(count, options));
 }
 
+// No deadline of a test begins before the others are there.
+std::shared_ptr<Transport> RankGroup::connect_all(int rank, Store& store, Latch& connected) const {
+  std::shared_ptr<Transport> transport;
+  try {
+    transport = connect(rank, store);
+  } catch (...) {
+    connected.count_down();
+    throw;
+  }
+  connected.count_down();
+  connected.wait();
+  return transport;
+}
+
 std::shared_ptr<Transport> RankGroup::connect(int rank, Store& store) const {
   WaitOptions waiting;
-  waiting.deadline = Deadline::after(options_.communicator.timeout);
+  waiting.deadline = Deadline::after(options_.time_limit);  // a test's own is for what it tests
   if (hub_ != nullptr) return hub_->connect(rank, waiting);
   if (!places_.empty()) return connect_cluster(rank, store, waiting);
   ShmOptions shm;
@@ -174,10 +188,12 @@ std::vector<std::exception_ptr> RankGroup::run_communicators(const Body& body, i
   InprocStore store;
   renew_mpi();
   std::vector<std::shared_ptr<Communicator>> all(static_cast<std::size_t>(options_.size));
-  return run_threads(
+  Latch connected(options_.size);
+  auto raised = run_threads(
       [&](int rank) {
         auto& communicator = all[static_cast<std::size_t>(rank)];
-        communicator = std::make_shared<Communicator>(connect(rank, store), options_.communicator);
+        communicator =
+            std::make_shared<Communicator>(connect_all(rank, store, connected), options_.communicator);
         try {
           body(*communicator);
         } catch (const Error&) {
@@ -188,6 +204,11 @@ std::vector<std::exception_ptr> RankGroup::run_communicators(const Body& body, i
         }
       },
       first);
+  // A progress thread that has just failed its work may hold the last reference, and would end its
+  // communicator when the store and the networks are gone.
+  for (const auto& communicator : all)
+    if (communicator) communicator->close();
+  return raised;
 }
 
 void RankGroup::run(const Body& body) {
@@ -214,11 +235,12 @@ void RankGroup::run_transports(const TransportBody& body) {
   InprocStore store;
   renew_mpi();
   std::vector<std::shared_ptr<Transport>> all(static_cast<std::size_t>(options_.size));
+  Latch connected(options_.size);
   int first = -1;
   const auto raised = run_threads(
       [&](int rank) {
         auto& transport = all[static_cast<std::size_t>(rank)];
-        transport = connect(rank, store);
+        transport = connect_all(rank, store, connected);
         body(transport);
       },
       &first);

@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "engine/communicator.h"
+#include "support/latch.h"
 #include "support/network/counting_network.h"
 #include "support/network/inproc_mpi.h"
 #include "support/sanitizer.h"
@@ -72,9 +73,9 @@ class RankGroup {
   /// What `rank` has sent to other hosts so far; cluster only.
   const SentCounters& sent(int rank) const { return *sent_[static_cast<std::size_t>(rank)]; }
 
-  /// Runs `body` in one thread for each rank and raises what the first rank to fail raised. A rank that fails
-  /// breaks the communicator for all, so that none waits for it. Communicators stay open until all have
-  /// ended.
+  /// Runs `body` in one thread for each rank, when all have connected, and raises what the first rank to fail
+  /// raised. A rank that fails breaks the communicator for all, so that none waits for it. Communicators stay
+  /// open until all have ended.
   void run(const Body& body);
   /// The same, but gives what each rank raised; empty: nothing. Raises what is no error of multiring.
   std::vector<std::optional<Error>> outcomes(const Body& body);
@@ -85,6 +86,8 @@ class RankGroup {
   int host_of(int rank) const;
   void build_cluster(const InprocHub::Options& options);
   void renew_mpi();
+  /// Returns when all ranks have connected or failed to.
+  std::shared_ptr<Transport> connect_all(int rank, Store& store, Latch& connected) const;
   std::shared_ptr<Transport> connect(int rank, Store& store) const;
   std::shared_ptr<Transport> connect_cluster(int rank, Store& store, const WaitOptions& waiting) const;
   ClusterContext::MakeNetwork network_maker(int rank, Store& store) const;

@@ -213,7 +213,7 @@ TEST_P(RelayedRounds, TellWhoIsLate) {
   RankGroup group(options);
   Latch told(11);
   group.run([&](Communicator& communicator) {
-    run_barrier(communicator);
+    run_barrier(communicator, {20.0 * kSlowness, nullptr});
     if (communicator.rank() == 3 || communicator.rank() == 8) return told.wait();
     const Error error = error_of(ErrorKind::kTimeout, [&] { run_barrier(communicator); });
     const auto named = [&](const char* text) {
