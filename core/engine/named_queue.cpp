@@ -58,13 +58,16 @@ NamedQueue::~NamedQueue() { close(); }
 NamedQueue::Works NamedQueue::submit(NamedRequest request) {
   throw_if_abandoned();
   prepare(request);
+  // A framework has many operations in progress and reports any of those that fail: each that has a `done`
+  // is told the first error itself.
+  const Told told = request.done ? std::make_shared<std::atomic<bool>>(false) : told_;
   // No owning reference: the last one would destroy the queue on its own thread. All submissions have ended
   // when close() returns.
   const auto submission =
-      Submission::make(std::move(request), this, told_, [this](const Error& error) { fail(error); });
+      Submission::make(std::move(request), this, told, [this](const Error& error) { fail(error); });
   Works works = submission->works();
   try {
-    enqueue(submission);
+    enqueue(submission, told);
   } catch (...) {
     submission->discard();
     throw;
@@ -72,10 +75,10 @@ NamedQueue::Works NamedQueue::submit(NamedRequest request) {
   return works;
 }
 
-void NamedQueue::enqueue(const std::shared_ptr<Submission>& submission) {
+void NamedQueue::enqueue(const std::shared_ptr<Submission>& submission, const Told& told) {
   {
     const std::lock_guard lock(mutex_);
-    throw_if_unusable();
+    throw_if_unusable(told);
     if (size() > 1) {
       start_control();
       unmatched_[submission->name()].push_back(submission);

@@ -28,7 +28,7 @@ namespace multiring {
 ///
 /// Each submission has the communicator's timeout to be matched. The first error breaks the queue on all
 /// ranks: it is stored, ends all that is pending, and is raised by the first call where the program has not
-/// been told of it. Later calls raise an abort that names it.
+/// been told of it. Later calls raise an abort that names it, but for those with a `done`, which raise it too.
 class MULTIRING_API NamedQueue : Immovable {
  public:
   using Works = std::vector<std::shared_ptr<Work>>;
@@ -61,10 +61,10 @@ class MULTIRING_API NamedQueue : Immovable {
 
   void prepare(NamedRequest& request) const;
   /// Queues for the control thread (one rank: in the data communicator). Throws if broken or closed.
-  void enqueue(const std::shared_ptr<Submission>& submission);
+  void enqueue(const std::shared_ptr<Submission>& submission, const Told& told);
   void throw_if_abandoned() const;
-  void throw_if_unusable() const;  // with mutex_ held
-  void start_control();            // likewise
+  void throw_if_unusable(const Told& told) const;  // with mutex_ held
+  void start_control();                            // likewise
   void run_control();
   void negotiate_until_ended();
   /// Notifies peers that this rank has left, and fails what is not matched.

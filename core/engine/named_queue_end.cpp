@@ -227,9 +227,9 @@ Error NamedQueue::closed_error() const {
                    " (by its close(), that of its communicator or multiring.shutdown())");
 }
 
-void NamedQueue::throw_if_unusable() const {
+void NamedQueue::throw_if_unusable(const Told& told) const {
   if (closing_.load(std::memory_order_relaxed)) throw closed_error();
-  if (first_error_) throw_broken("named queue '" + name() + "'", rank(), *first_error_, told_);
+  if (first_error_) throw_broken("named queue '" + name() + "'", rank(), *first_error_, told);
 }
 
 void NamedQueue::throw_if_abandoned() const {

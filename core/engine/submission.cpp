@@ -14,22 +14,21 @@ thread_local const Frame* innermost = nullptr;
 
 }  // namespace
 
-std::shared_ptr<Submission> Submission::make(NamedRequest request, const void* owner, Told told,
-                                             Failed failed) {
+std::shared_ptr<Submission> Submission::make(NamedRequest request, const void* owner,
+                                             const Told& told, Failed failed) {
   const std::shared_ptr<Submission> made(new Submission());
   made->name_ = std::move(request.name);
   made->priority_ = request.priority;
   made->step_ = request.step;
   made->position_ = request.position;
   made->done_ = std::move(request.done);
-  made->told_ = std::move(told);
   made->failed_ = std::move(failed);
   made->owner_ = owner;
   made->unfinished_ = request.operations.size();
   // The works keep the submission and it keeps them, until all have ended.
   for (Operation& operation : request.operations)
     made->works_.push_back(
-        std::make_shared<Work>(std::move(operation), request.keep_alive, made->told_, made));
+        std::make_shared<Work>(std::move(operation), request.keep_alive, told, made));
   return made;
 }
 
@@ -72,8 +71,6 @@ void Submission::all_ended() {
         Error(ErrorKind::kInternal, "the completion callback of '" + name_ + "' raised something unknown"));
   }
   innermost = frame.below;
-  // Not before: a framework takes what it is told first for the cause.
-  if (first_error_) told_->store(true, std::memory_order_relaxed);
   done_ = nullptr;
 }
 

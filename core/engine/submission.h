@@ -36,8 +36,9 @@ class MULTIRING_API Submission final : public WorkObserver {
   using Failed = std::function<void(const Error& error)>;
 
   /// `owner` identifies the queue in `inside`. `request.operations` are prepared for a communicator. `told`
-  /// is set when a wait has raised an error or `done` has taken it.
-  static std::shared_ptr<Submission> make(NamedRequest request, const void* owner, Told told, Failed failed);
+  /// is set when a wait has raised an error.
+  static std::shared_ptr<Submission> make(NamedRequest request, const void* owner, const Told& told,
+                                          Failed failed);
 
   const std::string& name() const { return name_; }
   int priority() const { return priority_; }
@@ -72,7 +73,6 @@ class MULTIRING_API Submission final : public WorkObserver {
   std::uint64_t step_ = 0;
   std::uint64_t position_ = 0;
   NamedRequest::Done done_;
-  Told told_;
   Failed failed_;
   const void* owner_ = nullptr;
   Clock::time_point made_ = Clock::now();

@@ -344,11 +344,10 @@ TEST(CApi, QueuesReportErrorsToDone) {
     EXPECT_EQ(told.await(1), MR_MISMATCH);
     EXPECT_NE(told.messages[0].find("allreduce 'weights' sum float32[5]"), std::string::npos)
         << told.messages[0];
-    // Until the callback has returned, a submission gets the error itself, too.
-    const mr_status next = submit(queue, "next", sum, &told, &error);
-    EXPECT_TRUE(next == MR_MISMATCH || next == MR_ABORTED) << error.message;
-    EXPECT_EQ(submit(queue, "more", sum, &told, &error), MR_ABORTED);
-    EXPECT_NE(std::string(error.message).find("first error"), std::string::npos) << error.message;
+    for (const char* name : {"next", "more"}) {
+      EXPECT_EQ(submit(queue, name, sum, &told, &error), MR_MISMATCH);
+      EXPECT_NE(std::string(error.message).find("allreduce 'weights'"), std::string::npos) << error.message;
+    }
     mr_queue_free(queue);
     EXPECT_EQ(told.statuses.size(), 1U);
   });
