@@ -28,7 +28,8 @@ namespace multiring {
 ///
 /// Each submission has the communicator's timeout to be matched. The first error breaks the queue on all
 /// ranks: it is stored, ends all that is pending, and is raised by the first call where the program has not
-/// been told of it. Later calls raise an abort that names it, but for those with a `done`, which raise it too.
+/// been told of it. Later calls raise an abort that names it, but for those with a `done`, which raise it
+/// too.
 class MULTIRING_API NamedQueue : Immovable {
  public:
   using Works = std::vector<std::shared_ptr<Work>>;

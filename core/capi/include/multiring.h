@@ -196,8 +196,9 @@ MR_API void mr_memory_free(mr_memory* memory);
  * Called exactly once for each accepted submission, on a thread of the queue or inside mr_queue_close, never
  * inside mr_queue_submit: MR_OK, or the status of the first operation that failed. `error` is NULL, or valid
  * during the call. Once the queue is broken, each submission with a `done` fails with the first error itself:
- * a framework reports any of those that fail. works[i] belongs to operations[i] and is valid during the call only (for mr_work_result of
- * what was allocated). It may submit; what it waits for must not need this queue. */
+ * a framework reports any of those that fail. works[i] belongs to operations[i] and is valid during the call
+ * only (for mr_work_result of what was allocated). It may submit; what it waits for must not need this queue.
+ */
 typedef void (*mr_done)(void* context, mr_status status, const mr_error* error, mr_work* const* works);
 /* Collective over the communicator. The queue has communicators of its own, so that it never gets between the
  * communicator's other operations. It ends with the communicator. */
