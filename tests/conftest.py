@@ -36,7 +36,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    mark(items)
+    mark(items, whole=not any("::" in argument for argument in config.args))
     if os.environ.get("PYTEST_XDIST_WORKER"):
         sort(items)
 

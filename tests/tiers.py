@@ -111,7 +111,7 @@ FULL = {
 # Tests of those files that `make test` runs as well: one of each launcher, of each way to several hosts, of
 # each framework's example and of each front door.
 SMOKE: dict[str, list[str]] = {
-    "adapters/horovod/test_horovod_optimizer.py": ["test_training[plain-2]"],
+    "adapters/horovod/test_horovod_optimizer.py": ["test_training[two groups-3]"],
     "adapters/test_examples.py": [
         f"test_an_example_learns_the_digits[{framework}_digits.py]"
         for framework in ("caffe", "chainer", "jax", "pytensor", "tensorflow", "torch")
@@ -165,23 +165,29 @@ def is_left_out(path: Path, marks: str) -> bool:
 
 
 def check() -> None:
-    """Sees that what is named above exists.
+    """Sees that the files that are named above exist.
 
     Raises:
-        pytest.UsageError: It has moved, and would run in the wrong tier.
+        pytest.UsageError: One has moved, and would run in the wrong tier.
     """
-    for table in (FULL, ALONE):
-        paths = (_TESTS / folder / file for folder, files in table.items() for file in files)
-        if gone := [str(path) for path in paths if not path.exists()]:
-            raise pytest.UsageError(f"tests/tiers.py names what does not exist: {', '.join(gone)}")
-    for file, tests in SMOKE.items():
-        text = (_TESTS / file).read_text()
-        if gone := [test for test in tests if f"def {test.partition('[')[0]}(" not in text]:
+    listed = {f"{folder}/{file}" for table in (FULL, ALONE) for folder in table for file in table[folder]}
+    if gone := [name for name in sorted(listed | SMOKE.keys()) if not (_TESTS / name).exists()]:
+        raise pytest.UsageError(f"tests/tiers.py names what does not exist: {', '.join(gone)}")
+
+
+def mark(items: list[pytest.Item], *, whole: bool) -> None:
+    """Marks the tests of the files above.
+
+    Raises:
+        pytest.UsageError: A smoke test is not among the tests of its file, all of which are here: `make test`
+            would run none in its place.
+    """
+    here: dict[str, set[str]] = {}
+    for item in items:
+        here.setdefault(_name(item.path), set()).update(_names(item))
+    for file in SMOKE.keys() & here.keys() if whole else ():
+        if gone := [test for test in SMOKE[file] if test not in here[file]]:
             raise pytest.UsageError(f"tests/tiers.py names what is not in {file}: {', '.join(gone)}")
-
-
-def mark(items: list[pytest.Item]) -> None:
-    """Marks the tests of the files above."""
     for name, table in (("full", FULL), ("alone", ALONE)):
         paths = {_TESTS / folder / file for folder, files in table.items() for file in files}
         for item in items:
@@ -190,8 +196,12 @@ def mark(items: list[pytest.Item]) -> None:
 
 
 def _is_smoke(item: pytest.Item) -> bool:
-    names = {item.name, item.name.partition("[")[0]}
-    return not names.isdisjoint(SMOKE.get(_name(item.path), ()))
+    return not _names(item).isdisjoint(SMOKE.get(_name(item.path), ()))
+
+
+def _names(item: pytest.Item) -> set[str]:
+    """What a test may be called above: with its parameters, or without for all of them."""
+    return {item.name, item.name.partition("[")[0]}
 
 
 def _name(path: Path) -> str:
