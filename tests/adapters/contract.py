@@ -20,99 +20,23 @@ import os
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import multiring
 from multiring import Communicator
 from multiring.errors import AbortedError, MismatchError, PeerLostError
+from tests.adapters.under_test import Adapter, AdapterUnderTest, Array, Weights
 from tests.nursery import Nursery
 from tests.on_ranks import Pool, on_ranks, same_everywhere
 
 __all__ = ["RATE", "Adapter", "AdapterContract", "AdapterUnderTest", "batch", "oracle", "starting_weights"]
 
-Array = NDArray[np.float64]
-Weights = dict[str, Array]
-
 INPUTS, HIDDEN, OUTPUTS = 5, 7, 3
 RATE = 0.1
 TIGHT = {"rtol": 1e-12, "atol": 1e-14}
-
-
-class AdapterUnderTest(Protocol):
-    """A model of one framework whose gradients are averaged over ranks."""
-
-    def __init__(
-        self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int, **options: Any
-    ) -> None:
-        """Build the model and register it; buckets hold `bucket_bytes`, the first one too. Collective.
-
-        `check_every` in `options` is what all adapters take.
-        """
-
-    def backward(self, x: Array, y: Array, *, extra: bool = True, synchronise: bool = True) -> float:
-        """Forward and backward; gradients are added to those that there are. Returns the loss.
-
-        With `synchronise` gradients are averaged over ranks when this (or `gradients`) returns; without, they
-        stay local until the next call with it.
-        """
-
-    def gradients(self) -> dict[str, Array | None]:
-        """The gradients, None where there is none."""
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-
-    def step(self, rate: float) -> None:
-        """weights -= rate * gradients, where there is one."""
-
-    def weights(self) -> Weights:
-        """Copies of the weights."""
-
-    def broadcast(self, root: int) -> None:
-        """Take over the weights of `root`. Collective."""
-
-    def average_metrics(self, metrics: Mapping[str, float], count: float) -> dict[str, float]:
-        """Average over ranks, weighted by count. Collective."""
-
-    def join(self) -> AbstractContextManager[None]:
-        """Context of a loop with uneven data."""
-
-    def close(self) -> None:
-        """Release everything."""
-
-
-class Adapter:
-    """What most adapters under test have in common.
-
-    Attributes:
-        package: The adapter.
-        _model: What its `broadcast_parameters` takes.
-        _reduction: What joins and closes.
-    """
-
-    package: ClassVar[Any]
-    _comm: Communicator
-    _model: Any
-    _reduction: Any
-
-    def broadcast(self, root: int) -> None:
-        self.package.broadcast_parameters(self._model, root, self._comm)
-
-    def average_metrics(self, metrics: Mapping[str, float], count: float) -> dict[str, float]:
-        averages: dict[str, float] = self.package.average_metrics(metrics, count, comm=self._comm)
-        return averages
-
-    def join(self) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = self._reduction.join()
-        return context
-
-    def close(self) -> None:
-        self._reduction.close()
 
 
 Make = Callable[..., AdapterUnderTest]

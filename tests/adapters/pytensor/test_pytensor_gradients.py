@@ -230,14 +230,6 @@ def test_state_of_all_kinds(comm: Communicator) -> None:
 
 
 @pytest.mark.full
-def test_without_pytensor() -> None:
-    code = "import sys; sys.modules['pytensor'] = None; import multiring.pytensor"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "ImportError: multiring.pytensor needs PyTensor" in result.stderr
-    assert "pip install 'multiring[pytensor]'" in result.stderr
-
-
-@pytest.mark.full
 def test_no_other_framework_is_imported() -> None:
     """Numba is imported only for a function in its mode: that takes seconds."""
     code = "import sys, multiring.pytensor; print(sorted({'numba', 'jax', 'torch'} & set(sys.modules)))"
