@@ -55,6 +55,7 @@ MISMATCHES: dict[str, tuple[Call, str]] = {
         lambda rank: hvd.allgather(torch.ones((2, 3) if rank else (2,))),
         "Mismatched allgather tensor shapes: .*rank 1, .*rank 2",
     ),
+    "scalars": (lambda _: hvd.allgather(torch.tensor(1.0)), "rank-zero tensor"),
     "alltoall": (
         lambda rank: hvd.alltoall(torch.ones(6, 3 + rank)),
         "Mismatched alltoall tensor shapes: .*dimension 1 equal to 3",
@@ -116,12 +117,6 @@ def test_a_mismatch_that_nobody_waits_for(comm: Communicator) -> None:
         assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [comm.size] * 2
     with pytest.raises(hvd.HorovodInternalError, match="Mismatched"):
         hvd.synchronize(bad)
-
-
-@with_hvd
-def test_a_tensor_without_dimensions_cannot_be_gathered(comm: Communicator) -> None:
-    with pytest.raises(hvd.HorovodInternalError, match="rank-zero tensor"):
-        hvd.allgather(torch.tensor(1.0))
 
 
 def test_a_rank_that_leaves(comm: Communicator) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import numpy as np
 import pytest
@@ -219,15 +218,13 @@ def test_ranks_that_train_apart(comm: Communicator) -> None:
 
 @with_hvd
 def test_what_is_built(comm: Communicator) -> None:
-    for call in (*built(), hvd.is_homogeneous):
-        assert isinstance(call(), bool)
+    names = (
+        "mpi_enabled",
+        "gloo_enabled",
+        *(f"{of}_built" for of in ["mpi", "gloo", "ddl", "ccl", "cuda", "rocm"]),
+    )
+    for name in (*names, "is_homogeneous"):
+        assert isinstance(getattr(hvd, name)(), bool), name
     assert hvd.nccl_built() == 0
     with pytest.raises(ValueError, match="MPI is not enabled"):
         hvd.mpi_threads_supported()
-
-
-def built() -> Any:
-    return (
-        *(hvd.mpi_enabled, hvd.mpi_built, hvd.gloo_enabled, hvd.gloo_built, hvd.ddl_built, hvd.ccl_built),
-        *(hvd.cuda_built, hvd.rocm_built),
-    )

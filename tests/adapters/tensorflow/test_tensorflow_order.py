@@ -18,7 +18,6 @@ import tensorflow as tf
 import multiring.tensorflow as mt
 from multiring import Communicator
 from multiring.errors import AbortedError, UsageError
-from tests.on_ranks import Pool
 
 
 def late(x: Any, count: Any) -> Any:
@@ -38,7 +37,7 @@ def mean(comm: Communicator) -> float:
     return (comm.size - 1) / 2
 
 
-def persistent_tape(comm: Communicator) -> None:
+def test_a_persistent_tape(comm: Communicator) -> None:
     w = tf.Variable([1.0, 2.0])
 
     @tf.function
@@ -53,7 +52,7 @@ def persistent_tape(comm: Communicator) -> None:
         np.testing.assert_allclose(second, [100 * (mean(comm) + number + 1)] * 2)
 
 
-def applied_twice(comm: Communicator) -> None:
+def test_an_optimizer_applied_twice(comm: Communicator) -> None:
     one, other = (keras.Variable(np.zeros(3, "float32"), name="weight") for _ in range(2))
     optimizer = mt.DistributedOptimizer(keras.optimizers.SGD(1.0), comm)
     optimizer.build([one])
@@ -72,7 +71,7 @@ def applied_twice(comm: Communicator) -> None:
     del other
 
 
-def inner_twice(comm: Communicator) -> None:
+def test_an_inner_function_traced_before(comm: Communicator) -> None:
     """An inner function that captures a variable, and has been traced before, on its own."""
     w = tf.Variable(2.0)
 
@@ -90,7 +89,7 @@ def inner_twice(comm: Communicator) -> None:
         assert [float(value) for value in found] == [2.0 * comm.size, 200.0 * comm.size]
 
 
-def batch_norm_twice(comm: Communicator) -> None:
+def test_sync_batch_norm_in_inner_functions(comm: Communicator) -> None:
     """`net(real)` and `net(fake)` with their gradients, in a function inside of another."""
     scale, offset = tf.Variable([2.0, 3.0]), tf.Variable([0.0, 1.0])
     draw = np.random.default_rng(0)
@@ -135,7 +134,7 @@ def batch_norm_twice(comm: Communicator) -> None:
             np.testing.assert_allclose(mt.allreduce(one, comm=comm), other, rtol=2e-3, atol=2e-4)
 
 
-def one_name(comm: Communicator) -> None:
+def test_uses_of_one_name(comm: Communicator) -> None:
     """Two operations of one name, and a function in between that uses the name again."""
 
     @tf.function
@@ -153,7 +152,7 @@ def one_name(comm: Communicator) -> None:
         assert [float(value) / comm.size for value in step(*delays(comm))] == [1.0, 10.0, 100.0, 1000.0]
 
 
-def branches_and_loops(comm: Communicator) -> None:
+def test_branches_and_loops(comm: Communicator) -> None:
     """Loops whose iterations do not depend on each other, branches, and their gradients."""
 
     @tf.function
@@ -185,21 +184,6 @@ def branches_and_loops(comm: Communicator) -> None:
         np.testing.assert_allclose(found, np.arange(6.0) * (number + 1) * size)
         assert (float(one), float(other)) == ((number + 1) * size, 10.0 * (number + 1) * size)
         assert float(gradient) == (55.0 + 1.0 + 20.0) * size
-
-
-CASES: dict[str, tuple[Any, ...]] = {
-    "persistent tape": (persistent_tape,),
-    "optimizer applied twice": (applied_twice,),
-    "inner function traced before": (inner_twice,),
-    "sync_batch_norm in inner functions": (batch_norm_twice,),
-    "one name": (one_name,),
-    "branches and loops": (branches_and_loops,),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_uses_of_one_name_keep_their_order(ranks: Pool, case: str) -> None:
-    ranks(2).run(*CASES[case])
 
 
 @pytest.mark.parametrize("what", ["function in turn", "eager", "reduction in turn"])
