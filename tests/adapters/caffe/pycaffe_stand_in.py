@@ -4,13 +4,12 @@
 - `set_input_arrays` takes float32 arrays in C order. Caffe keeps their addresses only; they live as long as
   the object whose method it was. Where that has gone, the layer has no data here; Caffe reads freed memory.
 - Test nets have weights of their own until `share_with`.
-- Paths are str. Names that pycaffe lacks are missing.
+- Paths are str.
 """
 
 from __future__ import annotations
 
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,20 +17,6 @@ import numpy as np
 from multiring.models import caffe
 
 __all__ = ["Net", "SGDSolver"]
-
-_NET = {
-    *("blobs", "params", "layers", "layer_dict", "inputs", "outputs", "top_names", "bottom_names"),
-    *("blob_loss_weights", "_layer_names", "_blob_names", "forward", "backward", "forward_all", "reshape"),
-    *("clear_param_diffs", "before_forward", "after_forward", "before_backward", "after_backward"),
-}
-_SOLVER = {"iter", "lr", "step", "solve", "add_callback", "apply_update", "snapshot"}
-_PARAM = ("base_lr", "max_iter", "display", "layer_wise_reduce")
-
-
-def _check_path(path: object) -> str:
-    if type(path) is not str:
-        raise TypeError(f"Boost.Python.ArgumentError: str is expected, not {type(path).__name__}")
-    return path
 
 
 class Net:
@@ -41,8 +26,6 @@ class Net:
         self._net = net
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _NET:
-            raise AttributeError(f"'Net' object has no attribute {name!r}")
         return getattr(self._net, name)
 
     def set_input_arrays(self, data: Any, labels: Any) -> None:
@@ -58,12 +41,6 @@ class Net:
     def share_with(self, other: Net) -> None:
         self._net.share_with(other._net)
 
-    def copy_from(self, path: str) -> None:
-        self._net.copy_from(_check_path(path))
-
-    def save(self, path: str) -> None:
-        self._net.save(_check_path(path))
-
 
 def _free(layer: Any, arrays: object) -> None:
     if layer._arrays is arrays:
@@ -74,15 +51,15 @@ class SGDSolver:
     """What `caffe.SGDSolver` is."""
 
     def __init__(self, path: str) -> None:
-        self._solver = caffe.SGDSolver(_check_path(path))
+        if type(path) is not str:
+            raise TypeError(f"Boost.Python.ArgumentError: str is expected, not {type(path).__name__}")
+        self._solver = caffe.SGDSolver(path)
         for net in self._solver.test_nets:
             for blobs in net.params.values():
                 for blob in blobs:
                     blob.tensor = blob.tensor.clone()
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _SOLVER:
-            raise AttributeError(f"'SGDSolver' object has no attribute {name!r}")
         return getattr(self._solver, name)
 
     @property
@@ -92,10 +69,3 @@ class SGDSolver:
     @property
     def test_nets(self) -> list[Net]:
         return [Net(net) for net in self._solver.test_nets]
-
-    @property
-    def param(self) -> SimpleNamespace:
-        return SimpleNamespace(**{name: getattr(self._solver.param, name) for name in _PARAM})
-
-    def restore(self, path: str) -> None:
-        self._solver.restore(_check_path(path))

@@ -12,18 +12,21 @@ import pytest
 
 from multiring.errors import UsageError
 from multiring.models.caffe import TEST, TRAIN, PrototxtError
-from multiring.models.caffe.schema import message
 from tests.python.caffe.caffe_nets import check_gradients, make_net
 
 INPUT = """force_backward: true
 layer { name: "data" type: "Input" top: "data" top: "label"
   input_param { shape { dim: 3 dim: 4 dim: 7 dim: 6 } shape { dim: 3 } } }
 """
+
+
 HEAD = """
 layer { name: "out" type: "InnerProduct" bottom: "x" top: "out"
   inner_product_param { num_output: 3 weight_filler { type: "xavier" } bias_filler { value: 0.1 } } }
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "out" bottom: "label" top: "loss" }
 """
+
+
 KINDS = {
     "conv": """layer { name: "x" type: "Convolution" bottom: "data" top: "x" convolution_param {
         num_output: 6 kernel_size: 3 kernel_size: 2 stride: 2 pad: 1 dilation: 1 group: 2
@@ -108,6 +111,13 @@ def test_the_loss_over_places_with_a_label_to_ignore(tmp_path: Path, mode: str) 
     )
 
 
+POOLED = """force_backward: true
+layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 1 dim: %d dim: %d } } }
+layer { name: "x" type: "Pooling" bottom: "data" top: "x"
+  pooling_param { pool: %s kernel_size: %d stride: %d pad: %d } }
+"""
+
+
 def pooled(image: np.ndarray, kernel: int, stride: int, pad: int, mean: bool) -> np.ndarray:
     """Caffe's definition, window by window."""
     height, width = image.shape
@@ -144,11 +154,7 @@ def pooled(image: np.ndarray, kernel: int, stride: int, pad: int, mean: bool) ->
 def test_pooling_rounds_as_caffe(tmp_path: Path, height: int, kernel: int, stride: int, pad: int) -> None:
     image = np.random.default_rng(0).standard_normal((height, height + 1))
     for pool in ("MAX", "AVE"):
-        text = f"""layer {{ name: "data" type: "Input" top: "data" input_param {{ shape {{
-          dim: 1 dim: 1 dim: {height} dim: {height + 1} }} }} }}
-        layer {{ name: "x" type: "Pooling" bottom: "data" top: "x"
-          pooling_param {{ pool: {pool} kernel_size: {kernel} stride: {stride} pad: {pad} }} }}"""
-        net = make_net(tmp_path, text)
+        net = make_net(tmp_path, POOLED % (height, height + 1, pool, kernel, stride, pad))
         net.blobs["data"].data[0, 0] = image
         wanted = pooled(image, kernel, stride, pad, pool == "AVE")
         assert net.blobs["x"].shape[2:] == wanted.shape
@@ -157,13 +163,7 @@ def test_pooling_rounds_as_caffe(tmp_path: Path, height: int, kernel: int, strid
 
 @pytest.mark.parametrize("pool", ["MAX", "AVE"])
 def test_windows_that_begin_outside_have_no_gradient(tmp_path: Path, pool: str) -> None:
-    net = make_net(
-        tmp_path,
-        f"""force_backward: true
-        layer {{ name: "data" type: "Input" top: "data" input_param {{ shape {{ dim: 1 dim: 1 dim: 4 dim: 3 }} }} }}
-        layer {{ name: "x" type: "Pooling" bottom: "data" top: "x"
-          pooling_param {{ pool: {pool} kernel_size: 1 stride: 2 }} }}""",
-    )
+    net = make_net(tmp_path, POOLED % (4, 3, pool, 1, 2, 0))
     net.forward()
     given = np.arange(1.0, 7.0).reshape(1, 1, 3, 2)
     wanted = np.zeros((1, 1, 4, 3))
@@ -296,23 +296,3 @@ def test_a_label_outside_of_the_classes_is_an_error(tmp_path: Path) -> None:
     net.blobs["label"].data[...] = [0, 3, 1]
     with pytest.raises(UsageError, match="layer 'loss': label 3 is outside the 3 classes of blob 'out'"):
         net.forward()
-
-
-def test_fields_have_caffes_numbers_and_defaults() -> None:
-    """Those of the published caffe.proto, written down here anew."""
-    wanted = {
-        "NetParameter": {"name": 1, "input": 3, "input_dim": 4, "state": 6, "input_shape": 8, "layer": 100},
-        "LayerParameter": {"loss_weight": 5, "param": 6, "blobs": 7, "include": 8, "exclude": 9, "phase": 10}
-        | {"propagate_down": 11, "batch_norm_param": 139, "convolution_param": 106, "eltwise_param": 110}
-        | {"pooling_param": 121, "scale_param": 142, "inner_product_param": 117, "input_param": 143},
-        "BlobProto": {"num": 1, "data": 5, "diff": 6, "shape": 7, "double_data": 8},
-        "SolverState": {"iter": 1, "learned_net": 2, "history": 3, "current_step": 4},
-        "SolverParameter": {"net": 24, "base_lr": 5, "momentum2": 39, "type": 40, "iter_size": 36},
-        "ConvolutionParameter": {"num_output": 1, "pad": 3, "kernel_size": 4, "group": 5, "stride": 6},
-    }
-    for name, numbers in wanted.items():
-        fields = message(name).DESCRIPTOR.fields_by_name
-        assert {field: fields[field].number for field in numbers} == numbers
-    assert message("FillerParameter")().type == "constant"
-    assert message("BatchNormParameter")().eps == pytest.approx(1e-5)
-    assert message("SolverParameter")().test_initialization
