@@ -13,6 +13,7 @@ from multiring.models import caffe
 from multiring.models.caffe import TEST, TRAIN, Net, PrototxtError
 from tests.python.caffe.caffe_nets import SMALL, make_net, make_solver
 
+
 SCORES = """
 layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 3 dim: 4 } } }
 layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" param { lr_mult: 0 } param { lr_mult: 1 }
@@ -89,6 +90,7 @@ def test_a_layer_that_reads_the_loss(
     alone = make_solver(tmp_path).net
     text = SMALL.replace('bottom: "label" top: "loss"', f'bottom: "label" top: "loss" {own}')
     net = make_solver(tmp_path, net=text + READER % of_reader).net
+    net.reshape()
     assert net.blobs["label"].shape == (4, 1, 1, 1)
     assert net._layer_names[-len(layers) :] == layers
     for _ in range(2):
@@ -178,3 +180,9 @@ def test_the_rank_of_a_solver(tmp_path: Path) -> None:
             call(value)
     with pytest.raises(UsageError, match="computes on the CPU"):
         caffe.set_mode_gpu()
+
+
+def test_param_without_a_blob_is_refused(tmp_path: Path) -> None:
+    text = SCORES.replace("param { lr_mult: 1 }", "\nparam { lr_mult: 1 }\nparam { lr_mult: 1 }")
+    with pytest.raises(PrototxtError, match=r"net.prototxt:5: layer 'ip': 3 param are given for 2 blobs"):
+        make_net(tmp_path, text)
