@@ -46,6 +46,7 @@ def train_like_one(comm: Communicator, overlap: bool) -> list[dict[str, bytes]]:
     for optimizer in (alone, wrapped):
         optimizer.add_hook(chainer.optimizer_hooks.WeightDecay(0.1))
         optimizer.add_hook(chainer.optimizer_hooks.GradientClipping(0.5))
+    wrapped.use_cleargrads(overlap)  # or zerograds()
     history = []
     for step in range(5):
         wrapped.update(squares, model, 10 * step + comm.rank)
