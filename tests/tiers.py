@@ -20,10 +20,7 @@ FULL = {
     "adapters": [
         "caffe/test_caffe_example.py",
         "caffe/test_caffe_passes.py",
-        "caffe/test_caffe_solver_ranks.py",
         "caffe/test_caffe_state.py",
-        "caffe/test_caffe_uneven.py",
-        "chainer/test_chainer_compatibility.py",
         "chainer/test_chainer_jobs.py",
         "chainer/test_chainermn_training.py",
         "horovod/test_horovod_adasum.py",

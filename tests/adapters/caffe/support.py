@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring import Communicator
+from multiring.caffe import SolverCallback
 
 __all__ = [
     "SMALL",
@@ -17,6 +18,7 @@ __all__ = [
     "FakeLayer",
     "FakeNet",
     "FakeSolver",
+    "add_callback",
     "bits",
     "blob",
     "draw",
@@ -160,6 +162,13 @@ def make_solver() -> FakeSolver:
             }
         )
     )
+
+
+def add_callback(solver: Any, comm: Communicator, **options: Any) -> SolverCallback:
+    """Register a callback with the solver."""
+    callback = SolverCallback(solver, comm, **options)
+    solver.add_callback(*callback)
+    return callback
 
 
 def draw(seed: int) -> dict[str, list[Array]]:

@@ -1,18 +1,17 @@
-"""What is particular to Caffe: shared weights, iter_size, statistics, overlap, nets that do not call back."""
+"""What is particular to Caffe: shared weights, iter_size, overlap, nets that do not call back, failures."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import multiring.caffe
-from multiring import Communicator, TopK
+from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from tests.adapters.caffe.support import (
     SMALL,
@@ -20,6 +19,7 @@ from tests.adapters.caffe.support import (
     FakeLayer,
     FakeNet,
     FakeSolver,
+    add_callback,
     blob,
     draw,
     expect,
@@ -28,16 +28,10 @@ from tests.adapters.caffe.support import (
 )
 from tests.on_ranks import all_raise, on_ranks
 
-Array = NDArray[Any]
 
-
-def reduce_some(
-    comm: Communicator, overlap: bool, iter_size: int | None, count: int, **options: Any
-) -> list[bytes]:
+def reduce_some(comm: Communicator, overlap: bool, iter_size: int | None, count: int) -> list[bytes]:
     solver = make_solver()
-    options = {"overlap": overlap, "iter_size": iter_size, **SMALL, **options}
-    callback = multiring.caffe.SolverCallback(solver, comm, **options)
-    solver.add_callback(*callback)
+    callback = add_callback(solver, comm, overlap=overlap, iter_size=iter_size, **SMALL)
     bits = []
     for step in range(3):
         passes = [[draw(1000 * step + 10 * rank + k) for k in range(count)] for rank in range(comm.size)]
@@ -61,16 +55,10 @@ def test_gradients_of_an_iteration(comm: Communicator) -> list[list[bytes]]:
     return [reduce_some(comm, *way) for way in ways]
 
 
-def test_a_compression_that_sends_everything(comm: Communicator) -> None:
-    dense, compressed = (reduce_some(comm, True, 1, 1, compression=c) for c in (None, TopK(1.0)))
-    assert dense == compressed
-
-
 def test_layers_leave_during_the_last_pass(comm: Communicator) -> None:
     """Buckets leave while the last pass is still in lower layers, and no earlier; a shared weight waits."""
     solver = make_solver()
-    callback = multiring.caffe.SolverCallback(solver, comm, overlap=True, **SMALL)
-    solver.add_callback(*callback)
+    callback = add_callback(solver, comm, overlap=True, **SMALL)
     sent: list[tuple[int, int]] = []
 
     def look(layer: int) -> None:
@@ -88,13 +76,11 @@ def test_layers_leave_during_the_last_pass(comm: Communicator) -> None:
         else:
             # twin_b is layer 5 and complete only with twin_a, layer 3; empty is layer 4, conv layer 1.
             assert [last[layer] for layer in (6, 5, 4, 3, 2, 1, 0)] == [0, 0, 1, 2, 2, 4, 4]
-    callback.close()
 
 
 def test_an_unexpected_number_of_passes(comm: Communicator) -> None:
     solver = make_solver()
-    callback = multiring.caffe.SolverCallback(solver, comm, overlap=True, iter_size=2, **SMALL)
-    solver.add_callback(*callback)
+    add_callback(solver, comm, overlap=True, iter_size=2, **SMALL)
     solver.step([draw(0), draw(1)])
     with pytest.raises(
         UsageError, match=r"'twin_a' received a gradient in backward pass 3 .* sent after pass 2; pass Solver"
@@ -102,7 +88,6 @@ def test_an_unexpected_number_of_passes(comm: Communicator) -> None:
         solver.step([draw(0), draw(1), draw(2)])
     # The iteration is lost, the callback is not; fewer passes than announced only overlap less.
     run_and_check(comm, solver)
-    callback.close()
 
 
 @on_ranks(3)
@@ -111,8 +96,7 @@ def test_weights_are_broadcast_once(comm: Communicator) -> None:
     for blobs in solver.net.params.values():
         for one in blobs:
             one.data[...] = comm.rank + 1
-    callback = multiring.caffe.SolverCallback(solver, comm, root=1)
-    solver.add_callback(*callback)
+    callback = add_callback(solver, comm, root=1)
     solver.start()
     assert all((b.data == 2).all() for blobs in solver.net.params.values() for b in blobs)
     solver.net.params["conv"][0].data[...] = comm.rank  # nothing is broadcast in later iterations
@@ -120,27 +104,13 @@ def test_weights_are_broadcast_once(comm: Communicator) -> None:
     assert (solver.net.params["conv"][0].data == comm.rank).all()
     callback.broadcast(0)
     assert (solver.net.params["conv"][0].data == 0).all()
-    callback.close()
-
-
-@all_raise(MismatchError, "'iteration' 100 on rank 0, but 'iteration' 0 on rank 1")
-def test_ranks_at_different_iterations_are_refused(comm: Communicator) -> None:
-    solver = make_solver()
-    solver.iter = 100 if comm.rank == 0 else 0
-    solver.add_callback(*multiring.caffe.SolverCallback(solver, comm))
-    solver.start()
-
-
-class QuietNet:
-    """An old net: parameters and nothing else."""
-
-    def __init__(self, params: Mapping[str, list[FakeBlob]]) -> None:
-        self.params = params
 
 
 class QuietSolver:
+    """An old one: parameters and nothing else."""
+
     def __init__(self, params: Mapping[str, list[FakeBlob]]) -> None:
-        self.net = QuietNet(params)
+        self.net = SimpleNamespace(params=params)
         self.iter = 0
 
     def add_callback(self, on_start: object, on_gradients_ready: object) -> None: ...
@@ -167,11 +137,10 @@ def test_a_net_that_does_not_call_back(comm: Communicator) -> None:
         on_gradients_ready()
         for number in range(3):
             wanted = 0.5 * sum(rank + number + step for rank in range(comm.size))
-            for name in ("large", "odd"):
-                assert all((one.diff == wanted).all() for one in params[name][number : number + 1])
+            blobs = [*params["large"][number : number + 1], params["odd"][number]]
+            assert all((one.diff == wanted).all() for one in blobs)
         assert (params["fixed"][0].diff == comm.rank + step).all()
     assert callback.produced == {"large[0]", "large[1]", "odd[0]", "odd[1]", "odd[2]"}
-    callback.close()
 
 
 def test_refused(comm: Communicator) -> None:
@@ -185,8 +154,13 @@ def test_refused(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="dtype int32 cannot be reduced"):
         odd = FakeNet({"odd": FakeLayer("Odd", [blob(2, dtype=np.int32)])})
         multiring.caffe.SolverCallback(FakeSolver(odd), comm)
-    callback = multiring.caffe.SolverCallback(solver, comm)
-    solver.add_callback(*callback)
+    with pytest.raises(UsageError, match="buffers is 'some'"):
+        multiring.caffe.SolverCallback(make_solver(), comm, buffers="some")  # type: ignore[arg-type]
+    callback = add_callback(solver, comm)
+    with pytest.raises(UsageError, match="already, and gradients would be reduced twice; close"):
+        multiring.caffe.SolverCallback(solver, comm)
+    with pytest.raises(UsageError, match="came before on_start"):
+        solver.gradients_ready()
     solver.step([draw(0)])
     before = solver.net.layers[1].blobs[1]
     solver.net.layers[1].blobs[1] = blob(5)
@@ -202,10 +176,9 @@ def test_a_solver_goes_on_with_another_callback(comm: Communicator) -> None:
     """A solver trains on with another callback; Caffe keeps the callables of the closed one."""
     solver = make_solver()
     other = make_solver()
-    other.add_callback(*multiring.caffe.SolverCallback(other, comm))
+    add_callback(other, comm)
     for step in range(3):
-        callback = multiring.caffe.SolverCallback(solver, comm, overlap=True, iter_size=1, **SMALL)
-        solver.add_callback(*callback)
+        callback = add_callback(solver, comm, overlap=True, iter_size=1, **SMALL)
         for _ in range(2):
             mine = [[draw(100 * step + rank)] for rank in range(comm.size)]
             solver.step(mine[comm.rank])
@@ -224,8 +197,7 @@ def test_a_solver_goes_on_with_another_callback(comm: Communicator) -> None:
 def test_gradients_that_were_filled_by_hand(comm: Communicator, overlap: bool) -> None:
     """Gradients that no backward pass has brought, on some ranks or on all."""
     solver = make_solver()
-    callback = multiring.caffe.SolverCallback(solver, comm, overlap=overlap, iter_size=1, **SMALL)
-    solver.add_callback(*callback)
+    callback = add_callback(solver, comm, overlap=overlap, iter_size=1, **SMALL)
     for hands in ([0, 1], [1], []):
         mine = [[draw(10 * len(hands) + rank)] for rank in range(comm.size)]
         solver.net.clear_param_diffs()
@@ -239,4 +211,19 @@ def test_gradients_that_were_filled_by_hand(comm: Communicator, overlap: bool) -
         solver.gradients_ready()
         expect(solver.net, mine)
         assert callback.produced == {"conv[0]", "conv[1]", "twin_a", "empty"}
-    callback.close()
+
+
+@all_raise(MismatchError, r"'empty' float32")
+def test_layers_frozen_on_one_rank(comm: Communicator) -> None:
+    multiring.caffe.SolverCallback(make_solver(), comm, frozen=["empty"] if comm.rank == 1 else [])
+
+
+def test_an_iteration_that_fails_on_all_ranks(comm: Communicator) -> None:
+    """An iteration that ends with an exception half-way leaves nothing behind."""
+    solver = make_solver()
+    add_callback(solver, comm, overlap=True, iter_size=1, **SMALL)
+    bad = draw(0)
+    bad["conv"] = [np.zeros(7, np.float32)]
+    with pytest.raises(ValueError, match="broadcast"):
+        solver.step([bad])
+    run_and_check(comm, solver)

@@ -1,4 +1,4 @@
-"""Settings, histories, snapshots and statistics of the ranks' solvers: the same, or an error."""
+"""The ranks' solvers stay the same: settings, histories, snapshots, statistics, uneven data."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import pytest
 
 import multiring.caffe
 from multiring import Communicator
+from multiring.benchmarks.gradients.frameworks.caffe import make_reduction
 from multiring.errors import MismatchError
 from tests.adapters.caffe.support import (
     FakeLayer,
     FakeNet,
     FakeSolver,
+    add_callback,
     bits,
     blob,
     draw,
@@ -43,8 +45,7 @@ def test_solvers_that_differ(comm: Communicator, what: str) -> None:
     momentum = 0.9 if what == "momentum" and comm.rank == 1 else 0.5
     # As Boost.Python shows the parameters: some of them, and another class.
     solver.param = SimpleNamespace(base_lr=0.1, stepvalue=iter([10, 20]), momentum=momentum)  # type: ignore[attr-defined]
-    callback = multiring.caffe.SolverCallback(solver, comm, check_every=4)
-    solver.add_callback(*callback)
+    add_callback(solver, comm, check_every=4)
     for step in range(9):
         if what == "base_lr" and comm.rank == 1 and step == 5:
             solver.param.base_lr = 0.01  # type: ignore[attr-defined]
@@ -55,22 +56,12 @@ def test_solvers_that_differ(comm: Communicator, what: str) -> None:
         assert what in ("iteration", "none") or step < 7
 
 
-@all_raise(MismatchError, "'type' SGD on rank 0, but 'type' Nesterov on rank 1")
-def test_solver_types_of_a_prototxt_that_differ(comm: Communicator) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        kind = "SGD" if comm.rank == 0 else "Nesterov"
-        solver = caffe_nets.make_solver(Path(name), f'momentum: 0.9 type: "{kind}"')
-    solver.add_callback(*multiring.caffe.SolverCallback(solver, comm))
-    solver.step(1)
-
-
 def test_broadcast_takes_the_history_along(comm: Communicator) -> None:
     """Rank 0 has trained on with other weights for a while, so its history is another one; broadcast() gives
     all ranks both."""
     with tempfile.TemporaryDirectory() as name:
         solver = caffe_nets.make_solver(Path(name), "momentum: 0.9 weight_decay: 0.1")
-    callback = multiring.caffe.SolverCallback(solver, comm)
-    solver.add_callback(*callback)
+    callback = add_callback(solver, comm)
     solver.step(2)
     if comm.rank == 0:
         solver.net.params["ip1"][0].data[...] += 1
@@ -84,7 +75,6 @@ def test_broadcast_takes_the_history_along(comm: Communicator) -> None:
         solver.iter = 100
     with pytest.raises(MismatchError, match="'iteration' 100 on rank 0, but 'iteration' 8 on rank 1"):
         callback.broadcast()
-    callback.close()
 
 
 @all_raise(MismatchError, r"at step 7: .*'conv\[0\]' float32 .* on rank 0, but")
@@ -92,8 +82,7 @@ def test_histories_that_differ_are_found_after_broadcast(comm: Communicator) -> 
     """As pycaffe does. Weights are equal after broadcast(), and differ after the next update."""
     solver = make_solver()
     solver.momentum = 0.9
-    callback = multiring.caffe.SolverCallback(solver, comm)
-    solver.add_callback(*callback)
+    callback = add_callback(solver, comm)
     for step in range(8):
         if step == 5:
             callback.broadcast()
@@ -110,7 +99,7 @@ def test_a_snapshot_of_the_iteration_before(comm: Communicator, root_only: bool)
     with tempfile.TemporaryDirectory() as name:
         solver = caffe_nets.make_solver(Path(name), "momentum: 0.9")
         solver.is_root = True  # each takes a snapshot of its own
-        solver.add_callback(*multiring.caffe.SolverCallback(solver, comm))
+        add_callback(solver, comm)
         solver.step(3)
         snapshot = solver.snapshot()
         solver.step(1)
@@ -125,8 +114,7 @@ def test_a_snapshot_of_the_iteration_before(comm: Communicator, root_only: bool)
 @pytest.mark.parametrize("mode", ["broadcast", "average", "local"])
 def test_statistics_of_batch_normalisation(comm: Communicator, mode: Any) -> None:
     solver = make_solver()
-    callback = multiring.caffe.SolverCallback(solver, comm, buffers=mode)
-    solver.add_callback(*callback)
+    callback = add_callback(solver, comm, buffers=mode)
     norm = solver.net.params["norm"]
     for step in range(4):
         solver.net.clear_param_diffs()
@@ -144,17 +132,130 @@ def test_statistics_of_batch_normalisation(comm: Communicator, mode: Any) -> Non
                 one.data[...] = 100 + 10 * step + comm.rank
             solver.step([draw(step)])
     assert all((one.data == 100 + 10 * (3 * comm.size - 1) + comm.size - 1).all() for one in norm)
-    callback.close()
 
 
 def test_scale_and_bias_of_a_batch_norm_layer_learn(comm: Communicator) -> None:
     """NVIDIA's and Intel's builds: a BatchNorm layer may have a scale and a bias that learn."""
     norm = FakeLayer("BatchNorm", [blob(4), blob(4), blob(1), blob(4), blob(4)])
     solver = FakeSolver(FakeNet({"norm": norm, "loss": FakeLayer("Loss", [])}))
-    callback = multiring.caffe.SolverCallback(solver, comm)
-    solver.add_callback(*callback)
+    callback = add_callback(solver, comm)
     zeros = [np.zeros(4), np.zeros(4), np.zeros(1)]
     solver.step([{"norm": [*zeros, np.full(4, comm.rank), np.full(4, 2 * comm.rank)]}])
     assert callback.produced == {"norm[3]", "norm[4]"}
     assert [one.diff.max() for one in norm.blobs] == [0, 0, 0, 0.5, 1]
+
+
+class OldSolver(FakeSolver):
+    """Of before 2017."""
+
+    @property
+    def apply_update(self) -> Any:
+        raise AttributeError("apply_update")
+
+
+@on_ranks(3)
+@all_raise(
+    MismatchError, updates={True: None, False: "'iteration' 0.0 on rank 0, but 'iteration' 2.0 on rank 1"}
+)
+def test_uneven_data_with_momentum(comm: Communicator, updates: bool) -> None:
+    """Ranks that have left join() update as the others do, so histories and iterations stay the same."""
+    solver, alone = make_solver(), make_solver()
+    for one in (solver, alone):
+        one.momentum = 0.9
+    if not updates:
+        solver.__class__ = OldSolver
+    callback = add_callback(solver, comm)
+
+    def step(number: int) -> None:
+        solver.net.clear_param_diffs()
+        solver.start()
+        solver.net.backward(draw(10 * number + comm.rank))
+        solver.gradients_ready()
+        solver.update(solver.rate)
+
+    def step_alone(number: int, active: list[int]) -> None:
+        alone.net.clear_param_diffs()
+        for rank in active:
+            alone.net.backward(draw(10 * number + rank))
+        for one in {id(one._diff): one for blobs in alone.net.params.values() for one in blobs}.values():
+            one.diff[...] /= len(active)
+        alone.update(alone.rate)
+
+    with callback.join():
+        for number in range(2 * comm.rank):
+            step(number)
+    for number in range(2 * comm.size - 2):
+        step_alone(number, [rank for rank in range(comm.size) if number < 2 * rank])
+    for number in range(10, 13):
+        step(number)
+        step_alone(number, list(range(comm.size)))
+    assert solver.iter == alone.iter
+    assert same_everywhere(comm, bits(solver.net))
+    for one, other in zip(solver.net.params["conv"], alone.net.params["conv"], strict=True):
+        np.testing.assert_allclose(one.data, other.data, rtol=1e-5, atol=1e-5)
+
+
+@all_raise(
+    MismatchError,
+    policy={"fixed": None, "poly": r"'max_iter' .*3.* on rank 0, but 'max_iter' .*4.* on rank 1"},
+)
+def test_ranks_that_stop_at_iterations_of_their_own(comm: Communicator, policy: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        text = f'max_iter: {3 + comm.rank} lr_policy: "{policy}" power: 1 momentum: 0.9'
+        solver = caffe_nets.make_solver(Path(name), text)
+    callback = add_callback(solver, comm, check_every=1)
+    with callback.join():
+        solver.step(solver.param.max_iter)
+    solver.step(2)
+    assert same_everywhere(comm, bits(solver.net))
+
+
+@on_ranks(3)
+def test_batches_that_differ_in_size(comm: Communicator) -> None:
+    """The weight is what the diff of the loss is filled with, as Caffe does with its `loss_weight`."""
+    counts = [1, 5, 3]
+    generator = np.random.default_rng(0)
+    images, labels = generator.standard_normal((9, 2, 3, 3)), np.arange(9.0) % 3
+    solvers = []
+    for begin, count in ((sum(counts[: comm.rank]), counts[comm.rank]), (0, 9)):
+        with tempfile.TemporaryDirectory() as name:
+            net = caffe_nets.SMALL.replace("batch_size: 4", f"batch_size: {count}")
+            solver = caffe_nets.make_solver(Path(name), "momentum: 0.9", net, samples=count)
+        solver.net.set_input_arrays(images[begin : begin + count], labels[begin : begin + count])
+        solvers.append(solver)
+    mine, alone = solvers
+    add_callback(mine, comm, overlap=True, iter_size=1)
+    for _ in range(3):
+        mine.net.blobs["loss"].diff[...] = multiring.caffe.batch_weight(counts[comm.rank], comm)
+        for solver in solvers:
+            solver.step(1)
+    for one, other in zip(mine.net.learnable, alone.net.learnable, strict=True):
+        np.testing.assert_allclose(one.blob.data, other.blob.data, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("overlap", "iter_size"), [(False, 1), (True, 2)])
+def test_ranks_with_equal_data_train_as_one(comm: Communicator, overlap: bool, iter_size: int) -> list[bytes]:
+    """All ranks have the same data, so the average is what one rank computes, bit for bit for 2 ranks."""
+    with tempfile.TemporaryDirectory() as name:
+        text = f"iter_size: {iter_size} momentum: 0.9 weight_decay: 0.01 random_seed: {comm.rank}"
+        solver = caffe_nets.make_solver(Path(name), text)
+        alone = caffe_nets.make_solver(
+            Path(name), text.replace(f"random_seed: {comm.rank}", "random_seed: 0")
+        )
+    callback = add_callback(solver, comm, overlap=overlap, frozen=solver.net.frozen_layers(), bucket_bytes=64)
+    solver.step(4)
+    alone.step(4)
+    bits = [one.blob.data.tobytes() for one in solver.net.learnable]
+    assert bits == [one.blob.data.tobytes() for one in alone.net.learnable]
+    assert "fixed" not in callback.produced
     callback.close()
+    return bits
+
+
+def test_the_reduction_that_is_measured(comm: Communicator) -> None:
+    reduction = make_reduction([(3,), (200, 700), (5, 2)], comm)
+    for step in range(3):
+        reduction.run(float(comm.rank + step), comm.barrier)
+        assert reduction.check(step + (comm.size - 1) / 2)
+        assert not reduction.check(step + 100.0)
+    reduction.close()

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import multiring.chainer  # before Chainer
+
 # isort: split
 import chainer
 from chainer import functions, links
@@ -25,6 +27,7 @@ __all__ = [
     "expected",
     "gradients_of",
     "make_model",
+    "make_optimizer",
     "squares",
 ]
 
@@ -55,6 +58,12 @@ def make_model(seed: int = 0, inputs: int | None = 6) -> Network:
         model = Network(inputs)
     np.random.set_state(before)
     return model
+
+
+def make_optimizer(comm: Communicator | None, model: Any, actual: Any = None, **options: Any) -> Any:
+    """The multi-node optimizer (SGD with a rate of 0.1 by default) of a model, with small buckets."""
+    actual = chainer.optimizers.SGD(0.1) if actual is None else actual
+    return multiring.chainer.create_multi_node_optimizer(actual, comm, **SMALL | options).setup(model)
 
 
 def draw(seed: int, samples: int = 4) -> Array:

@@ -1,24 +1,31 @@
-"""ChainerMN's communicator contract over the core."""
+"""ChainerMN's communicator contract over the core, and `mpi_comm`: mpi4py's methods for Python objects."""
 
 from __future__ import annotations
 
+import copy
+import logging
+import operator
+import pickle
+import types
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
 
-import multiring.chainer  # before Chainer
+import multiring.chainer  # isort: skip  # before chainermn, which it makes importable
 
-# isort: split
 import chainer
 import chainermn
 
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.adapters.chainer.support import bits_of, make_model, squares
-from tests.on_ranks import all_raise, on_ranks
+from tests.adapters.chainer.support import bits_of, gradients_of, make_model, squares
+from tests.on_ranks import Pool, all_raise, on_ranks
 
 DTYPES = ["bool", "float16"]
+
+
 SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (2, 0, 3), (5,), (2, 3, 4)]
 
 
@@ -81,8 +88,7 @@ def test_shapes_may_differ(comm: Communicator) -> None:
 def test_messages(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     mixed = tuple(value(mn.rank, shape, "float32") for shape in SHAPES)
-    peer = (mn.rank + 1) % mn.size
-    before = (mn.rank - 1) % mn.size
+    peer = 1 - mn.rank
     large = (np.arange(1 << 18, dtype=np.float64), np.ones((0, 2)), np.array(mn.rank + 0.5))
 
     def send() -> None:
@@ -95,31 +101,24 @@ def test_messages(comm: Communicator) -> None:
         mn.send_obj([mn.rank], peer, tag=7)
 
     def receive() -> None:
-        assert mn.recv_obj(before, tag=7) == [before]
-        same(mn.recv(before, 1), value(before, (2, 3), "float16"))
-        found = mn.recv(before, 3)
+        assert mn.recv_obj(peer, tag=7) == [peer]
+        same(mn.recv(peer, 1), value(peer, (2, 3), "float16"))
+        found = mn.recv(peer, 3)
         assert isinstance(found, tuple)
         for one, shape in zip(found, SHAPES, strict=True):
-            same(one, value(before, shape, "float32"))
-        assert mn.recv_obj(before) == {"from": before}
-        for one, other in zip(mn.recv(before, 0), (*large[:2], np.array(before + 0.5)), strict=True):
+            same(one, value(peer, shape, "float32"))
+        assert mn.recv_obj(peer) == {"from": peer}
+        for one, other in zip(mn.recv(peer, 0), (*large[:2], np.array(peer + 0.5)), strict=True):
             same(one, other)
-        assert mn.recv(before, 0) == ()
-        (only,) = mn.recv(before, 0)
+        assert mn.recv(peer, 0) == ()
+        (only,) = mn.recv(peer, 0)
         same(only, np.ones(2))
 
     for step in (send, receive) if mn.rank == 0 else (receive, send):
         step()
-    # One small message leaves at once, so all may send first.
+    # One small message leaves at once, so all may send first; also to oneself.
     mn.send(mixed, peer, 3)
-    assert len(mn.recv(before, 3)) == len(mixed)
-    with pytest.raises(UsageError, match="no receiving from any rank"):
-        mn.recv_obj(-2)
-
-
-@on_ranks(1)
-def test_messages_to_itself(comm: Communicator) -> None:
-    mn = multiring.chainer.create_communicator(comm)
+    assert len(mn.recv(peer, 3)) == len(mixed)
     sent = np.zeros(3)
     mn.send(sent, mn.rank, 5)
     sent[:] = 1
@@ -130,27 +129,13 @@ def test_messages_to_itself(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="was sent by send_obj; receive it with recv_obj"):
         mn.recv(mn.rank, 0)
     assert mn.recv_obj(mn.rank) == "word"
-
-
-@on_ranks(3)
-def test_objects(comm: Communicator) -> None:
-    mn = multiring.chainer.create_communicator(comm)
-    root = mn.size - 1
-    mine = {"rank": mn.rank, "long": "x" * mn.rank * 1000}
-    assert mn.bcast_obj(mine if mn.rank == root else None, max_buf_len=10, root=root)["rank"] == root
-    gathered = mn.gather_obj(mine, root)
-    assert (gathered is None) == (mn.rank != root)
-    if gathered is not None:
-        assert [one["rank"] for one in gathered] == list(range(mn.size))
-        assert gathered[-1] == mine
-    assert mn.allreduce_obj([mn.rank]) == list(range(mn.size))
-    assert mn.allreduce_obj(0.5) == 0.5 * mn.size
-    assert mn.allreduce_obj(np.float32(2)).dtype == np.float32
-    assert mn.scatter_obj([str(r) for r in range(mn.size)] if mn.rank == root else None, root) == str(mn.rank)
+    with pytest.raises(UsageError, match="no receiving from any rank"):
+        mn.recv_obj(-2)
 
 
 def test_refused(comm: Communicator) -> None:
-    mn = multiring.chainer.create_communicator(comm)
+    make = multiring.chainer.create_communicator
+    mn = make(comm)
     pair = (np.zeros(2), np.zeros(2))
     for call in (mn.allreduce, mn.allgather, mn.gather, mn.bcast):
         with pytest.raises(TypeError, match="tuple data"):
@@ -172,31 +157,24 @@ def test_refused(comm: Communicator) -> None:
         mn.scatter((np.zeros(2),) if mn.rank == 1 else None, 1)
     with pytest.raises(ValueError, match="Unknown config: nothing"):
         mn.set_config("nothing", 1)
-    with pytest.raises(UsageError, match="'fast'.*no such communicator; leave the name out.*pure_nccl"):
-        multiring.chainer.create_communicator("fast")
-    with pytest.raises(UsageError, match="no communicator here that sends nothing"):
-        multiring.chainer.create_communicator(communicator_name="dummy")
-    with pytest.raises(UsageError, match="two names, 'naive' and 'flat'"):
-        multiring.chainer.create_communicator("naive", communicator_name="flat")
-    with pytest.raises(UsageError, match=r"is no communicator of multiring.*create_communicator\(\)"):
-        multiring.chainer.create_communicator(object())
-    with pytest.raises(UsageError, match="allreduce_grad_dtype=float16.*pass comm_dtype='float16'"):
-        multiring.chainer.create_communicator(comm, allreduce_grad_dtype=np.float16)
     with pytest.raises(UsageError, match="allreduce_grad_dtype=float64: .*leave it out"):
         mn.set_config("allreduce_grad_dtype", np.float64)
+    for arguments, options, text in (
+        (["fast"], {}, "'fast'.*no such communicator; leave the name out.*pure_nccl"),
+        ([], {"communicator_name": "dummy"}, "no communicator here that sends nothing"),
+        (["naive"], {"communicator_name": "flat"}, "two names, 'naive' and 'flat'"),
+        ([object()], {}, r"is no communicator of multiring.*create_communicator\(\)"),
+        ([comm], {"allreduce_grad_dtype": np.float16}, "=float16.*pass comm_dtype='float16'"),
+        ([comm, types.SimpleNamespace(rank=0, size=3)], {}, "pass one with the same ranks"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            make(*arguments, **options)
     assert mn.allreduce(np.ones(1)) == mn.size
 
 
 @all_raise(MismatchError, "chainer allreduce")
 def test_a_mismatch_names_the_operation(comm: Communicator) -> None:
     multiring.chainer.create_communicator(comm).allreduce(np.zeros(2 + comm.rank))
-
-
-class OtherMpi:
-    """The part of an mpi4py communicator that is looked at."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
 
 
 @on_ranks(3)
@@ -214,10 +192,8 @@ def test_properties(comm: Communicator) -> None:
     assert other.get_config("allreduce_grad_dtype") == other.allreduce_grad_dtype == np.float32
     with pytest.raises(KeyError, match="nothing"):
         other.get_config("nothing")
-    mpi = OtherMpi(comm.rank, comm.size)
+    mpi = types.SimpleNamespace(rank=comm.rank, size=comm.size)
     assert multiring.chainer.create_communicator(comm, mpi_comm=mpi).mpi_comm is mpi
-    with pytest.raises(UsageError, match="pass one with the same ranks"):
-        multiring.chainer.create_communicator(comm, OtherMpi(comm.rank, comm.size + 1))
 
 
 @on_ranks(3)
@@ -228,18 +204,21 @@ def test_split(comm: Communicator) -> None:
     half = mn.split(mn.rank % 2, -mn.rank)
     assert half is not None
     members = [rank for rank in reversed(range(mn.size)) if rank % 2 == mn.rank % 2]
-    assert half.size == len(members)
     assert members[half.rank] == mn.rank
-    assert half.allreduce_obj([mn.rank]) == members
-    assert half.get_config() == mn.get_config()
-    assert (half.batched_copy, half.of_its_own) == (False, "setting")
+    assert half.allreduce_obj([mn.rank]) == half.mpi_comm.allgather(mn.rank) == members
+    assert (half.get_config(), half.of_its_own) == (mn.get_config(), "setting")
     assert (half.mpi_comm.rank, half.mpi_comm.size) == (half.rank, half.size)
     half.set_config("batched_copy")
     assert mn.get_config("batched_copy") is False
+    assert half.mpi_comm.Split(key=-half.rank).allgather(mn.rank) == members[::-1]
     half.finalize()
     undefined = mn.split(-32766 if mn.rank else 0, 0)  # MPI.UNDEFINED
     assert (undefined is None) == (mn.rank > 0)
     assert (mn.split(0 if mn.rank == 1 else None, 0) is None) == (mn.rank != 1)
+    assert mn.mpi_comm.Split(-1) is None
+    assert copy.deepcopy([mn.mpi_comm])[0] is mn.mpi_comm
+    with pytest.raises(UsageError, match="cannot be pickled"):
+        pickle.dumps(mn.mpi_comm)
     mn.finalize()
     assert mn.allreduce_obj(1) == mn.size
 
@@ -252,7 +231,7 @@ def test_models_are_averaged(comm: Communicator) -> None:
     for step in range(2):
         model.cleargrads()
         squares(model, mn.rank).backward()
-        before = {name: None if p.grad is None else p.grad.copy() for name, p in model.namedparams()}
+        before = gradients_of(model)
         mn.multi_node_mean_grad(model, zero_fill=step == 1)
         for name, parameter in model.namedparams():
             if before[name] is None:
@@ -281,6 +260,131 @@ def test_different_models_are_refused(comm: Communicator) -> None:
     model = make_model(inputs=None if comm.rank else 6)
     model.cleargrads()
     mn.multi_node_mean_grad(model)
+
+
+UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
+
+
+@on_ranks(3)
+def test_collectives_of_objects(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    mpi = mn.mpi_comm
+    rank, size, root = mn.rank, mn.size, mn.size - 1
+    assert (mpi.rank, mpi.size, mpi.Get_rank(), mpi.Get_size()) == (rank, size, rank, size)
+    mpi.Barrier()
+    mpi.barrier()
+    sent = {"lr": 0.1, "units": [rank], "weights": np.arange(3.0) + rank}
+    found = mpi.bcast(sent if rank == root else None, root=root)
+    np.testing.assert_array_equal(found.pop("weights"), np.arange(3.0) + root)
+    assert found == {"lr": 0.1, "units": [root]}
+    assert mpi.bcast((True, 7)) == (True, 7)
+    assert mpi.allgather(f"study {rank}") == [f"study {r}" for r in range(size)]
+    for gather in (mpi.gather, mn.gather_obj):
+        assert gather({rank}, root=root) == ([{r} for r in range(size)] if rank == root else None)
+    for scatter in (mpi.scatter, mn.scatter_obj):
+        assert scatter([[r] for r in range(size)] if rank == root else None, root=root) == [rank]
+    assert mn.bcast_obj("x" * rank * 1000 if rank == root else None, max_buf_len=10, root=root) == "x" * 2000
+    assert mpi.alltoall([(rank, r) for r in range(size)]) == [(r, rank) for r in range(size)]
+    assert mpi.allreduce([rank]) == mn.allreduce_obj([rank]) == list(range(size))
+    assert mn.allreduce_obj(0.5) == 0.5 * size
+    assert mn.allreduce_obj(np.float32(2)).dtype == np.float32
+    assert mpi.allreduce(rank, op=max) == size - 1
+    assert mpi.reduce(str(rank), operator.add, root) == ("012" if rank == root else None)
+    np.testing.assert_array_equal(mpi.allreduce(np.full(2, rank)), np.full(2, sum(range(size))))
+
+
+def test_messages_of_objects(comm: Communicator) -> None:
+    """`send_obj` and `mpi_comm.send` are one channel, as in ChainerMN, also of two communicators of the same
+    ranks: what one has put aside is there for the other."""
+    mn, other = (multiring.chainer.create_communicator(comm) for _ in range(2))
+    mpi, status = mn.mpi_comm, types.SimpleNamespace()
+    if mn.rank == 0:
+        mpi.send("first", dest=1, tag=4)
+        other.send_obj("second", 1, tag=5)
+        mpi.ssend(b"x" * 1000, 1)
+    else:
+        assert mpi.recv(source=0, tag=5) == "second"
+        assert other.recv_obj(0, status) == "first"
+        assert (status.source, status.tag) == (0, 4)
+        assert mpi.recv(source=0, status=status) == b"x" * 1000
+        assert (status.source, status.tag) == (0, 0)
+        assert 1000 < status.count < 1100
+        with pytest.raises(UsageError, match="no receiving from any rank"):
+            mpi.recv()
+    mpi.send([mn.rank], dest=mn.rank, tag=9)
+    assert mn.recv_obj(mn.rank, status=status) == [mn.rank]
+    assert (status.source, status.tag) == (mn.rank, 9)
+
+
+@pytest.mark.skipif(find_spec("mpi4py") is None, reason="mpi4py is missing")
+@on_ranks(1)
+def test_a_status_of_mpi4py_is_filled(comm: Communicator) -> None:
+    from mpi4py import MPI
+
+    mn = multiring.chainer.create_communicator(comm)
+    status = MPI.Status()
+    mn.send_obj("word", mn.rank, tag=6)
+    assert mn.recv_obj(mn.rank, status=status, tag=MPI.ANY_TAG) == "word"
+    assert (status.Get_source(), status.Get_tag(), status.Get_error()) == (mn.rank, 6, MPI.SUCCESS)
+    assert status.Get_count() == status.count == len(pickle.dumps("word"))
+    assert mn.mpi_comm.allreduce(mn.rank, op=MPI.MAX) == mn.size - 1
+    assert mn.mpi_comm.Split(MPI.UNDEFINED) is None
+
+
+@on_ranks(3)
+def test_objects_that_cannot_be_sent(comm: Communicator) -> None:
+    """An error on all that wait for one, and the next call works."""
+    mpi = multiring.chainer.create_communicator(comm).mpi_comm
+
+    def fails(rank: int, call: Any, *others: int) -> None:
+        if comm.rank == rank:
+            with pytest.raises(UNPICKLABLE):
+                call()
+        elif comm.rank in others:
+            with pytest.raises(UsageError, match=f"rank {rank} could not (send|pickle) its object .*lambda"):
+                call()
+        else:
+            call()
+        assert mpi.allreduce(1) == comm.size
+
+    bad = [lambda: None] * comm.size
+    good: list[Any] = [0] * comm.size
+    fails(0, lambda: mpi.bcast(bad), 1, 2)
+    fails(1, lambda: mpi.allgather(bad if comm.rank == 1 else 0), 0, 2)
+    fails(1, lambda: mpi.allreduce(bad if comm.rank == 1 else good), 0, 2)
+    fails(1, lambda: mpi.gather(bad if comm.rank == 1 else 0), 0)
+    fails(2, lambda: mpi.scatter(bad, root=2), 0, 1)
+    fails(0, lambda: mpi.alltoall(bad if comm.rank == 0 else good), 1, 2)
+    with pytest.raises(UsageError, match=r"scatter of 1 objects to 3 ranks"):
+        mpi.scatter([1], root=2)
+    with pytest.raises((UsageError, TypeError), match=r"NoneType"):
+        mpi.scatter(None, root=2)
+    with pytest.raises(AttributeError, match=r"no 'Allreduce': it sends objects only.*MPI.COMM_WORLD"):
+        mpi.Allreduce(np.ones(1), np.ones(1))
+    assert not hasattr(mpi, "isend")
+
+
+def make_by_name(comm: Communicator) -> list[str]:
+    """What is logged about names that ChainerMN's programs pass."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("multiring").addHandler(handler)
+    for name in ("pure_nccl", "hierarchical", "two_dimensional", "single_node", "non_cuda_aware", "naive"):
+        assert multiring.chainer.create_communicator(name).size == comm.size
+    named = multiring.chainer.create_communicator(communicator_name="flat", batched_copy=False)
+    assert named.allreduce(x=np.ones(1)) == comm.size
+    logging.getLogger("multiring").removeHandler(handler)
+    return lines
+
+
+def test_names_of_chainermn_are_accepted(ranks: Pool) -> None:
+    lines, others = ranks(2).run(make_by_name)
+    assert len(lines) == 7
+    assert all("one kind of communicator, which is used: 2 ranks on " in line for line in lines)
+    assert "'pure_nccl'" in lines[0]
+    assert "'flat'" in lines[-1]
+    assert others == []
 
 
 @pytest.mark.skipif(not chainer.backends.cuda.available, reason="CuPy with a GPU is not available")

@@ -1,4 +1,4 @@
-"""Chainer in jobs of its own processes: without MPI, beside it, forked, at its end, and when a rank fails."""
+"""Chainer in jobs of its own processes: with a current NumPy, with MPI and without it, forked, at its end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from tests.support import run_job
 
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
 
 WITHOUT_MPI = """
 import sys
@@ -41,12 +42,8 @@ print("done")
 """
 
 
-def test_mpi_is_not_needed(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(WITHOUT_MPI)
-    result = run_job(2, script)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("done") == 2
+def test_mpi_is_not_needed() -> None:
+    assert run_job(2, WITHOUT_MPI, code=0).stdout.count("done") == 2
 
 
 BESIDE_MPI = """
@@ -103,12 +100,10 @@ comm.recv_obj(1)
 """
 
 
-def test_the_global_except_hook_ends_the_job(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(EXCEPT_HOOK)
-    result = run_job(2, script)
-    assert result.returncode != 0
-    assert "ArithmeticError: the loss has exploded" in result.stderr
+def test_the_global_except_hook_ends_the_job() -> None:
+    job = run_job(2, EXCEPT_HOOK)
+    assert job.returncode != 0
+    assert "ArithmeticError: the loss has exploded" in job.stderr
 
 
 ALONE = """
@@ -155,8 +150,7 @@ multiring.init()
 @pytest.mark.parametrize("ending", ["train()", "kept = train(); multiring.shutdown()"])
 def test_gradients_of_the_last_step_are_let_arrive(ending: str) -> None:
     """With double buffering nobody waits for them, but others may still be sending theirs."""
-    finished = run_job(2, LAST_STEP.format(ending=ending))
-    assert finished.returncode == 0, finished.stderr
+    run_job(2, LAST_STEP.format(ending=ending), code=0)
 
 
 FORKED = """
@@ -196,3 +190,102 @@ def test_a_forked_child_leaves_the_gradients_of_its_parent_alone() -> None:
         guarded = f"try: {ending}\n            except Exception: pass"
         forked = run_job(2, FORKED.format(forks=True, ending=guarded), code=0)
         assert sorted(alone.stdout.splitlines()) == sorted(forked.stdout.splitlines())
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """A Python of its own."""
+    command = [sys.executable, "-W", "ignore", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
+
+def test_chainer_works_after_the_adapter() -> None:
+    """And NumPy has got those two names back, and nothing else."""
+    done = run(
+        "-c",
+        "import multiring, sys\n"
+        "assert 'chainer' not in sys.modules\n"
+        "import numpy, numpy as np\n"
+        "import numpy.distutils.system_info, numpy.testing\n"  # what Chainer imports of NumPy itself
+        "before = dict(vars(np))\n"
+        "from multiring.chainer import compatibility\n"
+        "import chainer, chainermn\n"
+        "changed = {n for n, v in vars(np).items() if n not in before or before[n] is not v}\n"
+        "modules = {n for n in changed if 'numpy.' + n in sys.modules}\n"
+        "assert changed - modules == {'sctypes', 'float'}, changed\n"
+        "assert np.float is float and np.float64 in np.sctypes['float']\n"
+        "assert np.int64 in np.sctypes['int']\n"
+        "compatibility.restore_numpy_names()\n"
+        "x = chainer.Variable(np.ones((1, 1, 4, 4), 'f'))\n"
+        "chainer.functions.sum(chainer.functions.resize_images(x, (2, 2))).backward()\n"
+        "print('done')",
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "text"),
+    [
+        ("chainer", "chainer is not installed"),
+        ("numpy.distutils.system_info", "chainer cannot be imported"),
+    ],
+)
+def test_what_is_missing_is_said(missing: str, text: str) -> None:
+    done = run(
+        "-c",
+        f"import sys\nsys.modules[{missing!r}] = None\n"
+        "try:\n"
+        "    import multiring.chainer\n"
+        "except ImportError as error:\n"
+        "    print(error)",
+    )
+    assert text in done.stdout, done.stderr
+    for word in ("--no-build-isolation", "setuptools<82", "numpy<2.4", "multiring[chainer]", "Python 3.11"):
+        assert word in done.stdout
+
+
+# It imports the adapter where a child process, which imports this module too, does not.
+ITERATOR = """
+import multiprocessing
+import sys
+
+
+def modules():
+    assert "chainer" not in sys.modules
+    print("child", flush=True)
+
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    import multiring.chainer
+    import chainer
+    import loader
+
+    for child in (multiprocessing.Process(target=modules), loader.Loader()):
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+    batches = chainer.iterators.MultiprocessIterator(range(6), 3, repeat=False, shuffle=False, n_processes=1)
+    print(list(batches), flush=True)
+    batches.finalize()
+"""
+
+
+LOADER = """
+import multiprocessing
+import chainer
+
+
+class Loader(multiprocessing.Process):
+    def run(self):
+        print("loader", flush=True)
+"""
+
+
+def test_child_processes_have_the_names_of_numpy(tmp_path: Path) -> None:
+    """Those of "forkserver" are prepared by the same function."""
+    (tmp_path / "loader.py").write_text(LOADER)
+    script = tmp_path / "script.py"
+    script.write_text(ITERATOR)
+    done = run(str(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "child\nloader\n[[0, 1, 2], [3, 4, 5]]\n", done.stderr

@@ -1,9 +1,10 @@
-"""The multi-node optimizer of Chainer: ranks train like one, and how it stands for the optimizer it wraps."""
+"""The multi-node optimizer of Chainer: how it stands for the one it wraps, and what goes wrong around it."""
 
 from __future__ import annotations
 
 import copy
-import warnings
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,21 @@ import multiring.chainer  # before Chainer
 
 # isort: split
 import chainer
+import chainermn
 from chainer import functions, links
 
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.adapters.chainer.support import SMALL, assert_same_weights, bits_of, draw, make_model, squares
+from tests.adapters.chainer.support import (
+    assert_gradients,
+    assert_same_weights,
+    bits_of,
+    draw,
+    expected,
+    make_model,
+    make_optimizer,
+    squares,
+)
 from tests.on_ranks import all_raise, on_ranks, same_everywhere
 
 
@@ -31,12 +42,11 @@ def train_like_one(comm: Communicator, overlap: bool) -> list[dict[str, bytes]]:
     """Compared with the same optimizer, alone with the samples of all ranks; hooks see reduced gradients."""
     model, single = make_model(), make_model()
     alone = chainer.optimizers.Adam(0.01).setup(single)
-    actual = chainer.optimizers.Adam(0.01)
-    wrapped = multiring.chainer.create_multi_node_optimizer(actual, comm, overlap=overlap, **SMALL)
-    assert wrapped.setup(model) is wrapped
+    wrapped = make_optimizer(comm, model, chainer.optimizers.Adam(0.01), overlap=overlap)
     for optimizer in (alone, wrapped):
         optimizer.add_hook(chainer.optimizer_hooks.WeightDecay(0.1))
         optimizer.add_hook(chainer.optimizer_hooks.GradientClipping(0.5))
+    wrapped.use_cleargrads(overlap)  # or zerograds()
     history = []
     for step in range(5):
         wrapped.update(squares, model, 10 * step + comm.rank)
@@ -44,8 +54,6 @@ def train_like_one(comm: Communicator, overlap: bool) -> list[dict[str, bytes]]:
         history.append(bits_of(model))
     assert_same_weights(model, single, rtol=1e-10, atol=1e-13)
     assert all(one.creator is None and one.node.rank == 0 for one in model.params())
-    assert wrapped.t == 5
-    wrapped.close()
     return history
 
 
@@ -56,93 +64,44 @@ def test_ranks_train_like_one(comm: Communicator) -> list[dict[str, bytes]]:
     return history
 
 
-def test_ranks_that_start_apart_are_brought_together(comm: Communicator) -> None:
-    """As in ChainerMN, ranks that start apart are brought together by the first update, and by it alone."""
-    model = make_model(seed=comm.rank)
-    optimizer = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm)
-    optimizer.setup(model)
-    optimizer.update(squares, model, comm.rank)
-    assert bits_of(model) == bits_of(make_model(seed=0))
-    assert optimizer.t == 0
-    optimizer.update(squares, model, comm.rank)
-    assert optimizer.t == 1
-    assert bits_of(model) != bits_of(make_model(seed=0))
-    assert same_everywhere(comm, bits_of(model))
-
-
-def test_shapes_that_the_first_batch_gives(comm: Communicator) -> None:
-    """Parameters that the first batch gives a shape, of other values on every rank."""
+@pytest.mark.parametrize("double_buffering", [False, True])
+def test_shapes_that_the_first_batch_gives(comm: Communicator, double_buffering: bool) -> None:
+    """And other values on every rank. As in ChainerMN, the first update brings the ranks together, and does
+    no more; with double buffering, the second has nothing to update with."""
     model = make_model(seed=comm.rank, inputs=None)
-    optimizer = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.Adam(), comm)
-    optimizer.setup(model)
-    for step in range(3):
+    optimizer = make_optimizer(comm, model, chainer.optimizers.Adam(), double_buffering=double_buffering)
+    for step in range(4):
         optimizer.update(squares, model, 10 * step + comm.rank)
-        found = bits_of(model)
-        assert same_everywhere(comm, found)
-    assert optimizer.t == 2
+        assert same_everywhere(comm, bits_of(model))
+        if step == 0:
+            assert model.middle.W.array.tobytes() == make_model(0, None).middle.W.array.tobytes()
+            assert optimizer.t == 0
+    assert optimizer.t == (2 if double_buffering else 3)
 
 
 def test_a_link_that_joins_later(comm: Communicator) -> None:
-    """A link that joins later: set up again, it takes part, and the old ones keep their state."""
     model = make_model()
-    optimizer = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.MomentumSGD(0.1), comm)
-    optimizer.setup(model)
+    optimizer = make_optimizer(comm, model, chainer.optimizers.MomentumSGD(0.1))
     optimizer.update(squares, model, comm.rank)
     with model.init_scope(), chainer.using_config("dtype", np.float64):
         model.extra = links.Linear(3, 2)
-    model.extra.W.update_rule = optimizer.actual_optimizer.create_update_rule()
-    model.extra.b.update_rule = optimizer.actual_optimizer.create_update_rule()
+    for parameter in model.extra.params():
+        parameter.update_rule = optimizer.actual_optimizer.create_update_rule()
     for step in range(2):
         optimizer.update(lambda: functions.mean(model.extra(model(draw(comm.rank))) ** 2))
         assert optimizer.t == 1 + step
-    found = bits_of(model)
-    assert same_everywhere(comm, found)
+    assert same_everywhere(comm, bits_of(model))
 
 
 @all_raise(MismatchError, "'first/W' not initialised on rank 0")
 def test_a_shape_on_one_rank_only_is_an_error_on_all(comm: Communicator) -> None:
     model = make_model(inputs=None)
-    optimizer = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.SGD(), comm)
-    optimizer.setup(model)
+    optimizer = make_optimizer(comm, model)
     if comm.rank == 1:
         optimizer.update(squares, model, 0)
     else:
         model.cleargrads()
         optimizer.update()
-
-
-def test_loops_of_ones_own(comm: Communicator) -> None:
-    """cleargrads, backward, update as in a loop without an updater; accumulation; zerograds."""
-    results = []
-    for way in ("plain", "backward", "accumulated", "zerograds"):
-        model = make_model()
-        actual = chainer.optimizers.MomentumSGD(0.1)
-        optimizer = multiring.chainer.create_multi_node_optimizer(actual, comm, **SMALL)
-        optimizer.setup(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Chainer finds zerograds too slow
-            optimizer.use_cleargrads(way != "zerograds")
-            for step in range(3):
-                if way == "zerograds":
-                    optimizer.update(squares, model, 10 * step + comm.rank)
-                    continue
-                model.cleargrads()
-                loss = squares(model, 10 * step + comm.rank)
-                if way == "backward":
-                    optimizer.backward(loss)
-                    assert not optimizer._slots or not optimizer._slots.new
-                elif way == "accumulated":
-                    (0.25 * loss).backward()
-                    (0.75 * squares(model, 10 * step + comm.rank)).backward()
-                else:
-                    loss.backward()
-                optimizer.update()
-        results.append({name: parameter.array.copy() for name, parameter in model.namedparams()})
-        optimizer.close()
-        optimizer.close()
-    for other in results[1:]:
-        for name, value in results[0].items():
-            np.testing.assert_allclose(other[name], value, rtol=1e-12, err_msg=name)
 
 
 def test_it_stands_for_the_optimizer(comm: Communicator, tmp_path: Path) -> None:
@@ -151,7 +110,7 @@ def test_it_stands_for_the_optimizer(comm: Communicator, tmp_path: Path) -> None
     optimizer = multiring.chainer.create_multi_node_optimizer(actual, comm)
     with pytest.raises(UsageError, match=r"call setup\(link\)"):
         optimizer.update()
-    optimizer.setup(model)
+    assert optimizer.setup(model) is optimizer
     optimizer.alpha = 0.02
     assert actual.alpha == 0.02
     assert "alpha" not in vars(optimizer)
@@ -163,55 +122,40 @@ def test_it_stands_for_the_optimizer(comm: Communicator, tmp_path: Path) -> None
     optimizer.update(squares, model, comm.rank)
     path = f"{tmp_path}/{comm.rank}.npz"
     chainer.serializers.save_npz(path, optimizer)
-    other = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.Adam(), comm)
-    other.setup(make_model())
+    other = make_optimizer(comm, make_model(), chainer.optimizers.Adam())
     chainer.serializers.load_npz(path, other)
     assert other.t == 1
-    np.testing.assert_array_equal(
-        other.target.first.W.update_rule.state["m"], model.first.W.update_rule.state["m"]
-    )
+    momenta = [one.target.first.W.update_rule.state["m"] for one in (optimizer, other)]
+    np.testing.assert_array_equal(*momenta)
     with pytest.raises(UsageError, match="serialize"):
         copy.deepcopy(optimizer)
     assert "Adam" in repr(optimizer)
-    with pytest.raises(UsageError, match="is no communicator of multiring"):
-        multiring.chainer.create_multi_node_optimizer(actual, object())
     # What is set up already is compared at once.
     late = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.SGD().setup(make_model()), comm)
     late.update(squares, late.target, comm.rank)
     assert late.t == 1
 
 
-def test_loss_scaling(comm: Communicator) -> None:
-    """Static scaling changes nothing; with dynamic scaling an overflow on one rank is skipped by all."""
-    plain, scaled = make_model(), make_model()
-    for model, scale in ((plain, None), (scaled, 1024.0)):
-        optimizer = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.SGD(0.1), comm, **SMALL)
-        optimizer.setup(model)
-        if scale is not None:
-            optimizer.loss_scaling(scale=scale)
-        for step in range(2):
-            optimizer.update(squares, model, 10 * step + comm.rank)
-        optimizer.close()
-    assert_same_weights(plain, scaled)
+def test_dynamic_loss_scaling(comm: Communicator) -> None:
+    """An overflow on one rank is skipped by all."""
+    model = make_model()
+    optimizer = make_optimizer(comm, model)
     optimizer.loss_scaling()
-    before = bits_of(scaled)
+    before = bits_of(model)
     factor = np.inf if comm.rank == 0 else 1.0
     with pytest.warns(UserWarning, match="Non finite number"), np.errstate(invalid="ignore"):
-        optimizer.update(lambda: squares(scaled, comm.rank) * factor)
-    assert bits_of(scaled) == before
-    optimizer.update(squares, scaled, comm.rank)
-    assert bits_of(scaled) != before
-    assert same_everywhere(comm, bits_of(scaled))
+        optimizer.update(lambda: squares(model, comm.rank) * factor)
+    assert bits_of(model) == before
+    optimizer.update(squares, model, comm.rank)
+    assert bits_of(model) != before
+    assert same_everywhere(comm, bits_of(model))
 
 
 @on_ranks(1, 3)
 def test_double_buffering(comm: Communicator) -> list[dict[str, bytes]]:
     """Every update uses the average gradients that the model had one update earlier."""
     model, single = make_model(), make_model()
-    optimizer = multiring.chainer.create_multi_node_optimizer(
-        chainer.optimizers.MomentumSGD(0.1), comm, double_buffering=True, **SMALL
-    )
-    optimizer.setup(model)
+    optimizer = make_optimizer(comm, model, chainer.optimizers.MomentumSGD(0.1), double_buffering=True)
     assert not optimizer.needs_update
     alone = chainer.optimizers.MomentumSGD(0.1).setup(single)
     stale: dict[str, Any] = {}
@@ -239,14 +183,122 @@ def test_double_buffering(comm: Communicator) -> list[dict[str, bytes]]:
     return history
 
 
-def test_double_buffering_after_a_broadcast(comm: Communicator) -> None:
-    model = make_model(seed=comm.rank, inputs=None)
-    optimizer = multiring.chainer.create_multi_node_optimizer(
-        chainer.optimizers.SGD(0.1), comm, double_buffering=True
-    )
-    optimizer.setup(model)
+class _Fail(chainer.Function):  # type: ignore[misc]
+    def forward(self, inputs: Any) -> Any:
+        return inputs
+
+    def backward(self, inputs: Any, gradients: Any) -> Any:
+        raise ArithmeticError("the loss has exploded")
+
+
+def failing(model: Any, rank: int) -> Any:
+    hidden = functions.tanh(model.middle(_Fail()(functions.tanh(model.first(draw(rank))))))
+    return functions.mean(model.last(hidden) ** 2)
+
+
+def test_a_backward_pass_that_fails_on_all_ranks(comm: Communicator) -> None:
+    """The next one starts afresh."""
+    model = make_model()
+    optimizer = make_optimizer(comm, model, chainer.optimizers.SGD(0.0))
     for step in range(4):
-        optimizer.update(squares, model, 10 * step + comm.rank)
-        assert same_everywhere(comm, bits_of(model))
-    # The first was the broadcast, the second had nothing to update with.
-    assert optimizer.t == 2
+        if step in (1, 2):
+            with pytest.raises(ArithmeticError, match="exploded"):
+                optimizer.update(failing, model, comm.rank)
+            assert all(parameter.creator is None for parameter in model.params())
+            continue
+        model.cleargrads()
+        optimizer.backward(squares(model, comm.rank))
+        assert_gradients(model, expected(comm), comm)
+
+
+@all_raise(MismatchError, r"gradients\[")
+def test_a_backward_pass_that_fails_on_one_rank(comm: Communicator) -> None:
+    """It is not mixed with what the others wait for."""
+    model = make_model()
+    optimizer = make_optimizer(comm.split(0), model)
+    optimizer.update(squares, model, comm.rank)
+    if comm.rank == 1:
+        with pytest.raises(ArithmeticError, match="exploded"):
+            optimizer.update(failing, model, comm.rank)
+    optimizer.update(squares, model, comm.rank)
+
+
+def test_refused(comm: Communicator) -> None:
+    with pytest.raises(UsageError, match="no parameters"):
+        make_optimizer(comm, chainer.Link())
+    link = chainer.Link()
+    with link.init_scope():
+        link.count = chainer.Parameter(np.zeros(2, np.int32))
+    with pytest.raises(UsageError, match="dtype int32 cannot be reduced"):
+        make_optimizer(comm, link)
+    for option, value in (("op", "mean"), ("postscale", 0.0), ("buffers", "some")):
+        with pytest.raises(UsageError, match=f"{option} is {value!r}".removesuffix(".0")):
+            make_optimizer(comm, make_model(), **{option: value})
+    with pytest.raises(UsageError, match="is no communicator of multiring"):
+        multiring.chainer.create_multi_node_optimizer(chainer.optimizers.SGD(), object())
+    mn = multiring.chainer.create_communicator(comm)
+    for make in (chainermn.create_multi_node_optimizer, multiring.chainer.create_multi_node_optimizer):
+        with pytest.raises(UsageError, match="would be reduced twice"):
+            make_optimizer(comm, make_model(), make(chainer.optimizers.SGD(), mn))
+    model = make_model()
+    optimizer = make_optimizer(comm, model)
+    optimizer.update(squares, model, comm.rank)
+    for parameter in model.first.params():
+        parameter.array = parameter.array.astype(np.float32)
+    model.cleargrads()
+    model.first.W.grad = np.ones_like(model.first.W.array)
+    with pytest.raises(UsageError, match=r"'first/W' has become float32 \(8, 6\), it was float64"):
+        optimizer.update()
+    model = chainer.Sequential(links.Linear(6, 3), links.BatchNormalization(3))
+    multiring.chainer.convert_sync_batch_normalization(model, comm)
+    with (
+        pytest.raises(UsageError, match="synchronised batch normalisation"),
+        make_optimizer(comm, model).join(),
+    ):
+        pass
+    optimizer = make_optimizer(comm, make_model(inputs=None))
+    with pytest.raises(UsageError, match=r"'first/W' has no shape yet"), optimizer.join():
+        pass
+
+
+class _Inner(chainer.Function):  # type: ignore[misc]
+    """Runs a backward pass of its own inside of the outer one, over a layer that both use."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def forward(self, inputs: Any) -> Any:
+        return inputs
+
+    def backward(self, inputs: Any, gradients: Any) -> Any:
+        with chainer.force_backprop_mode():
+            functions.sum(self._layer(inputs[0])).backward()
+        return gradients
+
+
+def test_a_backward_pass_inside_of_another(comm: Communicator) -> None:
+    """The layer's gradient comes twice: refused; after the pass there is one, which Chainer has chosen."""
+    model = make_model()
+    optimizer = make_optimizer(comm.split(0), model, chainer.optimizers.SGD(0.0))
+
+    def loss(model: Any, rank: int) -> Any:
+        x = functions.tanh(model.first(draw(rank)))
+        return functions.mean(model.last(model.middle(_Inner(model.last)(x))) ** 2)
+
+    with pytest.raises(UsageError, match=r"'last/W' received a second gradient .*overlap=False"):
+        optimizer.update(loss, model, comm.rank)
+    optimizer.overlap = False
+    model.cleargrads()
+    optimizer.backward(loss(model, comm.rank))
+    assert_gradients(model, expected(comm, loss), comm)
+
+
+def test_a_dropped_optimizer_releases_its_buckets(comm: Communicator) -> None:
+    model = make_model()
+    optimizer = make_optimizer(comm, model)
+    for _ in range(2):
+        optimizer.update(squares, model, comm.rank)
+    dropped = [weakref.ref(model), weakref.ref(optimizer._slots.reducer._memory)]
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in dropped] == [None, None]

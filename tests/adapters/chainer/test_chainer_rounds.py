@@ -5,35 +5,29 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import chainer
 import numpy as np
 import pytest
-
-import multiring.chainer  # before Chainer
-
-# isort: split
-import chainer
 from chainer import functions
 
 from multiring import Communicator
 from multiring.errors import UsageError
-from tests.adapters.chainer.support import SMALL, bits_of, make_model, squares
+from tests.adapters.chainer.support import bits_of, make_model, make_optimizer, squares
 from tests.on_ranks import on_ranks, same_everywhere
 
 
-def make_optimizer(comm: Communicator, **options: Any) -> tuple[Any, Any]:
+def with_zeros(comm: Communicator, **options: Any) -> tuple[Any, Any]:
+    """A model whose gradients are there, and its optimizer."""
     model = make_model()
-    optimizer = multiring.chainer.create_multi_node_optimizer(
-        chainer.optimizers.SGD(0.5), comm, **SMALL, **options
-    )
     for parameter in model.params():
         parameter.grad = np.zeros_like(parameter.array)
-    return model, optimizer.setup(model)
+    return model, make_optimizer(comm, model, chainer.optimizers.SGD(0.5), **options)
 
 
 @pytest.mark.parametrize("way", ["synchronize", "skip", "backward", "double buffering"])
 def test_gradients_written_in_place(comm: Communicator, way: str) -> None:
     """New gradients in the same arrays in every step; the weights go the way of their averages."""
-    model, optimizer = make_optimizer(comm, double_buffering=way == "double buffering")
+    model, optimizer = with_zeros(comm, double_buffering=way == "double buffering")
     values = [np.float64(10**step) for step in range(6)]
     begin = model.middle.W.array.copy()
     for step, value in enumerate(values):
@@ -57,14 +51,13 @@ def test_gradients_written_in_place(comm: Communicator, way: str) -> None:
             begin - model.middle.W.array, 0.5 * total * (comm.size + 1) / 2, rtol=1e-12
         )
     assert same_everywhere(comm, bits_of(model))
-    optimizer.close()
 
 
 @on_ranks(3)
 @pytest.mark.parametrize("way", ["new arrays", "written", "clipped", "stale"])
 def test_updates_that_all_ranks_skip(comm: Communicator, way: str) -> None:
     """All ranks look at averages and skip an update: the next one is of new gradients, not of those."""
-    model, optimizer = make_optimizer(comm)
+    model, optimizer = with_zeros(comm)
     if way == "stale":  # the first update broadcasts and is no update: what was looked at before it is over
         model.middle.W.array[0, 0] += comm.rank
     begin, total = model.middle.W.array.copy(), 0.0
@@ -91,7 +84,6 @@ def test_updates_that_all_ranks_skip(comm: Communicator, way: str) -> None:
             total += average
     np.testing.assert_allclose(begin - model.middle.W.array, 0.5 * total, rtol=1e-12)
     assert same_everywhere(comm, bits_of(model))
-    optimizer.close()
 
 
 @pytest.mark.parametrize("options", [{"op": "sum"}, {"prescale": 0.25, "postscale": 2.0}])
@@ -103,7 +95,7 @@ def test_sums_are_reduced_once(comm: Communicator, options: dict[str, Any]) -> N
         return functions.sum(model.middle.W) * (comm.rank + 1.0)
 
     again = pytest.raises(UsageError, match=r"'middle/W' was reduced before, and would be once more with op=")
-    model, optimizer = make_optimizer(comm, **options)
+    model, optimizer = with_zeros(comm, **options)
     for step in range(6):
         clear = model.zerograds if step == 3 else model.cleargrads
         clear()
@@ -125,21 +117,19 @@ def test_sums_are_reduced_once(comm: Communicator, options: dict[str, Any]) -> N
             parameter.grad[...] = comm.rank + 1
         optimizer.update()
         np.testing.assert_array_equal(model.middle.W.grad, total)
-    optimizer.close()
 
 
 def test_an_array_that_two_optimizers_reduce(comm: Communicator) -> None:
     """Chainer's backward of an addition gives both terms one array; here they belong to two optimizers."""
-    links = [chainer.Link(), chainer.Link()]
+    pair = [chainer.Link(), chainer.Link()]
     optimizers = []
-    for link in links:
+    for link in pair:
         with link.init_scope():
             link.w = chainer.Parameter(np.zeros(4))
-        make = multiring.chainer.create_multi_node_optimizer
-        optimizers.append(make(chainer.optimizers.SGD(1.0), comm, op="sum").setup(link))
+        optimizers.append(make_optimizer(comm, link, chainer.optimizers.SGD(1.0), op="sum"))
     x = chainer.Variable(np.zeros(4))
-    functions.sum((links[0].w + links[1].w + x) * (comm.rank + 1.0)).backward()
-    for link, optimizer in zip(links, optimizers, strict=True):
+    functions.sum((pair[0].w + pair[1].w + x) * (comm.rank + 1.0)).backward()
+    for link, optimizer in zip(pair, optimizers, strict=True):
         optimizer.update()
         np.testing.assert_array_equal(link.w.array, -comm.size * (comm.size + 1) / 2)
     np.testing.assert_array_equal(x.grad, comm.rank + 1)
@@ -149,9 +139,6 @@ class _Clock:
     """A hook that keeps what differs over ranks."""
 
     name, timing, call_for_each_param = "clock", "pre", False
-
-    def __init__(self, rank: int) -> None:
-        self.path = f"log.{rank}"
 
     def __call__(self, optimizer: Any) -> None:
         self.seconds = time.perf_counter()
@@ -166,9 +153,9 @@ class _Slots:
 
 def test_what_may_differ_over_ranks(comm: Communicator) -> None:
     """Hooks and read-only arrays of a program's own are left alone."""
-    model, optimizer = make_optimizer(comm, check_every=1)
+    model, optimizer = with_zeros(comm, check_every=1)
     model.add_persistent("grid", np.broadcast_to(np.arange(3.0) + comm.rank, (2, 3)))
-    optimizer.add_hook(_Clock(comm.rank))
+    optimizer.add_hook(_Clock())
     optimizer.add_hook(_Slots())
     with optimizer.join():
         for step in range(3 + comm.rank):
@@ -177,4 +164,3 @@ def test_what_may_differ_over_ranks(comm: Communicator) -> None:
     optimizer.update(squares, model, comm.rank)
     assert not model.grid.flags.writeable
     assert same_everywhere(comm, [bits_of(model), model.grid.tobytes()])  # join() takes over from one rank
-    optimizer.close()

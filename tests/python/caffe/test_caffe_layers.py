@@ -19,11 +19,15 @@ INPUT = """force_backward: true
 layer { name: "data" type: "Input" top: "data" top: "label"
   input_param { shape { dim: 3 dim: 4 dim: 7 dim: 6 } shape { dim: 3 } } }
 """
+
+
 HEAD = """
 layer { name: "out" type: "InnerProduct" bottom: "x" top: "out"
   inner_product_param { num_output: 3 weight_filler { type: "xavier" } bias_filler { value: 0.1 } } }
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "out" bottom: "label" top: "loss" }
 """
+
+
 KINDS = {
     "conv": """layer { name: "x" type: "Convolution" bottom: "data" top: "x" convolution_param {
         num_output: 6 kernel_size: 3 kernel_size: 2 stride: 2 pad: 1 dilation: 1 group: 2
@@ -108,6 +112,13 @@ def test_the_loss_over_places_with_a_label_to_ignore(tmp_path: Path, mode: str) 
     )
 
 
+POOLED = """force_backward: true
+layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 1 dim: %d dim: %d } } }
+layer { name: "x" type: "Pooling" bottom: "data" top: "x"
+  pooling_param { pool: %s kernel_size: %d stride: %d pad: %d } }
+"""
+
+
 def pooled(image: np.ndarray, kernel: int, stride: int, pad: int, mean: bool) -> np.ndarray:
     """Caffe's definition, window by window."""
     height, width = image.shape
@@ -144,11 +155,7 @@ def pooled(image: np.ndarray, kernel: int, stride: int, pad: int, mean: bool) ->
 def test_pooling_rounds_as_caffe(tmp_path: Path, height: int, kernel: int, stride: int, pad: int) -> None:
     image = np.random.default_rng(0).standard_normal((height, height + 1))
     for pool in ("MAX", "AVE"):
-        text = f"""layer {{ name: "data" type: "Input" top: "data" input_param {{ shape {{
-          dim: 1 dim: 1 dim: {height} dim: {height + 1} }} }} }}
-        layer {{ name: "x" type: "Pooling" bottom: "data" top: "x"
-          pooling_param {{ pool: {pool} kernel_size: {kernel} stride: {stride} pad: {pad} }} }}"""
-        net = make_net(tmp_path, text)
+        net = make_net(tmp_path, POOLED % (height, height + 1, pool, kernel, stride, pad))
         net.blobs["data"].data[0, 0] = image
         wanted = pooled(image, kernel, stride, pad, pool == "AVE")
         assert net.blobs["x"].shape[2:] == wanted.shape
@@ -157,13 +164,7 @@ def test_pooling_rounds_as_caffe(tmp_path: Path, height: int, kernel: int, strid
 
 @pytest.mark.parametrize("pool", ["MAX", "AVE"])
 def test_windows_that_begin_outside_have_no_gradient(tmp_path: Path, pool: str) -> None:
-    net = make_net(
-        tmp_path,
-        f"""force_backward: true
-        layer {{ name: "data" type: "Input" top: "data" input_param {{ shape {{ dim: 1 dim: 1 dim: 4 dim: 3 }} }} }}
-        layer {{ name: "x" type: "Pooling" bottom: "data" top: "x"
-          pooling_param {{ pool: {pool} kernel_size: 1 stride: 2 }} }}""",
-    )
+    net = make_net(tmp_path, POOLED % (4, 3, pool, 1, 2, 0))
     net.forward()
     given = np.arange(1.0, 7.0).reshape(1, 1, 3, 2)
     wanted = np.zeros((1, 1, 4, 3))

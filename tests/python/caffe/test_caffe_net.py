@@ -89,6 +89,8 @@ def test_a_layer_that_reads_the_loss(
     alone = make_solver(tmp_path).net
     text = SMALL.replace('bottom: "label" top: "loss"', f'bottom: "label" top: "loss" {own}')
     net = make_solver(tmp_path, net=text + READER % of_reader).net
+    net.reshape()
+    assert net.blobs["label"].shape == (4, 1, 1, 1)
     assert net._layer_names[-len(layers) :] == layers
     for _ in range(2):
         for one in (alone, net):
@@ -99,15 +101,6 @@ def test_a_layer_that_reads_the_loss(
         np.testing.assert_allclose(
             net.params["ip2"][0].diff, gradient * alone.params["ip2"][0].diff, rtol=1e-12
         )
-
-
-def test_labels_of_memory_data_have_four_axes(tmp_path: Path) -> None:
-    net = make_solver(tmp_path).net
-    assert net.blobs["label"].shape == (4, 1, 1, 1)
-    net.forward()
-    assert net.blobs["label"].data.shape == (4, 1, 1, 1)
-    net.reshape()
-    assert net.blobs["label"].shape == (4, 1, 1, 1)
 
 
 def test_samples_in_batches(tmp_path: Path) -> None:
@@ -129,12 +122,6 @@ def test_samples_in_batches(tmp_path: Path) -> None:
     loss += 'layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }'
     with pytest.raises(UsageError, match=r"blob 'loss' has shape \(\), not one entry for each of 3 samples"):
         make_net(tmp_path, loss).forward_all(data=samples, label=np.zeros(7))
-
-
-def test_param_without_a_blob_is_refused(tmp_path: Path) -> None:
-    text = SCORES.replace("param { lr_mult: 1 }", "\nparam { lr_mult: 1 }\nparam { lr_mult: 1 }")
-    with pytest.raises(PrototxtError, match=r"net.prototxt:5: layer 'ip': 3 param are given for 2 blobs"):
-        make_net(tmp_path, text)
 
 
 def test_three_multipliers_of_batch_norm_become_zero(tmp_path: Path) -> None:
@@ -192,3 +179,9 @@ def test_the_rank_of_a_solver(tmp_path: Path) -> None:
             call(value)
     with pytest.raises(UsageError, match="computes on the CPU"):
         caffe.set_mode_gpu()
+
+
+def test_param_without_a_blob_is_refused(tmp_path: Path) -> None:
+    text = SCORES.replace("param { lr_mult: 1 }", "\nparam { lr_mult: 1 }\nparam { lr_mult: 1 }")
+    with pytest.raises(PrototxtError, match=r"net.prototxt:5: layer 'ip': 3 param are given for 2 blobs"):
+        make_net(tmp_path, text)

@@ -240,14 +240,6 @@ def test_what_a_training_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert (tmp_path / "shot_iter_4.solverstate").exists()
 
 
-def test_a_request_to_stop_ends_with_a_snapshot(tmp_path: Path) -> None:
-    solver = make_solver(tmp_path, "max_iter: 10")
-    solver.action = lambda: "stop" if solver.iter == 3 else "none"
-    solver.solve()
-    assert solver.iter == 3
-    assert (tmp_path / "shot_iter_3.caffemodel").exists()
-
-
 REFUSED = {
     'type: "RMSProp"': "solver type 'RMSProp' is not supported; choose one of SGD, Nesterov, Adam",
     'lr_policy: "cosine"': "lr_policy 'cosine' is unknown",
@@ -272,11 +264,3 @@ def test_solvers_that_are_refused(tmp_path: Path) -> None:
 def test_the_examples_are_those_of_the_specification() -> None:
     for name, text in digits_example().items():
         assert (REPOSITORY / "examples" / "caffe" / name).read_text() == text
-
-
-def test_the_table_of_learned_blobs_is_made_once(tmp_path: Path) -> None:
-    """Adapters ask for it once for each blob, in every iteration."""
-    net = make_solver(tmp_path).net
-    assert net.params is net.params
-    assert list(net.params) == [layer.name for layer in net.layers if layer.blobs]
-    assert all(net.params[layer.name] is layer.blobs for layer in net.layers if layer.blobs)
