@@ -72,7 +72,7 @@ def test_what_each_gives(comm: Communicator, way: str) -> None:
         "scaled": x * ones * 2,
         "max": size - 1,
         "fp16": x * ones / size,
-        "group": [x * ones, [sum(range(size))]],
+        "group": [x * ones, np.array([sum(range(size))])],
         "gather": rows,
         "gathers": [rows, np.concatenate([x * (r + 1) for r in range(size)])],
         "broadcast": x * size,
