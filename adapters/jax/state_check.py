@@ -18,7 +18,8 @@ from multiring.jax.internals import COLLECTIVE, abstract_token
 from multiring.jax.library import CHECK, number_of, thread_effect
 from multiring.jax.primitive import ffi_call, place_in_program
 from multiring.jax.trees import named, named_leaves
-from multiring.state.check import advice_at, check_interval
+from multiring.state.advice import advice_in_general
+from multiring.state.check import check_interval
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -59,8 +60,8 @@ def check_state(
     """Raise on all ranks unless they hold the same bits: parameters, optimizer state, running statistics.
 
     To be called once in each training step, inside or outside of a compiled function, by programs that do not
-    use `distribute`, which does it. Checksums are compared in the second step and in each that is a multiple
-    of `every`; the other steps cost nothing that can be measured.
+    use `distribute`, which does it. Checksums are compared in steps 2, 4, 8, ... below `every` and in each
+    that is a multiple of it; the other steps cost nothing that can be measured.
 
     Args:
         tree: What has to be the same on all ranks.
@@ -137,7 +138,7 @@ def _lower(ctx: Any, *operands: Any, check: StateCheck) -> Any:
         every=np.int64(check.every),
         ordered=np.int64(check.ordered),
         what="training state",
-        advice=advice_at(None),
+        advice=advice_in_general(),
     )
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({COLLECTIVE: results[0]})))
     return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -10,7 +10,9 @@ import numpy as np
 
 from multiring.derived import resolve
 from multiring.metrics import average_metrics
+from multiring.state.check import check_interval, compare_state
 from multiring.tensorflow.state import broadcast_variables
+from multiring.tensorflow.variables import buffers_of, named_variables, to_numpy
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -53,22 +55,24 @@ class MetricAverage(keras.callbacks.Callback):
 
 
 class _SharedMetricAverage(MetricAverage):
-    """The one that nobody asked for: leaves alone what some rank does not have, such as val_loss."""
+    """The one that nobody asked for: what some ranks do not have, such as val_loss where one rank alone has
+    validation data, they get from the others."""
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Averages the metrics that all ranks have."""
-        comm = resolve(self._comm)
-        own = {} if logs is None else logs
-        names = set.intersection(*map(set, comm.allgather_object(sorted(_numbers(own)))))
-        shared = {name: own[name] for name in sorted(names)}
-        super().on_epoch_end(epoch, shared)
-        own.update(shared)
+        """Averages each metric over the ranks that have it."""
+        if logs is None:
+            return
+        everyone = resolve(self._comm).allgather_object(_numbers(logs))
+        for name in sorted(set().union(*everyone)):
+            logs[name] = float(np.mean([own[name] for own in everyone if name in own]))
 
 
 class _StopTogether(keras.callbacks.Callback):
-    """Stops all ranks when one stops. The last of the callbacks."""
+    """Stops all ranks when one stops, and compares what they have come to. The last of the callbacks."""
 
-    def __init__(self, comm: Communicator, batches: bool, restoring: list[Any] | None) -> None:
+    def __init__(
+        self, comm: Communicator, batches: bool, restoring: list[Any] | None, has_own_buffers: bool
+    ) -> None:
         """Create.
 
         Args:
@@ -76,9 +80,11 @@ class _StopTogether(keras.callbacks.Callback):
             batches: A callback of some rank may stop in the middle of an epoch.
             restoring: Callbacks of this rank that may restore weights when training ends; None: no rank has
                 one.
+            has_own_buffers: Moving statistics are each rank's own.
         """
         super().__init__()
         self._comm, self._batches, self._restoring = comm, batches, restoring
+        self._has_own_buffers = has_own_buffers
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Where a callback may stop in the middle of an epoch."""
@@ -88,6 +94,9 @@ class _StopTogether(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Before `fit()` looks whether it is to go on."""
         self._agree()
+        if check_interval(self._comm.rank, None):
+            call = "the callback BroadcastInitialState"
+            compare_state(self._comm, self._state(), f"the end of epoch {epoch + 1}", call=call)
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Gives all ranks the weights that a callback of some of them has restored."""
@@ -98,13 +107,24 @@ class _StopTogether(keras.callbacks.Callback):
         if 0 < len(ranks) < self._comm.size:
             broadcast_variables(self.model.weights, ranks[0], self._comm)
 
+    def _state(self) -> Iterator[tuple[str, object]]:
+        """Learning rate and weights, also of frozen layers and on backends where no step compares."""
+        rate = getattr(self.model.optimizer, "learning_rate", None)
+        yield "learning rate", None if rate is None else float(keras.ops.convert_to_numpy(rate))
+        own = {id(variable) for variable in buffers_of(self.model).values()} if self._has_own_buffers else ()
+        for name, variable in named_variables(self.model.weights).items():
+            if id(variable) not in own:
+                yield f"variable '{name}'", to_numpy(variable)
+
     def _agree(self) -> None:
         stops = np.array([bool(self.model.stop_training)])
         if self._comm.allreduce(stops, op="max", name="stop training")[0]:
             self.model.stop_training = True
 
 
-def decide_together(container: Any, model: Any, params: Any, comm: Communicator) -> None:
+def decide_together(
+    container: Any, model: Any, params: Any, comm: Communicator, *, has_own_buffers: bool = False
+) -> None:
     """Complete the callbacks of `fit()` so that ranks take the same decisions. Collective.
 
     Args:
@@ -112,6 +132,7 @@ def decide_together(container: Any, model: Any, params: Any, comm: Communicator)
         model: The model that is trained.
         params: What Keras tells callbacks.
         comm: Ranks that train together.
+        has_own_buffers: Moving statistics are each rank's own.
     """
     given = list(getattr(container, "callbacks", ()))
     known = isinstance(container, keras.callbacks.CallbackList)
@@ -126,7 +147,8 @@ def decide_together(container: Any, model: Any, params: Any, comm: Communicator)
     if not all(one[0] for one in found):
         return
     restores = any(one[3] for one in found)
-    added: list[Any] = [_StopTogether(comm, any(one[2] for one in found), restoring if restores else None)]
+    stops = any(one[2] for one in found)
+    added: list[Any] = [_StopTogether(comm, stops, restoring if restores else None, has_own_buffers)]
     if any(one[1] for one in found):
         average = _SharedMetricAverage(comm=comm)
         given.insert(first if first < len(given) else 0, average)

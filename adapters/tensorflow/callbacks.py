@@ -73,7 +73,9 @@ class BroadcastInitialState(keras.callbacks.Callback):
         comm = resolve(self._comm)
         check_mode(comm.rank, self._buffers)
         self._sync = _nothing
-        decide_together(sys._getframe(1).f_locals.get("self"), self.model, self.params, comm)
+        own_buffers = self._buffers == "local"
+        container = sys._getframe(1).f_locals.get("self")
+        decide_together(container, self.model, self.params, comm, has_own_buffers=own_buffers)
         _warn_if_alone(self.model, comm)
         steps = int(getattr(self.model, "steps_per_execution", None) or 1)
         # Of models that define a train_step of their own, parts may be built and the whole not.

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import tensorflow as tf
+from multiring.arrays import checksum
 from multiring.errors import MismatchError
-from multiring.state.check import advice_at
+from multiring.state.advice import advice_for
+from multiring.state.check import NUMBERS_EVERY
 from multiring.tensorflow.ops import allgather
 from multiring.tensorflow.variables import named_variables
 
@@ -19,15 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = ["DriftCheck"]
 
-_BITS = {1: tf.uint8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 _NOT_TAKING_PART = -1
+_LARGEST = (1 << 63) - 1
 _BROADCAST = "broadcast_variables, or under fit() the callback BroadcastInitialState,"
 
 
 class DriftCheck:
-    """Compares checksums of variables over ranks in the second step and in each multiple of the interval.
+    """Compares checksums of variables over ranks in the steps that `multiring.state.check.scope_at` names.
 
-    As `multiring.state.check.StateCheck` does for arrays; but part of the graph where there is one.
+    As `StateCheck` does for arrays; but part of the graph where there is one.
     """
 
     def __init__(
@@ -59,11 +61,24 @@ class DriftCheck:
         named = self._named()
         if not named:
             return
-        due = tf.logical_or(tf.equal(step, 2), tf.equal(step % self._every, 0) & (step > 1))
+        is_power = tf.equal(tf.bitwise.bitwise_and(step, step - 1), 0)
+        everything = (step > 1) & (tf.equal(step % self._every, 0) | ((step < self._every) & is_power))
+        numbers = {name: variable for name, variable in named.items() if variable.shape.num_elements() == 1}
+        only_numbers = tf.equal(step % NUMBERS_EVERY, 0) & bool(numbers)
+
+        def compare_numbers() -> None:
+            if numbers:
+                self._compare(numbers, step, active, "numbers")
+
+        def compare() -> None:
+            self._compare(named, step, active, "state")
+
         if not tf.executing_eagerly():
-            tf.cond(due, lambda: self._compare(named, step, active), lambda: None)
-        elif due.numpy():
-            self._compare(named, step, active)
+            tf.cond(everything, compare, lambda: tf.cond(only_numbers, compare_numbers, lambda: None))
+        elif everything.numpy():
+            compare()
+        elif only_numbers.numpy():
+            compare_numbers()
 
     def _named(self) -> dict[str, Any]:
         alive = [variable for variable in (ref() for ref in self._variables) if variable is not None]
@@ -72,12 +87,13 @@ class DriftCheck:
         found = {f"optimizer variable '{name}'": v for name, v in named_variables(state).items()}
         return found | {f"parameter '{name}'": v for name, v in named_variables(alive).items()}
 
-    def _compare(self, named: dict[str, Any], step: Any, active: bool) -> None:
+    def _compare(self, named: dict[str, Any], step: Any, active: bool, what: str) -> None:
         if active:
-            own = tf.stack([_checksum(tf.convert_to_tensor(variable)) for variable in named.values()])
+            values = [tf.convert_to_tensor(variable) for variable in named.values()]
+            own = tf.ensure_shape(tf.numpy_function(_checksums, values, tf.int64), [len(values)])
         else:
             own = tf.fill([len(named)], tf.constant(_NOT_TAKING_PART, tf.int64))
-        rows = allgather(own[None], name=f"{self._title}: state", comm=self._comm, step=step)
+        rows = allgather(own[None], name=f"{self._title}: {what}", comm=self._comm, step=step)
 
         def verify(rows: Any, step: Any) -> None:
             if problem := self._difference(list(named), rows, int(step)):
@@ -105,22 +121,10 @@ class DriftCheck:
         return (
             f"the training state at step {step} differs over ranks, seen on rank {self._comm.rank}: "
             f"{names[first]} is on {who} ({len(differing)} of {len(names)} variables differ); "
-            + advice_at(step, _BROADCAST)
+            + advice_for(step, [names[int(k)] for k in differing], len(names), _BROADCAST)
         )
 
 
-def _checksum(value: Any) -> Any:
-    """A number of at least 0 from the bits of a tensor; by rows and columns, to notice swapped values."""
-    if value.dtype == tf.bool:
-        value = tf.cast(value, tf.uint8)
-    if value.dtype not in (tf.int64, tf.uint64):
-        bits = tf.cast(tf.bitcast(value, _BITS[value.dtype.size]), tf.int32)
-    else:
-        bits = tf.bitcast(value, tf.int64)
-    table = tf.reshape(bits, [-1, value.shape[-1] if value.shape.rank and value.shape[-1] else 1])
-    total = tf.constant(0, tf.int64)
-    for axis, factor in ((1, 1), (0, 1000003)):
-        sums = tf.cast(tf.reduce_sum(table, axis), tf.int64)
-        places = 2 * tf.range(tf.size(sums, tf.int64)) + 1
-        total += tf.reduce_sum(sums * places) * factor
-    return tf.math.floormod(total, (1 << 61) - 1)
+def _checksums(*values: Any) -> Any:
+    """Of the elements of arrays; numbers of at least 0. Shape (arrays,), int64."""
+    return np.array([checksum(np.asarray(value)) & _LARGEST for value in values], np.int64)

@@ -16,7 +16,7 @@ from multiring.gradients.model_check import check_same
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.source import RoundResult
 from multiring.state.buffer_sync import check_mode
-from multiring.state.check import Description, StateCheck, describe
+from multiring.state.check import Description, StateCheck
 from multiring.torch.buffers import byte_view
 from multiring.torch.copies import is_hooked
 from multiring.torch.model_buffers import ModelBuffers
@@ -90,8 +90,7 @@ class ModelState:
         Args:
             is_common: All ranks have made this step, with reduced gradients.
         """
-        is_due = is_common and self._check.is_next_due()
-        self._noted = [(name, describe(value)) for name, value in self._parameters()] if is_due else None
+        self._noted = self._check.describe_for_next(self._parameters()) if is_common else None
 
     def forget_step(self) -> None:
         """Ranks have taken over parameters since."""
@@ -134,12 +133,19 @@ class ModelState:
             yield from _hyperparameters(optimizer)
         module = None if self._module is None or self._buffers is None else self._module()
         for name, buffer in [] if module is None else module.named_buffers():
-            if buffer.layout is torch.strided:
+            if _has_values(buffer):
                 yield f"buffer {plain_name(name)}", _array(buffer)
 
     def _parameters(self) -> Entries:
-        for name, parameter in self._slots.named().items():
+        """Those with hooks, and what is frozen in the model."""
+        hooked = self._slots.named()
+        for name, parameter in hooked.items():
             yield f"parameter {name}", _array(parameter)
+        known = {id(parameter) for parameter in hooked.values()}
+        module = None if self._module is None else self._module()
+        for name, parameter in [] if module is None else module.named_parameters():
+            if id(parameter) not in known and not parameter.requires_grad and _has_values(parameter):
+                yield f"parameter {plain_name(name)}", _array(parameter)
 
     def _find_unhooked(self) -> Iterator[str]:
         """Names of the parameters that are trained and have no hooks."""
@@ -164,14 +170,17 @@ def _own(slots: ParameterSlots) -> Communicator:
     return comm
 
 
+def _has_values(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and not torch.nn.parameter.is_lazy(tensor)
+
+
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> Entries:
-    """Learning rates, and what other numbers the groups of an optimizer hold."""
+    """Learning rates, and what other numbers an optimizer reads in its groups; none of the program's own."""
     yield "type of the optimizer", type(optimizer).__name__
     for number, group in enumerate(optimizer.param_groups):
-        for key in sorted(group):
+        yield f"parameters of parameter group {number}", len(group["params"])
+        for key in sorted(group.keys() & optimizer.defaults.keys()):
             value = group[key]
-            if key in ("params", "param_names"):
-                value = len(value)
             if _is_numeric(value):
                 shown = _array(value) if isinstance(value, Tensor) else value
                 yield f"{key} of parameter group {number}", shown

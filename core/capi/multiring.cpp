@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/hash/checksum.h"
 #include "capi/handles.h"
 #include "collective/kinds.h"
 #include "engine/communicator.h"
@@ -73,6 +74,10 @@ int mr_status_code(mr_status status) {
 
 mr_output mr_output_of(mr_kind kind) {
   return static_cast<mr_output>(multiring::traits_of(static_cast<multiring::OpKind>(kind)).output);
+}
+
+uint64_t mr_checksum(const void* data, size_t bytes, uint64_t seed) {
+  return multiring::checksum(data, bytes, seed);
 }
 
 mr_status mr_world_create(const mr_store* store, const mr_world_options* options, mr_communicator** world,

@@ -138,11 +138,15 @@ std::vector<std::string> lines(const std::string& text) {
   return found;
 }
 
-std::size_t byte_count(const Buffer& buffer) {
-  std::size_t bytes = known_dtype(buffer.dtype).bytes;
+std::size_t element_count(const Buffer& buffer) {
+  std::size_t count = 1;
   for (std::int64_t axis = 0; axis < buffer.rank; ++axis)
-    bytes *= static_cast<std::size_t>(buffer.dims[axis]);
-  return bytes;
+    count *= static_cast<std::size_t>(buffer.dims[axis]);
+  return count;
+}
+
+std::size_t byte_count(const Buffer& buffer) {
+  return element_count(buffer) * known_dtype(buffer.dtype).bytes;
 }
 
 mr_dtype core_dtype(DataType dtype) {

@@ -46,6 +46,7 @@ Error* handle(const CallFrame* frame, void (*body)(const Call&));
 
 /// The lines of a text, at least one.
 std::vector<std::string> lines(const std::string& text);
+std::size_t element_count(const Buffer& buffer);
 std::size_t byte_count(const Buffer& buffer);
 mr_dtype core_dtype(DataType dtype);
 

@@ -166,7 +166,8 @@ inline std::uint64_t submit(const std::shared_ptr<PendingCall>& pending, const s
     return ticket;
   }
   table.remove(ticket);
-  table.wait_for_all(pending->queue, status == MR_ABORTED);
+  // What is wrong with this submission alone leaves the queue as it was; all else is its first error.
+  table.wait_for_all(pending->queue, status != MR_USAGE && status != MR_INTERNAL);
   throw Failure(status, error.message);
 }
 

@@ -9,7 +9,6 @@
 #include <bit>
 #include <cinttypes>
 #include <cstdio>
-#include <cstring>
 #include <map>
 
 #include "pending_calls.h"
@@ -18,32 +17,6 @@ namespace multiring::xla {
 namespace {
 
 using Numbers = std::vector<std::uint64_t>;
-
-constexpr std::uint64_t kFactor = 0x9e3779b97f4a7c15;
-
-std::uint64_t mix(std::uint64_t sum, std::uint64_t word) {
-  return std::rotl(sum ^ (word * kFactor), 27) * kFactor + 1;
-}
-
-/// A checksum that changes with every bit, at the speed of memory: four words at a time.
-std::uint64_t checksum(const void* data, std::size_t bytes, std::uint64_t seed) {
-  const auto* from = static_cast<const std::byte*>(data);
-  std::uint64_t lanes[4] = {seed, seed + 1, seed + 2, seed + 3};
-  std::size_t at = 0;
-  for (; at + sizeof lanes <= bytes; at += sizeof lanes) {
-    std::uint64_t words[4];
-    std::memcpy(words, from + at, sizeof words);
-    for (int i = 0; i < 4; ++i) lanes[i] = mix(lanes[i], words[i]);
-  }
-  for (; at < bytes; at += sizeof(std::uint64_t)) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, from + at, std::min(sizeof word, bytes - at));
-    lanes[0] = mix(lanes[0], word);
-  }
-  std::uint64_t sum = mix(bytes, lanes[0]);
-  for (int i = 1; i < 4; ++i) sum = mix(sum, lanes[i]);
-  return sum;
-}
 
 /// The numbers of all ranks, in the order of the ranks. Collective: as many on each.
 Numbers gather(mr_queue* queue, const std::string& name, bool ordered, std::uint64_t step,
@@ -93,25 +66,34 @@ std::map<std::uint64_t, std::vector<int>> by_value(const Numbers& rows, std::siz
   return found;
 }
 
-/// What to compare at this step: in the second, where a broadcast that was forgotten shows, and in each that
-/// is a multiple of the interval.
-bool is_due(std::uint64_t step, std::uint64_t every) { return step <= 2 ? step == 2 : step % every == 0; }
+enum class Scope : std::uint8_t { kNothing, kNumbers, kEverything };
+
+/// What a step compares, as multiring/state/check.py says.
+Scope scope_at(std::uint64_t step, std::uint64_t every) {
+  constexpr std::uint64_t kNumbersEvery = 10;
+  if (step < 2) return Scope::kNothing;
+  if (step % every == 0 || (step < every && std::has_single_bit(step))) return Scope::kEverything;
+  return step % kNumbersEvery == 0 ? Scope::kNumbers : Scope::kNothing;
+}
 
 void check(const Call& call) {
   mr_queue* queue = Queues::instance().find(call.integer("queue"));
   const std::string name = call.text("name");
   const std::uint64_t step = PendingTable::instance().step(queue, "check " + call.text("counter"), true);
-  if (!is_due(step, static_cast<std::uint64_t>(call.integer("every")))) return;
+  const Scope scope = scope_at(step, static_cast<std::uint64_t>(call.integer("every")));
+  if (scope == Scope::kNothing) return;
   const bool ordered = call.integer("ordered") != 0;
   const auto& arrays = call.arguments();
   std::vector<std::string> labels = lines(call.text("labels"));
   labels.resize(arrays.size());
   Numbers sums;
-  for (std::size_t i = 0; i < arrays.size(); ++i)
-    sums.push_back(
-        checksum(arrays[i]->data, byte_count(*arrays[i]), checksum(labels[i].data(), labels[i].size(), i)));
+  for (std::size_t i = 0; i < arrays.size(); ++i) {
+    const bool compared = scope == Scope::kEverything || element_count(*arrays[i]) == 1;
+    const std::uint64_t label = mr_checksum(labels[i].data(), labels[i].size(), i);
+    sums.push_back(compared ? mr_checksum(arrays[i]->data, byte_count(*arrays[i]), label) : label);
+  }
 
-  const Numbers row{sums.size(), checksum(sums.data(), sums.size() * sizeof sums[0], 0)};
+  const Numbers row{sums.size(), mr_checksum(sums.data(), sums.size() * sizeof sums[0], 0)};
   const Numbers rows = gather(queue, name, ordered, step, row);
   std::vector<int> ranks;  // those that have any: a rank that has no data any more compares nothing
   std::size_t most = 0;

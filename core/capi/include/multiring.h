@@ -153,6 +153,8 @@ MR_API const char* mr_status_name(mr_status status);
 /* The code of a status among those of gRPC and absl, which several frameworks use. */
 MR_API int mr_status_code(mr_status status);
 MR_API mr_output mr_output_of(mr_kind kind);
+/* A number that changes with every bit of the memory and its place: what ranks compare of their state. */
+MR_API uint64_t mr_checksum(const void* data, size_t bytes, uint64_t seed);
 
 /* Joins the ranks of one host through shared memory. Collective. */
 MR_API mr_status mr_world_create(const mr_store* store, const mr_world_options* options,

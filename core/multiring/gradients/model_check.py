@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from multiring.errors import MismatchError
@@ -11,7 +11,7 @@ from multiring.errors import MismatchError
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["ADVICE", "check_same"]
+__all__ = ["ADVICE", "Entry", "check_same"]
 
 Entry = tuple[str, str]
 
@@ -20,7 +20,11 @@ ADVICE = "build the same model, in the same order and with the same options, on 
 
 
 def check_same(
-    comm: Communicator, entries: Sequence[Entry] | None, what: str, *, advice: str = ADVICE
+    comm: Communicator,
+    entries: Sequence[Entry] | None,
+    what: str,
+    *,
+    advice: str | Callable[[Sequence[Entry], Sequence[Entry]], str] = ADVICE,
 ) -> None:
     """Raise on every rank unless all ranks pass equal lists. Collective.
 
@@ -31,7 +35,8 @@ def check_same(
         entries: Pairs of a name and its description ("float32 (10, 64)"), in an order that is part of the
             check. None: this rank has nothing to compare, and agrees with all.
         what: What is compared, for the message: "parameters of the model".
-        advice: What to do about a difference, for the message.
+        advice: What to do about a difference, for the message; or what says so of the entries that differ and
+            all that are compared, as the first rank has them.
 
     Raises:
         MismatchError: The lists differ; the message shows the first difference and which rank has what.
@@ -43,7 +48,11 @@ def check_same(
         return
     own = None if entries is None else (what, list(entries))
     everyone: list[tuple[str, list[Entry]] | None] = comm.allgather_object(own)
-    name, difference = _first_difference({r: found for r, found in enumerate(everyone) if found is not None})
+    having = {r: found for r, found in enumerate(everyone) if found is not None}
+    name, difference = _first_difference(having)
+    if not isinstance(advice, str):
+        compared = next(iter(having.values()))[1]
+        advice = advice(_differing([found for _, found in having.values()]), compared)
     raise MismatchError(
         f"rank {comm.rank} on {comm.host}: the ranks do not agree about the {what}: {difference}; {advice}",
         rank=comm.rank,
@@ -68,6 +77,16 @@ def _first_difference(everyone: Mapping[int, tuple[str, list[Entry]]]) -> tuple[
             }
             return name, _who_has(shown, f"entry {place} is")
     return None, "their lists differ"  # unreachable unless a hash collides
+
+
+def _differing(everyone: Sequence[Sequence[Entry]]) -> list[Entry]:
+    """The first rank's entries that differ from another rank's."""
+    first, *others = everyone
+    return [
+        entry
+        for place, entry in enumerate(first)
+        if any(place >= len(other) or other[place] != entry for other in others)
+    ]
 
 
 def _who_has(values: Mapping[int, str], verb: str) -> str:

@@ -72,8 +72,8 @@ class ReducerOptions:
         compression: `multiring.TopK(ratio)` sends only the largest entries of each bucket and keeps the
             others for the next step (docs/compression.md). Of gradients of float32 and float64. None: all
             are sent.
-        check_every: Compare checksums of the training state over ranks in the second step and every so many
-            steps, so that ranks that drift apart are a `MismatchError`; 0: never; None: as
+        check_every: Compare checksums of the training state over ranks every so many steps, and in steps 2,
+            4, 8, ... before that, so that ranks that drift apart are a `MismatchError`; 0: never; None: as
             MULTIRING_CHECK_EVERY says (100).
     """
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring.arrays import multiply
-from multiring.errors import AbortedError, InternalError, UsageError
+from multiring.errors import InternalError, UsageError
 from multiring.gradients.bucket_exchange import wait_for
 from multiring.gradients.bucket_memory import BucketMemory, Bytes, bytes_at, numpy_array
 from multiring.gradients.bucketing import Bucket, ParameterSpec
@@ -28,6 +28,7 @@ from multiring.gradients.model_check import check_same
 from multiring.gradients.options import ReducerOptions, check_parameters
 from multiring.gradients.participation import answer_rounds
 from multiring.gradients.round import Round
+from multiring.gradients.same_data import SameDataCheck
 from multiring.gradients.source import IN_SLOT, GradientSource, InPlace, RoundResult
 from multiring.gradients.top_k import TopKExchange, make_exchange
 
@@ -92,6 +93,7 @@ class GradientReducer:
         self.generation = 0
         self._memory = BucketMemory(self._comm, self.plan, self.specs, options, as_array)
         self._exchange = make_exchange(self._comm, self._memory, self.specs, options)
+        self._same_data = SameDataCheck(self._comm, options.check_every)
 
     @property
     def comm(self) -> Communicator | None:
@@ -178,6 +180,7 @@ class GradientReducer:
             name = f"{self.options.name}: order of arrival"
             current.order = (order, self._comm.broadcast_async(order, root=0, out=order, name=name))
         self._arrivals = None
+        self._same_data.send()
 
     def finish(self, *, joined: bool = False) -> RoundResult:
         """End the round: `flush` and wait for all buckets. Collective.
@@ -198,6 +201,7 @@ class GradientReducer:
         finally:
             self._round = None
             self._produced = bytearray(len(self.specs))
+        self._same_data.end_round()
         for index, kept in current.kept.items():
             if not result.produced[index]:
                 self._memory_of(current, index)[:] = kept
@@ -296,6 +300,7 @@ class GradientReducer:
 
     def _begin(self) -> Round:
         self._round = Round(bytearray(len(self.specs)), [len(bucket.slots) for bucket in self.plan.buckets])
+        self._same_data.begin_round()
         return self._round
 
     def _send(self, current: Round, *, joined: bool) -> None:
@@ -306,6 +311,7 @@ class GradientReducer:
         if source is None and not joined:
             raise InternalError(f"rank {self._rank}: the source of the gradients is gone before its reducer")
         self._locate(current, bucket, source)
+        self._same_data.add(self._memory_of(current, slot.index) for slot in bucket.slots)
         produced = [current.ready[slot.index] for slot in bucket.slots]
         if self._exchange is None:
             self._memory.raise_flags(number, produced, not joined)
@@ -313,12 +319,7 @@ class GradientReducer:
                 self._multiply(current, bucket, options.scale)
             current.works.append(None)
             return
-        try:
-            work = self._exchange.send(number, current.elsewhere, produced, not joined)
-        except AbortedError:
-            wait_for(current.works)  # raises what broke the communicator if an earlier bucket has met it
-            raise
-        current.works.append(work)
+        current.works.append(self._exchange.send(number, current.elsewhere, produced, not joined))
 
     def _locate(self, current: Round, bucket: Bucket, source: GradientSource | None) -> None:
         """Ask where the gradients of a bucket are, and fill the slots of those that this rank lacks."""

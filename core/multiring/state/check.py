@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from numbers import Real
 from typing import TYPE_CHECKING
 
@@ -12,33 +13,24 @@ import numpy as np
 from multiring import config
 from multiring.arrays import checksum
 from multiring.errors import UsageError
-from multiring.gradients.model_check import check_same
+from multiring.gradients.model_check import Entry, check_same
+from multiring.state.advice import BROADCAST, advice_for
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["Description", "StateCheck", "advice_at", "check_interval", "describe"]
+__all__ = [
+    "NUMBERS_EVERY",
+    "Description",
+    "Scope",
+    "StateCheck",
+    "check_interval",
+    "compare_state",
+    "scope_at",
+]
 
-_ADVICE = (
-    "use the same hyperparameters on every rank, and change parameters in the same way on all of them "
-    "(docs/correctness.md; check_every=0 turns this check off, as for weights that each rank perturbs on its "
-    "own while gradients are computed)"
-)
-
-
-def advice_at(step: int | None, call: str = "broadcast_parameters") -> str:
-    """What to do about state that differs over ranks.
-
-    Args:
-        step: Where it was found, or None where that is not known. At the second one, the first that compares,
-            it has mostly differed from the start.
-        call: What broadcasts the state.
-    """
-    if step is None:
-        return f"if this is step 2, {call} was most likely not called before the first step; {_ADVICE}"
-    if step == 2:
-        return f"most likely {call} was not called, on every rank, before the first step; else {_ADVICE}"
-    return f"broadcast parameters and optimizer state before the first step, {_ADVICE}"
+NUMBERS_EVERY = 10
+_CHECKSUM = " with checksum "  # only arrays have one
 
 
 def check_interval(rank: int, every: int | None) -> int:
@@ -51,6 +43,33 @@ def check_interval(rank: int, every: int | None) -> int:
     if interval < 0:
         raise UsageError(f"rank {rank}: check_every is {interval}; pass 0 (never) or more")
     return interval
+
+
+class Scope(Enum):
+    """What a step compares."""
+
+    NOTHING = 0
+    NUMBERS = 1
+    """What is a single number: learning rates and the like, which cost nothing."""
+    EVERYTHING = 2
+
+
+def scope_at(step: int, every: int) -> Scope:
+    """What a step compares, where everything is compared every so many steps (0: never).
+
+    The second step does, because a broadcast that was forgotten or an optimizer of another kind shows there;
+    then the powers of two below the interval, for jobs that are shorter than it, and its multiples. Numbers
+    are compared in every tenth step as well.
+
+    Args:
+        step: From 1.
+        every: Steps between two comparisons.
+    """
+    if not every or step < 2:
+        return Scope.NOTHING
+    if step % every == 0 or (step < every and step & (step - 1) == 0):
+        return Scope.EVERYTHING
+    return Scope.NOTHING if step % NUMBERS_EVERY else Scope.NUMBERS
 
 
 class StateCheck:
@@ -77,26 +96,25 @@ class StateCheck:
         self._every = check_interval(comm.rank, every)
         advice = "pass the same check_every, and set the same MULTIRING_CHECK_EVERY, on every rank"
         check_same(comm, [("check_every", str(self._every))], "interval of the state check", advice=advice)
-        self._step, self._compare_until = 0, 2
+        self._step = self._compare_until = 0
 
     def due(self) -> bool:
-        """Count a step; whether this one compares. To be called once in each step, on every rank.
-
-        The second step compares, because a broadcast that was forgotten or an optimizer of another kind shows
-        there, and then each that is a multiple of the interval.
-        """
-        is_due = self.is_next_due()
+        """Count a step; whether this one compares anything. To be called once in each step, on every rank."""
         self._step += 1
-        return is_due
+        return self._scope(self._step) is not Scope.NOTHING
 
-    def is_next_due(self) -> bool:
-        """What `due` is going to say of the next step, as things are."""
-        step = self._step + 1
+    def describe_for_next(
+        self, entries: Iterable[tuple[str, object]]
+    ) -> list[tuple[str, Description]] | None:
+        """What the next step is to say of these entries in their place, as they are now; None: it compares
+        nothing."""
+        scope = self._scope(self._step + 1)
+        return None if scope is Scope.NOTHING else _described(entries, scope)
+
+    def _scope(self, step: int) -> Scope:
         if self._comm.size == 1 or not self._every:
-            return False
-        if step <= self._compare_until:
-            return step > 1
-        return step % self._every == 0
+            return Scope.NOTHING
+        return Scope.EVERYTHING if 1 < step <= self._compare_until else scope_at(step, self._every)
 
     def compare_next(self, steps: int = 2) -> None:
         """Compare in each of the next steps: something has changed the state of all ranks: a broadcast.
@@ -124,8 +142,8 @@ class StateCheck:
         A program with several models begins with all before it waits for one: ranks may have them in any
         order.
         """
-        what, advice = f"{self._what} at step {self._step}", advice_at(self._step)
-        described = [(name, _describe(value)) for name, value in entries] if active else None
+        step, what = self._step, f"{self._what} at step {self._step}"
+        described = _described(entries, self._scope(step)) if active else None
         if self._comm.size == 1:
             return lambda: None
         own = np.zeros((1, 32), np.uint8)  # all zeros: this rank agrees with all
@@ -135,7 +153,7 @@ class StateCheck:
 
         def finish() -> None:
             if len({row.tobytes() for row in work.wait() if row.any()}) > 1:
-                check_same(self._comm, described, what, advice=advice)
+                check_same(self._comm, described, what, advice=_adviser(step, BROADCAST))
 
         return finish
 
@@ -144,21 +162,56 @@ class StateCheck:
         self._comm = comm
 
 
+def compare_state(
+    comm: Communicator,
+    entries: Iterable[tuple[str, object]],
+    when: str,
+    *,
+    call: str = BROADCAST,
+) -> None:
+    """Raise on every rank unless all ranks have equal entries, as `StateCheck.compare`. Collective.
+
+    Args:
+        comm: Ranks that train together.
+        entries: As for `StateCheck.compare`.
+        when: For the message: "the end of epoch 3".
+        call: What broadcasts the state.
+
+    Raises:
+        MismatchError: The ranks differ.
+    """
+    described = _described(entries, Scope.EVERYTHING)
+    check_same(comm, described, f"training state at {when}", advice=_adviser(0, call))
+
+
 class Description(str):
-    """What `describe` has said of a value earlier, in the value's place."""
+    """What was said of a value earlier, in the value's place."""
 
     __slots__ = ()
     __repr__ = str.__str__
 
 
-def describe(value: object) -> Description:
-    """What is compared of a value. A NumPy number counts as the Python number that it equals."""
-    return Description(_describe(value))
+def _adviser(step: int, call: str) -> Callable[[Sequence[Entry], Sequence[Entry]], str]:
+    def advise(differing: Sequence[Entry], compared: Sequence[Entry]) -> str:
+        arrays = [name for name, text in differing if _CHECKSUM in text]
+        return advice_for(step, arrays, sum(_CHECKSUM in text for _, text in compared), call)
+
+    return advise
+
+
+def _described(entries: Iterable[tuple[str, object]], scope: Scope) -> list[tuple[str, Description]]:
+    """What is compared of entries where that is the scope. Without a step everything is."""
+    return [
+        (name, Description(_describe(value)))
+        for name, value in entries
+        if scope is not Scope.NUMBERS or not (isinstance(value, np.ndarray) and value.size != 1)
+    ]
 
 
 def _describe(value: object) -> str:
+    """A NumPy number counts as the Python number that it equals."""
     if isinstance(value, np.ndarray):
-        return f"{value.dtype} {value.shape} with checksum {checksum(value):016x}"
+        return f"{value.dtype} {value.shape}{_CHECKSUM}{checksum(value):016x}"
     if isinstance(value, Real) and not isinstance(value, bool):
         return repr(float(value))
     # The order of a set of strings differs by process.

@@ -28,7 +28,7 @@ def change_rate(model: Any) -> None:
 
 def differs(text: str) -> pytest.MarkDecorator:
     return all_raise(
-        MismatchError, "the training state at step 5 differs over ranks", text, "rank 0 with checksum"
+        MismatchError, "the training state at step 4 differs over ranks", text, "rank 0 with checksum"
     )
 
 
@@ -165,14 +165,17 @@ def test_callbacks_decide_alike(comm: Communicator) -> None:
     """Metrics of one rank alone get worse, are the best, or are not numbers: all ranks do the same."""
     x = np.ones((6, 4), "float32")
 
-    def fit(targets: Any, *chosen: Any, only: int | None = None) -> Any:
+    def fit(targets: Any, *chosen: Any, only: int | None = None, validates: bool = False) -> Any:
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
         model.compile(mt.DistributedOptimizer(keras.optimizers.SGD(1e-3), comm), "mse")
         added = [callbacks.BroadcastInitialState(comm=comm)]
         if only is None or only == comm.rank:
             added = [*chosen, *added]
-        history = model.fit(x, targets, 2, epochs=6, verbose=0, shuffle=False, callbacks=added).history
+        validation = (x, targets) if validates else None
+        history = model.fit(
+            x, targets, 2, epochs=6, verbose=0, shuffle=False, callbacks=added, validation_data=validation
+        ).history
         return len(history["loss"]), history["loss"][-1], float(model.optimizer.learning_rate)
 
     # The mean of the targets is learnt: rank 0's loss rises, rank 1's falls.
@@ -183,6 +186,10 @@ def test_callbacks_decide_alike(comm: Communicator) -> None:
         fit(targets, keras_callbacks.EarlyStopping("loss", patience=0, mode="max"), only=0),
         fit(targets, keras_callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1e9)),
         fit(targets, keras_callbacks.ReduceLROnPlateau("loss", patience=1), only=None),
+        fit(
+            *(targets, keras_callbacks.ReduceLROnPlateau("val_loss", patience=1, min_delta=1e9)),
+            validates=comm.rank == 0,
+        ),
     ]
     with np.errstate(invalid="ignore"):
         broken = np.where(np.arange(6)[:, None] == 3, np.nan, targets) if comm.rank == 1 else targets
@@ -191,7 +198,29 @@ def test_callbacks_decide_alike(comm: Communicator) -> None:
     assert everyone[0] == everyone[1], everyone
     assert found[1][0] < 6, "one rank's decision to stop counts for all"
     assert found[2][2] < 1e-3
+    assert found[4][2] < 1e-3
     assert {steps for steps, *_ in comm.allgather_object(model_stops)} == {1}
+
+
+@all_raise(
+    MismatchError,
+    "training state at the end of epoch 2",
+    what={"rate": "'learning rate' 0.1.* on rank 1", "frozen": "frozen/kernel'.* on rank 1"},
+)
+def test_each_epoch_compares_what_callbacks_change(comm: Communicator, what: str) -> None:
+    model = keras.Sequential([keras.layers.Dense(2, name="frozen"), keras.layers.Dense(1)])
+    model.build((None, 4))
+    model.layers[0].trainable = False
+    model.compile(mt.DistributedOptimizer(keras.optimizers.SGD(0.1), comm, check_every=1000), "mse")
+
+    def change(epoch: int, _: Any) -> None:
+        if epoch == 1 and comm.rank == 0 and what == "rate":
+            model.optimizer.learning_rate = 0.2
+        elif epoch == 1 and comm.rank == 0:
+            model.layers[0].kernel.assign(model.layers[0].kernel * 2)
+
+    added = [callbacks.BroadcastInitialState(comm=comm), keras.callbacks.LambdaCallback(on_epoch_end=change)]
+    model.fit(np.ones((4, 4)), np.ones((4, 1)), 4, epochs=4, verbose=0, callbacks=added)
 
 
 @on_ranks(3)

@@ -139,20 +139,28 @@ def test_buffers_of_different_shapes_are_refused(ranks: Pool, when: str) -> None
     what={
         "tensor rate": r"^step 2: .*'parameter 0\.weight'",  # the update has been made with it
         "optimizer": r"^step 2: .*'parameter 0\.weight'",
-        "edit": r"^step 8: .*'parameter 2\.weight'",
+        "edit": r"^step 8: .*'parameter 2\.weight'.*something has changed them on some rank alone",
+        "frozen": r"^step 2: .*'parameter 0\.weight'",
+        "codebook": r"^step 8: .*'parameter codes'",
     },
 )
 def test_drift_is_an_error_on_every_rank(comm: Communicator, what: str) -> None:
     model = make_model()
     rate: Any = torch.tensor(0.1 + 0.1 * comm.rank) if what == "tensor rate" else 0.1
     kind = torch.optim.Adam if what == "optimizer" and comm.rank == 1 else torch.optim.SGD
+    if what == "frozen":
+        model[0].weight.requires_grad_(False).add_(comm.rank)
+    model.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = multiring.torch.DistributedOptimizer(
-        kind(model.parameters(), rate), model, comm, check_every=4, **SMALL
+        kind([{"params": trained, "of_this_rank": comm.rank}], rate), model, comm, check_every=4, **SMALL
     )
     for step in range(1, 9):
         if what == "edit" and step == 6 and comm.rank == 1:
             with torch.no_grad():
                 model[2].weight[0, 0] += 1e-9
+        if what == "codebook" and step == 6:
+            model.codes += comm.rank
         optimizer.zero_grad()
         try:
             torch.autograd.backward(squares(model, comm.rank))

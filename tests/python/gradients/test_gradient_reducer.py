@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -143,6 +144,26 @@ def test_an_array_cannot_be_two_gradients(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="'a' and 'b' have the same array"):
         source.reducer.mark_ready(1)
     source.reducer.close()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("data", "every"), [("same", None), ("same", 0), ("own", None), ("zeros", None)])
+def test_the_same_data_on_all_ranks_is_told_once(comm: Communicator, data: str, every: int | None) -> None:
+    specs = [ParameterSpec(name, (3,), "float32") for name in ("a", "b")]
+    source = Source(comm, specs, ReducerOptions(bucket_bytes=1, first_bucket_bytes=1, check_every=every))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            source.begin([1])
+            b = {"same": 2.0, "own": 2.0 + comm.rank, "zeros": 0.0}[data]
+            source.values = {0: 0.0 if data == "zeros" else 1.0, 1: b}
+            source.reducer.mark_ready(0)
+            source.reducer.finish()
+    source.reducer.close()
+    texts = [
+        str(one.message) for one in told if "most likely each trains on the same data" in str(one.message)
+    ]
+    assert len(texts) == (comm.rank == 0 and data == "same" and every is None)
 
 
 @on_ranks(RANKS)

@@ -75,9 +75,24 @@ def test_what_is_equal_passes(comm: Communicator) -> None:
 
 @on_ranks(1, 2)
 def test_steps_that_compare(comm: Communicator) -> None:
-    for every, expected in ((0, []), (1, [*range(2, 13)]), (5, [2, 5, 10]), (100, [2])):
+    for every, expected in ((0, []), (1, [*range(2, 13)]), (5, [2, 4, 5, 10]), (100, [2, 4, 8, 10])):
         check = StateCheck(comm, every)
         assert [step for step in range(1, 13) if check.due()] == (expected if comm.size > 1 else [])
+
+
+@on_ranks(2)
+def test_numbers_are_compared_in_every_tenth_step(comm: Communicator) -> None:
+    check = StateCheck(comm, 100)
+    for _ in range(10):
+        check.due()
+    weight = np.full(2, comm.rank)
+    check.compare([("rate", 0.1), ("weight", weight)])
+    with pytest.raises(MismatchError, match="step 10.*'rate' 0.0 on rank 0, but 'rate' 1.0 on rank 1"):
+        check.compare([("weight", weight), ("rate", float(comm.rank))])
+    for _ in range(6):
+        check.due()
+    with pytest.raises(MismatchError, match="step 16.*'weight'"):
+        check.compare([("weight", weight), ("rate", float(comm.rank))])
 
 
 @on_ranks(2)
