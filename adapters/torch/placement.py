@@ -134,7 +134,7 @@ class GradientPlaces:
         """This is a reduced gradient."""
         self._note(index, gradient)
 
-    def is_known(self, index: int, gradient: Tensor) -> bool:
+    def _is_known(self, index: int, gradient: Tensor) -> bool:
         """Whether this is the tensor that was reduced last, which may have been written to since."""
         known = self._reduced.get(index)
         return known is not None and known[0]() is gradient and known[1] == _address(gradient)
@@ -142,30 +142,27 @@ class GradientPlaces:
     def is_new(self, index: int, gradient: Tensor) -> bool:
         """Whether the gradient is not the one that was reduced last, or was written to since."""
         known = self._reduced.get(index)
-        if known is None or not self.is_known(index, gradient):
+        if known is None or not self._is_known(index, gradient):
             return True
         version, view = known[2], self._places[index].view
         if version is None and view is not None:
             return not torch.equal(gradient, view)
         return version != _version(gradient)
 
-    def find_replaced(self, parameters: Parameters, produced: NDArray[np.bool_]) -> list[int]:
-        """Gradients that are not what was reduced last. Writes to those that `produced` tells of are edits of
-        reduced gradients, and go unmentioned."""
+    def find_replaced(self, parameters: Parameters) -> list[int]:
+        """Gradients that are other tensors than those that were reduced last. Writes to these are edits of
+        reduced gradients."""
         found = []
         for index, parameter in enumerate(parameters):
             gradient = None if parameter is None else parameter.grad
             if gradient is None:
                 continue
-            known = self._reduced.get(index)
-            if known is None or not self.is_known(index, gradient):
+            if not self._is_known(index, gradient):
                 found.append(index)
-            elif known[2] != (version := _version(gradient)):
-                if produced[index]:
-                    if known[2] is not None:
-                        self._reduced[index] = known[0], known[1], version
-                elif self.is_new(index, gradient):
-                    found.append(index)
+            elif self._reduced[index][2] is not None:
+                self._note(index, gradient)
+            elif (view := self._places[index].view) is not None:
+                view.copy_(gradient.detach())  # what tells it from a new one later
         return found
 
     def check(self, parameters: Parameters) -> None:

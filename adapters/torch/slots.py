@@ -66,7 +66,6 @@ class ParameterSlots:
         self._held: weakref.ref[Held] | None = None
         self._comm, self._options, self._sparse = comm, options, frozenset(sparse)
         self._reducer: GradientReducer | None = None
-        self._is_everyone_active = True
         self._plan()
 
     @property
@@ -143,7 +142,6 @@ class ParameterSlots:
         finally:
             self._places.forget_round()
         self.produced_since_step |= result.produced
-        self._is_everyone_active = bool(result.active.all())
         return result
 
     def cancel(self) -> None:
@@ -212,13 +210,8 @@ class ParameterSlots:
         self.reducer.load_residuals(residuals, resting)
 
     def replaced_gradients(self) -> list[int]:
-        """Gradients that are not what was reduced last: other tensors, and those that were written to.
-
-        Where ranks have joined, which could not answer `find_new`, writes to what was reduced since the last
-        step are taken for what all ranks do alike, such as clipping.
-        """
-        edited = self.produced_since_step & (not self._is_everyone_active)
-        return self._places.find_replaced(self.hold(), edited)
+        """Gradients that are other tensors than those that were reduced last."""
+        return self._places.find_replaced(self.hold())
 
     def find_new(self, replaced: list[int]) -> bool:
         """Find which of the gradients that the program has replaced are still to be reduced: those that are
@@ -229,40 +222,18 @@ class ParameterSlots:
         """
         parameters, comm = self.hold(), self.reducer.comm
         gradients = {index: p.grad for index in replaced if (p := parameters[index]) is not None}
-        own = {
-            index: (checksum(gradient), self._places.is_known(index, gradient))
-            for index, gradient in gradients.items()
-            if gradient is not None
-        }
+        own = {index: checksum(gradient) for index, gradient in gradients.items() if gradient is not None}
         everyone = [own] if comm is None else comm.allgather_object(own)
         is_any_new = False
         for index in sorted(set().union(*everyone)):
-            found = [other.get(index) for other in everyone]
-            is_reduced = bool(self.produced_since_step[index])
-            is_new = not is_reduced or len({None if one is None else one[0] for one in found}) > 1
+            is_new = not self.produced_since_step[index] or len({other.get(index) for other in everyone}) > 1
             is_any_new |= is_new
-            # Something was added to a reduced gradient, which on other ranks may be as it was.
-            is_sum = is_new and is_reduced and any(one is not None and one[1] for one in found)
-            if is_sum and (self._options.op != "average" or self._options.scale != 1.0):
-                raise self._cannot_add(index)
-            parameter = parameters[index]
-            has_gradient = parameter is not None and parameter.grad is not None
-            if is_new and has_gradient and (is_sum or index in own):
+            gradient = gradients.get(index)
+            if gradient is not None and is_new:
                 self.reducer.mark_produced(index)
-            elif (gradient := gradients.get(index)) is not None:
+            elif gradient is not None:
                 self._places.note(index, gradient)  # the same on all ranks, made of what was reduced
         return is_any_new
-
-    def _cannot_add(self, index: int) -> UsageError:
-        name = self.reducer.specs[index].name
-        return UsageError(
-            f"rank {self._comm.rank}: the gradient of '{name}' was reduced in backward and then written to, "
-            "and ranks have different values now: to reduce what was added would add up again what had been "
-            "reduced, as gradients are summed or scaled; add local gradients before that (inside of "
-            "no_sync()), or use averages",
-            rank=self._comm.rank,
-            tensor=name,
-        )
 
     def locate(self, index: int, is_ready: bool) -> InPlace | None:
         """Part of `GradientSource`: where the gradient is, if there is one.

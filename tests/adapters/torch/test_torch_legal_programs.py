@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import multiring.torch
 from multiring import Communicator
-from multiring.errors import UsageError
+from multiring.errors import MismatchError, UsageError
 from tests.adapters.torch.support import (
     SMALL,
     assert_gradients,
@@ -254,46 +254,40 @@ def test_a_block_with_hooks_of_its_own(comm: Communicator) -> None:
         handle.remove()
 
 
-@all_raise(
-    UsageError, op={"average": None, "sum": r"'0\.weight' was reduced in backward and then written to"}
-)
-def test_local_gradients_added_to_reduced_ones(comm: Communicator, op: Any) -> None:
-    """To reduced ones, in place, on rank 0 to another parameter as well; the same edits are left alone."""
+def test_edits_of_reduced_gradients_send_nothing(comm: Communicator) -> None:
+    """Rank 1 makes its step when rank 0 has made its own."""
     model, reference = make_model(), make_model()
     optimizer = multiring.torch.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1), model, comm, op=op, check_every=1, **SMALL
+        torch.optim.SGD(model.parameters(), 0.1), model, comm, check_every=0, **SMALL
     )
     steps = torch.optim.SGD(reference.parameters(), 0.1)
-
-    def added(part: Any, rank: int) -> list[Tensor]:
-        chosen = list(part.parameters())[: 3 if rank else 4]
-        return list(torch.autograd.grad((part(draw(10 + rank)) ** 4).mean(), chosen))
-
-    for step in range(3):
+    for _ in range(3):
         optimizer.zero_grad()
         torch.autograd.backward(squares(model, comm.rank))
-        if step:
-            for p, more in zip(model.parameters(), added(model, comm.rank), strict=False):
-                assert p.grad is not None
-                p.grad += more
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if comm.rank == 1:
+            comm.recv(0)
         optimizer.step()
+        if comm.rank == 0:
+            comm.send(torch.zeros(1), 1)
         gradients = expected(comm, squares, lambda: copy.deepcopy(reference))
         for p, gradient in zip(reference.parameters(), gradients, strict=True):
             p.grad = gradient
-        for rank in range(comm.size if step else 0):
-            for p, more in zip(reference.parameters(), added(reference, rank), strict=False):
-                assert p.grad is not None
-                p.grad += more / comm.size
+        nn.utils.clip_grad_norm_(reference.parameters(), 1e-3)
         steps.step()
-        steps.zero_grad()
     assert_same_weights(model, reference, rtol=1e-12)
-    # What is the same on all ranks is not reduced again; ranks that have left are not asked.
-    with optimizer.join():
-        for _ in range(2 + comm.rank):
-            optimizer.zero_grad()
-            torch.autograd.backward(squares(model, comm.rank))
-            rounds = optimizer._hooks.rounds
-            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            optimizer.step()
-            assert optimizer._hooks.rounds == rounds
     optimizer.remove()
+
+
+@all_raise(MismatchError, r"step 2: .*'parameter 0\.weight'")
+def test_edits_that_differ_are_found(comm: Communicator) -> None:
+    model = make_model()
+    optimizer = multiring.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model, comm, **SMALL
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        torch.autograd.backward(squares(model, comm.rank))
+        assert model[0].weight.grad is not None
+        model[0].weight.grad += comm.rank
+        optimizer.step()
