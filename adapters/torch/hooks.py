@@ -34,11 +34,12 @@ __all__ = ["GradientHooks"]
 class _Pass:
     """One backward pass. The engine holds it until the pass has ended, or was aborted by an exception."""
 
-    def __init__(self, hooks: GradientHooks, reduce: bool) -> None:
+    def __init__(self, hooks: GradientHooks, position: int, reduce: bool) -> None:
         self.reduce = reduce
         self._hooks = hooks
         # What is taken part with, so that the parameters need not be looked up for every gradient.
         self._held = hooks._slots.begin()
+        self.kept = hooks._slots.find_kept(position)
         # Callbacks of other models run in between, so that all have sent before any waits.
         self._steps = iter(hooks._steps() if reduce else ())
         self._inner: torch.utils.hooks.RemovableHandle | None = None
@@ -176,6 +177,10 @@ class GradientHooks:
         """What was reduced so far is used up: what replaces it is not made of it."""
         self._slots.produced_since_step[:] = False
 
+    def begin_group(self) -> None:
+        """The program has cleared gradients: backward passes are counted anew."""
+        self._passes = 0
+
     def note_step(self, *, is_common: bool) -> None:
         """The optimizer has stepped; see `ModelState.note_step`."""
         if self._state is not None:
@@ -244,7 +249,9 @@ class GradientHooks:
         """The gradient of a parameter has been accumulated."""
         current = None if self._pass is None else self._pass()
         if current is None:
-            current = self._begin_pass()
+            current = self._begin_pass(position)
+        if position in current.kept:
+            raise self._slots.cannot_add(position)
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
             raise UsageError(
@@ -275,7 +282,7 @@ class GradientHooks:
             self._state.take_over()
             self._state.compare()
 
-    def _begin_pass(self) -> _Pass:
+    def _begin_pass(self, position: int) -> _Pass:
         if _is_autograd_compiled():
             raise UsageError(
                 f"rank {self._comm.rank}: gradients are not reduced in a backward pass that compiled "
@@ -283,7 +290,7 @@ class GradientHooks:
                 "the model works without it)"
             )
         self._slots.cancel()
-        current = _Pass(self, self._enabled and self._passes + 1 >= self._passes_per_round)
+        current = _Pass(self, position, self._enabled and self._passes + 1 >= self._passes_per_round)
         self._pass = weakref.ref(current)
         current.queue()
         return current

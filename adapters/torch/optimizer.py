@@ -163,6 +163,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients; see `torch.optim.Optimizer.zero_grad`."""
         self._wrapped.zero_grad(set_to_none)
+        self._hooks.begin_group()
         self._stepped()  # or a step that GradScaler has left out
 
     def state_dict(self) -> dict[str, Any]:

@@ -139,6 +139,15 @@ class GradientPlaces:
         known = self._reduced.get(index)
         return known is not None and known[0]() is gradient and known[1] == _address(gradient)
 
+    def is_kept(self, index: int, gradient: Tensor, *, was_added_to: bool) -> bool:
+        """Whether this is what was reduced last, not zeroed since; autograd may have added to it once."""
+        known = self._reduced.get(index)
+        if known is None or not self._is_known(index, gradient):
+            return False
+        if was_added_to:
+            return known[2] is not None and _version(gradient) == known[2] + 1
+        return bool((gradient if gradient.layout is torch.strided else gradient.coalesce().values()).any())
+
     def is_new(self, index: int, gradient: Tensor) -> bool:
         """Whether the gradient is not the one that was reduced last, or was written to since."""
         known = self._reduced.get(index)

@@ -93,7 +93,8 @@ class ParameterSlots:
             What to keep until the round has ended.
         """
         held = self.hold()
-        if self._requirements(held.watched) != self._required:
+        required = self._requirements(held.watched)
+        if required != self._required and any(required):  # while all are frozen nothing is there to reduce
             self._plan()
             held = self.hold()
         return held
@@ -107,6 +108,35 @@ class ParameterSlots:
             held.watched = watched
             self._held = weakref.ref(held)
         return held
+
+    def find_kept(self, arrived: int) -> frozenset[int]:
+        """Positions of reduced gradients that the program has not zeroed, when a backward pass begins. What
+        it adds to them must not be reduced together with them again, unless gradients are plain averages.
+
+        Args:
+            arrived: The position whose gradient has come already.
+        """
+        if self._options.op == "average" and self._options.scale == 1.0:
+            return frozenset()
+        parameters, places = self.hold(), self._places
+        return frozenset(
+            position
+            for position, index in self._index.items()
+            if (parameter := parameters[index]) is not None
+            and parameter.grad is not None
+            and places.is_kept(index, parameter.grad, was_added_to=position == arrived)
+        )
+
+    def cannot_add(self, position: int) -> UsageError:
+        """What to raise where a backward pass has added to one of those."""
+        name = self._names[position]
+        return UsageError(
+            f"rank {self._comm.rank}: a backward pass has added to the gradient of '{name}', which was "
+            "reduced before and would be summed or scaled again: call zero_grad() after each step, put all "
+            "backward passes of a step but the last into no_sync(), or use averages",
+            rank=self._comm.rank,
+            tensor=name,
+        )
 
     def mark_produced(self, position: int) -> None:
         """A gradient was accumulated that a later round is to contain."""

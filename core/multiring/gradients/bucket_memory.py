@@ -167,7 +167,7 @@ class BucketMemory:
 
     def read_flags(self, number: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Flags of all ranks after the reduction: (per slot: any rank produced it, per rank: it has data)."""
-        flags = self._flags[number] != 0
+        flags = self._flags[number] << 1 != 0  # a negative scale makes -0.0 of zeros
         slots = len(self.buckets[number].slots)
         return flags[:slots], flags[slots:]
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import multiring.torch
 from multiring import Communicator
+from multiring.errors import UsageError
 from multiring.gradients.reducer import GradientReducer
 from tests.adapters.torch.support import (
     SMALL,
@@ -24,7 +25,7 @@ from tests.adapters.torch.support import (
     make_model,
     squares,
 )
-from tests.on_ranks import on_ranks
+from tests.on_ranks import all_raise, on_ranks
 
 
 class _Observe(torch.autograd.Function):
@@ -211,6 +212,7 @@ def test_sum_and_scales(comm: Communicator) -> None:
             model.zero_grad()
             with hooks.no_sync() if step == 0 else nullcontext():
                 torch.autograd.backward(model[0](draw(1)).sum() * 0.0)
+            assert all(p.grad is None for p in model[1:].parameters())
             torch.autograd.backward(squares(model, comm.rank))
             assert_gradients(model, [g * factor for g in expected(comm, squares)], comm)
         hooks.remove()
@@ -222,12 +224,29 @@ def test_a_sum_leaves_gradients_without_news_alone(comm: Communicator) -> None:
     hooks = multiring.torch.register_gradient_hooks(model, comm, average=False, **SMALL)
     torch.autograd.backward(squares(model, comm.rank))
     before = gradients_of(model)
+    model[:1].zero_grad(set_to_none=False)
     torch.autograd.backward(model[:1](draw(comm.rank)).sum())
     for place, (one, other) in enumerate(zip(gradients_of(model), before, strict=True)):
         assert one is not None
         assert other is not None
         assert torch.equal(one, other) == (place > 1)
     hooks.remove()
+
+
+@pytest.mark.parametrize("between", ["nothing", "clipping", "a pass that stays local"])
+@pytest.mark.parametrize("options", [{"average": False}, {"prescale": 0.5}])
+@all_raise(UsageError, "which was reduced before and would be summed or scaled again: call zero_grad")
+def test_what_was_reduced_is_not_reduced_again(comm: Communicator, options: Any, between: str) -> None:
+    model = make_model()
+    hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL, **options)
+    for kept in (False, True):
+        for _ in range(2):
+            model.zero_grad(set_to_none=not kept)
+            torch.autograd.backward(squares(model, comm.rank))
+    if between == "clipping":
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with hooks.no_sync() if between.startswith("a pass") else nullcontext():
+        torch.autograd.backward(squares(model, comm.rank))
 
 
 @on_ranks(1)

@@ -254,6 +254,29 @@ def test_a_block_with_hooks_of_its_own(comm: Communicator) -> None:
         handle.remove()
 
 
+def test_all_parameters_are_frozen_for_a_while(comm: Communicator) -> None:
+    model, reference = make_model(), make_model()
+    optimizer = multiring.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model, comm, check_every=1, **SMALL
+    )
+    steps = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
+    for step in range(6):
+        is_frozen = step in (2, 3)
+        model.requires_grad_(not is_frozen)
+        optimizer.zero_grad()
+        if not is_frozen:
+            torch.autograd.backward(squares(model, comm.rank))
+            for p, g in zip(
+                reference.parameters(), expected(comm, squares, lambda: copy.deepcopy(reference)), strict=True
+            ):
+                p.grad = g
+        optimizer.step()
+        steps.step()
+        steps.zero_grad()
+    assert_same_weights(model, reference, rtol=1e-12)
+    optimizer.remove()
+
+
 def test_edits_of_reduced_gradients_send_nothing(comm: Communicator) -> None:
     """Rank 1 makes its step when rank 0 has made its own."""
     model, reference = make_model(), make_model()

@@ -161,6 +161,26 @@ def test_several_backward_passes_per_step(comm: Communicator) -> None:
     optimizer.remove()
 
 
+def test_zero_grad_begins_a_group_anew(comm: Communicator) -> None:
+    model, reference = make_model(), make_model()
+    optimizer = multiring.torch.DistributedOptimizer(
+        make_sgd(model), model, comm, backward_passes_per_step=2, op="sum", **SMALL
+    )
+    alone = make_sgd(reference)
+    for _ in range(2):
+        torch.autograd.backward(own_loss(model, comm.rank, 9))
+        optimizer.zero_grad()
+        alone.zero_grad()
+        for k in range(2):
+            torch.autograd.backward(own_loss(model, comm.rank, k))
+            torch.autograd.backward(whole_loss(reference, comm.size, k) * comm.size)
+        optimizer.step()
+        alone.step()
+        optimizer.zero_grad()
+        assert_same_weights(model, reference)
+    optimizer.remove()
+
+
 def test_a_rank_without_a_loss_takes_part(comm: Communicator) -> None:
     """A rank whose loss does not involve the model makes up for it in step()."""
     model, reference = make_model(), make_model()
