@@ -73,7 +73,7 @@ class GradientSlots:
         self._comm = comm
         specs = specifications(comm.rank, ready)
         self.reducer = GradientReducer(comm, specs, options, self)
-        self.is_repeatable = options.scale * (comm.size if options.op == "sum" else 1) == 1.0
+        self.is_repeatable = options.is_repeatable(comm.size)
         self._views: list[Array] = []
         # Weak: what the program lets go of is not to be kept until the next round.
         self._shown: list[Callable[[], Any]] = [_nothing] * len(specs)

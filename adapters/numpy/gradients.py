@@ -55,15 +55,23 @@ class GradientBuckets:
         own = self._reducer.comm
         self._check = None if own is None else StateCheck(own, options.get("check_every"))
         self._parameters = parameters
-        self._present = [False] * len(specs)
+        self.zero()
 
     def add(self, name: str, gradient: Array) -> None:
         """Add to a gradient of this step; more is to come, by `add` or by `ready`.
 
         Raises:
-            UsageError: Unknown name, or the gradient was said to be ready in this round.
+            UsageError: Unknown name, the gradient was said to be ready in this round, or what was reduced is
+                still there and would be summed or scaled again.
         """
         index = self._find(name)
+        if self._reduced[index] and not self._reducer.options.is_repeatable(self._comm.size):
+            raise UsageError(
+                f"rank {self._comm.rank}: '{name}' was reduced before and would be summed or scaled again "
+                "together with what is added; call zero() after each step, or use averages",
+                rank=self._comm.rank,
+                tensor=name,
+            )
         if self._reducer.is_ready(index):
             raise UsageError(
                 f"rank {self._comm.rank}: '{name}' was said to be ready in this round; call synchronize() "
@@ -105,13 +113,15 @@ class GradientBuckets:
             MismatchError: The ranks' parameters differ.
         """
         self._reducer.finish()
+        self._reduced = list(self._present)
         self._compare(active=True)
         views = self._reducer.views
         return {name: views[index] for name, index in self._index.items() if self._present[index]}
 
     def zero(self) -> None:
         """Forget the gradients: the next `add` sets instead of adding."""
-        self._present = [False] * len(self._present)
+        self._present = [False] * len(self._index)
+        self._reduced = [False] * len(self._index)
 
     @contextmanager
     def join(self, parameters: Mapping[str, Array]) -> Iterator[None]:

@@ -116,7 +116,7 @@ class ParameterSlots:
         Args:
             arrived: The position whose gradient has come already.
         """
-        if self._options.op == "average" and self._options.scale == 1.0:
+        if self._options.is_repeatable(self._comm.size):
             return frozenset()
         parameters, places = self.hold(), self._places
         return frozenset(

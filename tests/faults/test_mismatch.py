@@ -10,7 +10,6 @@ import pytest
 
 import multiring
 from multiring import AbortedError, Communicator, MismatchError
-from tests.on_ranks import on_ranks
 from tests.rank_pool import RankPool
 
 Pools = Callable[[int], RankPool]
@@ -97,7 +96,6 @@ def test_mismatch(ranks: Pools, case: str) -> None:
             assert (error.tensor, error.nbytes) == ("conv2", X.nbytes)
 
 
-@on_ranks(2)
 def test_the_others_need_not_look_at_data(comm: Communicator) -> None:
     """What the ranks would have received is not touched."""
     out = np.full(3 + comm.rank, 7.0)

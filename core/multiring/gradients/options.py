@@ -116,6 +116,10 @@ class ReducerOptions:
             first_bucket_bytes=self.first_bucket_bytes,
         )
 
+    def is_repeatable(self, size: int) -> bool:
+        """Whether to reduce a gradient again that is the same on all of `size` ranks changes nothing."""
+        return self.scale * (size if self.op == "sum" else 1) == 1.0
+
     @property
     def scale(self) -> float:
         """Product of both factors."""

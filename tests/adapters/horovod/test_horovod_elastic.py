@@ -11,10 +11,9 @@ import multiring.horovod.torch as hvd
 from multiring import Communicator
 from multiring.errors import PeerLostError
 from tests.adapters.horovod.support import with_hvd
-from tests.on_ranks import on_ranks, same_everywhere
+from tests.on_ranks import same_everywhere
 
 
-@on_ranks(2)
 @with_hvd
 def test_state_is_restored(comm: Communicator) -> None:
     torch.manual_seed(comm.rank)
@@ -48,7 +47,6 @@ def test_state_is_restored(comm: Communicator) -> None:
     assert len(optimizer.state) == 2
 
 
-@on_ranks(2)
 @with_hvd
 def test_lost_ranks_are_told_of(comm: Communicator) -> None:
     @hvd.elastic.run
@@ -59,7 +57,6 @@ def test_lost_ranks_are_told_of(comm: Communicator) -> None:
         train(hvd.elastic.ObjectState(batch=0))
 
 
-@on_ranks(2)
 @with_hvd
 def test_the_sampler_goes_on_where_it_was(comm: Communicator) -> None:
     sampler = hvd.elastic.ElasticSampler(range(21), shuffle=True, seed=3)

@@ -18,7 +18,7 @@ import multiring.horovod.tensorflow as hvt
 import multiring.horovod.tensorflow.keras as hvd
 from multiring import Communicator
 from tests.adapters.horovod.support import with_hvd
-from tests.on_ranks import on_ranks, same_everywhere
+from tests.on_ranks import same_everywhere
 
 OPTIMIZERS: dict[str, Any] = {
     "keras": (keras, keras.optimizers.SGD),
@@ -50,7 +50,6 @@ def data() -> tuple[Any, Any]:
     return x, x.sum(1, keepdims=True)
 
 
-@on_ranks(2)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @with_hvd
 def test_fit(comm: Communicator, kind: str) -> None:
@@ -74,7 +73,6 @@ def test_fit(comm: Communicator, kind: str) -> None:
         assert int(model.optimizer.iterations) == 8
 
 
-@on_ranks(2)
 @pytest.mark.parametrize("kind", ["keras", "tf_keras"])
 @with_hvd
 def test_callbacks(comm: Communicator, kind: str) -> None:
@@ -105,7 +103,6 @@ def test_callbacks(comm: Communicator, kind: str) -> None:
         hvd.callbacks.LearningRateScheduleCallback(None, 1.0)
 
 
-@on_ranks(2)
 @with_hvd
 def test_models_are_saved_and_loaded(comm: Communicator, tmp_path: Path) -> None:
     """As with the plain optimizer, so that they can be loaded without multiring; with its state."""
@@ -127,7 +124,6 @@ def test_models_are_saved_and_loaded(comm: Communicator, tmp_path: Path) -> None
     assert same_everywhere(comm, [weight.tolist() for weight in loaded.get_weights()])
 
 
-@on_ranks(2)
 @with_hvd
 def test_values_and_what_is_refused(comm: Communicator) -> None:
     assert hvd.allreduce(2.0 * comm.rank) == 1.0
@@ -144,7 +140,6 @@ def test_values_and_what_is_refused(comm: Communicator) -> None:
         hvd.DistributedOptimizer(hvt.DistributedOptimizer(keras.optimizers.SGD()))
 
 
-@on_ranks(2)
 @with_hvd
 def test_local_layers_and_loss_scales(comm: Communicator) -> None:
     x, y = data()
@@ -166,7 +161,6 @@ def test_local_layers_and_loss_scales(comm: Communicator) -> None:
     assert [weight.numpy().tolist() for weight in model.weights] == before
 
 
-@on_ranks(2)
 @with_hvd
 def test_state_in_fit(comm: Communicator) -> None:
     x, y = data()

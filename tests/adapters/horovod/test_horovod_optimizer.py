@@ -86,7 +86,6 @@ def test_training(comm: Communicator, what: str) -> None:
         assert_same_model(comm, model, reference)
 
 
-@on_ranks(2)
 @with_hvd
 def test_gradients_leave_during_backward(comm: Communicator) -> None:
     """That of the last layer is reduced before the first layer's has been computed."""

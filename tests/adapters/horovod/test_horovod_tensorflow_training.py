@@ -11,7 +11,7 @@ import tensorflow as tf
 import multiring.horovod.tensorflow as hvd
 from multiring import Communicator
 from tests.adapters.horovod.support import with_hvd
-from tests.on_ranks import on_ranks, same_everywhere
+from tests.on_ranks import same_everywhere
 
 tf1 = tf.compat.v1
 ROWS = 4  # of each rank
@@ -41,7 +41,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@on_ranks(2)
 @pytest.mark.parametrize("in_function", [False, True])
 @with_hvd
 def test_tapes(comm: Communicator, in_function: bool) -> None:
@@ -72,7 +71,6 @@ def test_tapes(comm: Communicator, in_function: bool) -> None:
         hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum, gradient_predivide_factor=2.0)
 
 
-@on_ranks(2)
 @with_hvd
 def test_local_sources_sparse_gradients_and_adasum(comm: Communicator) -> None:
     table, kernel, unused = tf.Variable(tf.ones([4, 2])), tf.Variable(1.0), tf.Variable(1.0)
@@ -97,7 +95,6 @@ def test_local_sources_sparse_gradients_and_adasum(comm: Communicator) -> None:
     np.testing.assert_allclose(orthogonal, [1.0, 1.0])
 
 
-@on_ranks(2)
 @pytest.mark.parametrize("what", ["plain", "averaged passes", "adasum"])
 @with_hvd
 def test_optimizers_of_tensorflow_1(comm: Communicator, what: str) -> None:
@@ -138,7 +135,6 @@ def test_optimizers_of_tensorflow_1(comm: Communicator, what: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-10)
 
 
-@on_ranks(2)
 @with_hvd
 def test_batch_normalisation_over_all_ranks(comm: Communicator) -> None:
     whole = tf.random.stateless_normal([8, 3], [1, 2]) * 3 + 100
@@ -155,7 +151,6 @@ def test_batch_normalisation_over_all_ranks(comm: Communicator) -> None:
     np.testing.assert_allclose(layer.moving_variance, reference.moving_variance, rtol=1e-4)
 
 
-@on_ranks(2)
 @with_hvd
 def test_state_is_restored(comm: Communicator) -> None:
     variable = tf.Variable(float(comm.rank))

@@ -86,6 +86,11 @@ def test_sums_of_mixed_dtypes(comm: Communicator) -> None:
         assert found["half"].dtype == np.float16
         np.testing.assert_array_equal(found["half"], 0.5 * sum(range(comm.size + 1)))
         np.testing.assert_array_equal(found["single"], 0.5 * step)
+        for name in found:
+            with pytest.raises(
+                UsageError, match=f"'{name}' was reduced before and would be summed or scaled"
+            ):
+                buckets.add(name, np.ones_like(weights[name]))
     buckets.close()
 
 

@@ -183,7 +183,6 @@ def test_rows_that_ranks_share_unevenly(comm: Communicator) -> None:
         assert torch.equal(output, expected)
 
 
-@on_ranks(2)
 def test_memory_that_is_not_contiguous(comm: Communicator) -> None:
     with world(comm):
         tensor = numbers((3, 4), comm.rank).t()
@@ -202,7 +201,6 @@ def test_memory_that_is_not_contiguous(comm: Communicator) -> None:
         assert torch.equal(half, _expected(R.SUM, torch.float32, 2, (4, 3)).chunk(2)[comm.rank])
 
 
-@on_ranks(2)
 def test_an_output_that_is_part_of_the_input(comm: Communicator) -> None:
     with world(comm):
         whole = numbers((4, 3), comm.rank)

@@ -16,10 +16,8 @@ import multiring
 from multiring import Communicator
 from tests.adapters.torch_distributed.support import world
 from tests.nursery import Nursery
-from tests.on_ranks import on_ranks
 
 
-@on_ranks(2)
 def test_shapes_that_differ(comm: Communicator) -> None:
     with world(comm):
         with pytest.raises(multiring.MismatchError, match=r"rank 1 asked for.*float32\[3\]") as caught:
@@ -30,7 +28,6 @@ def test_shapes_that_differ(comm: Communicator) -> None:
             dist.barrier()
 
 
-@on_ranks(2)
 def test_operations_and_lists_that_differ(comm: Communicator) -> None:
     with (
         world(comm),
@@ -46,7 +43,6 @@ def test_operations_and_lists_that_differ(comm: Communicator) -> None:
         dist.all_gather([torch.empty(count) for count in counts], torch.ones(counts[comm.rank]))
 
 
-@on_ranks(2)
 def test_a_message_of_another_size(comm: Communicator) -> None:
     with world(comm):
         if comm.rank == 0:
@@ -58,7 +54,6 @@ def test_a_message_of_another_size(comm: Communicator) -> None:
             comm.barrier()
 
 
-@on_ranks(2)
 def test_an_error_reaches_futures_and_backward(comm: Communicator) -> None:
     with world(comm):
         work = dist.all_reduce(torch.ones(2 + comm.rank), async_op=True)
@@ -74,7 +69,6 @@ def test_an_error_reaches_futures_and_backward(comm: Communicator) -> None:
             loss.backward()
 
 
-@on_ranks(2)
 def test_a_rank_that_does_not_come(comm: Communicator) -> None:
     with world(comm, timedelta(seconds=1)):
         if comm.rank == 0:

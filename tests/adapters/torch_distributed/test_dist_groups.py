@@ -52,7 +52,6 @@ def test_enumerated_groups_a_mesh_and_local_synchronisation(comm: Communicator) 
             assert tensor.item() == 4
 
 
-@on_ranks(2)
 def test_groups_of_two_backends_in_one_job(comm: Communicator) -> None:
     with world(comm):
         gloo, ours = dist.new_group(backend="gloo"), dist.new_group(backend="multiring")
@@ -63,7 +62,6 @@ def test_groups_of_two_backends_in_one_job(comm: Communicator) -> None:
         assert dist.get_backend(ours) == "multiring"
 
 
-@on_ranks(2)
 def test_a_store_of_earlier_groups_serves_later_ones(comm: Communicator) -> None:
     # The names of the groups are the same again, and what the earlier ones have left is still there.
     with shared_store(comm) as store:

@@ -12,7 +12,6 @@ from tests.on_ranks import on_ranks
 LARGE = 300_000  # elements: more than a mailbox holds, so a send waits for its receiver
 
 
-@on_ranks(2)
 def test_tags_are_matched_whatever_the_order(comm: Communicator) -> None:
     with world(comm):
         if comm.rank == 0:
@@ -26,7 +25,6 @@ def test_tags_are_matched_whatever_the_order(comm: Communicator) -> None:
                 assert torch.equal(tensor, numbers((size,), tag))
 
 
-@on_ranks(2)
 def test_messages_with_one_tag_keep_their_order(comm: Communicator) -> None:
     with world(comm):
         works = []
@@ -74,7 +72,6 @@ def test_large_messages_in_a_circle_and_in_batches(comm: Communicator) -> None:
         assert torch.equal(received, numbers((LARGE,), before))
 
 
-@on_ranks(2)
 def test_messages_pass_collectives(comm: Communicator) -> None:
     # A receive that waits does not keep the ranks from reducing meanwhile.
     with world(comm):
@@ -91,7 +88,6 @@ def test_messages_pass_collectives(comm: Communicator) -> None:
             assert torch.equal(tensor, numbers((4,), 0))
 
 
-@on_ranks(2)
 def test_every_kind_of_tensor_is_sent(comm: Communicator) -> None:
     kinds = [torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e5m2]
     with world(comm):

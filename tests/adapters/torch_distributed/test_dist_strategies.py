@@ -80,7 +80,6 @@ def test_distributed_data_parallel(comm: Communicator) -> None:
         )
 
 
-@on_ranks(2)
 def test_hooks_of_distributed_data_parallel(comm: Communicator) -> None:
     def hooked(hook: Any, state: Callable[[Any], Any]) -> Build:
         def build(model: torch.nn.Module, group: Any) -> torch.nn.Module:
@@ -103,7 +102,6 @@ def test_hooks_of_distributed_data_parallel(comm: Communicator) -> None:
         )
 
 
-@on_ranks(2)
 def test_gradients_that_accumulate_and_uneven_inputs(comm: Communicator) -> None:
     with world(comm):
         results = []
@@ -165,7 +163,6 @@ def test_distributed_tensors(comm: Communicator) -> None:
         assert torch.equal(product.full_tensor(), whole.t() @ whole)
 
 
-@on_ranks(2)
 def test_checkpoints(comm: Communicator) -> None:
     with world(comm), fresh_directory(comm) as directory:
         mesh = init_device_mesh("cpu", (2,))
@@ -177,7 +174,6 @@ def test_checkpoints(comm: Communicator) -> None:
         assert loaded["step"] == 7
 
 
-@on_ranks(2)
 def test_an_optimizer_without_redundancy(comm: Communicator) -> None:
     with world(comm):
         results = []
@@ -193,7 +189,6 @@ def test_an_optimizer_without_redundancy(comm: Communicator) -> None:
         _same(*results)
 
 
-@on_ranks(2)
 def test_functional_collectives(comm: Communicator) -> None:
     with world(comm) as group:
         tensor = numbers((4, 2), comm.rank)
@@ -212,7 +207,6 @@ def test_functional_collectives(comm: Communicator) -> None:
         assert torch.equal(other, total + 2)
 
 
-@on_ranks(2)
 def test_sparse_gradients_of_an_embedding(comm: Communicator) -> None:
     def trained(group: Any) -> list[torch.Tensor]:
         torch.manual_seed(5)
@@ -232,7 +226,6 @@ def test_sparse_gradients_of_an_embedding(comm: Communicator) -> None:
         _same(trained(dist.group.WORLD), trained(dist.new_group(backend="gloo")))
 
 
-@on_ranks(2)
 def test_tensor_parallel(comm: Communicator) -> None:
     with world(comm):
         mesh = init_device_mesh("cpu", (2,))
@@ -247,7 +240,6 @@ def test_tensor_parallel(comm: Communicator) -> None:
             torch.testing.assert_close(_whole(other.grad), one.grad)
 
 
-@on_ranks(2)
 def test_compiled_collectives(comm: Communicator) -> None:
     def step(tensor: torch.Tensor) -> torch.Tensor:
         total = functional.all_reduce(tensor * 2, "sum", dist.group.WORLD)

@@ -12,14 +12,12 @@ import torch.distributed as dist
 import multiring
 from multiring import Communicator
 from tests.adapters.torch_distributed.support import numbers, world
-from tests.on_ranks import on_ranks
 
 
 def _sum(shape: tuple[int, ...], size: int) -> torch.Tensor:
     return torch.stack([numbers(shape, rank) for rank in range(size)]).sum(0)
 
 
-@on_ranks(2)
 def test_a_work_tells_what_has_become_of_it(comm: Communicator) -> None:
     with world(comm):
         tensor = numbers((1000,), comm.rank)
@@ -37,7 +35,6 @@ def test_a_work_tells_what_has_become_of_it(comm: Communicator) -> None:
         assert barrier.is_success()
 
 
-@on_ranks(2)
 def test_one_rank_may_wait_at_once_and_the_other_later(comm: Communicator) -> None:
     with world(comm):
         tensor = numbers((10,), comm.rank)
@@ -47,7 +44,6 @@ def test_one_rank_may_wait_at_once_and_the_other_later(comm: Communicator) -> No
         assert torch.equal(tensor, _sum((10,), 2))
 
 
-@on_ranks(2)
 def test_a_future_that_waits_for_another(comm: Communicator) -> None:
     # As the hooks of DistributedDataParallel for PowerSGD do, in the thread that completes the first one.
     with world(comm):
@@ -64,7 +60,6 @@ def test_a_future_that_waits_for_another(comm: Communicator) -> None:
         assert total == _sum((6,), 2).sum() + 2 * _sum((5,), 2).sum()
 
 
-@on_ranks(2)
 def test_many_operations_under_way(comm: Communicator) -> None:
     with world(comm):
         tensors = [numbers((1 + 997 * index,), comm.rank) for index in range(20)]
@@ -75,7 +70,6 @@ def test_many_operations_under_way(comm: Communicator) -> None:
             assert torch.equal(tensor, _sum(tuple(tensor.shape), 2))
 
 
-@on_ranks(2)
 def test_coalesced_operations(comm: Communicator) -> None:
     with world(comm) as group:
         tensors = [numbers((3,), comm.rank), numbers((4, 2), comm.rank)]
@@ -109,7 +103,6 @@ def test_coalesced_operations(comm: Communicator) -> None:
         assert torch.equal(row[1], numbers((2,), 1))
 
 
-@on_ranks(2)
 def test_lists_that_are_gathered_together(comm: Communicator) -> None:
     with world(comm) as group:
         lists = [[torch.empty(2), torch.empty(3, 2)] for _ in range(2)]
@@ -119,7 +112,6 @@ def test_lists_that_are_gathered_together(comm: Communicator) -> None:
             assert torch.equal(other, numbers((3, 2), rank))
 
 
-@on_ranks(2)
 def test_older_names_are_the_newer_ones(comm: Communicator) -> None:
     with world(comm) as group:
         whole, block = torch.empty(4), torch.empty(2)
@@ -131,7 +123,6 @@ def test_older_names_are_the_newer_ones(comm: Communicator) -> None:
         assert torch.equal(whole, torch.cat([numbers((4,), rank).chunk(2)[comm.rank] for rank in range(2)]))
 
 
-@on_ranks(2)
 def test_who_waits_a_while_may_wait_again(comm: Communicator) -> None:
     with world(comm):
         tensor = numbers((3,), comm.rank)
@@ -148,7 +139,6 @@ def test_who_waits_a_while_may_wait_again(comm: Communicator) -> None:
         assert torch.equal(tensor, _sum((3,), 2))
 
 
-@on_ranks(2)
 def test_barriers(comm: Communicator) -> None:
     with world(comm) as group:
         dist.barrier()

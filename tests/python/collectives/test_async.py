@@ -68,7 +68,6 @@ def test_arrays_are_kept_alive(comm: Communicator) -> None:
         assert (work.wait() == number * comm.size).all()
 
 
-@on_ranks(2)
 def test_the_progress_thread_sleeps_when_idle(comm: Communicator) -> None:
     before = threads()
     group = comm.split(0)

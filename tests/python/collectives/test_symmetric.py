@@ -106,7 +106,6 @@ def test_memory_is_freed_with_the_last_view(comm: Communicator) -> None:
     assert shared_regions() == before
 
 
-@on_ranks(2)
 def test_shapes(comm: Communicator) -> None:
     for shape in (5, np.int64(5), (), (2, 3), [4, 0, 2], np.zeros((3, 2)).shape):
         for dtype in (np.float32, "int8", np.dtype("f8"), bool):
@@ -118,7 +117,6 @@ def test_shapes(comm: Communicator) -> None:
             assert array.ctypes.data % 64 == 0
 
 
-@on_ranks(2)
 def test_refused(comm: Communicator) -> None:
     for shape, dtype, pattern in (
         ((-1,), "f4", r"shape \[-1\] has a negative extent"),
@@ -162,7 +160,6 @@ def test_the_arrays_of_peers(comm: Communicator) -> None:
     assert theirs[0, 0] == first  # the memory of all ranks stays mapped
 
 
-@on_ranks(2)
 def test_arrays_that_have_no_peers(comm: Communicator) -> None:
     x = comm.symmetric_empty((10, 10))
     for rank in (-1, comm.size):

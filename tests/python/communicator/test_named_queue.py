@@ -43,7 +43,6 @@ def test_basics(comm: Communicator) -> None:
     other.close()
 
 
-@on_ranks(2)
 def test_times(comm: Communicator) -> None:
     queue = comm.named_queue()
     works = [queue.barrier_async(name="without")]
@@ -100,7 +99,6 @@ def test_what_is_asked_for_is_compared(comm: Communicator) -> None:
         steps.allreduce(np.ones(4), name="w", step=3 if comm.rank == 1 else 2)
 
 
-@on_ranks(2)
 def test_arrays_are_kept_alive(comm: Communicator) -> None:
     queue = comm.named_queue()
     numbers = list(range(40))
@@ -114,7 +112,6 @@ def test_arrays_are_kept_alive(comm: Communicator) -> None:
         assert (work.wait() == number * comm.size).all()
 
 
-@on_ranks(2)
 def test_an_idle_queue_sleeps(comm: Communicator) -> None:
     before = threads()
     queue = comm.named_queue()
@@ -124,7 +121,6 @@ def test_an_idle_queue_sleeps(comm: Communicator) -> None:
     queue.close()
 
 
-@on_ranks(2)
 def test_usage_errors_break_nothing(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="needs a name"):
         comm.named_queue("")

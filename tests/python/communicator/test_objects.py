@@ -77,7 +77,6 @@ def _load(rank: int) -> Unloadable:
     return Unloadable(rank)
 
 
-@on_ranks(2)
 def test_sizes(comm: Communicator) -> None:
     """Around the sizes at which pieces are joined and cut."""
     for size in (64 << 10, MIB - 1, MIB, MIB + 1, 8 * MIB + 1):
@@ -89,7 +88,6 @@ def test_sizes(comm: Communicator) -> None:
             np.testing.assert_array_equal(one, other)
 
 
-@on_ranks(2)
 def test_kinds_of_arrays(comm: Communicator) -> None:
     large = np.arange(3 * MIB // 8).reshape(3, -1) * 0.5
     constant = large + 1
@@ -120,7 +118,6 @@ def memory_beside(comm: Communicator, obj: Any) -> int:
     return peak - held
 
 
-@on_ranks(2)
 def test_a_broadcast_takes_no_second_copy(comm: Communicator) -> None:
     size = 48 * MIB
     array = np.ones(size, np.uint8)

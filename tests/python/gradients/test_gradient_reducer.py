@@ -129,7 +129,6 @@ def test_any_order_of_arrival_and_any_gradient_missing(ranks: Pool, job: dict[st
     assert results[0] == results[1] == results[2], "ranks have different plans"
 
 
-@on_ranks(2)
 def test_an_array_cannot_be_two_gradients(comm: Communicator) -> None:
     specs = [ParameterSpec(name, (3,), "float32") for name in ("a", "b")]
     array = np.ones(3, np.float32)
@@ -146,7 +145,6 @@ def test_an_array_cannot_be_two_gradients(comm: Communicator) -> None:
     source.reducer.close()
 
 
-@on_ranks(2)
 @pytest.mark.parametrize(("data", "every"), [("same", None), ("same", 0), ("own", None), ("zeros", None)])
 def test_the_same_data_on_all_ranks_is_told_once(comm: Communicator, data: str, every: int | None) -> None:
     specs = [ParameterSpec(name, (3,), "float32") for name in ("a", "b")]

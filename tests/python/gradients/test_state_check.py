@@ -48,7 +48,6 @@ def test_the_first_difference_is_named(comm: Communicator) -> None:
         assert caught.value.tensor == name
 
 
-@on_ranks(2)
 def test_a_forgotten_broadcast_is_told(comm: Communicator) -> None:
     check = StateCheck(comm, 3)
     for step in range(1, 7):
@@ -80,7 +79,6 @@ def test_steps_that_compare(comm: Communicator) -> None:
         assert [step for step in range(1, 13) if check.due()] == (expected if comm.size > 1 else [])
 
 
-@on_ranks(2)
 def test_numbers_are_compared_in_every_tenth_step(comm: Communicator) -> None:
     check = StateCheck(comm, 100)
     for _ in range(10):
@@ -95,7 +93,6 @@ def test_numbers_are_compared_in_every_tenth_step(comm: Communicator) -> None:
         check.compare([("weight", weight), ("rate", float(comm.rank))])
 
 
-@on_ranks(2)
 def test_intervals_have_to_agree(comm: Communicator) -> None:
     with pytest.raises(MismatchError, match="'check_every' 10 on rank 0, but .*'check_every' 11 on rank 1"):
         StateCheck(comm, 10 + comm.rank)
@@ -130,7 +127,6 @@ def test_buffers(comm: Communicator) -> None:
         check_buffers(comm, mode, [False, True, False, True] if comm.size == 4 else [True])
 
 
-@on_ranks(2)
 def test_buffers_that_differ(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="buffers is 'mean'; accepted: broadcast, average, local"):
         sync_arrays(comm, {}, "mean")  # type: ignore[arg-type]

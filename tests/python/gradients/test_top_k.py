@@ -230,7 +230,6 @@ def test_ranks_that_run_out_of_data_send_zeros(comm: Communicator) -> None:
     reducer.close()
 
 
-@on_ranks(2)
 def test_what_is_not_finite_is_sent_and_not_kept(comm: Communicator) -> None:
     options = ReducerOptions(compression=TopK(0.25))
     source = Source(comm, [ParameterSpec("p", (4,), "float32")], options)
@@ -244,7 +243,6 @@ def test_what_is_not_finite_is_sent_and_not_kept(comm: Communicator) -> None:
     reducer.close()
 
 
-@on_ranks(2)
 def test_what_cannot_be_is_refused(comm: Communicator) -> None:
     for ratio in (0.0, -1.0, 1.5, float("nan")):
         with pytest.raises(UsageError, match="the part that is sent is more than 0 and at most 1"):
@@ -264,7 +262,6 @@ def test_what_cannot_be_is_refused(comm: Communicator) -> None:
     reducer.close()
 
 
-@on_ranks(2)
 def test_a_parameter_that_is_unused_takes_no_place(comm: Communicator) -> None:
     """What is kept back of a parameter that is not used any more takes nobody's place."""
     specs = [ParameterSpec(name, (10,), "float32") for name in ("unused", "used")]
