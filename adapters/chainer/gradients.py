@@ -140,14 +140,9 @@ class GradientSlots:
                 raise self._reduced_twice(index)
 
     def _reduced_twice(self, index: int) -> UsageError:
-        name, options = self.reducer.specs[index].name, self.reducer.options
-        return UsageError(
-            f"rank {self._comm.rank}: the gradient of '{name}' was reduced before, and would be once more "
-            f"with op='{options.op}', prescale={options.prescale}, postscale={options.postscale}; clear "
-            "gradients before each backward pass, or average and multiply the loss instead",
-            rank=self._comm.rank,
-            tensor=name,
-        )
+        todo = "clear gradients before each backward pass, or average and multiply the loss instead"
+        name = self.reducer.specs[index].name
+        return self.reducer.options.reduced_twice(self._comm.rank, name, todo)
 
     def arrived(self, index: int, gradient: Any) -> None:
         """A gradient of this round is final while the backward pass runs: put it in its slot, from where it

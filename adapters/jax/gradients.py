@@ -14,7 +14,7 @@ import numpy as np
 import jax
 import jax.numpy as jnp
 from multiring.errors import UsageError
-from multiring.gradients.options import BucketKeywords, check_options
+from multiring.gradients.options import BucketKeywords, check_interval, check_options
 from multiring.gradients.participation import answer_rounds, own_flags
 from multiring.jax.arguments import as_arrays, resolve
 from multiring.jax.collectives import allreduce
@@ -22,7 +22,6 @@ from multiring.jax.state import broadcast_parameters
 from multiring.jax.state_check import check_leaves, check_state
 from multiring.jax.trees import Reduction, bucket_name, named, named_leaves, reduce_arrays
 from multiring.reductions import explain_arguments
-from multiring.state.check import check_interval
 
 if TYPE_CHECKING:
     from multiring import Communicator

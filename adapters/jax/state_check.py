@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from multiring.gradients.options import check_interval
 from multiring.jax.arguments import DTYPES, resolve
 from multiring.jax.internals import COLLECTIVE, abstract_token
 from multiring.jax.library import CHECK, number_of, thread_effect
 from multiring.jax.primitive import ffi_call, place_in_program
 from multiring.jax.trees import named, named_leaves
 from multiring.state.advice import advice_in_general
-from multiring.state.check import check_interval
 
 if TYPE_CHECKING:
     from multiring import Communicator

@@ -66,12 +66,8 @@ class GradientBuckets:
         """
         index = self._find(name)
         if self._reduced[index] and not self._reducer.options.is_repeatable(self._comm.size):
-            raise UsageError(
-                f"rank {self._comm.rank}: '{name}' was reduced before and would be summed or scaled again "
-                "together with what is added; call zero() after each step, or use averages",
-                rank=self._comm.rank,
-                tensor=name,
-            )
+            todo = "call zero() after each step, or use averages"
+            raise self._reducer.options.reduced_twice(self._comm.rank, name, todo)
         if self._reducer.is_ready(index):
             raise UsageError(
                 f"rank {self._comm.rank}: '{name}' was said to be ready in this round; call synchronize() "

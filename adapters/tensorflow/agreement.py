@@ -9,8 +9,9 @@ import keras
 import numpy as np
 
 from multiring.derived import resolve
+from multiring.gradients.options import check_interval
 from multiring.metrics import average_metrics
-from multiring.state.check import check_interval, compare_state
+from multiring.state.check import compare_state
 from multiring.tensorflow.state import broadcast_variables
 from multiring.tensorflow.variables import buffers_of, named_variables, to_numpy
 
@@ -60,18 +61,23 @@ class _SharedMetricAverage(MetricAverage):
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Averages each metric over the ranks that have it."""
-        if logs is None:
-            return
-        everyone = resolve(self._comm).allgather_object(_numbers(logs))
+        own_logs = {} if logs is None else logs
+        everyone = resolve(self._comm).allgather_object(_numbers(own_logs))
         for name in sorted(set().union(*everyone)):
-            logs[name] = float(np.mean([own[name] for own in everyone if name in own]))
+            own_logs[name] = float(np.mean([own[name] for own in everyone if name in own]))
 
 
 class _StopTogether(keras.callbacks.Callback):
     """Stops all ranks when one stops, and compares what they have come to. The last of the callbacks."""
 
     def __init__(
-        self, comm: Communicator, batches: bool, restoring: list[Any] | None, has_own_buffers: bool
+        self,
+        comm: Communicator,
+        batches: bool,
+        restoring: list[Any] | None,
+        *,
+        compares: bool,
+        has_own_buffers: bool,
     ) -> None:
         """Create.
 
@@ -80,11 +86,12 @@ class _StopTogether(keras.callbacks.Callback):
             batches: A callback of some rank may stop in the middle of an epoch.
             restoring: Callbacks of this rank that may restore weights when training ends; None: no rank has
                 one.
+            compares: The ends of epochs compare learning rate and weights.
             has_own_buffers: Moving statistics are each rank's own.
         """
         super().__init__()
         self._comm, self._batches, self._restoring = comm, batches, restoring
-        self._has_own_buffers = has_own_buffers
+        self._compares, self._has_own_buffers = compares, has_own_buffers
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Where a callback may stop in the middle of an epoch."""
@@ -94,7 +101,7 @@ class _StopTogether(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Before `fit()` looks whether it is to go on."""
         self._agree()
-        if check_interval(self._comm.rank, None):
+        if self._compares:
             call = "the callback BroadcastInitialState"
             compare_state(self._comm, self._state(), f"the end of epoch {epoch + 1}", call=call)
 
@@ -143,20 +150,28 @@ def decide_together(
         return
     # Some ranks may have callbacks that others have not, such as a checkpoint on rank 0.
     restoring = [callback for callback in given if getattr(callback, "restore_best_weights", False)]
-    found = comm.allgather_object((known, first < len(given) and not averaged, nan, bool(restoring)))
-    if not all(one[0] for one in found):
+    options = getattr(model.optimizer, "options", None)  # of a distributed optimizer
+    every = check_interval(comm.rank, None if options is None else options.reduction.check_every)
+    own = (known, first < len(given) and not averaged, nan, bool(restoring), every > 0)
+    all_known, averages, stops, restores, compares = zip(*comm.allgather_object(own), strict=True)
+    if not all(all_known):
         return
-    restores = any(one[3] for one in found)
-    stops = any(one[2] for one in found)
-    added: list[Any] = [_StopTogether(comm, stops, restoring if restores else None, has_own_buffers)]
-    if any(one[1] for one in found):
+    together = _StopTogether(
+        comm,
+        any(stops),
+        restoring if any(restores) else None,
+        compares=all(compares),
+        has_own_buffers=has_own_buffers,
+    )
+    added: list[Any] = [together]
+    if any(averages):
         average = _SharedMetricAverage(comm=comm)
         given.insert(first if first < len(given) else 0, average)
         added.append(average)
     for callback in added:
         callback.set_params(params)
         callback.set_model(model)
-    container.callbacks = [*given, added[0]]
+    container.callbacks = [*given, together]
 
 
 def _decides(callback: Any) -> bool:

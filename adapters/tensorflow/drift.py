@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import tensorflow as tf
 from multiring.arrays import checksum
 from multiring.errors import MismatchError
 from multiring.state.advice import advice_for
-from multiring.state.check import NUMBERS_EVERY
+from multiring.state.check import NUMBERS_EVERY, Scope, scope_at
 from multiring.tensorflow.ops import allgather
 from multiring.tensorflow.variables import named_variables
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["DriftCheck"]
 
 _NOT_TAKING_PART = -1
+_OPTIMIZER = "optimizer variable"
 _LARGEST = (1 << 63) - 1
 _BROADCAST = "broadcast_variables, or under fit() the callback BroadcastInitialState,"
 
@@ -61,30 +63,25 @@ class DriftCheck:
         named = self._named()
         if not named:
             return
-        is_power = tf.equal(tf.bitwise.bitwise_and(step, step - 1), 0)
-        everything = (step > 1) & (tf.equal(step % self._every, 0) | ((step < self._every) & is_power))
-        numbers = {name: variable for name, variable in named.items() if variable.shape.num_elements() == 1}
-        only_numbers = tf.equal(step % NUMBERS_EVERY, 0) & bool(numbers)
+        numbers = {name: variable for name, variable in named.items() if _is_number(variable)}
 
-        def compare_numbers() -> None:
-            if numbers:
+        def compare(scope: Scope) -> None:
+            if scope is Scope.EVERYTHING:
+                self._compare(named, step, active, "state")
+            elif scope is Scope.NUMBERS and numbers:
                 self._compare(numbers, step, active, "numbers")
 
-        def compare() -> None:
-            self._compare(named, step, active, "state")
-
-        if not tf.executing_eagerly():
-            tf.cond(everything, compare, lambda: tf.cond(only_numbers, compare_numbers, lambda: None))
-        elif everything.numpy():
-            compare()
-        elif only_numbers.numpy():
-            compare_numbers()
+        if tf.executing_eagerly():
+            compare(scope_at(int(step), self._every))
+        else:
+            scope = scope_in_graph(step, self._every)
+            tf.switch_case(scope, {one.value: partial(compare, one) for one in Scope})
 
     def _named(self) -> dict[str, Any]:
         alive = [variable for variable in (ref() for ref in self._variables) if variable is not None]
         # The optimizer's come first: another learning rate makes other parameters.
         state = [] if self._state is None else self._state()
-        found = {f"optimizer variable '{name}'": v for name, v in named_variables(state).items()}
+        found = {f"{_OPTIMIZER} '{name}'": v for name, v in named_variables(state).items()}
         return found | {f"parameter '{name}'": v for name, v in named_variables(alive).items()}
 
     def _compare(self, named: dict[str, Any], step: Any, active: bool, what: str) -> None:
@@ -96,20 +93,23 @@ class DriftCheck:
         rows = allgather(own[None], name=f"{self._title}: {what}", comm=self._comm, step=step)
 
         def verify(rows: Any, step: Any) -> None:
-            if problem := self._difference(list(named), rows, int(step)):
+            if problem := self._difference(named, rows, int(step)):
                 raise RuntimeError(f"multiring: MismatchError: {problem}")
 
         if not tf.executing_eagerly():
             tf.numpy_function(verify, [rows, step], [])
-        elif problem := self._difference(list(named), rows.numpy(), int(step)):
+        elif problem := self._difference(named, rows.numpy(), int(step)):
             raise MismatchError(problem)
 
-    def _difference(self, names: list[str], rows: Any, step: int) -> str:
+    def _difference(self, named: dict[str, Any], rows: Any, step: int) -> str:
         """What differs first, and who has what; empty if nothing does."""
+        names = list(named)
         ranks = [rank for rank in range(len(rows)) if rows[rank, 0] != _NOT_TAKING_PART]
-        differing = np.flatnonzero((rows[ranks] != rows[ranks[:1]]).any(0)) if ranks else np.zeros(0)
+        differing = np.flatnonzero((rows[ranks] != rows[ranks[:1]]).any(0)) if ranks else np.zeros(0, np.intp)
         if len(differing) == 0:
             return ""
+        # A number of the optimizer's is a hyperparameter; a parameter may be one as well.
+        arrays = [not (name.startswith(_OPTIMIZER) and _is_number(v)) for name, v in named.items()]
         first = int(differing[0])
         values: dict[int, list[int]] = {}
         for rank in ranks:
@@ -121,8 +121,21 @@ class DriftCheck:
         return (
             f"the training state at step {step} differs over ranks, seen on rank {self._comm.rank}: "
             f"{names[first]} is on {who} ({len(differing)} of {len(names)} variables differ); "
-            + advice_for(step, [names[int(k)] for k in differing], len(names), _BROADCAST)
+            + advice_for(step, [names[k] for k in differing if arrays[k]], sum(arrays), _BROADCAST)
         )
+
+
+def scope_in_graph(step: Any, every: int) -> Any:
+    """The value of `scope_at` as an operation: int32 of no dimensions."""
+    is_power = tf.equal(tf.bitwise.bitwise_and(step, step - 1), 0)
+    everything = (step > 1) & (tf.equal(step % every, 0) | ((step < every) & is_power))
+    numbers = (step > 1) & tf.equal(step % NUMBERS_EVERY, 0)
+    none, some, all_ = (tf.constant(one.value) for one in (Scope.NOTHING, Scope.NUMBERS, Scope.EVERYTHING))
+    return tf.where(everything, all_, tf.where(numbers, some, none))
+
+
+def _is_number(variable: Any) -> bool:
+    return bool(variable.shape.num_elements() == 1)
 
 
 def _checksums(*values: Any) -> Any:

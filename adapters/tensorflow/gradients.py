@@ -20,9 +20,8 @@ from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.model_check import check_same
-from multiring.gradients.options import ReducerOptions, check_parameters
+from multiring.gradients.options import ReducerOptions, check_interval, check_parameters
 from multiring.gradients.participation import answer_rounds, own_flags
-from multiring.state.check import check_interval
 from multiring.tensorflow.drift import DriftCheck
 from multiring.tensorflow.ops import grouped_allreduce, next_step
 from multiring.tensorflow.sparse import allreduce_slices

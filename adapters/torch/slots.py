@@ -129,14 +129,11 @@ class ParameterSlots:
 
     def cannot_add(self, position: int) -> UsageError:
         """What to raise where a backward pass has added to one of those."""
-        name = self._names[position]
-        return UsageError(
-            f"rank {self._comm.rank}: a backward pass has added to the gradient of '{name}', which was "
-            "reduced before and would be summed or scaled again: call zero_grad() after each step, put all "
-            "backward passes of a step but the last into no_sync(), or use averages",
-            rank=self._comm.rank,
-            tensor=name,
+        todo = (
+            "call zero_grad() after each step, put all backward passes of a step but the last into "
+            "no_sync(), or use averages"
         )
+        return self._options.reduced_twice(self._comm.rank, self._names[position], todo)
 
     def mark_produced(self, position: int) -> None:
         """A gradient was accumulated that a later round is to contain."""

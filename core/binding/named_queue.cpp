@@ -48,13 +48,7 @@ PyWork submit_named(const PyNamedQueue& self, std::string name, PyOperation& pre
   return {self.handle().get()->submit(std::move(request)).front()};
 }
 
-bool is_broken(const PyNamedQueue& self) {
-  try {
-    return self.handle().get()->is_broken();
-  } catch (const Error&) {  // closed
-    return true;
-  }
-}
+bool is_broken(const PyNamedQueue& self) { return self.handle().is_broken(); }
 
 }  // namespace
 

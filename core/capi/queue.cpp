@@ -30,6 +30,14 @@ bool mr_queue::is_closed() const {
   return queue_ == nullptr;
 }
 
+bool mr_queue::is_broken() const {
+  try {
+    return get()->is_broken();
+  } catch (const Error&) {  // closed
+    return true;
+  }
+}
+
 bool mr_queue::close() {
   if (abandoned_.load(std::memory_order_acquire)) return false;
   std::shared_ptr<NamedQueue> queue;
@@ -109,6 +117,8 @@ mr_status mr_queue_submit(mr_queue* queue, const mr_submission* submission, mr_e
     target->submit(std::move(request));
   });
 }
+
+int mr_queue_is_broken(const mr_queue* queue) { return static_cast<int>(queue->is_broken()); }
 
 void mr_queue_abort(mr_queue* queue, const char* message) {
   multiring::guarded(nullptr, [&] { queue->get()->abort(Error(ErrorKind::kAborted, message)); });

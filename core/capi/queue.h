@@ -18,6 +18,8 @@ struct MULTIRING_API mr_queue {
   int size() const { return size_; }
   const std::string& name() const { return name_; }
   bool is_closed() const;
+  /// By an error of any rank, or closed.
+  bool is_broken() const;
   /// Raises an error of kind aborted after close, of kind usage in a forked child.
   std::shared_ptr<multiring::NamedQueue> get() const;
   /// Closes and releases the queue. False: called on a thread of the queue, so only begun.

@@ -166,8 +166,7 @@ inline std::uint64_t submit(const std::shared_ptr<PendingCall>& pending, const s
     return ticket;
   }
   table.remove(ticket);
-  // What is wrong with this submission alone leaves the queue as it was; all else is its first error.
-  table.wait_for_all(pending->queue, status != MR_USAGE && status != MR_INTERNAL);
+  table.wait_for_all(pending->queue, mr_queue_is_broken(pending->queue) != 0);
   throw Failure(status, error.message);
 }
 

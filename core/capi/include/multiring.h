@@ -229,6 +229,8 @@ typedef struct mr_submission {
 #define MR_SUBMISSION_INIT {sizeof(mr_submission), NULL, NULL, 0, 0, 0, 0, NULL, NULL}
 /* Queues a submission. Never waits for another rank. */
 MR_API mr_status mr_queue_submit(mr_queue* queue, const mr_submission* submission, mr_error* error);
+/* Whether an error of any rank has broken the queue, or it is closed. */
+MR_API int mr_queue_is_broken(const mr_queue* queue);
 /* Breaks the queue on all ranks: pending and later submissions fail with MR_ABORTED and this message. */
 MR_API void mr_queue_abort(mr_queue* queue, const char* message);
 /* Ends this rank's part: pending submissions fail (done is called), later ones are refused with MR_ABORTED.

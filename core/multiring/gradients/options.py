@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from multiring import config
 from multiring.errors import UsageError
 from multiring.gradients.bucketing import (
     BUCKET_BYTES,
@@ -24,6 +25,7 @@ __all__ = [
     "ReducerKeywords",
     "ReducerOptions",
     "SizeKeywords",
+    "check_interval",
     "check_options",
     "check_parameters",
 ]
@@ -120,10 +122,31 @@ class ReducerOptions:
         """Whether to reduce a gradient again that is the same on all of `size` ranks changes nothing."""
         return self.scale * (size if self.op == "sum" else 1) == 1.0
 
+    def reduced_twice(self, rank: int, name: str, todo: str) -> UsageError:
+        """What to raise where that changes something and a gradient is to be reduced again."""
+        return UsageError(
+            f"rank {rank}: the gradient of '{name}' was reduced before, and would be once more with "
+            f"op='{self.op}', prescale={self.prescale}, postscale={self.postscale}; {todo}",
+            rank=rank,
+            tensor=name,
+        )
+
     @property
     def scale(self) -> float:
         """Product of both factors."""
         return self.prescale * self.postscale
+
+
+def check_interval(rank: int, every: int | None) -> int:
+    """Steps between two comparisons, 0 for never; None stands for what MULTIRING_CHECK_EVERY says.
+
+    Raises:
+        UsageError: A negative number.
+    """
+    interval = config.load().check_every if every is None else every
+    if interval < 0:
+        raise UsageError(f"rank {rank}: check_every is {interval}; pass 0 (never) or more")
+    return interval
 
 
 def check_options(rank: int, options: ReducerOptions) -> None:
@@ -131,8 +154,7 @@ def check_options(rank: int, options: ReducerOptions) -> None:
     if options.op not in ("average", "sum"):
         raise UsageError(f"rank {rank}: op is '{options.op}'; gradients take 'average' or 'sum'")
     native_comm_dtype(options.comm_dtype)
-    if options.check_every is not None and options.check_every < 0:
-        raise UsageError(f"rank {rank}: check_every is {options.check_every}; pass 0 (never) or more")
+    check_interval(rank, options.check_every)
     if options.compression is not None and options.comm_dtype not in (None, "float32"):
         raise UsageError(
             f"rank {rank}: comm_dtype is '{options.comm_dtype}' and compression is {options.compression}; "

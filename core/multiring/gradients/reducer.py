@@ -25,7 +25,7 @@ from multiring.gradients.bucket_exchange import wait_for
 from multiring.gradients.bucket_memory import BucketMemory, Bytes, bytes_at, numpy_array
 from multiring.gradients.bucketing import Bucket, ParameterSpec
 from multiring.gradients.model_check import check_same
-from multiring.gradients.options import ReducerOptions, check_parameters
+from multiring.gradients.options import ReducerOptions, check_interval, check_parameters
 from multiring.gradients.participation import answer_rounds
 from multiring.gradients.round import Round
 from multiring.gradients.same_data import SameDataCheck
@@ -93,7 +93,7 @@ class GradientReducer:
         self.generation = 0
         self._memory = BucketMemory(self._comm, self.plan, self.specs, options, as_array)
         self._exchange = make_exchange(self._comm, self._memory, self.specs, options)
-        self._same_data = SameDataCheck(self._comm, options.check_every)
+        self._same_data = SameDataCheck(self._comm, check_interval(comm.rank, options.check_every))
 
     @property
     def comm(self) -> Communicator | None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from multiring import config
 from multiring.arrays import checksum
 
 if TYPE_CHECKING:
@@ -21,14 +20,13 @@ __all__ = ["SameDataCheck"]
 class SameDataCheck:
     """Warns if all ranks have computed the same gradients in the second round; all others cost nothing."""
 
-    def __init__(self, comm: Communicator | None, check_every: int | None) -> None:
+    def __init__(self, comm: Communicator | None, every: int) -> None:
         """Create.
 
         Args:
             comm: Ranks that train together; None: one rank.
-            check_every: 0: never look; None: as MULTIRING_CHECK_EVERY says.
+            every: The interval of checks; 0: never look.
         """
-        every = config.load().check_every if check_every is None else check_every
         self._comm = comm if every else None
         self._rounds = self._digest = 0
         self._work: Work | None = None

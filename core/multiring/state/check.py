@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from multiring import config
 from multiring.arrays import checksum
-from multiring.errors import UsageError
 from multiring.gradients.model_check import Entry, check_same
+from multiring.gradients.options import check_interval
 from multiring.state.advice import BROADCAST, advice_for
 
 if TYPE_CHECKING:
@@ -24,25 +23,12 @@ __all__ = [
     "Description",
     "Scope",
     "StateCheck",
-    "check_interval",
     "compare_state",
     "scope_at",
 ]
 
 NUMBERS_EVERY = 10
 _CHECKSUM = " with checksum "  # only arrays have one
-
-
-def check_interval(rank: int, every: int | None) -> int:
-    """Steps between two comparisons, 0 for never; None stands for what MULTIRING_CHECK_EVERY says.
-
-    Raises:
-        UsageError: A negative number.
-    """
-    interval = config.load().check_every if every is None else every
-    if interval < 0:
-        raise UsageError(f"rank {rank}: check_every is {interval}; pass 0 (never) or more")
-    return interval
 
 
 class Scope(Enum):

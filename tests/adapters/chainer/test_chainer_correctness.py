@@ -200,19 +200,24 @@ def test_objects_that_change_between_steps(comm: Communicator) -> None:
     for swaps in (False, True):
         model = make_model()
         optimizer = make_optimizer(comm, model, chainer.optimizers.MomentumSGD(0.1), check_every=1)
-        for step in range(4):
+        for step in range(5):
             if swaps and step == 1:
                 model.to_device("@numpy")
                 for parameter in model.params():
                     parameter.array = parameter.array.copy()
             if swaps and step == 2:
-                copy.deepcopy(model).cleargrads()
+                copied = copy.deepcopy(model)
+                model.cleargrads()
+                copied.cleargrads()
             if swaps and step == 3:
                 parameter = chainer.Parameter(model.middle.W.array)
                 parameter.update_rule, parameter.grad = model.middle.W.update_rule, model.middle.W.grad
                 del model.middle.W
                 with model.middle.init_scope():
                     model.middle.W = parameter
+            if swaps and step == 4:
+                for parameter in model.params():
+                    parameter.grad = None if parameter.grad is None else parameter.grad.copy()
             model.cleargrads()
             squares(model, 10 * step + comm.rank).backward()
             for parameter in model.params() if swaps else ():

@@ -222,6 +222,26 @@ def test_chainer_works_after_the_adapter() -> None:
     assert done.stdout == "done\n", done.stderr
 
 
+def test_names_that_exist_are_left_alone() -> None:
+    done = run(
+        "-c",
+        "import numpy as np\n"
+        "np.sctypes, np.float = 'theirs', 'too'\n"
+        "import importlib.util\n"
+        "import multiring\n"
+        "path = importlib.util.find_spec('multiring').submodule_search_locations\n"
+        "spec = importlib.util.find_spec('multiring.chainer')\n"
+        "module = importlib.util.spec_from_file_location(\n"
+        "    'compatibility', spec.origin.replace('__init__', 'compatibility'))\n"
+        "loaded = importlib.util.module_from_spec(module)\n"
+        "module.loader.exec_module(loaded)\n"
+        "loaded.restore_numpy_names()\n"
+        "assert (np.sctypes, np.float) == ('theirs', 'too')\n"
+        "print('done')",
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("missing", "text"),
     [

@@ -10,9 +10,11 @@ import numpy as np
 import optax
 import pytest
 
+import multiring
 import multiring.jax as mj
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
+from multiring.state.check import scope_at
 from tests.on_ranks import Pool, all_raise, on_ranks, same_everywhere
 
 Tree = dict[str, Any]
@@ -220,3 +222,19 @@ def test_gradients_that_are_reduced_twice_are_refused(comm: Communicator) -> Non
         mj.distribute(optimizer)
     group = comm.split(0)
     mj.average_gradients(averaged, comm=group)  # in two steps over two groups: within hosts, between them
+
+
+@pytest.mark.parametrize(
+    ("what", "since", "found"), [("array", 3, 4), ("array", 9, 16), ("array", 65, 100), ("number", 9, 10)]
+)
+def test_steps_that_compare(comm: Communicator, what: str, since: int, found: int) -> None:
+    check = jax.jit(lambda tree: mj.check_state(tree, every=100) or tree)
+    with pytest.raises(MismatchError, match=f"at step {found}: '{what}'"), mj.raise_errors():
+        for step in range(1, found + 1):
+            other = float(comm.rank if step >= since else 0)
+            tree = {"array": jnp.zeros(3), "number": jnp.zeros(())}
+            tree[what] = tree[what] + other
+            jax.block_until_ready(check(tree))
+    assert scope_at(found, 100).name == ("EVERYTHING" if what == "array" else "NUMBERS")
+    comm.barrier()
+    multiring.shutdown()

@@ -88,7 +88,7 @@ def test_sums_of_mixed_dtypes(comm: Communicator) -> None:
         np.testing.assert_array_equal(found["single"], 0.5 * step)
         for name in found:
             with pytest.raises(
-                UsageError, match=f"'{name}' was reduced before and would be summed or scaled"
+                UsageError, match=f"'{name}' was reduced before, and would be once more with op='sum'"
             ):
                 buckets.add(name, np.ones_like(weights[name]))
     buckets.close()

@@ -14,7 +14,9 @@ import tf_keras
 import multiring.tensorflow as mt
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
+from multiring.state.check import scope_at
 from multiring.tensorflow import callbacks
+from multiring.tensorflow.drift import scope_in_graph
 from tests.on_ranks import all_raise, on_ranks
 
 
@@ -55,6 +57,15 @@ def test_drift_is_found(comm: Communicator, library: str, spoil: Callable[[Any],
 
     with mt.translate_errors():
         model.fit(x, y, 2, epochs=1, verbose=0, shuffle=False, callbacks=[Spoil()])
+
+
+def test_a_graph_compares_in_the_same_steps() -> None:
+    run = tf.function(scope_in_graph, reduce_retracing=True)
+    for every in (1, 3, 7, 100):
+        found = [
+            int(run(tf.constant(step, tf.int64), tf.constant(every, tf.int64))) for step in range(1, 330)
+        ]
+        assert found == [scope_at(step, every).value for step in range(1, 330)]
 
 
 @all_raise(
@@ -205,13 +216,14 @@ def test_callbacks_decide_alike(comm: Communicator) -> None:
 @all_raise(
     MismatchError,
     "training state at the end of epoch 2",
-    what={"rate": "'learning rate' 0.1.* on rank 1", "frozen": "frozen/kernel'.* on rank 1"},
+    what={"rate": "'learning rate' 0.1.* on rank 1", "frozen": "frozen/kernel'.* on rank 1", "off": None},
 )
 def test_each_epoch_compares_what_callbacks_change(comm: Communicator, what: str) -> None:
     model = keras.Sequential([keras.layers.Dense(2, name="frozen"), keras.layers.Dense(1)])
     model.build((None, 4))
     model.layers[0].trainable = False
-    model.compile(mt.DistributedOptimizer(keras.optimizers.SGD(0.1), comm, check_every=1000), "mse")
+    every = 0 if what == "off" else 1000
+    model.compile(mt.DistributedOptimizer(keras.optimizers.SGD(0.1), comm, check_every=every), "mse")
 
     def change(epoch: int, _: Any) -> None:
         if epoch == 1 and comm.rank == 0 and what == "rate":

@@ -340,8 +340,10 @@ TEST(CApi, QueuesReportErrorsToDone) {
     EXPECT_EQ(submit(queue, "x", sum, nullptr, &error), MR_USAGE);
     sum = x.operation(MR_ALLREDUCE, nullptr);
     Told told;
+    EXPECT_EQ(mr_queue_is_broken(queue), 0);
     ASSERT_EQ(submit(queue, "weights", sum, &told), MR_OK);
     EXPECT_EQ(told.await(1), MR_MISMATCH);
+    EXPECT_NE(mr_queue_is_broken(queue), 0);
     EXPECT_NE(told.messages[0].find("allreduce 'weights' sum float32[5]"), std::string::npos)
         << told.messages[0];
     for (const char* name : {"next", "more"}) {
