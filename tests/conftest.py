@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from multiring.benchmarks.emulation.hosts import EmulatedHosts, why_not
 from tests.nursery import Nursery
 from tests.on_ranks import run_on_ranks
 from tests.rank_pool import RankPool, RankProcesses
@@ -20,13 +21,9 @@ from tests.tiers import check, is_left_out, mark, sort, worker_of
 def pytest_configure() -> None:
     check()
     # A shell that starts the tests in the background has them ignore these, and so would all that they start.
-    for number, handler in (
-        (signal.SIGINT, signal.default_int_handler),
-        (signal.SIGHUP, signal.SIG_DFL),
-        (signal.SIGQUIT, signal.SIG_DFL),
-    ):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, handler)
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # What ends a test run from outside (`timeout`, a CI system) should let fixtures tidy up, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -56,8 +53,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def spread() -> Iterator[Callable[[int, int], RankPool]]:
-    """Gives `spread(n, hosts)`: a pool of n ranks that take themselves to be on so many hosts. All pools of a
-    session are in the same processes."""
+    """Gives `spread(n, hosts)`: a pool of n ranks that take themselves to be on so many hosts."""
     processes = RankProcesses(4)  # as many as a test of `make test` needs
 
     def pool(n: int, hosts: int) -> RankPool:
@@ -94,3 +90,21 @@ def nursery() -> Iterator[Nursery]:
     """Ranks to be forked, for scenarios that set up, or end, a job of their own."""
     with contextlib.closing(Nursery()) as started:
         yield started
+
+
+@pytest.fixture
+def emulate() -> Iterator[Callable[..., EmulatedHosts]]:
+    """Gives `emulate(count, rates)`, which makes emulated hosts; skips where there can be none."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with contextlib.ExitStack() as made:
+        yield lambda *given: made.enter_context(EmulatedHosts(*given))
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[EmulatedHosts]:
+    """Two emulated hosts that a module's tests share; skips where there can be none."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with EmulatedHosts(2) as made:
+        yield made

@@ -27,12 +27,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
 from tests.support import REPOSITORY, Stopwatch, pretend_places
-
-__all__ = ["Nursery", "Outcome", "note"]
 
 _DESCRIPTOR = "TEST_NURSERY_DESCRIPTOR"
 # So long that nothing but its cause ends a wait, however busy the machine is.
@@ -41,25 +40,15 @@ _COLLECTIVE_SECONDS = "60"
 
 @dataclass
 class Outcome:
-    """How a rank ended.
+    """How a rank ended."""
 
-    Attributes:
-        value: What the scenario returned, or None.
-        error: What it raised, or None.
-        trace: The traceback of `error`.
-        ended: When, on the clock of `time.monotonic`, it returned or raised; None if it did neither.
-        held_up: For how many seconds of the scenario it could not run, because others did (`Stopwatch`).
-        status: Exit code of the process, or the negative number of the signal that ended it.
-        notes: What it called `note` with, and when.
-    """
-
-    value: Any = None
-    error: BaseException | None = None
-    trace: str = ""
-    ended: float | None = None
-    held_up: float = 0.0
-    status: int | None = None
-    notes: dict[str, float] = field(default_factory=dict)
+    value: Any = None  # what the scenario returned
+    error: BaseException | None = None  # what it raised
+    trace: str = ""  # the traceback of that
+    ended: float | None = None  # when it returned or raised, on the clock of `time.monotonic`
+    held_up: float = 0.0  # seconds of the scenario in which others had the processor (`Stopwatch`)
+    status: int | None = None  # exit code, or the negative number of the signal that ended the process
+    notes: dict[str, float] = field(default_factory=dict)  # what it called `note` with, and when
 
     def check_raised(
         self, kind: type[BaseException], *texts: str, since: float = 0.0, within: float = 1e9
@@ -81,13 +70,10 @@ class Nursery:
     def __init__(self) -> None:
         here, there = socket.socketpair()
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        environ = {
-            **{key: value for key, value in os.environ.items() if not key.startswith("MULTIRING_")},
-            _DESCRIPTOR: str(there.fileno()),
-            # Threads of a numerical library do not survive a fork.
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("MULTIRING_")}
+        environ[_DESCRIPTOR] = str(there.fileno())
+        # Threads of a numerical library do not survive a fork.
+        environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.nursery"],
             env=environ,
@@ -220,10 +206,9 @@ def _serve(connection: Connection) -> None:
             "MULTIRING_TIMEOUT": _COLLECTIVE_SECONDS,
             **env,
         }
-        # No handler here: a forked rank leaves by an exception through this frame.
         ranks: list[_Rank] = []
         while len(ranks) < len(places):
-            ranks.append(_fork(connection, ranks, places, environ, init, scenario, args))
+            ranks.append(_fork(connection, ranks, places, environ, partial(_live, init, scenario, args)))
         _watch(ranks, time.monotonic() + timeout)
         shutil.rmtree(directory, ignore_errors=True)  # the last rank to leave a store removes it
         connection.send_bytes(pickle.dumps([rank.outcome for rank in ranks]))
@@ -245,9 +230,7 @@ def _fork(
     elder: list[_Rank],
     places: list[int],
     environ: Mapping[str, str],
-    init: bool,
-    scenario: Callable[..., Any],
-    args: tuple[Any, ...],
+    live: Callable[[int], tuple[Any, ...]],
 ) -> _Rank:
     global _report
     ours, theirs = socket.socketpair()
@@ -265,13 +248,13 @@ def _fork(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update({"MULTIRING_RANK": str(rank), "MULTIRING_SIZE": str(len(places))} | dict(environ))
     pretend_places(places)
-    _report.send_bytes(pickle.dumps(_live(rank, init, scenario, args)))
+    _report.send_bytes(pickle.dumps(live(rank)))
     # As at any exit, but without the time that it takes to free every module.
     atexit._run_exitfuncs()
     os._exit(0)
 
 
-def _live(rank: int, init: bool, scenario: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _live(init: bool, scenario: Callable[..., Any], args: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
     import multiring
 
     value, error, trace = None, None, ""

@@ -24,8 +24,6 @@ import pytest
 from multiring import Communicator
 from tests.rank_pool import RankPool
 
-__all__ = ["Pool", "all_raise", "on_ranks", "run_on_ranks", "same_everywhere"]
-
 Pool = Callable[[int], RankPool]
 """What the fixture `ranks` gives: the pool of so many ranks."""
 
@@ -40,11 +38,8 @@ def all_raise(
 ) -> pytest.MarkDecorator:
     """Expects the test to raise an error of `kind` on every rank, in which each regular expression is found.
 
-    Args:
-        kind: As for `isinstance`.
-        texts: For `re.search`.
-        text_of: `what={"shape": "not of the same shape"}` runs the test with each of these values of its
-            parameter `what`, and expects the text beside it as well; None: no error.
+    `what={"shape": "not of the same shape"}` runs the test with each of these values of its parameter `what`,
+    and expects the text beside it as well; None: no error.
     """
     if not text_of:
         return pytest.mark.all_raise.with_args(kind, *texts)  # not a call, which would mark a lone class

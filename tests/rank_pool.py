@@ -24,21 +24,20 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 from multiring.errors import AbortedError, PeerLostError
-from tests.support import HOSTS, REPOSITORY, Job, process_exists
-
-__all__ = ["RankPool", "RankProcesses", "RanksFailed", "RanksTimedOut", "UnpicklableError"]
+from tests.support import REPOSITORY, Job, process_exists
 
 _START_SECONDS = 60.0
 _LOAD_SECONDS = 120.0
-# From the moment when they are told to end.
-_END_SECONDS = 30.0
-# Shorter than the default: a rank that waits for nothing in a test should say so before the test's own time
-# limit.
+_END_SECONDS = 30.0  # from the moment when they are told to end
+# A rank that waits for nothing says so before the test's own time limit.
 _COLLECTIVE_SECONDS = "60"
+
+Call = Callable[..., Any]
+Answer = dict[str, Any]  # of a rank: its value, or its error and the traceback (tests/rank_worker.py)
 
 
 class UnpicklableError(Exception):
@@ -46,11 +45,7 @@ class UnpicklableError(Exception):
 
 
 class RanksFailed(AssertionError):
-    """A function failed on at least one rank.
-
-    Attributes:
-        errors: The exception of each rank that failed.
-    """
+    """A function failed on at least one rank; `errors` has the exception of each."""
 
     def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
         super().__init__(message)
@@ -64,13 +59,8 @@ class RanksTimedOut(AssertionError):
 class RankPool:
     """A world of `n` ranks that run functions, in processes that other pools may use as well.
 
-    After a call that broke the communicator all ranks leave it and make a new one.
-
-    Args:
-        n: Number of ranks.
-        env: Variables to set for the ranks, where they get processes of their own.
-        hosts: How many hosts the ranks take themselves to be spread over, one after the other.
-        processes: Those to use; None: its own, which end with it.
+    After a call that broke the communicator all ranks leave it and make a new one. They take themselves to be
+    spread over so many hosts, one after the other. Without `processes` the pool has its own, with `env`.
     """
 
     def __init__(
@@ -81,7 +71,7 @@ class RankPool:
         processes: RankProcesses | None = None,
     ) -> None:
         self.n = n
-        self.hosts = min(n, int(os.environ.get(HOSTS, hosts)))
+        self.hosts = min(n, hosts)
         self._processes = processes or RankProcesses(n, env)
 
     def __enter__(self) -> RankPool:
@@ -90,30 +80,24 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
-    ) -> list[Any]:
+    def run(self, function: Call, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
         """Calls `function(comm, *args, **kwargs)` on every rank; what it returns, by rank.
 
-        Args:
-            function: Defined at the top level of a module, so that ranks can import it.
-            args: Anything that can be pickled.
-            timeout: Seconds; then the ranks are ended.
-            kwargs: Likewise.
+        Ranks have to be able to import the function; arguments are pickled.
 
         Raises:
             RanksFailed: It raised on some rank; shows the traceback of every one.
-            RanksTimedOut: A rank has not answered in time.
+            RanksTimedOut: A rank has not answered in so many seconds; all are ended.
         """
-        answers = self._call(function, args, kwargs, timeout, abort=True)
+        answers = self._call((function, args, kwargs), timeout, abort=True)
         _check(getattr(function, "__qualname__", repr(function)), answers)
         return [answer["value"] for answer in answers]
 
     def run_expecting_errors(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
+        self, function: Call, *args: Any, timeout: float = 60.0, **kwargs: Any
     ) -> list[Any]:
         """Like `run`, but what a rank raises comes back in the list in place of what it returns."""
-        answers = self._call(function, args, kwargs, timeout, abort=False)
+        answers = self._call((function, args, kwargs), timeout, abort=False)
         return [answer["error"] or answer["value"] for answer in answers]
 
     def pids(self) -> list[int]:
@@ -122,42 +106,18 @@ class RankPool:
         return self._processes.pids[: self.n]
 
     def close(self) -> None:
-        """Ends the processes; a later call starts new ones.
-
-        Raises:
-            RanksTimedOut: They did not end by themselves.
-        """
+        """Ends the processes; a later call starts new ones."""
         self._processes.close()
 
-    def _call(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float,
-        *,
-        abort: bool,
-    ) -> list[dict[str, Any]]:
-        module = _module_of(function)
-        request = {
-            "kind": "call",
-            "module": module,
-            "file": getattr(sys.modules[module], "__file__", None),
-            "path": list(sys.path),
-            "call": pickle.dumps((function, args, kwargs)),
-            "abort": abort,
-        }
+    def _call(self, call: tuple[Call, Any, Any], timeout: float, *, abort: bool) -> list[Answer]:
+        request = {"kind": "call", "module": _module_of(call[0]), "path": list(sys.path), "abort": abort}
+        request["call"] = pickle.dumps(call)
         return self._processes.call(self.n, self.hosts, request, timeout)
 
 
 class RankProcesses:
-    """Processes under one `multiring run`, the first of which are the ranks of one world at a time. They are
-    started at the first use, and again after a crash, a hang, or where a world needs more of them.
-
-    Args:
-        n: How many to start at least.
-        env: Variables to set for them.
-    """
+    """At least n processes under one `multiring run`, the first of which are the ranks of one world at a
+    time. They are started at the first use, and again after a crash, a hang, or where a world needs more."""
 
     def __init__(self, n: int, env: dict[str, str] | None = None) -> None:
         self._n = n
@@ -169,7 +129,7 @@ class RankProcesses:
         self._worlds = 0  # how many there were
         self.pids: list[int] = []
 
-    def call(self, n: int, hosts: int, request: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+    def call(self, n: int, hosts: int, request: dict[str, Any], timeout: float) -> list[Answer]:
         """Has the ranks of a world do what `request` says (tests/rank_worker.py); their answers, by rank."""
         self._n = max(self._n, n)
         self.start()
@@ -233,23 +193,20 @@ class RankProcesses:
         places = [{"rank": rank, "size": n, "hosts": hosts, "number": self._worlds} for rank in range(n)]
         answers = self._exchange([{"kind": "join", "place": place} for place in places], _START_SECONDS)
         self._world = (n, hosts)
-        traces = [answer["trace"] for answer in answers if answer["error"] is not None]
-        if traces:
+        if traces := [answer["trace"] for answer in answers if answer["error"] is not None]:
             self.close()
             raise AssertionError("\n".join([f"{n} ranks cannot make a new communicator", *traces]))
 
-    def _exchange(self, requests: list[dict[str, Any]], timeout: float) -> list[dict[str, Any]]:
+    def _exchange(self, requests: list[Answer], timeout: float) -> list[Answer]:
         """Sends the first processes a request each; their answers."""
         try:
             for connection, request in zip(self._connections, requests, strict=False):
                 connection.send_bytes(pickle.dumps(request))
         except OSError:
             self._fail("a rank has ended before the call")
-        return self._answers(len(requests), timeout)
-
-    def _answers(self, n: int, timeout: float) -> list[dict[str, Any]]:
+        n = len(requests)
         deadline = time.monotonic() + timeout
-        answers: dict[int, dict[str, Any]] = {}
+        answers: dict[int, Answer] = {}
         while len(answers) < n:
             late = {self._connections[rank]: rank for rank in range(n) if rank not in answers}
             ready = wait(list(late), max(0.0, deadline - time.monotonic()))
@@ -269,12 +226,10 @@ class RankProcesses:
             # Files keep what the ranks write without anybody having to read it.
             return [*launcher, "--output-dir", str(root / "o"), "-m", "tests.rank_worker", str(address)]
 
+        self._launcher_stderr = tempfile.TemporaryFile()  # noqa: SIM115
+        streams = {"stdout": subprocess.DEVNULL, "stderr": self._launcher_stderr}
         # Ctrl-C at the terminal is for pytest, which then closes the pool.
-        quiet = {"stdout": open(os.devnull, "w"), "stderr": tempfile.TemporaryFile()}  # noqa: SIM115
-        job = Job(command, self._env, cwd=REPOSITORY, start_new_session=True, **quiet)
-        self._launcher_stderr = quiet["stderr"]
-        quiet["stdout"].close()
-        return job
+        return Job(command, self._env, cwd=REPOSITORY, start_new_session=True, **streams)
 
     def _accept(self, listener: socket.socket) -> None:
         deadline = time.monotonic() + _START_SECONDS
@@ -293,15 +248,11 @@ class RankProcesses:
         self._connections = [found[rank][0] for rank in range(self._n)]
         self.pids = [found[rank][1] for rank in range(self._n)]
 
-    def _time_out(self, n: int, timeout: float, late: list[int], answers: dict[int, dict[str, Any]]) -> None:
+    def _time_out(self, n: int, timeout: float, late: list[int], answers: dict[int, Answer]) -> None:
         self._write_stacks([self.pids[rank] for rank in late])
         traces = [f"--- rank {rank}\n{answers[rank]['trace']}" for rank in answers if answers[rank]["trace"]]
         message = f"no answer from rank {', '.join(map(str, late))} of {n} within {timeout:g} s"
-        output = self._output()
-        if self._job is not None:
-            self._job.destroy()  # it would not end by itself
-        self.close()
-        raise RanksTimedOut("\n".join([message, *traces, output]))
+        raise RanksTimedOut("\n".join([message, *traces, self._destroy()]))
 
     def _write_stacks(self, pids: list[int]) -> None:
         for pid in pids:
@@ -316,41 +267,39 @@ class RankProcesses:
         with contextlib.suppress(Exception):
             assert self._job is not None
             self._job.process.wait(10.0)
+        raise AssertionError(f"pool of {self._n} ranks: {what}\n{self._destroy()}")
+
+    def _destroy(self) -> str:
+        """Ends processes that would not end by themselves; what they have written."""
         output = self._output()
         if self._job is not None:
             self._job.destroy()
         self.close()
-        raise AssertionError(f"pool of {self._n} ranks: {what}\n{output}")
+        return output
 
     def _output(self) -> str:
         self._launcher_stderr.seek(0)
         return str(self._launcher_stderr.read().decode(errors="replace"))[-20000:]
 
 
-def _module_of(function: Callable[..., Any]) -> str:
+def _module_of(function: Call) -> str:
     inner: Any = function
     while isinstance(inner, functools.partial):
         inner = inner.func
     if isinstance(inner, MethodType):
         return type(inner.__self__).__module__
-    if isinstance(inner, FunctionType) and "<" in inner.__qualname__:
-        raise TypeError(
-            f"{inner.__qualname__} is not at the top level of a module, so ranks cannot import it"
-        )
-    return str(inner.__module__ if hasattr(inner, "__module__") else type(inner).__module__)
+    if "<" in inner.__qualname__:
+        raise TypeError(f"{inner.__qualname__} is not at the top level of a module; ranks cannot import it")
+    return str(inner.__module__)
 
 
-def _check(what: str, answers: list[dict[str, Any]]) -> None:
+def _check(what: str, answers: list[Answer]) -> None:
     failed = {rank: answer for rank, answer in enumerate(answers) if answer["error"] is not None}
     if not failed:
         return
     parts = [f"{what} failed on {len(failed)} of {len(answers)} ranks"]
     parts += [f"--- rank {rank}\n{answer['trace'].rstrip()}" for rank, answer in failed.items()]
     errors = {rank: answer["error"] for rank, answer in failed.items()}
-    raise RanksFailed("\n".join(parts), errors) from _first_cause(errors)
-
-
-def _first_cause(errors: dict[int, BaseException]) -> BaseException:
-    """The error that most likely came first: not one that says another rank failed."""
-    first = [error for error in errors.values() if not isinstance(error, AbortedError | PeerLostError)]
-    return (first or list(errors.values()))[0]
+    # What most likely came first does not say that another rank has failed.
+    cause = min(errors.values(), key=lambda error: isinstance(error, AbortedError | PeerLostError))
+    raise RanksFailed("\n".join(parts), errors) from cause

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import faulthandler
 import importlib
-import importlib.util
 import os
 import pickle
 import signal
@@ -14,7 +13,6 @@ import socket
 import sys
 import traceback
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import multiring
@@ -47,15 +45,12 @@ def _obey(request: dict[str, Any]) -> dict[str, Any]:
     if request["kind"] == "join":
         return _attempt(lambda: _join(**request["place"]))
 
-    def load() -> None:
-        sys.path[:] = request["path"]
-        _load(request["module"], request["file"])
-
     if request["kind"] == "load":
-        return _portable(_attempt(load))
+        sys.path[:] = request["path"]
+        answer = _attempt(lambda: importlib.import_module(request["module"]))
+        return _portable({**answer, "value": None})  # modules cannot be sent
 
     def call() -> Any:
-        load()
         function, args, kwargs = pickle.loads(request["call"])
         return function(multiring.world(), *args, **kwargs)
 
@@ -106,38 +101,16 @@ def _join(rank: int, size: int, hosts: int, number: int) -> None:
     """Leaves the world, if there is one, for one of so many ranks on as many pretended hosts."""
     with contextlib.suppress(errors.MultiringError):
         multiring.shutdown()
-    names = {"RANK": rank, "SIZE": size}
-    torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ |= {f"MULTIRING_{name}": str(value) for name, value in names.items()}
-    os.environ |= {name: str(value) for name, value in torchrun.items()}
+    for variable in ("MULTIRING_RANK", "RANK", "LOCAL_RANK"):
+        os.environ[variable] = str(rank)
+    for variable in ("MULTIRING_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ[variable] = str(size)
     os.environ.pop("MULTIRING_HOST", None)
     pretend_places([rank % hosts for rank in range(size)])
     # Ranks of a job call `init` equally often. Those of this one may come from different worlds before, whose
     # tests may have called it as well.
     initialization._generation = 1000 * number
     multiring.init()
-
-
-def _load(name: str, file: str | None) -> None:
-    """Imports the module that defines a test function, under the name it has in the pool's process."""
-    if name in sys.modules:
-        return
-    if file is not None and importlib.util.find_spec(name.partition(".")[0]) is None:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-        return
-    importlib.import_module(name)
-    found = getattr(sys.modules[name], "__file__", None)
-    if file is not None and found is not None and not Path(found).samefile(file):
-        raise ImportError(f"{name} is {found} here and {file} in the test")
 
 
 if __name__ == "__main__":

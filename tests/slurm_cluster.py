@@ -15,14 +15,11 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from multiring.benchmarks.emulation.hosts import EmulatedHosts
 from multiring.commands.launcher.guardian import end_processes
 from tests.support import REPOSITORY, wait_until
-
-__all__ = ["SlurmCluster", "why_not"]
 
 _UNPACKED = REPOSITORY / "build/slurm"  # by ci/fetch_slurm.sh
 _SEARCH = f"{os.environ['PATH']}:/usr/sbin:{_UNPACKED / 'usr/sbin'}:{_UNPACKED / 'usr/bin'}"
@@ -74,25 +71,16 @@ def why_not() -> str | None:
 
 
 class SlurmCluster:
-    """A cluster whose nodes are emulated hosts, of `CPUS` processors each as far as Slurm is concerned.
-
-    Args:
-        hosts: The hosts; commands of Slurm's are to be run on the first.
-
-    Attributes:
-        environ: Variables that those commands need.
-        directory: Configuration, logs and state; gone at the end.
-    """
-
-    CPUS = 4
+    """A cluster whose nodes are emulated hosts, of four processors each as far as Slurm is concerned. Its
+    commands are to be run on the first host, with the variables `environ`."""
 
     def __init__(self, hosts: EmulatedHosts) -> None:
         self._hosts = hosts
         self._daemons = ExitStack()
-        self.directory = Path(tempfile.mkdtemp(prefix="mrt-slurm-", dir="/tmp"))
+        self._directory = Path(tempfile.mkdtemp(prefix="mrt-slurm-", dir="/tmp"))
         libraries = [*_UNPACKED.glob("usr/lib/*-linux-gnu"), *_UNPACKED.glob("lib/*-linux-gnu")]
         libraries += _UNPACKED.glob(_PLUGINS)
-        self.environ = {"PATH": _SEARCH, "SLURM_CONF": str(self.directory / "slurm.conf")}
+        self.environ = {"PATH": _SEARCH, "SLURM_CONF": str(self._directory / "slurm.conf")}
         if libraries:
             self.environ["LD_LIBRARY_PATH"] = ":".join(map(str, libraries))
 
@@ -104,14 +92,12 @@ class SlurmCluster:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
         """The command that runs `command` on a host, where it needs `environ`."""
-        own, here, names = (self.directory / name for name in (f"host{host}", "here", "names"))
+        own, here, names = (self._directory / name for name in (f"host{host}", "here", "names"))
         mounts = f'mount --bind {own} {here} && mount --bind {names} /etc/hosts && exec "$0" "$@"'
         return self._hosts.command(host, ["unshare", "--mount", "sh", "-c", mounts, *command])
 
@@ -125,45 +111,38 @@ class SlurmCluster:
             text=True,
             check=False,
         )
-        assert done.returncode == 0, f"{command}: {done.stderr}\n{self.logs()}"
+        assert done.returncode == 0, f"{command}: {done.stderr}\n{self._logs()}"
         return done.stdout
 
-    def logs(self) -> str:
+    def _logs(self) -> str:
         """The end of what the daemons have written."""
-        return "\n".join(
-            f"--- {path.name}\n{path.read_text()[-3000:]}" for path in self.directory.glob("*.log")
-        )
+        logs = self._directory.glob("*.log")
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in logs)
 
     def _start(self) -> None:
         plugins = next(_UNPACKED.glob(_PLUGINS), None)
-        nodes = [
-            f"NodeName={self._hosts.name(host)} NodeAddr={self._hosts.address(host)} CPUs={self.CPUS}"
-            for host in range(self._hosts.count)
-        ]
-        (self.directory / "slurm.conf").write_text(
+        places = [(self._hosts.name(host), self._hosts.address(host)) for host in range(self._hosts.count)]
+        (self._directory / "slurm.conf").write_text(
             _CONFIG.format(
                 controller=self._hosts.name(0),
                 address=self._hosts.address(0),
-                directory=self.directory,
+                directory=self._directory,
                 plugins="" if plugins is None else f"PluginDir={plugins}",
-                nodes="\n".join(nodes),
+                nodes="\n".join(f"NodeName={name} NodeAddr={address} CPUs=4" for name, address in places),
             )
         )
-        names = [f"{self._hosts.address(host)} {self._hosts.name(host)}" for host in range(self._hosts.count)]
-        (self.directory / "names").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
-        (self.directory / "here").mkdir()
-        key = self.directory / "munge.key"
+        names = [f"{address} {name}" for name, address in places]
+        (self._directory / "names").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
+        (self._directory / "here").mkdir()
+        key = self._directory / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
         for host in range(self._hosts.count):
-            own = self.directory / f"host{host}"
+            own = self._directory / f"host{host}"
             own.mkdir()
-            files = [f"--{name}-file={self.directory}/here/munge.{name}" for name in ("log", "pid")]
-            files += [
-                f"--key-file={key}",
-                f"--seed-file={own}/seed",
-                f"--socket={self.directory}/here/munge.socket",
-            ]
+            here = f"{self._directory}/here/munge"
+            files = [f"--log-file={here}.log", f"--pid-file={here}.pid", f"--socket={here}.socket"]
+            files += [f"--key-file={key}", f"--seed-file={own}/seed"]
             self._daemon(host, "munged", ["--foreground", "--force", *files])
             wait_until((own / "munge.socket").exists, "munged")
         self._daemon(0, "slurmctld", ["-D"])
@@ -176,7 +155,7 @@ class SlurmCluster:
     def _daemon(self, host: int, name: str, arguments: Sequence[str]) -> None:
         program = _tool(name)
         assert program is not None
-        with open(self.directory / f"{name}{host}.log", "wb") as log:
+        with open(self._directory / f"{name}{host}.log", "wb") as log:
             daemon = subprocess.Popen(
                 self.command(host, [program, *arguments]),
                 env={**os.environ, **self.environ},
@@ -197,4 +176,4 @@ class SlurmCluster:
         self._daemons.close()
         # Steps outlive slurmd; after a test that failed there may be some.
         end_processes(f"SLURM_CONF={self.environ['SLURM_CONF']}".encode(), set())
-        shutil.rmtree(self.directory, ignore_errors=True)
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -20,29 +20,7 @@ from typing import Any
 
 from multiring import cli
 
-__all__ = [
-    "Job",
-    "Stopwatch",
-    "assert_idle",
-    "executable",
-    "held_port",
-    "last_words",
-    "open_descriptors",
-    "parsed",
-    "process_exists",
-    "refused",
-    "run_job",
-    "run_multiring",
-    "run_python",
-    "start_job",
-    "threads",
-    "wait_until",
-]
-
 _MARK = "TEST_JOB_MARK"
-HOSTS = "TEST_HOSTS"
-DIRECTORY = "TEST_DIRECTORY"  # tells a script the directory of `Job.directory`
-
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -81,12 +59,17 @@ def _waited_for_a_processor() -> dict[str, float]:
     return found
 
 
+def state_of(pid: int) -> str:
+    """The state of a process, as in /proc; "X" where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
 def process_exists(pid: int) -> bool:
     """Whether a process lives (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return state_of(pid) not in "ZX"
 
 
 def open_descriptors(pid: int | None = None) -> dict[int, str]:
@@ -113,17 +96,6 @@ def parsed(add_arguments: Callable[[argparse.ArgumentParser], None], *words: str
     return parser.parse_args(words)
 
 
-def pretend_hosts() -> None:
-    """Let this rank of a job on one host take its peers to be spread over as many hosts as `HOSTS` says.
-
-    Neighbours are on different ones.
-    """
-    size = int(os.environ["MULTIRING_SIZE"])
-    hosts = min(int(os.environ.get(HOSTS, "1")), size)
-    if hosts > 1:
-        pretend_places([rank % hosts for rank in range(size)])
-
-
 def pretend_places(places: Sequence[int]) -> None:
     """Let this rank of a job on one host take every rank to be on the host of that number."""
     rank = int(os.environ["MULTIRING_RANK"])
@@ -141,14 +113,9 @@ def pretend_places(places: Sequence[int]) -> None:
 class Job:
     """A command that a test has started, with a temporary directory of its own and a mark on its processes.
 
-    Args:
-        command: The command, or what makes it of a directory that holds `directory` as `d`.
-        env: Variables to set besides those of this process.
-        popen: Arguments of `subprocess.Popen`.
-
-    Attributes:
-        process: The launcher.
-        directory: A directory for the test's own files; scripts find it in the variable TEST_DIRECTORY.
+    `command` may be a function that makes it of a directory, in which `directory` is `d`; `env` are variables
+    besides those of this process, and `popen` is for `subprocess.Popen`. `directory` is for the test's own
+    files; scripts find it in the variable TEST_DIRECTORY. `process` is the launcher.
     """
 
     def __init__(
@@ -164,21 +131,13 @@ class Job:
         self.directory.mkdir()
         self._tmp.mkdir()
         self._mark = uuid.uuid4().hex
-        environ = {
-            **os.environ,
-            "TMPDIR": str(self._tmp),
-            _MARK: self._mark,
-            DIRECTORY: str(self.directory),
-            **(env or {}),
-        }
+        own = {"TMPDIR": str(self._tmp), _MARK: self._mark, "TEST_DIRECTORY": str(self.directory)}
+        environ = {**os.environ, **own, **(env or {})}
         self.command = list(command(self._root) if callable(command) else command)
-        options: dict[str, Any] = {
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            "stdin": subprocess.DEVNULL,
-        }
+        pipe = subprocess.PIPE
+        options: dict[str, Any] = {"stdout": pipe, "stderr": pipe, "stdin": subprocess.DEVNULL} | popen
         self.process: subprocess.Popen[str] = subprocess.Popen(
-            self.command, env=environ, text=True, errors="surrogateescape", **(options | popen)
+            self.command, env=environ, text=True, errors="surrogateescape", **options
         )
 
     def __enter__(self) -> Job:
@@ -193,9 +152,8 @@ class Job:
         found = []
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
-                if wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0") and process_exists(
-                    int(name)
-                ):
+                environ = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+                if wanted in environ and process_exists(int(name)):
                     found.append(int(name))
         return found
 
@@ -204,9 +162,8 @@ class Job:
         path = self.directory / name
 
         def there() -> bool:
-            assert path.exists() or self.process.poll() is None, (
-                f"the job ended: {self.process.communicate()}"
-            )
+            if not path.exists() and self.process.poll() is not None:
+                raise AssertionError(f"the job ended: {self.process.communicate()}")
             return path.exists()
 
         wait_until(there, f"the file {name}", timeout)
@@ -261,9 +218,8 @@ class Job:
         for pid in self.processes():
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-                lines.append(
-                    f"process {pid} in {Path(f'/proc/{pid}/wchan').read_text()}: {' '.join(words)[:200]}"
-                )
+                place = Path(f"/proc/{pid}/wchan").read_text()
+                lines.append(f"process {pid} in {place}: {' '.join(words)[:200]}")
         return "\n".join(lines)
 
 
@@ -298,23 +254,10 @@ def last_words(code: str, env: Mapping[str, str] | None = None) -> str:
 
 
 def start_job(
-    n: int,
-    script: str | Path,
-    *args: object,
-    env: Mapping[str, str] | None = None,
-    launcher_args: Sequence[str] = (),
-    **popen: Any,
+    n: int, script: str | Path, *args: object, launcher_args: Sequence[str] = (), **options: Any
 ) -> Job:
-    """Starts `multiring run` and returns at once; use the result as a context manager.
-
-    Args:
-        n: Number of ranks.
-        script: A path, or, if it holds a line break, the text of a Python script.
-        args: The script's arguments.
-        env: Variables to set besides those of this process.
-        launcher_args: Options of `multiring run`.
-        popen: Arguments of `subprocess.Popen`.
-    """
+    """Starts n ranks under `multiring run` with `launcher_args`, and returns at once; to be used in `with`.
+    `script` is a path, or, if it holds a line break, the text of a Python script; the rest as for `Job`."""
 
     def command(root: Path) -> list[str]:
         path = script
@@ -324,21 +267,14 @@ def start_job(
         launcher = [sys.executable, "-m", "multiring", "run", "-np", str(n), *launcher_args]
         return [*launcher, str(path), *map(str, args)]
 
-    return Job(command, env, **popen)
+    return Job(command, **options)
 
 
 def run_job(
-    n: int,
-    script: str | Path,
-    *args: object,
-    timeout: float = 60.0,
-    code: int | None = None,
-    env: Mapping[str, str] | None = None,
-    launcher_args: Sequence[str] = (),
-    **popen: Any,
+    n: int, script: str | Path, *args: object, timeout: float = 60.0, code: int | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script under `multiring run` to its end and checks that nothing is left; see `start_job`."""
-    return start_job(n, script, *args, env=env, launcher_args=launcher_args, **popen).run(timeout, code)
+    """Runs a job, as `start_job` takes it, to its end, and checks its exit code and that nothing is left."""
+    return start_job(n, script, *args, **options).run(timeout, code)
 
 
 @contextlib.contextmanager

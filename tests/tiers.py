@@ -13,43 +13,28 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["check", "is_left_out", "mark", "sort", "worker_of"]
-
 FULL = {
     "docs": ["test_code_blocks.py"],
     "adapters": [
-        "caffe/test_caffe_example.py",
         "caffe/test_caffe_passes.py",
         "caffe/test_caffe_state.py",
         "chainer/test_chainer_jobs.py",
-        "chainer/test_chainermn_training.py",
-        "horovod/test_horovod_adasum.py",
-        "horovod/test_horovod_elastic.py",
-        "horovod/test_horovod_join.py",
-        "horovod/test_horovod_keras.py",
         "horovod/test_horovod_optimizer.py",
-        "horovod/test_horovod_scripts.py",
         "horovod/test_horovod_tensorflow_training.py",
-        "jax/test_jax_bench.py",
         "jax/test_jax_correctness.py",
         "jax/test_jax_state_check.py",
         "jax/test_jax_training.py",
         "pytensor/test_pytensor_graphs.py",
         "pytensor/test_pytensor_in_place.py",
-        "pytensor/test_pytensor_state_check.py",
         "tensorflow/test_tensorflow_callbacks.py",
         "tensorflow/test_tensorflow_keras.py",
-        "tensorflow/test_tensorflow_legal_programs.py",
         "tensorflow/test_tensorflow_ops.py",
         "tensorflow/test_tensorflow_order.py",
-        "tensorflow/test_tensorflow_saving.py",
         "tensorflow/test_tensorflow_state.py",
-        "tensorflow/test_tensorflow_twice.py",
         "test_coming_from.py",
         "test_examples.py",
         "test_exactness.py",
         "test_float_modes.py",
-        "torch/test_torch_compression.py",
         "torch/test_torch_legal_programs.py",
         "torch/test_torch_optimizer.py",
         "torch_distributed/test_dist_groups.py",
@@ -60,14 +45,11 @@ FULL = {
     "faults": [
         "test_containers.py",
         "test_emulated_hosts.py",
-        "test_exit.py",
         "test_fork.py",
         "test_hosts_doctor.py",
         "test_in_time.py",
         "test_leaks.py",
-        "test_many_hosts.py",
         "test_remote_launch.py",
-        "test_slurm.py",
         "test_torchrun.py",
     ],
     "python": [
@@ -76,18 +58,14 @@ FULL = {
         "benchmarks/test_bench_emulated.py",
         "benchmarks/test_bench_gradients.py",
         "benchmarks/test_bench_launch.py",
-        "benchmarks/test_bench_mpich.py",
-        "benchmarks/test_bench_report.py",
         "benchmarks/test_scaling.py",
         "caffe/test_caffe_command.py",
         "collectives/test_several_hosts.py",
         "commands/test_tune.py",
-        "commands/test_tuning_at_start.py",
         "launch/test_kubernetes.py",
         "launch/test_launch_engines.py",
         "launch/test_launcher_ends.py",
         "launch/test_launcher_output.py",
-        "launch/test_launchers_alike.py",
         "launch/test_ray.py",
         "models/test_models_caffe.py",
         "models/test_models_chainer.py",
@@ -124,8 +102,7 @@ SMOKE: dict[str, list[str]] = {
     "faults/test_emulated_hosts.py": [
         "test_a_killed_rank_is_named_on_every_host[layout0-allreduce-3-4]",
     ],
-    "faults/test_exit.py": ["test_a_child_hides_no_end[True-2]"],
-    "faults/test_fork.py": ["test_a_child_cannot_communicate"],
+    "faults/test_fork.py": ["test_a_child_cannot_communicate", "test_a_child_hides_no_end[True-2]"],
     "faults/test_leaks.py": ["test_killed_jobs[victims0]", "test_references_after_shutdown"],
     "faults/test_remote_launch.py": [
         "test_ranks_start_on_both_hosts_and_see_all[nsenter]",
@@ -136,10 +113,10 @@ SMOKE: dict[str, list[str]] = {
         "test_when_a_rank_fails_the_others_are_ended_and_it_is_blamed",
         "test_children_of_ranks_end_with_the_job",
     ],
-    "python/launch/test_launchers_alike.py": [
-        "test_mpirun_is_recognised_and_each_run_is_another_job",
+    "python/rendezvous/test_mpi.py": [
+        "test_every_collective[openmpi-2 on 2]",
+        "test_mpirun_is_recognised_and_each_run_is_another_job[openmpi]",
     ],
-    "python/rendezvous/test_mpi.py": ["test_every_collective[openmpi-2 on 2]"],
 }
 # Marked `alone` as well: they look at what all processes of the machine leave behind, or bound how soon
 # ranks notice what has happened.
@@ -148,37 +125,31 @@ ALONE = {
     "python": [
         "benchmarks/test_bench_emulated.py",
         "benchmarks/test_bench_launch.py",
-        "benchmarks/test_bench_mpich.py",
         "rendezvous/test_mpi.py",
     ],
 }
 _TESTS = Path(__file__).parent
 
 
+def _listed(table: dict[str, list[str]]) -> set[str]:
+    return {f"{folder}/{file}" for folder, files in table.items() for file in files}
+
+
 def is_left_out(path: Path, marks: str) -> bool:
     """Whether `pytest -m MARKS` runs no test of this file, which then need not be imported."""
-    listed = (_TESTS / folder / file for folder, files in FULL.items() for file in files)
-    return marks == "not full" and path in listed and _name(path) not in SMOKE
+    return marks == "not full" and path in {_TESTS / name for name in _listed(FULL) - SMOKE.keys()}
 
 
 def check() -> None:
-    """Sees that the files that are named above exist.
-
-    Raises:
-        pytest.UsageError: One has moved, and would run in the wrong tier.
-    """
-    listed = {f"{folder}/{file}" for table in (FULL, ALONE) for folder in table for file in table[folder]}
-    if gone := [name for name in sorted(listed | SMOKE.keys()) if not (_TESTS / name).exists()]:
+    """Sees that the files that are named above exist: one that has moved would run in the wrong tier."""
+    listed = _listed(FULL) | _listed(ALONE) | SMOKE.keys()
+    if gone := [name for name in sorted(listed) if not (_TESTS / name).exists()]:
         raise pytest.UsageError(f"tests/tiers.py names what does not exist: {', '.join(gone)}")
 
 
 def mark(items: list[pytest.Item], *, whole: bool) -> None:
-    """Marks the tests of the files above.
-
-    Raises:
-        pytest.UsageError: A smoke test is not among the tests of its file, all of which are here: `make test`
-            would run none in its place.
-    """
+    """Marks the tests of the files above. With `whole` all tests of each file are here, and a smoke test that
+    is not among them is an error: `make test` would run none in its place."""
     here: dict[str, set[str]] = {}
     for item in items:
         here.setdefault(_name(item.path), set()).update(_names(item))
@@ -186,9 +157,9 @@ def mark(items: list[pytest.Item], *, whole: bool) -> None:
         if gone := [test for test in SMOKE[file] if test not in here[file]]:
             raise pytest.UsageError(f"tests/tiers.py names what is not in {file}: {', '.join(gone)}")
     for name, table in (("full", FULL), ("alone", ALONE)):
-        paths = {_TESTS / folder / file for folder, files in table.items() for file in files}
+        listed = _listed(table)
         for item in items:
-            if item.path in paths and not _is_smoke(item):
+            if _name(item.path) in listed and not _is_smoke(item):
                 item.add_marker(name)
 
 

@@ -12,13 +12,14 @@ from multiring.derived import resolve
 from multiring.gradients.options import check_interval
 from multiring.metrics import average_metrics
 from multiring.state.check import compare_state
+from multiring.tensorflow.optimizers.keras import DistributedKerasOptimizer, DistributedLossScaleOptimizer
 from multiring.tensorflow.state import broadcast_variables
 from multiring.tensorflow.variables import buffers_of, named_variables, to_numpy
 
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["MetricAverage", "decide_together"]
+__all__ = ["MetricAverage", "decide_together", "distributed_optimizer"]
 
 Logs = dict[str, Any] | None
 
@@ -150,8 +151,9 @@ def decide_together(
         return
     # Some ranks may have callbacks that others have not, such as a checkpoint on rank 0.
     restoring = [callback for callback in given if getattr(callback, "restore_best_weights", False)]
-    options = getattr(model.optimizer, "options", None)  # of a distributed optimizer
-    every = check_interval(comm.rank, None if options is None else options.reduction.check_every)
+    # With a plain optimizer a program may average weights itself, when it likes.
+    optimizer = distributed_optimizer(model)
+    every = 0 if optimizer is None else check_interval(comm.rank, optimizer.options.reduction.check_every)
     own = (known, first < len(given) and not averaged, nan, bool(restoring), every > 0)
     all_known, averages, stops, restores, compares = zip(*comm.allgather_object(own), strict=True)
     if not all(all_known):
@@ -172,6 +174,13 @@ def decide_together(
         callback.set_params(params)
         callback.set_model(model)
     container.callbacks = [*given, together]
+
+
+def distributed_optimizer(model: Any) -> Any:
+    """What reduces gradients of a compiled model: its optimizer, or that inside of it; None: nothing does."""
+    inside = [] if model.optimizer is None else [model.optimizer, *vars(model.optimizer).values()]
+    kinds = DistributedKerasOptimizer | DistributedLossScaleOptimizer
+    return next((one for one in inside if isinstance(one, kinds)), None)
 
 
 def _decides(callback: Any) -> bool:

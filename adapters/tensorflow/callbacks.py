@@ -16,8 +16,7 @@ from multiring.derived import resolve
 from multiring.errors import UsageError
 from multiring.state.broadcast import broadcast_object
 from multiring.state.buffer_sync import check_mode
-from multiring.tensorflow.agreement import MetricAverage, decide_together
-from multiring.tensorflow.optimizers.keras import DistributedKerasOptimizer, DistributedLossScaleOptimizer
+from multiring.tensorflow.agreement import MetricAverage, decide_together, distributed_optimizer
 from multiring.tensorflow.state import broadcast_variables, sync_buffers
 from multiring.tensorflow.variables import named_variables, to_numpy
 from multiring.types import BufferMode
@@ -134,8 +133,7 @@ def _warn_if_alone(model: Any, comm: Communicator) -> None:
     steps_itself = not type(model).train_step.__module__.startswith("keras.")  # with a tape, perhaps
     if comm.size == 1 or steps_itself or model.optimizer is None:
         return
-    inside = [model.optimizer, *vars(model.optimizer).values()]
-    if not any(isinstance(one, DistributedKerasOptimizer | DistributedLossScaleOptimizer) for one in inside):
+    if distributed_optimizer(model) is None:
         warnings.warn(
             f"rank {comm.rank}: gradients are not reduced over ranks, since the optimizer is a plain "
             f"{type(model.optimizer).__name__}, as that of a loaded model is: set model.optimizer = "

@@ -7,12 +7,7 @@ hold the same bits after every step.
 
 from __future__ import annotations
 
-import argparse
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +17,12 @@ from multiring import Communicator
 from multiring.models.train import train
 from multiring.models.training.options import TrainOptions, add_arguments
 from multiring.models.training.report import read_metrics
-from tests.rank_pool import RankPool
-
-Ranks = Callable[[int], RankPool]
+from tests.on_ranks import Pool
+from tests.support import parsed, run_multiring
 
 BATCH = 16
 STEPS = 30
+LIMITS = (f"--batch-size={BATCH}", f"--limit-steps={STEPS}")
 # Verifying at every step raises on every rank where the bits of any two differ.
 OPTIONS = [
     *("--depth=8", "--data=digits", "--image-size=8", "--dtype=float64", "--threads=1", "--no-report"),
@@ -35,23 +30,25 @@ OPTIONS = [
 ]
 
 
+def of_steps(directory: str | Path, what: str) -> list[Any]:
+    records = read_metrics(f"{directory}/metrics.jsonl")
+    return [record[what] for record in records if record["kind"] == "step"]
+
+
 def train_here(comm: Communicator, directory: str, *arguments: str) -> dict[str, Any]:
     """Run `multiring train` inside a rank; losses and hashes of all steps, and the final state's hash."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    parsed = parser.parse_args([*OPTIONS, f"--output-dir={directory}", *arguments])
-    result = train(TrainOptions.from_namespace(parsed), comm)
+    given = parsed(add_arguments, *OPTIONS, f"--output-dir={directory}", *arguments)
+    result = train(TrainOptions.from_namespace(given), comm)
     comm.barrier()
-    steps = [record for record in read_metrics(f"{directory}/metrics.jsonl") if record["kind"] == "step"]
     return {
-        "losses": [record["loss"] for record in steps],
-        "hashes": [record["fingerprint"] for record in steps],
+        "losses": of_steps(directory, "loss"),
+        "hashes": of_steps(directory, "fingerprint"),
         "final": result.fingerprint,
         "test": (result.test.loss, result.test.correct, result.test.count),
     }
 
 
-def train_on(ranks: Ranks, size: int, *arguments: str, directory: str | None = None) -> dict[str, Any]:
+def train_on(ranks: Pool, size: int, *arguments: str, directory: str | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         results = ranks(size).run(train_here, directory or temporary, *arguments)
     assert all(result == results[0] for result in results)
@@ -59,16 +56,15 @@ def train_on(ranks: Ranks, size: int, *arguments: str, directory: str | None = N
 
 
 @pytest.fixture(scope="module")
-def two(ranks: Ranks) -> dict[str, Any]:
+def two(ranks: Pool) -> dict[str, Any]:
     """30 steps of two ranks."""
-    return train_on(ranks, 2, f"--batch-size={BATCH}", f"--limit-steps={STEPS}")
+    return train_on(ranks, 2, *LIMITS)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_train_like_one_rank_with_the_whole_batch(ranks: Ranks, size: int, two: dict[str, Any]) -> None:
-    limit = f"--limit-steps={STEPS}"
-    several = two if size == 2 else train_on(ranks, size, f"--batch-size={BATCH}", limit)
-    one = train_on(ranks, 1, f"--batch-size={size * BATCH}", limit)
+def test_ranks_train_like_one_rank_with_the_whole_batch(ranks: Pool, size: int, two: dict[str, Any]) -> None:
+    several = two if size == 2 else train_on(ranks, size, *LIMITS)
+    one = train_on(ranks, 1, *LIMITS, f"--batch-size={size * BATCH}")
     assert len(one["losses"]) == len(several["losses"]) == STEPS
     assert several["losses"] == pytest.approx(one["losses"], rel=1e-10, abs=0)
     # The network learns: agreement is not that of something that stands still.
@@ -77,44 +73,34 @@ def test_ranks_train_like_one_rank_with_the_whole_batch(ranks: Ranks, size: int,
     assert several["test"][0] == pytest.approx(one["test"][0], rel=1e-8)
 
 
-def test_uneven_and_empty_parts_of_a_batch_are_weighted_by_their_samples(ranks: Ranks) -> None:
-    # 1,433 images in global batches of 477 leave 2 for the fourth step, of which a third rank gets none.
-    arguments = ("--limit-steps=6", "--image-size=8")
-    three = train_on(ranks, 3, "--batch-size=159", *arguments)
-    one = train_on(ranks, 1, "--batch-size=477", *arguments)
+# 1,433 images in global batches of 477 leave 2 for the fourth step, of which a third rank gets none.
+UNEVEN = ("--batch-size=159", "--limit-steps=6")
+
+
+def test_uneven_and_empty_parts_of_a_batch_are_weighted_by_their_samples(ranks: Pool) -> None:
+    three = train_on(ranks, 3, *UNEVEN)
+    one = train_on(ranks, 1, *UNEVEN, "--batch-size=477")
     assert three["losses"] == pytest.approx(one["losses"], rel=1e-10, abs=0)
 
 
-def test_an_empty_part_is_harmless_where_each_rank_normalises_for_itself(ranks: Ranks) -> None:
-    arguments = ("--batch-size=159", "--limit-steps=6", "--no-sync-bn")
-    first, again = train_on(ranks, 3, *arguments), train_on(ranks, 3, *arguments)
-    assert first == again
-
-
-@pytest.mark.parametrize("variant", [(), ("--no-sync-bn",)])
+@pytest.mark.parametrize(("size", "arguments"), [(2, LIMITS), (3, (*UNEVEN, "--no-sync-bn"))])
 def test_the_same_job_gives_the_same_bits(
-    ranks: Ranks, two: dict[str, Any], variant: tuple[str, ...]
+    ranks: Pool, two: dict[str, Any], size: int, arguments: tuple[str, ...]
 ) -> None:
-    arguments = (f"--batch-size={BATCH}", f"--limit-steps={STEPS if not variant else 10}", *variant)
-    first = two if not variant else train_on(ranks, 2, *arguments)
-    assert train_on(ranks, 2, *arguments) == first
+    """Also where each rank normalises for itself, and one an empty part."""
+    first = two if size == 2 else train_on(ranks, size, *arguments)
+    assert train_on(ranks, size, *arguments) == first
     assert len(set(first["hashes"])) == len(first["hashes"])
 
 
 def test_a_resumed_job_is_the_uninterrupted_one_bit_for_bit(
-    ranks: Ranks, two: dict[str, Any], tmp_path: Path
+    ranks: Pool, two: dict[str, Any], tmp_path: Path
 ) -> None:
-    batch, directory = f"--batch-size={BATCH}", str(tmp_path)
-    train_on(ranks, 2, batch, "--limit-steps=13", directory=directory)
-    resumed = train_on(ranks, 2, batch, f"--limit-steps={STEPS}", "--resume", directory=directory)
-    assert resumed == two
+    train_on(ranks, 2, *LIMITS, "--limit-steps=13", directory=str(tmp_path))
+    assert train_on(ranks, 2, *LIMITS, "--resume", directory=str(tmp_path)) == two
 
 
 def test_fresh_processes_give_the_same_bits(two: dict[str, Any], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "multiring", "train", "-np", "2", *OPTIONS, f"--output-dir={tmp_path}"]
-    command += [f"--batch-size={BATCH}", f"--limit-steps={STEPS}"]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    steps = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "step"]
-    assert [record["fingerprint"] for record in steps] == two["hashes"]
+    done = run_multiring("train", "-np", "2", *OPTIONS, f"--output-dir={tmp_path}", *LIMITS, code=0)
+    assert of_steps(tmp_path, "fingerprint") == two["hashes"]
     assert f"({two['test'][1]} of {two['test'][2]})" in done.stdout

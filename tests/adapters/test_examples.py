@@ -13,9 +13,8 @@ EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*_digits
 
 def accuracy(script: str | Path, size: int = 2, **options: object) -> float:
     """What a script of so many ranks prints as its test accuracy."""
-    result = run_job(size, script, timeout=120.0, **options)  # type: ignore[arg-type]
-    assert result.returncode == 0, result.stderr
-    line = next(line for line in result.stdout.splitlines() if "test accuracy" in line)
+    lines = run_job(size, script, timeout=120.0, code=0, **options).stdout.splitlines()
+    line = next(line for line in lines if "test accuracy" in line)
     assert f"{size} ranks" in line
     return float(line.split()[-1])
 
@@ -23,3 +22,8 @@ def accuracy(script: str | Path, size: int = 2, **options: object) -> float:
 @pytest.mark.parametrize("script", EXAMPLES)
 def test_an_example_learns_the_digits(script: str) -> None:
     assert accuracy(REPOSITORY / "examples" / script) > 0.97
+
+
+def test_a_loop_of_horovod_learns() -> None:
+    script = REPOSITORY / "examples/horovod/tensorflow2_digits.py"
+    assert accuracy(script, launcher_args=["--horovod"]) > 0.95

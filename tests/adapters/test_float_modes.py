@@ -17,6 +17,7 @@ from tests.on_ranks import on_ranks
 
 # One round, several segments.
 COUNTS = (5, 300_001)
+OPTIONS = ({}, {"prescale": 0.3}, {"op": "average", "postscale": 0.7}, {"comm_dtype": "bfloat16"})
 
 
 def tiny(seed: int, count: int) -> Any:
@@ -42,12 +43,7 @@ def collectives(comm: Communicator, flushing: bool) -> list[bytes]:
         x, symmetric = tiny(comm.rank, count), comm.symmetric_empty((count,), np.float32)
         symmetric[:] = x
         with flushed(flushing):
-            for options in (
-                {},
-                {"prescale": 0.3},
-                {"op": "average", "postscale": 0.7},
-                {"comm_dtype": "bfloat16"},
-            ):
+            for options in OPTIONS:
                 found.append(comm.allreduce(x, **options).tobytes())
                 found.append(comm.allreduce_async(x, **options).wait().tobytes())
             comm.allreduce(symmetric, "average", out=symmetric)
@@ -100,14 +96,8 @@ def moments(comm: Communicator, flushing: bool) -> list[bytes]:
 
 @on_ranks(3)
 def test_a_rank_that_flushes_denormals_has_the_same_bits(comm: Communicator) -> None:
-    for compute, args in (
-        (collectives, ()),
-        (gradients, (None,)),
-        (gradients, (TopK(0.1),)),
-        (gradients, (TopK(1.0),)),
-        (hooks, ()),
-        (moments, ()),
-    ):
+    compressed = [(gradients, (compression,)) for compression in (None, TopK(0.1), TopK(1.0))]
+    for compute, args in ((collectives, ()), *compressed, (hooks, ()), (moments, ())):
         plain = compute(comm, False, *args)
         assert any(any(np.frombuffer(each[:20], np.uint32)) for each in plain if each)
         assert compute(comm, comm.rank == 1, *args) == plain, (compute.__name__, args)

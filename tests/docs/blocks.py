@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 import textwrap
 from pathlib import Path
-from typing import NamedTuple
 
 from tests.support import REPOSITORY
-
-__all__ = ["PAGES", "Code", "code_of", "commands_of", "python_of"]
 
 PAGES = [
     "README.md",
@@ -21,35 +18,22 @@ _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"(?:^|\n\n)((?:    .*\n|\n)+)")
 
 
-class Code(NamedTuple):
-    """A block: its page, language ("" for an indented one) and text."""
-
-    page: str
-    language: str
-    text: str
-
-
-def code_of(page: str) -> list[Code]:
-    """All blocks of a page: those between fences, then those that are indented."""
+def code_of(page: str) -> list[tuple[str, str]]:
+    """Language ("" for an indented one) and text of all blocks: first those between fences."""
     text = (REPOSITORY / page).read_text()
-    found = [Code(page, m[2] or "text", textwrap.dedent(m[3])) for m in _FENCE.finditer(text)]
-    rest = _FENCE.sub("", text)
-    return found + [Code(page, "", textwrap.dedent(m[1])) for m in _INDENTED.finditer(rest)]
+    found = [(m[2] or "text", textwrap.dedent(m[3])) for m in _FENCE.finditer(text)]
+    return found + [("", textwrap.dedent(m[1])) for m in _INDENTED.finditer(_FENCE.sub("", text))]
 
 
 def python_of(page: str) -> list[str]:
     """The Python blocks of a page."""
-    return [code.text for code in code_of(page) if code.language == "python"]
+    return [text for language, text in code_of(page) if language == "python"]
 
 
 def commands_of(page: str) -> list[str]:
     """The command lines of a page, without comments."""
-    lines = [
-        line.partition(" #")[0].strip()
-        for code in code_of(page)
-        if code.language in ("sh", "bash", "console", "")
-        for line in code.text.splitlines()
-    ]
+    texts = [text for language, text in code_of(page) if language in ("sh", "bash", "console", "")]
+    lines = [line.partition(" #")[0].strip() for text in texts for line in text.splitlines()]
     return [line for line in lines if _is_command(line)]
 
 
@@ -59,21 +43,8 @@ def _is_command(line: str) -> bool:
         return False  # a row of a table of folders
     if words[0].startswith("ci/"):
         return True
-    return Path(words[0]).name in _PROGRAMS and (len(words) > 1 or words[0] == "multiring")
+    program = _PROGRAMS.fullmatch(Path(words[0]).name)
+    return program is not None and (len(words) > 1 or words[0] == "multiring")
 
 
-_PROGRAMS = {
-    *(
-        "multiring",
-        "make",
-        "pip",
-        "python",
-        "pytest",
-        "source",
-        "salloc",
-        "sbatch",
-        "srun",
-        "mpirun",
-        "torchrun",
-    ),
-}
+_PROGRAMS = re.compile("multiring|make|pip|python|pytest|source|salloc|sbatch|srun|mpirun|torchrun")

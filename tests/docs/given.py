@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["GIVEN", "Block"]
-
 
 class Block(NamedTuple):
     """A Python block of a page, and what it takes as given."""
@@ -83,9 +81,7 @@ loss = lambda x, y: model(x, y)
 batches = [chainer.dataset.concat_examples(list(train))] * (1 + comm.rank)
 """
 
-CHAINER_NORMALISATION = """
-model = chainer.Sequential(chainer.links.Linear(4, 3), chainer.links.BatchNormalization(3))
-"""
+CHAINER_NORM = "model = chainer.Sequential(chainer.links.Linear(4, 3), chainer.links.BatchNormalization(3))"
 
 # Five steps in the place of ten thousand, and data for the layers of the small net.
 CAFFE = """
@@ -164,9 +160,7 @@ sgd = lambda params, grads: [(p, p - 0.01 * g) for p, g in zip(params, grads)]
 loader = lambda rank, ranks: [(np.ones((2, 4)), np.ones((2, 3)))] * 2
 """
 
-PYTENSOR_UNEVEN = """
-velocities, loader = [], [(np.ones((2, 4)), np.ones((2, 3)))] * (1 + comm.rank)
-"""
+PYTENSOR_UNEVEN = "velocities, loader = [], [(np.ones((2, 4)), np.ones((2, 3)))] * (1 + comm.rank)"
 
 
 def _blocks(page: str, *given: str, first: int = 0) -> list[Block]:
@@ -190,7 +184,7 @@ GIVEN: dict[str, list[Block]] = {
     ],
     "chainer": [
         *_blocks("README.md", CHAINER, first=2),
-        *_blocks("docs/chainer.md", CHAINER_TRAINING, CHAINER_UNEVEN, CHAINER_NORMALISATION),
+        *_blocks("docs/chainer.md", CHAINER_TRAINING, CHAINER_UNEVEN, CHAINER_NORM),
     ],
     "caffe": [*_blocks("README.md", CAFFE, first=3), *_blocks("docs/caffe.md", "", "")],
     "jax": _blocks("docs/jax.md", JAX, JAX_UNEVEN, JAX_STATISTICS, JAX_ERRORS),

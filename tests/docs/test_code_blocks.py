@@ -6,7 +6,6 @@ import argparse
 import importlib
 import re
 import shlex
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,21 +15,22 @@ from tests.docs.blocks import PAGES, code_of, commands_of, python_of
 from tests.docs.given import GIVEN
 from tests.support import REPOSITORY, run_job
 
-# Blocks that other tests run, on more ranks and with more assertions.
+# Blocks that other tests run, on more ranks and with more assertions: the test, and words of it that show it.
 RUN_ELSEWHERE = {
-    "docs/coming-from-ddp.md": "tests/adapters/test_coming_from.py",
-    "docs/coming-from-horovod.md": "tests/adapters/test_coming_from.py",
-    "docs/numpy.md": "tests/adapters/numpy/test_contract_numpy.py",
-    "docs/accelerate.md": "tests/adapters/torch_distributed/test_dist_trainers.py",
-    "docs/launching.md": "tests/python/launch/test_run_function.py",
-    "docs/lightning.md": "tests/adapters/torch_distributed/test_dist_trainers.py",
-    "docs/torch-distributed.md": "tests/adapters/torch_distributed/test_dist_launchers.py",
+    "docs/coming-from-ddp.md": ("adapters/test_coming_from.py", "coming-from-ddp"),
+    "docs/coming-from-horovod.md": ("adapters/test_coming_from.py", "coming-from-horovod"),
+    "docs/numpy.md": ("adapters/numpy/test_contract_numpy.py", "numpy.md"),
+    "docs/accelerate.md": ("adapters/torch_distributed/test_dist_trainers.py", "Accelerator(cpu=True"),
+    "docs/launching.md": ("python/launch/test_run_function.py", "docs/launching.md"),
+    "docs/lightning.md": ("adapters/torch_distributed/test_dist_trainers.py", 'backend="multiring"'),
+    "docs/torch-distributed.md": ("adapters/torch_distributed/test_dist_launchers.py", 'group("multiring")'),
 }
 # Blocks that need more than ranks on this host, by page, number and the reason.
 COMPILED = {
     ("docs/clusters.md", 0): "needs ranks that mpirun has started",
     ("docs/clusters.md", 1): "needs a Ray cluster",
 }
+FOLDERS = "adapters|benchmarks|ci|core|docs|examples|integrations|models|tests"
 # Names that stand for the reader's own files.
 PLACEHOLDERS = {"train.py", "script.py", "a.py", "b.py", "hosts", "solver.prototxt", "report", "results.json"}
 
@@ -47,21 +47,17 @@ def test_blocks_run_on_two_ranks(framework: str, tmp_path: Path) -> None:
     assert done.stdout.count("to the end") == 2
 
 
-def test_every_python_block_is_run() -> None:
+def test_every_python_block_is_run_or_compiles() -> None:
     there = {(page, number) for page in PAGES for number in range(len(python_of(page)))}
     here = {(page, number) for blocks in GIVEN.values() for page, number, _ in blocks}
     assert not here & COMPILED.keys()
     left = {(page, number) for page, number in there - here - COMPILED.keys() if page not in RUN_ELSEWHERE}
     assert not left, f"say in tests/docs/given.py what these blocks take as given: {sorted(left)}"
-    assert here | COMPILED.keys() <= there
-    for page, test in RUN_ELSEWHERE.items():
-        assert Path(page).stem in (REPOSITORY / test).read_text()
-
-
-def test_other_blocks_compile() -> None:
+    for page, (test, words) in RUN_ELSEWHERE.items():
+        assert words in (REPOSITORY / "tests" / test).read_text(), page
     for page, number in COMPILED:
         compile(python_of(page)[number], f"{page}, block {number}", "exec")
-    assert {code.language for page in PAGES for code in code_of(page)} <= {"python", "sh", "text", ""}
+    assert {language for page in PAGES for language, _ in code_of(page)} <= {"python", "sh", "text", ""}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)])
@@ -80,20 +76,19 @@ def check_command(words: list[str]) -> list[str]:
         words = words[1:]
     program, arguments = words[0], words[1:]
     if program == "make":
-        check_targets(arguments)
+        targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+        assert set(arguments) <= set(targets), arguments
     if program == "sh":
         return []
-    if program != "multiring":  # a launcher, pip or python: look for a command of multiring in it
-        return arguments[arguments.index("multiring") :] if "multiring" in arguments else []
-    if not arguments or {"|", "[options]"} & set(arguments):
-        return []  # a usage line
-    name, *options = arguments
-    return inner_command(parsed(name, options)) if name == "run" else check_only(name, options)
-
-
-def check_only(name: str, options: list[str]) -> list[str]:
-    parsed(name, options)
-    return []
+    if program == "multiring":
+        if not arguments or {"|", "[options]"} & set(arguments):
+            return []  # a usage line
+        name, *options = arguments
+        understood = parsed(name, options)
+        lists = [value for value in vars(understood).values() if isinstance(value, list)]
+        arguments = [str(word) for words in lists for word in words] if name == "run" else []
+    # A launcher, pip or python may start a command of multiring.
+    return arguments[arguments.index("multiring") :] if "multiring" in arguments else []
 
 
 def parsed(name: str, options: list[str]) -> argparse.Namespace:
@@ -107,12 +102,6 @@ def parsed(name: str, options: list[str]) -> argparse.Namespace:
         pytest.fail(f"`multiring {shlex.join([name, *options])}` is not understood")
 
 
-def inner_command(arguments: argparse.Namespace) -> list[str]:
-    """The command of multiring that `multiring run` starts, if it is one."""
-    words = [str(word) for value in vars(arguments).values() if isinstance(value, list) for word in value]
-    return words[words.index("multiring") :] if "multiring" in words else []
-
-
 def check_file(word: str) -> None:
     """Fails unless a file of this repository that a command names is there."""
     if re.match(r"(examples|docs|tests|ci|models|core)/[\w./-]+$", word):
@@ -121,17 +110,11 @@ def check_file(word: str) -> None:
         assert word in PLACEHOLDERS, f"{word} is no file of the repository"
 
 
-def check_targets(targets: list[str]) -> None:
-    known = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
-    assert set(targets) <= set(known), targets
-
-
-def test_links_lead_somewhere() -> None:
+def test_links_lead_somewhere_and_files_that_are_named_are_there() -> None:
     wrong = []
     for page in [*PAGES, "CHANGELOG.md"]:
-        text = re.sub(
-            r"^ *```.*?^ *```$", "", (REPOSITORY / page).read_text(), flags=re.DOTALL | re.MULTILINE
-        )
+        whole = (REPOSITORY / page).read_text()
+        text = re.sub(r"^ *```.*?^ *```$", "", whole, flags=re.DOTALL | re.MULTILINE)
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
             name, _, anchor = target.partition("#")
             path = (REPOSITORY / page).parent / name if name else REPOSITORY / page
@@ -139,17 +122,10 @@ def test_links_lead_somewhere() -> None:
                 continue
             if not path.exists() or (anchor and anchor not in anchors(path)):
                 wrong.append(f"{page}: {target}")
-    assert not wrong, textwrap.indent("\n".join(wrong), "  ")
-
-
-def test_files_named_in_the_text_are_there() -> None:
-    folders = "adapters|benchmarks|ci|core|docs|examples|integrations|models|tests"
-    wrong = []
-    for page in PAGES:
-        for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", (REPOSITORY / page).read_text()):
+        for name in re.findall(rf"`((?:{FOLDERS})/[\w./-]+)`", whole if page in PAGES else ""):
             there = (REPOSITORY / name).exists() or (REPOSITORY / f"{name}.h").exists()
             wrong += [] if there else [f"{page}: {name}"]
-    assert not wrong, wrong
+    assert not wrong, "\n".join(wrong)
 
 
 def anchors(path: Path) -> set[str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from multiring import Communicator
 from tests.nursery import note
-from tests.support import wait_until
+from tests.support import state_of, wait_until
 
 __all__ = ["be_interrupted", "interrupt", "interrupt_asleep", "tell"]
 
@@ -27,7 +26,7 @@ def tell(comm: Communicator, peer: int) -> None:
 def interrupt_asleep(comm: Communicator, victim: int, number: int = signal.SIGINT) -> None:
     """Interrupts a rank that has called `tell` as soon as it sleeps."""
     pid = int(comm.recv(victim)[0])
-    wait_until(lambda: _state(pid) == "S", f"process {pid} to wait")
+    wait_until(lambda: state_of(pid) == "S", f"process {pid} to wait")
     note("interrupted")
     os.kill(pid, number)
 
@@ -49,7 +48,3 @@ def interrupt(comm: Communicator, victim: int) -> None:
     """Interrupts a rank until it was inside its operation; then raises what all are told of that."""
     while True:
         interrupt_asleep(comm, victim)
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,8 +1,9 @@
-"""Containers give little: a /dev/shm of 64 KB, a read-only one, or none that can be used."""
+"""Containers give little: a /dev/shm of 64 KB, a read-only one, or none that can be used; or no /proc."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from multiring.benchmarks.emulation.hosts import why_not
 from tests.support import Job
 
 SCRIPT = """
-import os
+import os, sys
 import numpy as np
 import multiring
 
@@ -20,22 +21,27 @@ region = comm.symmetric_empty(4_000_000)  # 16 MB
 region[:] = comm.rank
 assert (comm.allreduce(region, out=region) == sum(range(comm.size))).all()
 assert comm.allgather(np.ones(1_000_000))[-1] == 1
-print("done with", free.f_frsize * free.f_blocks, "bytes")
+print("done with", free.f_frsize * free.f_blocks, "bytes,", len(os.listdir("/proc")), "in /proc")
+sys.exit(3 * comm.rank)
 """
 
 
-@pytest.mark.parametrize("options", ["size=64k", "size=64k,ro"])
-def test_a_small_dev_shm(options: str) -> None:
+@pytest.mark.parametrize(
+    ("mount", "told"),
+    [
+        ("-o size=64k tmpfs /dev/shm", "done with 65536 bytes"),
+        ("-o size=64k,ro tmpfs /dev/shm", "done with 65536 bytes"),
+        ("none /proc", "0 in /proc"),
+    ],
+)
+def test_what_is_not_there_is_not_needed(tmp_path: Path, mount: str, told: str) -> None:
+    """A rank that fails is blamed all the same."""
     if reason := why_not():
         pytest.skip(reason)
-
-    def command(root: object) -> list[str]:
-        script = f"{root}/script.py"
-        with open(script, "w") as file:
-            file.write(SCRIPT)
-        mount = f"mount -t tmpfs -o {options} tmpfs /dev/shm"
-        run = f'exec {sys.executable} -m multiring run -np 2 "{script}"'
-        return ["unshare", "--mount", "sh", "-c", f"{mount} && {run}"]
-
-    result = Job(command).run(code=0)
-    assert result.stdout.count("done with 65536 bytes") == 2
+    (tmp_path / "script.py").write_text(SCRIPT)
+    run = [sys.executable, "-m", "multiring", "run", "-np", "2", str(tmp_path / "script.py")]
+    command = f'mount -t tmpfs {mount} && exec "$@"'
+    result = Job(["unshare", "--mount", "sh", "-c", command, "sh", *run]).run(code=3)
+    assert result.stdout.count(told) == 2
+    assert "multiring: rank 1 " in result.stderr
+    assert "Traceback" not in result.stderr

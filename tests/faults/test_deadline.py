@@ -3,7 +3,6 @@ nobody else can be late; who is named among more, and what those learn: tests/cp
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import multiring
 from multiring import Communicator
 from tests.faults.operations import OPERATIONS
 from tests.nursery import Nursery, Outcome, note
-from tests.support import wait_until
+from tests.support import state_of, wait_until
 
 LATE = 1
 Call = Callable[[Communicator, float], object]
@@ -29,15 +28,20 @@ CALLS: dict[str, Call] = {
 
 
 def wait_alone(comm: Communicator, call: Callable[[], object]) -> None:
-    """Rank 0 calls; the other rank stays away until it has given up."""
+    """Rank 0 calls; the other rank is stopped (by a debugger, a batch system) until it has given up."""
+    late = int(comm.allgather(np.array([os.getpid()]))[LATE])
     comm.barrier()
     if comm.rank == LATE:
-        wait_until(lambda: comm.is_broken, "the other rank to give up")
+        os.kill(late, signal.SIGSTOP)
         with pytest.raises(multiring.TimeoutError, match="for rank 1"):
             comm.barrier()
         return
+    wait_until(lambda: state_of(late) == "T", "the other rank to be stopped")
     note("called")
-    call()
+    try:
+        call()
+    finally:
+        os.kill(late, signal.SIGCONT)
 
 
 def check_timed_out(outcomes: list[Outcome], timeout: float) -> multiring.MultiringError:
@@ -73,25 +77,6 @@ def by_default(comm: Communicator, name: str) -> None:
 @pytest.mark.parametrize("name", ["allreduce_async", "split"])
 def test_default_timeout(nursery: Nursery, name: str) -> None:
     check_timed_out(nursery.run(2, by_default, name, env={"MULTIRING_TIMEOUT": "4"}), 4.0)
-
-
-def stop(comm: Communicator) -> None:
-    """A rank that is stopped (a debugger, a batch system) lives, so this is a matter of the deadline."""
-    pids = comm.allgather(np.array([os.getpid()]))
-    comm.barrier()
-    if comm.rank == LATE:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return
-    try:
-        comm.allgather(np.ones(4), timeout=0.2)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pids[LATE]), signal.SIGCONT)
-
-
-def test_a_stopped_rank(nursery: Nursery) -> None:
-    outcome = nursery.run(2, stop)[0]
-    outcome.check_raised(multiring.TimeoutError, "for rank 1", "alive) was last in")
 
 
 def stay_away(rank: int) -> None:

@@ -1,11 +1,11 @@
-"""Forked children of a rank (data loaders): they disturb nothing, and cannot take part."""
+"""Forked children of a rank (data loaders) disturb nothing and cannot take part. How ranks end."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import multiring
-from multiring import Communicator, UsageError
+from multiring import Communicator, PeerLostError, UsageError
 from tests.nursery import Nursery, note
 from tests.support import run_job
 
@@ -86,18 +86,14 @@ def use_in_child(comm: Communicator) -> None:
     assert not comm.is_broken
 
 
-def test_a_child_cannot_communicate(nursery: Nursery) -> None:
-    nursery.values(3, use_in_child)
-
-
 def use_after_native_fork(comm: Communicator) -> None:
+    """Of which Python's own hooks know nothing."""
     x = np.ones(3)
     work = comm.allreduce_async(np.ones(2000))  # by a thread that the child does not have
 
     def use() -> None:
-        for call, argument in (
-            *((comm.allreduce, x), (comm.allreduce_async, x), (comm.split, 3), (comm.symmetric_empty, 3)),
-        ):
+        calls = ((comm.allreduce, x), (comm.allreduce_async, x), (comm.split, 3), (comm.symmetric_empty, 3))
+        for call, argument in calls:
             with pytest.raises(UsageError, match="fork"):
                 call(argument)
         comm.close()
@@ -106,30 +102,13 @@ def use_after_native_fork(comm: Communicator) -> None:
     assert work.wait()[0] == comm.size
 
 
-def test_a_child_of_a_native_fork_cannot_communicate(nursery: Nursery) -> None:
-    """Of which Python's own hooks know nothing."""
-    nursery.values(3, use_after_native_fork)
-
-
-def with_pool(comm: Communicator) -> None:
-    """Workers, as data loaders have them, while the rank communicates and its thread works."""
-    pending = [comm.allreduce_async(np.ones(200_000)) for _ in range(5)]
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        results = pool.map_async(abs, range(-10, 0))
-        for work in pending:
-            assert work.wait()[0] == comm.size
-        for _ in range(20):
-            comm.allreduce(np.ones(1000))
-        assert results.get(60.0) == [*range(10, 0, -1)]
-    comm.barrier()
-
-
-def test_worker_processes(nursery: Nursery) -> None:
-    nursery.values(2, with_pool)
+@pytest.mark.parametrize("scenario", [use_in_child, use_after_native_fork])
+def test_a_child_cannot_communicate(nursery: Nursery, scenario: Callable[[Communicator], None]) -> None:
+    nursery.values(3, scenario)
 
 
 FULL_EXIT = """
-import os, sys
+import os
 import numpy as np
 import multiring
 
@@ -139,27 +118,23 @@ work = group.allreduce_async(np.ones(100_000))
 work.wait()
 queue.allreduce(np.ones(3), name="x")
 region = comm.symmetric_empty(10)
-child = os.fork()
-if child != 0:
+if child := os.fork():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert comm.allreduce(np.ones(1))[0] == comm.size
-    print("parent done")
-else:
-    print("child done")
+print("done")
 # Both leave through the whole of the interpreter's exit, with everything still referred to.
 """
 
 
 def test_the_whole_exit_of_a_child() -> None:
     result = run_job(2, FULL_EXIT, code=0)
-    assert result.stdout.count("parent done") == 2
-    assert result.stdout.count("child done") == 2
+    assert result.stdout.count("done") == 4
     assert "Error" not in result.stderr
 
 
-def fork_before_init(rank: int) -> int:
-    """A process that was forked before anybody was a rank may become one."""
-    return in_child(_join)
+def fork_before_init(rank: int) -> None:
+    """A process that was forked before any of them was a rank may become one."""
+    assert in_child(_join) == 0
 
 
 def _join() -> None:
@@ -169,19 +144,98 @@ def _join() -> None:
 
 
 def test_forked_before_init(nursery: Nursery) -> None:
-    assert nursery.values(2, fork_before_init, init=False) == [0, 0]
+    nursery.values(2, fork_before_init, init=False)
 
 
 def alone_in_child(comm: Communicator) -> None:
-    assert in_child(lambda: _alone(comm)) == 0
+    assert in_child(_join) == 0
     assert comm.allreduce(np.ones(1))[0] == 1
-
-
-def _alone(comm: Communicator) -> None:
-    assert not multiring.is_initialized()
-    assert multiring.init() is not comm
-    assert multiring.world().allreduce(np.ones(2)).tolist() == [1.0, 1.0]
 
 
 def test_alone_a_child_may_start_its_own(nursery: Nursery) -> None:
     nursery.values(1, alone_in_child)
+
+
+def die_with_a_child(comm: Communicator, native: bool) -> None:
+    comm.barrier()
+    if comm.rank == 1:
+        libc = ctypes.CDLL(None)  # whose fork calls none of Python's hooks
+        child = libc.fork() if native else os.fork()
+        if child == 0:
+            libc.alarm(120)
+            while True:
+                libc.pause()
+        note(str(child))
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.allreduce(np.ones(3), name="grad")
+
+
+@pytest.mark.parametrize(("native", "hosts"), [(False, 1), (True, 2)])
+def test_a_child_hides_no_end(nursery: Nursery, native: bool, hosts: int) -> None:
+    outcomes = nursery.run(2, die_with_a_child, native, hosts=hosts)
+    (child,) = map(int, outcomes[1].notes)
+    os.kill(child, signal.SIGKILL)  # it has outlived its parent, of whose end its peer knows
+    outcomes[0].check_raised(PeerLostError, "lost rank 1")
+
+
+DAEMON = """
+import sys, threading, time
+import multiring
+comm = multiring.init()
+call = {
+    "work": lambda: comm.barrier_async().wait(),
+    "barrier": comm.barrier,
+    "recv": lambda: comm.recv(1),
+}[sys.argv[1]]
+comm.barrier()
+if comm.rank == 0:  # leaves when its thread sleeps in the call, and not for want of the interpreter's lock
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    asleep = 0
+    while asleep < 10:
+        time.sleep(0.01)
+        state = open(f"/proc/self/task/{thread.native_id}/stat").read().rpartition(")")[2].split()[0]
+        asleep = asleep + 1 if state == "S" else 0
+else:
+    try:
+        comm.recv(0)
+    except multiring.PeerLostError as error:
+        assert "it has shut down or exited while others still needed it" in str(error), error
+"""
+
+
+@pytest.mark.parametrize("call", ["work", "barrier", "recv"])
+def test_a_daemon_thread_in_a_call_does_not_spoil_the_exit(call: str) -> None:
+    assert "rminate called" not in run_job(2, DAEMON, call, code=0).stderr
+
+
+UNCAUGHT = """
+import os, sys
+import numpy as np
+import multiring
+comm = multiring.init()
+group = comm.split(0)
+comm.barrier()
+if comm.rank == 1:
+    if sys.argv[1] == "interrupt":
+        raise KeyboardInterrupt
+    comm.no_such_thing()
+try:
+    (group if sys.argv[2] == "group" else comm).allreduce(np.ones(3), name="grad")
+except multiring.AbortedError as error:
+    print("told:", error, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "told"),
+    [
+        ("attribute", "group", "it ends by an uncaught AttributeError: "),
+        ("interrupt", "world", "it ends by an uncaught KeyboardInterrupt"),
+    ],
+)
+def test_peers_learn_why_a_rank_ends(how: str, where: str, told: str) -> None:
+    job = run_job(2, UNCAUGHT, how, where)
+    assert job.returncode != 0
+    assert "[0] told: rank 1 stopped all ranks: rank 1 on " in job.stdout, job.stdout + job.stderr
+    assert told in job.stdout

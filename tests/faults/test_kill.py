@@ -103,18 +103,3 @@ def die_beside_a_group(comm: Communicator) -> None:
 def test_groups_and_several_at_once(nursery: Nursery) -> None:
     for rank, outcome in enumerate(nursery.run(5, die_beside_a_group)):
         assert rank in (1, 3) or outcome.error is None, outcome.trace
-
-
-def exit_early(comm: Communicator) -> None:
-    comm.barrier()
-    if comm.rank == VICTIM:
-        raise SystemExit(0)
-    comm.allreduce(np.ones(3), name="grad")
-
-
-def test_a_rank_that_exits(nursery: Nursery) -> None:
-    """A clean exit says goodbye, so it is told apart from a death."""
-    told = "it has shut down or exited while others still needed it", "allreduce 'grad' sum float64[3]"
-    for rank, outcome in enumerate(nursery.run(3, exit_early)):
-        if rank != VICTIM:
-            outcome.check_raised(PeerLostError, *told)

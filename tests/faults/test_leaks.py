@@ -36,6 +36,7 @@ def holdings() -> Holdings:
 def use(comm: Communicator) -> None:
     """Everything that takes something of the system."""
     comm.allreduce(np.ones(3))
+    comm.allreduce(np.ones(25_001, np.float32))
     comm.allreduce_async(np.ones(100_000)).wait()
     region = comm.symmetric_empty(50_000)
     comm.allreduce(region, out=region)
@@ -50,34 +51,12 @@ def use(comm: Communicator) -> None:
         comm.recv(0)
 
 
-def again_and_again(rank: int) -> tuple[Holdings, Holdings]:
-    use(multiring.init())  # the first time loads modules
-    multiring.shutdown()
-    before = holdings()
-    for _ in range(30):
+def again_and_again(rank: int, jobs: int) -> tuple[Holdings, Holdings, int]:
+    """What there is after some jobs and at the end, and by how many bytes the memory in use has grown."""
+    for number in range(jobs):
         use(multiring.init())
         multiring.shutdown()
-    return before, holdings()
-
-
-def test_many_generations(nursery: Nursery, tmp_path: Path) -> None:
-    shared = os.listdir("/dev/shm")
-    for before, after in nursery.values(2, again_and_again, init=False, env={"TMPDIR": str(tmp_path)}):
-        assert before["mappings"] == []
-        assert before["threads"] == [before["threads"][0]]
-        assert after == before
-    assert list(tmp_path.iterdir()) == []
-    assert {name for name in os.listdir("/dev/shm") if name not in shared and "multiring" in name} == set()
-
-
-def jobs_of_two_hosts(rank: int, jobs: int, count: int) -> tuple[Holdings, Holdings, int]:
-    """What there is after some of them and at the end, and by how many bytes the memory in use has grown."""
-    for number in range(jobs):
-        comm = multiring.init()
-        assert comm.allreduce(np.ones(count, np.float32))[0] == comm.size
-        multiring.shutdown()
-        del comm
-        if number == jobs // 5:
+        if number == jobs // 5:  # by then all modules are loaded
             before, used = holdings(), allocated()
     after = holdings()
     return before, after, allocated() - used
@@ -95,12 +74,18 @@ def allocated() -> int:
     return int(told.uordblks + told.hblkhd)
 
 
-# Small ones; and such with a plan, which connects a network of its own (between two ranks there is none).
-@pytest.mark.parametrize(("size", "jobs", "count"), [(2, 100, 3), (3, 40, 25_001)])
-def test_many_connects_between_hosts(nursery: Nursery, size: int, jobs: int, count: int) -> None:
-    for before, after, grown in nursery.values(size, jobs_of_two_hosts, jobs, count, init=False, hosts=2):
+# Between three ranks on two hosts there is a plan, which connects a network of its own.
+@pytest.mark.parametrize(("size", "hosts"), [(2, 1), (2, 2), (3, 2)])
+def test_many_generations(nursery: Nursery, tmp_path: Path, size: int, hosts: int) -> None:
+    shared, jobs = os.listdir("/dev/shm"), 40
+    options = {"init": False, "hosts": hosts, "env": {"TMPDIR": str(tmp_path)}}
+    for before, after, grown in nursery.values(size, again_and_again, jobs, **options):
+        assert before["mappings"] == []
+        assert len(before["threads"]) == 1
         assert after == before
         assert grown < 1000 * jobs
+    assert list(tmp_path.iterdir()) == []
+    assert {name for name in os.listdir("/dev/shm") if name not in shared and "multiring" in name} == set()
 
 
 def _break(comm: Communicator, how: str) -> None:
@@ -179,12 +164,10 @@ import multiring
 
 comm = multiring.init()
 region = comm.symmetric_empty(1_000_000)
-pids = comm.allgather(np.array([os.getpid()]))
-if comm.rank == 0:
-    path = os.path.join(os.environ["TEST_DIRECTORY"], "pids")
-    with open(path + ".new", "w") as file:
-        file.write(" ".join(map(str, pids.tolist())))
-    os.rename(path + ".new", path)
+path = f"{os.environ['TEST_DIRECTORY']}/{comm.rank}"
+with open(path + ".new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(path + ".new", path)
 while True:
     comm.allreduce_async(region, out=region).wait()
     comm.allreduce(region, out=region)
@@ -194,8 +177,7 @@ while True:
 @pytest.mark.parametrize("victims", [[1], [0, 1, 2]])
 def test_killed_jobs(victims: list[int]) -> None:
     with start_job(3, ENDLESS) as job:
-        pids = [int(pid) for pid in job.wait_for_file("pids").split()]
-        for victim in victims:
-            os.kill(pids[victim], signal.SIGKILL)
+        for pid in [int(job.wait_for_file(str(rank))) for rank in victims]:
+            os.kill(pid, signal.SIGKILL)
         assert job.finish().returncode != 0
         job.assert_nothing_left()

@@ -1,4 +1,4 @@
-"""`multiring run` over emulated hosts: by ssh (a real sshd where there is one), by mpirun and by srun."""
+"""Ranks on emulated hosts: by ssh (a real sshd where there is one), by mpirun, by srun and sbatch."""
 
 from __future__ import annotations
 
@@ -68,6 +68,8 @@ def cluster(hosts: EmulatedHosts) -> Iterator[SlurmCluster]:
         pytest.skip(reason)
     with SlurmCluster(hosts) as running:
         yield running
+        # Slurm takes note of a killed job's end after srun itself has ended.
+        wait_until(lambda: running.run("squeue", "-h") == "", "the end of all jobs")
 
 
 @pytest.fixture(params=["nsenter", "sshd", "mpirun", "srun"])
@@ -126,17 +128,18 @@ def wait_for_all(job: Job, what: str) -> None:
         job.wait_for_file(f"{what}{rank}")
 
 
-def assert_blamed(done: subprocess.CompletedProcess[str], starter: Starter, code: int, told: str) -> None:
-    assert done.returncode == code, done.stderr
+def assert_blamed(starter: Starter, path: str, code: int, told: str) -> None:
+    """A job ends with the last rank's end, of which that is told."""
+    done = starter.start(path).run(code=code)
     assert f"multiring: rank 2 (on {starter.blamed}) failed with {told}" in done.stderr
+
+
+KILL = "import os, multiring\nc = multiring.init()\nif c.rank == 2: os.kill(os.getpid(), 9)\nc.barrier()\n"
 
 
 @by("nsenter", "mpirun")
 def test_a_rank_that_is_killed_is_blamed(starter: Starter, tmp_path: Path) -> None:
-    text = (
-        "import os, multiring\nc = multiring.init()\nif c.rank == 2: os.kill(os.getpid(), 9)\nc.barrier()\n"
-    )
-    assert_blamed(starter.start(script(text, tmp_path)).run(), starter, 128 + 9, "signal SIGKILL")
+    assert_blamed(starter, script(KILL, tmp_path), 128 + 9, "signal SIGKILL")
 
 
 @by("nsenter", "mpirun")
@@ -197,7 +200,7 @@ sys.exit(3)
 @by("mpirun", "srun")
 def test_the_rank_that_fails_is_blamed_whenever_it_ends(starter: Starter, tmp_path: Path) -> None:
     for text in (FIRST, LAST):
-        assert_blamed(starter.start(script(text, tmp_path)).run(), starter, 3, "exit code 3")
+        assert_blamed(starter, script(text, tmp_path), 3, "exit code 3")
 
 
 @by("mpirun")
@@ -234,6 +237,35 @@ def test_slurm_gives_hosts_and_tasks(cluster: SlurmCluster, tmp_path: Path) -> N
     one = ("salloc", "-Q", "-w", "emulated0", "-n", "2")
     assert sizes(*one, *RUN, path) == (0, [2, 2])
     assert sizes(*one, *RUN, "-np", "3", path) == (0, [3, 3, 3])
+
+
+SHOW = """
+import json, os, socket, sys
+import numpy as np, multiring
+comm = multiring.init()
+assert comm.allreduce(np.ones(50_000)).sum() == 50_000 * comm.size
+place = [comm.rank, comm.size, comm.local_rank, comm.local_size, comm.cross_rank, comm.cross_size]
+os.write(1, (json.dumps([place, socket.gethostname(), sys.argv[1:]]) + "\\n").encode())
+"""
+
+
+def test_ranks_of_srun_find_each_other_in_the_example_for_sbatch(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    output = tmp_path / "job.out"
+    path = f"{Path(sys.executable).parent}:{cluster.environ['PATH']}"
+    environ = {**cluster.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path)}
+    command = ["sbatch", "-o", str(output), "examples/slurm.sbatch", script(SHOW, tmp_path), "x y"]
+    with Job(lambda root: cluster.command(0, command), environ, cwd=REPOSITORY) as job:
+        done = job.finish()
+        assert done.returncode == 0, done.stderr
+        wait_until(lambda: cluster.run("squeue", "-h") == "", "the end of the job")
+        job.assert_nothing_left()
+    found = sorted(json.loads(line) for line in output.read_text().splitlines())
+    for rank, one in enumerate(found):
+        host = rank // 2
+        assert one == [[rank, 4, rank % 2, 2, host, 2], f"emulated{host}", ["x y"]]
+    assert len(found) == 4
 
 
 @pytest.mark.alone  # by itself the launcher kills them five seconds after the first one
@@ -301,7 +333,7 @@ def test_a_missing_program_and_a_typo_are_told(starter: Starter, tmp_path: Path)
     assert "has no attribute 'allreduse'" in done.stderr
 
 
-def test_a_host_knows_itself_where_any_address_can_be_bound(emulate: Callable[[int], EmulatedHosts]) -> None:
+def test_a_host_knows_itself_where_any_address_can_be_bound(emulate: Callable[..., EmulatedHosts]) -> None:
     """As hosts of a service that moves from one to the other are set up."""
     hosts = emulate(2)
 
@@ -319,3 +351,57 @@ def test_a_host_knows_itself_where_any_address_can_be_bound(emulate: Callable[[i
     code = f"from multiring.commands.launcher.hosts import is_here; print(*map(is_here, {asked}))"
     told = on_first(f'exec "{sys.executable}" -c "{code}"')
     assert told.stdout.split() == ["True"] * 4 + ["False"] * 3, told.stderr
+
+
+# --- that all of it works with many ranks, however slowly
+
+HOSTS, RANKS = 8, 8
+# A text of its own: all that pytest needs, read by every rank, takes longer than what is tested.
+MANY = """
+import json, os
+from pathlib import Path
+import numpy as np
+import multiring
+from tests.support import open_descriptors
+
+def held():
+    maps = Path("/proc/self/maps").read_text()
+    return [open_descriptors(), len(os.listdir("/proc/self/task")), maps.count("memfd:multiring")]
+
+before = held()
+comm = multiring.init()
+ranks = np.arange(comm.size)
+# Nothing, rounds, and plans in one and in several segments.
+for count in (0, 1, 1001, 4097, 25_601, 1_000_003):
+    values = np.arange(count, dtype=np.float32) % 7
+    assert (comm.allreduce(values + comm.rank) == values * comm.size + ranks.sum()).all()
+assert comm.allreduce_async(np.array([comm.rank]), "max").wait()[0] == comm.size - 1
+rows = comm.allgather(np.full(comm.rank % 3, comm.rank))
+assert (rows == np.repeat(ranks, ranks % 3)).all()
+assert (comm.broadcast(np.full(1001, comm.rank), comm.size - 1) == comm.size - 1).all()
+# Of 63 peers seven have the same place on other hosts: two connections each for rounds, and two for plans.
+assert len(open_descriptors()) - len(before[0]) < 28 + 63, open_descriptors()
+# Groups over all hosts, of 13 ranks, the last one of 12, in the reverse order.
+group = comm.split(comm.rank % 5, key=-comm.rank)
+members = ranks[comm.rank % 5 :: 5][::-1]
+assert (group.allgather(np.array([comm.rank])) == members).all()
+assert (group.allreduce(np.full(25_601, comm.rank)) == members.sum()).all()
+comm.barrier()
+place = [comm.rank, comm.size, comm.local_rank, comm.local_size, comm.cross_rank, comm.cross_size]
+multiring.shutdown()
+del comm, group
+print(json.dumps([place, before == held()]))
+"""
+
+
+def test_64_ranks_on_8_hosts(emulate: Callable[..., EmulatedHosts], tmp_path: Path) -> None:
+    hosts = emulate(HOSTS)
+    places = ",".join(f"{hosts.address(host)}:{RANKS}" for host in range(HOSTS))
+    threads = ("--env", "OMP_NUM_THREADS=1", "--env", "OPENBLAS_NUM_THREADS=1")
+    done = launch_on(places, hosts, shell_of(hosts), *threads, script(MANY, tmp_path)).run(
+        timeout=200, code=0
+    )
+    lines = dict(line.removeprefix("[").split("] ", 1) for line in done.stdout.splitlines())
+    for rank in range(HOSTS * RANKS):
+        place = [rank, HOSTS * RANKS, rank % RANKS, RANKS, rank // RANKS, HOSTS]
+        assert json.loads(lines[str(rank)]) == [place, True]

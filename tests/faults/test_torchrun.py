@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,7 +23,7 @@ for turn in range(2):
     comm = multiring.init()
     assert comm.allreduce(np.full(10, comm.rank + 1.0)).tolist() == [10.0] * 10
 place = [comm.rank, comm.size, comm.local_rank, comm.local_size, comm.cross_rank, comm.cross_size]
-found = place, os.environ["TORCHELASTIC_RESTART_COUNT"], "torch" in sys.modules
+found = place, os.environ["TORCHELASTIC_RESTART_COUNT"]
 os.write(1, ("\\nfound " + json.dumps(found) + "\\n").encode())  # at once: ranks share a pipe
 comm.barrier()
 """
@@ -42,45 +40,17 @@ if not os.path.exists(failed):
         sys.exit(3)
     {others}
 """
-PLACES = [[0, 4, 0, 2, 0, 2], [1, 4, 1, 2, 0, 2], [2, 4, 0, 2, 1, 2], [3, 4, 1, 2, 1, 2]]
 
 
-def command(hosts: EmulatedHosts, backend: str, host: int) -> list[str]:
-    """Starts two ranks on the host of that number; no host knows the other's name."""
+def words_for(hosts: EmulatedHosts, backend: str, host: int) -> list[str]:
+    """Where the host of that number finds the other, whose name it does not know."""
     first = hosts.address(0)
-    where = {
-        "c10d": [
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29500", "--rdzv-id", "job 1"),
-            *("--local-addr", hosts.address(host), "--rdzv-conf", f"is_host={1 - host}"),
-        ],
-        "static": ["--node-rank", str(host), "--master-addr", first, "--master-port", "29500"],
-    }[backend]
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
-    return hosts.command(host, [*words, "--max-restarts", "1", *where])
-
-
-def run(
-    torchrun: Callable[[int], list[str]], text: str, tmp_path: Path
-) -> list[subprocess.CompletedProcess[str]]:
-    script = tmp_path / "train.py"
-    script.write_text(text)
-    environ = {"PYTHONPATH": str(REPOSITORY), "TEST_DIRECTORY": str(tmp_path)}
-    with ExitStack() as stack:
-        jobs = [
-            stack.enter_context(
-                Job(lambda root, host=host: [*torchrun(host), str(script)], environ, cwd=tmp_path)
-            )
-            for host in range(2)
-        ]
-        done = [job.finish(90) for job in jobs]
-        for job in jobs:
-            job.assert_nothing_left()
-    return done
-
-
-def found(done: list[subprocess.CompletedProcess[str]]) -> list[tuple[list[int], str, bool]]:
-    lines = [line for each in done for line in each.stdout.splitlines()]
-    return sorted(json.loads(line.removeprefix("found ")) for line in lines if line.startswith("found "))
+    if backend == "static":
+        return ["--node-rank", str(host), "--master-addr", first, "--master-port", "29500"]
+    return [
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29500", "--rdzv-id", "job 1"),
+        *("--local-addr", hosts.address(host), "--rdzv-conf", f"is_host={1 - host}"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -95,9 +65,21 @@ def found(done: list[subprocess.CompletedProcess[str]]) -> list[tuple[list[int],
 def test_ranks_of_hosts_find_each_other_after_a_restart_too(
     hosts: EmulatedHosts, tmp_path: Path, backend: str, others: str, restarts: list[str]
 ) -> None:
-    text = FAILS_ONCE.format(others=others) + SUM
-    done = run(lambda host: command(hosts, backend, host), text, tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text(FAILS_ONCE.format(others=others) + SUM)
+    environ = {"PYTHONPATH": str(REPOSITORY), "TEST_DIRECTORY": str(tmp_path)}
+    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    with ExitStack() as stack:
+        jobs = []
+        for host in range(2):
+            words = [*start, "--max-restarts", "1", *words_for(hosts, backend, host), str(script)]
+            jobs.append(stack.enter_context(Job(hosts.command(host, words), environ, cwd=tmp_path)))
+        done = [job.finish(90) for job in jobs]
+        for job in jobs:
+            job.assert_nothing_left()
     assert [each.returncode for each in done] == [0, 0], done
     assert (tmp_path / "failed").exists()
-    assert [place for place, *_ in found(done)] == PLACES
-    assert [counted for _, counted, _ in found(done)] == restarts
+    lines = [line for each in done for line in each.stdout.splitlines()]
+    found = [line.removeprefix("found ") for line in lines if line.startswith("found ")]
+    places = [[rank, 4, rank % 2, 2, rank // 2, 2] for rank in range(4)]
+    assert sorted(map(json.loads, found)) == [list(each) for each in zip(places, restarts, strict=True)]

@@ -82,15 +82,11 @@ class Mutator {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc < 2) {
-    std::fprintf(stderr, "usage: %s CORPUS [RUNS [SEED]]\n", argv[0]);
-    return 2;
-  }
   const std::uint64_t runs = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 100000;
   const std::uint64_t seed = argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 1;
-  const std::vector<Input> corpus = read_corpus(argv[1]);
+  const std::vector<Input> corpus = argc > 1 ? read_corpus(argv[1]) : std::vector<Input>();
   if (corpus.empty()) {
-    std::fprintf(stderr, "%s holds no corpus\n", argv[1]);
+    std::fprintf(stderr, "usage: %s CORPUS [RUNS [SEED]], with files in CORPUS\n", argv[0]);
     return 2;
   }
   for (const Input& input : corpus) LLVMFuzzerTestOneInput(input.data(), input.size());

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +13,9 @@ import pytest
 
 from multiring import Communicator
 from multiring.errors import MultiringError
-from tests.on_ranks import on_ranks
+from tests.on_ranks import Pool, on_ranks
 from tests.rank_pool import RankPool, RanksFailed, RanksTimedOut
 from tests.support import process_exists, wait_until
-
-Ranks = Callable[[int], RankPool]
 
 
 def total(comm: Communicator, offset: float, *, factor: float = 1.0) -> tuple[int, float]:
@@ -38,24 +35,13 @@ def refuse(comm: Communicator) -> int:
     return comm.rank
 
 
-def sleep_on_rank_0(comm: Communicator) -> None:
+def hang_or_end(comm: Communicator, ends: bool) -> None:
     if comm.rank == 0:
-        time.sleep(600)
+        os._exit(3) if ends else time.sleep(600)
+    time.sleep(600 * ends)
 
 
-def end_on_rank_0(comm: Communicator) -> None:
-    if comm.rank == 0:
-        os._exit(3)
-    time.sleep(600)
-
-
-@pytest.fixture
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as own:
-        yield own
-
-
-def test_every_rank_runs_the_function_in_a_process_that_stays(ranks: Ranks) -> None:
+def test_every_rank_runs_the_function_in_a_process_that_stays(ranks: Pool) -> None:
     first = ranks(2).run(total, 1.0)
     second = ranks(2).run(partial(total, offset=2.0), factor=10.0)
     assert [value for _, value in first] == [3.0, 3.0]
@@ -70,30 +56,27 @@ def test_all_ranks_run_a_test(comm: Communicator, offset: int) -> None:
     assert comm.cross_size == comm.size
 
 
-def test_a_failure_shows_every_rank_and_the_pool_goes_on(ranks: Ranks) -> None:
+def test_a_failure_shows_every_rank_and_the_pool_goes_on(ranks: Pool) -> None:
     pids = ranks(3).pids()
     with pytest.raises(RanksFailed, match="ValueError: only here") as caught:
         ranks(3).run(fail_on_rank_1)
     assert isinstance(caught.value.__cause__, ValueError)
     assert sorted(caught.value.errors) == [0, 1, 2]
     assert isinstance(caught.value.errors[0], MultiringError)
+    found = ranks(3).run_expecting_errors(refuse)
+    assert [found[0], found[2]] == [0, 2]
+    assert isinstance(found[1], LookupError)
     assert [value for _, value in ranks(3).run(total, 0.0)] == [3.0] * 3
     assert ranks(3).pids() == pids
 
 
-def test_expected_errors_come_back_in_place_of_values(ranks: Ranks) -> None:
-    found = ranks(3).run_expecting_errors(refuse)
-    assert [found[0], found[2]] == [0, 2]
-    assert isinstance(found[1], LookupError)
-
-
-def test_a_function_that_ranks_cannot_import_is_refused(ranks: Ranks) -> None:
+def test_a_function_that_ranks_cannot_import_is_refused(ranks: Pool) -> None:
     with pytest.raises(TypeError, match="top level"):
         ranks(2).run(lambda comm: None)
 
 
 def test_a_module_that_ranks_cannot_import_shows_its_first_error_each_time(
-    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "import os\nassert 'MULTIRING_RANK' not in os.environ, 'not on ranks'\ndef call(comm): pass\n"
     (tmp_path / "not_on_ranks.py").write_text(text)
@@ -105,16 +88,14 @@ def test_a_module_that_ranks_cannot_import_shows_its_first_error_each_time(
     assert [value for _, value in ranks(2).run(total, 0.0)] == [1.0, 1.0]
 
 
-def test_a_rank_that_hangs_is_named_with_its_stack_and_the_pool_starts_anew(pool: RankPool) -> None:
-    pids = pool.pids()
-    with pytest.raises(RanksTimedOut, match="no answer from rank 0 of 2") as caught:
-        pool.run(sleep_on_rank_0, timeout=2.0)
-    assert "in sleep_on_rank_0" in str(caught.value)
-    wait_until(lambda: not any(process_exists(pid) for pid in pids), "the end of ranks that were killed")
-    assert [value for _, value in pool.run(total, 0.0)] == [1.0, 1.0]
-
-
-def test_a_rank_that_ends_is_told_and_the_pool_starts_anew(pool: RankPool) -> None:
-    with pytest.raises(AssertionError, match="failed with exit code 3"):
-        pool.run(end_on_rank_0)
-    assert [value for _, value in pool.run(total, 0.0)] == [1.0, 1.0]
+def test_a_rank_that_hangs_or_ends_is_told_and_the_pool_starts_anew() -> None:
+    with RankPool(2) as pool:
+        pids = pool.pids()
+        with pytest.raises(RanksTimedOut, match="no answer from rank 0 of 2") as caught:
+            pool.run(hang_or_end, ends=False, timeout=2.0)
+        assert "in hang_or_end" in str(caught.value)
+        wait_until(lambda: not any(map(process_exists, pids)), "the end of ranks that were killed")
+        assert [value for _, value in pool.run(total, 0.0)] == [1.0, 1.0]
+        with pytest.raises(AssertionError, match="failed with exit code 3"):
+            pool.run(hang_or_end, ends=True)
+        assert [value for _, value in pool.run(total, 0.0)] == [1.0, 1.0]

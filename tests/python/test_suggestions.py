@@ -69,10 +69,8 @@ def test_an_argument_may_have_its_former_name() -> None:
 
     with pytest.warns(DeprecationWarning, match="wire is now called comm_dtype"):
         assert reduce(1, wire="bfloat16") == (1, "bfloat16")  # type: ignore[call-arg]
-    comm = multiring.init()
-    x = np.ones(3, np.float32)
     with pytest.warns(DeprecationWarning, match="wire is now called comm_dtype"):
-        assert comm.allreduce(x, wire="float32").tolist() == [1.0] * 3
+        assert multiring.init().allreduce(np.ones(3, np.float32), wire="float32").tolist() == [1.0] * 3
     with pytest.warns(DeprecationWarning, match="MULTIRING_WIRE is now called MULTIRING_COMM_DTYPE"):
         assert load({"MULTIRING_WIRE": "float16"}).comm_dtype == "float16"
 

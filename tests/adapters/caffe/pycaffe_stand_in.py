@@ -17,21 +17,13 @@ import numpy as np
 
 from multiring.models import caffe
 
-__all__ = ["Net", "SGDSolver"]
-
 _NET = {
     *("blobs", "params", "layers", "layer_dict", "inputs", "outputs", "top_names", "bottom_names"),
     *("blob_loss_weights", "_layer_names", "_blob_names", "forward", "backward", "forward_all", "reshape"),
     *("clear_param_diffs", "before_forward", "after_forward", "before_backward", "after_backward"),
 }
-_SOLVER = {"iter", "lr", "step", "solve", "add_callback", "apply_update", "snapshot"}
+_SOLVER = {"iter", "lr", "step", "solve", "add_callback", "apply_update", "snapshot", "restore"}
 _PARAM = ("base_lr", "max_iter", "display", "layer_wise_reduce")
-
-
-def _check_path(path: object) -> str:
-    if type(path) is not str:
-        raise TypeError(f"Boost.Python.ArgumentError: str is expected, not {type(path).__name__}")
-    return path
 
 
 class Net:
@@ -58,12 +50,6 @@ class Net:
     def share_with(self, other: Net) -> None:
         self._net.share_with(other._net)
 
-    def copy_from(self, path: str) -> None:
-        self._net.copy_from(_check_path(path))
-
-    def save(self, path: str) -> None:
-        self._net.save(_check_path(path))
-
 
 def _free(layer: Any, arrays: object) -> None:
     if layer._arrays is arrays:
@@ -74,7 +60,9 @@ class SGDSolver:
     """What `caffe.SGDSolver` is."""
 
     def __init__(self, path: str) -> None:
-        self._solver = caffe.SGDSolver(_check_path(path))
+        if type(path) is not str:
+            raise TypeError(f"Boost.Python.ArgumentError: str is expected, not {type(path).__name__}")
+        self._solver = caffe.SGDSolver(path)
         for net in self._solver.test_nets:
             for blobs in net.params.values():
                 for blob in blobs:
@@ -96,6 +84,3 @@ class SGDSolver:
     @property
     def param(self) -> SimpleNamespace:
         return SimpleNamespace(**{name: getattr(self._solver.param, name) for name in _PARAM})
-
-    def restore(self, path: str) -> None:
-        self._solver.restore(_check_path(path))

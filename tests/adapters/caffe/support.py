@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,21 +13,6 @@ from numpy.typing import NDArray
 from multiring import Communicator
 from multiring.caffe import SolverCallback
 
-__all__ = [
-    "SMALL",
-    "FakeBlob",
-    "FakeLayer",
-    "FakeNet",
-    "FakeSolver",
-    "add_callback",
-    "bits",
-    "blob",
-    "draw",
-    "expect",
-    "make_solver",
-    "run_and_check",
-]
-
 Array = NDArray[Any]
 SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 64}
 
@@ -34,9 +20,9 @@ SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 64}
 class FakeBlob:
     """Gives a new array at each access, as pycaffe does."""
 
-    def __init__(self, data: Array, diff: Array | None = None) -> None:
+    def __init__(self, data: Array) -> None:
         self._data = data
-        self._diff = np.zeros_like(data) if diff is None else diff
+        self._diff = np.zeros_like(data)
 
     @property
     def data(self) -> Array:
@@ -45,10 +31,6 @@ class FakeBlob:
     @property
     def diff(self) -> Array:
         return self._diff[...]
-
-    def share(self) -> FakeBlob:
-        """Another blob over the same memory, as layers have that share weights."""
-        return FakeBlob(self._data, self._diff)
 
 
 class FakeLayer:
@@ -91,17 +73,13 @@ class FakeNet:
 
 
 class FakeSolver:
-    """Calls back in Caffe's order; `update` is the part behind `on_gradients_ready`.
-
-    Attributes:
-        momentum: Caffe's: it holds the learning rate.
-    """
+    """Calls back in Caffe's order; `update` is the part behind `on_gradients_ready`."""
 
     def __init__(self, net: FakeNet, rate: float = 0.1, momentum: float = 0.0) -> None:
         self.net = net
         self.iter = 0
         self.rate, self.momentum = rate, momentum
-        self._history: dict[int, Array] = {}
+        self._history: dict[int, Array] = {}  # Caffe's holds the learning rate
         self.test_nets: list[FakeNet] = []
         self._callbacks: list[tuple[Callable[[], None], Callable[[], None]]] = []
 
@@ -132,36 +110,36 @@ class FakeSolver:
     def apply_update(self) -> None:
         self.update(self.rate)
 
-    def step(self, passes: Iterable[Mapping[str, Sequence[Array]]]) -> None:
-        """One iteration whose backward passes have these gradients."""
+    def reduce(self, passes: Iterable[Mapping[str, Sequence[Array]]]) -> None:
+        """An iteration up to the update, whose backward passes have these gradients."""
         self.net.clear_param_diffs()
         self.start()
         for gradients in passes:
             self.net.backward(gradients)
         self.gradients_ready()
+
+    def step(self, passes: Iterable[Mapping[str, Sequence[Array]]]) -> None:
+        self.reduce(passes)
         self.apply_update()
 
 
 def blob(*shape: int, dtype: Any = np.float32, order: Any = "C") -> FakeBlob:
-    return FakeBlob(np.zeros(shape, dtype, order=order), np.zeros(shape, dtype, order=order))
+    return FakeBlob(np.zeros(shape, dtype, order=order))
 
 
 def make_solver() -> FakeSolver:
     """A net with a bias, a BatchNorm layer, a shared weight, and a blob without elements."""
     shared = blob(3, 5)
-    return FakeSolver(
-        FakeNet(
-            {
-                "data": FakeLayer("Input", []),
-                "conv": FakeLayer("Convolution", [blob(4, 2, 3, 3), blob(4)]),
-                "norm": FakeLayer("BatchNorm", [blob(4), blob(4), blob(1)]),
-                "twin_a": FakeLayer("InnerProduct", [shared]),
-                "empty": FakeLayer("InnerProduct", [blob(0, 5)]),
-                "twin_b": FakeLayer("InnerProduct", [shared.share()]),
-                "loss": FakeLayer("SoftmaxWithLoss", []),
-            }
-        )
-    )
+    layers = {
+        "data": FakeLayer("Input", []),
+        "conv": FakeLayer("Convolution", [blob(4, 2, 3, 3), blob(4)]),
+        "norm": FakeLayer("BatchNorm", [blob(4), blob(4), blob(1)]),
+        "twin_a": FakeLayer("InnerProduct", [shared]),
+        "empty": FakeLayer("InnerProduct", [blob(0, 5)]),
+        "twin_b": FakeLayer("InnerProduct", [copy.copy(shared)]),
+        "loss": FakeLayer("SoftmaxWithLoss", []),
+    }
+    return FakeSolver(FakeNet(layers))
 
 
 def add_callback(solver: Any, comm: Communicator, **options: Any) -> SolverCallback:
@@ -188,25 +166,21 @@ def draw(seed: int) -> dict[str, list[Array]]:
 
 def expect(net: FakeNet, passes: list[list[dict[str, list[Array]]]]) -> None:
     """The diffs are the averages over ranks of the sums over passes; shared weights are counted once."""
-    size = len(passes)
-    total = {
-        name: [sum(one[name][k] for rank in passes for one in rank) / size for k in range(len(blobs))]
-        for name, blobs in passes[0][0].items()
-    }
-    twins = total["twin_a"][0] + total["twin_b"][0]
-    np.testing.assert_allclose(net.params["twin_a"][0].diff, twins, rtol=1e-6)
-    np.testing.assert_allclose(net.params["twin_b"][0].diff, twins, rtol=1e-6)
+
+    def total(name: str, number: int = 0) -> Array:
+        return sum(one[name][number] for rank in passes for one in rank) / len(passes)
+
+    for twin in ("twin_a", "twin_b"):
+        wanted = total("twin_a") + total("twin_b")
+        np.testing.assert_allclose(net.params[twin][0].diff, wanted, rtol=1e-6)
     for k in (0, 1):
-        np.testing.assert_allclose(net.params["conv"][k].diff, total["conv"][k], rtol=1e-6)
+        np.testing.assert_allclose(net.params["conv"][k].diff, total("conv", k), rtol=1e-6)
 
 
-def run_and_check(comm: Communicator, solver: FakeSolver) -> None:
+def reduce_and_check(comm: Communicator, solver: FakeSolver, seed: int = 0) -> None:
     """An iteration up to the update, whose gradients are averages."""
-    mine = [[draw(10 * rank)] for rank in range(comm.size)]
-    solver.net.clear_param_diffs()
-    solver.start()
-    solver.net.backward(mine[comm.rank][0])
-    solver.gradients_ready()
+    mine = [[draw(seed + rank)] for rank in range(comm.size)]
+    solver.reduce(mine[comm.rank])
     expect(solver.net, mine)
 
 

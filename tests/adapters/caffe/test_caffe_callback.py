@@ -24,9 +24,11 @@ from tests.adapters.caffe.support import (
     draw,
     expect,
     make_solver,
-    run_and_check,
+    reduce_and_check,
 )
 from tests.on_ranks import all_raise, on_ranks
+
+PRODUCED = {"conv[0]", "conv[1]", "twin_a", "empty"}
 
 
 def reduce_some(comm: Communicator, overlap: bool, iter_size: int | None, count: int) -> list[bytes]:
@@ -36,13 +38,9 @@ def reduce_some(comm: Communicator, overlap: bool, iter_size: int | None, count:
     for step in range(3):
         passes = [[draw(1000 * step + 10 * rank + k) for k in range(count)] for rank in range(comm.size)]
         solver.net.params["norm"][0].diff[...] = comm.rank
-        solver.net.clear_param_diffs()
-        solver.start()
-        for gradients in passes[comm.rank]:
-            solver.net.backward(gradients)
-        solver.gradients_ready()
+        solver.reduce(passes[comm.rank])
         expect(solver.net, passes)
-        assert callback.produced == {"conv[0]", "conv[1]", "twin_a", "empty"}
+        assert callback.produced == PRODUCED
         bits += [b.diff.tobytes() for blobs in solver.net.params.values() for b in blobs]
         solver.update(0.1)
     callback.close()
@@ -82,12 +80,11 @@ def test_an_unexpected_number_of_passes(comm: Communicator) -> None:
     solver = make_solver()
     add_callback(solver, comm, overlap=True, iter_size=2, **SMALL)
     solver.step([draw(0), draw(1)])
-    with pytest.raises(
-        UsageError, match=r"'twin_a' received a gradient in backward pass 3 .* sent after pass 2; pass Solver"
-    ):
+    told = r"'twin_a' received a gradient in backward pass 3 .* sent after pass 2; pass Solver"
+    with pytest.raises(UsageError, match=told):
         solver.step([draw(0), draw(1), draw(2)])
     # The iteration is lost, the callback is not; fewer passes than announced only overlap less.
-    run_and_check(comm, solver)
+    reduce_and_check(comm, solver)
 
 
 @on_ranks(3)
@@ -125,9 +122,8 @@ def test_a_net_that_does_not_call_back(comm: Communicator) -> None:
     solver = QuietSolver(params)
     with pytest.raises(UsageError, match="overlap=True needs a net with after_backward"):
         multiring.caffe.SolverCallback(solver, comm, overlap=True)
-    callback = multiring.caffe.SolverCallback(
-        solver, comm, frozen=["fixed"], average=False, postscale=0.5, **SMALL
-    )
+    options = {"average": False, "postscale": 0.5, **SMALL}
+    callback = multiring.caffe.SolverCallback(solver, comm, frozen=["fixed"], **options)
     on_start, on_gradients_ready = callback
     for step in range(2):
         on_start()
@@ -145,17 +141,17 @@ def test_a_net_that_does_not_call_back(comm: Communicator) -> None:
 
 def test_refused(comm: Communicator) -> None:
     solver = make_solver()
-    with pytest.raises(UsageError, match="frozen names 'conf', but no layer"):
-        multiring.caffe.SolverCallback(solver, comm, frozen=["conf"])
-    with pytest.raises(UsageError, match="iter_size is 0"):
-        multiring.caffe.SolverCallback(solver, comm, iter_size=0)
-    with pytest.raises(UsageError, match="no parameters"):
-        multiring.caffe.SolverCallback(FakeSolver(FakeNet({"data": FakeLayer("Input", [])})), comm)
-    with pytest.raises(UsageError, match="dtype int32 cannot be reduced"):
-        odd = FakeNet({"odd": FakeLayer("Odd", [blob(2, dtype=np.int32)])})
-        multiring.caffe.SolverCallback(FakeSolver(odd), comm)
-    with pytest.raises(UsageError, match="buffers is 'some'"):
-        multiring.caffe.SolverCallback(make_solver(), comm, buffers="some")  # type: ignore[arg-type]
+    nothing = FakeSolver(FakeNet({"data": FakeLayer("Input", [])}))
+    integers = FakeSolver(FakeNet({"odd": FakeLayer("Odd", [blob(2, dtype=np.int32)])}))
+    for made, options, told in (
+        (solver, {"frozen": ["conf"]}, "frozen names 'conf', but no layer"),
+        (solver, {"iter_size": 0}, "iter_size is 0"),
+        (nothing, {}, "no parameters"),
+        (integers, {}, "dtype int32 cannot be reduced"),
+        (solver, {"buffers": "some"}, "buffers is 'some'"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            multiring.caffe.SolverCallback(made, comm, **options)
     callback = add_callback(solver, comm)
     with pytest.raises(UsageError, match="already, and gradients would be reduced twice; close"):
         multiring.caffe.SolverCallback(solver, comm)
@@ -180,9 +176,8 @@ def test_a_solver_goes_on_with_another_callback(comm: Communicator) -> None:
     for step in range(3):
         callback = add_callback(solver, comm, overlap=True, iter_size=1, **SMALL)
         for _ in range(2):
-            mine = [[draw(100 * step + rank)] for rank in range(comm.size)]
-            solver.step(mine[comm.rank])
-            expect(solver.net, mine)
+            reduce_and_check(comm, solver, 100 * step)
+            solver.apply_update()
         callback.close()
         with pytest.raises(UsageError, match="is closed; make another"):  # the newest one, again
             solver.step([draw(0)])
@@ -210,7 +205,7 @@ def test_gradients_that_were_filled_by_hand(comm: Communicator, overlap: bool) -
             solver.net.backward(mine[comm.rank][0])
         solver.gradients_ready()
         expect(solver.net, mine)
-        assert callback.produced == {"conv[0]", "conv[1]", "twin_a", "empty"}
+        assert callback.produced == PRODUCED
 
 
 @all_raise(MismatchError, r"'empty' float32")
@@ -226,4 +221,4 @@ def test_an_iteration_that_fails_on_all_ranks(comm: Communicator) -> None:
     bad["conv"] = [np.zeros(7, np.float32)]
     with pytest.raises(ValueError, match="broadcast"):
         solver.step([bad])
-    run_and_check(comm, solver)
+    reduce_and_check(comm, solver)

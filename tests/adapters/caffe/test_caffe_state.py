@@ -1,4 +1,4 @@
-"""The ranks' solvers stay the same: settings, histories, snapshots, statistics, uneven data."""
+"""The ranks' solvers stay the same: settings, histories, snapshots, statistics, uneven data; the example."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 import multiring.caffe
 from multiring import Communicator
-from multiring.benchmarks.gradients.frameworks.caffe import make_reduction
 from multiring.errors import MismatchError
 from tests.adapters.caffe.support import (
     FakeLayer,
@@ -24,8 +23,10 @@ from tests.adapters.caffe.support import (
     draw,
     make_solver,
 )
+from tests.adapters.test_examples import accuracy
 from tests.on_ranks import all_raise, on_ranks, same_everywhere
 from tests.python.caffe import caffe_nets
+from tests.support import REPOSITORY
 
 
 @all_raise(
@@ -57,8 +58,7 @@ def test_solvers_that_differ(comm: Communicator, what: str) -> None:
 
 
 def test_broadcast_takes_the_history_along(comm: Communicator) -> None:
-    """Rank 0 has trained on with other weights for a while, so its history is another one; broadcast() gives
-    all ranks both."""
+    """Rank 0 has trained on with other weights for a while, so its history is another one as well."""
     with tempfile.TemporaryDirectory() as name:
         solver = caffe_nets.make_solver(Path(name), "momentum: 0.9 weight_decay: 0.1")
     callback = add_callback(solver, comm)
@@ -135,7 +135,7 @@ def test_statistics_of_batch_normalisation(comm: Communicator, mode: Any) -> Non
 
 
 def test_scale_and_bias_of_a_batch_norm_layer_learn(comm: Communicator) -> None:
-    """NVIDIA's and Intel's builds: a BatchNorm layer may have a scale and a bias that learn."""
+    """In NVIDIA's and Intel's builds."""
     norm = FakeLayer("BatchNorm", [blob(4), blob(4), blob(1), blob(4), blob(4)])
     solver = FakeSolver(FakeNet({"norm": norm, "loss": FakeLayer("Loss", [])}))
     callback = add_callback(solver, comm)
@@ -167,10 +167,7 @@ def test_uneven_data_with_momentum(comm: Communicator, updates: bool) -> None:
     callback = add_callback(solver, comm)
 
     def step(number: int) -> None:
-        solver.net.clear_param_diffs()
-        solver.start()
-        solver.net.backward(draw(10 * number + comm.rank))
-        solver.gradients_ready()
+        solver.reduce([draw(10 * number + comm.rank)])
         solver.update(solver.rate)
 
     def step_alone(number: int, active: list[int]) -> None:
@@ -224,38 +221,29 @@ def test_batches_that_differ_in_size(comm: Communicator) -> None:
         solver.net.set_input_arrays(images[begin : begin + count], labels[begin : begin + count])
         solvers.append(solver)
     mine, alone = solvers
-    add_callback(mine, comm, overlap=True, iter_size=1)
+    callback = add_callback(mine, comm, overlap=True, iter_size=1, frozen=mine.net.frozen_layers())
     for _ in range(3):
         mine.net.blobs["loss"].diff[...] = multiring.caffe.batch_weight(counts[comm.rank], comm)
         for solver in solvers:
             solver.step(1)
+    assert callback.produced == {"ip1[0]", "ip1[1]", "ip2[0]", "ip2[1]"}
     for one, other in zip(mine.net.learnable, alone.net.learnable, strict=True):
         np.testing.assert_allclose(one.blob.data, other.blob.data, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("overlap", "iter_size"), [(False, 1), (True, 2)])
-def test_ranks_with_equal_data_train_as_one(comm: Communicator, overlap: bool, iter_size: int) -> list[bytes]:
-    """All ranks have the same data, so the average is what one rank computes, bit for bit for 2 ranks."""
-    with tempfile.TemporaryDirectory() as name:
-        text = f"iter_size: {iter_size} momentum: 0.9 weight_decay: 0.01 random_seed: {comm.rank}"
-        solver = caffe_nets.make_solver(Path(name), text)
-        alone = caffe_nets.make_solver(
-            Path(name), text.replace(f"random_seed: {comm.rank}", "random_seed: 0")
-        )
-    callback = add_callback(solver, comm, overlap=overlap, frozen=solver.net.frozen_layers(), bucket_bytes=64)
-    solver.step(4)
-    alone.step(4)
-    bits = [one.blob.data.tobytes() for one in solver.net.learnable]
-    assert bits == [one.blob.data.tobytes() for one in alone.net.learnable]
-    assert "fixed" not in callback.produced
-    callback.close()
-    return bits
+WITH_PYCAFFE = f"""
+import importlib.util, sys
+from tests.adapters.caffe import pycaffe_stand_in
+
+sys.modules["caffe"] = pycaffe_stand_in
+spec = importlib.util.spec_from_file_location("example", {str(REPOSITORY / "examples/caffe_digits.py")!r})
+example = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(example)
+assert example.SGDSolver is pycaffe_stand_in.SGDSolver
+example.STEPS = 60
+example.main()
+"""
 
 
-def test_the_reduction_that_is_measured(comm: Communicator) -> None:
-    reduction = make_reduction([(3,), (200, 700), (5, 2)], comm)
-    for step in range(3):
-        reduction.run(float(comm.rank + step), comm.barrier)
-        assert reduction.check(step + (comm.size - 1) / 2)
-        assert not reduction.check(step + 100.0)
-    reduction.close()
+def test_the_example_runs_on_pycaffe() -> None:
+    assert accuracy(WITH_PYCAFFE, 2, env={"PYTHONPATH": str(REPOSITORY)}) > 0.85

@@ -16,11 +16,8 @@ Array = NDArray[Any]
 
 
 class CaffeAdapter(Adapter):
-    """Implements `AdapterUnderTest`.
-
-    A blob of Caffe always has a `.diff`, so "no gradient" means here what Caffe can tell: since the diffs
-    were cleared, no rank's backward pass has run the blob's layer (`SolverCallback.produced`).
-    """
+    """A blob of Caffe always has a `.diff`, so "no gradient" means here what Caffe can tell: since the diffs
+    were cleared, no rank's backward pass has run the blob's layer (`SolverCallback.produced`)."""
 
     package = multiring.caffe
     overlap = False

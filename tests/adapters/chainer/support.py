@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 import multiring.chainer  # before Chainer
@@ -15,28 +16,30 @@ import chainer
 from chainer import functions, links
 
 from multiring import Communicator
+from tests.adapters.contract import bits, compare, mean
 from tests.on_ranks import same_everywhere
-
-__all__ = [
-    "SMALL",
-    "Network",
-    "assert_gradients",
-    "assert_same_weights",
-    "bits_of",
-    "draw",
-    "expected",
-    "gradients_of",
-    "make_model",
-    "make_optimizer",
-    "squares",
-]
 
 Array = NDArray[Any]
 SMALL: dict[str, Any] = {"bucket_bytes": 256, "first_bucket_bytes": 64}
 
 
+class InBackward(chainer.Function):  # type: ignore[misc]
+    """Nothing forward; backward calls a function with its inputs."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def forward(self, inputs: Any) -> Any:
+        return inputs
+
+    def backward(self, inputs: Any, gradients: Any) -> Any:
+        self._call(*inputs)
+        return gradients
+
+
 class Network(chainer.Chain):
-    """Three layers, the last of which may be left without a shape, and one that is used on demand."""
+    """Three layers, the last of which may be left without a shape, and one that is used on demand. Its
+    backward pass may call a function behind the first layer."""
 
     def __init__(self, inputs: int | None = 6) -> None:
         super().__init__()
@@ -46,8 +49,10 @@ class Network(chainer.Chain):
             self.last = links.Linear(None if inputs is None else 8, 3)
             self.spare = links.Linear(8, 3)
 
-    def forward(self, x: Any, spare: bool = False) -> Any:
-        hidden = functions.tanh(self.middle(functions.tanh(self.first(x))))
+    def forward(self, x: Any, spare: bool = False, call: Callable[..., None] | None = None) -> Any:
+        hidden = functions.tanh(self.first(x))
+        hidden = hidden if call is None else InBackward(call)(hidden)
+        hidden = functions.tanh(self.middle(hidden))
         return self.last(hidden) + (self.spare(hidden) if spare else 0.0)
 
 
@@ -82,32 +87,33 @@ def bits_of(model: Any) -> dict[str, bytes]:
     return {name: p.array.tobytes() for name, p in model.namedparams()}
 
 
-Loss = Callable[[Any, int], Any]
+def refuses(
+    kind: type[Exception] | tuple[type[Exception], ...],
+    text: str,
+    call: Callable[..., Any],
+    *args: Any,
+    **options: Any,
+) -> None:
+    """Fails unless the call raises an error of that kind with that text."""
+    with pytest.raises(kind, match=text):
+        call(*args, **options)
 
 
-def expected(comm: Communicator, loss: Loss = squares) -> dict[str, Array | None]:
-    """Gradients of each rank's loss, computed here in turn and averaged; None where no rank has one."""
+def expected(comm: Communicator, loss: Callable[[Any, int], Any] = squares) -> dict[str, Array]:
+    """Gradients of each rank's loss, computed here in turn and averaged, where any rank has one."""
     every = []
     for rank in range(comm.size):
         model = make_model()
         model.cleargrads()
         loss(model, rank).backward()
-        every.append(gradients_of(model))
-    sums: dict[str, Array | None] = {}
-    for name in every[0]:
-        there = [found[name] for found in every if found[name] is not None]
-        sums[name] = sum(there[1:], there[0]) / comm.size if there else None
-    return sums
+        every.append({name: one for name, one in gradients_of(model).items() if one is not None})
+    return mean(every, comm.size)
 
 
-def assert_gradients(model: Any, wanted: dict[str, Array | None], comm: Communicator) -> None:
+def assert_gradients(model: Any, wanted: dict[str, Array], comm: Communicator) -> None:
     found = gradients_of(model)
-    for name, one in found.items():
-        other = wanted[name]
-        assert (one is None) == (other is None), name
-        if one is not None:
-            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14, err_msg=name)
-    assert same_everywhere(comm, {n: None if g is None else g.tobytes() for n, g in found.items()})
+    compare(found, wanted)
+    assert same_everywhere(comm, bits(found))
 
 
 def assert_same_weights(model: Any, other: Any, rtol: float = 1e-12, atol: float = 0.0) -> None:

@@ -1,12 +1,15 @@
-"""ChainerMN's communicator contract over the core."""
+"""ChainerMN's communicator over the core: arrays, models, and Python objects, also by `mpi_comm`."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import operator
 import pickle
 import types
+from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,12 +21,10 @@ import chainermn
 
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.adapters.chainer.support import bits_of, gradients_of, make_model, squares
-from tests.on_ranks import Pool, all_raise, on_ranks
+from tests.adapters.chainer.support import bits_of, gradients_of, make_model, refuses, squares
+from tests.on_ranks import all_raise, on_ranks
 
-DTYPES = ["bool", "float16"]
-
-
+UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (2, 0, 3), (5,), (2, 3, 4)]
 
 
@@ -33,14 +34,19 @@ def value(rank: int, shape: tuple[int, ...], dtype: str) -> Any:
 
 
 def same(found: Any, wanted: Any) -> None:
+    """Of one type, dtype and shape, and equal; of tuples likewise, where a list arrives as a tuple."""
+    if isinstance(wanted, tuple | list):
+        assert type(found) is tuple
+        for one, other in zip(found, wanted, strict=True):
+            same(one, other)
+        return
     assert type(found) is np.ndarray
-    assert found.dtype == wanted.dtype
-    assert found.shape == wanted.shape
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
     np.testing.assert_array_equal(found, wanted)
 
 
 @on_ranks(1, 3)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bool", "float16"])
 def test_collectives(comm: Communicator, dtype: str) -> None:
     mn = multiring.chainer.create_communicator(comm)
     assert isinstance(mn, chainermn.CommunicatorBase)
@@ -52,14 +58,16 @@ def test_collectives(comm: Communicator, dtype: str) -> None:
             total = sum((value(r, shape, dtype) for r in everyone), np.zeros(shape, dtype))
             same(mn.allreduce(mine), np.asarray(total))
         same(mn.bcast(mine if mn.rank == root else None, root), value(root, shape, dtype))
-        for found in (mn.allgather(mine), mn.gather(mine, root)):
-            assert found is not None or mn.rank != root
-            for rank in everyone if found is not None else ():
-                same(found[rank], value(rank, shape, dtype))
-        for rank, found in enumerate(mn.alltoall(tuple(value(mn.rank + r, shape, dtype) for r in everyone))):
-            same(found, value(rank + mn.rank, shape, dtype))
-        data = tuple(value(r, shape, dtype) for r in everyone) if mn.rank == root else None
-        same(mn.scatter(data, root), mine)
+        every = tuple(value(r, shape, dtype) for r in everyone)
+        same(mn.allgather(mine), every)
+        gathered = mn.gather(mine, root)
+        if mn.rank == root:
+            same(gathered, every)
+        else:
+            assert gathered is None
+        mixed = tuple(value(mn.rank + r, shape, dtype) for r in everyone)
+        same(mn.alltoall(mixed), mixed)
+        same(mn.scatter(every if mn.rank == root else None, root), mine)
     rows = np.arange(mn.size * 3).reshape(mn.size, 3).astype(dtype)
     same(mn.scatter(rows if mn.rank == 0 else "ignored"), rows[mn.rank])
 
@@ -72,63 +80,53 @@ def test_shapes_may_differ(comm: Communicator) -> None:
     def shaped(source: int, target: int) -> Any:
         return np.full((source, target + 1), 10.0 * source + target, np.float32).T
 
-    received = mn.alltoall([shaped(mn.rank, target) for target in range(mn.size)])
-    for source, found in enumerate(received):
-        same(found, shaped(source, mn.rank))
-    for source, found in enumerate(mn.allgather(shaped(mn.rank, 2))):
-        same(found, shaped(source, 2))
-    same(
-        mn.scatter([shaped(1, target) for target in range(mn.size)] if mn.rank == 1 else None, root=1),
-        shaped(1, mn.rank),
-    )
+    everyone = range(mn.size)
+    mine = [shaped(mn.rank, target) for target in everyone]
+    same(mn.alltoall(mine), [shaped(source, mn.rank) for source in everyone])
+    same(mn.allgather(mine[2]), [shaped(source, 2) for source in everyone])
+    same(mn.scatter(mine if mn.rank == 1 else None, root=1), shaped(1, mn.rank))
 
 
 def test_messages(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
-    mixed = tuple(value(mn.rank, shape, "float32") for shape in SHAPES)
     peer = 1 - mn.rank
-    large = (np.arange(1 << 18, dtype=np.float64), np.ones((0, 2)), np.array(mn.rank + 0.5))
+
+    def of(rank: int) -> list[tuple[int, Any]]:
+        """Tags and arrays."""
+        mixed = tuple(value(rank, shape, "float32") for shape in SHAPES)
+        large = (np.arange(1 << 18, dtype=np.float64), np.ones((0, 2)), np.array(rank + 0.5))
+        return [(3, mixed), (1, value(rank, (2, 3), "float16")), (0, large), (0, ()), (0, [np.ones(2)])]
 
     def send() -> None:
-        mn.send(mixed, peer, 3)
-        mn.send(value(mn.rank, (2, 3), "float16"), dest=peer, tag=1)
-        mn.send_obj({"from": mn.rank}, peer)
-        mn.send(large, peer, 0)
-        mn.send((), peer, 0)
-        mn.send([np.ones(2)], peer, 0)
+        for tag, data in of(mn.rank):
+            mn.send(data, peer, tag)
+            if tag == 1:
+                mn.send_obj({"from": mn.rank}, peer)
         mn.send_obj([mn.rank], peer, tag=7)
 
     def receive() -> None:
+        first, second, *others = of(peer)
         assert mn.recv_obj(peer, tag=7) == [peer]
-        same(mn.recv(peer, 1), value(peer, (2, 3), "float16"))
-        found = mn.recv(peer, 3)
-        assert isinstance(found, tuple)
-        for one, shape in zip(found, SHAPES, strict=True):
-            same(one, value(peer, shape, "float32"))
+        for tag, wanted in (second, first):
+            same(mn.recv(peer, tag), wanted)
         assert mn.recv_obj(peer) == {"from": peer}
-        for one, other in zip(mn.recv(peer, 0), (*large[:2], np.array(peer + 0.5)), strict=True):
-            same(one, other)
-        assert mn.recv(peer, 0) == ()
-        (only,) = mn.recv(peer, 0)
-        same(only, np.ones(2))
+        for tag, wanted in others:
+            same(mn.recv(peer, tag), wanted)
 
     for step in (send, receive) if mn.rank == 0 else (receive, send):
         step()
     # One small message leaves at once, so all may send first; also to oneself.
-    mn.send(mixed, peer, 3)
-    assert len(mn.recv(peer, 3)) == len(mixed)
+    mn.send((np.ones(2), np.ones(3)), peer, 3)
+    assert len(mn.recv(peer, 3)) == 2
     sent = np.zeros(3)
     mn.send(sent, mn.rank, 5)
     sent[:] = 1
     same(mn.recv(mn.rank, 5), np.zeros(3))
-    with pytest.raises(UsageError, match="nothing with tag 5 was sent from this rank to itself"):
-        mn.recv(mn.rank, 5)
+    refuses(UsageError, "nothing with tag 5 was sent from this rank to itself", mn.recv, mn.rank, 5)
     mn.send_obj("word", mn.rank)
-    with pytest.raises(UsageError, match="was sent by send_obj; receive it with recv_obj"):
-        mn.recv(mn.rank, 0)
+    refuses(UsageError, "was sent by send_obj; receive it with recv_obj", mn.recv, mn.rank, 0)
     assert mn.recv_obj(mn.rank) == "word"
-    with pytest.raises(UsageError, match="no receiving from any rank"):
-        mn.recv_obj(-2)
+    refuses(UsageError, "no receiving from any rank", mn.recv_obj, -2)
 
 
 def test_refused(comm: Communicator) -> None:
@@ -136,27 +134,19 @@ def test_refused(comm: Communicator) -> None:
     mn = make(comm)
     pair = (np.zeros(2), np.zeros(2))
     for call in (mn.allreduce, mn.allgather, mn.gather, mn.bcast):
-        with pytest.raises(TypeError, match="tuple data"):
-            call(pair)
-        with pytest.raises(TypeError, match="does not support dtype complex64"):
-            call(np.zeros(2, np.complex64))
-        with pytest.raises(TypeError, match="takes an array"):
-            call("text")
-    with pytest.raises(TypeError, match="all arrays have to be of one dtype, not float32 and float64"):
-        mn.allgather(np.zeros(2, "float32" if mn.rank else "float64"))
-    with pytest.raises(TypeError, match="takes an array"):
-        mn.send(3, 0, 0)
-    with pytest.raises(TypeError, match="one dtype"):
-        mn.send((np.zeros(1), np.zeros(1, np.float32)), 0, 0)
-    with pytest.raises(ValueError, match="same as communicator size"):
-        mn.alltoall((np.zeros(2),) * (mn.size + 1))
+        refuses(TypeError, "tuple data", call, pair)
+        refuses(TypeError, "does not support dtype complex64", call, np.zeros(2, np.complex64))
+        refuses(TypeError, "takes an array", call, "text")
+    single = np.zeros(2, "float32" if mn.rank else "float64")
+    refuses(TypeError, "arrays have to be of one dtype, not float32 and float64", mn.allgather, single)
+    refuses(TypeError, "takes an array", mn.send, 3, 0, 0)
+    refuses(TypeError, "one dtype", mn.send, (np.zeros(1), np.zeros(1, np.float32)), 0, 0)
+    refuses(ValueError, "same as communicator size", mn.alltoall, (np.zeros(2),) * (mn.size + 1))
     # The root alone sees what is wrong, and all are told.
-    with pytest.raises(ValueError, match="scatter received 1 arrays"):
-        mn.scatter((np.zeros(2),) if mn.rank == 1 else None, 1)
-    with pytest.raises(ValueError, match="Unknown config: nothing"):
-        mn.set_config("nothing", 1)
-    with pytest.raises(UsageError, match="allreduce_grad_dtype=float64: .*leave it out"):
-        mn.set_config("allreduce_grad_dtype", np.float64)
+    refuses(ValueError, "scatter received 1 arrays", mn.scatter, pair[:1] if mn.rank == 1 else None, 1)
+    refuses(ValueError, "Unknown config: nothing", mn.set_config, "nothing", 1)
+    double = "allreduce_grad_dtype", np.float64
+    refuses(UsageError, "allreduce_grad_dtype=float64: .*leave it out", mn.set_config, *double)
     for arguments, options, text in (
         (["fast"], {}, "'fast'.*no such communicator; leave the name out.*pure_nccl"),
         ([], {"communicator_name": "dummy"}, "no communicator here that sends nothing"),
@@ -165,8 +155,7 @@ def test_refused(comm: Communicator) -> None:
         ([comm], {"allreduce_grad_dtype": np.float16}, "=float16.*pass comm_dtype='float16'"),
         ([comm, types.SimpleNamespace(rank=0, size=3)], {}, "pass one with the same ranks"),
     ):
-        with pytest.raises(UsageError, match=text):
-            make(*arguments, **options)
+        refuses(UsageError, text, make, *arguments, **options)
     assert mn.allreduce(np.ones(1)) == mn.size
 
 
@@ -188,8 +177,7 @@ def test_properties(comm: Communicator) -> None:
     other = multiring.chainer.create_communicator(allreduce_grad_dtype=np.float32)
     assert (other.size, other.get_config("batched_copy")) == (comm.size, True)
     assert other.get_config("allreduce_grad_dtype") == other.allreduce_grad_dtype == np.float32
-    with pytest.raises(KeyError, match="nothing"):
-        other.get_config("nothing")
+    refuses(KeyError, "nothing", other.get_config, "nothing")
     mpi = types.SimpleNamespace(rank=comm.rank, size=comm.size)
     assert multiring.chainer.create_communicator(comm, mpi_comm=mpi).mpi_comm is mpi
 
@@ -215,8 +203,7 @@ def test_split(comm: Communicator) -> None:
     assert (mn.split(0 if mn.rank == 1 else None, 0) is None) == (mn.rank != 1)
     assert mn.mpi_comm.Split(-1) is None
     assert copy.deepcopy([mn.mpi_comm])[0] is mn.mpi_comm
-    with pytest.raises(UsageError, match="cannot be pickled"):
-        pickle.dumps(mn.mpi_comm)
+    refuses(UsageError, "cannot be pickled", pickle.dumps, mn.mpi_comm)
     mn.finalize()
     assert mn.allreduce_obj(1) == mn.size
 
@@ -260,27 +247,109 @@ def test_different_models_are_refused(comm: Communicator) -> None:
     mn.multi_node_mean_grad(model)
 
 
-def make_by_name(comm: Communicator) -> list[str]:
-    """What is logged about names that ChainerMN's programs pass."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("multiring").addHandler(handler)
-    for name in ("pure_nccl", "hierarchical", "two_dimensional", "single_node", "non_cuda_aware", "naive"):
-        assert multiring.chainer.create_communicator(name).size == comm.size
-    named = multiring.chainer.create_communicator(communicator_name="flat", batched_copy=False)
+def test_names_of_chainermn_are_accepted(comm: Communicator) -> None:
+    names = ("pure_nccl", "hierarchical", "two_dimensional", "single_node", "non_cuda_aware", "naive", "flat")
+    with mock.patch.object(logging.getLogger("multiring"), "warning") as warning:
+        for name in names[:-1]:
+            assert multiring.chainer.create_communicator(name).size == comm.size
+        named = multiring.chainer.create_communicator(communicator_name=names[-1], batched_copy=False)
     assert named.allreduce(x=np.ones(1)) == comm.size
-    logging.getLogger("multiring").removeHandler(handler)
-    return lines
+    lines = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    for name, line in zip(names if comm.rank == 0 else (), lines, strict=True):
+        assert f"({name!r}): multiring has one kind of communicator, which is used: 2 ranks on " in line
 
 
-def test_names_of_chainermn_are_accepted(ranks: Pool) -> None:
-    lines, others = ranks(2).run(make_by_name)
-    assert len(lines) == 7
-    assert all("one kind of communicator, which is used: 2 ranks on " in line for line in lines)
-    assert "'pure_nccl'" in lines[0]
-    assert "'flat'" in lines[-1]
-    assert others == []
+@on_ranks(3)
+def test_collectives_of_objects(comm: Communicator) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    mpi = mn.mpi_comm
+    rank, size, root = mn.rank, mn.size, mn.size - 1
+    assert (mpi.rank, mpi.size, mpi.Get_rank(), mpi.Get_size()) == (rank, size, rank, size)
+    mpi.Barrier()
+    mpi.barrier()
+    sent = {"lr": 0.1, "units": [rank], "weights": np.arange(3.0) + rank}
+    found = mpi.bcast(sent if rank == root else None, root=root)
+    np.testing.assert_array_equal(found.pop("weights"), np.arange(3.0) + root)
+    assert found == {"lr": 0.1, "units": [root]}
+    assert mpi.bcast((True, 7)) == (True, 7)
+    assert mpi.allgather(f"study {rank}") == [f"study {r}" for r in range(size)]
+    for gather in (mpi.gather, mn.gather_obj):
+        assert gather({rank}, root=root) == ([{r} for r in range(size)] if rank == root else None)
+    for scatter in (mpi.scatter, mn.scatter_obj):
+        assert scatter([[r] for r in range(size)] if rank == root else None, root=root) == [rank]
+    assert mn.bcast_obj("x" * rank * 1000 if rank == root else None, max_buf_len=10, root=root) == "x" * 2000
+    assert mpi.alltoall([(rank, r) for r in range(size)]) == [(r, rank) for r in range(size)]
+    assert mpi.allreduce([rank]) == mn.allreduce_obj([rank]) == list(range(size))
+    assert mn.allreduce_obj(0.5) == 0.5 * size
+    assert mn.allreduce_obj(np.float32(2)).dtype == np.float32
+    assert mpi.allreduce(rank, op=max) == size - 1
+    assert mpi.reduce(str(rank), operator.add, root) == ("012" if rank == root else None)
+    np.testing.assert_array_equal(mpi.allreduce(np.full(2, rank)), np.full(2, sum(range(size))))
+
+
+def test_messages_of_objects(comm: Communicator) -> None:
+    """`send_obj` and `mpi_comm.send` are one channel, as in ChainerMN, also of two communicators of the same
+    ranks: what one has put aside is there for the other."""
+    mn, other = (multiring.chainer.create_communicator(comm) for _ in range(2))
+    mpi, status = mn.mpi_comm, types.SimpleNamespace()
+    if mn.rank == 0:
+        mpi.send("first", dest=1, tag=4)
+        other.send_obj("second", 1, tag=5)
+        mpi.ssend(b"x" * 1000, 1)
+    else:
+        assert mpi.recv(source=0, tag=5) == "second"
+        assert other.recv_obj(0, status) == "first"
+        assert (status.source, status.tag) == (0, 4)
+        assert mpi.recv(source=0, status=status) == b"x" * 1000
+        assert (status.source, status.tag) == (0, 0)
+        assert 1000 < status.count < 1100
+        refuses(UsageError, "no receiving from any rank", mpi.recv)
+    mpi.send([mn.rank], dest=mn.rank, tag=9)
+    assert mn.recv_obj(mn.rank, status=status) == [mn.rank]
+    assert (status.source, status.tag) == (mn.rank, 9)
+
+
+@pytest.mark.skipif(find_spec("mpi4py") is None, reason="mpi4py is missing")
+@on_ranks(1)
+def test_a_status_of_mpi4py_is_filled(comm: Communicator) -> None:
+    from mpi4py import MPI
+
+    mn = multiring.chainer.create_communicator(comm)
+    status = MPI.Status()
+    mn.send_obj("word", mn.rank, tag=6)
+    assert mn.recv_obj(mn.rank, status=status, tag=MPI.ANY_TAG) == "word"
+    assert (status.Get_source(), status.Get_tag(), status.Get_error()) == (mn.rank, 6, MPI.SUCCESS)
+    assert status.Get_count() == status.count == len(pickle.dumps("word"))
+    assert mn.mpi_comm.allreduce(mn.rank, op=MPI.MAX) == mn.size - 1
+    assert mn.mpi_comm.Split(MPI.UNDEFINED) is None
+
+
+@on_ranks(3)
+def test_objects_that_cannot_be_sent(comm: Communicator) -> None:
+    """An error on all that wait for one, and the next call works."""
+    mpi = multiring.chainer.create_communicator(comm).mpi_comm
+
+    def fails(rank: int, call: Any, *others: int) -> None:
+        if comm.rank == rank:
+            refuses(UNPICKLABLE, "lambda", call)
+        elif comm.rank in others:
+            refuses(UsageError, f"rank {rank} could not (send|pickle) its object .*lambda", call)
+        else:
+            call()
+        assert mpi.allreduce(1) == comm.size
+
+    bad = [lambda: None] * comm.size
+    good: list[Any] = [0] * comm.size
+    fails(0, lambda: mpi.bcast(bad), 1, 2)
+    fails(1, lambda: mpi.allgather(bad if comm.rank == 1 else 0), 0, 2)
+    fails(1, lambda: mpi.allreduce(bad if comm.rank == 1 else good), 0, 2)
+    fails(1, lambda: mpi.gather(bad if comm.rank == 1 else 0), 0)
+    fails(2, lambda: mpi.scatter(bad, root=2), 0, 1)
+    fails(0, lambda: mpi.alltoall(bad if comm.rank == 0 else good), 1, 2)
+    refuses(UsageError, "scatter of 1 objects to 3 ranks", mpi.scatter, [1], root=2)
+    refuses((UsageError, TypeError), "NoneType", mpi.scatter, None, root=2)
+    refuses(AttributeError, "'Allreduce': it sends objects only.*MPI.COMM_WORLD", lambda: mpi.Allreduce)
+    assert not hasattr(mpi, "isend")
 
 
 @pytest.mark.skipif(not chainer.backends.cuda.available, reason="CuPy with a GPU is not available")

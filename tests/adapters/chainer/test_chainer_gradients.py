@@ -1,8 +1,8 @@
-"""Which gradients of Chainer are reduced, and when: overlap, several users, compression, uneven data."""
+"""Which gradients of Chainer are reduced, when, and what counts as reduced already."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from typing import Any
 
 import numpy as np
@@ -24,23 +24,10 @@ from tests.adapters.chainer.support import (
     expected,
     make_model,
     make_optimizer,
+    refuses,
     squares,
 )
 from tests.on_ranks import on_ranks, same_everywhere
-
-
-class _Probe(chainer.Function):  # type: ignore[misc]
-    """Nothing forward; backward says how many buckets have left by then."""
-
-    def __init__(self, look: Callable[[], int], found: list[int]) -> None:
-        self._look, self._found = look, found
-
-    def forward(self, inputs: Any) -> Any:
-        return inputs
-
-    def backward(self, inputs: Any, gradients: Any) -> Any:
-        self._found.append(self._look())
-        return gradients
 
 
 def test_buckets_leave_while_the_backward_pass_runs(comm: Communicator) -> None:
@@ -48,17 +35,12 @@ def test_buckets_leave_while_the_backward_pass_runs(comm: Communicator) -> None:
     optimizer = make_optimizer(comm, model)
     found: list[int] = []
 
-    def look() -> int:
+    def look(_: Any) -> None:
         current = optimizer._slots.reducer._round
-        return 0 if current is None else len(current.works)
-
-    def loss() -> Any:
-        first = functions.tanh(model.first(draw(comm.rank)))
-        hidden = functions.tanh(model.middle(_Probe(look, found)(first)))
-        return functions.mean((model.last(hidden) + model.spare(hidden)) ** 2)
+        found.append(0 if current is None else len(current.works))
 
     for _ in range(2):
-        optimizer.update(loss)
+        optimizer.update(squares, model, comm.rank, spare=True, call=look)
     assert found[1] >= 2  # of those of the last, the spare and the middle layer
 
 
@@ -102,42 +84,20 @@ def test_a_gradient_inside_of_the_loss(comm: Communicator) -> None:
 
 def test_dtypes_in_one_model(comm: Communicator) -> None:
     """float16, float32 and float64 side by side; parameters of no elements and of no dimensions."""
+    arrays = [np.zeros(3, np.float16), np.zeros((2, 2), np.float32), np.zeros((0, 4)), np.zeros(())]
+    parameters = [chainer.Parameter(array.copy()) for array in arrays]
     link = chainer.Link()
-    shapes = {"half": ((3,), "float16"), "single": ((2, 2), "float32"), "none": ((0, 4), "float64")}
-    shapes["scalar"] = ((), "float64")
     with link.init_scope():
-        for name, (shape, dtype) in shapes.items():
-            setattr(link, name, chainer.Parameter(np.zeros(shape, dtype)))
+        for number, parameter in enumerate(parameters):
+            setattr(link, f"p{number}", parameter)
     optimizer = make_optimizer(comm, link, chainer.optimizers.SGD(1.0))
     for _ in range(2):
-        for name, (shape, dtype) in shapes.items():
-            getattr(link, name).grad = np.full(shape, comm.rank, dtype)
+        for parameter, array in zip(parameters, arrays, strict=True):
+            parameter.grad = np.full_like(array, comm.rank)
         optimizer.update()
-    for name, (shape, dtype) in shapes.items():
-        found = getattr(link, name).array
-        assert (found.shape, found.dtype) == (shape, dtype)
-        np.testing.assert_array_equal(found, -(comm.size - 1))
-
-
-@on_ranks(3)
-def test_uneven(comm: Communicator) -> None:
-    """Rank r has r + 1 batches; averages divide by those that have one, and momentum is handed over."""
-    model, single = make_model(), make_model()
-    optimizer = make_optimizer(comm, model, chainer.optimizers.MomentumSGD(0.1))
-    alone = chainer.optimizers.MomentumSGD(0.1).setup(single)
-    for epoch in range(2):
-        with optimizer.join():
-            for step in range(comm.rank + 1):
-                optimizer.update(squares, model, 100 * epoch + 10 * step + comm.rank)
-        for step in range(comm.size):
-            active = [rank for rank in range(comm.size) if step <= rank]
-            seeds = [100 * epoch + 10 * step + rank for rank in active]
-            alone.update(lambda s=seeds: sum(squares(single, one) for one in s) / len(s))
-        assert_same_weights(model, single, rtol=1e-10)
-        for one, other in zip(model.params(), single.params(), strict=True):
-            velocity = one.update_rule.state["v"]
-            np.testing.assert_allclose(velocity, other.update_rule.state["v"], rtol=1e-9, atol=1e-15)
-        assert optimizer.t == alone.t
+    for parameter, array in zip(parameters, arrays, strict=True):
+        assert (parameter.shape, parameter.dtype) == (array.shape, array.dtype)
+        np.testing.assert_array_equal(parameter.array, -(comm.size - 1))
 
 
 @pytest.mark.parametrize("double_buffering", [False, True])
@@ -150,7 +110,7 @@ def test_compression_loses_nothing_when_the_model_changes(comm: Communicator, do
         model.spare = links.Linear(None, 3, initialW=0.5)
     options = {"compression": TopK(0.2), "double_buffering": double_buffering}
     optimizer = make_optimizer(comm, model, chainer.optimizers.SGD(0.0), **options)
-    wanted = {name: gradient for name, gradient in expected(comm).items() if gradient is not None}
+    wanted = expected(comm)
     received = {name: np.zeros_like(gradient) for name, gradient in wanted.items()}
     steps = 8
     for step in range(steps):
@@ -228,6 +188,161 @@ def test_gradients_replaced_after_synchronize_are_refused(comm: Communicator) ->
     model.first.W.grad[...] *= 0.5
     np.testing.assert_array_equal(model.first.W.grad, 0.5 * average)
     model.middle.W.grad = 0.5 * model.middle.W.grad
-    with pytest.raises(UsageError, match=r"'middle/W' was replaced after it had been averaged"):
-        optimizer.update()
+    refuses(UsageError, "'middle/W' was replaced after it had been averaged", optimizer.update)
     assert bits_of(model) == before
+
+
+def with_zeros(comm: Communicator, layout: str = "apart", **options: Any) -> tuple[Any, Any]:
+    """A model whose gradients are there, also in one flat array or with gaps, and its optimizer."""
+    model = make_model()
+    flat = np.zeros(sum(parameter.size for parameter in model.params()))
+    start = 0
+    for parameter in model.params():
+        part = flat[start : start + parameter.size].reshape(parameter.shape)
+        start += parameter.size
+        gaps = np.zeros((*parameter.shape, 2))[..., 1]
+        parameter.grad = {"flat": part, "gaps": gaps}.get(layout, np.zeros_like(part))
+    return model, make_optimizer(comm, model, chainer.optimizers.SGD(0.5), **options)
+
+
+@pytest.mark.parametrize("way", ["synchronize", "skip", "backward", "double buffering", "flat", "gaps"])
+def test_gradients_written_in_place(comm: Communicator, way: str) -> None:
+    """New gradients in the same arrays in every step; the weights go the way of their averages."""
+    is_double = way == "double buffering"
+    model, optimizer = with_zeros(comm, way, double_buffering=is_double)
+    kept = {name: parameter.grad for name, parameter in model.namedparams()}
+    values = [np.float64(10**step) for step in range(6)]
+    begin = model.middle.W.array.copy()
+    for step, value in enumerate(values):
+        for name, parameter in model.namedparams():
+            if way != "backward" or name.startswith("/spare"):  # the others have theirs of the loss
+                parameter.grad[...] = (comm.rank + 1) * value
+        if way == "backward":
+            for link in (model.first, model.middle, model.last):
+                link.cleargrads()
+            optimizer.backward(squares(model, 10 * step + comm.rank))
+        elif way in ("synchronize", "skip"):
+            optimizer.synchronize()
+        if way != "skip" or step % 2:
+            optimizer.update()
+        average = value * (comm.size + 1) / 2
+        if not is_double:
+            np.testing.assert_array_equal(model.spare.W.grad, average)
+        for name, parameter in model.namedparams() if way in ("flat", "gaps") else ():
+            assert parameter.grad is kept[name]
+            np.testing.assert_array_equal(parameter.grad, average)
+    total = {"skip": sum(values[1::2]), "double buffering": sum(values[:-1])}.get(way, sum(values))
+    if way != "backward":
+        way_gone = 0.5 * total * (comm.size + 1) / 2
+        np.testing.assert_allclose(begin - model.middle.W.array, way_gone, rtol=1e-12)
+    assert same_everywhere(comm, bits_of(model))
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("way", ["new arrays", "written", "clipped", "stale"])
+def test_updates_that_all_ranks_skip(comm: Communicator, way: str) -> None:
+    """All ranks look at averages and skip an update: the next one is of new gradients, not of those."""
+    model, optimizer = with_zeros(comm)
+    if way == "stale":  # the first update broadcasts and is no update: what was looked at before it is over
+        model.middle.W.array[0, 0] += comm.rank
+    begin, total = model.middle.W.array.copy(), 0.0
+    for step in range(4):
+        if way == "new arrays":
+            model.cleargrads()
+            functions.sum(model.middle.W * (comm.rank + 1.0) * 10**step).backward()
+        else:
+            for parameter in model.params():
+                parameter.grad[...] = (comm.rank + 1) * 10**step
+        if step in (0, 2):
+            optimizer.synchronize()
+        if step == 2 and way != "clipped":
+            continue
+        if step == 2:
+            for parameter in model.params():
+                parameter.grad = np.minimum(parameter.grad, 1.0)  # the same on all ranks
+        optimizer.update()
+        average = 1.0 if step == 2 else 10**step * (comm.size + 1) / 2
+        np.testing.assert_array_equal(model.middle.W.grad, average)
+        if step == 0 and way == "stale":
+            begin = model.middle.W.array.copy()
+        else:
+            total += average
+    np.testing.assert_allclose(begin - model.middle.W.array, 0.5 * total, rtol=1e-12)
+    assert same_everywhere(comm, bits_of(model))
+
+
+@pytest.mark.parametrize("options", [{"op": "sum"}, {"prescale": 0.25, "postscale": 2.0}])
+def test_sums_are_reduced_once(comm: Communicator, options: dict[str, Any]) -> None:
+    """Sums are not summed up again: what is not known to be new is refused, on all ranks."""
+    total = comm.size * (comm.size + 1) / 2 if "op" in options else (comm.size + 1) / 4
+
+    def loss() -> Any:
+        return functions.sum(model.middle.W) * (comm.rank + 1.0)
+
+    again = UsageError, "'middle/W' was reduced before, and would be once more with op="
+    model, optimizer = with_zeros(comm, **options)
+    for step in range(6):
+        clear = model.zerograds if step == 3 else model.cleargrads
+        clear()
+        if step % 2:
+            optimizer.backward(loss())
+            refuses(*again, optimizer.backward, loss())
+            refuses(UsageError, "may hold sums", optimizer.synchronize)
+        else:
+            loss().backward()
+        optimizer.update()
+        np.testing.assert_array_equal(model.middle.W.grad, total)
+        refuses(*again, optimizer.update)
+        np.testing.assert_array_equal(model.middle.W.grad, total)
+    for _ in range(2):  # written into what an update has left
+        for parameter in model.params():
+            parameter.grad[...] = comm.rank + 1
+        optimizer.update()
+        np.testing.assert_array_equal(model.middle.W.grad, total)
+
+
+def test_an_array_that_two_optimizers_reduce(comm: Communicator) -> None:
+    """Chainer's backward of an addition gives both terms one array; here they belong to two optimizers."""
+    pair = [chainer.Link(), chainer.Link()]
+    optimizers = []
+    for link in pair:
+        with link.init_scope():
+            link.w = chainer.Parameter(np.zeros(4))
+        optimizers.append(make_optimizer(comm, link, chainer.optimizers.SGD(1.0), op="sum"))
+    x = chainer.Variable(np.zeros(4))
+    functions.sum((pair[0].w + pair[1].w + x) * (comm.rank + 1.0)).backward()
+    for link, optimizer in zip(pair, optimizers, strict=True):
+        optimizer.update()
+        np.testing.assert_array_equal(link.w.array, -comm.size * (comm.size + 1) / 2)
+    np.testing.assert_array_equal(x.grad, comm.rank + 1)
+
+
+class _Clock:
+    """A hook that keeps what differs over ranks."""
+
+    name, timing, call_for_each_param = "clock", "pre", False
+
+    def __call__(self, optimizer: Any) -> None:
+        self.seconds = time.perf_counter()
+
+
+class _Slots:
+    __slots__ = ()
+    name, timing, call_for_each_param = "slots", "post", False
+
+    def __call__(self, optimizer: Any) -> None: ...
+
+
+def test_what_may_differ_over_ranks(comm: Communicator) -> None:
+    """Hooks and read-only arrays of a program's own are left alone."""
+    model, optimizer = with_zeros(comm, check_every=1)
+    model.add_persistent("grid", np.broadcast_to(np.arange(3.0) + comm.rank, (2, 3)))
+    optimizer.add_hook(_Clock())
+    optimizer.add_hook(_Slots())
+    with optimizer.join():
+        for step in range(3 + comm.rank):
+            optimizer.update(squares, model, 10 * step + comm.rank)
+        assert model.grid[0, 0] == comm.rank
+    optimizer.update(squares, model, comm.rank)
+    assert not model.grid.flags.writeable
+    assert same_everywhere(comm, [bits_of(model), model.grid.tobytes()])  # join() takes over from one rank

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.support import run_job
+from multiring.chainer import compatibility
+from tests.support import Job, last_words, run_job, run_python
 
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
@@ -20,36 +21,28 @@ WITHOUT_MPI = """
 import sys
 sys.modules["mpi4py"] = None  # as if it were not installed
 import multiring.chainer
-import chainer, chainermn, numpy as np
+import chainer, chainermn, numpy as np, pytest
 
 comm = multiring.chainer.create_communicator()
-layer = chainermn.links.MultiNodeBatchNormalization(3, comm)
-layer(np.ones((2, 3), np.float32))
+chainermn.links.MultiNodeBatchNormalization(3, comm)(np.ones((2, 3), np.float32))
 optimizer = chainermn.create_multi_node_optimizer(chainer.optimizers.SGD(), comm)
-try:
+with pytest.raises(ValueError, match="does not support double buffering"):
     chainermn.create_multi_node_optimizer(optimizer, comm, double_buffering=True)
-except ValueError as error:
-    assert "does not support double buffering" in str(error)
 for name in ("pure_nccl", "naive"):
-    try:
+    with pytest.raises(ImportError, match="mpi4py"):
         chainermn.create_communicator(name, mpi_comm="any")
-    except ImportError as error:
-        assert "mpi4py" in str(error), error
-    else:
-        raise AssertionError(f"{name} was made without MPI")
 assert not any(name.startswith("mpi4py.") for name in sys.modules)
-print("done")
 """
 
 
 def test_mpi_is_not_needed() -> None:
-    assert run_job(2, WITHOUT_MPI, code=0).stdout.count("done") == 2
+    run_job(2, WITHOUT_MPI, code=0)
 
 
 BESIDE_MPI = """
 import sys
 import multiring.chainer
-import chainermn, numpy as np
+import chainermn, numpy as np, pytest
 
 comm = multiring.chainer.create_communicator()
 layer = chainermn.links.MultiNodeBatchNormalization(3, comm)
@@ -60,32 +53,23 @@ chainermn.links.MultiNodeBatchNormalization(3, theirs)(np.ones((2, 3), np.float3
 from mpi4py import MPI
 
 both = multiring.chainer.create_communicator(mpi_comm=MPI.COMM_WORLD)
+assert both.size == 2
 child = both.split(0, -both.rank)
 assert child.mpi_comm.rank == child.rank == both.size - 1 - both.rank
 assert (both.split(None if both.rank else 0, 0) is None) == bool(both.rank)
-try:
+with pytest.raises(RuntimeError, match="NCCL"):
     chainermn.create_communicator("pure_nccl")
-except RuntimeError as error:
-    assert "NCCL" in str(error)
-print("done")
 """
 
 
 @pytest.mark.skipif(MPIRUN is None or find_spec("mpi4py") is None, reason="mpirun or mpi4py is missing")
-def test_beside_chainermns_own_communicators(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(BESIDE_MPI)
+def test_beside_chainermns_own_communicators() -> None:
     variables = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
-    command = [str(MPIRUN), "-np", "2", sys.executable, "-W", "ignore", str(script)]
-    done = subprocess.run(
-        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("done") == 2
+    Job([str(MPIRUN), "-np", "2", sys.executable, "-c", BESIDE_MPI], variables).run(120.0, code=0)
 
 
 EXCEPT_HOOK = """
@@ -98,14 +82,6 @@ if comm.rank == 1:
     raise ArithmeticError("the loss has exploded")
 comm.recv_obj(1)
 """
-
-
-def test_the_global_except_hook_ends_the_job() -> None:
-    job = run_job(2, EXCEPT_HOOK)
-    assert job.returncode != 0
-    assert "ArithmeticError: the loss has exploded" in job.stderr
-
-
 ALONE = """
 import multiring.chainer
 import chainermn
@@ -113,26 +89,37 @@ chainermn.create_communicator("naive")
 """
 
 
-def test_a_communicator_of_mpi_under_multiring_run() -> None:
-    job = run_job(2, ALONE)
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        (EXCEPT_HOOK, "ArithmeticError: the loss has exploded"),
+        (ALONE, "'multiring run' has started 2, each of which would train alone"),
+    ],
+    ids=["the global except hook", "a communicator of MPI"],
+)
+def test_an_error_ends_the_job(script: str, text: str) -> None:
+    job = run_job(2, script)
     assert job.returncode != 0
-    assert "'multiring run' has started 2, each of which would train alone" in job.stderr
+    assert text in job.stderr
 
 
-LAST_STEP = """
-import sys, time
+DOUBLE_BUFFERING = """
+import os, time
 import numpy as np
 import multiring.chainer
 import chainer
 from chainer import functions, links
 
+comm = multiring.chainer.create_communicator()
+
+def make(extents, **options):
+    model = chainer.Sequential(*[links.Linear(*one) for one in extents])
+    create = multiring.chainer.create_multi_node_optimizer
+    return model, create(chainer.optimizers.SGD(0.01), comm, double_buffering=True, **options).setup(model)
+"""
+LAST_STEP = """
 def train():
-    comm = multiring.chainer.create_communicator()
-    model = chainer.Sequential(*[links.Linear(64, 64) for _ in range(8)])
-    optimizer = multiring.chainer.create_multi_node_optimizer(
-        chainer.optimizers.SGD(), comm, double_buffering=True, bucket_bytes=16384, first_bucket_bytes=4096
-    )
-    optimizer.setup(model)
+    model, optimizer = make([(64, 64)] * 8, bucket_bytes=16384, first_bucket_bytes=4096)
     for step in range(4):
         if step == 3 and comm.rank == 1:
             comm.plain.recv(0)
@@ -142,33 +129,19 @@ def train():
         comm.plain.send(np.zeros(1), 1)
     return optimizer
 
-multiring.init()
-{ending}
 """
 
 
 @pytest.mark.parametrize("ending", ["train()", "kept = train(); multiring.shutdown()"])
 def test_gradients_of_the_last_step_are_let_arrive(ending: str) -> None:
     """With double buffering nobody waits for them, but others may still be sending theirs."""
-    run_job(2, LAST_STEP.format(ending=ending), code=0)
+    run_job(2, DOUBLE_BUFFERING + LAST_STEP + ending, code=0)
 
 
 FORKED = """
-import os, sys
-import numpy as np
-import multiring.chainer
-import chainer
-from chainer import functions, links
-
-multiring.init()
-comm = multiring.chainer.create_communicator()
 # One layer in the middle of the bucket has no gradient, so they arrive in another order than was expected.
 np.random.seed(0)
-model = chainer.Sequential(*[links.Linear(*extents) for extents in ((8, 8), (24, 24), (8, 16), (16, 4))])
-optimizer = multiring.chainer.create_multi_node_optimizer(
-    chainer.optimizers.SGD(0.01), comm, double_buffering=True
-)
-optimizer.setup(model)
+model, optimizer = make([(8, 8), (24, 24), (8, 16), (16, 4)])
 for step in range(6):
     x = np.random.default_rng(10 * step + comm.rank).standard_normal((4, 8)).astype(np.float32)
     optimizer.update(lambda: functions.sum(model[3](model[2](model[0](x))) ** 2))
@@ -185,61 +158,42 @@ print(comm.rank, [float(each.array.sum()) for each in model.params()])
 
 def test_a_forked_child_leaves_the_gradients_of_its_parent_alone() -> None:
     """Though they have arrived when it is forked."""
-    alone = run_job(2, FORKED.format(forks=False, ending="pass"), code=0)
-    for ending in ("del optimizer", "optimizer.close()"):
+    found = []
+    for forks, ending in ((False, "pass"), (True, "del optimizer"), (True, "optimizer.close()")):
         guarded = f"try: {ending}\n            except Exception: pass"
-        forked = run_job(2, FORKED.format(forks=True, ending=guarded), code=0)
-        assert sorted(alone.stdout.splitlines()) == sorted(forked.stdout.splitlines())
+        script = DOUBLE_BUFFERING + FORKED.format(forks=forks, ending=guarded)
+        found.append(sorted(run_job(2, script, code=0).stdout.splitlines()))
+    assert found[0] == found[1] == found[2]
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """A Python of its own."""
-    command = [sys.executable, "-W", "ignore", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+AFTER_THE_ADAPTER = """
+import multiring, sys
+assert 'chainer' not in sys.modules
+import numpy, numpy as np
+import numpy.distutils.system_info, numpy.testing  # what Chainer imports of NumPy itself
+before = dict(vars(np))
+import multiring.chainer
+import chainer, chainermn
+changed = {n for n, v in vars(np).items() if n not in before or before[n] is not v}
+assert changed - {n for n in changed if 'numpy.' + n in sys.modules} == {'sctypes', 'float'}, changed
+assert np.float is float and np.float64 in np.sctypes['float']
+assert np.int64 in np.sctypes['int']
+x = chainer.Variable(np.ones((1, 1, 4, 4), 'f'))
+chainer.functions.sum(chainer.functions.resize_images(x, (2, 2))).backward()
+"""
 
 
 def test_chainer_works_after_the_adapter() -> None:
     """And NumPy has got those two names back, and nothing else."""
-    done = run(
-        "-c",
-        "import multiring, sys\n"
-        "assert 'chainer' not in sys.modules\n"
-        "import numpy, numpy as np\n"
-        "import numpy.distutils.system_info, numpy.testing\n"  # what Chainer imports of NumPy itself
-        "before = dict(vars(np))\n"
-        "from multiring.chainer import compatibility\n"
-        "import chainer, chainermn\n"
-        "changed = {n for n, v in vars(np).items() if n not in before or before[n] is not v}\n"
-        "modules = {n for n in changed if 'numpy.' + n in sys.modules}\n"
-        "assert changed - modules == {'sctypes', 'float'}, changed\n"
-        "assert np.float is float and np.float64 in np.sctypes['float']\n"
-        "assert np.int64 in np.sctypes['int']\n"
-        "compatibility.restore_numpy_names()\n"
-        "x = chainer.Variable(np.ones((1, 1, 4, 4), 'f'))\n"
-        "chainer.functions.sum(chainer.functions.resize_images(x, (2, 2))).backward()\n"
-        "print('done')",
-    )
-    assert done.stdout == "done\n", done.stderr
+    done = run_python(AFTER_THE_ADAPTER)
+    assert done.returncode == 0, done.stderr
 
 
-def test_names_that_exist_are_left_alone() -> None:
-    done = run(
-        "-c",
-        "import numpy as np\n"
-        "np.sctypes, np.float = 'theirs', 'too'\n"
-        "import importlib.util\n"
-        "import multiring\n"
-        "path = importlib.util.find_spec('multiring').submodule_search_locations\n"
-        "spec = importlib.util.find_spec('multiring.chainer')\n"
-        "module = importlib.util.spec_from_file_location(\n"
-        "    'compatibility', spec.origin.replace('__init__', 'compatibility'))\n"
-        "loaded = importlib.util.module_from_spec(module)\n"
-        "module.loader.exec_module(loaded)\n"
-        "loaded.restore_numpy_names()\n"
-        "assert (np.sctypes, np.float) == ('theirs', 'too')\n"
-        "print('done')",
-    )
-    assert done.stdout == "done\n", done.stderr
+def test_names_that_exist_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "sctypes", "theirs")
+    monkeypatch.setattr(np, "float", "too")
+    compatibility.restore_numpy_names()
+    assert (np.sctypes, np.float) == ("theirs", "too")
 
 
 @pytest.mark.parametrize(
@@ -250,17 +204,10 @@ def test_names_that_exist_are_left_alone() -> None:
     ],
 )
 def test_what_is_missing_is_said(missing: str, text: str) -> None:
-    done = run(
-        "-c",
-        f"import sys\nsys.modules[{missing!r}] = None\n"
-        "try:\n"
-        "    import multiring.chainer\n"
-        "except ImportError as error:\n"
-        "    print(error)",
-    )
-    assert text in done.stdout, done.stderr
+    said = last_words(f"import sys\nsys.modules[{missing!r}] = None\nimport multiring.chainer")
+    assert said.startswith(f"ImportError: {text}")
     for word in ("--no-build-isolation", "setuptools<82", "numpy<2.4", "multiring[chainer]", "Python 3.11"):
-        assert word in done.stdout
+        assert word in said
 
 
 # It imports the adapter where a child process, which imports this module too, does not.
@@ -288,8 +235,6 @@ if __name__ == "__main__":
     print(list(batches), flush=True)
     batches.finalize()
 """
-
-
 LOADER = """
 import multiprocessing
 import chainer
@@ -306,6 +251,5 @@ def test_child_processes_have_the_names_of_numpy(tmp_path: Path) -> None:
     (tmp_path / "loader.py").write_text(LOADER)
     script = tmp_path / "script.py"
     script.write_text(ITERATOR)
-    done = run(str(script))
-    assert done.returncode == 0, done.stderr
+    done = Job([sys.executable, str(script)]).run(90.0, code=0)
     assert done.stdout == "child\nloader\n[[0, 1, 2], [3, 4, 5]]\n", done.stderr

@@ -28,6 +28,7 @@ from tests.adapters.chainer.support import (
     expected,
     make_model,
     make_optimizer,
+    refuses,
     squares,
 )
 from tests.on_ranks import all_raise, on_ranks, same_everywhere
@@ -108,8 +109,7 @@ def test_it_stands_for_the_optimizer(comm: Communicator, tmp_path: Path) -> None
     model = make_model()
     actual = chainer.optimizers.Adam(0.01)
     optimizer = multiring.chainer.create_multi_node_optimizer(actual, comm)
-    with pytest.raises(UsageError, match=r"call setup\(link\)"):
-        optimizer.update()
+    refuses(UsageError, r"call setup\(link\)", optimizer.update)
     assert optimizer.setup(model) is optimizer
     optimizer.alpha = 0.02
     assert actual.alpha == 0.02
@@ -117,8 +117,7 @@ def test_it_stands_for_the_optimizer(comm: Communicator, tmp_path: Path) -> None
     optimizer.use_auto_new_epoch = True
     optimizer.new_epoch(auto=True)
     assert (actual.epoch, optimizer.epoch, optimizer.target) == (1, 1, model)
-    with pytest.raises(AttributeError, match="nothing"):
-        optimizer.nothing  # noqa: B018
+    refuses(AttributeError, "nothing", lambda: optimizer.nothing)
     optimizer.update(squares, model, comm.rank)
     path = f"{tmp_path}/{comm.rank}.npz"
     chainer.serializers.save_npz(path, optimizer)
@@ -127,8 +126,7 @@ def test_it_stands_for_the_optimizer(comm: Communicator, tmp_path: Path) -> None
     assert other.t == 1
     momenta = [one.target.first.W.update_rule.state["m"] for one in (optimizer, other)]
     np.testing.assert_array_equal(*momenta)
-    with pytest.raises(UsageError, match="serialize"):
-        copy.deepcopy(optimizer)
+    refuses(UsageError, "serialize", copy.deepcopy, optimizer)
     assert "Adam" in repr(optimizer)
     # What is set up already is compared at once.
     late = multiring.chainer.create_multi_node_optimizer(chainer.optimizers.SGD().setup(make_model()), comm)
@@ -174,26 +172,18 @@ def test_double_buffering(comm: Communicator) -> list[dict[str, bytes]]:
         assert_same_weights(model, single, rtol=1e-10, atol=1e-13)
         history.append(bits_of(model))
     assert optimizer.t == 5
-    with pytest.raises(UsageError, match="double buffering"):
-        optimizer.synchronize()
-    with pytest.raises(UsageError, match="double buffering"), optimizer.join():
-        pass
+    refuses(UsageError, "double buffering", optimizer.synchronize)
+    refuses(UsageError, "double buffering", optimizer.join().__enter__)
     optimizer.close()
     optimizer.close()
     return history
 
 
-class _Fail(chainer.Function):  # type: ignore[misc]
-    def forward(self, inputs: Any) -> Any:
-        return inputs
-
-    def backward(self, inputs: Any, gradients: Any) -> Any:
+def failing(model: Any, rank: int) -> Any:
+    def explode(_: Any) -> None:
         raise ArithmeticError("the loss has exploded")
 
-
-def failing(model: Any, rank: int) -> Any:
-    hidden = functions.tanh(model.middle(_Fail()(functions.tanh(model.first(draw(rank))))))
-    return functions.mean(model.last(hidden) ** 2)
+    return squares(model, rank, call=explode)
 
 
 def test_a_backward_pass_that_fails_on_all_ranks(comm: Communicator) -> None:
@@ -202,8 +192,7 @@ def test_a_backward_pass_that_fails_on_all_ranks(comm: Communicator) -> None:
     optimizer = make_optimizer(comm, model, chainer.optimizers.SGD(0.0))
     for step in range(4):
         if step in (1, 2):
-            with pytest.raises(ArithmeticError, match="exploded"):
-                optimizer.update(failing, model, comm.rank)
+            refuses(ArithmeticError, "exploded", optimizer.update, failing, model, comm.rank)
             assert all(parameter.creator is None for parameter in model.params())
             continue
         model.cleargrads()
@@ -218,28 +207,24 @@ def test_a_backward_pass_that_fails_on_one_rank(comm: Communicator) -> None:
     optimizer = make_optimizer(comm.split(0), model)
     optimizer.update(squares, model, comm.rank)
     if comm.rank == 1:
-        with pytest.raises(ArithmeticError, match="exploded"):
-            optimizer.update(failing, model, comm.rank)
+        refuses(ArithmeticError, "exploded", optimizer.update, failing, model, comm.rank)
     optimizer.update(squares, model, comm.rank)
 
 
 def test_refused(comm: Communicator) -> None:
-    with pytest.raises(UsageError, match="no parameters"):
-        make_optimizer(comm, chainer.Link())
+    make, sgd = multiring.chainer.create_multi_node_optimizer, chainer.optimizers.SGD
+    refuses(UsageError, "no parameters", make_optimizer, comm, chainer.Link())
     link = chainer.Link()
     with link.init_scope():
         link.count = chainer.Parameter(np.zeros(2, np.int32))
-    with pytest.raises(UsageError, match="dtype int32 cannot be reduced"):
-        make_optimizer(comm, link)
+    refuses(UsageError, "dtype int32 cannot be reduced", make_optimizer, comm, link)
     for option, value in (("op", "mean"), ("postscale", 0.0), ("buffers", "some")):
-        with pytest.raises(UsageError, match=f"{option} is {value!r}".removesuffix(".0")):
-            make_optimizer(comm, make_model(), **{option: value})
-    with pytest.raises(UsageError, match="is no communicator of multiring"):
-        multiring.chainer.create_multi_node_optimizer(chainer.optimizers.SGD(), object())
+        text = f"{option} is {value!r}".removesuffix(".0")
+        refuses(UsageError, text, make_optimizer, comm, make_model(), **{option: value})
+    refuses(UsageError, "is no communicator of multiring", make, sgd(), object())
     mn = multiring.chainer.create_communicator(comm)
-    for make in (chainermn.create_multi_node_optimizer, multiring.chainer.create_multi_node_optimizer):
-        with pytest.raises(UsageError, match="would be reduced twice"):
-            make_optimizer(comm, make_model(), make(chainer.optimizers.SGD(), mn))
+    for wrapped in (chainermn.create_multi_node_optimizer(sgd(), mn), make(sgd(), mn)):
+        refuses(UsageError, "would be reduced twice", make_optimizer, comm, make_model(), wrapped)
     model = make_model()
     optimizer = make_optimizer(comm, model)
     optimizer.update(squares, model, comm.rank)
@@ -247,46 +232,29 @@ def test_refused(comm: Communicator) -> None:
         parameter.array = parameter.array.astype(np.float32)
     model.cleargrads()
     model.first.W.grad = np.ones_like(model.first.W.array)
-    with pytest.raises(UsageError, match=r"'first/W' has become float32 \(8, 6\), it was float64"):
-        optimizer.update()
+    refuses(UsageError, r"'first/W' has become float32 \(8, 6\), it was float64", optimizer.update)
     model = chainer.Sequential(links.Linear(6, 3), links.BatchNormalization(3))
     multiring.chainer.convert_sync_batch_normalization(model, comm)
-    with (
-        pytest.raises(UsageError, match="synchronised batch normalisation"),
-        make_optimizer(comm, model).join(),
-    ):
-        pass
-    optimizer = make_optimizer(comm, make_model(inputs=None))
-    with pytest.raises(UsageError, match=r"'first/W' has no shape yet"), optimizer.join():
-        pass
-
-
-class _Inner(chainer.Function):  # type: ignore[misc]
-    """Runs a backward pass of its own inside of the outer one, over a layer that both use."""
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-
-    def forward(self, inputs: Any) -> Any:
-        return inputs
-
-    def backward(self, inputs: Any, gradients: Any) -> Any:
-        with chainer.force_backprop_mode():
-            functions.sum(self._layer(inputs[0])).backward()
-        return gradients
+    join = make_optimizer(comm, model).join()
+    refuses(UsageError, "synchronised batch normalisation", join.__enter__)
+    join = make_optimizer(comm, make_model(inputs=None)).join()
+    refuses(UsageError, "'first/W' has no shape yet", join.__enter__)
 
 
 def test_a_backward_pass_inside_of_another(comm: Communicator) -> None:
-    """The layer's gradient comes twice: refused; after the pass there is one, which Chainer has chosen."""
+    """A layer's gradient comes twice: refused; after the pass there is one, which Chainer has chosen."""
     model = make_model()
     optimizer = make_optimizer(comm.split(0), model, chainer.optimizers.SGD(0.0))
 
     def loss(model: Any, rank: int) -> Any:
-        x = functions.tanh(model.first(draw(rank)))
-        return functions.mean(model.last(model.middle(_Inner(model.last)(x))) ** 2)
+        def inner(x: Any) -> None:
+            with chainer.force_backprop_mode():
+                functions.sum(model.last(x)).backward()
 
-    with pytest.raises(UsageError, match=r"'last/W' received a second gradient .*overlap=False"):
-        optimizer.update(loss, model, comm.rank)
+        return squares(model, rank, call=inner)
+
+    text = "'last/W' received a second gradient .*overlap=False"
+    refuses(UsageError, text, optimizer.update, loss, model, comm.rank)
     optimizer.overlap = False
     model.cleargrads()
     optimizer.backward(loss(model, comm.rank))

@@ -18,6 +18,7 @@ from chainer import functions, links
 
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
+from tests.adapters.chainer.support import refuses
 from tests.on_ranks import all_raise, on_ranks, same_everywhere
 
 Array = NDArray[Any]
@@ -27,8 +28,7 @@ TIGHT = {"float64": {"rtol": 1e-10, "atol": 1e-12}, "float32": {"rtol": 2e-4, "a
 
 
 def whole_batch(seed: int, samples: int, shape: tuple[int, ...], dtype: str) -> Array:
-    generator = np.random.default_rng(seed)
-    values = generator.standard_normal((samples, *shape)) * 3 + 5
+    values = np.random.default_rng(seed).standard_normal((samples, *shape)) * 3 + 5
     return np.asarray(values, dtype)
 
 
@@ -77,11 +77,9 @@ def test_ranks_normalise_like_one(comm: Communicator, dtype: str, shape: tuple[i
 def test_large_means(comm: Communicator) -> None:
     """The variance keeps its digits where the mean is thousands of times the deviation."""
     layer = SyncBatchNormalization(2, comm)
-    batch = whole_batch(0, 64, (2, 4, 4), "float64") + 10000.0
-    part = np.array_split(batch, comm.size)[comm.rank].astype(np.float32)
-    layer(part)
-    everything = np.concatenate([np.asarray(p, np.float32) for p in np.array_split(batch, comm.size)])
-    unbiased = everything.astype(np.float64).var(axis=(0, 2, 3), ddof=1)
+    batch = (whole_batch(0, 64, (2, 4, 4), "float64") + 10000.0).astype(np.float32)
+    layer(np.array_split(batch, comm.size)[comm.rank])
+    unbiased = batch.astype(np.float64).var(axis=(0, 2, 3), ddof=1)
     np.testing.assert_allclose((layer.avg_var - 0.9) / 0.1, unbiased, rtol=1e-4)
 
 
@@ -116,21 +114,18 @@ def test_other_forms(comm: Communicator) -> None:
 
 def test_refused(comm: Communicator) -> None:
     layer = SyncBatchNormalization(3, comm)
-    with pytest.raises(UsageError, match=r"input has shape \(2, 4\); expected \(batch, 3, \.\.\.\)"):
-        layer(np.zeros((2, 4), np.float32))
-    with pytest.raises(UsageError, match="one value per channel on all ranks has no variance"):
-        layer(np.zeros((1 if comm.rank == 0 else 0, 3), np.float32))
-    with pytest.raises(UsageError, match="normalises per channel"):
-        SyncBatchNormalization((3, 2), comm)
-    with pytest.raises(UsageError, match="normalises per channel"):
-        SyncBatchNormalization(3, comm, axis=(0, 2))
-    with pytest.raises(UsageError, match="over axes of its own"):
-        convert_sync_batch_normalization(links.BatchNormalization((3, 2)), comm)
+    shape = r"input has shape \(2, 4\); expected \(batch, 3, \.\.\.\)"
+    refuses(UsageError, shape, layer, np.zeros((2, 4), np.float32))
+    one_value = np.zeros((1 if comm.rank == 0 else 0, 3), np.float32)
+    refuses(UsageError, "one value per channel on all ranks has no variance", layer, one_value)
+    refuses(UsageError, "normalises per channel", SyncBatchNormalization, (3, 2), comm)
+    refuses(UsageError, "normalises per channel", SyncBatchNormalization, 3, comm, axis=(0, 2))
+    own_axes = links.BatchNormalization((3, 2))
+    refuses(UsageError, "over axes of its own", convert_sync_batch_normalization, own_axes, comm)
     x = chainer.Variable(whole_batch(comm.rank, 4, (3, 2), "float32"))
-    y = layer(x)
-    functions.sum(y**3).backward(enable_double_backprop=True)
-    with pytest.raises(RuntimeError, match="cannot twice-differentiate an old style Function"):
-        functions.sum(x.grad_var**2).backward()
+    functions.sum(layer(x) ** 3).backward(enable_double_backprop=True)
+    twice = functions.sum(x.grad_var**2).backward
+    refuses(RuntimeError, "cannot twice-differentiate an old style Function", twice)
 
 
 @all_raise(
@@ -157,18 +152,15 @@ class _Nested(chainer.Chain):  # type: ignore[misc]
 
 def test_conversion(comm: Communicator, tmp_path: Path) -> None:
     model = _Nested()
-    names = [name for name, _ in model.namedparams()]
-    parameters = [id(parameter) for parameter in model.params()]
+    parameters = [(name, id(parameter)) for name, parameter in model.namedparams()]
     assert convert_sync_batch_normalization(model, comm) is model
-    assert [id(parameter) for parameter in model.params()] == parameters
-    assert [name for name, _ in model.namedparams()] == names
+    assert [(name, id(parameter)) for name, parameter in model.namedparams()] == parameters
     kinds = [type(link) for link in model.links()]
     assert kinds.count(SyncBatchNormalization) == 4
     assert model.several[1] is model.several[3]
     batch = whole_batch(comm.rank, 3 + comm.rank, (2,), "float32")
     model(batch)
-    found = model.several[1].avg_mean
-    assert same_everywhere(comm, found.tobytes())
+    assert same_everywhere(comm, model.several[1].avg_mean.tobytes())
     copied = copy.deepcopy(model)
     before = model.first.avg_mean.copy()
     copied(batch)

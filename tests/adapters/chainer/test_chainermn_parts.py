@@ -1,7 +1,9 @@
-"""`chainermn`: functions, links, datasets and iterators, each in a use that would show a wrong result."""
+"""`chainermn`: functions, links, datasets, iterators and extensions, in uses that show a wrong result."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,12 @@ import multiring.chainer  # before Chainer
 # isort: split
 import chainer
 import chainermn
-from chainer import functions, links
+from chainer import functions, links, training
+from chainer.training import extensions
 
 from multiring import Communicator
-from tests.adapters.chainer.support import draw
-from tests.on_ranks import on_ranks
+from tests.adapters.chainer.support import bits_of, draw, make_model
+from tests.on_ranks import on_ranks, same_everywhere
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -65,22 +68,12 @@ def test_differentiable_functions(comm: Communicator) -> None:
         np.testing.assert_array_equal([float(x.grad[0]) for x in xs], np.arange(size) + 3)
 
 
-class _Half(chainer.Chain):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        with self.init_scope():
-            self.layer = links.Linear(inputs, outputs)
-
-    def forward(self, x: Any) -> Any:
-        return functions.tanh(self.layer(x))
-
-
 def test_a_network_over_two_ranks(comm: Communicator) -> None:
     """Trains as the same network on one."""
     mn = multiring.chainer.create_communicator(comm)
-    halves = [_Half(6, 5), _Half(5, 2)]
+    halves = [chainer.Sequential(links.Linear(*extents), functions.tanh) for extents in ((6, 5), (5, 2))]
     for number, half in enumerate(halves):
-        weight = half.layer.W.array
+        weight = half[0].W.array
         weight[...] = np.random.default_rng(number).standard_normal(weight.shape)
     whole = chainer.Sequential(*[half.copy("copy") for half in halves])
     model = chainermn.MultiNodeChainList(comm=mn)
@@ -94,7 +87,7 @@ def test_a_network_over_two_ranks(comm: Communicator) -> None:
             loss = y if network is model and mn.rank == 0 else functions.sum(y**2)
             loss.backward()
             optimizer.update()
-    np.testing.assert_allclose(halves[mn.rank].layer.W.array, whole[mn.rank].layer.W.array, rtol=1e-6)
+    np.testing.assert_allclose(halves[mn.rank][0].W.array, whole[mn.rank][0].W.array, rtol=1e-6)
 
 
 def test_multi_node_batch_normalization(comm: Communicator) -> None:
@@ -140,10 +133,79 @@ def test_iterators(comm: Communicator) -> None:
     plain = chainer.iterators.SerialIterator(np.arange(6, dtype=np.float32), 4)
     shared = chainermn.iterators.create_multi_node_iterator(plain, mn, rank_master=1)
     batches = [next(shared) for _ in range(3)]
-    assert mn.allreduce_obj([batches]) == [batches] * mn.size
+    assert same_everywhere(comm, batches)
     synchronised = chainermn.iterators.create_synchronized_iterator(
         chainer.iterators.SerialIterator(np.arange(20), 5), mn
     )
     batches = [[int(k) for k in next(synchronised)] for _ in range(8)]
-    assert mn.allreduce_obj([batches]) == [batches] * mn.size
+    assert same_everywhere(comm, batches)
     assert batches[0] != [0, 1, 2, 3, 4]
+
+
+class _Classifier(chainer.Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.network = make_model()
+
+    def forward(self, x: Any, t: Any) -> Any:
+        y = self.network(x)
+        loss = functions.softmax_cross_entropy(y, t)
+        # ChainerMN's aggregator takes arrays only, unless ChainerX is built.
+        chainer.report({"loss": loss.array, "accuracy": functions.accuracy(y, t)}, self)
+        return loss
+
+
+def make_trainer(
+    mn: Any, out: str, epochs: int, create: Any = multiring.chainer.create_multi_node_optimizer
+) -> tuple[training.Trainer, _Classifier, Any]:
+    """As ChainerMN's examples make it, with one line changed."""
+    data = [(draw(k, 1)[0], np.int32(k % 3)) for k in range(24)]
+    model = _Classifier()
+    optimizer = create(chainer.optimizers.MomentumSGD(0.05), mn)
+    optimizer.setup(model)
+    train = chainermn.scatter_dataset(data if mn.rank == 0 else None, mn, shuffle=True, seed=0)
+    iterator = chainer.iterators.SerialIterator(train, 4, shuffle=False)
+    updater = training.StandardUpdater(iterator, optimizer)
+    trainer = training.Trainer(updater, (epochs, "epoch"), out=out)
+    return trainer, model, optimizer
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("whose", ["multiring.chainer", "chainermn"])
+def test_a_training_as_chainermn_has_it(comm: Communicator, tmp_path: Path, whose: str) -> dict[str, bytes]:
+    mn = multiring.chainer.create_communicator(comm)
+    create = sys.modules[whose].create_multi_node_optimizer
+    trainer, model, optimizer = make_trainer(mn, str(tmp_path), 2, create)
+    test = [(draw(100 + k + mn.rank, 1)[0], np.int32(k % 3)) for k in range(6)]
+    evaluator = extensions.Evaluator(chainer.iterators.SerialIterator(test, 3, repeat=False), model)
+    trainer.extend(chainermn.create_multi_node_evaluator(evaluator, mn))
+    trainer.extend(chainermn.extensions.ObservationAggregator(mn, "main/loss", "mean loss"))
+    trainer.extend(chainermn.extensions.AllreducePersistent(model, mn))
+    trainer.extend(extensions.ExponentialShift("lr", 0.5), trigger=(1, "epoch"))
+    trainer.extend(extensions.LogReport(["mean loss", "validation/main/loss"], trigger=(1, "epoch")))
+    trainer.run()
+    assert optimizer.lr == pytest.approx(0.05 / 4)
+    log = trainer.get_extension("LogReport").log[-1]
+    assert same_everywhere(comm, (log["mean loss"], log["validation/main/loss"]))
+    return bits_of(model)
+
+
+@pytest.mark.full
+def test_the_checkpointer(comm: Communicator, tmp_path: Path) -> None:
+    mn = multiring.chainer.create_communicator(comm)
+    whole, wanted, _ = make_trainer(mn, f"{tmp_path}/whole", 2)
+    whole.run()
+    trainer, _, _ = make_trainer(mn, f"{tmp_path}/c", 1)
+    keeper = chainermn.create_multi_node_checkpointer(name="job", comm=mn, path=f"{tmp_path}/kept")
+    for _ in range(2):
+        trainer.updater.update()
+    keeper.save(trainer.updater, trainer.updater.iteration)
+    trainer, model, optimizer = make_trainer(mn, f"{tmp_path}/c", 2)
+    keeper = chainermn.create_multi_node_checkpointer(name="job", comm=mn, path=f"{tmp_path}/kept")
+    keeper.maybe_load(trainer.updater, optimizer)
+    assert trainer.updater.iteration == 2
+    assert optimizer.needs_broadcast is False
+    trainer.run()
+    assert bits_of(model) == bits_of(wanted)
+    comm.barrier()

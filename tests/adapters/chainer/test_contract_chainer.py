@@ -28,9 +28,10 @@ class _Weights(chainer.Link):
 
 
 class ChainerAdapter(Adapter):
-    """Implements `AdapterUnderTest` with the optimizer, gradients reduced after the backward pass."""
+    """Gradients are reduced after the backward pass."""
 
     package = multiring.chainer
+    overlap = False
 
     def __init__(
         self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int, **options: Any
@@ -60,6 +61,9 @@ class ChainerAdapter(Adapter):
 
     def backward(self, x: Array, y: Array, *, extra: bool = True, synchronise: bool = True) -> float:
         loss = self._loss(x, y, extra)
+        if synchronise and self.overlap:
+            self._optimizer.backward(loss)
+            return float(loss.array)
         loss.backward()
         if synchronise:
             self._optimizer.synchronize()
@@ -85,15 +89,9 @@ class TestChainerOptimizer(AdapterContract):
 
 
 class OverlappingAdapter(ChainerAdapter):
-    """Gradients reduced while the backward pass runs."""
+    """Gradients are reduced while the backward pass runs."""
 
-    def backward(self, x: Array, y: Array, *, extra: bool = True, synchronise: bool = True) -> float:
-        loss = self._loss(x, y, extra)
-        if synchronise:
-            self._optimizer.backward(loss)
-        else:
-            loss.backward()
-        return float(loss.array)
+    overlap = True
 
 
 class TestChainerOverlap(AdapterContract):

@@ -1,4 +1,4 @@
-"""What the ranks do not agree on fails on all of them, and nothing else does."""
+"""What the ranks do not agree on fails on all of them, and nothing else does; ranks that have joined."""
 
 from __future__ import annotations
 
@@ -10,84 +10,61 @@ import torch
 
 import multiring.horovod.torch as hvd
 from multiring import Communicator
-from tests.adapters.horovod.support import with_hvd
-from tests.on_ranks import on_ranks
+from tests.adapters.horovod.support import refused, with_hvd
 
 Call = Callable[[int], Any]
 
 
-def kinds(rank: int) -> Any:
-    x = torch.ones(4)
-    return hvd.allreduce(x, name="a") if rank == 0 else hvd.allgather(x, name="a")
-
-
-MISMATCHES: dict[str, tuple[Call, str]] = {
-    "dtype": (
-        lambda rank: hvd.allreduce(torch.ones(3, dtype=torch.int32 if rank else torch.float32), name="a"),
-        "Mismatched data types: One rank had type float32, but another rank had type int32",
+ones = torch.ones
+MISMATCHES: dict[str, Call] = {
+    "Mismatched data types: One rank had type float32, but another rank had type int32": lambda rank: (
+        hvd.allreduce(ones(3, dtype=torch.int32 if rank else torch.float32), name="a")
     ),
-    "shape": (
-        lambda rank: hvd.allreduce(torch.ones((2, 3) if rank else (3, 2)), name="a"),
-        r"Mismatched allreduce tensor shapes: .*shape \[3, 2\].*shape \[2, 3\]",
+    r"Mismatched allreduce tensor shapes: .*shape \[3, 2\].*shape \[2, 3\]": lambda rank: hvd.allreduce(
+        ones((2, 3) if rank else (3, 2)), name="a"
     ),
-    "kind": (kinds, "Mismatched collective operations: One rank did an allreduce"),
-    "op": (
-        lambda rank: hvd.allreduce(torch.ones(3), op=hvd.Sum if rank else hvd.Max),
-        "Mismatched allreduce operations: One rank had op max",
+    "Mismatched collective operations: One rank did an allreduce": lambda rank: (
+        hvd.allgather if rank else hvd.allreduce
+    )(ones(4), name="a"),
+    "Mismatched allreduce operations: One rank had op max": lambda rank: hvd.allreduce(
+        ones(3), op=hvd.Sum if rank else hvd.Max
     ),
-    "scale": (
-        lambda rank: hvd.allreduce(torch.ones(3), prescale_factor=1.0 + rank),
-        "Mismatched prescale and/or postscale factors",
+    "Mismatched prescale and/or postscale factors": lambda rank: hvd.allreduce(
+        ones(3), prescale_factor=1.0 + rank
     ),
-    "root": (
-        lambda rank: hvd.broadcast(torch.ones(3), min(rank, 1)),
-        "Mismatched broadcast root ranks: One rank specified root rank 0",
+    "Mismatched broadcast root ranks: One rank specified root rank 0": lambda rank: hvd.broadcast(
+        ones(3), min(rank, 1)
     ),
-    "broadcast": (
-        lambda rank: hvd.broadcast(torch.ones(3 + rank), 0),
-        r"Mismatched broadcast tensor shapes: .*\[3\].*\[4\]",
+    r"Mismatched broadcast tensor shapes: .*\[3\].*\[4\]": lambda rank: hvd.broadcast(ones(3 + rank), 0),
+    "Mismatched allgather tensor shapes: .*dimension 1 equal to 3": lambda rank: hvd.allgather(
+        ones(2, 3 + rank)
     ),
-    "allgather": (
-        lambda rank: hvd.allgather(torch.ones(2, 3 + rank)),
-        "Mismatched allgather tensor shapes: .*dimension 1 equal to 3",
+    "Mismatched allgather tensor shapes: .*rank 1, .*rank 2": lambda rank: hvd.allgather(
+        ones((2, 3) if rank else (2,))
     ),
-    "dimensions": (
-        lambda rank: hvd.allgather(torch.ones((2, 3) if rank else (2,))),
-        "Mismatched allgather tensor shapes: .*rank 1, .*rank 2",
+    "rank-zero tensor": lambda _: hvd.allgather(torch.tensor(1.0)),
+    "Mismatched alltoall tensor shapes: .*dimension 1 equal to 3": lambda rank: hvd.alltoall(
+        ones(6, 3 + rank)
     ),
-    "scalars": (lambda _: hvd.allgather(torch.tensor(1.0)), "rank-zero tensor"),
-    "alltoall": (
-        lambda rank: hvd.alltoall(torch.ones(6, 3 + rank)),
-        "Mismatched alltoall tensor shapes: .*dimension 1 equal to 3",
-    ),
-    "reducescatter": (
-        lambda rank: hvd.reducescatter(torch.ones(6, 3 + rank)),
-        r"Mismatched reducescatter tensor shapes: .*\[6, 3\]",
-    ),
-    "group": (
-        lambda rank: hvd.grouped_allreduce([torch.ones(3), torch.ones(3 + rank)]),
-        "Mismatched",
-    ),
+    r"Mismatched reducescatter tensor shapes: .*\[6, 3\]": lambda rank: hvd.reducescatter(ones(6, 3 + rank)),
+    "Mismatched": lambda rank: hvd.grouped_allreduce([ones(3), ones(3 + rank)]),
 }
 
 
-@on_ranks(3)
-@pytest.mark.parametrize("what", MISMATCHES)
-@with_hvd
-def test_a_mismatch_fails_on_all_ranks_and_the_job_goes_on(comm: Communicator, what: str) -> None:
-    call, text = MISMATCHES[what]
+@with_hvd(3)
+@pytest.mark.parametrize("text", MISMATCHES)
+def test_a_mismatch_fails_on_all_ranks_and_the_job_goes_on(comm: Communicator, text: str) -> None:
     for _ in range(2):
         with pytest.raises(hvd.HorovodInternalError, match=text):
-            call(comm.rank)
+            MISMATCHES[text](comm.rank)
         x = torch.full((5,), float(comm.rank))
         assert hvd.allreduce(x, op=hvd.Sum, name="a").tolist() == [sum(range(comm.size))] * 5
 
 
-@on_ranks(3)
-@with_hvd
+@with_hvd(3)
 def test_what_is_in_flight_beside_a_mismatch_is_done(comm: Communicator) -> None:
-    """Twenty operations in another order on every rank, a few of which do not match; one in place, and one
-    that a rank submits only after the others have met. All others have their result, once."""
+    """Twenty operations in another order on every rank, a few of which do not match, and one that a rank
+    submits only after the others have met. All others have their result, once."""
     for turn in range(3):
         handles: dict[str, int] = {}
         names = [f"t{k}" for k in range(20)]
@@ -103,13 +80,18 @@ def test_what_is_in_flight_beside_a_mismatch_is_done(comm: Communicator) -> None
                 with pytest.raises(hvd.HorovodInternalError, match=f"shapes: .*'{name}'"):
                     hvd.synchronize(handles[name])
             else:
+                while not hvd.poll(handles[name]):
+                    pass
+                assert hvd.poll(handles[name])
                 assert hvd.synchronize(handles[name]).tolist() == [k * comm.size] * 7
+                assert hvd.synchronize(handles[name]) is None
         if comm.rank == 0:
             handles["late"] = hvd.allreduce_async(torch.ones(2), name="late", op=hvd.Sum)
         assert hvd.synchronize(handles["late"]).tolist() == [comm.size] * 2
+    assert hvd.synchronize(10**9) is None
 
 
-@with_hvd
+@with_hvd()
 def test_a_mismatch_that_nobody_waits_for(comm: Communicator) -> None:
     """It is found by the next submission or wait; its handle still raises."""
     bad = hvd.allreduce_async(torch.ones(2 + comm.rank), name="bad")
@@ -128,3 +110,60 @@ def test_a_rank_that_leaves(comm: Communicator) -> None:
     with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
         hvd.allreduce(torch.ones(2))
     hvd.shutdown()
+
+
+@with_hvd(1, 3)
+def test_ranks_that_have_joined_give_zeros(comm: Communicator) -> None:
+    """Rank r joins after 3 r + 1 steps; averages go on dividing by all ranks. Twice."""
+    for _ in range(2):
+        for step in range(3 * comm.rank + 1):
+            active = [rank for rank in range(comm.size) if step < 3 * rank + 1]
+            handles = [
+                hvd.allreduce_async(torch.full((k + 1,), float(comm.rank + 1)), name=f"{k}", op=op)
+                for k, op in enumerate((hvd.Sum, hvd.Average))
+            ]
+            total = sum(rank + 1.0 for rank in active)
+            assert hvd.synchronize(handles[1]).tolist() == pytest.approx([total / comm.size] * 2)
+            assert hvd.synchronize(handles[0]).tolist() == [total]
+            unnamed = hvd.grouped_allreduce([torch.ones(3), torch.ones(2, dtype=torch.int64)], op=hvd.Sum)
+            assert [each.tolist() for each in unnamed] == [[len(active)] * 3, [len(active)] * 2]
+        assert hvd.join() == comm.size - 1
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == comm.size
+
+
+@with_hvd(3)
+def test_other_collectives_are_refused_while_a_rank_has_joined(comm: Communicator) -> None:
+    if comm.rank != 0:
+        pending = hvd.allreduce_async_(torch.ones(2), name="goes on", op=hvd.Sum)
+        calls = {
+            "Broadcast": lambda: hvd.broadcast(torch.ones(2), 1),
+            "Allgather": lambda: hvd.allgather(torch.ones(2)),
+            "Alltoall": lambda: hvd.alltoall(torch.ones(comm.size)),
+            "Reducescatter": lambda: hvd.reducescatter(torch.ones(comm.size)),
+            "Barrier": hvd.barrier,
+        }
+        text = "is not supported with Join at this time"
+        refused(RuntimeError, {f"{kind} {text}": call for kind, call in calls.items()})
+        while not hvd.poll(pending):
+            pass
+        assert hvd.synchronize(pending).tolist() == [comm.size - 1] * 2
+        with pytest.raises(hvd.HorovodInternalError, match="Mismatched data types"):
+            hvd.allreduce(torch.ones(2, dtype=torch.float64 if comm.rank == 1 else torch.float32))
+    last = hvd.join()
+    assert 0 <= last < comm.size
+    assert hvd.broadcast(torch.full((2,), comm.rank), 1).tolist() == [1, 1]
+
+
+@with_hvd(3)
+def test_a_process_set_goes_on_while_a_rank_has_joined(comm: Communicator) -> None:
+    """Rank 1 waits for an operation of the set that rank 2 submits after one of all ranks."""
+    pair = hvd.add_process_set([1, 2])
+    x = torch.ones(2)
+    if comm.rank == 1:
+        whole = hvd.allreduce_async(x, name="whole", op=hvd.Sum)
+        assert hvd.allreduce(x, op=hvd.Sum, process_set=pair).tolist() == [2, 2]
+        assert hvd.synchronize(whole).tolist() == [2, 2]
+    elif comm.rank == 2:
+        assert hvd.allreduce(x, name="whole", op=hvd.Sum).tolist() == [2, 2]
+        assert hvd.allreduce(x, op=hvd.Sum, process_set=pair).tolist() == [2, 2]
+    hvd.join()

@@ -1,20 +1,23 @@
-"""hvd.DistributedOptimizer, compared with one process that has the whole batch."""
+"""Training by Horovod's names on PyTorch, compared with one process that has the whole batch."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import multiring.horovod.torch as hvd
+import multiring.torch
 from multiring import Communicator
-from tests.adapters.horovod.support import with_hvd
-from tests.on_ranks import on_ranks, same_everywhere
+from multiring.errors import PeerLostError
+from tests.adapters.horovod.support import refused, with_hvd
+from tests.on_ranks import same_everywhere
 
 STEPS = 4
 
@@ -33,8 +36,27 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
     return squared
 
 
-def distributed(model: nn.Module, lr: float) -> Any:
-    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model.named_parameters())
+def whole_loss(model: nn.Module, ranks: Iterable[int], step: int, divisor: int) -> Tensor:
+    """What one process minimises in place of these ranks."""
+    return torch.stack([loss(model, batch(rank, step)) for rank in ranks]).sum() / divisor
+
+
+def sgd(model: nn.Module, lr: float = 0.1, **options: float) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr, **options)
+
+
+def distributed(model: nn.Module, lr: float = 0.1, **options: Any) -> Any:
+    return hvd.DistributedOptimizer(sgd(model, lr), model.named_parameters(), **options)
+
+
+def take_step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def values(model: nn.Module) -> list[Any]:
+    return [parameter.tolist() for parameter in model.parameters()]
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -52,16 +74,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def assert_same_model(comm: Communicator, model: nn.Module, reference: nn.Module) -> None:
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-14)
-    assert same_everywhere(comm, [p.tolist() for p in model.parameters()])
+    assert same_everywhere(comm, values(model))
 
 
-@on_ranks(1, 3)
+@with_hvd(1, 3)
 @pytest.mark.parametrize("what", OPTIONS)
-@with_hvd
 def test_training(comm: Communicator, what: str) -> None:
     """Like one process with the batches of all ranks, of a subclass of the same name."""
     options = OPTIONS[what]
-    passes = options.get("backward_passes_per_step", 1)
+    passes, divisor = options.get("backward_passes_per_step", 1), 1 if what == "sum" else comm.size
     for make in OPTIMIZERS.values():
         model, reference = make_model(), make_model()
         if comm.rank:
@@ -79,42 +100,31 @@ def test_training(comm: Communicator, what: str) -> None:
             alone.zero_grad()
             for k in range(passes):
                 loss(model, batch(comm.rank, passes * step + k)).backward()
-                every = [loss(reference, batch(r, passes * step + k)) for r in range(comm.size)]
-                (sum(every) / (1 if what == "sum" else comm.size)).backward()  # type: ignore[union-attr]
+                whole_loss(reference, range(comm.size), passes * step + k, divisor).backward()
             optimizer.step()
             alone.step()
         assert_same_model(comm, model, reference)
 
 
-@with_hvd
-def test_gradients_leave_during_backward(comm: Communicator) -> None:
-    """That of the last layer is reduced before the first layer's has been computed."""
-    model = make_model()
-    optimizer = distributed(model, 0.1)
-    seen = []
-    model[0].register_full_backward_hook(lambda *_: seen.append(len(optimizer._reductions)))
-    model[0](batch(comm.rank, 0)).requires_grad_(True)
-    loss(model, batch(comm.rank, 0)).backward()
-    assert seen == [4]
-    optimizer.step()
-
-
-@on_ranks(3)
-@with_hvd
+@with_hvd(3)
 def test_synchronize_and_clip(comm: Communicator) -> None:
-    """Gradients that are clipped between synchronize() and step(); and the warning without the context."""
+    """Gradients that are clipped between synchronize() and step(); and the warning without the context. That
+    of the last layer is reduced before the first layer's has been computed."""
     model, reference = make_model(), make_model()
     optimizer = distributed(model, 0.5)
-    alone = torch.optim.SGD(reference.parameters(), lr=0.5)
+    alone = sgd(reference, 0.5)
+    under_way: list[int] = []
+    model[0].register_full_backward_hook(lambda *_: under_way.append(len(optimizer._reductions)))
     for step in range(STEPS):
         optimizer.zero_grad()
         loss(model, batch(comm.rank, step)).backward()
+        assert under_way.pop() == 4
         optimizer.synchronize()
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         with optimizer.skip_synchronize():
             optimizer.step()
         alone.zero_grad()
-        (sum(loss(reference, batch(r, step)) for r in range(comm.size)) / comm.size).backward()  # type: ignore[union-attr]
+        whole_loss(reference, range(comm.size), step, comm.size).backward()
         nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
         alone.step()
     assert_same_model(comm, model, reference)
@@ -128,8 +138,7 @@ def test_synchronize_and_clip(comm: Communicator) -> None:
         optimizer.step()
 
 
-@on_ranks(3)
-@with_hvd
+@with_hvd(3)
 def test_gradients_that_are_missing(comm: Communicator) -> None:
     """Each rank uses another layer; what it does not use counts as zeros. Some are needed by nobody."""
     heads = nn.ModuleList(nn.Linear(2, 2).double() for _ in range(comm.size + 1))
@@ -137,60 +146,54 @@ def test_gradients_that_are_missing(comm: Communicator) -> None:
     optimizer = distributed(heads, 1.0)
     hvd.broadcast_parameters(heads.state_dict(), 0)
     before = [head.weight.detach().clone() for head in heads]
-    heads[comm.rank](torch.ones(1, 2, dtype=torch.float64)).sum().backward()
-    optimizer.step()
+    take_step(optimizer, heads[comm.rank](torch.ones(1, 2, dtype=torch.float64)).sum())
     for head, old in zip(list(heads)[:-1], before, strict=False):
         torch.testing.assert_close(head.weight.detach(), old - 1 / comm.size)
     assert torch.equal(heads[-1].weight, before[-1])
-    assert same_everywhere(comm, [p.tolist() for p in heads.parameters()])
+    assert same_everywhere(comm, values(heads))
 
 
-@on_ranks(3)
+@with_hvd(3)
 @pytest.mark.parametrize("as_dense", [False, True])
-@with_hvd
 def test_sparse_gradients(comm: Communicator, as_dense: bool) -> None:
     torch.manual_seed(3)
     layer = nn.Embedding(10, 3, sparse=True, dtype=torch.float64)
     reference = copy.deepcopy(layer)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(layer.parameters(), lr=0.3), layer.named_parameters(), sparse_as_dense=as_dense
-    )
-    alone = torch.optim.SGD(reference.parameters(), lr=0.3)
+    optimizer, alone = distributed(layer, 0.3, sparse_as_dense=as_dense), sgd(reference, 0.3)
     for step in range(3):
         rows = [torch.tensor([rank, step, 2, 2]) for rank in range(comm.size)]
-        optimizer.zero_grad()
-        (layer(rows[comm.rank]) ** 2).sum().backward()
-        optimizer.step()
-        assert layer.weight.grad is not None
+        take_step(optimizer, (layer(rows[comm.rank]) ** 2).sum())
         assert layer.weight.grad.is_sparse != as_dense
-        alone.zero_grad()
-        (sum((reference(each) ** 2).sum() for each in rows) / comm.size).backward()
-        alone.step()
+        take_step(alone, (reference(torch.cat(rows)) ** 2).sum() / comm.size)
     assert_same_model(comm, layer, reference)
+    dense = torch.zeros(6, 2)
+    for wanted in ([0, 0, 0, 0, 0, 0], [1, 2, 2, 1, 0, 0]):
+        found = hvd.sparse_allreduce_async(dense.to_sparse(1), None, hvd.Sum)()
+        assert found.is_sparse
+        assert found.to_dense().T.tolist() == [wanted] * 2
+        dense[comm.rank : comm.rank + 2] = 1.0
 
 
-@with_hvd
+@with_hvd()
 def test_half_precision(comm: Communicator) -> None:
     """Gradients are rounded to float16 once on each rank, and once added."""
     model = nn.Linear(4, 1, bias=False)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), hvd.Compression.fp16
-    )
+    optimizer = distributed(model, 1.0, compression=hvd.Compression.fp16)
     nn.init.zeros_(model.weight)
-    model(torch.full((1, 4), 1 + 2**-12)).sum().backward()
-    optimizer.step()
+    take_step(optimizer, model(torch.full((1, 4), 1 + 2**-12)).sum())
     assert model.weight.tolist() == [[-1.0] * 4]
-    assert model.weight.grad is not None
     assert model.weight.grad.dtype == torch.float32
+    whole = torch.tensor([70000])
+    assert hvd.Compression.fp16.compress(whole)[0] is whole
 
 
-@with_hvd
+@with_hvd(3)
 def test_what_is_refused(comm: Communicator) -> None:
     model = make_model()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = sgd(model)
     named = list(model.named_parameters())
     weight = model[0].weight
-    for text, options in {
+    wrong: dict[str, dict[str, Any]] = {
         "must be unique. Found duplicates: x": {"named_parameters": [("x", p) for _, p in named]},
         "were not named": {"named_parameters": named[1:]},
         "sequence of tuples": {"named_parameters": [p for _, p in named]},
@@ -199,75 +202,60 @@ def test_what_is_refused(comm: Communicator) -> None:
         "non-negative integer or a list": {"groups": -1},
         "consist of torch.Tensor": {"groups": [["x"]]},
         "only appear once": {"groups": [[weight], [weight]]},
-    }.items():
+    }
+    for text, options in wrong.items():
         with pytest.raises(ValueError, match=text):
-            hvd.DistributedOptimizer(inner, **options)  # type: ignore[arg-type]
+            hvd.DistributedOptimizer(inner, **options)
     with pytest.warns(DeprecationWarning, match="replaced by `groups`"):
         optimizer = hvd.DistributedOptimizer(inner, named, num_groups=2)
-    loss(model, batch(0, 0)).backward()
-    with pytest.raises(AssertionError, match="zero_grad"):
-        optimizer.zero_grad()
-    with pytest.raises(AssertionError, match="more than backward_passes_per_step times"):
+
+    def backward() -> None:
         loss(model, batch(0, 0)).backward()
+
+    backward()
+    in_between = {"zero_grad": optimizer.zero_grad, "more than backward_passes_per_step times": backward}
+    refused(AssertionError, in_between)
     optimizer.step()
     optimizer.zero_grad()
     optimizer.set_backward_passes_per_step(2)
-    for _ in range(2):
-        loss(model, batch(0, 0)).backward()
+    backward()
+    backward()
     optimizer.step()
-    with pytest.raises(ValueError, match="LBFGS"):
-        hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), 0)
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    refused(ValueError, {"LBFGS": lambda: hvd.broadcast_optimizer_state(lbfgs, 0)})
+    bad: Any
     for bad in (3, torch.ones(2)):
         with pytest.raises(ValueError, match="invalid params"):
-            hvd.broadcast_parameters(bad, 0)  # type: ignore[arg-type]
+            hvd.broadcast_parameters(bad, 0)
+    ones, pair = torch.ones(2), hvd.add_process_set([0, 1])
+    refused(NotImplementedError, {"non-power of 2": lambda: hvd.allreduce(ones, op=hvd.Adasum)})
+    if pair.included():
+        with pytest.raises(NotImplementedError, match="non-global process sets"):
+            hvd.allreduce(ones, op=hvd.Adasum, process_set=pair)
 
 
-@on_ranks(3)
-@with_hvd
+@with_hvd(3)
 def test_a_process_set(comm: Communicator) -> None:
-    """Its ranks train together, and the rank outside of it alone."""
+    """Its ranks train together, and the rank outside of it alone; with schedulers of the wrapped optimizer
+    and of the wrapping one, whose parameter groups are the same."""
     pair = hvd.add_process_set([0, 2])
     model, reference = make_model(), make_model()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner, alone = sgd(model), sgd(reference)
+    schedulers = [torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)]
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), process_set=pair)
-    alone = torch.optim.SGD(reference.parameters(), lr=0.1)
+    schedulers += [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+    schedulers += [torch.optim.lr_scheduler.StepLR(alone, 1, 0.25)]
     group = [0, 2] if pair.included() else [1]
     for step in range(2):
-        optimizer.zero_grad()
-        loss(model, batch(comm.rank, step)).backward()
-        optimizer.step()
-        alone.zero_grad()
-        (sum(loss(reference, batch(r, step)) for r in group) / len(group)).backward()  # type: ignore[union-attr]
-        alone.step()
+        take_step(optimizer, loss(model, batch(comm.rank, step)))
+        take_step(alone, whole_loss(reference, group, step, len(group)))
+        for scheduler in schedulers:
+            scheduler.step()
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
 
 
-@on_ranks(3)
-@with_hvd
-def test_uneven_data(comm: Communicator) -> None:
-    """Ranks that have joined take part in the steps of the others with zeros."""
-    model = make_model()
-    optimizer = distributed(model, 0.1)
-    reference = make_model()
-    alone = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(comm.size + 1):
-        active = [rank for rank in range(comm.size) if step <= rank + 1]
-        alone.zero_grad()
-        (sum(loss(reference, batch(r, step)) for r in active) / comm.size).backward()  # type: ignore[union-attr]
-        alone.step()
-        if comm.rank in active:
-            optimizer.zero_grad()
-            loss(model, batch(comm.rank, step)).backward()
-            optimizer.step()
-    last = hvd.join()
-    assert last == comm.size - 1
-    hvd.broadcast_parameters(model.state_dict(), root_rank=last)
-    assert_same_model(comm, model, reference)
-
-
-@on_ranks(3)
-@with_hvd
+@with_hvd(3)
 def test_optimizer_state(comm: Communicator) -> None:
     """Made on ranks that have none, without a change of parameters, and options as well."""
     for make in OPTIMIZERS.values():
@@ -276,31 +264,128 @@ def test_optimizer_state(comm: Communicator) -> None:
         if comm.rank == 0:
             optimizer.param_groups[0]["lr"] = 0.7
             for step in range(2):
-                optimizer.zero_grad()
-                loss(model, batch(0, step)).backward()
-                optimizer.step()
+                take_step(optimizer, loss(model, batch(0, step)))
         hvd.broadcast_parameters(list(model.named_parameters()), 0)
-        before = [p.tolist() for p in model.parameters()]
+        before = values(model)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        assert [p.tolist() for p in model.parameters()] == before
+        assert values(model) == before
         assert optimizer.param_groups[0]["lr"] == 0.7
-        optimizer.zero_grad()
-        loss(model, batch(0, 9)).backward()
-        optimizer.step()
-        assert same_everywhere(comm, [p.tolist() for p in model.parameters()])
+        take_step(optimizer, loss(model, batch(0, 9)))
+        assert same_everywhere(comm, values(model))
 
 
-@with_hvd
-def test_schedulers(comm: Communicator) -> None:
-    """Of the wrapped optimizer and of the wrapping one; the parameter groups are the same."""
-    model = make_model()
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    first = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
-    second = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    loss(model, batch(comm.rank, 0)).backward()
-    optimizer.step()
-    second.step()
-    assert optimizer.param_groups[0]["lr"] == inner.param_groups[0]["lr"] == 0.5
-    assert first.get_last_lr() == [1.0]
-    assert same_everywhere(comm, [p.tolist() for p in model.parameters()])
+def combined(parts: list[Any]) -> Any:
+    """Adasum as the paper has it: pairs of halves, by recursion."""
+    if len(parts) == 1:
+        return parts[0]
+    half = len(parts) // 2
+    a, b = combined(parts[:half]), combined(parts[half:])
+    dot = float(np.vdot(a, b))
+    return (1 - dot / (2 * np.vdot(a, a))) * a + (1 - dot / (2 * np.vdot(b, b))) * b
+
+
+def part(rank: int, seed: int = 0) -> Any:
+    return np.random.default_rng(10 * seed + rank).normal(size=(5, 3)) + 0.5
+
+
+@with_hvd(1, 4)
+def test_adasum(comm: Communicator) -> None:
+    """One by one and in a group, whose tensors are combined apart; equal parts stay what they are."""
+    every = [[part(rank, seed) for rank in range(comm.size)] for seed in (1, 2)]
+    mine = [torch.from_numpy(each[comm.rank]) for each in every]
+    found = hvd.allreduce(mine[0], op=hvd.Adasum)
+    np.testing.assert_allclose(found.numpy(), combined(every[0]), rtol=1e-12)
+    for each, parts in zip(hvd.grouped_allreduce(mine, op=hvd.Adasum), every, strict=True):
+        np.testing.assert_allclose(each.numpy(), combined(parts), rtol=1e-12)
+    same = torch.from_numpy(part(0))
+    np.testing.assert_allclose(hvd.allreduce_(same.clone(), op=hvd.Adasum).numpy(), part(0), rtol=1e-12)
+    assert not hvd.allreduce(torch.zeros(3), op=hvd.Adasum).any()
+
+
+@with_hvd(4)
+def test_adasum_optimizer(comm: Communicator) -> None:
+    """The changes that the ranks' own steps make are combined."""
+    torch.manual_seed(1)
+    model = nn.Linear(5, 3, bias=False).double()
+    copies = [copy.deepcopy(model) for _ in range(comm.size)]
+    inner = [sgd(each, momentum=0.9) for each in copies]
+    own = sgd(model, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(own, model.named_parameters(), op=hvd.Adasum)
+    assert type(optimizer).__name__ == "SGD"
+    for step in range(3):
+        inputs = [torch.from_numpy(part(rank, step).T.copy()) for rank in range(comm.size)]
+        before = copies[0].weight.detach().clone()
+        for each, other, x in zip(copies, inner, inputs, strict=True):
+            take_step(other, each(x).square().mean())
+        change = combined([(each.weight.detach() - before).numpy() for each in copies])
+        with torch.no_grad():
+            for each in copies:
+                each.weight.copy_(before + torch.from_numpy(change))
+        take_step(optimizer, model(inputs[comm.rank]).square().mean())
+        torch.testing.assert_close(model.weight, copies[0].weight, rtol=1e-11, atol=1e-13)
+    assert same_everywhere(comm, model.weight.tolist())
+
+
+def test_batch_normalisation_is_the_adapters() -> None:
+    layer = hvd.SyncBatchNorm(3, 1e-3, 0.2, False, False)
+    assert isinstance(layer, multiring.torch.SyncBatchNorm)
+    assert (layer.num_features, layer.eps, layer.momentum, layer.affine) == (3, 1e-3, 0.2, False)
+    assert not layer.track_running_stats
+
+
+@with_hvd()
+def test_state_is_restored(comm: Communicator) -> None:
+    torch.manual_seed(comm.rank)
+    model = torch.nn.Linear(2, 2)
+    optimizer = sgd(model, momentum=0.9)
+    state = hvd.elastic.TorchState(model, optimizer, batch=comm.rank)
+    calls: list[int] = []
+    resets: list[int] = []
+    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+    @hvd.elastic.run
+    def train(state: Any, until: int) -> str:
+        calls.append(state.batch)
+        while state.batch < until:
+            take_step(state.optimizer, state.model(torch.ones(1, 2)).sum())
+            state.batch += 1
+            state.commit()
+            if state.batch == 2 and len(calls) == 1:
+                with torch.no_grad():
+                    model.weight.add_(100.0)
+                hvd.allreduce(torch.ones(2 + comm.rank))
+        return "done"
+
+    assert train(state, 3) == "done"
+    assert calls == [0, 2]
+    assert resets == [2]
+    assert float(model.weight.detach().abs().max()) < 50
+    assert same_everywhere(comm, values(model))
+    assert len(optimizer.state) == 2
+
+    @hvd.elastic.run
+    def lose(state: Any) -> None:
+        raise hvd.HorovodInternalError("rank 1 died") from PeerLostError("rank 1 died")
+
+    text = "does not bring up ranks in its place yet"
+    refused(hvd.HorovodInternalError, {text: lambda: lose(hvd.elastic.ObjectState(batch=0))})
+
+
+@with_hvd()
+def test_the_sampler_goes_on_where_it_was(comm: Communicator) -> None:
+    sampler = hvd.elastic.ElasticSampler(range(21), shuffle=True, seed=3)
+    state = hvd.elastic.TorchState(sampler=sampler, batch=0)
+    own = list(sampler)
+    assert len(own) == len(sampler) == 11
+    everything = sorted(k for part in hvd.allgather_object(own) for k in part)
+    assert set(everything) == set(range(21))
+    for number in range(2):
+        sampler.record_batch(number, 3)
+    assert sampler.processed_num == 6
+    state.commit()
+    state.sync()
+    assert sampler.processed_num == 12
+    rest = {k for part in hvd.allgather_object(list(sampler)) for k in part}
+    assert rest == set(range(21)) - sampler.state_dict()["processed_indices"]
+    sampler.set_epoch(1)
+    assert (sampler.epoch, sampler.processed_num, len(sampler)) == (1, 0, 11)

@@ -1,16 +1,23 @@
-"""Tapes, optimizers and sessions of the TensorFlow face, beside one process that has the whole batch."""
+"""Training with tapes, optimizers and sessions of the TensorFlow face, and under `fit()` with Keras 3 and
+tf_keras, beside one process that has the whole batch."""
 
 from __future__ import annotations
 
+import zipfile
+from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
-import multiring.horovod.tensorflow as hvd
+import multiring.horovod.keras as alone
+import multiring.horovod.tensorflow as hvt
+import multiring.horovod.tensorflow.keras as hvd
 from multiring import Communicator
-from tests.adapters.horovod.support import with_hvd
+from tests.adapters.horovod.support import refused, with_hvd
 from tests.on_ranks import same_everywhere
 
 tf1 = tf.compat.v1
@@ -29,20 +36,22 @@ def weights() -> list[Any]:
     return [tf.Variable(np.full((3, 1), 0.2)), tf.Variable(np.zeros(1))]
 
 
-def loss_of(own: list[Any], x: Any, y: Any) -> Any:
-    return tf.reduce_mean((x @ own[0] + own[1] - y) ** 2)
+def gradient(tape: Any, own: list[Any], x: Any, y: Any) -> Any:
+    with tape:
+        loss = tf.reduce_mean((x @ own[0] + own[1] - y) ** 2)
+    return tape.gradient(loss, own)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "predivide": {"gradient_predivide_factor": 2.0},
     "groups": {"num_groups": 2},
-    "sum": {"op": hvd.Sum},
+    "sum": {"op": hvt.Sum},
 }
 
 
 @pytest.mark.parametrize("in_function", [False, True])
-@with_hvd
+@with_hvd()
 def test_tapes(comm: Communicator, in_function: bool) -> None:
     x, y = data(comm.size)
     mine = slice(comm.rank * ROWS, (comm.rank + 1) * ROWS)
@@ -50,33 +59,29 @@ def test_tapes(comm: Communicator, in_function: bool) -> None:
         own, reference = weights(), weights()
 
         def step() -> Any:
-            with tf.GradientTape() as tape:
-                loss = loss_of(own, x[mine], y[mine])  # noqa: B023
-            tape = hvd.DistributedGradientTape(tape, **options)  # noqa: B023
+            tape = hvt.DistributedGradientTape(tf.GradientTape(), **options)  # noqa: B023
             assert isinstance(tape, tf.GradientTape)
-            return tape.gradient(loss, own)  # noqa: B023
+            return gradient(tape, own, x[mine], y[mine])  # noqa: B023
 
         run = tf.function(step) if in_function else step
+        factor = comm.size if what == "sum" else 1
         for _ in range(STEPS):
-            with tf.GradientTape() as alone:
-                loss = loss_of(reference, x, y)
-            factor = comm.size if what == "sum" else 1
-            for variable, gradient in zip(reference, alone.gradient(loss, reference), strict=True):
-                variable.assign_sub(0.01 * factor * gradient)
-            for variable, gradient in zip(own, run(), strict=True):
-                variable.assign_sub(0.01 * gradient)
+            whole = [factor * each for each in gradient(tf.GradientTape(), reference, x, y)]
+            for variable, each in zip([*reference, *own], [*whole, *run()], strict=True):
+                variable.assign_sub(0.01 * each)
         for one, other in zip(own, reference, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12)
+    wrong = {"op": hvt.Sum, "gradient_predivide_factor": 2.0}
     with pytest.raises(ValueError, match="gradient_predivide_factor"):
-        hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum, gradient_predivide_factor=2.0)
+        hvt.DistributedGradientTape(tf.GradientTape(), **wrong)
 
 
-@with_hvd
+@with_hvd()
 def test_local_sources_sparse_gradients_and_adasum(comm: Communicator) -> None:
     table, kernel, unused = tf.Variable(tf.ones([4, 2])), tf.Variable(1.0), tf.Variable(1.0)
 
     def gradients(**options: Any) -> Any:
-        with hvd.DistributedGradientTape(tf.GradientTape(), **options) as tape:
+        with hvt.DistributedGradientTape(tf.GradientTape(), **options) as tape:
             rows = tf.gather(table, [comm.rank, 3])
             loss = tf.reduce_sum(rows) * (comm.rank + 1.0) + kernel * (2.0 - comm.rank)
         tape.register_local_source(kernel)
@@ -91,18 +96,18 @@ def test_local_sources_sparse_gradients_and_adasum(comm: Communicator) -> None:
     dense, local, _ = gradients(sparse_as_dense=True, scale_local_gradients=False)
     np.testing.assert_allclose(dense, expected)
     assert float(local) == 2.0 - comm.rank
-    orthogonal = hvd.allreduce(tf.one_hot(comm.rank, 2), op=hvd.Adasum)
+    orthogonal = hvt.allreduce(tf.one_hot(comm.rank, 2), op=hvt.Adasum)
     np.testing.assert_allclose(orthogonal, [1.0, 1.0])
 
 
 @pytest.mark.parametrize("what", ["plain", "averaged passes", "adasum"])
-@with_hvd
+@with_hvd()
 def test_optimizers_of_tensorflow_1(comm: Communicator, what: str) -> None:
     """In a monitored session, from the values of rank 0; what each step gives is NumPy's."""
     options = {
         "plain": {"name": "Named", "use_locking": True},
         "averaged passes": {"backward_passes_per_step": 2, "average_aggregated_gradients": True},
-        "adasum": {"op": hvd.Adasum},
+        "adasum": {"op": hvt.Adasum},
     }[what]
     x, y = data(comm.size)
     with tf.Graph().as_default():
@@ -110,12 +115,12 @@ def test_optimizers_of_tensorflow_1(comm: Communicator, what: str) -> None:
         kernel = tf1.get_variable("kernel", initializer=np.full((3, 1), 0.2 + comm.rank))
         count = tf1.train.get_or_create_global_step()
         loss = tf.reduce_mean((inputs @ kernel - labels) ** 2)
-        optimizer = hvd.DistributedOptimizer(tf1.train.MomentumOptimizer(RATE, 0.5), **options)
+        optimizer = hvt.DistributedOptimizer(tf1.train.MomentumOptimizer(RATE, 0.5), **options)
         train = optimizer.minimize(loss, global_step=count)
-        average = hvd.allreduce(loss, name="loss")
+        average = hvt.allreduce(loss, name="loss")
         assert optimizer.get_slot_names() == ["momentum"]
         mine = slice(comm.rank * ROWS, (comm.rank + 1) * ROWS)
-        hooks = [hvd.BroadcastGlobalVariablesHook(0)]
+        hooks = [hvt.BroadcastGlobalVariablesHook(0)]
         with tf1.train.MonitoredTrainingSession(hooks=hooks) as session:
             start = session.run(kernel)
             for _ in range(STEPS):
@@ -135,12 +140,12 @@ def test_optimizers_of_tensorflow_1(comm: Communicator, what: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-10)
 
 
-@with_hvd
+@with_hvd()
 def test_batch_normalisation_over_all_ranks(comm: Communicator) -> None:
     whole = tf.random.stateless_normal([8, 3], [1, 2]) * 3 + 100
     factors = tf.random.stateless_normal([8, 3], [3, 4])
     mine = slice(0, 2) if comm.rank == 0 else slice(2, 8)
-    layer, reference = hvd.SyncBatchNormalization(), tf.keras.layers.BatchNormalization()
+    layer, reference = hvt.SyncBatchNormalization(), tf.keras.layers.BatchNormalization()
     own, all_of_it = tf.Variable(whole[mine]), tf.Variable(whole)
     with tf.GradientTape(persistent=True) as tape:
         out = layer(own, training=True)
@@ -151,13 +156,13 @@ def test_batch_normalisation_over_all_ranks(comm: Communicator) -> None:
     np.testing.assert_allclose(layer.moving_variance, reference.moving_variance, rtol=1e-4)
 
 
-@with_hvd
+@with_hvd()
 def test_state_is_restored(comm: Communicator) -> None:
     variable = tf.Variable(float(comm.rank))
-    state = hvd.elastic.TensorFlowState([variable], step=comm.rank)
+    state = hvt.elastic.TensorFlowState([variable], step=comm.rank)
     seen = []
 
-    @hvd.elastic.run
+    @hvt.elastic.run
     def train(state: Any) -> str:
         seen.append((float(variable), state.step))
         while state.step < 4:
@@ -166,14 +171,175 @@ def test_state_is_restored(comm: Communicator) -> None:
             if state.step == 2:
                 state.commit()
             if state.step == 3 and len(seen) == 1:
-                tf.function(lambda: hvd.allreduce(tf.ones([2 + comm.rank]), name="differs"))()
+                tf.function(lambda: hvt.allreduce(tf.ones([2 + comm.rank]), name="differs"))()
         return "done"
 
     resets: list[int] = []
-    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+    state.register_reset_callbacks([lambda: resets.append(hvt.size())])
     assert train(state) == "done"
     assert seen == [(0.0, 0), (2.0, 2)]
     assert resets == [2]
     state.on_hosts_updated(1.0, 1)
-    with pytest.raises(hvd.elastic.HostsUpdatedInterrupt):
+    with pytest.raises(hvt.elastic.HostsUpdatedInterrupt):
         state.check_host_updates()
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "keras": (keras, keras.optimizers.SGD),
+    "tf_keras": (tf_keras, tf_keras.optimizers.SGD),
+    "legacy": (tf_keras, tf_keras.optimizers.legacy.SGD),
+}
+FIT_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "predivide": {"gradient_predivide_factor": 2.0, "groups": 2},
+    "passes": {"backward_passes_per_step": 2, "average_aggregated_gradients": True},
+}
+
+
+def make_model(library: Any = keras, value: float = 0.3) -> Any:
+    constant = library.initializers.Constant(value)
+    first = library.layers.Dense(4, activation="tanh", kernel_initializer=constant)
+    model = library.Sequential([first, library.layers.Dense(1, kernel_initializer=constant)])
+    model.build((None, 3))
+    return model
+
+
+def samples() -> tuple[Any, Any]:
+    x = np.random.default_rng(2).normal(size=(48, 3)).astype(np.float32)
+    return x, x.sum(1, keepdims=True)
+
+
+def fit(comm: Communicator, model: Any, **options: Any) -> Any:
+    """Trains with this rank's half of the data."""
+    x, y = samples()
+    return model.fit(x[comm.rank :: 2], y[comm.rank :: 2], verbose=0, **options)
+
+
+def assert_same(comm: Communicator, model: Any) -> None:
+    assert same_everywhere(comm, [weight.tolist() for weight in model.get_weights()])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@with_hvd()
+def test_fit(comm: Communicator, kind: str) -> None:
+    """Beside a plain optimizer and the batches of all ranks."""
+    library, make = OPTIMIZERS[kind]
+    for what, options in FIT_OPTIONS.items():
+        model, reference = make_model(library), make_model(library)
+        optimizer = hvd.DistributedOptimizer(make(0.1, momentum=0.9), **options)
+        assert isinstance(optimizer, make)
+        assert type(optimizer).__name__ == "SGD"
+        model.compile(optimizer, "mse")
+        reference.compile(make(0.1, momentum=0.9), "mse")
+        fit(comm, model, batch_size=6, epochs=2, shuffle=False)
+        passes = options.get("backward_passes_per_step", 1)
+        reference.fit(*samples(), batch_size=12 * passes, epochs=2, shuffle=False, verbose=0)
+        for mine, other in zip(model.get_weights(), reference.get_weights(), strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-6, err_msg=what)
+        assert_same(comm, model)
+        assert int(model.optimizer.iterations) == 8
+
+
+@pytest.mark.parametrize("kind", ["keras", "tf_keras"])
+@with_hvd()
+def test_callbacks(comm: Communicator, kind: str) -> None:
+    library, make = OPTIMIZERS[kind]
+    model = make_model(library, 0.1 + comm.rank)
+    model.compile(hvd.DistributedOptimizer(make(0.4, momentum=0.9)), "mse", metrics=["mae"])
+    rates: list[float] = []
+
+    class Rates(hvd.callbacks.Callback):
+        def on_batch_end(self, batch: int, logs: Any = None) -> None:
+            rates.append(float(np.asarray(self.model.optimizer.learning_rate)))
+
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2),
+        hvd.callbacks.LearningRateScheduleCallback(0.4, 0.1, start_epoch=2),
+        Rates(),
+    ]
+    history = fit(comm, model, batch_size=12, epochs=3, callbacks=callbacks)
+    assert_same(comm, model)
+    assert same_everywhere(comm, history.history["mae"])
+    np.testing.assert_allclose(rates, [0.25, 0.3, 0.35, 0.4, 0.04, 0.04], rtol=1e-6)
+    refused(ValueError, {"initial_lr": lambda: hvd.callbacks.LearningRateScheduleCallback(None, 1.0)})
+
+
+@with_hvd()
+def test_models_are_saved_and_loaded(comm: Communicator, tmp_path: Path) -> None:
+    """As with the plain optimizer, so that they can be loaded without multiring; with its state."""
+    model = make_model()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    fit(comm, model, batch_size=8)
+    path = tmp_path / f"{comm.rank}.keras"
+    model.save(path)
+    assert b"multiring" not in zipfile.ZipFile(path).read("config.json")
+    plain, loaded = keras.models.load_model(path), hvd.load_model(path)
+    assert type(plain.optimizer) is keras.optimizers.Adam
+    for one, other in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(one, other)
+    fit(comm, loaded, batch_size=8)
+    assert_same(comm, loaded)
+
+
+@with_hvd()
+def test_values_and_what_is_refused(comm: Communicator) -> None:
+    assert hvd.allreduce(2.0 * comm.rank) == 1.0
+    assert alone.allreduce(np.arange(3), op=hvd.Sum, compression=hvd.Compression.none).tolist() == [0, 2, 4]
+    assert hvd.allgather(np.full((comm.rank + 1,), comm.rank)).tolist() == [0, 1, 1]
+    assert hvd.broadcast(np.array([comm.rank]), 1).tolist() == [1]
+    assert hvd.reducescatter(np.ones((2, 2)), op=hvd.Sum).tolist() == [[2.0, 2.0]]
+    assert alone.DistributedOptimizer is hvd.DistributedOptimizer
+    sgd = keras.optimizers.SGD()
+    calls = {
+        "Adasum": lambda: hvt.DistributedOptimizer(sgd, op=hvd.Adasum),
+        "inherit": lambda: hvd.DistributedOptimizer(object()),
+        "already": lambda: hvd.DistributedOptimizer(hvt.DistributedOptimizer(sgd)),
+    }
+    refused(ValueError, calls)
+
+
+@with_hvd()
+def test_local_layers_and_loss_scales(comm: Communicator) -> None:
+    model = make_model()
+    scaled, other = (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)) for _ in range(2))
+    model.compile(hvd.PartialDistributedOptimizer(scaled, local_layers=model.layers[0]), "mse")
+    fit(comm, model, batch_size=6)
+    first, _, second, _ = model.get_weights()
+    assert not same_everywhere(comm, first.tolist())
+    assert same_everywhere(comm, second.tolist())
+    # One rank's overflow: all skip the step.
+    before = model.get_weights()
+    gradients = [tf.fill(weight.shape, np.inf if comm.rank else 1.0) for weight in model.trainable_weights]
+    hvd.DistributedOptimizer(other).apply(gradients, model.trainable_weights)
+    np.testing.assert_equal(model.get_weights(), before)
+
+
+@with_hvd()
+def test_state_in_fit(comm: Communicator) -> None:
+    model = make_model(value=0.1 + comm.rank)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), "mse")
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+    epochs: list[int] = []
+
+    class Fails(hvd.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            epochs.append(state.epoch)
+            if epochs == [0, 1]:
+                hvd.allreduce(np.ones(2 + comm.rank))
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        callbacks = [
+            hvd.elastic.UpdateBatchStateCallback(state),
+            hvd.elastic.UpdateEpochStateCallback(state),
+            hvd.elastic.CommitStateCallback(state, 2),
+            Fails(),
+        ]
+        fit(comm, model, batch_size=12, epochs=3 - state.epoch, callbacks=callbacks)
+
+    train(state)
+    assert epochs == [0, 1, 1, 2]
+    assert (state.epoch, state.batch) == (3, 0)
+    assert_same(comm, model)

@@ -1,4 +1,4 @@
-"""`multiring horovodrun`, and `multiring.horovod.run`."""
+"""`multiring horovodrun`, `multiring.horovod.run`, and scripts that import horovod, unchanged."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from multiring import RankError, UsageError, cli
 from multiring.commands.launcher.options import add_arguments as add_run_arguments
 from multiring.commands.launcher.remote_ranks import SSH
 from multiring.horovod.runner import options
-from tests.support import Job, parsed, refused, run_multiring
+from tests.support import REPOSITORY, Job, parsed, refused, run_job, run_multiring
 
-# Every option of horovodrun 0.28.1, with a value where it takes one.
+# Of horovodrun 0.28.1, with a value where it takes one.
 _TEXT = """
     --disable-cache --start-timeout=30 --fusion-threshold-mb=64 --cycle-time-ms=1.5 --cache-capacity=9
     --hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather
     --torus-allreduce --no-torus-allreduce --autotune --no-autotune --autotune-log-file=f
     --autotune-warmup-samples=1 --autotune-steps-per-sample=1 --autotune-bayes-opt-max-samples=1
     --autotune-gaussian-process-noise=0.1 --slots-per-host=2 --elastic-timeout=9 --reset-limit=1
-    --mpi-threads-disable
-    --no-mpi-threads-disable --mpi-args=--x --tcp --binding-args=--x --num-nccl-streams=1 --thread-affinity=1
-    --gloo-timeout-seconds=30 --log-with-timestamp --log-without-timestamp --log-hide-timestamp
-    --no-log-hide-timestamp --prefix-output-with-timestamp -prefix-timestamp --gloo --mpi --jsrun
+    --mpi-threads-disable --no-mpi-threads-disable --mpi-args=--x --tcp --binding-args=--x --gloo --mpi
+    --num-nccl-streams=1 --thread-affinity=1 --gloo-timeout-seconds=30 --log-with-timestamp --jsrun
+    --log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp --prefix-output-with-timestamp
+    -prefix-timestamp
 """
 WITHOUT_EFFECT = _TEXT.split()
 
@@ -39,24 +39,17 @@ def run_words(*words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["-np", "4"], ["-np", "4"]),
         (["--num-proc", "4", "-H", "a:2,b:2"], ["-np", "4", "--hosts", "a:2,b:2"]),
         (["-np", "2", "-hostfile", "f"], ["-np", "2", "--hostfile", "f"]),
         (["--hostfile", "f", "-p", "22"], ["--hostfile", "f", "--ssh", f"{SSH} -p 22"]),
         (["-H", "a", "-p", "22", "-i", "a b"], ["--hosts", "a", "--ssh", f"{SSH} -p 22 -i 'a b'"]),
         (["--network-interfaces", "eth0,eth1"], ["--interfaces", "eth0,eth1"]),
-        (
-            ["--network-interface", "eth0", "--network-interface", "eth1"],
-            ["--interfaces", "eth0,eth1"],
-        ),
+        (["--network-interface", "a", "--network-interface", "b"], ["--interfaces", "a,b"]),
         (["--output-filename", "logs"], ["--output-dir", "logs"]),
         (["--verbose"], ["--env", "MULTIRING_LOG_LEVEL=info"]),
         (["--verbose", "--log-level", "FATAL"], ["--env", "MULTIRING_LOG_LEVEL=error"]),
         (["--stall-check"], []),
-        (
-            ["--timeline-filename", "t.json", "--no-timeline-mark-cycles"],
-            ["--env", "HOROVOD_TIMELINE=t.json"],
-        ),
+        (["--timeline-filename", "t", "--no-timeline-mark-cycles"], ["--env", "HOROVOD_TIMELINE=t"]),
         (["--timeline-mark-cycles"], ["--env", "HOROVOD_TIMELINE_MARK_CYCLES=1"]),
         (["--no-stall-check"], ["--env", "MULTIRING_STALL_WARNING=0"]),
         (
@@ -79,15 +72,20 @@ def test_options_without_effect_are_noted() -> None:
     assert parsed(options.add_arguments, *WITHOUT_EFFECT, "true").without_effect == names
 
 
-@pytest.mark.parametrize("name", ["--min-np", "--min-num-proc", "--max-np", "--host-discovery-script"])
-def test_elastic_jobs_are_refused(name: str) -> None:
-    assert f"horovodrun {name}: elastic jobs" in refused("horovodrun", "-np", "2", name, "3", "true")
-
-
-def test_what_is_refused() -> None:
-    assert "give its options on the command line" in refused("horovodrun", "--config-file", "f", "true")
-    assert "name the program" in refused("horovodrun", "-np", "2")
-    assert "say how many ranks" in refused("horovodrun", "true")
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        *(
+            (["-np", "2", name, "3", "true"], f"horovodrun {name}: elastic jobs")
+            for name in ("--min-np", "--min-num-proc", "--max-np", "--host-discovery-script")
+        ),
+        (["--config-file", "f", "true"], "give its options on the command line"),
+        (["-np", "2"], "name the program"),
+        (["true"], "say how many ranks"),
+    ],
+)
+def test_what_is_refused(words: list[str], text: str) -> None:
+    assert text in refused("horovodrun", *words)
 
 
 def test_version_and_build(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,26 +116,21 @@ def place(base: int, *, fails: bool = False) -> tuple[int, str, str | None]:
 
 
 def test_results_by_rank(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"network_interface": "lo", "output_filename": tmp_path}
+    given: dict[str, Any] = {"network_interface": "lo", "output_filename": tmp_path, "num_proc": 2}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = multiring.horovod.run(place, (10,), num_proc=2, hosts="localhost:1,127.0.0.1:1", **given)
+        found = multiring.horovod.run(place, (10,), hosts="localhost:1,127.0.0.1:1", **given)
     assert found == [(10, "horovod", "lo"), (11, "horovod", "lo")]
     assert {path.name for path in tmp_path.iterdir()} >= {"rank.0.stdout", "rank.1.stderr"}
 
 
-def test_arguments_without_effect_are_named_once() -> None:
+def test_arguments_that_are_warned_of() -> None:
+    """Those without effect are named once; `np` was the name of `num_proc`."""
     with pytest.warns(UserWarning, match="no effect here: ssh_port, verbose, use_gloo$") as seen:
-        (found,) = multiring.horovod.run(place, (0,), ssh_port=22, use_gloo=True, verbose=True)
-    assert len(seen) == 1
-    assert found[0] == 0
-
-
-def test_the_former_name_of_num_proc() -> None:
-    with (
-        pytest.warns(DeprecationWarning, match="use num_proc instead"),
-        pytest.raises(RankError, match="raised ValueError: an odd number") as got,
-    ):
+        ((rank, *_),) = multiring.horovod.run(place, (0,), ssh_port=22, use_gloo=True, verbose=True)
+    assert (rank, len(seen)) == (0, 1)
+    failed = pytest.raises(RankError, match="raised ValueError: an odd number")
+    with pytest.warns(DeprecationWarning, match="use num_proc instead"), failed as got:
         multiring.horovod.run(place, (0,), {"fails": True}, np=2)
     assert isinstance(got.value.__cause__, ValueError)
 
@@ -159,3 +152,84 @@ def test_the_former_name_of_num_proc() -> None:
 def test_wrong_arguments(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         multiring.horovod.run(place, **given)
+
+
+EXAMPLES = REPOSITORY / "examples" / "horovod"
+
+IMPORTS = """
+import importlib.util
+import os
+import sys
+
+import horovod
+import horovod.torch as hvd
+from horovod import torch as other
+from horovod.torch.compression import Compression
+from horovod.torch.mpi_ops import allreduce, rank
+import multiring.horovod.torch
+
+assert hvd is other is multiring.horovod.torch is horovod.torch
+assert Compression is hvd.Compression and allreduce is hvd.allreduce
+assert multiring.horovod.torch.__spec__.name == "multiring.horovod.torch"
+assert horovod.__version__ == "0.28.1"
+try:
+    import horovod.spark
+    raise AssertionError("there is a horovod.spark")
+except ImportError as error:
+    assert "there is no multiring.horovod.spark" in str(error), error
+# What Python finds for these names; importing TensorFlow takes long.
+for name in ("horovod.keras", "horovod.tensorflow", "horovod.tensorflow.keras"):
+    assert importlib.util.find_spec(name).name == name
+hvd.init()
+for name in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"):
+    assert getattr(hvd, name)() == int(os.environ.get("HOROVOD_" + name.upper(), "size" in name)), name
+everyone = hvd.allgather_object(hvd.rank())
+if hvd.rank() == hvd.size() - 1:
+    print("all of", hvd.size(), sys.argv[1:], everyone)
+"""
+
+
+@pytest.mark.full
+def test_what_is_imported() -> None:
+    result = run_job(2, IMPORTS, launcher_args=["--horovod"], code=0)
+    assert "all of 2 [] [0, 1]" in result.stdout
+    assert "not the Horovod" not in result.stderr
+
+
+@pytest.mark.full
+def test_without_the_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(IMPORTS)
+    command = [sys.executable, "-m", "multiring.horovod"]
+    result = Job([*command, str(script), "--epochs", "3"]).run(code=0)
+    assert "all of 1 ['--epochs', '3'] [0]" in result.stdout
+    assert "usage: python -m multiring.horovod" in Job(command).run(code=2).stderr
+
+
+@pytest.mark.full
+def test_a_horovod_that_is_installed_is_not_shadowed_silently(tmp_path: Path) -> None:
+    """With --horovod a line says so; without it, nothing of ours is found."""
+    package = tmp_path / "horovod"
+    package.mkdir()
+    (package / "__init__.py").write_text("WHOSE = 'theirs'")
+    script = f"import sys; sys.path.append({str(tmp_path)!r})\n"
+    script += "import horovod\nprint(getattr(horovod, 'WHOSE', 'ours'))"
+    ours = run_job(2, script, launcher_args=["--horovod"])
+    assert ours.stdout.count("ours") == 2, ours.stderr
+    assert ours.stderr.count(f"not the Horovod that is at {package / '__init__.py'}") == 1
+    assert run_job(2, script).stdout.count("theirs") == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("torch_digits.py", ["--fp16-allreduce", "--gradient-predivide-factor", "2"]),
+        ("keras_digits.py", []),
+    ],
+)
+def test_the_examples_learn_the_digits(script: str, options: list[str]) -> None:
+    result = run_job(2, EXAMPLES / script, *options, launcher_args=["--horovod"], timeout=240.0, code=0)
+    line = next(line for line in result.stdout.splitlines() if "test accuracy" in line)
+    assert "2 ranks" in line
+    assert float(line.split()[-1]) > 0.95

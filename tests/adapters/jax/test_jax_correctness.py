@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -13,22 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import multiring
 import multiring.jax as mj
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
+from tests.adapters.jax.support import errors_break_the_queue
 from tests.on_ranks import Pool, all_raise
-
-
-def ends_in_error(comm: Communicator, program: Callable[..., Any], *arguments: Any) -> None:
-    """Run a program whose error breaks the queue, so that what comes after needs a new world."""
-    try:
-        with mj.raise_errors():
-            jax.block_until_ready(program(*arguments))
-    finally:
-        comm.barrier()
-        multiring.shutdown()
-
 
 total = jax.jit(mj.allreduce)
 
@@ -37,46 +25,36 @@ def average(x: Any) -> Any:
     return mj.allreduce(x, "average")
 
 
-FIRST_OF_PROGRAM = r"(?s)(?=.*\(#1 of program at test_jax_correctness\.py:).*\(#2 of program"
+BOTH_CALLS = r"(?s)(?=.*\(#1 of program at test_jax_correctness\.py:).*\(#2 of program"
 
 
 @all_raise(
     MismatchError,
     "of those that all submit in one order: rank 0 '",
-    how={
-        "one helper": FIRST_OF_PROGRAM,
-        "one compiled function": r"\(#2 of program",
-        "trees": FIRST_OF_PROGRAM,
-    },
+    how={"one helper": BOTH_CALLS, "one compiled function": r"\(#2 of program", "trees": BOTH_CALLS},
 )
 def test_a_loop_that_is_longer_on_one_rank_is_an_error_at_once(comm: Communicator, how: str) -> None:
     """A loop that is longer on one rank, and behind it a call that has nothing to do with it."""
-    inside, behind = {
-        "one helper": (average, average),
-        "one compiled function": (total, total),
-        "trees": (mj.average_gradients, mj.average_gradients),
-    }[how]
+    call = {"one helper": average, "one compiled function": total, "trees": mj.average_gradients}[how]
 
     @jax.jit
     def program(count: Any, x: Any) -> Any:
-        _, looped = jax.lax.while_loop(
-            lambda carry: carry[0] < count,
-            lambda carry: (carry[0] + 1, inside(carry[1]) * 0 + 1),
-            (0, x),
-        )
-        return looped, behind(100 * x)
+        def body(carry: Any) -> Any:
+            return carry[0] + 1, call(carry[1]) * 0 + 1
 
-    ends_in_error(comm, program, 1 + comm.rank, jnp.ones(3))
+        _, looped = jax.lax.while_loop(lambda carry: carry[0] < count, body, (0, x))
+        return looped, call(100 * x)
+
+    with errors_break_the_queue(comm):
+        jax.block_until_ready(program(1 + comm.rank, jnp.ones(3)))
 
 
 @all_raise(MismatchError, r"allreduce \(at test_jax_correctness\.py:")
 def test_a_python_loop_that_is_longer_on_one_rank_is_an_error_at_once(comm: Communicator) -> None:
-    def program() -> Any:
+    with errors_break_the_queue(comm):
         for _ in range(1 + comm.rank):
             mj.allreduce(jnp.ones(3))
-        return mj.allreduce(100 * jnp.ones(3))
-
-    ends_in_error(comm, program)
+        jax.block_until_ready(mj.allreduce(100 * jnp.ones(3)))
 
 
 def test_places_are_the_same_whatever_a_rank_compiles(comm: Communicator) -> None:
@@ -128,7 +106,7 @@ def test_calls_without_names_belong_to_one_thread(ranks: Pool, where: str) -> No
 
 
 @pytest.mark.parametrize("name", [None, "gradients"])
-def test_a_compiled_function_belongs_to_one_thread(comm: Communicator, name: str | None) -> None:
+def test_a_compiled_function_belongs_to_a_living_thread(comm: Communicator, name: str | None) -> None:
     """It is traced once: the second thread only runs it."""
     group = comm.split(0)
 
@@ -136,22 +114,12 @@ def test_a_compiled_function_belongs_to_one_thread(comm: Communicator, name: str
     def total(x: Any) -> Any:
         return mj.allreduce(x, comm=group, name=name) + mj.allreduce(2 * x, comm=group, name=name)
 
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as pool:
+            np.testing.assert_array_equal(pool.submit(total, jnp.ones(2)).result(), 3 * comm.size)
     np.testing.assert_array_equal(total(jnp.ones(2)), 3 * comm.size)
     with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="belongs to thread 'MainThread'"):
         pool.submit(total, jnp.ones(2)).result()
-
-
-def test_threads_that_end_hand_their_functions_on(comm: Communicator) -> None:
-    """A function belongs to a thread until that ends."""
-    group = comm.split(0)
-
-    @jax.jit
-    def total(x: Any) -> Any:
-        return mj.allreduce(x, comm=group)
-
-    for _ in range(2):
-        with ThreadPoolExecutor(1) as pool:
-            np.testing.assert_array_equal(pool.submit(total, jnp.ones(2)).result(), comm.size)
 
 
 @pytest.mark.parametrize("where", ["names", "communicators"])
@@ -184,10 +152,8 @@ def test_values_that_do_not_fit_are_refused(comm: Communicator) -> None:
                 mj.average_gradients({"a": value})
             with pytest.raises(UsageError, match="'b' is"):
                 jax.jit(lambda value=value: mj.grouped_allreduce({"b": value}))()
-        np.testing.assert_array_equal(
-            mj.allreduce(np.array([2**30 - 1, -5])), np.array([2**30 - 1, -5]) * comm.size
-        )
-        np.testing.assert_array_equal(mj.allreduce(np.array([np.inf, 1.5])), [np.inf, 1.5 * comm.size])
+        for fits in (np.array([2**30 - 1, -5]), np.array([np.inf, 1.5])):
+            np.testing.assert_array_equal(mj.allreduce(fits), fits * comm.size)
         large = {"numpy": np.array([2**40 + comm.rank]), "number": 2**41 + comm.rank, "float": 1e300}
         assert mj.broadcast_parameters(large) == {"numpy": np.array([2**40]), "number": 2**41, "float": 1e300}
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,19 +17,9 @@ from multiring import Communicator
 from multiring.errors import AbortedError, MismatchError, UsageError
 from multiring.jax.library import library, number_of
 from multiring.jax.primitive import Bucket, Collective, run
+from tests.adapters.jax.support import errors_break_the_queue
 from tests.on_ranks import all_raise
-from tests.support import run_job
-
-
-@contextmanager
-def errors_break_the_queue(comm: Communicator) -> Iterator[None]:
-    """What comes after starts in a new world, with a new queue."""
-    try:
-        with mj.raise_errors():
-            yield
-    finally:
-        comm.barrier()
-        multiring.shutdown()
+from tests.support import last_words, run_job
 
 
 def test_a_program_of_another_process_is_refused(comm: Communicator) -> None:
@@ -79,9 +66,9 @@ def test_a_step_that_failed_on_one_rank_is_a_mismatch(comm: Communicator, partia
     jax.block_until_ready(step(like))
     with errors_break_the_queue(comm):
         if comm.rank == 0:
-            name = "gradients: participation[0]: who has one" if partial else "gradients[0]: b"
-            array = jnp.ones(4, jnp.int32) if partial else jnp.ones(4)
-            op = "sum" if partial else "average"
+            name, array, op = "gradients[0]: b", jnp.ones(4), "average"
+            if partial:
+                name, array, op = "gradients: participation[0]: who has one", jnp.ones(4, jnp.int32), "sum"
             bucket = Bucket(name, (0,), (name.split(": ")[-1],))
             begun = Collective("allreduce", number_of(comm), 0, comm.size, (bucket,), op=op)
             jax.block_until_ready(run(begun, [array]))
@@ -94,50 +81,28 @@ def test_rows_that_nobody_announced(comm: Communicator) -> None:
         jax.block_until_ready(mj.allgather(jnp.ones((2 + comm.rank, 3))))
 
 
-def test_the_first_use_from_two_threads_makes_one_queue(comm: Communicator) -> None:
-    """Two threads meet the communicator's queue for the first time, each under names of its own."""
-    for _ in range(5):
-        group = comm.split(0)
-        start = threading.Barrier(2)
-
-        def reduce(name: str) -> Any:
-            start.wait()  # noqa: B023
-            return mj.allreduce(jnp.ones(2), comm=group, name=name)  # noqa: B023
-
-        names = ["a", "b"] if comm.rank == 0 else ["b", "a"]
-        with ThreadPoolExecutor(2) as pool:
-            for found in list(pool.map(reduce, names)):
-                np.testing.assert_array_equal(found, comm.size)
-
-
 def test_refused(comm: Communicator) -> None:
-    with pytest.raises(UsageError, match=r"op is 'mean'; accepted: sum, average"):
-        mj.allreduce(jnp.ones(2), "mean")
-    with pytest.raises(UsageError, match="gradients take 'average' or 'sum'"):
-        mj.average_gradients({"a": jnp.ones(2)}, op="max")
-    with pytest.raises(UsageError, match="complex64, which cannot travel"):
-        mj.allreduce(jnp.ones(2, jnp.complex64))
-    with pytest.raises(UsageError, match="root is 2; pass a rank from 0 to 1"):
-        mj.broadcast(jnp.ones(2), 2)
-    with pytest.raises(UsageError, match=r"lengths are \(1, 1\)"):
-        mj.allgather(jnp.ones((3, 2)), [1, 1])
-    with pytest.raises(UsageError, match="both splits and received"):
-        mj.alltoall(jnp.ones(4), [2, 2])
-    with pytest.raises(UsageError, match="splits adding up to 4"):
-        mj.alltoall(jnp.ones(4), [2, 1], [2, 2])
-    with pytest.raises(UsageError, match="at least one dimension"):
-        mj.reducescatter(1.0)
-    with pytest.raises(UsageError, match="every_k is 0"):
-        mj.distribute(optax.sgd(0.1), every_k=0)
-    with pytest.raises(UsageError, match="'a' is being traced"):
-        jax.jit(lambda x: mj.broadcast_parameters({"a": x}))(jnp.ones(2))
-    with pytest.raises(UsageError, match="'a' is a object, neither an array nor a number"):
-        mj.broadcast_parameters({"a": object()})
-    np.testing.assert_array_equal(mj.allreduce(jnp.ones(2)), comm.size)  # nothing is broken
+    x, traced = jnp.ones(4), jax.jit(lambda x: mj.broadcast_parameters({"a": x}))
+    refused: dict[str, Callable[[], Any]] = {
+        r"op is 'mean'; accepted: sum, average": lambda: mj.allreduce(x, "mean"),
+        "gradients take 'average' or 'sum'": lambda: mj.average_gradients({"a": x}, op="max"),
+        "complex64, which cannot travel": lambda: mj.allreduce(jnp.ones(2, jnp.complex64)),
+        "root is 2; pass a rank from 0 to 1": lambda: mj.broadcast(x, 2),
+        r"lengths are \(1, 1\)": lambda: mj.allgather(x, [1, 1]),
+        "both splits and received": lambda: mj.alltoall(x, [2, 2]),
+        "splits adding up to 4": lambda: mj.alltoall(x, [2, 1], [2, 2]),
+        "reducescatter takes arrays of at least one dimension": lambda: mj.reducescatter({"x": 1.0}),
+        "every_k is 0": lambda: mj.distribute(optax.sgd(0.1), every_k=0),
+        "'a' is being traced": lambda: traced(x),
+        "'a' is a object, neither an array nor a number": lambda: mj.broadcast_parameters({"a": object()}),
+    }
+    for text, call in refused.items():
+        with pytest.raises(UsageError, match=text):
+            call()
+    np.testing.assert_array_equal(mj.allreduce(x), comm.size)  # nothing is broken
 
 
 def test_a_compiled_function_outlives_the_world(comm: Communicator) -> None:
-    """A compiled function follows the world that it finds."""
     step = jax.jit(lambda x: mj.allreduce(x) + 1)
     compiled = step.lower(jnp.ones(3)).compile()
     np.testing.assert_array_equal(step(jnp.ones(3)), comm.size + 1)
@@ -182,39 +147,30 @@ print("done")
 
 @pytest.mark.full
 def test_one_thread_of_xla_is_enough() -> None:
-    result = run_job(3, ONE_THREAD)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("done") == 3
+    assert run_job(3, ONE_THREAD, code=0).stdout.count("done") == 3
 
 
 SHARDED = """
 import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-import jax, jax.numpy as jnp
+import jax, jax.numpy as jnp, pytest
 from jax.sharding import NamedSharding, PartitionSpec
 import multiring, multiring.jax
 
 comm = multiring.init()
 mesh = jax.make_mesh((2,), ("x",))
 x = jax.device_put(jnp.ones(4), NamedSharding(mesh, PartitionSpec("x")))
-try:
+with pytest.raises(multiring.UsageError, match="'allreduce' is spread over 2 devices of this process"):
     multiring.jax.allreduce(x)
-except multiring.UsageError as error:
-    assert "'allreduce' is spread over 2 devices of this process" in str(error), error
-try:
+with pytest.raises(ValueError, match="more than 1 device"):
     jax.jit(multiring.jax.allreduce)(x)
-except ValueError as error:
-    assert "more than 1 device" in str(error), error
-else:
-    raise AssertionError("no error")
 assert multiring.jax.allreduce(jnp.ones(2)).tolist() == [2.0, 2.0]
 """
 
 
 @pytest.mark.full
 def test_arrays_over_several_devices_are_refused() -> None:
-    result = run_job(2, SHARDED)
-    assert result.returncode == 0, result.stderr
+    run_job(2, SHARDED, code=0)
 
 
 WITHOUT_OPTAX = """
@@ -223,16 +179,10 @@ sys.modules["optax"] = None
 import multiring, multiring.jax, jax.numpy as jnp
 multiring.init()
 assert multiring.jax.allreduce(jnp.ones(2)).tolist() == [1.0, 1.0]
-try:
-    multiring.jax.distribute(None)
-except ImportError as error:
-    assert "pip install 'multiring[jax]'" in str(error), error
-else:
-    raise AssertionError("no error")
+multiring.jax.distribute(None)
 """
 
 
 @pytest.mark.full
 def test_everything_but_distribute_works_without_optax() -> None:
-    result = run_job(1, WITHOUT_OPTAX)
-    assert result.returncode == 0, result.stderr
+    assert "pip install 'multiring[jax]'" in last_words(WITHOUT_OPTAX)

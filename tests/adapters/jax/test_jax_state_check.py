@@ -10,26 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-import multiring
 import multiring.jax as mj
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from multiring.state.check import scope_at
-from tests.on_ranks import Pool, all_raise, on_ranks, same_everywhere
-
-Tree = dict[str, Any]
-
-
-def start() -> Tree:
-    return {"layer": {"weight": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), "bias": jnp.ones(3)}}
-
-
-def loss(params: Tree, x: Any) -> Any:
-    return jnp.square(jnp.tanh(x @ params["layer"]["weight"] + params["layer"]["bias"]) - 1).mean()
-
-
-def data(step: int, rank: int, samples: int = 2) -> Any:
-    return jnp.asarray(np.random.default_rng([step, rank]).standard_normal((samples, 4)), jnp.float32)
+from tests.adapters.jax.support import Tree, data, errors_break_the_queue, loss, start, training_step
+from tests.on_ranks import Pool, all_raise, on_ranks
 
 
 def last_bit(tree: Tree, name: str) -> Tree:
@@ -39,51 +25,39 @@ def last_bit(tree: Tree, name: str) -> Tree:
     return {"layer": {**tree["layer"], name: changed}}
 
 
-def trains(comm: Communicator, every: int, drift_at: int, donate: bool) -> int:
-    """Train; rank 1's optimizer state changes before one step. The number of the step that raises."""
+@pytest.mark.parametrize(("every", "drift_at", "found_at"), [(4, 8, 8), (0, 1, 0)])
+def test_optimizer_state_that_differs(comm: Communicator, every: int, drift_at: int, found_at: int) -> None:
+    """Rank 1's optimizer state changes before one step, whose arguments are donated where it is compared."""
     optimizer = mj.distribute(optax.adam(0.1), check_every=every)
     params = start()
     state = optimizer.init(params)
-
-    def step(params: Tree, state: Any, x: Any) -> Any:
-        updates, state = optimizer.update(jax.grad(loss)(params, x), state, params)
-        return optax.apply_updates(params, updates), state
-
-    step = jax.jit(step, donate_argnums=(0, 1) if donate else ())
+    step = jax.jit(training_step(optimizer), donate_argnums=(0, 1) if every else ())
     for number in range(1, 10):
         if number == drift_at and comm.rank == 1:
             state = (state[0]._replace(nu=last_bit(state[0].nu, "weight")), *state[1:])
-        try:
-            with mj.raise_errors():
-                params, state = jax.block_until_ready(step(params, state, data(number, comm.rank)))
-        except MismatchError as error:
-            assert f"training state at step {number}: " in str(error)
-            assert "nu.layer.weight'" in str(error)
-            return number
-    return 0
+        if number == found_at:
+            found = f"training state at step {number}: .*nu.layer.weight'"
+            with pytest.raises(MismatchError, match=found), mj.raise_errors():
+                jax.block_until_ready(step(params, state, data(number, comm.rank)))
+            return
+        params, state = step(params, state, data(number, comm.rank))
 
 
-@pytest.mark.parametrize(("every", "drift_at", "found_at"), [(4, 8, 8), (0, 1, 0)])
-def test_state_of_the_optimizer_that_differs(
-    comm: Communicator, every: int, drift_at: int, found_at: int
-) -> None:
-    assert trains(comm, every, drift_at, donate=every == 4) == found_at
+@all_raise(MismatchError, what={"optimizers": "state of the optimizer", "options": "'options'"})
+def test_init_compares(comm: Communicator, what: str) -> None:
+    other = optax.adam(0.1) if comm.rank and what == "optimizers" else optax.sgd(0.1, momentum=0.9)
+    mj.distribute(other, every_k=1 + comm.rank if what == "options" else 1).init(start())
 
 
-@all_raise(MismatchError, "state of the optimizer")
-def test_init_compares_the_optimizers(comm: Communicator) -> None:
-    mj.distribute(optax.adam(0.1) if comm.rank else optax.sgd(0.1, momentum=0.9)).init(start())
-
-
+@all_raise(MismatchError, "at step 2: 'parameters.layer.", "same hyperparameters on every rank")
 def test_learning_rates_that_differ_show_in_the_second_step(comm: Communicator) -> None:
     optimizer = mj.distribute(optax.sgd(0.1 * (1 + comm.rank)))
     params = start()
     state = optimizer.init(params)
-    with pytest.raises(MismatchError, match="at step 2: 'parameters.layer.") as raised, mj.raise_errors():
+    with errors_break_the_queue(comm):
         for number in range(3):
-            updates, state = optimizer.update(jax.grad(loss)(params, data(number, comm.rank)), state, params)
-            params = jax.block_until_ready(optax.apply_updates(params, updates))
-    assert "same hyperparameters on every rank" in str(raised.value)
+            params, state = training_step(optimizer)(params, state, data(number, comm.rank))
+            jax.block_until_ready(params)
 
 
 def test_the_check_in_transformations(comm: Communicator) -> None:
@@ -124,35 +98,24 @@ def test_value_and_grad_compares_what_it_differentiates(comm: Communicator) -> N
         mj.check_state(params, every=-1)
 
 
-def uneven(comm: Communicator, drift: bool) -> None:
-    """Ranks without data answer the comparisons of the others, which go on finding what differs."""
+def uneven_with_drift(comm: Communicator) -> None:
     optimizer = mj.distribute(optax.sgd(0.1, momentum=0.9), check_every=1)
     params = start()
     state = optimizer.init(params)
-
-    @jax.jit
-    def step(params: Tree, state: Any, x: Any) -> Any:
-        changes, state = optimizer.update(jax.grad(loss)(params, x), state, params, active=True)
-        return optax.apply_updates(params, changes), state
-
-    for number in range(2 + 2 * comm.rank):
-        if drift and number == 3 and comm.rank == 2:
-            params = last_bit(params, "bias")
-        params, state = step(params, state, data(number, comm.rank))
-    params, state = mj.join(params, state=state, check_every=1)
-    assert same_everywhere(comm, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)])
-
-
-def uneven_with_drift(comm: Communicator) -> None:
+    step = jax.jit(training_step(optimizer, active=True))
     try:
         with mj.raise_errors():
-            uneven(comm, True)
+            for number in range(2 + 2 * comm.rank):
+                if number == 3 and comm.rank == 2:
+                    params = last_bit(params, "bias")
+                params, state = step(params, state, data(number, comm.rank))
+            mj.join(params, state=state, check_every=1)
     finally:
         comm.abort("done")
 
 
 def test_the_check_with_uneven_data(ranks: Pool) -> None:
-    ranks(3).run(uneven, False)
+    """Ranks without data answer the comparisons of the others, which go on finding what differs."""
     for rank, error in enumerate(ranks(3).run_expecting_errors(uneven_with_drift)):
         assert isinstance(error, MismatchError), error
         assert "on rank 1" in str(error)
@@ -186,13 +149,13 @@ def test_buffers_are_those_of_one_rank_or_averages(comm: Communicator) -> None:
 
 @on_ranks(3)
 def test_weighted_gradients_are_those_of_all_samples(comm: Communicator) -> None:
-    """Gradients are those of one process with all samples; some ranks have none."""
-    counts = [3, 0, 5][: comm.size]
+    """Of one process; a rank has none."""
+    counts = [3, 0, 5]
     whole = jnp.concatenate([data(0, rank, count) for rank, count in enumerate(counts)])
     wanted = jax.grad(loss)(start(), whole)
-    size = max(counts)
-    filled = jnp.zeros((size, 4)).at[: counts[comm.rank]].set(data(0, comm.rank, counts[comm.rank]))
-    mask = jnp.arange(size) < counts[comm.rank]
+    count = counts[comm.rank]
+    filled = jnp.zeros((5, 4)).at[:count].set(data(0, comm.rank, count))
+    mask = jnp.arange(5) < count
 
     def mean(params: Tree, x: Any, mask: Any) -> Any:
         each = jax.vmap(loss, (None, 0))(params, x[:, None])
@@ -200,8 +163,7 @@ def test_weighted_gradients_are_those_of_all_samples(comm: Communicator) -> None
 
     found = jax.jit(lambda *args: mj.average_gradients(jax.grad(mean)(*args)))(start(), filled, mask)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, wanted)
-    weight = mj.batch_weight(counts[comm.rank])
-    np.testing.assert_allclose(weight, counts[comm.rank] * comm.size / sum(counts), rtol=1e-6)
+    np.testing.assert_allclose(mj.batch_weight(count), count * comm.size / sum(counts), rtol=1e-6)
     assert mj.batch_weight(0) == 0
     with pytest.raises(UsageError, match="count is -1"):
         mj.batch_weight(-1)
@@ -229,12 +191,9 @@ def test_gradients_that_are_reduced_twice_are_refused(comm: Communicator) -> Non
 )
 def test_steps_that_compare(comm: Communicator, what: str, since: int, found: int) -> None:
     check = jax.jit(lambda tree: mj.check_state(tree, every=100) or tree)
-    with pytest.raises(MismatchError, match=f"at step {found}: '{what}'"), mj.raise_errors():
-        for step in range(1, found + 1):
-            other = float(comm.rank if step >= since else 0)
-            tree = {"array": jnp.zeros(3), "number": jnp.zeros(())}
-            tree[what] = tree[what] + other
-            jax.block_until_ready(check(tree))
     assert scope_at(found, 100).name == ("EVERYTHING" if what == "array" else "NUMBERS")
-    comm.barrier()
-    multiring.shutdown()
+    with pytest.raises(MismatchError, match=f"at step {found}: '{what}'"), errors_break_the_queue(comm):
+        for step in range(1, found + 1):
+            tree = {"array": jnp.zeros(3), "number": jnp.zeros(())}
+            tree[what] += float(comm.rank if step >= since else 0)
+            jax.block_until_ready(check(tree))

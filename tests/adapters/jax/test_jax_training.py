@@ -13,35 +13,9 @@ import pytest
 
 import multiring.jax as mj
 from multiring import Communicator
-from multiring.errors import MismatchError
-from tests.on_ranks import all_raise, on_ranks, same_everywhere
-
-Tree = dict[str, Any]
-
-jax.config.update("jax_enable_x64", True)
-
-TIGHT = {"rtol": 1e-12, "atol": 1e-14}
-
-
-def start() -> Tree:
-    draw = np.random.default_rng(0)
-    return {"weight": jnp.asarray(draw.standard_normal((4, 3))), "bias": jnp.zeros(3)}
-
-
-def data(step: int, rank: int, samples: int = 2) -> Any:
-    return jnp.asarray(np.random.default_rng([step, rank]).standard_normal((samples, 4)))
-
-
-def loss(params: Tree, x: Any) -> Any:
-    return jnp.square(jnp.tanh(x @ params["weight"] + params["bias"]) - 1).sum() / len(x)
-
-
-def agree(found: Any, wanted: Any) -> None:
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, **TIGHT), found, wanted)
-
-
-def hashes_agree(comm: Communicator, tree: Any) -> None:
-    assert same_everywhere(comm, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)])
+from multiring.benchmarks.gradients.frameworks.jax import make_reduction
+from tests.adapters.jax.support import TIGHT, Tree, agree, data, hashes_agree, loss, start, training_step
+from tests.on_ranks import on_ranks
 
 
 @pytest.mark.parametrize(("comm", "every_k"), [(1, 1), (3, 3)], indirect=["comm"])
@@ -51,11 +25,7 @@ def test_an_optimizer_trains_like_one_process(comm: Communicator, every_k: int) 
     optimizer = mj.distribute(inner, every_k=every_k, bucket_bytes=8, first_bucket_bytes=8)
     params = expected = start()
     state, reference = optimizer.init(params), inner.init(params)
-
-    @jax.jit
-    def step(params: Tree, state: Any, x: Any) -> Any:
-        changes, state = optimizer.update(jax.grad(loss)(params, x), state, params)
-        return optax.apply_updates(params, changes), state
+    step = jax.jit(training_step(optimizer))
 
     @jax.jit
     def alone(params: Tree, state: Any, batches: Any) -> Any:
@@ -88,25 +58,14 @@ def test_buckets_leave_during_the_backward_pass_and_are_not_copied(comm: Communi
             x = jnp.tanh(x @ weight)
         return x.sum()
 
-    def step(params: Tree, state: Any, x: Any) -> Any:
-        changes, state = optimizer.update(jax.grad(deep)(params, x), state, params)
-        return optax.apply_updates(params, changes), state
-
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, jnp.ones((4, 32))).compile()
-    text: str = compiled.as_text()
-    calls = re.findall(
-        r'custom_call_target="multiring_(start|done)"| (dot|copy)\(', text[text.index("ENTRY") :]
-    )
+    step = jax.jit(training_step(optimizer, deep), donate_argnums=(0, 1))
+    text = step.lower(params, state, jnp.ones((4, 32))).compile().as_text().partition("ENTRY")[2]
+    calls = re.findall(r'custom_call_target="multiring_(start|done)"| (dot|copy)\(', text)
     order = [first or second for first, second in calls]
     assert order.count("start") == order.count("done") == 5
     assert "copy" not in order
     assert "dot" in order[order.index("start") :], "every bucket has waited for the whole backward pass"
     assert "start" not in order[order.index("done") :], "a bucket has waited for another one"
-
-
-@all_raise(MismatchError, "'options'")
-def test_init_compares_the_options(comm: Communicator) -> None:
-    mj.distribute(optax.sgd(0.1), every_k=1 + comm.rank).init(start())
 
 
 def test_helpers(comm: Communicator) -> None:
@@ -126,20 +85,16 @@ def test_helpers(comm: Communicator) -> None:
 
 @on_ranks(3)
 def test_uneven_data_with_an_optimizer(comm: Communicator) -> None:
-    """Rank r has r + 1 batches; parameters and state end equal, with averages over those that had data."""
+    """Rank r has r + 1 batches; parameters and state end equal, with averages over those that had data, which
+    are compared in every step."""
     inner = optax.sgd(0.1, momentum=0.9)
-    optimizer = mj.distribute(inner)
+    optimizer = mj.distribute(inner, check_every=1)
     params = expected = start()
     state, reference = optimizer.init(params), inner.init(params)
-
-    @jax.jit
-    def step(params: Tree, state: Any, x: Any) -> Any:
-        changes, state = optimizer.update(jax.grad(loss)(params, x), state, params, active=True)
-        return optax.apply_updates(params, changes), state
-
+    step = jax.jit(training_step(optimizer, active=True))
     for number in range(comm.rank + 1):
         params, state = step(params, state, data(number, comm.rank))
-    params, state = mj.join(params, state=state)
+    params, state = mj.join(params, state=state, check_every=1)
     for number in range(comm.size):
         each = [jax.grad(loss)(expected, data(number, rank)) for rank in range(comm.size) if number <= rank]
         mean = jax.tree.map(lambda *gs: sum(gs) / len(gs), *each)
@@ -149,37 +104,27 @@ def test_uneven_data_with_an_optimizer(comm: Communicator) -> None:
     hashes_agree(comm, (params, state))
 
 
-@on_ranks(3)
-def test_inactive_ranks_do_not_count(comm: Communicator) -> None:
-    """A rank without data may as well pass False, and anything as gradients."""
-    optimizer = mj.distribute(optax.sgd(1.0))
-    params = {"a": jnp.zeros(2)}
-    state = optimizer.init(params)
-    update = jax.jit(lambda g, active: optimizer.update(g, state, params, active=active)[0])
-    junk = jnp.full(2, jnp.nan if comm.rank == 0 else float(comm.rank))
-    changes = update({"a": junk}, comm.rank != 0)
-    np.testing.assert_allclose(changes["a"], -np.mean(range(1, comm.size)), **TIGHT)
-    np.testing.assert_array_equal(update({"a": junk}, False)["a"], 0)
+# By round and rank; three gradients in each round, of which rank 1 has the first two in the first round.
+PARTS = [["---", "xx-", "xxx"], ["x--", "---", "-x-"], ["--x", "---", "---"], ["---", "---", "---"]]
 
 
 @on_ranks(3)
-def test_inactive_parts_of_a_step_do_not_count(comm: Communicator) -> None:
+@pytest.mark.parametrize("rounds", [PARTS, [["-", "x", "x"], ["-", "-", "-"]]], ids=["three", "one"])
+def test_inactive_parts_of_a_step_do_not_count(comm: Communicator, rounds: list[list[str]]) -> None:
     """Of k gradients those count that came with data; a rank counts if one of them did."""
-    optimizer = mj.distribute(optax.sgd(1.0), every_k=3)
+    every_k = len(rounds[0][0])
+    optimizer = mj.distribute(optax.sgd(1.0), every_k=every_k)
     params = {"a": jnp.zeros(2)}
     state = optimizer.init(params)
     update = jax.jit(lambda g, state, active: optimizer.update(g, state, params, active=active))
-    # By rank: none in the first round, the first two of three, all; then others.
-    rounds = [["---", "xx-", "xxx"], ["x--", "---", "-x-"], ["--x", "---", "---"], ["---", "---", "---"]]
     for number, flags in enumerate(rounds):
-        mine = [flag == "x" for flag in flags[comm.rank]]
-        for k, active in enumerate(mine):
-            value = 10.0 * number + 2.0**comm.rank + k if active else jnp.nan
-            changes, state = update({"a": jnp.full(2, value)}, state, active)
-            if k < 2:
+        for k, flag in enumerate(flags[comm.rank]):
+            value = 10.0 * number + 2.0**comm.rank + k if flag == "x" else jnp.nan
+            changes, state = update({"a": jnp.full(2, value)}, state, flag == "x")
+            if k < every_k - 1:
                 np.testing.assert_array_equal(changes["a"], 0)
         sums = [
-            sum(10.0 * number + 2.0**rank + k for k in range(3) if line[k] == "x")
+            sum(10.0 * number + 2.0**rank + k for k, flag in enumerate(line) if flag == "x")
             for rank, line in enumerate(flags)
             if "x" in line
         ]
@@ -208,8 +153,7 @@ def test_state_of_all_kinds(comm: Communicator) -> None:
             one, other = jax.random.key_data(one), jax.random.key_data(other)
         np.testing.assert_array_equal(one, other)
     assert mj.broadcast_object({"rank": comm.rank}, 1) == {"rank": 1}
-    metrics = mj.average_metrics({"loss": jnp.float32(comm.rank)}, comm.rank)
-    assert metrics == {"loss": pytest.approx(1.0)}
+    assert mj.average_metrics({"loss": jnp.float32(comm.rank)}, comm.rank) == {"loss": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -220,10 +164,9 @@ def test_state_of_all_kinds(comm: Communicator) -> None:
 def test_batch_normalisation_over_ranks(comm: Communicator, parts: list[int], axis: int) -> None:
     """Values, gradients and statistics are those of one process with all batches; some may be empty."""
     draw = np.random.default_rng(3)
-    scale, offset = jnp.asarray(draw.standard_normal(3)), jnp.asarray(draw.standard_normal(3))
-    whole = draw.standard_normal((sum(parts), 2, 3)) + 1e4
-    targets = draw.standard_normal(whole.shape)
-    whole, targets = np.moveaxis(whole, 2, axis), np.moveaxis(targets, 2, axis)
+    scale, offset = jnp.asarray(draw.standard_normal((2, 3)))
+    whole, targets = np.moveaxis(draw.standard_normal((2, sum(parts), 2, 3)), 3, axis + 1)
+    whole += 1e4
     end = int(np.sum(parts[: comm.rank + 1]))
     mine = slice(end - parts[comm.rank], end)
 
@@ -253,3 +196,13 @@ def test_batch_normalisation_over_ranks(comm: Communicator, parts: list[int], ax
     assert found.samples == count
     np.testing.assert_allclose(found.unbiased_variance, variance * count / (count - 1), rtol=1e-10)
     hashes_agree(comm, found)
+
+
+@on_ranks(1, 2)
+def test_what_the_benchmark_measures_makes_averages(comm: Communicator) -> None:
+    reduction = make_reduction([(3, 4), (5,), (), (0, 2)], comm)
+    for step in range(2):
+        reduction.run(comm.rank + step, comm.barrier)
+        assert reduction.check((comm.size - 1) / 2 + step)
+        assert not reduction.check(-1.0)
+    reduction.close()

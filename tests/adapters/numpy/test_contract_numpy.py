@@ -95,15 +95,16 @@ def test_sums_of_mixed_dtypes(comm: Communicator) -> None:
 
 
 def test_refused(comm: Communicator) -> None:
-    with pytest.raises(UsageError, match="no parameters"):
-        multiring.numpy.GradientBuckets({}, comm)
-    with pytest.raises(UsageError, match="dtype int64 cannot be reduced"):
-        multiring.numpy.GradientBuckets({"a": np.zeros(2, np.int64)}, comm)
-    buckets = multiring.numpy.GradientBuckets({"a": np.zeros(2), "b": np.zeros(2)}, comm)
-    with pytest.raises(UsageError, match="no parameter 'c'"):
-        buckets.add("c", np.zeros(2))
-    with pytest.raises(UsageError, match="'a' is said to be ready but has no gradient"):
-        buckets.ready("a")
+    make = multiring.numpy.GradientBuckets
+    buckets = make({"a": np.zeros(2), "b": np.zeros(2)}, comm)
+    for text, call in {
+        "no parameters": lambda: make({}, comm),
+        "dtype int64 cannot be reduced": lambda: make({"a": np.zeros(2, np.int64)}, comm),
+        "no parameter 'c'": lambda: buckets.add("c", np.zeros(2)),
+        "'a' is said to be ready but has no gradient": lambda: buckets.ready("a"),
+    }.items():
+        with pytest.raises(UsageError, match=text):
+            call()
     buckets.ready("a", np.ones(2))
     with pytest.raises(UsageError, match="call synchronize"):
         buckets.ready("a", np.ones(2))
@@ -127,6 +128,9 @@ def test_state_of_all_kinds(comm: Communicator) -> None:
     for name, value in state.items():
         np.testing.assert_array_equal(value, wanted[name])
     assert multiring.numpy.broadcast_object(comm.rank, 1) == 1
+    buffers = {"mean": np.full(2, float(comm.rank))}
+    multiring.numpy.sync_buffers(buffers, comm=comm)
+    np.testing.assert_array_equal(buffers["mean"], 0)
 
 
 RESULTS = """
@@ -152,8 +156,6 @@ def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
     assert len(blocks) == 5
     script = tmp_path / "script.py"
     script.write_text("\n".join([*blocks, RESULTS]))
-    done = run_job(3, script)
-    assert done.returncode == 0, done.stderr
-    found = re.findall(r"weights (\w+)", done.stdout)
+    found = re.findall(r"weights (\w+)", run_job(3, script, code=0).stdout)
     assert len(found) == 3
     assert len(set(found)) == 1

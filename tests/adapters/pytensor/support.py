@@ -1,19 +1,37 @@
-"""What the tests of the PyTensor adapter share: modes that compile fast, and odd schedules."""
+"""What the tests of the PyTensor adapter share: a model, modes that compile fast, and odd schedules."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import pytensor
+import pytensor.tensor as pt
 from numpy.typing import NDArray
 from pytensor.compile.mode import Mode
 from pytensor.graph.basic import Apply
 from pytensor.graph.fg import FunctionGraph
 from pytensor.link.vm import VMLinker
 
-__all__ = ["Array", "collectives_in", "fast_run", "scheduled"]
+__all__ = ["SMALL", "Array", "collectives_in", "data", "fast_run", "linear", "scheduled", "shared"]
 
 Array = NDArray[Any]
+SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 16}
+
+
+def shared(**values: Any) -> list[Any]:
+    return [pytensor.shared(np.array(value, copy=True), name=name) for name, value in values.items()]
+
+
+def data(rank: int, step: int = 0, rows: int = 4) -> Array:
+    return np.random.default_rng([rank, step]).standard_normal((rows, 3))
+
+
+def linear() -> tuple[Any, Any, list[Any]]:
+    """Images, cost and parameters of a model whose gradients are easily written down."""
+    x = pt.matrix("x")
+    w, b = shared(w=np.arange(3.0), b=1.0)
+    return x, ((x @ w + b) ** 2).mean(), [w, b]
 
 
 def fast_run() -> Mode:

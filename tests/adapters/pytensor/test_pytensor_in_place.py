@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytensor
 import pytensor.tensor as pt
@@ -13,7 +15,7 @@ from pytensor.raise_op import Assert
 from multiring import Communicator
 from multiring.pytensor import DistributedGradients
 from multiring.pytensor.gradient_ops import origins
-from tests.adapters.pytensor.support import collectives_in, fast_run, scheduled
+from tests.adapters.pytensor.support import SMALL, collectives_in, fast_run, scheduled
 
 SHAPE = (3, 4)
 
@@ -26,8 +28,9 @@ def matrix(rank: int, step: int = 0) -> np.ndarray:
     return np.random.default_rng([rank, step]).normal(size=SHAPE)
 
 
-def mean(size: int, step: int = 0) -> np.ndarray:
-    return sum(matrix(rank, step) for rank in range(size)) / size
+def mean(size: int, step: int = 0, of: Any = np.array) -> np.ndarray:
+    """The average of a function of the ranks' matrices."""
+    return sum(of(matrix(rank, step)) for rank in range(size)) / size
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -35,13 +38,13 @@ def test_whoever_else_reads_a_gradient_runs_before(comm: Communicator, seed: int
     """Every other reader of a gradient sees this rank's, whatever the order in which the nodes run."""
     x = pt.matrix("x", shape=SHAPE)
     local = pt.exp(x)
-    gradients = DistributedGradients(parameters(2), comm, bucket_bytes=64, first_bucket_bytes=16)
+    gradients = DistributedGradients(parameters(2), comm, **SMALL)
     averages = gradients.reduce([local, local * 3]).gradients
     f = pytensor.function([x], [*averages, local.sum(), averages[0] - averages[1]], mode=scheduled(seed))
     assert any(name.startswith("multiring.ready_in_place") for name in collectives_in(f))
     for step in range(3):
         first, second, total, difference = f(np.log(np.abs(matrix(comm.rank, step))))
-        wanted = sum(np.abs(matrix(rank, step)) for rank in range(comm.size)) / comm.size
+        wanted = mean(comm.size, step, np.abs)
         np.testing.assert_allclose(first, wanted, rtol=1e-13)
         np.testing.assert_allclose(second, wanted * 3, rtol=1e-13)
         np.testing.assert_allclose(total, np.abs(matrix(comm.rank, step)).sum(), rtol=1e-13)
@@ -61,14 +64,12 @@ def test_memory_that_is_not_the_functions_own_is_left_alone(comm: Communicator) 
     averages = gradients.reduce(found).gradients
     f = pytensor.function([x, transposed.owner.inputs[0]], averages, mode=fast_run())
     value, other = matrix(comm.rank), np.log(np.abs(matrix(comm.rank))).T.copy()
-    before, results = value.copy(), []
-    for _ in range(2):
-        results.append(f(value, other))
+    before = value.copy()
+    results = [f(value, other) for _ in range(2)]
     np.testing.assert_array_equal(value, before)
     np.testing.assert_array_equal(state.get_value(), before)
     np.testing.assert_array_equal(constant.data, np.full(SHAPE, comm.rank + 1.0))
-    absolute = sum(np.abs(matrix(rank)) for rank in range(comm.size)) / comm.size
-    average = mean(comm.size)
+    average, absolute = mean(comm.size), mean(comm.size, of=np.abs)
     wanted = [average, np.full(SHAPE, (comm.size + 1) / 2), average, average * 2, average * 2, absolute]
     for result in results:
         for got, right in zip(result, wanted, strict=True):
@@ -87,21 +88,27 @@ def test_updates_read_averages_where_they_lie(comm: Communicator) -> None:
     wanted = np.zeros(SHAPE)
     for step in range(3):
         f(np.log(np.abs(matrix(comm.rank, step))))
-        wanted -= 0.5 * sum(np.abs(matrix(rank, step)) for rank in range(comm.size)) / comm.size
+        wanted -= 0.5 * mean(comm.size, step, np.abs)
     np.testing.assert_allclose(param.get_value(), wanted, rtol=1e-13)
     gradients.close()
 
 
-@pytest.mark.parametrize("gc", [True, False])
-def test_a_failed_step_does_not_write_into_the_next(comm: Communicator, gc: bool) -> None:
+def mode_of(name: str) -> Any:
+    """fast_run, with the linker's garbage collection or without, and a mode in which nothing is in place."""
+    if name == "FAST_COMPILE":
+        return name
+    return Mode(VMLinker(use_cloop=True, c_thunks=False, allow_gc=name == "gc"), "fast_run")
+
+
+@pytest.mark.parametrize("mode", ["gc", "no gc", "FAST_COMPILE"])
+def test_a_failed_step_does_not_write_into_the_next(comm: Communicator, mode: str) -> None:
     """What a failed call has left under way ends before the next one writes the same memory."""
     x, limit = pt.matrix("x", shape=SHAPE), pt.scalar("limit")
     params = parameters(3)
-    gradients = DistributedGradients(params, comm, bucket_bytes=64, first_bucket_bytes=16)
+    gradients = DistributedGradients(params, comm, **SMALL)
     checked = Assert("the loss has exploded")(x, (x < limit).all())
     averages = gradients.reduce([checked * 2, pt.exp(x), pt.sin(x)]).gradients
-    mode = Mode(VMLinker(use_cloop=True, c_thunks=False, allow_gc=gc), "fast_run")
-    f = pytensor.function([x, limit], averages, mode=mode)
+    f = pytensor.function([x, limit], averages, mode=mode_of(mode))
     for step in range(6):
         value = matrix(comm.rank, step)
         if step % 2:
@@ -109,20 +116,18 @@ def test_a_failed_step_does_not_write_into_the_next(comm: Communicator, gc: bool
                 f(value, -9.0)
             continue
         for got, function in zip(f(value, 9.0), (lambda v: v * 2, np.exp, np.sin), strict=True):
-            wanted = sum(function(matrix(rank, step)) for rank in range(comm.size)) / comm.size
-            np.testing.assert_allclose(got, wanted, rtol=1e-13)
+            np.testing.assert_allclose(got, mean(comm.size, step, function), rtol=1e-13)
     gradients.close()
 
 
-@pytest.mark.parametrize("gc", [True, False])
-def test_reduced_memory_is_not_used_again(comm: Communicator, gc: bool) -> None:
+@pytest.mark.parametrize("mode", ["gc", "no gc"])
+def test_reduced_memory_is_not_used_again(comm: Communicator, mode: str) -> None:
     """No linker, nor a copy of a function, writes again what a reduction may still be under way in."""
     x = pt.matrix("x", shape=SHAPE)
     turned = pytensor.shared(np.zeros(SHAPE[::-1]), name="turned", shape=SHAPE[::-1])
     gradients = DistributedGradients([*parameters(1), turned], comm)
     averages = gradients.reduce([pt.sin(x), pt.exp(x * 2).T]).gradients
-    mode = Mode(VMLinker(use_cloop=True, c_thunks=False, allow_gc=gc), "fast_run")
-    f = pytensor.function([x], averages, mode=mode)
+    f = pytensor.function([x], averages, mode=mode_of(mode))
     for function in (f, f.copy()):
         function(np.ones(SHAPE))
         ready = [node for node in function.vm.nodes if "ready_in_place" in str(node.op)]

@@ -63,13 +63,10 @@ class EagerAdapter(Adapter):
         loss, gradients = self._gradients(tf.constant(x), tf.constant(y), extra)
         self._local = add(self._local, gradients)
         if synchronise:
-            self._reduce()
+            local, self._local = self._local, [None] * len(self._names)
+            with translate_errors():
+                self._found = add(self._found, self._reduction.reduce(local))
         return float(loss)
-
-    def _reduce(self) -> None:
-        local, self._local = self._local, [None] * len(self._names)
-        with translate_errors():
-            self._found = add(self._found, self._reduction.reduce(local))
 
     def gradients(self) -> dict[str, Array | None]:
         pairs = zip(self._names, self._found, strict=True)
@@ -111,12 +108,9 @@ class TestTensorFlowEager(AdapterContract):
 class FunctionAdapter(EagerAdapter):
     """The same, with forward, backward and reduction in one traced function; accumulation stays eager."""
 
-    def __init__(
-        self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int, **options: Any
-    ) -> None:
-        super().__init__(comm, weights, bucket_bytes, **options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._traced = tf.function(self._gradients_reduced, reduce_retracing=True)
-        self._last_flags: Any = None
 
     def _gradients_reduced(self, x: Any, y: Any, extra: bool, local: list[Any]) -> tuple[Any, list[Any]]:
         loss, gradients = self._gradients(x, y, extra)

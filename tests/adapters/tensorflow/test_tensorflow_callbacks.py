@@ -1,4 +1,4 @@
-"""The Keras callbacks and the sharding of datasets."""
+"""Training under `fit()` with the callbacks, and the sharding of datasets."""
 
 from __future__ import annotations
 
@@ -9,25 +9,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 import multiring.tensorflow as mt
 from multiring import Communicator
-from multiring.errors import UsageError
+from multiring.errors import MismatchError, UsageError
 from multiring.tensorflow import callbacks
+from tests.adapters.horovod.support import refused
+from tests.adapters.tensorflow.support import assert_same, make_distributed, share, train
 from tests.on_ranks import on_ranks, same_everywhere
-
-
-def make_model(comm: Communicator, units: int = 3) -> Any:
-    keras.utils.set_random_seed(comm.rank)
-    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(units)])
-    model.compile(mt.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), comm), "mse")
-    return model
-
-
-def fit(comm: Communicator, model: Any, *added: Any, epochs: int = 2, **options: Any) -> Any:
-    draw = np.random.default_rng(comm.rank)
-    x, y = draw.standard_normal((8, 4)), draw.standard_normal((8, 3))
-    return model.fit(x, y, 2, epochs=epochs, verbose=0, shuffle=False, callbacks=list(added), **options)
 
 
 def state(model: Any) -> list[bytes]:
@@ -35,63 +25,129 @@ def state(model: Any) -> list[bytes]:
     return [np.asarray(variable.numpy()).tobytes() for variable in variables]
 
 
+def fit(comm: Communicator, model: Any, *added: Any, **options: Any) -> None:
+    """Ranks start with one state and end with one."""
+    train(model, share(comm), callbacks.BroadcastInitialState(comm=comm), *added, **options)
+    assert_same(comm, model)
+
+
 def test_state_is_broadcast_and_metrics_are_averaged(comm: Communicator) -> None:
-    model = make_model(comm)
-    assert len({tuple(found) for found in comm.allgather_object(state(model)[:2])}) == comm.size
-    first = callbacks.BroadcastInitialState(root=1, comm=comm)
-    plain = fit(comm, model, first).history["loss"]
+    model = make_distributed(comm)
+    assert not same_everywhere(comm, state(model)[:2])
+    start = callbacks.BroadcastInitialState(root=1, comm=comm)
+    plain = train(model, share(comm), start, epochs=2).history["loss"]
     assert same_everywhere(comm, state(model))
-    everyone = comm.allgather_object(plain)
-    assert everyone[0] != everyone[1]
-    averaged = fit(comm, model, callbacks.MetricAverage(weight=lambda: 1.0 + comm.rank, comm=comm)).history
-    assert same_everywhere(comm, averaged)
+    assert not same_everywhere(comm, plain)
+    average = callbacks.MetricAverage(weight=lambda: 1.0 + comm.rank, comm=comm)
+    assert same_everywhere(comm, train(model, share(comm), average, epochs=2).history)
 
 
-class Rates(keras.callbacks.Callback):  # type: ignore[misc]
-    """Records the learning rate of every batch."""
+def rates(comm: Communicator, *added: Any, epochs: int) -> list[float]:
+    """The learning rate of every batch."""
+    model, found = make_distributed(comm), []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[float] = []
+    def record(batch: int, logs: Any) -> None:
+        found.append(round(float(model.optimizer.learning_rate), 6))
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.found.append(round(float(self.model.optimizer.learning_rate), 6))
+    fit(comm, model, *added, keras.callbacks.LambdaCallback(on_train_batch_end=record), epochs=epochs)
+    return found
 
 
 def test_learning_rates(comm: Communicator) -> None:
-    rates = Rates()
     warmup = callbacks.LearningRateWarmup(0.8, 6, comm=comm)
     decay = callbacks.LearningRateSchedule(0.8, lambda epoch: 0.5 ** (epoch - 1), start_epoch=2)
-    start_alike = callbacks.BroadcastInitialState(comm=comm)
-    fit(comm, make_model(comm), start_alike, warmup, decay, rates, epochs=4)
     start = 0.8 / comm.size
     rising = [round(start + (0.8 - start) * (k + 1) / 6, 6) for k in range(6)]
-    assert rates.found == [*rising, 0.8, 0.8, *[0.4] * 4, *[0.2] * 4]
-    fine = Rates()
-    every = callbacks.LearningRateSchedule(1.0, lambda epoch: epoch, end_epoch=1, steps_per_epoch=4)
-    fit(comm, make_model(comm), callbacks.BroadcastInitialState(comm=comm), every, fine, epochs=2)
-    assert fine.found == [0.0, 0.25, 0.5, 0.75, *[0.75] * 4]
-    with pytest.raises(UsageError, match="warm-up of 0 steps"):
-        callbacks.LearningRateWarmup(0.1, 0)
+    assert rates(comm, warmup, decay, epochs=4) == [*rising, 0.8, 0.8, *[0.4] * 4, *[0.2] * 4]
+    fine = callbacks.LearningRateSchedule(1.0, lambda epoch: epoch, end_epoch=1, steps_per_epoch=4)
+    assert rates(comm, fine, epochs=2) == [0.0, 0.25, 0.5, 0.75, *[0.75] * 4]
+    refused(UsageError, {"warm-up of 0 steps": lambda: callbacks.LearningRateWarmup(0.1, 0)})
 
 
 def test_training_goes_on_from_a_checkpoint_of_rank_0(comm: Communicator, tmp_path: Path) -> None:
     path = tmp_path / "sub" / "training.npz"
-    through = make_model(comm)
+    through = make_distributed(comm)
     assert callbacks.resume(through, path, comm) == 0
-    start = callbacks.BroadcastInitialState(comm=comm)
-    fit(comm, through, start, callbacks.RankZeroCheckpoint(path, comm), epochs=2)
+    fit(comm, through, callbacks.RankZeroCheckpoint(path, comm), epochs=2)
     comm.barrier()
-    fit(comm, through, epochs=4, initial_epoch=2)
-    later = make_model(comm)
+    train(through, share(comm), epochs=4, initial_epoch=2)
+    later = make_distributed(comm)
     if comm.rank == 1:
         path = Path("/nowhere")  # only rank 0 reads
     done = callbacks.resume(later, path, comm)
     assert done == 2
-    fit(comm, later, epochs=4, initial_epoch=done)
+    train(later, share(comm), epochs=4, initial_epoch=done)
     assert state(later) == state(through)
-    with pytest.raises(UsageError, match="checkpoint of another model"):
-        callbacks.resume(make_model(comm, units=2), path, comm)
+    other = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(2)])
+    refused(UsageError, {"checkpoint of another model": lambda: callbacks.resume(other, path, comm)})
+
+
+def plain_schedule(kit: Any) -> Any:
+    class Warmup(kit.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc, name-defined]
+        def __call__(self, step: Any) -> Any:
+            return 0.01 * (tf.cast(step, tf.float32) + 1.0)
+
+    return Warmup()
+
+
+class WithFunction(keras.optimizers.SGD):  # type: ignore[misc]
+    def get_config(self) -> dict[str, Any]:
+        odd = {"function": lambda g: g, "layers": {"kernel", "bias", "gamma", "beta"}}
+        return super().get_config() | odd
+
+
+def test_settings_need_not_be_readable(comm: Communicator) -> None:
+    fit(comm, make_distributed(comm, keras.optimizers.Adam(plain_schedule(keras))))
+    fit(comm, make_distributed(comm, WithFunction(0.1)))
+    model = make_distributed(comm, tf_keras.optimizers.Adam(plain_schedule(tf_keras)), tf_keras)
+    mt.broadcast_variables(model.weights, comm=comm)
+    train(model, share(comm))
+
+
+class TwoParts(keras.Model):  # type: ignore[misc]
+    """Has a step of its own, in which the first part is trained three times; is never called."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self.parts = [make_distributed(comm) for _ in range(2)]
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        for part in [self.parts[0]] * 3 + [self.parts[1]]:
+            with tf.GradientTape() as tape:
+                value = tf.reduce_mean(part(batch[0]) ** 2)
+            weights = part.trainable_variables
+            part.optimizer.apply_gradients(zip(tape.gradient(value, weights), weights, strict=True))
+        return {"loss": value}
+
+
+def test_a_model_that_is_built_in_parts_starts_alike(comm: Communicator) -> None:
+    model = TwoParts(comm)
+    model.compile()
+    fit(comm, model)
+
+
+def test_models_that_are_built_by_their_first_batch(comm: Communicator) -> None:
+    """One callback serves several of them; with several steps at once they have to be built before."""
+    start = callbacks.BroadcastInitialState(comm=comm)
+    for _ in range(2):
+        model = make_distributed(comm, lazy=True)
+        train(model, share(comm), start)
+        assert_same(comm, model)
+    model = make_distributed(comm, lazy=True, steps_per_execution=4)
+    text = f"rank {comm.rank}: the model has no variables.*build it before fit"
+    refused(UsageError, {text: lambda: fit(comm, model)})
+    model.build((None, 5))
+    fit(comm, model)
+
+
+def test_numbers_of_layers_are_explained(comm: Communicator) -> None:
+    if comm.rank == 0:
+        keras.layers.Dense(1)
+    model = make_distributed(comm)
+    with pytest.raises(MismatchError, match=r"name the layers, or call keras\.utils\.clear_session"):
+        fit(comm, model)
+    keras.utils.clear_session()
+    fit(comm, make_distributed(comm))
 
 
 @on_ranks(1, 3)
@@ -102,18 +158,15 @@ def test_shards_of_a_dataset(comm: Communicator) -> None:
     def elements(dataset: Any) -> list[int]:
         return [int(element) for element in dataset]
 
-    keep, drop, repeat = (
-        elements(mt.shard_dataset(numbers, comm, remainder=how)) for how in ("keep", "drop", "repeat")
-    )
+    ways = "keep", "drop", "repeat"
+    keep, drop, repeat = (elements(mt.shard_dataset(numbers, comm, remainder=how)) for how in ways)
     assert keep == list(range(7))[rank::size]
     assert drop == list(range(7 - 7 % size))[rank::size]
     assert repeat == [*range(7), *range(size - 7 % size if 7 % size else 0)][rank::size]
-    tiny = elements(mt.shard_dataset(tf.data.Dataset.range(1), comm, remainder="repeat"))
-    assert tiny == [0]
+    assert elements(mt.shard_dataset(tf.data.Dataset.range(1), comm, remainder="repeat")) == [0]
     unknown = numbers.filter(lambda number: number > 0)
     if size > 1:
-        with pytest.raises(UsageError, match="assert_cardinality"):
-            mt.shard_dataset(unknown, comm)
+        refused(UsageError, {"assert_cardinality": lambda: mt.shard_dataset(unknown, comm)})
     known = mt.shard_dataset(unknown.apply(tf.data.experimental.assert_cardinality(6)), comm)
     assert elements(known) == list(range(1, 7))[rank::size]
     with pytest.raises(UsageError, match="remainder is 'pad'"):

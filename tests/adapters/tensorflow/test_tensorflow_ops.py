@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import tensorflow as tf
 import multiring.tensorflow as mt
 from multiring import Communicator
 from multiring.errors import UsageError
+from multiring.tensorflow.graph.library import native_ops
+from tests.adapters.horovod.support import refused
 from tests.on_ranks import on_ranks
 from tests.support import run_job
 
@@ -88,20 +91,18 @@ def test_gradients(comm: Communicator) -> None:
             loss = tf.reduce_sum(function(x.value()) * factor)
         return tape.gradient(loss, x)
 
-    total = np.sum(weights, 0)
-    np.testing.assert_allclose(of(lambda v: mt.allreduce(v, comm=comm, prescale=0.5), weight), 0.5 * total)
-    np.testing.assert_allclose(of(lambda v: mt.allreduce(v, "average", comm=comm), weight), total / size)
-    found = of(lambda v: mt.broadcast(v, 1, comm=comm), weight)
-    np.testing.assert_allclose(found, total if rank == 1 else 0 * total)
-    long = tf.range(2.0 * size * size)
-    np.testing.assert_allclose(
-        of(lambda v: mt.allgather(v, comm=comm), long), size * long[2 * size * rank : 2 * size * (rank + 1)]
-    )
-    joined = np.concatenate([w[:2] for w in weights])
-    scattered = of(lambda v: mt.reducescatter(v, "average", comm=comm, postscale=3.0), weight[:2])
-    np.testing.assert_allclose(scattered, joined * 3 / size, rtol=1e-6)
-    back = of(lambda v: mt.alltoall(v, comm=comm), weight)
-    np.testing.assert_allclose(back, np.concatenate([w[2 * rank : 2 * rank + 2] for w in weights]))
+    total, long = np.sum(weights, 0), tf.range(2.0 * size * size)
+    joined, mine = np.concatenate([w[:2] for w in weights]), slice(2 * rank, 2 * rank + 2)
+    cases: list[tuple[Any, Any, Any]] = [
+        (lambda v: mt.allreduce(v, comm=comm, prescale=0.5), weight, 0.5 * total),
+        (lambda v: mt.allreduce(v, "average", comm=comm), weight, total / size),
+        (lambda v: mt.broadcast(v, 1, comm=comm), weight, total if rank == 1 else 0 * total),
+        (lambda v: mt.allgather(v, comm=comm), long, size * long[2 * size * rank : 2 * size * (rank + 1)]),
+        (lambda v: mt.reducescatter(v, "average", comm=comm, postscale=3.0), weight[:2], joined * 3 / size),
+        (lambda v: mt.alltoall(v, comm=comm), weight, np.concatenate([w[mine] for w in weights])),
+    ]
+    for function, factor, wanted in cases:
+        np.testing.assert_allclose(of(function, factor), wanted)
     with pytest.raises((UsageError, LookupError), match="only 'sum' and 'average'"):
         of(lambda v: mt.allreduce(v, "max", comm=comm), weight)
 
@@ -168,27 +169,23 @@ def test_sparse_tensors(comm: Communicator, sizes: list[list[int]]) -> None:
 
 
 def test_refused(comm: Communicator) -> None:
-    with pytest.raises(UsageError, match="op is 'mean'"):
-        mt.allreduce(1.0, "mean", comm=comm)  # type: ignore[arg-type]
-    with pytest.raises(tf.errors.InvalidArgumentError, match="at least rank 1|is a scalar"):
-        mt.reducescatter(tf.constant(1.0), comm=comm)
-    with pytest.raises(
-        tf.errors.InvalidArgumentError, match=r"UsageError: splits of 'a' .* 2 numbers .* 3 rows"
-    ):
-        mt.alltoall(tf.ones([3]), [1, 1], name="a", comm=comm)
+    invalid = tf.errors.InvalidArgumentError
+    alltoall = functools.partial(mt.alltoall, tf.ones([3]), name="a", comm=comm)
+    refused(UsageError, {"op is 'mean'": lambda: mt.allreduce(1.0, "mean", comm=comm)})  # type: ignore[arg-type]
+    calls = {
+        "at least rank 1|is a scalar": lambda: mt.reducescatter(tf.constant(1.0), comm=comm),
+        r"UsageError: splits of 'a' .* 2 numbers .* 3 rows": lambda: alltoall([1, 1]),
+    }
+    refused(invalid, calls)
     with pytest.raises(UsageError, match="splits of 'a'"), mt.translate_errors():
-        mt.alltoall(tf.ones([3]), [-1, 4], name="a", comm=comm)
-    with pytest.raises((TypeError, ValueError, tf.errors.InvalidArgumentError)):
+        alltoall([-1, 4])
+    with pytest.raises((TypeError, ValueError, invalid)):
         mt.allreduce(tf.constant("text"), comm=comm)
-    assert float(mt.allreduce(1.0, comm=comm)) == comm.size
-
-
-@on_ranks(1)
-def test_a_graph_of_another_process_is_refused(comm: Communicator) -> None:
-    from multiring.tensorflow.graph.library import native_ops
-
+    # A graph of another process.
+    allgather = native_ops().multiring_allgather
     with pytest.raises(tf.errors.FailedPreconditionError, match="'x' belongs to communicator 12345"):
-        native_ops().multiring_allgather(1.0, [], communicator=12345, tensor_name="x")
+        allgather(1.0, [], communicator=12345, tensor_name="x")
+    assert float(mt.allreduce(1.0, comm=comm)) == comm.size
 
 
 WAITING = """
@@ -215,5 +212,4 @@ assert joined.shape == [10]
 
 def test_it_works_where_done_cannot_be_moved() -> None:
     """More operations than TensorFlow has threads, each of which holds one while it waits."""
-    result = run_job(2, WAITING, timeout=120.0)
-    assert result.returncode == 0, result.stderr
+    run_job(2, WAITING, timeout=120.0, code=0)

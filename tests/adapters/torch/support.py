@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import multiring.torch
 from multiring import Communicator
+from multiring.torch import DistributedOptimizer, GradientHooks
 from tests.on_ranks import same_everywhere
 
 __all__ = [
     "SMALL",
+    "Loss",
     "assert_gradients",
     "assert_same_weights",
+    "backward",
+    "bits",
     "check_steps",
     "draw",
     "expected",
     "explode",
     "gradients_of",
     "make_model",
+    "register",
     "squares",
+    "step_with",
+    "update",
+    "wrap",
 ]
 
 SMALL: dict[str, Any] = {"bucket_bytes": 256, "first_bucket_bytes": 64}
+Loss = Callable[[Any, int], Tensor]
 
 
 def make_model(seed: int = 0, inputs: int = 6) -> nn.Sequential:
@@ -33,15 +43,52 @@ def make_model(seed: int = 0, inputs: int = 6) -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
+def register(model: nn.Module, comm: Communicator, **options: Any) -> GradientHooks:
+    """Gradient hooks with several buckets."""
+    return multiring.torch.register_gradient_hooks(model, comm, **(SMALL | options))
+
+
+def wrap(
+    optimizer: torch.optim.Optimizer, model: nn.Module | None, comm: Communicator, **options: Any
+) -> DistributedOptimizer:
+    """A wrapped optimizer with several buckets."""
+    return DistributedOptimizer(optimizer, model, comm, **(SMALL | options))
+
+
 def draw(seed: int, samples: int = 4) -> Tensor:
     return torch.randn(samples, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
+def squares(model: nn.Module, rank: int) -> Tensor:
+    return (model(draw(rank)) ** 2).mean()
+
+
+def backward(model: nn.Module, rank: int, loss: Loss = squares, *, keep: bool = False) -> None:
+    """Gradients of `loss` in place of those before, or, with `keep`, in the same tensors."""
+    model.zero_grad(set_to_none=not keep)
+    torch.autograd.backward(loss(model, rank))
+
+
+def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """A step with the gradients of `loss`."""
+    optimizer.zero_grad()
+    torch.autograd.backward(loss)
+    optimizer.step()
+
+
+def step_with(optimizer: torch.optim.Optimizer, gradients: list[Any]) -> None:
+    """A step of an optimizer of one process with these gradients."""
+    for parameter, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+def bits(tensors: Iterable[Tensor | None]) -> list[bytes | None]:
+    return [None if t is None else t.detach().contiguous().numpy().tobytes() for t in tensors]
+
+
 def gradients_of(model: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-Loss = Callable[[Any, int], Tensor]
 
 
 def expected(comm: Communicator, loss: Loss, make: Callable[[], nn.Module] = make_model) -> list[Any]:
@@ -63,14 +110,13 @@ def assert_gradients(model: nn.Module, wanted: list[Any], comm: Communicator) ->
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
-    assert same_everywhere(comm, [None if g is None else g.numpy().tobytes() for g in found])
+    assert same_everywhere(comm, bits(found))
 
 
 def check_steps(model: nn.Module, loss: Loss, wanted: list[Any], comm: Communicator, steps: int = 2) -> None:
     """Backward passes of this rank's loss give the wanted gradients."""
     for _ in range(steps):
-        model.zero_grad()
-        torch.autograd.backward(loss(model, comm.rank))
+        backward(model, comm.rank, loss)
         assert_gradients(model, wanted, comm)
 
 
@@ -93,7 +139,3 @@ def explode(x: Tensor) -> Tensor:
     """`x`, whose backward pass raises an ArithmeticError."""
     found: Tensor = _Explode.apply(x)  # type: ignore[no-untyped-call]
     return found
-
-
-def squares(model: nn.Module, rank: int) -> Tensor:
-    return (model(draw(rank)) ** 2).mean()

@@ -28,9 +28,12 @@ class TorchAdapter(Adapter):
     ) -> None:
         self._comm = comm
         self._model = torch.nn.ParameterDict({name: torch.tensor(value) for name, value in weights.items()})
-        self._reduction = multiring.torch.register_gradient_hooks(
-            self._model, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes, **options
+        self._reduction = self._register(
+            bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes, **options
         )
+
+    def _register(self, **options: Any) -> Any:
+        return multiring.torch.register_gradient_hooks(self._model, self._comm, **options)
 
     def backward(self, x: Array, y: Array, *, extra: bool = True, synchronise: bool = True) -> float:
         model = self._model
@@ -63,19 +66,11 @@ class TorchAdapter(Adapter):
 class OptimizerAdapter(TorchAdapter):
     """Implements `AdapterUnderTest` with the wrapped optimizer."""
 
-    def __init__(
-        self, comm: Communicator, weights: Mapping[str, Array], bucket_bytes: int, **options: Any
-    ) -> None:
-        self._comm = comm
-        self._model = torch.nn.ParameterDict({name: torch.tensor(value) for name, value in weights.items()})
-        self._reduction = self._optimizer = multiring.torch.DistributedOptimizer(
-            torch.optim.SGD(self._model.parameters(), 0.0),
-            self._model,
-            comm,
-            bucket_bytes=bucket_bytes,
-            first_bucket_bytes=bucket_bytes,
-            **options,
+    def _register(self, **options: Any) -> Any:
+        self._optimizer = multiring.torch.DistributedOptimizer(
+            torch.optim.SGD(self._model.parameters(), 0.0), self._model, self._comm, **options
         )
+        return self._optimizer
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)

@@ -9,50 +9,54 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import multiring.torch
 from multiring import Communicator
 from multiring.errors import UsageError
-from multiring.torch import placement
+from multiring.torch import GradientHooks, placement
 from tests.adapters.torch.support import (
-    SMALL,
     assert_gradients,
+    backward,
+    bits,
     check_steps,
     draw,
     expected,
     explode,
     gradients_of,
     make_model,
+    register,
     squares,
 )
 from tests.on_ranks import on_ranks
+
+
+def slots_of(hooks: GradientHooks) -> list[int]:
+    reducer = hooks._slots.reducer
+    return [reducer.slot(index).ctypes.data for index in range(len(reducer.specs))]
+
+
+def addresses_of(model: nn.Module) -> list[int]:
+    return [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
 
 
 @on_ranks(3)
 def test_gradients_that_are_kept_move_into_buckets(comm: Communicator) -> None:
     """Those that the program keeps, and only those."""
     model = make_model()
-    hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
+    hooks = register(model, comm)
     wanted = expected(comm, squares)
-    addresses: list[list[int]] = []
-    slots: list[list[int]] = []
+    addresses, slots = [], []
     for step in range(5):
-        model.zero_grad(set_to_none=step < 2)
-        torch.autograd.backward(squares(model, comm.rank))
+        backward(model, comm.rank, keep=step >= 2)
         assert_gradients(model, wanted, comm)
-        addresses.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None])
-        reducer = hooks._slots.reducer
-        slots.append([reducer.slot(index).ctypes.data for index in range(len(reducer.specs))])
+        addresses.append(addresses_of(model))
+        slots.append(slots_of(hooks))
     assert not set(addresses[1]) & set(slots[1])
     assert addresses[2:] == slots[2:]
-    before = gradients_of(model)
+    before = bits(gradients_of(model))
     hooks.remove()
     hooks.remove()
-    assert not {p.grad.data_ptr() for p in model.parameters() if p.grad is not None} & set(slots[4])
-    for old, new in zip(before, gradients_of(model), strict=True):
-        assert old is not None
-        assert torch.equal(old, new)  # type: ignore[arg-type]
-    model.zero_grad()
-    torch.autograd.backward(squares(model, comm.rank))
+    assert not set(addresses_of(model)) & set(slots[4])
+    assert bits(gradients_of(model)) == before
+    backward(model, comm.rank)
     own = expected(comm, lambda model, _: squares(model, comm.rank))
     for parameter, local in zip(model.parameters(), own, strict=True):
         torch.testing.assert_close(parameter.grad, local, rtol=1e-12, atol=1e-14)
@@ -83,46 +87,15 @@ def test_gradients_that_share_memory(comm: Communicator) -> None:
         return (x**2).sum()
 
     wanted = expected(comm, loss, lambda: copy.deepcopy(model))
-    hooks = multiring.torch.register_gradient_hooks(model, comm, bucket_bytes=1, first_bucket_bytes=1)
+    register(model, comm, bucket_bytes=1, first_bucket_bytes=1)
     check_steps(model, loss, wanted, comm, steps=3)
-    hooks.remove()
-
-
-def test_any_order_of_elements(comm: Communicator) -> None:
-    """Gradients whose elements lie in another order than those of their parameter."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 1), nn.Flatten(), nn.Linear(80, 3)).double()
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def loss(model: Any, rank: int) -> Tensor:
-        found: Tensor = (model(draw(rank, 36).view(2, 3, 6, 6)) ** 2).sum()
-        return found
-
-    wanted = expected(comm, loss, lambda: copy.deepcopy(model))
-    hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
-    check_steps(model, loss, wanted, comm)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # As an optimizer or a program may leave them.
-            parameter.grad = torch.as_strided(
-                torch.full((2 * parameter.numel(),), float(comm.rank), dtype=torch.float64),
-                parameter.shape,
-                [2 * stride for stride in parameter.contiguous().stride()],
-            )
-    given = [parameter.grad for parameter in model.parameters()]
-    hooks.synchronize()
-    for parameter, gradient in zip(model.parameters(), given, strict=True):
-        assert parameter.grad is gradient
-        assert gradient is not None
-        assert bool((gradient == sum(range(comm.size)) / comm.size).all())
-    hooks.remove()
 
 
 @on_ranks(3)
 def test_gradients_of_a_failed_pass_are_not_kept(comm: Communicator) -> None:
     """After a failed backward pass gradients have to be new ones, or they would be what still arrives."""
     model = make_model()
-    hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
+    hooks = register(model, comm)
     wanted = expected(comm, squares)
     for keeps in (False, True):
         loss = (model[1:](explode(model[0](draw(comm.rank)))) ** 2).mean()
@@ -135,11 +108,9 @@ def test_gradients_of_a_failed_pass_are_not_kept(comm: Communicator) -> None:
                 UsageError, match=r"call zero_grad\(set_to_none=True\) after such an exception"
             ):
                 torch.autograd.backward(squares(model, comm.rank))
-            model.zero_grad()
-        torch.autograd.backward(squares(model, comm.rank))
+        backward(model, comm.rank)
         assert_gradients(model, wanted, comm)
         model.zero_grad()
-    hooks.remove()
 
 
 def test_without_the_number_of_users_gradients_are_copied(comm: Communicator) -> None:
@@ -148,10 +119,6 @@ def test_without_the_number_of_users_gradients_are_copied(comm: Communicator) ->
         patch.setattr(placement, "_use_count", None)
         patch.setattr(placement, "_ALONE", -1)
         model = make_model()
-        hooks = multiring.torch.register_gradient_hooks(model, comm, **SMALL)
-        wanted = expected(comm, squares)
-        check_steps(model, squares, wanted, comm)
-        reducer = hooks._slots.reducer
-        places = {reducer.slot(index).ctypes.data for index in range(len(reducer.specs))}
-        assert {p.grad.data_ptr() for p in model.parameters() if p.grad is not None} == places
-        hooks.remove()
+        hooks = register(model, comm)
+        check_steps(model, squares, expected(comm, squares), comm)
+        assert addresses_of(model) == slots_of(hooks)

@@ -1,8 +1,9 @@
-"""The wrapped optimizer: schedulers, scaling, clipping, closures, accumulation, saving."""
+"""The wrapped optimizer: schedulers, scaling, clipping, closures, accumulation, saving, compression."""
 
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,23 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import multiring.torch
-from multiring import Communicator
+from multiring import Communicator, TopK
 from multiring.errors import UsageError
-from tests.adapters.torch.support import SMALL, assert_same_weights, draw, make_model
-from tests.on_ranks import on_ranks
+from tests.adapters.torch.support import (
+    assert_same_weights,
+    bits,
+    draw,
+    expected,
+    gradients_of,
+    make_model,
+    register,
+    squares,
+    update,
+    wrap,
+)
+from tests.on_ranks import on_ranks, same_everywhere
 
+Make = Callable[[nn.Sequential], torch.optim.Optimizer]
 Step = Callable[[Any, nn.Module, Callable[[], Tensor]], None]
 
 
@@ -26,13 +39,7 @@ def whole_loss(model: nn.Module, size: int, step: int) -> Tensor:
 
 
 def own_loss(model: nn.Module, rank: int, step: int) -> Tensor:
-    return (model(draw(100 * step + rank)) ** 2).mean()
-
-
-def plain_step(optimizer: Any, model: nn.Module, loss: Callable[[], Tensor]) -> None:
-    optimizer.zero_grad()
-    torch.autograd.backward(loss())
-    optimizer.step()
+    return squares(model, 100 * step + rank)
 
 
 def clipped_step(optimizer: Any, model: nn.Module, loss: Callable[[], Tensor]) -> None:
@@ -71,8 +78,8 @@ def scaled_step(optimizer: Any, model: nn.Module, loss: Callable[[], Tensor]) ->
     assert scaler.get_scale() == 1024.0
 
 
-def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    groups = [{"params": list(model[:2].parameters()), "lr": 0.2}, {"params": list(model[2:].parameters())}]  # type: ignore[index]
+def make_sgd(model: nn.Sequential) -> torch.optim.Optimizer:
+    groups = [{"params": list(model[:2].parameters()), "lr": 0.2}, {"params": list(model[2:].parameters())}]
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
@@ -84,10 +91,15 @@ def make_lbfgs(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
+def make_pair(comm: Communicator, make: Make = make_sgd, **options: Any) -> tuple[Any, ...]:
+    """A model with its wrapped optimizer, and both for one process."""
+    model, reference = make_model(), make_model()
+    return model, wrap(make(model), model, comm, **options), reference, make(reference)
+
+
 @pytest.mark.parametrize(
     ("make", "step"),
     [
-        (make_sgd, plain_step),
         (make_fused_adam, clipped_step),
         (make_sgd, closure_step),
         (make_lbfgs, closure_step),
@@ -95,18 +107,13 @@ def make_lbfgs(model: nn.Module) -> torch.optim.Optimizer:
     ],
 )
 @on_ranks(1, 3)
-def test_ranks_train_like_one(
-    comm: Communicator, make: Callable[[nn.Module], torch.optim.Optimizer], step: Step
-) -> bytes:
-    model, reference = make_model(), make_model()
-    optimizer = multiring.torch.DistributedOptimizer(make(model), model, comm, **SMALL)
-    alone = make(reference)
+def test_ranks_train_like_one(comm: Communicator, make: Make, step: Step) -> list[bytes | None]:
+    model, optimizer, reference, alone = make_pair(comm, make)
     for k in range(5):
         step(optimizer, model, lambda k=k: own_loss(model, comm.rank, k))  # type: ignore[misc]
         step(alone, reference, lambda k=k: whole_loss(reference, comm.size, k))  # type: ignore[misc]
         assert_same_weights(model, reference, rtol=1e-8)
-    optimizer.remove()
-    return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    return bits(model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["plateau", "chain"])
@@ -120,34 +127,30 @@ def test_schedulers(comm: Communicator, kind: str) -> None:
         optimizer = multiring.torch.DistributedOptimizer(inner, model, comm)
         assert isinstance(optimizer, torch.optim.Optimizer)
         target: torch.optim.Optimizer = optimizer if on_wrapper else inner
-        schedulers: dict[str, Callable[[], Any]] = {
-            "plateau": lambda t=target: lr_scheduler.ReduceLROnPlateau(t, patience=1),  # type: ignore[misc]
-            "chain": lambda t=target: lr_scheduler.SequentialLR(  # type: ignore[misc]
-                t, [lr_scheduler.LinearLR(t), lr_scheduler.CosineAnnealingLR(t, 5)], [3]
-            ),
-        }
-        scheduler = schedulers[kind]()
+        scheduler: Any
+        if kind == "plateau":
+            scheduler = lr_scheduler.ReduceLROnPlateau(target, patience=1)
+        else:
+            parts = [lr_scheduler.LinearLR(target), lr_scheduler.CosineAnnealingLR(target, 5)]
+            scheduler = lr_scheduler.SequentialLR(target, parts, [3])
         history = []
         for k in range(6):
-            plain_step(optimizer, model, lambda k=k, m=model: own_loss(m, comm.rank, k))  # type: ignore[misc]
+            update(optimizer, own_loss(model, comm.rank, k))
             scheduler.step(*([1.0] if kind == "plateau" else []))
             history.append(optimizer.param_groups[0]["lr"])
             assert inner.param_groups[0]["lr"] == history[-1]
         rates.append(history)
-        optimizer.remove()
     assert rates[0] == rates[1]
     assert len(set(rates[0])) > 1
 
 
 def test_several_backward_passes_per_step(comm: Communicator) -> None:
-    """Gradients of several passes are added; a step before the last pass reduces what there is."""
+    """Gradients of several passes are added; a step before the last pass reduces what there is, and
+    zero_grad() begins anew."""
     passes = 3
-    model, reference = make_model(), make_model()
-    optimizer = multiring.torch.DistributedOptimizer(
-        make_sgd(model), model, comm, backward_passes_per_step=passes, **SMALL
-    )
-    alone = make_sgd(reference)
+    model, optimizer, reference, alone = make_pair(comm, backward_passes_per_step=passes)
     for step, count in enumerate([passes, passes, 1, 2 * passes]):
+        torch.autograd.backward(own_loss(model, comm.rank, 9))
         optimizer.zero_grad()
         alone.zero_grad()
         rounds = optimizer._hooks.rounds
@@ -158,50 +161,24 @@ def test_several_backward_passes_per_step(comm: Communicator) -> None:
         alone.step()
         assert optimizer._hooks.rounds - rounds == max(1, count // passes)
         assert_same_weights(model, reference)
-    optimizer.remove()
-
-
-def test_zero_grad_begins_a_group_anew(comm: Communicator) -> None:
-    model, reference = make_model(), make_model()
-    optimizer = multiring.torch.DistributedOptimizer(
-        make_sgd(model), model, comm, backward_passes_per_step=2, op="sum", **SMALL
-    )
-    alone = make_sgd(reference)
-    for _ in range(2):
-        torch.autograd.backward(own_loss(model, comm.rank, 9))
-        optimizer.zero_grad()
-        alone.zero_grad()
-        for k in range(2):
-            torch.autograd.backward(own_loss(model, comm.rank, k))
-            torch.autograd.backward(whole_loss(reference, comm.size, k) * comm.size)
-        optimizer.step()
-        alone.step()
-        optimizer.zero_grad()
-        assert_same_weights(model, reference)
-    optimizer.remove()
 
 
 def test_a_rank_without_a_loss_takes_part(comm: Communicator) -> None:
     """A rank whose loss does not involve the model makes up for it in step()."""
-    model, reference = make_model(), make_model()
-    optimizer = multiring.torch.DistributedOptimizer(make_sgd(model), model, comm, **SMALL)
-    alone = make_sgd(reference)
+    model, optimizer, reference, alone = make_pair(comm)
     for step in range(3):
         optimizer.zero_grad()
-        alone.zero_grad()
         if comm.rank == 0 or step == 1:
             torch.autograd.backward(own_loss(model, comm.rank, step))
         optimizer.step()
         losses = [own_loss(reference, rank, step) for rank in range(comm.size) if rank == 0 or step == 1]
-        torch.autograd.backward(torch.stack(losses).sum() / comm.size)
-        alone.step()
+        update(alone, torch.stack(losses).sum() / comm.size)
         assert_same_weights(model, reference)
-    optimizer.remove()
 
 
 def test_it_looks_like_the_wrapped_optimizer(comm: Communicator) -> None:
     model = make_model()
-    inner = make_sgd(model)
+    inner: Any = make_sgd(model)
     optimizer = multiring.torch.DistributedOptimizer(inner, model.named_parameters(), comm)
     assert optimizer.param_groups is inner.param_groups
     assert optimizer.state is inner.state
@@ -211,50 +188,48 @@ def test_it_looks_like_the_wrapped_optimizer(comm: Communicator) -> None:
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
     optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    plain_step(optimizer, model, lambda: own_loss(model, comm.rank, 0))
+    update(optimizer, own_loss(model, comm.rank, 0))
     assert calls == ["pre", "post"]
     saved = copy.deepcopy(optimizer.state_dict())
-    plain_step(optimizer, model, lambda: own_loss(model, comm.rank, 1))
+    update(optimizer, own_loss(model, comm.rank, 1))
     optimizer.load_state_dict(saved)
     key = next(iter(optimizer.state))
     assert torch.equal(optimizer.state[key]["momentum_buffer"], saved["state"][0]["momentum_buffer"])
     with pytest.raises(UsageError, match="state_dict"):
         copy.deepcopy(optimizer)
+    optimizer.state = defaultdict(dict)  # momentum starts afresh
+    assert not inner.state
+    assert optimizer.state is inner.state
+    optimizer.param_groups = [{**group, "lr": 0.5} for group in optimizer.param_groups]
+    assert inner.param_groups[0]["lr"] == 0.5
+    optimizer.note = "ours"
+    assert inner.note == "ours"
+    del optimizer.note
+    assert not hasattr(inner, "note")
     with pytest.raises(AttributeError):
         _ = optimizer.no_such_attribute
     optimizer.remove()
-    plain_step(optimizer, model, lambda: own_loss(model, comm.rank, 2))
-    found = comm.allgather_object([p.detach().numpy().tobytes() for p in model.parameters()])
-    assert found[0] != found[1]  # everyone for itself now
+    update(optimizer, own_loss(model, comm.rank, 2))
+    assert not same_everywhere(comm, bits(model.parameters()))  # everyone for itself now
 
 
 def test_parameter_groups_can_be_added(comm: Communicator) -> None:
     """A new layer is trained along after add_param_group."""
-    model, reference = make_model(), make_model()
-    optimizer = multiring.torch.DistributedOptimizer(
-        torch.optim.SGD(model[2:].parameters(), lr=0.1), model, comm, **SMALL
-    )
-    alone = torch.optim.SGD(reference[2:].parameters(), lr=0.1)
+    model, optimizer, reference, alone = make_pair(comm, lambda m: torch.optim.SGD(m[2:].parameters(), 0.1))
     for step in range(4):
         if step == 2:
             optimizer.add_param_group({"params": list(model[:2].parameters()), "lr": 0.3})
             alone.add_param_group({"params": list(reference[:2].parameters()), "lr": 0.3})
-        plain_step(optimizer, model, lambda k=step: own_loss(model, comm.rank, k))  # type: ignore[misc]
-        plain_step(alone, reference, lambda k=step: whole_loss(reference, comm.size, k))  # type: ignore[misc]
+        update(optimizer, own_loss(model, comm.rank, step))
+        update(alone, whole_loss(reference, comm.size, step))
         assert_same_weights(model, reference)
-    optimizer.remove()
 
 
 def test_two_optimizers_for_one_model(comm: Communicator) -> None:
     """Two optimizers for two parts of one model."""
     model, reference = make_model(), make_model()
-    parts = [slice(0, 2), slice(2, None)]
-    optimizers = [
-        multiring.torch.DistributedOptimizer(
-            torch.optim.SGD(model[part].parameters(), 0.1), model, comm, **SMALL
-        )
-        for part in parts
-    ]
+    parts = [torch.optim.SGD(model[part].parameters(), 0.1) for part in (slice(0, 2), slice(2, None))]
+    optimizers = [wrap(part, model, comm) for part in parts]
     alone = torch.optim.SGD(reference.parameters(), 0.1)
     for step in range(3):
         for optimizer in optimizers:
@@ -262,21 +237,70 @@ def test_two_optimizers_for_one_model(comm: Communicator) -> None:
         torch.autograd.backward(own_loss(model, comm.rank, step))
         for optimizer in optimizers:
             optimizer.step()
-        plain_step(alone, reference, lambda k=step: whole_loss(reference, comm.size, k))  # type: ignore[misc]
+        update(alone, whole_loss(reference, comm.size, step))
         assert_same_weights(model, reference)
-    for optimizer in optimizers:
-        optimizer.remove()
 
 
 def test_refused(comm: Communicator) -> None:
     model = make_model()
     with pytest.raises(UsageError, match="6 of the optimizer's 6 parameters are not among the named ones"):
-        multiring.torch.DistributedOptimizer(make_sgd(model), make_model(), comm)
+        wrap(make_sgd(model), make_model(), comm)
     with pytest.raises(UsageError, match="0 backward passes per step"):
-        multiring.torch.DistributedOptimizer(make_sgd(model), model, comm, backward_passes_per_step=0)
+        wrap(make_sgd(model), model, comm, backward_passes_per_step=0)
     with pytest.raises(UsageError, match="op is 'max'"):
-        multiring.torch.DistributedOptimizer(make_sgd(model), model, comm, op="max")  # type: ignore[arg-type]
+        wrap(make_sgd(model), model, comm, op="max")
     unnamed = multiring.torch.DistributedOptimizer(make_sgd(model), comm=comm)
     with pytest.raises(UsageError, match=r"'group0\.parameter0' already has"):
         multiring.torch.DistributedOptimizer(make_sgd(model), comm=comm)
     unnamed.remove()
+
+
+def test_what_compression_keeps_back_comes_later(comm: Communicator) -> None:
+    """The same gradients step after step: what has been received in all, and what is kept on average over the
+    ranks, is all of them. Parameters are frozen, and thawed again, meanwhile."""
+    model = make_model()
+    hooks = register(model, comm, compression=TopK(0.2))
+    wanted = expected(comm, squares)
+    names = [name for name, _ in model.named_parameters()]
+    received = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    steps = [0] * len(names)
+    frozen = names.index("2.weight")
+    for step in range(6):
+        list(model.parameters())[frozen].requires_grad_(step % 3 != 2)
+        model.zero_grad()
+        if step == 1:  # in two passes
+            with hooks.no_sync():
+                (0.25 * squares(model, comm.rank)).backward()
+        (squares(model, comm.rank) * (0.75 if step == 1 else 1.0)).backward()
+        for index, gradient in enumerate(gradients_of(model)):
+            if gradient is not None:
+                received[index] += gradient
+                steps[index] += 1
+        if step == 2:  # as a checkpoint is taken up, while a parameter is frozen
+            state = {name: kept.clone() for name, kept in hooks.residuals().items()}
+            hooks.remove()
+            hooks = register(model, comm, compression=TopK(0.2))
+            with pytest.raises(UsageError, match=r"'2.weight' with 3 elements .* has 64 elements"):
+                hooks.load_residuals({names[frozen]: torch.zeros(3)})
+            hooks.load_residuals(state)
+    assert steps == [4 if index == frozen else 6 for index in range(len(names))]
+    for index, name in enumerate(names):
+        kept = hooks.residuals()[name].clone()
+        assert kept.abs().sum() > 0, name
+        comm.allreduce(kept, "average", out=kept)
+        total = received[index] + kept.reshape(received[index].shape)
+        torch.testing.assert_close(total, steps[index] * wanted[index], rtol=1e-12, atol=1e-14)
+
+
+def test_a_parameter_group_that_is_added_keeps_what_was_kept_back(comm: Communicator) -> None:
+    model = make_model()
+    optimizer = wrap(torch.optim.SGD(model[2:].parameters(), 0.2), model, comm, compression=TopK(0.1))
+    for step in range(4):
+        if step == 2:
+            before = {name: kept.clone() for name, kept in optimizer.residuals().items()}
+            optimizer.add_param_group({"params": list(model[:2].parameters())})
+            after = optimizer.residuals()
+            assert set(before) <= set(after)
+            assert all(torch.equal(after[name], kept) for name, kept in before.items())
+        update(optimizer, squares(model, comm.rank))
+    assert same_everywhere(comm, bits(model.parameters()))

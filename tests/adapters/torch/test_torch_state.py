@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,23 +13,12 @@ from torch import nn
 import multiring.torch
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.adapters.torch.support import draw, make_model
+from tests.adapters.torch.support import bits, draw, make_model
 from tests.on_ranks import on_ranks, same_everywhere
 
-KINDS = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.float8_e4m3fn,
-)
+INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+KINDS = [*INTEGERS, *FLOATS, torch.complex64, torch.float8_e4m3fn]
 
 
 @on_ranks(3)
@@ -68,8 +58,7 @@ def test_models_are_broadcast(comm: Communicator) -> None:
     model(torch.randn(2 + comm.rank, 2, 5, 5))
     runner: Any = torch.compile(model, backend="eager") if comm.rank == 0 else model
     multiring.torch.broadcast_parameters(runner, 1, comm)
-    states = comm.allgather_object({name: value.tolist() for name, value in model.state_dict().items()})
-    assert states[0] == states[1]
+    assert same_everywhere(comm, bits(model.state_dict().values()))
     multiring.torch.broadcast_parameters(model.named_parameters(), 0, comm)
     multiring.torch.broadcast_parameters(model.state_dict(), 0, comm)
 
@@ -84,23 +73,21 @@ def test_refused(comm: Communicator) -> None:
         multiring.torch.broadcast_optimizer_state(optimizer, 0, comm)
 
 
-def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
-        "adam": lambda: torch.optim.Adam(model.parameters(), 0.1, amsgrad=True),
-        "tensor lr": lambda: torch.optim.Adam(model.parameters(), torch.tensor(0.1), foreach=False),
-        "lbfgs": lambda: torch.optim.LBFGS(model.parameters(), 0.1),
-        "adafactor": lambda: torch.optim.Adafactor(model.parameters(), 0.1),
-    }
-    return makers[kind]()
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": partial(torch.optim.Adam, lr=0.1, amsgrad=True),
+    "tensor lr": partial(torch.optim.Adam, lr=torch.tensor(0.1), foreach=False),
+    "lbfgs": partial(torch.optim.LBFGS, lr=0.1),
+    "adafactor": partial(torch.optim.Adafactor, lr=0.1),
+}
 
 
-@pytest.mark.parametrize("kind", ["adam", "tensor lr", "lbfgs", "adafactor"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 @on_ranks(3)
 def test_optimizer_state_is_broadcast(comm: Communicator, kind: str) -> None:
     """The last rank has trained and changed its rate, the others have no state at all; then all train on."""
     root = comm.size - 1
     model = make_model()
-    optimizer = make_optimizer(kind, model)
+    optimizer = OPTIMIZERS[kind](model.parameters())
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -120,7 +107,7 @@ def test_optimizer_state_is_broadcast(comm: Communicator, kind: str) -> None:
     assert all(state == states[0] for state in states)
     multiring.torch.broadcast_parameters(model, root, comm)
     optimizer.step(closure)
-    assert same_everywhere(comm, [p.detach().numpy().tobytes() for p in model.parameters()])
+    assert same_everywhere(comm, bits(model.parameters()))
 
 
 @on_ranks(1, 2)

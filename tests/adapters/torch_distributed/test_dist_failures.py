@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import multiring
 from multiring import Communicator
-from tests.adapters.torch_distributed.support import world
+from tests.adapters.torch_distributed.support import TIMEOUT, world
 from tests.nursery import Nursery
 
 
@@ -70,29 +71,23 @@ def test_an_error_reaches_futures_and_backward(comm: Communicator) -> None:
 
 
 def test_a_rank_that_does_not_come(comm: Communicator) -> None:
-    with world(comm, timedelta(seconds=1)):
-        if comm.rank == 0:
-            with pytest.raises(multiring.TimeoutError, match="rank 1.*process group '0'"):
-                dist.all_reduce(torch.ones(2))
-        comm.barrier()
-    with world(comm, timedelta(seconds=1)):
-        if comm.rank == 0:
-            with pytest.raises(multiring.TimeoutError, match="recv with tag 3 on rank 0.*rank 1"):
-                dist.recv(torch.ones(2), 1, tag=3)
-        comm.barrier()
-    with world(comm):
-        if comm.rank == 0:
-            with pytest.raises(multiring.TimeoutError, match=r"barrier.*broken on all ranks.*rank 0\]"):
-                dist.barrier(timeout=timedelta(seconds=0.2))
-        comm.barrier()
+    short = timedelta(seconds=1)
+    cases: list[tuple[timedelta, str, Callable[[], object]]] = [
+        (short, "rank 1.*process group '0'", lambda: dist.all_reduce(torch.ones(2))),
+        (short, "recv with tag 3 on rank 0.*rank 1", lambda: dist.recv(torch.ones(2), 1, tag=3)),
+        (TIMEOUT, r"barrier.*broken on all ranks.*rank 0\]", lambda: dist.barrier(timeout=short / 5)),
+    ]
+    for timeout, text, call in cases:
+        with world(comm, timeout):
+            if comm.rank == 0:
+                with pytest.raises(multiring.TimeoutError, match=text):
+                    call()
+            comm.barrier()
 
 
 def _killed(comm: Communicator) -> str:
     message = "no error"
-    with (
-        contextlib.suppress(multiring.MultiringError),
-        world(comm),
-    ):
+    with contextlib.suppress(multiring.MultiringError), world(comm):
         dist.barrier()
         if comm.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

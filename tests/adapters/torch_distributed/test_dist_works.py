@@ -1,4 +1,4 @@
-"""What an operation that was not waited for gives: works, futures, coalescing."""
+"""What an operation that was not waited for gives: works, futures, coalescing; and messages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import torch.distributed as dist
 import multiring
 from multiring import Communicator
 from tests.adapters.torch_distributed.support import numbers, world
+from tests.on_ranks import on_ranks
+
+LARGE = 300_000  # elements: more than a mailbox holds, so a send waits for its receiver
 
 
-def _sum(shape: tuple[int, ...], size: int) -> torch.Tensor:
-    return torch.stack([numbers(shape, rank) for rank in range(size)]).sum(0)
+def _sum(*shape: int) -> torch.Tensor:
+    return numbers(shape, 0) + numbers(shape, 1)
 
 
 def test_a_work_tells_what_has_become_of_it(comm: Communicator) -> None:
@@ -28,20 +31,11 @@ def test_a_work_tells_what_has_become_of_it(comm: Communicator) -> None:
         assert work.is_success()
         assert work.exception() is None
         assert work.result()[0] is tensor
-        assert torch.equal(tensor, _sum((1000,), 2))
+        assert torch.equal(tensor, _sum(1000))
         barrier = dist.barrier(async_op=True)
         while not barrier.is_completed():
             pass
         assert barrier.is_success()
-
-
-def test_one_rank_may_wait_at_once_and_the_other_later(comm: Communicator) -> None:
-    with world(comm):
-        tensor = numbers((10,), comm.rank)
-        work = dist.all_reduce(tensor, async_op=comm.rank == 0)
-        if work is not None:
-            work.wait()
-        assert torch.equal(tensor, _sum((10,), 2))
 
 
 def test_a_future_that_waits_for_another(comm: Communicator) -> None:
@@ -57,7 +51,7 @@ def test_a_future_that_waits_for_another(comm: Communicator) -> None:
             return other.wait()[0].sum() + inner.wait()[0].sum()
 
         total = outer.then(then).wait()
-        assert total == _sum((6,), 2).sum() + 2 * _sum((5,), 2).sum()
+        assert total == _sum(6).sum() + 2 * _sum(5).sum()
 
 
 def test_many_operations_under_way(comm: Communicator) -> None:
@@ -67,7 +61,7 @@ def test_many_operations_under_way(comm: Communicator) -> None:
         for work in reversed(works):
             work.wait()
         for tensor in tensors:
-            assert torch.equal(tensor, _sum(tuple(tensor.shape), 2))
+            assert torch.equal(tensor, _sum(*tensor.shape))
 
 
 def test_coalesced_operations(comm: Communicator) -> None:
@@ -77,50 +71,45 @@ def test_coalesced_operations(comm: Communicator) -> None:
             for tensor in tensors:
                 dist.all_reduce(tensor)
         manager.wait()
-        assert torch.equal(tensors[0], _sum((3,), 2))
-        assert torch.equal(tensors[1], _sum((4, 2), 2))
-        outputs = [torch.empty(6), torch.empty(2)]
+        assert torch.equal(tensors[0], _sum(3))
+        assert torch.equal(tensors[1], _sum(4, 2))
+        outputs, blocks = [torch.empty(6), torch.empty(2)], [torch.empty(3), torch.empty(1)]
         with dist._coalescing_manager():
             for output in outputs:
                 dist.all_gather_single(output, numbers((output.numel() // 2,), comm.rank))
-        for output in outputs:
-            assert torch.equal(
-                output, torch.cat([numbers((output.numel() // 2,), rank) for rank in range(2)])
-            )
-        blocks = [torch.empty(3), torch.empty(1)]
         with dist._coalescing_manager():
             for block in blocks:
                 dist.reduce_scatter_single(block, numbers((2 * block.numel(),), comm.rank))
-        for block in blocks:
-            assert torch.equal(block, _sum((2 * block.numel(),), 2).chunk(2)[comm.rank])
+        for output, block in zip(outputs, blocks, strict=True):
+            parts = [numbers((output.numel() // 2,), rank) for rank in range(2)]
+            assert torch.equal(output, torch.cat(parts))
+            assert torch.equal(block, _sum(2 * block.numel()).chunk(2)[comm.rank])
         # With a device, operations of all kinds are waited for together.
         tensor, row = numbers((3,), comm.rank), [torch.empty(2), torch.empty(2)]
         group._start_coalescing(torch.device("cpu"))
         group.allreduce([tensor])
         group.allgather([row], [numbers((2,), comm.rank)])
         group._end_coalescing(torch.device("cpu")).wait()
-        assert torch.equal(tensor, _sum((3,), 2))
+        assert torch.equal(tensor, _sum(3))
         assert torch.equal(row[1], numbers((2,), 1))
 
 
-def test_lists_that_are_gathered_together(comm: Communicator) -> None:
+def test_functions_that_torch_calls_by_other_names(comm: Communicator) -> None:
     with world(comm) as group:
         lists = [[torch.empty(2), torch.empty(3, 2)] for _ in range(2)]
         group.allgather_coalesced(lists, [numbers((2,), comm.rank), numbers((3, 2), comm.rank)]).wait()
         for rank, (one, other) in enumerate(lists):
             assert torch.equal(one, numbers((2,), rank))
             assert torch.equal(other, numbers((3, 2), rank))
-
-
-def test_older_names_are_the_newer_ones(comm: Communicator) -> None:
-    with world(comm) as group:
         whole, block = torch.empty(4), torch.empty(2)
         group._allgather_base(whole, numbers((2,), comm.rank)).wait()
         assert torch.equal(whole, torch.cat([numbers((2,), rank) for rank in range(2)]))
         group._reduce_scatter_base(block, numbers((4,), comm.rank)).wait()
-        assert torch.equal(block, _sum((4,), 2).chunk(2)[comm.rank])
+        assert torch.equal(block, _sum(4).chunk(2)[comm.rank])
         group.alltoall_base(whole, numbers((4,), comm.rank), [], []).wait()
         assert torch.equal(whole, torch.cat([numbers((4,), rank).chunk(2)[comm.rank] for rank in range(2)]))
+        group.monitored_barrier(timedelta(seconds=20))
+        dist.barrier(timeout=timedelta(seconds=20))
 
 
 def test_who_waits_a_while_may_wait_again(comm: Communicator) -> None:
@@ -136,11 +125,90 @@ def test_who_waits_a_while_may_wait_again(comm: Communicator) -> None:
         else:
             comm.barrier()
             dist.all_reduce(tensor)
-        assert torch.equal(tensor, _sum((3,), 2))
+        assert torch.equal(tensor, _sum(3))
 
 
-def test_barriers(comm: Communicator) -> None:
-    with world(comm) as group:
+def test_tags_are_matched_whatever_the_order(comm: Communicator) -> None:
+    """Messages with one tag keep their order."""
+    with world(comm):
+        sent = [(tag, numbers((size,), tag)) for tag, size in enumerate((3, LARGE, 5))]
+        sent += [(3, torch.full((3,), float(index))) for index in range(20)]
+        if comm.rank == 0:
+            for work in [dist.isend(tensor, 1, tag=tag) for tag, tensor in sent]:
+                work.wait()
+            return
+        for tag in (2, 0, 1):
+            tensor = torch.empty_like(sent[tag][1])
+            assert dist.recv(tensor, 0, tag=tag) == 0
+            assert torch.equal(tensor, sent[tag][1])
+        tensors = [torch.empty(3) for _ in range(20)]
+        works = [dist.irecv(tensor, 0, tag=3) for tensor in tensors]
+        for index, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
+            work.wait()
+            assert torch.equal(tensor, torch.full((3,), float(index)))
+
+
+@on_ranks(3)
+def test_any_source(comm: Communicator) -> None:
+    with world(comm):
+        if comm.rank > 0:
+            dist.send(numbers((4,), comm.rank), 0, tag=comm.rank % 2)
+            dist.send(numbers((4,), 10 + comm.rank), 0, tag=7)
+        else:
+            found = torch.empty(4)
+            for tag, source in ((1, 1), (0, 2)):  # only one rank sends each
+                assert dist.recv(found, tag=tag) == source
+                assert torch.equal(found, numbers((4,), source))
+            sources = set()
+            for _ in range(2):
+                source = dist.recv(found, tag=7)
+                assert torch.equal(found, numbers((4,), 10 + source))
+                sources.add(source)
+            assert sources == {1, 2}
         dist.barrier()
-        group.monitored_barrier(timedelta(seconds=20))
-        dist.barrier(timeout=timedelta(seconds=20))
+
+
+@on_ranks(3)
+def test_large_messages_in_a_circle_and_in_batches(comm: Communicator) -> None:
+    after, before = (comm.rank + 1) % 3, (comm.rank + 2) % 3
+    with world(comm):
+        received = torch.empty(LARGE)
+        operations = [
+            dist.P2POp(dist.isend, numbers((LARGE,), comm.rank), after),
+            dist.P2POp(dist.irecv, received, before),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        assert torch.equal(received, numbers((LARGE,), before))
+
+
+def test_messages_pass_collectives(comm: Communicator) -> None:
+    # A receive that waits does not keep the ranks from reducing meanwhile.
+    with world(comm):
+        tensor = torch.empty(4, 2)[:, 0]
+        work = dist.irecv(tensor, 0) if comm.rank == 1 else None
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        assert torch.equal(total, torch.full((3,), 2.0))
+        if work is None:
+            dist.send(numbers((4,), 0), 1)
+        else:
+            work.wait()
+            assert work.is_completed()
+            assert torch.equal(tensor, numbers((4,), 0))
+
+
+def test_every_kind_of_tensor_is_sent(comm: Communicator) -> None:
+    kinds = [torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e5m2]
+    with world(comm):
+        for dtype in kinds:
+            for tags in ((1, 2), (2, 1)):  # the second time what came first is put aside
+                for tag in (1, 2) if comm.rank == 0 else tags:
+                    base = torch.float32 if dtype == torch.float8_e5m2 else dtype
+                    wanted = numbers((5,), tag, base).to(dtype)
+                    if comm.rank == 0:
+                        dist.send(wanted, 1, tag=tag)
+                        continue
+                    tensor = torch.empty(5, dtype=dtype)
+                    dist.recv(tensor, 0, tag=tag)
+                    assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8)), (dtype, tags)

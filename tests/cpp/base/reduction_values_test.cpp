@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 #include "base/arithmetic/kernels/reduce_kernels.h"
@@ -23,21 +24,12 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 template <typename T>
-constexpr DType kDTypeOf = DType::kBool;
-template <>
-constexpr DType kDTypeOf<std::int8_t> = DType::kInt8;
-template <>
-constexpr DType kDTypeOf<std::uint8_t> = DType::kUInt8;
-template <>
-constexpr DType kDTypeOf<std::int32_t> = DType::kInt32;
-template <>
-constexpr DType kDTypeOf<std::int64_t> = DType::kInt64;
-template <>
-constexpr DType kDTypeOf<std::uint64_t> = DType::kUInt64;
-template <>
-constexpr DType kDTypeOf<float> = DType::kFloat32;
-template <>
-constexpr DType kDTypeOf<double> = DType::kFloat64;
+constexpr DType kDTypeOf = std::is_same_v<T, std::int8_t>     ? DType::kInt8
+                           : std::is_same_v<T, std::uint8_t>  ? DType::kUInt8
+                           : std::is_same_v<T, std::int32_t>  ? DType::kInt32
+                           : std::is_same_v<T, std::int64_t>  ? DType::kInt64
+                           : std::is_same_v<T, std::uint64_t> ? DType::kUInt64
+                                                              : DType::kFloat32;
 
 /// Reduces arrays of equal length, on the instruction set that reduce() chooses.
 template <typename T>
@@ -134,19 +126,17 @@ TEST(ReduceValues, HalfTypesRoundTrip) {
 }
 
 TEST(ReduceValues, HalfTypesRoundOnce) {
+  const auto reduced = [](ReduceOp op, const std::vector<std::vector<std::uint16_t>>& inputs) {
+    return reduce_all<std::uint16_t>(DType::kFloat16, {op}, inputs)[0];
+  };
   const std::uint16_t half_unit = 0x1000;  // 2^-11, half a unit of 1.0 in float16
   // 1 + 3 * 2^-11 is a tie and rounds to 1 + 2^-9; rounding after each addition would give 1 + 2^-10.
-  EXPECT_EQ(
-      reduce_all<std::uint16_t>(DType::kFloat16, {}, {{0x3c00}, {half_unit}, {half_unit}, {half_unit}})[0],
-      0x3c02);
-  EXPECT_EQ(reduce_all<std::uint16_t>(DType::kFloat16, {}, {{0x3c00}, {half_unit}})[0],
-            0x3c00);  // a tie, to even
-  EXPECT_EQ(reduce_all<std::uint16_t>(DType::kFloat16, {}, {{0x3c01}, {half_unit}})[0],
-            0x3c02);  // a tie, to even
+  EXPECT_EQ(reduced(ReduceOp::kSum, {{0x3c00}, {half_unit}, {half_unit}, {half_unit}}), 0x3c02);
+  EXPECT_EQ(reduced(ReduceOp::kSum, {{0x3c00}, {half_unit}}), 0x3c00);  // a tie, to even
+  EXPECT_EQ(reduced(ReduceOp::kSum, {{0x3c01}, {half_unit}}), 0x3c02);  // a tie, to even
   // 65504 + 65504 fits into float32, and so does its half.
-  EXPECT_EQ(reduce_all<std::uint16_t>(DType::kFloat16, {ReduceOp::kAverage}, {{0x7bff}, {0x7bff}})[0],
-            0x7bff);
-  EXPECT_EQ(reduce_all<std::uint16_t>(DType::kFloat16, {}, {{0x7bff}, {0x7bff}})[0], 0x7c00);
+  EXPECT_EQ(reduced(ReduceOp::kAverage, {{0x7bff}, {0x7bff}}), 0x7bff);
+  EXPECT_EQ(reduced(ReduceOp::kSum, {{0x7bff}, {0x7bff}}), 0x7c00);
 }
 
 TEST(ReduceValues, BoolIsAnyNonzeroByte) {

@@ -1,15 +1,12 @@
 // Every way of an allreduce gives the bits of the canonical tree, on all ranks.
 
-#include <gtest/gtest.h>
-
 #include <memory>
 #include <numeric>
 #include <vector>
 
 #include "collective/collectives.h"
+#include "support/errors.h"
 #include "support/operations.h"
-#include "support/oracles/problem.h"
-#include "support/rank_group.h"
 
 namespace multiring {
 namespace {
@@ -18,57 +15,32 @@ using namespace testing;
 
 class AllreduceTest : public GroupTest {
  protected:
-  /// In place and out of place, synchronous and asynchronous.
+  /// In place, out of place and in pieces, synchronous and asynchronous.
   void expect_all_right(const std::vector<ReduceProblem>& problems) {
     group_.run([&](Communicator& communicator) {
+      const int rank = communicator.rank();
       for (const ReduceProblem& problem : problems) {
-        const Bytes& input = problem.inputs[static_cast<std::size_t>(communicator.rank())];
+        const Bytes& input = problem.input(rank);
         for (const CallMode mode : kCallModes) {
-          Bytes in_place = input;
-          Operation operation = allreduce_of(problem.dtype, problem.count, in_place.data(), in_place.data(),
-                                             "in place", problem.reduction);
-          perform(communicator, operation, mode);
-          EXPECT_TRUE(in_place == problem.expected)
-              << problem.text() << " in place on rank " << communicator.rank();
+          expect_reduced(communicator, problem, mode);
           Bytes output(input.size(), 0xcd);
           const Bytes before = input;
-          operation = allreduce_of(problem.dtype, problem.count, input.data(), output.data(), "out of place",
-                                   problem.reduction);
-          perform(communicator, operation, mode);
-          EXPECT_TRUE(output == problem.expected) << problem.text() << " on rank " << communicator.rank();
+          perform(communicator, reduction_of(problem, input.data(), output.data()), mode);
+          expect_result(problem, output.data(), rank);
           EXPECT_TRUE(input == before) << "the input of " << problem.text() << " has changed";
-          expect_right_in_pieces(communicator, problem, mode);
+          Bytes in_place = input;
+          Operation operation = reduction_of(problem, nullptr, nullptr, "pieces");
+          operation.pieces = pieces_of(problem, rank, in_place, output);
+          perform(communicator, operation, mode);
+          Bytes found;
+          for (const Piece& piece : operation.pieces) {
+            const auto* const begin = reinterpret_cast<const unsigned char*>(piece.output);
+            found.insert(found.end(), begin, begin + piece.bytes);
+          }
+          EXPECT_TRUE(found == problem.expected) << problem.text() << " in pieces, on rank " << rank;
         }
       }
     });
-  }
-
-  /// Cut differently on every rank, with empty pieces, every other one in place.
-  static void expect_right_in_pieces(Communicator& communicator, const ReduceProblem& problem,
-                                     CallMode mode) {
-    const auto rank = static_cast<std::size_t>(communicator.rank());
-    const Bytes& input = problem.inputs[rank];
-    Bytes in_place = input;
-    Bytes output(input.size(), 0xcd);
-    Operation operation =
-        allreduce_of(problem.dtype, problem.count, nullptr, nullptr, "pieces", problem.reduction);
-    const std::size_t element = dtype_size(problem.dtype);
-    std::size_t length = 1 + rank;
-    for (std::size_t begin = 0; begin < problem.count; length = length * 3 % 1021) {
-      const std::size_t offset = begin * element;
-      const std::size_t bytes = std::min(length - 1, problem.count - begin) * element;
-      auto* const here = reinterpret_cast<std::byte*>(in_place.data()) + offset;
-      auto* const there = reinterpret_cast<std::byte*>(output.data()) + offset;
-      operation.pieces.push_back({here, operation.pieces.size() % 2 == 0 ? here : there, bytes});
-      begin += length - 1;
-    }
-    perform(communicator, operation, mode);
-    Bytes found;
-    for (const Piece& piece : operation.pieces) {
-      const auto* const begin = reinterpret_cast<const unsigned char*>(piece.output);
-      found.insert(found.end(), begin, begin + piece.bytes);
-    }
-    EXPECT_TRUE(found == problem.expected) << problem.text() << " in pieces, on rank " << rank;
   }
 };
 
@@ -131,31 +103,25 @@ TEST_P(AllreduceTest, FusedHasTheSameBits) {
       problems.push_back(make_problem(dtype, {ReduceOp::kSum}, count, size()));
   group_.run_transports([&](const std::shared_ptr<Transport>& transport) {
     Exchange exchange(*transport, "world");
-    const auto rank = static_cast<std::size_t>(transport->rank());
     for (std::size_t begin = 0; begin < problems.size(); begin += std::size(counts)) {
       std::vector<Bytes> arrays;
       std::vector<Operation> operations;
       for (std::size_t i = 0; i < std::size(counts); ++i) {
         const ReduceProblem& problem = problems[begin + i];
-        arrays.push_back(problem.inputs[rank]);
-        operations.push_back(allreduce_of(problem.dtype, problem.count, arrays.back().data(),
-                                          arrays.back().data(), "part", problem.reduction));
+        arrays.push_back(problem.input(transport->rank()));
+        operations.push_back(reduction_of(problem, arrays.back().data(), arrays.back().data(), "part"));
       }
       std::vector<Operation*> pointers;
       for (Operation& operation : operations) pointers.push_back(&operation);
       const Descriptor fused = fused_descriptor(pointers);
       fused_allreduce(exchange, OperationCall{fused, {}}, pointers);
-      std::size_t at = 0;
-      for (std::size_t i = 0; i < std::size(counts); ++i) {
-        const ReduceProblem& problem = problems[begin + i];
-        EXPECT_TRUE(arrays[at++] == problem.expected) << problem.text() << " fused, on rank " << rank;
-      }
+      for (std::size_t i = 0; i < std::size(counts); ++i)
+        expect_result(problems[begin + i], arrays[i].data(), transport->rank());
     }
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Groups, AllreduceTest, ::testing::ValuesIn(crowded_and_roomy_cases()),
-                         [](const auto& info) { return case_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Groups, AllreduceTest, ::testing::ValuesIn(crowded_and_roomy_cases()), kPrinted);
 
 using DefaultStaging = AllreduceTest;
 
@@ -168,8 +134,7 @@ TEST_P(DefaultStaging, SeveralSegments) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Groups, DefaultStaging,
-                         ::testing::ValuesIn(group_cases({1, 2, 7}, {kDefaultStaging})),
-                         [](const auto& info) { return case_name(info.param); });
+                         ::testing::ValuesIn(group_cases({1, 2, 7}, {kDefaultStaging})), kPrinted);
 
 // Hosts of few and of many ranks, and staging memory that holds hardly anything, or no whole number of lines.
 class AcrossHosts : public AllreduceTest {};
@@ -182,6 +147,20 @@ TEST_P(AcrossHosts, EveryPlanHasTheSameBits) {
     problems.push_back(make_problem(DType::kInt8, {ReduceOp::kSum, 0.5, 2.0}, count, size()));
   }
   expect_all_right(problems);
+}
+
+/// Averages, and scaled sums in half precision, of each of `counts`.
+void expect_same_bits(const GroupOptions& options, const std::vector<std::size_t>& counts) {
+  std::vector<ReduceProblem> problems;
+  for (const std::size_t count : counts) {
+    problems.push_back(make_problem(DType::kFloat32, {ReduceOp::kAverage}, count, options.size));
+    problems.push_back(make_problem(DType::kBFloat16, {ReduceOp::kSum, 0.5, 3.0}, count, options.size));
+  }
+  RankGroup(options).run([&](Communicator& communicator) {
+    SCOPED_TRACE("mode '" + options.communicator.mode + "', tuning '" + options.communicator.tuning + "'");
+    for (const ReduceProblem& problem : problems)
+      for (const CallMode mode : kCallModes) expect_reduced(communicator, problem, mode);
+  });
 }
 
 // Every algorithm in two dimensions, on hosts that are, and are not, subtrees of the sum; more dimensions;
@@ -218,21 +197,7 @@ TEST(ForcedModes, EveryAlgorithmHasTheSameBits) {
     GroupOptions options(TransportKind::kCluster, size, 4096);
     options.layout = each.layout;
     options.communicator.mode = each.mode;
-    RankGroup group(options);
-    std::vector<ReduceProblem> problems;
-    for (const std::size_t count : {0, 1, 37, 20001}) {
-      problems.push_back(make_problem(DType::kFloat32, {ReduceOp::kAverage}, count, size));
-      problems.push_back(make_problem(DType::kBFloat16, {ReduceOp::kSum, 0.5, 3.0}, count, size));
-    }
-    group.run([&](Communicator& communicator) {
-      for (const ReduceProblem& problem : problems) {
-        Bytes data = problem.inputs[static_cast<std::size_t>(communicator.rank())];
-        run(communicator,
-            allreduce_of(problem.dtype, problem.count, data.data(), data.data(), "x", problem.reduction));
-        EXPECT_TRUE(data == problem.expected)
-            << problem.text() << ", " << each.layout.size() << " hosts, mode " << each.mode;
-      }
-    });
+    expect_same_bits(options, {0, 1, 37, 20001});
   }
 }
 
@@ -240,13 +205,8 @@ TEST(ForcedModes, OnesThatDoNotFitAreRefused) {
   for (const char* const mode : {"4", "2x3", "1x4", "2xx2", "2dx2"}) {
     GroupOptions options(TransportKind::kCluster, 4, 4096);
     options.communicator.mode = mode;
-    RankGroup group(options);
-    try {
-      group.run([](Communicator&) {});
-      ADD_FAILURE() << mode;
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind(), ErrorKind::kUsage) << mode;
-    }
+    SCOPED_TRACE(mode);
+    error_of(ErrorKind::kUsage, [&] { RankGroup(options).run([](Communicator&) {}); });
   }
 }
 
@@ -264,23 +224,7 @@ TEST(TunedBySize, EveryWayHasTheSameBits) {
     GroupOptions options(TransportKind::kCluster, 4, 4096);
     options.hosts = each.hosts;
     options.communicator.tuning = each.tuning;
-    RankGroup group(options);
-    std::vector<ReduceProblem> problems;
-    for (const std::size_t count : {0, 1, 37, 1000, 4000, 11000, 20001}) {
-      problems.push_back(make_problem(DType::kFloat32, {ReduceOp::kAverage}, count, 4));
-      problems.push_back(make_problem(DType::kBFloat16, {ReduceOp::kSum, 0.5, 3.0}, count, 4));
-    }
-    group.run([&](Communicator& communicator) {
-      for (const ReduceProblem& problem : problems) {
-        for (const CallMode mode : kCallModes) {
-          Bytes data = problem.inputs[static_cast<std::size_t>(communicator.rank())];
-          Operation operation =
-              allreduce_of(problem.dtype, problem.count, data.data(), data.data(), "x", problem.reduction);
-          perform(communicator, operation, mode);
-          EXPECT_TRUE(data == problem.expected) << problem.text() << ", tuning " << each.tuning;
-        }
-      }
-    });
+    expect_same_bits(options, {0, 1, 37, 1000, 4000, 11000, 20001});
   }
 }
 
@@ -293,9 +237,7 @@ std::vector<GroupCase> many_hosts() {
   return cases;
 }
 
-INSTANTIATE_TEST_SUITE_P(Groups, AcrossHosts, ::testing::ValuesIn(many_hosts()), [](const auto& info) {
-  return case_name(info.param) + "_hosts" + std::to_string(info.param.hosts);
-});
+INSTANTIATE_TEST_SUITE_P(Groups, AcrossHosts, ::testing::ValuesIn(many_hosts()), kPrinted);
 
 }  // namespace
 }  // namespace multiring

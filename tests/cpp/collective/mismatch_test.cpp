@@ -1,16 +1,13 @@
 // Whatever the ranks do not agree in raises a mismatch error on all of them that says who asked for what.
 
-#include <gtest/gtest.h>
-
-#include <cstring>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "support/errors.h"
 #include "support/operations.h"
-#include "support/rank_group.h"
 
 namespace multiring {
 namespace {
@@ -29,13 +26,9 @@ struct Difference {
 
 const std::string kLong(150, 'x');
 
-Request named(Request request, const char* name) {
-  request.name = name;
-  return request;
-}
-
 std::vector<Difference> differences() {
   const Request sum{.rows = 10, .name = "t"};
+  const Request long_name{.rows = 10, .name = kLong + "1"};
   const Request broadcast{.kind = OpKind::kBroadcast, .rows = 10, .root = 0, .name = "t"};
   const Request allgather{.kind = OpKind::kAllgather, .rows = 5, .row = 2, .name = "t"};
   const Request barrier{.kind = OpKind::kBarrier};
@@ -46,8 +39,8 @@ std::vector<Difference> differences() {
       {"Name", sum, [](Request& r) { r.name = "u"; }, "allreduce 't' sum float32[10, 1]",
        "allreduce 'u' sum float32[10"},
       {"NoName", sum, [](Request& r) { r.name = ""; }, "allreduce 't' sum", "allreduce sum"},
-      {"EndOfALongName", named(sum, (kLong + "1").c_str()), [](Request& r) { r.name = kLong + "2"; },
-       "names alike at the start", "allreduce 'xxx"},
+      {"EndOfALongName", long_name, [](Request& r) { r.name = kLong + "2"; }, "names alike at the start",
+       "allreduce 'xxx"},
       {"Kind", sum, [](Request& r) { r.kind = OpKind::kReduceScatter; }, "allreduce 't'",
        "reduce_scatter 't'"},
       {"KindAndBarrier", barrier, [](Request& r) { r = Request{.rows = 3}; }, "barrier",
@@ -75,11 +68,7 @@ std::shared_ptr<Work> submitted_unless_broken(Communicator& communicator, Operat
   try {
     return communicator.submit(std::move(operation), priority, nullptr);
   } catch (const Error& error) {
-    if (already_told) {
-      EXPECT_EQ(error.kind(), ErrorKind::kAborted) << error.what();
-    } else {
-      EXPECT_EQ(error.kind(), ErrorKind::kMismatch) << error.what();
-    }
+    expect_kind(error, already_told ? ErrorKind::kAborted : ErrorKind::kMismatch);
     already_told = true;
     return nullptr;
   }
@@ -87,23 +76,19 @@ std::shared_ptr<Work> submitted_unless_broken(Communicator& communicator, Operat
 
 struct MismatchCase {
   GroupCase group;
-  bool asynchronous;
+  CallMode mode;
 };
-void PrintTo(const MismatchCase& mismatch, std::ostream* out) { PrintTo(mismatch.group, out); }
+void PrintTo(const MismatchCase& mismatch, std::ostream* out) {
+  PrintTo(mismatch.group, out);
+  *out << (mismatch.mode == CallMode::kAsync ? "_async" : "_sync");
+}
 
 class MismatchTest : public ::testing::TestWithParam<MismatchCase> {
  protected:
   static int size() { return GetParam().group.size; }
+  static CallMode mode() { return GetParam().mode; }
   /// The rank that differs: the last but one, or the first of two.
   static int odd() { return size() - 2; }
-
-  static std::string ranks_text(bool of_odd) {
-    std::vector<int> ranks;
-    for (int rank = 0; rank < size(); ++rank)
-      if ((rank == odd()) == of_odd) ranks.push_back(rank);
-    if (ranks.size() == 1) return "rank " + std::to_string(ranks[0]) + " asked for ";
-    return "ranks ";
-  }
 
   static void expect_all_raise(const RankGroup::Body& body, const std::vector<std::string>& fragments) {
     RankGroup group(GetParam().group.options());
@@ -119,31 +104,16 @@ class MismatchTest : public ::testing::TestWithParam<MismatchCase> {
     for (int rank = 0; rank < size(); ++rank) {
       const auto& outcome = outcomes[static_cast<std::size_t>(rank)];
       ASSERT_TRUE(outcome.has_value()) << "nothing was raised on rank " << rank;
-      const std::string text = outcome->what();
-      EXPECT_EQ(outcome->kind(), ErrorKind::kMismatch) << text;
-      EXPECT_EQ(outcome->context().rank, rank) << text;
-      for (const std::string& fragment : fragments)
-        EXPECT_NE(text.find(fragment), std::string::npos) << "no '" << fragment << "' in: " << text;
+      expect_kind(*outcome, ErrorKind::kMismatch);
+      EXPECT_EQ(outcome->context().rank, rank) << outcome->what();
+      for (const std::string& fragment : fragments) expect_text(*outcome, fragment);
     }
   }
 
   /// Later calls say that the communicator is broken, and by what.
   static void expect_broken(Communicator& communicator, const Error& first) {
-    for (int repeat = 0; repeat < 2; ++repeat) {
-      Operation barrier = barrier_operation();
-      try {
-        perform(communicator, barrier, GetParam().asynchronous ? CallMode::kAsync : CallMode::kSync);
-        ADD_FAILURE() << "a broken communicator went on";
-      } catch (const Error& error) {
-        EXPECT_EQ(error.kind(), ErrorKind::kAborted);
-        EXPECT_NE(std::string(error.what()).find("is broken"), std::string::npos) << error.what();
-        EXPECT_NE(std::string(error.what()).find(first.what()), std::string::npos) << error.what();
-      }
-    }
-  }
-
-  static void perform_in_mode(Communicator& communicator, Operation& operation) {
-    perform(communicator, operation, GetParam().asynchronous ? CallMode::kAsync : CallMode::kSync);
+    const auto call = [&] { perform(communicator, barrier_operation(), mode()); };
+    for (int repeat = 0; repeat < 2; ++repeat) error_of(ErrorKind::kAborted, call, "is broken", first.what());
   }
 };
 
@@ -152,13 +122,13 @@ TEST_P(MismatchTest, EveryKindOfDifference) {
     const ::testing::ScopedTrace trace(__FILE__, __LINE__, difference.name);
     std::vector<std::string> fragments = {difference.common, difference.odd};
     if (std::string(difference.name) != "EndOfALongName") {
-      fragments.push_back(ranks_text(true) + (difference.odd.substr(0, 3) == "all" ? "all" : ""));
+      fragments.push_back("rank " + std::to_string(odd()) + " asked for " +
+                          (difference.odd.starts_with("all") ? "all" : ""));
       if (size() > 2) fragments.push_back("ranks ");
     }
     expect_all_raise(
         [&](Communicator& communicator) {
-          Operation before = barrier_operation("before");
-          perform_in_mode(communicator, before);
+          perform(communicator, barrier_operation("before"), mode());
           Request request = difference.request;
           if (communicator.rank() == odd()) difference.change(request);
           std::vector<std::byte> input(request.rows * request.row * 8);
@@ -166,8 +136,7 @@ TEST_P(MismatchTest, EveryKindOfDifference) {
           request.input = input.data();
           if (request.kind == OpKind::kAllreduce || request.kind == OpKind::kBroadcast)
             request.output = output.data();
-          Operation operation = make_operation(request);
-          perform_in_mode(communicator, operation);
+          perform(communicator, request, mode());
         },
         fragments);
   }
@@ -177,8 +146,7 @@ TEST_P(MismatchTest, SplitAndAllocateAgainstABarrier) {
   for (const bool split : {false, true}) {
     expect_all_raise(
         [&](Communicator& communicator) {
-          Operation barrier = barrier_operation();
-          if (communicator.rank() != odd()) return communicator.run(barrier, {});
+          if (communicator.rank() != odd()) return run_barrier(communicator);
           if (split) communicator.split(0, 0, {});
           if (!split) communicator.allocate_symmetric(5000, {});
         },
@@ -199,9 +167,8 @@ TEST_P(MismatchTest, SynchronousAgainstAsynchronous) {
   expect_all_raise(
       [&](Communicator& communicator) {
         float value = 1;
-        Operation operation = allreduce_of(DType::kFloat32, 1, &value, &value, "t");
-        const bool synchronous = communicator.rank() == odd();
-        perform(communicator, operation, synchronous ? CallMode::kSync : CallMode::kAsync);
+        const CallMode own = communicator.rank() == odd() ? CallMode::kSync : CallMode::kAsync;
+        perform(communicator, allreduce_of(DType::kFloat32, 1, &value, &value, "t"), own);
       },
       {"allreduce 't' sum float32[1, 1]", "(asynchronous operation 1)"});
 }
@@ -214,7 +181,7 @@ TEST_P(MismatchTest, AnotherOrder) {
         Operation a = allreduce_of(DType::kFloat32, 10, first.data(), first.data(), "a");
         Operation b = allreduce_of(DType::kFloat32, 10, second.data(), second.data(), "b");
         if (communicator.rank() == odd()) std::swap(a, b);
-        if (!GetParam().asynchronous) {
+        if (mode() == CallMode::kSync) {
           communicator.run(a, {});
           return communicator.run(b, {});
         }
@@ -230,10 +197,10 @@ TEST_P(MismatchTest, AnotherOrder) {
 // Asynchronous ones without names that differ in their priorities only, so that the ranks choose different
 // ones.
 TEST_P(MismatchTest, PrioritiesOfNamelessWork) {
-  if (!GetParam().asynchronous) return;
+  if (mode() == CallMode::kSync) return;
   RankGroup group(GetParam().group.options());
   group.outcomes([&](Communicator& communicator) {
-    std::vector<std::vector<std::int64_t>> arrays;
+    std::vector<Array> arrays;
     for (std::int64_t i = 0; i < 8; ++i) arrays.emplace_back(10000, i);  // too long to be fused
     std::vector<std::shared_ptr<Work>> works;
     bool told = false;
@@ -249,7 +216,7 @@ TEST_P(MismatchTest, PrioritiesOfNamelessWork) {
         works[i]->wait(Deadline::never(), {});
         EXPECT_EQ(arrays[i][77], static_cast<std::int64_t>(i) * size());
       } catch (const Error& error) {
-        EXPECT_EQ(error.kind(), ErrorKind::kMismatch) << error.what();
+        expect_kind(error, ErrorKind::kMismatch);
       }
     }
   });
@@ -257,7 +224,7 @@ TEST_P(MismatchTest, PrioritiesOfNamelessWork) {
 
 // One of several that may be fused; the ranks see it alone or together with its neighbours.
 TEST_P(MismatchTest, OneOfManyPending) {
-  if (!GetParam().asynchronous) return;
+  if (mode() == CallMode::kSync) return;
   expect_all_raise(
       [&](Communicator& communicator) {
         std::vector<std::vector<float>> arrays(12, std::vector<float>(20));
@@ -288,13 +255,11 @@ TEST_P(MismatchTest, OneOfManyPending) {
 std::vector<MismatchCase> mismatch_cases() {
   std::vector<MismatchCase> cases;
   for (const GroupCase& group : group_cases({2, 3, 7}, {kSmallStaging}))
-    for (const bool asynchronous : {false, true}) cases.push_back({group, asynchronous});
+    for (const CallMode mode : kCallModes) cases.push_back({group, mode});
   return cases;
 }
 
-INSTANTIATE_TEST_SUITE_P(Groups, MismatchTest, ::testing::ValuesIn(mismatch_cases()), [](const auto& info) {
-  return case_name(info.param.group) + (info.param.asynchronous ? "_async" : "_sync");
-});
+INSTANTIATE_TEST_SUITE_P(Groups, MismatchTest, ::testing::ValuesIn(mismatch_cases()), kPrinted);
 
 TEST(PointToPointMismatch, TagDtypeAndLength) {
   for (int difference = 0; difference < 3; ++difference) {
@@ -302,28 +267,18 @@ TEST(PointToPointMismatch, TagDtypeAndLength) {
       RankGroup group(GroupOptions(transport, 3));
       const auto outcomes = group.outcomes([&](Communicator& communicator) {
         std::vector<float> array(10);
-        if (communicator.rank() == 0) {
-          Operation operation = make_operation(
-              {.kind = OpKind::kSend, .rows = 10, .input = array.data(), .root = 1, .name = "sent"});
-          communicator.send(operation, 4, {});
-        } else if (communicator.rank() == 1) {
-          Request request{.kind = OpKind::kReceive, .rows = 10, .output = array.data(), .root = 0};
-          if (difference == 0) request.dtype = DType::kInt32;
-          if (difference == 1) request.rows = 9;
-          Operation operation = make_operation(request);
-          communicator.receive(operation, difference == 2 ? 5 : 4, {});
-        }
-        Operation barrier = barrier_operation();
-        communicator.run(barrier, {});  // where the others learn of it
+        Operation send = send_of(DType::kFloat32, 10, array.data(), 1, "sent");
+        if (communicator.rank() == 0) communicator.send(send, 4, {});
+        Request request{.kind = OpKind::kReceive, .rows = 10, .output = array.data(), .root = 0};
+        if (difference == 0) request.dtype = DType::kInt32;
+        if (difference == 1) request.rows = 9;
+        Operation receive = make_operation(request);
+        if (communicator.rank() == 1) communicator.receive(receive, difference == 2 ? 5 : 4, {});
+        run_barrier(communicator);  // where the others learn of it
       });
       const char* const fragments[] = {"int32[10, 1]", "float32[9, 1]", "tag 5"};
-      for (const auto& outcome : outcomes) {
-        ASSERT_TRUE(outcome.has_value());
-        const std::string text = outcome->what();
-        EXPECT_EQ(outcome->kind(), ErrorKind::kMismatch) << text;
-        EXPECT_NE(text.find("rank 0 sent tag 4 send 'sent'"), std::string::npos) << text;
-        EXPECT_NE(text.find(fragments[difference]), std::string::npos) << text;
-      }
+      expect_all_raised(outcomes, ErrorKind::kMismatch, "rank 0 sent tag 4 send 'sent'",
+                        fragments[difference]);
     }
   }
 }

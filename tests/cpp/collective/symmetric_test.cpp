@@ -1,15 +1,12 @@
 // Buffers in symmetric memory: the direct way, mixtures of symmetric and ordinary buffers over the ranks, and
 // how long the memory lives. All give the bits of the canonical tree.
 
-#include <gtest/gtest.h>
-
 #include <cstring>
 #include <memory>
 #include <vector>
 
+#include "support/errors.h"
 #include "support/operations.h"
-#include "support/oracles/problem.h"
-#include "support/rank_group.h"
 
 namespace multiring {
 namespace {
@@ -39,16 +36,6 @@ std::byte* copied_in(const Bytes& bytes, std::byte* to) {
   return to;
 }
 
-void expect_holds(const ReduceProblem& problem, const std::byte* at, int rank) {
-  EXPECT_TRUE(problem.bytes() == 0 || std::memcmp(at, problem.expected.data(), problem.bytes()) == 0)
-      << problem.text() << " on rank " << rank;
-}
-
-void allreduce(Communicator& communicator, const ReduceProblem& problem, const std::byte* input,
-               std::byte* output) {
-  run(communicator, allreduce_of(problem.dtype, problem.count, input, output));
-}
-
 TEST_P(SymmetricTest, AllreduceInPlaceAndOutOfPlaceAtOffsetsOfItsOwn) {
   const std::vector<ReduceProblem> problems = make_problems(size());
   group_.run([&](Communicator& communicator) {
@@ -60,12 +47,11 @@ TEST_P(SymmetricTest, AllreduceInPlaceAndOutOfPlaceAtOffsetsOfItsOwn) {
       // Not aligned to cache lines, and on every rank elsewhere.
       std::byte* input = copied_in(problem.inputs[rank], part + 8 * rank);
       std::byte* output = part + 128 * 1024 + 1024 * rank;
-      allreduce(communicator, problem, input, output);
-      expect_holds(problem, output, communicator.rank());
+      run(communicator, reduction_of(problem, input, output));
+      expect_result(problem, output, communicator.rank());
       EXPECT_TRUE(problem.bytes() == 0 ||
                   std::memcmp(input, problem.inputs[rank].data(), problem.bytes()) == 0);
-      allreduce(communicator, problem, input, input);
-      expect_holds(problem, input, communicator.rank());
+      expect_reduced(communicator, problem, CallMode::kSync, input);
     }
   });
 }
@@ -74,15 +60,9 @@ TEST_P(SymmetricTest, AllreduceUpToTheLastByteOfARegion) {
   const ReduceProblem problem = sum_problem(DType::kFloat32, 32 * 1024 + 4, size());
   group_.run([&](Communicator& communicator) {
     const auto region = communicator.allocate_symmetric(problem.bytes(), {});
-    std::byte* part = copied_in(problem.inputs[static_cast<std::size_t>(communicator.rank())],
-                                region->part(communicator.rank()));
-    allreduce(communicator, problem, part, part);
-    expect_holds(problem, part, communicator.rank());
+    expect_reduced(communicator, problem, CallMode::kSync, region->part(communicator.rank()));
   });
 }
-
-/// Where a rank's buffer lies.
-enum class Place { kOrdinary, kFirstRegion, kSecondRegion };
 
 // Every mixture of places over the ranks: all must take the same way through the rounds.
 TEST_P(SymmetricTest, AllreduceWithOrdinaryAndSymmetricBuffersMixed) {
@@ -94,27 +74,17 @@ TEST_P(SymmetricTest, AllreduceWithOrdinaryAndSymmetricBuffersMixed) {
     const auto first = communicator.allocate_symmetric(kRegionBytes, {});
     const auto second = communicator.allocate_symmetric(kRegionBytes, {});
     std::vector<std::byte> ordinary(kRegionBytes);
-    const auto at = [&](unsigned choice) {
-      switch (static_cast<Place>(choice % 3)) {
-        case Place::kOrdinary:
-          return ordinary.data();
-        case Place::kFirstRegion:
-          return first->part(communicator.rank());
-        case Place::kSecondRegion:
-          break;
-      }
-      return second->part(communicator.rank());
-    };
+    std::byte* const places[] = {ordinary.data(), first->part(communicator.rank()),
+                                 second->part(communicator.rank())};
     for (unsigned mixture = 0; mixture < 27; ++mixture) {
       unsigned digits = mixture;  // in base 3, one for each rank; ranks beyond the third repeat them
       for (unsigned i = 0; i < rank % 3; ++i) digits /= 3;
       for (const ReduceProblem& problem : problems) {
-        std::byte* input = copied_in(problem.inputs[rank], at(digits));
-        std::byte* output = at(digits / 3) + 128 * 1024;
-        allreduce(communicator, problem, input, output);
-        expect_holds(problem, output, communicator.rank());
-        allreduce(communicator, problem, input, input);
-        expect_holds(problem, input, communicator.rank());
+        std::byte* input = copied_in(problem.inputs[rank], places[digits % 3]);
+        std::byte* output = places[digits / 3 % 3] + 128 * 1024;
+        run(communicator, reduction_of(problem, input, output));
+        expect_result(problem, output, communicator.rank());
+        expect_reduced(communicator, problem, CallMode::kSync, input);
       }
     }
   });
@@ -125,21 +95,19 @@ TEST_P(SymmetricTest, AsynchronousAllreducesOfViewsOfOneRegion) {
       sum_problem(DType::kFloat32, 20000, size()), sum_problem(DType::kFloat32, 40, size()),
       sum_problem(DType::kFloat32, 64000, size()), sum_problem(DType::kFloat32, 16384, size())};
   group_.run([&](Communicator& communicator) {
-    const auto rank = static_cast<std::size_t>(communicator.rank());
     const auto region = communicator.allocate_symmetric(kRegionBytes, {});
     for (int repeat = 0; repeat < 5; ++repeat) {
       std::vector<std::shared_ptr<Work>> works;
       std::vector<std::byte*> places;
       std::byte* place = region->part(communicator.rank());
       for (const ReduceProblem& problem : problems) {
-        places.push_back(copied_in(problem.inputs[rank], place));
-        works.push_back(communicator.submit(allreduce_of(problem.dtype, problem.count, place, place, "view"),
-                                            0, nullptr));
+        places.push_back(copied_in(problem.input(communicator.rank()), place));
+        works.push_back(communicator.submit(reduction_of(problem, place, place, "view"), 0, nullptr));
         place += problem.bytes();
       }
       for (std::size_t i = 0; i < works.size(); ++i) {
         works[i]->wait(Deadline::never(), {});
-        expect_holds(problems[i], places[i], communicator.rank());
+        expect_result(problems[i], places[i], communicator.rank());
       }
     }
   });
@@ -154,10 +122,8 @@ TEST_P(SymmetricTest, RegionsThatOnlySomeRanksStillHold) {
     for (unsigned repeat = 0; repeat < 12; ++repeat) {
       auto region = communicator.allocate_symmetric(problem.bytes(), {});
       if ((rank + repeat) % 3 == 0) region.reset();
-      std::byte* place =
-          copied_in(problem.inputs[rank], region ? region->part(communicator.rank()) : ordinary.data());
-      allreduce(communicator, problem, place, place);
-      expect_holds(problem, place, communicator.rank());
+      expect_reduced(communicator, problem, CallMode::kSync,
+                     region ? region->part(communicator.rank()) : ordinary.data());
       if ((rank + repeat) % 3 == 1) region.reset();
     }
   });
@@ -168,13 +134,11 @@ TEST_P(SymmetricTest, WorkKeepsItsRegionMapped) {
   const ReduceProblem problem = sum_problem(DType::kFloat32, 60000, size());
   group_.run([&](Communicator& communicator) {
     auto region = communicator.allocate_symmetric(problem.bytes(), {});
-    std::byte* place = copied_in(problem.inputs[static_cast<std::size_t>(communicator.rank())],
-                                 region->part(communicator.rank()));
-    const auto work =
-        communicator.submit(allreduce_of(problem.dtype, problem.count, place, place), 0, nullptr);
+    std::byte* place = copied_in(problem.input(communicator.rank()), region->part(communicator.rank()));
+    const auto work = communicator.submit(reduction_of(problem, place, place), 0, nullptr);
     region.reset();
     work->wait(Deadline::never(), {});
-    expect_holds(problem, place, communicator.rank());
+    expect_result(problem, place, communicator.rank());
   });
 }
 
@@ -187,14 +151,13 @@ TEST_P(SymmetricTest, OutlivesItsCommunicator) {
       child->close();
     }
     std::memset(region->part(communicator.rank()), 1 + communicator.rank(), region->bytes_per_rank());
-    Operation barrier = barrier_operation();
-    communicator.run(barrier, {});
+    run_barrier(communicator);
     for (int rank = 0; rank < communicator.size(); ++rank) {
       const std::byte* part = region->part(rank);
       if (part == nullptr) continue;  // on another host
       EXPECT_EQ(part[4999], static_cast<std::byte>(1 + rank));
     }
-    communicator.run(barrier, {});
+    run_barrier(communicator);
   });
 }
 
@@ -209,19 +172,17 @@ TEST_P(SymmetricTest, EmptyAndManyRegions) {
     }
     for (std::size_t i = 0; i < regions.size(); ++i)
       std::memset(regions[i]->part(communicator.rank()), static_cast<int>(i), regions[i]->bytes_per_rank());
-    Operation barrier = barrier_operation();
-    communicator.run(barrier, {});
+    run_barrier(communicator);
     for (std::size_t i = 0; i < regions.size(); ++i)
       for (int rank = 0; rank < communicator.size(); ++rank)
         if (const std::byte* part = regions[i]->part(rank); part != nullptr) {  // else on another host
           EXPECT_EQ(part[i * 100], static_cast<std::byte>(i));
         }
-    communicator.run(barrier, {});
+    run_barrier(communicator);
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Groups, SymmetricTest, ::testing::ValuesIn(crowded_and_roomy_cases()),
-                         [](const auto& info) { return case_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Groups, SymmetricTest, ::testing::ValuesIn(crowded_and_roomy_cases()), kPrinted);
 
 }  // namespace
 }  // namespace multiring

@@ -2,27 +2,20 @@
 
 #include "collective/plan/tuning.h"
 
-#include <gtest/gtest.h>
-
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "collective/plan/plan_cache.h"
 #include "support/errors.h"
 #include "support/operations.h"
-#include "support/oracles/problem.h"
-#include "support/rank_group.h"
 
 namespace multiring {
 namespace {
 
 using namespace testing;
 
-GroupOptions two_by_two() {
-  GroupOptions options(TransportKind::kCluster, 4, 4096);
-  options.hosts = 2;
-  return options;
+GroupOptions two_by_two(std::size_t staging_bytes = 4096) {
+  return {TransportKind::kCluster, 4, staging_bytes};
 }
 
 /// What this rank sends to other hosts in an allreduce of `count` float32: by plans, and in rounds.
@@ -102,10 +95,8 @@ TEST(Tuning, MayChangeBetweenOperations) {
   group.run([&](Communicator& communicator) {
     for (const char* const tuning : {"2x2:1=rounds", "2x2:1=2tx2d", "", "2x2:1=auto/64"}) {
       communicator.set_tuning(tuning);
-      Bytes data = problem.inputs[static_cast<std::size_t>(communicator.rank())];
-      run(communicator,
-          allreduce_of(problem.dtype, problem.count, data.data(), data.data(), "x", problem.reduction));
-      EXPECT_TRUE(data == problem.expected) << tuning;
+      SCOPED_TRACE(tuning);
+      expect_reduced(communicator, problem);
     }
     expect_usage([&] { communicator.set_tuning("2x2:1=9x9"); }, "");
     expect_usage([&] { communicator.set_tuning("2x2:1=rounds,2=9x9"); }, "");
@@ -118,9 +109,7 @@ constexpr std::size_t kCount = 20001;
 constexpr std::size_t kBytes = kCount * sizeof(float);
 
 TEST(Tuning, WhatIsFollowedDecidesOnTheMessages) {
-  GroupOptions options = two_by_two();
-  options.staging_bytes = 64 * 1024;
-  RankGroup group(options);
+  RankGroup group(two_by_two(64 * 1024));
   group.run([&](Communicator& communicator) {
     const int rank = communicator.rank();
     const auto traffic = [&](const char* tuning) {
@@ -145,8 +134,7 @@ TEST(Tuning, WhatIsFollowedDecidesOnTheMessages) {
 }
 
 TEST(Tuning, EveryClassOfSizesGoesItsWay) {
-  GroupOptions options = two_by_two();
-  options.staging_bytes = 64 * 1024;
+  GroupOptions options = two_by_two(64 * 1024);
   options.communicator.tuning = "2x2:64=2tx2d,40000=rounds,100000=auto/8192,200000=2tx2t";
   RankGroup group(options);
   group.run([&](Communicator& communicator) {

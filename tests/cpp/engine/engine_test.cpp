@@ -1,7 +1,5 @@
 // Asynchronous work: order, priorities, fusing, waiting, and threads.
 
-#include <gtest/gtest.h>
-
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -11,9 +9,7 @@
 
 #include "engine/choose_work.h"
 #include "support/errors.h"
-#include "support/latch.h"
 #include "support/operations.h"
-#include "support/rank_group.h"
 
 namespace multiring {
 namespace {
@@ -25,7 +21,7 @@ class EngineTest : public GroupTest {};
 TEST_P(EngineTest, ManyInFlightWaitedForInAnyOrder) {
   group_.run([](Communicator& communicator) {
     const int size = communicator.size();
-    std::vector<std::vector<std::int64_t>> arrays;
+    std::vector<Array> arrays;
     std::vector<std::shared_ptr<Work>> works;
     for (std::size_t i = 0; i < 300; ++i) arrays.emplace_back(i * i % 997, static_cast<std::int64_t>(i));
     for (auto& array : arrays)
@@ -34,8 +30,7 @@ TEST_P(EngineTest, ManyInFlightWaitedForInAnyOrder) {
       const std::size_t at = i * 7 % works.size();
       works[at]->wait(Deadline::never(), {});
       EXPECT_TRUE(works[at]->done());
-      EXPECT_EQ(arrays[at],
-                std::vector<std::int64_t>(arrays[at].size(), static_cast<std::int64_t>(at) * size));
+      EXPECT_EQ(arrays[at], Array(arrays[at].size(), static_cast<std::int64_t>(at) * size));
       works[at]->wait(Deadline::after(0), {});  // again: nothing to wait for
     }
   });
@@ -47,11 +42,11 @@ TEST_P(EngineTest, NamelessWorkOfMixedPrioritiesIsNeverMixedUp) {
   group_.run([](Communicator& communicator) {
     const int size = communicator.size();
     for (int repeat = 0; repeat < 20; ++repeat) {
-      std::vector<std::vector<std::int64_t>> arrays(24);
+      std::vector<Array> arrays(24);
       std::vector<std::shared_ptr<Work>> works;
       for (std::size_t i = 0; i < arrays.size(); ++i) {
-        arrays[i].assign(i % 4 == 3 ? 10000 : 10,
-                         static_cast<std::int64_t>(i));  // some are too long to be fused
+        // Some are too long to be fused.
+        arrays[i].assign(i % 4 == 3 ? 10000 : 10, static_cast<std::int64_t>(i));
         works.push_back(communicator.submit(sum_in_place(arrays[i]), static_cast<int>(i * 5 % 7), nullptr));
         if ((static_cast<int>(i) + repeat) % size == communicator.rank()) std::this_thread::yield();
       }
@@ -66,7 +61,7 @@ TEST_P(EngineTest, NamelessWorkOfMixedPrioritiesIsNeverMixedUp) {
 
 TEST_P(EngineTest, SynchronousCallsComeAfterWhatWasSubmitted) {
   group_.run([](Communicator& communicator) {
-    std::vector<std::int64_t> array(2000, 1);
+    Array array(2000, 1);
     const std::int64_t size = communicator.size();
     std::int64_t expected = 1;
     for (int i = 0; i < 20; ++i) {
@@ -88,23 +83,18 @@ TEST_P(EngineTest, SynchronousCallsComeAfterWhatWasSubmitted) {
 TEST_P(EngineTest, WaitTimesOutAndTheWorkGoesOn) {
   Latch timed_out(group_.size() - 1);
   group_.run([&](Communicator& communicator) {
-    std::vector<std::int64_t> array(100, 2);
+    Array array(100, 2);
     if (communicator.rank() == 0) timed_out.wait();
     const auto work = communicator.submit(sum_in_place(array, "late"), 0, nullptr);
     if (communicator.rank() != 0) {
-      try {
-        work->wait(Deadline::after(0.01), {});
-        ADD_FAILURE() << "rank 0 has not come yet";
-      } catch (const Error& error) {
-        EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
-        EXPECT_NE(std::string(error.what()).find("'late'"), std::string::npos) << error.what();
-        EXPECT_EQ(error.context().tensor, "late");
-      }
+      const Error error =
+          error_of(ErrorKind::kTimeout, [&] { work->wait(Deadline::after(0.01), {}); }, "'late'");
+      EXPECT_EQ(error.context().tensor, "late");
       EXPECT_FALSE(work->done());
       timed_out.count_down();
     }
     work->wait(Deadline::never(), {});
-    EXPECT_EQ(array, std::vector<std::int64_t>(100, 2 * communicator.size()));
+    EXPECT_EQ(array, Array(100, 2 * communicator.size()));
     EXPECT_FALSE(communicator.is_broken());
   });
 }
@@ -112,7 +102,7 @@ TEST_P(EngineTest, WaitTimesOutAndTheWorkGoesOn) {
 TEST_P(EngineTest, InterruptEndsOnlyTheWait) {
   Latch interrupted(group_.size() - 1);
   group_.run([&](Communicator& communicator) {
-    std::vector<std::int64_t> array(100, 2);
+    Array array(100, 2);
     if (communicator.rank() == 0) interrupted.wait();
     const auto work = communicator.submit(sum_in_place(array), 0, nullptr);
     if (communicator.rank() != 0) {
@@ -127,44 +117,34 @@ TEST_P(EngineTest, InterruptEndsOnlyTheWait) {
 TEST_P(EngineTest, SeveralThreadsOfARankShareACommunicator) {
   group_.run([](Communicator& communicator) {
     // All operations are alike, so any order of the threads is the same order.
-    const auto body = [&] {
+    in_threads(3, [&](int) {
       for (int i = 0; i < 50; ++i) {
-        std::vector<std::int64_t> array(300, 3);
+        Array array(300, 3);
         const auto work = communicator.submit(sum_in_place(array), 0, nullptr);
-        std::thread other([&] { work->wait(Deadline::never(), {}); });
-        work->wait(Deadline::never(), {});
-        other.join();
-        EXPECT_EQ(array, std::vector<std::int64_t>(300, 3 * communicator.size()));
+        in_threads(2, [&](int) { work->wait(Deadline::never(), {}); });
+        EXPECT_EQ(array, Array(300, 3 * communicator.size()));
         EXPECT_FALSE(communicator.is_broken());
       }
-    };
-    std::thread second(body);
-    std::thread third(body);
-    body();
-    second.join();
-    third.join();
-    const auto synchronous = [&] {
+    });
+    in_threads(2, [&](int) {
       for (int i = 0; i < 100; ++i) {
-        std::vector<std::int64_t> array(300, 1);
+        Array array(300, 1);
         run(communicator, sum_in_place(array));
         EXPECT_EQ(array.front(), communicator.size());
       }
-    };
-    std::thread fourth(synchronous);
-    synchronous();
-    fourth.join();
+    });
   });
 }
 
 // Work that nobody waits for runs all the same, and lets go of what it keeps alive.
 TEST_P(EngineTest, ForgottenWorkRuns) {
   group_.run([](Communicator& communicator) {
-    std::vector<std::int64_t> array(100, 1);
+    Array array(100, 1);
     auto kept = std::make_shared<int>(0);
     const std::weak_ptr<int> alive = kept;
     communicator.submit(sum_in_place(array), 0, std::move(kept));
     run(communicator, barrier_operation());
-    EXPECT_EQ(array, std::vector<std::int64_t>(100, communicator.size()));
+    EXPECT_EQ(array, Array(100, communicator.size()));
     communicator.close();
     EXPECT_TRUE(alive.expired());
   });
@@ -182,7 +162,7 @@ TEST_P(EngineTest, WorkMayHoldTheLastReference) {
   };
   group_.run([](Communicator& communicator) {
     for (const bool fails : {false, true}) {
-      std::vector<std::int64_t> array(10, 1);
+      Array array(10, 1);
       Latch ended(1);
       auto own = communicator.duplicate(fails ? "fails" : "ends", {});
       if (fails && communicator.rank() == 0 && communicator.size() > 1) array.resize(11);
@@ -196,8 +176,7 @@ TEST_P(EngineTest, WorkMayHoldTheLastReference) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Groups, EngineTest, ::testing::ValuesIn(all_group_cases()),
-                         [](const auto& info) { return case_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Groups, EngineTest, ::testing::ValuesIn(all_group_cases()), kPrinted);
 
 /// Two ranks of which both have submitted all of a list before its second operation is chosen: the first one
 /// has two rounds, and rank 1 is held up between them.
@@ -228,8 +207,7 @@ class HeldUp {
           allreduce_of(DType::kUInt8, array.size(), array.data(), array.data(), "first"), 1000, nullptr);
       submit(communicator);
       submitted_.count_down();
-      Operation barrier = barrier_operation();
-      communicator.run(barrier, {});
+      run_barrier(communicator);
       if (!second) rounds = transport->arrived(0) - 4;  // the first takes three, the barrier one
     });
     return rounds;
@@ -245,7 +223,7 @@ TEST(WorkOrder, HighestPriorityFirstThenOrderOfSubmission) {
   std::mutex mutex;
   std::vector<int> done[2];
   HeldUp held_up(0);
-  std::vector<std::int64_t> arrays[2][6];
+  Array arrays[2][6];
   const std::uint64_t rounds = held_up.run([&](Communicator& communicator) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
     const int priorities[] = {0, 2, 1, 2, -3, 0};
@@ -261,13 +239,13 @@ TEST(WorkOrder, HighestPriorityFirstThenOrderOfSubmission) {
   });
   EXPECT_EQ(done[0], (std::vector<int>{1, 3, 2, 0, 5, 4}));
   EXPECT_EQ(done[1], done[0]);
-  for (int i = 0; i < 6; ++i) EXPECT_EQ(arrays[1][i], std::vector<std::int64_t>(10, 2 * i));
+  for (int i = 0; i < 6; ++i) EXPECT_EQ(arrays[1][i], Array(10, 2 * i));
   EXPECT_EQ(rounds, 6u);
 }
 
 TEST(WorkOrder, SmallAllreducesShareARound) {
   HeldUp held_up(1000);
-  std::vector<std::int64_t> arrays[2][20];
+  Array arrays[2][20];
   std::vector<float> floats[2];
   const std::uint64_t rounds = held_up.run([&](Communicator& communicator) {
     const auto rank = static_cast<std::size_t>(communicator.rank());
@@ -275,13 +253,12 @@ TEST(WorkOrder, SmallAllreducesShareARound) {
       arrays[rank][i].assign(50, i);
       if (i == 10) {  // another dtype: not fused
         floats[rank].assign(10, 0.5f);
-        communicator.submit(allreduce_of(DType::kFloat32, 10, floats[rank].data(), floats[rank].data()), 0,
-                            nullptr);
+        communicator.submit(sum_in_place(floats[rank]), 0, nullptr);
       }
       communicator.submit(sum_in_place(arrays[rank][i]), 0, nullptr);
     }
   });
-  for (int i = 0; i < 20; ++i) EXPECT_EQ(arrays[1][i], std::vector<std::int64_t>(50, 2 * i));
+  for (int i = 0; i < 20; ++i) EXPECT_EQ(arrays[1][i], Array(50, 2 * i));
   EXPECT_EQ(floats[0], std::vector<float>(10, 1.0f));
   EXPECT_EQ(rounds, 3u);
 }

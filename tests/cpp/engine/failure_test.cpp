@@ -1,12 +1,9 @@
 // Ranks that die, hang, leave, abort or are interrupted in the middle of every kind of operation: all others
 // get an error that says so, and not that of a deadline, which is further away than the test may take.
 
-#include <gtest/gtest.h>
-
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -18,9 +15,6 @@
 
 #include "support/activities.h"
 #include "support/errors.h"
-#include "support/operations.h"
-#include "support/oracles/problem.h"
-#include "support/rank_group.h"
 
 namespace multiring {
 namespace {
@@ -67,7 +61,7 @@ struct FailureCase {
   Activity activity;
 };
 void PrintTo(const FailureCase& failure, std::ostream* out) {
-  *out << transport_name(failure.transport) << ' ' << failure.activity.name;
+  *out << transport_name(failure.transport) << '_' << failure.activity.name;
 }
 
 std::vector<FailureCase> failure_cases(const std::vector<TransportKind>& transports) {
@@ -77,30 +71,25 @@ std::vector<FailureCase> failure_cases(const std::vector<TransportKind>& transpo
   return cases;
 }
 
-std::string failure_name(const ::testing::TestParamInfo<FailureCase>& info) {
-  return std::string(transport_name(info.param.transport)) + "_" + info.param.activity.name;
-}
-
 class FailureTest : public ::testing::TestWithParam<FailureCase> {
  protected:
   FailureTest() : group_(group_options(GetParam().transport)), errors_(kSize) {}
 
   /// All ranks are at the activity when `fault` strikes, in a thread of its own.
   void strike(const std::function<void()>& fault) {
-    std::thread striker([&] {
+    const std::jthread striker([&] {
       progress_.await(3 * kSize);
       fault();
     });
     group_.run([&](Communicator& communicator) {
+      const auto rank = static_cast<std::size_t>(communicator.rank());
       {
         const std::lock_guard lock(mutex_);
-        communicators_[static_cast<std::size_t>(communicator.rank())] = communicator.shared_from_this();
+        communicators_[rank] = communicator.shared_from_this();
       }
-      const auto rank = static_cast<std::size_t>(communicator.rank());
       errors_[rank] = repeat_until_error(communicator, GetParam().activity, progress_);
       EXPECT_TRUE(communicator.is_broken() || communicator.rank() == kVictim);
     });
-    striker.join();
   }
 
   /// The striker's own reference: the ranks may be through before it is.
@@ -109,13 +98,12 @@ class FailureTest : public ::testing::TestWithParam<FailureCase> {
     return communicators_[static_cast<std::size_t>(rank)];
   }
 
-  void expect_all(ErrorKind kind, const std::string& fragment, bool of_victim) {
+  /// On all ranks but the victim, or with it.
+  template <class... Fragments>
+  void expect_all(ErrorKind kind, bool of_victim, const Fragments&... fragments) {
     for (int rank = 0; rank < kSize; ++rank) {
-      if (rank == kVictim && !of_victim) continue;
-      const auto& error = errors_[static_cast<std::size_t>(rank)];
-      ASSERT_TRUE(error.has_value());
-      EXPECT_EQ(error->kind(), kind) << error->what();
-      expect_text(*error, fragment);
+      if (rank != kVictim || of_victim)
+        expect_all_raised({errors_[static_cast<std::size_t>(rank)]}, kind, fragments...);
     }
   }
 
@@ -133,7 +121,7 @@ using InprocFailureTest = FailureTest;
 
 TEST_P(InprocFailureTest, DeathReachesAllOthers) {
   strike([&] { group_.hub().break_rank(kVictim); });
-  expect_all(ErrorKind::kPeerLost, "rank 2", false);
+  expect_all(ErrorKind::kPeerLost, false, "rank 2");
   bool died = false;
   for (const auto& error : errors_)
     died = died || std::string(error->what()).find("its process has died") != std::string::npos;
@@ -141,23 +129,21 @@ TEST_P(InprocFailureTest, DeathReachesAllOthers) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Activities, InprocFailureTest,
-                         ::testing::ValuesIn(failure_cases({TransportKind::kInproc})), failure_name);
+                         ::testing::ValuesIn(failure_cases({TransportKind::kInproc})), kPrinted);
 
 TEST_P(FailureTest, AbortFromAnotherThreadReachesAll) {
   strike([&] { communicator(kVictim)->abort("the user wants to stop"); });
-  expect_all(ErrorKind::kAborted, "the user wants to stop", true);
-  for (int rank = 0; rank < kSize; ++rank)
-    if (rank != kVictim) expect_text(*errors_[static_cast<std::size_t>(rank)], "rank 2 stopped all ranks");
+  expect_all(ErrorKind::kAborted, true, "the user wants to stop");
+  expect_all(ErrorKind::kAborted, false, "rank 2 stopped all ranks");
 }
 
 // Closing ends this rank's own call; the others learn of that, or that the rank has left.
 TEST_P(FailureTest, CloseFromAnotherThreadEndsTheCall) {
   strike([&] { communicator(kVictim)->close(); });
-  for (int rank = 0; rank < kSize; ++rank) {
-    const Error& error = *errors_[static_cast<std::size_t>(rank)];
-    const bool left = error.kind() == ErrorKind::kPeerLost;
-    EXPECT_TRUE(left || error.kind() == ErrorKind::kAborted) << error.what();
-    expect_text(error, left ? "shut down" : "closed");
+  for (const auto& error : errors_) {
+    const bool left = error->kind() == ErrorKind::kPeerLost;
+    expect_kind(*error, left ? ErrorKind::kPeerLost : ErrorKind::kAborted);
+    expect_text(*error, left ? "shut down" : "closed");
   }
 }
 
@@ -168,18 +154,13 @@ TEST_P(FailureTest, LeavingReachesAllWhoWait) {
     if (communicator.rank() == kVictim) return communicator.close();
     errors_[rank] = repeat_until_error(communicator, GetParam().activity, progress_);
   });
-  for (int rank = 0; rank < kSize; ++rank) {
-    if (rank == kVictim) continue;
-    const Error& error = *errors_[static_cast<std::size_t>(rank)];
-    EXPECT_EQ(error.kind(), ErrorKind::kPeerLost) << error.what();
-    expect_text(error, "it has shut down or exited while others still needed it");
-    expect_text(error, "lost rank 2");
-  }
+  expect_all(ErrorKind::kPeerLost, false, "it has shut down or exited while others still needed it",
+             "lost rank 2");
 }
 
 INSTANTIATE_TEST_SUITE_P(Activities, FailureTest,
                          ::testing::ValuesIn(failure_cases({TransportKind::kInproc, TransportKind::kShm})),
-                         failure_name);
+                         kPrinted);
 
 // Ranks that come late at every round, each by its own time, change nothing but the time.
 TEST(Delays, DoNotChangeResults) {
@@ -190,18 +171,10 @@ TEST(Delays, DoNotChangeResults) {
     for (int rank = 0; rank < kSize; ++rank)
       group.hub().delay(rank, std::chrono::microseconds(rank == late ? 300 : 40 * rank));
     group.run([&](Communicator& communicator) {
-      const auto rank = static_cast<std::size_t>(communicator.rank());
       const auto region = communicator.allocate_symmetric(direct.bytes(), {});
       for (int repeat = 0; repeat < 3; ++repeat) {
-        Bytes array = staged.inputs[rank];
-        Operation operation = allreduce_of(staged.dtype, staged.count, array.data(), array.data());
-        perform(communicator, operation, kCallModes[repeat % 2]);
-        EXPECT_EQ(array, staged.expected);
-        std::byte* place = region->part(communicator.rank());
-        std::memcpy(place, direct.inputs[rank].data(), direct.bytes());
-        operation = allreduce_of(direct.dtype, direct.count, place, place, "direct", direct.reduction);
-        perform(communicator, operation, kCallModes[repeat % 2]);
-        EXPECT_EQ(std::memcmp(place, direct.expected.data(), direct.bytes()), 0);
+        expect_reduced(communicator, staged, kCallModes[repeat % 2]);
+        expect_reduced(communicator, direct, kCallModes[repeat % 2], region->part(communicator.rank()));
       }
     });
   }
@@ -217,11 +190,9 @@ TEST(Delays, CountAgainstOneDeadline) {
     std::vector<float> array(64 * 1024, 1.0f);  // 64 segments
     run(communicator, sum_in_place(array));
   });
-  for (const auto& outcome : outcomes) {
-    ASSERT_TRUE(outcome.has_value());
-    EXPECT_EQ(outcome->kind(), ErrorKind::kTimeout) << outcome->what();
+  expect_all_raised(outcomes, ErrorKind::kTimeout);
+  for (const auto& outcome : outcomes)
     EXPECT_EQ(std::string(outcome->what()).find("waited 0.0 s"), std::string::npos) << outcome->what();
-  }
 }
 
 // Nobody learns what a rank does: all, this one too, wait until the deadline, and the missing one is named.
@@ -236,10 +207,8 @@ TEST(Drops, EndInTimeoutsThatNameTheDroppedRank) {
     const auto outcomes = group.outcomes([&](Communicator& communicator) {
       for (;;) activity.once(communicator, {});
     });
-    for (const auto& outcome : outcomes) {
-      EXPECT_EQ(outcome->kind(), ErrorKind::kTimeout) << activity.name << ": " << outcome->what();
-      expect_text(*outcome, messages ? "for rank " : "Rank 2 (process ");
-    }
+    SCOPED_TRACE(activity.name);
+    expect_all_raised(outcomes, ErrorKind::kTimeout, messages ? "for rank " : "Rank 2 (process ");
   }
 }
 

@@ -1,17 +1,11 @@
 // Errors of groups: while they are made, how they call their ranks, and what is told where telling fails.
 
-#include <gtest/gtest.h>
-
 #include <memory>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "collective/exchange.h"
 #include "support/errors.h"
-#include "support/latch.h"
 #include "support/operations.h"
-#include "support/rank_group.h"
 
 namespace multiring {
 namespace {
@@ -28,14 +22,20 @@ void exchange_colors(Communicator& communicator) {
   communicator.run(operation, {});
 }
 
+/// Four ranks on two hosts, who wait for as long as it says.
+GroupOptions two_hosts(TransportKind kind, double timeout) {
+  GroupOptions options(kind, 4);
+  options.layout = {2, 2};
+  options.communicator.timeout = timeout;
+  return options;
+}
+
 class GroupFailure : public ::testing::TestWithParam<TransportKind> {};
 
 // The new group has no connection yet whose end could be seen, and the deadline is far away.
 TEST_P(GroupFailure, ARankThatDiesWhileAGroupIsMadeIsLost) {
-  GroupOptions options(GetParam(), 4);
-  options.layout = {2, 2};
+  GroupOptions options = two_hosts(GetParam(), 1000);
   options.time_limit = 20 * kSlowness;
-  options.communicator.timeout = 1000;
   RankGroup group(options);
   Latch ended(3);
   group.run_transports([&](const std::shared_ptr<Transport>& transport) {
@@ -45,64 +45,54 @@ TEST_P(GroupFailure, ARankThatDiesWhileAGroupIsMadeIsLost) {
       transport->abandon();  // as its kernel does when it is killed
       return ended.wait();
     }
-    const Error error = error_of(ErrorKind::kPeerLost, [&] { world.split(transport->rank() % 2, 0, {}); });
-    expect_text(error, "in split");
-    expect_text(error, "'world'");
-    expect_text(error, "rank 3");
+    error_of(
+        ErrorKind::kPeerLost, [&] { world.split(transport->rank() % 2, 0, {}); }, "in split", "'world'",
+        "rank 3");
     ended.count_down();
   });
 }
 
 TEST_P(GroupFailure, AnInterruptWhileAGroupIsMadeStopsAll) {
   struct Interrupted {};
-  GroupOptions options(GetParam(), 4);
-  options.layout = {2, 2};
-  options.communicator.timeout = 1000;
+  const GroupOptions options = two_hosts(GetParam(), 1000);
   RankGroup group(options);
   Latch split(1);
   group.run_transports([&](const std::shared_ptr<Transport>& transport) {
     Communicator world(transport, options.communicator);
-    const auto interrupted = [&] { throw Interrupted(); };
-    const std::function<void()> interrupt = interrupted;
+    const std::function<void()> interrupt = [] { throw Interrupted(); };
     if (transport->rank() != 3) {
-      const Error error = error_of(ErrorKind::kAborted, [&] { world.split(0, 0, {}); });
-      expect_text(error, "rank 3 on host1 was interrupted");
+      error_of(ErrorKind::kAborted, [&] { world.split(0, 0, {}); }, "rank 3 on host1 was interrupted");
       return split.count_down();
     }
     // The others cannot make their group without this rank, which waits for one of them in an own group.
     exchange_colors(world);
-    Operation barrier = barrier_operation();
-    EXPECT_THROW(world.run(barrier, {-1.0, &interrupt}), Interrupted);
+    EXPECT_THROW(run_barrier(world, {-1.0, &interrupt}), Interrupted);
     split.wait();
   });
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, GroupFailure,
                          ::testing::Values(TransportKind::kCluster, TransportKind::kClusterRelayed),
-                         [](const auto& info) { return transport_name(info.param); });
+                         kPrinted);
 
 class GroupNames : public ::testing::TestWithParam<TransportKind> {};
 
 // Users know their ranks by the numbers of the world.
 TEST_P(GroupNames, ErrorsTellTheRanksOfTheWorld) {
-  GroupOptions options(GetParam(), 4);
-  options.layout = {2, 2};
-  RankGroup group(options);
+  RankGroup group(two_hosts(GetParam(), 20 * kSlowness));
   Latch timed_out(1);
   group.run([&](Communicator& world) {
     const auto odd = world.split(world.rank() % 2, 0, {});
     const auto same = world.split(0, 0, {});
     if (world.rank() == 1) {
-      const Error late = error_of(ErrorKind::kTimeout, [&] { run_barrier(*odd, {0.05, nullptr}); });
-      expect_text(late, "rank 0 (world rank 1) on ");
-      expect_text(late, "for rank 1 (world rank 3)");
-      expect_text(late, "Rank 1 (world rank 3) (process ");
+      error_of(
+          ErrorKind::kTimeout, [&] { run_barrier(*odd, {0.05, nullptr}); }, "rank 0 (world rank 1) on ",
+          "for rank 1 (world rank 3)", "Rank 1 (world rank 3) (process ");
       timed_out.count_down();
     }
     if (world.rank() == 3) {
       timed_out.wait();
-      const Error told = error_of(ErrorKind::kTimeout, [&] { run_barrier(*odd); });
-      expect_text(told, "rank 0 (world rank 1) stopped all ranks");
+      error_of(ErrorKind::kTimeout, [&] { run_barrier(*odd); }, "rank 0 (world rank 1) stopped all ranks");
     }
     run_barrier(world);
     if (world.rank() == 3) return;
@@ -111,21 +101,18 @@ TEST_P(GroupNames, ErrorsTellTheRanksOfTheWorld) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, GroupNames, ::testing::ValuesIn(kTransports),
-                         [](const auto& info) { return transport_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Transports, GroupNames, ::testing::ValuesIn(kTransports), kPrinted);
 
 // Each waits in a communicator for the other, which waits in the other one.
 TEST_P(GroupNames, CommunicatorsInDifferentOrderAreNamed) {
-  GroupOptions options(GetParam(), 2);
-  RankGroup group(options);
+  RankGroup group(GroupOptions(GetParam(), 2));
   Latch both(2);
   group.run([&](Communicator& world) {
     const auto a = world.split(0, 0, {});
     const auto b = world.split(0, 0, {});
     const auto& first = world.rank() == 0 ? a : b;
     const Error error = error_of(ErrorKind::kTimeout, [&] { run_barrier(*first, {0.5, nullptr}); });
-    both.count_down();
-    both.wait();
+    both.arrive_and_wait();
     if (GetParam() != TransportKind::kCluster)  // on the others what a peer has published is seen at once
       expect_text(error, world.rank() == 0
                              ? "and waits for this rank in barrier of communicator 'world/2.0'"
@@ -141,12 +128,9 @@ TEST(LostRanks, TheDeadComeBeforeThoseThatLeft) {
   group.run_transports([&](const std::shared_ptr<Transport>& transport) {
     if (transport->rank() == 1) transport->leave();
     if (transport->rank() == 2) group.hub().break_rank(2);
-    if (transport->rank() != 0) return gone.count_down();
-    gone.wait();
+    if (transport->rank() != 0) return gone.arrive_and_wait();
     Communicator world(transport, options.communicator);
-    const Error error = error_of(ErrorKind::kPeerLost, [&] { run_barrier(world); });
-    expect_text(error, "lost rank 2");
-    expect_text(error, "has died");
+    error_of(ErrorKind::kPeerLost, [&] { run_barrier(world); }, "lost rank 2", "has died");
   });
 }
 
@@ -170,8 +154,8 @@ TEST(FailingNetworks, KeepNoPendingWorkWaiting) {
     try {
       work->wait(Deadline::after(10), {});
       ADD_FAILURE() << "done without rank 2";
-    } catch (
-        const Error& error) {  // the abort, or what the rank that drives the broken network met before it
+    } catch (const Error& error) {
+      // The abort, or what the rank that drives the broken network met before it.
       expect_text(error, "as the test has it");
     }
     told.count_down();
@@ -186,9 +170,7 @@ TEST(Garbled, WhatARankAsksForIsCheckedFirst) {
     group.run_transports([&](const std::shared_ptr<Transport>& transport) {
       Communicator world(transport, GroupOptions().communicator);
       if (transport->rank() == 0) {
-        const Error error = error_of(ErrorKind::kInternal, [&] { run_barrier(world); });
-        expect_text(error, "what rank 1 on ");
-        expect_text(error, "makes no sense");
+        error_of(ErrorKind::kInternal, [&] { run_barrier(world); }, "what rank 1 on ", "makes no sense");
         return seen.count_down();
       }
       Exchange exchange(*transport, "world");

@@ -1,15 +1,10 @@
 // Callbacks that end a wait (Ctrl-C), and what they may do.
 
-#include <gtest/gtest.h>
-
 #include <exception>
 #include <functional>
 
 #include "support/activities.h"
 #include "support/errors.h"
-#include "support/latch.h"
-#include "support/operations.h"
-#include "support/rank_group.h"
 
 namespace multiring {
 namespace {
@@ -31,15 +26,14 @@ TEST_P(InterruptTest, InterruptBreaksTheCommunicatorForAll) {
     RankGroup group(options(3));
     const std::function<void()> interrupt = [] { throw CtrlC(); };
     group.run([&](Communicator& communicator) {
-      CallOptions with_interrupt;
-      if (communicator.rank() == 0) with_interrupt.interrupt = &interrupt;
       if (communicator.rank() == 2) return await_broken(communicator);
       if (communicator.rank() == 0)
-        EXPECT_THROW(activity.once(communicator, with_interrupt), CtrlC) << activity.name;
+        EXPECT_THROW(activity.once(communicator, {-1.0, &interrupt}), CtrlC) << activity.name;
       else
-        expect_text(error_of(ErrorKind::kAborted, [&] { activity.once(communicator, {}); }),
-                    "rank 0 stopped all ranks: rank 0 on");
-      expect_text(error_of(ErrorKind::kAborted, [&] { run_barrier(communicator); }), "interrupted");
+        error_of(
+            ErrorKind::kAborted, [&] { activity.once(communicator, {}); },
+            "rank 0 stopped all ranks: rank 0 on");
+      error_of(ErrorKind::kAborted, [&] { run_barrier(communicator); }, "interrupted");
     });
   }
 }
@@ -50,13 +44,11 @@ TEST_P(InterruptTest, InterruptThatCallsBack) {
   Latch refused(1);
   group.run([&](Communicator& communicator) {
     const std::function<void()> interrupt = [&] {
-      expect_text(error_of(ErrorKind::kUsage, [&] { run_barrier(communicator); }), "signal handler");
+      error_of(ErrorKind::kUsage, [&] { run_barrier(communicator); }, "signal handler");
       refused.count_down();
     };
-    CallOptions with_interrupt;
-    if (communicator.rank() == 0) with_interrupt.interrupt = &interrupt;
     if (communicator.rank() == 1) refused.wait();
-    run_barrier(communicator, with_interrupt);
+    run_barrier(communicator, {-1.0, communicator.rank() == 0 ? &interrupt : nullptr});
     EXPECT_FALSE(communicator.is_broken());
     run_barrier(communicator);
   });
@@ -67,11 +59,8 @@ TEST_P(InterruptTest, InterruptThatCloses) {
   Latch closed(1);
   group.run([&](Communicator& communicator) {
     const std::function<void()> interrupt = [&] { communicator.close(); };
-    CallOptions with_interrupt;
-    with_interrupt.interrupt = &interrupt;
     if (communicator.rank() == 0) {
-      expect_text(error_of(ErrorKind::kAborted, [&] { run_barrier(communicator, with_interrupt); }),
-                  "closed");
+      error_of(ErrorKind::kAborted, [&] { run_barrier(communicator, {-1.0, &interrupt}); }, "closed");
       return closed.count_down();
     }
     closed.wait();
@@ -79,7 +68,7 @@ TEST_P(InterruptTest, InterruptThatCloses) {
       run_barrier(communicator);  // rank 0 has come to the first one
       run_barrier(communicator);
     };
-    expect_text(error_of(ErrorKind::kPeerLost, body), "lost rank 0");
+    error_of(ErrorKind::kPeerLost, body, "lost rank 0");
   });
 }
 
@@ -89,15 +78,12 @@ TEST_P(InterruptTest, InterruptWhileWaitingForEarlierWork) {
     if (communicator.rank() == 1) return await_broken(communicator);
     Pending pending(communicator);
     const std::function<void()> interrupt = [] { throw CtrlC(); };
-    CallOptions options;
-    options.interrupt = &interrupt;
-    EXPECT_THROW(run_barrier(communicator, options), CtrlC);
+    EXPECT_THROW(run_barrier(communicator, {-1.0, &interrupt}), CtrlC);
     pending.expect_all(ErrorKind::kAborted, "interrupted");
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, InterruptTest, ::testing::ValuesIn(kTransports),
-                         [](const auto& info) { return transport_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Transports, InterruptTest, ::testing::ValuesIn(kTransports), kPrinted);
 
 }  // namespace
 }  // namespace multiring

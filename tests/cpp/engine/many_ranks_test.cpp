@@ -1,14 +1,9 @@
 // More ranks than any list of fixed length in the collectives has room for, and many more than cores.
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
 #include <vector>
 
 #include "support/errors.h"
 #include "support/operations.h"
-#include "support/oracles/problem.h"
-#include "support/rank_group.h"
 
 namespace multiring {
 namespace {
@@ -24,20 +19,10 @@ TEST(ManyRanks, AllreduceInEveryWay) {
   for (const std::size_t count : {1, 900, 5000, 20000})
     problems.push_back(make_problem(DType::kFloat32, {ReduceOp::kAverage}, count, kMany));
   group.run([&](Communicator& communicator) {
-    const auto rank = static_cast<std::size_t>(communicator.rank());
     const auto region = communicator.allocate_symmetric(80000, {});
     for (const ReduceProblem& problem : problems) {
-      Bytes array = problem.inputs[rank];
-      Operation operation =
-          allreduce_of(problem.dtype, problem.count, array.data(), array.data(), "staged", problem.reduction);
-      communicator.run(operation, {});
-      EXPECT_TRUE(array == problem.expected) << problem.text();
-      std::byte* place = region->part(communicator.rank());
-      std::copy_n(reinterpret_cast<const std::byte*>(problem.inputs[rank].data()), problem.bytes(), place);
-      operation = allreduce_of(problem.dtype, problem.count, place, place, "symmetric", problem.reduction);
-      communicator.run(operation, {});
-      const auto* result = reinterpret_cast<const std::uint8_t*>(place);
-      EXPECT_TRUE(Bytes(result, result + problem.bytes()) == problem.expected) << problem.text();
+      expect_reduced(communicator, problem);
+      expect_reduced(communicator, problem, CallMode::kSync, region->part(communicator.rank()));
     }
   });
 }

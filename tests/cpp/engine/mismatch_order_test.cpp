@@ -1,20 +1,13 @@
 // A mismatch is told as such on every rank: by the call that meets it first, in whatever order this rank, its
 // threads and its peers come to know of it.
 
-#include <gtest/gtest.h>
-
 #include <chrono>
 #include <functional>
-#include <memory>
-#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
-#include "support/errors.h"
 #include "support/named.h"
-#include "support/rank_group.h"
 
 namespace multiring {
 namespace {
@@ -30,13 +23,14 @@ GroupOptions options(TransportKind kind) { return {kind, kSize, kSmallStaging}; 
 /// Rank kOdd has one element more.
 Array array_of(int rank) { return Array(rank == kOdd ? 4 : 3, 1); }
 
-void expect_told(const Error& error, int rank, const std::string& operation, const std::string& name) {
+/// Expects the mismatch of the allreduce 'first'.
+void expect_told(const Communicator& communicator, const Error& error) {
   expect_kind(error, ErrorKind::kMismatch);
   const ErrorContext& told = error.context();
-  EXPECT_EQ(told.rank, rank) << error.what();
-  EXPECT_EQ(told.peer, rank == kOdd ? 0 : kOdd) << error.what();
-  EXPECT_EQ(told.operation, operation) << error.what();
-  EXPECT_EQ(told.tensor, name) << error.what();
+  EXPECT_EQ(told.rank, communicator.rank()) << error.what();
+  EXPECT_EQ(told.peer, communicator.rank() == kOdd ? 0 : kOdd) << error.what();
+  EXPECT_EQ(told.operation, "allreduce") << error.what();
+  EXPECT_EQ(told.tensor, "first") << error.what();
   EXPECT_FALSE(told.host.empty()) << error.what();
 }
 
@@ -62,28 +56,25 @@ TEST_P(MismatchOrder, TheNextCallRaisesIt) {
       {"allocate", [](Communicator& c) { c.allocate_symmetric(100, {}); }},
       {"send",
        [&](Communicator& c) {
-         Operation send = make_operation({.kind = OpKind::kSend,
-                                          .dtype = DType::kInt64,
-                                          .rows = 5,
-                                          .input = more.data(),
-                                          .root = (c.rank() + 1) % kSize});
+         Operation send = send_of(DType::kInt64, 5, more.data(), (c.rank() + 1) % kSize);
          c.send(send, 0, {});
        }},
   };
   for (const Call& call : calls) {
-    const ::testing::ScopedTrace trace(__FILE__, __LINE__, call.name);
+    SCOPED_TRACE(call.name);
     RankGroup group(options(GetParam()));
     group.run([&](Communicator& communicator) {
       Array array = array_of(communicator.rank());
       const auto work = communicator.submit(sum_in_place(array, "first"), 0, nullptr);
       await_first_error(communicator);
       const Error met = error_of(ErrorKind::kMismatch, [&] { call.make(communicator); });
-      expect_told(met, communicator.rank(), "allreduce", "first");
+      expect_told(communicator, met);
       expect_text(met, "rank 1 asked for allreduce 'first' sum int64[4, 1]");
       EXPECT_STREQ(error_of_work(ErrorKind::kMismatch, work).what(), met.what());
       // The program has been told.
-      expect_text(error_of(ErrorKind::kAborted, [&] { call.make(communicator); }),
-                  "is broken on rank " + std::to_string(communicator.rank()) + " by its first error");
+      error_of(
+          ErrorKind::kAborted, [&] { call.make(communicator); },
+          "is broken on rank " + std::to_string(communicator.rank()) + " by its first error");
     });
   }
 }
@@ -93,8 +84,8 @@ TEST_P(MismatchOrder, ACallAfterAWaitSaysThatItIsBroken) {
   group.run([&](Communicator& communicator) {
     Array array = array_of(communicator.rank());
     const auto work = communicator.submit(sum_in_place(array, "first"), 0, nullptr);
-    expect_told(error_of_work(ErrorKind::kMismatch, work), communicator.rank(), "allreduce", "first");
-    expect_text(error_of(ErrorKind::kAborted, [&] { run_barrier(communicator); }), "by its first error");
+    expect_told(communicator, error_of_work(ErrorKind::kMismatch, work));
+    error_of(ErrorKind::kAborted, [&] { run_barrier(communicator); }, "by its first error");
   });
 }
 
@@ -118,8 +109,8 @@ TEST_P(MismatchOrder, ANamedQueueRefusesWithIt) {
     Array more(5, 1);
     const auto work = submit(*queue, array, "first");
     expect_kind(first_refusal(*queue, more), ErrorKind::kMismatch);
-    expect_told(error_of_work(ErrorKind::kMismatch, work), communicator.rank(), "allreduce", "first");
-    expect_text(error_of(ErrorKind::kAborted, [&] { submit(*queue, more, "late"); }), "by its first error");
+    expect_told(communicator, error_of_work(ErrorKind::kMismatch, work));
+    error_of(ErrorKind::kAborted, [&] { submit(*queue, more, "late"); }, "by its first error");
   });
 }
 
@@ -132,17 +123,16 @@ TEST_P(MismatchOrder, ANamedQueueTellsEachThatHasADone) {
     Array more(5, 1);
     Latch done(1);
     queue->submit(sum_of(array, "first", [&](const Error* error, auto) {
-      expect_told(*error, communicator.rank(), "allreduce", "first");
+      expect_told(communicator, *error);
       done.count_down();
     }));
     done.wait();
     const auto submit_more = [&] { queue->submit(sum_of(more, "more", [](const Error*, auto) { FAIL(); })); };
-    for (int i = 0; i < 2; ++i)
-      expect_told(error_of(ErrorKind::kMismatch, submit_more), communicator.rank(), "allreduce", "first");
+    for (int i = 0; i < 2; ++i) expect_told(communicator, error_of(ErrorKind::kMismatch, submit_more));
     // Who waits for works has not been told.
     error_of(ErrorKind::kMismatch, [&] { submit(*queue, more, "late"); });
-    expect_text(error_of(ErrorKind::kAborted, [&] { submit(*queue, more, "late"); }), "by its first error");
-    expect_told(error_of(ErrorKind::kMismatch, submit_more), communicator.rank(), "allreduce", "first");
+    error_of(ErrorKind::kAborted, [&] { submit(*queue, more, "late"); }, "by its first error");
+    expect_told(communicator, error_of(ErrorKind::kMismatch, submit_more));
   });
 }
 
@@ -150,7 +140,7 @@ INSTANTIATE_TEST_SUITE_P(Transports, MismatchOrder,
                          ::testing::Values(TransportKind::kInproc, TransportKind::kShm,
                                            TransportKind::kCluster, TransportKind::kClusterMpi,
                                            TransportKind::kClusterRelayed),
-                         [](const auto& info) { return transport_name(info.param); });
+                         kPrinted);
 
 // Within a host a rank always sees who has come before it sees their error. From another host an error may
 // overtake what the ranks asked for: here a rank learns of nothing else.
@@ -159,7 +149,7 @@ class MismatchOvertakes : public ::testing::TestWithParam<TransportKind> {
   /// `body` on all ranks, once for each that only learns of it.
   static void for_each_rank(const std::function<void(Communicator&, const std::function<void()>&)>& body) {
     for (int late = 0; late < kSize; ++late) {
-      const ::testing::ScopedTrace trace(__FILE__, __LINE__, "rank " + std::to_string(late));
+      SCOPED_TRACE("rank " + std::to_string(late));
       RankGroup group(options(GetParam()));
       group.run([&](Communicator& communicator) {
         body(communicator, [&] {
@@ -176,10 +166,10 @@ TEST_P(MismatchOvertakes, WhatIsCompared) {
       run_barrier(communicator);
       withhold();
       Array array = array_of(communicator.rank());
-      Operation operation = sum_in_place(array, "first");
-      const Error error = error_of(ErrorKind::kMismatch, [&] { perform(communicator, operation, mode); });
-      expect_told(error, communicator.rank(), "allreduce", "first");
-      expect_text(error, "rank 1 asked for allreduce 'first' sum int64[4, 1]");
+      const Error error = error_of(
+          ErrorKind::kMismatch, [&] { perform(communicator, sum_in_place(array, "first"), mode); },
+          "rank 1 asked for allreduce 'first' sum int64[4, 1]");
+      expect_told(communicator, error);
     });
   }
 }
@@ -194,15 +184,13 @@ TEST_P(MismatchOvertakes, WhatANamedQueueMatches) {
     if (communicator.rank() == kOdd)
       request.operations.push_back(std::move(sum_of(array, "first").operations[0]));
     const auto work = queue->submit(std::move(request)).front();
-    const Error error = error_of_work(ErrorKind::kMismatch, work);
-    expect_told(error, communicator.rank(), "allreduce", "first");
-    expect_text(error, "different numbers of operations under the name 'first'");
+    expect_told(communicator, error_of_work(ErrorKind::kMismatch, work,
+                                            "different numbers of operations under the name 'first'"));
   });
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, MismatchOvertakes,
-                         ::testing::Values(TransportKind::kCluster, TransportKind::kClusterMpi),
-                         [](const auto& info) { return transport_name(info.param); });
+                         ::testing::Values(TransportKind::kCluster, TransportKind::kClusterMpi), kPrinted);
 
 }  // namespace
 }  // namespace multiring

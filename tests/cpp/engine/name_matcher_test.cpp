@@ -2,8 +2,6 @@
 
 #include "engine/name_matcher.h"
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <map>
 #include <random>
@@ -121,8 +119,9 @@ TEST(NameMatcher, ANumberInTheOrderHasOneName) {
   EXPECT_EQ(job.round({{numbered("a", 1), {"free"}}, {}, {numbered("a", 1), numbered("b", 2)}}).size(), 0u);
   EXPECT_EQ(Job::names(job.round({{numbered("b", 2)}, {{"free"}, numbered("a", 1)}, {{"free"}}})),
             (Names{"a", "free"}));
-  const Error error = error_of(ErrorKind::kMismatch, [&] { job.round({{}, {numbered("c", 2)}, {}}); });
-  expect_text(error, "as number 2 of those that all submit in one order: rank 2 'b', rank 1 'c'");
+  const Error error = error_of(
+      ErrorKind::kMismatch, [&] { job.round({{}, {numbered("c", 2)}, {}}); },
+      "as number 2 of those that all submit in one order: rank 2 'b', rank 1 'c'");
   expect_differs(error, 0, "b", 1);
 }
 
@@ -151,46 +150,48 @@ TEST(NameMatcher, SaysWhoWaitsForWhom) {
   EXPECT_EQ(unmatched[1].missing, std::vector<int>{3});
 }
 
-TEST(NameMatcher, DifferentNumbersOfOperationsAreAMismatch) {
-  for (int rank = 0; rank < 3; ++rank) {
-    NameMatcher matcher(3, rank);
-    const std::vector<Announcement> one{{"bucket", 0, 1}};
-    const std::vector<Announcement> two{{"bucket", 0, 2}};
-    matcher.take(0, matcher.encode(two));
-    matcher.take(1, matcher.encode(one));
-    EXPECT_TRUE(matcher.matched().empty());
-    matcher.take(2, matcher.encode(two));
-    const Error error = error_of(ErrorKind::kMismatch, [&] { matcher.matched(); });
-    expect_text(error, "'bucket': rank 1 submitted 1; ranks 0, 2 submitted 2");
-    expect_differs(error, rank, "bucket", 1);
-  }
+using News = std::vector<Announcement>;
+
+/// Has `matcher` take what ranks 0, 1, ... of three announce; what it matches then.
+std::vector<Match> matched(NameMatcher& matcher, const std::vector<News>& news) {
+  for (std::size_t rank = 0; rank < news.size(); ++rank)
+    matcher.take(static_cast<int>(rank), matcher.encode(news[rank]));
+  return matcher.matched();
 }
 
-TEST(NameMatcher, DifferentStepsAreAMismatch) {
-  NameMatcher matcher(3, 1);
-  const std::vector<Announcement> fifth{{"bucket", 0, 1, 5}};
-  const std::vector<Announcement> sixth{{"bucket", 0, 1, 6}};
-  for (int rank = 0; rank < 3; ++rank) matcher.take(rank, matcher.encode(fifth));
-  EXPECT_EQ(matcher.matched().size(), 1u);
-  matcher.take(0, matcher.encode(fifth));
-  matcher.take(1, matcher.encode(sixth));
-  matcher.take(2, matcher.encode(fifth));
-  const Error error = error_of(ErrorKind::kMismatch, [&] { matcher.matched(); });
-  expect_text(error, "'bucket': ranks 0, 2 submitted it in step 5; rank 1 submitted it in step 6");
-  expect_differs(error, 1, "bucket", 1);
+TEST(NameMatcher, DifferentNumbersOrStepsAreAMismatch) {
+  const News one{{"bucket", 0, 1}};
+  const News two{{"bucket", 0, 2}};
+  const News fifth{{"bucket", 0, 1, 5}};
+  const News sixth{{"bucket", 0, 1, 6}};
+  for (int rank = 0; rank < 3; ++rank) {
+    NameMatcher counts(3, rank);
+    EXPECT_TRUE(matched(counts, {two, one}).empty());
+    counts.take(2, counts.encode(two));
+    Error error = error_of(
+        ErrorKind::kMismatch, [&] { counts.matched(); },
+        "'bucket': rank 1 submitted 1; ranks 0, 2 submitted 2");
+    expect_differs(error, rank, "bucket", 1);
+    NameMatcher steps(3, rank);
+    EXPECT_EQ(matched(steps, {fifth, fifth, fifth}).size(), 1u);
+    error = error_of(
+        ErrorKind::kMismatch, [&] { matched(steps, {fifth, sixth, fifth}); },
+        "'bucket': ranks 0, 2 submitted it in step 5; rank 1 submitted it in step 6");
+    expect_differs(error, rank, "bucket", 1);
+  }
 }
 
 TEST(NameMatcher, DifferentNamesInOnePlaceOfTheOrderAreAMismatch) {
   for (int self = 0; self < 2; ++self) {
     NameMatcher matcher(3, self);
-    const std::vector<Announcement> body{{"body", 0, 1, 0, 1}, {"body", 0, 1, 0, 2}};
-    const std::vector<Announcement> longer{{"free"}, {"body", 0, 1, 0, 3}};
-    const std::vector<Announcement> shorter{{"after", 0, 1, 0, 3}, {"free"}};
-    for (int rank = 0; rank < 3; ++rank) matcher.take(rank, matcher.encode(body));
-    EXPECT_EQ(matcher.matched().size(), 2u);
+    const News body{{"body", 0, 1, 0, 1}, {"body", 0, 1, 0, 2}};
+    const News longer{{"free"}, {"body", 0, 1, 0, 3}};
+    const News shorter{{"after", 0, 1, 0, 3}, {"free"}};
+    EXPECT_EQ(matched(matcher, {body, body, body}).size(), 2u);
     matcher.take(0, matcher.encode(longer));
-    const Error error = error_of(ErrorKind::kMismatch, [&] { matcher.take(1, matcher.encode(shorter)); });
-    expect_text(error, "as number 3 of those that all submit in one order: rank 0 'body', rank 1 'after'");
+    const Error error = error_of(
+        ErrorKind::kMismatch, [&] { matcher.take(1, matcher.encode(shorter)); },
+        "as number 3 of those that all submit in one order: rank 0 'body', rank 1 'after'");
     expect_differs(error, self, self == 0 ? "body" : "after", 1);
   }
 }
@@ -200,8 +201,7 @@ TEST(NameMatcher, RefusesGarbledMessages) {
   const auto good = NameMatcher(2, 0).encode(news);
   for (std::size_t bytes = 1; bytes < good.size(); ++bytes) {
     NameMatcher matcher(2, 0);
-    const Error error = error_of(ErrorKind::kInternal, [&] { matcher.take(1, {good.data(), bytes}); });
-    expect_text(error, "rank 1");
+    error_of(ErrorKind::kInternal, [&] { matcher.take(1, {good.data(), bytes}); }, "rank 1");
   }
   auto bad = good;
   bad[0] = std::byte{9};  // a number that no name has

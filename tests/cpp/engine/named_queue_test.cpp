@@ -2,22 +2,16 @@
 
 #include "engine/named_queue.h"
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <random>
-#include <string>
 #include <thread>
 #include <vector>
 
-#include "support/errors.h"
-#include "support/latch.h"
 #include "support/named.h"
-#include "support/operations.h"
-#include "support/rank_group.h"
 
 namespace multiring {
 namespace {
@@ -25,6 +19,14 @@ namespace {
 using namespace testing;
 
 class NamedQueueTest : public GroupTest {};
+
+/// The numbers 0 ... count - 1 in any order.
+std::vector<std::size_t> shuffled(std::size_t count, std::mt19937& random) {
+  std::vector<std::size_t> order(count);
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::shuffle(order.begin(), order.end(), random);
+  return order;
+}
 
 TEST_P(NamedQueueTest, EveryRankInAnOrderOfItsOwn) {
   group_.run([](Communicator& communicator) {
@@ -35,9 +37,7 @@ TEST_P(NamedQueueTest, EveryRankInAnOrderOfItsOwn) {
     for (int repeat = 0; repeat < 10; ++repeat) {
       std::vector<Array> arrays;
       for (std::size_t i = 0; i < 60; ++i) arrays.emplace_back(i * i % 997, static_cast<std::int64_t>(i));
-      std::vector<std::size_t> order(arrays.size());
-      for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
-      std::shuffle(order.begin(), order.end(), random);
+      std::vector<std::size_t> order = shuffled(arrays.size(), random);
       std::vector<std::shared_ptr<Work>> works(arrays.size());
       for (const std::size_t i : order) {
         works[i] = submit(*queue, arrays[i], numbered("gradient/", i));
@@ -56,27 +56,19 @@ TEST_P(NamedQueueTest, EveryRankInAnOrderOfItsOwn) {
 TEST_P(NamedQueueTest, ThreadsOfARankEachInAnOrderOfItsOwn) {
   group_.run([](Communicator& communicator) {
     const auto queue = queue_over(communicator);
-    const auto body = [&](int thread) {
+    in_threads(3, [&](int thread) {
       std::mt19937 random(static_cast<unsigned>(10 * communicator.rank() + thread));
-      std::vector<int> order(40);
-      for (int i = 0; i < 40; ++i) order[static_cast<std::size_t>(i)] = i;
-      std::shuffle(order.begin(), order.end(), random);
-      std::vector<Array> arrays(order.size());
+      std::vector<Array> arrays(40);
       std::vector<std::shared_ptr<Work>> works;
-      for (const int i : order) {
-        Array& array = arrays[static_cast<std::size_t>(i)];
-        array.assign(100, i);
-        works.push_back(submit(*queue, array, numbered("thread/", 100 * thread + i)));
+      for (const std::size_t i : shuffled(arrays.size(), random)) {
+        arrays[i].assign(100, static_cast<std::int64_t>(i));
+        const std::size_t number = 100 * static_cast<std::size_t>(thread) + i;
+        works.push_back(submit(*queue, arrays[i], numbered("thread/", number)));
       }
       for (const auto& work : works) wait(work);
       for (std::size_t i = 0; i < arrays.size(); ++i)
         EXPECT_EQ(arrays[i], Array(100, static_cast<std::int64_t>(i) * communicator.size()));
-    };
-    std::thread second(body, 1);
-    std::thread third(body, 2);
-    body(0);
-    second.join();
-    third.join();
+    });
   });
 }
 
@@ -175,8 +167,7 @@ TEST_P(NamedQueueTest, TheCommunicatorIsFreeMeanwhile) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Groups, NamedQueueTest, ::testing::ValuesIn(all_group_cases()),
-                         [](const auto& info) { return case_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Groups, NamedQueueTest, ::testing::ValuesIn(all_group_cases()), kPrinted);
 
 }  // namespace
 }  // namespace multiring

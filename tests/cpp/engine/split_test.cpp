@@ -1,16 +1,11 @@
 // Sub-communicators: splits of splits, many at once, from several threads, and what is left of them.
 
-#include <gtest/gtest.h>
-
 #include <memory>
-#include <numeric>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "support/network/tcp_group.h"
 #include "support/operations.h"
-#include "support/rank_group.h"
 
 namespace multiring {
 namespace {
@@ -20,10 +15,9 @@ using namespace testing;
 /// The sum over the ranks of `communicator` of `value`.
 std::int64_t sum(Communicator& communicator, std::int64_t value, std::size_t count = 1,
                  CallMode mode = CallMode::kSync) {
-  std::vector<std::int64_t> array(count, value);
-  Operation operation = allreduce_of(DType::kInt64, count, array.data(), array.data());
-  perform(communicator, operation, mode);
-  EXPECT_EQ(array, std::vector<std::int64_t>(count, array[0]));
+  Array array(count, value);
+  perform(communicator, sum_in_place(array), mode);
+  EXPECT_EQ(array, Array(count, array[0]));
   return array[0];
 }
 
@@ -90,18 +84,13 @@ TEST_P(SplitTest, EachDrivenByAThreadOfItsOwn) {
     std::vector<std::shared_ptr<Communicator>> all;
     for (int i = 0; i < 4; ++i)
       all.push_back(world.split(i == 3 ? world.rank() % 2 : 0, i % 2 ? -world.rank() : 0, {}));
-    std::vector<std::thread> threads;
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      threads.emplace_back([&, i] {
-        for (int repeat = 0; repeat < 40; ++repeat) {
-          const CallMode mode = kCallModes[(static_cast<std::size_t>(repeat) + i) % 2];
-          EXPECT_EQ(sum(*all[i], static_cast<std::int64_t>(i) + 1, 100 * i + 1, mode),
-                    static_cast<std::int64_t>(i + 1) * all[i]->size());
-        }
-      });
-    }
-    for (int repeat = 0; repeat < 40; ++repeat) EXPECT_EQ(sum(world, 1), world.size());
-    for (std::thread& thread : threads) thread.join();
+    all.push_back(world.shared_from_this());
+    in_threads(5, [&](int i) {
+      const auto& own = all[static_cast<std::size_t>(i)];
+      for (int repeat = 0; repeat < 40; ++repeat)
+        EXPECT_EQ(sum(*own, i + 1, static_cast<std::size_t>(100 * i + 1), kCallModes[(repeat + i) % 2]),
+                  (i + 1) * own->size());
+    });
   });
 }
 
@@ -111,20 +100,17 @@ TEST_P(SplitTest, SplitAndAllocateFromSeveralThreadsAtOnce) {
   group_.run([](Communicator& world) {
     std::vector<std::shared_ptr<Communicator>> parents;
     for (int i = 0; i < 3; ++i) parents.push_back(world.split(0, 0, {}));
-    std::vector<std::thread> threads;
-    for (const auto& parent : parents) {
-      threads.emplace_back([&parent] {
-        for (int i = 0; i < 10; ++i) {
-          const auto child = parent->split(parent->rank() % 2, 0, {});
-          const auto region = child->allocate_symmetric(20000, {});
-          auto* array = reinterpret_cast<std::int64_t*>(region->part(child->rank()));
-          std::fill(array, array + 2500, i);
-          run(*child, allreduce_of(DType::kInt64, 2500, array, array));
-          EXPECT_EQ(array[2499], i * child->size());
-        }
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+    in_threads(3, [&](int thread) {
+      const auto& parent = parents[static_cast<std::size_t>(thread)];
+      for (int i = 0; i < 10; ++i) {
+        const auto child = parent->split(parent->rank() % 2, 0, {});
+        const auto region = child->allocate_symmetric(20000, {});
+        auto* array = reinterpret_cast<std::int64_t*>(region->part(child->rank()));
+        std::fill(array, array + 2500, i);
+        run(*child, allreduce_of(DType::kInt64, 2500, array, array));
+        EXPECT_EQ(array[2499], i * child->size());
+      }
+    });
   });
 }
 
@@ -143,19 +129,17 @@ TEST_P(SplitTest, LivesOnWhenItsParentIsClosedOrBroken) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Groups, SplitTest, ::testing::ValuesIn(all_group_cases()),
-                         [](const auto& info) { return case_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Groups, SplitTest, ::testing::ValuesIn(all_group_cases()), kPrinted);
 
 // The descriptors of shared memory are closed as soon as it is mapped.
 TEST(Leaks, SplitsAndRegionsKeepNoDescriptor) {
   RankGroup group(GroupOptions(TransportKind::kShm, 2));
   group.run([](Communicator& world) {
     // One rank counts, while nothing else opens anything.
-    Operation barrier = barrier_operation();
     const auto count = [&] {
-      world.run(barrier, {});
+      run(world, barrier_operation());
       const int descriptors = world.rank() == 0 ? open_descriptors() : 0;
-      world.run(barrier, {});
+      run(world, barrier_operation());
       return descriptors;
     };
     const int before = count();

@@ -1,7 +1,5 @@
 #include "support/activities.h"
 
-#include <memory>
-
 #include "collective/kinds.h"
 
 namespace multiring::testing {
@@ -55,11 +53,7 @@ void ring_of_messages(Communicator& communicator, const CallOptions& options) {
   const int rank = communicator.rank();
   const int size = communicator.size();
   std::vector<float> array(kMessage);
-  Operation send = make_operation({.kind = OpKind::kSend,
-                                   .rows = kMessage,
-                                   .input = array.data(),
-                                   .root = (rank + 1) % size,
-                                   .name = "ring"});
+  Operation send = send_of(DType::kFloat32, kMessage, array.data(), (rank + 1) % size, "ring");
   Operation receive =
       make_operation({.kind = OpKind::kReceive, .root = (rank + size - 1) % size, .name = "ring"});
   if (rank % 2 == 1) communicator.receive(receive, 0, options);
@@ -90,12 +84,6 @@ std::vector<Activity> all_activities() {
   activities.push_back({"symmetric_empty", [](Communicator& communicator, const CallOptions& options) {
                           communicator.allocate_symmetric(5000, options);
                         }});
-  for (const Activity& activity : asynchronous_activities()) activities.push_back(activity);
-  return activities;
-}
-
-std::vector<Activity> asynchronous_activities() {
-  std::vector<Activity> activities;
   for_each_collective([&](OpKind kind) { activities.push_back(submitted(kind)); });
   return activities;
 }

@@ -19,7 +19,5 @@ struct Activity {
 /// Every collective, direct and staged, with several segments of kSmallStaging; messages around the ring;
 /// split and symmetric allocation. All but the first few may be in any round when a fault strikes.
 std::vector<Activity> all_activities();
-/// Those that are a collective, which can be submitted as well.
-std::vector<Activity> asynchronous_activities();
 
 }  // namespace multiring::testing

@@ -1,7 +1,5 @@
 #include "support/errors.h"
 
-#include <gtest/gtest.h>
-
 #include <chrono>
 #include <thread>
 
@@ -13,14 +11,22 @@ void expect_kind(const Error& error, ErrorKind kind) {
   EXPECT_STREQ(error_kind_name(error.kind()), error_kind_name(kind)) << error.what();
 }
 
+void expect_text(const std::string& text, const std::string& fragment) {
+  EXPECT_NE(text.find(fragment), std::string::npos) << "no '" << fragment << "' in: " << text;
+}
 void expect_text(const Error& error, const std::string& fragment) {
-  EXPECT_NE(std::string(error.what()).find(fragment), std::string::npos)
-      << "no '" << fragment << "' in: " << error.what();
+  expect_text(std::string(error.what()), fragment);
 }
 
 Error nothing_raised() {
   ADD_FAILURE() << "nothing was raised";
   return Error(ErrorKind::kInternal, "");
+}
+
+void expect_lost(const WaitResult& result, int peer, std::optional<bool> left) {
+  EXPECT_EQ(result.outcome, WaitResult::Outcome::kPeerLost);
+  EXPECT_EQ(result.peer, peer);
+  EXPECT_EQ(result.peer_left, left.value_or(result.peer_left));
 }
 
 void run_barrier(Communicator& communicator, const CallOptions& options) {

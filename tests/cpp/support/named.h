@@ -12,8 +12,6 @@
 
 namespace multiring::testing {
 
-using Array = std::vector<std::int64_t>;
-
 /// "name 3". (GCC 12 warns of `"name " + std::to_string(3)`.)
 template <class Number>
 std::string numbered(std::string text, Number number) {
@@ -39,8 +37,9 @@ inline std::shared_ptr<Work> submit(NamedQueue& queue, Array& array, const std::
 
 inline void wait(const std::shared_ptr<Work>& work) { work->wait(Deadline::never(), {}); }
 
-inline Error error_of_work(ErrorKind kind, const std::shared_ptr<Work>& work) {
-  return error_of(kind, [&] { wait(work); });
+template <class... Fragments>
+Error error_of_work(ErrorKind kind, const std::shared_ptr<Work>& work, const Fragments&... fragments) {
+  return error_of(kind, [&] { wait(work); }, fragments...);
 }
 
 }  // namespace multiring::testing

@@ -1,5 +1,8 @@
 #include "support/operations.h"
 
+#include <algorithm>
+#include <cstring>
+
 #include "collective/kinds.h"
 
 namespace multiring::testing {
@@ -44,8 +47,18 @@ Operation allreduce_of(DType dtype, std::size_t count, const void* input, void* 
   return make_operation(request);
 }
 
+Operation reduction_of(const ReduceProblem& problem, const void* input, void* output, std::string_view name) {
+  return allreduce_of(problem.dtype, problem.count, input, output, name, problem.reduction);
+}
+
 Operation barrier_operation(std::string_view name) {
   return make_operation({.kind = OpKind::kBarrier, .name = std::string(name)});
+}
+
+Operation send_of(DType dtype, std::size_t count, const void* input, int to, std::string_view name) {
+  Request request{.kind = OpKind::kSend, .dtype = dtype, .rows = count, .input = input, .root = to};
+  request.name = name;
+  return make_operation(request);
 }
 
 void perform(Communicator& communicator, Operation& operation, CallMode mode) {
@@ -55,10 +68,41 @@ void perform(Communicator& communicator, Operation& operation, CallMode mode) {
   operation = std::move(work->take_result());
 }
 
-Operation perform(Communicator& communicator, const Request& request, CallMode mode) {
-  Operation operation = make_operation(request);
+Operation perform(Communicator& communicator, Operation&& operation, CallMode mode) {
   perform(communicator, operation, mode);
-  return operation;
+  return std::move(operation);
+}
+
+Operation perform(Communicator& communicator, const Request& request, CallMode mode) {
+  return perform(communicator, make_operation(request), mode);
+}
+
+void expect_result(const ReduceProblem& problem, const void* output, int rank) {
+  EXPECT_TRUE(problem.count == 0 || std::memcmp(output, problem.expected.data(), problem.bytes()) == 0)
+      << problem.text() << " on rank " << rank;
+}
+
+void expect_reduced(Communicator& communicator, const ReduceProblem& problem, CallMode mode,
+                    std::byte* place) {
+  Bytes own(place == nullptr ? problem.bytes() : 0);
+  if (place == nullptr) place = reinterpret_cast<std::byte*>(own.data());
+  std::ranges::copy(std::as_bytes(std::span(problem.input(communicator.rank()))), place);
+  perform(communicator, reduction_of(problem, place, place), mode);
+  expect_result(problem, place, communicator.rank());
+}
+
+std::vector<Piece> pieces_of(const ReduceProblem& problem, int rank, Bytes& input, Bytes& output) {
+  std::vector<Piece> pieces;
+  std::size_t length = 1 + static_cast<std::size_t>(rank);
+  for (std::size_t begin = 0; begin < problem.count; length = length * 3 % 1021) {
+    const std::size_t offset = begin * dtype_size(problem.dtype);
+    const std::size_t bytes = std::min(length - 1, problem.count - begin) * dtype_size(problem.dtype);
+    auto* const here = reinterpret_cast<std::byte*>(input.data()) + offset;
+    auto* const there = reinterpret_cast<std::byte*>(output.data()) + offset;
+    pieces.push_back({here, pieces.size() % 2 == 0 ? here : there, bytes});
+    begin += length - 1;
+  }
+  return pieces;
 }
 
 Bytes result_of(const Operation& operation) {
@@ -87,9 +131,10 @@ std::vector<GroupCase> crowded_and_roomy_cases() {
   return cases;
 }
 
-std::string case_name(const GroupCase& group) {
-  return std::string(transport_name(group.transport)) + (group.roomy ? "_roomy_" : "_") +
-         std::to_string(group.size) + "_ranks_" + std::to_string(group.staging_bytes);
+void PrintTo(const GroupCase& group, std::ostream* out) {
+  *out << transport_name(group.transport) << (group.roomy ? "_roomy_" : "_") << group.size << "_ranks_"
+       << group.staging_bytes;
+  if (group.hosts != 2) *out << "_hosts" << group.hosts;
 }
 
 }  // namespace multiring::testing

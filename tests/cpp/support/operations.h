@@ -1,16 +1,13 @@
 #pragma once
 
-#include <gtest/gtest.h>
-
 #include <cstdint>
-#include <ostream>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "collective/operation.h"
 #include "engine/communicator.h"
-#include "support/oracles/reduce_oracle.h"
+#include "support/oracles/problem.h"
 #include "support/rank_group.h"
 
 namespace multiring::testing {
@@ -50,6 +47,12 @@ Operation sum_in_place(std::vector<T>& array, std::string_view name = {}) {
   return allreduce_of(kDType, array.size(), array.data(), array.data(), name);
 }
 Operation barrier_operation(std::string_view name = {});
+Operation send_of(DType dtype, std::size_t count, const void* input, int to, std::string_view name = {});
+/// The allreduce of a problem.
+Operation reduction_of(const ReduceProblem& problem, const void* input, void* output,
+                       std::string_view name = {});
+
+using Array = std::vector<std::int64_t>;
 
 /// Runs an operation whose result is all in the caller's memory.
 inline void run(Communicator& communicator, Operation operation, const CallOptions& options = {}) {
@@ -61,8 +64,18 @@ inline constexpr CallMode kCallModes[] = {CallMode::kSync, CallMode::kAsync};
 /// Runs `operation` in this thread, or submits it and waits.
 void perform(Communicator& communicator, Operation& operation, CallMode mode = CallMode::kSync);
 /// The same for an operation that is made for it; returns it.
+Operation perform(Communicator& communicator, Operation&& operation, CallMode mode = CallMode::kSync);
 Operation perform(Communicator& communicator, const Request& request, CallMode mode = CallMode::kSync);
 
+/// Expects that `output` holds the result of `problem`.
+void expect_result(const ReduceProblem& problem, const void* output, int rank);
+/// Reduces this rank's input in place, in memory of its own, or at `place`, and expects the result.
+void expect_reduced(Communicator& communicator, const ReduceProblem& problem, CallMode mode = CallMode::kSync,
+                    std::byte* place = nullptr);
+
+/// Pieces of an array of `count` elements, cut differently on every rank, some of them empty: every other one
+/// goes from `input` to `output`, the others stay in `input`.
+std::vector<Piece> pieces_of(const ReduceProblem& problem, int rank, Bytes& input, Bytes& output);
 /// The memory that the collective allocated for its result.
 Bytes result_of(const Operation& operation);
 
@@ -71,8 +84,8 @@ struct GroupCase {
   TransportKind transport;
   int size;
   std::size_t staging_bytes;
-  bool roomy =
-      false;  ///< inproc only: a core for each rank, which changes what is small (Transport::oversubscribed)
+  /// inproc only: a core for each rank, which changes what is small (Transport::oversubscribed)
+  bool roomy = false;
   int hosts = 2;  ///< cluster only
 
   GroupOptions options() const {
@@ -94,7 +107,7 @@ std::vector<GroupCase> all_group_cases();
 /// These, and inproc with a core for each rank.
 std::vector<GroupCase> crowded_and_roomy_cases();
 /// "shm_7_ranks_4096"
-std::string case_name(const GroupCase& group);
+void PrintTo(const GroupCase& group, std::ostream* out);
 
 /// A test over groups of several kinds.
 class GroupTest : public ::testing::TestWithParam<GroupCase> {
@@ -103,6 +116,5 @@ class GroupTest : public ::testing::TestWithParam<GroupCase> {
   int size() const { return group_.size(); }
   RankGroup group_;
 };
-inline void PrintTo(const GroupCase& group, std::ostream* out) { *out << case_name(group); }
 
 }  // namespace multiring::testing

@@ -165,22 +165,18 @@ std::vector<std::exception_ptr> RankGroup::run_threads(const std::function<void(
       if (running[rank]) ranks += (ranks.empty() ? "rank " : ", ") + std::to_string(rank);
     return ranks;
   });
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < options_.size; ++rank) {
-    threads.emplace_back([&, rank] {
-      std::exception_ptr error;
-      try {
-        body(rank);
-      } catch (...) {
-        error = std::current_exception();
-      }
-      const std::lock_guard lock(mutex);
-      running[static_cast<std::size_t>(rank)] = false;
-      raised[static_cast<std::size_t>(rank)] = error;
-      if (error && *first < 0) *first = rank;
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  in_threads(options_.size, [&](int rank) {
+    std::exception_ptr error;
+    try {
+      body(rank);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    const std::lock_guard lock(mutex);
+    running[static_cast<std::size_t>(rank)] = false;
+    raised[static_cast<std::size_t>(rank)] = error;
+    if (error && *first < 0) *first = rank;
+  });
   return raised;
 }
 

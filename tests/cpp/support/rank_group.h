@@ -1,19 +1,21 @@
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <cstddef>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
+#include <ostream>
 #include <vector>
 
 #include "base/error.h"
 #include "engine/communicator.h"
-#include "support/latch.h"
 #include "support/network/counting_network.h"
 #include "support/network/inproc_mpi.h"
 #include "support/sanitizer.h"
+#include "support/threads.h"
 #include "transport/cluster/cluster_transport.h"
 #include "transport/inproc/inproc_hub.h"
 #include "transport/store.h"
@@ -28,6 +30,10 @@ inline constexpr TransportKind kTransports[] = {TransportKind::kInproc, Transpor
                                                 TransportKind::kCluster};
 /// "inproc", "shm", "cluster", "cluster_mpi" or "cluster_relayed".
 const char* transport_name(TransportKind kind);
+inline void PrintTo(TransportKind kind, std::ostream* out) { *out << transport_name(kind); }
+
+/// Tests with a parameter are named by how it is printed.
+inline constexpr ::testing::PrintToStringParamName kPrinted{};
 
 struct GroupOptions {
   TransportKind transport = TransportKind::kInproc;

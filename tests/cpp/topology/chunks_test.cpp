@@ -21,12 +21,17 @@ void expect_partition(const std::vector<Range>& ranges, std::size_t count) {
   ASSERT_EQ(end, count);
 }
 
+std::vector<Range> blocks_of(std::size_t count, std::size_t parts) {
+  std::vector<Range> blocks;
+  for (std::size_t index = 0; index < parts; ++index) blocks.push_back(block_range(count, parts, index));
+  expect_partition(blocks, count);
+  return blocks;
+}
+
 TEST(BlockRange, PartitionsEveryCountLikeArraySplit) {
   for (std::size_t count = 0; count <= kMostItems; ++count) {
     for (std::size_t parts = 1; parts <= kMostParts; ++parts) {
-      std::vector<Range> blocks;
-      for (std::size_t index = 0; index < parts; ++index) blocks.push_back(block_range(count, parts, index));
-      expect_partition(blocks, count);
+      const std::vector<Range> blocks = blocks_of(count, parts);
       for (std::size_t index = 0; index < parts; ++index)
         ASSERT_EQ(blocks[index].size(), count / parts + (index < count % parts ? 1 : 0))
             << count << " items, block " << index << " of " << parts;
@@ -34,12 +39,7 @@ TEST(BlockRange, PartitionsEveryCountLikeArraySplit) {
   }
 }
 
-TEST(BlockRange, HoldsForCountsBeyond32Bits) {
-  const std::size_t count = (std::size_t{1} << 40) + 5;
-  std::vector<Range> blocks;
-  for (std::size_t index = 0; index < 7; ++index) blocks.push_back(block_range(count, 7, index));
-  expect_partition(blocks, count);
-}
+TEST(BlockRange, HoldsForCountsBeyond32Bits) { blocks_of((std::size_t{1} << 40) + 5, 7); }
 
 TEST(AlignedBlockRange, PartitionsAtMultiplesOfTheGranule) {
   for (const std::size_t granule : {1, 2, 3, 8, 16, 64}) {
@@ -49,6 +49,7 @@ TEST(AlignedBlockRange, PartitionsAtMultiplesOfTheGranule) {
         for (std::size_t index = 0; index < parts; ++index)
           blocks.push_back(aligned_block_range(count, parts, index, granule));
         expect_partition(blocks, count);
+        ASSERT_TRUE(granule > 1 || blocks == blocks_of(count, parts));
         const std::size_t most = ((count + granule - 1) / granule + parts - 1) / parts * granule;
         for (const Range& block : blocks) {
           ASSERT_TRUE(block.begin % granule == 0 || block.begin == count);
@@ -57,13 +58,6 @@ TEST(AlignedBlockRange, PartitionsAtMultiplesOfTheGranule) {
       }
     }
   }
-}
-
-TEST(AlignedBlockRange, IsBlockRangeForGranuleOne) {
-  for (std::size_t count = 0; count <= kMostItems; ++count)
-    for (std::size_t parts = 1; parts <= kMostParts; ++parts)
-      for (std::size_t index = 0; index < parts; ++index)
-        ASSERT_EQ(aligned_block_range(count, parts, index, 1), block_range(count, parts, index));
 }
 
 TEST(SegmentRange, SegmentsPartitionEveryCount) {
@@ -86,9 +80,9 @@ TEST(SegmentRange, SegmentsPartitionEveryCount) {
 
 TEST(Intersect, HoldsTheItemsThatBothHold) {
   constexpr std::size_t kEnd = 7;
-  for (std::size_t a = 0; a <= kEnd; ++a) {
-    for (std::size_t b = a; b <= kEnd; ++b) {
-      for (std::size_t c = 0; c <= kEnd; ++c) {
+  for (std::size_t a = 0; a <= kEnd; ++a)
+    for (std::size_t b = a; b <= kEnd; ++b)
+      for (std::size_t c = 0; c <= kEnd; ++c)
         for (std::size_t d = c; d <= kEnd; ++d) {
           const Range shared = intersect({a, b}, {c, d});
           ASSERT_LE(shared.begin, shared.end);
@@ -98,9 +92,6 @@ TEST(Intersect, HoldsTheItemsThatBothHold) {
           }
           ASSERT_TRUE(!shared.empty() || shared.begin == a);
         }
-      }
-    }
-  }
 }
 
 }  // namespace

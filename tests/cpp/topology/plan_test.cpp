@@ -2,12 +2,10 @@
 
 #include "topology/plan.h"
 
-#include <gtest/gtest.h>
-
 #include <string>
 #include <vector>
 
-#include "base/error.h"
+#include "support/errors.h"
 #include "support/oracles/plan_simulator.h"
 #include "topology/traffic.h"
 
@@ -47,6 +45,14 @@ PlanOptions options_for(const Mode& mode, std::size_t count, bool reproducible) 
   return options;
 }
 
+/// The hosts that a mode is for.
+Cluster cluster_of(const Mode& mode, Placement placement = Placement::kBlocks) {
+  std::vector<int> layout{mode[0].size};
+  for (std::size_t index = 1; index < mode.size(); ++index)
+    layout.resize(layout.size() * static_cast<std::size_t>(mode[index].size), layout[0]);
+  return make_cluster(layout, {{1e9, 0.0}}, {}, placement);
+}
+
 void expect_correct(const Cluster& cluster, const PlanOptions& options) {
   const Plan plan(cluster, options);
   EXPECT_EQ(simulate(plan), "") << describe(cluster) << ", mode " << format_mode(plan.mode()) << ", "
@@ -65,15 +71,11 @@ TEST(Plan, EveryAlgorithmSumsOnEveryClusterAndCount) {
 TEST(Plan, SumsInThreeAndFourDimensions) {
   for (const char* const text : {"2x3x2", "1x2x4", "3x2x2", "2x2x2x2", "4x1x3", "1x3x3", "2x4x1"}) {
     const Mode sizes = parse_mode(text);
-    int hosts = 1;
-    for (std::size_t index = 1; index < sizes.size(); ++index) hosts *= sizes[index].size;
-    const std::vector<int> layout(static_cast<std::size_t>(hosts), sizes[0].size);
     for (const Placement placement : {Placement::kBlocks, Placement::kRoundRobin})
       for (const bool reproducible : {true, false})
         for (const Mode& mode : combinations(sizes, reproducible))
           for (const std::size_t count : {std::size_t{1}, std::size_t{1003}})
-            expect_correct(make_cluster(layout, {{1e9, 0.0}}, {}, placement),
-                           options_for(mode, count, reproducible));
+            expect_correct(cluster_of(sizes, placement), options_for(mode, count, reproducible));
   }
 }
 
@@ -151,13 +153,8 @@ TEST(Plan, SendsTheLeastBytesWhereHostsAreAligned) {
     }
   }
   EXPECT_GT(aligned, 10);
-  for (const char* const text : {"2x4x2", "4x2x4", "2x2x2x2"}) {
-    const Mode mode = parse_mode(text);
-    int hosts = 1;
-    for (std::size_t index = 1; index < mode.size(); ++index) hosts *= mode[index].size;
-    const std::vector<int> layout(static_cast<std::size_t>(hosts), mode[0].size);
-    expect_least_bytes(make_cluster(layout, {{1e9, 0.0}}), options_for(mode, kDivisible, true));
-  }
+  for (const char* const text : {"2x4x2", "4x2x4", "2x2x2x2"})
+    expect_least_bytes(cluster_of(parse_mode(text)), options_for(parse_mode(text), kDivisible, true));
 }
 
 TEST(Plan, HostsThatAreNoSubtreeSendOneSumForEachPart) {
@@ -214,13 +211,7 @@ TEST(Plan, SegmentsCoverTheLargestChunk) {
 
 TEST(Plan, RefusesRingsWhereTheOrderMatters) {
   const Cluster cluster = make_cluster(std::vector{2, 2, 2}, {{1e9, 0.0}});
-  try {
-    const Plan plan(cluster, options_for(parse_mode("2x3r"), 100, true));
-    FAIL() << "no error";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kUsage);
-    EXPECT_NE(std::string(error.what()).find("a ring of 3 ranks"), std::string::npos) << error.what();
-  }
+  expect_usage([&] { Plan(cluster, options_for(parse_mode("2x3r"), 100, true)); }, "a ring of 3 ranks");
 }
 
 }  // namespace

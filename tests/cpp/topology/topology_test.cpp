@@ -1,14 +1,12 @@
 // The canonical tree, clusters, modes and stripes.
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
-#include <cstdint>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "support/errors.h"
+#include "support/oracles/plan_simulator.h"
 #include "topology/canonical_tree.h"
 #include "topology/cluster.h"
 #include "topology/dimensions.h"
@@ -24,33 +22,24 @@ Cluster alike(int hosts, int ranks, Placement placement = Placement::kBlocks) {
   return make_cluster(layout, {{1e9, 1e-5}}, {}, placement);
 }
 
-/// Nodes of the canonical tree, as masks, after base/arithmetic/reduction.h.
-void add_nodes(int lo, int hi, std::set<std::uint32_t>& nodes) {
-  nodes.insert(((1U << (hi - lo)) - 1U) << lo);
-  if (hi - lo < 2) return;
-  int p = 1;
-  while (2 * p < hi - lo) p *= 2;
-  add_nodes(lo, lo + p, nodes);
-  add_nodes(lo + p, hi, nodes);
-}
-
 TEST(CanonicalParts, AreTheLargestNodesWithinEverySetOfRanks) {
   for (int size = 1; size <= 13; ++size) {
-    std::set<std::uint32_t> nodes;
-    add_nodes(0, size, nodes);
-    for (std::uint32_t mask = 0; mask < 1U << size; ++mask) {
+    std::set<Mask> nodes;
+    for (int rank = 0; rank < size; ++rank) nodes.insert(Mask{1} << rank);
+    for (const auto& [node, children] : canonical_nodes(size)) nodes.insert(node);
+    for (Mask mask = 0; mask < Mask{1} << size; ++mask) {
       std::vector<int> ranks;
       for (int rank = 0; rank < size; ++rank)
         if ((mask >> rank & 1U) != 0) ranks.push_back(rank);
-      std::set<std::uint32_t> expected;  // nodes within the set that no larger node within the set holds
-      for (const std::uint32_t node : nodes)
-        if ((node & ~mask) == 0 && std::ranges::none_of(nodes, [&](std::uint32_t other) {
+      std::set<Mask> expected;  // nodes within the set that no larger node within the set holds
+      for (const Mask node : nodes)
+        if ((node & ~mask) == 0 && std::ranges::none_of(nodes, [&](Mask other) {
               return other != node && (other & ~mask) == 0 && (node & ~other) == 0;
             }))
           expected.insert(node);
-      std::set<std::uint32_t> found;
+      std::set<Mask> found;
       for (const Subtree& part : canonical_parts(ranks, size))
-        found.insert(((1U << part.size()) - 1U) << part.begin);
+        found.insert(((Mask{1} << part.size()) - 1U) << part.begin);
       ASSERT_EQ(found, expected) << size << " ranks, set " << mask;
     }
   }
@@ -119,9 +108,9 @@ TEST(Mode, IsReadAndWrittenAlike) {
 TEST(Mode, ThatCannotBeReadSaysWhereAndHowItIsWritten) {
   for (const char* const text : {"", "x", "4x", "x4", "4xx2", "0", "4x0", "-4", "+4", "4 x8", "4q", "4rr",
                                  "4x8R", "four", "99999999999999999999", "16777217", "4,8"}) {
-    const Error error = error_of(ErrorKind::kUsage, [&] { parse_mode(text); });
-    expect_text(error, "mode '" + std::string(text) + "': ");
-    expect_text(error, "written like 4x8x2");
+    error_of(
+        ErrorKind::kUsage, [&] { parse_mode(text); },
+        "mode '" + std::string(text) + "': ", "written like 4x8x2");
   }
 }
 

@@ -1,6 +1,5 @@
 // What ranks are told that cannot connect over TCP.
 
-#include <gtest/gtest.h>
 #include <sys/resource.h>
 
 #include <atomic>
@@ -18,22 +17,15 @@ namespace {
 
 using namespace testing;
 
-/// The error of connecting with the other one of two ranks.
-Error connect_error(ErrorKind kind, TcpNetwork& network, double seconds) {
-  return error_of(kind, [&] { network.connect(all_links(network), wait_seconds(seconds)); });
+/// Expects this error of connecting `links`, or all.
+template <class... Fragments>
+Error connect_error(ErrorKind kind, TcpNetwork& network, const std::vector<Network::Link>& links,
+                    double seconds, const Fragments&... fragments) {
+  return error_of(kind, [&] { network.connect(links, wait_seconds(seconds)); }, fragments...);
 }
-
-/// What `body` returns, while `meanwhile` is called again and again.
-bool on_the_side(const std::function<void()>& meanwhile, const std::function<bool()>& body) {
-  std::atomic<bool> over = false;
-  bool result = false;
-  std::thread thread([&] {
-    result = body();
-    over = true;
-  });
-  while (!over) meanwhile();
-  thread.join();
-  return result;
+template <class... Fragments>
+Error connect_error(ErrorKind kind, TcpNetwork& network, double seconds, const Fragments&... fragments) {
+  return connect_error(kind, network, all_links(network), seconds, fragments...);
 }
 
 TEST(TcpConnect, AnotherSecretIsTold) {
@@ -41,13 +33,11 @@ TEST(TcpConnect, AnotherSecretIsTold) {
   group.options(1).secret = "another";
   group.run_unconnected([](TcpNetwork& network) {
     if (network.rank() == 1) {
-      const Error error = connect_error(ErrorKind::kUsage, network, 20);
-      expect_text(error, "rank 1 on ");
-      expect_text(error, "does not know the secret of rank 0 on ");
-      expect_text(error, "at 127.0.0.1:");
+      connect_error(ErrorKind::kUsage, network, 20, "rank 1 on ", "does not know the secret of rank 0 on ",
+                    "at 127.0.0.1:");
     } else {
       progress_until(network, [&] { return network.rejected().unauthenticated >= 1; });
-      expect_text(connect_error(ErrorKind::kTimeout, network, 0.1), "clients did not know the job's secret");
+      connect_error(ErrorKind::kTimeout, network, 0.1, "clients did not know the job's secret");
     }
   });
 }
@@ -59,20 +49,15 @@ TEST(TcpConnect, AnotherJobWithTheSameSecretIsAnother) {
   TcpNetwork zero(group.store(), group.options(0));
   group.store().set("tcp/another/0", group.store().get("tcp/test/0", 1, {}), {});
   TcpNetwork one(group.store(), other);
-  on_the_side([&] { zero.progress(); },
-              [&] {
-                expect_text(connect_error(ErrorKind::kUsage, one, 20), "does not know the secret");
-                return true;
-              });
+  beside(zero, [&] { connect_error(ErrorKind::kUsage, one, 20, "does not know the secret"); });
   connect_error(ErrorKind::kTimeout, zero, 0.1);
 }
 
 TEST(TcpConnect, OtherSettingsAreToldOnBothSides) {
   TcpGroup group(2);
   group.options(1).channels = 2;
-  group.run_unconnected([](TcpNetwork& network) {
-    expect_text(connect_error(ErrorKind::kUsage, network, 20), "other settings");
-  });
+  group.run_unconnected(
+      [](TcpNetwork& network) { connect_error(ErrorKind::kUsage, network, 20, "other settings"); });
 }
 
 TEST(TcpConnect, TwoProcessesOfOneRankAreTold) {
@@ -80,54 +65,42 @@ TEST(TcpConnect, TwoProcessesOfOneRankAreTold) {
   TcpNetwork zero(store, tcp_options(0, 2));
   TcpNetwork one(store, tcp_options(1, 2));
   TcpNetwork double_of_one(store, tcp_options(1, 2));
-  std::thread first([&] { one.connect(all_links(one), wait_seconds(20)); });
-  zero.connect(all_links(zero), wait_seconds(20));
-  first.join();
-  std::atomic<bool> told = false;
-  std::thread second([&] {
-    expect_text(connect_error(ErrorKind::kUsage, double_of_one, 20), "two processes claim to be rank 1");
-    told = true;
-  });
-  progress_until(zero, [&] { return told.load(); });
-  second.join();
+  connect_both(zero, one);
+  beside(zero,
+         [&] { connect_error(ErrorKind::kUsage, double_of_one, 20, "two processes claim to be rank 1"); });
 }
 
 TEST(TcpConnect, ARankThatDoesNotComeIsNamed) {
   InprocStore store;
   TcpNetwork network(store, tcp_options(1, 3));
-  const Network::Link to_lower[] = {{0, 0}};
-  Error error = error_of(ErrorKind::kTimeout, [&] { network.connect(to_lower, wait_seconds(0.1)); });
-  expect_text(error, "waited for rank 0, which has published no address");
+  const Error error = connect_error(ErrorKind::kTimeout, network, {{0, 0}}, 0.1,
+                                    "waited for rank 0, which has published no address");
   EXPECT_EQ(error.context().peer, 0);
-  const Network::Link to_higher[] = {{2, 0}};
-  error = error_of(ErrorKind::kTimeout, [&] { network.connect(to_higher, wait_seconds(0.1)); });
-  expect_text(error, "waited for a connection from rank 2 at 127.0.0.1:");
+  connect_error(ErrorKind::kTimeout, network, {{2, 0}}, 0.1,
+                "waited for a connection from rank 2 at 127.0.0.1:");
   // It is there and does something else.
   TcpNetwork zero(store, tcp_options(0, 3));
-  error = error_of(ErrorKind::kTimeout, [&] { network.connect(to_lower, wait_seconds(0.3)); });
-  expect_text(error, "its host answers, the rank does not");
+  connect_error(ErrorKind::kTimeout, network, {{0, 0}}, 0.3, "its host answers, the rank does not");
 }
 
 TEST(TcpConnect, ARankThatHasEndedIsNamedWithBothAddresses) {
   InprocStore store;
   TcpNetwork network(store, tcp_options(1, 2));
   TcpNetwork(store, tcp_options(0, 2));  // has come and gone
-  const Error error = connect_error(ErrorKind::kPeerLost, network, 20);
-  expect_text(error, "cannot connect to rank 0 on ");
-  expect_text(error, "127.0.0.1 (lo) to 127.0.0.1:");
-  expect_text(error, "Connection refused");
+  connect_error(ErrorKind::kPeerLost, network, 20, "cannot connect to rank 0 on ",
+                "127.0.0.1 (lo) to 127.0.0.1:", "Connection refused");
 }
 
 TEST(TcpConnect, AnAddressThatCannotBeReachedIsNamed) {
   InprocStore store;
   TcpNetwork network(store, tcp_options(1, 2));
   store.set("tcp/test/0", "far\n1\neth0 203.0.113.1 24 4711 0", {});  // not from a loopback address
-  Error error = connect_error(ErrorKind::kUsage, network, 20);
-  expect_text(error, "cannot reach rank 0 on far: 127.0.0.1 (lo) to 203.0.113.1:4711 (eth0)");
-  expect_text(error, "MULTIRING_INTERFACES");
+  connect_error(ErrorKind::kUsage, network, 20,
+                "cannot reach rank 0 on far: 127.0.0.1 (lo) to 203.0.113.1:4711 (eth0)",
+                "MULTIRING_INTERFACES");
   TcpNetwork other(store, tcp_options(1, 2));
   store.set("tcp/test/0", "far\n1\neth0 fd00::1 64 4711 0", {});
-  expect_text(connect_error(ErrorKind::kUsage, other, 20), "no address of the family");
+  connect_error(ErrorKind::kUsage, other, 20, "no address of the family");
 }
 
 /// Rank 1, and what answers at the address of rank 0.
@@ -140,15 +113,14 @@ class TcpConnectToListener : public ::testing::Test {
 };
 
 TEST_F(TcpConnectToListener, SomebodyElseInTheRanksPlaceIsNotBelieved) {
-  std::thread intruder(
+  const std::jthread intruder(
       [&] { listener.accept().say("HTTP/1.1 400 Bad Request\r\nServer: something\r\n\r\n"); });
-  expect_text(connect_error(ErrorKind::kPeerLost, network, 20),
-              "did not reach rank 0 on elsewhere: a process that is not part of this job answered");
-  intruder.join();
+  connect_error(ErrorKind::kPeerLost, network, 20,
+                "did not reach rank 0 on elsewhere: a process that is not part of this job answered");
 }
 
 TEST_F(TcpConnectToListener, AListenerThatDoesNotKnowTheSecretIsNotBelieved) {
-  std::thread impostor([&] {
+  const std::jthread impostor([&] {
     RawPeer caller = listener.accept();
     caller.say(tcp::encode_challenge(tcp::random_nonce()));
     tcp::ClientHelloBytes hello;
@@ -156,8 +128,7 @@ TEST_F(TcpConnectToListener, AListenerThatDoesNotKnowTheSecretIsNotBelieved) {
     caller.say(tcp::encode_server_hello(tcp::derive_handshake_key("guess", "test"), {}, {}, {},
                                         tcp::Verdict::kAccepted));
   });
-  expect_text(connect_error(ErrorKind::kPeerLost, network, 20), "not part of this job");
-  impostor.join();
+  connect_error(ErrorKind::kPeerLost, network, 20, "not part of this job");
 }
 
 /// Connects in a thread until the test has seen what it wants; expects that it was still trying then.
@@ -167,8 +138,9 @@ class Trying {
       : thread_([this, &network] {
           WaitOptions waiting = wait_seconds(60);
           waiting.cancelled = &cancelled_;
-          expect_text(error_of(ErrorKind::kAborted, [&] { network.connect(all_links(network), waiting); }),
-                      "connecting was cancelled");
+          error_of(
+              ErrorKind::kAborted, [&] { network.connect(all_links(network), waiting); },
+              "connecting was cancelled");
         }) {}
   ~Trying() {
     cancelled_ = true;
@@ -211,9 +183,7 @@ TEST(TcpConnect, CanBeRepeated) {
   TcpNetwork one(store, tcp_options(1, 2, 2, 3));
   connect_error(ErrorKind::kTimeout, one, 0.1);
   connect_error(ErrorKind::kTimeout, zero, 0.1);
-  std::thread other([&] { one.connect(all_links(one), wait_seconds(20)); });
-  zero.connect(all_links(zero), wait_seconds(20));
-  other.join();
+  connect_both(zero, one);
 }
 
 // What an attempt that was given up has left behind is replaced.
@@ -225,9 +195,9 @@ TEST(TcpConnect, ConnectionsThatEndedBeforeAllWereMadeAreMadeAnew) {
   std::deque<RawPeer> kept;
   const auto introduced = [&](int channel, int stripe) {
     kept.emplace_back(network);
-    const bool welcome = on_the_side(
-        [&] { network.progress(); },
-        [&] { return kept.back().introduce(options, facts_of_rank_1(options, channel, stripe, 2)); });
+    bool welcome = false;
+    beside(network,
+           [&] { welcome = kept.back().introduce(options, facts_of_rank_1(options, channel, stripe, 2)); });
     return welcome;
   };
   EXPECT_TRUE(introduced(0, 0));
@@ -247,18 +217,12 @@ TEST(TcpConnect, AComplaintAboutOneRankDoesNotConcernOthers) {
   TcpNetwork two(store, tcp_options(2, 3, 2));  // other settings
   const Network::Link to_zero[] = {{0, 0}};
   const Network::Link to_one[] = {{1, 0}};
-  const Network::Link to_two[] = {{2, 0}};
-  on_the_side([&] { zero.progress(); },
-              [&] {
-                error_of(ErrorKind::kUsage, [&] { two.connect(to_zero, wait_seconds(20)); });
-                return true;
-              });
-  std::thread other([&] { one.connect(to_zero, wait_seconds(20)); });
+  beside(zero, [&] { connect_error(ErrorKind::kUsage, two, {{0, 0}}, 20); });
+  std::jthread other([&] { one.connect(to_zero, wait_seconds(20)); });
   zero.connect(to_one, wait_seconds(20));
   other.join();
-  Error error = error_of(ErrorKind::kUsage, [&] { zero.connect(to_two, wait_seconds(20)); });
-  expect_text(error, "other settings than rank 2 on " + zero.host(0));
-  error_of(ErrorKind::kTimeout, [&] { zero.connect(to_two, wait_seconds(0.1)); });  // told once
+  connect_error(ErrorKind::kUsage, zero, {{2, 0}}, 20, "other settings than rank 2 on " + zero.host(0));
+  connect_error(ErrorKind::kTimeout, zero, {{2, 0}}, 0.1);  // told once
 }
 
 TEST(TcpConnect, TheHostOfARankThatDoesNotCallIsNamed) {
@@ -266,7 +230,7 @@ TEST(TcpConnect, TheHostOfARankThatDoesNotCallIsNamed) {
   TcpNetwork zero(store, tcp_options(0, 2));
   EXPECT_EQ(zero.host(1), "");
   store.set("tcp/test/1", "far\n1\neth0 203.0.113.1 24 4711 0", {});
-  expect_text(connect_error(ErrorKind::kTimeout, zero, 0.1), "from rank 1 on far at 127.0.0.1:");
+  connect_error(ErrorKind::kTimeout, zero, 0.1, "from rank 1 on far at 127.0.0.1:");
   EXPECT_EQ(zero.host(1), "far");
 }
 
@@ -275,53 +239,51 @@ TEST_F(TcpConnectToListener, ALackOfDescriptorsIsToldAsThat) {
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
   const rlimit none = {0, before.rlim_max};
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
-  const Error error = connect_error(ErrorKind::kUsage, network, 20);
+  connect_error(ErrorKind::kUsage, network, 20,
+                "has no descriptor left for a connection to rank 0 on elsewhere", "ulimit -n");
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
-  expect_text(error, "has no descriptor left for a connection to rank 0 on elsewhere");
-  expect_text(error, "ulimit -n");
 }
 
 TEST_F(TcpConnectToListener, EndsWhenItsRankLeaves) {
-  std::thread other([&] {
+  std::jthread other([&] {
     RawPeer caller{UniqueFd()};
     EXPECT_TRUE(listener.accept_within(20, caller));
     network.leave();
   });
-  expect_text(connect_error(ErrorKind::kAborted, network, 20), "rank 1 has left");
+  connect_error(ErrorKind::kAborted, network, 20, "rank 1 has left");
   other.join();
-  expect_text(connect_error(ErrorKind::kInternal, network, 20), "rank 1 has left");
+  connect_error(ErrorKind::kInternal, network, 20, "rank 1 has left");
 }
 
 TEST(TcpConnect, OptionsThatCannotBeAreToldOf) {
   InprocStore store;
   const double infinity = std::numeric_limits<double>::infinity();
-  for (const double seconds : {0.5, infinity, std::nan(""), 1e9}) {
-    TcpOptions options = tcp_options(0, 2);
-    options.heartbeat = seconds;
-    expect_text(error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }), "heartbeat");
-  }
-  for (const double seconds : {0.0, -1.0, infinity, std::nan("")}) {
-    TcpOptions options = tcp_options(0, 2);
-    options.handshake_seconds = seconds;
-    expect_text(error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }), "handshake");
-  }
-  TcpOptions options = tcp_options(0, 2);
-  options.max_handshakes = 0;
-  expect_text(error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }), "0 handshakes at a time");
-  options = tcp_options(0, 2);
-  options.spin_microseconds = std::nan("");
-  expect_text(error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }), "spinning");
+  const auto refused = [&](const char* told, const auto& change, const auto&... values) {
+    for (const auto value : {values...}) {
+      TcpOptions options = tcp_options(0, 2);
+      change(options, value);
+      expect_usage([&] { TcpNetwork(store, options); }, told);
+    }
+  };
+  refused(
+      "heartbeat", [](auto& o, double seconds) { o.heartbeat = seconds; }, 0.5, infinity, std::nan(""), 1e9);
+  refused(
+      "handshake", [](auto& o, double seconds) { o.handshake_seconds = seconds; }, 0.0, -1.0, infinity,
+      std::nan(""));
+  refused("0 handshakes at a time", [](auto& o, int most) { o.max_handshakes = most; }, 0);
+  refused("spinning", [](auto& o, double spin) { o.spin_microseconds = spin; }, std::nan(""));
 }
 
 TEST(TcpConnect, ANetworkThatIsGoneIsALossForRanksThatWereConnected) {
   InprocStore store;
   TcpOptions options = tcp_options(1, 3);
   options.interfaces = {"gone0"};
-  expect_text(error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }), "no interface of this host");
+  error_of(ErrorKind::kUsage, [&] { TcpNetwork(store, options); }, "no interface of this host");
   options.connected_before = true;
   options.world = {2, 7, 9};
-  expect_text(error_of(ErrorKind::kPeerLost, [&] { TcpNetwork(store, options); }),
-              " lost the ranks of all other hosts: its network is gone, no interface");
+  error_of(
+      ErrorKind::kPeerLost, [&] { TcpNetwork(store, options); },
+      " lost the ranks of all other hosts: its network is gone, no interface");
 }
 
 // The kernel counts at most 127 probes.

@@ -1,44 +1,33 @@
 // Peers that end, leave, abort or vanish while others wait for them over TCP.
 
-#include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <optional>
-#include <string>
 #include <thread>
 #include <vector>
 
 #include "support/errors.h"
-#include "support/latch.h"
-#include "support/network/raw_peer.h"
 #include "support/network/tcp_group.h"
 #include "support/stopwatch.h"
-#include "transport/tcp/connections/frame.h"
 
 namespace multiring {
 namespace {
 
 using namespace testing;
-using Outcome = WaitResult::Outcome;
-using Tickets = std::vector<Network::Ticket>;
 
 TEST(TcpLostPeer, AnEndIsSeenAtOnceByAllThatWait) {
   for (const int connections : {1, 3}) {
     TcpGroup group(4, 1, connections);
     Latch connected(4);
     group.run([&](TcpNetwork& network) {
-      connected.count_down();
-      connected.wait();
+      connected.arrive_and_wait();
       if (network.rank() == 2) return group.destroy(2);
       const Stopwatch watch;
-      const WaitResult result = wait_in_vain(network, 2);
+      expect_lost(wait_in_vain(network, 2), 2, false);
       EXPECT_LT(watch.seconds(), 0.9 * kSlowness);
-      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
-      EXPECT_EQ(result.peer, 2);
-      EXPECT_FALSE(result.peer_left);
     });
   }
 }
@@ -54,9 +43,7 @@ TEST(TcpLostPeer, ASendIsLostWithItsReceiver) {
     const Buffer large(std::size_t{64} << 20);
     const Tickets tickets = {send(network, 0, 0, large)};
     under_way.count_down();
-    const WaitResult result = network.wait(tickets, wait_seconds(20));
-    EXPECT_EQ(result.outcome, Outcome::kPeerLost);
-    EXPECT_EQ(result.peer, 0);
+    expect_lost(await(network, tickets), 0);
     network.give_up(tickets);
     EXPECT_EQ(wait_in_vain(network, 0).outcome, Outcome::kPeerLost) << "so is what is posted later";
   });
@@ -74,8 +61,7 @@ TEST(TcpLostPeer, WhatIsWaitedForFromOthersStillArrives) {
     }
     gone.wait();
     const int peer = 3 - network.rank();
-    const Tickets tickets = {send(network, peer, 0, sent), receive(network, peer, 0, got)};
-    EXPECT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+    EXPECT_TRUE(await(network, {send(network, peer, 0, sent), receive(network, peer, 0, got)}).ok());
     EXPECT_TRUE(got == sent);
   });
 }
@@ -89,8 +75,7 @@ TEST(TcpGoodbye, MessagesBeforeItArrive) {
       group.run([&](TcpNetwork& network) {
         const Buffer sent = pattern(300000, 5);
         if (network.rank() == 0) {
-          const Tickets tickets = {send(network, 1, 0, sent)};
-          ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+          ASSERT_TRUE(await(network, {send(network, 1, 0, sent)}).ok());
           network.leave();
           network.leave();
           left.count_down();
@@ -99,40 +84,12 @@ TEST(TcpGoodbye, MessagesBeforeItArrive) {
         }
         if (late) left.wait();
         Buffer got(sent.size());
-        const Tickets tickets = {receive(network, 0, 0, got)};
-        ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+        ASSERT_TRUE(await(network, {receive(network, 0, 0, got)}).ok());
         EXPECT_TRUE(got == sent);
-        const WaitResult result = wait_in_vain(network, 0);
-        EXPECT_EQ(result.outcome, Outcome::kPeerLost);
-        EXPECT_EQ(result.peer, 0);
-        EXPECT_TRUE(result.peer_left);
+        expect_lost(wait_in_vain(network, 0), 0, true);
       });
     }
   }
-}
-
-// The connections of a peer end in any order, and its goodbye may come late.
-TEST(TcpGoodbye, MayComeLongAfterTheEndOfADataConnection) {
-  InprocStore store;
-  const TcpOptions options = tcp_options(0, 2);
-  TcpNetwork network(store, options);
-  RawPeer control(network);
-  RawPeer data(network);
-  std::thread peer([&] {
-    EXPECT_TRUE(control.introduce(options, facts_of_rank_1(options, tcp::ConnectionInfo::kControl)));
-    EXPECT_TRUE(data.introduce(options, facts_of_rank_1(options, 0)));
-  });
-  network.connect(all_links(network), wait_seconds(20));
-  peer.join();
-  std::thread late([&] {
-    data.hang_up();
-    std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // what is tested
-    control.say(tcp::encode_goodbye());
-  });
-  const WaitResult result = wait_in_vain(network, 1);
-  late.join();
-  EXPECT_EQ(result.outcome, Outcome::kPeerLost);
-  EXPECT_TRUE(result.peer_left);
 }
 
 // The kernel's buffers are full of what was sent, and of what this rank has not read of what its peer sends.
@@ -145,7 +102,7 @@ TEST(TcpGoodbye, MessagesArriveAlthoughTheirReceiverSendsToo) {
     if (network.rank() == 0) {
       const Buffer sent = pattern(kBytes, 1);
       Tickets tickets = {send(network, 1, 0, sent)};
-      while (network.wait(tickets, wait_seconds(0.1)).ok()) {
+      while (await(network, tickets, 0.1).ok()) {
         ++done;
         tickets = {send(network, 1, 0, sent)};
       }
@@ -160,8 +117,7 @@ TEST(TcpGoodbye, MessagesArriveAlthoughTheirReceiverSendsToo) {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));  // would be gone by now
     for (unsigned i = 0; i < done; ++i) {
       Buffer got(kBytes);
-      const Tickets tickets = {receive(network, 0, 0, got)};
-      ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok()) << "message " << i << " of " << done;
+      ASSERT_TRUE(await(network, {receive(network, 0, 0, got)}).ok()) << "message " << i << " of " << done;
       EXPECT_TRUE(got == pattern(kBytes, 1));
     }
     network.give_up(sending);
@@ -185,19 +141,14 @@ TEST(TcpAbort, ReachesAllThatWaitAlsoThroughOthers) {
     if (network.rank() > 0) links.push_back({network.rank() - 1, 0});
     if (network.rank() < 3) links.push_back({network.rank() + 1, 0});
     network.connect(links, wait_seconds(20));
-    connected.count_down();
-    connected.wait();
+    connected.arrive_and_wait();
     if (network.rank() == 0) {
       network.abort(Error(ErrorKind::kTimeout, "rank 0 waited too long"));
       network.abort(Error(ErrorKind::kMismatch, "late"));
     }
     const WaitResult result = wait_in_vain(network, network.rank() == 0 ? 1 : network.rank() - 1);
     EXPECT_EQ(result.outcome, Outcome::kAborted);
-    AbortRecord record;
-    ASSERT_TRUE(network.aborted(&record));
-    EXPECT_EQ(record.kind, ErrorKind::kTimeout);
-    EXPECT_EQ(record.origin, 0);
-    EXPECT_EQ(record.message, "rank 0 waited too long");
+    EXPECT_EQ(abort_of(network, ErrorKind::kTimeout, 0).message, "rank 0 waited too long");
   });
 }
 
@@ -208,19 +159,18 @@ TEST(TcpAbort, PassesWhatIsHeldUp) {
   group.run([&](TcpNetwork& network) {
     const Buffer large(std::size_t{32} << 20);
     const Tickets tickets = {send(network, 1 - network.rank(), 0, large)};
-    EXPECT_EQ(network.wait(tickets, wait_seconds(0.1)).outcome, Outcome::kTimeout);
-    full.count_down();
-    full.wait();
+    EXPECT_EQ(await(network, tickets, 0.1).outcome, Outcome::kTimeout);
+    full.arrive_and_wait();
     if (network.rank() == 1) network.abort(Error(ErrorKind::kAborted, "enough"));
-    EXPECT_EQ(network.wait(tickets, wait_seconds(20)).outcome, Outcome::kAborted);
+    EXPECT_EQ(await(network, tickets).outcome, Outcome::kAborted);
     network.give_up(tickets);
   });
 }
 
-/// Seconds from `end`, which another thread calls when a wait of rank 0 has begun to sleep, to the end of it.
-/// The quickest of several: a sleep that nobody ends takes its 50 milliseconds every time.
-double quickest_end(Outcome expected,
-                    const std::function<void(TcpNetwork&, std::atomic<bool>& cancelled)>& end) {
+/// Expects that `end`, which another thread calls when a wait of rank 0 has begun to sleep, ends it soon. The
+/// quickest of several counts: a sleep that nobody ends takes its 50 milliseconds every time.
+void expect_ended_soon(Outcome expected,
+                       const std::function<void(TcpNetwork&, std::atomic<bool>& cancelled)>& end) {
   double quickest = 1000;
   for (int i = 0; i < 10; ++i) {
     TcpGroup group(2);
@@ -247,24 +197,20 @@ double quickest_end(Outcome expected,
       quickest = std::min(quickest, seconds);
     });
   }
-  return quickest;
+  EXPECT_LT(quickest, 0.025);
 }
 
 TEST(TcpAbort, FromAnotherThreadEndsAWait) {
-  EXPECT_LT(quickest_end(Outcome::kAborted,
-                         [](TcpNetwork& network, std::atomic<bool>&) {
-                           network.abort(Error(ErrorKind::kAborted, "by the watchdog"));
-                         }),
-            0.025);
+  expect_ended_soon(Outcome::kAborted, [](TcpNetwork& network, std::atomic<bool>&) {
+    network.abort(Error(ErrorKind::kAborted, "by the watchdog"));
+  });
 }
 
 TEST(TcpWake, EndsAWaitThatIsCancelled) {
-  EXPECT_LT(quickest_end(Outcome::kCancelled,
-                         [](TcpNetwork& network, std::atomic<bool>& cancelled) {
-                           cancelled = true;
-                           network.wake();
-                         }),
-            0.025);
+  expect_ended_soon(Outcome::kCancelled, [](TcpNetwork& network, std::atomic<bool>& cancelled) {
+    cancelled = true;
+    network.wake();
+  });
 }
 
 // A fork holds the connections open as well, until it lets go of them: then the rank's end is seen.
@@ -285,9 +231,7 @@ TEST(TcpFork, AbandonedConnectionsEndWithTheirRank) {
       }
       return group.destroy(0);
     }
-    const WaitResult result = wait_in_vain(network, 0);
-    EXPECT_EQ(result.outcome, Outcome::kPeerLost);
-    EXPECT_EQ(result.peer, 0);
+    expect_lost(wait_in_vain(network, 0), 0);
   });
   ::close(to_child[1]);
   ::close(to_child[0]);

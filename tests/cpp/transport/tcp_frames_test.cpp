@@ -1,11 +1,10 @@
 // Peers that know the secret and send over TCP what they should not.
 
-#include <gtest/gtest.h>
-
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "support/errors.h"
 #include "support/network/raw_peer.h"
 #include "support/network/tcp_group.h"
 #include "transport/tcp/connections/frame.h"
@@ -14,8 +13,6 @@ namespace multiring {
 namespace {
 
 using namespace testing;
-using Outcome = WaitResult::Outcome;
-using Tickets = std::vector<Network::Ticket>;
 
 constexpr int kControl = tcp::ConnectionInfo::kControl;
 
@@ -23,31 +20,22 @@ constexpr int kControl = tcp::ConnectionInfo::kControl;
 class TcpFrames : public ::testing::Test {
  protected:
   TcpFrames() {
-    std::thread caller([&] {
+    const std::jthread caller([&] {
       EXPECT_TRUE(control.introduce(options, facts_of_rank_1(options, kControl)));
       EXPECT_TRUE(data[0].introduce(options, facts_of_rank_1(options, 0, 0, 2)));
       EXPECT_TRUE(data[1].introduce(options, facts_of_rank_1(options, 0, 1, 2)));
     });
     network.connect(all_links(network), wait_seconds(20));
-    caller.join();
   }
   static void say_frame(RawPeer& peer, const tcp::FrameHeader& header, std::size_t payload) {
     peer.say(tcp::encode_frame_header(header));
     peer.say(pattern(payload, 1));
   }
   /// Waits for a message of 100 bytes.
-  WaitResult wait() {
-    const Tickets tickets = {receive(network, 1, 0, got)};
-    const WaitResult result = network.wait(tickets, wait_seconds(20));
-    network.give_up(tickets);
-    return result;
-  }
+  WaitResult wait() { return wait_in_vain(network, 1); }
   void expect_aborted(ErrorKind kind, const std::string& fragment) {
     EXPECT_EQ(wait().outcome, Outcome::kAborted);
-    AbortRecord record;
-    ASSERT_TRUE(network.aborted(&record));
-    EXPECT_EQ(record.kind, kind);
-    EXPECT_NE(record.message.find("rank 1 on 127.0.0.1 " + fragment), std::string::npos) << record.message;
+    expect_text(abort_of(network, kind, 0).message, "rank 1 on 127.0.0.1 " + fragment);
   }
 
   TcpOptions options = tcp_options(0, 2);
@@ -55,7 +43,6 @@ class TcpFrames : public ::testing::Test {
   TcpNetwork network{store, options};
   RawPeer control{network};
   RawPeer data[2] = {RawPeer(network), RawPeer(network)};
-  Buffer got = Buffer(100);
 };
 
 constexpr tcp::FrameKind kData = tcp::FrameKind::kData;
@@ -132,9 +119,7 @@ TEST_F(TcpFrames, AbortsInPiecesAreHeard) {
     for (int i = 0; i < 10; ++i) network.progress();
   }
   EXPECT_EQ(wait().outcome, Outcome::kAborted);
-  AbortRecord record;
-  ASSERT_TRUE(network.aborted(&record));
-  EXPECT_EQ(record.origin, 1);
+  const AbortRecord record = abort_of(network, ErrorKind::kTimeout, 1);
   EXPECT_EQ(record.message.size(), 4000u);
   EXPECT_EQ(record.about.common, 0);
   EXPECT_EQ(record.about.odd, 1);
@@ -150,16 +135,23 @@ TEST_F(TcpFrames, TruncatedOnesAreOfALostPeer) {
   data[0].say(pattern(99, 1));
   for (RawPeer& connection : data) connection.hang_up();
   control.hang_up();
-  const WaitResult result = wait();
-  EXPECT_EQ(result.outcome, Outcome::kPeerLost);
-  EXPECT_EQ(result.peer, 1);
-  EXPECT_FALSE(result.peer_left);
+  expect_lost(wait(), 1, false);
 }
 
 // One connection alone ends, which no process that ends would do.
 TEST_F(TcpFrames, AConnectionThatEndsAloneIsOfALostPeer) {
   data[1].hang_up();
   EXPECT_EQ(wait().outcome, Outcome::kPeerLost);
+}
+
+// The connections of a peer end in any order, and its goodbye may come late.
+TEST_F(TcpFrames, AGoodbyeMayComeLongAfterTheEndOfADataConnection) {
+  const std::jthread late([&] {
+    for (RawPeer& connection : data) connection.hang_up();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // what is tested
+    control.say(tcp::encode_goodbye());
+  });
+  expect_lost(wait(), 1, true);
 }
 
 }  // namespace

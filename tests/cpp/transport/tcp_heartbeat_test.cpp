@@ -1,6 +1,5 @@
 // Hosts that vanish and paths that break, as ranks over TCP find out.
 
-#include <gtest/gtest.h>
 #include <linux/filter.h>
 #include <net/if.h>
 #include <netinet/tcp.h>
@@ -17,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "support/latch.h"
+#include "support/errors.h"
 #include "support/network/tcp_group.h"
 #include "support/stopwatch.h"
 
@@ -25,8 +24,6 @@ namespace multiring {
 namespace {
 
 using namespace testing;
-using Outcome = WaitResult::Outcome;
-using Tickets = std::vector<Network::Ticket>;
 
 bool set_loopback(bool up) {
   const int socket = ::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
@@ -42,47 +39,41 @@ bool set_loopback(bool up) {
   return done;
 }
 
-/// Runs `body` in a network of its own, which can be switched off; false if this process may not have one.
-bool in_own_network(const std::function<void()>& body) {
+/// Runs `body` in a network of its own, which can be switched off; skips the test if there can be none.
+void in_own_network(const std::function<void()>& body) {
   bool made = false;
-  std::thread thread([&] {
+  in_threads(1, [&](int) {
     // Of this thread and of those that it starts.
     made = ::unshare(CLONE_NEWNET) == 0 && set_loopback(true);
     if (made) body();
   });
-  thread.join();
-  return made;
+  if (!made) GTEST_SKIP() << "a network namespace of its own cannot be made (needs CAP_SYS_ADMIN)";
 }
 
 TEST(TcpHeartbeat, FindsAHostThatVanished) {
-  const bool made = in_own_network([] {
+  in_own_network([] {
     TcpGroup group(2);
     for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 2.0;
     Latch both(2);
     std::atomic<bool> off = false;
     group.run([&](TcpNetwork& network) {
-      both.count_down();
-      both.wait();
+      both.arrive_and_wait();
       const auto start = Clock::now();
       const Stopwatch watch;
       if (!off.exchange(true)) {
         ASSERT_TRUE(set_loopback(false));
       }
-      const WaitResult result = wait_in_vain(network, 1 - network.rank(), 30);
-      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
-      EXPECT_EQ(result.peer, 1 - network.rank());
-      EXPECT_FALSE(result.peer_left);
+      expect_lost(wait_in_vain(network, 1 - network.rank(), 30), 1 - network.rank(), false);
       EXPECT_GT(seconds_between(start, Clock::now()), 0.9);
       EXPECT_LT(watch.seconds(), 4.0 * kSlowness);
     });
   });
-  if (!made) GTEST_SKIP() << "a network namespace of its own cannot be made (needs CAP_SYS_ADMIN)";
 }
 
 // Not each of its networks once more.
 TEST(TcpHeartbeat, AHostThatVanishedDelaysWhoLeavesOnce) {
   constexpr double kHeartbeat = 2.0;
-  const bool made = in_own_network([] {
+  in_own_network([] {
     InprocStore store;
     std::vector<std::unique_ptr<TcpNetwork>> networks;
     for (const char* job : {"first", "second", "third"}) {
@@ -92,11 +83,7 @@ TEST(TcpHeartbeat, AHostThatVanishedDelaysWhoLeavesOnce) {
         options.job = job;
         networks.push_back(std::make_unique<TcpNetwork>(store, options));
       }
-      TcpNetwork& one = *networks.back();
-      TcpNetwork& zero = **(networks.end() - 2);
-      std::thread other([&] { one.connect(all_links(one), wait_seconds(20)); });
-      zero.connect(all_links(zero), wait_seconds(20));
-      other.join();
+      connect_both(**(networks.end() - 2), *networks.back());
     }
     ASSERT_TRUE(set_loopback(false));
     const Stopwatch watch;
@@ -104,11 +91,10 @@ TEST(TcpHeartbeat, AHostThatVanishedDelaysWhoLeavesOnce) {
     networks.clear();
     EXPECT_LT(watch.seconds(), 2 * kHeartbeat * kSlowness);
   });
-  if (!made) GTEST_SKIP() << "a network namespace of its own cannot be made (needs CAP_SYS_ADMIN)";
 }
 
 TEST(TcpHeartbeat, FindsOneThatVanishedInTheMiddleOfAMessage) {
-  const bool made = in_own_network([] {
+  in_own_network([] {
     TcpGroup group(2, 1, 2);
     for (int rank = 0; rank < 2; ++rank) group.options(rank).heartbeat = 2.0;
     Latch off(1);
@@ -117,20 +103,17 @@ TEST(TcpHeartbeat, FindsOneThatVanishedInTheMiddleOfAMessage) {
       Tickets tickets;
       if (network.rank() == 1) {
         tickets = {send(network, 0, 0, large)};
-        EXPECT_EQ(network.wait(tickets, wait_seconds(0.2)).outcome, Outcome::kTimeout);
+        EXPECT_EQ(await(network, tickets, 0.2).outcome, Outcome::kTimeout);
         ASSERT_TRUE(set_loopback(false));
         off.count_down();
       } else {
         off.wait();
         tickets = {receive(network, 1, 0, large)};
       }
-      const WaitResult result = network.wait(tickets, wait_seconds(30));
-      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
-      EXPECT_EQ(result.peer, 1 - network.rank());
+      expect_lost(await(network, tickets, 30), 1 - network.rank());
       network.give_up(tickets);
     });
   });
-  if (!made) GTEST_SKIP() << "a network namespace of its own cannot be made (needs CAP_SYS_ADMIN)";
 }
 
 /// From now on nothing arrives on the data connections of this process, not even acknowledgements; the
@@ -167,8 +150,7 @@ TEST(TcpHeartbeat, ABrokenPathIsFoundWhereBothEndsSend) {
       Tickets tickets;
       if (bytes > 1000) tickets.push_back(send(network, peer, 0, large));
       for (int i = 0; i < 100; ++i) network.progress();
-      full.count_down();
-      full.wait();
+      full.arrive_and_wait();
       if (network.rank() == 0) {
         EXPECT_EQ(cut_data_connections(), 2);
         cut.count_down();
@@ -177,10 +159,7 @@ TEST(TcpHeartbeat, ABrokenPathIsFoundWhereBothEndsSend) {
       if (bytes == 1000) tickets.push_back(send(network, peer, 0, large));
       tickets.push_back(receive(network, peer, 0, got));
       const auto start = Clock::now();
-      const WaitResult result = network.wait(tickets, wait_seconds(20));
-      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
-      EXPECT_EQ(result.peer, peer);
-      EXPECT_FALSE(result.peer_left);
+      expect_lost(await(network, tickets), peer, false);
       EXPECT_GT(seconds_between(start, Clock::now()), 0.5);
       network.give_up(tickets);
     });
@@ -196,12 +175,10 @@ TEST(TcpHeartbeat, ARankThatMakesNoProgressIsNotLost) {
     if (network.rank() == 0) {
       std::this_thread::sleep_for(std::chrono::seconds(3));  // what is tested
       Buffer got(large.size());
-      const Tickets tickets = {receive(network, 1, 0, got)};
-      ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+      ASSERT_TRUE(await(network, {receive(network, 1, 0, got)}).ok());
       EXPECT_TRUE(got == large);
     } else {
-      const Tickets tickets = {send(network, 0, 0, large)};
-      EXPECT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+      EXPECT_TRUE(await(network, {send(network, 0, 0, large)}).ok());
     }
   });
 }
@@ -209,13 +186,13 @@ TEST(TcpHeartbeat, ARankThatMakesNoProgressIsNotLost) {
 // An address of IPv6 cannot be listened on in the second in which the kernel asks whether another host has
 // it.
 TEST(TcpInterfaces, AnAddressThatIsNotReadyIsLeftOut) {
-  bool interface = false;
-  const bool made = in_own_network([&] {
-    interface = std::system(
-                    "{ ip link add ta type veth peer name tb && ip link set ta up && ip link set tb up && "
-                    "ip addr add 10.98.0.1/24 dev ta label ta:one && ip addr add fd98::1/64 dev ta; } "
-                    ">/dev/null 2>&1") == 0;
-    if (!interface) return;
+  in_own_network([] {
+    const bool made =
+        std::system(
+            "{ ip link add ta type veth peer name tb && ip link set ta up && ip link set tb up && "
+            "ip addr add 10.98.0.1/24 dev ta label ta:one && ip addr add fd98::1/64 dev ta; } "
+            ">/dev/null 2>&1") == 0;
+    if (!made) GTEST_SKIP() << "an interface of its own cannot be made (needs ip)";
     InprocStore store;
     TcpOptions options = tcp_options(0, 2);
     options.interfaces = {"ta"};
@@ -225,7 +202,6 @@ TEST(TcpInterfaces, AnAddressThatIsNotReadyIsLeftOut) {
     EXPECT_EQ(network.addresses().front().address.host_text(), "10.98.0.1");
     EXPECT_EQ(network.addresses().front().interface, "ta");
   });
-  if (!made || !interface) GTEST_SKIP() << "an interface of its own cannot be made (needs CAP_NET_ADMIN, ip)";
 }
 
 }  // namespace

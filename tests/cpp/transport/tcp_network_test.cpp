@@ -1,21 +1,15 @@
 // Messages over TCP between ranks that are threads: sizes, channels, stripes, order.
 
-#include <dirent.h>
-#include <gtest/gtest.h>
-
 #include <string>
 #include <vector>
 
 #include "support/errors.h"
-#include "support/latch.h"
 #include "support/network/tcp_group.h"
 
 namespace multiring {
 namespace {
 
 using namespace testing;
-using Outcome = WaitResult::Outcome;
-using Tickets = std::vector<Network::Ticket>;
 
 struct Shape {
   int size;
@@ -38,28 +32,12 @@ TEST_P(TcpExchange, MessagesOfAllSizesArriveInOrder) {
   });
 }
 
-TEST_P(TcpExchange, PartsAreOneMessage) {
-  group.run([&](TcpNetwork& network) {
-    const Buffer whole = pattern(300007, static_cast<unsigned>(network.rank()));
-    std::vector<std::span<const std::byte>> parts;
-    for (std::size_t at = 0, step = 0; at < whole.size(); at += step) {
-      step = std::min(whole.size() - at, 1 + at / 50);  // of growing size: more than one call can take
-      parts.push_back(std::span(whole).subspan(at, step));
-      parts.push_back({});
-    }
-    const int next = (network.rank() + 1) % network.size();
-    const int previous = (network.rank() + network.size() - 1) % network.size();
-    Buffer got(whole.size());
-    const Tickets tickets = {network.post_send(next, 0, parts), receive(network, previous, 0, got)};
-    ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
-    EXPECT_TRUE(got == pattern(whole.size(), static_cast<unsigned>(previous)));
-  });
-}
+TEST_P(TcpExchange, PartsAreOneMessage) { group.run(exchange_parts); }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, TcpExchange,
                          ::testing::Values(Shape{2, 1, 1}, Shape{3, 1, 1}, Shape{4, 1, 1}, Shape{2, 3, 1},
                                            Shape{3, 2, 3}, Shape{4, 2, 2}),
-                         ::testing::PrintToStringParamName());
+                         kPrinted);
 
 TEST(TcpNetwork, HugeMessagesInBothDirectionsAtOnce) {
   for (const int connections : {1, 3}) {
@@ -69,10 +47,9 @@ TEST(TcpNetwork, HugeMessagesInBothDirectionsAtOnce) {
       const std::size_t bytes = ((kSlowness > 1.0 ? std::size_t{8} : std::size_t{64}) << 20) + 13;
       const Buffer sent = pattern(bytes, static_cast<unsigned>(network.rank()));
       Buffer got(bytes);
-      const Tickets tickets = {send(network, 1 - network.rank(), 0, sent),
-                               receive(network, 1 - network.rank(), 0, got)};
-      ASSERT_TRUE(network.wait(tickets, wait_seconds(60)).ok());
-      ASSERT_TRUE(got == pattern(bytes, static_cast<unsigned>(1 - network.rank())));
+      const int peer = 1 - network.rank();
+      ASSERT_TRUE(await(network, {send(network, peer, 0, sent), receive(network, peer, 0, got)}, 60).ok());
+      ASSERT_TRUE(got == pattern(bytes, static_cast<unsigned>(peer)));
     });
   }
 }
@@ -88,13 +65,11 @@ TEST(TcpNetwork, ChannelsDoNotWaitForEachOther) {
     Buffer got_small(small.size());
     const Tickets held_up = {send(network, peer, 0, large)};
     for (int i = 0; i < 10; ++i) {
-      const Tickets tickets = {send(network, peer, 1, small), receive(network, peer, 1, got_small)};
-      ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+      ASSERT_TRUE(await(network, {send(network, peer, 1, small), receive(network, peer, 1, got_small)}).ok());
       EXPECT_TRUE(got_small == small);
     }
     EXPECT_FALSE(network.done(held_up[0])) << "32 MiB cannot lie in the kernel's buffers";
-    const Tickets last = {receive(network, peer, 0, got_large), held_up[0]};
-    ASSERT_TRUE(network.wait(last, wait_seconds(20)).ok());
+    ASSERT_TRUE(await(network, {receive(network, peer, 0, got_large), held_up[0]}).ok());
     EXPECT_TRUE(got_large == large);
   });
 }
@@ -104,15 +79,13 @@ TEST(TcpNetwork, StripesFollowTheWeights) {
   group.run([](TcpNetwork& network) {
     const int peer = 1 - network.rank();
     ASSERT_EQ(network.stripes(peer, 0), 4u);
-    const std::vector<std::uint32_t> all_weights[] = {
-        {1, 1, 1, 1}, {0, 0, 1, 0}, {5, 0, 1, 2}, {1, 2, 3, 1000}};
-    for (const auto& weights : all_weights) {
+    for (const auto& weights :
+         {std::vector<std::uint32_t>{1, 1, 1, 1}, {0, 0, 1, 0}, {5, 0, 1, 2}, {1, 2, 3, 1000}}) {
       network.set_weights(peer, 0, weights);  // each rank for what it sends
       exchange_messages(network, {1000000, 100, 70000, 0, 1234567});
     }
-    error_of(ErrorKind::kUsage, [&] { network.set_weights(peer, 0, std::vector<std::uint32_t>{1, 2}); });
-    error_of(ErrorKind::kUsage,
-             [&] { network.set_weights(peer, 0, std::vector<std::uint32_t>{0, 0, 0, 0}); });
+    for (const auto& weights : {std::vector<std::uint32_t>{1, 2}, {0, 0, 0, 0}})
+      error_of(ErrorKind::kUsage, [&] { network.set_weights(peer, 0, weights); });
   });
 }
 
@@ -128,15 +101,14 @@ TEST(TcpNetwork, OnlyWhatAPlanNeedsIsConnected) {
     network.connect(ring, wait_seconds(20));  // stands already
     const Buffer sent = pattern(100, static_cast<unsigned>(network.rank()));
     Buffer got(100);
-    const Tickets tickets = {send(network, next, 1, sent), receive(network, previous, 1, got)};
-    ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+    ASSERT_TRUE(await(network, {send(network, next, 1, sent), receive(network, previous, 1, got)}).ok());
     EXPECT_TRUE(got == pattern(100, static_cast<unsigned>(previous)));
-    expect_text(error_of(ErrorKind::kInternal, [&] { send(network, next, 0, sent); }), "no link to rank");
-    expect_text(error_of(ErrorKind::kInternal, [&] { send(network, (network.rank() + 2) % 4, 1, sent); }),
-                "no link to rank");
+    for (const auto& [peer, channel] : {std::pair{next, 0}, {(network.rank() + 2) % 4, 1}})
+      error_of(
+          ErrorKind::kInternal, [&, to = peer, by = channel] { send(network, to, by, sent); },
+          "no link to rank");
     // More of it later; a peer that is ahead would make its side of it.
-    looked.count_down();
-    looked.wait();
+    looked.arrive_and_wait();
     network.connect(all_links(network), wait_seconds(20));
     exchange_messages(network, {10, 100000});
   });
@@ -151,16 +123,11 @@ TEST(TcpNetwork, LengthsThatDifferAreAMismatchOnBothSides) {
       if (network.rank() == 0) tickets.push_back(send(network, 1, 0, message));
       Buffer more(8);
       tickets.push_back(network.rank() == 0 ? receive(network, 1, 0, more) : receive(network, 0, 0, message));
-      ASSERT_EQ(network.wait(tickets, wait_seconds(20)).outcome, Outcome::kAborted);
-      AbortRecord record;
-      ASSERT_TRUE(network.aborted(&record));
-      EXPECT_EQ(record.kind, ErrorKind::kMismatch);
-      EXPECT_EQ(record.origin, 1);
-      EXPECT_NE(record.message.find("rank 0"), std::string::npos) << record.message;
-      EXPECT_NE(record.message.find("sent 16 bytes as message 1 on channel 0, where rank 1 expects " +
-                                    std::to_string(expected) + " bytes"),
-                std::string::npos)
-          << record.message;
+      ASSERT_EQ(await(network, tickets).outcome, Outcome::kAborted);
+      const AbortRecord record = abort_of(network, ErrorKind::kMismatch, 1);
+      expect_text(record.message, "rank 0");
+      expect_text(record.message, "sent 16 bytes as message 1 on channel 0, where rank 1 expects " +
+                                      std::to_string(expected) + " bytes");
     });
   }
 }
@@ -170,11 +137,10 @@ TEST(TcpNetwork, TicketsAreUsedUpOnce) {
   group.run([](TcpNetwork& network) {
     const Buffer sent = pattern(8, 1);
     Buffer got(8);
-    const Tickets tickets = {send(network, 1 - network.rank(), 0, sent),
-                             receive(network, 1 - network.rank(), 0, got)};
-    ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
-    expect_text(error_of(ErrorKind::kInternal, [&] { network.wait(tickets, wait_seconds(20)); }),
-                "used before");
+    const int peer = 1 - network.rank();
+    const Tickets tickets = {send(network, peer, 0, sent), receive(network, peer, 0, got)};
+    ASSERT_TRUE(await(network, tickets).ok());
+    error_of(ErrorKind::kInternal, [&] { await(network, tickets); }, "used before");
     EXPECT_FALSE(network.done(tickets[0]));
   });
 }
@@ -186,27 +152,17 @@ TEST(TcpNetwork, TimeoutLeavesMessagesAsTheyAre) {
     Buffer got(8);
     if (network.rank() == 0) {
       const Tickets tickets = {receive(network, peer, 0, got)};
-      EXPECT_EQ(network.wait(tickets, wait_seconds(0.05)).outcome, Outcome::kTimeout);
-      std::atomic<bool> cancelled = true;
-      WaitOptions waiting = wait_seconds(20);
-      waiting.cancelled = &cancelled;
-      EXPECT_EQ(network.wait(tickets, waiting).outcome, Outcome::kCancelled);
-      const std::function<void()> interrupt = [] { throw std::runtime_error("Ctrl-C"); };
-      waiting.cancelled = nullptr;
-      waiting.interrupt = &interrupt;
-      EXPECT_THROW(network.wait(tickets, waiting), std::runtime_error);
+      EXPECT_EQ(await(network, tickets, 0.05).outcome, Outcome::kTimeout);
+      expect_ends_early(network, tickets);
       const Buffer go = pattern(1, 0);
-      const Tickets going = {send(network, peer, 0, go)};
-      ASSERT_TRUE(network.wait(going, wait_seconds(20)).ok());
-      ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+      ASSERT_TRUE(await(network, {send(network, peer, 0, go)}).ok());
+      ASSERT_TRUE(await(network, tickets).ok());
       EXPECT_TRUE(got == pattern(8, 3));
     } else {
       Buffer go(1);
-      const Tickets first = {receive(network, peer, 0, go)};
-      ASSERT_TRUE(network.wait(first, wait_seconds(20)).ok());
+      ASSERT_TRUE(await(network, {receive(network, peer, 0, go)}).ok());
       const Buffer sent = pattern(8, 3);
-      const Tickets second = {send(network, peer, 0, sent)};
-      ASSERT_TRUE(network.wait(second, wait_seconds(20)).ok());
+      ASSERT_TRUE(await(network, {send(network, peer, 0, sent)}).ok());
     }
   });
 }
@@ -222,12 +178,12 @@ TEST(TcpNetwork, GivenUpMessagesGiveTheirMemoryBack) {
       if (network.rank() == 0) tickets.push_back(receive(network, peer, 0, got));
       // Not long enough for all of it.
       network.progress();
-      EXPECT_EQ(network.wait(tickets, wait_seconds(0)).outcome, Outcome::kTimeout);
+      EXPECT_EQ(await(network, tickets, 0).outcome, Outcome::kTimeout);
       network.give_up(tickets);
     }  // a write into freed memory is what the sanitizer finds
     for (int i = 0; i < 20; ++i) network.progress();
     Buffer more(1);
-    expect_text(error_of(ErrorKind::kInternal, [&] { receive(network, peer, 0, more); }), "given up");
+    error_of(ErrorKind::kInternal, [&] { receive(network, peer, 0, more); }, "given up");
   });
 }
 
@@ -241,12 +197,12 @@ TEST(TcpNetwork, WhatIsOutOfStepIsNotALostPeer) {
     const Tickets given_up = {receive(network, peer, 0, first)};
     const Tickets kept = {receive(network, peer, 0, second)};
     network.give_up(given_up);
-    const Error error = error_of(ErrorKind::kInternal, [&] { network.wait(kept, wait_seconds(20)); });
-    expect_text(error, "message 2 on channel 0 between rank");
-    expect_text(error, "gave up another one");
+    error_of(
+        ErrorKind::kInternal, [&] { await(network, kept); }, "message 2 on channel 0 between rank",
+        "gave up another one");
     network.give_up(kept);
-    const Tickets other = {send(network, peer, 1, first), receive(network, peer, 1, second)};
-    EXPECT_TRUE(network.wait(other, wait_seconds(20)).ok()) << "the other channel is in step";
+    EXPECT_TRUE(await(network, {send(network, peer, 1, first), receive(network, peer, 1, second)}).ok())
+        << "the other channel is in step";
   });
 }
 

@@ -1,29 +1,23 @@
 // Connections that one rank makes when it needs them, whatever the other one does.
 
-#include <gtest/gtest.h>
-
 #include <atomic>
 #include <thread>
 #include <vector>
 
 #include "support/errors.h"
-#include "support/latch.h"
 #include "support/network/tcp_group.h"
 
 namespace multiring {
 namespace {
 
 using namespace testing;
-using Outcome = WaitResult::Outcome;
-
-void meet(Latch& latch) {
-  latch.count_down();
-  latch.wait();
-}
 
 bool all_linked(const TcpNetwork& network) {
-  const auto links = all_links(network);
-  return std::all_of(links.begin(), links.end(), [&](const auto& link) { return network.linked(link); });
+  return std::ranges::all_of(all_links(network), [&](const auto& link) { return network.linked(link); });
+}
+
+WaitResult reach_all(TcpNetwork& network, double seconds = 20) {
+  return network.connect_on_demand(all_links(network), wait_seconds(seconds));
 }
 
 class TcpReachFrom : public ::testing::TestWithParam<int> {};
@@ -34,13 +28,13 @@ TEST_P(TcpReachFrom, OneEndIsEnough) {
     EXPECT_FALSE(all_linked(network));
     const std::uint64_t before = network.links_version();
     if (network.rank() == GetParam()) {
-      EXPECT_TRUE(network.connect_on_demand(all_links(network), wait_seconds(20)).ok());
+      EXPECT_TRUE(reach_all(network).ok());
     } else {
       progress_until(network, [&] { return all_linked(network); });
     }
     EXPECT_NE(network.links_version(), before);
     exchange_messages(network, {200'001});  // striped
-    EXPECT_TRUE(network.connect_on_demand(all_links(network), wait_seconds(0.0)).ok()) << "it stands already";
+    EXPECT_TRUE(reach_all(network, 0.0).ok()) << "it stands already";
   });
 }
 
@@ -59,9 +53,9 @@ TEST(TcpReach, CallsThatCrossMakeOneConnection) {
     const int before = open_descriptors();
     std::atomic<int> idle{0};  // descriptors of networks without a connection
     group.run_unconnected([&](TcpNetwork& network) {
-      meet(start);
+      start.arrive_and_wait();
       if (network.rank() == 0) idle = open_descriptors() - before;
-      meet(done);
+      done.arrive_and_wait();
       // Some come a little later, some in short turns between which they do something else.
       const auto links = all_links(network);
       if (network.rank() == 1)
@@ -90,21 +84,20 @@ TEST(TcpReach, APeerThatMakesNoProgressAnswersLater) {
   InprocStore store;
   TcpNetwork zero(store, tcp_options(0, 2));
   TcpNetwork one(store, tcp_options(1, 2));
-  for (TcpNetwork* caller : {&zero, &one})
-    EXPECT_EQ(caller->connect_on_demand(all_links(*caller), wait_seconds(0.05)).outcome, Outcome::kTimeout);
+  for (TcpNetwork* caller : {&zero, &one}) EXPECT_EQ(reach_all(*caller, 0.05).outcome, Outcome::kTimeout);
   const WaitOptions limit = wait_seconds(20);
   while (!(all_linked(zero) && all_linked(one)) && !limit.deadline.expired()) {
     zero.progress();
     one.progress();
   }
-  EXPECT_TRUE(zero.connect_on_demand(all_links(zero), wait_seconds(20)).ok());
-  EXPECT_TRUE(one.connect_on_demand(all_links(one), wait_seconds(20)).ok());
+  EXPECT_TRUE(reach_all(zero).ok());
+  EXPECT_TRUE(reach_all(one).ok());
 }
 
 TEST(TcpReach, APeerThatHasNotComeIsWaitedFor) {
   InprocStore store;
   TcpNetwork zero(store, tcp_options(0, 2));
-  EXPECT_EQ(zero.connect_on_demand(all_links(zero), wait_seconds(0.05)).outcome, Outcome::kTimeout);
+  EXPECT_EQ(reach_all(zero, 0.05).outcome, Outcome::kTimeout);
 }
 
 TEST(TcpReach, APeerThatIsGoneIsLost) {
@@ -113,9 +106,8 @@ TEST(TcpReach, APeerThatIsGoneIsLost) {
     TcpNetwork network(store, tcp_options(caller, 2));
     TcpNetwork(store, tcp_options(1 - caller, 2));  // has come and gone
     for (int attempt = 0; attempt < 2; ++attempt) {
-      const WaitResult result = network.connect_on_demand(all_links(network), wait_seconds(20));
-      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
-      EXPECT_EQ(result.peer, 1 - caller);
+      const WaitResult result = reach_all(network);
+      expect_lost(result, 1 - caller);
       EXPECT_TRUE(result.peer_gone);
     }
   }
@@ -128,14 +120,13 @@ TEST(TcpReach, APeerThatIsLostOnTheWayIsLost) {
     group.run_unconnected([&](TcpNetwork& network) {
       const std::vector<Network::Link> first = {{1 - network.rank(), 0}};
       ASSERT_TRUE(network.connect_on_demand(first, wait_seconds(20)).ok());
-      meet(linked);
+      linked.arrive_and_wait();
       if (network.rank() == 1) {
         if (leaves) network.leave();
         return group.destroy(1);
       }
-      const WaitResult result = network.connect_on_demand(all_links(network), wait_seconds(20));
-      EXPECT_EQ(result.outcome, Outcome::kPeerLost);
-      EXPECT_EQ(result.peer, 1);
+      const WaitResult result = reach_all(network);
+      expect_lost(result, 1);
       EXPECT_TRUE(leaves || !result.peer_left);
     });
   }
@@ -145,14 +136,13 @@ TEST(TcpReach, AnAbortAndTheOwnEndAreTold) {
   InprocStore store;
   TcpNetwork zero(store, tcp_options(0, 2));
   TcpNetwork one(store, tcp_options(1, 2));
-  EXPECT_EQ(zero.connect_on_demand(all_links(zero), wait_seconds(0.02)).outcome, Outcome::kTimeout);
+  EXPECT_EQ(reach_all(zero, 0.02).outcome, Outcome::kTimeout);
   zero.abort(Error(ErrorKind::kAborted, "enough"));
-  EXPECT_EQ(zero.connect_on_demand(all_links(zero), wait_seconds(20)).outcome, Outcome::kAborted);
-  EXPECT_EQ(one.connect_on_demand(all_links(one), wait_seconds(0.02)).outcome, Outcome::kTimeout);
+  EXPECT_EQ(reach_all(zero).outcome, Outcome::kAborted);
+  EXPECT_EQ(reach_all(one, 0.02).outcome, Outcome::kTimeout);
   one.leave();  // with a call under way
-  expect_text(
-      error_of(ErrorKind::kInternal, [&] { one.connect_on_demand(all_links(one), wait_seconds(20)); }),
-      "has left and opens no more connections");
+  expect_text(error_of(ErrorKind::kInternal, [&] { reach_all(one); }),
+              "has left and opens no more connections");
 }
 
 TEST(TcpReach, AnotherSecretIsToldToWhoeverCalls) {
@@ -162,15 +152,10 @@ TEST(TcpReach, AnotherSecretIsToldToWhoeverCalls) {
     strange.secret = "another";
     TcpNetwork network(store, strange);
     TcpNetwork other(store, tcp_options(1 - caller, 2));
-    std::atomic<bool> told = false;
-    std::thread call([&] {
-      expect_text(error_of(ErrorKind::kUsage,
-                           [&] { network.connect_on_demand(all_links(network), wait_seconds(20)); }),
-                  "does not know the secret of rank " + std::to_string(1 - caller));
-      told = true;
+    beside(other, [&] {
+      expect_usage([&] { reach_all(network); },
+                   "does not know the secret of rank " + std::to_string(1 - caller));
     });
-    progress_until(other, [&] { return told.load(); });
-    call.join();
   }
 }
 

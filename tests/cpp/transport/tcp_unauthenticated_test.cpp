@@ -1,14 +1,11 @@
 // Unauthenticated peers at the ports of ranks that connect over TCP.
 
-#include <gtest/gtest.h>
-
 #include <atomic>
 #include <deque>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "support/latch.h"
 #include "support/network/raw_peer.h"
 #include "support/network/tcp_group.h"
 
@@ -16,7 +13,6 @@ namespace multiring {
 namespace {
 
 using namespace testing;
-using Tickets = std::vector<Network::Ticket>;
 
 TEST(TcpUnauthenticated, GarbageIsDroppedAndCounted) {
   TcpGroup group(2);
@@ -40,10 +36,7 @@ TEST(TcpUnauthenticated, GarbageIsDroppedAndCounted) {
       network.connect(all_links(network), wait_seconds(20));
       EXPECT_EQ(network.rejected().total(), 0u);
     }
-    Buffer got(10);
-    const Tickets tickets = {send(network, 1 - network.rank(), 0, got),
-                             receive(network, 1 - network.rank(), 0, got)};
-    EXPECT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
+    exchange_messages(network, {10});
   });
 }
 
@@ -65,9 +58,9 @@ TEST(TcpUnauthenticated, AThousandThatHangUpWhileRanksConnect) {
     TcpGroup group(3, 2, 2);
     Latch gone(1);
     group.run_unconnected([&](TcpNetwork& network) {
-      std::thread intruders;
+      std::jthread intruders;
       if (network.rank() == 0) {
-        intruders = std::thread([&] {
+        intruders = std::jthread([&] {
           for (int i = 0; i < 1000; ++i) {
             RawPeer intruder(network);
             if (i % 3 == 1) intruder.say("MRCPHLO");
@@ -84,12 +77,7 @@ TEST(TcpUnauthenticated, AThousandThatHangUpWhileRanksConnect) {
       progress_until(network, [&] { return network.rejected().total() >= (network.rank() == 0 ? 1000 : 0); });
       const tcp::RejectedCounts rejected = network.rejected();
       EXPECT_LE(rejected.total() - rejected.evicted, network.rank() == 0 ? 1000u : 0u);
-      const Buffer sent = pattern(100000, static_cast<unsigned>(network.rank()));
-      Buffer got(sent.size());
-      const Tickets tickets = {send(network, (network.rank() + 1) % 3, 1, sent),
-                               receive(network, (network.rank() + 2) % 3, 1, got)};
-      ASSERT_TRUE(network.wait(tickets, wait_seconds(20)).ok());
-      EXPECT_TRUE(got == pattern(got.size(), static_cast<unsigned>(network.rank() + 2) % 3));
+      exchange_messages(network, {100000});
     });
   }
   EXPECT_EQ(open_descriptors(), before);
@@ -165,8 +153,7 @@ TEST(TcpUnauthenticated, AFloodOfThemLocksNoRankOut) {
     network.connect(all_links(network), wait_seconds(40));
     stop = true;
     if (flood.joinable()) flood.join();
-    connected.count_down();
-    connected.wait();
+    connected.arrive_and_wait();
   });
 }
 

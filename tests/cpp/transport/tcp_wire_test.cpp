@@ -1,14 +1,12 @@
 // What travels over TCP, as functions: frames, the handshake, addresses, stripes.
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
 
-#include "base/error.h"
 #include "base/text.h"
+#include "support/errors.h"
 #include "transport/tcp/connections/connection_balance.h"
 #include "transport/tcp/connections/frame.h"
 #include "transport/tcp/connections/stripes.h"
@@ -207,14 +205,7 @@ TEST(Interfaces, FilterChooses) {
 TEST(Interfaces, WhatIsNotUnderstoodOrLeavesNothingIsAnError) {
   for (const char* item : {"", "^", "10.0.0.0/33", "10.0.0.0/", "eth0/8", "10.0.0.0/8x"})
     EXPECT_THROW(chosen({item}), Error) << item;
-  try {
-    chosen({"eth7"});
-    ADD_FAILURE() << "nothing is left";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kUsage);
-    EXPECT_NE(std::string(error.what()).find("eth0 10.0.0.1, eth0 fe80::1, ib0"), std::string::npos)
-        << error.what();
-  }
+  testing::expect_usage([] { chosen({"eth7"}); }, "eth0 10.0.0.1, eth0 fe80::1, ib0");
 }
 
 using Weights = std::vector<std::uint32_t>;
@@ -225,25 +216,28 @@ ConnectionBalance balance_of(const Weights& weights, std::size_t stripe_threshol
   return balance;
 }
 
+/// Expects that the ranges, one after the other, are `bytes` bytes.
+void expect_covered(const std::vector<StripeRange>& ranges, std::size_t bytes) {
+  ASSERT_FALSE(ranges.empty());
+  std::size_t end = 0;
+  for (const StripeRange& range : ranges) {
+    ASSERT_EQ(range.offset, end);
+    ASSERT_TRUE(range.bytes > 0 || bytes == 0);
+    end += range.bytes;
+  }
+  ASSERT_EQ(end, bytes);
+}
+
 TEST(ConnectionBalance, EveryByteIsInOneStripe) {
-  const std::vector<Weights> all_weights = {{1},       {1, 1},    {1, 4},      {4, 1, 0},
-                                            {0, 0, 5}, {7, 1, 3}, {1, 1, 1, 1}};
   std::vector<StripeRange> ranges;
-  for (const auto& weights : all_weights) {
+  for (const Weights& weights : {Weights{1}, {1, 1}, {1, 4}, {4, 1, 0}, {0, 0, 5}, {7, 1, 3}, {1, 1, 1, 1}}) {
     for (const std::size_t bytes : {0, 1, 63, 64, 65, 1000, 4095, 4096, 1000003}) {
       for (const std::size_t stripe_threshold : {0, 4096}) {
         ConnectionBalance balance = balance_of(weights, stripe_threshold);
         for (int message = 0; message < 3; ++message) {
           balance.divide(bytes, std::vector<std::size_t>(weights.size(), 0), ranges);
-          ASSERT_FALSE(ranges.empty());
-          std::size_t end = 0;
-          for (const StripeRange& range : ranges) {
-            EXPECT_EQ(range.offset, end);
-            EXPECT_TRUE(range.bytes > 0 || bytes == 0);
-            EXPECT_GT(weights[range.stripe], 0u);
-            end += range.bytes;
-          }
-          EXPECT_EQ(end, bytes);
+          ASSERT_NO_FATAL_FAILURE(expect_covered(ranges, bytes));
+          for (const StripeRange& range : ranges) EXPECT_GT(weights[range.stripe], 0u);
           EXPECT_TRUE(bytes >= stripe_threshold || ranges.size() == 1);
         }
       }
@@ -263,14 +257,7 @@ TEST(ConnectionBalance, EveryByteIsInOneStripeWhateverTheBacklogs) {
       for (std::size_t link = 0; link < backlogs.size(); ++link)
         backlogs[link] = (random >> (20 + 3 * link)) % (link % 2 == 0 ? 10 : 2'000'000);
       balance.divide(bytes, backlogs, ranges);
-      ASSERT_FALSE(ranges.empty());
-      std::size_t end = 0;
-      for (const StripeRange& range : ranges) {
-        ASSERT_EQ(range.offset, end);
-        ASSERT_TRUE(range.bytes > 0 || bytes == 0);
-        end += range.bytes;
-      }
-      ASSERT_EQ(end, bytes);
+      ASSERT_NO_FATAL_FAILURE(expect_covered(ranges, bytes));
     }
   }
 }

@@ -1,17 +1,13 @@
 // The transports below the collectives: connecting, symmetric memory that cannot be had, rounds, mailboxes.
 
-#include <gtest/gtest.h>
-
 #include <cstring>
 #include <filesystem>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "support/errors.h"
-#include "support/latch.h"
-#include "support/rank_group.h"
+#include "support/network/tcp_group.h"
 #include "transport/shm/shm_transport.h"
 #include "transport/world/connect_world.h"
 
@@ -19,12 +15,6 @@ namespace multiring {
 namespace {
 
 using namespace testing;
-
-WaitOptions wait_for(double seconds) {
-  WaitOptions waiting;
-  waiting.deadline = Deadline::after(seconds);
-  return waiting;
-}
 
 ShmOptions shm_options(int rank, int size) {
   ShmOptions options;
@@ -36,55 +26,42 @@ ShmOptions shm_options(int rank, int size) {
 TEST(ShmConnect, DeadlineNamesWhoHasNotCome) {
   InprocStore store;
   Latch both(2);
-  std::vector<std::thread> ranks;
-  for (const int rank : {0, 2}) {
-    ranks.emplace_back([&, rank] {
-      both.count_down();
-      both.wait();
-      // Long enough for these two to meet.
-      const Error error =
-          error_of(ErrorKind::kTimeout, [&] { connect_shm(store, shm_options(rank, 3), wait_for(1)); });
-      expect_text(error, "init for rank(s) 1 of 3");
-      EXPECT_EQ(error.context().peer, 1);
-    });
-  }
-  for (std::thread& rank : ranks) rank.join();
+  in_threads(2, [&](int index) {
+    both.arrive_and_wait();
+    const auto connect = [&] {  // long enough for these two to meet
+      connect_shm(store, shm_options(2 * index, 3), wait_seconds(1));
+    };
+    const Error error = error_of(ErrorKind::kTimeout, connect, "init for rank(s) 1 of 3");
+    EXPECT_EQ(error.context().peer, 1);
+  });
 }
 
 TEST(ShmConnect, InterruptEndsIt) {
   InprocStore store;
   const std::function<void()> interrupt = [] { throw std::runtime_error("Ctrl-C"); };
-  WaitOptions waiting = wait_for(30);
+  WaitOptions waiting = wait_seconds(30);
   waiting.interrupt = &interrupt;
   EXPECT_THROW(connect_shm(store, shm_options(0, 2), waiting), std::runtime_error);
 }
 
 TEST(ShmConnect, OtherSettingsAreRefused) {
   InprocStore store;
-  std::thread first([&] {
-    ShmOptions options = shm_options(0, 2);
-    options.transport.staging_bytes = 8192;
-    expect_text(error_of(ErrorKind::kUsage, [&] { connect_shm(store, options, wait_for(20)); }),
-                "other settings");
+  in_threads(2, [&](int rank) {
+    ShmOptions options = shm_options(rank, 2);
+    if (rank == 0) options.transport.staging_bytes = 8192;
+    expect_usage([&] { connect_shm(store, options, wait_seconds(20)); }, "other settings");
   });
-  expect_text(error_of(ErrorKind::kUsage, [&] { connect_shm(store, shm_options(1, 2), wait_for(20)); }),
-              "other settings");
-  first.join();
 }
 
 TEST(ShmConnect, LeavesNothingInTheSocketDirectory) {
   std::string directory = (std::filesystem::temp_directory_path() / "multiring-test-XXXXXX").string();
   ASSERT_NE(::mkdtemp(directory.data()), nullptr);
   InprocStore store;
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < 3; ++rank) {
-    ranks.emplace_back([&, rank] {
-      ShmOptions options = shm_options(rank, 3);
-      options.socket_directory = directory;
-      connect_shm(store, options, wait_for(20));
-    });
-  }
-  for (std::thread& rank : ranks) rank.join();
+  in_threads(3, [&](int rank) {
+    ShmOptions options = shm_options(rank, 3);
+    options.socket_directory = directory;
+    connect_shm(store, options, wait_seconds(20));
+  });
   EXPECT_TRUE(std::filesystem::is_empty(directory));
   std::filesystem::remove(directory);
 }
@@ -93,22 +70,19 @@ TEST(ShmConnect, LeavesNothingInTheSocketDirectory) {
 template <class Join>
 void expect_builds_refused(const Join& join) {
   InprocStore store;
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < 2; ++rank)
-    ranks.emplace_back([&, rank] {
-      const std::string build = "multiring 0." + std::to_string(rank + 1) + ".0 (protocol 4.424)";
-      const Error error = error_of(ErrorKind::kUsage, [&] { join(rank, store, build); });
-      expect_text(error, "multiring 0.1.0 (protocol");
-      expect_text(error, "multiring 0.2.0 (protocol");
-    });
-  for (std::thread& rank : ranks) rank.join();
+  in_threads(2, [&](int rank) {
+    const std::string build = "multiring 0." + std::to_string(rank + 1) + ".0 (protocol 4.424)";
+    error_of(
+        ErrorKind::kUsage, [&] { join(rank, store, build); }, "multiring 0.1.0 (protocol",
+        "multiring 0.2.0 (protocol");
+  });
 }
 
 TEST(Builds, ThatDifferAreRefusedOnOneHost) {
   expect_builds_refused([](int rank, Store& store, const std::string& build) {
     ShmOptions options = shm_options(rank, 2);
     options.build = build;
-    connect_shm(store, options, wait_for(20));
+    connect_shm(store, options, wait_seconds(20));
   });
 }
 
@@ -121,7 +95,7 @@ TEST(Builds, ThatDifferAreRefusedBetweenHosts) {
     address.host = "host" + std::to_string(rank);
     address.tcp.secret = "the secret of the tests";
     address.build = build;
-    connect_world(std::shared_ptr<Store>(&store, [](Store*) {}), address, wait_for(20));
+    connect_world(std::shared_ptr<Store>(&store, [](Store*) {}), address, wait_seconds(20));
   });
 }
 
@@ -141,7 +115,7 @@ TEST_P(TransportTest, HeadersAndStagingAreZeroAtFirstAndSeenByAll) {
       std::memset(transport->header(rank, round), mark, Transport::kUserHeaderBytes);
       std::memset(transport->staging(rank, round), mark, transport->staging_bytes());
       transport->arrive(round, transport->staging_bytes());
-      ASSERT_TRUE(transport->await_all(round, wait_for(20)).ok());
+      ASSERT_TRUE(transport->await_all(round, wait_seconds(20)).ok());
       for (int peer = 0; peer < transport->size(); ++peer) {
         const auto theirs = static_cast<std::byte>(static_cast<int>(round) * 10 + peer);
         EXPECT_GE(transport->arrived(peer), round);
@@ -153,9 +127,7 @@ TEST_P(TransportTest, HeadersAndStagingAreZeroAtFirstAndSeenByAll) {
 }
 
 TEST_P(TransportTest, StagingMemoryIsAtLeastACacheLine) {
-  GroupOptions tiny = options(2);
-  tiny.staging_bytes = 63;
-  RankGroup group(tiny);
+  RankGroup group(GroupOptions(GetParam(), 2, 63));
   error_of(ErrorKind::kUsage, [&] { group.run_transports([](const std::shared_ptr<Transport>&) {}); });
 }
 
@@ -166,10 +138,10 @@ TEST_P(TransportTest, WhoLeavesAtOnceIsKnownToHaveLeft) {
     RankGroup group(options(3));
     group.run_transports([](const std::shared_ptr<Transport>& transport) {
       const std::vector<int> members = {2, 0, 1};
-      auto child = transport->subgroup(members, 1, wait_for(20));
+      auto child = transport->subgroup(members, 1, wait_seconds(20));
       if (transport->rank() != 1) return child.reset();
       child->arrive(1, 0);
-      const WaitResult result = child->await_all(1, wait_for(20));
+      const WaitResult result = child->await_all(1, wait_seconds(20));
       EXPECT_EQ(result.outcome, WaitResult::Outcome::kPeerLost);
       EXPECT_TRUE(result.peer_left);
     });
@@ -180,7 +152,7 @@ TEST_P(TransportTest, FirstAbortWinsAndIsCutToItsRecord) {
   RankGroup group(options(3));
   group.run_transports([](const std::shared_ptr<Transport>& transport) {
     transport->arrive(1, 0);  // all are connected
-    const WaitResult met = transport->await_all(1, wait_for(20));
+    const WaitResult met = transport->await_all(1, wait_seconds(20));
     // Rank 1 may have met the others, and have aborted, before these have met each other.
     const bool aborted = transport->rank() != 1 && met.outcome == WaitResult::Outcome::kAborted;
     ASSERT_TRUE(met.ok() || aborted);
@@ -191,12 +163,9 @@ TEST_P(TransportTest, FirstAbortWinsAndIsCutToItsRecord) {
     about.tensor = std::string(5000, 'n');
     if (transport->rank() == 1) transport->abort(Error(ErrorKind::kTimeout, std::string(10000, 'x'), about));
     transport->arrive(2, 0);
-    transport->await_all(2, wait_for(20));
+    transport->await_all(2, wait_seconds(20));
     transport->abort(Error(ErrorKind::kMismatch, "late"));
-    AbortRecord record;
-    ASSERT_TRUE(transport->aborted(&record));
-    EXPECT_EQ(record.kind, ErrorKind::kTimeout);
-    EXPECT_EQ(record.origin, 1);
+    const AbortRecord record = abort_of(*transport, ErrorKind::kTimeout, 1);
     EXPECT_EQ(record.message, std::string(4095, 'x'));
     EXPECT_EQ(record.about.common, 2);
     EXPECT_EQ(record.about.odd, 1);
@@ -211,7 +180,7 @@ TEST_P(TransportTest, PeerThatLeavesInTheMiddleOfAMessage) {
   group.run_transports([](const std::shared_ptr<Transport>& transport) {
     if (transport->rank() == 1) {
       for (std::uint64_t chunk = 1; chunk <= 3; ++chunk) {
-        ASSERT_TRUE(transport->await_written(0, chunk, wait_for(20)).ok());
+        ASSERT_TRUE(transport->await_written(0, chunk, wait_seconds(20)).ok());
         transport->mailbox_read(0, chunk);
       }
       return transport->leave();
@@ -220,39 +189,30 @@ TEST_P(TransportTest, PeerThatLeavesInTheMiddleOfAMessage) {
     std::uint64_t chunk = 0;
     while (result.ok()) {
       ++chunk;
-      result = transport->await_read(1, chunk > 2 ? chunk - 2 : 0, wait_for(20));
+      result = transport->await_read(1, chunk > 2 ? chunk - 2 : 0, wait_seconds(20));
       if (result.ok()) transport->mailbox_written(1, chunk, 1);
     }
-    EXPECT_EQ(result.outcome, WaitResult::Outcome::kPeerLost);
-    EXPECT_EQ(result.peer, 1);
-    EXPECT_TRUE(result.peer_left);
+    expect_lost(result, 1, true);
     EXPECT_EQ(chunk, 6u);
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, TransportTest, ::testing::ValuesIn(kTransports),
-                         [](const auto& info) { return transport_name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Transports, TransportTest, ::testing::ValuesIn(kTransports), kPrinted);
 
 // The rank that makes the memory fails; the others wait for a descriptor that never comes.
 TEST(ShmAllocate, FailureOfTheRankThatMakesTheMemoryReachesAll) {
   RankGroup group(GroupOptions(TransportKind::kShm, 2));
   const auto outcomes = group.outcomes(
       [](Communicator& communicator) { communicator.allocate_symmetric(std::size_t{1} << 55, {}); });
-  for (const auto& outcome : outcomes) {
-    ASSERT_TRUE(outcome.has_value());
-    EXPECT_EQ(outcome->kind(), ErrorKind::kInternal);
-    expect_text(*outcome, "shared memory");
-  }
+  expect_all_raised(outcomes, ErrorKind::kInternal, "shared memory");
 }
 
 // 2^62 + 1 bytes for each of 4 ranks are 4 bytes more than 64 bits count: too little would be mapped.
 TEST(ShmAllocate, RefusesWhatHasNoAddresses) {
   RankGroup group(GroupOptions(TransportKind::kShm, 4));
   group.run([](Communicator& communicator) {
-    for (const std::size_t bytes : {(std::size_t{1} << 62) + 1, ~std::size_t{0}}) {
-      const Error error = error_of(ErrorKind::kUsage, [&] { communicator.allocate_symmetric(bytes, {}); });
-      expect_text(error, "has no addresses");
-    }
+    for (const std::size_t bytes : {(std::size_t{1} << 62) + 1, ~std::size_t{0}})
+      expect_usage([&] { communicator.allocate_symmetric(bytes, {}); }, "has no addresses");
     run_barrier(communicator);  // it is a usage error of all: nothing is broken
   });
 }

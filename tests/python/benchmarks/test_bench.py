@@ -13,67 +13,60 @@ import pytest
 
 from multiring.benchmarks import command
 from multiring.benchmarks.collectives import results
+from multiring.benchmarks.collectives.kinds import COLLECTIVES
 from multiring.benchmarks.collectives.results import Report
 from multiring.errors import UsageError
-from tests.support import Job, refused
+from tests.support import Job, refused, run_multiring
 
 
 def parse(*words: str, benchmark: str = "allreduce") -> argparse.Namespace:
     return command._parse(benchmark, command._load(benchmark), list(words))
 
 
-# ---- What follows from the times.
-
-
 def test_options_are_understood() -> None:
-    options = parse(
-        "-np", "3", "--sizes=4,1KiB, 64kib,1MiB,1GiB,8B,4", "--peers", "mpi,gloo,mpi", "--json=a b"
-    )
-    assert options.ranks == 3
+    options = parse("--sizes=4,1KiB, 64kib,1MiB,1GiB,8B,4", "--peers", "mpi,gloo,mpi", "--json=a b")
     assert options.sizes == [4, 2**10, 2**16, 2**20, 2**30, 8]
     assert options.peers == ["mpi", "gloo"]
-    assert options.shown_as.startswith("multiring bench allreduce -np 3 ")
+    assert options.shown_as.startswith("multiring bench allreduce ")
     assert options.shown_as.endswith("'--json=a b'")
-    assert parse("--peers", "none").peers == []
+    options = parse("--collectives", "gather, alltoall,gather", "--peers", "none", benchmark="collectives")
+    assert (options.collectives, options.peers) == (["gather", "alltoall"], [])
+    assert parse(benchmark="collectives").collectives == list(COLLECTIVES)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--sizes", "6"], "'6' is not a size of an array of float32: give a multiple of 4 bytes"),
-        (["--peers", "nccl"], "there is no peer 'nccl': known are gloo (in the package torch) and mpi"),
-        (["what"], "unrecognized arguments: what"),
-        (["--emulate", "1x4"], "'1x4' is no layout: give hosts x ranks on each, such as 2x4"),
-        (["--emulate", "2x2", "--rate", "1gbit,"], "'' is no rate: give such as 1gbit"),
-        (["--emulate", "2x2", "-np", "3"], "-np 3 and --emulate 2x2 do not go together"),
-        (["--rate", "1gbit"], "--rate is that of emulated hosts: give --emulate as well"),
-        (["--plot", "results.jpg"], "has to end in .png: results.jpg"),
-        (["--json", "."], "--json . is a directory"),
-        (["--json", "/no/such/place/x.json"], "/no/such/place is no directory that can be written to"),
-        (["--peers", "none", "--mpich", "/no/such"], "--mpich /no/such: /no/such is no Python: make one by"),
-    ],
-)
-def test_what_is_wrong_is_told_before_the_measuring(words: list[str], message: str) -> None:
-    assert message in refused("bench", "allreduce", *words)
+WRONG = {
+    "allreduce --sizes 6": "'6' is not a size of an array of float32: give a multiple of 4 bytes",
+    "allreduce --peers nccl": "there is no peer 'nccl': known are gloo (in the package torch) and mpi",
+    "allreduce --emulate 1x4": "'1x4' is no layout: give hosts x ranks on each, such as 2x4",
+    "allreduce --emulate 2x2 --rate 1gbit,": "'' is no rate: give such as 1gbit",
+    "allreduce --emulate 2x2 -np 3": "-np 3 and --emulate 2x2 do not go together",
+    "allreduce --rate 1gbit": "--rate is that of emulated hosts: give --emulate as well",
+    "allreduce --plot results.jpg": "has to end in .png: results.jpg",
+    "allreduce --json .": "--json . is a directory",
+    "allreduce --json /no/such/place/x.json": "/no/such/place is no directory that can be written to",
+    "allreduce --peers none --mpich /no/such": "--mpich /no/such: /no/such is no Python: make one by",
+    "collectives --collectives allreduce": "there is no collective 'allreduce' here: known are broadcast",
+    "collectives --mpich x": "unrecognized arguments: --mpich",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_is_wrong_is_told_before_the_measuring(words: str) -> None:
+    assert WRONG[words] in refused("bench", *words.split())
 
 
 def test_missing_packages_are_told_before_the_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"need rich and matplotlib: run pip install 'multiring\[bench\]'"):
-        command._check_outputs(parse("--plot", "x.png"))
-    command._check_outputs(parse("--format", "markdown"))
-
-
-def test_a_benchmark_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> Any:
         raise ModuleNotFoundError("no", name="rich.table")
 
+    options, without = parse("--plot", "x.png"), parse("--format", "markdown")
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"need rich and matplotlib: run pip install 'multiring\[bench\]'"):
+        command._check_outputs(options)
+    command._check_outputs(without)
     monkeypatch.setattr(command.importlib, "import_module", fail)
     with pytest.raises(UsageError, match=r"needs rich.table, .* pip install 'multiring\[bench\]'"):
         command._load("gradients")
-
-
-# ---- Writing, progress, and a real run.
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -100,8 +93,7 @@ def bench(*words: str, benchmark: str = "allreduce") -> Callable[[Path], list[st
 def measured(
     *words: str, benchmark: str = "allreduce"
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, bytes]]:
-    """Runs it to a good end that leaves nothing: what it prints, and the files that it writes, r.json among
-    them."""
+    """Runs it to a good end that leaves nothing: what it prints, and its files, r.json among them."""
     with Job(bench(*words, "--json", "DIR/r.json", benchmark=benchmark)) as job:
         done = job.finish(timeout=180)
         job.assert_nothing_left()
@@ -114,21 +106,21 @@ def test_a_run_measures_prints_and_writes_and_leaves_nothing() -> None:
     done, files = measured(*words)
     report = Report.from_json(files["r.json"].decode())
     assert sorted(files) == ["r.json", "r.png"]
-    assert files["r.png"].startswith(b"\x89PNG")
     assert (report.ranks, report.launcher, report.sizes) == (2, "multiring", [4, 64 * 1024])
     assert report.contenders == ["multiring symmetric", "multiring", "limit", "Gloo"]
-    assert report.command.startswith("multiring bench allreduce -np 2 --sizes 4,64KiB --peers gloo")
     assert all(0 < r.sample.low <= r.sample.median <= r.sample.high for r in report.rows)
     assert all(r.sample.iterations >= 6 for r in report.rows)
     assert done.stdout == report.render("rich", None) + "\n"
-    lines = [line for line in done.stderr.splitlines() if line.startswith(("4 B: ", "64 KiB: "))]
-    assert len(lines) == 2
-    assert results.LIMIT in lines[0]
+    assert results.LIMIT in next(line for line in done.stderr.splitlines() if line.startswith("64 KiB: "))
 
 
-def test_ranks_are_not_started_inside_ranks() -> None:
-    launcher = [sys.executable, "-m", "multiring", "run", "-np", "2"]
-    done = Job(
-        lambda root: [*launcher, "-m", "multiring", *bench("-np", "3", "--peers", "none")(root)[3:]]
-    ).run(code=2)
-    assert "-np 3 was given inside a job of 2 ranks; leave it out" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-np", "3"], "-np 3 was given inside a job of 2 ranks; leave it out"),
+        (["--emulate", "2x1"], "--emulate starts its own ranks: leave multiring out"),
+    ],
+)
+def test_ranks_are_not_started_inside_ranks(words: list[str], told: str) -> None:
+    launcher = ["run", "-np", "2", "-m", "multiring", "bench", "allreduce"]
+    assert told in run_multiring(*launcher, *words, "--peers", "none", code=2).stderr

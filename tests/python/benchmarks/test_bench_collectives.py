@@ -1,29 +1,29 @@
-"""`multiring bench collectives`: what is right and what has to cross, options, tables, and real runs."""
+"""`multiring bench allreduce` and `collectives`: what is right, what has to cross, and what follows."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from multiring import Communicator, InternalError
-from multiring.benchmarks.collectives import cases
+from multiring.benchmarks.collectives import allreduce, cases
 from multiring.benchmarks.collectives.kinds import COLLECTIVES, ROOT, Blocks, Buffers
 from multiring.benchmarks.collectives.libraries import MultiringCollectives, OneCollective
-from multiring.benchmarks.collectives.report import CollectiveRow, CollectivesReport
-from multiring.benchmarks.collectives.results import Report
+from multiring.benchmarks.collectives.report import CollectivesReport
+from multiring.benchmarks.collectives.results import Report, Row
 from multiring.benchmarks.contenders import Call, FloatArray
+from multiring.benchmarks.emulation import traffic
 from multiring.benchmarks.emulation.hosts import why_not
 from multiring.benchmarks.emulation.start import Emulation
+from multiring.benchmarks.machine import Machine
 from multiring.benchmarks.measure import Meeting, Pace, Sample, measure
 from multiring.models.errors import DataError
-from tests.python.benchmarks.test_bench import measured, parse
-from tests.python.benchmarks.test_bench_report import MACHINE
-from tests.rank_pool import RankPool, RanksFailed
-from tests.support import refused
+from tests.python.benchmarks.test_bench import measured
+from tests.rank_pool import RankPool
 
 NAMES = ["broadcast", "allgather", "reduce_scatter", "alltoall", "scatter", "gather"]
 COUNT = 5  # elements of a block
@@ -34,9 +34,6 @@ def run_bench(*words: str) -> tuple[str, str, CollectivesReport]:
     """Runs it to its end: what it prints, what it tells meanwhile, and what it writes."""
     done, files = measured(*words, "--format", "markdown", benchmark="collectives")
     return done.stdout, done.stderr, CollectivesReport.from_json(files["r.json"].decode())
-
-
-# ---- What is right.
 
 
 def written(name: str, ranks: int, iteration: int) -> list[Buffers]:
@@ -65,6 +62,7 @@ def result_of(name: str, everyone: list[Buffers], rank: int) -> FloatArray | Non
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_right_result_passes_and_others_do_not(name: str, ranks: int) -> None:
+    """A library returns its result, or fills the array that it is given."""
     everyone = written(name, ranks, 31)
     before = written(name, ranks, 30)
     for rank in {0, ranks - 1}:
@@ -82,20 +80,10 @@ def test_the_right_result_passes_and_others_do_not(name: str, ranks: int) -> Non
         assert f"{name} gives {right.size + 1} elements" in blocks.wrong(buffers, np.append(right, 0), 31)
         if right.size > COUNT:
             assert "block 0 of " in blocks.wrong(buffers, np.roll(right, COUNT), 31)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_library_may_fill_the_array_that_it_is_given(name: str) -> None:
-    everyone = written(name, 2, 1)
-    right = [result_of(name, everyone, rank) for rank in range(2)]
-    for rank, buffers in enumerate(everyone):
-        blocks, result = Blocks(COLLECTIVES[name], rank, 2), right[rank]
-        if result is None:
-            continue
         if rank != ROOT or name != "broadcast":
-            assert blocks.wrong(buffers, None, 1) != ""
-        buffers.out[:] = result
-        assert blocks.wrong(buffers, None, 1) == ""
+            assert blocks.wrong(buffers, None, 31) != ""
+        buffers.out[:] = right
+        assert blocks.wrong(buffers, None, 31) == ""
 
 
 class Forgetful(MultiringCollectives):
@@ -128,97 +116,23 @@ def test_a_wrong_result_is_an_error_on_every_rank(ranks: Callable[[int], RankPoo
     (first, second) = ranks(2).run(measure_allgather, False)
     assert first == second
     assert first[0] >= Pace.least
-    with pytest.raises(RanksFailed) as caught:
-        ranks(2).run(measure_allgather, True)
-    assert sorted(caught.value.errors) == [0, 1]
-    for rank, error in caught.value.errors.items():
+    for rank, error in enumerate(ranks(2).run_expecting_errors(measure_allgather, True)):
         assert isinstance(error, InternalError)
-        assert f"Forgetful on rank {rank}: block 0 of allgather is 1.0, 1.0, 1.0 where 2 is right" in str(
-            error
-        )
+        told = f"Forgetful on rank {rank}: block 0 of allgather is 1.0, 1.0, 1.0 where 2 is right"
+        assert told in str(error)
 
 
-# ---- What has to cross.
-
-
-@pytest.mark.parametrize(
-    ("name", "busiest", "together"),
-    [
-        ("broadcast", 1, 3),
-        ("allgather", 3 / 4, 3),
-        ("reduce_scatter", 3 / 4, 3),
-        ("alltoall", 2 * 3 / 4, 6),
-        ("scatter", 3 / 4, 3 / 4),
-        ("gather", 3 / 4, 3 / 4),
-    ],
-)
-def test_the_limit_is_what_the_busiest_link_has_to_carry(name: str, busiest: float, together: float) -> None:
-    crossing = COLLECTIVES[name].crossing_of(Emulation.parse("4x2", "1gbit"), MIB)
-    assert crossing == cases.Crossing(busiest * MIB, together * MIB)
-
-
-# ---- What is shown.
-
-
-def made_up() -> CollectivesReport:
-    rows = [
-        CollectiveRow(name, size, Sample(time, time, time, 7), collective=collective)
-        for collective, factor in (("alltoall", 1), ("broadcast", 4))
-        for size in (4096, MIB)
-        for name, time in (("multiring", 1e-6 * factor), ("Gloo", 2e-3), ("limit", 0.5e-6))
-    ]
-    when = "2026-01-02T03:04:05+00:00"
-    return CollectivesReport(
-        "multiring bench collectives", "multiring", MACHINE, 4, when, tuple(rows), "2x2 --rate 1gbit"
-    )
-
-
-def test_each_collective_is_shown(tmp_path: Path) -> None:
-    report = made_up()
-    for style in ("rich", "markdown", "compact"):
-        text = report.render(style, None)
-        assert all(told in text for told in ("alltoall", "broadcast", "50 %", "2000"))
-        rows = tuple(row for row in report.rows if row.contender != "limit")
-        assert "limit" not in replace(report, rows=rows, hosts="").render(style, None)
-    with pytest.raises(DataError, match="no results of `multiring bench allreduce`"):
-        Report.from_json(report.to_json())
-    report.draw(tmp_path / "picture")
-
-
-# ---- Options.
-
-
-def test_options_are_understood() -> None:
-    options = parse(benchmark="collectives")
-    assert options.collectives == NAMES == list(COLLECTIVES)
-    assert options.sizes == [4 * 2**10, 256 * 2**10, 4 * MIB, 16 * MIB]
-    assert (options.ranks, options.peers, options.seconds) == (None, None, 0.5)
-    words = ["--collectives", "gather, alltoall,gather", "--sizes=4,1K", "--peers", "none"]
-    options = parse(*words, benchmark="collectives")
-    assert options.collectives == ["gather", "alltoall"]
-    assert (options.sizes, options.peers) == ([4, 1024], [])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--collectives", "allreduce"],
-            "there is no collective 'allreduce' here: known are broadcast, allg",
-        ),
-        (["--mpich", "x"], "unrecognized arguments: --mpich"),
-    ],
-)
-def test_wrong_options_are_told(words: list[str], message: str) -> None:
-    assert message in refused("bench", "collectives", *words)
-
-
-# ---- Real runs.
+def test_the_limit_is_what_the_busiest_link_has_to_carry() -> None:
+    limits = {"broadcast": (1, 3), "allgather": (3 / 4, 3), "reduce_scatter": (3 / 4, 3)}
+    limits |= {"alltoall": (2 * 3 / 4, 6), "scatter": (3 / 4, 3 / 4), "gather": (3 / 4, 3 / 4)}
+    for name, (busiest, together) in limits.items():
+        crossing = COLLECTIVES[name].crossing_of(Emulation.parse("4x2", "1gbit"), MIB)
+        assert crossing == cases.Crossing(busiest * MIB, together * MIB), name
 
 
 def test_a_run_measures_all_collectives_beside_a_peer() -> None:
     # With three ranks the array is not of equal blocks, and becomes a little larger.
-    words = ["-np", "3", "--sizes", "4,4KiB", "--peers", "mpi", "--seconds", "0.01"]
+    words = ["-np", "3", "--sizes", "4,4KiB", "--peers", "mpi", "--seconds", "0.01", "--plot", "DIR/r.png"]
     stdout, stderr, report = run_bench(*words)
     assert stdout == report.render("markdown", None) + "\n"
     assert report.what == ", ".join(NAMES)
@@ -241,3 +155,91 @@ def test_emulated_hosts_show_the_limit_and_how_busy_links_were() -> None:
         assert limit.sample.median == pytest.approx(seconds[name] * 64 * 1024 / 50e6)
         assert sum(mine.sent["eth0"]) >= seconds[name] * 64 * 1024
         assert part.of_limit(mine) == limit.sample.median / mine.sample.median
+
+
+MACHINE = Machine("A Processor", 4, 16 * 2**30, "Linux 6.1", "3.11.7", {"multiring": "0.1.0"})
+# Median microseconds of every contender on 4 B and on 1 MiB.
+MEDIANS = {
+    "multiring symmetric": (2.0, 50.0),
+    "multiring": (1.0, 100.0),
+    "limit": (0.5, 40.0),
+    "Gloo": (100.0, 1000.0),
+    "Gnu MPI": (1.5, 400.0),
+}
+SIZES = (4, 2**20)
+
+
+def made_up(ranks: int = 4, contenders: tuple[str, ...] = tuple(MEDIANS)) -> Report:
+    rows = []
+    for k, size in enumerate(SIZES):
+        for name in contenders:
+            seconds = 1e-6 * MEDIANS[name][k]
+            rows.append(Row(name, size, Sample(seconds, 0.9 * seconds, 2 * seconds, 7)))
+    when = "2026-01-02T03:04:05+00:00"
+    return Report("multiring bench allreduce -np 4", "openmpi", MACHINE, ranks, when, tuple(rows))
+
+
+def test_what_follows_from_the_times() -> None:
+    report = made_up()
+    mine = report.row("multiring symmetric", 2**20)
+    assert mine.algorithm_bandwidth == pytest.approx(2**20 / 50e-6)
+    assert report.bus_bandwidth(mine) == pytest.approx(2**20 / 50e-6 * 1.5)
+    assert made_up(ranks=1).bus_bandwidth(mine) == 0
+    # A ratio above one: multiring is faster.
+    assert report.ratio(mine, "Gloo") == pytest.approx(20)
+    assert report.ratio(report.row("Gnu MPI", 4), "Gloo") is None
+    assert report.ratio(mine, "nobody") is None
+    # The limit counts from 64 KiB on, and for multiring only.
+    assert report.of_limit(mine) == pytest.approx(0.8)
+    assert report.of_limit(report.row("multiring", 4)) is None
+    assert report.of_limit(report.row("Gloo", 2**20)) is None
+    without = made_up(contenders=("multiring", "Gloo"))
+    assert without.of_limit(without.row("multiring", 2**20)) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"kind": "another"}', '{"kind": "multiring bench allreduce"}'])
+def test_other_files_are_refused(text: str) -> None:
+    with pytest.raises(DataError, match="no results of `multiring bench allreduce`"):
+        Report.from_json(text)
+
+
+def test_how_busy_links_were_is_what_they_sent_over_what_they_could() -> None:
+    sent = {"eth0": [1.25e6, 2.5e6], "eth1": [3.75e6, 3.75e6], "lo": [5e6, 0.0]}
+    row, small = Row("multiring", 2**20, Sample(0.125, 0.1, 0.2, 7), sent), made_up().rows[0]
+    report = replace(made_up(), rows=(row, small), hosts="2x1 --rate 400mbit,240mbit")
+    assert report.busy(row) == {"eth0": [0.2, 0.4], "eth1": [1.0, 1.0]}
+    assert "| 20 %, 100 % |" in report.render("markdown", None)
+
+
+def test_sent_bytes_are_read_for_each_interface() -> None:
+    text = """Inter-|   Receive                       |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
+    lo:    1200      11    0    0    0     0          0         0     1200      11    0    0    0     0       0          0
+  eth0:9999999999999  5    0    0    0     0          0         0      345       5    0    0    0     0       0          0
+"""  # noqa: E501  (as the kernel has it)
+    assert traffic.sent_bytes(text) == {"lo": 1200, "eth0": 345}
+    assert "lo" in traffic.sent_bytes()
+
+
+def test_what_did_not_cross_the_links_is_not_believed() -> None:
+    crossing = allreduce._crossing(Emulation.parse("2x2", "1gbit"), 400)
+    assert crossing is not None
+
+    def check(**sent: list[float]) -> None:
+        cases.check_crossed(
+            cases.Measured("allreduce", "Somebody", 400, Sample(1.0, 1.0, 1.0, 1), sent), crossing
+        )
+
+    check(eth0=[400.0, 430.0], lo=[0.0, 0.0])
+    check(eth0=[200.0, 220.0], eth1=[200.0, 210.0], lo=[0.0, 0.0])
+    told = "Somebody sent 550 B over the links .* of 400 B, where 800 B have to cross"
+    with pytest.raises(InternalError, match=told):
+        check(eth0=[400.0, 150.0], lo=[900.0, 900.0])
+
+
+def test_tables_show_every_contender_and_what_was_left_out() -> None:
+    report = replace(made_up(), left_out="Some MPI was left out")
+    for style, width in itertools.product(("rich", "markdown", "compact"), (None, 40)):
+        text = report.render(style, width)  # for a file; for a narrow terminal
+        for told in ("multiring symmetric", "Gloo", "Gnu MPI", "Some MPI was left out", "20.0", "80 %"):
+            assert told in text

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ import pytest
 from multiring.benchmarks.collectives.results import Report
 from multiring.benchmarks.emulation.hosts import why_not
 from tests.python.benchmarks.test_bench import bench, measured
-from tests.support import REPOSITORY, Job, wait_until
+from tests.python.benchmarks.test_bench_launch import MPICH
+from tests.support import Job, executable, wait_until
 
-MPICH = REPOSITORY / "build" / "mpich"
 HOLDER = b"cat\0-\0"  # the command line of what holds an emulated host
 
 
@@ -47,12 +46,6 @@ def test_emulated_hosts_are_measured_and_leave_nothing() -> None:
     limit = report.row("limit", 64 * 1024)
     assert limit.sample.median == 64 * 1024 / 100e6  # the array once, over both links
     assert "4 ranks of emulated hosts (2x2 --rate 400mbit,400mbit), all on" in done.stdout
-
-
-def test_emulated_hosts_are_not_started_inside_ranks() -> None:
-    launcher = [sys.executable, "-m", "multiring", "run", "-np", "2", "-m", "multiring"]
-    done = Job(lambda root: [*launcher, *bench("--emulate", "2x1", "--peers", "none")(root)[3:]]).run(code=2)
-    assert "--emulate starts its own ranks: leave multiring out" in done.stderr
 
 
 @pytest.mark.usefixtures("emulated")
@@ -105,29 +98,20 @@ def test_a_rank_of_mpich_that_is_killed_ends_the_run(with_mpich: list[str]) -> N
 
 def companion_of(job: Job, rank: int) -> int:
     """The process of MPICH that takes the turns of a rank."""
-
-    def fits(pid: int) -> bool:
-        process = Path(f"/proc/{pid}")
+    found = []
+    for pid in job.processes():
         with contextlib.suppress(OSError):
-            words = (process / "cmdline").read_bytes().split(b"\0")
-            environ = (process / "environ").read_bytes().split(b"\0")
-            return f"PMI_RANK={rank}".encode() in environ and any(w.endswith(b"companion.py") for w in words)
-        return False
-
-    (found,) = filter(fits, job.processes())
-    return found
+            command, environ = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+            if b"companion.py\0" in command and f"PMI_RANK={rank}".encode() in environ.split(b"\0"):
+                found.append(pid)
+    (pid,) = found
+    return pid
 
 
 @pytest.mark.usefixtures("emulated")
 def test_a_host_that_cannot_be_made_is_told_and_leaves_nothing(tmp_path: Path) -> None:
-    tool = tmp_path / "tc"
-    tool.write_text(
-        f"""#!/bin/sh
-case "$*" in *eth1*) echo "RTNETLINK answers: No such thing" >&2; exit 2;; esac
-exec {shutil.which("tc")} "$@"
-"""
-    )
-    tool.chmod(0o755)
+    fails = 'case "$*" in *eth1*) echo "RTNETLINK answers: No such thing" >&2; exit 2;; esac'
+    executable(tmp_path / "tc", f'{fails}\nexec {shutil.which("tc")} "$@"')
     words = ["--emulate", "2x1", "--rate", "400mbit,400mbit", "--peers", "none"]
     done = Job(bench(*words), env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}).run(code=2)
     assert "multiring: the hosts 2x1 --rate 400mbit,400mbit cannot be emulated: `nsenter" in done.stderr

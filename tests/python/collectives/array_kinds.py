@@ -13,24 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from tests.python.collectives.oracle import DTYPES, Bits, storage
+from tests.python.collectives.oracle import DTYPES, Bits
 
 _NUMPY_DTYPES = tuple(dtype for dtype in DTYPES if dtype != "bfloat16")
 
 
 @dataclass(frozen=True)
 class ArrayKind:
-    """A kind of array.
-
-    Attributes:
-        name: Its name.
-        make: Makes one from bits (C order, at least one-dimensional) of a dtype.
-        dtypes: What it can hold.
-        result: Name of the type of results, "module.name".
-        writable: Whether it can be an `out`.
-        flat: Whether it has one dimension only.
-        package: What has to be installed.
-    """
+    """A kind of array: its name, what makes one from bits (C order, at least one-dimensional) of a dtype, the
+    dtypes that it can hold, the type of results, whether it can be an `out`, and whether it has one dimension
+    only."""
 
     name: str
     make: Callable[[Bits, str], Any]
@@ -38,43 +30,26 @@ class ArrayKind:
     result: str = "numpy.ndarray"
     writable: bool = True
     flat: bool = False
-    package: str = "numpy"
 
 
 def bits_of(x: Any) -> Bits:
     """The bits of any array, as `oracle` holds them."""
-    if type(x).__module__.partition(".")[0] == "numpy":
-        return np.asarray(x.view(np.uint16) if x.dtype.name == "bfloat16" else x)
     if hasattr(x, "detach"):
         torch = importlib.import_module("torch")
-        plain = x.detach()
-        return np.asarray((plain.view(torch.int16).numpy().view(np.uint16)) if _is_bfloat16(x) else plain)
-    return np.asarray(memoryview(x) if isinstance(x, bytes) else x)  # NumPy takes bytes for a text
-
-
-def _is_bfloat16(x: Any) -> bool:
-    return str(x.dtype) == "torch.bfloat16"
+        is_bfloat16 = x.dtype == torch.bfloat16
+        return x.detach().view(torch.int16).numpy().view(np.uint16) if is_bfloat16 else x.detach().numpy()
+    bits = np.asarray(memoryview(x) if isinstance(x, bytes) else x)  # NumPy takes bytes for a text
+    return bits.view(np.uint16) if bits.dtype.name == "bfloat16" else bits
 
 
 def _strided(bits: Bits, _: str) -> Any:
-    wide = np.zeros((*bits.shape[:-1], bits.shape[-1] * 3 + 1), bits.dtype)
-    view = wide[..., 1::3]
-    view[...] = bits
-    return view
-
-
-def _reversed(bits: Bits, _: str) -> Any:
-    return bits[::-1].copy()[::-1]
+    return np.repeat(bits, 3, -1)[..., 1::3]
 
 
 def _read_only(bits: Bits, _: str) -> Any:
     copy = bits.copy()
     copy.flags.writeable = False
     return copy
-
-
-def _array(bits: Bits, _: str) -> Any:
-    return array.array(bits.dtype.char, bits.tolist())
 
 
 def _tensor(bits: Bits, dtype: str) -> Any:
@@ -85,12 +60,7 @@ def _tensor(bits: Bits, dtype: str) -> Any:
 
 
 def _strided_tensor(bits: Bits, dtype: str) -> Any:
-    torch = importlib.import_module("torch")
-    tensor = _tensor(bits, dtype)
-    wide = torch.zeros((*tensor.shape[:-1], tensor.shape[-1] * 2), dtype=tensor.dtype)
-    view = wide[..., ::2]
-    view[...] = tensor
-    return view
+    return _tensor(np.repeat(bits, 2, -1), dtype)[..., ::2]
 
 
 def _parameter(bits: Bits, dtype: str) -> Any:
@@ -103,44 +73,34 @@ def _user_tensor(bits: Bits, dtype: str) -> Any:
     return _tensor(bits, dtype).as_subclass(type("Named", (torch.Tensor,), {"__module__": __name__}))
 
 
-def _ml_dtypes(bits: Bits, dtype: str) -> Any:
-    bfloat16 = importlib.import_module("ml_dtypes").bfloat16
-    return bits.copy().view(bfloat16) if dtype == "bfloat16" else bits.copy()
+def _ml_dtypes(bits: Bits, _: str) -> Any:
+    return bits.copy().view(importlib.import_module("ml_dtypes").bfloat16)
 
 
-_TENSOR = {"dtypes": DTYPES, "result": "torch.Tensor", "package": "torch"}
+_TENSOR = {"dtypes": DTYPES, "result": "torch.Tensor"}
+_FLAT = ("int8", "int32", "int64", "uint16", "float32", "float64")
 
 KINDS = {
     kind.name: kind
     for kind in (
         ArrayKind("numpy", lambda bits, _: bits.copy()),
         ArrayKind("numpy strided", _strided),
-        ArrayKind("numpy reversed", _reversed),
+        ArrayKind("numpy reversed", lambda bits, _: bits[::-1].copy()[::-1]),
         ArrayKind("numpy F order", lambda bits, _: np.array(bits, order="F")),
         ArrayKind("numpy read-only", _read_only, writable=False),
         ArrayKind("memoryview", lambda bits, _: memoryview(bits.copy())),
         ArrayKind("memoryview strided", lambda bits, dtype: memoryview(_strided(bits, dtype))),
         ArrayKind("bytearray", lambda bits, _: bytearray(bits), dtypes=("uint8",), flat=True),
         ArrayKind("bytes", lambda bits, _: bytes(bits), dtypes=("uint8",), writable=False, flat=True),
-        ArrayKind(
-            "array.array",
-            _array,
-            flat=True,
-            dtypes=("int8", "int32", "int64", "uint16", "float32", "float64"),
-        ),
+        ArrayKind("array.array", lambda x, _: array.array(x.dtype.char, x.tolist()), _FLAT, flat=True),
         ArrayKind("list", lambda bits, _: bits.tolist(), dtypes=("bool", "int64", "float64"), writable=False),
         ArrayKind("torch", _tensor, **_TENSOR),
         ArrayKind("torch strided", _strided_tensor, **_TENSOR),
         ArrayKind("torch parameter", _parameter, **_TENSOR),
         ArrayKind("torch subclass", _user_tensor, **_TENSOR),
-        ArrayKind("ml_dtypes", _ml_dtypes, dtypes=("bfloat16",), package="ml_dtypes"),
+        ArrayKind("ml_dtypes", _ml_dtypes, dtypes=("bfloat16",)),
     )
 }
-
-
-def like_kind(kind: ArrayKind, shape: tuple[int, ...], dtype: str) -> Any:
-    """An array of the kind with zeros, to be an `out`."""
-    return kind.make(np.zeros(shape, storage(dtype)), dtype)
 
 
 def is_result_of(kind: ArrayKind, x: Any) -> bool:

@@ -17,19 +17,11 @@ DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "bfloat16", "float32", "float64"),
 )
-OPS = ("sum", "average", "min", "max", "product")
-
 Bits = npt.NDArray[Any]
 
 
-def storage(dtype: str) -> np.dtype[Any]:
-    """The NumPy dtype that holds values of `dtype`."""
-    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
-
-
 def random_bits(seed: int, shape: Sequence[int], dtype: str) -> Bits:
-    """Values of all magnitudes that occur in gradients, zeros and negative ones included; integers of all
-    sizes."""
+    """Values of the magnitudes of gradients, zeros and negative ones included; integers of all sizes."""
     generator = np.random.default_rng(seed)
     if dtype == "bool":
         return generator.integers(0, 2, shape).astype(bool)
@@ -55,8 +47,7 @@ def narrowed(values: Bits, dtype: str) -> Bits:
         with np.errstate(over="ignore"):
             return values.astype(dtype)
     word = np.asarray(values, np.float32).view(np.uint32)
-    rounded = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
-    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+    return ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 @dataclass(frozen=True)
@@ -68,19 +59,12 @@ class Reduction:
     postscale: float = 1.0
 
     def apply(self, inputs: Sequence[Bits], dtype: str) -> Bits:
-        """The canonical reduction of the inputs of ranks 0, 1, ..."""
-        with np.errstate(all="ignore"):
-            leaves = [_scaled(widened(bits, dtype), self.prescale) for bits in inputs]
-            computed = leaves[0].dtype
-            if self.op == "average" and computed.kind in "iu":  # Python's integers do not wrap
-                leaves = [leaf.astype(object) for leaf in leaves]
-            result = _tree(leaves, _combine(self.op, dtype))
-            if self.op == "average":
-                result = _divided(result, len(inputs)).astype(computed)
-            result = _scaled(result, self.postscale)
-            if result.dtype.kind == "f":  # there is one NaN only
-                result = np.where(np.isnan(result), result.dtype.type(np.nan), result)
-            return narrowed(result, dtype)
+        """The canonical reduction of the inputs of ranks 0, 1, ...; scales and averages of floats only."""
+        leaves = [_scaled(widened(bits, dtype), self.prescale) for bits in inputs]
+        result = _tree(leaves, _combine(self.op, dtype))
+        if self.op == "average":
+            result = np.divide(result, result.dtype.type(len(inputs)))
+        return narrowed(_scaled(result, self.postscale), dtype)
 
 
 def _tree(values: Sequence[Bits], combine: Callable[[Bits, Bits], Bits]) -> Bits:
@@ -105,25 +89,4 @@ def _combine(op: str, dtype: str) -> Callable[[Bits, Bits], Bits]:
 
 
 def _scaled(values: Bits, factor: float) -> Bits:
-    if factor == 1.0:
-        return values
-    if values.dtype.kind == "f":
-        return np.multiply(values, values.dtype.type(factor))
-    info = np.iinfo(values.dtype)
-    product = values.astype(np.float64) * factor
-    limited = np.clip(np.trunc(product), float(info.min), float(info.max))
-    # The largest 64-bit integers have no float64 of their own.
-    at_top = limited >= float(info.max)
-    return np.where(at_top, info.max, np.where(at_top, 0, limited).astype(values.dtype)).astype(values.dtype)
-
-
-def _divided(values: Bits, count: int) -> Bits:
-    if values.dtype.kind == "f":
-        return np.divide(values, values.dtype.type(count))
-    quotient = np.abs(values.astype(object)) // count  # Python's integers: exact, and no overflow
-    return np.asarray(np.where(values < 0, -quotient, quotient), values.dtype)
-
-
-def blocks(bits: Bits, size: int) -> list[Bits]:
-    """Blocks of axis 0 as `numpy.array_split` makes them."""
-    return np.array_split(bits, size)
+    return values if factor == 1.0 else np.multiply(values, values.dtype.type(factor))

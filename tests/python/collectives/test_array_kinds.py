@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import pickle
-import zlib
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,51 +11,35 @@ import pytest
 
 from multiring import Communicator, MismatchError, UsageError
 from tests.on_ranks import on_ranks
-from tests.python.collectives.array_kinds import (
-    KINDS,
-    ArrayKind,
-    assert_same_bits,
-    bits_of,
-    is_result_of,
-    like_kind,
-)
-from tests.python.collectives.oracle import Bits, random_bits
+from tests.python.collectives.array_kinds import KINDS, ArrayKind, assert_same_bits, bits_of, is_result_of
+from tests.python.collectives.oracle import random_bits
 from tests.python.collectives.registry import COLLECTIVES, Collective
-from tests.rank_pool import RankPool
-
-Pools = Callable[[int], RankPool]
-
-_NEEDS = {
-    kind: pytest.mark.skipif(importlib.util.find_spec(KINDS[kind].package) is None, reason="not installed")
-    for kind in KINDS
-}
 
 
-def _inputs(comm: Communicator, kind: ArrayKind, collective: Collective, dtype: str) -> list[Bits]:
-    seed = zlib.crc32(pickle.dumps((kind.name, collective.name, dtype)))
-    shapes = []
-    for rank in range(comm.size):
-        rows = 7 if collective.rows is None else collective.rows(rank)
-        shapes.append((rows,) if kind.flat else (rows, 3))
-    return [random_bits(seed + rank, shape, dtype) for rank, shape in enumerate(shapes)]
-
-
-def check_kind(comm: Communicator, name: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("name", KINDS)
+def test_kind(comm: Communicator, name: str) -> None:
     """With every dtype for the plain kind of each library, with the first and the last for others."""
     kind = KINDS[name]
     dtypes = kind.dtypes if name in ("numpy", "torch") else {kind.dtypes[0], kind.dtypes[-1]}
     for number, dtype in enumerate(sorted(dtypes)):
-        for collective in COLLECTIVES.values():
-            for asynchronous in (False, True):
-                _check(comm, kind, collective, dtype, asynchronous)
+        for collective, asynchronous in itertools.product(COLLECTIVES.values(), (False, True)):
+            _check(comm, kind, collective, dtype, asynchronous)
         if comm.size > 1:
             _check_sent(comm, kind, number, dtype)
+
+
+@on_ranks(1)
+def test_kind_alone(comm: Communicator) -> None:
+    test_kind(comm, "numpy F order")
 
 
 def _check(
     comm: Communicator, kind: ArrayKind, collective: Collective, dtype: str, asynchronous: bool
 ) -> None:
-    inputs = _inputs(comm, kind, collective, dtype)
+    rows = [7 if collective.rows is None else collective.rows(rank) for rank in range(comm.size)]
+    shapes = [(count,) if kind.flat else (count, 3) for count in rows]
+    inputs = [random_bits(rank, shape, dtype) for rank, shape in enumerate(shapes)]
     wanted = collective.expected(inputs, comm.rank, dtype)
     x = kind.make(inputs[comm.rank], dtype)
     result = collective.call(comm, x, asynchronous=asynchronous)
@@ -71,7 +52,7 @@ def _check(
     assert_same_bits(x, inputs[comm.rank])  # an input is not written
     if not (collective.takes_out and kind.writable):
         return
-    out = like_kind(kind, wanted.shape, dtype)
+    out = kind.make(np.zeros_like(wanted), dtype)
     assert collective.call(comm, x, asynchronous=asynchronous, out=out) is out
     assert_same_bits(out, wanted)
     if bits_of(x).shape == wanted.shape:  # in place
@@ -86,18 +67,9 @@ def _check_sent(comm: Communicator, kind: ArrayKind, number: int, dtype: str) ->
             comm.send(kind.make(bits, dtype), 1, tag=number)
     elif comm.rank == 1:
         assert_same_bits(comm.recv(0, tag=number), bits)
-        out = like_kind(kind if kind.writable else KINDS["numpy"], bits.shape, dtype)
+        out = (kind if kind.writable else KINDS["numpy"]).make(np.zeros_like(bits), dtype)
         assert comm.recv(0, out=out, tag=number) is out
         assert_same_bits(out, bits)
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=mark) for kind, mark in _NEEDS.items()])
-def test_kind(ranks: Pools, kind: str) -> None:
-    ranks(3).run(check_kind, kind)
-
-
-def test_kind_alone(ranks: Pools) -> None:
-    ranks(1).run(check_kind, "numpy F order")
 
 
 @on_ranks(3)
@@ -141,50 +113,47 @@ class OnDeviceByInterface:
     __cuda_array_interface__ = {"shape": (1,), "typestr": "<f4", "data": (0, False), "version": 3}
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "big-endian": (lambda: np.ones(3, ">f4"), r"dtype >f4.*native byte order"),
-    "complex": (lambda: np.ones(3, complex), "dtype complex128"),
-    "complex number": (lambda: 1j, "dtype complex128"),
-    "long double": (lambda: np.ones(3, np.longdouble), "dtype float128"),
-    "date": (lambda: np.zeros(3, "M8[s]"), "dtype datetime64"),
-    "record": (lambda: np.zeros(3, [("a", "i4"), ("b", "f4")]), "supported are"),
-    "object": (lambda: np.array([None]), "dtype object"),
-    "text": (lambda: ["a", "b"], "dtype <U1"),
-    "ragged list": (lambda: [[1], [1, 2]], "list does not make an array"),
-    "no array": (lambda: object(), "expected an array .* got object"),
-    "none": (lambda: None, "got NoneType|has to give an array"),
-    "too many dimensions": (lambda: np.ones((1,) * 9), "more than 8 dimensions"),
-    "on a device": (OnDevice, "OnDevice lies in device memory.*copy it to the host"),
-    "on a device, by interface": (OnDeviceByInterface, "lies in device memory"),
-}
+REFUSED: list[tuple[Any, str]] = [
+    (np.ones(3, ">f4"), r"dtype >f4.*native byte order"),
+    (np.ones(3, complex), "dtype complex128"),
+    (1j, "dtype complex128"),
+    (np.ones(3, np.longdouble), "dtype float128"),
+    (np.zeros(3, "M8[s]"), "dtype datetime64"),
+    (np.zeros(3, [("a", "i4"), ("b", "f4")]), "supported are"),
+    (np.array([None]), "dtype object"),
+    (["a", "b"], "dtype <U1"),
+    ([[1], [1, 2]], "list does not make an array"),
+    (object(), "expected an array .* got object"),
+    (None, "got NoneType|has to give an array"),
+    (np.ones((1,) * 9), "more than 8 dimensions"),
+    (OnDevice(), "OnDevice lies in device memory.*copy it to the host"),
+    (OnDeviceByInterface(), "lies in device memory"),
+]
 
 
 def _refusals(comm: Communicator, x: Any, pattern: str) -> None:
-    calls: list[Callable[[], Any]] = [
-        lambda: comm.send(x, (comm.rank + 1) % comm.size),
-        lambda: comm.recv((comm.rank + 1) % comm.size, out=x if x is not None else object()),
-    ]
+    peer = (comm.rank + 1) % comm.size
+    with pytest.raises(UsageError):
+        comm.recv(peer, out=object() if x is None else x)
+    calls = [partial(comm.send, x, peer)]
     for collective in COLLECTIVES.values():
-        if collective.only_root and comm.rank != comm.size - 1:
-            continue
-        calls += [
-            lambda c=collective: c.call(comm, x),
-            lambda c=collective: c.call(comm, x, asynchronous=True),
-        ]
-    for number, call in enumerate(calls):
-        with pytest.raises(UsageError, match=pattern if number != 1 else None):
+        if not collective.only_root or comm.rank == comm.size - 1:
+            calls += [partial(collective.call, comm, x, asynchronous=later) for later in (False, True)]
+    for call in calls:
+        with pytest.raises(UsageError, match=pattern):
             call()
 
 
 @on_ranks(3)
 def test_refused(comm: Communicator) -> None:
-    for make, pattern in REFUSED.values():
-        _refusals(comm, make(), f"(?s){pattern}")
+    for x, pattern in REFUSED:
+        _refusals(comm, x, f"(?s){pattern}")
     assert not comm.is_broken
     comm.barrier()
 
 
-def check_refused_tensors(comm: Communicator) -> None:
+@on_ranks(3)
+def test_refused_tensors(comm: Communicator) -> None:
     import torch
 
     in_one_line = r"\Athe array, a Tensor, requires a gradient[^\n]*tensor\.detach\(\)[^\n]*\Z"
@@ -200,11 +169,6 @@ def check_refused_tensors(comm: Communicator) -> None:
     elif comm.rank == 1:  # an empty tensor expects an empty message
         with pytest.raises(MismatchError, match=r"expects tag 0 recv root 0 float32\[0\]"):
             comm.recv(0, out=torch.empty(0))
-
-
-def test_refused_tensors(ranks: Pools) -> None:
-    pytest.importorskip("torch")
-    ranks(3).run(check_refused_tensors)
 
 
 def _bad_outs(x: np.ndarray[Any, Any]) -> list[tuple[Any, str]]:
@@ -227,32 +191,28 @@ def _bad_outs(x: np.ndarray[Any, Any]) -> list[tuple[Any, str]]:
 @on_ranks(3)
 def test_refused_outs(comm: Communicator) -> None:
     x = np.ones((6, 4), np.float32)
-    for name, asynchronous in itertools.product(("allreduce", "broadcast"), (False, True)):
-        for out, pattern in _bad_outs(x):
-            with pytest.raises(UsageError, match=pattern):
-                COLLECTIVES[name].call(comm, x, asynchronous=asynchronous, out=out)
-    for out, pattern in _bad_outs(x[:2]):
-        with pytest.raises(UsageError, match=pattern):
-            comm.reduce_scatter(x, out=out)
-    for out, pattern in _bad_outs(x):
-        if pattern != "elements|bytes":  # known when all ranks have come
-            with pytest.raises(UsageError, match=pattern):
-                comm.allgather(x[:2], out=out)
-    _check_overlap(comm)
-    assert not comm.is_broken
-    comm.barrier()
-
-
-def _check_overlap(comm: Communicator) -> None:
+    for name, source, like in (
+        ("allreduce", x, x),
+        ("broadcast", x, x),
+        ("reduce_scatter", x, x[:2]),
+        ("allgather", x[:2], x),
+    ):
+        for asynchronous, (out, pattern) in itertools.product((False, True), _bad_outs(like)):
+            if (name, pattern) != ("allgather", "elements|bytes"):  # known when all ranks have come
+                with pytest.raises(UsageError, match=pattern):
+                    COLLECTIVES[name].call(comm, source, asynchronous=asynchronous, out=out)
     x = np.zeros(100, np.float32)
     for asynchronous in (False, True):
-        for name in ("allreduce", "broadcast"):
+        for name, source, out in (
+            ("allreduce", x[1:], x[:-1]),
+            ("broadcast", x[1:], x[:-1]),
+            ("allgather", x[:20], x[10:70]),
+        ):
             with pytest.raises(UsageError, match="overlaps the input"):
-                COLLECTIVES[name].call(comm, x[1:], asynchronous=asynchronous, out=x[:-1])
-        with pytest.raises(UsageError, match="overlaps the input"):
-            COLLECTIVES["allgather"].call(comm, x[:20], asynchronous=asynchronous, out=x[10:70])
+                COLLECTIVES[name].call(comm, source, asynchronous=asynchronous, out=out)
     comm.allreduce(x[50:], out=x[:50])  # side by side
-    read_only = x.copy()
-    read_only.flags.writeable = False
+    x.flags.writeable = False
     with pytest.raises(UsageError, match="read-only"):
-        comm.allreduce(read_only, out=read_only)
+        comm.allreduce(x, out=x)
+    assert not comm.is_broken
+    comm.barrier()

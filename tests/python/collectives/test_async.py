@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 import multiring
-from multiring import AbortedError, Communicator, UsageError
+from multiring import AbortedError, Communicator, MismatchError, UsageError
 from tests.on_ranks import on_ranks
-from tests.rank_pool import RankPool
 from tests.support import assert_idle, threads
-
-Pools = Callable[[int], RankPool]
 
 
 @on_ranks(1, 3)
@@ -76,43 +72,16 @@ def test_the_progress_thread_sleeps_when_idle(comm: Communicator) -> None:
     assert_idle(set(threads()) - set(before))
 
 
-def mismatch(comm: Communicator) -> tuple[list[str], bool]:
-    if comm.rank == 2:  # comes when the others have submitted both
-        comm.recv(0)
-        comm.recv(1)
-    first = comm.allreduce_async(np.ones(3 + comm.rank % 2), name="grad")
-    pending = [first, first]
-    if comm.rank != 2:
-        pending.append(comm.allreduce_async(np.ones(3), name="next"))
-        comm.send(np.ones(1), 2)
+@on_ranks(3)
+def test_an_error_is_raised_at_every_wait(comm: Communicator) -> None:
+    work = comm.allreduce_async(np.ones(3 + comm.rank % 2), name="grad")
     texts = []
-    for work in pending:
-        try:
+    for _ in range(2):
+        with pytest.raises(MismatchError, match="communicator 'world' asked for different") as raised:
             work.wait()
-        except multiring.MultiringError as error:
-            texts.append(f"{type(error).__name__}: {error}")
         assert work.done()
+        texts.append(str(raised.value))
+    assert texts[0] == texts[1]
     with pytest.raises(AbortedError, match=r"broken on rank \d by its first error \(mismatch\)"):
         comm.allreduce_async(np.ones(3))
-    return texts, comm.is_broken
-
-
-def test_errors_are_raised_at_wait(ranks: Pools) -> None:
-    for rank, (texts, is_broken) in enumerate(ranks(3).run(mismatch)):
-        assert len(texts) == (2 if rank == 2 else 3)  # what was pending fails as well
-        assert all(text.startswith("MismatchError: ") for text in texts)
-        assert all(
-            "the ranks of communicator 'world' asked for different operations" in text for text in texts
-        )
-        assert texts[1] == texts[0]  # at every wait
-        assert is_broken
-
-
-@on_ranks(3)
-def test_work_keeps_its_communicator(comm: Communicator) -> None:
-    child = comm.split(0)
-    work = child.allreduce_async(np.ones(200_000))
-    del child
-    gc.collect()
-    assert work.wait()[-1] == comm.size
-    comm.barrier()
+    assert comm.is_broken

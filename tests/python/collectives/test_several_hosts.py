@@ -7,7 +7,6 @@ import os
 import secrets
 import select
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,7 @@ from multiring import AbortedError, Communicator, TimeoutError, UsageError
 from tests.nursery import Nursery
 from tests.on_ranks import on_ranks
 from tests.python.collectives.test_collectives import check_all
-from tests.rank_pool import RankPool
 from tests.support import held_port, wait_until
-
-Pools = Callable[[int, int], RankPool]
 
 
 @pytest.mark.parametrize("places", [(0, 1), (0, 1, 1, 1), (0, 0, 1, 2, 2)], ids=str)
@@ -29,17 +25,17 @@ def test_every_collective(nursery: Nursery, places: tuple[int, ...]) -> None:
     nursery.values(len(places), check_all, hosts=places, timeout=200.0)
 
 
-def places(comm: Communicator) -> list[tuple[int, ...]]:
+@on_ranks((4, 3))
+def test_places(comm: Communicator) -> None:
+    """Ranks 0 and 3 share a host."""
     group = comm.split(0 if comm.rank < 3 else 1, key=-comm.rank)
-    found = [(c.rank, c.local_rank, c.local_size, c.cross_rank, c.cross_size) for c in (comm, group)]
+    for one, wanted in (
+        (comm, [(0, 0, 2, 0, 3), (1, 0, 1, 1, 3), (2, 0, 1, 2, 3), (3, 1, 2, 0, 3)]),
+        (group, [(2, 0, 1, 2, 3), (1, 0, 1, 1, 3), (0, 0, 1, 0, 3), (0, 0, 1, 0, 1)]),
+    ):
+        place = (one.rank, one.local_rank, one.local_size, one.cross_rank, one.cross_size)
+        assert place == wanted[comm.rank]
     group.barrier()
-    return found
-
-
-def test_places(spread: Pools) -> None:
-    world, groups = zip(*spread(4, 3).run(places), strict=True)  # ranks 0 and 3 share a host
-    assert world == ((0, 0, 2, 0, 3), (1, 0, 1, 1, 3), (2, 0, 1, 2, 3), (3, 1, 2, 0, 3))
-    assert groups == ((2, 0, 1, 2, 3), (1, 0, 1, 1, 3), (0, 0, 1, 0, 3), (0, 0, 1, 0, 1))
 
 
 @on_ranks((2, 2))
@@ -56,13 +52,12 @@ def test_memory_of_another_host_cannot_be_seen(comm: Communicator) -> None:
 def in_mode(rank: int, mode: str, other: str) -> None:
     os.environ["MULTIRING_MODE"] = mode if rank % 2 == 0 else other
     comm = multiring.init()
-    check_all(comm)
-    group = comm.split(color=comm.rank // 3)
-    assert group.allreduce(np.ones(100_000))[0] == group.size
+    for each in (comm, comm.split(color=comm.rank // 3)):
+        assert each.allreduce(np.ones(100_000))[0] == each.size
 
 
 def test_a_mode_that_is_asked_for(nursery: Nursery) -> None:
-    nursery.values(4, in_mode, "2tx2d", "2tx2d", init=False, hosts=2, timeout=200.0)
+    nursery.values(4, in_mode, "2tx2d", "2tx2d", init=False, hosts=2)
 
 
 @pytest.mark.parametrize(
@@ -171,24 +166,11 @@ def start_by_hand(rank: int, given: dict[str, str]) -> float:
     return float(multiring.init().allreduce(np.array([rank + 1.0]))[0])
 
 
-@pytest.fixture
-def given() -> Iterator[dict[str, str]]:
+def test_rank_0_serves_the_store_of_a_foreign_launcher(nursery: Nursery) -> None:
+    """A rank that does not come there: tests/python/rendezvous/test_store.py."""
     with held_port() as port:
-        yield {"MULTIRING_STORE": f"tcp://127.0.0.1:{port}", "MULTIRING_SECRET": secrets.token_hex(32)}
-
-
-def test_rank_0_serves_the_store_of_a_foreign_launcher(nursery: Nursery, given: dict[str, str]) -> None:
-    assert nursery.values(2, start_by_hand, given, init=False) == [3.0, 3.0]
-
-
-def come_alone(rank: int, given: dict[str, str]) -> None:
-    if rank == 0:
-        start_by_hand(rank, given)
-
-
-def test_who_does_not_come_to_the_store_is_named(nursery: Nursery, given: dict[str, str]) -> None:
-    outcome = nursery.run(2, come_alone, given, init=False, env={"MULTIRING_TIMEOUT": "3"})[0]
-    outcome.check_raised(TimeoutError, "for rank 1: they have not called multiring.init()")
+        given = {"MULTIRING_STORE": f"tcp://127.0.0.1:{port}", "MULTIRING_SECRET": secrets.token_hex(32)}
+        assert nursery.values(2, start_by_hand, given, init=False) == [3.0, 3.0]
 
 
 def test_no_secret(nursery: Nursery, tmp_path: Path) -> None:

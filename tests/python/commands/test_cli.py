@@ -1,7 +1,8 @@
-"""The command `multiring`: finding subcommands and loading nothing else."""
+"""The command `multiring`: finding subcommands and loading nothing else; types of arguments."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import subprocess
@@ -11,6 +12,7 @@ import types
 import pytest
 
 from multiring import cli
+from multiring.commands.argument_types import array_sizes, number_of, wall_seconds
 from multiring.errors import InternalError, UsageError
 from tests.support import refused, run_multiring, run_python
 
@@ -27,10 +29,9 @@ def test_the_command_line_imports_no_framework_and_little_else() -> None:
         "import multiring.commands.doctor.doctor, multiring.commands.plan.command\n"
         "from multiring.commands import env\n"
         "env.collect(os.environ)\n"
-        "unwanted = ('torch', 'tensorflow', 'jax', 'mpi4py', 'rich', 'multiring.models')\n"
-        "print([name for name in unwanted if name in sys.modules])"
+        "print({'torch', 'tensorflow', 'jax', 'mpi4py', 'rich', 'multiring.models'} & {*sys.modules})"
     )
-    assert run_python(code).stdout == "[]\n"
+    assert run_python(code).stdout == "set()\n"
 
 
 def test_a_command_that_is_not_there_is_told_with_the_one_meant() -> None:
@@ -42,52 +43,41 @@ def test_the_installed_command_is_this_one() -> None:
     assert entry.value == "multiring.cli:main"
 
 
-def command_that(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException | None, *, at_import: bool = False
-) -> None:
-    """Makes `multiring train` raise `error`."""
+def train_that(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, at_import: bool = False) -> None:
+    """Makes `multiring train` raise `error`, or return 5."""
 
-    def main(args: object) -> int:
+    def run(_: object) -> int:
         if error is not None:
             raise error
         return 5
 
-    def load(name: str) -> types.SimpleNamespace:
-        if at_import and error is not None:
-            raise error
-        return types.SimpleNamespace(add_arguments=lambda parser: None, main=main)
-
-    monkeypatch.setattr(importlib, "import_module", load)
-
-
-def test_the_exit_code_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    command_that(monkeypatch, None)
-    assert cli.main(["train"]) == 5
+    module = types.SimpleNamespace(add_arguments=lambda parser: None, main=run)
+    monkeypatch.setattr(importlib, "import_module", run if at_import else lambda name: module)
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(UsageError("bad value"), 2), (InternalError("broke"), 1), (KeyboardInterrupt(), 130)]
+    ("error", "code"),
+    [(None, 5), (UsageError("bad value"), 2), (InternalError("broke"), 1), (KeyboardInterrupt(), 130)],
 )
-def test_errors_are_told_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+def test_exit_codes_and_errors_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException | None,
+    code: int,
 ) -> None:
-    command_that(monkeypatch, error)
+    train_that(monkeypatch, error)
     assert cli.main(["train"]) == code
-    assert str(error) in capsys.readouterr().err
+    told = "" if error is None or not str(error) else f"multiring: {error}\n"
+    assert capsys.readouterr().err == told
 
 
-def test_a_missing_extra_is_told_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command_that(monkeypatch, ModuleNotFoundError("No module", name="torch.nn"), at_import=True)
-    assert cli.main(["train"]) == 2
-    shown = capsys.readouterr().err
+def test_a_missing_extra_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    train_that(monkeypatch, ModuleNotFoundError("No module", name="torch.nn"), at_import=True)
+    shown = refused("train")
     assert "needs torch" in shown
     assert "pip install 'multiring[torch,train]'" in shown
-
-
-def test_a_missing_module_of_our_own_is_not_taken_for_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    command_that(monkeypatch, ModuleNotFoundError("No module", name="multiring.models.gone"), at_import=True)
+    ours = ModuleNotFoundError("No module", name="multiring.models.gone")
+    train_that(monkeypatch, ours, at_import=True)
     with pytest.raises(ModuleNotFoundError):
         cli.main(["train"])
 
@@ -97,3 +87,18 @@ def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert result.stdout.strip() in ("0", "141")  # 0 if all was written before the reader left
     assert result.stderr == ""
+
+
+def test_numbers_times_and_sizes() -> None:
+    assert [number_of("ranks")(text) for text in ("1", "12", "007")] == [1, 12, 7]
+    assert [wall_seconds(text) for text in ("1", "0.5", "1e-9", "3600")] == [1, 0.5, 1e-9, 3600]
+    assert array_sizes("1MiB,4, 64K ,4,8B") == [2**20, 4, 2**16, 8]
+    for kind, texts, told in (
+        (number_of("turns"), ("0", "", "1.0"), "is not a number of turns: give an integer of at least 1"),
+        (wall_seconds, ("0", "nan", "s"), "is not a time: give seconds"),
+        (array_sizes, ("6", "0K"), "multiple of 4 bytes, at least 4"),
+        (array_sizes, ("4,", "1Q"), "is not a size: give bytes"),
+    ):
+        for text in texts:
+            with pytest.raises(argparse.ArgumentTypeError, match=told):
+                kind(text)

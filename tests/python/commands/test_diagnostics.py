@@ -8,6 +8,7 @@ import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,10 +29,8 @@ def test_env_as_json_holds_everything() -> None:
     assert found["launcher"]["name"] == "none"
     settings = {row["name"]: row for row in found["settings"]}
     assert list(settings) == [variable.name for variable in config.VARIABLES]
-    assert (settings["MULTIRING_TIMEOUT"]["value"], settings["MULTIRING_TIMEOUT"]["source"]) == (
-        "17",
-        "environment",
-    )
+    timeout = settings["MULTIRING_TIMEOUT"]
+    assert (timeout["value"], timeout["source"]) == ("17", "environment")
     assert settings["MULTIRING_LOG_LEVEL"]["source"] == "default"
     assert found["unknown_variables"] == {"MULTIRING_TIMOUT": "MULTIRING_TIMEOUT"}
 
@@ -47,9 +46,8 @@ def test_env_as_text_shows_what_is_wrong_and_no_secret() -> None:
 
 
 def test_doctor_comes_without_what_may_be_broken() -> None:
-    code = (
-        "import sys, multiring.commands.doctor.doctor; print({'numpy', 'multiring._core'} & set(sys.modules))"
-    )
+    loads = "import sys, multiring.commands.doctor.doctor"
+    code = f"{loads}; print({{'numpy', 'multiring._core'}} & {{*sys.modules}})"
     assert run_python(code).stdout == "set()\n"
 
 
@@ -62,12 +60,7 @@ def test_doctor_finds_this_machine_fit() -> None:
 
 
 def run_doctor(monkeypatch: pytest.MonkeyPatch, *found: Finding | Exception) -> int:
-    def check(one: Finding | Exception) -> Finding:
-        if isinstance(one, Exception):
-            raise one
-        return one
-
-    table = {f"check {number}": lambda one=one: check(one) for number, one in enumerate(found)}
+    table = {f"check {number}": Mock(side_effect=[one]) for number, one in enumerate(found)}
     monkeypatch.setattr(doctor, "CHECKS", table)
     return doctor.main(argparse.Namespace(hosts=None, hostfile=None))
 
@@ -85,11 +78,8 @@ def test_doctor_fails_if_one_check_does_and_says_what_to_fix(
 
 
 def test_a_library_that_does_not_load_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for body, words in (
-        ("raise ImportError('no symbol')", "no symbol"),
-        ("import os; os.abort()", "SIGABRT"),
-    ):
-        fake = tmp_path / words.replace(" ", "-")
+    for body, told in (("raise ImportError('no symbol')", "no symbol"), ("import os; os.abort()", "SIGABRT")):
+        fake = tmp_path / told.replace(" ", "-")
         (fake / "multiring").mkdir(parents=True)
         (fake / "multiring" / "__init__.py").touch()
         (fake / "multiring" / "_core.py").write_text(body)
@@ -99,7 +89,7 @@ def test_a_library_that_does_not_load_is_told(monkeypatch: pytest.MonkeyPatch, t
         found = checks.native_library()
         monkeypatch.undo()
         assert found.status is Status.FAILED
-        assert words in found.detail
+        assert told in found.detail
         assert found.fix
 
 

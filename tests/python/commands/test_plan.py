@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from typing import Any
 
@@ -41,15 +40,9 @@ def test_json_holds_every_group_and_link(capsys: pytest.CaptureFixture[str]) -> 
     found = plan_of(capsys, "--ranks-per-host", "4", "--hosts", "8", "--bytes", "100M", "--mode", "4px8p")
     assert found["hosts"] == [list(range(4 * host, 4 * host + 4)) for host in range(8)]
     assert (found["bytes"], found["count"], found["mode"]) == (100 * MIB, 25 * MIB, "4px8p")
-    assert [step["phase"] for step in found["steps"]] == [
-        "reduce-scatter",
-        "reduce-scatter",
-        "all-gather",
-        "all-gather",
-    ]
-    assert [group["ranks"] for group in found["steps"][1]["groups"]] == [
-        list(range(local, 32, 4)) for local in range(4)
-    ]
+    assert [step["phase"] for step in found["steps"]] == ["reduce-scatter"] * 2 + ["all-gather"] * 2
+    groups = [group["ranks"] for group in found["steps"][1]["groups"]]
+    assert groups == [list(range(local, 32, 4)) for local in range(4)]
     assert {link["sent"] for link in found["links"]} == {100 * MIB * 2 * 7 // 8}
     assert {rank["sent"] for rank in found["ranks"]} == {25 * MIB * 2 * 7 // 8}
     assert found["limit_seconds"] == pytest.approx(100 * MIB * 1.75 / 1.25e9)
@@ -73,29 +66,28 @@ def test_hosts_are_drawn_and_joined_by_marks(capsys: pytest.CaptureFixture[str])
     assert [len(host) for host in plan_of(capsys, "--hosts", "2x4")["hosts"]] == [4, 4]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--ranks-per-host", "4", "--hosts", "12", "--mode", "4x8x2"), "for 64 ranks, but there are 48"),
-        (("--hosts", "1+3", "--ranks-per-host", "2"), "leave --ranks-per-host out"),
-        (("--rate", "1gbit,2gbit", "--interfaces", "3"), "the speeds of 2 interfaces"),
-        (("--hosts", "1000000", "--ranks-per-host", "8"), "at most 16384 ranks here, not 8000000"),
-        (("--hosts", "16", "--links", "10gbit:20us,1gbit:1ms"), "2 links, but mode 1px16p has 1"),
-        (("--bytes", "99999999T"), "up to 32 TiB"),
-        (("--rate", "10"), "--rate"),
-        (("--hosts", "1++2"), "--hosts"),
-        (("--dtype", "complex64"), "--dtype"),
-        (("--links", "1gbit:"), "--links"),
-    ],
-)
-def test_what_does_not_fit_is_told_with_the_numbers(arguments: tuple[str, ...], message: str) -> None:
-    assert message in refused("plan", *arguments)
+WRONG = {
+    "--ranks-per-host 4 --hosts 12 --mode 4x8x2": "for 64 ranks, but there are 48",
+    "--hosts 1+3 --ranks-per-host 2": "leave --ranks-per-host out",
+    "--rate 1gbit,2gbit --interfaces 3": "the speeds of 2 interfaces",
+    "--hosts 1000000 --ranks-per-host 8": "at most 16384 ranks here, not 8000000",
+    "--hosts 16 --links 10gbit:20us,1gbit:1ms": "2 links, but mode 1px16p has 1",
+    "--bytes 99999999T": "up to 32 TiB",
+    "--rate 10": "argument --rate: ",
+    "--hosts 1++2": "argument --hosts/--layout: ",
+    "--dtype complex64": "argument --dtype: ",
+    "--links 1gbit:": "argument --links: ",
+}
+
+
+def test_what_does_not_fit_is_told_with_the_numbers() -> None:
+    for words, told in WRONG.items():
+        assert told in refused("plan", *words.split())
 
 
 def test_units_are_read_and_written() -> None:
-    assert [units.size(text) for text in ("4096", "64K", "64KiB", "100m", "1GiB")] == [
-        4096, 1 << 16, 1 << 16, 100 * MIB, 1 << 30
-    ]  # fmt: skip
+    sizes = {"4096": 4096, "64K": 1 << 16, "64KiB": 1 << 16, "100m": 100 * MIB, "1GiB": 1 << 30}
+    assert {text: units.size(text) for text in sizes} == sizes
     assert [units.rate(text) for text in ("10gbit", "500 mbit", "2.5Gbit/s")] == [1.25e9, 62.5e6, 312.5e6]
     assert units.seconds("20us") == pytest.approx(20e-6)
     for text in ("20us", "1.5ms", "2s", "3ns"):
@@ -103,8 +95,6 @@ def test_units_are_read_and_written() -> None:
     for text in ("10gbit", "500mbit", "1kbit", "2tbit", "7bit"):
         assert units.rate(units.rate_text(units.rate(text))) == pytest.approx(units.rate(text))
     assert (units.size_text(0), units.size_text(1 << 30), units.seconds_text(0.0)) == ("0 B", "1 GiB", "0 s")
-    with pytest.raises(argparse.ArgumentTypeError, match="is not a rate"):
-        units.rate("10gbps")
 
 
 def test_options_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,21 +107,12 @@ def test_options_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "partial sums of bfloat16 travel as float32" in shown
 
 
-def test_links_are_fitted_to_measurements() -> None:
-    link = native.fit_link([(size, 30e-6 + size / 1e9) for size in (64, 4096)])
-    assert link.bytes_per_second == pytest.approx(1e9)
-    with pytest.raises(UsageError, match="at least two sizes"):
-        native.fit_link([(64, 1e-6)])
-
-
 def test_the_native_module_names_what_it_does_not_know() -> None:
     request = native.PlanRequest()
-    request.dtype = "complex64"
+    request.dtype, request.count = "complex64", 1 << 10
     cluster = native.Cluster([1, 1], [native.Interface(1e9, 1e-5)])
     with pytest.raises(UsageError, match="there is no dtype 'complex64'"):
         native.Plan(cluster, request)
-    request.dtype, request.count = "bfloat16", 1 << 10
-    plan = native.Plan(cluster, request)
-    assert (plan.element_bytes, plan.partial_bytes, plan.segments) == (2, 4, 1)
+    request.dtype = "bfloat16"
     with pytest.raises(UsageError, match="the plan has 2 steps"):
-        plan.traffic(2)
+        native.Plan(cluster, request).traffic(2)

@@ -1,4 +1,4 @@
-"""`multiring tune` and the file that it writes, on ranks that take themselves to be on several hosts."""
+"""What `multiring tune`, or a job at its start, measures of allreduces over several hosts, and the file."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 
 import multiring
-from multiring import UsageError, cli
+from multiring import Communicator, UsageError
+from multiring.tuning import startup
 from multiring.tuning.measure import Measured, candidates, classes_of
-from multiring.tuning.table import AUTO, ROUNDS, Algorithm, SizeClass, Tuning, load, ranks_of_hosts
+from multiring.tuning.table import AUTO, OFF, ROUNDS, Algorithm, SizeClass, Tuning, load, ranks_of_hosts
 from tests.nursery import Nursery
-from tests.support import REPOSITORY, run_job
+from tests.support import REPOSITORY, refused, run_job
 
+EXCHANGE, PLAN, DOUBLING = Algorithm(ROUNDS), Algorithm(AUTO), Algorithm("2tx2d")
 CLASSES = (
-    SizeClass(64, Algorithm("2tx2d")),
-    SizeClass(4096, Algorithm(ROUNDS)),
+    SizeClass(64, DOUBLING),
+    SizeClass(4096, EXCHANGE),
     SizeClass(100_000, Algorithm(AUTO, 4096)),
     SizeClass(200_000, Algorithm("2px2t")),
 )
@@ -46,50 +48,43 @@ def test_a_file_is_read_as_it_was_written(file: Path) -> None:
     assert TUNING.text == "2x2:64=2tx2d,4096=rounds,100000=auto/4096,200000=2px2t"
     assert Tuning((2, 1), CLASSES[1:2]).text == "2+1:4096=rounds"
     assert ranks_of_hosts([0, 1, 2, 0]) == (2, 1, 1)
+    with pytest.raises(UsageError, match="MULTIRING_TUNING names .*missing, which cannot be read: No such"):
+        load(str(file.with_name("missing")))
 
 
-def without(name: str) -> dict[str, Any]:
-    found = TUNING.as_json()
-    del found[name]
-    return found
+def changed(**fields: Any) -> str:
+    return json.dumps(TUNING.as_json() | fields)
 
 
-def with_class(**fields: Any) -> dict[str, Any]:
-    found = TUNING.as_json()
-    found["classes"][1].update(fields)
-    return found
+def with_class(**fields: Any) -> str:
+    classes = TUNING.as_json()["classes"]
+    classes[1].update(fields)
+    return changed(classes=classes)
 
 
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ([], "format is not 'multiring tuning 1'"),
-        (without("ranks_of_hosts"), "ranks_of_hosts is not a list of one or more"),
-        ({**TUNING.as_json(), "ranks_of_hosts": [2, 0]}, r"ranks_of_hosts\[1\] is 0, not an integer of 1"),
-        (without("classes"), "classes is not a list"),
-        ({**TUNING.as_json(), "classes": [1]}, r"classes\[0\] is not an object"),
-        (with_class(up_to_bytes="1K"), r"classes\[1\].up_to_bytes is '1K', not an integer of 1 or more"),
-        (with_class(up_to_bytes=64), r"classes\[1\].up_to_bytes is not larger"),
-        (with_class(segment_bytes=64), r"classes\[1\].segment_bytes has to be 0: rounds"),
-        (with_class(mode=None), r"classes\[1\].mode is not 'rounds', 'auto' or a mode"),
-        (with_class(mode="2x3"), r"classes\[1\].mode does not fit: mode 2x3 is for 6 ranks"),
+        ("{", " is no JSON"),
+        ("[]", ": format is not 'multiring tuning 1'"),
+        (changed(ranks_of_hosts=None), ": ranks_of_hosts is not a list of one or more"),
+        (changed(ranks_of_hosts=[2, 0]), r": ranks_of_hosts\[1\] is 0, not an integer of 1"),
+        (changed(classes=None), ": classes is not a list"),
+        (changed(classes=[1]), r": classes\[0\] is not an object"),
+        (with_class(up_to_bytes="1K"), r": classes\[1\].up_to_bytes is '1K', not an integer of 1 or more"),
+        (with_class(up_to_bytes=64), r": classes\[1\].up_to_bytes is not larger"),
+        (with_class(segment_bytes=64), r": classes\[1\].segment_bytes has to be 0: rounds"),
+        (with_class(mode=None), r": classes\[1\].mode is not 'rounds', 'auto' or a mode"),
+        (with_class(mode="2x3"), r": classes\[1\].mode does not fit: mode 2x3 is for 6 ranks"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(file: Path, content: Any, told: str) -> None:
-    file.write_text(json.dumps(content))
-    with pytest.raises(UsageError, match=rf"tuning\.json: {told}"):
+def test_what_is_wrong_in_a_file_is_named(file: Path, content: str, told: str) -> None:
+    file.write_text(content)
+    with pytest.raises(UsageError, match=rf"tuning\.json{told}"):
         load(str(file))
 
 
-def test_files_that_cannot_be_read(file: Path) -> None:
-    file.write_text("{")
-    with pytest.raises(UsageError, match=r"tuning\.json is no JSON"):
-        load(str(file))
-    with pytest.raises(UsageError, match="MULTIRING_TUNING names .*missing, which cannot be read: No such"):
-        load(str(file.with_name("missing")))
-
-
-def sums(comm: multiring.Communicator) -> list[bytes]:
+def sums(comm: Communicator) -> list[bytes]:
     generator = np.random.default_rng(comm.rank)
     arrays = [generator.standard_normal(count).astype(np.float32) for count in (3, 999, 20_000, 90_000)]
     works = [comm.allreduce_async(each, name=f"a{index}") for index, each in enumerate(arrays)]
@@ -129,9 +124,8 @@ def test_files_that_differ_between_ranks(nursery: Nursery, file: Path) -> None:
     other.write_text(json.dumps(Tuning((2, 2), CLASSES[:2]).as_json()))
     outcomes = nursery.run(4, follow, str(file), str(other), init=False, hosts=2)
     assert all(isinstance(outcome.error, UsageError) for outcome in outcomes), outcomes
-    assert f"rank 1 has MULTIRING_TUNING (what the file says)='{Tuning((2, 2), CLASSES[:2]).text}'" in str(
-        outcomes[0].error
-    )
+    told = f"rank 1 has MULTIRING_TUNING (what the file says)='{Tuning((2, 2), CLASSES[:2]).text}'"
+    assert told in str(outcomes[0].error)
 
 
 def test_tune_writes_what_jobs_follow(tmp_path: Path, nursery: Nursery) -> None:
@@ -148,8 +142,7 @@ def test_tune_writes_what_jobs_follow(tmp_path: Path, nursery: Nursery) -> None:
     assert all((row["predicted_seconds"] is None) == (row["algorithm"] == "rounds") for row in measured)
     assert {row["nbytes"] for row in measured} == {1024, 16384, 262144}
     assert result.stdout.count("chosen") == 3, result.stdout
-    for told in ("predicted", "measured", "256 KiB", f"export MULTIRING_TUNING={path}"):
-        assert told in result.stdout
+    assert f"export MULTIRING_TUNING={path}" in result.stdout
     assert "1 KiB: " in result.stderr
     for outcome in nursery.run(4, follow, str(path), str(path), init=False, hosts=2):
         assert outcome.value is not None, outcome.trace
@@ -158,9 +151,8 @@ def test_tune_writes_what_jobs_follow(tmp_path: Path, nursery: Nursery) -> None:
 def test_the_largest_sizes_are_left_out_where_time_is_short(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     arguments = ["--seconds", "1e-9", "--output", path.name]
-    result = run_job(
-        3, TUNE, *arguments, env={"HOSTS": "2", "PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path, code=0
-    )
+    env = {"HOSTS": "2", "PYTHONPATH": str(REPOSITORY)}
+    result = run_job(3, TUNE, *arguments, env=env, cwd=tmp_path, code=0)
     assert f"export MULTIRING_TUNING={path}\n" in result.stdout, "for jobs that are started elsewhere, too"
     assert "4 KiB and more: left out, as that takes over --seconds 1e-09" in result.stderr
     found = json.loads(path.read_text())
@@ -177,48 +169,142 @@ def test_the_largest_sizes_are_left_out_where_time_is_short(tmp_path: Path) -> N
     ],
 )
 def test_what_tune_refuses(hosts: str, env: dict[str, str], arguments: list[str], told: str) -> None:
-    result = run_job(2, TUNE, *arguments, env={"HOSTS": hosts, **env}, code=2)
-    assert told in result.stderr
+    assert told in run_job(2, TUNE, *arguments, env={"HOSTS": hosts, **env}, code=2).stderr
 
 
-def test_tune_is_a_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delenv("MULTIRING_RANK", raising=False)
-    assert cli.main(["tune"]) == 2
-    assert "multiring run -H node0:4,node1:4 -m multiring tune" in capsys.readouterr().err
+def test_tune_is_a_job() -> None:
+    assert "multiring run -H node0:4,node1:4 -m multiring tune" in refused("tune")
 
 
 def test_ways_that_fit() -> None:
-    assert [str(algorithm) for algorithm in candidates((2, 2))] == [
-        "rounds",
-        "auto",
-        "2px2d",
-        "2tx2d",
-        "2tx2t",
-    ]
-    assert [str(algorithm) for algorithm in candidates((1,) * 12)] == [
-        "rounds",
-        "auto",
-        "1px12d",
-        "1px12t",
-        "1px4px3p",
-    ]
-    assert [str(algorithm) for algorithm in candidates((2, 1))] == ["rounds", "auto"]
+    fitting = {(2, 2): "2px2d 2tx2d 2tx2t", (1,) * 12: "1px12d 1px12t 1px4px3p", (2, 1): ""}
+    for ranks, modes in fitting.items():
+        assert list(map(str, candidates(ranks))) == ["rounds", "auto", *modes.split()]
 
 
 def test_the_usual_way_stays_where_it_is_about_as_quick() -> None:
-    doubling = Algorithm("2tx2d")
     rows = [(1024, 80, 100, 60), (4096, 80, 100, 60), (16384, 98, 100, 97), (65536, 300, 100, 300)]
     measured = [
         Measured(size, algorithm, float(seconds))
         for size, *times in rows
-        for algorithm, seconds in zip((Algorithm(ROUNDS), Algorithm(AUTO), doubling), times, strict=True)
+        for algorithm, seconds in zip((EXCHANGE, PLAN, DOUBLING), times, strict=True)
     ]
-    assert classes_of(measured, 4) == (
-        SizeClass(8192, doubling),
-        SizeClass(32768, Algorithm(ROUNDS)),
-        SizeClass(65536, Algorithm(AUTO)),
-    )
+    expected = (SizeClass(8192, DOUBLING), SizeClass(32768, EXCHANGE), SizeClass(65536, PLAN))
+    assert classes_of(measured, 4) == expected
     # Two ranks use exchanges at all sizes.
-    assert classes_of(
-        [Measured(65536, Algorithm(ROUNDS), 1.0), Measured(65536, Algorithm(AUTO), 0.99)], 2
-    ) == (SizeClass(65536, Algorithm(ROUNDS)),)
+    measured = [Measured(65536, EXCHANGE, 1.0), Measured(65536, PLAN, 0.99)]
+    assert classes_of(measured, 2) == (SizeClass(65536, EXCHANGE),)
+
+
+KIB = 1024
+TREE = Algorithm("2tx2t")
+SIZES = (1 * KIB, 8 * KIB, 32 * KIB, 128 * KIB)
+
+
+def straight(sizes: tuple[int, ...] = SIZES, **lines: tuple[float, float]) -> list[Measured]:
+    """Measurements on lines: microseconds and microseconds per KiB by the algorithms' names."""
+    algorithms = {"rounds": EXCHANGE, "auto": PLAN, "tree": TREE}
+    return [
+        Measured(nbytes, algorithms[name], 1e-6 * (latency + slope * nbytes / KIB))
+        for nbytes in sizes
+        for name, (latency, slope) in lines.items()
+    ]
+
+
+def test_lines_tell_where_one_way_ends_and_the_next_begins() -> None:
+    # The plan is 20 % quicker than rounds from 35 KiB on: as usual.
+    found = startup.classes_by_model(straight(rounds=(100, 9), auto=(300, 1), tree=(500, 9)), 4)
+    assert found == (), "nothing is clearly quicker"
+    found = startup.classes_by_model(straight(rounds=(100, 1), auto=(300, 0.5), tree=(500, 9)), 4)
+    assert found == (SizeClass(128 * KIB, EXCHANGE), SizeClass(256 * KIB, PLAN))
+    found = startup.classes_by_model(straight(rounds=(100, 20), auto=(90, 2), tree=(20, 4)), 4)
+    assert found == (SizeClass(16 * KIB, TREE), SizeClass(256 * KIB, PLAN))
+
+
+def test_what_was_not_measured_goes_as_usual() -> None:
+    found = startup.classes_by_model(straight((KIB,), rounds=(100, 1), auto=(100, 1), tree=(10, 1)), 4)
+    usual = (SizeClass(16 * KIB, EXCHANGE), SizeClass(32 * KIB, PLAN))
+    assert found == (SizeClass(KIB, TREE), *usual)
+
+
+def test_a_way_that_was_given_up_is_none_for_larger_sizes() -> None:
+    # Measured at 1 KiB alone, where it is by far the quickest.
+    measured = [*straight(rounds=(1000, 50), auto=(100, 15)), Measured(KIB, TREE, 31e-6)]
+    found = startup.classes_by_model(measured, 4)
+    assert found == (SizeClass(KIB, TREE), SizeClass(256 * KIB, PLAN))
+
+
+def test_a_line_does_not_overrule_what_was_measured_beside_it() -> None:
+    measured = straight((KIB, 8 * KIB), rounds=(100, 1), auto=(500, 1), tree=(500, 1))
+    # Far quicker at 1 KiB, as slow as rounds at 8 KiB: there the line between them is below both.
+    measured += [Measured(KIB, Algorithm("2px2d"), 1e-6), Measured(8 * KIB, Algorithm("2px2d"), 108e-6)]
+    found = startup.classes_by_model(measured, 4)
+    assert found[0].algorithm == Algorithm("2px2d")
+    beside = [each.algorithm for each in found if 4 * KIB <= each.up_to <= 16 * KIB]
+    assert set(beside) <= {EXCHANGE}, found
+
+
+def start(rank: int, tuning: str) -> tuple[str, str, list[bytes]]:
+    os.environ["MULTIRING_TUNING"] = tuning
+    # What would be measured here is chance.
+    startup._MOST_BARRIER_SECONDS = 1e9
+    startup._SECONDS = 1e9
+    startup.classes_by_model = lambda measured, size: (  # type: ignore[assignment]
+        SizeClass(4 * KIB, DOUBLING),
+        SizeClass(8 * KIB, PLAN),
+    )
+    comm = multiring.init()
+    arrays = [np.random.default_rng(comm.rank).standard_normal(count) for count in (3, 700, 90_000)]
+    queue = comm.named_queue("q")
+    results = [queue.allreduce(each, name=str(each.size)).tobytes() for each in arrays]
+    assert [comm.allreduce(each).tobytes() for each in arrays] == results
+    duplicate = comm.split(0)
+    return comm._core.tuning, duplicate._core.tuning, results
+
+
+def test_ranks_follow_it_from_the_start_with_the_same_bits(nursery: Nursery) -> None:
+    outcomes = nursery.run(4, start, "", init=False, hosts=2)
+    usual = nursery.run(4, start, OFF, init=False, hosts=2)
+    for followed, without in zip(outcomes, usual, strict=True):
+        assert followed.value is not None, followed.trace
+        assert without.value is not None, without.trace
+        assert followed.value[:2] == ("2x2:4096=2tx2d,8192=auto",) * 2
+        assert without.value == ("", "", followed.value[2])
+
+
+def start_apart(rank: int) -> None:
+    os.environ["MULTIRING_TUNING"] = OFF if rank == 1 else ""
+    multiring.init()
+
+
+def test_ranks_that_do_not_all_measure(nursery: Nursery) -> None:
+    for outcome in nursery.run(3, start_apart, init=False, hosts=3):
+        outcome.check_raised(UsageError, "MULTIRING_TUNING (what the file says)=", "rank 1")
+
+
+def start_really(comm: Communicator) -> str:
+    assert comm.allreduce(np.ones(50_000))[0] == comm.size
+    return str(comm._core.tuning)
+
+
+@pytest.mark.parametrize(("size", "hosts"), [(2, 2), (3, 2)])
+def test_all_ranks_find_the_same(nursery: Nursery, size: int, hosts: int) -> None:
+    outcomes = nursery.run(size, start_really, hosts=hosts)
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+    assert len({outcome.value for outcome in outcomes}) == 1
+
+
+TELLING = """
+import multiring
+from multiring.tuning import startup
+from tests.support import pretend_places
+pretend_places([0, 1, 0])
+startup._MOST_BARRIER_SECONDS = 1e9
+multiring.init()
+"""
+
+
+def test_rank_0_tells_what_it_has_found() -> None:
+    result = run_job(3, TELLING, env={"MULTIRING_LOG_LEVEL": "info"}, code=0)
+    assert result.stderr.count("allreduces use what was measured in ") == 1, result.stderr
+    assert run_job(3, TELLING, code=0).stderr == ""

@@ -122,12 +122,7 @@ def test_an_idle_queue_sleeps(comm: Communicator) -> None:
 
 
 def test_usage_errors_break_nothing(comm: Communicator) -> None:
-    with pytest.raises(UsageError, match="needs a name"):
-        comm.named_queue("")
     queue = comm.named_queue()
-    for name, text in {"": "needs a name", "n" * 5000: "at most 4096"}.items():
-        with pytest.raises(UsageError, match=text):
-            queue.allreduce(np.ones(1), name=name)
     with pytest.raises(UsageError, match="op is 'mean'"):
         queue.allreduce(np.ones(1), name="x", op="mean")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="bool has no average"):
@@ -160,16 +155,11 @@ import multiring
 old = []
 for generation in range(3):
     comm = multiring.init()
-    queue = comm.split(0).named_queue()
-    assert queue.allreduce(np.ones(3), name="x")[0] == comm.size
-    pending = queue.allreduce_async(np.ones(3), name=f"only on {comm.rank}")
+    old.append(comm.split(0).named_queue())
+    assert old[-1].allreduce(np.ones(3), name="x")[0] == comm.size
+    old[-1].allreduce_async(np.ones(3), name=f"only on {comm.rank}")
     comm.barrier()
     multiring.shutdown()
-    try:
-        pending.wait()
-    except (multiring.AbortedError, multiring.PeerLostError):
-        pass
-    old.append(queue)
     for one in old:
         try:
             one.allreduce(np.ones(3), name="x")

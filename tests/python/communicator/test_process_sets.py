@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from multiring import AbortedError, Communicator, MismatchError, PeerLostError
+from multiring.derived import derived, shared_queue
 from tests.on_ranks import on_ranks
 from tests.python.collectives.array_kinds import assert_same_bits
 from tests.python.collectives.oracle import Reduction, random_bits
-from tests.rank_pool import RankPool
-
-Pools = Callable[[int], RankPool]
 
 
 @on_ranks(4)
@@ -56,26 +55,18 @@ def test_nested_sets(comm: Communicator) -> None:
     assert again.broadcast_object({"from": comm.rank}, root=1) == {"from": comm.size - 1}
 
 
-def check_error_stays_inside(comm: Communicator) -> str:
+@on_ranks(3)
+def test_an_error_breaks_its_group_only(comm: Communicator) -> None:
     group = comm.process_set([0, 1])
-    text = ""
     if group is not None:
-        with pytest.raises(MismatchError) as caught:
+        with pytest.raises(MismatchError, match="communicator 'world/"):
             group.allreduce(np.ones(3 + comm.rank))
-        text = str(caught.value)
         assert group.is_broken
         with pytest.raises(AbortedError, match=r"communicator 'world/\d+\.0' is broken"):
             group.barrier()
     assert not comm.is_broken
     assert comm.allreduce(np.ones(1))[0] == comm.size
-    other = comm.split(0)
-    other.barrier()
-    return text
-
-
-def test_an_error_breaks_its_group_only(ranks: Pools) -> None:
-    for text in ranks(3).run(check_error_stays_inside)[:2]:
-        assert "communicator 'world/" in text
+    comm.split(0).barrier()
 
 
 @on_ranks(3)
@@ -108,11 +99,41 @@ def test_a_rank_that_closes_a_group_is_lost_to_it(comm: Communicator) -> None:
 
 @on_ranks(3)
 def test_colors(comm: Communicator) -> None:
-    alone = comm.split(comm.rank)
-    assert (alone.size, alone.rank) == (1, 0)
-    assert alone.allreduce(np.array([5.0]))[0] == 5.0
     assert comm.split(None) is None
     everybody = comm.split(np.int64(7), key=-comm.rank)
     assert everybody.rank == comm.size - 1 - comm.rank
     assert comm.process_set([]) is None
     assert (comm.process_set(np.array([0])) is None) == (comm.rank > 0)  # an array is a sequence too
+
+
+# --- what a communicator has one of for each purpose
+
+PURPOSES = ["a", "b", "a queue", "b queue"]
+
+
+@on_ranks(3)
+def test_threads_of_all_ranks_get_one_part_for_each_purpose(comm: Communicator) -> None:
+    for _ in range(5):
+        ask_by_threads(comm.split(0))
+
+
+def ask_by_threads(comm: Communicator) -> None:
+    """Three threads ask for two groups and two queues, in another order on each rank."""
+    start = threading.Barrier(3)
+
+    def ask(place: int) -> dict[str, object]:
+        start.wait()
+        order = [PURPOSES[(number + place + comm.rank) % 4] for number in range(4)]
+        return {each: (shared_queue if "queue" in each else derived)(comm, each) for each in order}
+
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(ask, range(3)))
+    groups = [{one[purpose] for one in found} for purpose in ("a", "b")]
+    assert [len(each) for each in groups] == [1, 1]
+    assert len({shared_queue(comm, purpose).address for purpose in ("a queue", "b queue")}) == 2
+    for purpose, value in (("a", 1), ("b", 10)):
+        group = derived(comm, purpose)
+        assert group in groups[purpose == "b"]
+        np.testing.assert_array_equal(group.allreduce(np.array([value])), value * comm.size)
+        queue = shared_queue(comm, purpose + " queue")
+        np.testing.assert_array_equal(queue.allreduce(np.array([value]), name="x"), value * comm.size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -16,49 +15,13 @@ from multiring.errors import MismatchError, UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.model_check import check_same
 from multiring.gradients.options import ReducerOptions
-from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import IN_SLOT, InPlace
-from tests.on_ranks import on_ranks
-from tests.rank_pool import RankPool
+from multiring.gradients.source import InPlace
+from tests.on_ranks import Pool, on_ranks
+from tests.python.gradients.support import Source
 
-Pool = Callable[[int], RankPool]
 RANKS = 3
 DTYPES = ("float16", "float32", "float64")
-
-
-class Source:
-    """Gradients of one rank, some in their slots: small integers, so that every dtype adds them without
-    rounding."""
-
-    def __init__(self, comm: Communicator, specs: list[ParameterSpec], options: ReducerOptions) -> None:
-        self.reducer = GradientReducer(comm, specs, options, self)
-        self.begin([])
-
-    def begin(self, elsewhere: Collection[int]) -> None:
-        self.elsewhere = elsewhere
-        self.values: dict[int, float] = {}
-        self.published: list[int] = []
-        self.arrays: dict[int, np.ndarray[Any, Any]] = {}
-
-    def write(self, index: int, value: float) -> InPlace:
-        spec = self.reducer.specs[index]
-        if index not in self.elsewhere:
-            self.reducer.slot(index).view(spec.dtype)[:] = value
-            return IN_SLOT
-        array = self.arrays[index] = np.full(spec.shape, value, spec.dtype)
-        return InPlace(array.ctypes.data, array)
-
-    def read(self, index: int) -> np.ndarray[Any, Any]:
-        if index in self.arrays:
-            return self.arrays[index]
-        found: np.ndarray[Any, Any] = self.reducer.slot(index).view(self.reducer.specs[index].dtype)
-        return found
-
-    def locate(self, index: int, is_ready: bool) -> InPlace | None:
-        return self.write(index, self.values[index]) if index in self.values else None
-
-    def publish(self, index: int) -> None:
-        self.published.append(index)
+AB = [ParameterSpec(name, (3,), "float32") for name in ("a", "b")]
 
 
 @st.composite
@@ -77,15 +40,12 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
             ranks.append({"arrive": arrive, "late": late, "elsewhere": elsewhere})
         rounds.append(ranks)
     limits = draw(st.tuples(st.integers(1, 400), st.integers(1, 400)))
-    return {
-        "sizes": sizes,
-        "rounds": rounds,
-        "limits": limits,
-        "op": draw(st.sampled_from(("average", "sum"))),
-    }
+    op = draw(st.sampled_from(("average", "sum")))
+    return {"sizes": sizes, "rounds": rounds, "limits": limits, "op": op}
 
 
 def value_of(number: int, rank: int, index: int) -> float:
+    """Small integers, so that every dtype adds them without rounding."""
     return float(6 * (1 + (number + 2 * rank + 3 * index) % 7))
 
 
@@ -97,13 +57,12 @@ def reduce_in_rounds(comm: Communicator, job: dict[str, Any]) -> list[Any]:
     plans = []
     for number, ranks in enumerate(job["rounds"]):
         mine = ranks[comm.rank]
-        source.begin(mine["elsewhere"])
-        for index in mine["late"]:
-            source.values[index] = value_of(number, comm.rank, index)
-            reducer.mark_produced(index)
-        for index in mine["arrive"]:
-            source.values[index] = value_of(number, comm.rank, index)
-            reducer.mark_ready(index)
+        source.begin({}, mine["elsewhere"])
+        for what, mark in (("late", reducer.mark_produced), ("arrive", reducer.mark_ready)):
+            for index in mine[what]:
+                spec = specs[index]
+                source.gradients[index] = np.full(spec.shape, value_of(number, comm.rank, index), spec.dtype)
+                mark(index)
         result = reducer.finish()
         for index, spec in enumerate(specs):
             who = [rank for rank in range(comm.size) if index in ranks[rank]["arrive"] + ranks[rank]["late"]]
@@ -130,15 +89,13 @@ def test_any_order_of_arrival_and_any_gradient_missing(ranks: Pool, job: dict[st
 
 
 def test_an_array_cannot_be_two_gradients(comm: Communicator) -> None:
-    specs = [ParameterSpec(name, (3,), "float32") for name in ("a", "b")]
     array = np.ones(3, np.float32)
 
     class OneArray(Source):
-        def write(self, index: int, value: float) -> InPlace:
+        def locate(self, index: int, is_ready: bool) -> InPlace | None:
             return InPlace(array.ctypes.data, array)
 
-    source = OneArray(comm, specs, ReducerOptions())
-    source.values = {0: 1.0, 1: 1.0}
+    source = OneArray(comm, AB, ReducerOptions())
     source.reducer.mark_ready(0)
     with pytest.raises(UsageError, match="'a' and 'b' have the same array"):
         source.reducer.mark_ready(1)
@@ -147,21 +104,19 @@ def test_an_array_cannot_be_two_gradients(comm: Communicator) -> None:
 
 @pytest.mark.parametrize(("data", "every"), [("same", None), ("same", 0), ("own", None), ("zeros", None)])
 def test_the_same_data_on_all_ranks_is_told_once(comm: Communicator, data: str, every: int | None) -> None:
-    specs = [ParameterSpec(name, (3,), "float32") for name in ("a", "b")]
-    source = Source(comm, specs, ReducerOptions(bucket_bytes=1, first_bucket_bytes=1, check_every=every))
+    source = Source(comm, AB, ReducerOptions(bucket_bytes=1, first_bucket_bytes=1, check_every=every))
+    a = float(data != "zeros")
+    b = {"same": 2.0, "own": 2.0 + comm.rank, "zeros": 0.0}[data]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(4):
-            source.begin([1])
-            b = {"same": 2.0, "own": 2.0 + comm.rank, "zeros": 0.0}[data]
-            source.values = {0: 0.0 if data == "zeros" else 1.0, 1: b}
+            source.begin({0: np.full(3, a, np.float32), 1: np.full(3, b, np.float32)}, [1])
             source.reducer.mark_ready(0)
             source.reducer.finish()
     source.reducer.close()
-    texts = [
-        str(one.message) for one in told if "most likely each trains on the same data" in str(one.message)
-    ]
-    assert len(texts) == (comm.rank == 0 and data == "same" and every is None)
+    texts = [str(one.message) for one in told]
+    count = sum("most likely each trains on the same data" in text for text in texts)
+    assert count == (comm.rank == 0 and data == "same" and every is None)
 
 
 @on_ranks(RANKS)

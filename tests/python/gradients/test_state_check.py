@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,21 +13,15 @@ from multiring.metrics import batch_weight
 from multiring.state.buffer_sync import sync_arrays
 from multiring.state.check import StateCheck, _describe
 from tests.on_ranks import on_ranks
-from tests.rank_pool import RankPool
-
-Pool = Callable[[int], RankPool]
 
 STATE = {"weight": np.arange(6, dtype=np.float32).reshape(2, 3), "lr": 0.1, "steps": 3, "nesterov": False}
 
 
+OTHER = np.float32([[0, 1, 2], [3, 4, 5.0000005]])
 # What rank 1 has instead, and what all are told.
 DIFFERENCES: list[tuple[str, Any, str]] = [
-    (
-        "weight",
-        np.float32([[0, 1, 2], [3, 4, 5.0000005]]),
-        r"'weight' float32 \(2, 3\) .*on ranks 0, 2, but .*on rank 1",
-    ),
-    ("weight", np.float32([[1, 0, 2], [3, 4, 5]]), "at step 1: .*'weight'"),
+    ("weight", OTHER, r"at step 1: .*'weight' float32 \(2, 3\) .*on ranks 0, 2, but .*on rank 1"),
+    ("weight", np.float32([[1, 0, 2], [3, 4, 5]]), "'weight'"),
     ("weight", np.arange(6, dtype=np.float32), r"\(6,\).* on rank 1"),
     ("lr", 0.01, r"'lr' 0.1 on ranks 0, 2, but .*'lr' 0.01 on rank 1"),
     ("nesterov", True, "'nesterov' False on ranks 0, 2, but .* True on rank 1"),
@@ -63,10 +55,9 @@ def test_a_forgotten_broadcast_is_told(comm: Communicator) -> None:
 def test_what_is_equal_passes(comm: Communicator) -> None:
     check = StateCheck(comm, 1)
     own: dict[str, Any] = dict(STATE)
-    if (
-        comm.rank == 0
-    ):  # the same numbers, of other types; another layout; an object whose repr has an address
+    if comm.rank == 0:  # the same numbers, of other types; another layout
         own |= {"lr": np.float64(0.1), "steps": np.int32(3), "weight": np.asfortranarray(STATE["weight"])}
+    # An object's repr has an address.
     check.compare([*own.items(), ("hook", lambda: None), ("empty", np.empty((0, 3)))])
     joined = comm.rank == 2
     check.compare({"other": 1}.items() if joined else own.items(), active=not joined)
@@ -100,8 +91,11 @@ def test_intervals_have_to_agree(comm: Communicator) -> None:
         StateCheck(comm, -1)
 
 
-def check_buffers(comm: Communicator, mode: Any, active: list[bool]) -> None:
-    rank, size = comm.rank, comm.size
+@on_ranks(1, 4)
+@pytest.mark.parametrize("mode", ["broadcast", "average", "local"])
+def test_buffers(comm: Communicator, mode: Any) -> None:
+    rank = comm.rank
+    counted = [1, 3] if comm.size == 4 else [0]
     plain = np.arange(8, dtype=np.float32)
     arrays = {
         "mean": plain[::2] + rank,
@@ -111,20 +105,13 @@ def check_buffers(comm: Communicator, mode: Any, active: list[bool]) -> None:
         "nothing": np.empty((0, 2)),
         "half": np.full(3, rank, np.float16),
     }
-    sync_arrays(comm, arrays, mode, active)
-    counted = [r for r in range(size) if active[r]]
+    sync_arrays(comm, arrays, mode, [r in counted for r in range(comm.size)])
     value = {"local": rank, "broadcast": counted[0], "average": float(np.mean(counted))}[mode]
     np.testing.assert_array_equal(arrays["mean"], plain[::2] + np.float32(value))
     np.testing.assert_array_equal(arrays["strided"], np.full((4, 3), value))
     np.testing.assert_array_equal(arrays["complex"], [1j * value, value])
     np.testing.assert_array_equal(arrays["half"], np.full(3, value, np.float16))
     assert arrays["count"] == (rank if mode == "local" else counted[0]) + 5
-
-
-@on_ranks(1, 4)
-def test_buffers(comm: Communicator) -> None:
-    for mode in ("broadcast", "average", "local"):
-        check_buffers(comm, mode, [False, True, False, True] if comm.size == 4 else [True])
 
 
 def test_buffers_that_differ(comm: Communicator) -> None:
@@ -134,20 +121,15 @@ def test_buffers_that_differ(comm: Communicator) -> None:
         sync_arrays(comm, {"a": np.zeros(2 + comm.rank)})
 
 
-def check_weights(comm: Communicator, counts: list[float]) -> None:
-    losses = [np.arange(count).mean() if count else 0.0 for count in counts]
-    own = losses[comm.rank] * batch_weight(counts[comm.rank], comm)
-    mean = comm.allreduce(np.array([own]), op="average")[0]
-    samples = list(itertools.chain.from_iterable(range(int(count)) for count in counts))
-    assert mean == pytest.approx(np.mean(samples) if samples else 0.0)
+@pytest.mark.parametrize(("comm", "counts"), [(3, [0, 5, 1]), (2, [0, 0])], indirect=["comm"])
+def test_weighted_losses_average_to_the_mean_over_samples(comm: Communicator, counts: list[int]) -> None:
+    count = counts[comm.rank]
+    own = np.arange(count).mean() * batch_weight(count, comm) if count else batch_weight(0, comm)
+    samples = [sample for each in counts for sample in range(each)]
+    assert comm.allreduce(np.array(own), op="average") == pytest.approx(np.mean(samples) if samples else 0.0)
     for wrong in (-1, float("nan"), float("inf")):
         with pytest.raises(UsageError, match="count is"):
             batch_weight(wrong, comm)
-
-
-@pytest.mark.parametrize("counts", [[0, 5, 1], [0, 0]], ids=str)
-def test_weighted_losses_average_to_the_mean_over_samples(ranks: Pool, counts: list[float]) -> None:
-    ranks(len(counts)).run(check_weights, counts)
 
 
 def test_the_order_of_a_set_does_not_count() -> None:

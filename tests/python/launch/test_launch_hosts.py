@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ from multiring.commands.launcher.hosts import (
 )
 from multiring.errors import UsageError
 from multiring.store import address_to_listen_on
-from tests.support import refused
+from tests.support import Job, executable, refused, run_multiring
 
 HERE = socket.gethostname()
 
@@ -42,13 +41,10 @@ def test_hosts_are_read_and_this_one_is_known_by_any_name(text: str, expected: l
     assert parse_hosts(text) == [HostSlots(*host) for host in expected]
 
 
-def test_this_host_is_known_by_all_addresses_of_its_interfaces() -> None:
+def test_this_host_is_known_by_all_addresses_unless_somebody_else_is_to_log_in() -> None:
     addresses = [address for _, address, _ in _core.interface_addresses([])]
     assert all(map(is_here, ["127.0.0.1", "127.0.1.1", HERE, *addresses]))
     assert not any(map(is_here, ["127.0.0.9", "192.0.2.77", "2001:db8::77", "no-such-host.invalid"]))
-
-
-def test_a_host_where_somebody_else_is_to_log_in_is_not_this_one() -> None:
     me = pwd.getpwuid(os.geteuid()).pw_name
     assert all(map(is_here, [f"{me}@localhost", f"{me}@{HERE}", f"{me}@127.0.0.1"]))
     assert not any(map(is_here, ["nobody-we-know@localhost", f"nobody-we-know@{HERE}"]))
@@ -56,51 +52,29 @@ def test_a_host_where_somebody_else_is_to_log_in_is_not_this_one() -> None:
     assert hosts == [HostSlots("nobody-we-know@localhost", 2), HostSlots("", 4)]
 
 
-NAMES = {
-    "plain": ["192.0.2.7"],
-    "debian": ["127.0.1.1"],
-    "both": ["2001:db8::7", "192.0.2.7"],
-    "six": ["2001:db8::7"],
-    "looped": ["::1", "127.0.1.1"],
-    "six-looped": ["::1"],
-    "localhost": ["::1", "127.0.0.1"],
-}
-
-
-@pytest.fixture
-def known_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = socket.getaddrinfo
-
-    def answer(host: str, *args: Any, **options: Any) -> list[Any]:
-        if host not in NAMES:
-            return ask(host, *args, **options)
-        families = [socket.AF_INET6 if ":" in each else socket.AF_INET for each in NAMES[host]]
-        return [(family, 1, 6, "", (each, 0)) for family, each in zip(families, NAMES[host], strict=True)]
-
-    monkeypatch.setattr(socket, "getaddrinfo", answer)
-
-
-@pytest.mark.usefixtures("known_names")
-def test_where_the_launcher_listens_by_any_name() -> None:
-    expected = {
-        "plain": "192.0.2.7",
-        "debian": "0.0.0.0",
-        "both": "192.0.2.7",
-        "six": "2001:db8::7",
-        "looped": "0.0.0.0",
-        "six-looped": "::",
-        "localhost": "127.0.0.1",
-        "127.0.0.1": "127.0.0.1",
-        "2001:db8::9": "2001:db8::9",
-        "no-such-host.invalid": "no-such-host.invalid",
-    }
-    assert {name: address_to_listen_on(name) for name in expected} == expected
-
-
-@pytest.mark.parametrize("text", ["", "a,,b", ":4", "-oProxyCommand=x"])
-def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="-H "):
-        parse_hosts(text)
+@pytest.mark.parametrize(
+    ("name", "addresses", "expected"),
+    [
+        ("plain", ["192.0.2.7"], "192.0.2.7"),
+        ("debian", ["127.0.1.1"], "0.0.0.0"),
+        ("both", ["2001:db8::7", "192.0.2.7"], "192.0.2.7"),
+        ("six", ["2001:db8::7"], "2001:db8::7"),
+        ("looped", ["::1", "127.0.1.1"], "0.0.0.0"),
+        ("six-looped", ["::1"], "::"),
+        ("localhost", ["::1", "127.0.0.1"], "127.0.0.1"),
+        ("127.0.0.1", None, "127.0.0.1"),
+        ("2001:db8::9", None, "2001:db8::9"),
+        ("no-such-host.invalid", None, "no-such-host.invalid"),
+    ],
+)
+def test_where_the_launcher_listens(
+    monkeypatch: pytest.MonkeyPatch, name: str, addresses: list[str] | None, expected: str
+) -> None:
+    if addresses is not None:
+        families = {each: socket.AF_INET6 if ":" in each else socket.AF_INET for each in addresses}
+        known = [(family, 1, 6, "", (each, 0)) for each, family in families.items()]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: known)
+    assert address_to_listen_on(name) == expected
 
 
 @pytest.mark.parametrize(
@@ -151,16 +125,14 @@ def test_what_a_hostfile_cannot_have_is_told_with_its_line(tmp_path: Path, line:
     assert told.endswith("; give host, host:4, [address]:4 or `host slots=4`")
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [(b"# nobody\n", "names no host"), (b"n\xf6de1\n", "'utf-8' codec can't decode"), (None, "No such file")],
-)
-def test_a_hostfile_without_hosts_is_told(tmp_path: Path, data: bytes | None, words: str) -> None:
+def test_a_hostfile_without_hosts_is_told(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    if data is not None:
-        path.write_bytes(data)
-    with pytest.raises(UsageError, match=f"--hostfile {path}.*{words}"):
+    with pytest.raises(UsageError, match=f"--hostfile {path}.*No such file"):
         parse_hostfile(path)
+    for data, words in ((b"# nobody\n", "names no host"), (b"n\xf6de1\n", "'utf-8' codec can't decode")):
+        path.write_bytes(data)
+        with pytest.raises(UsageError, match=f"--hostfile {path}.*{words}"):
+            parse_hostfile(path)
 
 
 def test_the_first_host_is_filled_first() -> None:
@@ -183,6 +155,10 @@ def test_the_address_is_one_of_the_way_to_the_host() -> None:
     [
         (["train.py"], "say how many ranks to start, as in: multiring run -np 2 train.py"),
         (["-H", "a:0", "train.py"], "-H a:0: 'a:0' is no host: it has no slots, so leave it out"),
+        (["-H", "", "train.py"], "-H "),
+        (["-H", "a,,b", "train.py"], "-H a,,b: "),
+        (["-H", ":4", "train.py"], "-H :4: "),
+        (["-H-oProxyCommand=x", "train.py"], "-H -oProxyCommand=x: "),
         (["-np", "3", "-H", "a:2", "train.py"], "-np 3 needs more slots than the 2"),
         (["-H", "a:2", "--ssh", "ssh -o 'x", "t.py"], "--ssh ssh -o 'x: No closing quotation"),
         (["-H", "a:2", "--ssh", "", "t.py"], "--ssh needs a command"),
@@ -200,10 +176,8 @@ def test_wrong_options_are_told(words: list[str], message: str) -> None:
 @pytest.fixture
 def ssh(tmp_path: Path) -> str:
     """In place of ssh: greets as a login shell may, and stays on this host."""
-    path = tmp_path / "ssh"
-    path.write_text('#!/bin/sh\necho welcome\n[ "$1" = 127.0.0.3 ] && exit 255\nshift\nexec sh -c "$*"\n')
-    path.chmod(0o755)
-    return str(path)
+    script = 'echo welcome\n[ "$1" = 127.0.0.3 ] && exit 255\nshift\nexec sh -c "$*"'
+    return str(executable(tmp_path / "ssh", script))
 
 
 def test_hosts_that_are_named_need_no_word_of_slurm(
@@ -235,16 +209,14 @@ def test_a_python_or_ssh_that_is_not_there_is_told(capfd: pytest.CaptureFixture[
 def limited(limits: str, *words: str) -> subprocess.CompletedProcess[str]:
     """`multiring run` with limits for descriptors, as `ulimit` takes them; ranks tell theirs."""
     run = [sys.executable, "-m", "multiring", "run", *words, "--", "sh", "-c", "ulimit -Sn"]
-    command = ["sh", "-c", f'ulimit {limits} && exec "$@"', "sh", *run]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+    return Job(["sh", "-c", f'ulimit {limits} && exec "$@"', "sh", *run]).run()
 
 
 def test_there_are_descriptors_enough_for_many_ranks(ssh: str, tmp_path: Path) -> None:
-    """Here and elsewhere; the ranks do not hear of it."""
+    """Here and elsewhere; the ranks do not hear of it. What a login shell says does no harm."""
     words = ["-H", "127.0.0.2:10,localhost:10", "--ssh", ssh]
     done = limited("-Sn 40", *words, "--output-dir", str(tmp_path / "output"))
     assert done.returncode == 0, done.stderr
-    # What a login shell says does no harm.
     told = ["[0] welcome", *(f"[{rank}] 40" for rank in range(20))]
     assert sorted(done.stdout.splitlines()) == sorted(told)
 
@@ -267,8 +239,6 @@ def test_a_host_without_ssh_is_told_and_ends_the_others(capfd: pytest.CaptureFix
 
 def test_an_ssh_that_starts_nothing_is_a_failure() -> None:
     """A forced command, a login shell that exits: ssh ends well, and no rank has run."""
-    command = [sys.executable, "-m", "multiring", "run", "-H", "192.0.2.1:2", "--ssh", "sh -c true"]
-    command += ["--address", "127.0.0.1", "--", "true"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 255
+    words = ["run", "-H", "192.0.2.1:2", "--ssh", "sh -c true", "--address", "127.0.0.1", "--", "true"]
+    done = run_multiring(*words, code=255)
     assert "perhaps ssh itself: does `ssh -o BatchMode=yes 192.0.2.1 true` work?" in done.stderr

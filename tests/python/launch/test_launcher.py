@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
+import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import REPOSITORY, Job, executable, run_job, start_job
+from multiring.commands.launcher import binding, foreign_variables, rank_starter
+from multiring.commands.launcher.report import RankEnd, blame, failure_report
+from multiring.errors import UsageError
+from tests.support import REPOSITORY, Job, executable, run_job, run_multiring, start_job
 
 # Scripts here use the standard library only: what is tested is the launcher.
 SHOW_ENVIRONMENT = """
@@ -41,21 +45,13 @@ def test_each_rank_gets_the_documented_environment() -> None:
     assert len(found) == 3
     for rank, one in enumerate(found):
         environ = one["environ"]
-        expected = {
-            "MULTIRING_RANK": rank,
-            "MULTIRING_LOCAL_RANK": rank,
-            "MULTIRING_CROSS_RANK": 0,
-            "MULTIRING_SIZE": 3,
-            "MULTIRING_LOCAL_SIZE": 3,
-            "MULTIRING_CROSS_SIZE": 1,
-            "RANK": rank,
-            "WORLD_SIZE": 3,
-            "LOCAL_RANK": rank,
-            "LOCAL_WORLD_SIZE": 3,
-            "NODE_RANK": 0,
-            "MASTER_ADDR": "127.0.0.1",
-        }
-        assert {name: environ[name] for name in expected} == {k: str(v) for k, v in expected.items()}
+        for name in ("MULTIRING_RANK", "MULTIRING_LOCAL_RANK", "RANK", "LOCAL_RANK"):
+            assert environ[name] == str(rank)
+        for name in ("MULTIRING_SIZE", "MULTIRING_LOCAL_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            assert environ[name] == "3"
+        expected = {"MULTIRING_CROSS_RANK": "0", "MULTIRING_CROSS_SIZE": "1", "NODE_RANK": "0"}
+        assert expected.items() <= environ.items()
+        assert environ["MASTER_ADDR"] == "127.0.0.1"
         assert environ["MULTIRING_STORE"].startswith("file:///")
         assert len(bytes.fromhex(environ["MULTIRING_SECRET"])) == 32
         assert one["session"]
@@ -83,57 +79,35 @@ def test_ranks_are_bound_to_equal_shares_unless_they_outnumber_processors() -> N
 
 
 def test_what_the_user_has_set_stays_and_options_come_first() -> None:
-    env = {"MULTIRING_RANK": "77", "MULTIRING_TIMEOUT": "12", "MULTIRING_MODE": "2x1"}
-    env |= {"MULTIRING_INTERFACES": "eth9", "OMP_NUM_THREADS": "3"}
+    kept = {"MULTIRING_TIMEOUT": "12", "OMP_NUM_THREADS": "3"}
+    env = kept | {"MULTIRING_RANK": "77", "MULTIRING_MODE": "2x1", "MULTIRING_INTERFACES": "eth9"}
     # Where Torch meets is what another job has told, such as that of a notebook.
     env |= {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29501"}
     words = ["--mode", "2", "--interfaces", "eth0,^docker0", "--bind", "none", "--env", "A=b=c"]
     words += ["--env", "PYTHONUNBUFFERED=", "--env", "MASTER_PORT=29502"]
     arguments = ["--timeout", "x", "-np", "9", "--", "-m", "--help", "", "a b", "☃"]
     (one,) = shown(1, *arguments, env=env, launcher_args=words)
-    expected = {
-        "MULTIRING_RANK": "0",
-        "MULTIRING_TIMEOUT": "12",
-        "MULTIRING_MODE": "2",
-        "A": "b=c",
-        "MULTIRING_INTERFACES": "eth0,^docker0",
-        "OMP_NUM_THREADS": "3",
-        "PYTHONUNBUFFERED": "",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29502",
-    }
-    assert {name: one["environ"][name] for name in expected} == expected
+    expected = kept | {"MULTIRING_RANK": "0", "MULTIRING_MODE": "2", "A": "b=c", "PYTHONUNBUFFERED": ""}
+    expected |= {"MULTIRING_INTERFACES": "eth0,^docker0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29502"}
+    assert expected.items() <= one["environ"].items()
     assert one["cpus"] == sorted(os.sched_getaffinity(0))
     assert one["argv"] == arguments, "options after the program belong to it"
 
 
-def launch(*arguments: str, **popen: Any) -> Job:
-    return Job(lambda root: [sys.executable, "-m", "multiring", "run", *arguments], **popen)
-
-
-def a_python(directory: Path, *, with_multiring: bool) -> Path:
-    """Another `python`, which finds multiring or does not."""
-    directory.mkdir()
-    isolated = "" if with_multiring else "-S"  # without site-packages
-    return executable(directory / "python", f'ANOTHER_PYTHON=1 exec "{sys.executable}" {isolated} "$@"')
-
-
 @pytest.mark.parametrize(
     ("with_multiring", "program"),
-    [
-        (True, ["python"]),
-        (False, ["python"]),
-        (False, ["--", "sh", "-c", 'exec python "$0"']),
-    ],
+    [(True, ["python"]), (False, ["python"]), (False, ["--", "sh", "-c", 'exec python "$0"'])],
 )
 def test_python_is_one_that_has_multiring(tmp_path: Path, with_multiring: bool, program: list[str]) -> None:
     (tmp_path / "multiring").mkdir()  # as a clone of the repository is called
     script = "import multiring, os\nmultiring.init()\nprint('another', os.environ.get('ANOTHER_PYTHON'))\n"
     (tmp_path / "train.py").write_text(script)
-    other = a_python(tmp_path / "bin", with_multiring=with_multiring)
+    (tmp_path / "bin").mkdir()
+    options = "" if with_multiring else "-S"  # without site-packages
+    run = f'ANOTHER_PYTHON=1 exec "{sys.executable}" {options} "$@"'
+    other = executable(tmp_path / "bin/python", run)
     path = {"PATH": f"{other.parent}:/usr/bin:/bin"}
-    with launch("-np", "2", *program, "train.py", cwd=tmp_path, env=path) as job:
-        result = job.finish()
+    result = run_multiring("run", "-np", "2", *program, "train.py", cwd=tmp_path, env=path, code=0)
     taken = "1" if with_multiring else "None"
     assert sorted(result.stdout.splitlines()) == [f"[{rank}] another {taken}" for rank in range(2)]
     told = f"python is {other}, which has no multiring: the ranks run {sys.executable}"
@@ -144,8 +118,8 @@ def test_a_module_is_run_and_its_streams_stay_apart(tmp_path: Path) -> None:
     """With a variable that is not known, of which is told."""
     text = "import sys; print(sys.argv[1:], __name__); print('err', file=sys.stderr)"
     (tmp_path / "some_module.py").write_text(text)
-    words = ["-np", "2", "--output-dir", "deep/down", "-m", "some_module", "-m", "x"]
-    result = launch(*words, cwd=tmp_path, env={"MULTIRING_TIMOUT": "1"}).run(code=0)
+    words = ["run", "-np", "2", "--output-dir", "deep/down", "-m", "some_module", "-m", "x"]
+    result = run_multiring(*words, cwd=tmp_path, env={"MULTIRING_TIMOUT": "1"}, code=0)
     shown = "['-m', 'x'] __main__"
     assert sorted(result.stdout.splitlines()) == [f"[0] {shown}", f"[1] {shown}"]
     assert {"[0] err", "[1] err"} < set(result.stderr.splitlines())
@@ -187,7 +161,7 @@ def test_what_cannot_be_started_is_told(tmp_path: Path, arguments: list[str], co
     (tmp_path / "plain-file").write_text("text")
     (tmp_path / "no-format").write_bytes(b"\x7fELF nonsense")
     (tmp_path / "no-format").chmod(0o755)
-    result = launch(*arguments, cwd=tmp_path).run()
+    result = run_multiring("run", *arguments, cwd=tmp_path)
     assert (result.returncode, result.stdout) == (code, "")
     assert words in result.stderr
     assert "Traceback" not in result.stderr
@@ -195,9 +169,7 @@ def test_what_cannot_be_started_is_told(tmp_path: Path, arguments: list[str], co
 
 def test_closed_standard_descriptors_do_no_harm() -> None:
     command = f'exec "{sys.executable}" -m multiring run -np 2 sh -c "echo x; echo y >&2" <&- >&- 2>&-'
-    with Job(lambda root: ["sh", "-c", command], cwd=REPOSITORY) as job:
-        assert job.finish().returncode == 0
-        job.assert_nothing_left()
+    Job(["sh", "-c", command], cwd=REPOSITORY).run(code=0)
 
 
 def test_a_job_that_no_rank_has_joined_is_told_at_its_end() -> None:
@@ -222,20 +194,112 @@ if os.environ["MULTIRING_RANK"] == "1":
     assert ("failed with" in result.stderr) == reported
 
 
-WITHOUT_PROC = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
+# --- parts of the launcher: shares of processors, thread counts, blame
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can take /proc away from a job")
-def test_a_machine_without_proc_runs_jobs(tmp_path: Path) -> None:
-    script = tmp_path / "fail.py"
-    script.write_text(
-        "import sys, numpy, multiring\n"
-        "comm = multiring.init()\n"
-        "assert comm.allreduce(numpy.ones(3)).tolist() == [2.0] * 3\n"
-        "sys.exit(3 * comm.rank)\n"
-    )
-    command = [*WITHOUT_PROC, sys.executable, "-m", "multiring", "run", "-np", "2", str(script)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
-    assert result.returncode == 3, result.stderr
-    assert "Traceback" not in result.stderr
-    assert "rank 1 " in result.stderr
+def test_torchs_rank_0_is_told_where_to_serve_its_store() -> None:
+    for host, address in (("", "10.0.0.9"), ("ann@node3", "node3"), ("fd00::1", "fd00::1")):
+        found = foreign_variables.torch_meeting(host, "10.0.0.9")
+        assert found["MASTER_ADDR"] == address
+        assert 16384 <= int(found["MASTER_PORT"]) < 32768
+
+
+def test_a_port_that_is_taken_is_not_given_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        candidates = [taken.getsockname()[1], *range(20000, 20100)]
+        monkeypatch.setattr(foreign_variables.random, "sample", lambda *_: candidates)
+        assert int(foreign_variables.torch_meeting("", "127.0.0.1")["MASTER_PORT"]) in candidates[1:]
+
+
+def test_this_python_has_multiring() -> None:
+    """Nobody is asked."""
+    assert rank_starter._has_multiring(sys.executable, {"PATH": "/nowhere"})
+
+
+def test_shares_are_equal_contiguous_and_apart() -> None:
+    cpus = [8, 9, 1, 2, 30, 31, 32]
+    assert binding.shares(cpus, 1, None) == [set(cpus)]
+    assert binding.shares(cpus, 3, None) == [{8, 9}, {1, 2}, {30, 31}]
+    assert binding.shares([0, 1], 1, "none") is None
+    assert binding.shares([0, 1], 3, None) is None, "they outnumber processors"
+    with pytest.raises(UsageError, match="--bind none"):
+        binding.shares([0, 1], 3, "core")
+
+
+def test_thread_counts_share_the_cores_unless_the_user_has_set_them() -> None:
+    assert binding.thread_environment(8, 3, {}) == dict.fromkeys(binding.THREAD_VARIABLES, "2")
+    assert binding.thread_environment(8, 2, {"OMP_NUM_THREADS": "3"}) == {}
+    assert "MKL_NUM_THREADS" not in binding.thread_environment(8, 2, {"MKL_NUM_THREADS": "3"})
+
+
+LOST = "multiring.errors.PeerLostError: rank 1"
+OWN = ("ValueError: bad", "During handling ...", "KeyError: 3")
+DURING = "During handling of the above exception, another exception occurred:"
+CAUSE = "The above exception was the direct cause of the following exception:"
+
+
+def end(rank: int, code: int | None, *stderr: str, by_launcher: bool = False) -> RankEnd:
+    return RankEnd(rank, 1000 + rank, code, by_launcher, stderr)
+
+
+@pytest.mark.parametrize(
+    ("stderr", "secondary"),
+    [
+        (["Traceback (most recent call last):", '  File "x.py", line 1', LOST], True),
+        (["AbortedError: broken since rank 1 ...", "some farewell of an exit handler"], True),
+        (["train: rank 0: AbortedError: rank 1: KeyError: 3"], True),
+        (["jax.errors.JaxRuntimeError: UNAVAILABLE: multiring.PeerLostError: rank 0 lost rank 1"], True),
+        (["errors_impl.UnavailableError: {{x}} multiring: PeerLostError: rank 0", "[Op:A]"], True),
+        ([LOST, CAUSE, "RuntimeError: training failed in step 3"], True),
+        ([LOST, "ValueError: something else"], False),
+        (["KeyError: 'x'", DURING, "ValueError: bad image"], False),
+        ([], False),
+    ],
+)
+def test_what_another_rank_is_the_cause_of(stderr: list[str], secondary: bool) -> None:
+    assert end(0, 1, *stderr).is_secondary == secondary
+
+
+def test_the_first_that_failed_by_itself_or_by_a_signal_is_blamed() -> None:
+    assert blame([end(2, 1), end(0, 1)]).rank == 2
+    assert blame([end(2, 1), end(0, -9)]).rank == 0
+    assert blame([end(0, 1, LOST), end(1, 3, *OWN)]).rank == 1
+    assert blame([end(0, -6, LOST), end(1, 3)]).rank == 1
+    assert blame([end(0, 1, LOST)]).rank == 0
+
+
+def report(culprit: RankEnd, *others: RankEnd, oom_kills: int = 0) -> str:
+    lines = failure_report(culprit, [culprit, *others], host="box", seconds=1.25, oom_kills=oom_kills)
+    return "\n".join(lines)
+
+
+def test_the_report_says_who_how_and_shows_the_last_words() -> None:
+    others = end(0, 1, LOST), end(2, 0), end(3, -15, by_launcher=True), end(4, None, by_launcher=True)
+    text = report(end(1, 3, *OWN), *others)
+    assert "rank 1 (process 1001 on box) failed with exit code 3 after 1.2 s" in text
+    assert "  | KeyError: 3" in text
+    assert "rank 0: failed as well (exit code 1)" in text
+    assert "rank 2: had ended with exit code 0" in text
+    assert "rank 3: ended by the launcher (signal SIGTERM)" in text
+    assert "rank 4: cannot be ended" in text
+
+
+@pytest.mark.parametrize(
+    ("code", "how", "hint"),
+    [
+        (-signal.SIGKILL, "signal SIGKILL", "out-of-memory"),
+        (-signal.SIGBUS, "signal SIGBUS", "mapping"),
+        (137, "exit code 137 (128 + 9: SIGKILL ended what the rank had started)", "out-of-memory"),
+        (-40, "signal 40", ""),  # it has no name
+        (128, "exit code 128", ""),
+        (255, "exit code 255", ""),
+    ],
+)
+def test_a_signal_comes_with_a_hint(code: int, how: str, hint: str) -> None:
+    text = report(end(0, code))
+    assert f"{how} after" in text
+    assert hint in text
+    if code == -signal.SIGKILL:
+        assert "struck in this container" in report(end(0, code), oom_kills=1)

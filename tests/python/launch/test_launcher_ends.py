@@ -8,15 +8,23 @@ import pty
 import re
 import signal
 import subprocess
-import sys
 import termios
 import textwrap
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support import Job, executable, open_descriptors, process_exists, run_job, start_job, wait_until
+from tests.support import (
+    Job,
+    executable,
+    open_descriptors,
+    process_exists,
+    run_job,
+    start_job,
+    state_of,
+    wait_until,
+)
 
 # A rank that has said where it is and then does nothing. MODE decides how it takes signals.
 IDLE = """
@@ -43,12 +51,23 @@ READY_AND_SLEEP = """
 tell(f"ready-{rank}", os.getpid())
 time.sleep(600)
 """
-
-
-def idle(text: str = "", then: str = READY_AND_SLEEP) -> str:
-    return IDLE + text + then
-
-
+READY_AND_GO = """
+tell(f"ready-{rank}", os.getpid())
+await_file("go")
+"""
+# Until all are full on the way to the reader, who does not read.
+FILL_OUTPUT = """
+os.set_blocking(1, False)
+written = tries = 0
+while tries < 100:
+    try:
+        written += os.write(1, b"%09d\\n" % (written // 10))
+        tries = 0
+    except BlockingIOError:
+        tries += 1
+        time.sleep(0.01)
+os.set_blocking(1, True)
+"""
 DEAF = """
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
@@ -68,19 +87,17 @@ def ranks_of(job: Job, n: int) -> list[int]:
     return [int(job.wait_for_file(f"ready-{rank}")) for rank in range(n)]
 
 
-def ended(job: Job) -> subprocess.CompletedProcess[str]:
+def ended(job: Job, code: int) -> subprocess.CompletedProcess[str]:
     """The result; ranks sleep for minutes, so that they do not end by themselves. Nothing is left."""
     result = job.finish()
     job.assert_nothing_left()
+    assert result.returncode == code, result.stderr
     return result
 
 
 def test_when_a_rank_fails_the_others_are_ended_and_it_is_blamed() -> None:
     """Also those that take no notice."""
-    script = idle(
-        'if rank == "2":'
-        + textwrap.indent(DEAF, "    ")
-        + """
+    fail = """
 if rank == "1":
     tell("ready-1", 0)
     everybody()
@@ -89,10 +106,8 @@ if rank == "1":
         print("line", number, file=sys.stderr)
     sys.exit(7)
 """
-    )
-    with start_job(3, script) as job:
-        result = ended(job)
-    assert result.returncode == 7
+    deaf = f'if rank == "2":{textwrap.indent(DEAF, "    ")}'
+    result = run_job(3, IDLE + deaf + fail + READY_AND_SLEEP, code=7)
     assert "multiring: rank 1 (process" in result.stderr
     assert "failed with exit code 7" in result.stderr
     assert "  | line 29\n" in result.stderr
@@ -127,85 +142,53 @@ def test_children_of_ranks_end_with_the_job(code: int) -> None:
     with start_job(2, IDLE + FAMILY + end + ("time.sleep(600)\n" if code else "")) as job:
         names = [f"child-{rank}-{number}" for rank in range(2) for number in range(2)]
         children = [int(job.wait_for_file(name)) for name in names]
-        assert ended(job).returncode == code
+        ended(job, code)
     assert not any(process_exists(pid) for pid in children)
 
 
 @pytest.mark.parametrize(("n", "family"), [(1, ""), (2, FAMILY)], ids=["alone", "family"])
 def test_nothing_is_left_when_the_launcher_is_killed(n: int, family: str) -> None:
-    with start_job(n, idle(DEAF + family)) as job:
+    with start_job(n, IDLE + DEAF + family + READY_AND_SLEEP) as job:
         ranks_of(job, n)
         job.process.kill()
-        job.process.wait()
-        job.assert_nothing_left()
+        ended(job, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_a_launcher_killed_while_it_starts_leaves_nothing(processes: int) -> None:
+    with start_job(4, IDLE + READY_AND_SLEEP) as job:
+        wait_until(lambda: len(job.processes()) >= processes, "the start of processes")
+        job.process.kill()
+        ended(job, -signal.SIGKILL)
 
 
 def test_nothing_is_left_when_the_guardian_is_killed() -> None:
-    with start_job(2, IDLE + "tell(f'ready-{rank}', 0)\nawait_file('go')\n") as job:
+    with start_job(2, IDLE + READY_AND_GO) as job:
         ranks_of(job, 2)
-        guards = [
-            pid for pid in job.processes() if b"guardian.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        assert len(guards) == 1
-        os.kill(guards[0], signal.SIGKILL)
+        lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in job.processes()}
+        (guard,) = (pid for pid, line in lines.items() if b"guardian.py" in line)
+        os.kill(guard, signal.SIGKILL)
         (job.directory / "go").touch()
-        assert ended(job).returncode == 0
-
-
-def test_a_launcher_killed_while_it_starts_leaves_nothing() -> None:
-    for delay in (0.1, 0.2):  # wherever these happen to hit, nothing may be left
-        with start_job(4, idle()) as job:
-            time.sleep(delay)
-            job.process.kill()
-            job.process.wait()
-            job.assert_nothing_left()
+        ended(job, 0)
 
 
 def test_signals_are_passed_on_and_give_the_exit_code() -> None:
     """User signals reach the ranks as well, and end nothing."""
-    script = idle("""
+    note = """
 def note(number, frame):
     tell(f"got-{rank}-{number}", number)
     if number == signal.SIGHUP:
         sys.exit(0)
 for number in (signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, note)
-""")
-    with start_job(2, script) as job:
+"""
+    with start_job(2, IDLE + note + READY_AND_SLEEP) as job:
         ranks_of(job, 2)
         for number in (signal.SIGUSR1, signal.SIGHUP):
             job.process.send_signal(number)
             for rank in range(2):
                 job.wait_for_file(f"got-{rank}-{int(number)}")
-        result = ended(job)
-    assert result.returncode == 129
-    assert "SIGHUP" in result.stderr
-
-
-# The launcher, whose patience after a first signal is without end.
-PATIENT = """
-import sys
-from multiring import cli
-from multiring.commands.launcher import supervisor
-supervisor._INTERRUPT_SECONDS = 600.0
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
-def test_a_second_signal_kills_at_once() -> None:
-    script = idle('signal.signal(signal.SIGINT, lambda *_: tell(f"got-{rank}", 1))\n')
-
-    def command(root: Path) -> list[str]:
-        (root / "script.py").write_text(script)
-        return [sys.executable, "-c", PATIENT, "run", "-np", "2", str(root / "script.py")]
-
-    with Job(command) as job:
-        ranks_of(job, 2)
-        job.process.send_signal(signal.SIGINT)
-        for rank in range(2):
-            job.wait_for_file(f"got-{rank}")
-        job.process.send_signal(signal.SIGINT)
-        assert ended(job).returncode == 130
+        assert "SIGHUP" in ended(job, 129).stderr
 
 
 def pending(pid: int) -> bool:
@@ -214,116 +197,84 @@ def pending(pid: int) -> bool:
 
 
 def test_signals_that_were_ignored_at_the_start_stay_ignored() -> None:
-    script = IDLE + "tell(f'ready-{rank}', 0)\nawait_file('go')\n"
+    script = IDLE + READY_AND_GO
     with start_job(1, script, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as job:
         job.wait_for_file("ready-0")
         job.process.send_signal(signal.SIGHUP)
         wait_until(lambda: not pending(job.process.pid), "the signal to be dropped")
         (job.directory / "go").touch()
-        assert job.finish().returncode == 0
+        ended(job, 0)
 
 
 def test_a_job_that_takes_too_long_is_ended() -> None:
-    with start_job(2, idle(), launcher_args=["--timeout", "1.5"]) as job:
-        result = ended(job)
-    assert result.returncode == 124
+    result = run_job(2, IDLE + READY_AND_SLEEP, launcher_args=["--timeout", "1.5"], code=124)
     assert "--timeout 1.5" in result.stderr
     assert "ranks 0, 1" in result.stderr
 
 
 def test_stopping_and_continuing_the_launcher_does_so_to_the_ranks() -> None:
-    with start_job(2, idle(), launcher_args=["--timeout", "300"]) as job:
+    with start_job(2, IDLE + READY_AND_SLEEP, launcher_args=["--timeout", "300"]) as job:
         pids = [*ranks_of(job, 2), job.process.pid]
         job.process.send_signal(signal.SIGTSTP)
-        wait_until(lambda: [state(pid) for pid in pids] == ["T"] * 3, "all to stop")
+        wait_until(lambda: [state_of(pid) for pid in pids] == ["T"] * 3, "all to stop")
         job.process.send_signal(signal.SIGCONT)
-        wait_until(lambda: "T" not in [state(pid) for pid in pids], "all to go on")
+        wait_until(lambda: "T" not in [state_of(pid) for pid in pids], "all to go on")
         job.process.terminate()
-        assert ended(job).returncode == 143
-
-
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        ended(job, 143)
 
 
 def test_stopped_ranks_are_ended_too() -> None:
-    with start_job(2, idle()) as job:
+    with start_job(2, IDLE + READY_AND_SLEEP) as job:
         pids = ranks_of(job, 2)
         os.kill(pids[1], signal.SIGSTOP)
         os.kill(pids[0], signal.SIGKILL)
-        assert ended(job).returncode == 137
+        ended(job, 137)
 
 
 def test_when_nobody_reads_the_output_the_job_ends() -> None:
-    script = IDLE + "while True: print('line')\n"
-    with start_job(2, script) as job:
+    with start_job(2, IDLE + "while True: print('line')\n") as job:
         job.process.stdout.readline()
         job.process.stdout.close()
         job.process.stdout = None
-        assert ended(job).returncode == 141
+        ended(job, 141)
 
 
 def test_a_reader_that_stops_does_not_keep_a_failed_job_from_ending_its_ranks() -> None:
-    script = idle(
-        """
-if rank == "0":
-    tell("ready-0", os.getpid())
-    while True: print("x" * 1000)
-await_file("ready-0")
-time.sleep(0.2)
-os.kill(os.getpid(), 9)
-""",
-        then="",
-    )
-    with start_job(2, script) as job:  # nobody reads stdout for now
+    fail = 'if rank == "1":\n    await_file("ready-0")\n    os.kill(os.getpid(), 9)\n'
+    write = 'tell("ready-0", os.getpid())\nos.write(1, b"waits for the reader")\n'
+    with start_job(2, IDLE + fail + FILL_OUTPUT + write) as job:  # nobody reads stdout for now
         pid = int(job.wait_for_file("ready-0"))
         wait_until(lambda: not process_exists(pid), "the end of the rank that writes")
-        assert job.finish().returncode == 137
-        job.assert_nothing_left()
+        ended(job, 137)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
 def test_a_slow_reader_loses_nothing_of_ranks_that_have_ended(tmp_path: Path, elsewhere: bool) -> None:
     """Though who started the rank stops to read its pipe some time after its end."""
-    script = idle(
-        """
-os.set_blocking(1, False)
-written = tries = 0
-while tries < 100:  # until all are full on the way to the reader, who does not read
-    try:
-        written += os.write(1, b"%09d\\n" % (written // 10))
-        tries = 0
-    except BlockingIOError:
-        tries += 1
-        time.sleep(0.01)
-tell("end", f"{written} {os.getppid()} {os.readlink('/proc/self/fd/1')}")
-""",
-        then="",
-    )
+    tell = """tell("end", f"{written} {os.getppid()} {os.readlink('/proc/self/fd/1')}")\n"""
     options = ["--tag-output", "--output-dir", str(tmp_path / "out")]
     if elsewhere:  # no other host at all, but what starts ranks there
         ssh = executable(tmp_path / "ssh", 'exec sh -c "$2"')
         options += ["-H", "elsewhere.invalid", "--ssh", str(ssh), "--address", "127.0.0.1"]
-    with start_job(1, script, launcher_args=options) as job:
+    with start_job(1, IDLE + FILL_OUTPUT + tell, launcher_args=options) as job:
         count, starter, pipe = job.wait_for_file("end").split()
         wait_until(lambda: pipe not in open_descriptors(int(starter)).values(), "the end of reading")
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 0, done.stderr
+        done = ended(job, 0)
     same = done.stdout == "".join(f"[0] {n:09}\n" for n in range(int(count) // 10))
     assert same, f"the end is {done.stdout[-30:]!r}, and {count} bytes were written"
     assert (tmp_path / "out" / "rank.0.stdout").stat().st_size == int(count)
 
 
 def test_on_a_terminal_ctrl_c_ends_the_job_and_prompts_are_shown() -> None:
-    script = idle("print('what? ', end='', flush=True) if rank == '0' else None\n")
+    ask = "print('what? ', end='', flush=True) if rank == '0' else None\n"
     controller, terminal = pty.openpty()
 
     def take_terminal() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    options = {"stdin": terminal, "stdout": terminal, "stderr": terminal, "start_new_session": True}
-    with start_job(2, script, preexec_fn=take_terminal, env={"TERM": "xterm"}, **options) as job:
+    options: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    options |= {"start_new_session": True, "preexec_fn": take_terminal, "env": {"TERM": "xterm"}}
+    with start_job(2, IDLE + ask + READY_AND_SLEEP, **options) as job:
         os.close(terminal)
         ranks_of(job, 2)
         shown = b""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import selectors
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -39,21 +41,6 @@ def test_lines_end_with_newline_or_carriage_return() -> None:
     assert splitter.take() == b""
 
 
-class Written:
-    """A sink that keeps what is written."""
-
-    def __init__(self) -> None:
-        self.data = b""
-
-    def write(self, data: bytes) -> None:
-        self.data += data
-
-
-def console(*, coloured: bool = False, tagged: bool = True) -> tuple[Console, Written]:
-    written = Written()
-    return Console(written, tagged=tagged, coloured=coloured), written  # type: ignore[arg-type]
-
-
 TAG = b"\x1b[36m[0]\x1b[0m "
 A, B = "a", "b"  # streams
 
@@ -84,10 +71,12 @@ A, B = "a", "b"  # streams
 def test_what_a_console_shows(
     options: dict[str, bool], written: list[tuple[str, int, bytes]], shown: bytes
 ) -> None:
-    screen, found = console(**options)
+    found = bytearray()
+    sink: Any = SimpleNamespace(write=found.extend)
+    screen = Console(sink, **({"tagged": True, "coloured": False} | options))
     for stream, rank, line in written:
         screen.put(stream, rank, line)
-    assert found.data == shown
+    assert found == shown
 
 
 def test_the_tail_keeps_the_last_lines_only() -> None:
@@ -124,12 +113,6 @@ def test_a_sink_never_waits_for_a_slow_reader() -> None:
     os.close(writing)
 
 
-def turn(outputs: Multiplexer, selector: selectors.BaseSelector, timeout: float = 0.0) -> None:
-    outputs.before_wait()
-    for key, _ in selector.select(timeout):
-        key.data()
-
-
 def test_a_rank_elsewhere_has_not_ended_before_its_output_has_come(tmp_path: Path) -> None:
     words = b"x" * 65536 + b"LAST LINE\n"
     said = tmp_path / "said"
@@ -147,22 +130,15 @@ def test_a_rank_elsewhere_has_not_ended_before_its_output_has_come(tmp_path: Pat
         )
         rank = host.ranks[3]
         reading = rank.outputs()["stdout"]
-        heard = bytearray()
-
-        def go_on() -> None:
-            for key, _ in selector.select(10):
-                key.data()
-
-        while not woken:
-            go_on()
-        assert not rank.look(), "its last words do not fit into the pipe, and nobody reads them"
-        woken.clear()
-        heard += os.read(reading, 65536)
-        while not woken:
-            go_on()
-        assert rank.look()
+        heard = b""
+        for ended in (False, True):  # its last words do not fit into the pipe, until somebody reads
+            while not woken:
+                for key, _ in selector.select(10):
+                    key.data()
+            assert rank.look() == ended
+            woken.clear()
+            heard += os.read(reading, 65536)
         assert rank.code == 7
-        heard += os.read(reading, 1 << 20)
         assert heard == words
         os.close(reading)
         os.close(rank.outputs()["stderr"])
@@ -179,12 +155,17 @@ def test_a_full_disk_is_told_once_and_ends_nothing() -> None:
         )
         reading, writing = os.pipe()
         outputs.add(0, "stdout", reading)
+
+        def turn() -> None:
+            outputs.before_wait()
+            for key, _ in selector.select(1.0):
+                key.data()
+
         for _ in range(3):
             os.write(writing, b"line\n")
-            turn(outputs, selector, 1.0)
-            turn(outputs, selector)
+            turn()
         os.close(writing)
-        turn(outputs, selector, 1.0)
+        turn()
         assert outputs.is_finished
         assert not outputs.reader_is_gone
     os.close(full)

@@ -35,9 +35,8 @@ def cluster() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in QUIET.items():
             patch.setenv(name, value)
-        found = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": PROCESSORS, "include_dashboard": False}
-        )
+        head = {"num_cpus": PROCESSORS, "include_dashboard": False}
+        found = Cluster(initialize_head=True, head_node_args=head)
         try:
             found.add_node(num_cpus=PROCESSORS)
             ray.init(address=found.address, log_to_driver=False)
@@ -57,34 +56,24 @@ def places(scale: float, *, name: str) -> dict[str, Any]:
     return {"name": name, "total": total.tolist(), "ids": ids, "node": node, "pid": os.getpid(), **environ}
 
 
-def leave_pid(directory: str) -> int:
-    """Joins, and leaves a file with the process id."""
-    comm = multiring.init()
-    path = Path(directory) / f"pid{comm.rank}"
-    path.with_suffix(".new").write_text(str(os.getpid()))
-    path.with_suffix(".new").rename(path)
-    comm.barrier()
-    return comm.rank
-
-
 def fail(directory: str, how: str) -> None:
-    """Rank 1 fails while the others wait for it."""
-    if leave_pid(directory) == 1:
+    """Rank 1 fails while the others wait for it, or does not return."""
+    comm = multiring.init()
+    (Path(directory) / f"pid{comm.rank}").write_text(str(os.getpid()))
+    comm.barrier()
+    if comm.rank == 1:
         if how == "raise":
             raise ValueError("an odd number")
-        os.kill(os.getpid(), signal.SIGKILL)
-    multiring.world().barrier()
-
-
-def late(directory: str) -> None:
-    """Rank 1 does not return."""
-    if leave_pid(directory) == 1:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         while True:
             time.sleep(0.05)
+    if how != "late":
+        comm.barrier()
 
 
 def assert_ended(directory: Path) -> None:
-    """Those that have come as far as `leave_pid`."""
+    """Those that have come as far as to tell their process id."""
     pids = [int(path.read_text()) for path in directory.glob("pid?")]
     wait_until(lambda: not any(map(process_exists, pids)), "the end of the workers")
 
@@ -181,7 +170,7 @@ def test_a_rank_that_fails_is_named(
 
 def test_a_time_limit_ends_all(cluster: str, tmp_path: Path) -> None:
     with pytest.raises(errors.TimeoutError, match=r"longer than timeout=2 s; .* not returned: (0, )?1$"):
-        multiring.ray.run(late, 2, args=(str(tmp_path),), timeout=2)
+        multiring.ray.run(fail, 2, args=(str(tmp_path), "late"), timeout=2)
     assert_ended(tmp_path)
     wait_until(lambda: ray.available_resources().get("CPU") == 2 * PROCESSORS, "the processors to be free")
 
@@ -198,10 +187,7 @@ def test_more_workers_than_the_cluster_holds_are_not_waited_for_without_end(clus
         ({"num_workers": 0}, "num_workers=0"),
         ({"num_workers": 1, "cpus_per_worker": 0}, "not 0 for both"),
         ({"num_workers": 1, "gpus_per_worker": -1}, "no negative number"),
-        (
-            {"num_workers": 1, "env": {"MULTIRING_TIMEOUT": "soon"}},
-            "MULTIRING_TIMEOUT: 'soon' is not accepted",
-        ),
+        ({"num_workers": 1, "env": {"MULTIRING_TIMEOUT": "soon"}}, "MULTIRING_TIMEOUT: 'soon' is not accept"),
     ],
 )
 def test_wrong_arguments_are_told_before_ray_is_asked(wrong: dict[str, Any], words: str) -> None:

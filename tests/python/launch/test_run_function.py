@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pickle
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 import multiring
-from multiring import RankError, UsageError
-from multiring.commands.functions import memory, pickling
+from multiring import MultiringError, RankError, UsageError
+from multiring.commands.functions import memory
 from multiring.commands.functions.outcome import RankTraceback
 from tests.docs.blocks import python_of
-from tests.support import Job, no_new_descriptors, run_python
+from tests.support import Job, no_new_descriptors, run_python, wait_until
 
 
 def joined(scale: float, *, name: str = "") -> dict[str, Any]:
@@ -93,16 +93,12 @@ def test_options(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         ({"np": 1, "args": (threading.Lock(),)}, "cannot be pickled, TypeError"),
         ({"np": 1, "env": {"MULTIRING_TIMEOUT": "soon"}}, "MULTIRING_TIMEOUT"),
         ({"np": 1, "output_dir": "/proc/none"}, "/proc/none cannot be made"),
+        ({"np": 1, "num": 2}, "unexpected keyword argument 'num'"),
     ],
 )
 def test_wrong_arguments(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(TypeError if "num" in given else UsageError, match=words):
         multiring.run(place, **given)
-
-
-def test_unknown_arguments() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'num'"):
-        multiring.run(place, np=1, num=2)  # type: ignore[call-arg]
 
 
 def test_an_exception_is_the_cause_and_its_rank_is_blamed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -131,19 +127,25 @@ def test_an_exception_that_cannot_be_unpickled_is_told_as_text() -> None:
     assert "raise OddError(1, 2)" in str(got.value.__cause__)
 
 
-def test_a_rank_that_ends_without_an_exception() -> None:
-    with pytest.raises(RankError, match="failed with signal SIGKILL after .*\n  killed from outside") as got:
-        multiring.run(fail, ("kill",), np=2)
-    assert got.value.rank == 1
+@pytest.mark.parametrize(
+    ("function", "argument", "rank", "words"),
+    [
+        (fail, "kill", 1, "failed with signal SIGKILL after .*\n  killed from outside"),
+        (os._exit, 0, 0, "rank 0 ended with exit code 0 before its function had returned"),
+        (sys.exit, 3, 0, "failed with exit code 3"),
+    ],
+)
+def test_a_rank_that_ends_without_an_exception(
+    function: Callable[[Any], Any], argument: Any, rank: int, words: str
+) -> None:
+    with pytest.raises(RankError, match=words) as got:
+        multiring.run(function, (argument,), np=rank + 1)
+    assert got.value.rank == rank
     assert got.value.__cause__ is None
 
 
-def test_a_rank_that_ends_before_its_function_returns() -> None:
+def test_the_end_of_a_program_is_no_failure() -> None:
     assert multiring.run(sys.exit, np=2) == [None, None]
-    with pytest.raises(RankError, match="rank 0 ended with exit code 0 before its function had returned"):
-        multiring.run(os._exit, (0,), np=1)
-    with pytest.raises(RankError, match="failed with exit code 3"):
-        multiring.run(sys.exit, (3,), np=1)
 
 
 def test_the_time_limit() -> None:
@@ -185,18 +187,11 @@ def test_large_results_and_arguments() -> None:
 
 
 def test_two_threads_at_once() -> None:
-    results: dict[int, Sequence[Any]] = {}
+    def start(number: int) -> Any:
+        return multiring.run(joined, (number,), np=2)[0]["total"][0]
 
-    def start(number: int) -> None:
-        results[number] = multiring.run(joined, (number,), np=2)
-
-    with no_new_descriptors():
-        threads = [threading.Thread(target=start, args=(number,)) for number in (1, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert [results[number][0]["total"][0] for number in (1, 2)] == [3.0, 6.0]
+    with no_new_descriptors(), ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(start, (1, 2))) == [3.0, 6.0]
 
 
 def test_an_error_of_what_takes_the_output_ends_the_job() -> None:
@@ -225,18 +220,16 @@ import multiring
 assert multiring.run(os.getenv, ("MULTIRING_RANK",), np=2) == ["0", "1"]
 sys.stderr.write("done")
 """
-    result = run_python(script)
-    assert result.stderr == "done"
+    assert run_python(script).stderr == "done"
 
 
 def test_the_block_of_docs_launching(tmp_path: Path) -> None:
     pytest.importorskip("cloudpickle")
     (text,) = python_of("docs/launching.md")
-    script = tmp_path / "script.py"
-    script.write_text(text)
     told = f"{[[2.0] * 3] * 2}"
     assert told in text
-    assert Job([sys.executable, str(script)]).run(code=0).stdout == f"{told}\n"
+    (tmp_path / "script.py").write_text(text)
+    assert Job([sys.executable, str(tmp_path / "script.py")]).run(code=0).stdout == f"{told}\n"
 
 
 WITHOUT_CLOUDPICKLE = """
@@ -279,16 +272,89 @@ print(multiring.run(found.own, np=1) == [found.__file__])
     assert job.run(code=0).stdout == "True\n"
 
 
-def test_anonymous_files() -> None:
-    with no_new_descriptors(), memory.anonymous_files(2) as (first, second):
-        assert memory.is_empty(first)
-        memory.write(first, [1, 2], "three")
-        assert list(memory.read(first)) == [[1, 2], "three"]
-        with pytest.raises(TypeError):
-            memory.write(second, b"x" * 10, threading.Lock())
-        memory.write(second, "short")  # nothing is left of what was there
-        assert list(memory.read(second)) == ["short"]
+def test_forks_of_other_threads_do_not_hold_what_is_handed_over() -> None:
+    with no_new_descriptors(), memory.anonymous_files(2) as files:
         if (pid := os.fork()) == 0:
-            os._exit(sum(os.path.exists(f"/proc/self/fd/{number}") for number in (first, second)))
+            os._exit(sum(os.path.exists(f"/proc/self/fd/{number}") for number in files))
         assert os.waitpid(pid, 0)[1] == 0
-    assert pickling.dumps(1) == pickle.dumps(1, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+CALLER = """
+import os, pathlib, time
+import multiring
+
+def tell(name, text=""):
+    path = pathlib.Path(os.environ["TEST_DIRECTORY"]) / name
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").rename(path)
+
+def rank():
+    comm = multiring.init()
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(600)
+    tell(f"ready-{comm.rank}")
+    time.sleep(600)
+"""
+INTERRUPTED = """
+try:
+    multiring.run(rank, np=2)
+except KeyboardInterrupt:
+    left = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")[:-1]]
+    print("interrupted", [name for name in left if "memfd" in name or "socket" in name], flush=True)
+"""
+FORKED = """
+# Another thread makes a process that outlives this one.
+import threading
+def fork():
+    while not (pathlib.Path(os.environ["TEST_DIRECTORY"]) / "ready-1").exists():
+        time.sleep(0.01)
+    if (child := os.fork()) == 0:
+        time.sleep(600)
+        os._exit(0)
+    tell("forked", str(child))
+threading.Thread(target=fork).start()
+multiring.run(rank, np=2)
+"""
+
+
+def caller(script: str) -> Job:
+    """A script that runs a job of two ranks, each with a process in another session."""
+    pytest.importorskip("cloudpickle")
+
+    def command(root: Path) -> list[str]:
+        (root / "script.py").write_text(CALLER + script)
+        return [sys.executable, str(root / "script.py")]
+
+    return Job(command)
+
+
+def test_ctrl_c_ends_the_ranks_and_is_raised() -> None:
+    with caller(INTERRUPTED) as job:
+        job.wait_for_file("ready-0")
+        job.wait_for_file("ready-1")
+        job.process.send_signal(signal.SIGINT)
+        result = job.finish()
+        assert not job.processes()
+        job.assert_nothing_left()
+    assert result.stdout == "interrupted []\n"
+
+
+def test_ranks_end_with_the_caller_whatever_it_has_forked() -> None:
+    with caller(FORKED) as job:
+        child = int(job.wait_for_file("forked"))
+        job.process.kill()
+        job.process.wait()
+        wait_until(lambda: job.processes() == [child], "the end of the ranks")
+        os.kill(child, signal.SIGKILL)
+        job.assert_nothing_left()
+
+
+def test_a_launcher_that_is_killed_is_an_error() -> None:
+    def kill_parent() -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+
+    pytest.importorskip("cloudpickle")
+    with pytest.raises(MultiringError, match=r"the launcher \(process \d+\) ended with signal SIGKILL"):
+        multiring.run(kill_parent, np=1)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from multiring import Communicator
-from multiring.models.nets.resnet_jax import load_weights, read_weights
-from multiring.models.nets.weights import initial_weights
-from tests.python.models.trainer_contract import SPEC, TrainerContract, make, whole_batch, worst
+from tests.python.models.trainer_contract import TrainerContract, make, whole_batch
 from tests.support import run_multiring
 
 
@@ -27,13 +24,6 @@ class TestJaxTrainer(TrainerContract):
             assert (found.correct, found.count) == (expected.correct, count)
         for trainer in trainers:
             trainer.close()
-
-
-def test_weights_come_back_as_they_were_loaded() -> None:
-    weights = initial_weights(SPEC, 0)
-    parameters, running = load_weights(SPEC, weights, np.dtype(np.float32))
-    assert parameters["stem.conv.weight"].shape == (3, 3, 1, 16)
-    assert worst(read_weights({**parameters, **running}), weights)[0] == 0.0
 
 
 def test_the_command_trains_and_goes_on(tmp_path: Path) -> None:

@@ -45,31 +45,12 @@ def test_slices_partition_without_a_gap(count: int, size: int) -> None:
         assert np.array_equal(np.arange(count)[part], other)
 
 
-@given(counts, sizes, batches, seeds)
-def test_ranks_see_what_one_rank_with_the_global_batch_sees(
-    count: int, size: int, batch: int, seed: int
-) -> None:
-    order = epoch_order(count, seed, 0)
-    for step in range(steps_per_epoch(count, size * batch)):
-        whole = global_batch_indices(order, step, size * batch)
-        parts = [whole[local_slice(len(whole), rank, size)] for rank in range(size)]
-        assert np.array_equal(np.concatenate(parts), whole)
-        if len(whole) == size * batch:
-            assert {len(part) for part in parts} == {batch}
-
-
 @given(counts, sizes, batches, st.integers(0, 5))
 def test_loaders_of_all_ranks_cover_the_epoch_in_order(count: int, size: int, batch: int, first: int) -> None:
     data = Synthetic(1, 1000, train_count=count, test_count=count, channels=1, pool=500)
     total = size * batch
-    ranks = [
-        list(
-            training_batches(
-                data, seed=1, epoch=2, global_batch=total, rank=rank, size=size, first_step=first
-            )
-        )
-        for rank in range(size)
-    ]
+    epoch = {"seed": 1, "epoch": 2, "global_batch": total, "first_step": first}
+    ranks = [list(training_batches(data, rank=rank, size=size, **epoch)) for rank in range(size)]
     steps = max(0, steps_per_epoch(count, total) - first)
     assert [len(rank) for rank in ranks] == [steps] * size
     seen: list[float] = []
@@ -103,11 +84,11 @@ def test_a_samples_random_numbers_depend_on_seed_epoch_and_number_only() -> None
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(UsageError, match="needs samples"):
-        steps_per_epoch(0, 4)
-    with pytest.raises(UsageError, match="needs samples"):
-        steps_per_epoch(4, 0)
-    with pytest.raises(UsageError, match="rank 2 is not one of 2"):
-        local_slice(4, 2, 2)
-    with pytest.raises(UsageError, match="step 2 is outside"):
-        global_batch_indices(np.arange(4), 2, 2)
+    for call, arguments, told in (
+        (steps_per_epoch, (0, 4), "needs samples"),
+        (steps_per_epoch, (4, 0), "needs samples"),
+        (local_slice, (4, 2, 2), "rank 2 is not one of 2"),
+        (global_batch_indices, (np.arange(4), 2, 2), "step 2 is outside"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            call(*arguments)

@@ -1,8 +1,4 @@
-"""What every framework's trainer has to do: the same tests, with Torch's as the oracle.
-
-class TestPyTensorTrainer(TrainerContract):
-    framework = "pytensor"
-"""
+"""What every framework's trainer has to do: the same tests, with Torch's as the oracle."""
 
 from __future__ import annotations
 
@@ -22,17 +18,6 @@ from multiring.models.nets.resnet_spec import ResNetSpec, resnet
 from multiring.models.trainers.recipe import Recipe
 from multiring.models.trainers.trainer import Trainer
 from tests.rank_pool import RankPool
-
-__all__ = [
-    "SPEC",
-    "TrainerContract",
-    "make",
-    "part_of",
-    "recipe",
-    "relative",
-    "whole_batch",
-    "worst",
-]
 
 Ranks = Callable[[int], RankPool]
 Array = np.ndarray[Any, Any]
@@ -82,8 +67,7 @@ def make(framework: str, comm: Communicator, spec: ResNetSpec = SPEC, **options:
 def train_in_parts(
     comm: Communicator, framework: str, sync_bn: bool, parts: Sequence[Sequence[int]]
 ) -> Outcome:
-    """Trains on the parts; the state, the fingerprint, the summed loss of this rank, and the state after the
-    first step."""
+    """Trains on the parts: the state, the fingerprint, this rank's loss, and the state after one step."""
     trainer = make(framework, comm, recipe=recipe(nesterov=False), seed=0, dtype="float64", sync_bn=sync_bn)
     loss, first = 0.0, {}
     for step, counts in enumerate(parts):
@@ -159,19 +143,11 @@ class TrainerContract:
         assert worst(states[0], states[1])[0] < 1e-9
         later.load_state(state)
         assert later.fingerprint() != mine.fingerprint()
-        self.check_other_networks_are_refused(later)
-        for trainer in (mine, theirs, later):
-            trainer.close()
-
-    def check_other_networks_are_refused(self, trainer: Trainer) -> None:
-        state = trainer.state()
         other = {"model/head.dense.weight": np.zeros((3, 64), np.float32)}
         with pytest.raises(CheckpointError, match=r"another network: .*dense.weight has shape \(10, 64\)"):
-            trainer.load_state(state | other)
-        with pytest.raises(CheckpointError, match="lack 1 of"):
-            trainer.load_state({name: state[name] for name in state if name != "model/stem.conv.weight"})
-        with pytest.raises(CheckpointError, match="network lacks, first other"):
-            trainer.load_state(state | {"model/other": np.zeros(1)})
+            later.load_state(state | other)
+        for trainer in (mine, theirs, later):
+            trainer.close()
 
     def test_ranks_follow_torch_on_one_rank_with_all_the_samples(
         self, comm: Communicator, ranks: Ranks

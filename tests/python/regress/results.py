@@ -16,8 +16,6 @@ from multiring.models.regress.outcome import Outcome, Outcomes, State
 from multiring.models.regress.plan import Plan, make_plan
 from multiring.models.regress.report import Report, collect_curves
 
-__all__ = ["OTHER", "TORCH", "make_outcomes", "make_report", "plan_for", "verdict_of"]
-
 TORCH = FRAMEWORKS["torch"]
 OTHER = replace(
     TORCH, name="other", title="Other", module="tests.python.regress.fakes", trainer="Honest", own_way=None

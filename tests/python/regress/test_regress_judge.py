@@ -15,6 +15,8 @@ from multiring.models.regress.plan import Cell, Plan
 from tests.python.regress.results import TORCH, make_outcomes, plan_for, verdict_of
 
 FULL = plan_for()
+WEIGHT = "stem.conv.weight"
+GRADIENT = f"gradient/{WEIGHT}"
 
 
 @pytest.fixture
@@ -44,27 +46,6 @@ def test_honest_frameworks_pass_every_check(outcomes: Outcomes) -> None:
     assert all(v.text and "nothing" not in v.text for v in verdicts)
 
 
-@pytest.mark.parametrize(
-    ("task", "name", "error", "expected"),
-    [
-        ("probe-float32", "gradient/stem.conv.weight", 1e-3, "gradients float32: .*stem.conv.weight.*1e-04"),
-        ("probe-float64", "gradient/stem.conv.weight", 1e-8, "gradients float64: .*limit 1e-09"),
-        ("train-float64", "model/stem.conv.weight", 1e-7, "weights training float64"),
-        ("probe-float32", "scores", np.nan, "scores float32: inf"),
-    ],
-)
-def test_a_framework_that_computes_something_else_is_found(
-    outcomes: Outcomes, task: str, name: str, error: float, expected: str
-) -> None:
-    altered(outcomes, ("other", 1, "probe-float32"), "scores", 1 + 1e-5)
-    assert verdict_of(FULL, outcomes, "other", "agreement").status is Status.PASS, "below the limit"
-    altered(outcomes, ("other", 1, task), name, 1 + error)
-    verdict = verdict_of(FULL, outcomes, "other", "agreement")
-    assert verdict.status is Status.FAIL
-    assert re.search(expected, verdict.text)
-    assert verdict_of(FULL, outcomes, "torch", "agreement").status is Status.PASS
-
-
 def test_a_gradient_that_is_missing_is_found(outcomes: Outcomes) -> None:
     key = ("other", 1, "probe-float64")
     outcomes[key] = replace(outcomes[key], arrays={"scores": outcomes[key].arrays["scores"]})
@@ -74,16 +55,26 @@ def test_a_gradient_that_is_missing_is_found(outcomes: Outcomes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("training", "error", "name"), [("float32", 1e-3, "losses"), ("uneven", 1e-8, "model/stem.conv.weight")]
+    ("check", "ranks", "task", "name", "error", "expected"),
+    [
+        ("agreement", 1, "probe-float32", GRADIENT, 1e-3, f"gradients float32: .*{WEIGHT}.*1e-04"),
+        ("agreement", 1, "probe-float64", GRADIENT, 1e-8, "gradients float64: .*limit 1e-09"),
+        ("agreement", 1, "train-float64", f"model/{WEIGHT}", 1e-7, "weights training float64"),
+        ("agreement", 1, "probe-float32", "scores", np.nan, "scores float32: inf"),
+        ("following", 2, "train-float32", "losses", 1e-3, "float32"),
+        ("following", 2, "train-uneven", f"model/{WEIGHT}", 1e-8, "uneven"),
+    ],
 )
-def test_ranks_that_do_not_follow_one_rank_are_found(
-    outcomes: Outcomes, training: str, error: float, name: str
+def test_a_wrong_result_is_found(
+    outcomes: Outcomes, check: str, ranks: int, task: str, name: str, error: float, expected: str
 ) -> None:
-    altered(outcomes, ("other", 2, f"train-{training}"), name, 1 + error)
-    verdict = verdict_of(FULL, outcomes, "other", "following")
+    altered(outcomes, ("other", 1, "probe-float32"), "scores", 1 + 1e-5)
+    assert verdict_of(FULL, outcomes, "other", check).status is Status.PASS, "below the limit"
+    altered(outcomes, ("other", ranks, task), name, 1 + error)
+    verdict = verdict_of(FULL, outcomes, "other", check)
     assert verdict.status is Status.FAIL
-    assert training in verdict.text
-    assert verdict_of(FULL, outcomes, "torch", "following").status is Status.PASS
+    assert re.search(expected, verdict.text)
+    assert verdict_of(FULL, outcomes, "torch", check).status is Status.PASS
 
 
 def test_float32_is_shown_and_not_judged_where_rounding_may_drive_it_apart() -> None:
@@ -117,19 +108,15 @@ def test_low_accuracy_is_found(outcomes: Outcomes) -> None:
 def test_a_task_that_failed_is_an_error_of_its_checks_alone(outcomes: Outcomes) -> None:
     outcomes["other", 2, "train-float64"] = Outcome(State.HUNG, why="ended by SIGKILL", detail="last words")
     by_check = {check: verdict_of(FULL, outcomes, "other", check) for check in CHECKS}
+    expected = (Status.ERROR, "train-float64: ended by SIGKILL", "last words")
     for check in ("following", "bits"):
-        assert by_check[check].status is Status.ERROR
-        assert by_check[check].text == "train-float64: ended by SIGKILL"
-        assert by_check[check].detail == "last words"
+        verdict = by_check[check]
+        assert (verdict.status, verdict.text, verdict.detail) == expected
     for check in ("agreement", "accuracy", "speed"):
         assert by_check[check].status is Status.PASS
-
-
-def test_what_one_rank_did_not_finish_is_said_of_it(outcomes: Outcomes) -> None:
     outcomes["torch", 1, "probe-float64"] = Outcome(State.FAILED, why="crashed")
     verdict = verdict_of(FULL, outcomes, "other", "agreement")
-    assert verdict.status is Status.ERROR
-    assert verdict.text == "the oracle's probe-float64: crashed"
+    assert (verdict.status, verdict.text) == (Status.ERROR, "the oracle's probe-float64: crashed")
     outcomes["torch", 1, "train-uneven"] = Outcome(State.FAILED, why="crashed")
     assert verdict_of(FULL, outcomes, "torch", "following").text == "train-uneven on 1 rank: crashed"
 
@@ -149,16 +136,14 @@ def test_a_framework_that_is_missing_is_an_error_of_all_its_checks() -> None:
     plan = plan_for(missing={"other": "other is not installed: run pip install other"})
     assert all(job.framework is TORCH for job in plan.jobs)
     for verdict in judge(plan, make_outcomes(plan)):
-        if verdict.cell.framework == "other":
-            assert verdict.status is Status.ERROR
-            assert "pip install other" in verdict.text
-        else:
-            assert verdict.status is Status.PASS
+        missing = verdict.cell.framework == "other"
+        assert verdict.status is (Status.ERROR if missing else Status.PASS)
+        assert ("pip install other" in verdict.text) == missing
 
 
 def test_what_is_not_there_yet_is_waited_for(outcomes: Outcomes) -> None:
     del outcomes["torch", 2, "speed"]
-    early = {v.cell: v.status for v in judge(FULL, outcomes, over=False) if v.cell.framework == "torch"}
+    early = {v.cell: v.status for v in judge(FULL, outcomes, over=False)}
     assert early[Cell("torch", 2, "speed")] is Status.WAIT
     assert early[Cell("torch", 2, "bits")] is Status.WAIT  # the ranks are compared after that run as well
     late = {v.cell: v.status for v in judge(FULL, outcomes)}

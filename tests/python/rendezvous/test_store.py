@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,22 +30,9 @@ Opener = Callable[[], Store]
 @pytest.fixture(params=["file", "tcp"])
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
     """Opens the same store as often as it is called, as several ranks do."""
-    with no_new_descriptors():
-        opened: list[Store] = []
-
-        def open_again(url: str) -> Store:
-            opened.append(open_store(url, SECRET))
-            return opened[-1]
-
-        if request.param == "file":
-            yield lambda: open_again((tmp_path / "a store").as_uri())
-            for store in opened:
-                store.close()
-        else:
-            with TcpStoreServer("127.0.0.1", 0, SECRET) as server:
-                yield lambda: open_again(f"tcp://127.0.0.1:{server.port}")
-                for store in opened:
-                    store.close()
+    with no_new_descriptors(), TcpStoreServer("127.0.0.1", 0, SECRET) as server, ExitStack() as opened:
+        urls = {"file": (tmp_path / "a store").as_uri(), "tcp": f"tcp://127.0.0.1:{server.port}"}
+        yield lambda: opened.enter_context(open_store(urls[request.param], SECRET))
 
 
 def test_any_text_is_a_key_and_any_bytes_are_a_value(opener: Opener) -> None:
@@ -81,18 +66,6 @@ def test_keys_and_values_have_limits(opener: Opener) -> None:
         store.get("", 0.0)
 
 
-def test_many_ranks_meet(opener: Opener) -> None:
-    stores = [opener() for _ in range(12)]
-
-    def meet(rank: int) -> list[bytes]:
-        stores[rank].set(f"rank-{rank}", b"%d" % rank)
-        return [stores[rank].get(f"rank-{peer}", 30.0) for peer in range(len(stores))]
-
-    with ThreadPoolExecutor(len(stores)) as threads:
-        found = list(threads.map(meet, range(len(stores))))
-    assert found == [[b"%d" % rank for rank in range(len(stores))]] * len(stores)
-
-
 def test_a_reader_never_sees_half_a_value(opener: Opener) -> None:
     writer, reader = opener(), opener()
     values = [bytes([letter]) * 200_000 for letter in b"ab"]
@@ -112,12 +85,15 @@ def test_a_reader_never_sees_half_a_value(opener: Opener) -> None:
 
 
 def test_ctrl_c_ends_a_wait_and_the_store_goes_on_working(opener: Opener) -> None:
+    calls = iter(range(3))
+
+    def interrupt() -> None:
+        if next(calls, None) is None:
+            signal.raise_signal(signal.SIGINT)
+
     store = opener()
-    timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        timer.start()
-        store.get("never", 60.0)
-    timer.join()
+        store.get("never", 60.0, interrupt)
     store.set("key", b"value")
     assert store.get("key", 5.0) == b"value"
 
@@ -125,73 +101,35 @@ def test_ctrl_c_ends_a_wait_and_the_store_goes_on_working(opener: Opener) -> Non
 # --- files
 
 
-def test_what_an_interrupt_raises_ends_a_wait(opener: Opener) -> None:
-    with opener() as store:
-        with pytest.raises(LookupError, match="enough"):
-            store.get("never", 60.0, raise_after_three_calls())
-        store.set("key", b"value")
-        assert store.get("key", 5.0) == b"value"
-
-
-def raise_after_three_calls() -> Callable[[], None]:
-    calls = iter(range(3))
-
-    def interrupt() -> None:
-        if next(calls, None) is None:
-            raise LookupError("enough")
-
-    return interrupt
-
-
-def test_the_directory_is_for_its_owner_only(tmp_path: Path) -> None:
+def test_what_is_no_directory_for_its_owner_only_is_refused(tmp_path: Path) -> None:
     with FileStore(tmp_path / "new" / "store"):
         assert (tmp_path / "new" / "store").stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.parametrize("mode", [0o770, 0o701])
-def test_a_directory_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store").chmod(mode)
-    with pytest.raises(UsageError, match="chmod 700"):
-        FileStore(tmp_path / "store")
-
-
-def test_what_is_no_directory_of_our_own_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch(0o600)
     (tmp_path / "own").mkdir(0o700)
     (tmp_path / "link").symlink_to(tmp_path / "own")
-    for name in ("file", "link"):
-        with pytest.raises(UsageError, match="not a directory"):
+    for mode in (0o770, 0o701):
+        (tmp_path / f"{mode:o}").mkdir()
+        (tmp_path / f"{mode:o}").chmod(mode)
+    refused = {"770": "chmod 700", "701": "chmod 700", "file": "not a directory", "link": "not a directory"}
+    for name, words in {**refused, "file/store": "MULTIRING_STORE"}.items():
+        with pytest.raises(UsageError, match=words):
             FileStore(tmp_path / name)
+    if os.geteuid() == 0:  # only root can give a directory to another user
+        os.chown(tmp_path / "own", 12345, -1)
+        with pytest.raises(UsageError, match="belongs to user 12345"):
+            FileStore(tmp_path / "own")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
-def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir(0o700)
-    os.chown(tmp_path / "store", 12345, -1)
-    with pytest.raises(UsageError, match="belongs to user 12345"):
-        FileStore(tmp_path / "store")
-
-
-def test_a_place_that_cannot_be_made_is_a_usage_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="MULTIRING_STORE"):
-        FileStore(tmp_path / "file" / "store")
-
-
-@pytest.mark.parametrize("leave", [FileStore.close, FileStore.remove])
-def test_the_last_one_to_leave_removes_the_directory(
-    tmp_path: Path, leave: Callable[[FileStore], None]
-) -> None:
+def test_the_last_one_to_leave_removes_the_directory(tmp_path: Path) -> None:
     first, second = FileStore(tmp_path / "store"), FileStore(tmp_path / "store")
     first.set("key", b"value")
-    leave(first)
+    first.close()
     assert second.get("key", 0.0) == b"value"
     third = FileStore(tmp_path / "store")
-    leave(second)
+    second.remove()
     assert third.get("key", 0.0) == b"value"
-    leave(third)
-    leave(third)
+    third.remove()
+    third.close()
     assert not (tmp_path / "store").exists()
 
 
@@ -225,12 +163,11 @@ def test_a_directory_of_the_user_survives_with_what_is_in_it(tmp_path: Path) -> 
 
 
 def test_keys_of_ranks_that_were_killed_mislead_nobody(tmp_path: Path) -> None:
-    script = (
-        "import os, sys, multiring.store as s; x = s.FileStore(sys.argv[1]); x.set('key', b'old');"
-        "os.kill(os.getpid(), 9)"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "store")]
-    assert subprocess.run(command, check=False).returncode == -9
+    if (pid := os.fork()) == 0:
+        FileStore(tmp_path / "store").set("key", b"old")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert (tmp_path / "store").exists()
     with FileStore(tmp_path / "store") as store, FileStore(tmp_path / "store") as other:
         with pytest.raises(errors.TimeoutError):
             store.get("key", 0.0)
@@ -274,12 +211,8 @@ def reopening(url: str) -> Callable[[float], Store]:
 
 @pytest.fixture(params=["file", "tcp"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "file":
-        with FileStore(tmp_path / "store"):
-            yield (tmp_path / "store").as_uri()
-    else:
-        with TcpStoreServer("127.0.0.1", 0, SECRET) as server:
-            yield f"tcp://127.0.0.1:{server.port}"
+    with FileStore(tmp_path / "store"), TcpStoreServer("127.0.0.1", 0, SECRET) as server:
+        yield {"file": (tmp_path / "store").as_uri(), "tcp": f"tcp://127.0.0.1:{server.port}"}[request.param]
 
 
 def test_ranks_of_one_program_do_not_meet_those_of_the_one_before(url: str) -> None:
@@ -337,14 +270,11 @@ def test_a_url_that_is_not_understood_is_a_usage_error() -> None:
             open_store(url, SECRET)
 
 
-def test_a_tcp_store_needs_a_secret() -> None:
+def test_a_tcp_store_needs_the_secret_of_its_job() -> None:
     with pytest.raises(UsageError, match="MULTIRING_SECRET"):
         open_store("tcp://127.0.0.1:1", None)
     with pytest.raises(UsageError, match="secret"):
         TcpStoreServer("127.0.0.1")
-
-
-def test_a_tcp_store_of_another_job_is_refused() -> None:
     with (
         TcpStoreServer("127.0.0.1", 0, SECRET) as server,
         pytest.raises(UsageError, match="MULTIRING_SECRET differs"),

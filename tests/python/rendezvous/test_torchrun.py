@@ -19,7 +19,7 @@ from multiring.rendezvous.launch_environment import Placement
 from multiring.rendezvous.offered_store import offer_store
 from multiring.store import Store, TcpStore
 from multiring.torchrun import meeting as torchrun
-from tests.support import run_job, wait_until
+from tests.support import wait_until
 
 ENVIRON = {
     "RANK": "0",
@@ -60,15 +60,20 @@ class Board:
         return all(key in self.values for key in keys)
 
 
+Meeting = Future[tuple[Placement, Store]]
+Join = Callable[..., list[Meeting]]
+
+
 @pytest.fixture
 def board() -> Board:
     return Board()
 
 
 @pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
+def join(board: Board) -> Iterator[Join]:
+    """Gives `join(ranks, **settings)`, by which these ranks meet, in threads."""
     with ThreadPoolExecutor(8) as pool:
-        yield pool
+        yield lambda ranks, **settings: [pool.submit(meet, rank, board, **settings) for rank in ranks]
 
 
 def place(rank: int, more: Mapping[str, str] | None = None) -> Placement:
@@ -80,13 +85,7 @@ def meet(rank: int, board: Board, **settings: Any) -> tuple[Placement, Store]:
     return torchrun.meet(place(rank), config.Settings(**{"timeout": 20.0, **settings}), board.connect)
 
 
-def meet_all(
-    threads: ThreadPoolExecutor, board: Board, **settings: Any
-) -> list[Future[tuple[Placement, Store]]]:
-    return [threads.submit(meet, rank, board, **settings) for rank in (3, 1, 2, 0)]
-
-
-def assert_together(found: list[Future[tuple[Placement, Store]]]) -> tuple[str, bytes | None]:
+def assert_together(found: list[Meeting]) -> tuple[str, bytes | None]:
     """Each reads what any has written; the job's name and secret."""
     results = [future.result(30) for future in found]
     for _, store in results:
@@ -110,77 +109,64 @@ def test_torchruns_store_is_left_alone_where_there_is_another_one() -> None:
         place(1, {"TORCHELASTIC_USE_AGENT_STORE": "False"})
 
 
-def test_ranks_meet_again_and_again(threads: ThreadPoolExecutor, board: Board) -> None:
-    told = [assert_together(meet_all(threads, board)) for _ in range(3)]
+def test_ranks_meet_again_and_again(join: Join, board: Board) -> None:
+    told = [assert_together(join((3, 1, 2, 0))) for _ in range(3)]
     assert len({job for job, _ in told}) == 3
     assert list(board.values) == [KEY]
 
 
-def test_a_secret_of_the_users_own_is_not_left_in_torchruns_store(
-    threads: ThreadPoolExecutor, board: Board
-) -> None:
-    _, secret = assert_together(meet_all(threads, board, secret=bytes.fromhex(SECRET)))
+def test_a_secret_of_the_users_own_is_not_left_in_torchruns_store(join: Join, board: Board) -> None:
+    _, secret = assert_together(join((3, 1, 2, 0), secret=bytes.fromhex(SECRET)))
     assert secret == bytes.fromhex(SECRET)
     assert b"secret" not in board.values[KEY]
     assert SECRET.encode() not in board.values[KEY]
 
 
-def test_a_rank_without_the_users_secret_is_told_so(threads: ThreadPoolExecutor, board: Board) -> None:
+def test_a_rank_without_the_users_secret_is_told_so(board: Board) -> None:
     board.set(KEY, json.dumps({"job": "x", "addresses": [["localhost", 1]]}))
     with pytest.raises(UsageError, match="rank 0 has a MULTIRING_SECRET and this rank has none"):
         meet(1, board)
 
 
-def leave_offer(board: Board, **changes: Any) -> dict[str, Any]:
-    """An offer of a rank 0 that still serves its store, as after a restart elsewhere."""
-    offer = {**offer_store([]), **changes}
+# What a rank 0 that still serves its store may have offered before a restart elsewhere.
+STALE: dict[str, dict[str, Any]] = {
+    "gone": {"addresses": [("127.0.0.1", 1)]},
+    "of others now": {"secret": "ab" * 32},
+    "already called": {},
+    "never called": {},
+}
+
+
+@pytest.mark.parametrize("what", STALE)
+def test_what_lies_there_from_before_a_restart_is_passed_over(join: Join, board: Board, what: str) -> None:
+    offer = {**offer_store([]), **STALE[what]}
     board.set(KEY, json.dumps(offer))
-    return offer
-
-
-def gone(board: Board) -> None:
-    leave_offer(board, addresses=[("127.0.0.1", 1)])
-
-
-def of_others_now(board: Board) -> None:
-    leave_offer(board, secret="ab" * 32)
-
-
-def already_called(board: Board) -> None:
-    offer = leave_offer(board)
-    with TcpStore(*offer["addresses"][-1], bytes.fromhex(offer["secret"])) as store:
-        store.set(f"{offer['job']}/roll", json.dumps(["0" * 16] * 3).encode())
-
-
-def never_called(board: Board) -> None:
-    leave_offer(board)
-
-
-@pytest.mark.parametrize("leave", [gone, of_others_now, already_called, never_called])
-def test_what_lies_there_from_before_a_restart_is_passed_over(
-    threads: ThreadPoolExecutor, board: Board, leave: Callable[[Board], None]
-) -> None:
-    leave(board)
-    stale = board.values[KEY]
+    if what == "already called":
+        with store_of(offer) as store:
+            store.set(f"{offer['job']}/roll", json.dumps(["0" * 16] * 3).encode())
     looked = threading.Event()
     check = board.check
     board.check = lambda keys: looked.set() or check(keys)  # type: ignore[method-assign]
-    others = [threads.submit(meet, rank, board) for rank in (1, 2, 3)]
+    others = join((1, 2, 3))
     assert looked.wait(10)
-    told, _ = assert_together([*others, threads.submit(meet, 0, board)])
-    assert json.loads(stale)["job"] not in told
+    told, _ = assert_together([*others, *join((0,))])
+    assert offer["job"] not in told
 
 
-def test_a_rank_that_was_restarted_signs_in_anew(threads: ThreadPoolExecutor, board: Board) -> None:
+def store_of(offer: Mapping[str, Any]) -> TcpStore:
+    return TcpStore(*offer["addresses"][-1], bytes.fromhex(offer["secret"]))
+
+
+def test_a_rank_that_was_restarted_signs_in_anew(join: Join, board: Board) -> None:
     """While rank 0 waits for others: what its predecessor has left is not read out."""
-    first = threads.submit(meet, 0, board)
+    first = join((0,))
     wait_until(lambda: KEY in board.values, "the offer")
     offer = json.loads(board.values[KEY])
-    with TcpStore(*offer["addresses"][-1], bytes.fromhex(offer["secret"])) as store:
+    with store_of(offer) as store:
         store.set(f"{offer['job']}/roll/1", b"of the one before")
-        again = threads.submit(meet, 1, board)
+        again = join((1,))
         wait_until(lambda: store.get(f"{offer['job']}/roll/1", 1.0) != b"of the one before", "rank 1")
-    assert_together([first, again, *(threads.submit(meet, rank, board) for rank in (2, 3))])
+    assert_together([*first, *again, *join((2, 3))])
 
 
 def test_missing_ranks_are_named(board: Board) -> None:
@@ -189,7 +175,7 @@ def test_missing_ranks_are_named(board: Board) -> None:
     def offered(key: str, value: str) -> None:
         write(key, value)
         offer = json.loads(value)
-        with TcpStore(*offer["addresses"][-1], bytes.fromhex(offer["secret"])) as store:
+        with store_of(offer) as store:
             store.set(f"{offer['job']}/roll/2", b"here")
 
     board.set = offered  # type: ignore[method-assign]
@@ -210,9 +196,7 @@ def test_a_store_that_cannot_be_reached_is_told(board: Board) -> None:
     def connect(host: str, port: int, timeout: float) -> Board:
         raise RuntimeError("the client socket has timed out\nand a stack")
 
-    words = (
-        "rank 3 cannot reach torchrun's store at localhost:29500, .*: the client socket has timed out. See"
-    )
+    words = "rank 3 cannot reach torchrun's store at localhost:29500, .*: the client socket has timed out. S"
     with pytest.raises(UsageError, match=words):
         torchrun.meet(place(3), config.Settings(), connect)
     board.gone = True
@@ -230,8 +214,3 @@ def test_a_real_store_that_is_not_there_is_told() -> None:
     pytest.importorskip("torch.distributed", reason="torchrun comes with torch, an optional dependency")
     with pytest.raises(UsageError, match=re.escape("rank 1 cannot reach torchrun's store at localhost:1,")):
         torchrun.meet(place(1, {"MASTER_PORT": "1"}), config.Settings(timeout=0.5))
-
-
-def test_other_jobs_do_not_import_torch() -> None:
-    text = "import sys\nimport multiring\nmultiring.init()\nassert 'torch' not in sys.modules\n"
-    assert run_job(2, text).returncode == 0

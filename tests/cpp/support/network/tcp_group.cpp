@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <exception>
 #include <thread>
@@ -37,6 +38,11 @@ std::vector<Network::Link> all_links(const Network& network) {
   return links;
 }
 
+void connect_both(Network& one, Network& other) {
+  const std::jthread thread([&] { other.connect(all_links(other), wait_seconds(20)); });
+  one.connect(all_links(one), wait_seconds(20));
+}
+
 TcpGroup::TcpGroup(int size, int channels, int connections) {
   for (int rank = 0; rank < size; ++rank) options_.push_back(tcp_options(rank, size, channels, connections));
 }
@@ -51,20 +57,17 @@ void TcpGroup::run(const Body& body) {
 void TcpGroup::run_unconnected(const Body& body) {
   networks_.clear();
   networks_.resize(options_.size());
-  std::vector<std::thread> ranks;
   std::vector<std::exception_ptr> raised(options_.size());
-  for (std::size_t rank = 0; rank < options_.size(); ++rank) {
-    ranks.emplace_back([&, rank] {
-      try {
-        networks_[rank] = std::make_unique<TcpNetwork>(store_, options_[rank]);
-        body(*networks_[rank]);
-      } catch (...) {
-        raised[rank] = std::current_exception();
-        if (networks_[rank]) networks_[rank]->abort(Error(ErrorKind::kAborted, "a rank of the test failed"));
-      }
-    });
-  }
-  for (std::thread& rank : ranks) rank.join();
+  in_threads(static_cast<int>(options_.size()), [&](int number) {
+    const auto rank = static_cast<std::size_t>(number);
+    try {
+      networks_[rank] = std::make_unique<TcpNetwork>(store_, options_[rank]);
+      body(*networks_[rank]);
+    } catch (...) {
+      raised[rank] = std::current_exception();
+      if (networks_[rank]) networks_[rank]->abort(Error(ErrorKind::kAborted, "a rank of the test failed"));
+    }
+  });
   networks_.clear();
   for (const std::exception_ptr& exception : raised)
     if (exception) std::rethrow_exception(exception);
@@ -81,12 +84,16 @@ Buffer pattern(std::size_t bytes, unsigned seed) {
 }
 
 Network::Ticket send(Network& network, int peer, int channel, const Buffer& message) {
-  const std::span<const std::byte> parts[] = {message};
-  return network.post_send(peer, channel, parts);
+  const std::span<const std::byte> part = message;
+  return network.post_send(peer, channel, {&part, 1});
 }
 
 Network::Ticket receive(Network& network, int peer, int channel, Buffer& message) {
   return network.post_receive(peer, channel, message);
+}
+
+WaitResult await(Network& network, const Tickets& tickets, double seconds) {
+  return network.wait(tickets, wait_seconds(seconds));
 }
 
 void exchange_messages(Network& network, const std::vector<std::size_t>& sizes) {
@@ -111,15 +118,44 @@ void exchange_messages(Network& network, const std::vector<std::size_t>& sizes) 
       tickets.push_back(receive(network, peer, channel, *got.back()));
     }
   }
-  ASSERT_EQ(network.wait(tickets, wait_seconds(60)).outcome, WaitResult::Outcome::kArrived);
+  ASSERT_TRUE(await(network, tickets, 60).ok());
   for (std::size_t i = 0; i < got.size(); ++i)
     ASSERT_TRUE(*got[i] == pattern(got[i]->size(), seeds[i])) << "message " << i << " of " << got[i]->size();
 }
 
+void exchange_parts(Network& network) {
+  const int next = (network.rank() + 1) % network.size();
+  const int previous = (network.rank() + network.size() - 1) % network.size();
+  const int channel = network.channels() - 1;
+  const Buffer whole = pattern(300007, static_cast<unsigned>(network.rank()));
+  std::vector<std::span<const std::byte>> parts;
+  for (std::size_t at = 0, step = 0; at < whole.size(); at += step) {
+    step = std::min(whole.size() - at, 1 + at / 50);  // of growing size: more than one call can take
+    parts.push_back(std::span(whole).subspan(at, step));
+    parts.push_back({});
+  }
+  Buffer got(whole.size());
+  const Tickets tickets = {network.post_send(next, channel, parts), receive(network, previous, channel, got)};
+  ASSERT_TRUE(await(network, tickets).ok());
+  EXPECT_TRUE(got == pattern(whole.size(), static_cast<unsigned>(previous)));
+}
+
+void expect_ends_early(Network& network, const Tickets& tickets) {
+  struct Stop {};
+  const std::function<void()> interrupt = [] { throw Stop{}; };
+  WaitOptions waiting = wait_seconds(20);
+  waiting.interrupt = &interrupt;
+  EXPECT_THROW(network.wait(tickets, waiting), Stop);
+  const std::atomic<bool> cancelled{true};
+  waiting.interrupt = nullptr;
+  waiting.cancelled = &cancelled;
+  EXPECT_EQ(network.wait(tickets, waiting).outcome, Outcome::kCancelled);
+}
+
 WaitResult wait_in_vain(Network& network, int peer, double seconds) {
   Buffer got(100);
-  const Network::Ticket tickets[] = {receive(network, peer, 0, got)};
-  const WaitResult result = network.wait(tickets, wait_seconds(seconds));
+  const Tickets tickets = {receive(network, peer, 0, got)};
+  const WaitResult result = await(network, tickets, seconds);
   network.give_up(tickets);
   return result;
 }
@@ -128,6 +164,15 @@ void progress_until(TcpNetwork& network, const std::function<bool()>& reached) {
   const WaitOptions waiting = wait_seconds(20);
   while (!reached() && !waiting.deadline.expired()) network.progress();
   ASSERT_TRUE(reached());
+}
+
+void beside(TcpNetwork& network, const std::function<void()>& body) {
+  std::atomic<bool> over = false;
+  const std::jthread thread([&] {
+    body();
+    over = true;
+  });
+  while (!over) network.progress();
 }
 
 int open_descriptors() {

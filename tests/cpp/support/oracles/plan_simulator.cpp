@@ -2,21 +2,16 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstdint>
 #include <cstring>
-#include <map>
 #include <set>
 #include <sstream>
 #include <stdexcept>
-#include <utility>
 
 #include "base/arithmetic/reduction.h"
 #include "topology/transfers.h"
 
 namespace multiring::testing {
 namespace {
-
-using Mask = std::uint64_t;
 
 /// A sum of the contributions of the ranks in `mask`.
 struct Sum {
@@ -33,7 +28,6 @@ Mask mask_of(int begin, int end) {
   return mask;
 }
 
-/// Each node of the canonical tree with its children, written down after base/arithmetic/reduction.h.
 void add_nodes(int lo, int hi, std::map<Mask, std::pair<Mask, Mask>>& nodes) {
   if (hi - lo < 2) return;
   int p = 1;
@@ -53,7 +47,7 @@ class Simulator {
  public:
   explicit Simulator(const Plan& plan) : plan_(plan), size_(plan.cluster().size()) {
     if (size_ > 64) throw std::invalid_argument("too many ranks to simulate");
-    add_nodes(0, size_, nodes_);
+    nodes_ = canonical_nodes(size_);
     cut_intervals();
     state_.assign(static_cast<std::size_t>(size_), std::vector<Sums>(intervals_.size()));
     for (int rank = 0; rank < size_; ++rank)
@@ -189,6 +183,12 @@ class Simulator {
 };
 
 }  // namespace
+
+std::map<Mask, std::pair<Mask, Mask>> canonical_nodes(int size) {
+  std::map<Mask, std::pair<Mask, Mask>> nodes;
+  add_nodes(0, size, nodes);
+  return nodes;
+}
 
 std::string simulate(const Plan& plan) {
   try {

@@ -1,11 +1,20 @@
 #pragma once
 
+#include <cstdint>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "topology/plan.h"
 
 namespace multiring::testing {
+
+using Mask = std::uint64_t;
+
+/// Each node of the canonical tree of `size` ranks, as a mask of its ranks, with its children; after
+/// base/arithmetic/reduction.h. Those of one rank, which have none, are not among them.
+std::map<Mask, std::pair<Mask, Mask>> canonical_nodes(int size);
 
 /// Executes every transfer of a plan on one value per rank and range of elements, and keeps track of what has
 /// been added to what. Returns what went wrong, or nothing:

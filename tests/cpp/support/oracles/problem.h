@@ -28,6 +28,7 @@ struct ReduceProblem {
   std::vector<Bytes> inputs;  ///< of each rank
   Bytes expected;
 
+  const Bytes& input(int rank) const { return inputs[static_cast<std::size_t>(rank)]; }
   std::size_t bytes() const { return expected.size(); }
   /// "sum of 37 float32"
   std::string text() const;

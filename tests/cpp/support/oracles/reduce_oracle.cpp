@@ -49,12 +49,12 @@ struct HalfFormat {
 constexpr HalfFormat kFloat16{10, -14};
 constexpr HalfFormat kBFloat16{7, -126};
 
-struct Half16 {
+template <const HalfFormat& kFormat>
+struct Half {
   std::uint16_t bits;
 };
-struct Brain16 {
-  std::uint16_t bits;
-};
+using Float16 = Half<kFloat16>;
+using BFloat16 = Half<kBFloat16>;
 
 template <typename T>
 struct Element {
@@ -62,17 +62,11 @@ struct Element {
   static T widen(T x) { return x; }
   static T narrow(T x) { return x; }
 };
-template <>
-struct Element<Half16> {
+template <const HalfFormat& kFormat>
+struct Element<Half<kFormat>> {
   using Compute = float;
-  static float widen(Half16 x) { return kFloat16.decode(x.bits); }
-  static Half16 narrow(float x) { return {kFloat16.encode(x)}; }
-};
-template <>
-struct Element<Brain16> {
-  using Compute = float;
-  static float widen(Brain16 x) { return kBFloat16.decode(x.bits); }
-  static Brain16 narrow(float x) { return {kBFloat16.encode(x)}; }
+  static float widen(Half<kFormat> x) { return kFormat.decode(x.bits); }
+  static Half<kFormat> narrow(double x) { return {kFormat.encode(x)}; }
 };
 
 template <typename T>
@@ -166,17 +160,15 @@ auto dispatch_in(std::size_t index, F f) {
 template <typename F>
 auto dispatch(DType dtype, F f) {
   return dispatch_in<bool, std::int8_t, std::uint8_t, std::int16_t, std::uint16_t, std::int32_t,
-                     std::uint32_t, std::int64_t, std::uint64_t, Half16, Brain16, float, double>(
+                     std::uint32_t, std::int64_t, std::uint64_t, Float16, BFloat16, float, double>(
       static_cast<std::size_t>(dtype), f);
 }
 
 /// The element that holds `value`, rounded to nearest even or saturated.
 template <typename E>
 E stored(double value) {
-  if constexpr (std::is_same_v<E, Half16>) {
-    return {kFloat16.encode(value)};
-  } else if constexpr (std::is_same_v<E, Brain16>) {
-    return {kBFloat16.encode(value)};
+  if constexpr (std::is_class_v<E>) {
+    return Element<E>::narrow(value);
   } else if constexpr (std::is_integral_v<E> && !std::is_same_v<E, bool>) {
     return scaled<E>(1, value);
   } else {
@@ -184,26 +176,11 @@ E stored(double value) {
   }
 }
 
-double special_value(std::uint32_t choice) {
-  switch (choice % 8) {
-    case 0:
-      return 0.0;
-    case 1:
-      return -0.0;
-    case 2:
-      return std::numeric_limits<double>::infinity();
-    case 3:
-      return -std::numeric_limits<double>::infinity();
-    case 4:
-      return 1e-40;  // a denormal of float32 and bfloat16
-    case 5:
-      return 3e-7;  // one of float16
-    case 6:
-      return 65519.0;  // the last that rounds to a finite float16
-    default:
-      return std::numeric_limits<double>::quiet_NaN();
-  }
-}
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+/// The fifth is a denormal of float32 and bfloat16, the sixth one of float16, and the seventh the last that
+/// rounds to a finite float16.
+constexpr double kSpecial[] = {0.0,   -0.0, kInfinity, -kInfinity,
+                               1e-40, 3e-7, 65519.0,   std::numeric_limits<double>::quiet_NaN()};
 
 template <typename E>
 E random_element(std::mt19937& random, bool special) {
@@ -211,7 +188,7 @@ E random_element(std::mt19937& random, bool special) {
   const auto choice = static_cast<std::uint32_t>(random());
   if constexpr (std::is_same_v<E, bool>) return choice & 1;
   if (!special || choice % 4 != 0) return stored<E>(ordinary(random));
-  if (choice & 16) return stored<E>(special_value(choice >> 8));
+  if (choice & 16) return stored<E>(kSpecial[(choice >> 8) % std::size(kSpecial)]);
   const std::uint64_t bits = static_cast<std::uint64_t>(random()) << 32 | random();
   E any;
   std::memcpy(&any, &bits, sizeof(E));
