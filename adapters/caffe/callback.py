@@ -24,7 +24,7 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerKeywords, ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import IN_SLOT, InPlace, RoundResult
+from multiring.gradients.source import IN_SLOT, Gradient, RoundResult
 from multiring.reductions import explain_arguments
 from multiring.state.buffer_sync import check_mode
 from multiring.types import BufferMode
@@ -154,7 +154,7 @@ class SolverCallback:
         self._check_untouched()
         if not self._is_watching or not self._passes.number:  # without a pass they were filled by hand
             for index in range(len(self._parameters)):
-                self._reducer.mark_produced(index)
+                self._reducer.mark_pending(index)
         self._passes.end()
         result = self._reducer.finish()
         self._produced = frozenset(
@@ -204,19 +204,19 @@ class SolverCallback:
         self._reducer.close()
         self._closed = True
 
-    def locate(self, index: int, is_ready: bool) -> InPlace | None:
+    def fetch(self, index: int) -> Gradient | None:
         """Part of `GradientSource`: in Caffe there is always a gradient, if only zeros. What is ready was
         copied while the backward pass ran."""
-        if self._is_local or is_ready:
+        if self._is_local or self._reducer.is_ready(index):
             return IN_SLOT
         diff = self._diff(index)
         if diff.flags.c_contiguous and diff.flags.writeable:
-            return InPlace(address_of(diff), diff)
+            return Gradient(address_of(diff), diff)
         self._copy(index)
         return IN_SLOT
 
     def publish(self, index: int) -> None:
-        """Part of `GradientSource`: only where `locate` has said that there is no gradient."""
+        """Part of `GradientSource`: only where `fetch` has said that there is no gradient."""
 
     _closed = False
 
@@ -279,7 +279,7 @@ class SolverCallback:
         leaves = self._overlap and self._passes.is_last
         for index in (*partial, *complete):
             self._check_unsent(index)
-            self._reducer.mark_produced(index)
+            self._reducer.mark_pending(index)
         for index in complete if leaves else ():
             self._copy(index)
             self._reducer.mark_ready(index)

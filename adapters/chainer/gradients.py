@@ -16,7 +16,7 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import IN_SLOT, InPlace, RoundResult
+from multiring.gradients.source import IN_SLOT, Gradient, RoundResult
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -242,7 +242,7 @@ class GradientSlots:
         self._shown = [_nothing] * len(self.parameters)
         self.reducer.close()
 
-    def locate(self, index: int, is_ready: bool) -> InPlace | None:
+    def fetch(self, index: int) -> Gradient | None:
         """Part of `GradientSource`: `send` has marked all gradients that there are.
 
         They are reduced in place, or in their slots, where they are copied to. The average of the program's
@@ -250,13 +250,13 @@ class GradientSlots:
         """
         gradient = self._pending.get(index)
         if gradient is None:  # `arrived` has put it into its slot
-            return IN_SLOT if is_ready else None
+            return IN_SLOT if self.reducer.is_ready(index) else None
         if gradient is self._views[index]:
             return IN_SLOT
         if index in self._own:
             self._in_place[index] = gradient
             if gradient.flags.c_contiguous:
-                return InPlace(address_of(gradient), gradient)
+                return Gradient(address_of(gradient), gradient)
         self._put(index, gradient)
         return IN_SLOT
 

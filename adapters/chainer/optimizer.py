@@ -27,7 +27,7 @@ from multiring.errors import UsageError
 from multiring.gradients.model_check import check_same
 from multiring.gradients.options import ReducerOptions, check_parameters
 from multiring.state.buffer_sync import check_mode
-from multiring.state.check import StateCheck
+from multiring.state.check import StateCheck, compare_state
 from multiring.types import BufferMode
 
 __all__ = ["MultiNodeOptimizer"]
@@ -207,6 +207,16 @@ class MultiNodeOptimizer:
         broadcast_optimizer_state(self.actual_optimizer, root, self.communicator)
         if self._check is not None:
             self._check.compare_next()
+
+    def check_state(self) -> None:
+        """Compare the state of the ranks, as the checks in between do: after the last update of a job nothing
+        else does. Collective.
+
+        Raises:
+            MismatchError: The ranks differ; the message shows the first difference.
+        """
+        state = training_state(self.actual_optimizer, buffers=self._buffers != "local")
+        compare_state(self.communicator.plain, state, "this call of check_state()")
 
     def close(self) -> None:
         """Release the buckets; gradients go on in memory of their own. May be called twice.

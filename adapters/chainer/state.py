@@ -196,7 +196,7 @@ def _buffers(link: chainer.Link) -> dict[str, Any]:
         for name in sorted(owner._persistent)
         if is_array(value := getattr(owner, name))
         and not isinstance(value, np.generic)
-        and value.dtype.kind in "bif"
+        and value.dtype.kind in "bifc"
         and not _is_constant(value)
     }
 

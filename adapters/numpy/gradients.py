@@ -11,10 +11,10 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerKeywords, ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import IN_SLOT, InPlace
+from multiring.gradients.source import IN_SLOT, Gradient, GradientState
 from multiring.numpy.state import broadcast_parameters
 from multiring.reductions import explain_arguments
-from multiring.state.check import StateCheck
+from multiring.state.check import StateCheck, compare_state
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ class GradientBuckets:
         own = self._reducer.comm
         self._check = None if own is None else StateCheck(own, options.get("check_every"))
         self._parameters = parameters
-        self.zero()
 
     def add(self, name: str, gradient: Array) -> None:
         """Add to a gradient of this step; more is to come, by `add` or by `ready`.
@@ -65,7 +64,8 @@ class GradientBuckets:
                 still there and would be summed or scaled again.
         """
         index = self._find(name)
-        if self._reduced[index] and not self._reducer.options.is_repeatable(self._comm.size):
+        state = self._reducer.state(index)
+        if state == GradientState.REDUCED and not self._reducer.options.is_repeatable(self._comm.size):
             todo = "call zero() after each step, or use averages"
             raise self._reducer.options.reduced_twice(self._comm.rank, name, todo)
         if self._reducer.is_ready(index):
@@ -74,12 +74,11 @@ class GradientBuckets:
                 "before the next gradient"
             )
         view = self._reducer.views[index]
-        if self._present[index]:
-            view += gradient
-        else:
+        if state == GradientState.ABSENT:
             view[...] = gradient
-        self._present[index] = True
-        self._reducer.mark_produced(index)
+        else:
+            view += gradient
+        self._reducer.mark_pending(index)
 
     def ready(self, name: str, gradient: Array | None = None) -> None:
         """A gradient is complete and may leave.
@@ -94,7 +93,7 @@ class GradientBuckets:
         if gradient is not None:
             self.add(name, gradient)
         index = self._find(name)
-        if not self._present[index]:
+        if not self._has(index):
             raise UsageError(f"rank {self._comm.rank}: '{name}' is said to be ready but has no gradient yet")
         self._reducer.mark_ready(index)
 
@@ -109,15 +108,13 @@ class GradientBuckets:
             MismatchError: The ranks' parameters differ.
         """
         self._reducer.finish()
-        self._reduced = list(self._present)
         self._compare(active=True)
         views = self._reducer.views
-        return {name: views[index] for name, index in self._index.items() if self._present[index]}
+        return {name: views[index] for name, index in self._index.items() if self._has(index)}
 
     def zero(self) -> None:
         """Forget the gradients: the next `add` sets instead of adding."""
-        self._present = [False] * len(self._index)
-        self._reduced = [False] * len(self._index)
+        self._reducer.clear()
 
     @contextmanager
     def join(self, parameters: Mapping[str, Array]) -> Iterator[None]:
@@ -136,17 +133,28 @@ class GradientBuckets:
         self.zero()
         broadcast_parameters(parameters, root, self._comm)
 
+    def check_state(self) -> None:
+        """Compare the parameters over the ranks, as the checks in between do: after the last step of a job
+        nothing else does. Collective.
+
+        Raises:
+            MismatchError: The ranks differ; the message shows the first difference.
+        """
+        compare_state(self._comm, self._parameters.items(), "this call of check_state()")
+
     def close(self) -> None:
         """Release the buckets. Arrays that `synchronize` returned must not be used afterwards."""
         self._reducer.close()
 
-    def locate(self, index: int, is_ready: bool) -> InPlace | None:
+    def fetch(self, index: int) -> Gradient | None:
         """Part of `GradientSource`: gradients are always in their slots."""
-        return IN_SLOT if self._present[index] else None
+        return IN_SLOT if self._has(index) else None
 
     def publish(self, index: int) -> None:
-        """Part of `GradientSource`: another rank had a gradient that this rank had not."""
-        self._present[index] = True
+        """Part of `GradientSource`: the reducer knows which gradients there are."""
+
+    def _has(self, index: int) -> bool:
+        return self._reducer.state(index) != GradientState.ABSENT
 
     def _compare(self, *, active: bool) -> None:
         if self._check is not None and self._check.due():

@@ -35,7 +35,7 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import IN_SLOT, InPlace
+from multiring.gradients.source import IN_SLOT, Gradient
 from multiring.pytensor.blocking import TOKEN, BlockingOp, PerformOp, is_plain, token
 from multiring.state.check import StateCheck
 from pytensor.compile.sharedvalue import SharedVariable
@@ -67,12 +67,12 @@ class Round:
         self.is_closed = False
         self.elsewhere: dict[int, NDArray[Any]] = {}  # gradients of this round that are not in their slots
 
-    def locate(self, index: int, is_ready: bool) -> InPlace | None:
+    def fetch(self, index: int) -> Gradient | None:
         """Part of `GradientSource`: what is there has been brought by a Ready node."""
         array = self.elsewhere.get(index)
         if array is not None:
-            return InPlace(address_of(array), array)
-        return IN_SLOT if is_ready else None
+            return Gradient(address_of(array), array)
+        return IN_SLOT if self.reducer.is_ready(index) else None
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: Finish gives all gradients anyway."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import multiring
@@ -13,22 +14,25 @@ from multiring.errors import UsageError
 if TYPE_CHECKING:
     from multiring.torch.hooks import GradientHooks
 
-__all__ = ["Arrival", "ModelGuard", "forget_copy", "is_hooked", "local_copy"]
+__all__ = ["NO_HOOK", "Arrival", "ModelGuard", "forget_copy", "is_hooked", "local_copy"]
 
 Module = TypeVar("Module", bound=torch.nn.Module)
+
+# How a hook of a module is pickled: as a call that takes anything and does nothing.
+NO_HOOK: tuple[Any, ...] = (getattr, (nullcontext(), "__exit__"))
 
 
 class Arrival:
     """The hook of one parameter."""
 
-    __slots__ = ("_hooks", "_position")
+    __slots__ = ("_hooks", "_number")
 
-    def __init__(self, hooks: GradientHooks, position: int) -> None:
+    def __init__(self, hooks: GradientHooks, number: int) -> None:
         self._hooks = hooks
-        self._position = position
+        self._number = number
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        self._hooks.arrived(self._position, parameter)
+        self._hooks.arrived(self._number, parameter)
 
 
 def is_hooked(parameter: torch.Tensor) -> bool:
@@ -40,8 +44,9 @@ def is_hooked(parameter: torch.Tensor) -> bool:
 class _Guard:
     """Hook of a module with hooked parameters, called when its state has been loaded.
 
-    A copy of the module, by `copy.deepcopy` or a pickle, copies this along with the parameters, whose own
-    hooks Torch leaves behind: that is how the copies get hooks that tell.
+    `copy.deepcopy` of the module copies this along with the parameters, whose own hooks Torch leaves behind:
+    that is how the copies get hooks that tell. A pickle of the module is one without hooks, and needs no
+    multiring to be loaded.
     """
 
     def __init__(self, rank: int, parameters: list[torch.Tensor]) -> None:
@@ -58,8 +63,11 @@ class _Guard:
                 "gradient hooks (or the DistributedOptimizer): remove() them and register them again"
             )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Nothing:
+        return _mark_copy(copy.deepcopy(self._parameters, memo))
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _mark_copy, (self._parameters,)
+        return NO_HOOK
 
 
 class _CopyHook:
@@ -84,8 +92,11 @@ class _Nothing:
     def __call__(self, *_: object) -> None:
         """The state of a copy was loaded."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Nothing:
+        return _mark_copy(copy.deepcopy(self._parameters, memo))
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _mark_copy, (self._parameters,)
+        return NO_HOOK
 
 
 def _mark_copy(parameters: list[torch.Tensor]) -> _Nothing:

@@ -17,11 +17,12 @@ from multiring.errors import UsageError
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.source import RoundResult
 from multiring.torch.copies import Arrival, ModelGuard, forget_copy, is_hooked
+from multiring.torch.model_gradients import ModelGradients
 from multiring.torch.model_state import ModelState
-from multiring.torch.slots import ParameterSlots
 from multiring.torch.state import broadcast_optimizer_state, broadcast_parameters
 from multiring.torch.supported import check_module
 from multiring.torch.sync_batchnorm import SyncBatchNorm
+from multiring.torch.unreduced import given_gradients, unwatch, watch
 from multiring.types import BufferMode
 from torch.autograd import Variable
 
@@ -34,12 +35,12 @@ __all__ = ["GradientHooks"]
 class _Pass:
     """One backward pass. The engine holds it until the pass has ended, or was aborted by an exception."""
 
-    def __init__(self, hooks: GradientHooks, position: int, reduce: bool) -> None:
+    def __init__(self, hooks: GradientHooks, number: int, reduce: bool) -> None:
         self.reduce = reduce
         self._hooks = hooks
         # What is taken part with, so that the parameters need not be looked up for every gradient.
-        self._held = hooks._slots.begin()
-        self.kept = hooks._slots.find_kept(position)
+        self._held = hooks._gradients.begin()
+        self.kept = hooks._gradients.begin_pass(number)
         # Callbacks of other models run in between, so that all have sent before any waits.
         self._steps = iter(hooks._steps() if reduce else ())
         self._inner: torch.utils.hooks.RemovableHandle | None = None
@@ -108,14 +109,14 @@ class GradientHooks:
             check_module(module, comm.rank)
         self.rounds = 0
         self._comm = comm
-        # Weak, as all references to the model from here; see `ParameterSlots`.
+        # Weak, as all references to the model from here; see `ModelGradients`.
         self._module = None if module is None else weakref.ref(module)
         self._passes_per_round, self._passes = passes_per_round, 0
         self._enabled = True
         self._pass: weakref.ref[_Pass] | None = None
-        self._slots = ParameterSlots(floating, comm, options, sparse)
+        self._gradients = ModelGradients(floating, comm, options, sparse)
         self._state = (
-            ModelState(comm, self._slots, options, buffers, module, optimizer) if comm.size > 1 else None
+            ModelState(comm, self._gradients, options, buffers, module, optimizer) if comm.size > 1 else None
         )
         forget_copy(floating.values())
         self._guard = (
@@ -126,11 +127,13 @@ class GradientHooks:
         self._handles = (
             [] if self._is_local else [_register(self, k, p) for k, p in enumerate(floating.values())]
         )
+        if optimizer is None and comm.size > 1:  # a DistributedOptimizer looks at gradients itself
+            watch(self)
 
     @property
     def has_unreduced(self) -> bool:
         """Whether this rank has gradients that were not reduced yet."""
-        return not self._is_local and self._slots.reducer.has_unreduced
+        return not self._is_local and self._gradients.reducer.has_unreduced
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -150,8 +153,8 @@ class GradientHooks:
         if self._is_local:
             return
         if self._pass is None or self._pass() is None:
-            self._slots.cancel()
-        held = self._slots.begin()
+            self._gradients.cancel()
+        held = self._gradients.begin()
         for step in self._steps():
             step()
         del held
@@ -160,22 +163,32 @@ class GradientHooks:
     def synchronize_replaced(self) -> None:
         """Reduce gradients that the program has put in the place of reduced ones, unless they are the same on
         all ranks, as what a program makes of reduced gradients is. Collective if there are any."""
-        replaced = [] if self._is_local else self._slots.replaced_gradients()
-        if replaced and self._slots.find_new(replaced):
+        replaced = [] if self._is_local else self._gradients.replaced_gradients()
+        if replaced and self._gradients.find_new(replaced):
             self.synchronize()
+
+    def check_state(self) -> None:
+        """Compare parameters, buffers and hyperparameters over the ranks, as the checks in between do:
+        after the last step of a job nothing else does. Collective.
+
+        Raises:
+            MismatchError: The ranks differ; the message shows the first difference.
+        """
+        if self._state is not None:
+            self._state.compare_now()
 
     def hold(self) -> object:
         """References to the parameters: while somebody has them, they are not looked up for each step."""
-        return self._slots.hold()
+        return self._gradients.hold()
 
     def carry_on(self, before: GradientHooks) -> None:
         """Know which gradients the hooks in whose place these come have reduced."""
         if not self._is_local:
-            self._slots.carry_on(before._slots)
+            self._gradients.carry_on(before._gradients)
 
     def begin_step(self) -> None:
         """What was reduced so far is used up: what replaces it is not made of it."""
-        self._slots.produced_since_step[:] = False
+        self._gradients.produced_since_step[:] = False
 
     def begin_group(self) -> None:
         """The program has cleared gradients: backward passes are counted anew."""
@@ -212,11 +225,11 @@ class GradientHooks:
         yield
         if self._is_local:
             return
-        root = self._slots.join(self._answer)
+        root = self._gradients.join(self._answer)
         self._passes = 0
         if self._state is not None:
             self._state.forget_step()
-        broadcast_parameters(self._slots.named() if module is None else module, root, self._comm)
+        broadcast_parameters(self._gradients.named() if module is None else module, root, self._comm)
         if optimizer is not None:
             broadcast_optimizer_state(optimizer, root, self._comm)
 
@@ -226,13 +239,13 @@ class GradientHooks:
 
         Part of a checkpoint, of every rank its own; empty without compression.
         """
-        kept = self._slots.reducer.residuals() if self._handles else {}  # none with one rank, or removed
+        kept = self._gradients.reducer.residuals() if self._handles else {}  # none with one rank, or removed
         return {name: torch.from_numpy(values) for name, values in kept.items()}
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
         """Go on from what `residuals` gave. Raises UsageError for what does not fit the model. Local."""
         if not self._is_local:
-            self._slots.load_residuals(
+            self._gradients.load_residuals(
                 {name: kept.detach().cpu().numpy() for name, kept in residuals.items()}
             )
 
@@ -243,35 +256,37 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._slots.close()
+        unwatch(self)
+        if self._state is not None:
+            self._state.remove()
+        self._gradients.close()
 
-    def arrived(self, position: int, parameter: torch.Tensor) -> None:
+    def arrived(self, number: int, parameter: torch.Tensor) -> None:
         """The gradient of a parameter has been accumulated."""
         current = None if self._pass is None else self._pass()
         if current is None:
-            current = self._begin_pass(position)
-        if position in current.kept:
-            raise self._slots.cannot_add(position)
+            current = self._begin_pass(number)
+        if number in current.kept:
+            raise self._gradients.cannot_add(number)
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
             raise UsageError(
                 f"rank {self._comm.rank}: backward(create_graph=True) cannot differentiate through the "
                 "reduction over ranks; use torch.autograd.grad for higher derivatives"
             )
-        del gradient  # whether others have it is looked at below
         if current.reduce:
-            self._slots.mark_ready(position)
+            self._gradients.mark_ready(number)
         else:
-            self._slots.mark_produced(position)
+            self._gradients.mark_pending(number)
 
     def _steps(self) -> tuple[Callable[[], None], ...]:
         """How a round ends."""
-        slots, state = self._slots, self._state
-        steps = slots.flush, slots.send_values, self._receive
+        gradients, state = self._gradients, self._state
+        steps = gradients.flush, gradients.send_values, self._receive
         return steps if state is None else (*steps, state.take_over, state.compare)
 
     def _receive(self) -> None:
-        result = self._slots.finish()
+        result = self._gradients.finish()
         if self._state is not None:
             self._state.begin(result)
 
@@ -282,15 +297,32 @@ class GradientHooks:
             self._state.take_over()
             self._state.compare()
 
-    def _begin_pass(self, position: int) -> _Pass:
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise UsageError if an optimizer steps with other gradients before any were reduced.
+
+        Those of which a hook has told are left out, as those of a no_sync() context: they may be meant.
+        """
+        if self.rounds or self.has_unreduced:
+            return
+        for name in given_gradients(optimizer, self._gradients.named()):
+            raise UsageError(
+                f"rank {self._comm.rank}: the optimizer steps with a gradient of '{name}' that is not "
+                "reduced: the program has put it there itself, and no backward pass has called the gradient "
+                "hooks; call synchronize() of the hooks before step(), or wrap the optimizer in a "
+                "DistributedOptimizer",
+                rank=self._comm.rank,
+                tensor=name,
+            )
+
+    def _begin_pass(self, number: int) -> _Pass:
         if _is_autograd_compiled():
             raise UsageError(
                 f"rank {self._comm.rank}: gradients are not reduced in a backward pass that compiled "
                 "autograd has rewritten; leave out torch._dynamo.config.compiled_autograd (torch.compile of "
                 "the model works without it)"
             )
-        self._slots.cancel()
-        current = _Pass(self, position, self._enabled and self._passes + 1 >= self._passes_per_round)
+        self._gradients.cancel()
+        current = _Pass(self, number, self._enabled and self._passes + 1 >= self._passes_per_round)
         self._pass = weakref.ref(current)
         current.queue()
         return current
@@ -300,6 +332,8 @@ class GradientHooks:
         if reduce:
             self._passes = 0
             self.rounds += 1
+            if self.rounds == 1:
+                unwatch(self)
         elif self._enabled:
             self._passes += 1
 
@@ -317,11 +351,11 @@ def _check_unhooked(rank: int, name: str, parameter: torch.Tensor) -> None:
 
 
 def _register(
-    hooks: GradientHooks, position: int, parameter: torch.Tensor
+    hooks: GradientHooks, number: int, parameter: torch.Tensor
 ) -> torch.utils.hooks.RemovableHandle:
     required = parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes hooks on no others; they stay when it is switched off again
     handle: torch.utils.hooks.RemovableHandle
-    handle = parameter.register_post_accumulate_grad_hook(Arrival(hooks, position))  # type: ignore[no-untyped-call]
+    handle = parameter.register_post_accumulate_grad_hook(Arrival(hooks, number))  # type: ignore[no-untyped-call]
     parameter.requires_grad_(required)
     return handle

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +14,13 @@ from multiring.errors import MismatchError
 from multiring.gradients.bucketing import first_and_more
 from multiring.gradients.model_check import check_same
 from multiring.torch.buffers import check_writable, has_same_bytes, is_reducible
+from multiring.torch.copies import NO_HOOK
+from multiring.torch.placement import version
 from multiring.torch.state import plain_name
 from multiring.torch.sync_batchnorm import SyncBatchNorm
 from multiring.types import BufferMode
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import register_module_module_registration_hook
 
 if TYPE_CHECKING:
     from multiring import Communicator, Work
@@ -36,12 +40,10 @@ class ModelBuffers:
 
     def __init__(self, module: torch.nn.Module, comm: Communicator, mode: BufferMode) -> None:
         self._mode, self._rank = mode, comm.rank
-        self._modules = [
-            (plain_name(name), weakref.ref(part))
-            for name, part in module.named_modules()
-            # Of these every rank computes the same bits.
-            if not (isinstance(part, SyncBatchNorm) and part.normalises_over(comm))
-        ]
+        self._module, self._comm = weakref.ref(module), comm
+        self._find_modules()
+        self._postponed: list[_Postponed] = []
+        self._handle: torch.utils.hooks.RemovableHandle | None = None
         self._works: list[Work] = []
         self._changed = ""
         self._take_layout([(name, tensor.shape, tensor.dtype) for name, tensor, _ in self._find()])
@@ -55,8 +57,12 @@ class ModelBuffers:
             comm: Ranks that train together, and no traffic between them in another order.
             active: Per rank, whether it has data and its buffers count.
         """
+        self._take_postponed()  # they come again
+        if self._seen != _registrations:
+            self._find_modules()
         found = self._find()
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor, _ in found]
+        self._changed = ""
         if forms != self._forms:
             self._note_changes(forms)
             self._take_layout(forms)
@@ -101,22 +107,55 @@ class ModelBuffers:
         if not works or self._is_source:
             return
         # Torch itself writes running statistics unseen by autograd, which has them for the gradients of an
-        # earlier forward pass but does not use them. What else changes is seen, and an error if it is used.
-        # What is the same is left alone: autograd may have saved a constant.
+        # earlier forward pass but does not use them. What else changes is seen, and an error if it is used:
+        # it waits where another backward pass through the same graph may come. What is the same is left
+        # alone: autograd may have saved a constant.
         targets, values = [], []
+        is_kept = _keeps_graph()
         for (name, tensor, is_statistic), value in zip(self._find(), self._views, strict=True):
             if is_statistic and not tensor.is_inference():
                 targets.append(tensor.data)
             elif not has_same_bytes(tensor, value):
                 check_writable(self._rank, f"buffer '{name}'", tensor)
+                if is_kept:
+                    self._postponed.append(_Postponed(tensor, version(tensor), value.clone()))
+                    continue
                 targets.append(tensor)
             else:
                 continue
             values.append(value)
-        if targets:
-            # This mode also writes to tensors that were made in it.
-            with torch.inference_mode():
-                torch._foreach_copy_(targets, values)
+        _write(targets, values)
+        module = self._module()
+        if self._postponed and module is not None:
+            # Only now: torch.compile may not see what it is.
+            self._handle = module.register_forward_pre_hook(_BeforeForward(weakref.ref(self)))
+
+    def write_postponed(self) -> None:
+        """Write what a graph that was kept might have needed, but for what the program has written since."""
+        due = [entry for entry in self._take_postponed() if version(entry.tensor) == entry.version]
+        _write([entry.tensor for entry in due], [entry.value for entry in due])
+
+    def _take_postponed(self) -> list[_Postponed]:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        postponed, self._postponed = self._postponed, []
+        return postponed
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """What a buffer is, or will be before the next forward pass."""
+        return next((entry.value for entry in self._postponed if entry.tensor is tensor), tensor)
+
+    def _find_modules(self) -> None:
+        """The modules whose buffers are made the same, which may be more than before."""
+        self._seen = _registrations
+        module = self._module()
+        self._modules = [
+            (plain_name(name), weakref.ref(part))
+            for name, part in (() if module is None else module.named_modules())
+            # Of these every rank computes the same bits.
+            if not (isinstance(part, SyncBatchNorm) and part.normalises_over(self._comm))
+        ]
 
     def _find(self) -> list[tuple[str, Tensor, bool]]:
         """Name, tensor, and whether it is a running statistic; each tensor once."""
@@ -154,6 +193,55 @@ class ModelBuffers:
             for (key, start, end), (_, shape, dtype) in zip(places, forms, strict=True)
         ]
 
+
+class _Postponed(NamedTuple):
+    """A buffer that takes over its value before the next forward pass."""
+
+    tensor: Tensor
+    version: int
+    value: Tensor
+
+
+class _BeforeForward:
+    """Hook of a model with postponed buffers. A copy of the model has none."""
+
+    def __init__(self, buffers: weakref.ref[ModelBuffers]) -> None:
+        self._buffers = buffers
+
+    def __call__(self, *_: object) -> None:
+        if (buffers := self._buffers()) is not None:
+            buffers.write_postponed()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NO_HOOK
+
+
+def _write(targets: list[Tensor], values: list[Tensor]) -> None:
+    if targets:
+        # This mode also writes to tensors that were made in it.
+        with torch.inference_mode():
+            torch._foreach_copy_(targets, values)
+
+
+def _keeps_graph() -> bool:
+    """Whether a backward pass is under way whose graph remains, for another one."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    # Private; without it buffers are written at once.
+    keeps: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return keeps is not None and keeps()
+
+
+# Grows whenever any module gets another one.
+_registrations = 0
+
+
+def _note_registration(*_: object) -> None:
+    global _registrations
+    _registrations += 1
+
+
+register_module_module_registration_hook(_note_registration)
 
 _ADVICE = 'give buffers the same shapes on every rank, or pass buffers="local"'
 

@@ -16,11 +16,11 @@ from multiring.gradients.model_check import check_same
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.source import RoundResult
 from multiring.state.buffer_sync import check_mode
-from multiring.state.check import Description, StateCheck
+from multiring.state.check import Description, StateCheck, compare_state
 from multiring.torch.buffers import byte_view
 from multiring.torch.copies import is_hooked
 from multiring.torch.model_buffers import ModelBuffers
-from multiring.torch.slots import ParameterSlots
+from multiring.torch.model_gradients import ModelGradients
 from multiring.torch.state import plain_name
 from multiring.types import BufferMode
 
@@ -42,7 +42,7 @@ class ModelState:
     def __init__(
         self,
         comm: Communicator,
-        slots: ParameterSlots,
+        gradients: ModelGradients,
         options: ReducerOptions,
         mode: BufferMode,
         module: torch.nn.Module | None,
@@ -52,7 +52,7 @@ class ModelState:
 
         Args:
             comm: Ranks that train together.
-            slots: The parameters.
+            gradients: Those of the parameters.
             options: How often to compare.
             mode: What happens to buffers.
             module: The model.
@@ -60,12 +60,12 @@ class ModelState:
         """
         check_mode(comm.rank, mode)
         check_same(comm, [("buffers", mode)], "options of the gradient hooks")
-        # Weak, as all references to the model from here; see `ParameterSlots`.
+        # Weak, as all references to the model from here; see `ModelGradients`.
         self._module = None if module is None else weakref.ref(module)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
-        self._rank, self._slots = comm.rank, slots
+        self._rank, self._gradients = comm.rank, gradients
         self._buffers = None if module is None or mode == "local" else ModelBuffers(module, comm, mode)
-        self._check = StateCheck(_own(slots), options.check_every, "training state of the model")
+        self._check = StateCheck(_own(gradients), options.check_every, "training state of the model")
         self._active = self._is_due = False
         self._finish: Callable[[], None] | None = None
         self._unhooked: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class ModelState:
         """A round has ended with this result: send buffers. Collective."""
         if not result.active.any():
             return
-        own, self._active = _own(self._slots), bool(result.active[self._rank])
+        own, self._active = _own(self._gradients), bool(result.active[self._rank])
         if self._buffers is not None:
             self._buffers.begin(own, result.active)
         self._check.go_on(own)
@@ -91,6 +91,13 @@ class ModelState:
             is_common: All ranks have made this step, with reduced gradients.
         """
         self._noted = self._check.describe_for_next(self._parameters()) if is_common else None
+        if self._buffers is not None:
+            self._buffers.write_postponed()
+
+    def remove(self) -> None:
+        """No more reductions will come. May be called twice."""
+        if self._buffers is not None:
+            self._buffers.write_postponed()
 
     def forget_step(self) -> None:
         """Ranks have taken over parameters since."""
@@ -125,20 +132,33 @@ class ModelState:
                 tensor=self._unhooked[0],
             )
 
+    def compare_now(self) -> None:
+        """Compare in no step. Collective.
+
+        Raises:
+            MismatchError: The ranks differ.
+        """
+        noted, self._noted = self._noted, None  # parameters as they are now
+        try:
+            compare_state(_own(self._gradients), self._entries(), "this call of check_state()")
+        finally:
+            self._noted = noted
+
     def _entries(self) -> Entries:
         self._unhooked = tuple(self._find_unhooked())
         yield "parameters without gradient hooks", self._unhooked
         yield from self._parameters() if self._noted is None else self._noted
         if self._optimizer is not None and (optimizer := self._optimizer()) is not None:
             yield from _hyperparameters(optimizer)
-        module = None if self._module is None or self._buffers is None else self._module()
-        for name, buffer in [] if module is None else module.named_buffers():
-            if _has_values(buffer):
-                yield f"buffer {plain_name(name)}", _array(buffer)
+        module = None if self._module is None else self._module()
+        buffers = self._buffers
+        for name, buffer in [] if module is None or buffers is None else module.named_buffers():
+            if buffers is not None and _has_values(buffer):
+                yield f"buffer {plain_name(name)}", _array(buffers.value(buffer))
 
     def _parameters(self) -> Entries:
         """Those with hooks, and what is frozen in the model."""
-        hooked = self._slots.named()
+        hooked = self._gradients.named()
         for name, parameter in hooked.items():
             yield f"parameter {name}", _array(parameter)
         known = {id(parameter) for parameter in hooked.values()}
@@ -164,8 +184,8 @@ class ModelState:
                     yield plain_name(name)
 
 
-def _own(slots: ParameterSlots) -> Communicator:
-    comm = slots.reducer.comm
+def _own(gradients: ModelGradients) -> Communicator:
+    comm = gradients.reducer.comm
     assert comm is not None  # there are several ranks
     return comm
 

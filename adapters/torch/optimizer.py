@@ -137,6 +137,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             self._hooks.synchronize_replaced()
 
+    def check_state(self) -> None:
+        """Compare what all ranks should have alike, now; see `GradientHooks.check_state`. Collective."""
+        self._hooks.check_state()
+
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Context in which `step()` takes gradients as they are."""

@@ -1,235 +1,223 @@
-"""Where gradients lie: in memory of autograd's, in their slots, or in tensors of the program."""
+"""Where the gradients of a round are reduced, and which gradients were reduced before.
+
+A gradient is reduced in its own memory if nothing else has that, and its elements lie as the parameter's do.
+Else it is copied. What a backward pass has made gets memory of its own, for the memory that it came in may be
+that of another gradient, or of a constant of the graph. What the program has put into `parameter.grad` is
+copied back, for the program may look for it where it was.
+
+No gradient that the program sees lies in a bucket, which the next round overwrites.
+"""
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 import torch
 from multiring.errors import UsageError
-from multiring.gradients.bucketing import ParameterSpec
-from multiring.gradients.source import IN_SLOT, InPlace
+from multiring.gradients.source import IN_SLOT, Gradient
 from multiring.torch.buffers import dense_strides, overlaps_itself
 
-__all__ = ["GradientPlaces", "Parameters"]
+__all__ = ["GradientPlacement", "Parameters", "version"]
 
 Tensor = torch.Tensor
 Bytes = NDArray[np.uint8]
 Parameters = Sequence[Tensor | None]
 
 
-class _Place:
-    """The slot of a gradient; what has to be looked at for each gradient that arrives."""
+class _Form:
+    """What the gradient of a parameter looks like."""
 
-    __slots__ = ("address", "data", "dtype", "is_complex", "is_contiguous", "shape", "stride", "view")
+    __slots__ = ("dtype", "is_complex", "is_contiguous", "is_sparse", "shape", "stride")
 
-    def __init__(self, parameter: Tensor, data: Bytes | None) -> None:
-        self.data = data  # None for a sparse gradient, which has no slot
+    def __init__(self, parameter: Tensor, *, is_sparse: bool) -> None:
+        self.is_sparse = is_sparse
         self.dtype, self.shape, self.is_complex = parameter.dtype, parameter.shape, parameter.is_complex()
         self.stride = dense_strides(parameter)
-        self.view = None if data is None else self.make_view(data)
-        self.is_contiguous = self.view is not None and self.view.is_contiguous()
-        self.address = 0 if self.view is None else self.view.data_ptr()
+        self.is_contiguous = torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
-    def make_view(self, data: Bytes) -> Tensor:
-        """The slot as a tensor. The program gets one of its own: it may change where that has its memory."""
-        return torch.from_numpy(data).view(self.dtype).as_strided(self.shape, self.stride)
-
-    def lies_here(self, gradient: Tensor | None) -> bool:
-        """Whether this is the gradient in the slot."""
-        return (
-            self.view is not None
-            and gradient is not None
-            and gradient.layout is torch.strided
-            and gradient.data_ptr() == self.address
-            and gradient.stride() == self.stride
+    def is_form_of(self, gradient: Tensor) -> bool:
+        return gradient.layout is torch.strided and (
+            (self.is_contiguous and gradient.is_contiguous()) or gradient.stride() == self.stride
         )
 
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
 
-class GradientPlaces:
-    """Where the gradients of a round are, and which of them were reduced before.
+    def view(self, slot: Bytes) -> Tensor:
+        return torch.from_numpy(slot).view(self.dtype).as_strided(self.shape, self.stride)
 
-    What was reduced is known by the tensor in `parameter.grad`, its memory, and its version, which grows with
-    each write that Torch sees: a gradient that differs in any of them is new.
-    """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._specs: Sequence[ParameterSpec] = ()
-        self._places: dict[int, _Place] = {}
-        # What was reduced: the tensor (weakly, to compare with only), its address and its version; None: the
-        # version counts writes to other gradients as well, and what was reduced is still in the slot.
-        self._reduced: dict[int, tuple[weakref.ref[Tensor], int, int | None]] = {}
-        self._round: dict[int, tuple[Tensor, int]] = {}
-        self._write_back: dict[int, Tensor] = {}
+class _Placed(NamedTuple):
+    """A gradient of the round under way."""
 
-    def lay_out(
-        self, parameters: Parameters, specs: Sequence[ParameterSpec], slots: Mapping[int, Bytes]
-    ) -> None:
-        """Take over new slots, which have the contents of the old ones; gradients in them move along."""
-        before, self._specs = self._places, specs
-        self._places = {
-            index: _Place(parameter, slots.get(index))
-            for index, parameter in enumerate(parameters)
-            if parameter is not None
-        }
-        for index, place in self._places.items():
-            parameter, old = parameters[index], before.get(index)
-            if parameter is None or old is None or place.view is None:
-                continue
-            if old.lies_here(parameter.grad):
-                self._expose(index, parameter, place)
+    gradient: Tensor
+    version: int
+    where: Tensor  # it is reduced: itself, or a copy
+    is_written_back: bool  # else the copy takes its place
 
-    def put(self, index: int, parameter: Tensor, *, from_autograd: bool) -> InPlace:
-        """Where the gradient is to be reduced: where it lies, or in its slot, into which it is copied.
+
+class _Reduced(NamedTuple):
+    """What was reduced: known by its tensor, its memory and its version, which grows with each write that
+    Torch sees."""
+
+    tensor: weakref.ref[Tensor]  # to compare with only
+    address: int
+    version: int | None  # None: it counts writes to other gradients as well
+    values: Tensor | None  # then these are what was reduced
+
+    def is_tensor(self, gradient: Tensor) -> bool:
+        """Whether this is the tensor, which may have been written to since."""
+        return self.tensor() is gradient and self.address == _address(gradient)
+
+
+class GradientPlacement:
+    """The gradients of a model, by the numbers of its parameters."""
+
+    def __init__(self, rank: int, names: Sequence[str]) -> None:
+        self._rank, self._names = rank, names
+        self._forms: dict[int, _Form] = {}
+        self._reduced: dict[int, _Reduced] = {}
+        self._round: dict[int, _Placed] = {}
+
+    def expect(self, number: int, parameter: Tensor, *, is_sparse: bool) -> None:
+        """The gradients of this parameter will look like it."""
+        self._forms[number] = _Form(parameter, is_sparse=is_sparse)
+
+    def form(self, number: int) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of a gradient."""
+        return self._forms[number].shape, self._forms[number].dtype
+
+    def fetch(self, number: int, parameter: Tensor, *, is_fresh: bool) -> Gradient:
+        """Where the gradient is to be reduced.
 
         Args:
-            index: Which parameter's.
+            number: Which parameter's.
             parameter: The parameter, which has a gradient.
-            from_autograd: The backward pass of this round has computed it; else it was there before.
+            is_fresh: The backward pass of this round has made the tensor.
 
         Raises:
             UsageError: It has another form than its parameter had.
         """
-        gradient = parameter.grad
+        gradient, form = parameter.grad, self._forms[number]
         assert gradient is not None
-        place = self._places[index]
-        if gradient.dtype != place.dtype or gradient.shape != place.shape or not gradient.is_cpu:
-            raise self._has_become(index, gradient, place)
-        view = place.view
-        if view is None:
+        if gradient.dtype != form.dtype or gradient.shape != form.shape or not gradient.is_cpu:
+            raise self._has_become(number, gradient)
+        if form.is_sparse:
             return IN_SLOT
-        if gradient.layout is not torch.strided or (not from_autograd and gradient.requires_grad):
-            view.copy_(gradient.detach().to_dense())
-            return self._show(index, parameter, place)
-        address, version = gradient.data_ptr(), _version(gradient)
-        lies_alike = (place.is_contiguous and gradient.is_contiguous()) or gradient.stride() == place.stride
-        if lies_alike and address == place.address:
-            self._record(index, gradient, address, version)
-            return IN_SLOT
-        if lies_alike and _is_alone(gradient, place.is_complex):
-            known = self._reduced.get(index)
-            # The local variable and what `parameter.grad` itself holds: nobody else has the tensor.
-            if known is not None and known[0]() is gradient and sys.getrefcount(gradient) <= _UNSEEN:
-                view.copy_(gradient)
-                return self._show(index, parameter, place)
-            self._record(index, gradient, address, version)
-            return InPlace(address, gradient)
-        view.copy_(gradient)
-        if (from_autograd and version <= 0) or overlaps_itself(gradient):
-            return self._show(index, parameter, place)
-        self._write_back[index] = gradient
-        self._round[index] = gradient, version
-        return IN_SLOT
+        is_usable = gradient.layout is torch.strided and not gradient.requires_grad
+        if is_usable and form.is_form_of(gradient) and _is_alone(gradient, form.is_complex):
+            address, now = gradient.data_ptr(), version(gradient)
+            self._reduced[number] = _Reduced(weakref.ref(gradient), address, now, None)
+            self._round[number] = _Placed(gradient, now, gradient, is_written_back=False)
+            return Gradient(address, gradient)
+        is_own = is_fresh or not is_usable or overlaps_itself(gradient)
+        known = None if is_own else self._reduced.get(number)
+        where = form.empty() if known is None or known.values is None else known.values
+        where.copy_(gradient.detach().to_dense())
+        self._round[number] = _Placed(gradient, version(gradient), where, is_written_back=not is_own)
+        return Gradient(where.data_ptr(), where)
 
-    def publish(self, index: int, parameter: Tensor) -> None:
-        """Show the slot as the gradient."""
-        self._expose(index, parameter, self._places[index])
+    def publish(self, number: int, parameter: Tensor, slot: Bytes) -> None:
+        """Another rank had a gradient, which is in the slot."""
+        form = self._forms[number]
+        if not form.is_sparse:
+            parameter.grad = gradient = form.view(slot).clone()
+            self.note(number, gradient)
 
-    def note(self, index: int, gradient: Tensor) -> None:
+    def note(self, number: int, gradient: Tensor) -> None:
         """This is a reduced gradient."""
-        self._note(index, gradient)
+        self._reduced[number] = _Reduced(weakref.ref(gradient), _address(gradient), version(gradient), None)
 
-    def _is_known(self, index: int, gradient: Tensor) -> bool:
-        """Whether this is the tensor that was reduced last, which may have been written to since."""
-        known = self._reduced.get(index)
-        return known is not None and known[0]() is gradient and known[1] == _address(gradient)
-
-    def is_kept(self, index: int, gradient: Tensor, *, was_added_to: bool) -> bool:
+    def is_kept(self, number: int, gradient: Tensor, *, was_added_to: bool) -> bool:
         """Whether this is what was reduced last, not zeroed since; autograd may have added to it once."""
-        known = self._reduced.get(index)
-        if known is None or not self._is_known(index, gradient):
+        known = self._reduced.get(number)
+        if known is None or not known.is_tensor(gradient):
             return False
         if was_added_to:
-            return known[2] is not None and _version(gradient) == known[2] + 1
+            return known.version is not None and version(gradient) == known.version + 1
         return bool((gradient if gradient.layout is torch.strided else gradient.coalesce().values()).any())
 
-    def is_new(self, index: int, gradient: Tensor) -> bool:
+    def is_new(self, number: int, gradient: Tensor) -> bool:
         """Whether the gradient is not the one that was reduced last, or was written to since."""
-        known = self._reduced.get(index)
-        if known is None or not self._is_known(index, gradient):
+        known = self._reduced.get(number)
+        if known is None or not known.is_tensor(gradient):
             return True
-        version, view = known[2], self._places[index].view
-        if version is None and view is not None:
-            return not torch.equal(gradient, view)
-        return version != _version(gradient)
+        if known.values is not None:
+            return not torch.equal(gradient, known.values)
+        return known.version != version(gradient)
 
-    def find_replaced(self, parameters: Parameters) -> list[int]:
-        """Gradients that are other tensors than those that were reduced last. Writes to these are edits of
-        reduced gradients."""
-        found = []
-        for index, parameter in enumerate(parameters):
-            gradient = None if parameter is None else parameter.grad
-            if gradient is None:
-                continue
-            if not self._is_known(index, gradient):
-                found.append(index)
-            elif self._reduced[index][2] is not None:
-                self._note(index, gradient)
-            elif (view := self._places[index].view) is not None:
-                view.copy_(gradient.detach())  # what tells it from a new one later
-        return found
+    def is_replaced(self, number: int, gradient: Tensor) -> bool:
+        """Whether this is another tensor than that which was reduced last. Writes to that one are edits of a
+        reduced gradient."""
+        known = self._reduced.get(number)
+        if known is None or not known.is_tensor(gradient):
+            return True
+        if known.values is None:
+            self.note(number, gradient)
+        else:
+            known.values.copy_(gradient.detach())  # what tells it from a new one later
+        return False
 
     def check(self, parameters: Parameters) -> None:
         """Raise UsageError if something has touched gradients of the round while they were reduced."""
-        for index, (gradient, version) in self._round.items():
-            parameter = parameters[index]
+        for number, placed in self._round.items():
+            parameter = parameters[number]
             if parameter is None:
                 continue
-            is_written = index not in self._write_back and _version(gradient) != version
+            gradient = placed.gradient
+            is_written = placed.where is gradient and version(gradient) != placed.version
             if parameter.grad is not gradient or is_written:
-                raise self.was_replaced(index)
+                raise self.was_replaced(number)
 
-    def settle(self, produced: NDArray[np.bool_]) -> None:
-        """The round has ended: what was reduced in slots goes back to the tensors of the program."""
+    def settle(self, parameters: Parameters, produced: NDArray[np.bool_]) -> None:
+        """The round has ended: show what was reduced elsewhere.
+
+        Args:
+            parameters: All of them.
+            produced: Per parameter, any rank had a new gradient. Shape (parameters,).
+        """
         with torch.no_grad():
-            for index, gradient in self._write_back.items():
-                view = self._places[index].view
-                if produced[index] and view is not None:
-                    gradient.copy_(view)
-                    self._reduced[index] = weakref.ref(gradient), gradient.data_ptr(), None
+            for number, (gradient, _, where, is_written_back) in self._round.items():
+                parameter = parameters[number]
+                if where is gradient or parameter is None or not produced[number]:
+                    continue
+                if is_written_back:
+                    gradient.copy_(where)
+                    self._reduced[number] = _Reduced(weakref.ref(gradient), _address(gradient), None, where)
+                else:
+                    parameter.grad = where
+                    self.note(number, where)
         self.forget_round()
 
     def forget_round(self) -> None:
         """The round has ended, or was aborted."""
-        self._round, self._write_back = {}, {}
+        self._round = {}
 
-    def sent(self, parameters: Parameters) -> list[int]:
+    def reduced_in_place(self, parameters: Parameters) -> list[int]:
         """Gradients of the round under way that are reduced where the program still has them."""
         return [
-            index
-            for index, (gradient, _) in self._round.items()
-            if index not in self._write_back
-            and (parameter := parameters[index]) is not None
-            and parameter.grad is gradient
+            number
+            for number, placed in self._round.items()
+            if placed.where is placed.gradient
+            and (parameter := parameters[number]) is not None
+            and parameter.grad is placed.gradient
         ]
 
-    def move_out(self, parameters: Parameters) -> None:
-        """Give gradients in slots memory of their own, but for tensors that the program has elsewhere too."""
-        for index, place in self._places.items():
-            parameter = parameters[index]
-            gradient = None if parameter is None else parameter.grad
-            if parameter is None or gradient is None or not place.lies_here(gradient):
-                continue
-            if sys.getrefcount(gradient) <= _UNSEEN:
-                was_new = self.is_new(index, gradient)
-                parameter.grad = gradient = gradient.clone()
-                if not was_new:
-                    self._note(index, gradient)
-
-    def carry_on(self, other: GradientPlaces, names: Mapping[str, int]) -> None:
+    def carry_on(self, other: GradientPlacement) -> None:
         """Know what `other` knows, of the parameters with these names."""
-        for index, known in other._reduced.items():
-            if (now := names.get(other._specs[index].name)) is not None:
-                self._reduced[now] = known
+        numbers = {name: number for number, name in enumerate(self._names)}
+        for before, known in other._reduced.items():
+            if (number := numbers.get(other._names[before])) is not None:
+                self._reduced[number] = known
 
-    def was_replaced(self, index: int) -> UsageError:
+    def was_replaced(self, number: int) -> UsageError:
         """What to raise where a gradient was touched while it was reduced."""
-        name = self._specs[index].name
+        name = self._names[number]
         return UsageError(
             f"rank {self._rank}: the gradient of '{name}' was replaced or taken away, or written to, while "
             "it was to be averaged, by another hook on the parameter or by DistributedDataParallel, which "
@@ -239,31 +227,12 @@ class GradientPlaces:
             tensor=name,
         )
 
-    def _show(self, index: int, parameter: Tensor, place: _Place) -> InPlace:
-        self._expose(index, parameter, place)
-        gradient = parameter.grad
-        if gradient is not None:
-            self._round[index] = gradient, _version(gradient)
-        return IN_SLOT
-
-    def _expose(self, index: int, parameter: Tensor, place: _Place) -> None:
-        if place.data is not None:
-            parameter.grad = gradient = place.make_view(place.data)
-            self._note(index, gradient)
-
-    def _record(self, index: int, gradient: Tensor, address: int, version: int) -> None:
-        self._reduced[index] = weakref.ref(gradient), address, version
-        self._round[index] = gradient, version
-
-    def _note(self, index: int, gradient: Tensor) -> None:
-        self._reduced[index] = weakref.ref(gradient), _address(gradient), _version(gradient)
-
-    def _has_become(self, index: int, gradient: Tensor, place: _Place) -> UsageError:
-        name = self._specs[index].name
+    def _has_become(self, number: int, gradient: Tensor) -> UsageError:
+        name, form = self._names[number], self._forms[number]
         where = "" if gradient.is_cpu else f" on {gradient.device}"
         return UsageError(
             f"rank {self._rank}: parameter '{name}' has become {gradient.dtype} "
-            f"{tuple(gradient.shape)}{where}, it was {place.dtype} {tuple(place.shape)} when "
+            f"{tuple(gradient.shape)}{where}, it was {form.dtype} {tuple(form.shape)} when "
             "its hook was registered; remove() the hooks before changing a model and register them again",
             rank=self._rank,
             tensor=name,
@@ -283,31 +252,22 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
-def _version(tensor: Tensor) -> int:
-    """Grows with each write that Torch sees; -1 where it does not count them."""
+def version(tensor: Tensor) -> int:
+    """Of a tensor: grows with each write that Torch sees; -1 where it does not count them."""
     try:
         return tensor._version
     except RuntimeError:  # made in inference mode
         return -1
 
 
-# Private; a Torch without it costs the copy into the slot.
+# Private; a Torch without it costs a copy of each gradient.
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def _storage_users(tensor: Tensor) -> int:
-    """References to the memory, of which there are more where autograd needs it for other gradients still; 0
-    if this Torch does not tell."""
+    """References to the memory, of which there are more where other tensors have it too; 0 if this Torch does
+    not tell."""
     return 0 if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
 
 
-def _references(parameter: Tensor) -> int:
-    """References to a gradient that nobody but the parameter has, seen from a function with a variable."""
-    gradient = parameter.grad
-    return sys.getrefcount(gradient)
-
-
 _ALONE = _storage_users(torch.zeros(1)) or -1
-_parameter = torch.zeros(1, requires_grad=True)
-_parameter.grad = torch.zeros(1)
-_UNSEEN = _references(_parameter)

@@ -33,10 +33,9 @@ def register_gradient_hooks(
     """Reduce the gradients of a model over ranks in every backward call from now on. Collective.
 
     When `loss.backward()` returns, `parameter.grad` is the gradient averaged over ranks, with the same bits
-    on all: it is averaged where autograd has put it. Where the program keeps gradients for the next backward
-    call to add to, they become views of buckets, which that call overwrites: clone them to keep them. A rank
-    that has no gradient for a parameter counts as zeros; where no rank has one, `parameter.grad` is left
-    alone.
+    on all: it is averaged where autograd has put it, and no later call writes to it, but for autograd, which
+    adds to what is there. A rank that has no gradient for a parameter counts as zeros; where no rank has one,
+    `parameter.grad` is left alone.
 
     Args:
         model: The model; its parameters have to be on the CPU and alike on all ranks. It may be compiled.

@@ -17,7 +17,7 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import IN_SLOT, InPlace
+from multiring.gradients.source import IN_SLOT, Gradient
 from multiring.state.check import StateCheck
 from multiring.tensorflow.variables import describe_variables, named_variables
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HostReduction"]
 
-Gradient = Any
+Tensor = Any
 Array = NDArray[Any]
 
 
@@ -64,7 +64,7 @@ class HostReduction:
         self._check = StateCheck(derived(comm, "state of Keras"), options.check_every)
         self._variables, self._state = [weakref.ref(variable) for variable in variables], state
 
-    def reduce(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+    def reduce(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The gradients reduced over ranks, in the same order; None where no rank has one. Collective.
 
         Within a function that JAX compiles, what is None stays None.
@@ -95,9 +95,9 @@ class HostReduction:
             for name, variable in named_variables(variables).items():
                 yield f"{kind} '{name}'", _to_numpy(variable)
 
-    def locate(self, index: int, is_ready: bool) -> InPlace | None:
+    def fetch(self, index: int) -> Gradient | None:
         """Part of `GradientSource`: what this rank has was put into its slot before."""
-        return IN_SLOT if is_ready else None
+        return IN_SLOT if self._reducer.is_ready(index) else None
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: another rank had a gradient that this rank had not."""
@@ -114,9 +114,7 @@ class HostReduction:
         reducer.finish()
         return [view.copy() if k in self._published else None for k, view in enumerate(reducer.views)]
 
-    def _reduce_in_callback(
-        self, jax: Any, gradients: Sequence[Gradient], present: list[int]
-    ) -> list[Gradient]:
+    def _reduce_in_callback(self, jax: Any, gradients: Sequence[Tensor], present: list[int]) -> list[Tensor]:
         def exchange(*values: Any) -> list[Array]:
             arrays: list[Array | None] = [None] * len(gradients)
             for index, value in zip(present, values, strict=True):
@@ -126,12 +124,12 @@ class HostReduction:
 
         own = [gradients[index] for index in present]
         shapes = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in own]
-        results: list[Gradient] = [None] * len(gradients)
+        results: list[Tensor] = [None] * len(gradients)
         reduced = jax.experimental.io_callback(exchange, shapes, *own, ordered=True)
         for index, value in zip(present, reduced, strict=True):
             results[index] = value
         return results
 
 
-def _to_numpy(gradient: Gradient) -> Array:
+def _to_numpy(gradient: Tensor) -> Array:
     return np.asarray(keras.ops.convert_to_numpy(gradient))

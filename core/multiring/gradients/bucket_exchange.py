@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from multiring.errors import MultiringError, UsageError
 from multiring.gradients.bucket_memory import BucketMemory
 from multiring.gradients.options import ReducerOptions
-from multiring.gradients.source import InPlace
+from multiring.gradients.source import Gradient
 
 if TYPE_CHECKING:
     from multiring import Communicator, Work
 
 __all__ = ["BucketExchange", "DenseExchange", "Elsewhere", "Flags", "wait_for"]
 
-Elsewhere = Mapping[int, InPlace]
+Elsewhere = Mapping[int, Gradient]
 """Gradients that are not in their slots, by index."""
 
 Flags = tuple[NDArray[np.bool_], NDArray[np.bool_]]

@@ -20,7 +20,7 @@ from multiring.gradients.bucketing import (
     itemsize,
 )
 from multiring.gradients.options import ReducerOptions
-from multiring.gradients.source import InPlace
+from multiring.gradients.source import Gradient
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -123,7 +123,7 @@ class BucketMemory:
             ]
         return self._views
 
-    def pieces(self, number: int, elsewhere: Mapping[int, InPlace]) -> Pieces | None:
+    def pieces(self, number: int, elsewhere: Mapping[int, Gradient]) -> Pieces | None:
         """A bucket of which some gradients lie elsewhere; None: all are in their slots.
 
         The pieces are as long together as the bucket, and in its order.

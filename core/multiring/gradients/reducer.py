@@ -3,8 +3,8 @@
 An adapter tells which parameters there are (`ParameterSpec`) and when a gradient is there (`mark_ready`). The
 reducer sends a bucket as soon as its last gradient is there, but never before the buckets in front of it: the
 order of collectives is the same on every rank whatever the timing. When a bucket leaves, the adapter is asked
-where each of its gradients lies (`GradientSource.locate`).
-One pass over all buckets is a *round*; `finish` ends it. A gradient that a rank lacks counts as zeros.
+for each of its gradients (`GradientSource.fetch`). One pass over all buckets is a *round*; `finish` ends it.
+A gradient that a rank lacks counts as zeros.
 
 After the first round the buckets are planned anew in the order in which gradients really arrived on rank 0.
 """
@@ -29,13 +29,15 @@ from multiring.gradients.options import ReducerOptions, check_interval, check_pa
 from multiring.gradients.participation import answer_rounds
 from multiring.gradients.round import Round
 from multiring.gradients.same_data import SameDataCheck
-from multiring.gradients.source import IN_SLOT, GradientSource, InPlace, RoundResult
+from multiring.gradients.source import IN_SLOT, Gradient, GradientSource, GradientState, RoundResult
 from multiring.gradients.top_k import TopKExchange, make_exchange
 
 if TYPE_CHECKING:
     from multiring import Communicator, Work
 
 __all__ = ["GradientReducer"]
+
+_ABSENT, _PENDING, _READY, _SENT, _REDUCED = map(int, GradientState)  # plain numbers compare faster
 
 
 class GradientReducer:
@@ -66,9 +68,9 @@ class GradientReducer:
             comm: Ranks that train together.
             specs: The parameters, in the same order on every rank.
             options: How to reduce.
-            source: The adapter, which keeps the reducer. It is asked where gradients are when their bucket
-                leaves: one after the other they take half as long as each in the middle of a backward pass,
-                which fills the caches with others.
+            source: The adapter, which keeps the reducer. It is asked for gradients when their bucket leaves:
+                one after the other they take half as long as each in the middle of a backward pass, which
+                fills the caches with others.
             as_array: Makes an array that `comm.allreduce` accepts of bytes and a dtype.
 
         Raises:
@@ -78,14 +80,14 @@ class GradientReducer:
         self.options = options
         self.specs = tuple(specs)
         check_parameters(comm.rank, self.specs, options)
-        entries = [(spec.name, spec.describe()) for spec in self.specs]
-        check_same(comm, [*entries, ("options", repr(asdict(options)))], "parameters of the model")
+        self.check_same(comm)
         self._rank, self._size = comm.rank, comm.size
         self._comm = comm.split(0) if comm.size > 1 else None
         self._as_array = as_array
         # A cycle would keep the buckets of a dropped model until the garbage collector comes.
         self._source = weakref.ref(source)
-        self._produced = bytearray(len(self.specs))
+        self._states = np.zeros(len(self.specs), np.uint8)
+        self._state = self._states.data  # of one gradient: twice as fast as the array
         self._arrivals: list[int] | None = []
         self._round: Round | None = None
         # Layers are usually registered in forward order, so gradients arrive last to first.
@@ -94,6 +96,11 @@ class GradientReducer:
         self._memory = BucketMemory(self._comm, self.plan, self.specs, options, as_array)
         self._exchange = make_exchange(self._comm, self._memory, self.specs, options)
         self._same_data = SameDataCheck(self._comm, check_interval(comm.rank, options.check_every))
+
+    def check_same(self, comm: Communicator) -> None:
+        """Raise MismatchError unless all ranks have the same parameters and options here. Collective."""
+        entries = [(spec.name, spec.describe()) for spec in self.specs]
+        check_same(comm, [*entries, ("options", repr(asdict(self.options)))], "parameters of the model")
 
     @property
     def comm(self) -> Communicator | None:
@@ -108,11 +115,11 @@ class GradientReducer:
     @property
     def has_unreduced(self) -> bool:
         """Whether this rank has gradients that no finished round contains."""
-        return any(self._produced)
+        return bool(((self._states > _ABSENT) & (self._states < _REDUCED)).any())
 
-    def is_produced(self, index: int) -> bool:
-        """Whether this rank has a gradient of this parameter that no finished round contains."""
-        return bool(self._produced[index])
+    def state(self, index: int) -> GradientState:
+        """Of this rank's gradient of a parameter."""
+        return GradientState(self._state[index])
 
     def slot(self, index: int) -> Bytes:
         """Memory of one gradient. Valid until `generation` changes. Shape (nbytes,)."""
@@ -123,20 +130,18 @@ class GradientReducer:
         """All slots as NumPy arrays of the parameters' shapes; another list when `generation` has changed."""
         return self._memory.views
 
+    def is_pending(self, index: int) -> bool:
+        """Whether this rank has a gradient that a later round is to contain."""
+        return self._state[index] == _PENDING
+
     def is_ready(self, index: int) -> bool:
-        """Whether the gradient is ready in the round under way: its slot may be in use."""
-        return self._round is not None and bool(self._round.ready[index])
+        """Whether the gradient is ready or sent in the round under way: its slot may be in use."""
+        return _PENDING < self._state[index] < _REDUCED
 
-    def sent(self) -> list[int]:
-        """Parameters whose buckets have left in the round under way."""
-        current = self._round
-        if current is None:
-            return []
-        return [slot.index for bucket in self.plan.buckets[: len(current.works)] for slot in bucket.slots]
-
-    def mark_produced(self, index: int) -> None:
-        """A gradient was accumulated, that a later round is to contain, which asks where it is."""
-        self._produced[index] = 1
+    def mark_pending(self, index: int) -> None:
+        """A gradient was accumulated, that a later round is to contain, which asks for it."""
+        if not self.is_ready(index):
+            self._state[index] = _PENDING
 
     def mark_ready(self, index: int) -> None:
         """The gradient is final for this round. Sends the buckets that are complete.
@@ -149,14 +154,13 @@ class GradientReducer:
                 one array.
         """
         current = self._round or self._begin()
-        bucket = self._memory.bucket_of[index]
-        self._produced[index] = 1
-        if current.ready[index]:
-            if bucket < len(current.works):
-                raise UsageError(self._second_gradient(index), rank=self._rank, tensor=self.specs[index].name)
+        before = self._state[index]
+        if before == _READY:
             return
-        current.ready[index] = 1
-        current.pending[bucket] -= 1
+        if before == _SENT:
+            raise UsageError(self._second_gradient(index), rank=self._rank, tensor=self.specs[index].name)
+        self._state[index] = _READY
+        current.pending[self._memory.bucket_of[index]] -= 1
         if self._arrivals is not None:
             self._arrivals.append(index)
         while len(current.works) < len(current.pending) and not current.pending[len(current.works)]:
@@ -200,7 +204,8 @@ class GradientReducer:
             result = self._collect(current)
         finally:
             self._round = None
-            self._produced = bytearray(len(self.specs))
+            self._states[self._states != _REDUCED] = _ABSENT
+        self._states[result.produced] = _REDUCED
         self._same_data.end_round()
         for index, kept in current.kept.items():
             if not result.produced[index]:
@@ -240,7 +245,7 @@ class GradientReducer:
         Buckets that have already left are waited for: their memory is in use until then.
         """
         current, self._round = self._round, None
-        self._produced = bytearray(len(self.specs))
+        self._states[self._states != _REDUCED] = _ABSENT
         if self._arrivals is not None:
             self._arrivals = []
         if current is None:
@@ -248,6 +253,16 @@ class GradientReducer:
         wait_for(current.works)
         if current.order is not None:
             self._follow(*current.order, current.elsewhere)
+
+    def clear(self) -> None:
+        """The program has cleared its gradients; only those on their way remain."""
+        current = self._round
+        if current is not None:
+            for index in np.flatnonzero(self._states == _READY).tolist():
+                current.pending[self._memory.bucket_of[index]] += 1
+                if self._arrivals is not None:
+                    self._arrivals.remove(index)
+        self._states[self._states != _SENT] = _ABSENT
 
     @property
     def has_arrived(self) -> bool:
@@ -299,7 +314,7 @@ class GradientReducer:
             comm.close()
 
     def _begin(self) -> Round:
-        self._round = Round(bytearray(len(self.specs)), [len(bucket.slots) for bucket in self.plan.buckets])
+        self._round = Round([len(bucket.slots) for bucket in self.plan.buckets])
         self._same_data.begin_round()
         return self._round
 
@@ -310,9 +325,8 @@ class GradientReducer:
         source = None if joined else self._source()
         if source is None and not joined:
             raise InternalError(f"rank {self._rank}: the source of the gradients is gone before its reducer")
-        self._locate(current, bucket, source)
+        produced = [self._fetch(current, slot.index, source) for slot in bucket.slots]
         self._same_data.add(self._memory_of(current, slot.index) for slot in bucket.slots)
-        produced = [current.ready[slot.index] for slot in bucket.slots]
         if self._exchange is None:
             self._memory.raise_flags(number, produced, not joined)
             if options.scale != 1.0:
@@ -321,30 +335,30 @@ class GradientReducer:
             return
         current.works.append(self._exchange.send(number, current.elsewhere, produced, not joined))
 
-    def _locate(self, current: Round, bucket: Bucket, source: GradientSource | None) -> None:
-        """Ask where the gradients of a bucket are, and fill the slots of those that this rank lacks."""
-        ready, specs = current.ready, self.specs
-        for slot in bucket.slots:
-            index = slot.index
-            place = None if source is None else source.locate(index, bool(ready[index]))
-            if place is None:
-                ready[index] = 0
-                self.slot(index)[:] = 0
-                current.absent.append(index)
-                continue
-            if place is not IN_SLOT:
-                other = current.addresses.setdefault(place.address, index)
-                if other != index and specs[index].nbytes > 0 and specs[other].nbytes > 0:
-                    raise self._one_array(other, index)
-                current.elsewhere[index] = place
-            if ready[index]:
-                continue
-            if self._produced[index]:
-                ready[index] = 1
-            else:
-                # A gradient of an earlier round that the program keeps. It takes part, because another rank
-                # may add to it now; if none does, these bits come back untouched by averaging.
-                current.kept[index] = self._memory_of(current, index).copy()
+    def _fetch(self, current: Round, index: int, source: GradientSource | None) -> bool:
+        """Ask for a gradient of a bucket that leaves, and fill its slot if this rank has none.
+
+        Returns:
+            Whether it is new.
+        """
+        gradient = None if source is None else source.fetch(index)
+        if gradient is None:
+            self._state[index] = _ABSENT
+            self.slot(index)[:] = 0
+            current.absent.append(index)
+            return False
+        if gradient is not IN_SLOT:
+            other, specs = current.addresses.setdefault(gradient.address, index), self.specs
+            if other != index and specs[index].nbytes > 0 and specs[other].nbytes > 0:
+                raise self._one_array(other, index)
+            current.elsewhere[index] = gradient
+        if _ABSENT < self._state[index] < _REDUCED:
+            self._state[index] = _SENT
+            return True
+        # A gradient of an earlier round that the program keeps. It takes part, because another rank may add
+        # to it now; if none does, these bits come back untouched by averaging.
+        current.kept[index] = self._memory_of(current, index).copy()
+        return False
 
     def _memory_of(self, current: Round, index: int) -> Bytes:
         """Where a gradient of the round lies."""
@@ -373,7 +387,7 @@ class GradientReducer:
                 self._multiply(current, bucket, self._size / count)
         return RoundResult(produced, active)
 
-    def _follow(self, order: NDArray[np.int64], work: Work, elsewhere: Mapping[int, InPlace]) -> None:
+    def _follow(self, order: NDArray[np.int64], work: Work, elsewhere: Mapping[int, Gradient]) -> None:
         """After the first round: order the buckets as gradients arrived on rank 0."""
         work.wait()
         plan = self.options.plan(self.specs, order.tolist(), self._size)

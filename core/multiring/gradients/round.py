@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring.gradients.bucket_memory import Bytes
-from multiring.gradients.source import InPlace
+from multiring.gradients.source import Gradient
 
 if TYPE_CHECKING:
     from multiring import Work
@@ -22,7 +22,6 @@ class Round:
     """State of a round; parameters are given by their index.
 
     Attributes:
-        ready: Per parameter: this rank has a new gradient, which may leave.
         pending: Per bucket: slots that wait for their gradient.
         works: Of the buckets that have left.
         elsewhere: Gradients that are not in their slots.
@@ -32,10 +31,9 @@ class Round:
         order: Broadcast of the order of arrival.
     """
 
-    ready: bytearray
     pending: list[int]
     works: list[Work | None] = field(default_factory=list)
-    elsewhere: dict[int, InPlace] = field(default_factory=dict)
+    elsewhere: dict[int, Gradient] = field(default_factory=dict)
     addresses: dict[int, int] = field(default_factory=dict)
     kept: dict[int, Bytes] = field(default_factory=dict)
     absent: list[int] = field(default_factory=list)

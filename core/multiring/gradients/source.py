@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["IN_SLOT", "GradientSource", "InPlace", "RoundResult"]
+__all__ = ["IN_SLOT", "Gradient", "GradientSource", "GradientState", "RoundResult"]
 
 
-class InPlace(NamedTuple):
+class GradientState(IntEnum):
+    """Where one of this rank's gradients is on its way.
+
+    `mark_pending` and `mark_ready` lead from any state to theirs, but not from `SENT`. When a round ends,
+    what any rank had sent is `REDUCED` on all of them.
+    """
+
+    ABSENT = 0  # none that the reducer knows of
+    PENDING = 1  # accumulated: a later round is to contain it
+    READY = 2  # final for the round under way
+    SENT = 3  # its bucket has left
+    REDUCED = 4  # what an earlier round has left, and nothing was added since
+
+
+class Gradient(NamedTuple):
     """A gradient in memory of the framework's own, which is reduced there instead of in its slot.
 
     Nobody else may read or write the memory until the round has ended.
@@ -25,23 +40,18 @@ class InPlace(NamedTuple):
     owner: object
 
 
-IN_SLOT: Final = InPlace(0, None)
+IN_SLOT: Final = Gradient(0, None)
 """Says that a gradient is in its slot."""
 
 
 class GradientSource(Protocol):
     """What the reducer asks an adapter. Parameters are given by their index."""
 
-    def locate(self, index: int, is_ready: bool) -> InPlace | None:
-        """Where this rank's gradient is, asked once in each round, when its bucket leaves.
+    def fetch(self, index: int) -> Gradient | None:
+        """This rank's gradient, asked for once in each round, when its bucket leaves.
 
-        Here an adapter may also copy the gradient into its slot, or, for one that is not ready, call
-        `mark_produced`.
-
-        Args:
-            index: Which parameter's.
-            is_ready: `mark_ready` was called in this round. Otherwise the round ends: what there is counts as
-                new if `mark_produced` was called for it, and else as what an earlier round has left.
+        Here an adapter may also copy the gradient into its slot, or call `mark_pending` for one that nothing
+        has told of. What is neither ready nor pending takes part as what an earlier round has left.
 
         Returns:
             `IN_SLOT`, its place in memory of the framework's, or None: this rank has no gradient.

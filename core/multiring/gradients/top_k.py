@@ -228,6 +228,7 @@ class TopKExchange:
         What does not fit a parameter any more is dropped; that of parameters not in this exchange waits.
         """
         specs = {spec.name: spec for spec in self._specs}
+        self.residuals = {}
         for name, kept in residuals.items():
             spec = specs.get(name)
             if spec is None:

@@ -59,6 +59,7 @@ class Normalised(chainer.Chain):
             self.network = make_model()
             self.norm = links.BatchNormalization(6)
         self.add_persistent("seen", np.full(2, rank, np.int64))
+        self.add_persistent("phase", np.full(2, rank * 1j, np.complex64))
         self.add_persistent("random", np.random.RandomState(rank))
         self.add_persistent("bits", np.full(4, rank, np.uint32))
         self.add_persistent("scalar", np.float64(rank))
@@ -96,6 +97,7 @@ def test_running_statistics(comm: Communicator, options: dict[str, Any], own_loo
         found[mode] = model.statistics()
         parameters.append(bits_of(model))
         assert (model.seen == seen).all()
+        assert (model.phase == seen * 1j).all()
         assert (model.bits == comm.rank).all()
         assert model.scalar == comm.rank
         assert model.random.randint(1 << 30) == np.random.RandomState(comm.rank).randint(1 << 30)
@@ -164,6 +166,18 @@ def test_states_that_differ(comm: Communicator, what: str) -> None:
             model.network.first.disable_update()
         optimizer.update(squares, model, 10 * step + comm.rank)
         assert step < 7 or what == "none"
+
+
+@all_raise(MismatchError, "at this call of check_state.*'lr")
+def test_drift_after_the_last_update(comm: Communicator) -> None:
+    model = make_model()
+    optimizer = make_optimizer(comm, model, chainer.optimizers.SGD(0.1))
+    for step in range(3):
+        x = draw(step + comm.rank)
+        optimizer.update(lambda x=x: functions.mean(model(x) ** 2))
+        optimizer.check_state()
+    optimizer.lr = 0.1 + comm.rank
+    optimizer.check_state()
 
 
 def test_a_snapshot_that_one_rank_has_loaded(comm: Communicator, tmp_path: Path) -> None:

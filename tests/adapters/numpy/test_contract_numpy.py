@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 import multiring.numpy
 from multiring import Communicator
-from multiring.errors import UsageError
+from multiring.errors import MismatchError, UsageError
 from tests.adapters.contract import Adapter, AdapterContract, oracle
-from tests.on_ranks import on_ranks
+from tests.on_ranks import all_raise, on_ranks
 from tests.support import REPOSITORY, run_job
 
 Array = NDArray[Any]
@@ -110,6 +110,17 @@ def test_refused(comm: Communicator) -> None:
         buckets.ready("a", np.ones(2))
     np.testing.assert_array_equal(buckets.synchronize()["a"], 1.0)
     buckets.close()
+
+
+@all_raise(MismatchError, "at this call of check_state.*'b'")
+def test_drift_after_the_last_step(comm: Communicator) -> None:
+    weights = {"a": np.zeros(2), "b": np.zeros(2)}
+    buckets = multiring.numpy.GradientBuckets(weights, comm)
+    buckets.ready("a", np.ones(2))
+    buckets.synchronize()
+    buckets.check_state()
+    weights["b"] += comm.rank
+    buckets.check_state()
 
 
 def test_state_of_all_kinds(comm: Communicator) -> None:

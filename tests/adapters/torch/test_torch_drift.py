@@ -159,6 +159,22 @@ def test_hyperparameters_are_compared(comm: Communicator, kind: str) -> None:
         torch.autograd.backward(squares(model, comm.rank))
 
 
+@pytest.mark.parametrize("wraps", [True, False])
+@all_raise(MismatchError, "at this call of check_state.*'parameter 4.bias'")
+def test_drift_after_the_last_check(comm: Communicator, wraps: bool) -> None:
+    """Step 3 compares nothing; the program asks at its end."""
+    model = make_model()
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer: Any = wrap(plain, model, comm) if wraps else plain
+    hooks: Any = optimizer if wraps else register(model, comm)
+    for step in range(3):
+        update(optimizer, squares(model, comm.rank + step))
+        hooks.check_state()
+    with torch.no_grad():
+        model[4].bias += comm.rank
+    hooks.check_state()
+
+
 def test_two_models_are_compared_in_any_order(comm: Communicator) -> None:
     """Buffers and checks of two models, whose backward passes end in another order on rank 1."""
     models = [make_normalised(k) for k in range(2)]

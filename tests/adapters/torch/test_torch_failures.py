@@ -125,7 +125,7 @@ def test_hooks_live_as_long_as_the_model(comm: Communicator) -> None:
     """Without their handle; a dropped model releases its buckets."""
     model = make_model()
     hooks = register(model, comm)
-    dropped = [weakref.ref(hooks), weakref.ref(model), weakref.ref(hooks._slots.reducer._memory)]
+    dropped = [weakref.ref(hooks), weakref.ref(model), weakref.ref(hooks._gradients.reducer._memory)]
     del hooks
     gc.collect()
     torch.autograd.backward(squares(model, comm.rank))

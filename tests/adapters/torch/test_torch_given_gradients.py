@@ -205,3 +205,26 @@ def test_a_dtype_that_changes_is_refused(comm: Communicator) -> None:
                 model.zero_grad()
             with pytest.raises(UsageError, match=r"has become torch.bfloat16 .*register them again"):
                 torch.autograd.backward(model(x.bfloat16() if x.is_floating_point() else x).sum())
+
+
+def test_given_gradients_that_never_come_by_a_hook(comm: Communicator) -> None:
+    """As those of `torch.autograd.grad`: the first step of any optimizer tells."""
+    model = make_model()
+    hooks = register(model, comm)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # as it is made to have a state
+    gradients = torch.autograd.grad(squares(model, comm.rank), parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    with pytest.raises(
+        UsageError, match=r"steps with a gradient of '0.weight' that is not reduced: .*synchron"
+    ):
+        optimizer.step()
+    hooks.synchronize()
+    assert_gradients(model, expected(comm, squares), comm)
+    optimizer.step()
+    hooks.remove()
+    optimizer.step()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from multiring import Communicator
 from multiring.errors import UsageError
+from multiring.gradients.source import GradientState
 from multiring.torch import GradientHooks, placement
 from tests.adapters.torch.support import (
     assert_gradients,
@@ -29,7 +30,7 @@ from tests.on_ranks import on_ranks
 
 
 def slots_of(hooks: GradientHooks) -> list[int]:
-    reducer = hooks._slots.reducer
+    reducer = hooks._gradients.reducer
     return [reducer.slot(index).ctypes.data for index in range(len(reducer.specs))]
 
 
@@ -38,28 +39,26 @@ def addresses_of(model: nn.Module) -> list[int]:
 
 
 @on_ranks(3)
-def test_gradients_that_are_kept_move_into_buckets(comm: Communicator) -> None:
-    """Those that the program keeps, and only those."""
+def test_gradients_never_lie_in_slots(comm: Communicator) -> None:
+    """Whether the program keeps them or not: they are its own, and remain when hooks are removed."""
     model = make_model()
     hooks = register(model, comm)
     wanted = expected(comm, squares)
-    addresses, slots = [], []
+    before: list[int] = []
     for step in range(5):
         backward(model, comm.rank, keep=step >= 2)
         assert_gradients(model, wanted, comm)
-        addresses.append(addresses_of(model))
-        slots.append(slots_of(hooks))
-    assert not set(addresses[1]) & set(slots[1])
-    assert addresses[2:] == slots[2:]
-    before = bits(gradients_of(model))
+        addresses = addresses_of(model)
+        assert not set(addresses) & set(slots_of(hooks))
+        assert step < 3 or addresses == before
+        before = addresses
+    kept = bits(gradients_of(model))
     hooks.remove()
     hooks.remove()
-    assert not set(addresses_of(model)) & set(slots[4])
-    assert bits(gradients_of(model)) == before
+    assert bits(gradients_of(model)) == kept
     backward(model, comm.rank)
     own = expected(comm, lambda model, _: squares(model, comm.rank))
-    for parameter, local in zip(model.parameters(), own, strict=True):
-        torch.testing.assert_close(parameter.grad, local, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradients_of(model), own, rtol=1e-12, atol=1e-14)
 
 
 class _Shared(torch.autograd.Function):
@@ -101,7 +100,8 @@ def test_gradients_of_a_failed_pass_are_not_kept(comm: Communicator) -> None:
         loss = (model[1:](explode(model[0](draw(comm.rank)))) ** 2).mean()
         with pytest.raises(ArithmeticError, match="exploded"):
             torch.autograd.backward(loss)
-        assert hooks._slots.reducer.sent()
+        reducer = hooks._gradients.reducer
+        assert GradientState.SENT in {reducer.state(index) for index in range(len(reducer.specs))}
         model.zero_grad(set_to_none=not keeps)
         if keeps:
             with pytest.raises(
@@ -114,11 +114,10 @@ def test_gradients_of_a_failed_pass_are_not_kept(comm: Communicator) -> None:
 
 
 def test_without_the_number_of_users_gradients_are_copied(comm: Communicator) -> None:
-    """A Torch that does not tell how many users memory has: gradients are copied into their slots."""
+    """A Torch that does not tell how many users memory has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement, "_use_count", None)
         patch.setattr(placement, "_ALONE", -1)
         model = make_model()
-        hooks = register(model, comm)
+        register(model, comm)
         check_steps(model, squares, expected(comm, squares), comm)
-        assert addresses_of(model) == slots_of(hooks)

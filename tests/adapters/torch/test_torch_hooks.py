@@ -46,7 +46,9 @@ def test_buckets_follow_the_order_of_arrival(comm: Communicator) -> None:
     plans = []
     for _ in range(3):
         check_steps(model, loss, wanted, comm, steps=1)
-        plans.append([slot.index for bucket in hooks._slots.reducer.plan.buckets for slot in bucket.slots])
+        plans.append(
+            [slot.index for bucket in hooks._gradients.reducer.plan.buckets for slot in bucket.slots]
+        )
     # Layer 0 is applied last, so its gradients arrive first; within a layer, weight and bias in either order.
     assert [index // 2 for index in plans[0]] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert plans[0] == plans[1] == plans[2]

@@ -18,7 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 import multiring.torch
 from multiring import Communicator
 from multiring.errors import UsageError
-from tests.adapters.torch.support import check_steps, draw, expected, make_model, register, squares, wrap
+from tests.adapters.torch.support import (
+    check_steps,
+    draw,
+    expected,
+    gradients_of,
+    make_model,
+    register,
+    squares,
+    wrap,
+)
 
 
 @pytest.mark.full
@@ -37,22 +46,31 @@ def test_compiled_autograd(comm: Communicator, how: str) -> None:
                 torch.autograd.backward(squares(model, comm.rank))
 
 
-@pytest.mark.parametrize("how", ["pickle", "copy of a part", "copy of a copy"])
+def test_a_pickle_of_a_hooked_model_is_a_plain_one(comm: Communicator) -> None:
+    """It needs no multiring to be loaded, and is trained alone."""
+    model = make_model()
+    register(model, comm)
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"multiring" not in file.getvalue()
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    loaded.load_state_dict(model.state_dict())
+    torch.autograd.backward(squares(loaded, comm.rank))
+    alone = make_model()
+    torch.autograd.backward(squares(alone, comm.rank))
+    torch.testing.assert_close(gradients_of(loaded), gradients_of(alone), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", ["copy of a part", "copy of a copy"])
 def test_copies_of_hooked_models(comm: Communicator, how: str) -> None:
     """A copy may be used, loaded and averaged (a teacher), but not trained as if it had hooks."""
     model = make_model()
     hooks = register(model, comm)
-    if how == "pickle":
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        duplicate = torch.load(file, weights_only=False)
-    else:
-        duplicate = copy.deepcopy(model)
     if how == "copy of a part":
         duplicate = nn.Sequential(*model[:4], copy.deepcopy(model[4]))
-    elif how == "copy of a copy":
-        duplicate = copy.deepcopy(duplicate)
+    else:
+        duplicate = copy.deepcopy(copy.deepcopy(model))
     for parameter, mean in zip(model.parameters(), duplicate.parameters(), strict=True):
         mean.data.lerp_(parameter.data, 0.1)
     if how != "copy of a part":

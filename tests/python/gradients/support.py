@@ -11,7 +11,7 @@ from multiring import Communicator
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import IN_SLOT, InPlace, RoundResult
+from multiring.gradients.source import IN_SLOT, Gradient, RoundResult
 
 Values = NDArray[Any]
 
@@ -40,14 +40,14 @@ class Source:
         found: Values = self.reducer.slot(index).view(self.reducer.specs[index].dtype)
         return found
 
-    def locate(self, index: int, is_ready: bool) -> InPlace | None:
+    def fetch(self, index: int) -> Gradient | None:
         if index not in self.gradients:
             return None
         if index not in self.elsewhere:
             self.read(index)[:] = self.gradients[index]
             return IN_SLOT
         array = self.arrays[index] = self.gradients[index].copy()
-        return InPlace(array.ctypes.data, array)
+        return Gradient(array.ctypes.data, array)
 
     def publish(self, index: int) -> None:
         self.published.append(index)

@@ -15,7 +15,7 @@ from multiring.errors import MismatchError, UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.model_check import check_same
 from multiring.gradients.options import ReducerOptions
-from multiring.gradients.source import InPlace
+from multiring.gradients.source import Gradient
 from tests.on_ranks import Pool, on_ranks
 from tests.python.gradients.support import Source
 
@@ -58,7 +58,7 @@ def reduce_in_rounds(comm: Communicator, job: dict[str, Any]) -> list[Any]:
     for number, ranks in enumerate(job["rounds"]):
         mine = ranks[comm.rank]
         source.begin({}, mine["elsewhere"])
-        for what, mark in (("late", reducer.mark_produced), ("arrive", reducer.mark_ready)):
+        for what, mark in (("late", reducer.mark_pending), ("arrive", reducer.mark_ready)):
             for index in mine[what]:
                 spec = specs[index]
                 source.gradients[index] = np.full(spec.shape, value_of(number, comm.rank, index), spec.dtype)
@@ -92,8 +92,8 @@ def test_an_array_cannot_be_two_gradients(comm: Communicator) -> None:
     array = np.ones(3, np.float32)
 
     class OneArray(Source):
-        def locate(self, index: int, is_ready: bool) -> InPlace | None:
-            return InPlace(array.ctypes.data, array)
+        def fetch(self, index: int) -> Gradient | None:
+            return Gradient(array.ctypes.data, array)
 
     source = OneArray(comm, AB, ReducerOptions())
     source.reducer.mark_ready(0)

@@ -112,7 +112,7 @@ def test_every_step_follows_the_description(comm: Communicator, ratio: float, sc
         mine = list(gradients[comm.rank])
         source.begin(gradients[comm.rank], range(0, len(SIZES), 2))
         for index in mine[1::2]:
-            reducer.mark_produced(index)
+            reducer.mark_pending(index)
         for index in mine[::2]:
             reducer.mark_ready(index)
         result = reducer.finish()

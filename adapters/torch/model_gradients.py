@@ -1,0 +1,368 @@
+"""The gradients of a model on their way between parameters and the shared reducer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import torch
+from multiring.errors import UsageError
+from multiring.gradients.options import ReducerOptions
+from multiring.gradients.reducer import GradientReducer
+from multiring.gradients.source import Gradient, GradientState, RoundResult
+from multiring.torch.buffers import as_tensor, checksum, specification
+from multiring.torch.placement import GradientPlacement, version
+from multiring.torch.sparse import RowExchange
+from torch.utils.weak import TensorWeakRef
+
+if TYPE_CHECKING:
+    from multiring import Communicator
+
+__all__ = ["Held", "ModelGradients"]
+
+
+class Held(list[torch.Tensor | None]):
+    """References to the parameters, for the time of a round or longer."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Plan(NamedTuple):
+    """The reducer of the parameters that require a gradient at a time."""
+
+    reducer: GradientReducer
+    numbers: list[int]  # of the parameters, by their index in the reducer
+    indices: dict[int, int]  # in the reducer, by number
+
+
+class ModelGradients:
+    """Moves gradients between parameters and buckets; the reducer's `GradientSource`.
+
+    Parameters have numbers here. The reducer knows those of them that require a gradient, by their index.
+    Reducers are kept for a while, so that a program may freeze and thaw parts of a model in turns.
+
+    Parameters are referred to weakly: their hooks lead here, through memory that the garbage collector
+    cannot see, so a strong reference would keep a dropped model for ever.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        comm: Communicator,
+        options: ReducerOptions,
+        sparse: Collection[str],
+    ) -> None:
+        """Compare the model over ranks and allocate buckets for what requires a gradient. Collective."""
+        self._names = list(parameters)
+        self._parameters = [TensorWeakRef(parameter) for parameter in parameters.values()]
+        self._required = [parameter.requires_grad for parameter in parameters.values()]
+        self._comm, self._options, self._sparse = comm, options, frozenset(sparse)
+        self._exchanges: dict[int, RowExchange] = {}
+        self._places = GradientPlacement(comm.rank, self._names)
+        self._before: frozenset[int] = frozenset()
+        self._held: weakref.ref[Held] | None = None
+        self._plans: dict[tuple[bool, ...], _Plan] = {}  # the last one used is the last
+        self.produced_since_step = np.zeros(len(self._names), np.bool_)
+        self._plan: _Plan | None = None
+        self._plan = self._make_plan()
+
+    @property
+    def reducer(self) -> GradientReducer:
+        """The shared machinery at work.
+
+        Raises:
+            UsageError: The buckets have been released.
+        """
+        return self._current.reducer
+
+    @property
+    def _current(self) -> _Plan:
+        if self._plan is None:
+            raise UsageError(
+                f"rank {self._comm.rank}: the gradient hooks have been removed; register them again"
+            )
+        return self._plan
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The parameters that still exist, by name."""
+        found = ((name, ref()) for name, ref in zip(self._names, self._parameters, strict=True))
+        return {name: parameter for name, parameter in found if parameter is not None}
+
+    def begin(self) -> Held:
+        """Begin a round. Change the reducer if parameters were frozen or thawed since; collective then.
+
+        Returns:
+            What to keep until the round has ended.
+        """
+        held = self.hold()
+        required = [
+            before if parameter is None else parameter.requires_grad
+            for parameter, before in zip(held, self._required, strict=True)
+        ]
+        if required != self._required and any(required):  # while all are frozen nothing is there to reduce
+            self._required = required
+            self._change_plan()
+        return held
+
+    def hold(self) -> Held:
+        """References that need not be looked up again as long as somebody has them."""
+        held = None if self._held is None else self._held()
+        if held is None:
+            held = Held([ref() for ref in self._parameters])
+            self._held = weakref.ref(held)
+        return held
+
+    def begin_pass(self, arrived: int) -> frozenset[int]:
+        """A backward pass begins: look which gradients are there already.
+
+        Args:
+            arrived: The parameter whose gradient has come already.
+
+        Returns:
+            Reduced gradients that the program has not zeroed. What the pass adds to them must not be reduced
+            together with them again, unless gradients are plain averages.
+        """
+        there = {n: gradient for n in self._current.numbers if (gradient := self._gradient(n)) is not None}
+        # Autograd adds to what is there, which counts as a write.
+        is_fresh = arrived in there and version(there[arrived]) <= 0
+        self._before = frozenset(there.keys() - {arrived}) if is_fresh else frozenset(there)
+        if self._options.is_repeatable(self._comm.size):
+            return frozenset()
+        is_kept = self._places.is_kept
+        return frozenset(
+            n for n, gradient in there.items() if is_kept(n, gradient, was_added_to=n == arrived)
+        )
+
+    def cannot_add(self, number: int) -> UsageError:
+        """What to raise where a backward pass has added to one of those."""
+        todo = (
+            "call zero_grad() after each step, put all backward passes of a step but the last into "
+            "no_sync(), or use averages"
+        )
+        return self._options.reduced_twice(self._comm.rank, self._names[number], todo)
+
+    def mark_pending(self, number: int) -> None:
+        """A gradient was accumulated that a later round is to contain."""
+        plan = self._current
+        plan.reducer.mark_pending(plan.indices[number])
+
+    def mark_ready(self, number: int) -> None:
+        """A gradient of this round is in `parameter.grad`: it may leave."""
+        plan = self._current
+        plan.reducer.mark_ready(plan.indices[number])
+
+    def flush(self) -> None:
+        """First step of the end of a round: send what has not left, and the rows of sparse gradients.
+
+        With several models, all take a step before any takes the next; their order does not matter.
+        """
+        self.reducer.flush()
+        self._exchanges = self._send_rows(joined=False)
+
+    def send_values(self) -> None:
+        """Second step: send the values of sparse gradients, now that the rows of all ranks are known."""
+        for exchange in self._exchanges.values():
+            exchange.send_values()
+
+    def finish(self) -> RoundResult:
+        """Third step: wait for the gradients."""
+        exchanges, self._exchanges = self._exchanges, {}
+        plan, parameters = self._current, self.hold()
+        try:
+            result = plan.reducer.finish()
+            self._places.check(parameters)
+            self._settle(result, exchanges)
+            produced = np.zeros(len(self._names), np.bool_)
+            produced[plan.numbers] = result.produced
+            self._places.settle(parameters, produced)
+        finally:
+            self._places.forget_round()
+        self.produced_since_step |= produced
+        return result
+
+    def cancel(self) -> None:
+        """Forget the round of a backward pass that was aborted by an exception.
+
+        Raises:
+            UsageError: The program has kept gradients of it.
+        """
+        plan = self._current
+        if plan.reducer.is_open:
+            self._exchanges = {}
+            state = plan.reducer.state
+            there = self._places.reduced_in_place(self.hold())
+            kept = [n for n in there if state(plan.indices[n]) == GradientState.SENT]
+            plan.reducer.cancel()
+            self._places.forget_round()
+            if kept:
+                name = self._names[kept[0]]
+                raise UsageError(
+                    f"rank {self._comm.rank}: a backward pass ended with an exception while the gradient of "
+                    f"'{name}' was on its way, which may have overwritten what the program has done to it "
+                    "since; call zero_grad(set_to_none=True) after such an exception",
+                    rank=self._comm.rank,
+                    tensor=name,
+                )
+
+    def join(self, after_round: Callable[[RoundResult], None]) -> int:
+        """Answer the rounds of ranks that still have data; returns one that had to the end. Collective.
+
+        Args:
+            after_round: Called at the end of each round.
+        """
+
+        def settle(result: RoundResult) -> None:
+            self._settle(result, self._send_rows(joined=True))
+            after_round(result)
+
+        root = self.reducer.join(settle)
+        for parameter in self.named().values():
+            parameter.grad = None
+        return root
+
+    def close(self) -> None:
+        """Release the buckets. May be called twice."""
+        self._places.forget_round()
+        self._plan = None
+        while self._plans:
+            self._plans.popitem()[1].reducer.close()
+
+    def carry_on(self, other: ModelGradients) -> None:
+        """Know which gradients `other`, in whose place this comes, has reduced."""
+        self._places.carry_on(other._places)
+
+    def load_residuals(self, residuals: Mapping[str, NDArray[Any]]) -> None:
+        """Put these in the place of what compression has kept back; those of frozen parameters wait."""
+        there = {spec.name for spec in self.reducer.specs}
+        resting = [
+            specification(name, parameter, name in self._sparse)
+            for name, parameter in self.named().items()
+            if name in residuals and name not in there
+        ]
+        self.reducer.load_residuals(residuals, resting)
+
+    def replaced_gradients(self) -> list[int]:
+        """Gradients that are other tensors than those that were reduced last."""
+        is_replaced = self._places.is_replaced
+        return [
+            n
+            for n in self._current.numbers
+            if (gradient := self._gradient(n)) is not None and is_replaced(n, gradient)
+        ]
+
+    def find_new(self, replaced: list[int]) -> bool:
+        """Find which of the gradients that the program has replaced are still to be reduced: those that are
+        not the same on all ranks, or that no round since the last step has reduced. Collective.
+
+        Returns:
+            Whether there are any, on any rank.
+        """
+        comm = self.reducer.comm
+        gradients = {n: gradient for n in replaced if (gradient := self._gradient(n)) is not None}
+        own = {n: checksum(gradient) for n, gradient in gradients.items()}
+        everyone = [own] if comm is None else comm.allgather_object(own)
+        is_any_new = False
+        for number in sorted(set().union(*everyone)):
+            is_new = (
+                not self.produced_since_step[number] or len({other.get(number) for other in everyone}) > 1
+            )
+            is_any_new |= is_new
+            gradient = gradients.get(number)
+            if gradient is not None and is_new:
+                self.mark_pending(number)
+            elif gradient is not None:
+                self._places.note(number, gradient)  # the same on all ranks, made of what was reduced
+        return is_any_new
+
+    def fetch(self, index: int) -> Gradient | None:
+        """Part of `GradientSource`.
+
+        A gradient of which no hook has told is new all the same if it is not what was reduced last.
+        """
+        plan = self._current
+        number = plan.numbers[index]
+        parameter, state = self.hold()[number], plan.reducer.state(index)
+        is_ready = state == GradientState.READY
+        if parameter is None or parameter.grad is None:
+            if is_ready:
+                raise self._places.was_replaced(number)
+            return None
+        if state in _UNTOLD and self._places.is_new(number, parameter.grad):
+            plan.reducer.mark_pending(index)
+        return self._places.fetch(number, parameter, is_fresh=is_ready and number not in self._before)
+
+    def publish(self, index: int) -> None:
+        """Part of `GradientSource`: another rank had a gradient where this one had none."""
+        plan = self._current
+        number = plan.numbers[index]
+        parameter = self.hold()[number]
+        if parameter is not None:
+            self._places.publish(number, parameter, plan.reducer.slot(index))
+
+    def _gradient(self, number: int) -> torch.Tensor | None:
+        parameter = self.hold()[number]
+        return None if parameter is None else parameter.grad
+
+    def _make_plan(self) -> _Plan:
+        """A reducer for the parameters that require a gradient now. Collective."""
+        held = self.hold()
+        numbers = [n for n, parameter in enumerate(held) if self._required[n] and parameter is not None]
+        specs = []
+        for n in numbers:
+            parameter, name = held[n], self._names[n]
+            assert parameter is not None
+            spec = specification(name, parameter, name in self._sparse)
+            specs.append(spec)
+            self._places.expect(n, parameter, is_sparse=spec.sparse)
+        reducer = GradientReducer(self._comm, specs, self._options, self, as_array=as_tensor)
+        plan = _Plan(reducer, numbers, {number: index for index, number in enumerate(numbers)})
+        self._plans[tuple(self._required)] = plan
+        return plan
+
+    def _change_plan(self) -> None:
+        """Go over to a reducer for the parameters that require a gradient now. Collective."""
+        before = self._current
+        residuals = before.reducer.residuals()
+        pending = [n for n in before.numbers if before.reducer.is_pending(before.indices[n])]
+        before.reducer.cancel()
+        plan = self._plans.pop(key := tuple(self._required), None)
+        if plan is not None:
+            self._plans[key] = plan
+            plan.reducer.check_same(self._comm)
+        elif len(self._plans) == _MAX_PLANS:
+            self._plans.pop(next(iter(self._plans))).reducer.close()
+        self._plan = plan = plan or self._make_plan()
+        plan.reducer.carry_on(residuals)
+        for number in pending:
+            if number in plan.indices:
+                self.mark_pending(number)
+
+    def _send_rows(self, *, joined: bool) -> dict[int, RowExchange]:
+        plan, exchanges = self._current, {}
+        for index, spec in enumerate(plan.reducer.specs):
+            if spec.sparse:
+                number = plan.numbers[index]
+                gradient = None if joined else self._gradient(number)
+                form = self._places.form(number)
+                exchanges[index] = RowExchange(plan.reducer.comm, gradient, *form, spec.name, self._options)
+        return exchanges
+
+    def _settle(self, result: RoundResult, exchanges: dict[int, RowExchange]) -> None:
+        """Wait for the sparse gradients and keep those that any rank has produced."""
+        for exchange in exchanges.values():
+            exchange.send_values()
+        for index, exchange in exchanges.items():
+            gradient, number = exchange.wait(int(result.active.sum())), self._current.numbers[index]
+            parameter = self._parameters[number]()
+            if result.produced[index] and parameter is not None:
+                parameter.grad = gradient
+                self._places.note(number, gradient)
+
+
+# Sets of parameters that a program trains in turns, as generator and discriminator or layer by layer.
+_MAX_PLANS = 4
+_UNTOLD = (GradientState.ABSENT, GradientState.REDUCED)
