@@ -209,11 +209,10 @@ class MultiNodeOptimizer:
             self._check.compare_next()
 
     def check_state(self) -> None:
-        """Compare the state of the ranks, as the checks in between do: after the last update of a job nothing
-        else does. Collective.
+        """Compare the state of the ranks, which nothing else does after the last update of a job. Collective.
 
         Raises:
-            MismatchError: The ranks differ; the message shows the first difference.
+            MismatchError: They differ.
         """
         state = training_state(self.actual_optimizer, buffers=self._buffers != "local")
         compare_state(self.communicator.plain, state, "this call of check_state()")

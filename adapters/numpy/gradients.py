@@ -11,7 +11,8 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerKeywords, ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import IN_SLOT, Gradient, GradientState
+from multiring.gradients.source import IN_SLOT, Gradient
+from multiring.gradients.states import GradientState
 from multiring.numpy.state import broadcast_parameters
 from multiring.reductions import explain_arguments
 from multiring.state.check import StateCheck, compare_state
@@ -113,7 +114,11 @@ class GradientBuckets:
         return {name: views[index] for name, index in self._index.items() if self._has(index)}
 
     def zero(self) -> None:
-        """Forget the gradients: the next `add` sets instead of adding."""
+        """Forget the gradients: the next `add` sets instead of adding.
+
+        Raises:
+            UsageError: One was said to be ready since the last `synchronize`, and may have left.
+        """
         self._reducer.clear()
 
     @contextmanager

@@ -14,7 +14,7 @@ from multiring.errors import UsageError
 if TYPE_CHECKING:
     from multiring.torch.hooks import GradientHooks
 
-__all__ = ["NO_HOOK", "Arrival", "ModelGuard", "forget_copy", "is_hooked", "local_copy"]
+__all__ = ["NO_HOOK", "Arrival", "Incoming", "ModelGuard", "forget_copy", "is_hooked", "local_copy"]
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -33,6 +33,19 @@ class Arrival:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         self._hooks.arrived(self._number, parameter)
+
+
+class Incoming:
+    """The hook of one parameter that is called before its gradient is accumulated."""
+
+    __slots__ = ("_hooks", "_number")
+
+    def __init__(self, hooks: GradientHooks, number: int) -> None:
+        self._hooks = hooks
+        self._number = number
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._hooks.incoming(self._number, gradient)
 
 
 def is_hooked(parameter: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch
 from multiring.errors import UsageError
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.source import RoundResult
-from multiring.torch.copies import Arrival, ModelGuard, forget_copy, is_hooked
+from multiring.torch.copies import Arrival, Incoming, ModelGuard, forget_copy, is_hooked
 from multiring.torch.model_gradients import ModelGradients
 from multiring.torch.model_state import ModelState
 from multiring.torch.state import broadcast_optimizer_state, broadcast_parameters
@@ -35,12 +35,11 @@ __all__ = ["GradientHooks"]
 class _Pass:
     """One backward pass. The engine holds it until the pass has ended, or was aborted by an exception."""
 
-    def __init__(self, hooks: GradientHooks, number: int, reduce: bool) -> None:
+    def __init__(self, hooks: GradientHooks, reduce: bool) -> None:
         self.reduce = reduce
         self._hooks = hooks
         # What is taken part with, so that the parameters need not be looked up for every gradient.
         self._held = hooks._gradients.begin()
-        self.kept = hooks._gradients.begin_pass(number)
         # Callbacks of other models run in between, so that all have sent before any waits.
         self._steps = iter(hooks._steps() if reduce else ())
         self._inner: torch.utils.hooks.RemovableHandle | None = None
@@ -112,7 +111,7 @@ class GradientHooks:
         # Weak, as all references to the model from here; see `ModelGradients`.
         self._module = None if module is None else weakref.ref(module)
         self._passes_per_round, self._passes = passes_per_round, 0
-        self._enabled = True
+        self._enabled, self._is_joining = True, False
         self._pass: weakref.ref[_Pass] | None = None
         self._gradients = ModelGradients(floating, comm, options, sparse)
         self._state = (
@@ -125,7 +124,9 @@ class GradientHooks:
         # With one rank and no scaling there is nothing to do: gradients stay where autograd puts them.
         self._is_local = comm.size == 1 and options.scale == 1.0
         self._handles = (
-            [] if self._is_local else [_register(self, k, p) for k, p in enumerate(floating.values())]
+            []
+            if self._is_local
+            else [h for k, p in enumerate(floating.values()) for h in _register(self, k, p)]
         )
         if optimizer is None and comm.size > 1:  # a DistributedOptimizer looks at gradients itself
             watch(self)
@@ -164,7 +165,7 @@ class GradientHooks:
         """Reduce gradients that the program has put in the place of reduced ones, unless they are the same on
         all ranks, as what a program makes of reduced gradients is. Collective if there are any."""
         replaced = [] if self._is_local else self._gradients.replaced_gradients()
-        if replaced and self._gradients.find_new(replaced):
+        if replaced and self._gradients.find_new(replaced, is_joining=self._is_joining):
             self.synchronize()
 
     def check_state(self) -> None:
@@ -222,7 +223,11 @@ class GradientHooks:
                 f"rank {self._comm.rank}: join() cannot be used with SyncBatchNorm, whose statistics need "
                 "all ranks in every iteration; give ranks without data empty batches instead"
             )
-        yield
+        self._is_joining = True
+        try:
+            yield
+        finally:
+            self._is_joining = False
         if self._is_local:
             return
         root = self._gradients.join(self._answer)
@@ -261,13 +266,16 @@ class GradientHooks:
             self._state.remove()
         self._gradients.close()
 
+    def incoming(self, number: int, gradient: torch.Tensor) -> None:
+        """A gradient is about to be accumulated."""
+        self._gradients.note_incoming(number, gradient)
+
     def arrived(self, number: int, parameter: torch.Tensor) -> None:
         """The gradient of a parameter has been accumulated."""
         current = None if self._pass is None else self._pass()
         if current is None:
-            current = self._begin_pass(number)
-        if number in current.kept:
-            raise self._gradients.cannot_add(number)
+            current = self._begin_pass()
+        self._gradients.check_arrived(number)
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
             raise UsageError(
@@ -314,7 +322,7 @@ class GradientHooks:
                 tensor=name,
             )
 
-    def _begin_pass(self, number: int) -> _Pass:
+    def _begin_pass(self) -> _Pass:
         if _is_autograd_compiled():
             raise UsageError(
                 f"rank {self._comm.rank}: gradients are not reduced in a backward pass that compiled "
@@ -322,7 +330,7 @@ class GradientHooks:
                 "the model works without it)"
             )
         self._gradients.cancel()
-        current = _Pass(self, number, self._enabled and self._passes + 1 >= self._passes_per_round)
+        current = _Pass(self, self._enabled and self._passes + 1 >= self._passes_per_round)
         self._pass = weakref.ref(current)
         current.queue()
         return current
@@ -352,10 +360,10 @@ def _check_unhooked(rank: int, name: str, parameter: torch.Tensor) -> None:
 
 def _register(
     hooks: GradientHooks, number: int, parameter: torch.Tensor
-) -> torch.utils.hooks.RemovableHandle:
+) -> tuple[torch.utils.hooks.RemovableHandle, ...]:
     required = parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes hooks on no others; they stay when it is switched off again
-    handle: torch.utils.hooks.RemovableHandle
-    handle = parameter.register_post_accumulate_grad_hook(Arrival(hooks, number))  # type: ignore[no-untyped-call]
+    before = parameter.register_hook(Incoming(hooks, number))  # type: ignore[no-untyped-call]
+    after = parameter.register_post_accumulate_grad_hook(Arrival(hooks, number))  # type: ignore[no-untyped-call]
     parameter.requires_grad_(required)
-    return handle
+    return before, after

@@ -13,9 +13,10 @@ import torch
 from multiring.errors import UsageError
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
-from multiring.gradients.source import Gradient, GradientState, RoundResult
+from multiring.gradients.source import Gradient, RoundResult
+from multiring.gradients.states import GradientState
 from multiring.torch.buffers import as_tensor, checksum, specification
-from multiring.torch.placement import GradientPlacement, version
+from multiring.torch.placement import GradientPlacement
 from multiring.torch.sparse import RowExchange
 from torch.utils.weak import TensorWeakRef
 
@@ -63,7 +64,8 @@ class ModelGradients:
         self._comm, self._options, self._sparse = comm, options, frozenset(sparse)
         self._exchanges: dict[int, RowExchange] = {}
         self._places = GradientPlacement(comm.rank, self._names)
-        self._before: frozenset[int] = frozenset()
+        self._is_repeatable = options.is_repeatable(comm.size)
+        self._kept: set[int] = set()  # reduced gradients that autograd is about to add to
         self._held: weakref.ref[Held] | None = None
         self._plans: dict[tuple[bool, ...], _Plan] = {}  # the last one used is the last
         self.produced_since_step = np.zeros(len(self._names), np.bool_)
@@ -95,12 +97,14 @@ class ModelGradients:
     def begin(self) -> Held:
         """Begin a round. Change the reducer if parameters were frozen or thawed since; collective then.
 
+        A frozen parameter with a gradient takes part: optimizers apply it.
+
         Returns:
             What to keep until the round has ended.
         """
         held = self.hold()
         required = [
-            before if parameter is None else parameter.requires_grad
+            before if parameter is None else parameter.requires_grad or parameter.grad is not None
             for parameter, before in zip(held, self._required, strict=True)
         ]
         if required != self._required and any(required):  # while all are frozen nothing is there to reduce
@@ -116,28 +120,29 @@ class ModelGradients:
             self._held = weakref.ref(held)
         return held
 
-    def begin_pass(self, arrived: int) -> frozenset[int]:
-        """A backward pass begins: look which gradients are there already.
+    def note_incoming(self, number: int, gradient: torch.Tensor) -> None:
+        """Autograd is about to accumulate a gradient, or to give it to the caller of `autograd.grad`."""
+        places, before = self._places, self._gradient(number)
+        places.note_incoming(number, gradient)
+        if not self._is_repeatable:
+            is_kept = before is not None and places.is_kept(number, before)
+            (self._kept.add if is_kept else self._kept.discard)(number)
 
-        Args:
-            arrived: The parameter whose gradient has come already.
+    def check_arrived(self, number: int) -> None:
+        """Raise UsageError where a gradient cannot be reduced: it was added to a reduced one, which must not
+        be reduced again unless gradients are plain averages; or its parameter is frozen since forward."""
+        if number in self._kept:
+            raise self._cannot_add(number)
+        if number not in self._current.indices:
+            name = self._names[number]
+            raise UsageError(
+                f"rank {self._comm.rank}: parameter '{name}' has got a gradient, but does not require one: "
+                "it was frozen between the forward and the backward pass; freeze it before forward",
+                rank=self._comm.rank,
+                tensor=name,
+            )
 
-        Returns:
-            Reduced gradients that the program has not zeroed. What the pass adds to them must not be reduced
-            together with them again, unless gradients are plain averages.
-        """
-        there = {n: gradient for n in self._current.numbers if (gradient := self._gradient(n)) is not None}
-        # Autograd adds to what is there, which counts as a write.
-        is_fresh = arrived in there and version(there[arrived]) <= 0
-        self._before = frozenset(there.keys() - {arrived}) if is_fresh else frozenset(there)
-        if self._options.is_repeatable(self._comm.size):
-            return frozenset()
-        is_kept = self._places.is_kept
-        return frozenset(
-            n for n, gradient in there.items() if is_kept(n, gradient, was_added_to=n == arrived)
-        )
-
-    def cannot_add(self, number: int) -> UsageError:
+    def _cannot_add(self, number: int) -> UsageError:
         """What to raise where a backward pass has added to one of those."""
         todo = (
             "call zero_grad() after each step, put all backward passes of a step but the last into "
@@ -250,13 +255,17 @@ class ModelGradients:
         is_replaced = self._places.is_replaced
         return [
             n
-            for n in self._current.numbers
+            for n in range(len(self._names))
             if (gradient := self._gradient(n)) is not None and is_replaced(n, gradient)
         ]
 
-    def find_new(self, replaced: list[int]) -> bool:
+    def find_new(self, replaced: list[int], *, is_joining: bool) -> bool:
         """Find which of the gradients that the program has replaced are still to be reduced: those that are
         not the same on all ranks, or that no round since the last step has reduced. Collective.
+
+        Args:
+            replaced: Those gradients.
+            is_joining: Ranks may have joined, which answer reductions only: nothing is compared.
 
         Returns:
             Whether there are any, on any rank.
@@ -264,7 +273,7 @@ class ModelGradients:
         comm = self.reducer.comm
         gradients = {n: gradient for n in replaced if (gradient := self._gradient(n)) is not None}
         own = {n: checksum(gradient) for n, gradient in gradients.items()}
-        everyone = [own] if comm is None else comm.allgather_object(own)
+        everyone = [own] if comm is None or is_joining else comm.allgather_object(own)
         is_any_new = False
         for number in sorted(set().union(*everyone)):
             is_new = (
@@ -272,10 +281,14 @@ class ModelGradients:
             )
             is_any_new |= is_new
             gradient = gradients.get(number)
-            if gradient is not None and is_new:
-                self.mark_pending(number)
-            elif gradient is not None:
+            if is_new and self.produced_since_step[number] and not self._is_repeatable:
+                raise self._cannot_add(number)
+            if gradient is None:
+                continue
+            if not is_new:
                 self._places.note(number, gradient)  # the same on all ranks, made of what was reduced
+            elif number in self._current.indices:
+                self.mark_pending(number)
         return is_any_new
 
     def fetch(self, index: int) -> Gradient | None:
@@ -293,7 +306,7 @@ class ModelGradients:
             return None
         if state in _UNTOLD and self._places.is_new(number, parameter.grad):
             plan.reducer.mark_pending(index)
-        return self._places.fetch(number, parameter, is_fresh=is_ready and number not in self._before)
+        return self._places.fetch(number, parameter)
 
     def publish(self, index: int) -> None:
         """Part of `GradientSource`: another rank had a gradient where this one had none."""

@@ -83,22 +83,26 @@ class GradientPlacement:
         self._forms: dict[int, _Form] = {}
         self._reduced: dict[int, _Reduced] = {}
         self._round: dict[int, _Placed] = {}
+        self._incoming: dict[int, int] = {}
 
     def expect(self, number: int, parameter: Tensor, *, is_sparse: bool) -> None:
         """The gradients of this parameter will look like it."""
         self._forms[number] = _Form(parameter, is_sparse=is_sparse)
 
+    def note_incoming(self, number: int, gradient: Tensor) -> None:
+        """Autograd is about to accumulate this. What has its memory afterwards is what autograd has made."""
+        self._incoming[number] = _address(gradient)
+
     def form(self, number: int) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of a gradient."""
         return self._forms[number].shape, self._forms[number].dtype
 
-    def fetch(self, number: int, parameter: Tensor, *, is_fresh: bool) -> Gradient:
+    def fetch(self, number: int, parameter: Tensor) -> Gradient:
         """Where the gradient is to be reduced.
 
         Args:
             number: Which parameter's.
             parameter: The parameter, which has a gradient.
-            is_fresh: The backward pass of this round has made the tensor.
 
         Raises:
             UsageError: It has another form than its parameter had.
@@ -115,7 +119,9 @@ class GradientPlacement:
             self._reduced[number] = _Reduced(weakref.ref(gradient), address, now, None)
             self._round[number] = _Placed(gradient, now, gradient, is_written_back=False)
             return Gradient(address, gradient)
-        is_own = is_fresh or not is_usable or overlaps_itself(gradient)
+        is_own = (
+            not is_usable or overlaps_itself(gradient) or self._incoming.get(number) == _address(gradient)
+        )
         known = None if is_own else self._reduced.get(number)
         where = form.empty() if known is None or known.values is None else known.values
         where.copy_(gradient.detach().to_dense())
@@ -133,13 +139,11 @@ class GradientPlacement:
         """This is a reduced gradient."""
         self._reduced[number] = _Reduced(weakref.ref(gradient), _address(gradient), version(gradient), None)
 
-    def is_kept(self, number: int, gradient: Tensor, *, was_added_to: bool) -> bool:
-        """Whether this is what was reduced last, not zeroed since; autograd may have added to it once."""
+    def is_kept(self, number: int, gradient: Tensor) -> bool:
+        """Whether this is the tensor that was reduced last, not zeroed since."""
         known = self._reduced.get(number)
         if known is None or not known.is_tensor(gradient):
             return False
-        if was_added_to:
-            return known.version is not None and version(gradient) == known.version + 1
         return bool((gradient if gradient.layout is torch.strided else gradient.coalesce().values()).any())
 
     def is_new(self, number: int, gradient: Tensor) -> bool:
@@ -149,7 +153,7 @@ class GradientPlacement:
             return True
         if known.values is not None:
             return not torch.equal(gradient, known.values)
-        return known.version != version(gradient)
+        return known.version != version(gradient) or known.version < 0
 
     def is_replaced(self, number: int, gradient: Tensor) -> bool:
         """Whether this is another tensor than that which was reduced last. Writes to that one are edits of a
@@ -196,7 +200,7 @@ class GradientPlacement:
 
     def forget_round(self) -> None:
         """The round has ended, or was aborted."""
-        self._round = {}
+        self._round, self._incoming = {}, {}
 
     def reduced_in_place(self, parameters: Parameters) -> list[int]:
         """Gradients of the round under way that are reduced where the program still has them."""

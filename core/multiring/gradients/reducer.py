@@ -20,24 +20,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multiring.arrays import multiply
-from multiring.errors import InternalError, UsageError
+from multiring.errors import InternalError
 from multiring.gradients.bucket_exchange import wait_for
 from multiring.gradients.bucket_memory import BucketMemory, Bytes, bytes_at, numpy_array
 from multiring.gradients.bucketing import Bucket, ParameterSpec
 from multiring.gradients.model_check import check_same
 from multiring.gradients.options import ReducerOptions, check_interval, check_parameters
 from multiring.gradients.participation import answer_rounds
+from multiring.gradients.refusals import cleared_too_late, one_array, second_gradient
 from multiring.gradients.round import Round
 from multiring.gradients.same_data import SameDataCheck
-from multiring.gradients.source import IN_SLOT, Gradient, GradientSource, GradientState, RoundResult
+from multiring.gradients.source import IN_SLOT, Gradient, GradientSource, RoundResult
+from multiring.gradients.states import GradientState, GradientStates
 from multiring.gradients.top_k import TopKExchange, make_exchange
 
 if TYPE_CHECKING:
     from multiring import Communicator, Work
 
 __all__ = ["GradientReducer"]
-
-_ABSENT, _PENDING, _READY, _SENT, _REDUCED = map(int, GradientState)  # plain numbers compare faster
 
 
 class GradientReducer:
@@ -86,8 +86,7 @@ class GradientReducer:
         self._as_array = as_array
         # A cycle would keep the buckets of a dropped model until the garbage collector comes.
         self._source = weakref.ref(source)
-        self._states = np.zeros(len(self.specs), np.uint8)
-        self._state = self._states.data  # of one gradient: twice as fast as the array
+        self._states = GradientStates(len(self.specs))
         self._arrivals: list[int] | None = []
         self._round: Round | None = None
         # Layers are usually registered in forward order, so gradients arrive last to first.
@@ -115,11 +114,11 @@ class GradientReducer:
     @property
     def has_unreduced(self) -> bool:
         """Whether this rank has gradients that no finished round contains."""
-        return bool(((self._states > _ABSENT) & (self._states < _REDUCED)).any())
+        return self._states.has_new
 
     def state(self, index: int) -> GradientState:
         """Of this rank's gradient of a parameter."""
-        return GradientState(self._state[index])
+        return self._states[index]
 
     def slot(self, index: int) -> Bytes:
         """Memory of one gradient. Valid until `generation` changes. Shape (nbytes,)."""
@@ -132,16 +131,16 @@ class GradientReducer:
 
     def is_pending(self, index: int) -> bool:
         """Whether this rank has a gradient that a later round is to contain."""
-        return self._state[index] == _PENDING
+        return self._states[index] is GradientState.PENDING
 
     def is_ready(self, index: int) -> bool:
         """Whether the gradient is ready or sent in the round under way: its slot may be in use."""
-        return _PENDING < self._state[index] < _REDUCED
+        return self._states.is_ready(index)
 
     def mark_pending(self, index: int) -> None:
         """A gradient was accumulated, that a later round is to contain, which asks for it."""
         if not self.is_ready(index):
-            self._state[index] = _PENDING
+            self._states[index] = GradientState.PENDING
 
     def mark_ready(self, index: int) -> None:
         """The gradient is final for this round. Sends the buckets that are complete.
@@ -154,12 +153,12 @@ class GradientReducer:
                 one array.
         """
         current = self._round or self._begin()
-        before = self._state[index]
-        if before == _READY:
+        before = self._states[index]
+        if before is GradientState.READY:
             return
-        if before == _SENT:
-            raise UsageError(self._second_gradient(index), rank=self._rank, tensor=self.specs[index].name)
-        self._state[index] = _READY
+        if before is GradientState.SENT:
+            raise second_gradient(self._rank, self.specs[index].name)
+        self._states[index] = GradientState.READY
         current.pending[self._memory.bucket_of[index]] -= 1
         if self._arrivals is not None:
             self._arrivals.append(index)
@@ -204,8 +203,8 @@ class GradientReducer:
             result = self._collect(current)
         finally:
             self._round = None
-            self._states[self._states != _REDUCED] = _ABSENT
-        self._states[result.produced] = _REDUCED
+            self._states.forget_new()
+        self._states.set_reduced(result.produced)
         self._same_data.end_round()
         for index, kept in current.kept.items():
             if not result.produced[index]:
@@ -245,7 +244,7 @@ class GradientReducer:
         Buckets that have already left are waited for: their memory is in use until then.
         """
         current, self._round = self._round, None
-        self._states[self._states != _REDUCED] = _ABSENT
+        self._states.forget_new()
         if self._arrivals is not None:
             self._arrivals = []
         if current is None:
@@ -255,14 +254,14 @@ class GradientReducer:
             self._follow(*current.order, current.elsewhere)
 
     def clear(self) -> None:
-        """The program has cleared its gradients; only those on their way remain."""
-        current = self._round
-        if current is not None:
-            for index in np.flatnonzero(self._states == _READY).tolist():
-                current.pending[self._memory.bucket_of[index]] += 1
-                if self._arrivals is not None:
-                    self._arrivals.remove(index)
-        self._states[self._states != _SENT] = _ABSENT
+        """The program has cleared its gradients.
+
+        Raises:
+            UsageError: One of them was ready in the round under way, and may have left.
+        """
+        if (index := self._states.first_ready()) is not None:
+            raise cleared_too_late(self._rank, self.specs[index].name)
+        self._states.clear()
 
     @property
     def has_arrived(self) -> bool:
@@ -343,17 +342,17 @@ class GradientReducer:
         """
         gradient = None if source is None else source.fetch(index)
         if gradient is None:
-            self._state[index] = _ABSENT
+            self._states[index] = GradientState.ABSENT
             self.slot(index)[:] = 0
             current.absent.append(index)
             return False
         if gradient is not IN_SLOT:
             other, specs = current.addresses.setdefault(gradient.address, index), self.specs
             if other != index and specs[index].nbytes > 0 and specs[other].nbytes > 0:
-                raise self._one_array(other, index)
+                raise one_array(self._rank, *(specs[k].name for k in sorted((other, index))))
             current.elsewhere[index] = gradient
-        if _ABSENT < self._state[index] < _REDUCED:
-            self._state[index] = _SENT
+        if self._states.is_new(index):
+            self._states[index] = GradientState.SENT
             return True
         # A gradient of an earlier round that the program keeps. It takes part, because another rank may add
         # to it now; if none does, these bits come back untouched by averaging.
@@ -395,19 +394,3 @@ class GradientReducer:
             self.plan = plan
             self.generation += 1
             self._memory.rearrange(plan, unused=elsewhere.keys())
-
-    def _one_array(self, first: int, second: int) -> UsageError:
-        names = [self.specs[index].name for index in sorted((first, second))]
-        return UsageError(
-            f"rank {self._rank}: parameters '{names[0]}' and '{names[1]}' have the same array as their "
-            "gradients, which would be averaged twice; give each a copy of its own",
-            rank=self._rank,
-            tensor=names[1],
-        )
-
-    def _second_gradient(self, index: int) -> str:
-        return (
-            f"rank {self._rank}: parameter '{self.specs[index].name}' received a second gradient after the "
-            "first one had been sent; put all backward passes of a step but the last into no_sync(), and "
-            "checkpoint a part that occurs several times with use_reentrant=False"
-        )

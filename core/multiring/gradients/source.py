@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["IN_SLOT", "Gradient", "GradientSource", "GradientState", "RoundResult"]
-
-
-class GradientState(IntEnum):
-    """Where one of this rank's gradients is on its way.
-
-    `mark_pending` and `mark_ready` lead from any state to theirs, but not from `SENT`. When a round ends,
-    what any rank had sent is `REDUCED` on all of them.
-    """
-
-    ABSENT = 0  # none that the reducer knows of
-    PENDING = 1  # accumulated: a later round is to contain it
-    READY = 2  # final for the round under way
-    SENT = 3  # its bucket has left
-    REDUCED = 4  # what an earlier round has left, and nothing was added since
+__all__ = ["IN_SLOT", "Gradient", "GradientSource", "RoundResult"]
 
 
 class Gradient(NamedTuple):

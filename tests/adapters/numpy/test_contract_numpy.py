@@ -108,6 +108,8 @@ def test_refused(comm: Communicator) -> None:
     buckets.ready("a", np.ones(2))
     with pytest.raises(UsageError, match="call synchronize"):
         buckets.ready("a", np.ones(2))
+    with pytest.raises(UsageError, match="'a' was said to be ready and may have left"):
+        buckets.zero()
     np.testing.assert_array_equal(buckets.synchronize()["a"], 1.0)
     buckets.close()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from multiring import Communicator
 from multiring.errors import UsageError
-from multiring.gradients.source import GradientState
+from multiring.gradients.states import GradientState
 from multiring.torch import GradientHooks, placement
 from tests.adapters.torch.support import (
     assert_gradients,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +14,11 @@ from torch import Tensor, nn
 
 import multiring.torch
 from multiring import Communicator
-from multiring.errors import MismatchError
+from multiring.errors import MismatchError, UsageError
 from tests.adapters.torch.support import (
     Loss,
     assert_same_weights,
+    backward,
     bits,
     check_steps,
     draw,
@@ -184,4 +187,142 @@ def test_other_parts_frozen_on_another_rank(comm: Communicator) -> None:
     register(model, comm)
     for step in (0, 1, 2, 0, 1 + comm.rank):
         freeze_in_turns(model, step)
-        torch.autograd.backward(squares(model, comm.rank))
+        backward(model, comm.rank)
+
+
+def test_a_cotangent_stays_as_it_is(comm: Communicator) -> None:
+    """Gradients that are views of a tensor which the program writes to and passes to backward()."""
+    model = nn.Linear(6, 3).double()
+    register(model, comm)
+    numbers = sum(p.numel() for p in model.parameters())
+    direction = torch.zeros(numbers, dtype=torch.float64)
+    for step in range(3):
+        model.zero_grad()
+        direction.mul_(0.5).add_(comm.rank + step)
+        before = direction.clone()
+        torch.cat([p.view(-1) for p in model.parameters()]).backward(direction)  # type: ignore[no-untyped-call]
+        assert torch.equal(direction, before)
+        mean = comm.allreduce(before, op="average")
+        found = torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None])
+        torch.testing.assert_close(found, mean, rtol=1e-12, atol=0)
+
+
+def test_a_hook_before_ours_puts_gradients_into_one_memory(comm: Communicator) -> None:
+    model = Joined("cat")
+    sizes = [p.numel() for p in model.parameters()]
+    flat = torch.zeros(sum(sizes), dtype=torch.float64)
+
+    def gather(parameter: Tensor, view: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad is not view:
+            parameter.grad = view.copy_(parameter.grad)
+
+    for p, part in zip(model.parameters(), flat.split(sizes), strict=True):
+        p.register_post_accumulate_grad_hook(partial(gather, view=part.view_as(p)))  # type: ignore[no-untyped-call]
+    wanted = expected(comm, first_loss, lambda: Joined("cat"))
+    register(model, comm)
+    for _ in range(3):
+        backward(model, comm.rank, first_loss)
+        torch.testing.assert_close(flat, torch.cat([w.flatten() for w in wanted]), rtol=1e-12, atol=1e-14)
+
+
+def clip_between(model: nn.Linear, loss: Callable[[], Tensor], step: Callable[[], object]) -> None:
+    torch.autograd.backward(loss())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.autograd.backward(loss())
+
+
+def twice_into_one_memory(model: nn.Linear, loss: Callable[[], Tensor], step: Callable[[], object]) -> None:
+    flat = torch.zeros(20, dtype=torch.float64)
+    model.weight.grad = flat[2:].view_as(model.weight)
+    for _ in range(2):
+        torch.autograd.backward(loss())
+
+
+def add_own(model: nn.Linear, loss: Callable[[], Tensor], step: Callable[[], object]) -> None:
+    torch.autograd.backward(loss())
+    assert model.weight.grad is not None
+    model.weight.grad = model.weight.grad + torch.autograd.grad(loss(), model.weight)[0]
+    step()
+
+
+@pytest.mark.parametrize("way", [clip_between, twice_into_one_memory, add_own])
+@all_raise(UsageError, "'weight' was reduced before, and would be once more with op='sum'")
+def test_sums_are_not_summed_again(comm: Communicator, way: Callable[..., None]) -> None:
+    model = nn.Linear(6, 3, bias=False).double()
+    multiring.torch.broadcast_parameters(model, comm=comm)
+    optimizer = wrap(torch.optim.SGD(model.parameters(), 0.1), model, comm, op="sum")
+    way(model, partial(squares, model, comm.rank), optimizer.step)
+
+
+@pytest.mark.parametrize("when", ["frozen", "thawed", "after no_sync"])
+def test_gradients_of_parameters_that_are_frozen(comm: Communicator, when: str) -> None:
+    """Optimizers apply them, so they are reduced."""
+    model = nn.Linear(6, 3).double()
+    multiring.torch.broadcast_parameters(model, comm=comm)
+    wanted = expected(comm, squares, lambda: copy.deepcopy(model))[0]
+    optimizer = wrap(torch.optim.SGD(model.parameters(), 0.1), model, comm)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.weight.requires_grad_(True)
+        if when == "after no_sync":
+            with optimizer.no_sync():
+                torch.autograd.backward(squares(model, comm.rank))
+            model.weight.requires_grad_(False)
+        else:
+            (own,) = torch.autograd.grad(squares(model, comm.rank), model.weight)
+            model.weight.requires_grad_(False)
+            torch.autograd.backward(squares(model, comm.rank))
+            model.weight.requires_grad_(when == "thawed")
+            model.weight.grad = own
+        optimizer.synchronize()
+        torch.testing.assert_close(model.weight.grad, wanted, rtol=1e-12, atol=1e-14)
+
+
+@all_raise(UsageError, "'one.weight' has got a gradient, .* frozen between the forward and the backward pass")
+def test_a_parameter_that_is_frozen_after_forward(comm: Communicator) -> None:
+    model = nn.Sequential(OrderedDict(one=nn.Linear(6, 3), two=nn.Linear(3, 3))).double()
+    register(model, comm)
+    loss = squares(model, comm.rank)
+    model.one.weight.requires_grad_(False)
+    torch.autograd.backward(loss)
+
+
+def test_gradients_that_are_replaced_inside_of_join(comm: Communicator) -> None:
+    model, alone = nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
+    multiring.torch.broadcast_parameters(model, comm=comm)
+    alone.load_state_dict(model.state_dict())
+    optimizer = wrap(torch.optim.SGD(model.parameters(), 0.1), model, comm)
+
+    def halve(part: nn.Module) -> None:
+        for p in part.parameters():
+            p.grad = None if p.grad is None else p.grad / 2
+
+    with optimizer.join():
+        for step in range(2 + comm.rank):
+            optimizer.zero_grad()
+            torch.autograd.backward(squares(model, comm.rank + step))
+            halve(model)
+            optimizer.step()
+    reference = torch.optim.SGD(alone.parameters(), 0.1)
+    for step in range(1 + comm.size):
+        ranks = [rank for rank in range(comm.size) if step < 2 + rank]
+        reference.zero_grad()
+        for rank in ranks:
+            torch.autograd.backward(squares(alone, rank + step) / len(ranks))
+        halve(alone)
+        reference.step()
+    assert_same_weights(model, alone)
+
+
+def test_gradients_made_in_inference_mode(comm: Communicator) -> None:
+    """Torch does not count writes to them: what is there at a step is new."""
+    model = nn.Linear(6, 3).double()
+    optimizer = wrap(torch.optim.SGD(model.parameters(), 0.1), model, comm)
+    with torch.inference_mode():
+        given = torch.zeros(3, 6, dtype=torch.float64)
+    model.weight.grad = given
+    for step in range(3):
+        with torch.inference_mode():
+            given.fill_(comm.rank + step)
+        optimizer.step()
+        assert bool((given == (comm.size - 1) / 2 + step).all())
