@@ -233,7 +233,7 @@ class GradientHooks:
         root = self._gradients.join(self._answer)
         self._passes = 0
         if self._state is not None:
-            self._state.forget_step()
+            self._state.begin_handover()
         broadcast_parameters(self._gradients.named() if module is None else module, root, self._comm)
         if optimizer is not None:
             broadcast_optimizer_state(optimizer, root, self._comm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +13,10 @@ import torch
 from multiring.errors import MismatchError
 from multiring.gradients.bucketing import first_and_more
 from multiring.gradients.model_check import check_same
+from multiring.torch.buffer_writes import BufferWrites, PendingWrite
 from multiring.torch.buffers import check_writable, has_same_bytes, is_reducible
-from multiring.torch.copies import NO_HOOK
-from multiring.torch.placement import version
+from multiring.torch.counts import version
+from multiring.torch.placement import Parameters
 from multiring.torch.state import plain_name
 from multiring.torch.sync_batchnorm import SyncBatchNorm
 from multiring.types import BufferMode
@@ -38,15 +39,20 @@ class ModelBuffers:
     Modules are referred to weakly, as all of the model from its hooks.
     """
 
-    def __init__(self, module: torch.nn.Module, comm: Communicator, mode: BufferMode) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        parameters: Callable[[], Parameters],
+        comm: Communicator,
+        mode: BufferMode,
+    ) -> None:
         self._mode, self._rank = mode, comm.rank
         self._module, self._comm = weakref.ref(module), comm
+        self._writes = BufferWrites(parameters)
         self._find_modules()
-        self._postponed: list[_Postponed] = []
-        self._handle: torch.utils.hooks.RemovableHandle | None = None
         self._works: list[Work] = []
         self._changed = ""
-        self._take_layout([(name, tensor.shape, tensor.dtype) for name, tensor, _ in self._find()])
+        self._take_layout([(name, tensor.shape, tensor.dtype) for name, tensor, *_ in self._find()])
         forms = [(name, f"{dtype} {tuple(shape)}") for name, shape, dtype in self._forms]
         check_same(comm, forms, "buffers of the model", advice=_ADVICE)
 
@@ -57,11 +63,11 @@ class ModelBuffers:
             comm: Ranks that train together, and no traffic between them in another order.
             active: Per rank, whether it has data and its buffers count.
         """
-        self._take_postponed()  # they come again
+        self._writes.put([])  # they come again
         if self._seen != _registrations:
             self._find_modules()
         found = self._find()
-        forms = [(name, tensor.shape, tensor.dtype) for name, tensor, _ in found]
+        forms = [(name, tensor.shape, tensor.dtype) for name, tensor, *_ in found]
         self._changed = ""
         if forms != self._forms:
             self._note_changes(forms)
@@ -72,7 +78,7 @@ class ModelBuffers:
         averages = [(key, memory) for key, memory in self._memory.items() if key is not None]
         if self._rank == root or (averages and active[self._rank]):
             with torch.no_grad():
-                torch._foreach_copy_(self._views, [tensor for _, tensor, _ in found])
+                torch._foreach_copy_(self._views, [buffer.tensor for buffer in found])
         elif averages:
             for _, memory in averages:
                 memory.zero_()
@@ -87,7 +93,7 @@ class ModelBuffers:
             self._works.append(comm.broadcast_async(packed, root, out=packed, name=name))
 
     def end(self) -> None:
-        """Wait, and take over what all ranks are to have.
+        """Wait for what all ranks are to have; buffers take it over before they are used again.
 
         Raises:
             MismatchError: The ranks have buffers of different shapes.
@@ -106,45 +112,28 @@ class ModelBuffers:
             ) from error
         if not works or self._is_source:
             return
-        # Torch itself writes running statistics unseen by autograd, which has them for the gradients of an
-        # earlier forward pass but does not use them. What else changes is seen, and an error if it is used:
-        # it waits where another backward pass through the same graph may come. What is the same is left
-        # alone: autograd may have saved a constant.
-        targets, values = [], []
-        is_kept = _keeps_graph()
-        for (name, tensor, is_statistic), value in zip(self._find(), self._views, strict=True):
-            if is_statistic and not tensor.is_inference():
-                targets.append(tensor.data)
-            elif not has_same_bytes(tensor, value):
-                check_writable(self._rank, f"buffer '{name}'", tensor)
-                if is_kept:
-                    self._postponed.append(_Postponed(tensor, version(tensor), value.clone()))
+        writes = []
+        for (name, tensor, owner, is_statistic), value in zip(self._find(), self._views, strict=True):
+            if not (is_statistic and owner.training):  # which differ on all ranks
+                # What is the same is left alone: autograd may have saved a constant.
+                if has_same_bytes(tensor, value):
                     continue
-                targets.append(tensor)
-            else:
-                continue
-            values.append(value)
-        _write(targets, values)
-        module = self._module()
-        if self._postponed and module is not None:
-            # Only now: torch.compile may not see what it is.
-            self._handle = module.register_forward_pre_hook(_BeforeForward(weakref.ref(self)))
+                check_writable(self._rank, f"buffer '{name}'", tensor)
+            writes.append(PendingWrite(weakref.ref(owner), tensor, is_statistic, version(tensor), value))
+        self._writes.put(writes)
 
-    def write_postponed(self) -> None:
-        """Write what a graph that was kept might have needed, but for what the program has written since."""
-        due = [entry for entry in self._take_postponed() if version(entry.tensor) == entry.version]
-        _write([entry.tensor for entry in due], [entry.value for entry in due])
-
-    def _take_postponed(self) -> list[_Postponed]:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-        postponed, self._postponed = self._postponed, []
-        return postponed
+    def write(self) -> None:
+        """Write what the buffers are still to take over."""
+        self._writes.write()
 
     def value(self, tensor: Tensor) -> Tensor:
-        """What a buffer is, or will be before the next forward pass."""
-        return next((entry.value for entry in self._postponed if entry.tensor is tensor), tensor)
+        """What a buffer is, or will be before it is used."""
+        return self._writes.value(tensor)
+
+    def close(self) -> None:
+        """Write what is pending; no more reductions will come. May be called twice."""
+        self._writes.write()
+        self._writes.close()
 
     def _find_modules(self) -> None:
         """The modules whose buffers are made the same, which may be more than before."""
@@ -156,17 +145,19 @@ class ModelBuffers:
             # Of these every rank computes the same bits.
             if not (isinstance(part, SyncBatchNorm) and part.normalises_over(self._comm))
         ]
+        self._writes.watch(() if module is None else module.modules())
 
-    def _find(self) -> list[tuple[str, Tensor, bool]]:
-        """Name, tensor, and whether it is a running statistic; each tensor once."""
+    def _find(self) -> list[_Buffer]:
+        """Each tensor once."""
         found, seen = [], set()
         for name, ref in self._modules:
             part = ref()
-            for key, tensor in {} if part is None else part._buffers.items():
-                if tensor is None or id(tensor) in seen or not _has_values(tensor):
+            for key, tensor in () if part is None else part._buffers.items():
+                if part is None or tensor is None or id(tensor) in seen or not _has_values(tensor):
                     continue
                 seen.add(id(tensor))
-                found.append((f"{name}.{key}" if name else key, tensor, isinstance(part, _NormBase)))
+                is_statistic = isinstance(part, _NormBase) and key in _STATISTICS
+                found.append(_Buffer(f"{name}.{key}" if name else key, tensor, part, is_statistic))
         return found
 
     def _note_changes(self, forms: list[_Form]) -> None:
@@ -194,43 +185,17 @@ class ModelBuffers:
         ]
 
 
-class _Postponed(NamedTuple):
-    """A buffer that takes over its value before the next forward pass."""
+class _Buffer(NamedTuple):
+    """A buffer of the model, for the time of a reduction."""
 
+    name: str
     tensor: Tensor
-    version: int
-    value: Tensor
+    owner: torch.nn.Module
+    is_statistic: bool
 
 
-class _BeforeForward:
-    """Hook of a model with postponed buffers. A copy of the model has none."""
-
-    def __init__(self, buffers: weakref.ref[ModelBuffers]) -> None:
-        self._buffers = buffers
-
-    def __call__(self, *_: object) -> None:
-        if (buffers := self._buffers()) is not None:
-            buffers.write_postponed()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NO_HOOK
-
-
-def _write(targets: list[Tensor], values: list[Tensor]) -> None:
-    if targets:
-        # This mode also writes to tensors that were made in it.
-        with torch.inference_mode():
-            torch._foreach_copy_(targets, values)
-
-
-def _keeps_graph() -> bool:
-    """Whether a backward pass is under way whose graph remains, for another one."""
-    if torch._C._current_graph_task_id() == -1:
-        return False
-    # Private; without it buffers are written at once.
-    keeps: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return keeps is not None and keeps()
-
+# What normalisation in training writes to, unseen by autograd.
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 # Grows whenever any module gets another one.
 _registrations = 0

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import torch
-from multiring.errors import UsageError
+from multiring.errors import MismatchError, UsageError
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
 from multiring.gradients.source import Gradient, RoundResult
@@ -273,7 +273,7 @@ class ModelGradients:
         comm = self.reducer.comm
         gradients = {n: gradient for n in replaced if (gradient := self._gradient(n)) is not None}
         own = {n: checksum(gradient) for n, gradient in gradients.items()}
-        everyone = [own] if comm is None or is_joining else comm.allgather_object(own)
+        everyone = [own] if comm is None or is_joining else self._exchange_replaced(comm, own)
         is_any_new = False
         for number in sorted(set().union(*everyone)):
             is_new = (
@@ -290,6 +290,20 @@ class ModelGradients:
             elif number in self._current.indices:
                 self.mark_pending(number)
         return is_any_new
+
+    def _exchange_replaced(self, comm: Communicator, own: dict[int, int]) -> list[dict[int, int]]:
+        """Checksums of the replaced gradients of all ranks. Only a rank that has some knows of it."""
+        try:
+            return comm.allgather_object(own, name="gradients replaced by the program")
+        except MismatchError as error:
+            name = self._names[next(iter(own))]
+            raise MismatchError(
+                f"{error}; on rank {comm.rank} the program has put another gradient of '{name}' into p.grad "
+                "after the reduction, and on some other rank it has not: let all ranks do so (with zeros, if "
+                "need be), or put gradients there before backward()",
+                rank=comm.rank,
+                tensor=name,
+            ) from error
 
     def fetch(self, index: int) -> Gradient | None:
         """Part of `GradientSource`.
@@ -372,6 +386,7 @@ class ModelGradients:
             gradient, number = exchange.wait(int(result.active.sum())), self._current.numbers[index]
             parameter = self._parameters[number]()
             if result.produced[index] and parameter is not None:
+                gradient = gradient.to_dense() if exchange.is_dense else gradient
                 parameter.grad = gradient
                 self._places.note(number, gradient)
 

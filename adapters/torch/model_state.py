@@ -64,7 +64,9 @@ class ModelState:
         self._module = None if module is None else weakref.ref(module)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._rank, self._gradients = comm.rank, gradients
-        self._buffers = None if module is None or mode == "local" else ModelBuffers(module, comm, mode)
+        self._buffers = (
+            None if module is None or mode == "local" else ModelBuffers(module, gradients.hold, comm, mode)
+        )
         self._check = StateCheck(_own(gradients), options.check_every, "training state of the model")
         self._active = self._is_due = False
         self._finish: Callable[[], None] | None = None
@@ -91,17 +93,17 @@ class ModelState:
             is_common: All ranks have made this step, with reduced gradients.
         """
         self._noted = self._check.describe_for_next(self._parameters()) if is_common else None
-        if self._buffers is not None:
-            self._buffers.write_postponed()
 
     def remove(self) -> None:
         """No more reductions will come. May be called twice."""
         if self._buffers is not None:
-            self._buffers.write_postponed()
+            self._buffers.close()
 
-    def forget_step(self) -> None:
-        """Ranks have taken over parameters since."""
+    def begin_handover(self) -> None:
+        """Ranks are about to take over parameters and buffers."""
         self._noted = None
+        if self._buffers is not None:
+            self._buffers.write()
 
     def take_over(self) -> None:
         """Wait for buffers, and send checksums where that is due."""

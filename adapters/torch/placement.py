@@ -11,7 +11,7 @@ No gradient that the program sees lies in a bucket, which the next round overwri
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +21,9 @@ import torch
 from multiring.errors import UsageError
 from multiring.gradients.source import IN_SLOT, Gradient
 from multiring.torch.buffers import dense_strides, overlaps_itself
+from multiring.torch.counts import has_own_memory, version
 
-__all__ = ["GradientPlacement", "Parameters", "version"]
+__all__ = ["GradientPlacement", "Parameters"]
 
 Tensor = torch.Tensor
 Bytes = NDArray[np.uint8]
@@ -245,33 +246,8 @@ class GradientPlacement:
 
 def _is_alone(gradient: Tensor, is_complex: bool) -> bool:
     """Whether the memory belongs to this gradient alone, and holds its values as they are."""
-    return (
-        not gradient.is_neg()
-        and not (is_complex and gradient.is_conj())
-        and _storage_users(gradient) == _ALONE
-    )
+    return not gradient.is_neg() and not (is_complex and gradient.is_conj()) and has_own_memory(gradient)
 
 
 def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.layout is torch.strided else 0
-
-
-def version(tensor: Tensor) -> int:
-    """Of a tensor: grows with each write that Torch sees; -1 where it does not count them."""
-    try:
-        return tensor._version
-    except RuntimeError:  # made in inference mode
-        return -1
-
-
-# Private; a Torch without it costs a copy of each gradient.
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-
-
-def _storage_users(tensor: Tensor) -> int:
-    """References to the memory, of which there are more where other tensors have it too; 0 if this Torch does
-    not tell."""
-    return 0 if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
-
-
-_ALONE = _storage_users(torch.zeros(1)) or -1

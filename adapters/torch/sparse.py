@@ -24,7 +24,12 @@ def sparse_parameters(module: torch.nn.Module) -> set[int]:
 
 
 class RowExchange:
-    """The reduction of one gradient that is sparse in its first dimension. Every step is collective."""
+    """The reduction of one gradient that is sparse in its first dimension. Every step is collective.
+
+    Attributes:
+        is_dense: Whether this rank's gradient is dense after all, as that of an embedding whose weight is
+            that of a linear layer too; optimizers for dense gradients are used then.
+    """
 
     def __init__(
         self,
@@ -45,6 +50,7 @@ class RowExchange:
             name: Its name.
             options: How to reduce.
         """
+        self.is_dense = gradient is not None and not gradient.is_sparse
         self._shape, self._dtype, self._scale = shape, dtype, options.scale
         self._rows, self._values = _rows_and_values(gradient, shape, dtype)
         self._reduction = (

@@ -36,9 +36,9 @@ def measure_state(comm: Communicator, meeting: Meeting, turns: int) -> tuple[Sta
 def _measure(comm: Communicator, meeting: Meeting, turns: int, name: str, model: nn.Module) -> StateRow:
     own = comm.split(0)
     assert own is not None
-    buffers = ModelBuffers(model, own, "broadcast")
+    parameters = list(model.parameters())
+    buffers = ModelBuffers(model, lambda: parameters, own, "broadcast")
     active = np.ones(own.size, dtype=np.bool_)
-    arrays = [(key, tensor.detach().numpy()) for key, tensor in model.state_dict().items()]
     check = StateCheck(own, 1)
 
     def synchronise() -> None:
@@ -46,6 +46,7 @@ def _measure(comm: Communicator, meeting: Meeting, turns: int, name: str, model:
         buffers.end()
 
     synchronised = _times(comm, meeting, turns, synchronise)
+    arrays = [(key, tensor.detach().numpy()) for key, tensor in model.state_dict().items()]
     compared = _times(comm, meeting, turns, lambda: check.compare(arrays))
     held = sum(tensor.nbytes for tensor in model.buffers())
     own.close()

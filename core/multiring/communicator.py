@@ -146,19 +146,23 @@ class Communicator(Collectives):
         """
         return send_object(self, obj, root) if self.rank == root else receive_object(self, root)
 
-    def allgather_object(self, obj: Any) -> list[Any]:
+    def allgather_object(self, obj: Any, *, name: str = "allgather_object") -> list[Any]:
         """Returns the picklable objects of all ranks, in the order of the ranks.
+
+        Args:
+            obj: This rank's.
+            name: What errors call it; the same on all ranks.
 
         Raises:
             UsageError: Some rank could not pickle its object; what pickling raised is raised there. The
                 communicator still works.
         """
         data, failure = pickled(obj)
-        lengths = self.allgather(np.array([data.size], np.int64), name="allgather_object.lengths")
-        joined = self.allgather(data, name="allgather_object.data")
+        lengths = self.allgather(np.array([data.size], np.int64), name=f"{name}.lengths")
+        joined = self.allgather(data, name=f"{name}.data")
         if failure is not None:
             raise failure
-        return unpickled(self, "allgather_object", joined, lengths)
+        return unpickled(self, name, joined, lengths)
 
     # Groups and memory.
 

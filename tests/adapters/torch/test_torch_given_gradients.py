@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import multiring.torch
 from multiring import Communicator
-from multiring.errors import UsageError
+from multiring.errors import MismatchError, UsageError
 from tests.adapters.torch.support import (
     assert_gradients,
     backward,
@@ -23,7 +23,7 @@ from tests.adapters.torch.support import (
     squares,
     wrap,
 )
-from tests.on_ranks import on_ranks
+from tests.on_ranks import all_raise, on_ranks
 
 
 def own_gradients(model: nn.Module, rank: int) -> list[tuple[Any, Tensor]]:
@@ -93,6 +93,22 @@ def test_step_reduces_gradients_that_the_program_gives(
             give(model, comm.rank)
             optimizer.step()
             assert_gradients(model, wanted, comm)
+
+
+@all_raise(MismatchError, "gradients replaced by the program")
+def test_a_gradient_that_is_replaced_on_one_rank_only(comm: Communicator) -> None:
+    """The others do not know of it: their next reduction meets the comparison. Errors say what it is."""
+    model = make_model()
+    optimizer = wrap(torch.optim.SGD(model.parameters(), 0.1), model, comm)
+    try:
+        for _ in range(2):
+            torch.autograd.backward(squares(model, comm.rank))
+            if comm.rank == 0:
+                by_autograd_grad(model, 0)
+            optimizer.step()
+    except MismatchError as error:
+        assert comm.rank > 0 or "another gradient of '0.weight' into p.grad" in str(error)
+        raise
 
 
 @on_ranks(3)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from multiring import Communicator
 from multiring.errors import UsageError
 from multiring.gradients.states import GradientState
-from multiring.torch import GradientHooks, placement
+from multiring.torch import GradientHooks, counts
 from tests.adapters.torch.support import (
     assert_gradients,
     backward,
@@ -26,7 +26,7 @@ from tests.adapters.torch.support import (
     register,
     squares,
 )
-from tests.on_ranks import on_ranks
+from tests.on_ranks import on_ranks, same_everywhere
 
 
 def slots_of(hooks: GradientHooks) -> list[int]:
@@ -113,11 +113,19 @@ def test_gradients_of_a_failed_pass_are_not_kept(comm: Communicator) -> None:
         model.zero_grad()
 
 
-def test_without_the_number_of_users_gradients_are_copied(comm: Communicator) -> None:
-    """A Torch that does not tell how many users memory has."""
+def test_a_torch_that_counts_no_references(comm: Communicator) -> None:
+    """Gradients are copied, and all buffers are taken over late."""
+
+    def normalised() -> nn.Sequential:
+        return make_model().append(nn.BatchNorm1d(3).double())
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "_use_count", None)
-        patch.setattr(placement, "_ALONE", -1)
-        model = make_model()
+        patch.setattr(counts, "_count_storage", None)
+        patch.setattr(counts, "_count_tensor", None)
+        patch.setattr(counts, "_ALONE", -1)
+        model = normalised()
         register(model, comm)
-        check_steps(model, squares, expected(comm, squares), comm)
+        check_steps(model, squares, expected(comm, squares, normalised), comm)
+        assert not same_everywhere(comm, bits(model.buffers()))
+        model.state_dict()
+        assert same_everywhere(comm, bits(model.buffers()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +14,7 @@ import multiring.torch
 from multiring import Communicator
 from tests.adapters.torch.support import (
     assert_gradients,
+    assert_same_weights,
     backward,
     check_steps,
     draw,
@@ -20,6 +22,8 @@ from tests.adapters.torch.support import (
     make_model,
     register,
     squares,
+    step_with,
+    update,
 )
 from tests.on_ranks import on_ranks, same_everywhere
 
@@ -122,12 +126,12 @@ def make_tables(sparse: bool) -> nn.ModuleDict:
 
 
 def look_up(model: nn.ModuleDict, place: int) -> Tensor:
-    """A loss of words, all of whose table is used as well, and of a table that hardly any rank looks at."""
+    """A loss of words, and of a table that hardly any rank looks at."""
     words, rare = WORDS[place], RARE[place]
     x = model["words"](torch.tensor(words)).sum(0) if words else torch.zeros(4, dtype=torch.float64)
     if rare:
         x = x + model["rare"](torch.tensor([rare]))[0]
-    loss: Tensor = (model["layer"](torch.tanh(x)) ** 2).sum() + model["words"].weight[0, 0] * 0
+    loss: Tensor = (model["layer"](torch.tanh(x)) ** 2).sum()
     return loss
 
 
@@ -200,7 +204,7 @@ def test_two_models_of_sparse_parameters(comm: Communicator) -> None:
 
 
 def test_sparse_gradients_nobody_announced(comm: Communicator) -> None:
-    """A sparse gradient nobody announced becomes dense; an announced one that comes dense becomes sparse."""
+    """A sparse gradient nobody announced becomes dense; an announced one that comes dense stays so."""
     table: Any = nn.ParameterDict({"table": torch.zeros(6, 2)})
     for names in ((), ("table",)):
         table.zero_grad()
@@ -208,7 +212,7 @@ def test_sparse_gradients_nobody_announced(comm: Communicator) -> None:
         rows = torch.tensor([comm.rank, 5])
         torch.autograd.backward(nn.functional.embedding(rows, table["table"], sparse=not names).sum())
         gradient = table["table"].grad
-        assert gradient.is_sparse == bool(names)
+        assert not gradient.is_sparse
         wanted = torch.zeros(6, 2)
         wanted[: comm.size] = 1 / comm.size
         wanted[5] += 1
@@ -216,6 +220,37 @@ def test_sparse_gradients_nobody_announced(comm: Communicator) -> None:
         hooks.remove()
     with pytest.raises(multiring.UsageError, match="names \\['tabel'\\]"):
         multiring.torch.register_gradient_hooks(table, comm, sparse_parameters=["tabel"])
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is that of a linear layer too: its gradient is dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(6, 4, sparse=True, dtype=torch.float64)
+        self.head = nn.Linear(4, 6, bias=False, dtype=torch.float64)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.words(x).tanh())
+        return out
+
+
+def test_a_sparse_embedding_with_the_weight_of_a_linear_layer(comm: Communicator) -> None:
+    """Optimizers for dense gradients take what comes."""
+
+    def loss(model: Any, rank: int) -> Tensor:
+        return nn.functional.cross_entropy(model(torch.arange(rank, rank + 3) % 6), torch.arange(3))
+
+    model, reference = Tied(), Tied()
+    optimizer, alone = (torch.optim.Adam(m.parameters(), 0.1) for m in (model, reference))
+    register(model, comm, check_every=1)
+    for _ in range(3):
+        update(optimizer, loss(model, comm.rank))
+        step_with(alone, expected(comm, loss, lambda: copy.deepcopy(reference)))
+        alone.zero_grad()
+    assert_same_weights(model, reference)
 
 
 @pytest.mark.full

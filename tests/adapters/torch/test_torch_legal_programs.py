@@ -63,52 +63,6 @@ def test_two_backward_passes_over_one_graph_with_a_constant(comm: Communicator) 
         assert_gradients(model, wanted, comm)
 
 
-class Renewed(WithBuffer):
-    """Its forward pass writes to the buffer, and uses it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.table.mul_(0.5).add_(x.mean())
-        return super().forward(x)
-
-
-def make_renewed() -> Renewed:
-    return Renewed(torch.ones(3, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("steps", [True, False])
-def test_two_backward_passes_over_a_buffer_that_forward_renews(comm: Communicator, steps: bool) -> None:
-    """All take over the buffer of rank 0 with the next step, or before the next forward pass."""
-
-    def passes(model: nn.Module, rank: int, seed: int) -> Tensor:
-        out = model(draw(rank + seed))
-        torch.autograd.backward(out.mean(), retain_graph=True)
-        torch.autograd.backward((out**2).mean(), retain_graph=True)
-        return out
-
-    model, alone = make_renewed(), [make_renewed() for _ in range(comm.size)]
-    plain = torch.optim.SGD(model.parameters(), 0.1)
-    hooks: Any = wrap(plain, model, comm, check_every=1) if steps else register(model, comm, check_every=1)
-    for seed in range(4):
-        model.zero_grad()
-        passes(model, comm.rank, seed)
-        (hooks if steps else plain).step()
-        for rank, one in enumerate(alone):
-            one.zero_grad()
-            passes(one, rank, seed)
-        with torch.no_grad():
-            for parameters in zip(*(one.parameters() for one in alone), strict=True):
-                mean = sum(p.grad for p in parameters if p.grad is not None) / comm.size
-                for p in parameters:
-                    p.sub_(0.1 * mean)
-            for one in alone:
-                one.table.copy_(alone[0].table)
-        assert_same_weights(model, alone[0])
-        assert not steps or torch.equal(model.table, alone[0].table)
-    hooks.remove()
-    assert torch.equal(model.table, alone[0].table)
-
-
 def test_buffers_of_modules_that_come_later(comm: Communicator) -> None:
     """They are made the same as those that were there when hooks were registered."""
     model = make_model()

@@ -1,0 +1,41 @@
+"""What Torch counts of a tensor: writes to it, and references to it and to its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["has_own_memory", "is_held_by_graph", "version"]
+
+Tensor = torch.Tensor
+
+# Both are private; a Torch without them costs a copy of each gradient, and buffers that wait for no need.
+_count_storage: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_count_tensor: Callable[[Tensor], int] | None = getattr(Tensor, "_use_count", None)
+
+
+def version(tensor: Tensor) -> int:
+    """Grows with each write that Torch sees; -1 where it does not count them."""
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode
+        return -1
+
+
+def has_own_memory(tensor: Tensor) -> bool:
+    """Whether no other tensor is known to share its memory."""
+    return _storage_users(tensor) == _ALONE
+
+
+def is_held_by_graph(tensor: Tensor) -> bool:
+    """Whether autograd may have saved the tensor, or a view of it, for a backward pass that is still to come:
+    anything but Python refers to it."""
+    return _count_tensor is None or _count_tensor(tensor) > 1 or not has_own_memory(tensor)
+
+
+def _storage_users(tensor: Tensor) -> int:
+    return 0 if _count_storage is None else _count_storage(tensor.untyped_storage()._cdata)
+
+
+_ALONE = _storage_users(torch.zeros(1)) or -1
