@@ -13,6 +13,7 @@ from multiring.errors import UsageError
 
 if TYPE_CHECKING:
     from multiring.torch.hooks import GradientHooks
+    from multiring.torch.model_gradients import ModelGradients
 
 __all__ = ["NO_HOOK", "Arrival", "Incoming", "ModelGuard", "forget_copy", "is_hooked", "local_copy"]
 
@@ -38,14 +39,14 @@ class Arrival:
 class Incoming:
     """The hook of one parameter that is called before its gradient is accumulated."""
 
-    __slots__ = ("_hooks", "_number")
+    __slots__ = ("_gradients", "_number")
 
-    def __init__(self, hooks: GradientHooks, number: int) -> None:
-        self._hooks = hooks
+    def __init__(self, gradients: ModelGradients, number: int) -> None:
+        self._gradients = gradients
         self._number = number
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        self._hooks.incoming(self._number, gradient)
+        self._gradients.note_incoming(self._number, gradient)
 
 
 def is_hooked(parameter: torch.Tensor) -> bool:

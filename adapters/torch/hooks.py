@@ -266,16 +266,11 @@ class GradientHooks:
             self._state.remove()
         self._gradients.close()
 
-    def incoming(self, number: int, gradient: torch.Tensor) -> None:
-        """A gradient is about to be accumulated."""
-        self._gradients.note_incoming(number, gradient)
-
     def arrived(self, number: int, parameter: torch.Tensor) -> None:
         """The gradient of a parameter has been accumulated."""
         current = None if self._pass is None else self._pass()
         if current is None:
             current = self._begin_pass()
-        self._gradients.check_arrived(number)
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
             raise UsageError(
@@ -283,9 +278,9 @@ class GradientHooks:
                 "reduction over ranks; use torch.autograd.grad for higher derivatives"
             )
         if current.reduce:
-            self._gradients.mark_ready(number)
+            self._gradients.arrived(number)
         else:
-            self._gradients.mark_pending(number)
+            self._gradients.arrived_early(number)
 
     def _steps(self) -> tuple[Callable[[], None], ...]:
         """How a round ends."""
@@ -363,7 +358,7 @@ def _register(
 ) -> tuple[torch.utils.hooks.RemovableHandle, ...]:
     required = parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes hooks on no others; they stay when it is switched off again
-    before = parameter.register_hook(Incoming(hooks, number))  # type: ignore[no-untyped-call]
+    before = parameter.register_hook(Incoming(hooks._gradients, number))  # type: ignore[no-untyped-call]
     after = parameter.register_post_accumulate_grad_hook(Arrival(hooks, number))  # type: ignore[no-untyped-call]
     parameter.requires_grad_(required)
     return before, after

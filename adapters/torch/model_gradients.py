@@ -122,25 +122,41 @@ class ModelGradients:
 
     def note_incoming(self, number: int, gradient: torch.Tensor) -> None:
         """Autograd is about to accumulate a gradient, or to give it to the caller of `autograd.grad`."""
-        places, before = self._places, self._gradient(number)
-        places.note_incoming(number, gradient)
+        self._places.note_incoming(number, gradient)
         if not self._is_repeatable:
-            is_kept = before is not None and places.is_kept(number, before)
+            before = self._gradient(number)
+            is_kept = before is not None and self._places.is_kept(number, before)
             (self._kept.add if is_kept else self._kept.discard)(number)
 
-    def check_arrived(self, number: int) -> None:
-        """Raise UsageError where a gradient cannot be reduced: it was added to a reduced one, which must not
-        be reduced again unless gradients are plain averages; or its parameter is frozen since forward."""
+    def arrived(self, number: int) -> None:
+        """Autograd has accumulated a gradient, and this round reduces it: it may leave.
+
+        Raises:
+            UsageError: It was added to a reduced one, which must not be reduced again unless gradients are
+                plain averages; or its parameter was frozen since forward.
+        """
+        plan = self._plan or self._current
+        index = plan.indices.get(number)
+        if index is None or number in self._kept:
+            raise self._cannot_take(number)
+        plan.reducer.mark_ready(index)
+
+    def arrived_early(self, number: int) -> None:
+        """Autograd has accumulated a gradient that a later round is to contain. Raises as `arrived` does."""
+        if number in self._kept or number not in self._current.indices:
+            raise self._cannot_take(number)
+        self.mark_pending(number)
+
+    def _cannot_take(self, number: int) -> UsageError:
         if number in self._kept:
-            raise self._cannot_add(number)
-        if number not in self._current.indices:
-            name = self._names[number]
-            raise UsageError(
-                f"rank {self._comm.rank}: parameter '{name}' has got a gradient, but does not require one: "
-                "it was frozen between the forward and the backward pass; freeze it before forward",
-                rank=self._comm.rank,
-                tensor=name,
-            )
+            return self._cannot_add(number)
+        name = self._names[number]
+        return UsageError(
+            f"rank {self._comm.rank}: parameter '{name}' has got a gradient, but does not require one: "
+            "it was frozen between the forward and the backward pass; freeze it before forward",
+            rank=self._comm.rank,
+            tensor=name,
+        )
 
     def _cannot_add(self, number: int) -> UsageError:
         """What to raise where a backward pass has added to one of those."""
@@ -154,11 +170,6 @@ class ModelGradients:
         """A gradient was accumulated that a later round is to contain."""
         plan = self._current
         plan.reducer.mark_pending(plan.indices[number])
-
-    def mark_ready(self, number: int) -> None:
-        """A gradient of this round is in `parameter.grad`: it may leave."""
-        plan = self._current
-        plan.reducer.mark_ready(plan.indices[number])
 
     def flush(self) -> None:
         """First step of the end of a round: send what has not left, and the rows of sparse gradients.

@@ -42,9 +42,7 @@ class _Form:
         self.is_contiguous = torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     def is_form_of(self, gradient: Tensor) -> bool:
-        return gradient.layout is torch.strided and (
-            (self.is_contiguous and gradient.is_contiguous()) or gradient.stride() == self.stride
-        )
+        return (self.is_contiguous and gradient.is_contiguous()) or gradient.stride() == self.stride
 
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
