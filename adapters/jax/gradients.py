@@ -280,6 +280,6 @@ def batch_weight(count: Any, *, comm: Communicator | None = None, name: str | No
     (mine,) = as_arrays(comm, [count], ["count"])
     mine = jax.lax.stop_gradient(mine)
     total = allreduce(mine, comm=comm, name=name)
-    kind = jnp.promote_types(mine.dtype, jnp.float32)
+    kind = jnp.promote_types(jnp.result_type(mine.dtype, float), jnp.float32)
     weight = mine.astype(kind) * comm.size / jnp.maximum(total, float(np.finfo(kind).tiny)).astype(kind)
     return jnp.where(total > 0, weight, 0)

@@ -15,6 +15,9 @@ from multiring.errors import UsageError
 
 try:
     from jax._src import core, dispatch, effects
+    from jax._src.interpreters.pxla import MeshExecutable
+    from jax._src.lax.control_flow.conditionals import _cond_lowering, cond_p
+    from jax._src.lax.control_flow.loops import _while_lowering, while_p
     from jax._src.lax.lax import _convert_element_type
 except ImportError as _error:  # pragma: no cover - another JAX
     raise UsageError(
@@ -24,14 +27,21 @@ except ImportError as _error:  # pragma: no cover - another JAX
 
 __all__ = [
     "COLLECTIVE",
+    "CONTROL_FLOW",
     "ThreadEffect",
     "abstract_token",
     "forget_failed_programs",
+    "kept_with_program",
     "number_in_program",
     "with_weak_type",
 ]
 
 abstract_token: Any = core.abstract_token
+# What runs a part of a program in some evaluations only, or several times, and how JAX lowers it.
+CONTROL_FLOW: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "cond": (cond_p, _cond_lowering),
+    "while": (while_p, _while_lowering),
+}
 
 
 class _CollectiveEffect(effects.Effect):
@@ -77,6 +87,19 @@ for _allowed in (
     _allowed.add_type(ThreadEffect)
 
 
+_fast_call = MeshExecutable.create_cpp_call
+
+
+def _create_cpp_call(self: Any, params: Any) -> Any:
+    """Programs that were compiled ahead are called without Python from the second time on. JAX 0.10 omits
+    the tokens of ordered effects there, and XLA refuses the call."""
+    ordered = getattr(self.unsafe_call, "ordered_effects", ())
+    return None if any(isinstance(e, _CollectiveEffect) for e in ordered) else _fast_call(self, params)
+
+
+MeshExecutable.create_cpp_call = _create_cpp_call  # type: ignore[method-assign]
+
+
 def forget_failed_programs() -> None:
     """Forget the tokens of the last program of this thread, which carry its error on to the next one."""
     tokens = dispatch.runtime_tokens.current_tokens
@@ -103,8 +126,8 @@ class _WithoutCollectives(dict[Any, Any]):
             super().__setitem__(key, value)
 
 
-def number_in_program(ctx: Any, queue: int) -> tuple[str, int]:
-    """The program that is lowered, and the number of this call among its collectives on a queue, from 1.
+def kept_with_program(ctx: Any) -> dict[Any, Any]:
+    """What is known of the program that is lowered; it lives as long as the lowering.
 
     JAX lowers a function that a program calls twice once. Each call is to have a number of its own, so
     functions with collectives are lowered for each call; XLA would copy them to where they are called anyway.
@@ -114,8 +137,15 @@ def number_in_program(ctx: Any, queue: int) -> tuple[str, int]:
         cache = getattr(module, name, None)
         if type(cache) is dict:
             setattr(module, name, _WithoutCollectives(cache))
-    name = module.module.operation.attributes["sym_name"].value
-    counts = module.cached_primitive_lowerings
-    key = "multiring", queue
+    kept: dict[Any, Any] = module.cached_primitive_lowerings
+    return kept
+
+
+def number_in_program(ctx: Any, queue: int, kind: str = "call") -> tuple[str, int]:
+    """The program that is lowered, and the number of this call among its collectives on a queue, from 1; or
+    that of what else has this `kind`."""
+    counts = kept_with_program(ctx)
+    name = ctx.module_context.module.operation.attributes["sym_name"].value
+    key = "multiring", queue, kind
     counts[key] = counts.get(key, 0) + 1
     return str(name).removeprefix("jit_"), counts[key]

@@ -18,9 +18,9 @@ from multiring.jax.internals import ThreadEffect, forget_failed_programs
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["CHECK", "DONE", "START", "library", "number_of", "thread_effect"]
+__all__ = ["CHECK", "DONE", "ENTER", "START", "library", "number_of", "thread_effect"]
 
-START, DONE, CHECK = "multiring_start", "multiring_done", "multiring_check"
+START, DONE, CHECK, ENTER = "multiring_start", "multiring_done", "multiring_check", "multiring_enter"
 
 _leaving = False
 # Number of the queue of each communicator that has been used; the communicator itself holds the queue.
@@ -43,7 +43,7 @@ def library() -> ctypes.CDLL:
         raise InternalError(
             f"the native part of multiring.jax does not load; reinstall multiring: {error}"
         ) from error
-    for target in (START, DONE, CHECK):
+    for target in (START, DONE, CHECK, ENTER):
         symbol = target.replace("multiring_", "multiring_jax_")
         try:
             capsule = jax.ffi.pycapsule(getattr(loaded, symbol))  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from multiring.errors import UsageError
+from multiring.jax.control_flow import counters_around, ffi_call
 from multiring.jax.internals import COLLECTIVE, abstract_token, number_in_program
 from multiring.jax.library import DONE, START, thread_effect
 
@@ -23,7 +24,6 @@ __all__ = [
     "Collective",
     "Shape",
     "block_rows",
-    "ffi_call",
     "place_in_program",
     "run",
 ]
@@ -234,41 +234,20 @@ batching.primitive_batchers[collective_p] = _batch
 # start sends, since every end comes after the last start.
 
 
-def ffi_call(
-    ctx: Any,
-    target: str,
-    operands: Sequence[Any],
-    avals_in: Any,
-    avals_out: Any,
-    first: tuple[int, int],
-    **attributes: Any,
-) -> list[Any]:
-    """One call; arrays from operand `first[0]` on share memory with the results from `first[1]` on."""
-    count = len(operands) - first[0]
-    rule = jax.ffi.build_ffi_lowering_function(
-        target,
-        has_side_effect=True,
-        operand_output_aliases={first[0] + i: first[1] + i for i in range(count)}
-        if attributes.pop("alias", False)
-        else {},
-    )
-    call = rule(ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **attributes)
-    return list(call.results)
-
-
-def place_in_program(ctx: Any, queue: int, site: str | None) -> str:
+def place_in_program(ctx: Any, queue: int, site: str | None) -> tuple[str, str]:
     """What tells the name of a call from those of others: the same on all ranks that run the same program, of
-    whatever shapes, and whatever else they have compiled."""
+    whatever shapes, and whatever else they have compiled. And the counters of the branches and loops around
+    it, a line each."""
     if site is None:
-        return ""
+        return "", ""
     program, number = number_in_program(ctx, queue)
     parts = [] if program == "outside_of_jit" else [f"#{number} of {program}"]
     parts += [f"at {site}"] if site else []
-    return f" ({' '.join(parts)})" if parts else ""
+    return f" ({' '.join(parts)})" if parts else "", "\n".join(counters_around(ctx, queue))
 
 
 def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
-    place = place_in_program(ctx, call.queue, call.site)
+    place, inside = place_in_program(ctx, call.queue, call.site)
     attributes: dict[str, Any] = {
         "queue": np.int64(call.queue),
         "kind": np.int64(KINDS[call.kind]),
@@ -278,6 +257,7 @@ def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
         "postscale": np.float64(call.postscale),
         "alias": call.keeps_shape,
         "ordered": np.int64(call.ordered),
+        "inside": inside,
     }
     if call.sent:
         attributes["splits"] = np.array(call.sent, np.int64)

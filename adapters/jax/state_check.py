@@ -15,9 +15,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from multiring.gradients.options import check_interval
 from multiring.jax.arguments import DTYPES, resolve
+from multiring.jax.control_flow import ffi_call
 from multiring.jax.internals import COLLECTIVE, abstract_token
 from multiring.jax.library import CHECK, number_of, thread_effect
-from multiring.jax.primitive import ffi_call, place_in_program
+from multiring.jax.primitive import place_in_program
 from multiring.jax.trees import named, named_leaves
 from multiring.state.advice import advice_in_general
 
@@ -123,7 +124,8 @@ def _without_results(arrays: Sequence[Any], *_: Any, check: StateCheck) -> Any:
 
 def _lower(ctx: Any, *operands: Any, check: StateCheck) -> Any:
     token = ctx.tokens_in.get(COLLECTIVE)
-    name = check.name + place_in_program(ctx, check.queue, check.site)
+    place, inside = place_in_program(ctx, check.queue, check.site)
+    name = check.name + place
     results = ffi_call(
         ctx,
         CHECK,
@@ -137,6 +139,7 @@ def _lower(ctx: Any, *operands: Any, check: StateCheck) -> Any:
         queue=np.int64(check.queue),
         every=np.int64(check.every),
         ordered=np.int64(check.ordered),
+        inside=inside,
         what="training state",
         advice=advice_in_general(),
     )

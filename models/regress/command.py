@@ -22,6 +22,7 @@ from multiring.benchmarks.gradients.training_speed import TrainingSpeed
 from multiring.benchmarks.machine import Machine
 from multiring.commands.frameworks import FRAMEWORKS, Framework
 from multiring.errors import UsageError
+from multiring.models.errors import DataError
 from multiring.models.regress import baseline as baselines
 from multiring.models.regress.baseline import Baseline
 from multiring.models.regress.judge import Verdict, judge
@@ -53,8 +54,7 @@ def main(args: argparse.Namespace) -> int:
         130 after Ctrl-C, 143 after SIGTERM.
 
     Raises:
-        UsageError: An option is wrong.
-        DataError: The baseline cannot be read.
+        UsageError: An option is wrong, or the baseline cannot be read.
     """
     options = parse(args)
     with _terminable():
@@ -133,7 +133,10 @@ def _read_baseline(options: Options) -> Baseline | None:
     may_lack = options.write_baseline or path == baselines.DEFAULT
     if path is None or (may_lack and not path.exists()):
         return None
-    return Baseline.read(path)
+    try:
+        return Baseline.read(path)
+    except DataError as error:
+        raise UsageError(f"--baseline: {error}") from error
 
 
 def _cpus() -> list[int]:

@@ -22,7 +22,10 @@
 //
 // Steps. A program that fails on one rank leaves out what it had still to submit, and the next program's
 // would meet what the peers have submitted in this one. So the submissions of a call carry a number, counted
-// by the first of them: with the wrong one they are a mismatch.
+// by the first of them: with the wrong one they are a mismatch. Inside of a branch or a loop the number is
+// how often that has been reached, which `enter` counts in front of it:
+//
+//     enter(token) -> token
 
 #include <cstring>
 #include <memory>
@@ -90,10 +93,17 @@ void start(const Call& call) {
     operations.push_back(operation);
   }
 
-  const std::uint64_t step =
+  std::uint64_t step =
       PendingTable::instance().step(queue, call.text("counter"), call.integer("counts") != 0);
+  pending->inside = !call.text("inside").empty();
+  if (pending->inside) step = PendingTable::instance().step_inside(queue, lines(call.text("inside")));
   const std::uint64_t ticket = submit(pending, name, call.integer("ordered") != 0, step, operations);
   std::memcpy(call.results()[0]->data, &ticket, sizeof ticket);
+}
+
+void enter(const Call& call) {
+  mr_queue* queue = Queues::instance().find(call.integer("queue"));
+  PendingTable::instance().step(queue, call.text("counter"), true);
 }
 
 void done(const Call& call) {
@@ -128,6 +138,10 @@ extern "C" MR_API multiring::xla::Error* multiring_jax_start(multiring::xla::Cal
 
 extern "C" MR_API multiring::xla::Error* multiring_jax_done(multiring::xla::CallFrame* frame) {
   return multiring::xla::handle(frame, multiring::xla::done);
+}
+
+extern "C" MR_API multiring::xla::Error* multiring_jax_enter(multiring::xla::CallFrame* frame) {
+  return multiring::xla::handle(frame, multiring::xla::enter);
 }
 
 /// Registers a queue by its address; returns its number. Called by the Python part.

@@ -19,6 +19,7 @@ struct PendingCall {
   mr_queue* queue = nullptr;
   std::vector<const void*> outputs;            // y, as `start` has seen it
   std::vector<std::vector<std::byte>> inputs;  // copies of x
+  bool inside = false;                         // of a branch or a loop
   bool done = false;
   mr_status status = MR_OK;
   std::string message;
@@ -75,6 +76,14 @@ class PendingTable {
     return first ? ++count : count;
   }
 
+  /// The step of a submission inside of branches and loops, given their counters from the outermost on: how
+  /// often the outermost has been reached, in the lower half, and the others, in the upper half.
+  std::uint64_t step_inside(const mr_queue* queue, const std::vector<std::string>& counters) {
+    std::uint64_t others = 0;
+    for (std::size_t i = 1; i < counters.size(); ++i) others = others * 31 + step(queue, counters[i], false);
+    return others << 32 | (step(queue, counters[0], false) & 0xFFFFFFFF);
+  }
+
   /// The number of a submission among those that all ranks submit in one order.
   std::uint64_t next_ordered(const mr_queue* queue) {
     const std::lock_guard lock(mutex_);
@@ -90,6 +99,10 @@ class PendingTable {
     const std::lock_guard lock(mutex_);
     pending.status = status;
     if (status != MR_OK) pending.message = error != nullptr ? error->message : "the operation failed";
+    if (status == MR_MISMATCH && pending.inside)
+      pending.message +=
+          " The call is in a branch or a loop of the program: all ranks have to enter it in the same steps. "
+          "multiring.jax.distribute goes around optax.apply_if_finite and the like, not into them.";
     pending.done = true;
     changed_.notify_all();
   }

@@ -18,9 +18,10 @@ namespace {
 
 using Numbers = std::vector<std::uint64_t>;
 
-/// The numbers of all ranks, in the order of the ranks. Collective: as many on each.
-Numbers gather(mr_queue* queue, const std::string& name, bool ordered, std::uint64_t step,
-               const Numbers& mine) {
+/// The numbers of all ranks, in the order of the ranks. Collective: as many on each. Submitted under a name,
+/// in a step, as the call says.
+Numbers gather(const Call& call, const std::string& name, std::uint64_t step, const Numbers& mine) {
+  mr_queue* queue = Queues::instance().find(call.integer("queue"));
   Numbers all(mine.size() * static_cast<std::size_t>(mr_queue_size(queue)));
   const std::uint64_t count = mine.size();
   mr_operation operation = MR_OPERATION_INIT;
@@ -34,6 +35,10 @@ Numbers gather(mr_queue* queue, const std::string& name, bool ordered, std::uint
   operation.shape = &count;
   const auto pending = std::make_shared<PendingCall>();
   pending->queue = queue;
+  const std::string inside = call.text("inside");
+  pending->inside = !inside.empty();
+  if (pending->inside) step = PendingTable::instance().step_inside(queue, lines(inside));
+  const bool ordered = call.integer("ordered") != 0;
   PendingTable::instance().wait_for(submit(pending, name, ordered, step, {operation}));
   if (pending->status == MR_OK) return all;
   PendingTable::instance().wait_for_all(queue, true);
@@ -82,7 +87,6 @@ void check(const Call& call) {
   const std::uint64_t step = PendingTable::instance().step(queue, "check " + call.text("counter"), true);
   const Scope scope = scope_at(step, static_cast<std::uint64_t>(call.integer("every")));
   if (scope == Scope::kNothing) return;
-  const bool ordered = call.integer("ordered") != 0;
   const auto& arrays = call.arguments();
   std::vector<std::string> labels = lines(call.text("labels"));
   labels.resize(arrays.size());
@@ -94,7 +98,7 @@ void check(const Call& call) {
   }
 
   const Numbers row{sums.size(), mr_checksum(sums.data(), sums.size() * sizeof sums[0], 0)};
-  const Numbers rows = gather(queue, name, ordered, step, row);
+  const Numbers rows = gather(call, name, step, row);
   std::vector<int> ranks;  // those that have any: a rank that has no data any more compares nothing
   std::size_t most = 0;
   for (int rank = 0; rank < mr_queue_size(queue); ++rank) {
@@ -106,7 +110,7 @@ void check(const Call& call) {
   if (counts.size() <= 1 && by_value(rows, row.size(), 1, ranks).size() <= 1) return;
 
   sums.resize(most);
-  const Numbers all = gather(queue, name + ": tensors", ordered, step, sums);
+  const Numbers all = gather(call, name + ": tensors", step, sums);
   std::string difference = "there are " + who_has(counts, "%" PRIu64 " arrays");
   if (counts.size() == 1) {
     std::size_t first = 0;

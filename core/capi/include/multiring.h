@@ -212,9 +212,10 @@ MR_API int mr_queue_size(const mr_queue* queue);
  * A submission is matched with the peers' submission of its name. A name may be submitted again: the k-th
  * submission of a name on one rank meets the k-th on the others, and has to be in the same `step` there: a
  * number that the caller counts up, so that what a failed step has omitted on one rank is MR_MISMATCH and not
- * matched with the next one's. What all ranks submit in one order has a `position`, counted from 1 on each
- * rank: another name at the same position on another rank is MR_MISMATCH at once, and not after the
- * timeout. */
+ * matched with the next one's. Its upper 32 bits, if there are any, are for what repeats within a step: they
+ * are compared as well, and shown where the lower ones agree. What all ranks submit in one order has a
+ * `position`, counted from 1 on each rank: another name at the same position on another rank is MR_MISMATCH
+ * at once, and not after the timeout. */
 typedef struct mr_submission {
   size_t struct_size;
   const char* name;               /* at most 4096 bytes */

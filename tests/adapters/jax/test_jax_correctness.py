@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import multiring.jax as mj
@@ -57,6 +58,40 @@ def test_a_python_loop_that_is_longer_on_one_rank_is_an_error_at_once(comm: Comm
         jax.block_until_ready(mj.allreduce(100 * jnp.ones(3)))
 
 
+APART = {
+    "each step a program": "rank 0 submitted it in step 4; rank 1 submitted it in step 5",
+    "all steps a program": "rank 0 submitted it in step 4; rank 1 submitted it in step 5",
+    "a named step": None,
+    "a loop": "rank 0 submitted it in step 1; rank 1 submitted it in step 2",
+}
+
+
+@all_raise(MismatchError, "all ranks have to enter it in the same steps. multiring.jax.distribute", how=APART)
+def test_steps_that_ranks_skip_apart(comm: Communicator, how: str) -> None:
+    """As many steps on each rank, and the same weights: the gradients of another step would meet them."""
+    name = "gradients" if how == "a named step" else None  # all that is compared then
+    optimizer = optax.apply_if_finite(mj.distribute(optax.sgd(1.0), check_every=0, name=name), 9)
+    rows = jnp.where(jnp.arange(8)[:, None] == 4 - comm.rank, jnp.nan, 1.0) * jnp.eye(8)
+
+    def step(carry: Any, gradient: Any) -> Any:
+        changes, state = optimizer.update(gradient, carry[1], carry[0])
+        return (optax.apply_updates(carry[0], changes), state), None
+
+    carry = jnp.zeros(8), optimizer.init(jnp.zeros(8))
+    with errors_break_the_queue(comm):
+        if how == "a loop":
+            looped = jax.jit(lambda n, x: jax.lax.fori_loop(0, n, lambda _, x: average(x), x))
+            for count in ((2, 1), (1, 2))[comm.rank]:
+                carry = jax.block_until_ready(looped(count, carry[0])), None
+        elif how == "all steps a program":
+            carry = jax.block_until_ready(jax.jit(lambda carry: jax.lax.scan(step, carry, rows))(carry)[0])
+        else:
+            one = jax.jit(step)
+            for row in rows:
+                carry = jax.block_until_ready(one(carry, row)[0])
+        np.testing.assert_array_equal(carry[0], [-1, -1, -1, -0.5, -0.5, -1, -1, -1])
+
+
 def test_places_are_the_same_whatever_a_rank_compiles(comm: Communicator) -> None:
     """One rank compiles for other shapes, runs other code before, and makes a call of a group of its own."""
     alone = comm.split(comm.rank)
@@ -75,7 +110,8 @@ def test_places_are_the_same_whatever_a_rank_compiles(comm: Communicator) -> Non
     second = program(jnp.ones(4 + comm.rank), x)  # compiled anew on one rank only
     jax.tree.map(np.testing.assert_array_equal, first, second)
     ahead = program.lower(jnp.ones(2 + comm.rank), x).compile()
-    jax.tree.map(np.testing.assert_array_equal, first, ahead(jnp.ones(2 + comm.rank), x))
+    for _ in range(2):
+        jax.tree.map(np.testing.assert_array_equal, first, ahead(jnp.ones(2 + comm.rank), x))
     mean = np.arange(3.0) + (comm.size - 1) / 2
     np.testing.assert_allclose(first[0], mean * comm.size * comm.size, rtol=1e-6)
 

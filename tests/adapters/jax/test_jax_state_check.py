@@ -14,7 +14,7 @@ import multiring.jax as mj
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from multiring.state.check import scope_at
-from tests.adapters.jax.support import Tree, data, errors_break_the_queue, loss, start, training_step
+from tests.adapters.jax.support import Tree, agree, data, errors_break_the_queue, loss, start, training_step
 from tests.on_ranks import Pool, all_raise, on_ranks
 
 
@@ -162,8 +162,8 @@ def test_weighted_gradients_are_those_of_all_samples(comm: Communicator) -> None
         return jnp.where(mask, each, 0).sum() / jnp.maximum(mask.sum(), 1) * mj.batch_weight(mask.sum())
 
     found = jax.jit(lambda *args: mj.average_gradients(jax.grad(mean)(*args)))(start(), filled, mask)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, wanted)
-    np.testing.assert_allclose(mj.batch_weight(count), count * comm.size / sum(counts), rtol=1e-6)
+    agree(found, wanted)
+    np.testing.assert_allclose(mj.batch_weight(count), count * comm.size / sum(counts), rtol=1e-15)
     assert mj.batch_weight(0) == 0
     with pytest.raises(UsageError, match="count is -1"):
         mj.batch_weight(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -45,6 +46,52 @@ def test_an_optimizer_trains_like_one_process(comm: Communicator, every_k: int) 
     hashes_agree(comm, params)
     if every_k == 1:
         assert jax.tree.structure(state) == jax.tree.structure(reference)
+
+
+SLOW = {"layer": {"weight": "slow", "bias": "fixed"}}
+WRAPPERS: dict[str, Any] = {
+    "MultiSteps": lambda inner, wrap: optax.MultiSteps(wrap(inner), 2, accumulator_dtype=jnp.float64),
+    "conditionally_mask": lambda inner, wrap: optax.conditionally_mask(
+        wrap(inner), lambda step: step % 3 != 1
+    ),
+    "multi_transform": lambda inner, wrap: optax.multi_transform(
+        {"slow": wrap(inner), "fixed": optax.set_to_zero()}, SLOW
+    ),
+    "inject_hyperparams": lambda _, wrap: optax.inject_hyperparams(lambda rate: wrap(optax.adam(rate)))(
+        rate=optax.exponential_decay(0.1, 2, 0.5)
+    ),
+    "apply_if_finite": lambda inner, wrap: optax.apply_if_finite(wrap(inner), 9),
+}
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_of_optax_on_both_sides(comm: Communicator, name: str) -> None:
+    """Inside and outside of `distribute`, in a loop of steps, like one process with the batches of all ranks.
+
+    Where gradients of some ranks are not finite, `apply_if_finite` outside skips the step on these alone.
+    """
+    make, wrap = WRAPPERS[name], partial(mj.distribute, check_every=1)
+    batches = np.array([[data(step, rank) for rank in range(comm.size)] for step in range(6)])
+    optimizers = [wrap(make(optax.adam(0.1), lambda inner: inner))]
+    if name == "apply_if_finite":
+        batches[2, 1] = batches[4, 0] = np.nan
+    else:
+        optimizers.append(make(optax.adam(0.1), wrap))
+
+    def train(optimizer: Any, batches: Any) -> Any:
+        def step(carry: Any, batch: Any) -> Any:
+            each = [jax.grad(loss)(carry[0], x) for x in batch]
+            mean = jax.tree.map(lambda *each: sum(each) / len(each), *each)
+            changes, state = optimizer.update(mean, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], changes), state), None
+
+        begin = start(), optimizer.init(start())
+        return jax.jit(lambda carry: jax.lax.scan(step, carry, batches)[0][0])(begin)
+
+    expected = train(make(optax.adam(0.1), lambda inner: inner), batches)
+    for optimizer in optimizers:
+        agree(train(optimizer, batches[:, [comm.rank]]), expected)
 
 
 def test_buckets_leave_during_the_backward_pass_and_are_not_copied(comm: Communicator) -> None:

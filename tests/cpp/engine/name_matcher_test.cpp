@@ -178,6 +178,12 @@ TEST(NameMatcher, DifferentNumbersOrStepsAreAMismatch) {
         ErrorKind::kMismatch, [&] { matched(steps, {fifth, sixth, fifth}); },
         "'bucket': ranks 0, 2 submitted it in step 5; rank 1 submitted it in step 6");
     expect_differs(error, rank, "bucket", 1);
+    const News third{{"bucket", 0, 1, (std::uint64_t{3} << 32) + 5}};
+    const News fourth{{"bucket", 0, 1, (std::uint64_t{4} << 32) + 5}};
+    NameMatcher parts(3, rank);
+    error_of(
+        ErrorKind::kMismatch, [&] { matched(parts, {third, fourth, third}); },
+        "'bucket': ranks 0, 2 submitted it in step 3; rank 1 submitted it in step 4");
   }
 }
 

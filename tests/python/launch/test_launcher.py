@@ -299,7 +299,7 @@ def test_the_report_says_who_how_and_shows_the_last_words() -> None:
 )
 def test_a_signal_comes_with_a_hint(code: int, how: str, hint: str) -> None:
     text = report(end(0, code))
-    assert f"{how} after" in text
+    assert f"failed with {how} after" in text
     assert hint in text
     if code == -signal.SIGKILL:
         assert "struck in this container" in report(end(0, code), oom_kills=1)

@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal, as "SIGKILL"."""
+    """The name of a signal, as "SIGKILL"; "signal 40" where it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:

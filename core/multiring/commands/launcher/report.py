@@ -66,7 +66,7 @@ class RankEnd:
         if self.code is None:
             return "cannot be ended (stuck in the kernel)"
         if self.code < 0:
-            return f"signal {signal_name(-self.code)}"
+            return f"signal {signal_name(-self.code).removeprefix('signal ')}"
         ended = _signal_of(self.code)
         what = f" (128 + {ended}: {signal_name(ended)} ended what the rank had started)" if ended else ""
         return f"exit code {self.code}{what}"
