@@ -12,7 +12,7 @@ from multiring.derived import resolve
 from multiring.gradients.options import check_interval
 from multiring.metrics import average_metrics
 from multiring.state.check import compare_state
-from multiring.tensorflow.optimizers.keras import DistributedKerasOptimizer, DistributedLossScaleOptimizer
+from multiring.tensorflow.optimizers.keras import DistributedKerasOptimizer
 from multiring.tensorflow.state import broadcast_variables
 from multiring.tensorflow.variables import buffers_of, named_variables, to_numpy
 
@@ -179,8 +179,7 @@ def decide_together(
 def distributed_optimizer(model: Any) -> Any:
     """What reduces gradients of a compiled model: its optimizer, or that inside of it; None: nothing does."""
     inside = [] if model.optimizer is None else [model.optimizer, *vars(model.optimizer).values()]
-    kinds = DistributedKerasOptimizer | DistributedLossScaleOptimizer
-    return next((one for one in inside if isinstance(one, kinds)), None)
+    return next((one for one in inside if isinstance(one, DistributedKerasOptimizer)), None)
 
 
 def _decides(callback: Any) -> bool:

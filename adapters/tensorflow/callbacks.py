@@ -79,8 +79,10 @@ class BroadcastInitialState(keras.callbacks.Callback):
         steps = int(getattr(self.model, "steps_per_execution", None) or 1)
         # Of models that define a train_step of their own, parts may be built and the whole not.
         built, late = bool(self.model.built), not self.model.weights and steps > 1
-        found = comm.allgather_object((built, late))
-        if any(late for _, late in found) and comm.size > 1:
+        epoch = (self.params or {}).get("steps")
+        found = comm.allgather_object((built, late, epoch))
+        _warn_if_uneven(self.model, comm, [count for _, _, count in found])
+        if any(late for _, late, _ in found) and comm.size > 1:
             raise UsageError(
                 f"rank {comm.rank}: the model has no variables that could be broadcast before its first "
                 f"batches, and with steps_per_execution={steps} ranks would train different models until "
@@ -88,7 +90,7 @@ class BroadcastInitialState(keras.callbacks.Callback):
                 "leave steps_per_execution at 1"
             )
         self._broadcast()
-        self._done = all(built for built, _ in found)
+        self._done = all(built for built, _, _ in found)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Broadcasts after the first batch where the model was built only then; then buffers."""
@@ -137,7 +139,24 @@ def _warn_if_alone(model: Any, comm: Communicator) -> None:
         warnings.warn(
             f"rank {comm.rank}: gradients are not reduced over ranks, since the optimizer is a plain "
             f"{type(model.optimizer).__name__}, as that of a loaded model is: set model.optimizer = "
-            "multiring.tensorflow.DistributedOptimizer(model.optimizer) before fit()",
+            "multiring.tensorflow.DistributedOptimizer(model.optimizer) before its first fit(), or "
+            "compile() it with that",
+            stacklevel=2,
+        )
+
+
+def _warn_if_uneven(model: Any, comm: Communicator, steps: list[int | None]) -> None:
+    """Tell of epochs of different lengths, of which the longer ones end at the deadline.
+
+    Not an error: a callback of the program may stop all ranks before.
+    """
+    known = {count: rank for rank, count in enumerate(steps) if count is not None}
+    if len(known) > 1 and distributed_optimizer(model) is not None:
+        few, many = min(known), max(known)
+        warnings.warn(
+            f"rank {comm.rank}: an epoch has {few} steps on rank {known[few]} and {many} on rank "
+            f"{known[many]}, which waits for the others in step {few + 1}: give all ranks equally many "
+            "batches (multiring.tensorflow.shard_dataset does), or pass steps_per_epoch to fit()",
             stacklevel=2,
         )
 

@@ -8,6 +8,7 @@ rank has, and whether it has data at all.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from multiring.gradients.options import ReducerOptions, check_interval, check_pa
 from multiring.gradients.participation import answer_rounds, own_flags
 from multiring.tensorflow.drift import DriftCheck
 from multiring.tensorflow.ops import grouped_allreduce, next_step
+from multiring.tensorflow.reduced import held, mark_reduced
 from multiring.tensorflow.sparse import allreduce_slices
 from multiring.tensorflow.state import broadcast_variables
 from multiring.tensorflow.variables import NAMES_ADVICE, describe_variables
@@ -107,6 +109,7 @@ class GradientReduction:
         plan = self._options.plan(self.specs, order, self.comm.size)
         members = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
         self._buckets = [[k for k in bucket if not self.specs[k].sparse] for bucket in members]
+        self._variables = [weakref.ref(held(variable)) for variable in variables]
 
     @tf.autograph.experimental.do_not_convert
     def reduce(self, gradients: Sequence[Gradient]) -> list[Gradient]:
@@ -128,8 +131,11 @@ class GradientReduction:
         reduced, flags = self._round(gradients, present, active=True)
         if tf.executing_eagerly():
             produced = flags[: len(self.specs)].numpy()
-            return [value if produced[k] else None for k, value in enumerate(reduced)]
-        return self._without_absent(reduced, present, flags)
+            reduced = [value if produced[k] else None for k, value in enumerate(reduced)]
+        else:
+            reduced = self._without_absent(reduced, present, flags)
+        mark_reduced(reduced, self._variables)
+        return reduced
 
     @contextmanager
     def join(self, variables: Sequence[Any] = ()) -> Iterator[None]:
@@ -216,14 +222,17 @@ class GradientReduction:
     def _dense(self, spec: ParameterSpec, gradient: Gradient) -> Any:
         if gradient is None:
             return tf.zeros(spec.shape, spec.dtype)
-        value = tf.convert_to_tensor(gradient)
-        if value.dtype.name != spec.dtype or not value.shape.is_compatible_with(spec.shape):
+        return self._fitting(spec, tf.convert_to_tensor(gradient), spec.shape)
+
+    def _fitting(self, spec: ParameterSpec, value: Any, shape: Sequence[int | None]) -> Any:
+        """Values of a gradient in the dtype of its variable, to which Keras's optimizers convert them."""
+        converts = value.dtype.is_floating and tf.as_dtype(spec.dtype).is_floating
+        if not (converts or value.dtype.name == spec.dtype) or not value.shape.is_compatible_with(shape):
             raise UsageError(
                 f"rank {self.comm.rank}: the gradient of '{spec.name}' is {value.dtype.name} {value.shape}, "
-                f"the "
-                f"variable is {spec.describe()}"
+                f"the variable is {spec.describe()}"
             )
-        return value
+        return tf.cast(value, spec.dtype)
 
     def _reduce_slices(self, spec: ParameterSpec, gradient: Gradient, step: Any) -> Any:
         if gradient is None:
@@ -233,6 +242,8 @@ class GradientReduction:
         elif not isinstance(gradient, tf.IndexedSlices):
             rows = tf.range(spec.shape[0], dtype=tf.int64)
             gradient = tf.IndexedSlices(gradient, rows, tf.constant(spec.shape))
+        values = self._fitting(spec, tf.convert_to_tensor(gradient.values), (None, *spec.shape[1:]))
+        gradient = tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         name = f"{self._title}: {spec.name}"
         return allreduce_slices(
             gradient, self._options.op, name=name, comm=self.comm, scale=self._options.scale, step=step

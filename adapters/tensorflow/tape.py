@@ -11,7 +11,6 @@ from multiring.gradients.options import BucketKeywords, ReducerOptions
 from multiring.reductions import explain_arguments
 from multiring.tensorflow.gradients import GradientReduction, kinds_of
 from multiring.tensorflow.kept import KeptReductions
-from multiring.tensorflow.reduced import remember_reduced
 from multiring.tensorflow.sparse import as_dense
 
 if TYPE_CHECKING:
@@ -97,7 +96,6 @@ class DistributedGradientTape:
         if self._dense:
             found = as_dense(found)
         reduced = self.reduction(variables, found).reduce(found)
-        remember_reduced(variables)
         return tf.nest.pack_sequence_as(gradients, reduced)
 
     def reduction(

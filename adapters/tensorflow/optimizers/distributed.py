@@ -47,7 +47,8 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in other adapters
             `postscale`, as in `multiring.ReducerOptions`.
 
     Returns:
-        An optimizer for `compile()` and for custom loops; `inner_optimizer` is the wrapped one.
+        An optimizer for `compile()` and for custom loops. Its settings and all other attributes are those of
+        the given one, to read and to set; `inner_optimizer` is that one, or what is in its loss scale.
 
     Raises:
         UsageError: `optimizer` is of another kind, or is wrapped already.
@@ -61,18 +62,16 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in other adapters
         return wrap(optimizer, comm, name, wrapping)
     import keras
 
-    from multiring.tensorflow.optimizers.keras import DistributedKerasOptimizer, DistributedLossScaleOptimizer
+    from multiring.tensorflow.optimizers.keras import DistributedKerasOptimizer
 
-    if isinstance(optimizer, DistributedKerasOptimizer | DistributedLossScaleOptimizer):
+    if isinstance(optimizer, DistributedKerasOptimizer):
         raise UsageError("this optimizer is distributed already; wrap the one inside of it")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UsageError(
             f"cannot wrap a {type(optimizer).__module__}.{type(optimizer).__name__}; give an optimizer of "
             f"keras or tf_keras"
         )
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        settings = optimizer.initial_scale, optimizer.dynamic_growth_steps
-        return DistributedLossScaleOptimizer(optimizer.inner_optimizer, comm, wrapping, name, *settings)
-    if keras.config.dtype_policy().name == "mixed_float16":
-        return DistributedLossScaleOptimizer(optimizer, comm, wrapping, name)
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if keras.config.dtype_policy().name == "mixed_float16" and not scales:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
     return DistributedKerasOptimizer(optimizer, comm, wrapping, name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ from multiring.tensorflow.optimizers.xla import keep_xla_off
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["DistributedKerasOptimizer", "DistributedLossScaleOptimizer"]
+__all__ = ["DistributedKerasOptimizer"]
 
 Tensors = Sequence[Any]
 
@@ -22,42 +24,85 @@ Tensors = Sequence[Any]
 class DistributedKerasOptimizer(Delegating, keras.optimizers.Optimizer):
     """Holds an optimizer and hands it gradients that were reduced over ranks.
 
-    It is a `keras.optimizers.Optimizer` by type because `compile()` accepts nothing else. Variables,
-    learning rate, iterations and settings are those of `inner_optimizer`. It is saved as that one, so that a
-    model can be loaded where multiring is not imported.
+    It is a `keras.optimizers.Optimizer` by type because `compile()` accepts nothing else; its attributes are
+    those of the wrapped one. Where that is a `LossScaleOptimizer`, it looks at gradients after they were
+    reduced: all ranks skip the same steps. It is saved as the wrapped one, so that a model can be loaded
+    where multiring is not imported.
     """
 
-    _wrapped = False  # until the inner optimizer is there
+    apply_gradients = keras.optimizers.Optimizer.apply_gradients
+
+    _reduction: LazyReduction
+    _count: Any  # of backward passes
+    _accumulators: list[Any]
+    _produced: set[int]  # variables that have had a gradient in any pass, or trace of one
 
     def __init__(
-        self, inner_optimizer: Any, comm: Communicator | None, options: WrapperOptions, name: str | None
+        self, optimizer: Any, comm: Communicator | None, options: WrapperOptions, name: str | None
     ) -> None:
         """Wrap an optimizer; see `DistributedOptimizer`."""
-        super().__init__(learning_rate=0.0, name=name or f"distributed_{inner_optimizer.name}")
-        self.inner_optimizer = inner_optimizer
-        self.options = options
-        self._reduction = LazyReduction(comm, self.options, keras.backend.backend())
-        self._count: Any = None
-        self._accumulators: list[Any] = []
-        self._produced: set[int] = set()  # variables that have had a gradient in any pass, or trace of one
-        if self.options.backward_passes_per_step > 1 and keras.backend.backend() == "jax":
+        backend, settings = keras.backend.backend(), frozenset[str]()
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            # A LossScaleOptimizer has these as well, and does not use them.
+            common = {*keras.optimizers.Optimizer.get_config(optimizer), "exclude_from_weight_decay"}
+            settings = frozenset(common - {"name", "loss_scale_factor"})
+        if options.backward_passes_per_step > 1 and (settings or backend == "jax"):
             raise UsageError(
-                "backward_passes_per_step does not work on Keras's JAX backend; give the optimizer itself "
-                "gradient_accumulation_steps"
+                f"backward_passes_per_step does not go with "
+                f"{'a dynamic loss scale' if settings else 'the JAX backend of Keras'}; give the optimizer "
+                "itself gradient_accumulation_steps"
             )
-        self._wrapped = True
+        self.__dict__.update(
+            _wrapped=optimizer,
+            _settings=settings,
+            options=options,
+            _reduction=LazyReduction(comm, options, backend),
+            _count=None,
+            _accumulators=[],
+            _produced=set(),
+        )
+        self.__dict__["name"] = name or f"distributed_{self.inner_optimizer.name}"
+        if self.built:
+            self.build([])
         keep_xla_off()
 
+    @property
+    def inner_optimizer(self) -> Any:
+        """The wrapped optimizer, or that inside of a wrapped `LossScaleOptimizer`."""
+        return self._wrapped.inner_optimizer if self._settings else self._wrapped
+
+    def _holder(self, name: str) -> Any:
+        scale = self._wrapped
+        if self._settings and (name in self._settings or not hasattr(scale, name)):
+            return scale.inner_optimizer
+        return scale
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        caller = sys._getframe(1).f_locals.get("self") if name == "loss_scale_factor" else None
+        if isinstance(caller, keras.optimizers.LossScaleOptimizer):
+            # It sets this to None in the optimizer that it is given. It decides from this rank's gradients
+            # alone whether to step, so ranks would wait for others that do not come.
+            raise UsageError(
+                "a LossScaleOptimizer has to be inside: "
+                "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(opt)) "
+                "instead of LossScaleOptimizer(DistributedOptimizer(opt)); compile() adds one by itself to "
+                "a model of policy mixed_float16"
+            )
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: Any) -> DistributedKerasOptimizer:
+        inside = copy.deepcopy(self._wrapped, memo)
+        return DistributedKerasOptimizer(inside, self._reduction.comm, self.options, self.name)
+
     def build(self, variables: Sequence[Any]) -> None:
-        """Create the variables of the inner optimizer, and accumulators where they are wanted."""
-        if self.built:
-            return
-        self.inner_optimizer.build(variables)
-        super().build(variables)
-        if self.options.backward_passes_per_step > 1:
-            self._count = self.add_variable((), "zeros", "int", name="backward_passes")
+        """Create the variables of the wrapped optimizer, and accumulators where they are wanted."""
+        if not self.built:
+            self._wrapped.build(variables)
+        if self.options.backward_passes_per_step > 1 and self._count is None:
+            self._count = keras.Variable(0, dtype="int", trainable=False, name="backward_passes")
             self._accumulators = [
-                self.add_variable_from_reference(variable, name="gradient_sum") for variable in variables
+                keras.Variable("zeros", one.shape, one.dtype, trainable=False, name=f"gradient_sum_{k}")
+                for k, one in enumerate(self._trainable_variables)
             ]
 
     def apply(self, grads: Tensors, trainable_variables: Sequence[Any] | None = None) -> None:
@@ -68,12 +113,11 @@ class DistributedKerasOptimizer(Delegating, keras.optimizers.Optimizer):
         """
         if len(grads) == 0:
             return
-        if not self.built:
-            self.build(list(trainable_variables or ()))
+        self.build(list(trainable_variables or ()))
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         passes = self.options.backward_passes_per_step
         if passes == 1:
-            self.inner_optimizer.apply(self._reduce(grads, variables), trainable_variables)
+            self._wrapped.apply(self._reduce(grads, variables), variables)
             return
         indexes = [self._get_variable_index(variable) for variable in variables]
         for index, gradient in zip(indexes, grads, strict=True):
@@ -90,113 +134,27 @@ class DistributedKerasOptimizer(Delegating, keras.optimizers.Optimizer):
         """Apply the means of what was accumulated; None is for variables that never had a gradient."""
         passes = self.options.backward_passes_per_step
         means = [None if total is None else total / passes for total in sums]
-        self.inner_optimizer.apply(self._reduce(means, variables), variables)
+        self._wrapped.apply(self._reduce(means, variables), variables)
         for total in sums:
             if total is not None:
                 total.assign(keras.ops.zeros_like(total))
         self._count.assign(0)
 
-    def _reduce(self, grads: Tensors, variables: Sequence[Any]) -> list[Any]:
-        return self._reduction.reduce(grads, variables, self.inner_optimizer)
-
-    @property
-    def variables(self) -> list[Any]:
-        """Those of the inner optimizer, and the accumulators if there are any."""
-        own = [] if self._count is None else [self._count, *self._accumulators]
-        return [*self.inner_optimizer.variables, *own]
-
-    @property
-    def loss_scale_factor(self) -> Any:
-        """Fixed loss scale of the inner optimizer, 1.0 where it has none.
-
-        Never None: TensorFlow's tracking leaves out an assignment of what is there, and the one below counts.
-        """
-        return (self.inner_optimizer.loss_scale_factor if self._wrapped else None) or 1.0
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, value: Any) -> None:
-        if not self._wrapped:
-            return
-        if value is None:
-            # What LossScaleOptimizer does to the optimizer it is given. It decides from this rank's
-            # gradients alone whether to step, so ranks would wait for others that do not come.
-            raise UsageError(
-                "a LossScaleOptimizer has to be inside: "
-                "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(opt)) "
-                "instead of LossScaleOptimizer(DistributedOptimizer(opt)); compile() adds one by itself to "
-                "a model of "
-                "policy mixed_float16"
-            )
-        self.inner_optimizer.loss_scale_factor = value
-
-    def scale_loss(self, loss: Any) -> Any:
-        """The loss as the inner optimizer scales it."""
-        return self.inner_optimizer.scale_loss(loss)
-
-    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Passed on to the inner optimizer."""
-        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
-
-    def save_own_variables(self, store: Any) -> None:
-        """Saves what the inner optimizer would; sums of an unfinished group of passes are left out."""
-        self.inner_optimizer.save_own_variables(store)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Loads what `save_own_variables`, or a plain optimizer, has saved."""
-        self.inner_optimizer.load_own_variables(store)
-
-    @property  # type: ignore[misc]  # not to be set
-    def __class__(self) -> Any:
-        """Of the inner optimizer: the class by whose name Keras saves an object, and loads it."""
-        return self.inner_optimizer.__class__ if self._wrapped else type(self)
-
-
-class DistributedLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
-    """A `LossScaleOptimizer` that looks at gradients after they were reduced: all ranks skip the same steps.
-
-    It is one by type, so that `compile()` does not put another one around it.
-    """
-
-    def __init__(
-        self,
-        inner_optimizer: Any,
-        comm: Communicator | None,
-        options: WrapperOptions,
-        name: str | None = None,
-        initial_scale: float = 2.0**15,
-        dynamic_growth_steps: int = 2000,
-    ) -> None:
-        """Like `keras.optimizers.LossScaleOptimizer`; see `DistributedOptimizer`."""
-        super().__init__(
-            inner_optimizer,
-            initial_scale,
-            dynamic_growth_steps,
-            name or f"distributed_{inner_optimizer.name}",
-        )
-        self.options = options
-        if self.options.backward_passes_per_step > 1:
-            raise UsageError(
-                "backward_passes_per_step does not go with a dynamic loss scale; give the inner optimizer "
-                "gradient_accumulation_steps"
-            )
-        self._reduction = LazyReduction(comm, self.options, keras.backend.backend())
-        keep_xla_off()
-
-    def apply(self, grads: Tensors, trainable_variables: Sequence[Any] | None = None) -> None:
-        """Reduce gradients over ranks; then step, or skip the step, as all ranks do. Collective."""
-        if not self.built:
-            self.build(list(trainable_variables or ()))
-        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        super().apply(self._reduction.reduce(grads, variables, self), variables)
-
     def stateless_apply(
         self, optimizer_variables: Tensors, grads: Tensors, trainable_variables: Tensors
     ) -> Any:
         """The same for Keras's JAX backend."""
-        reduced = self._reduction.reduce(grads, self._trainable_variables, self)
-        return super().stateless_apply(optimizer_variables, reduced, trainable_variables)
+        known = [*self._trainable_variables, *self.variables]
+        mapping = list(zip(known, [*trainable_variables, *optimizer_variables], strict=True))
+        with keras.StatelessScope(state_mapping=mapping):
+            reduced = self._reduce(grads, self._trainable_variables)
+        return self._wrapped.stateless_apply(optimizer_variables, reduced, trainable_variables)
 
-    @property  # type: ignore[misc]  # not to be set
-    def __class__(self) -> Any:
-        """Keras's, as which it is saved; see `DistributedKerasOptimizer`."""
-        return keras.optimizers.LossScaleOptimizer
+    def _reduce(self, grads: Tensors, variables: Sequence[Any]) -> list[Any]:
+        return self._reduction.reduce(grads, variables, self._wrapped)
+
+    @property
+    def variables(self) -> list[Any]:
+        """Those of the wrapped optimizer, and the accumulators if there are any."""
+        own = [] if self._count is None else [self._count, *self._accumulators]
+        return [*self._wrapped.variables, *own]

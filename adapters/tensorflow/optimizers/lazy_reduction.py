@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from multiring.derived import resolve
 from multiring.errors import UsageError
@@ -42,34 +42,52 @@ class WrapperOptions:
             )
 
 
-def _inner(name: str) -> property:
-    """An attribute of the optimizer inside, which may be set where that one allows it."""
-    return property(
-        lambda self: getattr(self.inner_optimizer, name),
-        lambda self, value: setattr(self.inner_optimizer, name, value),
-    )
-
-
 class Delegating:
-    """What a wrapper passes on to the optimizer inside.
+    """A wrapper whose attributes are those of the optimizer that it holds, whether they are read, set or
+    deleted.
 
-    Attributes:
-        inner_optimizer: That optimizer.
+    The wrapper's own are special methods, what its class defines, and what its constructor puts into
+    `__dict__`. That class comes before the framework's in the order of bases, whose constructor is not
+    called: there is one state, that of the optimizer inside.
     """
 
-    inner_optimizer: Any
+    _own: ClassVar[frozenset[str]]
+    _wrapped: Any
 
-    iterations = _inner("iterations")
-    learning_rate = _inner("learning_rate")
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._own = frozenset([*vars(Delegating), *vars(cls)])
 
-    def finalize_variable_values(self, var_list: Any) -> None:
-        """Passed on to the inner optimizer."""
-        self.inner_optimizer.finalize_variable_values(var_list)
+    def _holder(self, name: str) -> Any:
+        """Whose attribute it is."""
+        return self._wrapped
 
-    def get_config(self) -> dict[str, Any]:
-        """That of the inner optimizer."""
-        config: dict[str, Any] = self.inner_optimizer.get_config()
-        return config
+    def __getattribute__(self, name: str) -> Any:
+        """`__class__` is that of the optimizer inside, too: the one as which Keras saves an object."""
+        if _is_own(self, name):
+            return object.__getattribute__(self, name)
+        return getattr(self._holder(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if _is_own(self, name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._holder(name), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if _is_own(self, name):
+            object.__delattr__(self, name)
+        else:
+            delattr(self._holder(name), name)
+
+    def __dir__(self) -> Iterable[str]:
+        """Where Keras looks for what is to be saved."""
+        return dir(self._wrapped)
+
+
+def _is_own(wrapper: Delegating, name: str) -> bool:
+    special = name.startswith("__") and name != "__class__"
+    return special or name in type(wrapper)._own or name in object.__getattribute__(wrapper, "__dict__")
 
 
 class LazyReduction:
@@ -78,11 +96,8 @@ class LazyReduction:
     """
 
     def __init__(self, comm: Communicator | None, options: WrapperOptions, backend: str) -> None:
-        self._comm, self._options, self._backend = comm, options, backend
+        self.comm, self._options, self._backend = comm, options, backend
         self._made = KeptReductions()
-
-    def __deepcopy__(self, memo: Any) -> LazyReduction:
-        return LazyReduction(self._comm, self._options, self._backend)
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any) -> list[Any]:
         """The gradients reduced over ranks. Collective.
@@ -95,14 +110,14 @@ class LazyReduction:
         Raises:
             MismatchError: The ranks have different variables or options (at the first call with these).
         """
-        comm = resolve(self._comm)
+        comm = resolve(self.comm)
         if comm.size == 1 and self._options.reduction.scale == 1.0:
             return list(gradients)
         if self._backend == "tensorflow":
             from multiring.tensorflow.reduced import refuse_reduced
             from multiring.tensorflow.sparse import as_dense
 
-            refuse_reduced(gradients, variables, comm)
+            refuse_reduced(gradients, variables, comm.rank)
             gradients = as_dense(gradients) if self._options.sparse_as_dense else gradients
         reduction = self._made.get(
             comm, variables, None, lambda: self._make(gradients, variables, comm, optimizer)
@@ -152,7 +167,9 @@ def _text(value: Any) -> str:
     if isinstance(value, set | frozenset):
         return f"set {sorted(map(_text, value))}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_text(found)}' for key, found in value.items())}}}"
+        # Names say how many of a kind the process has made.
+        pairs = (f"{key!r}: {_text(found)}" for key, found in value.items() if key != "name")
+        return f"{{{', '.join(pairs)}}}"
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_text, value))})"
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -30,14 +30,11 @@ def keep_xla_off() -> None:
 
     @functools.wraps(asked)
     def model_supports_jit(model: Any) -> bool:
-        from multiring.tensorflow.optimizers.keras import (
-            DistributedKerasOptimizer,
-            DistributedLossScaleOptimizer,
-        )
+        from multiring.tensorflow.optimizers.keras import DistributedKerasOptimizer
 
-        ours = (DistributedKerasOptimizer, DistributedLossScaleOptimizer)
         optimizer = getattr(model, "optimizer", None)
-        if isinstance(optimizer, ours) or getattr(optimizer, "uses_collectives", False):
+        ours = isinstance(optimizer, DistributedKerasOptimizer)
+        if ours or getattr(optimizer, "uses_collectives", False):
             return False
         return bool(asked(model))
 

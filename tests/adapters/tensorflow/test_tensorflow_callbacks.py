@@ -150,6 +150,17 @@ def test_numbers_of_layers_are_explained(comm: Communicator) -> None:
     fit(comm, make_distributed(comm))
 
 
+def test_epochs_of_different_lengths_are_told(comm: Communicator) -> None:
+    """It is no error: a callback of the program may stop all ranks in time."""
+    model = make_distributed(comm)
+
+    def stop(batch: int, logs: Any) -> None:
+        model.stop_training = batch == 3
+
+    with pytest.warns(UserWarning, match="4 steps on rank 0 and 6 on rank 1, which waits .* in step 5"):
+        fit(comm, model, keras.callbacks.LambdaCallback(on_train_batch_end=stop), steps=4 + comm.rank)
+
+
 @on_ranks(1, 3)
 def test_shards_of_a_dataset(comm: Communicator) -> None:
     size, rank = comm.size, comm.rank

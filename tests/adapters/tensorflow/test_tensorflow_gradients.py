@@ -1,4 +1,5 @@
-"""Gradients through DistributedGradientTape and GradientReduction: what the contract does not cover."""
+"""Gradients through DistributedGradientTape and GradientReduction: what the contract does not cover, and what
+must not be reduced twice."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ import time
 import weakref
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 import multiring.tensorflow as mt
 from multiring import Communicator
@@ -232,3 +235,105 @@ def test_a_mismatch_in_a_loop_reaches_every_rank(comm: Communicator) -> None:
             step(tf.ones([4 + (number == 3 and comm.rank == 1)]))
     with mt.translate_errors():
         raise caught.value
+
+
+@pytest.mark.parametrize(
+    ("library", "where", "clip"),
+    [
+        ("keras", "eager", False),
+        ("tf_keras", "step", True),
+        ("tf_keras", "inner", False),
+    ],
+)
+@all_raise(Exception, "wrap the tape or the optimizer, not both")
+def test_wrapping_both_is_refused(comm: Communicator, library: str, where: str, clip: bool) -> None:
+    """Tape and optimizer: gradients would be reduced twice."""
+    made, variable = (keras, keras.Variable) if library == "keras" else (tf_keras, tf.Variable)
+    variables = [variable(np.ones(shape, "float32")) for shape in ((2,), (3, 2))]
+    optimizer = mt.DistributedOptimizer(made.optimizers.SGD(0.1), comm, op="sum")
+    optimizer.build(variables)
+
+    def gradients(factor: Any) -> Any:
+        with mt.DistributedGradientTape(tf.GradientTape(), comm, op="sum") as tape:
+            w, table = map(tf.convert_to_tensor, variables)
+            loss = tf.reduce_sum(w * factor) + tf.reduce_sum(tf.gather(table, [1]))
+        found = tape.gradient(loss, variables)
+        if clip:
+            found, _ = tf.clip_by_global_norm([tf.convert_to_tensor(g) for g in found], 1.0)
+        return found
+
+    compute = tf.function(gradients) if where == "inner" else gradients
+
+    def step(factor: Any) -> None:
+        optimizer.apply_gradients(zip(compute(factor), variables, strict=True))
+
+    run = tf.function(step) if where in ("step", "inner") else step
+    run(tf.constant(comm.rank + 1.0))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_legal_uses_of_both(comm: Communicator, traced: bool) -> None:
+    """A tape for one model and an optimizer for the other, and a penalty on a reduced gradient."""
+    one, other = (keras.Variable(np.ones(2, "float32"), name=name) for name in ("one", "other"))
+    plain, wrapped = keras.optimizers.SGD(1.0), mt.DistributedOptimizer(keras.optimizers.SGD(1.0), comm)
+    plain.build([one])
+    wrapped.build([other])
+
+    def local(factor: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(other.value * factor)
+        return tape.gradient(loss, [other])
+
+    def step(factor: Any) -> None:
+        with mt.DistributedGradientTape(tf.GradientTape(), comm) as tape:
+            loss = tf.reduce_sum(one.value * factor)
+        reduced = tape.gradient(loss, one)
+        plain.apply([reduced], [one])
+        wrapped.apply(local(factor * tf.reduce_sum(reduced)), [other])
+
+    def watched(factor: Any) -> Any:
+        """Looks at the mean gradient of what the wrapped optimizer trains."""
+        with mt.DistributedGradientTape(tf.GradientTape(persistent=True), comm) as tape:
+            loss = tf.reduce_sum(other.value * factor)
+        mean = tape.gradient(loss, other)
+        wrapped.apply(local(factor), [other])
+        return mean
+
+    mean = (comm.size + 1) / 2
+    factor = tf.constant(comm.rank + 1.0)
+    (tf.function(step) if traced else step)(factor)
+    np.testing.assert_allclose(one.numpy(), 1.0 - mean)
+    np.testing.assert_allclose(other.numpy(), 1.0 - mean * 2 * mean)
+    found = (tf.function(watched) if traced else watched)(factor)
+    np.testing.assert_allclose(found, [mean, mean])
+    np.testing.assert_allclose(other.numpy(), 1.0 - mean * 2 * mean - mean)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_gradients_that_look_like_reduced_ones(comm: Communicator, traced: bool) -> None:
+    """Equal on all ranks, a sum of which one term was reduced, and made of those of another variable."""
+    variable, rate = (keras.Variable(np.ones(shape, "float32")) for shape in ((2,), ()))
+    plain, wrapped = keras.optimizers.SGD(1.0), mt.DistributedOptimizer(keras.optimizers.SGD(1.0), comm)
+    plain.build([variable])
+    wrapped.build([variable, rate])
+
+    def local(loss: Any) -> Any:
+        with tf.GradientTape() as tape:
+            value = loss()
+        return tape.gradient(value, variable)
+
+    def step(factor: Any) -> None:
+        with mt.DistributedGradientTape(tf.GradientTape(), comm) as tape:
+            loss = tf.reduce_sum(variable.value * factor)
+        mean = tape.gradient(loss, variable)
+        plain.apply([mean], [variable])
+        decay = local(lambda: tf.reduce_sum(variable.value**2) / 4.0)
+        wrapped.apply([decay], [variable])
+        own = local(lambda: tf.reduce_sum(variable.value * factor))
+        wrapped.apply([3.0 * own + mean], [variable])
+        wrapped.apply([tf.reduce_sum(mean * mean)], [rate])
+
+    (tf.function(step) if traced else step)(tf.constant(comm.rank + 1.0))
+    mean = (comm.size + 1) / 2
+    np.testing.assert_allclose(variable.numpy(), (1.0 - mean) / 2 - 4 * mean)
+    np.testing.assert_allclose(rate.numpy(), 1.0 - 2 * mean**2)
