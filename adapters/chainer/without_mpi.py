@@ -18,10 +18,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import operator
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -171,6 +172,22 @@ class ObjectCommunicator:
         """One communicator for each color; None where it is negative, as `MPI.UNDEFINED` is. Collective."""
         child = self._comm.split(None if color < 0 else color, key)
         return None if child is None else ObjectCommunicator(child, Mailbox(child))
+
+    def Dup(self, info: Any = None) -> ObjectCommunicator:  # noqa: N802
+        """Another communicator of the same ranks; `info` has no use. Collective."""
+        child = self._comm.split(0, self.rank)
+        assert child is not None
+        return ObjectCommunicator(child, Mailbox(child))
+
+    def Free(self) -> None:  # noqa: N802
+        """Close the communicator."""
+        self._comm.close()
+
+    def Abort(self, errorcode: int = 0) -> NoReturn:  # noqa: N802
+        """End this process at once, with this exit code or 1, and with it the job."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(errorcode or 1)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

@@ -134,7 +134,7 @@ _BINARY_EXPONENTS = {"": 0, "k": 10, "kib": 10, "m": 20, "mib": 20, "g": 30, "gi
 def _bytes(text: str) -> int:
     digits = text.rstrip("kmgibKMGIB ")
     exponent = _BINARY_EXPONENTS.get(text[len(digits) :].strip().lower())
-    if exponent is None or int(digits) << exponent < 4096:
+    if exponent is None or not 4096 <= int(digits) << exponent <= 1 << 30:
         raise ValueError(text)
     return int(digits) << exponent
 
@@ -230,7 +230,7 @@ VARIABLES: tuple[Variable, ...] = (
         "MULTIRING_STAGING_BYTES",
         "staging_bytes",
         "262144",
-        "bytes, at least 4096; 256KiB and 4MiB are understood",
+        "bytes, 4096 to 1GiB; 256KiB and 4MiB are understood",
         "Size of the segment through which each rank stages tensors that are not in symmetric buffers.",
         False,
         _bytes,

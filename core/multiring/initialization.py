@@ -270,6 +270,10 @@ def _forget_in_child() -> None:
 
 
 def _end() -> None:
+    while not _lock.acquire(timeout=0.05):
+        if _joining:  # a daemon thread, which may wait there for long; the end of the process ends that, too
+            return
+    _lock.release()
     error = getattr(sys, "last_value", None)  # what nobody has caught
     for comm, end in list(_adopted.items()):
         if error is not None and comm.size > 1:

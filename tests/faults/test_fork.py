@@ -239,3 +239,21 @@ def test_peers_learn_why_a_rank_ends(how: str, where: str, told: str) -> None:
     assert job.returncode != 0
     assert "[0] told: rank 1 stopped all ranks: rank 1 on " in job.stdout, job.stdout + job.stderr
     assert told in job.stdout
+
+
+STARTS_ANOTHER = """
+import subprocess, sys
+import multiring
+
+comm = multiring.init()
+if comm.rank == 0:
+    words = [sys.executable, "-c", "import multiring; multiring.init()"]
+    print(subprocess.run(words, capture_output=True, text=True).stderr.strip().splitlines()[-1])
+comm.barrier()
+"""
+
+
+def test_what_a_rank_starts_is_no_rank() -> None:
+    """It inherits the place, and would wait for ranks that have met."""
+    ended = run_job(2, STARTS_ANOTHER, code=0)
+    assert "which is rank 0 of 2 of this job already: leave communication to that" in ended.stdout

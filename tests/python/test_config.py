@@ -51,7 +51,7 @@ BAD = {
     "MULTIRING_TIMEOUT": ["0", "-3", "inf", "nan"],
     "MULTIRING_LOG_LEVEL": ["loud"],
     "MULTIRING_SPIN_MICROSECONDS": ["1.5"],
-    "MULTIRING_STAGING_BYTES": ["12", "1TB", "mib"],
+    "MULTIRING_STAGING_BYTES": ["12", "1TB", "2g", "mib"],
     "MULTIRING_STALL_WARNING": ["-1"],
 }
 

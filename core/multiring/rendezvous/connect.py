@@ -16,6 +16,7 @@ from multiring import _core, config
 from multiring.errors import MultiringError, UsageError
 from multiring.reductions import native_comm_dtype
 from multiring.rendezvous import launch_environment, offered_store
+from multiring.rendezvous.children import check_not_taken, forget_place, note_place
 from multiring.rendezvous.launch_environment import Placement
 from multiring.rendezvous.mpi import job as mpi_job
 from multiring.rendezvous.mpi.bridge import carries
@@ -66,7 +67,19 @@ def connect(comm: Any, settings: config.Settings, generation: int, held: ExitSta
     if comm is not None:
         return _connect_mpi(mpi_job.join_communicator(comm, settings), settings, held)
     place = launch_environment.detect()
-    if place.size > 1 and carries(settings, place.launcher, place.is_spread):
+    if place.size == 1:
+        return _connect_launched(place, settings, generation, held)
+    check_not_taken(place)
+    core = _connect_ranks(place, settings, generation, held)
+    note_place(place)
+    held.callback(forget_place)
+    return core
+
+
+def _connect_ranks(
+    place: Placement, settings: config.Settings, generation: int, held: ExitStack
+) -> _core.Communicator:
+    if carries(settings, place.launcher, place.is_spread):
         job = mpi_job.join_launched(place.rank, place.size, place.launcher, settings)
         return _connect_mpi(job, settings, held)
     return _connect_launched(place, settings, generation, held)
@@ -185,7 +198,9 @@ def _meet(place: Placement, settings: config.Settings, generation: int) -> tuple
     if place.launcher == "multiring":  # which has made the store for this job
         return place, _open(place, settings, settings.timeout), prefix
     reopen = functools.partial(_open, place, settings)
-    return place, *offered_store.meet(place.rank, place.size, prefix, settings.timeout, reopen)
+    return place, *offered_store.meet(
+        place.rank, place.size, prefix, settings.timeout, reopen, job=place.launcher_job
+    )
 
 
 def _open(place: Placement, settings: config.Settings, timeout: float) -> Store:

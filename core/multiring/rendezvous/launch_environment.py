@@ -50,6 +50,8 @@ class Placement:
         store_url: Where the ranks meet; empty where there is only one and no launcher.
         secret: The job's secret, or None where the launcher gives none.
         job_id: The same on all ranks of a job, different for every other job.
+        launcher_job: What the launcher calls the job on all of its hosts, in words; empty where that is not
+            known.
     """
 
     rank: int
@@ -62,6 +64,7 @@ class Placement:
     store_url: str
     secret: bytes | None
     job_id: str
+    launcher_job: str = ""
 
     @property
     def is_spread(self) -> bool:
@@ -182,9 +185,16 @@ class _Job:
         return [self.environ.get(name, "") for name in names]
 
     def place(
-        self, rank: int, size: int, local: tuple[int, int], hosts: tuple[int, int], key: list[str]
+        self,
+        rank: int,
+        size: int,
+        local: tuple[int, int],
+        hosts: tuple[int, int],
+        key: list[str],
+        name: str = "",
     ) -> Placement:
-        """This process's place; `key` is what the launcher tells its jobs apart by."""
+        """This process's place; `key` is what the launcher tells its jobs apart by, `name` what it calls this
+        one on all hosts."""
         digest = _digest(self.launcher, key)
         directory = Path(tempfile.gettempdir()).absolute() / (job_directory_prefix() + digest)
         return Placement(
@@ -193,6 +203,7 @@ class _Job:
             self.settings.store or directory.as_uri(),
             self.settings.secret,
             f"{self.settings.job_id or self.launcher}-{digest}",
+            f"{self.launcher} {name}" if name else "",
         )
 
 
@@ -209,6 +220,7 @@ def _torchrun(job: _Job) -> Placement:
         (number("LOCAL_RANK"), local_size),
         (number("GROUP_RANK", 0), number("GROUP_WORLD_SIZE", _hosts(size, local_size))),
         [*job.texts(*names), attempt],
+        " ".join(filter(None, job.texts("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))),
     )
     # Else rank 0 of torch.distributed would have to serve that store, and there may be none.
     has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_ADDR" in environ
@@ -229,7 +241,9 @@ def _openmpi(job: _Job) -> Placement:
     key = job.texts(*names)
     if not any(key):
         key = [job.launcher_process("OMPI_COMM_WORLD_RANK")]
-    return job.place(rank, size, local, (0, _hosts(size, local_size)), key)
+    return job.place(
+        rank, size, local, (0, _hosts(size, local_size)), key, job.environ.get("PMIX_NAMESPACE", "")
+    )
 
 
 def _mpich(job: _Job) -> Placement:
@@ -249,7 +263,8 @@ def _slurm(job: _Job) -> Placement:
     key = job.texts(*names)
     rank = number("SLURM_PROCID")
     local = number("SLURM_LOCALID", rank), tasks[host] if host < len(tasks) else size // hosts
-    place = job.place(rank, size, local, (host, hosts), key)
+    name = ".".join(filter(None, job.texts("SLURM_JOB_ID", "SLURM_STEP_ID")))
+    place = job.place(rank, size, local, (host, hosts), key, name)
     return _meeting_on_first_host(place, job.settings, environ, key) if place.is_spread else place
 
 

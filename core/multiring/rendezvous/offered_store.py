@@ -80,6 +80,7 @@ def meet(
     timeout: float,
     reopen: Callable[[float], Store],
     call: str = "multiring.init()",
+    job: str = "",
 ) -> tuple[Store, str]:
     """Brings the ranks together that have been told the same store. Collective.
 
@@ -90,12 +91,13 @@ def meet(
         timeout: Seconds within which all have to come.
         reopen: Opens the store within so many seconds, once more if it was that of ranks that have left.
         call: What the ranks call to meet, for messages.
+        job: What the launcher calls the job of these ranks; empty: not known.
 
     Returns:
         The store, and how keys begin that nobody has used before.
 
     Raises:
-        UsageError: The store cannot be opened.
+        UsageError: The store cannot be opened, or another job uses it.
         TimeoutError: Ranks are missing after `timeout` seconds; says which.
     """
     deadline = time.monotonic() + timeout
@@ -103,8 +105,8 @@ def meet(
         while True:
             store = stack.enter_context(reopen(max(0.1, deadline - time.monotonic())))
             try:
-                take_part = _call if rank == 0 else _answer
-                name = take_part(store, (rank, size), prefix, deadline, call)
+                meeting = _Meeting(store, prefix, rank, size, job)
+                name = meeting.lead(deadline, call) if rank == 0 else meeting.follow(deadline, call)
                 stack.pop_all()
                 return store, f"{prefix}{name}/"
             except PeerLostError:  # it was that of ranks that have left
@@ -113,49 +115,111 @@ def meet(
                 stack.close()
 
 
-def _call(store: Store, place: tuple[int, int], prefix: str, deadline: float, call: str) -> str:
-    """Rank 0's part; the name of the meeting."""
-    rank, size = place
-    name = secrets.token_hex(8)
-    store.set(f"{prefix}roll", name.encode())
-    entries = [f"{prefix}{name}/roll/{other}" for other in range(1, size)]
-    present = [signed(store, entry, max(0.0, deadline - time.monotonic())) for entry in entries]
-    if missing := [other for other, number in enumerate(present, 1) if number is None]:
+class _Meeting:
+    """The roll that rank 0 calls, as one rank sees it.
+
+    Keys after the prefix: `roll`, the name of the meeting that rank 0 calls, and its job; `NAME/roll/RANK`,
+    the number of a rank that has signed in; `NAME/roll`, the numbers that rank 0 reads out; `NAME/other`, the
+    job of ranks whose own meeting was under way when this one was called.
+    """
+
+    def __init__(self, store: Store, prefix: str, rank: int, size: int, job: str) -> None:
+        self._store, self._prefix = store, prefix
+        self._rank, self._size, self._job = rank, size, job
+        self._name = ""  # of the meeting that this rank takes part in
+
+    def lead(self, deadline: float, call: str) -> str:
+        """Rank 0's part; the name of the meeting."""
+        before = signed(self._store, f"{self._prefix}roll", 0.0) or ""
+        self._name = name = secrets.token_hex(8)
+        self._store.set(f"{self._prefix}roll", f"{name} {self._job}".encode())
+        entries = [f"{self._prefix}{name}/roll/{other}" for other in range(1, self._size)]
+        present = [self._await_entry(entry, deadline) for entry in entries]
+        if missing := [other for other, number in enumerate(present, 1) if number is None]:
+            raise errors.TimeoutError(
+                f"rank {self._rank} of {self._size} has waited at the {self._store} for "
+                f"{ranks_text(missing)}: they have not called {call}, cannot get there, or were told another "
+                "store or secret; look at the output of every rank, or wait longer (MULTIRING_TIMEOUT, or "
+                "the timeout passed)",
+                rank=self._rank,
+                peer=missing[0],
+            )
+        if self._is_foreign(before.partition(" ")[2]):  # of a job that has met long ago, or is about to
+            self._check_other(4 * _LOOK_SECONDS)
+        # Once more: who signed in first may have been started again while the last were awaited.
+        numbers = json.dumps([signed(self._store, entry, 0.0) for entry in entries])
+        self._store.set(f"{self._prefix}{name}/roll", numbers.encode())
+        return name
+
+    def follow(self, deadline: float, call: str) -> str:
+        """The others' part: signs in wherever rank 0 calls, until it reads out this rank's number."""
+        number = secrets.token_hex(8)
+        while (left := deadline - time.monotonic()) > 0:
+            if (name := self._called(min(_LOOK_SECONDS, left))) is None:
+                continue
+            if name != self._name:
+                self._name = name
+                self._store.set(f"{self._prefix}{name}/roll/{self._rank}", number.encode())
+            present = signed(self._store, f"{self._prefix}{name}/roll", min(_LOOK_SECONDS, left))
+            if present is not None and number in json.loads(present):
+                return name
+            if present is not None:  # those were others
+                time.sleep(min(_LOOK_SECONDS / 4, left))
+        why = "called others" if self._name else f"not called {call}"
         raise errors.TimeoutError(
-            f"rank {rank} of {size} has waited at the {store} for {ranks_text(missing)}: they have "
-            f"not called {call}, cannot get there, or were told another store or secret; look at "
-            "the output of every rank, or wait longer (MULTIRING_TIMEOUT, or the timeout passed)",
-            rank=rank,
-            peer=missing[0],
+            f"rank {self._rank} of {self._size} has waited at the {self._store} for rank 0, which has {why}, "
+            "or waits for ranks that do not come; look at the output of every rank, or wait longer "
+            "(MULTIRING_TIMEOUT, or the timeout passed)",
+            rank=self._rank,
+            peer=0,
         )
-    # Once more: who signed in first may have been started again while the last were awaited.
-    store.set(f"{prefix}{name}/roll", json.dumps([signed(store, entry, 0.0) for entry in entries]).encode())
-    return name
 
+    def _await_entry(self, entry: str, deadline: float) -> str | None:
+        """The number that a rank signs in with; None: it has not come in time."""
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            number = signed(self._store, entry, min(_LOOK_SECONDS, left))
+            self._called(0.0)
+            if number is not None or not left:
+                return number
 
-def _answer(store: Store, place: tuple[int, int], prefix: str, deadline: float, call: str) -> str:
-    """The others' part: signs in wherever rank 0 calls, until it reads out this rank's number."""
-    rank, size = place
-    number, name = secrets.token_hex(8), ""
-    while (left := deadline - time.monotonic()) > 0:
-        if (called := signed(store, f"{prefix}roll", min(_LOOK_SECONDS, left))) is None:
-            continue
-        if called != name:
-            name = called
-            store.set(f"{prefix}{name}/roll/{rank}", number.encode())
-        present = signed(store, f"{prefix}{name}/roll", min(_LOOK_SECONDS, left))
-        if present is not None and number in json.loads(present):
+    def _called(self, timeout: float) -> str | None:
+        """The name of the meeting that rank 0 of this job calls; None: it has called none by now.
+
+        Raises:
+            UsageError: Another job meets here at the same time.
+        """
+        called = signed(self._store, f"{self._prefix}roll", timeout)
+        if called is None:
+            return None
+        name, _, job = called.partition(" ")
+        if not self._is_foreign(job):
+            self._check_other(0.0)
             return name
-        if present is not None:  # those were others
-            time.sleep(min(_LOOK_SECONDS / 4, left))
-    why = "called others" if name else f"not called {call}"
-    raise errors.TimeoutError(
-        f"rank {rank} of {size} has waited at the {store} for rank 0, which has {why}, or waits for "
-        "ranks that do not come; look at the output of every rank, or wait longer (MULTIRING_TIMEOUT, or the "
-        "timeout passed)",
-        rank=rank,
-        peer=0,
-    )
+        other = f"{self._prefix}{name}/other"
+        if self._name:
+            self._store.set(other, self._job.encode())
+        if self._name or signed(self._store, other, 0.0) == self._job:
+            raise self._clash(job)
+        time.sleep(timeout)  # it may have met long ago
+        return None
+
+    def _is_foreign(self, job: str) -> bool:
+        return bool(self._job and job and job != self._job)
+
+    def _check_other(self, timeout: float) -> None:
+        """Raise UsageError if ranks of another job have found this meeting in the place of their own."""
+        name = self._name
+        if name and self._job and (other := signed(self._store, f"{self._prefix}{name}/other", timeout)):
+            raise self._clash(other)
+
+    def _clash(self, other: str) -> UsageError:
+        return UsageError(
+            f"rank {self._rank} of {self._size} of job '{self._job}' has met job '{other}' at the "
+            f"{self._store}: both were told the same MULTIRING_STORE and MULTIRING_SECRET; give each job a "
+            "store and a secret of its own",
+            rank=self._rank,
+        )
 
 
 def signed(store: Store, key: str, timeout: float) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from multiring import _core as native
@@ -14,6 +13,7 @@ from multiring.errors import UsageError
 __all__ = ["AUTO", "OFF", "ROUNDS", "Algorithm", "SizeClass", "Tuning", "load", "ranks_of_hosts"]
 
 FORMAT = "multiring tuning 1"
+_MOST_CHARACTERS = 1 << 20  # of a file; a device has no end
 OFF = "off"
 ROUNDS = "rounds"
 AUTO = "auto"
@@ -96,7 +96,9 @@ def load(path: str) -> Tuning:
         UsageError: It cannot be read, or is wrong; names the file, the field and what is expected.
     """
     try:
-        found = json.loads(Path(path).read_text())
+        with open(path) as file:
+            text = file.read(_MOST_CHARACTERS + 1)
+        found = json.loads(text) if len(text) <= _MOST_CHARACTERS else None
     except OSError as error:
         raise UsageError(
             f"MULTIRING_TUNING names {path}, which cannot be read: {error.strerror}; every host needs the "
@@ -104,6 +106,8 @@ def load(path: str) -> Tuning:
         ) from error
     except ValueError as error:
         raise UsageError(f"{path} is no JSON ({error}): write it anew with `multiring tune`") from error
+    if len(text) > _MOST_CHARACTERS:
+        raise UsageError(f"{path} is longer than what `multiring tune` writes")
     return _Reader(path).tuning(found)
 
 

@@ -20,7 +20,7 @@ import chainer
 import chainermn
 
 from multiring import Communicator
-from multiring.errors import MismatchError, UsageError
+from multiring.errors import AbortedError, MismatchError, UsageError
 from tests.adapters.chainer.support import bits_of, gradients_of, make_model, refuses, squares
 from tests.on_ranks import all_raise, on_ranks
 
@@ -197,6 +197,10 @@ def test_split(comm: Communicator) -> None:
     half.set_config("batched_copy")
     assert mn.get_config("batched_copy") is False
     assert half.mpi_comm.Split(key=-half.rank).allgather(mn.rank) == members[::-1]
+    duplicate = half.mpi_comm.Dup()
+    assert duplicate.allgather(mn.rank) == members
+    duplicate.Free()
+    refuses(AbortedError, "is closed", duplicate.barrier)
     half.finalize()
     undefined = mn.split(-32766 if mn.rank else 0, 0)  # MPI.UNDEFINED
     assert (undefined is None) == (mn.rank > 0)

@@ -82,6 +82,14 @@ if comm.rank == 1:
     raise ArithmeticError("the loss has exploded")
 comm.recv_obj(1)
 """
+ABORT = """
+import multiring.chainer
+
+comm = multiring.chainer.create_communicator()
+if comm.rank == 1:
+    comm.mpi_comm.Abort(3)
+comm.recv_obj(1)
+"""
 ALONE = """
 import multiring.chainer
 import chainermn
@@ -93,9 +101,10 @@ chainermn.create_communicator("naive")
     ("script", "text"),
     [
         (EXCEPT_HOOK, "ArithmeticError: the loss has exploded"),
+        (ABORT, "failed with exit code 3"),
         (ALONE, "'multiring run' has started 2, each of which would train alone"),
     ],
-    ids=["the global except hook", "a communicator of MPI"],
+    ids=["the global except hook", "mpi_comm.Abort", "a communicator of MPI"],
 )
 def test_an_error_ends_the_job(script: str, text: str) -> None:
     job = run_job(2, script)

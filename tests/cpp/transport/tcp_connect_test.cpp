@@ -3,6 +3,7 @@
 #include <sys/resource.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cmath>
 #include <deque>
 #include <limits>
@@ -11,6 +12,7 @@
 #include "support/errors.h"
 #include "support/network/raw_peer.h"
 #include "support/network/tcp_group.h"
+#include "transport/tcp/handshake/connect_errors.h"
 
 namespace multiring {
 namespace {
@@ -284,6 +286,26 @@ TEST(TcpConnect, ANetworkThatIsGoneIsALossForRanksThatWereConnected) {
   error_of(
       ErrorKind::kPeerLost, [&] { TcpNetwork(store, options); },
       " lost the ranks of all other hosts: its network is gone, no interface");
+}
+
+TEST(TcpConnect, AHostThatIsGoneIsALossForRanksThatWereConnected) {
+  const auto kind_of = [](int error, bool connected_before) {
+    tcp::ConnectAttempt attempt;
+    attempt.state = tcp::ConnectAttempt::State::kFailed;
+    attempt.error = error;
+    tcp::RankPair ranks;
+    ranks.rank = 0;
+    ranks.peer = 1;
+    ranks.connected_before = connected_before;
+    return tcp::attempt_error(ranks, attempt).kind();
+  };
+  for (const int error :
+       {EHOSTUNREACH, ENETUNREACH, EHOSTDOWN, ENETDOWN, ENONET, EACCES, EPERM, EINVAL, EADDRNOTAVAIL}) {
+    EXPECT_EQ(kind_of(error, true), ErrorKind::kPeerLost) << error;
+    const bool at_any_time = error == EHOSTUNREACH;
+    EXPECT_EQ(kind_of(error, false), at_any_time ? ErrorKind::kPeerLost : ErrorKind::kUsage) << error;
+  }
+  EXPECT_EQ(kind_of(EMFILE, true), ErrorKind::kUsage);
 }
 
 // The kernel counts at most 127 probes.

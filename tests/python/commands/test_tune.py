@@ -66,6 +66,7 @@ def with_class(**fields: Any) -> str:
     ("content", "told"),
     [
         ("{", " is no JSON"),
+        (" " * (1 << 20) + "{}", " is longer than what `multiring tune` writes"),
         ("[]", ": format is not 'multiring tuning 1'"),
         (changed(ranks_of_hosts=None), ": ranks_of_hosts is not a list of one or more"),
         (changed(ranks_of_hosts=[2, 0]), r": ranks_of_hosts\[1\] is 0, not an integer of 1"),

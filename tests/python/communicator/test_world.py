@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,6 +68,29 @@ print("done")
 def test_alone_without_a_launcher() -> None:
     result = run_python(ALONE)
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+
+
+DAEMON = """
+import threading, time
+import multiring
+from multiring import initialization
+
+threading.Thread(target=multiring.init, daemon=True).start()
+while not initialization._joining:
+    time.sleep(0.01)
+print("end")
+END
+"""
+
+
+@pytest.mark.parametrize("end", ["", "1 / 0"])
+def test_a_daemon_thread_in_init_does_not_keep_the_process(tmp_path: Path, end: str) -> None:
+    """It waits for a rank that never comes."""
+    place = {"RANK": 0, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 2, "CROSS_RANK": 0, "CROSS_SIZE": 1}
+    env = {f"MULTIRING_{name}": str(value) for name, value in place.items()}
+    env |= {"MULTIRING_STORE": tmp_path.as_uri(), "MULTIRING_TIMEOUT": "3600"}
+    result = run_python(DAEMON.replace("END", end), env)
+    assert (result.returncode, result.stdout) == (int(bool(end)), "end\n"), result.stderr
 
 
 IMPORT = """

@@ -126,6 +126,13 @@ def test_all_ranks_of_a_job_meet_in_one_private_directory(launcher: str) -> None
     first, second = detect(environ), detect(other)
     assert (first.rank, second.rank) == (1, 0)
     assert (first.store_url, first.job_id) == (second.store_url, second.job_id)
+    names = {
+        "torchrun": "torchrun none localhost 35957",
+        "openmpi": "openmpi prterun-host-4487@1",
+        "mpich": "",  # it has none that is the same on all hosts
+        "slurm": "slurm 77.0",
+    }
+    assert first.launcher_job == second.launcher_job == names[launcher]
     assert job_directory_prefix() in first.store_url
     assert first.secret is None
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -259,6 +260,31 @@ def test_who_does_not_come_is_told(url: str) -> None:
             meet(0, 4, "", 1.0, reopening(url))
         with pytest.raises(errors.TimeoutError, match=r"rank 2 of 4 has waited .* for rank 0"):
             other.result()
+
+
+def test_two_jobs_at_one_store_are_told(url: str) -> None:
+    """The second comes while the first waits for a rank. All of both are told, also who comes last."""
+
+    def come(job: str, rank: int) -> Any:
+        return threads.submit(meet, rank, 2, "", 60.0, reopening(url), job=job)
+
+    with ThreadPoolExecutor(4) as threads, open_store(url, SECRET) as store:
+        ranks = [come("a", 0)]
+        store.get("roll", 30.0)
+        ranks += [come("b", 1), come("b", 0)]
+        for rank in (*ranks, come("a", 1)):
+            with pytest.raises(UsageError, match=r"job '[ab]' has met job '[ab]' at .*MULTIRING_STORE"):
+                rank.result(30)
+
+
+def test_a_store_may_serve_one_job_after_the_other(url: str) -> None:
+    with ThreadPoolExecutor(2) as threads, ExitStack() as stores:
+        for job in ("a", "b"):
+            ranks = [threads.submit(meet, rank, 2, "", 60.0, reopening(url), job=job) for rank in (1, 0)]
+            found = [rank.result(30) for rank in ranks]
+            for opened, _ in found:
+                stores.enter_context(opened)
+            assert len({prefix for _, prefix in found}) == 1
 
 
 # --- URLs

@@ -1,5 +1,7 @@
 #include "transport/tcp/handshake/connect_errors.h"
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <system_error>
 
@@ -11,6 +13,18 @@ std::string text_of(int error) { return std::generic_category().message(error); 
 std::string path_text(const ConnectAttempt& attempt) {
   return attempt.from.address.host_text() + " (" + attempt.from.interface + ") to " +
          attempt.to.address.text() + " (" + attempt.to.interface + ")";
+}
+
+/// What the kernel says when the host or its network is gone, or the address that this host had there. Before
+/// ranks were connected most of these are mistakes in the choice of interfaces.
+bool is_loss(int error, bool connected_before) {
+  constexpr std::array kAtAnyTime{EHOSTUNREACH};
+  constexpr std::array kOfConnected{ENETUNREACH, ENETDOWN, EHOSTDOWN, ENONET,
+                                    EACCES,      EPERM,    EINVAL,    EADDRNOTAVAIL};
+  const auto has = [&](const auto& errors) {
+    return std::find(errors.begin(), errors.end(), error) != errors.end();
+  };
+  return has(kAtAnyTime) || (connected_before && has(kOfConnected));
 }
 
 Error rejected(const RankPair& ranks, const ConnectAttempt& attempt) {
@@ -67,9 +81,7 @@ Error attempt_error(const RankPair& ranks, const ConnectAttempt& attempt) {
     return error_between(ErrorKind::kPeerLost, ranks, "cannot connect to",
                          ": " + path_text(attempt) + ": " + text_of(attempt.error) +
                              ". It has ended, look at its output; or a firewall is between them");
-  // What a network says when the host at an address does not answer.
-  const bool own_network_gone = attempt.error == ENETUNREACH || attempt.error == ENETDOWN;
-  if (attempt.error == EHOSTUNREACH || (ranks.connected_before && own_network_gone))
+  if (is_loss(attempt.error, ranks.connected_before))
     return error_between(ErrorKind::kPeerLost, ranks, "lost",
                          ": its process has died, or its host cannot be reached any more: " +
                              path_text(attempt) + ": " + text_of(attempt.error) +

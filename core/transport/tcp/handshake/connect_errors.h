@@ -3,6 +3,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/export.h"
 #include "transport/tcp/handshake/acceptor.h"
 
 namespace multiring::tcp {
@@ -22,7 +23,7 @@ struct RankPair {
 /// "rank 1 on a <what> rank 0 on b<rest>", with both ranks in its context.
 Error error_between(ErrorKind kind, const RankPair& ranks, const std::string& what, const std::string& rest);
 /// Why an attempt has failed, and what to do.
-Error attempt_error(const RankPair& ranks, const ConnectAttempt& attempt);
+MULTIRING_API Error attempt_error(const RankPair& ranks, const ConnectAttempt& attempt);
 /// Why this rank rejected a client.
 Error rejection_error(const RankPair& ranks, Verdict verdict);
 /// How far an attempt has got that timed out.
