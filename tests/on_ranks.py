@@ -70,3 +70,16 @@ def run_on_ranks(item: pytest.Function) -> None:
 def same_everywhere(comm: Communicator, value: object) -> bool:
     """Whether all ranks have given equal values. Collective."""
     return comm.allgather_object(value) == [value] * comm.size
+
+
+def refuses(
+    kind: type[Exception] | tuple[type[Exception], ...],
+    text: str,
+    call: Callable[..., Any],
+    /,
+    *args: Any,
+    **options: Any,
+) -> None:
+    """Fails unless the call raises an error of that kind in which that regular expression is found."""
+    with pytest.raises(kind, match=text):
+        call(*args, **options)

@@ -149,6 +149,12 @@ def add_callback(solver: Any, comm: Communicator, **options: Any) -> SolverCallb
     return callback
 
 
+def make_pair(comm: Communicator, **options: Any) -> tuple[FakeSolver, SolverCallback]:
+    """A solver and its callback."""
+    solver = make_solver()
+    return solver, add_callback(solver, comm, **options)
+
+
 def draw(seed: int) -> dict[str, list[Array]]:
     """Gradients of every layer in one backward pass; small integers, so that sums are exact."""
     generator = np.random.default_rng(seed)

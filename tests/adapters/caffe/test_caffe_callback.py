@@ -1,4 +1,5 @@
-"""What is particular to Caffe: shared weights, iter_size, overlap, nets that do not call back, failures."""
+"""What is particular to Caffe: shared weights, iter_size, overlap, nets that do not call back, failures,
+and backward passes that are not those of an iteration."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import multiring.caffe
 from multiring import Communicator
+from multiring.caffe import SolverCallback
 from multiring.errors import MismatchError, UsageError
 from tests.adapters.caffe.support import (
     SMALL,
@@ -20,20 +21,21 @@ from tests.adapters.caffe.support import (
     FakeNet,
     FakeSolver,
     add_callback,
+    bits,
     blob,
     draw,
     expect,
+    make_pair,
     make_solver,
     reduce_and_check,
 )
-from tests.on_ranks import all_raise, on_ranks
+from tests.on_ranks import all_raise, on_ranks, refuses, same_everywhere
 
 PRODUCED = {"conv[0]", "conv[1]", "twin_a", "empty"}
 
 
 def reduce_some(comm: Communicator, overlap: bool, iter_size: int | None, count: int) -> list[bytes]:
-    solver = make_solver()
-    callback = add_callback(solver, comm, overlap=overlap, iter_size=iter_size, **SMALL)
+    solver, callback = make_pair(comm, overlap=overlap, iter_size=iter_size, **SMALL)
     bits = []
     for step in range(3):
         passes = [[draw(1000 * step + 10 * rank + k) for k in range(count)] for rank in range(comm.size)]
@@ -55,8 +57,7 @@ def test_gradients_of_an_iteration(comm: Communicator) -> list[list[bytes]]:
 
 def test_layers_leave_during_the_last_pass(comm: Communicator) -> None:
     """Buckets leave while the last pass is still in lower layers, and no earlier; a shared weight waits."""
-    solver = make_solver()
-    callback = add_callback(solver, comm, overlap=True, **SMALL)
+    solver, callback = make_pair(comm, overlap=True, **SMALL)
     sent: list[tuple[int, int]] = []
 
     def look(layer: int) -> None:
@@ -77,12 +78,10 @@ def test_layers_leave_during_the_last_pass(comm: Communicator) -> None:
 
 
 def test_an_unexpected_number_of_passes(comm: Communicator) -> None:
-    solver = make_solver()
-    add_callback(solver, comm, overlap=True, iter_size=2, **SMALL)
+    solver, _ = make_pair(comm, overlap=True, iter_size=2, **SMALL)
     solver.step([draw(0), draw(1)])
     told = r"'twin_a' received a gradient in backward pass 3 .* sent after pass 2; pass Solver"
-    with pytest.raises(UsageError, match=told):
-        solver.step([draw(0), draw(1), draw(2)])
+    refuses(UsageError, told, solver.step, [draw(0), draw(1), draw(2)])
     # The iteration is lost, the callback is not; fewer passes than announced only overlap less.
     reduce_and_check(comm, solver)
 
@@ -121,9 +120,9 @@ def test_a_net_that_does_not_call_back(comm: Communicator) -> None:
     }
     solver = QuietSolver(params)
     with pytest.raises(UsageError, match="overlap=True needs a net with after_backward"):
-        multiring.caffe.SolverCallback(solver, comm, overlap=True)
+        SolverCallback(solver, comm, overlap=True)
     options = {"average": False, "postscale": 0.5, **SMALL}
-    callback = multiring.caffe.SolverCallback(solver, comm, frozen=["fixed"], **options)
+    callback = SolverCallback(solver, comm, frozen=["fixed"], **options)
     on_start, on_gradients_ready = callback
     for step in range(2):
         on_start()
@@ -150,22 +149,18 @@ def test_refused(comm: Communicator) -> None:
         (integers, {}, "dtype int32 cannot be reduced"),
         (solver, {"buffers": "some"}, "buffers is 'some'"),
     ):
-        with pytest.raises(UsageError, match=told):
-            multiring.caffe.SolverCallback(made, comm, **options)
+        refuses(UsageError, told, SolverCallback, made, comm, **options)
     callback = add_callback(solver, comm)
     with pytest.raises(UsageError, match="already, and gradients would be reduced twice; close"):
-        multiring.caffe.SolverCallback(solver, comm)
-    with pytest.raises(UsageError, match="came before on_start"):
-        solver.gradients_ready()
+        SolverCallback(solver, comm)
+    refuses(UsageError, "came before on_start", solver.gradients_ready)
     solver.step([draw(0)])
     before = solver.net.layers[1].blobs[1]
     solver.net.layers[1].blobs[1] = blob(5)
-    with pytest.raises(UsageError, match=r"'conv\[1\]' has become float32 \(5,\), it was float32 \(4,\)"):
-        solver.step([{}])
+    refuses(UsageError, r"'conv\[1\]' has become float32 \(5,\), it was float32 \(4,\)", solver.step, [{}])
     solver.net.layers[1].blobs[1] = before
     callback.close()
-    with pytest.raises(UsageError, match="is closed; make another"):
-        solver.step([draw(0)])
+    refuses(UsageError, "is closed; make another", solver.step, [draw(0)])
 
 
 def test_a_solver_goes_on_with_another_callback(comm: Communicator) -> None:
@@ -191,8 +186,7 @@ def test_a_solver_goes_on_with_another_callback(comm: Communicator) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_gradients_that_were_filled_by_hand(comm: Communicator, overlap: bool) -> None:
     """Gradients that no backward pass has brought, on some ranks or on all."""
-    solver = make_solver()
-    callback = add_callback(solver, comm, overlap=overlap, iter_size=1, **SMALL)
+    solver, callback = make_pair(comm, overlap=overlap, iter_size=1, **SMALL)
     for hands in ([0, 1], [1], []):
         mine = [[draw(10 * len(hands) + rank)] for rank in range(comm.size)]
         solver.net.clear_param_diffs()
@@ -208,17 +202,76 @@ def test_gradients_that_were_filled_by_hand(comm: Communicator, overlap: bool) -
         assert callback.produced == PRODUCED
 
 
-@all_raise(MismatchError, r"'empty' float32")
-def test_layers_frozen_on_one_rank(comm: Communicator) -> None:
-    multiring.caffe.SolverCallback(make_solver(), comm, frozen=["empty"] if comm.rank == 1 else [])
-
-
 def test_an_iteration_that_fails_on_all_ranks(comm: Communicator) -> None:
     """An iteration that ends with an exception half-way leaves nothing behind."""
-    solver = make_solver()
-    add_callback(solver, comm, overlap=True, iter_size=1, **SMALL)
+    solver, _ = make_pair(comm, overlap=True, iter_size=1, **SMALL)
     bad = draw(0)
     bad["conv"] = [np.zeros(7, np.float32)]
-    with pytest.raises(ValueError, match="broadcast"):
-        solver.step([bad])
+    refuses(ValueError, "broadcast", solver.step, [bad])
     reduce_and_check(comm, solver)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("overlap", "iter_size", "count"), [(True, 1, 1), (True, None, 2), (False, None, 2)])
+def test_backward_passes_outside_of_an_iteration(
+    comm: Communicator, overlap: bool, iter_size: int | None, count: int
+) -> None:
+    """Rank 0 runs backward passes outside of iterations, to look at gradients."""
+    solver, callback = make_pair(comm, overlap=overlap, iter_size=iter_size, **SMALL)
+    for step in range(4):
+        for number in range(step if comm.rank == 0 else 0):
+            solver.net.backward(draw(7 + number), skip=("conv", "twin_a"))
+        passes = [[draw(1000 * step + 10 * rank + k) for k in range(count)] for rank in range(comm.size)]
+        solver.step(passes[comm.rank])
+        expect(solver.net, passes)
+        assert callback.produced == PRODUCED
+    assert same_everywhere(comm, bits(solver.net))
+
+
+@pytest.mark.full
+def test_a_callback_that_was_not_added(comm: Communicator) -> None:
+    solver = make_solver()
+    callback = SolverCallback(solver, comm)
+    solver.iter = 100  # a snapshot was restored
+    solver.net.backward(draw(0))
+    solver.net.backward(draw(0))
+    solver.step([draw(0)])
+    with pytest.raises(UsageError, match=r"trains without its SolverCallback.*call solver.add_callback"):
+        solver.step([draw(0)])
+    solver.add_callback(*callback)
+    solver.step([draw(0)])
+    solver.net.backward(draw(0))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("buckets", [{}, SMALL])
+@all_raise(MismatchError)
+def test_a_backward_pass_after_a_failed_iteration(comm: Communicator, buckets: dict[str, int]) -> None:
+    """One rank looks at gradients then, which Caffe cannot tell from that iteration's own backward pass."""
+    solver, _ = make_pair(comm, overlap=True, iter_size=1, **buckets)
+    solver.step([draw(0)])
+    solver.net.clear_param_diffs()
+    solver.start()
+    if comm.rank == 0:
+        solver.net.backward(draw(1))
+    for step in range(3):
+        solver.step([draw(10 * step + comm.rank)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_changed_before_they_are_reduced(comm: Communicator, overlap: bool) -> None:
+    solver = make_solver()
+
+    def double() -> None:
+        solver.net.params["conv"][0].diff.reshape(-1)[-2] *= 2
+
+    solver.add_callback(lambda: None, double)
+    add_callback(solver, comm, overlap=overlap, iter_size=1, **SMALL)
+    mine = [[draw(rank)] for rank in range(comm.size)]
+    if overlap:
+        refuses(UsageError, r"'conv\[0\]' was changed after it had been sent", solver.step, mine[comm.rank])
+        return
+    solver.step(mine[comm.rank])
+    solver.net.params["conv"][0].diff.reshape(-1)[-2] /= 2
+    expect(solver.net, mine)

@@ -21,10 +21,11 @@ from tests.adapters.caffe.support import (
     bits,
     blob,
     draw,
+    make_pair,
     make_solver,
 )
 from tests.adapters.test_examples import accuracy
-from tests.on_ranks import all_raise, on_ranks, same_everywhere
+from tests.on_ranks import all_raise, on_ranks, refuses, same_everywhere
 from tests.python.caffe import caffe_nets
 from tests.support import REPOSITORY
 
@@ -57,10 +58,14 @@ def test_solvers_that_differ(comm: Communicator, what: str) -> None:
         assert what in ("iteration", "none") or step < 7
 
 
+def read_solver(*arguments: Any, **options: Any) -> Any:
+    with tempfile.TemporaryDirectory() as name:
+        return caffe_nets.make_solver(Path(name), *arguments, **options)
+
+
 def test_broadcast_takes_the_history_along(comm: Communicator) -> None:
     """Rank 0 has trained on with other weights for a while, so its history is another one as well."""
-    with tempfile.TemporaryDirectory() as name:
-        solver = caffe_nets.make_solver(Path(name), "momentum: 0.9 weight_decay: 0.1")
+    solver = read_solver("momentum: 0.9 weight_decay: 0.1")
     callback = add_callback(solver, comm)
     solver.step(2)
     if comm.rank == 0:
@@ -73,8 +78,7 @@ def test_broadcast_takes_the_history_along(comm: Communicator) -> None:
     assert same_everywhere(comm, bits(solver.net))
     if comm.rank == 0:
         solver.iter = 100
-    with pytest.raises(MismatchError, match="'iteration' 100 on rank 0, but 'iteration' 7 on rank 1"):
-        callback.broadcast()
+    refuses(MismatchError, "'iteration' 100 on rank 0, but 'iteration' 7 on rank 1", callback.broadcast)
 
 
 @all_raise(MismatchError, r"at step 7: .*'conv\[0\]' float32 .* on rank 0, but")
@@ -113,8 +117,7 @@ def test_a_snapshot_of_the_iteration_before(comm: Communicator, root_only: bool)
 @on_ranks(3)
 @pytest.mark.parametrize("mode", ["broadcast", "average", "local"])
 def test_statistics_of_batch_normalisation(comm: Communicator, mode: Any) -> None:
-    solver = make_solver()
-    callback = add_callback(solver, comm, buffers=mode)
+    solver, callback = make_pair(comm, buffers=mode)
     norm = solver.net.params["norm"]
     for step in range(4):
         solver.net.clear_param_diffs()
@@ -197,9 +200,7 @@ def test_uneven_data_with_momentum(comm: Communicator, updates: bool) -> None:
     policy={"fixed": None, "poly": r"'max_iter' .*3.* on rank 0, but 'max_iter' .*4.* on rank 1"},
 )
 def test_ranks_that_stop_at_iterations_of_their_own(comm: Communicator, policy: str) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        text = f'max_iter: {3 + comm.rank} lr_policy: "{policy}" power: 1 momentum: 0.9'
-        solver = caffe_nets.make_solver(Path(name), text)
+    solver = read_solver(f'max_iter: {3 + comm.rank} lr_policy: "{policy}" power: 1 momentum: 0.9')
     callback = add_callback(solver, comm, check_every=1)
     with callback.join():
         solver.step(solver.param.max_iter)
@@ -215,9 +216,8 @@ def test_batches_that_differ_in_size(comm: Communicator) -> None:
     images, labels = generator.standard_normal((9, 2, 3, 3)), np.arange(9.0) % 3
     solvers = []
     for begin, count in ((sum(counts[: comm.rank]), counts[comm.rank]), (0, 9)):
-        with tempfile.TemporaryDirectory() as name:
-            net = caffe_nets.SMALL.replace("batch_size: 4", f"batch_size: {count}")
-            solver = caffe_nets.make_solver(Path(name), "momentum: 0.9", net, samples=count)
+        net = caffe_nets.SMALL.replace("batch_size: 4", f"batch_size: {count}")
+        solver = read_solver("momentum: 0.9", net, samples=count)
         solver.net.set_input_arrays(images[begin : begin + count], labels[begin : begin + count])
         solvers.append(solver)
     mine, alone = solvers

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 import multiring.chainer  # before Chainer
@@ -71,6 +70,12 @@ def make_optimizer(comm: Communicator | None, model: Any, actual: Any = None, **
     return multiring.chainer.create_multi_node_optimizer(actual, comm, **SMALL | options).setup(model)
 
 
+def make_pair(comm: Communicator | None, actual: Any = None, **options: Any) -> tuple[Network, Any]:
+    """A model and its optimizer."""
+    model = make_model()
+    return model, make_optimizer(comm, model, actual, **options)
+
+
 def draw(seed: int, samples: int = 4) -> Array:
     return np.random.default_rng(seed).standard_normal((samples, 6))
 
@@ -85,18 +90,6 @@ def gradients_of(model: Any) -> dict[str, Array | None]:
 
 def bits_of(model: Any) -> dict[str, bytes]:
     return {name: p.array.tobytes() for name, p in model.namedparams()}
-
-
-def refuses(
-    kind: type[Exception] | tuple[type[Exception], ...],
-    text: str,
-    call: Callable[..., Any],
-    *args: Any,
-    **options: Any,
-) -> None:
-    """Fails unless the call raises an error of that kind with that text."""
-    with pytest.raises(kind, match=text):
-        call(*args, **options)
 
 
 def expected(comm: Communicator, loss: Callable[[Any, int], Any] = squares) -> dict[str, Array]:

@@ -21,8 +21,8 @@ import chainermn
 
 from multiring import Communicator
 from multiring.errors import AbortedError, MismatchError, UsageError
-from tests.adapters.chainer.support import bits_of, gradients_of, make_model, refuses, squares
-from tests.on_ranks import all_raise, on_ranks
+from tests.adapters.chainer.support import bits_of, gradients_of, make_model, squares
+from tests.on_ranks import all_raise, on_ranks, refuses
 
 UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (2, 0, 3), (5,), (2, 3, 4)]

@@ -24,15 +24,14 @@ from tests.adapters.chainer.support import (
     expected,
     make_model,
     make_optimizer,
-    refuses,
+    make_pair,
     squares,
 )
-from tests.on_ranks import on_ranks, same_everywhere
+from tests.on_ranks import on_ranks, refuses, same_everywhere
 
 
 def test_buckets_leave_while_the_backward_pass_runs(comm: Communicator) -> None:
-    model = make_model()
-    optimizer = make_optimizer(comm, model)
+    model, optimizer = make_pair(comm)
     found: list[int] = []
 
     def look(_: Any) -> None:
@@ -74,8 +73,7 @@ def test_a_gradient_inside_of_the_loss(comm: Communicator) -> None:
         (inner,) = chainer.grad([model(x)], [x], enable_double_backprop=True)
         return functions.mean(model(x) ** 2) + functions.mean(inner**2)
 
-    model = make_model()
-    optimizer = make_optimizer(comm, model, chainer.optimizers.SGD(0.0))
+    model, optimizer = make_pair(comm, chainer.optimizers.SGD(0.0))
     for _ in range(2):
         optimizer.update(loss, model, comm.rank)
         model.spare.cleargrads()
@@ -165,8 +163,7 @@ def test_a_scaled_gradient_that_some_ranks_lack(comm: Communicator) -> None:
     results = []
     for scale in (None, 1024.0):
         for overlap in (True, False):
-            model = make_model()
-            optimizer = make_optimizer(comm, model, overlap=overlap)
+            model, optimizer = make_pair(comm, overlap=overlap)
             if scale is not None:
                 optimizer.loss_scaling(scale=scale)
             for step in range(2):
@@ -179,8 +176,7 @@ def test_a_scaled_gradient_that_some_ranks_lack(comm: Communicator) -> None:
 
 def test_gradients_replaced_after_synchronize_are_refused(comm: Communicator) -> None:
     """After synchronize() arrays may be written to, but others in their place are not averages."""
-    model = make_model()
-    optimizer = make_optimizer(comm, model, op="sum")
+    model, optimizer = make_pair(comm, op="sum")
     squares(model, comm.rank).backward()
     optimizer.synchronize()
     before = bits_of(model)

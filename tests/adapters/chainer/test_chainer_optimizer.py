@@ -28,10 +28,10 @@ from tests.adapters.chainer.support import (
     expected,
     make_model,
     make_optimizer,
-    refuses,
+    make_pair,
     squares,
 )
-from tests.on_ranks import all_raise, on_ranks, same_everywhere
+from tests.on_ranks import all_raise, on_ranks, refuses, same_everywhere
 
 
 def whole(model: Any, step: int, size: int, **kwargs: Any) -> Any:
@@ -81,8 +81,7 @@ def test_shapes_that_the_first_batch_gives(comm: Communicator, double_buffering:
 
 
 def test_a_link_that_joins_later(comm: Communicator) -> None:
-    model = make_model()
-    optimizer = make_optimizer(comm, model, chainer.optimizers.MomentumSGD(0.1))
+    model, optimizer = make_pair(comm, chainer.optimizers.MomentumSGD(0.1))
     optimizer.update(squares, model, comm.rank)
     with model.init_scope(), chainer.using_config("dtype", np.float64):
         model.extra = links.Linear(3, 2)
@@ -136,8 +135,7 @@ def test_it_stands_for_the_optimizer(comm: Communicator, tmp_path: Path) -> None
 
 def test_dynamic_loss_scaling(comm: Communicator) -> None:
     """An overflow on one rank is skipped by all."""
-    model = make_model()
-    optimizer = make_optimizer(comm, model)
+    model, optimizer = make_pair(comm)
     optimizer.loss_scaling()
     before = bits_of(model)
     factor = np.inf if comm.rank == 0 else 1.0
@@ -188,8 +186,7 @@ def failing(model: Any, rank: int) -> Any:
 
 def test_a_backward_pass_that_fails_on_all_ranks(comm: Communicator) -> None:
     """The next one starts afresh."""
-    model = make_model()
-    optimizer = make_optimizer(comm, model, chainer.optimizers.SGD(0.0))
+    model, optimizer = make_pair(comm, chainer.optimizers.SGD(0.0))
     for step in range(4):
         if step in (1, 2):
             refuses(ArithmeticError, "exploded", optimizer.update, failing, model, comm.rank)
@@ -225,8 +222,7 @@ def test_refused(comm: Communicator) -> None:
     mn = multiring.chainer.create_communicator(comm)
     for wrapped in (chainermn.create_multi_node_optimizer(sgd(), mn), make(sgd(), mn)):
         refuses(UsageError, "would be reduced twice", make_optimizer, comm, make_model(), wrapped)
-    model = make_model()
-    optimizer = make_optimizer(comm, model)
+    model, optimizer = make_pair(comm)
     optimizer.update(squares, model, comm.rank)
     for parameter in model.first.params():
         parameter.array = parameter.array.astype(np.float32)
@@ -262,8 +258,7 @@ def test_a_backward_pass_inside_of_another(comm: Communicator) -> None:
 
 
 def test_a_dropped_optimizer_releases_its_buckets(comm: Communicator) -> None:
-    model = make_model()
-    optimizer = make_optimizer(comm, model)
+    model, optimizer = make_pair(comm)
     for _ in range(2):
         optimizer.update(squares, model, comm.rank)
     dropped = [weakref.ref(model), weakref.ref(optimizer._slots.reducer._memory)]

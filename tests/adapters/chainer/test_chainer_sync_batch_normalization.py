@@ -18,8 +18,7 @@ from chainer import functions, links
 
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
-from tests.adapters.chainer.support import refuses
-from tests.on_ranks import all_raise, on_ranks, same_everywhere
+from tests.on_ranks import all_raise, on_ranks, refuses, same_everywhere
 
 Array = NDArray[Any]
 

@@ -11,8 +11,6 @@ import pytest
 from multiring.horovod import basics as hvd
 from tests.on_ranks import on_ranks
 
-__all__ = ["refused", "with_hvd"]
-
 
 def with_hvd(*sizes: int) -> Callable[[Callable[..., Any]], Any]:
     """Runs a test on so many ranks, two where nothing is said, after hvd.init(), and then hvd.shutdown()."""

@@ -72,8 +72,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def assert_same_model(comm: Communicator, model: nn.Module, reference: nn.Module) -> None:
-    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-14)
+    torch.testing.assert_close([*model.parameters()], [*reference.parameters()], rtol=1e-11, atol=1e-14)
     assert same_everywhere(comm, values(model))
 
 
@@ -251,8 +250,7 @@ def test_a_process_set(comm: Communicator) -> None:
         take_step(alone, whole_loss(reference, group, step, len(group)))
         for scheduler in schedulers:
             scheduler.step()
-    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close([*model.parameters()], [*reference.parameters()], rtol=1e-12, atol=1e-14)
 
 
 @with_hvd(3)

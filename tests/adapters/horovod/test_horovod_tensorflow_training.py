@@ -174,11 +174,8 @@ def test_state_is_restored(comm: Communicator) -> None:
                 tf.function(lambda: hvt.allreduce(tf.ones([2 + comm.rank]), name="differs"))()
         return "done"
 
-    resets: list[int] = []
-    state.register_reset_callbacks([lambda: resets.append(hvt.size())])
     assert train(state) == "done"
     assert seen == [(0.0, 0), (2.0, 2)]
-    assert resets == [2]
     state.on_hosts_updated(1.0, 1)
     with pytest.raises(hvt.elastic.HostsUpdatedInterrupt):
         state.check_host_updates()

@@ -13,8 +13,6 @@ from pytensor.graph.basic import Apply
 from pytensor.graph.fg import FunctionGraph
 from pytensor.link.vm import VMLinker
 
-__all__ = ["SMALL", "Array", "collectives_in", "data", "fast_run", "linear", "scheduled", "shared"]
-
 Array = NDArray[Any]
 SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 16}
 

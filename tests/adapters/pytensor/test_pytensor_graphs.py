@@ -1,4 +1,5 @@
-"""Collectives inside compiled functions: values, gradients, and what rewrites and linkers do to them."""
+"""Collectives inside compiled functions: values, gradients, and what rewrites and linkers do to them;
+and gradients that are reduced in the memory that a function computed them in."""
 
 from __future__ import annotations
 
@@ -13,13 +14,16 @@ import pytest
 from pytensor.compile.mode import Mode, get_mode
 from pytensor.gradient import NullTypeGradError, pushforward
 from pytensor.graph.replace import clone_replace, vectorize_graph
+from pytensor.link.vm import VMLinker
+from pytensor.raise_op import Assert
 
 import multiring.pytensor
 from multiring import Communicator
 from multiring.errors import UsageError
-from multiring.pytensor import allgather, allreduce, broadcast, grouped_allreduce
-from tests.adapters.pytensor.support import Array, collectives_in, fast_run, scheduled
-from tests.on_ranks import Pool, on_ranks
+from multiring.pytensor import DistributedGradients, allgather, allreduce, broadcast, grouped_allreduce
+from multiring.pytensor.gradient_ops import origins
+from tests.adapters.pytensor.support import SMALL, Array, collectives_in, fast_run, scheduled
+from tests.on_ranks import Pool, on_ranks, refuses
 
 MODES = {"fast_run": fast_run, "py": lambda: Mode("py", None)}
 
@@ -73,9 +77,7 @@ def numba_mode(comm: Communicator) -> None:
     f = pytensor.function([x], reduced, mode="NUMBA")
     for step in range(2):
         np.testing.assert_array_equal(f(np.full(3, comm.rank + step)), 2 * (1 + 2 * step))
-    with pytest.raises(UsageError, match=r"the gradient of 'w' has shape \(4,\)"):
-        f(np.zeros(4))
-    gradients.close()
+    refuses(UsageError, r"the gradient of 'w' has shape \(4,\)", f, np.zeros(4))
 
 
 def test_numba_mode(ranks: Pool) -> None:
@@ -101,8 +103,6 @@ def independent_operations(comm: Communicator, seed: int, steps: int) -> list[by
     found: list[bytes] = []
     for step in range(steps):
         found += [value.tobytes() for value in f(np.arange(4.0) + comm.rank + step)]
-    first.close()
-    second.close()
     return found[1 : 1 + len(grads)]
 
 
@@ -206,7 +206,134 @@ def test_refusals(comm: Communicator) -> None:
         ),
         r"allreduce\{row\} is inside": lambda: pytensor.function([table], looped, mode=fast),
     }.items():
-        with pytest.raises(UsageError, match=text):
-            call()
-    with pytest.raises(NullTypeGradError, match="max has none"):
-        pytensor.grad(allreduce(x, "m", op="max").sum(), x)
+        refuses(UsageError, text, call)
+    refuses(NullTypeGradError, "max has none", pytensor.grad, allreduce(x, "m", op="max").sum(), x)
+
+
+SHAPE = (3, 4)
+X = pt.matrix("x", shape=SHAPE)
+
+
+def parameters(count: int) -> list[pytensor.compile.sharedvalue.SharedVariable]:
+    return [pytensor.shared(np.zeros(SHAPE), name=f"p{k}", shape=SHAPE) for k in range(count)]
+
+
+def averages_of(comm: Communicator, found: list[Any], **options: Any) -> list[Any]:
+    """The averages of these gradients, each of a parameter of its own."""
+    gradients = DistributedGradients(parameters(len(found)), comm, **options)
+    return gradients.reduce(found).gradients
+
+
+def matrix(rank: int, step: int = 0) -> np.ndarray:
+    return np.random.default_rng([rank, step]).normal(size=SHAPE)
+
+
+def mean(size: int, step: int = 0, of: Any = np.array) -> np.ndarray:
+    """The average of a function of the ranks' matrices."""
+    return sum(of(matrix(rank, step)) for rank in range(size)) / size
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whoever_else_reads_a_gradient_runs_before(comm: Communicator, seed: int) -> None:
+    """Every other reader of a gradient sees this rank's, whatever the order in which the nodes run."""
+    local = pt.exp(X)
+    averages = averages_of(comm, [local, local * 3], **SMALL)
+    f = pytensor.function([X], [*averages, local.sum(), averages[0] - averages[1]], mode=scheduled(seed))
+    assert any(name.startswith("multiring.ready_in_place") for name in collectives_in(f))
+    for step in range(3):
+        first, second, total, difference = f(np.log(np.abs(matrix(comm.rank, step))))
+        wanted = mean(comm.size, step, np.abs)
+        np.testing.assert_allclose(first, wanted, rtol=1e-13)
+        np.testing.assert_allclose(second, wanted * 3, rtol=1e-13)
+        np.testing.assert_allclose(total, np.abs(matrix(comm.rank, step)).sum(), rtol=1e-13)
+        np.testing.assert_allclose(difference, wanted * -2, rtol=1e-13)
+
+
+def test_memory_that_is_not_the_functions_own_is_left_alone(comm: Communicator) -> None:
+    """Inputs, shared variables, constants and what is the gradient of two parameters are left alone."""
+    constant, doubled = pt.constant(np.full(SHAPE, comm.rank + 1.0)), X * 2
+    state = pytensor.shared(matrix(comm.rank), name="state", shape=SHAPE)
+    transposed = pt.exp(pt.matrix("y", shape=SHAPE[::-1]))
+    found = [X, constant, state, doubled, doubled, transposed.T]
+    averages = averages_of(comm, found)
+    f = pytensor.function([X, transposed.owner.inputs[0]], averages, mode=fast_run())
+    value, other = matrix(comm.rank), np.log(np.abs(matrix(comm.rank))).T.copy()
+    before = value.copy()
+    results = [f(value, other) for _ in range(2)]
+    np.testing.assert_array_equal(value, before)
+    np.testing.assert_array_equal(state.get_value(), before)
+    np.testing.assert_array_equal(constant.data, np.full(SHAPE, comm.rank + 1.0))
+    average, absolute = mean(comm.size), mean(comm.size, of=np.abs)
+    wanted = [average, np.full(SHAPE, (comm.size + 1) / 2), average, average * 2, average * 2, absolute]
+    for result in results:
+        for got, right in zip(result, wanted, strict=True):
+            np.testing.assert_allclose(got, right, rtol=1e-13)
+
+
+def test_updates_read_averages_where_they_lie(comm: Communicator) -> None:
+    """Nothing is copied between a gradient and the new parameter."""
+    (param,) = parameters(1)
+    gradients = DistributedGradients([param], comm)
+    (average,) = gradients.reduce([pt.exp(X)]).gradients
+    f = pytensor.function([X], [], updates=[(param, param - 0.5 * average)], mode=fast_run())
+    assert not any("DeepCopy" in str(node.op) for node in f.maker.fgraph.apply_nodes)
+    wanted = np.zeros(SHAPE)
+    for step in range(3):
+        f(np.log(np.abs(matrix(comm.rank, step))))
+        wanted -= 0.5 * mean(comm.size, step, np.abs)
+    np.testing.assert_allclose(param.get_value(), wanted, rtol=1e-13)
+
+
+def mode_of(name: str) -> Any:
+    """fast_run, with the linker's garbage collection or without, and a mode in which nothing is in place."""
+    if name == "FAST_COMPILE":
+        return name
+    return Mode(VMLinker(use_cloop=True, c_thunks=False, allow_gc=name == "gc"), "fast_run")
+
+
+@pytest.mark.parametrize("mode", ["gc", "no gc", "FAST_COMPILE"])
+def test_a_failed_step_does_not_write_into_the_next(comm: Communicator, mode: str) -> None:
+    """What a failed call has left under way ends before the next one writes the same memory."""
+    limit = pt.scalar("limit")
+    checked = Assert("the loss has exploded")(X, (limit > X).all())
+    gradients = DistributedGradients(parameters(3), comm, **SMALL)
+    averages = gradients.reduce([checked * 2, pt.exp(X), pt.sin(X)]).gradients
+    f = pytensor.function([X, limit], averages, mode=mode_of(mode))
+    for step in range(6):
+        value = matrix(comm.rank, step)
+        if step % 2:
+            refuses(AssertionError, "exploded", f, value, -9.0)
+            continue
+        for got, function in zip(f(value, 9.0), (lambda v: v * 2, np.exp, np.sin), strict=True):
+            np.testing.assert_allclose(got, mean(comm.size, step, function), rtol=1e-13)
+    gradients.close()
+
+
+@pytest.mark.parametrize("mode", ["gc", "no gc"])
+def test_reduced_memory_is_not_used_again(comm: Communicator, mode: str) -> None:
+    """No linker, nor a copy of a function, writes again what a reduction may still be under way in."""
+    turned = pytensor.shared(np.zeros(SHAPE[::-1]), name="turned", shape=SHAPE[::-1])
+    gradients = DistributedGradients([*parameters(1), turned], comm)
+    averages = gradients.reduce([pt.sin(X), pt.exp(X * 2).T]).gradients
+    f = pytensor.function([X], averages, mode=mode_of(mode))
+    for function in (f, f.copy()):
+        function(np.ones(SHAPE))
+        ready = [node for node in function.vm.nodes if "ready_in_place" in str(node.op)]
+        assert ready
+        for node in ready:
+            for made in origins(node.inputs[0]):
+                assert function.vm.storage_map[made][0] is None
+
+
+def test_shared_variables_are_not_reduced_where_they_are(comm: Communicator) -> None:
+    """A shared variable that the function updates is reduced in a copy."""
+    total = pytensor.shared(matrix(comm.rank), name="total", shape=SHAPE)
+    averages = averages_of(comm, [total, total + X])
+    f = pytensor.function([X], averages, updates=[(total, 0 * total)], mode=fast_run())
+    first, second = f(np.ones(SHAPE))
+    np.testing.assert_allclose(first, mean(comm.size), rtol=1e-13)
+    np.testing.assert_allclose(second, mean(comm.size) + 1, rtol=1e-13)
+    assert not total.get_value().any()
+    for node in f.vm.nodes:
+        if "ready_in_place" in str(node.op):
+            assert list(origins(node.inputs[0]))[-1].owner is not None

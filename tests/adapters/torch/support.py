@@ -13,26 +13,6 @@ from multiring import Communicator
 from multiring.torch import DistributedOptimizer, GradientHooks
 from tests.on_ranks import same_everywhere
 
-__all__ = [
-    "SMALL",
-    "Loss",
-    "assert_gradients",
-    "assert_same_weights",
-    "backward",
-    "bits",
-    "check_steps",
-    "draw",
-    "expected",
-    "explode",
-    "gradients_of",
-    "make_model",
-    "register",
-    "squares",
-    "step_with",
-    "update",
-    "wrap",
-]
-
 SMALL: dict[str, Any] = {"bucket_bytes": 256, "first_bucket_bytes": 64}
 Loss = Callable[[Any, int], Tensor]
 
@@ -53,6 +33,20 @@ def wrap(
 ) -> DistributedOptimizer:
     """A wrapped optimizer with several buckets."""
     return DistributedOptimizer(optimizer, model, comm, **(SMALL | options))
+
+
+def make_hooked(comm: Communicator, **options: Any) -> tuple[Any, GradientHooks]:
+    """A model and its gradient hooks, which live as long as it does."""
+    model = make_model()
+    return model, register(model, comm, **options)
+
+
+def make_wrapped(
+    comm: Communicator, rate: float = 0.1, **options: Any
+) -> tuple[nn.Sequential, DistributedOptimizer]:
+    """A model and its wrapped optimizer."""
+    model = make_model()
+    return model, wrap(torch.optim.SGD(model.parameters(), rate), model, comm, **options)
 
 
 def draw(seed: int, samples: int = 4) -> Tensor:

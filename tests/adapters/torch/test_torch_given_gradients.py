@@ -18,7 +18,9 @@ from tests.adapters.torch.support import (
     backward,
     draw,
     expected,
+    make_hooked,
     make_model,
+    make_wrapped,
     register,
     squares,
     wrap,
@@ -86,8 +88,7 @@ def test_step_reduces_gradients_that_the_program_gives(
 ) -> None:
     wanted = expected(comm, squares)
     for keep in (False, True):
-        model = make_model()
-        optimizer = wrap(torch.optim.SGD(model.parameters(), 0.0), model, comm)
+        model, optimizer = make_wrapped(comm, 0.0)
         for _ in range(3):
             optimizer.zero_grad(set_to_none=not keep)
             give(model, comm.rank)
@@ -98,8 +99,7 @@ def test_step_reduces_gradients_that_the_program_gives(
 @all_raise(MismatchError, "gradients replaced by the program")
 def test_a_gradient_that_is_replaced_on_one_rank_only(comm: Communicator) -> None:
     """The others do not know of it: their next reduction meets the comparison. Errors say what it is."""
-    model = make_model()
-    optimizer = wrap(torch.optim.SGD(model.parameters(), 0.1), model, comm)
+    model, optimizer = make_wrapped(comm)
     try:
         for _ in range(2):
             torch.autograd.backward(squares(model, comm.rank))
@@ -113,8 +113,7 @@ def test_a_gradient_that_is_replaced_on_one_rank_only(comm: Communicator) -> Non
 
 @on_ranks(3)
 def test_synchronize_reduces_them_once(comm: Communicator) -> None:
-    model = make_model()
-    hooks = register(model, comm, average=False)
+    model, hooks = make_hooked(comm, average=False)
     wanted = [gradient * comm.size for gradient in expected(comm, squares)]
     for give in GIVE:
         give(model, comm.rank)
@@ -149,11 +148,11 @@ def test_edits_of_reduced_gradients_are_not_reduced(comm: Communicator, in_place
     assert_gradients(model[2:], wanted[2:], comm)
 
 
+@on_ranks(3)
 @pytest.mark.parametrize("how", ["flat", "list", "later"])
 def test_gradients_stay_the_tensors_that_the_program_knows(comm: Communicator, how: str) -> None:
     """A program that keeps references to its gradients, or has them all in one tensor."""
-    model = make_model()
-    register(model, comm)
+    model, _ = make_hooked(comm)
     wanted = expected(comm, squares)
     parameters = list(model.parameters())
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
@@ -225,8 +224,7 @@ def test_a_dtype_that_changes_is_refused(comm: Communicator) -> None:
 
 def test_given_gradients_that_never_come_by_a_hook(comm: Communicator) -> None:
     """As those of `torch.autograd.grad`: the first step of any optimizer tells."""
-    model = make_model()
-    hooks = register(model, comm)
+    model, hooks = make_hooked(comm)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, 0.1)
     for parameter in parameters:

@@ -98,10 +98,11 @@ def test_memory_layouts(comm: Communicator) -> None:
         assert bool((gradient == sum(range(comm.size)) / comm.size).all())
 
 
-def make_tied() -> nn.Module:
+def make_tied(*, sparse: bool = False) -> nn.Module:
     """Embedding and output layer share their weights; a layer occurs twice."""
     torch.manual_seed(2)
-    embedding, layer, output = nn.Embedding(10, 6), nn.Linear(6, 6), nn.Linear(6, 10, bias=False)
+    embedding, layer = nn.Embedding(10, 6, sparse=sparse), nn.Linear(6, 6)
+    output = nn.Linear(6, 10, bias=False)
     output.weight = embedding.weight
     return nn.Sequential(embedding, layer, nn.Tanh(), layer, nn.Tanh(), output).double()
 
@@ -222,28 +223,13 @@ def test_sparse_gradients_nobody_announced(comm: Communicator) -> None:
         multiring.torch.register_gradient_hooks(table, comm, sparse_parameters=["tabel"])
 
 
-class Tied(nn.Module):
-    """An embedding whose weight is that of a linear layer too: its gradient is dense."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(6, 4, sparse=True, dtype=torch.float64)
-        self.head = nn.Linear(4, 6, bias=False, dtype=torch.float64)
-        self.head.weight = self.words.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.words(x).tanh())
-        return out
-
-
 def test_a_sparse_embedding_with_the_weight_of_a_linear_layer(comm: Communicator) -> None:
-    """Optimizers for dense gradients take what comes."""
+    """Its gradient is dense: optimizers for dense gradients take what comes."""
 
     def loss(model: Any, rank: int) -> Tensor:
-        return nn.functional.cross_entropy(model(torch.arange(rank, rank + 3) % 6), torch.arange(3))
+        return nn.functional.cross_entropy(model(torch.arange(rank, rank + 3) % 10), torch.arange(3))
 
-    model, reference = Tied(), Tied()
+    model, reference = make_tied(sparse=True), make_tied(sparse=True)
     optimizer, alone = (torch.optim.Adam(m.parameters(), 0.1) for m in (model, reference))
     register(model, comm, check_every=1)
     for _ in range(3):

@@ -141,43 +141,27 @@ def test_what_is_kept_stays_as_it_is(comm: Communicator) -> None:
             assert torch.equal(gradient, value)
 
 
-@on_ranks(3)
-def test_a_memory_that_the_program_has_given(comm: Communicator) -> None:
-    """All gradients in one flat tensor: they stay there, and are averaged there."""
-    model = Joined("cat")
-    wanted = expected(comm, first_loss, lambda: Joined("cat"))
-    register(model, comm)
-    parameters = list(model.parameters())
-    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
-    views = [
-        v.view_as(p) for p, v in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)
-    ]
-    for _ in range(3):
-        flat.zero_()
-        for p, view in zip(parameters, views, strict=True):
-            p.grad = view
-        torch.autograd.backward(first_loss(model, comm.rank))
-        assert all(p.grad is view for p, view in zip(parameters, views, strict=True))
-        torch.testing.assert_close(flat, torch.cat([w.flatten() for w in wanted]), rtol=1e-12, atol=1e-14)
-
-
 def freeze_in_turns(model: nn.Sequential, step: int) -> None:
     model[0].requires_grad_(step % 3 != 1)
     model[4].requires_grad_(step % 3 != 2)
 
 
 def test_parts_frozen_in_turns_keep_their_buckets(comm: Communicator) -> None:
+    """Also those that are frozen when hooks are registered; and after hooks all may be thawed."""
     model = nn.Sequential(*(nn.Linear(6, 6) if k % 2 == 0 else nn.Tanh() for k in range(5))).double()
     multiring.torch.broadcast_parameters(model, comm=comm)
     reference = copy.deepcopy(model)
+    freeze_in_turns(model, 1)
     hooks = register(model, comm, check_every=1)
     reducers = []
-    for step in range(9):
+    for step in range(1, 10):
         freeze_in_turns(model, step)
         freeze_in_turns(reference, step)
         check_steps(model, squares, expected(comm, squares, lambda: copy.deepcopy(reference)), comm, steps=1)
         reducers.append(hooks._gradients.reducer)
     assert len(set(map(id, reducers))) == 3
+    hooks.remove()
+    backward(model.requires_grad_(True), comm.rank)
 
 
 @all_raise(MismatchError, "do not agree about the parameters of the model")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -19,14 +18,16 @@ from tests.adapters.torch.support import (
     bits,
     draw,
     expected,
+    make_hooked,
     make_model,
+    make_wrapped,
     register,
     squares,
     step_with,
     update,
     wrap,
 )
-from tests.on_ranks import same_everywhere
+from tests.on_ranks import refuses, same_everywhere
 
 
 class WithBuffer(nn.Module):
@@ -65,8 +66,7 @@ def test_two_backward_passes_over_one_graph_with_a_constant(comm: Communicator) 
 
 def test_buffers_of_modules_that_come_later(comm: Communicator) -> None:
     """They are made the same as those that were there when hooks were registered."""
-    model = make_model()
-    register(model, comm, check_every=1)
+    model, _ = make_hooked(comm, check_every=1)
     for step in range(6):
         if step == 3:
             model.append(nn.BatchNorm1d(3, affine=False).double())
@@ -101,8 +101,7 @@ def test_expanded_buffers(comm: Communicator) -> None:
         if same or comm.rank == 0:
             backward(model, comm.rank)
             continue
-        with pytest.raises(UsageError, match=r"buffer 'table'.*clone\(\)"):
-            backward(model, comm.rank)
+        refuses(UsageError, r"buffer 'table'.*clone\(\)", backward, model, comm.rank)
 
 
 def test_weights_perturbed_on_each_rank_during_backward(comm: Communicator) -> None:
@@ -135,8 +134,7 @@ def test_weights_perturbed_on_each_rank_during_backward(comm: Communicator) -> N
 
 def test_parameters_that_were_taken_over_are_compared(comm: Communicator) -> None:
     """What ranks had before they took over the parameters of one is not compared."""
-    model = make_model()
-    optimizer = wrap(torch.optim.SGD(model.parameters(), 0.1), model, comm, check_every=1)
+    model, optimizer = make_wrapped(comm, check_every=1)
     for _ in range(2):
         with optimizer.join():
             for _ in range(2 + comm.rank):
@@ -163,8 +161,7 @@ def test_parameters_that_leave_the_groups(comm: Communicator) -> None:
 
 def test_a_block_with_hooks_of_its_own(comm: Communicator) -> None:
     """A block that comes later has hooks of its own."""
-    model = make_model()
-    register(model, comm, check_every=1)
+    model, _ = make_hooked(comm, check_every=1)
     for step in range(3):
         if step == 1:
             block = make_model(1)[2]

@@ -21,13 +21,14 @@ from tests.adapters.torch.support import (
     draw,
     expected,
     gradients_of,
+    make_hooked,
     make_model,
     register,
     squares,
     update,
     wrap,
 )
-from tests.on_ranks import on_ranks, same_everywhere
+from tests.on_ranks import on_ranks, refuses, same_everywhere
 
 Make = Callable[[nn.Sequential], torch.optim.Optimizer]
 Step = Callable[[Any, nn.Module, Callable[[], Tensor]], None]
@@ -195,8 +196,7 @@ def test_it_looks_like_the_wrapped_optimizer(comm: Communicator) -> None:
     optimizer.load_state_dict(saved)
     key = next(iter(optimizer.state))
     assert torch.equal(optimizer.state[key]["momentum_buffer"], saved["state"][0]["momentum_buffer"])
-    with pytest.raises(UsageError, match="state_dict"):
-        copy.deepcopy(optimizer)
+    refuses(UsageError, "state_dict", copy.deepcopy, optimizer)
     optimizer.state = defaultdict(dict)  # momentum starts afresh
     assert not inner.state
     assert optimizer.state is inner.state
@@ -243,12 +243,11 @@ def test_two_optimizers_for_one_model(comm: Communicator) -> None:
 
 def test_refused(comm: Communicator) -> None:
     model = make_model()
-    with pytest.raises(UsageError, match="6 of the optimizer's 6 parameters are not among the named ones"):
-        wrap(make_sgd(model), make_model(), comm)
+    not_named = "6 of the optimizer's 6 parameters are not among the named ones"
+    refuses(UsageError, not_named, wrap, make_sgd(model), make_model(), comm)
     with pytest.raises(UsageError, match="0 backward passes per step"):
         wrap(make_sgd(model), model, comm, backward_passes_per_step=0)
-    with pytest.raises(UsageError, match="op is 'max'"):
-        wrap(make_sgd(model), model, comm, op="max")
+    refuses(UsageError, "op is 'max'", wrap, make_sgd(model), model, comm, op="max")
     unnamed = multiring.torch.DistributedOptimizer(make_sgd(model), comm=comm)
     with pytest.raises(UsageError, match=r"'group0\.parameter0' already has"):
         multiring.torch.DistributedOptimizer(make_sgd(model), comm=comm)
@@ -258,8 +257,7 @@ def test_refused(comm: Communicator) -> None:
 def test_what_compression_keeps_back_comes_later(comm: Communicator) -> None:
     """The same gradients step after step: what has been received in all, and what is kept on average over the
     ranks, is all of them. Parameters are frozen, and thawed again, meanwhile."""
-    model = make_model()
-    hooks = register(model, comm, compression=TopK(0.2))
+    model, hooks = make_hooked(comm, compression=TopK(0.2))
     wanted = expected(comm, squares)
     names = [name for name, _ in model.named_parameters()]
     received = [torch.zeros_like(parameter) for parameter in model.parameters()]

@@ -14,7 +14,7 @@ import multiring.torch
 from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from tests.adapters.torch.support import bits, draw, make_model
-from tests.on_ranks import on_ranks, same_everywhere
+from tests.on_ranks import on_ranks, refuses, same_everywhere
 
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -64,13 +64,11 @@ def test_models_are_broadcast(comm: Communicator) -> None:
 
 
 def test_refused(comm: Communicator) -> None:
-    with pytest.raises(UsageError, match="root is 7"):
-        multiring.torch.broadcast_parameters(make_model(), 7, comm)
+    refuses(UsageError, "root is 7", multiring.torch.broadcast_parameters, make_model(), 7, comm)
     with pytest.raises(MismatchError, match=r"'0\.weight'.*torch.float64 \(8, 6\).*but.*\(8, 4\)"):
         multiring.torch.broadcast_parameters(make_model(inputs=6 if comm.rank == 0 else 4), 0, comm)
     optimizer = torch.optim.SGD(list(make_model().parameters())[comm.rank :], 0.1)
-    with pytest.raises(MismatchError, match=r"\[\[6\], \[5\]\]"):
-        multiring.torch.broadcast_optimizer_state(optimizer, 0, comm)
+    refuses(MismatchError, r"\[\[6\], \[5\]\]", multiring.torch.broadcast_optimizer_state, optimizer, 0, comm)
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

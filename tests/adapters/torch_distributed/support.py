@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,7 @@ import torch.distributed as dist
 
 import multiring.torch_distributed  # noqa: F401  # registers the backend, which an installed package does itself
 from multiring import Communicator
-
-__all__ = ["TIMEOUT", "fresh_directory", "numbers", "shared_store", "world"]
+from tests.on_ranks import on_ranks
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -44,6 +44,20 @@ def world(comm: Communicator, timeout: timedelta = TIMEOUT) -> Iterator[Any]:
             yield dist.group.WORLD
         finally:
             dist.destroy_process_group()
+
+
+def with_world(*sizes: int | tuple[int, int]) -> Callable[[Callable[..., Any]], Any]:
+    """Runs a test on so many ranks, two where nothing is said, in such a `world`."""
+
+    def decorated(test: Callable[..., Any]) -> Any:
+        @functools.wraps(test)
+        def within(comm: Communicator, *args: Any, **kwargs: Any) -> Any:
+            with world(comm):
+                return test(comm, *args, **kwargs)
+
+        return on_ranks(*sizes)(within) if sizes else within
+
+    return decorated
 
 
 @contextlib.contextmanager

@@ -1,18 +1,24 @@
-"""What an operation that was not waited for gives: works, futures, coalescing; and messages."""
+"""What operations that were not waited for give: works, futures, coalescing; messages; what goes wrong."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import multiring
 from multiring import Communicator
-from tests.adapters.torch_distributed.support import numbers, world
-from tests.on_ranks import on_ranks
+from tests.adapters.torch_distributed.support import TIMEOUT, numbers, with_world, world
+from tests.nursery import Nursery
+from tests.on_ranks import refuses
 
 LARGE = 300_000  # elements: more than a mailbox holds, so a send waits for its receiver
 
@@ -21,194 +27,255 @@ def _sum(*shape: int) -> torch.Tensor:
     return numbers(shape, 0) + numbers(shape, 1)
 
 
-def test_a_work_tells_what_has_become_of_it(comm: Communicator) -> None:
-    with world(comm):
-        tensor = numbers((1000,), comm.rank)
-        work = dist.all_reduce(tensor, async_op=True)
+@with_world()
+def test_works_tell_what_has_become_of_them(comm: Communicator) -> None:
+    tensors = [numbers((1 + 997 * index,), comm.rank) for index in range(20)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for tensor, work in reversed(list(zip(tensors, works, strict=True))):
         assert isinstance(work, dist.Work)
         assert work.wait()
         assert work.is_completed()
         assert work.is_success()
         assert work.exception() is None
         assert work.result()[0] is tensor
-        assert torch.equal(tensor, _sum(1000))
-        barrier = dist.barrier(async_op=True)
-        while not barrier.is_completed():
-            pass
-        assert barrier.is_success()
+        assert torch.equal(tensor, _sum(*tensor.shape))
+    barrier = dist.barrier(async_op=True)
+    while not barrier.is_completed():
+        pass
+    assert barrier.is_success()
 
 
+@with_world()
 def test_a_future_that_waits_for_another(comm: Communicator) -> None:
     # As the hooks of DistributedDataParallel for PowerSGD do, in the thread that completes the first one.
-    with world(comm):
-        first, second = numbers((5,), comm.rank), numbers((6,), comm.rank)
-        outer = dist.all_reduce(first, async_op=True).get_future()
-        other = dist.all_reduce(second, async_op=True).get_future()
+    first, second = numbers((5,), comm.rank), numbers((6,), comm.rank)
+    outer = dist.all_reduce(first, async_op=True).get_future()
+    other = dist.all_reduce(second, async_op=True).get_future()
 
-        def then(future: Any) -> torch.Tensor:
-            third = future.value()[0].clone()
-            inner = dist.all_reduce(third, async_op=True).get_future()
-            return other.wait()[0].sum() + inner.wait()[0].sum()
+    def then(future: Any) -> torch.Tensor:
+        third = future.value()[0].clone()
+        inner = dist.all_reduce(third, async_op=True).get_future()
+        return other.wait()[0].sum() + inner.wait()[0].sum()
 
-        total = outer.then(then).wait()
-        assert total == _sum(6).sum() + 2 * _sum(5).sum()
-
-
-def test_many_operations_under_way(comm: Communicator) -> None:
-    with world(comm):
-        tensors = [numbers((1 + 997 * index,), comm.rank) for index in range(20)]
-        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-        for work in reversed(works):
-            work.wait()
-        for tensor in tensors:
-            assert torch.equal(tensor, _sum(*tensor.shape))
+    total = outer.then(then).wait()
+    assert total == _sum(6).sum() + 2 * _sum(5).sum()
 
 
+@with_world()
 def test_coalesced_operations(comm: Communicator) -> None:
-    with world(comm) as group:
-        tensors = [numbers((3,), comm.rank), numbers((4, 2), comm.rank)]
-        with dist._coalescing_manager(async_ops=True) as manager:
-            for tensor in tensors:
-                dist.all_reduce(tensor)
-        manager.wait()
-        assert torch.equal(tensors[0], _sum(3))
-        assert torch.equal(tensors[1], _sum(4, 2))
-        outputs, blocks = [torch.empty(6), torch.empty(2)], [torch.empty(3), torch.empty(1)]
-        with dist._coalescing_manager():
-            for output in outputs:
-                dist.all_gather_single(output, numbers((output.numel() // 2,), comm.rank))
-        with dist._coalescing_manager():
-            for block in blocks:
-                dist.reduce_scatter_single(block, numbers((2 * block.numel(),), comm.rank))
-        for output, block in zip(outputs, blocks, strict=True):
-            parts = [numbers((output.numel() // 2,), rank) for rank in range(2)]
-            assert torch.equal(output, torch.cat(parts))
-            assert torch.equal(block, _sum(2 * block.numel()).chunk(2)[comm.rank])
-        # With a device, operations of all kinds are waited for together.
-        tensor, row = numbers((3,), comm.rank), [torch.empty(2), torch.empty(2)]
-        group._start_coalescing(torch.device("cpu"))
-        group.allreduce([tensor])
-        group.allgather([row], [numbers((2,), comm.rank)])
-        group._end_coalescing(torch.device("cpu")).wait()
-        assert torch.equal(tensor, _sum(3))
-        assert torch.equal(row[1], numbers((2,), 1))
-
-
-def test_functions_that_torch_calls_by_other_names(comm: Communicator) -> None:
-    with world(comm) as group:
-        lists = [[torch.empty(2), torch.empty(3, 2)] for _ in range(2)]
-        group.allgather_coalesced(lists, [numbers((2,), comm.rank), numbers((3, 2), comm.rank)]).wait()
-        for rank, (one, other) in enumerate(lists):
-            assert torch.equal(one, numbers((2,), rank))
-            assert torch.equal(other, numbers((3, 2), rank))
-        whole, block = torch.empty(4), torch.empty(2)
-        group._allgather_base(whole, numbers((2,), comm.rank)).wait()
-        assert torch.equal(whole, torch.cat([numbers((2,), rank) for rank in range(2)]))
-        group._reduce_scatter_base(block, numbers((4,), comm.rank)).wait()
-        assert torch.equal(block, _sum(4).chunk(2)[comm.rank])
-        group.alltoall_base(whole, numbers((4,), comm.rank), [], []).wait()
-        assert torch.equal(whole, torch.cat([numbers((4,), rank).chunk(2)[comm.rank] for rank in range(2)]))
-        group.monitored_barrier(timedelta(seconds=20))
-        dist.barrier(timeout=timedelta(seconds=20))
-
-
-def test_who_waits_a_while_may_wait_again(comm: Communicator) -> None:
-    with world(comm):
-        tensor = numbers((3,), comm.rank)
-        if comm.rank == 0:
-            work = dist.all_reduce(tensor, async_op=True)
-            with pytest.raises(multiring.TimeoutError, match="process group"):
-                work.wait(timedelta(milliseconds=20))
-            assert not work.is_completed()
-            comm.barrier()
-            work.wait()
-        else:
-            comm.barrier()
+    group = dist.group.WORLD
+    tensors = [numbers((3,), comm.rank), numbers((4, 2), comm.rank)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for tensor in tensors:
             dist.all_reduce(tensor)
-        assert torch.equal(tensor, _sum(3))
+    manager.wait()
+    assert torch.equal(tensors[0], _sum(3))
+    assert torch.equal(tensors[1], _sum(4, 2))
+    outputs, blocks = [torch.empty(6), torch.empty(2)], [torch.empty(3), torch.empty(1)]
+    with dist._coalescing_manager():
+        for output in outputs:
+            dist.all_gather_single(output, numbers((output.numel() // 2,), comm.rank))
+    with dist._coalescing_manager():
+        for block in blocks:
+            dist.reduce_scatter_single(block, numbers((2 * block.numel(),), comm.rank))
+    for output, block in zip(outputs, blocks, strict=True):
+        parts = [numbers((output.numel() // 2,), rank) for rank in range(2)]
+        assert torch.equal(output, torch.cat(parts))
+        assert torch.equal(block, _sum(2 * block.numel()).chunk(2)[comm.rank])
+    # With a device, operations of all kinds are waited for together.
+    tensor, row = numbers((3,), comm.rank), [torch.empty(2), torch.empty(2)]
+    group._start_coalescing(torch.device("cpu"))
+    group.allreduce([tensor])
+    group.allgather([row], [numbers((2,), comm.rank)])
+    group._end_coalescing(torch.device("cpu")).wait()
+    assert torch.equal(tensor, _sum(3))
+    assert torch.equal(row[1], numbers((2,), 1))
 
 
+@with_world()
+def test_functions_that_torch_calls_by_other_names(comm: Communicator) -> None:
+    group = dist.group.WORLD
+    lists = [[torch.empty(2), torch.empty(3, 2)] for _ in range(2)]
+    group.allgather_coalesced(lists, [numbers((2,), comm.rank), numbers((3, 2), comm.rank)]).wait()
+    for rank, (one, other) in enumerate(lists):
+        assert torch.equal(one, numbers((2,), rank))
+        assert torch.equal(other, numbers((3, 2), rank))
+    whole, block = torch.empty(4), torch.empty(2)
+    group._allgather_base(whole, numbers((2,), comm.rank)).wait()
+    assert torch.equal(whole, torch.cat([numbers((2,), rank) for rank in range(2)]))
+    group._reduce_scatter_base(block, numbers((4,), comm.rank)).wait()
+    assert torch.equal(block, _sum(4).chunk(2)[comm.rank])
+    group.alltoall_base(whole, numbers((4,), comm.rank), [], []).wait()
+    assert torch.equal(whole, torch.cat([numbers((4,), rank).chunk(2)[comm.rank] for rank in range(2)]))
+    group.monitored_barrier(timedelta(seconds=20))
+    dist.barrier(timeout=timedelta(seconds=20))
+
+
+@with_world()
+def test_who_waits_a_while_may_wait_again(comm: Communicator) -> None:
+    tensor = numbers((3,), comm.rank)
+    if comm.rank == 0:
+        work = dist.all_reduce(tensor, async_op=True)
+        refuses(multiring.TimeoutError, "process group", work.wait, timedelta(milliseconds=20))
+        assert not work.is_completed()
+        comm.barrier()
+        work.wait()
+    else:
+        comm.barrier()
+        dist.all_reduce(tensor)
+    assert torch.equal(tensor, _sum(3))
+
+
+@with_world()
 def test_tags_are_matched_whatever_the_order(comm: Communicator) -> None:
     """Messages with one tag keep their order."""
-    with world(comm):
-        sent = [(tag, numbers((size,), tag)) for tag, size in enumerate((3, LARGE, 5))]
-        sent += [(3, torch.full((3,), float(index))) for index in range(20)]
-        if comm.rank == 0:
-            for work in [dist.isend(tensor, 1, tag=tag) for tag, tensor in sent]:
-                work.wait()
-            return
-        for tag in (2, 0, 1):
-            tensor = torch.empty_like(sent[tag][1])
-            assert dist.recv(tensor, 0, tag=tag) == 0
-            assert torch.equal(tensor, sent[tag][1])
-        tensors = [torch.empty(3) for _ in range(20)]
-        works = [dist.irecv(tensor, 0, tag=3) for tensor in tensors]
-        for index, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
+    sent = [(tag, numbers((size,), tag)) for tag, size in enumerate((3, LARGE, 5))]
+    sent += [(3, torch.full((3,), float(index))) for index in range(20)]
+    if comm.rank == 0:
+        for work in [dist.isend(tensor, 1, tag=tag) for tag, tensor in sent]:
             work.wait()
-            assert torch.equal(tensor, torch.full((3,), float(index)))
+        return
+    for tag in (2, 0, 1):
+        tensor = torch.empty_like(sent[tag][1])
+        assert dist.recv(tensor, 0, tag=tag) == 0
+        assert torch.equal(tensor, sent[tag][1])
+    tensors = [torch.empty(3) for _ in range(20)]
+    works = [dist.irecv(tensor, 0, tag=3) for tensor in tensors]
+    for index, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
+        work.wait()
+        assert torch.equal(tensor, torch.full((3,), float(index)))
 
 
-@on_ranks(3)
+@with_world(3)
 def test_any_source(comm: Communicator) -> None:
-    with world(comm):
-        if comm.rank > 0:
-            dist.send(numbers((4,), comm.rank), 0, tag=comm.rank % 2)
-            dist.send(numbers((4,), 10 + comm.rank), 0, tag=7)
-        else:
-            found = torch.empty(4)
-            for tag, source in ((1, 1), (0, 2)):  # only one rank sends each
-                assert dist.recv(found, tag=tag) == source
-                assert torch.equal(found, numbers((4,), source))
-            sources = set()
-            for _ in range(2):
-                source = dist.recv(found, tag=7)
-                assert torch.equal(found, numbers((4,), 10 + source))
-                sources.add(source)
-            assert sources == {1, 2}
-        dist.barrier()
+    if comm.rank > 0:
+        dist.send(numbers((4,), comm.rank), 0, tag=comm.rank % 2)
+        dist.send(numbers((4,), 10 + comm.rank), 0, tag=7)
+    else:
+        found = torch.empty(4)
+        for tag, source in ((1, 1), (0, 2)):  # only one rank sends each
+            assert dist.recv(found, tag=tag) == source
+            assert torch.equal(found, numbers((4,), source))
+        sources = set()
+        for _ in range(2):
+            source = dist.recv(found, tag=7)
+            assert torch.equal(found, numbers((4,), 10 + source))
+            sources.add(source)
+        assert sources == {1, 2}
+    dist.barrier()
 
 
-@on_ranks(3)
+@with_world(3)
 def test_large_messages_in_a_circle_and_in_batches(comm: Communicator) -> None:
     after, before = (comm.rank + 1) % 3, (comm.rank + 2) % 3
-    with world(comm):
-        received = torch.empty(LARGE)
-        operations = [
-            dist.P2POp(dist.isend, numbers((LARGE,), comm.rank), after),
-            dist.P2POp(dist.irecv, received, before),
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        assert torch.equal(received, numbers((LARGE,), before))
+    received = torch.empty(LARGE)
+    operations = [
+        dist.P2POp(dist.isend, numbers((LARGE,), comm.rank), after),
+        dist.P2POp(dist.irecv, received, before),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert torch.equal(received, numbers((LARGE,), before))
 
 
+@with_world()
 def test_messages_pass_collectives(comm: Communicator) -> None:
     # A receive that waits does not keep the ranks from reducing meanwhile.
-    with world(comm):
-        tensor = torch.empty(4, 2)[:, 0]
-        work = dist.irecv(tensor, 0) if comm.rank == 1 else None
-        total = torch.ones(3)
-        dist.all_reduce(total)
-        assert torch.equal(total, torch.full((3,), 2.0))
-        if work is None:
-            dist.send(numbers((4,), 0), 1)
+    tensor = torch.empty(4, 2)[:, 0]
+    work = dist.irecv(tensor, 0) if comm.rank == 1 else None
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert torch.equal(total, torch.full((3,), 2.0))
+    if work is None:
+        dist.send(numbers((4,), 0), 1)
+    else:
+        work.wait()
+        assert work.is_completed()
+        assert torch.equal(tensor, numbers((4,), 0))
+
+
+@with_world()
+def test_shapes_that_differ(comm: Communicator) -> None:
+    with pytest.raises(multiring.MismatchError, match=r"rank 1 asked for.*float32\[3\]") as caught:
+        dist.all_reduce(torch.ones(2 + comm.rank))
+    assert f"[process group '0', rank {comm.rank}]" in str(caught.value)
+    assert isinstance(caught.value, dist.DistBackendError)
+    refuses(multiring.AbortedError, "first error", dist.barrier)
+
+
+def test_operations_and_lists_that_differ(comm: Communicator) -> None:
+    with (
+        world(comm),
+        pytest.raises(multiring.MismatchError, match="broadcast.*allreduce|allreduce.*broadcast"),
+    ):
+        dist.barrier()
+        if comm.rank == 0:
+            dist.broadcast(torch.ones(2), 0)
         else:
-            work.wait()
-            assert work.is_completed()
-            assert torch.equal(tensor, numbers((4,), 0))
+            dist.all_reduce(torch.ones(2))
+    with world(comm), pytest.raises(multiring.MismatchError, match="elements of the ranks"):
+        counts = [1, 2] if comm.rank == 0 else [3, 2]
+        dist.all_gather([torch.empty(count) for count in counts], torch.ones(counts[comm.rank]))
 
 
-def test_every_kind_of_tensor_is_sent(comm: Communicator) -> None:
-    kinds = [torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e5m2]
+@with_world()
+def test_a_message_of_another_size(comm: Communicator) -> None:
+    if comm.rank == 0:
+        dist.send(torch.ones(2), 1)
+        comm.barrier()
+    else:
+        refuses(RuntimeError, "rank 0 .*float32", dist.recv, torch.ones(3), 0)
+        comm.barrier()
+
+
+@with_world()
+def test_an_error_reaches_futures_and_backward(comm: Communicator) -> None:
     with world(comm):
-        for dtype in kinds:
-            for tags in ((1, 2), (2, 1)):  # the second time what came first is put aside
-                for tag in (1, 2) if comm.rank == 0 else tags:
-                    base = torch.float32 if dtype == torch.float8_e5m2 else dtype
-                    wanted = numbers((5,), tag, base).to(dtype)
-                    if comm.rank == 0:
-                        dist.send(wanted, 1, tag=tag)
-                        continue
-                    tensor = torch.empty(5, dtype=dtype)
-                    dist.recv(tensor, 0, tag=tag)
-                    assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8)), (dtype, tags)
+        work = dist.all_reduce(torch.ones(2 + comm.rank), async_op=True)
+        refuses(RuntimeError, "asked for", work.get_future().wait)
+        assert isinstance(work.exception(), multiring.MismatchError)
+        assert not work.is_success()
+    group = dist.group.WORLD
+    model = DistributedDataParallel(torch.nn.Linear(3, 2))
+    loss = model(torch.ones(2, 3)).sum()
+    group.comm.abort("a test ends the group")  # type: ignore[attr-defined]
+    refuses(RuntimeError, "a test ends the group", loss.backward)
+
+
+def test_a_rank_that_does_not_come(comm: Communicator) -> None:
+    short = timedelta(seconds=1)
+    cases: list[tuple[timedelta, str, Callable[[], object]]] = [
+        (short, "rank 1.*process group '0'", lambda: dist.all_reduce(torch.ones(2))),
+        (short, "recv with tag 3 on rank 0.*rank 1", lambda: dist.recv(torch.ones(2), 1, tag=3)),
+        (TIMEOUT, r"barrier.*broken on all ranks.*rank 0\]", lambda: dist.barrier(timeout=short / 5)),
+    ]
+    for timeout, text, call in cases:
+        with world(comm, timeout):
+            if comm.rank == 0:
+                refuses(multiring.TimeoutError, text, call)
+            comm.barrier()
+
+
+def _killed(comm: Communicator) -> str:
+    message = "no error"
+    with contextlib.suppress(multiring.MultiringError), world(comm):
+        dist.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            if comm.rank == 0:
+                dist.all_reduce(torch.ones(2))
+            else:
+                dist.recv(torch.ones(2), 1)
+        except multiring.PeerLostError as error:
+            message = str(error)
+    return message
+
+
+def test_a_killed_rank(nursery: Nursery) -> None:
+    outcomes = nursery.run(3, _killed)
+    for rank, operation in ((0, "allreduce"), (2, "recv")):
+        told = str(outcomes[rank].value)
+        assert "lost rank 1" in told
+        assert operation in told
+        assert f"[process group '0', rank {rank}]" in told
