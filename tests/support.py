@@ -186,8 +186,12 @@ class Job:
     def run(self, timeout: float = 60.0, code: int | None = None) -> subprocess.CompletedProcess[str]:
         """Waits for the launcher, and checks its exit code and that nothing is left; instead of `with`."""
         with self:
-            result = self.finish(timeout)
-            self.assert_nothing_left()
+            return self.ended(code, timeout)
+
+    def ended(self, code: int | None, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """The same within `with`."""
+        result = self.finish(timeout)
+        self.assert_nothing_left()
         if code is not None:
             assert result.returncode == code, f"{result.stdout}\n{result.stderr}"
         return result

@@ -15,13 +15,11 @@ from tests.support import REPOSITORY, Job, executable
 RATE = "100mbit"
 
 
-def doctor(
-    hosts: EmulatedHosts, *words: str, places: str = "", ssh: str = "", env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Runs it on the first host, by default with one rank on each."""
+def doctor(hosts: EmulatedHosts, *words: str, code: int, places: str = "", ssh: str = "", **env: str) -> str:
+    """What it says on the first host, by default with one rank on each, and ends with that code."""
     places = places or ",".join(map(hosts.address, range(hosts.count)))
     command = [sys.executable, "-m", "multiring", "doctor", "-H", places, "--ssh", ssh or shell_of(hosts)]
-    return Job(hosts.command(0, [*command, *words]), env, cwd=REPOSITORY).run()
+    return Job(hosts.command(0, [*command, *words]), env, cwd=REPOSITORY).run(code=code).stdout
 
 
 def lead_nowhere(hosts: EmulatedHosts, host: int, address: str, device: str) -> None:
@@ -36,58 +34,53 @@ def lines_about(output: str, status: str) -> list[str]:
 
 def test_hosts_that_are_well(emulate: Callable[..., EmulatedHosts]) -> None:
     hosts = emulate(3, [RATE])
-    done = doctor(hosts)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not lines_about(done.stdout, "failed")
-    assert "every host reaches every other one" in done.stdout
-    _, *rows = done.stdout.split("\n\n")[0].splitlines()
+    said = doctor(hosts, code=0)
+    assert not lines_about(said, "failed")
+    assert "every host reaches every other one" in said
+    _, *rows = said.split("\n\n")[0].splitlines()
     assert all(f"eth0 {hosts.address(host)}" in row for host, row in enumerate(rows))
-    assert done.stdout.count("bit/s ") >= 6, done.stdout  # from each host to each other one
-    assert "These hosts can run a job" in done.stdout
+    assert said.count("bit/s ") >= 6, said  # from each host to each other one
+    assert "These hosts can run a job" in said
 
 
 def test_a_host_that_ssh_cannot_reach_is_told(hosts: EmulatedHosts, tmp_path: Path) -> None:
     places = f"{hosts.address(0)},10.93.0.77,{hosts.address(1)}"
     with sshd_on(hosts, tmp_path / "ssh") as ssh:
-        done = doctor(hosts, ssh=f"{ssh} -o ConnectTimeout=2", places=places)
-    assert done.returncode == 1
-    assert f"ok       {hosts.address(1)}   is fit for 1 rank" in done.stdout
-    (failed,) = lines_about(done.stdout, "failed")
+        said = doctor(hosts, ssh=f"{ssh} -o ConnectTimeout=2", places=places, code=1)
+    assert f"ok       {hosts.address(1)}   is fit for 1 rank" in said
+    (failed,) = lines_about(said, "failed")
     assert "10.93.0.77" in failed
     assert "ssh fails: ssh: connect to host 10.93.0.77 port 2222: " in failed
-    assert "-> make `ssh -o BatchMode=yes 10.93.0.77 true` work" in done.stdout
-    assert "rates       not measured" in done.stdout
+    assert "-> make `ssh -o BatchMode=yes 10.93.0.77 true` work" in said
+    assert "rates       not measured" in said
 
 
 def test_no_multiring_there(hosts: EmulatedHosts, tmp_path: Path) -> None:
     script = executable(tmp_path / "bare", f'exec "{Path(sys.executable).resolve()}" -S -E "$@"')
-    done = doctor(hosts, "--remote-python", str(script))
-    assert done.returncode == 1
-    assert f"{script}, Python 3." in done.stdout
-    assert "has no multiring there" in done.stdout
-    done = doctor(hosts, "--remote-python", "/no/such/python")
-    assert done.returncode == 1
-    assert "there is no /no/such/python" in done.stdout
-    assert "--remote-python" in done.stdout
+    said = doctor(hosts, "--remote-python", str(script), code=1)
+    assert f"{script}, Python 3." in said
+    assert "has no multiring there" in said
+    said = doctor(hosts, "--remote-python", "/no/such/python", code=1)
+    assert "there is no /no/such/python" in said
+    assert "--remote-python" in said
 
 
 def test_a_link_that_is_down(emulate: Callable[..., EmulatedHosts]) -> None:
     """Of those between the second and the third host nothing arrives."""
     three = emulate(3, [RATE])
     lead_nowhere(three, 2, three.address(1), "eth0")
-    done = doctor(three)
-    assert done.returncode == 1
-    failed = lines_about(done.stdout, "failed")
+    said = doctor(three, code=1)
+    failed = lines_about(said, "failed")
     ends = [f"{three.address(host)} (eth0) of {three.address(host)}" for host in (1, 2)]
-    assert len(failed) == 2, done.stdout
+    assert len(failed) == 2, said
     assert f"{ends[0]} does not reach {ends[1]}: no answer within" in failed[0]
     assert f"{ends[1]} does not reach {ends[0]}: no answer within" in failed[1]
-    assert "open all TCP ports between the two" in done.stdout
-    assert "These hosts cannot run a job" in done.stdout
+    assert "open all TCP ports between the two" in said
+    assert "These hosts cannot run a job" in said
 
 
 def test_no_interface_that_is_chosen(hosts: EmulatedHosts) -> None:
-    failed = lines_about(doctor(hosts, env={"MULTIRING_INTERFACES": "^eth0"}).stdout, "failed")
+    failed = lines_about(doctor(hosts, MULTIRING_INTERFACES="^eth0", code=1), "failed")
     assert len(failed) == 2, failed
     assert all("no interface of this host is left" in line for line in failed)
 
@@ -97,22 +90,18 @@ def test_an_interface_that_leads_nowhere_is_named_and_can_be_left_out(
 ) -> None:
     hosts = emulate(2, [RATE, RATE])
     lead_nowhere(hosts, 1, hosts.address(0, 1), "eth1")
-    done = doctor(hosts)
-    assert done.returncode == 1
-    assert len(lines_about(done.stdout, "failed")) == 2, done.stdout
+    said = doctor(hosts, code=1)
+    assert len(lines_about(said, "failed")) == 2, said
     ends = [f"{hosts.address(host, 1)} (eth1) of" for host in range(2)]
-    assert f"{ends[0]} {hosts.name(0)} does not reach {ends[1]}" in done.stdout
-    assert "as with MULTIRING_INTERFACES=^eth1" in done.stdout
-    done = doctor(hosts, env={"MULTIRING_INTERFACES": "^eth1"})
-    assert done.returncode == 0, done.stdout
+    assert f"{ends[0]} {hosts.name(0)} does not reach {ends[1]}" in said
+    assert "as with MULTIRING_INTERFACES=^eth1" in said
+    said = doctor(hosts, MULTIRING_INTERFACES="^eth1", code=0)
 
 
 def test_a_name_that_only_ssh_knows_needs_an_address(hosts: EmulatedHosts, tmp_path: Path) -> None:
     # With names as in ~/.ssh/config.
     shell = executable(tmp_path / "ssh", f'shift\nexec {shell_of(hosts)} {hosts.address(1)} "$@"')
-    done = doctor(hosts, places="node1", ssh=str(shell))
-    assert done.returncode == 1
-    assert "nobody can reach this host" in done.stdout
-    assert "with --address" in done.stdout
-    done = doctor(hosts, "--address", hosts.address(0), places="node1", ssh=str(shell))
-    assert done.returncode == 0, done.stdout
+    said = doctor(hosts, places="node1", ssh=str(shell), code=1)
+    assert "nobody can reach this host" in said
+    assert "with --address" in said
+    said = doctor(hosts, "--address", hosts.address(0), places="node1", ssh=str(shell), code=0)

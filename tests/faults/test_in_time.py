@@ -11,7 +11,7 @@ import pytest
 
 import multiring
 from multiring import AbortedError, Communicator, PeerLostError
-from tests.faults.interrupts import be_interrupted, interrupt
+from tests.faults.test_interrupt import waiting
 from tests.nursery import Nursery, note
 from tests.support import Stopwatch, wait_until
 
@@ -40,17 +40,8 @@ def test_a_loss(nursery: Nursery, hosts: int, within: float) -> None:
         assert outcome.value < 2.0
 
 
-def wait_for_rank_0(comm: Communicator) -> None:
-    comm.barrier()
-    if comm.rank == 0:
-        interrupt(comm, 1)
-    if comm.rank == 1:
-        be_interrupted(comm, 0, comm.barrier)
-    comm.barrier()
-
-
 def test_an_interrupt(nursery: Nursery) -> None:
-    outcomes = nursery.run(3, wait_for_rank_0)
+    outcomes = nursery.run(3, waiting, "allreduce")
     since = outcomes[0].notes["interrupted"]
     outcomes[1].check_raised(KeyboardInterrupt, since=since, within=1.0)
     for rank in (0, 2):

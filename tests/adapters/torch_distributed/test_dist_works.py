@@ -228,18 +228,17 @@ def test_a_message_of_another_size(comm: Communicator) -> None:
         comm.barrier()
 
 
-@with_world()
 def test_an_error_reaches_futures_and_backward(comm: Communicator) -> None:
     with world(comm):
         work = dist.all_reduce(torch.ones(2 + comm.rank), async_op=True)
         refuses(RuntimeError, "asked for", work.get_future().wait)
         assert isinstance(work.exception(), multiring.MismatchError)
         assert not work.is_success()
-    group = dist.group.WORLD
-    model = DistributedDataParallel(torch.nn.Linear(3, 2))
-    loss = model(torch.ones(2, 3)).sum()
-    group.comm.abort("a test ends the group")  # type: ignore[attr-defined]
-    refuses(RuntimeError, "a test ends the group", loss.backward)
+    with world(comm) as group:
+        model = DistributedDataParallel(torch.nn.Linear(3, 2))
+        loss = model(torch.ones(2, 3)).sum()
+        group.comm.abort("a test ends the group")  # type: ignore[attr-defined]
+        refuses(RuntimeError, "a test ends the group", loss.backward)
 
 
 def test_a_rank_that_does_not_come(comm: Communicator) -> None:

@@ -16,15 +16,17 @@ from tests.python.benchmarks.test_bench import bench, measured
 from tests.python.benchmarks.test_bench_launch import MPICH
 from tests.support import Job, executable, wait_until
 
-HOLDER = b"cat\0-\0"  # the command line of what holds an emulated host
+HOLDER = b"cat\0-\0"  # what holds an emulated host
 
 
-def holders(job: Job) -> int:
-    """How many of the job's processes hold a host."""
-    found = 0
+def processes(job: Job, command: bytes, variable: bytes = b"") -> list[int]:
+    """Those of the job with that in their command line, and with that variable."""
+    found = []
     for pid in job.processes():
         with contextlib.suppress(OSError):
-            found += Path(f"/proc/{pid}/cmdline").read_bytes() == HOLDER
+            line, environ = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+            if command in line and (not variable or variable in environ.split(b"\0")):
+                found.append(pid)
     return found
 
 
@@ -45,6 +47,8 @@ def test_emulated_hosts_are_measured_and_leave_nothing() -> None:
     assert report.contenders == ["multiring", "multiring bfloat16", "Open MPI", "limit"]
     limit = report.row("limit", 64 * 1024)
     assert limit.sample.median == 64 * 1024 / 100e6  # the array once, over both links
+    sent = report.row("multiring", 64 * 1024).sent
+    assert sum(sent["eth0"]) + sum(sent["eth1"]) >= 2 * 64 * 1024
     assert "4 ranks of emulated hosts (2x2 --rate 400mbit,400mbit), all on" in done.stdout
 
 
@@ -52,10 +56,10 @@ def test_emulated_hosts_are_measured_and_leave_nothing() -> None:
 def test_emulated_hosts_end_with_a_bench_that_is_killed() -> None:
     words = ["--emulate", "2x1", "--sizes", "64KiB", "--seconds", "60", "--peers", "none"]
     with Job(bench(*words)) as job:
-        wait_until(lambda: holders(job) > 0, "hosts")
+        wait_until(lambda: processes(job, HOLDER), "hosts")
         job.process.kill()
         job.finish()
-        wait_until(lambda: holders(job) == 0, "the end of the hosts")
+        wait_until(lambda: not processes(job, HOLDER), "the end of the hosts")
 
 
 @pytest.fixture
@@ -88,24 +92,11 @@ def test_a_rank_of_mpich_that_is_killed_ends_the_run(with_mpich: list[str]) -> N
     words = ["--sizes", "4KiB,16MiB", "--seconds", "60", "--peers", "none"]
     with Job(bench(*with_mpich, *words)) as job:
         assert job.process.stderr.readline().startswith("4 KiB: ")
-        os.kill(companion_of(job, 1), signal.SIGKILL)
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 1, done.stderr
+        (companion,) = processes(job, b"companion.py\0", b"PMI_RANK=1")  # takes the turns of that rank
+        os.kill(companion, signal.SIGKILL)
+        done = job.ended(1)
     assert "InternalError: MPICH's rank" in done.stderr
     assert set(Path("/dev/shm").glob("mpich_*")) <= before
-
-
-def companion_of(job: Job, rank: int) -> int:
-    """The process of MPICH that takes the turns of a rank."""
-    found = []
-    for pid in job.processes():
-        with contextlib.suppress(OSError):
-            command, environ = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
-            if b"companion.py\0" in command and f"PMI_RANK={rank}".encode() in environ.split(b"\0"):
-                found.append(pid)
-    (pid,) = found
-    return pid
 
 
 @pytest.mark.usefixtures("emulated")

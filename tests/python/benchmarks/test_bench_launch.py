@@ -165,9 +165,7 @@ def test_a_signal_ends_all_ranks_of_mpi() -> None:
     with Job(bench(*words)) as job:
         assert job.process.stderr.readline().startswith("4 B: ")
         job.process.send_signal(signal.SIGTERM)
-        done = job.finish()
-        job.assert_nothing_left()
-    assert done.returncode == 128 + signal.SIGTERM
+        job.ended(128 + signal.SIGTERM)
     wait_until(lambda: shared_memory() <= before, "the end of MPI's shared memory")
 
 

@@ -251,9 +251,6 @@ REFUSED = {
     ),
     'layer { name: "a" type: "Convolution" bottom: "data" top: "a" convolution_param {\n num_output: 2 kernel_size: 2\n'
     ' weight_filler {\n type: "bilinear" } } }': "8: filler type 'bilinear' is not supported",
-    'layer { name: "a" type: "BatchNorm" bottom: "data" top: "a" param { lr_mult: 0 }\n param {\n lr_mult: 1 } }': (
-        "7: layer 'a': statistics of BatchNorm cannot be learned"
-    ),
     'layer { name: "a" type: "Scale" bottom: "data" bottom: "label" top: "a" }': (
         r"5: layer 'a': a factor of shape \(3,\) does not fit axes 1 to 2 of"
     ),

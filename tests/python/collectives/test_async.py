@@ -17,7 +17,7 @@ from tests.support import assert_idle, threads
 @on_ranks(1, 3)
 def test_handle(comm: Communicator) -> None:
     out = np.empty(4)
-    work = comm.allreduce_async(np.full(4, comm.rank + 1.0), out=out)
+    work = comm.allreduce_async(np.full(4, comm.rank + 1.0), name="", out=out)
     total = work.wait()
     assert total is out
     assert total[0] == comm.size * (comm.size + 1) / 2
@@ -34,9 +34,10 @@ def test_handle(comm: Communicator) -> None:
 @on_ranks(3)
 def test_wait_with_timeout(comm: Communicator) -> None:
     other = comm.split(0)
-    work = None
+    if comm.rank == 0:
+        other.barrier()  # until the others have given up
+    work = comm.allreduce_async(np.ones(3), name="late")
     if comm.rank != 0:
-        work = comm.allreduce_async(np.ones(3), name="late")
         assert not work.done()
         start = time.monotonic()
         with pytest.raises(multiring.TimeoutError, match=r"allreduce 'late'.*it goes on") as caught:
@@ -47,27 +48,28 @@ def test_wait_with_timeout(comm: Communicator) -> None:
         assert time.monotonic() - start >= 0.05
         with pytest.raises(multiring.TimeoutError):
             work.wait(timeout=0)
-    other.barrier()
-    if work is None:
-        work = comm.allreduce_async(np.ones(3), name="late")
+        other.barrier()
     assert work.wait()[0] == comm.size  # a wait that gave up has broken nothing
 
 
 @on_ranks(3)
 def test_arrays_are_kept_alive(comm: Communicator) -> None:
-    pending = []
-    for number in range(40):
-        pending.append(comm.allreduce_async(np.full(30_000, float(number)), priority=number % 3))
-        np.full(30_000, -1.0)  # would take the place of an input that was let go
-    gc.collect()
-    for number, work in enumerate(pending):
-        assert (work.wait() == number * comm.size).all()
+    queue = comm.named_queue()
+    for submit in (comm.allreduce_async, queue.allreduce_async):
+        pending = []
+        for number in range(40):
+            pending.append(submit(np.full(30_000, float(number)), name=str(number), priority=number % 3))
+            np.full(30_000, -1.0)  # would take the place of an input that was let go
+        gc.collect()
+        for number, work in enumerate(pending):
+            assert (work.wait() == number * comm.size).all()
 
 
-def test_the_progress_thread_sleeps_when_idle(comm: Communicator) -> None:
+def test_progress_threads_sleep_when_idle(comm: Communicator) -> None:
     before = threads()
-    group = comm.split(0)
+    group, queue = comm.split(0), comm.named_queue()
     group.allreduce_async(np.ones(1)).wait()
+    queue.allreduce(np.ones(1), name="first")
     comm.barrier()
     assert_idle(set(threads()) - set(before))
 

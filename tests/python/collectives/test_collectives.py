@@ -114,11 +114,13 @@ def test_send_and_receive(comm: Communicator) -> None:
 
 @on_ranks(1, 3)
 def test_usage(comm: Communicator) -> None:
-    x = np.ones(3)
+    x, queue = np.ones(3), comm.named_queue()
     wrong: list[tuple[Callable[[], Any], str]] = [
         (lambda: comm.allreduce(x, "mean"), "op is 'mean'; accepted: sum, average, min, max, product"),
         (lambda: comm.allreduce(x, None), "op is None"),  # type: ignore[arg-type]
         (lambda: comm.allreduce(x > 0, "average"), "bool has no average"),
+        (lambda: queue.allreduce(x, name="x", op="mean"), "op is 'mean'"),  # type: ignore[arg-type]
+        (lambda: queue.allreduce(x > 0, name="x", op="average"), "bool has no average"),
         (lambda: comm.reduce_scatter(x > 0, prescale=2.0), "bool cannot be scaled"),
         (lambda: comm.allreduce(x > 0, postscale=2.0), "bool cannot be scaled"),
         (
@@ -147,14 +149,8 @@ def test_usage(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="root of a scatter"):
         comm.scatter(None, comm.rank)
     assert not comm.is_broken  # nothing was sent
+    assert queue.allreduce(x, name="x")[0] == comm.size
     comm.barrier()
-
-
-@on_ranks(3)
-def test_names(comm: Communicator) -> None:
-    for name in ("", "a", "gradient/ünïcödé", "x" * 1000, "é" * 200, None):
-        assert comm.allreduce(np.ones(2), name=name)[0] == comm.size
-        assert comm.allgather_async(np.ones(2), name=name).wait().size == 2 * comm.size
 
 
 def check_all(comm: Communicator) -> None:
@@ -165,3 +161,10 @@ def check_all(comm: Communicator) -> None:
     test_send_and_receive(comm)
     test_rows(comm)
     check_segments(comm)
+
+
+@on_ranks(3)
+def test_names(comm: Communicator) -> None:
+    for name in ("", "a", "gradient/ünïcödé", "x" * 1000, "é" * 200, None):
+        assert comm.allreduce(np.ones(2), name=name)[0] == comm.size
+        assert comm.allgather_async(np.ones(2), name=name).wait().size == 2 * comm.size

@@ -46,17 +46,6 @@ def test_allreduce(comm: Communicator) -> None:
 
 
 @on_ranks(3)
-def test_views(comm: Communicator) -> None:
-    array, inputs = filled(comm, 90_000)
-    wanted = Reduction().apply(inputs, "float32")
-    for begin, end in ((0, 20_000), (20_000, 20_001), (20_001, 89_999)):
-        view = array[begin:end].reshape(-1, 1)
-        assert comm.allreduce(view, out=view) is view
-    assert_same_bits(array[:89_999], wanted[:89_999])
-    assert_same_bits(array[89_999:], inputs[comm.rank][89_999:])  # not touched
-
-
-@on_ranks(3)
 def test_memory_is_freed_with_the_last_view(comm: Communicator) -> None:
     gc.collect()
     before = shared_regions()  # some may go meanwhile, of communicators that were dropped
@@ -135,3 +124,14 @@ def test_arrays_that_have_no_peers(comm: Communicator) -> None:
         comm.symmetric_peer(np.zeros(3), 0)
     with pytest.raises(UsageError, match="C order"):
         comm.symmetric_peer(x[:, ::2], 0)
+
+
+@on_ranks(3)
+def test_views(comm: Communicator) -> None:
+    array, inputs = filled(comm, 90_000)
+    wanted = Reduction().apply(inputs, "float32")
+    for begin, end in ((0, 20_000), (20_000, 20_001), (20_001, 89_999)):
+        view = array[begin:end].reshape(-1, 1)
+        assert comm.allreduce(view, out=view) is view
+    assert_same_bits(array[:89_999], wanted[:89_999])
+    assert_same_bits(array[89_999:], inputs[comm.rank][89_999:])  # not touched

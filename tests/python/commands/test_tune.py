@@ -106,27 +106,26 @@ def follow(rank: int, path: str, other: str) -> tuple[str, list[bytes]]:
 
 
 def test_jobs_follow_a_file_with_the_same_bits(nursery: Nursery, file: Path) -> None:
-    expected = nursery.run(4, sums, hosts=2)[0].value
-    assert expected is not None
-    for outcome in nursery.run(4, follow, str(file), str(file), init=False, hosts=2):
-        assert outcome.value == (TUNING.text, expected), outcome.trace
+    expected = nursery.values(4, sums, hosts=2)[0]
+    found = nursery.values(4, follow, str(file), str(file), init=False, hosts=2)
+    assert found == [(TUNING.text, expected)] * 4
     assert "MULTIRING_TUNING" not in nursery.output()
 
 
 def test_other_clusters_do_without_and_rank_0_warns(nursery: Nursery, file: Path) -> None:
-    for outcome in nursery.run(4, follow, str(file), str(file), init=False, hosts=3):
-        assert outcome.value is not None, outcome.trace
+    nursery.values(4, follow, str(file), str(file), init=False, hosts=3)
     told = "MULTIRING_TUNING is for 2x2 (hosts x ranks on each), and this job has 2+1+1: it is not followed"
     assert nursery.output().count(told) == 1, nursery.output()
 
 
-def test_files_that_differ_between_ranks(nursery: Nursery, file: Path) -> None:
-    other = file.with_name("other.json")
-    other.write_text(json.dumps(Tuning((2, 2), CLASSES[:2]).as_json()))
-    outcomes = nursery.run(4, follow, str(file), str(other), init=False, hosts=2)
-    assert all(isinstance(outcome.error, UsageError) for outcome in outcomes), outcomes
-    told = f"rank 1 has MULTIRING_TUNING (what the file says)='{Tuning((2, 2), CLASSES[:2]).text}'"
-    assert told in str(outcomes[0].error)
+def test_ranks_that_follow_different_things(nursery: Nursery, file: Path) -> None:
+    """Other files; or one measures, and another one does not."""
+    other, shorter = file.with_name("other.json"), Tuning((2, 2), CLASSES[:2])
+    other.write_text(json.dumps(shorter.as_json()))
+    for tunings, told in (((str(file), str(other)), f"='{shorter.text}'"), (("", OFF), "=")):
+        outcomes = nursery.run(4, follow, *tunings, init=False, hosts=2)
+        assert all(isinstance(outcome.error, UsageError) for outcome in outcomes), outcomes
+        assert f"rank 1 has MULTIRING_TUNING (what the file says){told}" in str(outcomes[0].error)
 
 
 def test_tune_writes_what_jobs_follow(tmp_path: Path, nursery: Nursery) -> None:
@@ -145,8 +144,7 @@ def test_tune_writes_what_jobs_follow(tmp_path: Path, nursery: Nursery) -> None:
     assert result.stdout.count("chosen") == 3, result.stdout
     assert f"export MULTIRING_TUNING={path}" in result.stdout
     assert "1 KiB: " in result.stderr
-    for outcome in nursery.run(4, follow, str(path), str(path), init=False, hosts=2):
-        assert outcome.value is not None, outcome.trace
+    nursery.values(4, follow, str(path), str(path), init=False, hosts=2)
 
 
 def test_the_largest_sizes_are_left_out_where_time_is_short(tmp_path: Path) -> None:
@@ -264,23 +262,11 @@ def start(rank: int, tuning: str) -> tuple[str, str, list[bytes]]:
 
 
 def test_ranks_follow_it_from_the_start_with_the_same_bits(nursery: Nursery) -> None:
-    outcomes = nursery.run(4, start, "", init=False, hosts=2)
-    usual = nursery.run(4, start, OFF, init=False, hosts=2)
-    for followed, without in zip(outcomes, usual, strict=True):
-        assert followed.value is not None, followed.trace
-        assert without.value is not None, without.trace
-        assert followed.value[:2] == ("2x2:4096=2tx2d,8192=auto",) * 2
-        assert without.value == ("", "", followed.value[2])
-
-
-def start_apart(rank: int) -> None:
-    os.environ["MULTIRING_TUNING"] = OFF if rank == 1 else ""
-    multiring.init()
-
-
-def test_ranks_that_do_not_all_measure(nursery: Nursery) -> None:
-    for outcome in nursery.run(3, start_apart, init=False, hosts=3):
-        outcome.check_raised(UsageError, "MULTIRING_TUNING (what the file says)=", "rank 1")
+    measured = nursery.values(4, start, "", init=False, hosts=2)
+    usual = nursery.values(4, start, OFF, init=False, hosts=2)
+    for followed, without in zip(measured, usual, strict=True):
+        assert followed[:2] == ("2x2:4096=2tx2d,8192=auto",) * 2
+        assert without == ("", "", followed[2])
 
 
 def start_really(comm: Communicator) -> str:
@@ -290,9 +276,7 @@ def start_really(comm: Communicator) -> str:
 
 @pytest.mark.parametrize(("size", "hosts"), [(2, 2), (3, 2)])
 def test_all_ranks_find_the_same(nursery: Nursery, size: int, hosts: int) -> None:
-    outcomes = nursery.run(size, start_really, hosts=hosts)
-    assert all(outcome.error is None for outcome in outcomes), outcomes
-    assert len({outcome.value for outcome in outcomes}) == 1
+    assert len(set(nursery.values(size, start_really, hosts=hosts))) == 1
 
 
 TELLING = """

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 
 import numpy as np
 import pytest
 
-from multiring import AbortedError, Communicator, MismatchError, NamedQueue, PeerLostError, UsageError
+from multiring import AbortedError, Communicator, MismatchError, NamedQueue, PeerLostError
 from multiring.work import keep_times
 from tests.on_ranks import on_ranks
-from tests.support import assert_idle, run_job, threads
+from tests.support import run_job
 
 
 @on_ranks(1, 3)
@@ -97,38 +96,6 @@ def test_what_is_asked_for_is_compared(comm: Communicator) -> None:
         queue.allreduce(np.ones(6), name="x", asked="x (2, 3)" if comm.rank == 1 else "x (3, 2)")
     with pytest.raises(MismatchError, match=r"'w': ranks 0, 2 submitted it in step 2; rank 1 .* in step 3"):
         steps.allreduce(np.ones(4), name="w", step=3 if comm.rank == 1 else 2)
-
-
-def test_arrays_are_kept_alive(comm: Communicator) -> None:
-    queue = comm.named_queue()
-    numbers = list(range(40))
-    random.Random(comm.rank).shuffle(numbers)
-    works = {}
-    for number in numbers:
-        works[number] = queue.allreduce_async(np.full(30_000, float(number)), name=str(number))
-        np.full(30_000, -1.0)  # would take the place of an input that was let go
-    gc.collect()
-    for number, work in works.items():
-        assert (work.wait() == number * comm.size).all()
-
-
-def test_an_idle_queue_sleeps(comm: Communicator) -> None:
-    before = threads()
-    queue = comm.named_queue()
-    queue.allreduce(np.ones(1), name="first")
-    comm.barrier()
-    assert_idle(set(threads()) - set(before))
-    queue.close()
-
-
-def test_usage_errors_break_nothing(comm: Communicator) -> None:
-    queue = comm.named_queue()
-    with pytest.raises(UsageError, match="op is 'mean'"):
-        queue.allreduce(np.ones(1), name="x", op="mean")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="bool has no average"):
-        queue.allreduce(np.ones(1, bool), name="x", op="average")
-    assert queue.allreduce(np.ones(1), name="x")[0] == comm.size
-    queue.close()
 
 
 @on_ranks(1, 2)

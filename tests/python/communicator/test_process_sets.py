@@ -1,4 +1,5 @@
-"""Groups of ranks: several alive at once, overlapping, nested, and what they share with their parent."""
+"""Groups of ranks: several alive at once, overlapping, and what they share with their parent. Groups of
+groups, and errors in one of them: tests/cpp/engine."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from multiring import AbortedError, Communicator, MismatchError, PeerLostError
+from multiring import AbortedError, Communicator
 from multiring.derived import derived, shared_queue
 from tests.on_ranks import on_ranks
 from tests.python.collectives.array_kinds import assert_same_bits
@@ -38,37 +39,6 @@ def test_overlapping_sets(comm: Communicator) -> None:
     comm.barrier()
 
 
-@on_ranks(4)
-def test_nested_sets(comm: Communicator) -> None:
-    outer = comm.process_set(range(1, comm.size))
-    if outer is None:
-        return
-    inner = outer.process_set([outer.size - 1, 0])
-    if inner is None:
-        return
-    assert inner.allgather(np.array([comm.rank])).tolist() == [comm.size - 1, 1]
-    again = inner.split(0, key=-inner.rank)
-    assert again.allgather(np.array([comm.rank])).tolist() == [1, comm.size - 1]
-    region = again.symmetric_empty(50_000, np.float64)
-    region[:] = comm.rank
-    assert (again.allreduce(region, out=region) == comm.size).all()
-    assert again.broadcast_object({"from": comm.rank}, root=1) == {"from": comm.size - 1}
-
-
-@on_ranks(3)
-def test_an_error_breaks_its_group_only(comm: Communicator) -> None:
-    group = comm.process_set([0, 1])
-    if group is not None:
-        with pytest.raises(MismatchError, match="communicator 'world/"):
-            group.allreduce(np.ones(3 + comm.rank))
-        assert group.is_broken
-        with pytest.raises(AbortedError, match=r"communicator 'world/\d+\.0' is broken"):
-            group.barrier()
-    assert not comm.is_broken
-    assert comm.allreduce(np.ones(1))[0] == comm.size
-    comm.split(0).barrier()
-
-
 @on_ranks(3)
 def test_closing_a_group_closes_those_inside(comm: Communicator) -> None:
     outer = comm.split(0)
@@ -83,18 +53,6 @@ def test_closing_a_group_closes_those_inside(comm: Communicator) -> None:
         with pytest.raises(AbortedError, match="is closed"):
             group.barrier()
     assert comm.allreduce(np.ones(1))[0] == comm.size
-
-
-@on_ranks(3)
-def test_a_rank_that_closes_a_group_is_lost_to_it(comm: Communicator) -> None:
-    group = comm.split(0)
-    if comm.rank == 1:
-        group.close()
-    else:
-        with pytest.raises(PeerLostError, match="lost rank 1.*it has shut down or exited"):
-            group.barrier()
-    assert not comm.is_broken
-    comm.barrier()
 
 
 @on_ranks(3)

@@ -20,12 +20,12 @@ from multiring.gradients.bucketing import (
     plan_buckets,
 )
 
+Model = tuple[list[ParameterSpec], list[int]]  # and an order of arrival
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @st.composite
-def models(draw: st.DrawFn) -> tuple[list[ParameterSpec], list[int]]:
-    """Specifications and an order of arrival."""
+def models(draw: st.DrawFn) -> Model:
     kinds = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 20), max_size=3), st.booleans())
     drawn = draw(st.lists(kinds, min_size=1, max_size=30))
     specs = [
@@ -35,14 +35,12 @@ def models(draw: st.DrawFn) -> tuple[list[ParameterSpec], list[int]]:
     return specs, draw(st.permutations(range(len(specs))))
 
 
-def make(model: tuple[list[ParameterSpec], list[int]], size: int, limit: int, first: int) -> Plan:
+def make(model: Model, size: int, limit: int, first: int) -> Plan:
     return plan_buckets(model[0], model[1], size=size, bucket_bytes=limit, first_bucket_bytes=first)
 
 
 @given(models(), st.integers(1, 300), st.integers(1, 4000), st.integers(1, 4000))
-def test_every_gradient_has_one_slot_of_its_own(
-    model: tuple[list[ParameterSpec], list[int]], size: int, limit: int, first: int
-) -> None:
+def test_every_gradient_has_one_slot_of_its_own(model: Model, size: int, limit: int, first: int) -> None:
     specs, _ = model
     plan = make(model, size, limit, first)
     slots = [slot for bucket in plan.buckets for slot in bucket.slots]
@@ -65,9 +63,7 @@ def test_every_gradient_has_one_slot_of_its_own(
 
 
 @given(models(), st.integers(1, 4000), st.integers(1, 4000))
-def test_buckets_keep_their_limits_and_the_order_of_arrival(
-    model: tuple[list[ParameterSpec], list[int]], limit: int, first: int
-) -> None:
+def test_buckets_keep_their_limits_and_the_order_of_arrival(model: Model, limit: int, first: int) -> None:
     specs, order = model
     plan = make(model, 2, limit, first)
     place = {index: position for position, index in enumerate(order)}
@@ -90,9 +86,7 @@ def test_buckets_keep_their_limits_and_the_order_of_arrival(
 
 
 @given(models(), st.integers(1, 4000))
-def test_neighbours_share_a_bucket_when_they_fit(
-    model: tuple[list[ParameterSpec], list[int]], limit: int
-) -> None:
+def test_neighbours_share_a_bucket_when_they_fit(model: Model, limit: int) -> None:
     specs, _ = model
     sizes: dict[str, list[tuple[int, int]]] = {}
     for bucket in make(model, 1, limit, limit).buckets:

@@ -95,9 +95,7 @@ def by_description(
 
 
 @on_ranks(3)
-@pytest.mark.parametrize(
-    ("ratio", "scaling"), [(0.1, Reduction("average")), (0.003, Reduction("sum", 0.5, 3.0))]
-)
+@pytest.mark.parametrize(("ratio", "scaling"), SCALINGS)
 def test_every_step_follows_the_description(comm: Communicator, ratio: float, scaling: Reduction) -> None:
     specs = [ParameterSpec(f"p{k}", (size,), "float32") for k, size in enumerate(SIZES)]
     factors = scaling.prescale, scaling.postscale

@@ -275,10 +275,6 @@ FIRST = ("failed", 0), ("end", 0, 1, BROKEN)
         ([("failed", 2), *FIRST, ("end", 2, 3), ("failed", 1), ("end", 1, 1)], 2),
         # They have not even started.
         ([("end", 1, 127), ("end", 0, 127)], 1),
-        # Who lost another is not, though heard first.
-        ([("failed", 0), ("end", 0, 1, LOST), ("failed", 2), ("end", 2, 3)], 2),
-        # Nothing else brings a signal about.
-        ([*FIRST, ("failed", 2), ("end", 2, -signal.SIGSEGV)], 2),
     ],
 )
 def test_the_one_that_failed_by_itself_is_blamed(told: list[Told], rank: int) -> None:

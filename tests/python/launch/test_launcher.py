@@ -263,6 +263,7 @@ def test_what_another_rank_is_the_cause_of(stderr: list[str], secondary: bool) -
 
 
 def test_the_first_that_failed_by_itself_or_by_a_signal_is_blamed() -> None:
+    """In the order in which the launcher has heard of them: test_launch_engines.py."""
     assert blame([end(2, 1), end(0, 1)]).rank == 2
     assert blame([end(2, 1), end(0, -9)]).rank == 0
     assert blame([end(0, 1, LOST), end(1, 3, *OWN)]).rank == 1

@@ -7,7 +7,6 @@ import os
 import pty
 import re
 import signal
-import subprocess
 import termios
 import textwrap
 from pathlib import Path
@@ -83,16 +82,8 @@ for number, apart in enumerate((False, True)):
 
 
 def ranks_of(job: Job, n: int) -> list[int]:
-    """Process ids of the ranks, once all are there."""
+    """Process ids of the ranks, once all are there. They sleep for minutes, and do not end by themselves."""
     return [int(job.wait_for_file(f"ready-{rank}")) for rank in range(n)]
-
-
-def ended(job: Job, code: int) -> subprocess.CompletedProcess[str]:
-    """The result; ranks sleep for minutes, so that they do not end by themselves. Nothing is left."""
-    result = job.finish()
-    job.assert_nothing_left()
-    assert result.returncode == code, result.stderr
-    return result
 
 
 def test_when_a_rank_fails_the_others_are_ended_and_it_is_blamed() -> None:
@@ -142,7 +133,7 @@ def test_children_of_ranks_end_with_the_job(code: int) -> None:
     with start_job(2, IDLE + FAMILY + end + ("time.sleep(600)\n" if code else "")) as job:
         names = [f"child-{rank}-{number}" for rank in range(2) for number in range(2)]
         children = [int(job.wait_for_file(name)) for name in names]
-        ended(job, code)
+        job.ended(code)
     assert not any(process_exists(pid) for pid in children)
 
 
@@ -151,7 +142,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(n: int, family: str) -> Non
     with start_job(n, IDLE + DEAF + family + READY_AND_SLEEP) as job:
         ranks_of(job, n)
         job.process.kill()
-        ended(job, -signal.SIGKILL)
+        job.ended(-signal.SIGKILL)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
@@ -159,7 +150,7 @@ def test_a_launcher_killed_while_it_starts_leaves_nothing(processes: int) -> Non
     with start_job(4, IDLE + READY_AND_SLEEP) as job:
         wait_until(lambda: len(job.processes()) >= processes, "the start of processes")
         job.process.kill()
-        ended(job, -signal.SIGKILL)
+        job.ended(-signal.SIGKILL)
 
 
 def test_nothing_is_left_when_the_guardian_is_killed() -> None:
@@ -169,7 +160,7 @@ def test_nothing_is_left_when_the_guardian_is_killed() -> None:
         (guard,) = (pid for pid, line in lines.items() if b"guardian.py" in line)
         os.kill(guard, signal.SIGKILL)
         (job.directory / "go").touch()
-        ended(job, 0)
+        job.ended(0)
 
 
 def test_signals_are_passed_on_and_give_the_exit_code() -> None:
@@ -188,7 +179,7 @@ for number in (signal.SIGUSR1, signal.SIGHUP):
             job.process.send_signal(number)
             for rank in range(2):
                 job.wait_for_file(f"got-{rank}-{int(number)}")
-        assert "SIGHUP" in ended(job, 129).stderr
+        assert "SIGHUP" in job.ended(129).stderr
 
 
 def pending(pid: int) -> bool:
@@ -203,7 +194,7 @@ def test_signals_that_were_ignored_at_the_start_stay_ignored() -> None:
         job.process.send_signal(signal.SIGHUP)
         wait_until(lambda: not pending(job.process.pid), "the signal to be dropped")
         (job.directory / "go").touch()
-        ended(job, 0)
+        job.ended(0)
 
 
 def test_a_job_that_takes_too_long_is_ended() -> None:
@@ -220,7 +211,7 @@ def test_stopping_and_continuing_the_launcher_does_so_to_the_ranks() -> None:
         job.process.send_signal(signal.SIGCONT)
         wait_until(lambda: "T" not in [state_of(pid) for pid in pids], "all to go on")
         job.process.terminate()
-        ended(job, 143)
+        job.ended(143)
 
 
 def test_stopped_ranks_are_ended_too() -> None:
@@ -228,7 +219,7 @@ def test_stopped_ranks_are_ended_too() -> None:
         pids = ranks_of(job, 2)
         os.kill(pids[1], signal.SIGSTOP)
         os.kill(pids[0], signal.SIGKILL)
-        ended(job, 137)
+        job.ended(137)
 
 
 def test_when_nobody_reads_the_output_the_job_ends() -> None:
@@ -236,7 +227,7 @@ def test_when_nobody_reads_the_output_the_job_ends() -> None:
         job.process.stdout.readline()
         job.process.stdout.close()
         job.process.stdout = None
-        ended(job, 141)
+        job.ended(141)
 
 
 def test_a_reader_that_stops_does_not_keep_a_failed_job_from_ending_its_ranks() -> None:
@@ -245,7 +236,7 @@ def test_a_reader_that_stops_does_not_keep_a_failed_job_from_ending_its_ranks() 
     with start_job(2, IDLE + fail + FILL_OUTPUT + write) as job:  # nobody reads stdout for now
         pid = int(job.wait_for_file("ready-0"))
         wait_until(lambda: not process_exists(pid), "the end of the rank that writes")
-        ended(job, 137)
+        job.ended(137)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
@@ -259,7 +250,7 @@ def test_a_slow_reader_loses_nothing_of_ranks_that_have_ended(tmp_path: Path, el
     with start_job(1, IDLE + FILL_OUTPUT + tell, launcher_args=options) as job:
         count, starter, pipe = job.wait_for_file("end").split()
         wait_until(lambda: pipe not in open_descriptors(int(starter)).values(), "the end of reading")
-        done = ended(job, 0)
+        done = job.ended(0)
     same = done.stdout == "".join(f"[0] {n:09}\n" for n in range(int(count) // 10))
     assert same, f"the end is {done.stdout[-30:]!r}, and {count} bytes were written"
     assert (tmp_path / "out" / "rank.0.stdout").stat().st_size == int(count)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import selectors
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiring.commands.launcher.frames import END, FRAME, GREETING
 from multiring.commands.launcher.multiplexer import Multiplexer
 from multiring.commands.launcher.output import Console, LineSplitter, Sink, Tail
-from multiring.commands.launcher.remote_ranks import RemoteHost
 
 _CHUNKS = st.lists(st.text(alphabet="ab\r\n", max_size=8).map(str.encode))
 
@@ -111,39 +108,6 @@ def test_a_sink_never_waits_for_a_slow_reader() -> None:
     assert isinstance(sink.error, BrokenPipeError)
     assert not sink.pending
     os.close(writing)
-
-
-def test_a_rank_elsewhere_has_not_ended_before_its_output_has_come(tmp_path: Path) -> None:
-    words = b"x" * 65536 + b"LAST LINE\n"
-    said = tmp_path / "said"
-    said.write_bytes(GREETING + FRAME.pack(0, 3, len(words)) + words + FRAME.pack(END, 3, 1) + b"7")
-    woken: list[bool] = []
-    with selectors.PollSelector() as selector:
-        host = RemoteHost(
-            ssh=["sh", "-c", f"cat {said}; exec sleep 3600.4"],
-            host="elsewhere",
-            python="",
-            order={},
-            places={3: {}},
-            selector=selector,
-            wake=lambda: woken.append(True),
-        )
-        rank = host.ranks[3]
-        reading = rank.outputs()["stdout"]
-        heard = b""
-        for ended in (False, True):  # its last words do not fit into the pipe, until somebody reads
-            while not woken:
-                for key, _ in selector.select(10):
-                    key.data()
-            assert rank.look() == ended
-            woken.clear()
-            heard += os.read(reading, 65536)
-        assert rank.code == 7
-        assert heard == words
-        os.close(reading)
-        os.close(rank.outputs()["stderr"])
-        host.end_ssh()
-        host.release()
 
 
 def test_a_full_disk_is_told_once_and_ends_nothing() -> None:

@@ -13,18 +13,15 @@ from multiring.errors import UsageError
 from multiring.models import ranks, train
 from multiring.models.nets.resnet_spec import resnet
 from multiring.models.training.dry_run import BASE_BYTES, memory_needed
-from multiring.models.training.options import TrainOptions, add_arguments
+from multiring.models.training.options import add_arguments
 from multiring.rendezvous.joined import TOLD_KEY
 from tests.python.models.images import write_images
+from tests.python.models.test_models_train import parse
 from tests.support import parsed
 
 RECIPE, LARGE = "--recipe=resnet50-imagenet1k", "--recipe=resnet101-imagenet22k"
 # The network of the recipe costs seconds a step; its other choices do not depend on it.
 QUICK = ["--depth=8", "--stem=cifar", "--image-size=16", "--threads=1"]
-
-
-def parse(*arguments: str) -> TrainOptions:
-    return TrainOptions.from_namespace(parsed(add_arguments, *arguments))
 
 
 IMAGENET = {"stem": "imagenet", "image_size": 224}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,13 +44,6 @@ def running_statistics(comm: Communicator, sync_bn: bool) -> list[str]:
     after = hash_arrays(trainer.state())
     trainer.close()
     return [before, after]
-
-
-def test_two_ranks_learn_to_read_digits(tmp_path: Path) -> None:
-    run_multiring("train", "-np", "2", "--epochs=3", f"--output-dir={tmp_path}", code=0)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["ranks"], summary["global_batch"]) == (2, 64)
-    assert summary["test_accuracy"] > 0.9  # `multiring regress` asks for more, of more epochs
 
 
 @pytest.mark.parametrize("sync_bn", [True, False])

@@ -18,59 +18,49 @@ from multiring.store import TcpStoreServer
 from multiring.store.file import job_directory_prefix
 from tests.support import executable, last_words
 
-MULTIRING = {
-    "MULTIRING_RANK": "1",
-    "MULTIRING_SIZE": "2",
-    "MULTIRING_LOCAL_RANK": "1",
-    "MULTIRING_LOCAL_SIZE": "2",
-    "MULTIRING_CROSS_RANK": "0",
-    "MULTIRING_CROSS_SIZE": "1",
-    "MULTIRING_STORE": "file:///tmp/x",
-    "MULTIRING_SECRET": "ab" * 16,
-    "MULTIRING_JOB_ID": "job",
-}
-TORCHRUN = {
-    "RANK": "1",
-    "WORLD_SIZE": "2",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "0",
-    "GROUP_WORLD_SIZE": "1",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "35957",
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_a1/none_b2/attempt_0/1/error.json",
-}
-OPENMPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "prterun-host-4487@1",
-    "PMIX_SERVER_URI2": "prterun-host-4487@0.0;tcp4://127.0.0.1:48629",
-    "PMIX_SERVER_TMPDIR": "/tmp/ompi.4487",
-}
-MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "11"}
-SLURM = {
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "0",
-    "SLURM_NTASKS": "2",
-    "SLURM_NNODES": "1",
-    "SLURM_JOB_ID": "77",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_NUM_NODES": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2",
-}
-SLURM_ON_TWO_HOSTS = SLURM | {
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-}
+
+def variables(text: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in text.split())
+
+
+MULTIRING = variables("""
+    MULTIRING_RANK=1 MULTIRING_SIZE=2 MULTIRING_LOCAL_RANK=1 MULTIRING_LOCAL_SIZE=2
+    MULTIRING_CROSS_RANK=0 MULTIRING_CROSS_SIZE=1 MULTIRING_STORE=file:///tmp/x MULTIRING_JOB_ID=job
+""")
+MULTIRING["MULTIRING_SECRET"] = "ab" * 16
+TORCHRUN = variables("""
+    RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=1
+    MASTER_ADDR=localhost MASTER_PORT=35957 TORCHELASTIC_RUN_ID=none TORCHELASTIC_RESTART_COUNT=0
+    TORCHELASTIC_ERROR_FILE=/tmp/torchelastic_a1/none_b2/attempt_0/1/error
+""")
+OPENMPI = variables("""
+    OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2
+    PMIX_NAMESPACE=prterun-host-4487@1 PMIX_SERVER_TMPDIR=/tmp/ompi.4487
+    PMIX_SERVER_URI2=prterun-host-4487@0.0;tcp4://127.0.0.1:48629
+""")
+MPICH = variables("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 PMI_FD=11")
+SLURM = variables("""
+    SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_NODEID=0 SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_JOB_ID=77
+    SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=2
+""")
+SLURM_ON_TWO_HOSTS = SLURM | variables("""
+    SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE=2(x2)
+""")
 FOREIGN = {"torchrun": TORCHRUN, "openmpi": OPENMPI, "mpich": MPICH, "slurm": SLURM}
 EVERY = {"multiring": MULTIRING, **FOREIGN}
+# What another rank of the job has instead, and what the job is called.
+OTHERS = {
+    "torchrun": "RANK=0 LOCAL_RANK=0 TORCHELASTIC_ERROR_FILE=/tmp/torchelastic_a1/none_b2/attempt_0/0/error",
+    "openmpi": "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0",
+    "mpich": "PMI_RANK=0 MPI_LOCALRANKID=0 PMI_FD=12",
+    "slurm": "SLURM_PROCID=0 SLURM_LOCALID=0",
+}
+NAMES = {
+    "torchrun": "torchrun none localhost 35957",
+    "openmpi": "openmpi prterun-host-4487@1",
+    "mpich": "",  # it has none that is the same on all hosts
+    "slurm": "slurm 77.0",
+}
 
 
 def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
@@ -110,48 +100,29 @@ def test_the_nearest_launcher_wins() -> None:
 @pytest.mark.parametrize("launcher", FOREIGN)
 def test_all_ranks_of_a_job_meet_in_one_private_directory(launcher: str) -> None:
     environ = FOREIGN[launcher]
-    other = (
-        environ
-        | {  # what differs between the ranks of a job
-            "torchrun": {
-                "RANK": "0",
-                "LOCAL_RANK": "0",
-                "TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_a1/none_b2/attempt_0/0/error.json",
-            },
-            "openmpi": {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-            "mpich": {"PMI_RANK": "0", "MPI_LOCALRANKID": "0", "PMI_FD": "12"},
-            "slurm": {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
-        }[launcher]
-    )
-    first, second = detect(environ), detect(other)
+    first, second = detect(environ), detect(environ | variables(OTHERS[launcher]))
     assert (first.rank, second.rank) == (1, 0)
     assert (first.store_url, first.job_id) == (second.store_url, second.job_id)
-    names = {
-        "torchrun": "torchrun none localhost 35957",
-        "openmpi": "openmpi prterun-host-4487@1",
-        "mpich": "",  # it has none that is the same on all hosts
-        "slurm": "slurm 77.0",
-    }
-    assert first.launcher_job == second.launcher_job == names[launcher]
+    assert first.launcher_job == second.launcher_job == NAMES[launcher]
     assert job_directory_prefix() in first.store_url
     assert first.secret is None
 
 
 @pytest.mark.parametrize(
-    ("launcher", "variable", "value"),
+    ("launcher", "other"),
     [
-        ("torchrun", "MASTER_PORT", "35958"),
-        ("torchrun", "TORCHELASTIC_RESTART_COUNT", "1"),
-        ("torchrun", "TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_a1/none_b2/attempt_1/1/error.json"),
-        ("openmpi", "PMIX_NAMESPACE", "prterun-host-4488@1"),
-        ("openmpi", "PMIX_SERVER_URI2", "prterun-host-4487@0.0;tcp4://127.0.0.1:48630"),
-        ("slurm", "SLURM_STEP_ID", "1"),
-        ("slurm", "SLURM_RESTART_COUNT", "1"),
+        ("torchrun", "MASTER_PORT=35958"),
+        ("torchrun", "TORCHELASTIC_RESTART_COUNT=1"),
+        ("torchrun", "TORCHELASTIC_ERROR_FILE=/tmp/torchelastic_a1/none_b2/attempt_1/1/error"),
+        ("openmpi", "PMIX_NAMESPACE=prterun-host-4488@1"),
+        ("openmpi", "PMIX_SERVER_URI2=prterun-host-4487@0.0;tcp4://127.0.0.1:48630"),
+        ("slurm", "SLURM_STEP_ID=1"),
+        ("slurm", "SLURM_RESTART_COUNT=1"),
     ],
 )
-def test_another_job_meets_elsewhere(launcher: str, variable: str, value: str) -> None:
+def test_another_job_meets_elsewhere(launcher: str, other: str) -> None:
     environ = FOREIGN[launcher]
-    assert detect(environ).store_url != detect(environ | {variable: value}).store_url
+    assert detect(environ).store_url != detect(environ | variables(other)).store_url
 
 
 def test_a_launcher_without_names_is_told_apart_by_its_process() -> None:
@@ -241,13 +212,10 @@ def test_ranks_of_srun_meet_on_the_first_host_by_a_secret_of_the_user(
 def first_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The environment of rank 0 under srun, on two hosts of which the first one is this."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    return SLURM_ON_TWO_HOSTS | {
-        "SLURM_STEP_NODELIST": "localhost,other",
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-        "MULTIRING_TRANSPORT": "tcp",
-        "MULTIRING_TIMEOUT": "30",
-    }
+    return SLURM_ON_TWO_HOSTS | variables("""
+        SLURM_STEP_NODELIST=localhost,other SLURM_PROCID=0 SLURM_LOCALID=0
+        MULTIRING_TRANSPORT=tcp MULTIRING_TIMEOUT=30
+    """)
 
 
 def serve_where_rank_0_would(environ: dict[str, str]) -> TcpStoreServer:

@@ -29,11 +29,17 @@ Opener = Callable[[], Store]
 
 
 @pytest.fixture(params=["file", "tcp"])
-def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    path = tmp_path / "a store"
+    with no_new_descriptors(), FileStore(path), TcpStoreServer("127.0.0.1", 0, SECRET) as server:
+        yield {"file": path.as_uri(), "tcp": f"tcp://127.0.0.1:{server.port}"}[request.param]
+
+
+@pytest.fixture
+def opener(url: str) -> Iterator[Opener]:
     """Opens the same store as often as it is called, as several ranks do."""
-    with no_new_descriptors(), TcpStoreServer("127.0.0.1", 0, SECRET) as server, ExitStack() as opened:
-        urls = {"file": (tmp_path / "a store").as_uri(), "tcp": f"tcp://127.0.0.1:{server.port}"}
-        yield lambda: opened.enter_context(open_store(urls[request.param], SECRET))
+    with ExitStack() as opened:
+        yield lambda: opened.enter_context(open_store(url, SECRET))
 
 
 def test_any_text_is_a_key_and_any_bytes_are_a_value(opener: Opener) -> None:
@@ -210,20 +216,15 @@ def reopening(url: str) -> Callable[[float], Store]:
     return lambda timeout: open_store(url, SECRET, timeout)
 
 
-@pytest.fixture(params=["file", "tcp"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    with FileStore(tmp_path / "store"), TcpStoreServer("127.0.0.1", 0, SECRET) as server:
-        yield {"file": (tmp_path / "store").as_uri(), "tcp": f"tcp://127.0.0.1:{server.port}"}[request.param]
-
-
 def test_ranks_of_one_program_do_not_meet_those_of_the_one_before(url: str) -> None:
-    """Though these have left everything behind in the store, and rank 0 comes last."""
+    """Though these have left everything behind in the store, and rank 0 comes last. Others may follow."""
     used = set()
     with ThreadPoolExecutor(3) as threads, ExitStack() as stores:
-        for _ in range(3):
-            others = [threads.submit(meet, rank, 3, "x/", 60.0, reopening(url)) for rank in (1, 2)]
+        for job in ("a", "a", "b"):
+            arguments = 3, "x/", 60.0, reopening(url)
+            others = [threads.submit(meet, rank, *arguments, job=job) for rank in (1, 2)]
             assert not wait(others, timeout=0.3).done, "there is no rank 0 of theirs yet"
-            found = [meet(0, 3, "x/", 60.0, reopening(url)), *(other.result() for other in others)]
+            found = [meet(0, *arguments, job=job), *(other.result() for other in others)]
             for store, _ in found:
                 stores.enter_context(store)
             (prefix,) = {prefix for _, prefix in found}
@@ -275,16 +276,6 @@ def test_two_jobs_at_one_store_are_told(url: str) -> None:
         for rank in (*ranks, come("a", 1)):
             with pytest.raises(UsageError, match=r"job '[ab]' has met job '[ab]' at .*MULTIRING_STORE"):
                 rank.result(30)
-
-
-def test_a_store_may_serve_one_job_after_the_other(url: str) -> None:
-    with ThreadPoolExecutor(2) as threads, ExitStack() as stores:
-        for job in ("a", "b"):
-            ranks = [threads.submit(meet, rank, 2, "", 60.0, reopening(url), job=job) for rank in (1, 0)]
-            found = [rank.result(30) for rank in ranks]
-            for opened, _ in found:
-                stores.enter_context(opened)
-            assert len({prefix for _, prefix in found}) == 1
 
 
 # --- URLs

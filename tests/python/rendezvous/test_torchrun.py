@@ -19,20 +19,13 @@ from multiring.rendezvous.launch_environment import Placement
 from multiring.rendezvous.offered_store import offer_store
 from multiring.store import Store, TcpStore
 from multiring.torchrun import meeting as torchrun
+from tests.python.rendezvous.test_launch_environment import TORCHRUN, variables
 from tests.support import wait_until
 
-ENVIRON = {
-    "RANK": "0",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "0",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "a job/7",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-}
+ENVIRON = TORCHRUN | variables("""
+    WORLD_SIZE=4 GROUP_WORLD_SIZE=2 MASTER_PORT=29500 TORCHELASTIC_USE_AGENT_STORE=True
+""")
+ENVIRON["TORCHELASTIC_RUN_ID"] = "a job/7"
 KEY = "multiring//a job/7"
 SECRET = "cd" * 16
 
