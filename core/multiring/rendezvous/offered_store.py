@@ -28,6 +28,9 @@ __all__ = ["meet", "offer_store", "ranks_text", "signed"]
 # Who may have come to a store of others looks so often whether it still is that.
 _LOOK_SECONDS = 0.1
 
+# So long rank 0 gives ranks of another job, whose meeting it may have interrupted, to say so.
+_OTHER_SECONDS = 3.0
+
 # More addresses than this are of containers; what ranks tell each other has an end.
 _MOST_ADDRESSES = 16
 
@@ -145,7 +148,7 @@ class _Meeting:
                 peer=missing[0],
             )
         if self._is_foreign(before.partition(" ")[2]):  # of a job that has met long ago, or is about to
-            self._check_other(4 * _LOOK_SECONDS)
+            self._check_other(_OTHER_SECONDS)
         # Once more: who signed in first may have been started again while the last were awaited.
         numbers = json.dumps([signed(self._store, entry, 0.0) for entry in entries])
         self._store.set(f"{self._prefix}{name}/roll", numbers.encode())
