@@ -62,10 +62,12 @@ def with_world(*sizes: int | tuple[int, int]) -> Callable[[Callable[..., Any]], 
 
 @contextlib.contextmanager
 def shared_store(comm: Communicator) -> Iterator[dist.TCPStore]:
-    """A store of torch that rank 0 serves."""
+    """A store of torch that rank 0 serves; all have it, which may take torch a second, before any goes on."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
     port = comm.broadcast_object(store.port if store is not None else None)
-    yield store or dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = store or dist.TCPStore("127.0.0.1", port, is_master=False)
+    comm.barrier()
+    yield store
     comm.barrier()  # before its end
 
 
