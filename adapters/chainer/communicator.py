@@ -13,7 +13,7 @@ import chainer
 import multiring
 from multiring import Communicator
 from multiring.chainer import array_collectives as arrays
-from multiring.chainer.gradients import GradientSlots, fill_with_zeros, named_parameters
+from multiring.chainer.gradients import GradientSlots, fill_with_zeros, identities, named_parameters
 from multiring.chainer.groups import Group, plain_communicator
 from multiring.chainer.messages import Mailbox
 from multiring.chainer.state import broadcast_arrays, forget_copies, parameter_arrays
@@ -22,7 +22,7 @@ from multiring.errors import UsageError
 from multiring.gradients.options import ReducerOptions
 from multiring.metrics import average_metrics
 
-__all__ = ["ChainerCommunicator", "create_communicator"]
+__all__ = ["ChainerCommunicator", "as_chainer_communicator", "create_communicator"]
 
 
 # Those of ChainerMN of all releases that average gradients.
@@ -76,6 +76,13 @@ def create_communicator(
             *(communicator_name, communicator.size, communicator.inter_size),
         )
     return communicator
+
+
+def as_chainer_communicator(communicator: Group) -> ChainerCommunicator:
+    """A communicator of ChainerMN's kind; another one is made into it."""
+    if isinstance(communicator, ChainerCommunicator):
+        return communicator
+    return create_communicator(communicator)
 
 
 def _check_name(name: str | None) -> None:
@@ -326,11 +333,7 @@ class _ModelSlots:
 
     def __init__(self, parameters: dict[str, chainer.Parameter], comm: Communicator) -> None:
         self.slots = GradientSlots(parameters, comm, ReducerOptions())
-        self._known = _initialised(parameters)
+        self._known = identities(parameters)
 
     def fits(self, parameters: dict[str, chainer.Parameter]) -> bool:
-        return self._known == _initialised(parameters)
-
-
-def _initialised(parameters: dict[str, chainer.Parameter]) -> list[tuple[str, int, bool]]:
-    return [(name, id(p), p.is_initialized) for name, p in parameters.items()]
+        return self._known == identities(parameters)

@@ -21,7 +21,7 @@ from multiring.gradients.source import IN_SLOT, Gradient, RoundResult
 if TYPE_CHECKING:
     from multiring import Communicator
 
-__all__ = ["GradientSlots", "fill_with_zeros", "named_parameters", "specifications"]
+__all__ = ["GradientSlots", "fill_with_zeros", "identities", "named_parameters", "specifications"]
 
 
 def named_parameters(link: chainer.Link) -> dict[str, chainer.Parameter]:
@@ -30,6 +30,11 @@ def named_parameters(link: chainer.Link) -> dict[str, chainer.Parameter]:
     for path, parameter in sorted(link.namedparams(), key=itemgetter(0)):
         found.setdefault(id(parameter), (path.lstrip("/"), parameter))
     return dict(found.values())
+
+
+def identities(parameters: Mapping[str, chainer.Parameter]) -> list[tuple[str, int, bool]]:
+    """What tells these parameters from others: name, identity, and whether each is initialised."""
+    return [(name, id(p), p.is_initialized) for name, p in parameters.items()]
 
 
 def fill_with_zeros(parameters: Mapping[str, chainer.Parameter]) -> None:

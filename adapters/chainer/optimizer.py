@@ -11,8 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import chainer
-from multiring.chainer.communicator import ChainerCommunicator, create_communicator
-from multiring.chainer.gradients import GradientSlots, fill_with_zeros, named_parameters, specifications
+from multiring.chainer.communicator import ChainerCommunicator, as_chainer_communicator
+from multiring.chainer.gradients import (
+    GradientSlots,
+    fill_with_zeros,
+    identities,
+    named_parameters,
+    specifications,
+)
 from multiring.chainer.groups import Group
 from multiring.chainer.overlap import watched_gradients
 from multiring.chainer.state import (
@@ -86,7 +92,7 @@ class MultiNodeOptimizer:
                 "reduced twice; wrap the optimizer of Chainer itself"
             )
         self.actual_optimizer = actual_optimizer
-        self.communicator = _as_chainer_communicator(communicator)
+        self.communicator = as_chainer_communicator(communicator)
         check_mode(self.communicator.rank, buffers)
         self._buffers, self._check = buffers, None
         self.zero_fill, self.overlap, self.needs_broadcast = zero_fill, overlap, True
@@ -315,7 +321,7 @@ class MultiNodeOptimizer:
         if self._failed and self._slots is not None:
             self._slots.cancel()  # what a backward pass that was aborted by an exception has left
         self._failed = False
-        changed = _initialised(self.target) != self._known
+        changed = identities(named_parameters(self.target)) != self._known
         if changed and self._joining:
             raise UsageError(f"rank {self.communicator.rank}: the model must not change inside of join()")
         if self._incomplete and not self._joining:
@@ -337,7 +343,7 @@ class MultiNodeOptimizer:
         self._make_slots(parameters)
         own = None if self._slots is None else self._slots.reducer.comm
         self._check = None if own is None else StateCheck(own, self._options.check_every)
-        self._known = _initialised(self.target)
+        self._known = identities(parameters)
         self._incomplete = not all(known for _, _, known in self._known)
         self.needs_broadcast = True
 
@@ -385,17 +391,7 @@ def _is_own(kind: type, name: str) -> bool:
     return any(name in vars(base).get("__annotations__", ()) for base in kind.__mro__)
 
 
-def _as_chainer_communicator(communicator: Group) -> ChainerCommunicator:
-    if isinstance(communicator, ChainerCommunicator):
-        return communicator
-    return create_communicator(communicator)
-
-
 def _describe(parameter: chainer.Parameter) -> str:
     if not parameter.is_initialized:
         return "not initialised"
     return f"{parameter.dtype} {tuple(parameter.shape)}"
-
-
-def _initialised(link: chainer.Link) -> list[tuple[str, int, bool]]:
-    return [(name, id(p), p.is_initialized) for name, p in named_parameters(link).items()]

@@ -13,9 +13,8 @@ from multiring.errors import UsageError
 
 if TYPE_CHECKING:
     from multiring.torch.hooks import GradientHooks
-    from multiring.torch.model_gradients import ModelGradients
 
-__all__ = ["NO_HOOK", "Arrival", "Incoming", "ModelGuard", "forget_copy", "is_hooked", "local_copy"]
+__all__ = ["NO_HOOK", "Arrival", "ModelGuard", "forget_copy", "is_hooked", "local_copy"]
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -34,19 +33,6 @@ class Arrival:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         self._hooks.arrived(self._number, parameter)
-
-
-class Incoming:
-    """The hook of one parameter that is called before its gradient is accumulated."""
-
-    __slots__ = ("_gradients", "_number")
-
-    def __init__(self, gradients: ModelGradients, number: int) -> None:
-        self._gradients = gradients
-        self._number = number
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._gradients.note_incoming(self._number, gradient)
 
 
 def is_hooked(parameter: torch.Tensor) -> bool:

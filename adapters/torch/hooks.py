@@ -6,6 +6,7 @@ engine, which runs before `backward()` returns; there the round of the shared re
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,7 +17,7 @@ import torch
 from multiring.errors import UsageError
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.source import RoundResult
-from multiring.torch.copies import Arrival, Incoming, ModelGuard, forget_copy, is_hooked
+from multiring.torch.copies import Arrival, ModelGuard, forget_copy, is_hooked
 from multiring.torch.model_gradients import ModelGradients
 from multiring.torch.model_state import ModelState
 from multiring.torch.state import broadcast_optimizer_state, broadcast_parameters
@@ -358,7 +359,8 @@ def _register(
 ) -> tuple[torch.utils.hooks.RemovableHandle, ...]:
     required = parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes hooks on no others; they stay when it is switched off again
-    before = parameter.register_hook(Incoming(hooks._gradients, number))  # type: ignore[no-untyped-call]
+    note = functools.partial(hooks._gradients.note_incoming, number)
+    before = parameter.register_hook(note)  # type: ignore[no-untyped-call]
     after = parameter.register_post_accumulate_grad_hook(Arrival(hooks, number))  # type: ignore[no-untyped-call]
     parameter.requires_grad_(required)
     return before, after

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import torch
-from multiring.errors import MismatchError, UsageError
+from multiring.errors import UsageError
 from multiring.gradients.options import ReducerOptions
 from multiring.gradients.reducer import GradientReducer
 from multiring.gradients.source import Gradient, RoundResult
@@ -18,6 +18,7 @@ from multiring.gradients.states import GradientState
 from multiring.torch.buffers import as_tensor, checksum, specification
 from multiring.torch.placement import GradientPlacement
 from multiring.torch.sparse import RowExchange
+from multiring.torch.unreduced import exchange_replaced
 from torch.utils.weak import TensorWeakRef
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class ModelGradients:
             UsageError: It was added to a reduced one, which must not be reduced again unless gradients are
                 plain averages; or its parameter was frozen since forward.
         """
-        plan = self._plan or self._current
+        plan = self._current
         index = plan.indices.get(number)
         if index is None or number in self._kept:
             raise self._cannot_take(number)
@@ -284,7 +285,7 @@ class ModelGradients:
         comm = self.reducer.comm
         gradients = {n: gradient for n in replaced if (gradient := self._gradient(n)) is not None}
         own = {n: checksum(gradient) for n, gradient in gradients.items()}
-        everyone = [own] if comm is None or is_joining else self._exchange_replaced(comm, own)
+        everyone = [own] if comm is None or is_joining else exchange_replaced(comm, own, self._names)
         is_any_new = False
         for number in sorted(set().union(*everyone)):
             is_new = (
@@ -301,20 +302,6 @@ class ModelGradients:
             elif number in self._current.indices:
                 self.mark_pending(number)
         return is_any_new
-
-    def _exchange_replaced(self, comm: Communicator, own: dict[int, int]) -> list[dict[int, int]]:
-        """Checksums of the replaced gradients of all ranks. Only a rank that has some knows of it."""
-        try:
-            return comm.allgather_object(own, name="gradients replaced by the program")
-        except MismatchError as error:
-            name = self._names[next(iter(own))]
-            raise MismatchError(
-                f"{error}; on rank {comm.rank} the program has put another gradient of '{name}' into p.grad "
-                "after the reduction, and on some other rank it has not: let all ranks do so (with zeros, if "
-                "need be), or put gradients there before backward()",
-                rank=comm.rank,
-                tensor=name,
-            ) from error
 
     def fetch(self, index: int) -> Gradient | None:
         """Part of `GradientSource`.

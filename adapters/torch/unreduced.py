@@ -1,15 +1,20 @@
-"""Finds gradients that come to an optimizer without a backward pass, so that no hook sees them."""
+"""Gradients that the program gives itself, so that no hook sees them."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from multiring.errors import MismatchError
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["given_gradients", "unwatch", "watch"]
+__all__ = ["exchange_replaced", "given_gradients", "unwatch", "watch"]
+
+
+if TYPE_CHECKING:
+    from multiring import Communicator
 
 
 class _Watcher(Protocol):
@@ -47,3 +52,23 @@ def given_gradients(optimizer: torch.optim.Optimizer, parameters: dict[str, torc
             name, gradient = names.get(id(parameter)), parameter.grad
             if name is not None and gradient is not None and bool(gradient.detach().to_dense().any()):
                 yield name
+
+
+def exchange_replaced(comm: Communicator, own: dict[int, int], names: Sequence[str]) -> list[dict[int, int]]:
+    """Checksums, by number, of the gradients that each rank has put in the place of reduced ones. Collective,
+    though only a rank that has some calls it.
+
+    Raises:
+        MismatchError: Some rank has none, and does not.
+    """
+    try:
+        return comm.allgather_object(own, name="gradients replaced by the program")
+    except MismatchError as error:
+        name = names[next(iter(own))]
+        raise MismatchError(
+            f"{error}; on rank {comm.rank} the program has put another gradient of '{name}' into p.grad "
+            "after the reduction, and on some other rank it has not: let all ranks do so (with zeros, if "
+            "need be), or put gradients there before backward()",
+            rank=comm.rank,
+            tensor=name,
+        ) from error
