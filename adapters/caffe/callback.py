@@ -123,17 +123,20 @@ class SolverCallback:
         """Begin an iteration; collective the first time, when all weights are broadcast.
 
         Raises:
-            MismatchError: The first time, if ranks are at different iterations.
+            MismatchError: Ranks are at different iterations.
         """
         if self._is_replaced:
             return
         self._check_open()
-        self._reducer.cancel()  # what an iteration that was aborted by an exception has left
-        self._copied = {}
-        self._passes.begin()
-        self._start()
-        if self._solver.iter != self._next_iteration:
-            self._state.compare_next()  # a snapshot was restored, or an update failed: on all ranks?
+        with self._state.explaining():
+            self._reducer.cancel()  # what an iteration that was aborted by an exception has left
+            self._copied = {}
+            self._passes.begin()
+            self._start()
+            if self._solver.iter != self._next_iteration:
+                # A snapshot was restored, or an update failed: on all ranks?
+                self._state.compare_iteration(self._next_iteration)
+                self._next_iteration = self._solver.iter
         self._in_iteration = True
 
     def on_gradients_ready(self) -> None:
@@ -156,7 +159,8 @@ class SolverCallback:
             for index in range(len(self._parameters)):
                 self._reducer.mark_pending(index)
         self._passes.end()
-        result = self._reducer.finish()
+        with self._state.explaining():
+            result = self._reducer.finish()
         self._produced = frozenset(
             parameter.name
             for parameter, produced in zip(self._parameters, result.produced, strict=True)
@@ -194,7 +198,8 @@ class SolverCallback:
         self._start()  # here, since a rank may have no iteration at all
         yield
         if self._comm.size > 1:
-            root = self._reducer.join(self._follow)
+            with self._state.explaining():
+                root = self._reducer.join(self._follow)
             self._state.broadcast(root)
 
     def close(self) -> None:
@@ -280,9 +285,12 @@ class SolverCallback:
         for index in (*partial, *complete):
             self._check_unsent(index)
             self._reducer.mark_pending(index)
-        for index in complete if leaves else ():
-            self._copy(index)
-            self._reducer.mark_ready(index)
+        if not leaves or not complete:
+            return
+        with self._state.explaining():
+            for index in complete:
+                self._copy(index)
+                self._reducer.mark_ready(index)
 
     def _check_added(self) -> None:
         """Two passes of the program's own with an update between them: the solver trains without this."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from multiring.caffe.shape import Array, Net, Solver, learned_blobs
 from multiring.derived import resolve
+from multiring.errors import MismatchError
 from multiring.gradients.model_check import check_same
 from multiring.state.broadcast import broadcast_arrays
 from multiring.state.buffer_sync import sync_arrays
@@ -24,6 +29,11 @@ _SETTINGS = (
     *("momentum", "momentum2", "rms_decay", "delta"),
     *("weight_decay", "regularization_type", "clip_gradients"),
 )
+
+# The name of `compare_iteration`'s operation, and where an error shows who has asked for it. Ranks whose
+# iteration is the next one do not, and learn of it by that error.
+_ITERATION = "gradients of iteration {}, where {} comes next"
+_IN_ERROR = re.compile(r"[:;] (ranks? [^:;']+) asked for \w+ '" + _ITERATION.replace("{}", r"(\d+)") + "'")
 
 
 def broadcast_parameters(net: Net, root: int = 0, comm: Communicator | None = None) -> None:
@@ -65,7 +75,6 @@ class SolverState:
         self._solver, self._comm, self._own, self._buffers = solver, comm, own or comm, buffers
         self._statistics = [p for p in learned_blobs(solver.net) if p.is_statistic]
         self._check = StateCheck(self._own, check_every, "training state of the solver")
-        self.compare_next = self._check.compare_next
 
     def check_settings(self) -> None:
         """Raise MismatchError on every rank unless all have the same settings. Collective."""
@@ -76,7 +85,38 @@ class SolverState:
     def broadcast(self, root: int) -> None:
         """Overwrite weights and history with those of `root`. Collective."""
         broadcast_arrays(self._comm, _weights(self._solver.net) | dict(self._history()), root)
-        self.compare_next()
+        self._check.compare_next()
+
+    def compare_iteration(self, following: int) -> None:
+        """The solver is not at the iteration `following`: raise MismatchError on every rank unless all are at
+        the same one; then compare the ranks in the next iterations. Collective; call it in `explaining`."""
+        if self._own.size > 1:
+            name = _ITERATION.format(self._solver.iter, following)
+            self._own.allgather(np.array([self._solver.iter]), name=name)
+        self._check.compare_next()
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Context of operations that other ranks' `compare_iteration` may meet: the error then says what has
+        happened to the solver."""
+        try:
+            yield
+        except MismatchError as error:
+            found = _IN_ERROR.findall(str(error))
+            if not found:
+                raise
+            where = ", ".join(f"{iteration} on {ranks}" for ranks, iteration, _ in found)
+            raise MismatchError(
+                f"rank {self._comm.rank} on {self._comm.host}: the ranks do not agree about the iteration of "
+                f"the solver: it is {where}, where {found[0][2]} comes next; a snapshot was restored, or an "
+                "update failed, on some ranks only. Call restore() with the same snapshot on every rank, "
+                "before the same iteration; to take over the weights of one rank alone, load them there and "
+                "call broadcast() of the SolverCallback on every rank",
+                rank=self._comm.rank,
+                peer=error.peer,
+                host=self._comm.host,
+                operation="iteration of the solver",
+            ) from error
 
     def keep_equal(self, active: list[bool]) -> None:
         """After a reduction: synchronise statistics, and compare the ranks if it is time to. Collective."""

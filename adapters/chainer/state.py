@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from multiring import Communicator
 from multiring.chainer.arrays import Array, is_array, on_device, place, to_host
 from multiring.chainer.gradients import named_parameters
 from multiring.chainer.groups import Group, plain_communicator
+from multiring.objects import pickled
 from multiring.state import broadcast
 from multiring.state.buffer_sync import sync_arrays
 from multiring.types import BufferMode
@@ -122,7 +124,8 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, comm: Group = None)
     """Give all ranks the optimizer state of `root`: counts of updates and epochs, update rules' states, and
     the scale of dynamic loss scaling.
 
-    Hyperparameters are not part of it, as they are not part of Chainer's snapshots either. Collective.
+    Hyperparameters are not part of it, as they are not part of Chainer's snapshots either. What cannot be
+    pickled of an update rule's state (a lock, a handle) stays each rank's own, with a warning. Collective.
 
     Args:
         optimizer: Optimizer that is set up with the same link on every rank, wrapped or not.
@@ -145,7 +148,8 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, comm: Group = None)
     }
     state = None
     if plain.rank == root:
-        found = {name: (rule.t, _on_host(rule.state)) for name, rule in rules.items()}
+        own = _own_entries(plain.rank, rules)
+        found = {name: (rule.t, _on_host(rule.state, own[name]), own[name]) for name, rule in rules.items()}
         scaling = {key: value for key, value in vars(optimizer).items() if key in _LOSS_SCALING}
         state = (optimizer.t, optimizer.epoch, scaling, found)
     received = plain.broadcast_object(state, root)
@@ -155,9 +159,13 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, comm: Group = None)
     if optimizer._loss_scaling_is_dynamic:
         vars(optimizer).update(scaling)
     parameters = named_parameters(optimizer.target)
-    for name, (count, values) in found.items():
-        rules[name].t = count
-        rules[name]._state = _placed(values, on_device(parameters[name].array))
+    for name, (count, values, kept) in found.items():
+        rule, parameter = rules[name], parameters[name]
+        if kept and rule.state is None:
+            rule._init_states(parameter)
+        mine = {key: rule.state[key] for key in kept if key in rule.state}
+        placed = _placed(values, on_device(parameter.array))
+        rule.t, rule._state = count, None if placed is None else placed | mine
 
 
 def state_digest(optimizer: chainer.Optimizer) -> str:
@@ -170,13 +178,44 @@ def state_digest(optimizer: chainer.Optimizer) -> str:
         for key, value in [("", parameter.array), *sorted(kept.items())]:
             digest.update(f"{name} {key} ".encode())
             digest.update(
-                to_host(value).reshape(-1).view(np.uint8).data if is_array(value) else repr(value).encode()
+                to_host(value).reshape(-1).view(np.uint8).data if is_array(value) else _shown(value)
             )
     return digest.hexdigest()
 
 
-def _on_host(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return None if state is None else {k: to_host(v) if is_array(v) else v for k, v in state.items()}
+def _shown(value: object) -> bytes | memoryview:
+    """What tells a value from another one on any rank. Those that cannot be pickled count as equal."""
+    text = repr(value)
+    if " at 0x" not in text:  # an address
+        return text.encode()
+    data, failure = pickled(value)
+    return data.data if failure is None else type(value).__name__.encode()
+
+
+def _own_entries(rank: int, rules: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The keys of what cannot be pickled of each update rule's state."""
+    result: dict[str, list[str]] = {name: [] for name in rules}
+    reasons = []
+    for name, rule in rules.items():
+        for key, value in (rule.state or {}).items():
+            failure = None if is_array(value) else pickled(value)[1]
+            if failure is not None:
+                result[name].append(key)
+                reasons.append(f"state {key!r} of the update rule of '{name}' cannot be pickled ({failure})")
+    if reasons:
+        more = f", and {len(reasons) - 1} more like it" if len(reasons) > 1 else ""
+        warnings.warn(
+            f"rank {rank}: {reasons[0]}{more}: each rank keeps its own. Make it the same on every rank, or "
+            "define how it is pickled (__reduce__)",
+            stacklevel=3,
+        )
+    return result
+
+
+def _on_host(state: Mapping[str, Any] | None, omitted: Sequence[str]) -> dict[str, Any] | None:
+    if state is None:
+        return None
+    return {k: to_host(v) if is_array(v) else v for k, v in state.items() if k not in omitted}
 
 
 def _placed(state: Mapping[str, Any] | None, device: bool) -> dict[str, Any] | None:

@@ -24,7 +24,6 @@
 #include <cstring>
 #include <map>
 #include <memory>
-#include <numeric>
 #include <simgrid/s4u.hpp>
 #include <string>
 #include <utility>
@@ -140,7 +139,7 @@ std::shared_ptr<Transport> join(const Sessions& sessions, int ranks_per_host) {
     context->ranks.push_back({rank / ranks_per_host, rank % ranks_per_host, "simulated", rank});
   context->host_group = std::make_shared<SimulatedLink>(hub->host_group(session->rank() % ranks_per_host));
   context->make_network = [sessions](std::span<const int> members, int rank, int channels,
-                                     const std::string& name,
+                                     const std::string& name, bool,
                                      const WaitOptions&) -> std::unique_ptr<Network> {
     if (name.ends_with("-messages"))
       return std::make_unique<SilentNetwork>(static_cast<int>(members.size()), rank, channels);
@@ -153,10 +152,7 @@ std::shared_ptr<Transport> join(const Sessions& sessions, int ranks_per_host) {
     return std::make_unique<MpiNetwork>(name.ends_with("-rounds") ? sessions.rounds : sessions.plans,
                                         std::move(mpi));
   };
-  std::vector<int> members(static_cast<std::size_t>(session->size()));
-  std::iota(members.begin(), members.end(), 0);
-  return std::make_shared<ClusterTransport>(std::move(context), std::move(members), 1, options,
-                                            WaitOptions{});
+  return ClusterTransport::make_world(std::move(context), options, WaitOptions{});
 }
 
 /// Seconds that additions and copies take for each byte that a rank sends: they are charged where the core

@@ -70,13 +70,17 @@ std::shared_ptr<Communicator> connect(const py::object& store, const WorldOption
                       {"MULTIRING_COMM_DTYPE", comm_dtype_name(options.comm_dtype)}};
   address.build = build_text(sizeof(Descriptor));
   CommunicatorOptions communicator = options;
-  communicator.warn = warner(options.callback);
+  communicator.warn = address.warn_late = warner(options.callback);
+  address.late_after = options.stall_warning;
   if (options.tuning == "off") communicator.tuning.clear();  // compared with the others only
   const GilRelease release;
   WaitOptions waiting;
   waiting.deadline = Deadline::after(options.timeout);
   waiting.interrupt = &check_signals();
-  return std::make_shared<Communicator>(connect_world(rendezvous, address, waiting), std::move(communicator));
+  auto world =
+      std::make_shared<Communicator>(connect_world(rendezvous, address, waiting), std::move(communicator));
+  world->exchange_addresses({options.timeout, waiting.interrupt});
+  return world;
 }
 
 /// A field of a part of the options, such as `tcp`.

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <map>
+#include <thread>
 #include <vector>
 
 #include "base/text.h"
@@ -182,7 +183,7 @@ std::string Exchange::describe_wait(const OperationCall& call, double waited) co
   constexpr std::size_t kMostListed = 4;
   for (std::size_t i = 0; i < std::min(absent.late.size(), kMostListed); ++i)
     text += "; " + last_operation_text(absent.late[i], ") was last in ");
-  return text + "; set MULTIRING_STALL_WARNING to change or silence this warning";
+  return text + kHowToSilence;
 }
 
 void Exchange::throw_timeout(const OperationCall& call) const {
@@ -220,15 +221,23 @@ void Exchange::throw_lost(const OperationCall& call, const WaitResult& result) c
   std::string died = result.peer_gone ? "nothing answers at its address: it has exited or died"
                                       : "its process has died (killed, crashed or out of memory)";
   if (transport_.host(peer) != transport_.host(rank())) died += ", or its host cannot be reached any more";
-  throw Error(
-      ErrorKind::kPeerLost,
-      where(call) + ", lost " + name_of(peer) + " on " + transport_.host(peer) + " (process " +
-          std::to_string(transport_.process_id(peer)) + "): " +
-          (result.peer_left ? "it has shut down or exited while others still needed it (had it fewer batches "
-                              "than the others?)"
-                            : died) +
-          ". It was last in " + last_operation(peer) + ". Look at that rank's output.",
-      context(call, peer));
+  throw Error(ErrorKind::kPeerLost,
+              where(call) + ", lost " + name_of(peer) + " on " + transport_.host(peer) + " (process " +
+                  std::to_string(transport_.process_id(peer)) +
+                  "): " + (result.peer_left ? why_left(call, peer) : died) + ". It was last in " +
+                  last_operation(peer) + ". Look at that rank's output.",
+              context(call, peer));
+}
+
+// It may have left because of an error elsewhere, which may arrive after its goodbye.
+std::string Exchange::why_left(const OperationCall& call, int peer) const {
+  for (int times = 0; times < kCauseChecks; ++times) {
+    if (const std::string cause = elsewhere_.was_ended(peer); !cause.empty())
+      return "it has left, and " + cause;
+    std::this_thread::sleep_for(kBetweenCauseChecks);
+    throw_if_aborted(call);
+  }
+  return "it has shut down or exited while others still needed it (had it fewer batches than the others?)";
 }
 
 void Exchange::throw_if_aborted(const OperationCall& call) const {
@@ -265,7 +274,7 @@ ErrorContext Exchange::context_of_abort(const OperationCall& call, const AbortRe
 std::string Exchange::last_operation_text(int rank, const std::string& status) const {
   std::string text = name_of(rank) + " (process " + std::to_string(transport_.process_id(rank)) + status +
                      last_operation(rank);
-  const std::string other = other_wait_ ? other_wait_(rank) : "";
+  const std::string other = elsewhere_.waits(rank);
   if (!other.empty())
     text +=
         ", and waits for this rank in " + other + ": ranks have to use their communicators in the same order";

@@ -19,6 +19,12 @@ struct OperationCall {
   WaitOptions waiting;
 };
 
+/// What the other communicators of this rank know of a rank; empty: nothing.
+struct Elsewhere {
+  std::function<std::string(int rank)> waits = [](int) { return ""; };  ///< in which it waits for this one
+  std::function<std::string(int rank)> was_ended = [](int) { return ""; };  ///< the error of one of them
+};
+
 /// Raised where ranks chose different asynchronous operations: all choose again among the first `limit`.
 struct ChoiceMismatch {
   std::uint64_t limit;
@@ -99,10 +105,7 @@ class MULTIRING_API Exchange {
   std::string where(const OperationCall& call) const;
   /// The last operation that a rank has published: "allreduce 'x' ...", or "init".
   std::string last_operation(int rank) const;
-  /// `other_wait` describes where else, outside of this exchange, a rank waits for this one; empty: unknown.
-  void set_other_wait(std::function<std::string(int rank)> other_wait) {
-    other_wait_ = std::move(other_wait);
-  }
+  void set_elsewhere(Elsewhere elsewhere) { elsewhere_ = std::move(elsewhere); }
   /// "rank 3", or "rank 1 (world rank 3)" in a group that numbers its ranks differently.
   std::string name_of(int rank) const;
 
@@ -113,6 +116,7 @@ class MULTIRING_API Exchange {
   [[noreturn]] void throw_timeout(const OperationCall& call) const;
   [[noreturn]] void throw_not_forwarded(const OperationCall& call, const Stragglers& missing) const;
   [[noreturn]] void throw_lost(const OperationCall& call, const WaitResult& result) const;
+  std::string why_left(const OperationCall& call, int peer) const;
   [[noreturn]] void throw_aborted(const OperationCall& call, const AbortRecord& record) const;
   std::string names_of(const std::vector<int>& ranks) const;
   /// "rank 1 (process 12<status>init", and where it waits for this rank.
@@ -125,7 +129,7 @@ class MULTIRING_API Exchange {
   std::uint64_t round_ = 0;
   std::size_t staged_ = 0;
   PlanCache plans_;
-  std::function<std::string(int rank)> other_wait_;
+  Elsewhere elsewhere_;
 };
 
 }  // namespace multiring

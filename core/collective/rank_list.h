@@ -4,13 +4,12 @@
 #include <vector>
 
 #include "base/export.h"
+#include "base/text.h"
 #include "transport/transport.h"
 
 namespace multiring {
 
-/// "rank 3" or "ranks 0-2, 5", for messages. `ranks` in ascending order.
-MULTIRING_API std::string rank_list(const std::vector<int>& ranks);
-/// The same with world ranks where they differ: "rank 1 (world rank 3)".
+/// As rank_list of base/text.h, with world ranks where they differ: "rank 1 (world rank 3)".
 MULTIRING_API std::string rank_list(const std::vector<int>& ranks, const Transport& transport);
 /// Whether `rank` is the first of the ranks that wait: only that one warns.
 MULTIRING_API bool is_first_waiting(const Stragglers& missing, int rank);

@@ -1,14 +1,12 @@
 #include "engine/communicator.h"
 
 #include <algorithm>
-#include <limits>
-#include <numeric>
 #include <utility>
 
-#include "base/immovable.h"
 #include "base/text.h"
 #include "collective/kinds.h"
 #include "engine/communicator_list.h"
+#include "engine/operation_lock.h"
 #include "engine/validate.h"
 #include "topology/dimensions.h"
 
@@ -16,29 +14,8 @@ namespace multiring {
 namespace {
 
 constexpr std::chrono::duration<double> kTick(0.05);
-constexpr std::size_t kMostPage = std::size_t{64} << 10;
 
 }  // namespace
-
-/// Exclusive use of the exchange: one operation at a time.
-class Communicator::OperationLock : Immovable {
- public:
-  OperationLock(Communicator& owner, const Operation& operation, const CallOptions& options)
-      : owner_(owner), options_(owner.lock_operations(operation, options)) {}
-  ~OperationLock() {
-    {
-      const std::lock_guard lock(owner_.mutex_);
-      owner_.busy_ = false;
-    }
-    owner_.changed_.notify_all();
-  }
-  /// The call's options with the time that is left.
-  const CallOptions& options() const { return options_; }
-
- private:
-  Communicator& owner_;
-  const CallOptions options_;
-};
 
 Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOptions options)
     : options_(std::move(options)),
@@ -49,16 +26,43 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOpt
       tuning_(options_.tuning) {
   if (!options_.mode.empty()) exchange_.plans().force_mode(parse_mode(options_.mode), *transport_);
   if (!options_.tuning.empty()) exchange_.plans().set_tuning(Tuning::parse(options_.tuning), *transport_);
-  exchange_.set_other_wait(
-      [this](int peer) { return CommunicatorList::find_other_wait(this, transport_->world_rank(peer)); });
+  exchange_.set_elsewhere(
+      {.waits =
+           [this](int peer) { return CommunicatorList::find_other_wait(this, transport_->world_rank(peer)); },
+       .was_ended =
+           [this](int peer) {
+             return CommunicatorList::find_other_end(this, transport_->world_rank(peer));
+           }});
   CommunicatorList::add(this);
 }
 
 std::string Communicator::wait_on_this_rank(int world_rank) const {
+  if (closing_.load(std::memory_order_acquire)) return "";
   for (int peer = 0; peer < size(); ++peer)
-    if (transport_->world_rank(peer) == world_rank && transport_->arrived(peer) > transport_->arrived(rank()))
-      return exchange_.last_operation(peer) + " of communicator '" + name() + "'";
+    if (transport_->world_rank(peer) == world_rank && transport_->is_ahead(peer))
+      return (transport_->arrived(peer) > transport_->arrived(rank()) ? exchange_.last_operation(peer)
+                                                                      : "an operation") +
+             " of communicator '" + name() + "'";
   return "";
+}
+
+std::string Communicator::end_of(int world_rank) const {
+  bool is_member = false;
+  for (int peer = 0; peer < size(); ++peer)
+    is_member = is_member || transport_->world_rank(peer) == world_rank;
+  if (!is_member || closing_.load(std::memory_order_acquire)) return "";
+  const std::string begin = "communicator '" + name() + "' has ended: ";
+  try {
+    AbortRecord record;
+    if (transport_->aborted(&record)) return begin + first_sentence(record.message);
+    const WaitResult ended = transport_->find_ended();
+    if (ended.ok() || ended.peer_left || transport_->world_rank(ended.peer) == world_rank) return "";
+    return begin + exchange_.name_of(ended.peer) + " on " + transport_->host(ended.peer) + " (process " +
+           std::to_string(transport_->process_id(ended.peer)) +
+           ") has died, or its host cannot be reached any more";
+  } catch (const Error&) {
+    return "";  // a network that fails tells that itself
+  }
 }
 
 void Communicator::set_tuning(const std::string& tuning) {
@@ -231,15 +235,16 @@ void Communicator::run_point_to_point(Operation& operation, const CallOptions& o
   }
   std::function<void(double)> stalled;
   OperationCall call = make_call(operation.descriptor, options, stalled);
-  // A receiver may wait long with good reason; only a sender whose peer sends to it as well is warned.
+  if (options.timeout > options_.timeout) call.waiting.stalled = nullptr;  // who says so expects to wait
   stalled = [&](double waited) {
     const int peer = operation.descriptor.key.root;
     const std::string mutual_send = operation.descriptor.key.kind == OpKind::kSend
                                         ? point_to_point_.describe_mutual_send(peer)
                                         : std::string();
-    if (!mutual_send.empty())
-      options_.warn(exchange_.where(call) + ", has waited " + seconds_text(waited) + " for " +
-                    exchange_.name_of(peer) + ". " + mutual_send);
+    options_.warn(exchange_.where(call) + ", has waited " + seconds_text(waited) + " for " +
+                  exchange_.name_of(peer) + " on " + transport_->host(peer) + " (process " +
+                  std::to_string(transport_->process_id(peer)) + ")" +
+                  (mutual_send.empty() ? "" : ". " + mutual_send) + kHowToSilence);
   };
   try {
     exchange_.throw_if_aborted(call);
@@ -257,115 +262,6 @@ void Communicator::send(Operation& operation, std::int64_t tag, const CallOption
 void Communicator::receive(Operation& operation, std::int64_t tag, const CallOptions& options) {
   run_point_to_point(operation, options,
                      [&](const OperationCall& call) { point_to_point_.receive(call, operation, tag); });
-}
-
-template <class Body>
-void Communicator::in_steps(const OperationCall& call, const std::string& what, const Body& body) const {
-  try {
-    body();
-  } catch (const WaitEnded& ended) {
-    exchange_.throw_for(call, ended.result);
-  } catch (const Error& error) {
-    exchange_.throw_within(call, error, what);
-  }
-}
-
-std::shared_ptr<Communicator> Communicator::split(std::int64_t color, std::int64_t key,
-                                                  const CallOptions& options) {
-  return split_into(color, key, "", options, {});
-}
-
-std::shared_ptr<Communicator> Communicator::duplicate(const std::string& purpose, const CallOptions& options,
-                                                      const Adjust& adjust) {
-  return split_into(0, 0, purpose, options, adjust);
-}
-
-std::shared_ptr<Communicator> Communicator::split_into(std::int64_t color, std::int64_t key,
-                                                       const std::string& purpose, const CallOptions& options,
-                                                       const Adjust& adjust) {
-  const std::int64_t mine[2] = {color, key};
-  std::vector<std::int64_t> all(2 * static_cast<std::size_t>(size()));
-  Operation operation;
-  operation.descriptor.key.kind = OpKind::kSplit;
-  operation.descriptor.key.count = 2;
-  operation.descriptor.dtype = DType::kInt64;
-  operation.descriptor.rows = 1;
-  operation.descriptor.bytes = sizeof mine;
-  operation.descriptor.set_name(purpose);
-  operation.input = reinterpret_cast<const std::byte*>(mine);
-  operation.output = reinterpret_cast<std::byte*>(all.data());
-  operation.output_bytes = all.size() * sizeof(std::int64_t);
-  throw_if_abandoned();
-  complete(operation);
-  const OperationLock operation_lock(*this, operation, options);
-  execute(operation, operation_lock.options());
-  ++splits_;
-  std::vector<int> members;
-  for (int peer = 0; peer < size(); ++peer)
-    if (color >= 0 && all[2 * static_cast<std::size_t>(peer)] == color) members.push_back(peer);
-  std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
-    return all[2 * static_cast<std::size_t>(a) + 1] < all[2 * static_cast<std::size_t>(b) + 1];
-  });
-  CommunicatorOptions child_options = options_;
-  child_options.tuning = this->tuning();
-  child_options.name =
-      name() + "/" + (purpose.empty() ? std::to_string(splits_) + "." + std::to_string(color) : purpose);
-  std::vector<int> own(static_cast<std::size_t>(size()));
-  std::iota(own.begin(), own.end(), 0);
-  if (members != own) {  // mode and tuning hold for these ranks only
-    child_options.mode.clear();
-    child_options.tuning.clear();
-  }
-  if (adjust) adjust(child_options);
-  std::function<void(double)> stalled;
-  const OperationCall call = make_call(operation.descriptor, operation_lock.options(), stalled);
-  try {
-    const std::string making = ", making group '" + child_options.name + "'";
-    std::shared_ptr<Communicator> child;
-    if (color >= 0)
-      in_steps(call, making, [&] { child = make_child(members, std::move(child_options), call.waiting); });
-    barrier(exchange_, call, operation);  // a rank that could not join its group raises here on all
-    return child;
-  } catch (...) {
-    fail_and_raise(operation.descriptor);
-  }
-}
-
-std::shared_ptr<Communicator> Communicator::make_child(const std::vector<int>& members,
-                                                       CommunicatorOptions options,
-                                                       const WaitOptions& waiting) {
-  const std::uint64_t tag =
-      (splits_ << 32) + static_cast<std::uint64_t>(*std::min_element(members.begin(), members.end()));
-  return std::make_shared<Communicator>(transport_->subgroup(members, tag, waiting), std::move(options));
-}
-
-std::shared_ptr<SymmetricRegion> Communicator::allocate_symmetric(std::size_t bytes,
-                                                                  const CallOptions& options) {
-  Operation operation;
-  operation.descriptor.key.kind = OpKind::kAllocate;
-  operation.descriptor.key.count = bytes;
-  operation.descriptor.dims = 1;
-  operation.descriptor.shape[0] = bytes;
-  throw_if_abandoned();
-  // Parts are whole pages, one after the other.
-  constexpr std::size_t kMost = static_cast<std::size_t>(std::numeric_limits<std::ptrdiff_t>::max());
-  if (bytes > kMost / static_cast<std::size_t>(size()) - kMostPage)
-    throw_usage(operation, "so much for each of " + std::to_string(size()) + " ranks has no addresses");
-  complete(operation);
-  const OperationLock operation_lock(*this, operation, options);
-  execute(operation, operation_lock.options());
-  std::function<void(double)> stalled;
-  const OperationCall call = make_call(operation.descriptor, operation_lock.options(), stalled);
-  try {
-    std::shared_ptr<SymmetricRegion> region;
-    in_steps(call, ", mapping the memory",
-             [&] { region = transport_->allocate(bytes, ++regions_, call.waiting); });
-    barrier(exchange_, call, operation);  // a rank that could not map it raises here on all
-    symmetric_.add(region);
-    return region;
-  } catch (...) {
-    fail_and_raise(operation.descriptor);
-  }
 }
 
 }  // namespace multiring

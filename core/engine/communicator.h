@@ -93,6 +93,11 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   }
   /// "barrier of communicator 'world'", in which a world rank waits for this one; empty: unknown.
   std::string wait_on_this_rank(int world_rank) const;
+  /// "communicator 'world' has ended: ...", if a world rank is in it, too, and there was an error, or another
+  /// rank has died; empty: not known.
+  std::string end_of(int world_rank) const;
+  /// Whether this rank has both of the same `init`.
+  bool is_of_world(const Communicator& other) const { return world_ == other.world_; }
   /// Whether the end of `rank` would be noticed on this host.
   bool is_watched(int rank) const { return transport_->is_watched(rank); }
 
@@ -113,6 +118,8 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// everywhere. `adjust` may change what the new group takes over from this one.
   std::shared_ptr<Communicator> duplicate(const std::string& purpose, const CallOptions& call,
                                           const std::function<void(CommunicatorOptions&)>& adjust = {});
+  /// Tells all ranks how to reach each other: afterwards nobody asks the store, which may go. Collective.
+  void exchange_addresses(const CallOptions& call);
   /// Replaces the tuning of later allreduces (collective/plan/tuning.h); empty: none. To be called between
   /// the same operations on all ranks; raises a usage error while any is in progress here.
   void set_tuning(const std::string& tuning);
@@ -166,8 +173,11 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// Runs a part of an operation; errors get the operation's name and `what`.
   template <class Body>
   void in_steps(const OperationCall& call, const std::string& what, const Body& body) const;
-  std::shared_ptr<Communicator> make_child(const std::vector<int>& members, CommunicatorOptions options,
-                                           const WaitOptions& waiting);
+  Operation gather_of(OpKind kind, DType dtype, std::size_t count, std::span<const std::byte> mine,
+                      const std::string& name) const;
+  std::shared_ptr<Transport> open_group(const std::vector<int>& members, const WaitOptions& waiting);
+  /// `group`: of those `members`, or null.
+  void exchange_addresses(Transport* group, const std::vector<int>& members, const OperationCall& call);
   void execute_chosen();
   void run_chosen(const std::vector<std::shared_ptr<Work>>& chosen, std::uint64_t submitted);
   void remove_finished(const std::vector<std::shared_ptr<Work>>& chosen);
@@ -186,6 +196,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
 
   const CommunicatorOptions options_;
   const std::shared_ptr<Transport> transport_;
+  std::shared_ptr<const char> world_ = std::make_shared<const char>('\0');  // that of its parent
   Exchange exchange_;  // for the holder of the OperationLock
   PointToPoint point_to_point_;
   SymmetricRegistry symmetric_;

@@ -57,4 +57,12 @@ std::string CommunicatorList::find_other_wait(const Communicator* here, int worl
   return "";
 }
 
+std::string CommunicatorList::find_other_end(const Communicator* here, int world_rank) {
+  const std::lock_guard lock(listed().mutex);
+  for (const Communicator* const each : listed().communicators)
+    if (each != here && each->is_of_world(*here))
+      if (std::string found = each->end_of(world_rank); !found.empty()) return found;
+  return "";
+}
+
 }  // namespace multiring

@@ -17,6 +17,8 @@ class MULTIRING_API CommunicatorList {
   /// The operation in which a world rank waits for this rank in another communicator than `here`: "barrier of
   /// communicator 'world/1.0'"; empty: unknown.
   static std::string find_other_wait(const Communicator* here, int world_rank);
+  /// What has ended another communicator of this rank's world that a world rank is in, too; empty: nothing.
+  static std::string find_other_end(const Communicator* here, int world_rank);
 };
 
 }  // namespace multiring

@@ -55,8 +55,7 @@ void NamedQueue::check_deadlines() {
   if (late != nullptr) throw late_error(*late);
   if (stalled > 0 && options.warn && is_first_waiting(control_->waited_for(), rank()))
     options.warn(data_->names_of({rank()}) + " on " + data_->host() + ", in named queue '" + name() +
-                 "', has waited " + seconds_text(stalled) + ": " + describe_unmatched() +
-                 "; set MULTIRING_STALL_WARNING to change or silence this warning");
+                 "', has waited " + seconds_text(stalled) + ": " + describe_unmatched() + kHowToSilence);
 }
 
 Error NamedQueue::late_error(const Submission& late) const {

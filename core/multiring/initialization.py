@@ -14,6 +14,7 @@ from typing import Any
 from multiring import _core, config
 from multiring.communicator import Communicator
 from multiring.errors import UsageError
+from multiring.log import configure_log
 from multiring.rendezvous.connect import connect
 from multiring.rendezvous.joined import tell_launcher
 from multiring.rendezvous.mpi import job as mpi_job
@@ -24,7 +25,6 @@ __all__ = [
     "adopt",
     "at_shutdown",
     "before_shutdown",
-    "configure_log",
     "cross_rank",
     "cross_size",
     "init",
@@ -106,10 +106,8 @@ def _join(comm: Any, settings: config.Settings) -> Communicator:
     joined = Communicator(core)
     try:
         _warn_of_other_tuning(core)
-        if joined.cross_size > 1:  # the rank that serves the store may end as soon as all have joined
-            joined.barrier()
-            if not settings.tuning and not settings.mode:
-                follow_measured_ways(joined)
+        if joined.cross_size > 1 and not settings.tuning and not settings.mode:
+            follow_measured_ways(joined)
         if joined.rank == 0:
             tell_launcher(settings)
     except BaseException:
@@ -139,15 +137,6 @@ def _warn_of_other_tuning(core: _core.Communicator) -> None:
             there,
             here,
         )
-
-
-def configure_log(level: str) -> None:
-    """Writes messages from this level on, "debug" to "error", if need be to stderr."""
-    _log.setLevel(level.upper())
-    # Python by itself writes nothing that is less than a warning. A program that has handlers decides.
-    if _log.getEffectiveLevel() < logging.WARNING and not _log.hasHandlers():
-        _log.addHandler(logging.StreamHandler())
-        _log.propagate = False  # or what is configured later would tell all twice
 
 
 def shutdown() -> None:

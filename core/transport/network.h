@@ -43,6 +43,11 @@ class MULTIRING_API Network {
   /// Name of the host of `rank`, or else its address, for messages; empty: not known. Does not wait.
   virtual std::string host(int rank) = 0;
 
+  /// How other ranks reach this one; empty: they know. What a network without a store has to `learn` of each
+  /// peer before it connects with it.
+  virtual std::string address() const { return {}; }
+  virtual void learn(int /*rank*/, const std::string& /*address*/) {}
+
   /// Connects `links`; free for those that are connected. The peers have to do the same: name all links of a
   /// plan in one call, so that ranks do not wait for each other in a cycle. Raises what prevents it and names
   /// both ends: kPeerLost, kTimeout, kUsage (they cannot reach each other, or are of other jobs), kAborted.
@@ -59,6 +64,9 @@ class MULTIRING_API Network {
   virtual bool linked(const Link&) const { return true; }
   /// Changes when peers may have connected links. Any thread.
   virtual std::uint64_t links_version() const { return 0; }
+
+  /// Whether a message of `rank` is known to have come whose receive is not posted.
+  virtual bool is_ahead(int /*rank*/, int /*channel*/) const { return false; }
 
   /// kPeerLost if `rank` is known to have left or died.
   virtual WaitResult ended(int /*rank*/) const { return {}; }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -51,6 +52,11 @@ struct WaitResult {
   bool peer_gone = false;  ///< kPeerLost: nothing answers at its address; it may have left or died
   bool ok() const { return outcome == Outcome::kArrived; }
 };
+
+/// So often is looked, and at these distances, for the error because of which a rank has left: it may arrive
+/// after the goodbye.
+inline constexpr int kCauseChecks = 20;
+inline constexpr std::chrono::milliseconds kBetweenCauseChecks(10);
 
 /// Raised by calls that wait in several steps (`subgroup`, `allocate`) when one of their waits ends.
 struct WaitEnded {
@@ -142,6 +148,8 @@ class MULTIRING_API Transport {
   virtual std::uint64_t arrived(int rank) const = 0;
   /// Whether `rank` is known to have arrived at `round`. What it has published may not be here yet.
   virtual bool has_reached(int rank, std::uint64_t round) const = 0;
+  /// Whether `rank` is known to have arrived at a round at which this rank has not.
+  virtual bool is_ahead(int rank) const = 0;
   virtual Stragglers stragglers(std::uint64_t round) const = 0;
   /// Whether the end of `rank` would be noticed by a rank of this host.
   virtual bool is_watched(int rank) const = 0;
@@ -171,13 +179,22 @@ class MULTIRING_API Transport {
                                                     const WaitOptions& waiting) = 0;
   /// A transport among `members`: ranks of this one, including this rank, in their new order. Collective
   /// among the members; `tag` is the same on all members and never used twice. Raises WaitEnded, too.
+  /// To be used once it has learned the addresses of all its ranks and `connect_subgroup` has returned.
   virtual std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
                                               const WaitOptions& waiting) = 0;
+  /// What other hosts need to reach this rank in this transport; empty: nothing.
+  virtual std::string addresses() const { return {}; }
+  /// Takes what `addresses` returned on each rank.
+  virtual void learn_addresses(std::span<const std::string> /*by_rank*/) {}
+  /// Connects a subgroup of this transport. Collective among its members. Raises WaitEnded, too.
+  virtual void connect_subgroup(Transport& /*subgroup*/, const WaitOptions& /*waiting*/) {}
 
   /// Ends the waits of all ranks with an error. The first one wins. Best effort if a network fails.
   virtual void abort(const Error& error) noexcept = 0;
   /// The first error of any rank; false if there is none.
   virtual bool aborted(AbortRecord* record) const = 0;
+  /// A rank that is known to have ended, preferably one that died.
+  virtual WaitResult find_ended() const = 0;
   /// Peers that wait for this rank learn that it left. Idempotent.
   virtual void leave() = 0;
   /// For a fork of the rank's process: releases what would hide the rank's end from peers, and never leaves

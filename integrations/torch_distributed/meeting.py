@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from multiring import config, errors
 from multiring.communicator import Communicator
 from multiring.errors import MultiringError, PeerLostError, UsageError
-from multiring.initialization import configure_log
+from multiring.log import configure_log
 from multiring.rendezvous.connect import connect_members
 from multiring.rendezvous.joined import tell_launcher
 from multiring.rendezvous.offered_store import meet
@@ -132,7 +132,9 @@ def _meet(store: TorchStore, rank: int, size: int, settings: config.Settings) ->
     if size == 1:
         return GroupStore(store), ""
     call = "torch.distributed.init_process_group() or new_group()"
-    return meet(rank, size, "multiring/", settings.timeout, _opener(store), call)
+    return meet(
+        rank, size, "multiring/", settings.timeout, _opener(store), call, warn_after=settings.stall_warning
+    )
 
 
 def _opener(store: TorchStore) -> Callable[[float], Store]:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from multiring import config, errors
 from multiring.errors import MultiringError, UsageError
 from multiring.rendezvous.launch_environment import TORCHRUN_SCHEME, Placement
-from multiring.rendezvous.offered_store import offer_store, ranks_text, signed
+from multiring.rendezvous.offered_store import offer_store, ranks_text, signed, signed_in
 from multiring.store import Store, TcpStore
 
 __all__ = ["TorchStore", "is_meant", "meet"]
@@ -167,8 +167,14 @@ def _call_roll(place: Placement, settings: config.Settings, board: _Board) -> tu
     with contextlib.ExitStack() as stack:
         stack.enter_context(store)
         board.write({name: value for name, value in offer.items() if name != "secret" or not settings.secret})
-        others = range(1, place.size)
-        if missing := [rank for rank in others if signed(store, _entry(offer, rank), board.left()) is None]:
+        entries = [_entry(offer, rank) for rank in range(1, place.size)]
+
+        def read(entry: str, until: float) -> str | None:
+            return signed(store, entry, max(0.0, until - time.monotonic()))
+
+        at = f"multiring.init() at port {port}, which they find by {board},"
+        came = signed_in(entries, read, time.monotonic() + board.left(), settings.stall_warning, at)
+        if missing := [rank for rank, number in enumerate(came, 1) if number is None]:
             raise errors.TimeoutError(
                 f"rank 0 of {place.size} waits for {ranks_text(missing)}, which should have found its store "
                 f"at port {port} by {board} within {settings.timeout:g} s: they have not called "
@@ -178,7 +184,7 @@ def _call_roll(place: Placement, settings: config.Settings, board: _Board) -> tu
                 elapsed=settings.timeout,
             )
         # Once more: who signed in first may have been restarted while the last were awaited.
-        present = [signed(store, _entry(offer, rank), 0.0) for rank in others]
+        present = [signed(store, entry, 0.0) for entry in entries]
         store.set(_roll(offer), json.dumps(present).encode())
         stack.pop_all()
         return offer, store

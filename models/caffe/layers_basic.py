@@ -91,6 +91,7 @@ class Eltwise(Layer):
         product = bottoms[0]
         for bottom in bottoms[1:]:
             product = product * bottom
+        self._output = product
         return [product]
 
     def backward(self, gradients: Gradients, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
@@ -101,6 +102,8 @@ class Eltwise(Layer):
         if self._operation == _MAX:
             first = self._inputs[0] > self._inputs[1]
             return [gradient * first, gradient * ~first]
+        if not self.param.eltwise_param.stable_prod_grad:  # as in Caffe, no number where a bottom is zero
+            return [gradient * (self._output / value) for value in self._inputs]
         results: list[torch.Tensor | None] = []
         for number in range(len(self._inputs)):
             product = gradient

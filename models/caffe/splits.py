@@ -26,7 +26,8 @@ def entries(net: Any, place: Place) -> list[Entry]:
     """The layers of a `NetParameter` for its `state`, with copies of their parameters.
 
     Raises:
-        PrototxtError: A rule is contradictory, or a layer reads a blob that no layer before it gives.
+        PrototxtError: A rule is contradictory, a layer reads a blob that no layer before it gives, or
+            `loss_weight` does not fit the tops.
     """
     chosen = _inputs(net, place)
     for number, layer in enumerate(net.layer):
@@ -34,14 +35,25 @@ def entries(net: Any, place: Place) -> list[Entry]:
         if _is_included(layer, net.state, where):
             param = LayerParameter()
             param.CopyFrom(layer)
+            _check_weights(param, where)
             chosen.append(Entry(param, where))
     result = _with_splits(chosen)
     for entry in result:
-        # As in Caffe, only now: a loss with the default weight gets no copy for the layer that reads it.
+        # As in Caffe, only now: a loss with the default weight gets no copy for the layer that reads it, but
+        # has the gradient that this layer hands down (see `backward_plan`).
         kind = LAYERS.get(entry.param.type)
         if not entry.param.loss_weight and kind is not None and kind.is_loss:
             entry.param.loss_weight.extend([1.0] + [0.0] * (len(entry.param.top) - 1))
     return result
+
+
+def _check_weights(layer: Any, place: Place) -> None:
+    if layer.loss_weight and len(layer.loss_weight) != len(layer.top):
+        raise place.error(
+            f"layer {layer.name!r}: {len(layer.loss_weight)} values of loss_weight are given for "
+            f"{len(layer.top)} top blobs; give one for each, or none",
+            "loss_weight",
+        )
 
 
 def _inputs(net: Any, place: Place) -> list[Entry]:
@@ -164,6 +176,9 @@ class BackwardPlan:
 def backward_plan(layers: Sequence[Layer], weights: Mapping[str, float], force: bool) -> BackwardPlan:
     """Run what lies between something that learns and a loss, or with `force` everything.
 
+    A blob that a layer reads has the gradient that this layer hands down, or none. So a loss without a copy
+    (see `entries`) has that in place of its own weight.
+
     Args:
         layers: Bottom to top.
         weights: Weight of each blob in the loss, by name.
@@ -181,12 +196,16 @@ def backward_plan(layers: Sequence[Layer], weights: Mapping[str, float], force: 
         ]
         return BackwardPlan([layer.has_backward for layer in layers], forced, set(weights))
     given = {name for name, weight in weights.items() if weight}
+    arriving = set(given)  # at the tops of the layers that are still to come
     runs = [False] * len(layers)
     for index in range(len(layers) - 1, -1, -1):
         layer = layers[index]
-        if layer.has_backward and given & set(layer.param.top):
+        handed: set[str] = set()
+        if layer.has_backward and arriving & set(layer.param.top):
             runs[index] = _has_use(layer, wanted[index])
-            given |= {name for name, used in zip(layer.param.bottom, wanted[index], strict=True) if used}
+            handed |= {name for name, used in zip(layer.param.bottom, wanted[index], strict=True) if used}
+        arriving = arriving.difference(layer.param.bottom) | handed
+        given |= handed
     return BackwardPlan(runs, wanted, given)
 
 

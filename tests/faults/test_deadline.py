@@ -85,8 +85,11 @@ def stay_away(rank: int) -> None:
 
 
 def test_init(nursery: Nursery) -> None:
-    outcome = nursery.run(2, stay_away, init=False, env={"MULTIRING_TIMEOUT": "0.5"})[0]
-    outcome.check_raised(multiring.TimeoutError, "in init for rank(s) 1 of 2: they have not started")
+    env = {"MULTIRING_TIMEOUT": "0.5", "MULTIRING_STALL_WARNING": "0.2"}
+    outcome = nursery.run(2, stay_away, init=False, env=env)[0]
+    outcome.check_raised(multiring.TimeoutError, "in init for rank 1 of 2: they have not started")
+    assert "multiring: warning: rank 0 on " in (text := nursery.output())
+    assert " s in init for rank 1 of 2, not started, " in text
 
 
 def come_when_missed(comm: Communicator) -> None:
@@ -96,6 +99,21 @@ def come_when_missed(comm: Communicator) -> None:
     comm.allreduce(np.ones(3), name="grad")
 
 
+def send_when_missed(comm: Communicator) -> None:
+    if comm.rank == LATE:
+        wait_until(lambda: b" has waited " in os.pread(2, 1 << 20, 0), "the warning")
+        comm.send(np.ones(3), 0)
+    else:
+        comm.recv(LATE)
+
+
+def test_a_long_wait_for_a_message_is_warned_of(nursery: Nursery) -> None:
+    nursery.values(2, send_when_missed, env={"MULTIRING_STALL_WARNING": "0.2"})
+    text = nursery.output()
+    for words in "multiring: warning: rank 0 on ", "in recv ", " s for rank 1 on ", ", in recv)":
+        assert words in text
+
+
 def test_a_long_wait_is_warned_of(nursery: Nursery) -> None:
     nursery.values(2, come_when_missed, env={"MULTIRING_STALL_WARNING": "0.2"})
     text = nursery.output()
@@ -103,4 +121,5 @@ def test_a_long_wait_is_warned_of(nursery: Nursery) -> None:
     assert "for rank 1; rank 1 (process " in text
     assert ") was last in barrier; set MULTIRING_STALL_WARNING to change or silence this warning" in text
     line = come_when_missed.__code__.co_firstlineno + 4
-    assert f" (this rank is at {__file__}:{line})" in text
+    assert "multiring: warning: rank 0 on " in text
+    assert f" (this rank is at {__file__}:{line}, in allreduce)" in text

@@ -19,16 +19,19 @@ from tests.support import REPOSITORY
 
 # After five seconds without an answer a peer is taken for lost; the kernels' probes are a second apart.
 SECONDS = 12.0
+# Who ends afterwards waits for nobody that is known to be lost.
+SHUTDOWN_SECONDS = 3.0
 # A connection that the kernel of a dead rank has closed is noticed at once.
 CLOSED_SECONDS = 5.0
 
 LOOP = """
-import json, sys, time
+import json, os, sys, time
 import numpy as np
 import multiring
 from tests.support import Stopwatch
 comm = multiring.init()
-comm.barrier()
+group = comm.split(0)  # open to the end
+group.barrier()
 print("running", flush=True)
 watch = Stopwatch()
 array = np.ones(int(sys.argv[1]), np.float32)
@@ -36,14 +39,21 @@ operations = {
     "allreduce": lambda: comm.allreduce(array),
     "broadcast": lambda: comm.broadcast(array, 0),
     "split": lambda: comm.split(0).close(),
+    "named_queue": lambda: comm.named_queue().close(),
 }
+if sys.argv[2] == "send":  # for the first time, when the other one is gone
+    while not os.path.exists(sys.argv[4]):
+        time.sleep(0.01)
+    operations["send"] = lambda: comm.send(array, int(sys.argv[3].split(",")[comm.rank]))
 operation = operations[sys.argv[2]]
 try:
     while True:
         operation()
 except multiring.MultiringError as error:
     ended = time.monotonic() - watch.held_up()
-    print(json.dumps([type(error).__name__, str(error), ended]), flush=True)
+    watch = Stopwatch()
+    multiring.shutdown()
+    print(json.dumps([type(error).__name__, str(error), ended, watch.seconds()]), flush=True)
 """
 # Elements of what is exchanged at once, and of what is sent as messages in many segments.
 SMALL, LARGE = "3", "3000000"
@@ -135,11 +145,12 @@ def await_running(ranks: Ranks) -> None:
 
 
 def told(process: subprocess.Popen[str], since: float, within: float) -> str:
-    """The rank has raised PeerLostError in time; its message."""
+    """The rank has raised PeerLostError in time, and shut down at once; its message."""
     output, errors = process.communicate(timeout=60)
-    kind, message, at = json.loads(output or "[]") or ("", errors, 0.0)
+    kind, message, at, shutdown = json.loads(output or "[]") or ("", errors, 0.0, 0.0)
     assert kind == "PeerLostError", message
     assert at - since < within, message
+    assert shutdown < SHUTDOWN_SECONDS, message
     return str(message)
 
 
@@ -171,30 +182,44 @@ def test_a_host_that_vanishes_is_lost_on_every_rank(
 
 
 def told_when_cut(
-    hosts: EmulatedHosts, layout: Sequence[int], jobs: Sequence[Ranks]
+    hosts: EmulatedHosts,
+    layout: Sequence[int],
+    jobs: Sequence[Ranks],
+    host: int = 1,
+    sign: Path | None = None,
 ) -> Iterator[tuple[str, list[str], str]]:
-    """Cuts the second host off; each rank, those on the other side of the cut, and its message."""
+    """Cuts a host off, and makes the file `sign`; each rank, those on the other side, and its message."""
     names = names_of(hosts, layout)
     for ranks in jobs:
         await_running(ranks)
     cut = time.monotonic()
-    hosts.cut(1)
-    here = [name for name in names if name.endswith(hosts.name(1))]
+    hosts.cut(host)
+    if sign is not None:
+        sign.touch()
+    here = [name for name in names if name.endswith(hosts.name(host))]
     for ranks in jobs:
         for name, process in zip(names, ranks, strict=True):
             lost = [other for other in names if (other in here) != (name in here)]
             yield name, lost, told(process, cut, SECONDS)
 
 
-def test_a_host_that_vanishes_while_groups_are_made(emulate: Callable[..., EmulatedHosts]) -> None:
-    """The new group has no connections yet: those of its parent tell, or the store, which is on one side of
-    the cut, or the interfaces of the host that is cut."""
+@pytest.mark.parametrize("host", [0, 1])  # the store is on the first
+def test_a_host_that_vanishes_while_connections_are_made(
+    emulate: Callable[..., EmulatedHosts], host: int, tmp_path: Path
+) -> None:
+    """What is new has no connections yet: those of its parent tell, or the interfaces of the host that is
+    cut."""
     hosts, layout = emulate(3), [2, 1, 2]
-    ranks = start(hosts, layout, LOOP, SMALL, "split")
-    for name, lost, message in told_when_cut(hosts, layout, [ranks]):
-        gone = name.endswith(hosts.name(1)) and "its network is gone, no interface" in message
-        assert names_one(lost, message) or "the store tcp://" in message or gone, message
-        assert "in split " in message
+    peers = "2,2,0,0,0" if host == 0 else "2,2,0,2,2"
+    operations, sign = ["split", "named_queue", "send"], tmp_path / "cut"
+    scripts = [(LOOP, SMALL, each, peers, str(sign)) for each in operations]
+    jobs = [start(hosts, layout, *script, job=job) for job, script in enumerate(scripts)]
+    told = told_when_cut(hosts, layout, jobs, host, sign)
+    for number, (name, lost, message) in enumerate(told):
+        operation = operations[number // sum(layout)]
+        gone = name.endswith(hosts.name(host)) and "its network is gone, no interface" in message
+        assert names_one(lost, message) or gone, message
+        assert f"in {'send' if operation == 'send' else 'split'} " in message, message
 
 
 def test_a_link_that_becomes_slow_loses_nobody(emulate: Callable[..., EmulatedHosts]) -> None:

@@ -9,7 +9,8 @@ import logging
 import os
 import sys
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from multiring import _core, config
@@ -65,24 +66,22 @@ def connect(comm: Any, settings: config.Settings, generation: int, held: ExitSta
         TimeoutError: Ranks are missing.
     """
     if comm is not None:
-        return _connect_mpi(mpi_job.join_communicator(comm, settings), settings, held)
+        return _connect_mpi(mpi_job.join_communicator(comm, settings), settings)
     place = launch_environment.detect()
     if place.size == 1:
-        return _connect_launched(place, settings, generation, held)
+        return _connect_launched(place, settings, generation)
     check_not_taken(place)
-    core = _connect_ranks(place, settings, generation, held)
+    core = _connect_ranks(place, settings, generation)
     note_place(place)
     held.callback(forget_place)
     return core
 
 
-def _connect_ranks(
-    place: Placement, settings: config.Settings, generation: int, held: ExitStack
-) -> _core.Communicator:
+def _connect_ranks(place: Placement, settings: config.Settings, generation: int) -> _core.Communicator:
     if carries(settings, place.launcher, place.is_spread):
         job = mpi_job.join_launched(place.rank, place.size, place.launcher, settings)
-        return _connect_mpi(job, settings, held)
-    return _connect_launched(place, settings, generation, held)
+        return _connect_mpi(job, settings)
+    return _connect_launched(place, settings, generation)
 
 
 def connect_members(
@@ -93,7 +92,7 @@ def connect_members(
     For groups beside the job's world, as a framework makes them; between hosts they use TCP.
 
     Args:
-        store: Where they have met, with keys that no other group uses; open as long as the communicator.
+        store: Where they have met, with keys that no other group uses. Not used any more when this returns.
         rank: This rank in the group.
         size: Number of ranks.
         settings: Of this process; `timeout` for the group.
@@ -137,17 +136,45 @@ def _warn(message: str) -> None:
 
 
 def _place_in_program() -> str:
-    """File and line where the main thread is outside of installed packages; empty: not known."""
+    """File and line where the main thread is outside of installed packages, and which function of ours it has
+    called there; empty: not known."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    called = ""
     while frame is not None:
         file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
-        if module.partition(".")[0] != "multiring" and "-packages" not in file and not file.startswith("<"):
-            return f"{file}:{frame.f_lineno}"
+        if module.partition(".")[0] == "multiring":
+            called = f", in {frame.f_code.co_name}"
+        elif "-packages" not in file and not file.startswith("<"):
+            return f"{file}:{frame.f_lineno}{called}"
         frame = frame.f_back
     return ""
 
 
-def _connect_mpi(job: mpi_job.MpiJob, settings: config.Settings, held: ExitStack) -> _core.Communicator:
+@contextmanager
+def _telling_if_late(place: Placement, settings: config.Settings) -> Iterator[None]:
+    """Warns if this rank waits where ranks meet: rank 1, and one of each host. Whom rank 0 waits for it says
+    itself."""
+    whom = "rank 0, which has not come, or waits for others itself"
+    if place.launcher == "multiring":
+        whom = "the store of multiring run, which cannot be reached"
+    timer = threading.Timer(
+        settings.stall_warning,
+        lambda: _warn(
+            f"rank {place.rank} of {place.size} has waited {settings.stall_warning:g} s in init for {whom}; "
+            "set MULTIRING_STALL_WARNING to change or silence this warning"
+        ),
+    )
+    timer.daemon = True
+    if settings.stall_warning > 0 and place.rank > 0 and (place.rank == 1 or place.local_rank == 0):
+        with suppress(RuntimeError):  # no thread is left
+            timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _connect_mpi(job: mpi_job.MpiJob, settings: config.Settings) -> _core.Communicator:
     options = _options(job.rank, job.size, settings)
     options.spread = job.size > 1
     options.secret = job.secret
@@ -156,32 +183,25 @@ def _connect_mpi(job: mpi_job.MpiJob, settings: config.Settings, held: ExitStack
         options.mpi = job.session
     if job.size == 1:
         return _core.connect(None, options)
-    with ExitStack() as stack:
-        store = stack.enter_context(job.open_store(settings.timeout))
-        core = _core.connect(_Prefixed(store, f"{job.job_id}/"), options)
-        held.enter_context(stack.pop_all())
-        return core
+    with job.open_store(settings.timeout) as store:
+        return _core.connect(_Prefixed(store, f"{job.job_id}/"), options)
 
 
-def _connect_launched(
-    place: Placement, settings: config.Settings, generation: int, held: ExitStack
-) -> _core.Communicator:
+def _connect_launched(place: Placement, settings: config.Settings, generation: int) -> _core.Communicator:
     options = _options(place.rank, place.size, settings)
     options.spread = place.is_spread and place.size > 1
     with ExitStack() as stack:
         store: Store | None = None
         if place.size > 1:
-            place, opened, prefix = _meet(place, settings, generation)
+            with _telling_if_late(place, settings):
+                place, opened, prefix = _meet(place, settings, generation)
             stack.enter_context(opened)
             store = _Prefixed(opened, prefix)
             if isinstance(opened, FileStore) and not place.is_spread:
                 options.socket_directory = str(opened.directory)
         options.secret = place.secret or b""
         options.job = f"{place.job_id}/{generation}"
-        core = _core.connect(store, options)
-        if len(set(core.hosts)) > 1:  # groups that are split from it meet in the store, too
-            held.enter_context(stack.pop_all())
-        return core
+        return _core.connect(store, options)
 
 
 def _meet(place: Placement, settings: config.Settings, generation: int) -> tuple[Placement, Store, str]:
@@ -199,7 +219,13 @@ def _meet(place: Placement, settings: config.Settings, generation: int) -> tuple
         return place, _open(place, settings, settings.timeout), prefix
     reopen = functools.partial(_open, place, settings)
     return place, *offered_store.meet(
-        place.rank, place.size, prefix, settings.timeout, reopen, job=place.launcher_job
+        place.rank,
+        place.size,
+        prefix,
+        settings.timeout,
+        reopen,
+        job=place.launcher_job,
+        warn_after=settings.stall_warning,
     )
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import logging
+import math
 import os
 import secrets
 import time
@@ -23,7 +25,9 @@ from multiring import _core, errors
 from multiring.errors import PeerLostError, UsageError
 from multiring.store import Store, TcpStoreServer
 
-__all__ = ["meet", "offer_store", "ranks_text", "signed"]
+__all__ = ["meet", "offer_store", "ranks_text", "signed", "signed_in"]
+
+_log = logging.getLogger("multiring")
 
 # Who may have come to a store of others looks so often whether it still is that.
 _LOOK_SECONDS = 0.1
@@ -84,6 +88,7 @@ def meet(
     reopen: Callable[[float], Store],
     call: str = "multiring.init()",
     job: str = "",
+    warn_after: float = 0.0,
 ) -> tuple[Store, str]:
     """Brings the ranks together that have been told the same store. Collective.
 
@@ -95,6 +100,7 @@ def meet(
         reopen: Opens the store within so many seconds, once more if it was that of ranks that have left.
         call: What the ranks call to meet, for messages.
         job: What the launcher calls the job of these ranks; empty: not known.
+        warn_after: Seconds after which rank 0 says in the log who is missing; 0: it does not.
 
     Returns:
         The store, and how keys begin that nobody has used before.
@@ -109,7 +115,9 @@ def meet(
             store = stack.enter_context(reopen(max(0.1, deadline - time.monotonic())))
             try:
                 meeting = _Meeting(store, prefix, rank, size, job)
-                name = meeting.lead(deadline, call) if rank == 0 else meeting.follow(deadline, call)
+                name = (
+                    meeting.lead(deadline, call, warn_after) if rank == 0 else meeting.follow(deadline, call)
+                )
                 stack.pop_all()
                 return store, f"{prefix}{name}/"
             except PeerLostError:  # it was that of ranks that have left
@@ -131,13 +139,14 @@ class _Meeting:
         self._rank, self._size, self._job = rank, size, job
         self._name = ""  # of the meeting that this rank takes part in
 
-    def lead(self, deadline: float, call: str) -> str:
+    def lead(self, deadline: float, call: str, warn_after: float) -> str:
         """Rank 0's part; the name of the meeting."""
         before = signed(self._store, f"{self._prefix}roll", 0.0) or ""
         self._name = name = secrets.token_hex(8)
         self._store.set(f"{self._prefix}roll", f"{name} {self._job}".encode())
         entries = [f"{self._prefix}{name}/roll/{other}" for other in range(1, self._size)]
-        present = [self._await_entry(entry, deadline) for entry in entries]
+        at = f"{call} at the {self._store}"
+        present = signed_in(entries, self._await_entry, deadline, warn_after, at)
         if missing := [other for other, number in enumerate(present, 1) if number is None]:
             raise errors.TimeoutError(
                 f"rank {self._rank} of {self._size} has waited at the {self._store} for "
@@ -223,6 +232,35 @@ class _Meeting:
             "store and a secret of its own",
             rank=self._rank,
         )
+
+
+def signed_in(
+    entries: Sequence[str],
+    read: Callable[[str, float], str | None],
+    deadline: float,
+    warn_after: float,
+    at: str,
+) -> list[str | None]:
+    """What ranks 1, 2, ... sign in with, for rank 0; None: one has not come in time.
+
+    Args:
+        entries: Their keys.
+        read: Awaits the value of a key until a time of `time.monotonic`.
+        deadline: That time.
+        warn_after: Seconds after which those who are missing are named in the log; 0: never.
+        at: Where they are awaited, for that.
+    """
+    began = time.monotonic()
+    first = min(deadline, began + (warn_after or math.inf))
+    present = [read(entry, first) for entry in entries]
+    late = [rank for rank, number in enumerate(present, 1) if number is None]
+    if late and first < deadline:
+        _log.warning(
+            f"rank 0 of {len(entries) + 1} has waited {time.monotonic() - began:.1f} s in {at} for "
+            f"{ranks_text(late)}: not started, failed before, or told another store or secret; set "
+            "MULTIRING_STALL_WARNING to change or silence this warning"
+        )
+    return [number or read(entry, deadline) for entry, number in zip(entries, present, strict=True)]
 
 
 def signed(store: Store, key: str, timeout: float) -> str | None:

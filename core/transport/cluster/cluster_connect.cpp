@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <numeric>
+#include <sstream>
 #include <thread>
 #include <utility>
 
@@ -11,8 +13,7 @@
 namespace multiring {
 namespace {
 
-constexpr int kCauseChecks = 20;
-constexpr std::chrono::milliseconds kBetweenCauseChecks(10);
+constexpr char kFieldEnd = '\0';
 
 const ClusterRank& rank_of(const ClusterContext& context, int world) {
   return context.ranks[static_cast<std::size_t>(world)];
@@ -43,7 +44,7 @@ std::vector<int> ranks_of_host(const std::vector<ClusterRank>& ranks, int host) 
 }
 
 ClusterTransport::ClusterTransport(std::shared_ptr<const ClusterContext> context, std::vector<int> members,
-                                   std::uint64_t tag, const SharedTransportOptions& options,
+                                   std::uint64_t tag, bool in_store, const SharedTransportOptions& options,
                                    const WaitOptions& waiting)
     : SharedTransport(context->host_group, group_ranks(*context, members), tag, options, waiting),
       context_(std::move(context)),
@@ -51,12 +52,26 @@ ClusterTransport::ClusterTransport(std::shared_ptr<const ClusterContext> context
       world_(std::move(members)) {
   for (int other = 0; other < size(); ++other)
     if (is_remote(other)) remote_.push_back(other);
-  connect(waiting);
+  mirror_ = make_mirror(in_store, waiting);
+  unconnected_messages_ = make_network(RemoteMessages::kChannels, "messages", in_store, waiting);
+  hierarchy_ = make_hierarchy(in_store, waiting);
+}
+
+std::shared_ptr<ClusterTransport> ClusterTransport::make_world(std::shared_ptr<const ClusterContext> context,
+                                                               const SharedTransportOptions& options,
+                                                               const WaitOptions& waiting) {
+  constexpr std::uint64_t kTag = 1;
+  std::vector<int> members(context->ranks.size());
+  std::iota(members.begin(), members.end(), 0);
+  auto world = std::make_shared<ClusterTransport>(std::move(context), std::move(members), kTag,
+                                                  /*in_store=*/true, options, waiting);
+  world->connect(waiting);
+  return world;
 }
 
 // Networks first: they have receives posted in the memory of the host.
 ClusterTransport::~ClusterTransport() {
-  ClusterTransport::leave();
+  if (messages_ != nullptr) ClusterTransport::leave();  // peers take who could not connect for dead
   progress_entry_.reset();
   hierarchy_.reset();
   messages_.reset();
@@ -70,24 +85,22 @@ std::string ClusterTransport::network_name() const {
 }
 
 std::unique_ptr<Network> ClusterTransport::make_network(int channels, const std::string& purpose,
-                                                        const WaitOptions& waiting) const {
-  auto network = context_->make_network(world_, rank(), channels, network_name() + "-" + purpose, waiting);
+                                                        bool in_store, const WaitOptions& waiting) const {
+  auto network =
+      context_->make_network(world_, rank(), channels, network_name() + "-" + purpose, in_store, waiting);
   network->keep(memory());
   return network;
 }
 
 void ClusterTransport::connect(const WaitOptions& waiting) {
-  mirror_ = make_mirror(waiting);
-  auto messages = make_network(RemoteMessages::kChannels, "messages", waiting);
   mirror_->network().connect(mirror_->links(), waiting);
-  if (!messages->links_on_demand()) {
+  if (!unconnected_messages_->links_on_demand()) {
     std::vector<Network::Link> links;
     for (const int other : remote_)
       for (int channel = 0; channel < RemoteMessages::kChannels; ++channel) links.push_back({other, channel});
-    messages->connect(links, waiting);
+    unconnected_messages_->connect(links, waiting);
   }
-  messages_ = make_messages(std::move(messages));
-  hierarchy_ = make_hierarchy(waiting);
+  open_messages();
   // Errors of this group must not end the waits of other groups.
   const auto poll = [this] {
     try {
@@ -112,7 +125,7 @@ const std::map<int, MirrorRoutes>& ClusterTransport::host_routes() const {
   return routes_;
 }
 
-std::unique_ptr<HostMirror> ClusterTransport::make_mirror(const WaitOptions& waiting) {
+std::unique_ptr<HostMirror> ClusterTransport::make_mirror(bool in_store, const WaitOptions& waiting) {
   MirrorRoutes routes = routes_of(rank());
   receivers_ = std::move(routes.receivers);
   RoundMemory memory;
@@ -122,11 +135,11 @@ std::unique_ptr<HostMirror> ClusterTransport::make_mirror(const WaitOptions& wai
   memory.gossip.has_reached = [this](int other, std::uint64_t round) { return has_reached(other, round); };
   memory.gossip.on_reached = [this](int other, std::uint64_t round) { publish_remote_arrival(other, round); };
   memory.staging_bytes = staging_bytes();
-  auto network = make_network(HostMirror::channels(routes), "rounds", waiting);
+  auto network = make_network(HostMirror::channels(routes), "rounds", in_store, waiting);
   return std::make_unique<HostMirror>(std::move(network), routes, std::move(memory));
 }
 
-std::unique_ptr<RemoteMessages> ClusterTransport::make_messages(std::unique_ptr<Network> network) {
+void ClusterTransport::open_messages() {
   MailboxMemory memory;
   memory.header = [this](int source, int destination, std::uint64_t chunk) {
     return mailbox_header(source, destination, chunk);
@@ -141,10 +154,12 @@ std::unique_ptr<RemoteMessages> ClusterTransport::make_messages(std::unique_ptr<
     mailbox(rank(), destination).read.store(chunk, std::memory_order_release);
   };
   memory.chunk_bytes = mailbox_chunk_bytes();
-  return std::make_unique<RemoteMessages>(std::move(network), rank(), remote_, std::move(memory));
+  messages_ =
+      std::make_unique<RemoteMessages>(std::move(unconnected_messages_), rank(), remote_, std::move(memory));
 }
 
-std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(const WaitOptions& waiting) {
+std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(bool in_store,
+                                                                   const WaitOptions& waiting) {
   constexpr std::uint64_t kTag = ~std::uint64_t{0};  // of no subgroup of the user
   // Messages are sent in pieces of it, which should not be small.
   constexpr std::size_t kStagingFactor = 4;
@@ -156,7 +171,7 @@ std::unique_ptr<ClusterHierarchy> ClusterTransport::make_hierarchy(const WaitOpt
   shared.staging_bytes = std::min(shared.staging_bytes * kStagingFactor, kMostStaging);
   auto host = std::make_shared<SharedTransport>(host_group(), group_members(here), subgroup_tag(kTag), shared,
                                                 waiting);
-  auto network = make_network(1, "plans", waiting);
+  auto network = make_network(1, "plans", in_store, waiting);
   network->keep(host->memory());
   const auto watched = [this](const WaitOptions& limits,
                               const std::function<WaitResult(const WaitOptions&)>& wait) {
@@ -172,7 +187,22 @@ std::shared_ptr<Transport> ClusterTransport::subgroup(std::span<const int> chose
   const bool local =
       std::none_of(chosen.begin(), chosen.end(), [this](int member) { return is_remote(member); });
   if (local) return SharedTransport::subgroup(chosen, tag, waiting);
-  // The new group's networks take a rank that cannot be reached for one that may still come.
+  std::shared_ptr<Transport> opened;
+  while_watched(waiting, [&](const WaitOptions& watched) {
+    opened = std::make_shared<ClusterTransport>(context_, std::move(members), subgroup_tag(tag),
+                                                /*in_store=*/false, options(), watched);
+  });
+  return opened;
+}
+
+void ClusterTransport::connect_subgroup(Transport& subgroup, const WaitOptions& waiting) {
+  if (auto* group = dynamic_cast<ClusterTransport*>(&subgroup))  // or all of its ranks are on this host
+    while_watched(waiting, [&](const WaitOptions& watched) { group->connect(watched); });
+}
+
+// The new group's networks take a rank that cannot be reached for one that may still come.
+void ClusterTransport::while_watched(const WaitOptions& waiting,
+                                     const std::function<void(const WaitOptions&)>& step) {
   const std::function<void()> check = [&] {
     waiting.check_interrupt();
     if (aborted(nullptr)) throw WaitEnded{{WaitResult::Outcome::kAborted}};
@@ -180,8 +210,7 @@ std::shared_ptr<Transport> ClusterTransport::subgroup(std::span<const int> chose
   };
   const WaitOptions watched = waiting.with_interrupt(check);
   try {
-    return std::make_shared<ClusterTransport>(context_, std::move(members), subgroup_tag(tag), options(),
-                                              watched);
+    step(watched);
   } catch (const Error& error) {
     // The rank may have left because of an error of this group, which may still arrive.
     for (int times = 0; error.kind() == ErrorKind::kPeerLost && times < kCauseChecks; ++times) {
@@ -189,6 +218,29 @@ std::shared_ptr<Transport> ClusterTransport::subgroup(std::span<const int> chose
       std::this_thread::sleep_for(kBetweenCauseChecks);
     }
     throw;
+  }
+}
+
+std::vector<Network*> ClusterTransport::networks() const {
+  Network& messages = messages_ != nullptr ? messages_->network() : *unconnected_messages_;
+  return {&mirror_->network(), &messages, &hierarchy_->network()};
+}
+
+// One field for each network: no address contains the separator.
+std::string ClusterTransport::addresses() const {
+  std::string text;
+  for (const Network* network : networks()) text += network->address() + kFieldEnd;
+  return text;
+}
+
+void ClusterTransport::learn_addresses(std::span<const std::string> by_rank) {
+  for (const int other : remote_) {
+    std::istringstream fields(by_rank[static_cast<std::size_t>(other)]);
+    for (Network* network : networks()) {
+      std::string address;
+      std::getline(fields, address, kFieldEnd);
+      network->learn(other, address);
+    }
   }
 }
 

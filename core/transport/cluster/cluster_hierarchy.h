@@ -44,6 +44,7 @@ class ClusterHierarchy final : public Hierarchy {
   void give_up(std::span<const Ticket> tickets) override { network_->give_up(tickets); }
   void keep(std::shared_ptr<const void> memory) override { network_->keep(std::move(memory)); }
 
+  Network& network() const { return *network_; }
   // As those of Transport and Network, from any thread.
   void abort(const Error& error) { network_->abort(error); }
   void relay(const AbortRecord& record) { network_->relay(record); }

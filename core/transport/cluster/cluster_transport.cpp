@@ -180,7 +180,7 @@ WaitResult ClusterTransport::await_sent(int destination, const WaitOptions& wait
 }
 
 WaitResult ClusterTransport::find_ended() const {
-  WaitResult found = find_ended_here();
+  WaitResult found = SharedTransport::find_ended();
   for (const int other : remote_) {
     for (const Network* network : {&mirror_->network(), &messages_->network()}) {
       const WaitResult ended = network->ended(other);

@@ -32,10 +32,11 @@ MULTIRING_API std::vector<int> ranks_of_host(const std::vector<ClusterRank>& ran
 /// Shared by all transports of a process.
 struct ClusterContext {
   /// A network among `members` (world ranks, in the order of their ranks there), of which this process is the
-  /// `rank`-th, unconnected. `name` is the same on all of them and never used twice.
-  using MakeNetwork =
-      std::function<std::unique_ptr<Network>(std::span<const int> members, int rank, int channels,
-                                             const std::string& name, const WaitOptions& waiting)>;
+  /// `rank`-th, unconnected. `name` is the same on all of them and never used twice. `in_store`: ranks find
+  /// each other in the store, and otherwise learn their addresses.
+  using MakeNetwork = std::function<std::unique_ptr<Network>(std::span<const int> members, int rank,
+                                                             int channels, const std::string& name,
+                                                             bool in_store, const WaitOptions& waiting)>;
 
   std::vector<ClusterRank> ranks;  ///< of the world
   int rank = 0;                    ///< of this process in the world
@@ -52,8 +53,14 @@ struct ClusterContext {
 class MULTIRING_API ClusterTransport final : public SharedTransport {
  public:
   /// `members`: world ranks in their order here. Collective among them. `options.oversubscribed` is set.
+  /// `in_store`: the ranks have no group yet in which they could learn each other's addresses. To be
+  /// connected.
   ClusterTransport(std::shared_ptr<const ClusterContext> context, std::vector<int> members, std::uint64_t tag,
-                   const SharedTransportOptions& options, const WaitOptions& waiting);
+                   bool in_store, const SharedTransportOptions& options, const WaitOptions& waiting);
+  /// The world, connected. Collective.
+  static std::shared_ptr<ClusterTransport> make_world(std::shared_ptr<const ClusterContext> context,
+                                                      const SharedTransportOptions& options,
+                                                      const WaitOptions& waiting);
   ~ClusterTransport() override;
 
   std::string host(int rank) const override;
@@ -62,6 +69,9 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   int host_number(int rank) const override { return info(rank).host; }
   bool shares_memory() const override { return false; }
 
+  bool is_ahead(int rank) const override {
+    return SharedTransport::is_ahead(rank) || (is_remote(rank) && mirror_->is_ahead(rank));
+  }
   Stragglers stragglers(std::uint64_t round) const override;
   bool is_watched(int rank) const override;
   void arrive(std::uint64_t round, std::size_t staged) override;
@@ -75,10 +85,14 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   Hierarchy* hierarchy() override { return hierarchy_.get(); }
   std::shared_ptr<Transport> subgroup(std::span<const int> members, std::uint64_t tag,
                                       const WaitOptions& waiting) override;
+  std::string addresses() const override;
+  void learn_addresses(std::span<const std::string> by_rank) override;
+  void connect_subgroup(Transport& subgroup, const WaitOptions& waiting) override;
 
   void abort(const Error& error) noexcept override;
   /// Also asks the networks for errors of other hosts.
   bool aborted(AbortRecord* record) const override;
+  WaitResult find_ended() const override;
   void leave() override;
   void abandon() override;
   void wake() override;
@@ -93,16 +107,17 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   /// Prefix of the names of this transport's networks.
   std::string network_name() const;
   void connect(const WaitOptions& waiting);
-  std::unique_ptr<Network> make_network(int channels, const std::string& purpose,
+  /// Runs a step of making a subgroup, which ends with what ends the waits of this group.
+  void while_watched(const WaitOptions& waiting, const std::function<void(const WaitOptions&)>& step);
+  std::unique_ptr<Network> make_network(int channels, const std::string& purpose, bool in_store,
                                         const WaitOptions& waiting) const;
-  std::unique_ptr<ClusterHierarchy> make_hierarchy(const WaitOptions& waiting);
-  std::unique_ptr<HostMirror> make_mirror(const WaitOptions& waiting);
+  std::unique_ptr<ClusterHierarchy> make_hierarchy(bool in_store, const WaitOptions& waiting);
+  std::unique_ptr<HostMirror> make_mirror(bool in_store, const WaitOptions& waiting);
+  std::vector<Network*> networks() const;
   MirrorRoutes routes_of(int rank) const;
   /// Routes of the ranks of this host, for errors. For the thread that drives the rounds.
   const std::map<int, MirrorRoutes>& host_routes() const;
-  std::unique_ptr<RemoteMessages> make_messages(std::unique_ptr<Network> network);
-  /// A rank that is known to have ended, preferably one that died.
-  WaitResult find_ended() const;
+  void open_messages();
   /// Runs a wait on a network. An error on this host, or what `find_failure` finds, ends it, too.
   WaitResult wait_on_network(const WaitOptions& waiting,
                              const std::function<WaitResult(const WaitOptions&)>& wait,
@@ -122,7 +137,8 @@ class MULTIRING_API ClusterTransport final : public SharedTransport {
   std::vector<int> receivers_;
   mutable std::map<int, MirrorRoutes> routes_;  // see host_routes
   std::unique_ptr<HostMirror> mirror_;
-  std::unique_ptr<RemoteMessages> messages_;
+  std::unique_ptr<Network> unconnected_messages_;  // of messages_, before it is there
+  std::unique_ptr<RemoteMessages> messages_;       // null before `connect`
   std::unique_ptr<ClusterHierarchy> hierarchy_;
   std::unique_ptr<ProgressRegistry::Entry> progress_entry_;
   mutable std::atomic<bool> relayed_{false};  // to other hosts: the error of a rank of this one

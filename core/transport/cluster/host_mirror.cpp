@@ -69,6 +69,8 @@ std::vector<Network::Link> HostMirror::links() const {
   return links;
 }
 
+bool HostMirror::is_ahead(int rank) const { return network_->is_ahead(rank, kRounds); }
+
 void HostMirror::post(int rank, std::uint64_t round, std::size_t staged) {
   round_ = round;
   set_following_bytes(memory_.header(rank, round), staged);

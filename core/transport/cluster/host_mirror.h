@@ -43,6 +43,8 @@ class HostMirror {
   HostMirror(std::unique_ptr<Network> network, const MirrorRoutes& routes, RoundMemory memory);
 
   Network& network() const { return *network_; }
+  /// Whether `rank` is known to have arrived at a round at which this rank has not.
+  bool is_ahead(int rank) const;
   /// Those that the network has to be connected on.
   std::vector<Network::Link> links() const;
   /// Never blocks.

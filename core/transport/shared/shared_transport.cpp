@@ -276,7 +276,7 @@ WaitResult SharedTransport::find_lost(std::uint64_t round) {
   return find_lost_peer(Arrivals{&state(0), size(), rank_, round});
 }
 
-WaitResult SharedTransport::find_ended_here() const {
+WaitResult SharedTransport::find_ended() const {
   return find_lost_peer(Arrivals{&state(0), size(), rank_, std::numeric_limits<std::uint64_t>::max()});
 }
 

@@ -53,6 +53,7 @@ class MULTIRING_API SharedTransport : public Transport {
   bool has_reached(int rank, std::uint64_t round) const override {
     return arrived(rank) >= round || state(rank).remote_arrival.load(std::memory_order_relaxed) >= round;
   }
+  bool is_ahead(int rank) const override { return arrived(rank) > arrived(rank_); }
   Stragglers stragglers(std::uint64_t round) const override {
     Stragglers stragglers;
     for (int rank = 0; rank < size(); ++rank)
@@ -81,6 +82,7 @@ class MULTIRING_API SharedTransport : public Transport {
 
   void abort(const Error& error) noexcept override;
   bool aborted(AbortRecord* record) const override;
+  WaitResult find_ended() const override;
   void leave() override;
   void abandon() override;
   void wake() override;
@@ -112,8 +114,6 @@ class MULTIRING_API SharedTransport : public Transport {
                      const ErrorContext& about) const noexcept;
   /// A member on this host that has ended before it reached `round`, preferably one that died.
   WaitResult find_lost(std::uint64_t round);
-  /// A member on this host that has ended, preferably one that died.
-  WaitResult find_ended_here() const;
 
  private:
   RankState& state(int rank) const;

@@ -17,6 +17,7 @@
 #include "base/host_identity.h"
 #include "base/immovable.h"
 #include "base/protocol.h"
+#include "base/text.h"
 
 namespace multiring {
 namespace {
@@ -104,12 +105,6 @@ UniqueFd open_process([[maybe_unused]] std::int64_t pid) {
   return UniqueFd();
 }
 
-std::string join_numbers(const std::vector<int>& numbers) {
-  std::string text;
-  for (const int number : numbers) text += (text.empty() ? "" : ", ") + std::to_string(number);
-  return text;
-}
-
 [[noreturn]] void throw_missing(const SocketMesh::Options& options, const std::vector<int>& missing,
                                 double waited) {
   ErrorContext context;
@@ -121,8 +116,8 @@ std::string join_numbers(const std::vector<int>& numbers) {
   throw Error(
       ErrorKind::kTimeout,
       "rank " + std::to_string(options.rank) + " on " + host_name() + " waited " +
-          std::to_string(static_cast<int>(waited)) + " s in init for rank(s) " + join_numbers(missing) +
-          " of " + std::to_string(options.size) +
+          std::to_string(static_cast<int>(waited)) + " s in init for " + rank_list(missing) + " of " +
+          std::to_string(options.size) +
           ": they have not started, have failed before init, or were given another store. Look at their "
           "output; MULTIRING_TIMEOUT sets how long to wait.",
       context);

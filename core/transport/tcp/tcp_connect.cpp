@@ -74,7 +74,7 @@ std::uint64_t settings_of(const TcpOptions& options) {
          static_cast<std::uint64_t>(kProtocol) << 40U;
 }
 
-TcpNetwork::TcpNetwork(Store& store, const TcpOptions& options, const WaitOptions& waiting)
+TcpNetwork::TcpNetwork(Store* store, const TcpOptions& options, const WaitOptions& waiting)
     : store_(store),
       options_((validate(options), options)),
       settings_(settings_of(options)),
@@ -83,7 +83,16 @@ TcpNetwork::TcpNetwork(Store& store, const TcpOptions& options, const WaitOption
       acceptor_(descriptors_, poller_, options_, *this),
       peers_(static_cast<std::size_t>(options.size)) {
   acceptor_.listen(own_.addresses);
-  store_.set(store_key(options_, options_.rank), format_endpoint(own_), waiting);
+  if (store_ != nullptr) store_->set(store_key(options_, options_.rank), address(), waiting);
+}
+
+void TcpNetwork::learn(int rank, const std::string& address) {
+  std::optional<Endpoint> endpoint = parse_endpoint(address);
+  if (!endpoint)
+    throw Error(ErrorKind::kInternal, "the address of rank " + std::to_string(rank) +
+                                          " cannot be read: does it run another version of multiring?");
+  const std::lock_guard lock(mutex_);
+  peer(rank).endpoint = std::move(endpoint);
 }
 
 void TcpNetwork::connect(std::span<const Link> links, const WaitOptions& waiting) {
@@ -153,7 +162,8 @@ std::string TcpNetwork::known_host(int rank) const {
 std::string TcpNetwork::host(int rank) {
   {
     const std::lock_guard lock(mutex_);
-    if (rank < 0 || rank >= options_.size || rank == options_.rank || peer(rank).endpoint)
+    if (store_ == nullptr || rank < 0 || rank >= options_.size || rank == options_.rank ||
+        peer(rank).endpoint)
       return known_host(rank);
   }
   std::optional<Endpoint> endpoint;
@@ -164,7 +174,7 @@ std::string TcpNetwork::host(int rank) {
   };
   try {
     endpoint =
-        parse_endpoint(store_.get(store_key(options_, rank), 0.0, WaitOptions{}.with_interrupt(give_up)));
+        parse_endpoint(store_->get(store_key(options_, rank), 0.0, WaitOptions{}.with_interrupt(give_up)));
   } catch (const Error&) {
     // Not published, or the store has gone: the message is written without it.
   }
@@ -180,10 +190,13 @@ void TcpNetwork::look_up_address(int rank, const WaitOptions& waiting) {
       const std::lock_guard lock(mutex_);
       if (peer(rank).endpoint) return;
     }
+    if (store_ == nullptr)
+      throw Error(ErrorKind::kInternal, "rank " + std::to_string(options_.rank) +
+                                            " has not learned the address of rank " + std::to_string(rank));
     std::string value;
     try {
-      value = store_.get(store_key(options_, rank), std::min(kLookupTimeSlice, waiting.deadline.remaining()),
-                         waiting);
+      value = store_->get(store_key(options_, rank), std::min(kLookupTimeSlice, waiting.deadline.remaining()),
+                          waiting);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kTimeout) throw;
       progress();
@@ -200,11 +213,7 @@ void TcpNetwork::look_up_address(int rank, const WaitOptions& waiting) {
             "another store. Look at its output; MULTIRING_TIMEOUT sets how long to wait");
       continue;
     }
-    const std::lock_guard lock(mutex_);
-    peer(rank).endpoint = parse_endpoint(value);
-    if (!peer(rank).endpoint)
-      throw Error(ErrorKind::kInternal, "the store has no address of rank " + std::to_string(rank) +
-                                            " that can be read: does it run another version of multiring?");
+    learn(rank, value);
   }
 }
 

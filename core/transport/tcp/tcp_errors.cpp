@@ -49,15 +49,16 @@ std::optional<Error> TcpNetwork::find_error(std::span<const Link> links,
         affects(attempt.info.server, links))
       return attempt_error(rank_pair(attempt.info.server, waited), attempt);
   for (const Link& link : links) {
-    if (is_linked(link) || !(peer(link.peer).ending || peer(link.peer).left)) continue;
+    const Peer& other = peer(link.peer);
+    if (is_linked(link) || !(other.ending || other.left || other.dead)) continue;
     // An answer from before its end may still arrive.
     const bool connecting = std::any_of(attempts.begin(), attempts.end(), [&](const ConnectAttempt& attempt) {
       return attempt.info.server == link.peer && attempt.state != ConnectAttempt::State::kDone &&
              attempt.state != ConnectAttempt::State::kFailed;
     });
-    if (!connecting)
+    if (!connecting || other.dead)
       return error_between(ErrorKind::kPeerLost, rank_pair(link.peer, waited), "lost its connection to",
-                           peer(link.peer).left ? ", which has left" : ": it has ended, look at its output");
+                           other.left ? ", which has left" : ": it has ended, look at its output");
   }
   return std::nullopt;
 }

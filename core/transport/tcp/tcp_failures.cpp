@@ -21,6 +21,12 @@ constexpr double kChecksPerHeartbeat = 10;
 /// Seconds that the destructor waits for delivery after an error.
 constexpr double kDeliveryAfterAbort = 1.0;
 
+/// Whether the host does not answer. Where one path of several is broken the control connection ends as well.
+bool is_unreachable(int error) {
+  return error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH || error == EHOSTDOWN ||
+         error == ENETDOWN || error == ENONET;
+}
+
 }  // namespace
 
 void TcpNetwork::check_timers() {
@@ -31,6 +37,7 @@ void TcpNetwork::check_timers() {
   });
   acceptor_.check_timers();
   check_heartbeats();
+  learn_of_lost_ranks();
   if (ending_.empty()) return;
   const Clock::time_point now = Clock::now();
   std::erase_if(ending_, [&](int rank) {
@@ -42,6 +49,17 @@ void TcpNetwork::check_timers() {
     fail_pending(other);
     return true;
   });
+}
+
+void TcpNetwork::learn_of_lost_ranks() {
+  const std::uint64_t version = options_.lost_ranks->version();
+  if (version == std::exchange(lost_version_, version)) return;
+  for (int rank = 0; rank < options_.size; ++rank) {
+    Peer& other = peer(rank);
+    if (rank == options_.rank || other.left || !options_.lost_ranks->contains(world_rank(rank))) continue;
+    other.dead = true;
+    fail_pending(other);
+  }
 }
 
 void TcpNetwork::check_heartbeats() {
@@ -115,6 +133,7 @@ void TcpNetwork::on_closed(TcpConnection& connection, int error) {
   }
   // The peer's kernel did not close it: nothing will come on the other connections either.
   if (!orderly) other.dead = true;
+  if (control && is_unreachable(error)) options_.lost_ranks->add(world_rank(connection.peer()));
   fail_pending(other);
 }
 
@@ -188,8 +207,9 @@ TcpNetwork::~TcpNetwork() {
 // at most; the kernel sends the rest later, unless the peer sends something, too.
 void TcpNetwork::await_delivery() {
   std::vector<TcpConnection*> pending;
-  for (Peer& other : peers_) {
-    if (other.dead) continue;
+  for (int rank = 0; rank < options_.size; ++rank) {
+    Peer& other = peer(rank);
+    if (other.dead || options_.lost_ranks->contains(world_rank(rank))) continue;
     if (other.control) pending.push_back(other.control.get());
     for (auto& [channel, stream] : other.streams)
       for (const auto& connection : stream->connections())
@@ -198,7 +218,11 @@ void TcpNetwork::await_delivery() {
   }
   for (TcpConnection* connection : pending) connection->end_output();
   while (true) {
-    std::erase_if(pending, [](TcpConnection* connection) { return connection->delivered(); });
+    const std::lock_guard lock(mutex_);
+    check_heartbeats();  // hosts vanish with all of their ranks, which are found one after the other
+    std::erase_if(pending, [this](TcpConnection* connection) {
+      return connection->delivered() || options_.lost_ranks->contains(world_rank(connection->peer()));
+    });
     if (pending.empty() || delivery_.expired()) return;
     ::poll(nullptr, 0, 1);
   }

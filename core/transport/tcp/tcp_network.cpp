@@ -186,10 +186,18 @@ void TcpNetwork::give_up(std::span<const Ticket> tickets) {
   }
 }
 
+bool TcpNetwork::is_ahead(int rank, int channel) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = peer(rank).streams.find(channel);
+  return found != peer(rank).streams.end() && found->second->is_ahead();
+}
+
 WaitResult TcpNetwork::ended(int rank) const {
   const std::lock_guard lock(mutex_);
   const Peer& other = peer(rank);
-  if (!other.left && !other.dead) return {};
+  // Once the control connection is closed no goodbye can come; what was sent before may.
+  const bool closed = other.control && !other.control->open() && !needs_control(other);
+  if (!other.left && !other.dead && !closed) return {};
   return {Outcome::kPeerLost, rank, other.left};
 }
 

@@ -38,12 +38,15 @@ namespace multiring::tcp {
 /// heartbeat, and not its process: a rank that computes, or is stopped in a debugger, is slow and not lost.
 /// Deadlines limit how long a slow rank is waited for.
 ///
-/// Lock: `mutex_` guards all that is neither atomic nor the driving thread's; none is taken under it.
+/// Lock: `mutex_` guards all that is neither atomic nor the driving thread's; only that of LostRanks is taken
+/// under it.
 class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor::Delegate {
  public:
-  /// Listens, and publishes the addresses in the store, which has to outlive the network. Waits for
-  /// nothing but the store.
-  TcpNetwork(Store& store, const TcpOptions& options, const WaitOptions& waiting = {});
+  /// Listens, and publishes the addresses in the store, which is asked for those that are not learned before
+  /// and has to outlive the network; null: all are learned. Waits for nothing but the store.
+  TcpNetwork(Store* store, const TcpOptions& options, const WaitOptions& waiting = {});
+  TcpNetwork(Store& store, const TcpOptions& options, const WaitOptions& waiting = {})
+      : TcpNetwork(&store, options, waiting) {}
   /// Waits until peers have what was sent to them, at most until a heartbeat after `leave`. A rank leaves all
   /// its networks before it destroys them, so that a host that has vanished delays it once.
   ~TcpNetwork() override;
@@ -52,11 +55,14 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   int size() const override { return options_.size; }
   int channels() const override { return options_.channels; }
   std::string host(int rank) override;
+  std::string address() const override { return format_endpoint(own_); }
+  void learn(int rank, const std::string& address) override;
   void connect(std::span<const Link> links, const WaitOptions& waiting) override;
   bool links_on_demand() const override { return true; }
   WaitResult connect_on_demand(std::span<const Link> links, const WaitOptions& waiting) override;
   bool linked(const Link& link) const override;
   std::uint64_t links_version() const override { return links_version_.load(std::memory_order_acquire); }
+  bool is_ahead(int rank, int channel) const override;
   WaitResult ended(int rank) const override;
   Ticket post_send(int peer, int channel, std::span<const std::span<const std::byte>> parts) override;
   Ticket post_receive(int peer, int channel, std::span<std::byte> buffer) override;
@@ -108,6 +114,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   WaitResult drive(const WaitOptions& waiting, const std::function<bool(WaitResult*)>& finished);
   void advance_connections();
   void check_timers();
+  void learn_of_lost_ranks();
   void check_heartbeats();
   void check_heartbeats(Peer& other, Clock::time_point now);
   void await_delivery();
@@ -143,7 +150,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   Error timeout_error(std::span<const Link> links, const std::list<ConnectAttempt>& attempts,
                       const WaitOptions& waiting) const;
 
-  Store& store_;
+  Store* store_;
   TcpOptions options_;
   std::uint64_t settings_;
   Endpoint own_;
@@ -156,6 +163,7 @@ class MULTIRING_API TcpNetwork final : public Network, ControlObserver, Acceptor
   std::deque<TcpConnection*> ready_connections_;
   std::vector<int> ending_;  // peers with a closed connection, whose others may still deliver
   Clock::time_point next_check_ = {};
+  std::uint64_t lost_version_ = 0;  // of options_.lost_ranks
   std::optional<AbortRecord> abort_;
   std::list<ConnectAttempt> pending_attempts_;  // of connect_on_demand, and not done
   std::atomic<std::uint64_t> links_version_{0};

@@ -27,11 +27,7 @@ WaitResult TcpNetwork::connect_on_demand(std::span<const Link> links, const Wait
     } catch (const Error& error) {
       if (error.kind() == ErrorKind::kTimeout) return {WaitResult::Outcome::kTimeout};
       if (interrupted(&result)) return result;
-      const std::string why = error.what();
-      throw error_between(error.kind(), rank_pair(link.peer, waiting.deadline.elapsed()),
-                          "cannot learn the address of",
-                          ", to which it has sent nothing before: " + why.substr(0, why.find('\n')) +
-                              ". If rank 0 serves the store, it has to stay until the others are done");
+      throw;
     }
   }
   if (interrupted(&result)) return result;
@@ -61,8 +57,8 @@ WaitResult TcpNetwork::connect_on_demand(std::span<const Link> links, const Wait
   std::erase_if(rejections_, [&](const auto& rejection) { return affects(rejection.first, links); });
   if (error->kind() != ErrorKind::kPeerLost) throw *error;
   const int rank = error->context().peer;
-  const bool left = peer(rank).left;
-  return {WaitResult::Outcome::kPeerLost, rank, left, !left && !peer(rank).ending};
+  const Peer& lost = peer(rank);
+  return {WaitResult::Outcome::kPeerLost, rank, lost.left, !lost.left && !lost.ending && !lost.dead};
 }
 
 bool TcpNetwork::linked(const Link& link) const {

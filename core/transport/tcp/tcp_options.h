@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/export.h"
+#include "transport/tcp/lost_ranks.h"
 
 namespace multiring::tcp {
 
@@ -41,6 +42,8 @@ struct TcpOptions {
   double heartbeat = 5.0;
   /// So many heartbeats for a connection that gets no answer while others to the same address do.
   static constexpr double kSlowPathFactor = 6.0;
+  /// Copies of the options share it.
+  std::shared_ptr<LostRanks> lost_ranks = std::make_shared<LostRanks>();
   double handshake_seconds = 10.0;
   /// Limit of `open_handshakes`: incoming connections in their handshake. Beyond it a network closes its
   /// oldest one. Every network may have kReservedHandshakes, so that a flood at the port of one does not lock

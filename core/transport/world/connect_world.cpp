@@ -4,13 +4,13 @@
 
 #include <algorithm>
 #include <map>
-#include <numeric>
 #include <sstream>
 #include <utility>
 
 #include "base/host_identity.h"
 #include "transport/cluster/cluster_transport.h"
 #include "transport/shm/shm_transport.h"
+#include "transport/world/init_warning.h"
 #include "transport/world/networks.h"
 
 namespace multiring {
@@ -205,11 +205,16 @@ MetRanks met_ranks(const std::vector<RankInfo>& infos, int own) {
 }  // namespace
 
 std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store, const WorldAddress& address,
-                                         const WaitOptions& waiting) {
+                                         const WaitOptions& limits) {
+  InitWarning warning(*store, address, address.spread ? "world/" : "shm/");
+  const std::function<void()> check = [&] {
+    limits.check_interrupt();
+    warning.check(limits.deadline.elapsed());
+  };
+  const WaitOptions waiting = limits.with_interrupt(check);
   std::vector<RankInfo> infos;
   std::vector<ClusterRank> ranks;
   if (address.spread) {
-    waiting.deadline.start();
     infos = exchange_infos(*store, address, waiting);
     ranks = place_ranks(infos);
   }
@@ -229,9 +234,7 @@ std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store, co
   SharedTransportOptions options = address.transport;
   options.oversubscribed = any_oversubscribed(*store, address, ranks, *context->host_group, waiting);
   context->ranks = std::move(ranks);
-  std::vector<int> members(static_cast<std::size_t>(address.size));
-  std::iota(members.begin(), members.end(), 0);
-  return std::make_shared<ClusterTransport>(std::move(context), std::move(members), 1, options, waiting);
+  return ClusterTransport::make_world(std::move(context), options, waiting);
 }
 
 }  // namespace multiring

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -28,6 +29,9 @@ struct WorldAddress {
   std::string build;
   /// Settings that have to be the same on all ranks: names, for messages, and values without line breaks.
   std::vector<std::pair<std::string, std::string>> compared;
+  /// Takes the warning that ranks have not come after `late_after` seconds (0: none).
+  std::function<void(const std::string&)> warn_late;
+  double late_after = 0.0;
   /// Used between hosts instead of TCP; on all ranks or on none.
   std::shared_ptr<MpiSession> mpi;
   SharedTransportOptions transport;

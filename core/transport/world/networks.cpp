@@ -12,7 +12,7 @@ namespace {
 ClusterContext::MakeNetwork mpi_maker(const std::shared_ptr<Store>& /*store*/, const WorldAddress& address,
                                       const MetRanks& ranks) {
   return [session = address.mpi, ranks](std::span<const int> members, int rank, int channels,
-                                        const std::string& name, const WaitOptions&) {
+                                        const std::string& name, bool, const WaitOptions&) {
     MpiOptions options;
     options.rank = rank;
     options.members.assign(members.begin(), members.end());
@@ -35,14 +35,14 @@ ClusterContext::MakeNetwork tcp_maker(const std::shared_ptr<Store>& store, const
   tcp::choose_addresses(tcp::interface_addresses(), base.interfaces, base.local);
   base.connected_before = true;
   return [store, base, job = ranks.job](std::span<const int> members, int rank, int channels,
-                                        const std::string& name, const WaitOptions& waiting) {
+                                        const std::string& name, bool in_store, const WaitOptions& waiting) {
     TcpOptions options = base;
     options.rank = rank;
     options.size = static_cast<int>(members.size());
     options.world.assign(members.begin(), members.end());
     options.channels = channels;
     options.job = job + "/" + name;
-    return std::make_unique<TcpNetwork>(*store, options, waiting);
+    return std::make_unique<TcpNetwork>(in_store ? store.get() : nullptr, options, waiting);
   };
 }
 

@@ -37,7 +37,7 @@ from tests.support import REPOSITORY
         "type": r"the solver to train: .*'type of solver' FakeSolver on rank 0, but .*NesterovSolver",
         "momentum": r"the solver to train: .*'momentum' 0.5 on rank 0, but 'momentum' 0.9 on rank 1",
         "base_lr": r"at step 8: .*'base_lr' 0.1 on rank 0, but 'base_lr' 0.01 on rank 1",
-        "iteration": r"gradients\[",
+        "iteration": r"of the solver: it is 2 on rank 0, where 5 comes next; .* Call restore\(\)",
     },
 )
 def test_solvers_that_differ(comm: Communicator, what: str) -> None:
@@ -97,20 +97,30 @@ def test_histories_that_differ_are_found_after_broadcast(comm: Communicator) -> 
         solver.step([draw(step)])
 
 
-@all_raise(MismatchError, root_only={False: None, True: ""})
-def test_a_snapshot_of_the_iteration_before(comm: Communicator, root_only: bool) -> None:
+@on_ranks(3)
+@all_raise(
+    MismatchError,
+    where={
+        "everywhere": None,
+        "root": r"iteration of the solver: it is 3 on rank 0, where 4 comes next; .* Call restore\(\) with",
+        "others": r"iteration of the solver: it is 3 on ranks 1, 2, where 4 comes next",
+    },
+)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_snapshot_of_the_iteration_before(comm: Communicator, where: str, overlap: bool) -> None:
     """A snapshot of the iteration before is restored."""
     with tempfile.TemporaryDirectory() as name:
         solver = caffe_nets.make_solver(Path(name), "momentum: 0.9")
         solver.is_root = True  # each takes a snapshot of its own
-        add_callback(solver, comm)
+        check_every = None if where == "everywhere" else 0
+        add_callback(solver, comm, overlap=overlap, iter_size=1, check_every=check_every)
         solver.step(3)
         snapshot = solver.snapshot()
         solver.step(1)
-        if comm.rank == 0 or not root_only:
+        if where == "everywhere" or (where == "root") == (comm.rank == 0):
             solver.restore(snapshot)
-        solver.step(4)
-        assert not root_only
+        solver.step(4 if where == "everywhere" else 1)
+        assert where == "everywhere"
     assert same_everywhere(comm, bits(solver.net))
 
 

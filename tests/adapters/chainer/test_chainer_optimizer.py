@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,41 @@ def test_double_buffering(comm: Communicator) -> list[dict[str, bytes]]:
     optimizer.close()
     optimizer.close()
     return history
+
+
+class LockedRule(chainer.optimizers.momentum_sgd.MomentumSGDRule):  # type: ignore[misc]
+    """Its state cannot be pickled."""
+
+    def init_state(self, parameter: Any) -> None:
+        super().init_state(parameter)
+        self.state["lock"] = threading.Lock()
+
+    def update_core_cpu(self, parameter: Any) -> None:
+        with self.state["lock"]:
+            super().update_core_cpu(parameter)
+
+
+class Locked(chainer.optimizers.MomentumSGD):  # type: ignore[misc]
+    def create_update_rule(self) -> LockedRule:
+        return LockedRule(self.hyperparam)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_state_that_cannot_be_pickled(comm: Communicator, everywhere: bool) -> None:
+    """All ranks, or rank 0 alone, have a state before the first update, which then is a broadcast."""
+    model, actual = make_model(), Locked(0.1)
+    actual.setup(model)
+    if everywhere or comm.rank == 0:
+        actual.update(squares, model, 0)
+    optimizer = multiring.chainer.create_multi_node_optimizer(actual, comm)
+    told = "state 'lock' of the update rule of 'first/W' cannot be pickled .*, and 7 more like it: each rank"
+    warns = comm.rank == 0 and not everywhere
+    with pytest.warns(UserWarning, match=told) if warns else nullcontext():
+        optimizer.update(squares, model, comm.rank)
+    assert optimizer.t == (2 if everywhere else 1)
+    optimizer.update(squares, model, comm.rank)
+    state = [one.update_rule.state["v"].tobytes() for one in model.params()]
+    assert same_everywhere(comm, [bits_of(model), state])
 
 
 def failing(model: Any, rank: int) -> Any:

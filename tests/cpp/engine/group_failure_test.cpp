@@ -1,7 +1,9 @@
 // Errors of groups: while they are made, how they call their ranks, and what is told where telling fails.
 
 #include <memory>
+#include <numeric>
 #include <string>
+#include <vector>
 
 #include "collective/exchange.h"
 #include "support/errors.h"
@@ -22,6 +24,23 @@ void exchange_colors(Communicator& communicator) {
   communicator.run(operation, {});
 }
 
+/// The same, and opens its part of the group of all, and tells the others where that is.
+std::shared_ptr<Transport> open_group(Communicator& communicator, Transport& transport) {
+  exchange_colors(communicator);
+  std::vector<int> members(static_cast<std::size_t>(communicator.size()));
+  std::iota(members.begin(), members.end(), 0);
+  WaitOptions waiting;
+  waiting.deadline = Deadline::after(20);
+  auto group = transport.subgroup(members, std::uint64_t{1} << 32U, waiting);
+  const std::string addresses = group->addresses();
+  Operation operation = make_operation(
+      {.kind = OpKind::kSplit, .dtype = DType::kUInt8, .rows = addresses.size(), .input = addresses.data()});
+  operation.descriptor.key.count = 1;
+  operation.descriptor.bytes = addresses.size();
+  communicator.run(operation, {});
+  return group;
+}
+
 /// Four ranks on two hosts, who wait for as long as it says.
 GroupOptions two_hosts(TransportKind kind, double timeout) {
   GroupOptions options(kind, 4);
@@ -34,22 +53,23 @@ class GroupFailure : public ::testing::TestWithParam<TransportKind> {};
 
 // The new group has no connection yet whose end could be seen, and the deadline is far away.
 TEST_P(GroupFailure, ARankThatDiesWhileAGroupIsMadeIsLost) {
-  GroupOptions options = two_hosts(GetParam(), 1000);
-  options.time_limit = 20 * kSlowness;
-  RankGroup group(options);
-  Latch ended(3);
-  group.run_transports([&](const std::shared_ptr<Transport>& transport) {
-    Communicator world(transport, options.communicator);
-    if (transport->rank() == 3) {
-      exchange_colors(world);
-      transport->abandon();  // as its kernel does when it is killed
-      return ended.wait();
-    }
-    error_of(
-        ErrorKind::kPeerLost, [&] { world.split(transport->rank() % 2, 0, {}); }, "in split", "'world'",
-        "rank 3");
-    ended.count_down();
-  });
+  for (const bool opens : {false, true}) {
+    GroupOptions options = two_hosts(GetParam(), 1000);
+    options.time_limit = 20 * kSlowness;
+    RankGroup group(options);
+    Latch ended(3);
+    group.run_transports([&](const std::shared_ptr<Transport>& transport) {
+      Communicator world(transport, options.communicator);
+      if (transport->rank() == 3) {
+        std::shared_ptr<Transport> opened;
+        opens ? void(opened = open_group(world, *transport)) : exchange_colors(world);
+        transport->abandon();  // as its kernel does when it is killed
+        return ended.wait();
+      }
+      error_of(ErrorKind::kPeerLost, [&] { world.split(0, 0, {}); }, "in split", "'world'", "rank 3");
+      ended.count_down();
+    });
+  }
 }
 
 TEST_P(GroupFailure, AnInterruptWhileAGroupIsMadeStopsAll) {
@@ -64,8 +84,8 @@ TEST_P(GroupFailure, AnInterruptWhileAGroupIsMadeStopsAll) {
       error_of(ErrorKind::kAborted, [&] { world.split(0, 0, {}); }, "rank 3 on host1 was interrupted");
       return split.count_down();
     }
-    // The others cannot make their group without this rank, which waits for one of them in an own group.
-    exchange_colors(world);
+    // The others cannot connect their group without this rank, which waits for them.
+    const auto opened = open_group(world, *transport);
     EXPECT_THROW(run_barrier(world, {-1.0, &interrupt}), Interrupted);
     split.wait();
   });
@@ -96,8 +116,7 @@ TEST_P(GroupNames, ErrorsTellTheRanksOfTheWorld) {
     }
     run_barrier(world);
     if (world.rank() == 3) return;
-    const Error lost = error_of(ErrorKind::kPeerLost, [&] { run_barrier(*same); });
-    EXPECT_EQ(std::string(lost.what()).find("world rank"), std::string::npos) << lost.what();
+    error_of(ErrorKind::kPeerLost, [&] { run_barrier(*same); }, "lost rank 3 on ");
   });
 }
 
@@ -113,10 +132,10 @@ TEST_P(GroupNames, CommunicatorsInDifferentOrderAreNamed) {
     const auto& first = world.rank() == 0 ? a : b;
     const Error error = error_of(ErrorKind::kTimeout, [&] { run_barrier(*first, {0.5, nullptr}); });
     both.arrive_and_wait();
-    if (GetParam() != TransportKind::kCluster)  // on the others what a peer has published is seen at once
-      expect_text(error, world.rank() == 0
-                             ? "and waits for this rank in barrier of communicator 'world/2.0'"
-                             : "and waits for this rank in barrier of communicator 'world/1.0'");
+    // Of a peer on another host it is only seen that it has published something.
+    const std::string what = GetParam() == TransportKind::kCluster ? "an operation" : "barrier";
+    expect_text(error, "and waits for this rank in " + what + " of communicator 'world/" +
+                           (world.rank() == 0 ? "2.0'" : "1.0'"));
   });
 }
 
@@ -132,6 +151,40 @@ TEST(LostRanks, TheDeadComeBeforeThoseThatLeft) {
     Communicator world(transport, options.communicator);
     error_of(ErrorKind::kPeerLost, [&] { run_barrier(world); }, "lost rank 2", "has died");
   });
+}
+
+// Rank 1 leaves the pair because a rank that is no member has died. Rank 0 knows by the world, which rank 1
+// has told or, where it has not, which is connected with rank 2.
+TEST_P(GroupNames, WhoLeavesBecauseOfAnotherRankIsNotBlamed) {
+  for (const int victim : {3, 2}) {
+    const GroupOptions options = two_hosts(GetParam(), 1000);
+    RankGroup group(options);
+    Latch died(1), told(2);
+    group.run_transports([&](const std::shared_ptr<Transport>& transport) {
+      Communicator world(transport, options.communicator);
+      const int rank = world.rank();
+      const auto pair = world.split(rank < 2 ? 0 : -1, 0, {});
+      const auto other = world.split(rank == 1 || rank == victim ? 0 : -1, 0, {});
+      if (rank == victim) {
+        if (GetParam() == TransportKind::kInproc) group.hub().break_rank(victim);
+        world.abandon();  // as its kernel does when it is killed
+        other->abandon();
+        died.count_down();
+      }
+      if (rank >= 2) return told.wait();
+      died.wait();
+      if (rank == 1) {
+        error_of(ErrorKind::kPeerLost, [&] { run_barrier(victim == 3 ? world : *other); }, "lost rank");
+        pair->close();
+      } else {
+        const Error error = error_of(
+            ErrorKind::kPeerLost, [&] { run_barrier(*pair); },
+            "it has left, and communicator 'world' has ended: ", "rank " + std::to_string(victim));
+        EXPECT_EQ(std::string(error.what()).find("fewer batches"), std::string::npos) << error.what();
+      }
+      told.count_down();
+    });
+  }
 }
 
 // A rank whose network fails while it tells of an error still ends what its own users wait for, and the other

@@ -129,6 +129,32 @@ TEST_P(SplitTest, LivesOnWhenItsParentIsClosedOrBroken) {
   });
 }
 
+// Who serves the store may leave once all have joined.
+TEST_P(SplitTest, NothingIsAskedOfTheStoreOnceAllHaveMet) {
+  group_.run([this](Communicator& world) {
+    world.exchange_addresses({});
+    run(world, barrier_operation());
+    const std::size_t calls = group_.store_calls();
+    run(world, barrier_operation());
+    const auto reversed = world.split(0, -world.rank(), {});
+    const auto named = world.duplicate("of the same ranks", {});
+    const auto parity = world.split(world.rank() % 2, 0, {});
+    for (const auto& each : {world.shared_from_this(), reversed, named, parity, parity->split(0, 0, {})})
+      EXPECT_EQ(sum(*each, 1, 300'000), each->size());  // large enough for plans
+    std::int64_t received = -1;
+    const std::int64_t sent = world.rank();
+    const int last = world.size() - 1;
+    Operation sending = send_of(DType::kInt64, 1, &sent, last);
+    Operation receiving = make_operation(
+        {.kind = OpKind::kReceive, .dtype = DType::kInt64, .rows = 1, .output = &received, .root = 0});
+    if (last > 0 && world.rank() == 0) world.send(sending, 0, {});
+    if (last > 0 && world.rank() == last) world.receive(receiving, 0, {});
+    EXPECT_EQ(received, last > 0 && world.rank() == last ? 0 : -1);
+    run(world, barrier_operation());
+    EXPECT_EQ(group_.store_calls(), calls);
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Groups, SplitTest, ::testing::ValuesIn(all_group_cases()), kPrinted);
 
 // The descriptors of shared memory are closed as soon as it is mapped.

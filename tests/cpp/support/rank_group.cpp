@@ -4,7 +4,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
-#include <numeric>
 #include <thread>
 
 #include "base/immovable.h"
@@ -129,23 +128,23 @@ std::shared_ptr<Transport> RankGroup::connect_cluster(int rank, Store& store,
   shared.staging_bytes = options_.staging_bytes;
   shared.spin_microseconds = options_.spin_microseconds;
   shared.oversubscribed = options_.size > options_.cores;
-  std::vector<int> members(static_cast<std::size_t>(options_.size));
-  std::iota(members.begin(), members.end(), 0);
-  return std::make_shared<ClusterTransport>(std::move(context), std::move(members), 1, shared, waiting);
+  return ClusterTransport::make_world(std::move(context), shared, waiting);
 }
 
 ClusterContext::MakeNetwork RankGroup::network_maker(int rank, Store& store) const {
   SentCounters& sent = *sent_[static_cast<std::size_t>(rank)];
   if (mpi_ == nullptr)
-    return [&store, &sent](std::span<const int> members, int self, int channels, const std::string& name,
-                           const WaitOptions& waiting) {
+    return [&store, &sent, lost = std::make_shared<tcp::LostRanks>()](
+               std::span<const int> members, int self, int channels, const std::string& name, bool in_store,
+               const WaitOptions& waiting) {
       TcpOptions tcp = tcp_options(self, static_cast<int>(members.size()), channels);
       tcp.job = name;
+      tcp.lost_ranks = lost;
       tcp.world.assign(members.begin(), members.end());
-      return counted(std::make_unique<TcpNetwork>(store, tcp, waiting), sent.of(name));
+      return counted(std::make_unique<TcpNetwork>(in_store ? &store : nullptr, tcp, waiting), sent.of(name));
     };
   return [session = mpi_->session(rank), &sent](std::span<const int> members, int self, int channels,
-                                                const std::string& name, const WaitOptions&) {
+                                                const std::string& name, bool, const WaitOptions&) {
     MpiOptions options = mpi_options(self, static_cast<int>(members.size()), channels, name);
     options.members.assign(members.begin(), members.end());
     return counted(std::make_unique<MpiNetwork>(session, options), sent.of(name));
@@ -181,7 +180,7 @@ std::vector<std::exception_ptr> RankGroup::run_threads(const std::function<void(
 }
 
 std::vector<std::exception_ptr> RankGroup::run_communicators(const Body& body, int* first) {
-  InprocStore store;
+  store_ = std::make_unique<CountedStore>();
   renew_mpi();
   std::vector<std::shared_ptr<Communicator>> all(static_cast<std::size_t>(options_.size));
   Latch connected(options_.size);
@@ -189,7 +188,7 @@ std::vector<std::exception_ptr> RankGroup::run_communicators(const Body& body, i
       [&](int rank) {
         auto& communicator = all[static_cast<std::size_t>(rank)];
         communicator =
-            std::make_shared<Communicator>(connect_all(rank, store, connected), options_.communicator);
+            std::make_shared<Communicator>(connect_all(rank, *store_, connected), options_.communicator);
         try {
           body(*communicator);
         } catch (const Error&) {
@@ -228,7 +227,7 @@ std::vector<std::optional<Error>> RankGroup::outcomes(const Body& body) {
 }
 
 void RankGroup::run_transports(const TransportBody& body) {
-  InprocStore store;
+  store_ = std::make_unique<CountedStore>();
   renew_mpi();
   std::vector<std::shared_ptr<Transport>> all(static_cast<std::size_t>(options_.size));
   Latch connected(options_.size);
@@ -236,7 +235,7 @@ void RankGroup::run_transports(const TransportBody& body) {
   const auto raised = run_threads(
       [&](int rank) {
         auto& transport = all[static_cast<std::size_t>(rank)];
-        transport = connect_all(rank, store, connected);
+        transport = connect_all(rank, *store_, connected);
         body(transport);
       },
       &first);

@@ -2,12 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstddef>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <ostream>
+#include <string>
 #include <vector>
 
 #include "base/error.h"
@@ -34,6 +36,24 @@ inline void PrintTo(TransportKind kind, std::ostream* out) { *out << transport_n
 
 /// Tests with a parameter are named by how it is printed.
 inline constexpr ::testing::PrintToStringParamName kPrinted{};
+
+/// Counts the calls of all ranks.
+class CountedStore final : public Store {
+ public:
+  void set(const std::string& key, const std::string& value, const WaitOptions& waiting) override {
+    ++calls_;
+    store_.set(key, value, waiting);
+  }
+  std::string get(const std::string& key, double seconds, const WaitOptions& waiting) override {
+    ++calls_;
+    return store_.get(key, seconds, waiting);
+  }
+  std::size_t calls() const { return calls_; }
+
+ private:
+  InprocStore store_;
+  std::atomic<std::size_t> calls_{0};
+};
 
 struct GroupOptions {
   TransportKind transport = TransportKind::kInproc;
@@ -79,6 +99,9 @@ class RankGroup {
   /// What `rank` has sent to other hosts so far; cluster only.
   const SentCounters& sent(int rank) const { return *sent_[static_cast<std::size_t>(rank)]; }
 
+  /// Calls of the store in the run that is under way.
+  std::size_t store_calls() const { return store_->calls(); }
+
   /// Runs `body` in one thread for each rank, when all have connected, and raises what the first rank to fail
   /// raised. A rank that fails breaks the communicator for all, so that none waits for it. Communicators stay
   /// open until all have ended.
@@ -107,6 +130,7 @@ class RankGroup {
   std::vector<std::shared_ptr<InprocHub>> hosts_;
   std::vector<ClusterRank> places_;
   std::unique_ptr<InprocMpi> mpi_;
+  std::unique_ptr<CountedStore> store_;  // of the last run
   std::vector<std::unique_ptr<SentCounters>> sent_;
 };
 

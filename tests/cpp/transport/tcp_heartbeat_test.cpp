@@ -70,6 +70,37 @@ TEST(TcpHeartbeat, FindsAHostThatVanished) {
   });
 }
 
+// What one network of a process has found, the others need not wait for.
+TEST(TcpHeartbeat, WhatOneNetworkFindsAllKnow) {
+  constexpr double kSoon = 1.0, kLate = 600.0;
+  in_own_network([] {
+    InprocStore store;
+    std::vector<std::unique_ptr<TcpNetwork>> networks;
+    std::vector<TcpOptions> options{tcp_options(0, 2), tcp_options(1, 2)};
+    for (const double heartbeat : {kSoon, kLate}) {
+      for (TcpOptions& each : options) {
+        each.heartbeat = heartbeat;
+        each.job = std::to_string(heartbeat);
+        networks.push_back(std::make_unique<TcpNetwork>(store, each));
+      }
+      connect_both(**(networks.end() - 2), *networks.back());
+    }
+    options[0].job = "unconnected";
+    TcpNetwork unconnected(nullptr, options[0]);
+    unconnected.learn(1, networks[3]->address());
+    ASSERT_TRUE(set_loopback(false));
+    progress_until(*networks[0], [&] { return options[0].lost_ranks->contains(1); });
+    expect_lost(wait_in_vain(*networks[2], 1, 30), 1, false);
+    // A connection that is not there yet would not even be refused.
+    const Network::Link link{1, 0};
+    expect_lost(unconnected.connect_on_demand({&link, 1}, wait_seconds(30)), 1, false);
+    const Stopwatch watch;
+    for (const auto& network : {networks[0].get(), networks[2].get()}) network->leave();
+    networks[2].reset();
+    EXPECT_LT(watch.seconds(), kLate / 2);
+  });
+}
+
 // Not each of its networks once more.
 TEST(TcpHeartbeat, AHostThatVanishedDelaysWhoLeavesOnce) {
   constexpr double kHeartbeat = 2.0;

@@ -84,7 +84,7 @@ def test_the_loss_over_places_with_a_label_to_ignore(tmp_path: Path, mode: str) 
     layer {{ name: "data" type: "Input" top: "data" top: "label"
       input_param {{ shape {{ dim: 2 dim: 3 dim: 2 dim: 2 }} shape {{ dim: 2 dim: 1 dim: 2 dim: 2 }} }} }}
     layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "data" bottom: "label" top: "loss" top: "p"
-      loss_weight: 0.5 loss_param {{ ignore_label: 7 normalization: {mode} }} }}
+      loss_weight: 0.5 loss_weight: 0 loss_param {{ ignore_label: 7 normalization: {mode} }} }}
     layer {{ name: "acc" type: "Accuracy" bottom: "data" bottom: "label" top: "acc"
       accuracy_param {{ top_k: 2 ignore_label: 7 }} }}"""
     net = make_net(tmp_path, text)
@@ -179,6 +179,21 @@ def test_the_loss_of_a_sample_ends_at_the_least_float(tmp_path: Path) -> None:
     np.testing.assert_allclose(net.backward()["data"], [[0.5, -0.5, 0], [0, 0.5, -0.5]], atol=1e-12)
 
 
+@pytest.mark.parametrize("stable", [True, False])
+def test_the_gradient_of_a_product_with_zeros(tmp_path: Path, stable: bool) -> None:
+    text = f"""force_backward: true
+    layer {{ name: "in" type: "Input" top: "a" top: "b" input_param {{ shape {{ dim: 3 }} shape {{ dim: 3 }} }} }}
+    layer {{ name: "x" type: "Eltwise" bottom: "a" bottom: "b" top: "x"
+      eltwise_param {{ operation: PROD stable_prod_grad: {str(stable).lower()} }} }}"""
+    net = make_net(tmp_path, text)
+    net.blobs["a"].data[...], net.blobs["b"].data[...] = [0, 2, 3], [5, 0, 7]
+    net.forward()
+    found = net.backward(x=np.array([1.0, 1.0, 2.0]))
+    unknown = np.nan  # 0 / 0
+    np.testing.assert_array_equal(found["a"], [5 if stable else unknown, 0, 14])
+    np.testing.assert_array_equal(found["b"], [0, 2 if stable else unknown, 6])
+
+
 def test_batch_statistics_are_gathered_as_caffe_does(tmp_path: Path) -> None:
     text = f"""{INPUT} layer {{ name: "n" type: "BatchNorm" bottom: "data" top: "n"
       batch_norm_param {{ moving_average_fraction: 0.75 eps: 0.001 }} }}"""
@@ -266,6 +281,9 @@ REFUSED = {
         "6: layer 'a': x_lmdb is no .npz file; LMDB and LevelDB are not read"
     ),
     'layer { name: "a" type: "ReLU" bottom: "data" top: "a" }}': "5: ",
+    'layer { name: "a" type: "ReLU" bottom: "data" top: "a"\n loss_weight: 1 loss_weight: 2 }': (
+        "6: layer 'a': 2 values of loss_weight are given for 1 top blobs"
+    ),
     'layer { name: "a" type: "InnerProduct" bottom: "data" top: "a" param { }\n param { }\n param { }'
     " inner_product_param { num_output: 2 } }": "7: layer 'a': 3 param are given for 2 blobs",
 }

@@ -78,7 +78,8 @@ READER = 'layer { name: "half" type: "ReLU" bottom: "loss" top: "half" %s }'
     ("own", "of_reader", "layers", "loss", "gradient"),
     [
         ("", "loss_weight: 0.5", ["loss", "half"], 1.5, 0.5),  # the reader's gradient takes the place of 1
-        ("", "", ["loss", "half"], 1.0, 1.0),
+        ("", "", ["loss", "half"], 1.0, 0.0),  # the reader leads to no loss, so it hands nothing down
+        ("", "loss_weight: 0.5 propagate_down: false", ["loss", "half"], 1.5, 0.0),
         ("loss_weight: 1", "loss_weight: 0.5", ["loss", "loss_loss_0_split", "half"], 1.5, 1.5),
         ("loss_weight: 1", "", ["loss", "loss_loss_0_split", "half"], 1.0, 1.0),
     ],

@@ -178,6 +178,9 @@ def test_a_job_that_no_rank_has_joined_is_told_at_its_end() -> None:
     assert told in run_job(2, script, code=0).stderr
     assert run_job(2, script, "join", code=0).stderr == ""
     assert run_job(1, script, code=0).stderr == ""
+    where = "os.environ['MULTIRING_STORE'].removeprefix('file://')"
+    cleaned = f"import multiring, os, shutil\nmultiring.init().barrier()\nshutil.rmtree({where}, True)\n"
+    assert run_job(2, cleaned, code=0).stderr == ""
 
 
 @pytest.mark.parametrize(("end", "reported"), [("sys.exit(3)", False), ("os.kill(os.getpid(), 9)", True)])

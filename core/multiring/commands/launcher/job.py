@@ -113,13 +113,13 @@ def finish_job(options: JobOptions) -> JobEnd:
 
 def _descriptors(options: JobOptions) -> int:
     """How many are open at once: of a rank here its two pipes, elsewhere both ends of two pipes; with other
-    hosts the connection of each rank to the store, as two, and of each ssh three pipes; and files."""
+    hosts the two connections of each rank to the store, as four, and of each ssh three pipes; and files."""
     elsewhere = sum(bool(options.seat(rank).host) for rank in range(options.ranks))
     files = 0 if options.output_dir is None else 2 * options.ranks
     return (
         2 * options.ranks
         + files
-        + (2 * (elsewhere + options.ranks) if elsewhere else 0)
+        + (4 * (elsewhere + options.ranks) if elsewhere else 0)
         + (3 * len(options.remote_hosts))
     )
 
@@ -158,6 +158,8 @@ def _store(
 
 
 def _has(directory: Path, key: str) -> bool:
+    if not directory.is_dir():  # cleaned away as an old temporary file: do not claim that nobody has joined
+        return key == JOINED_KEY
     with contextlib.suppress(MultiringError), FileStore(directory) as store:
         store.get(key, 0.0)
         return True

@@ -22,6 +22,8 @@ class DataConnection final : public TcpConnection {
   bool can_advance() const override {
     return open() && ((readable_ && !blocked_) || (writable_ && !output_.empty()));
   }
+  /// A frame has come for which nothing is posted.
+  bool is_blocked() const { return blocked_ && !input_stopped_; }
   /// A receive was posted.
   void resume_input() { blocked_ = input_stopped_; }
   /// `range`: the part of `message` that this connection carries.

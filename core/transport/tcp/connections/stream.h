@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -30,6 +31,11 @@ class TcpStream {
                                  ConnectionObserver& observer);
   std::span<const std::unique_ptr<DataConnection>> connections() const { return connections_; }
   void set_weights(std::span<const std::uint32_t> weights) { balance_.fix_weights(weights); }
+
+  /// A message has come whose receive is not posted.
+  bool is_ahead() const {
+    return std::ranges::any_of(connections_, [](const auto& each) { return each && each->is_blocked(); });
+  }
 
   void post_send(Message& message);
   void post_receive(Message& message);

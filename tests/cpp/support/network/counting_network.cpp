@@ -23,6 +23,8 @@ class CountingNetwork final : public Network {
   int size() const override { return network_->size(); }
   int channels() const override { return network_->channels(); }
   std::string host(int rank) override { return network_->host(rank); }
+  std::string address() const override { return network_->address(); }
+  void learn(int rank, const std::string& address) override { network_->learn(rank, address); }
   void connect(std::span<const Link> links, const WaitOptions& waiting) override {
     network_->connect(links, waiting);
   }
@@ -44,6 +46,7 @@ class CountingNetwork final : public Network {
     throw_if_failing();
     network_->progress();
   }
+  bool is_ahead(int rank, int channel) const override { return network_->is_ahead(rank, channel); }
   WaitResult ended(int rank) const override { return network_->ended(rank); }
   void keep(std::shared_ptr<const void> memory) override { network_->keep(std::move(memory)); }
   void abort(const Error& error) override {

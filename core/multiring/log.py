@@ -1,0 +1,38 @@
+"""The log of this package, and how its lines look where the program has set up none."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+__all__ = ["configure_log"]
+
+_log = logging.getLogger("multiring")
+
+
+class _ToStderr(logging.Handler):
+    """Writes "multiring: warning: ..." as long as the program has no handlers of its own, which then decide
+    how lines look."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger: logging.Logger | None = logging.getLogger(record.name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return
+            logger = logger.parent if logger.propagate else None
+        try:
+            if sys.stderr is not None:
+                print(
+                    f"multiring: {record.levelname.lower()}: {self.format(record)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        except Exception:
+            self.handleError(record)
+
+
+def configure_log(level: str) -> None:
+    """Writes messages from this level on, "debug" to "error", to stderr if the program has no handlers."""
+    _log.setLevel(level.upper())
+    if not any(isinstance(handler, _ToStderr) for handler in _log.handlers):
+        _log.addHandler(_ToStderr())
