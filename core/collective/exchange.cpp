@@ -237,7 +237,8 @@ std::string Exchange::why_left(const OperationCall& call, int peer) const {
     std::this_thread::sleep_for(kBetweenCauseChecks);
     throw_if_aborted(call);
   }
-  return "it has shut down or exited while others still needed it (had it fewer batches than the others?)";
+  return "it has shut down or exited while others still needed it (had it fewer batches than the others, or "
+         "did it catch an error and leave?)";
 }
 
 void Exchange::throw_if_aborted(const OperationCall& call) const {

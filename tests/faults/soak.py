@@ -148,9 +148,9 @@ def judge(case: Case, output: str, lost: list[int]) -> str:
         return output
     if case.event in {"none", "interrupt"}:
         return ""
-    # Of a host that is cut off; and while ranks meet nothing but the store may be lost yet.
-    cut = case.event == "cut"
-    if cut and ("its network is gone" in output or ("joined" not in output and "store" in output)):
+    # While ranks meet they know of rank 0 and the store alone; and one's own network may be what is lost.
+    joined = re.search(r"^(\[\d+\] )?joined$", output, re.MULTILINE)
+    if not joined or (case.event == "cut" and "its network is gone" in output):
         return ""
     errors = [line for line in output.splitlines() if re.match(r"(\[\d+\] )?multiring\.\S*Error: ", line)]
     if case.place == "one host":  # the victim itself may say anything
@@ -180,6 +180,7 @@ def main() -> int:
     )
     parser.add_argument("--first", type=int, default=0, metavar="N", help="the job to begin with")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in a shell's background have it ignored
     places = ["one host"]
     if reason := why_not():
         print(f"no emulated hosts: {reason}", flush=True)
