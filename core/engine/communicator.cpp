@@ -15,10 +15,15 @@ namespace {
 
 constexpr std::chrono::duration<double> kTick(0.05);
 
+CommunicatorOptions with_world(CommunicatorOptions options) {
+  if (options.world == nullptr) options.world = std::make_shared<const char>('\0');
+  return options;
+}
+
 }  // namespace
 
 Communicator::Communicator(std::shared_ptr<Transport> transport, CommunicatorOptions options)
-    : options_(std::move(options)),
+    : options_(with_world(std::move(options))),
       transport_(std::move(transport)),
       exchange_(*transport_, options_.name),
       point_to_point_(exchange_),

@@ -50,6 +50,8 @@ struct CommunicatorOptions {
   /// Algorithms by size (collective/plan/tuning.h), the same on all ranks; used without a mode, if measured
   /// for these hosts and ranks. Groups that are split off choose their own.
   std::string tuning;
+  /// The same in all communicators that descend from one; null: the communicator is the first.
+  std::shared_ptr<const char> world;
   /// The default for allreduces of float32, the same on all ranks.
   CommDtype comm_dtype = CommDtype::kFloat32;
 };
@@ -97,7 +99,7 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
   /// rank has died; empty: not known.
   std::string end_of(int world_rank) const;
   /// Whether this rank has both of the same `init`.
-  bool is_of_world(const Communicator& other) const { return world_ == other.world_; }
+  bool is_of_world(const Communicator& other) const { return options_.world == other.options_.world; }
   /// Whether the end of `rank` would be noticed on this host.
   bool is_watched(int rank) const { return transport_->is_watched(rank); }
 
@@ -196,7 +198,6 @@ class MULTIRING_API Communicator : public std::enable_shared_from_this<Communica
 
   const CommunicatorOptions options_;
   const std::shared_ptr<Transport> transport_;
-  std::shared_ptr<const char> world_ = std::make_shared<const char>('\0');  // that of its parent
   Exchange exchange_;  // for the holder of the OperationLock
   PointToPoint point_to_point_;
   SymmetricRegistry symmetric_;

@@ -160,8 +160,8 @@ def _telling_if_late(place: Placement, settings: config.Settings) -> Iterator[No
     timer = threading.Timer(
         settings.stall_warning,
         lambda: _warn(
-            f"rank {place.rank} of {place.size} has waited {settings.stall_warning:g} s in init for {whom}; "
-            "set MULTIRING_STALL_WARNING to change or silence this warning"
+            f"rank {place.rank} of {place.size} has waited {settings.stall_warning:g} s in init for {whom}"
+            f"{offered_store.HOW_TO_SILENCE}"
         ),
     )
     timer.daemon = True

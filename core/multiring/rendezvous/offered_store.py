@@ -25,9 +25,12 @@ from multiring import _core, errors
 from multiring.errors import PeerLostError, UsageError
 from multiring.store import Store, TcpStoreServer
 
-__all__ = ["meet", "offer_store", "ranks_text", "signed", "signed_in"]
+__all__ = ["HOW_TO_SILENCE", "meet", "offer_store", "ranks_text", "signed", "signed_in"]
 
 _log = logging.getLogger("multiring")
+
+# How a warning of a long wait ends.
+HOW_TO_SILENCE = "; set MULTIRING_STALL_WARNING to change or silence this warning"
 
 # Who may have come to a store of others looks so often whether it still is that.
 _LOOK_SECONDS = 0.1
@@ -257,8 +260,7 @@ def signed_in(
     if late and first < deadline:
         _log.warning(
             f"rank 0 of {len(entries) + 1} has waited {time.monotonic() - began:.1f} s in {at} for "
-            f"{ranks_text(late)}: not started, failed before, or told another store or secret; set "
-            "MULTIRING_STALL_WARNING to change or silence this warning"
+            f"{ranks_text(late)}: not started, failed before, or told another store or secret{HOW_TO_SILENCE}"
         )
     return [number or read(entry, deadline) for entry, number in zip(entries, present, strict=True)]
 
