@@ -14,6 +14,9 @@ CONSTRAINTS := ci/constraints.txt
 # Two at a time, for tests wait for processes most of the time; tests/tiers.py says which ones run in one process.
 PYTEST_OPTIONS ?= --numprocesses 2 --dist loadfile --durations 15
 
+# Ranks import frameworks hundreds of times: what Python has compiled is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo wheel test test-rest test-all test-cpp-objects check develop docs scaling clean
 .DELETE_ON_ERROR:
 .SECONDARY:

@@ -118,6 +118,7 @@ void bind_connect(py::module_& module) {
       .def_readwrite("socket_directory", &WorldOptions::socket_directory)
       .def_readwrite("spread", &WorldOptions::spread)
       .def_readwrite("host", &WorldOptions::host)
+      .def_readwrite("hosts", &WorldOptions::hosts)
       .def_property(
           "secret", [](const WorldOptions& self) { return py::bytes(self.tcp.secret); },
           [](WorldOptions& self, const py::bytes& secret) { self.tcp.secret = secret; })

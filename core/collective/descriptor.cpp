@@ -47,6 +47,19 @@ bool is_whole_array(const Descriptor& descriptor) {
   return descriptor.bytes == bytes;
 }
 
+bool takes_any_array(const Descriptor& descriptor) {
+  return descriptor.key.kind == OpKind::kReceive && descriptor.dims == 0 && descriptor.bytes == 0;
+}
+
+namespace {
+
+std::string root_of(const Descriptor& descriptor) {
+  if (descriptor.key.kind == OpKind::kSend) return " to rank ";
+  return descriptor.key.kind == OpKind::kReceive ? " from rank " : " root ";
+}
+
+}  // namespace
+
 std::string describe(const Descriptor& descriptor) {
   const OpTraits& traits = traits_of(descriptor);
   std::string text = traits.name;
@@ -59,8 +72,8 @@ std::string describe(const Descriptor& descriptor) {
   }
   if (is_rounded(descriptor.key.comm_dtype))
     text += std::string(" comm_dtype ") + comm_dtype_name(descriptor.key.comm_dtype);
-  if (descriptor.key.root >= 0) text += " root " + std::to_string(descriptor.key.root);
-  if (!traits.has_array) return text;
+  if (descriptor.key.root >= 0) text += root_of(descriptor) + std::to_string(descriptor.key.root);
+  if (!traits.has_array || takes_any_array(descriptor)) return text;
   text += std::string(" ") + dtype_name(descriptor.dtype) + "[";
   for (int dim = 0; dim < descriptor.dims; ++dim)
     text += (dim > 0 ? ", " : "") + std::to_string(descriptor.shape[static_cast<std::size_t>(dim)]);

@@ -99,7 +99,10 @@ MULTIRING_API bool is_plausible(const Descriptor& descriptor);
 /// Whether shape and dtype give as many bytes as the descriptor says.
 MULTIRING_API bool is_whole_array(const Descriptor& descriptor);
 
-/// "allreduce 'conv1.weight' sum float32[64, 3, 7, 7]", for messages.
+/// Whether it receives what the sender sends, of any dtype and shape.
+bool takes_any_array(const Descriptor& descriptor);
+
+/// "allreduce 'conv1.weight' sum float32[64, 3, 7, 7]", "recv from rank 3", for messages.
 MULTIRING_API std::string describe(const Descriptor& descriptor);
 
 }  // namespace multiring

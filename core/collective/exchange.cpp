@@ -290,8 +290,11 @@ std::string Exchange::name_of(int rank) const {
 }
 
 std::string Exchange::where(const OperationCall& call) const {
-  return name_of(rank()) + " on " + transport_.host(rank()) + ", in " + describe(call.descriptor) + " (" +
-         std::to_string(call.descriptor.bytes) + " bytes) of communicator '" + communicator_ + "'";
+  const std::string bytes = takes_any_array(call.descriptor)
+                                ? std::string()
+                                : " (" + std::to_string(call.descriptor.bytes) + " bytes)";
+  return name_of(rank()) + " on " + transport_.host(rank()) + ", in " + describe(call.descriptor) + bytes +
+         " of communicator '" + communicator_ + "'";
 }
 
 std::string Exchange::last_operation(int peer) const {

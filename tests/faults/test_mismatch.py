@@ -90,7 +90,9 @@ def test_the_others_need_not_look_at_data(comm: Communicator) -> None:
     assert (out == 7).all()
 
 
-@all_raise(MismatchError, r"sent tag 5 send root 1 float32\[4, 3\] where .* tag 6 recv root 0 int32\[2, 3\]")
+@all_raise(
+    MismatchError, r"sent tag 5 send to rank 1 float32\[4, 3\] where .* tag 6 recv from rank 0 int32\[2, 3\]"
+)
 def test_messages(comm: Communicator) -> None:
     try:
         if comm.rank == 0:

@@ -142,6 +142,23 @@ def test_a_rank_that_is_killed_is_blamed(starter: Starter, tmp_path: Path) -> No
     assert_blamed(starter, script(KILL, tmp_path), 128 + 9, "signal SIGKILL")
 
 
+LATE = """
+import os, time, multiring
+if os.environ["MULTIRING_RANK"] == "2":
+    time.sleep(60)
+multiring.init()
+"""
+
+
+@by("nsenter")
+def test_the_host_of_a_rank_that_does_not_come_is_named(starter: Starter, tmp_path: Path) -> None:
+    limits = ("--env", "MULTIRING_TIMEOUT=3", "--env", "MULTIRING_STALL_WARNING=1")
+    done = starter.start(*limits, script(LATE, tmp_path)).run(code=1)
+    missing = f"in init for rank 2 of 3 (on {starter.blamed})"
+    assert f"{missing}, not started" in done.stderr
+    assert f"waited 3 s {missing}: it has not started" in done.stderr
+
+
 @by("nsenter", "mpirun")
 def test_ctrl_c_reaches_all_ranks(starter: Starter, tmp_path: Path) -> None:
     with starter.start(script(WAIT, tmp_path)) as job:

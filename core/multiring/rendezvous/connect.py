@@ -18,6 +18,7 @@ from multiring.errors import MultiringError, UsageError
 from multiring.reductions import native_comm_dtype
 from multiring.rendezvous import launch_environment, offered_store
 from multiring.rendezvous.children import check_not_taken, forget_place, note_place
+from multiring.rendezvous.joined import HOSTS_KEY
 from multiring.rendezvous.launch_environment import Placement
 from multiring.rendezvous.mpi import job as mpi_job
 from multiring.rendezvous.mpi.bridge import carries
@@ -197,11 +198,21 @@ def _connect_launched(place: Placement, settings: config.Settings, generation: i
                 place, opened, prefix = _meet(place, settings, generation)
             stack.enter_context(opened)
             store = _Prefixed(opened, prefix)
+            options.hosts = _hosts_of_ranks(place, opened)
             if isinstance(opened, FileStore) and not place.is_spread:
                 options.socket_directory = str(opened.directory)
         options.secret = place.secret or b""
         options.job = f"{place.job_id}/{generation}"
         return _core.connect(store, options)
+
+
+def _hosts_of_ranks(place: Placement, store: Store) -> list[str]:
+    """What the launcher calls the host of each rank; empty: it has not said."""
+    if place.launcher != "multiring" or place.cross_size == 1:
+        return []
+    with suppress(MultiringError):  # no key, as under a launcher of another version
+        return store.get(HOSTS_KEY, 0.0).decode().split("\n")
+    return []
 
 
 def _meet(place: Placement, settings: config.Settings, generation: int) -> tuple[Placement, Store, str]:

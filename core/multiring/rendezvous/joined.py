@@ -8,9 +8,11 @@ from multiring import config
 from multiring.errors import MultiringError
 from multiring.store import OTHER_SECRET, open_store
 
-__all__ = ["JOINED_KEY", "TOLD_KEY", "tell_launcher"]
+__all__ = ["HOSTS_KEY", "JOINED_KEY", "TOLD_KEY", "tell_launcher"]
 
 JOINED_KEY = "launcher/joined"
+# Where the launcher has put what it calls the host of each rank, one line for each.
+HOSTS_KEY = "launcher/hosts"
 TOLD_KEY = "launcher/told"  # the program has told the user why it ends with another exit code than 0
 _SECONDS = 10.0
 

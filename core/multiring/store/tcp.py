@@ -104,6 +104,12 @@ class TcpStoreServer(ClosedOnExit):
         with self._changed:
             return key.encode() in self._values
 
+    def set(self, key: str, value: bytes) -> None:
+        """Sets a key to a value, as a client does."""
+        with self._changed:
+            self._values[key.encode()] = value
+            self._changed.notify_all()
+
     def keys(self) -> list[str]:
         """The keys that have been set, in the order in which they first were."""
         with self._changed:

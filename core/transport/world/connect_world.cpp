@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <sstream>
 #include <utility>
 
 #include "base/host_identity.h"
+#include "base/text.h"
 #include "transport/cluster/cluster_transport.h"
 #include "transport/shm/shm_transport.h"
 #include "transport/world/init_warning.h"
@@ -74,8 +76,8 @@ class PrefixedStore final : public Store {
   context.elapsed = waited;
   throw Error(ErrorKind::kTimeout,
               "rank " + std::to_string(address.rank) + " on " + host_name() + " waited " +
-                  std::to_string(static_cast<int>(waited)) + " s in init for rank " + std::to_string(peer) +
-                  " of " + std::to_string(address.size) +
+                  std::to_string(static_cast<int>(waited)) + " s in init for " +
+                  missing_ranks(address, {peer}) +
                   ": it has not started, has failed before init, or was given another store. Look at its "
                   "output; MULTIRING_TIMEOUT sets how long to wait.",
               context);
@@ -203,6 +205,16 @@ MetRanks met_ranks(const std::vector<RankInfo>& infos, int own) {
 }
 
 }  // namespace
+
+std::string missing_ranks(const WorldAddress& address, const std::vector<int>& missing) {
+  std::string on;
+  std::set<std::string> hosts;
+  if (address.hosts.size() == static_cast<std::size_t>(address.size))
+    for (const int rank : missing)
+      if (const std::string& host = address.hosts[static_cast<std::size_t>(rank)]; hosts.insert(host).second)
+        on += (on.empty() ? " (on " : ", ") + host;
+  return rank_list(missing) + " of " + std::to_string(address.size) + on + (on.empty() ? "" : ")");
+}
 
 std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store, const WorldAddress& address,
                                          const WaitOptions& limits) {

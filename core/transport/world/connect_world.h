@@ -23,6 +23,8 @@ struct WorldAddress {
   bool spread = false;
   /// Ranks with the same name share memory; empty: decided by the kernel's identity.
   std::string host;
+  /// What the launcher calls the host of each rank, for messages; empty: it has not said.
+  std::vector<std::string> hosts;
   std::string socket_directory;  ///< see SocketMesh::Options
   std::string job;
   /// Versions of the library and its protocol; compared with the others'.
@@ -38,6 +40,9 @@ struct WorldAddress {
   /// Between hosts; ranks, job and channels are set for each network.
   TcpOptions tcp;
 };
+
+/// "rank 3 of 4 (on host-b)": ranks that have not come, and where they should run if that is known.
+std::string missing_ranks(const WorldAddress& address, const std::vector<int>& missing);
 
 /// The world's transport: shared memory within hosts, TCP or MPI between them. Collective.
 MULTIRING_API std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store,

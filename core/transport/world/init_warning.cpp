@@ -42,7 +42,7 @@ void InitWarning::check(double waited) {
                               " ranks have come and are still connecting: is a firewall between them, or an "
                               "interface that others cannot reach (MULTIRING_INTERFACES)?" +
                               kHowToSilence);
-  address_.warn_late(begin + " for " + rank_list(missing) + " of " + std::to_string(address_.size) +
+  address_.warn_late(begin + " for " + missing_ranks(address_, missing) +
                      ", not started, failed before init, or given another store: look at their output" +
                      kHowToSilence);
 }

@@ -167,7 +167,7 @@ def test_refused_tensors(comm: Communicator) -> None:
     if comm.rank == 0:
         comm.send(np.ones(4, np.float32), 1)
     elif comm.rank == 1:  # an empty tensor expects an empty message
-        with pytest.raises(MismatchError, match=r"expects tag 0 recv root 0 float32\[0\]"):
+        with pytest.raises(MismatchError, match=r"expects tag 0 recv from rank 0 float32\[0\]"):
             comm.recv(0, out=torch.empty(0))
 
 

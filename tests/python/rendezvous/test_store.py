@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -254,11 +255,15 @@ def test_a_rank_that_came_to_the_store_of_the_program_before_goes_to_its_own() -
         assert other.result()[1] == prefix
 
 
-def test_who_does_not_come_is_told(url: str) -> None:
+def test_who_does_not_come_is_told(url: str, caplog: pytest.LogCaptureFixture) -> None:
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(meet, 2, 4, "", 1.0, reopening(url))
         with pytest.raises(errors.TimeoutError, match=r"rank 0 of 4 has waited .* for ranks 1, (2, )?3:"):
-            meet(0, 4, "", 1.0, reopening(url))
+            meet(0, 4, "", 1.0, reopening(url), warn_after=0.5)
+        (warning,) = caplog.messages
+        assert re.search(
+            r"rank 0 of 4 has waited .* in multiring.init\(\) .* for ranks 1, (2, )?3: ", warning
+        )
         with pytest.raises(errors.TimeoutError, match=r"rank 2 of 4 has waited .* for rank 0"):
             other.result()
 

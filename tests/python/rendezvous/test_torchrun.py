@@ -162,7 +162,7 @@ def test_a_rank_that_was_restarted_signs_in_anew(join: Join, board: Board) -> No
     assert_together([*first, *again, *join((2, 3))])
 
 
-def test_missing_ranks_are_named(board: Board) -> None:
+def test_missing_ranks_are_named(board: Board, caplog: pytest.LogCaptureFixture) -> None:
     write = board.set
 
     def offered(key: str, value: str) -> None:
@@ -174,7 +174,11 @@ def test_missing_ranks_are_named(board: Board) -> None:
     board.set = offered  # type: ignore[method-assign]
     words = r"rank 0 of 4 waits for ranks 1, 3, .* by torchrun's store at localhost:29500 within 0\.2 s"
     with pytest.raises(errors.TimeoutError, match=words) as caught:
-        meet(0, board, timeout=0.2)
+        meet(0, board, timeout=0.2, stall_warning=0.1)
+    (warning,) = caplog.messages
+    assert re.search(
+        r"rank 0 of 4 has waited .* in multiring.init\(\) at port .* for ranks 1, 3: not started", warning
+    )
     assert "MULTIRING_STORE and MULTIRING_SECRET" in str(caught.value)
 
 

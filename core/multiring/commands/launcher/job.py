@@ -31,7 +31,7 @@ from multiring.commands.launcher.rank_starter import (
 from multiring.commands.launcher.report import RankEnd, blame, exit_code, failure_report
 from multiring.commands.launcher.supervisor import ArrivedSignals, Outcome, Supervisor, passed_on_signals
 from multiring.errors import MultiringError
-from multiring.rendezvous.joined import JOINED_KEY, TOLD_KEY
+from multiring.rendezvous.joined import HOSTS_KEY, JOINED_KEY, TOLD_KEY
 from multiring.store import FileStore, TcpStoreServer, address_to_listen_on
 
 __all__ = [
@@ -154,6 +154,8 @@ def _store(
         return
     address = options.address or address_towards(options.remote_hosts)
     with TcpStoreServer(address_to_listen_on(address), 0, bytes.fromhex(secret)) as server:
+        hosts = [options.seat(rank).host or socket.gethostname() for rank in range(options.ranks)]
+        server.set(HOSTS_KEY, "\n".join(hosts).encode())
         yield store_url(address, server.port), address, lambda key: key in server
 
 
