@@ -1,6 +1,6 @@
 # make demo   installs multiring into .venv and trains a ResNet on real images over two synchronised processes
 # make check  style, types, layers: seconds
-# make test   installs what the tests need and runs those that every change has to pass: 15 minutes on 2 cores
+# make test   installs what the tests need and runs those that every change has to pass: 12 minutes on 2 cores
 # make test-all  the same, then make test-rest: TSan, full matrices, several hosts, launchers, the wheel, speed
 # What is in which of them: tests/README.md.
 # make wheel  the wheel in dist/, tried out in a new environment

@@ -86,6 +86,11 @@ def on_one_host(case: Case) -> str:
     output = ended.stdout + ended.stderr
     if ended.returncode not in EXIT_CODES.get(case.event, FAILED):
         return f"exit code {ended.returncode}\n{output}"
+    # The launcher does, also before ranks have met.
+    if case.event in {"kill", "vanish"} and not re.search(
+        rf"^multiring: rank {case.victim}\b.* failed with", output, re.MULTILINE
+    ):
+        return f"the launcher does not blame rank {case.victim}\n{output}"
     return judge(case, output, [case.victim])
 
 
