@@ -1,4 +1,7 @@
-"""What `multiring run` learns from its ranks: that they have joined the job, and have said why it fails."""
+"""What `multiring run` and its ranks tell each other by the store.
+
+Where the ranks are; that they have joined the job; that they have said why it fails.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ from multiring.store import OTHER_SECRET, open_store
 
 __all__ = ["HOSTS_KEY", "JOINED_KEY", "TOLD_KEY", "tell_launcher"]
 
+HOSTS_KEY = "launcher/hosts"  # set by the launcher: what it calls the host of each rank, one line for each
 JOINED_KEY = "launcher/joined"
-# Where the launcher has put what it calls the host of each rank, one line for each.
-HOSTS_KEY = "launcher/hosts"
 TOLD_KEY = "launcher/told"  # the program has told the user why it ends with another exit code than 0
 _SECONDS = 10.0
 

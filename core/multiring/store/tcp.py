@@ -106,9 +106,7 @@ class TcpStoreServer(ClosedOnExit):
 
     def set(self, key: str, value: bytes) -> None:
         """Sets a key to a value, as a client does."""
-        with self._changed:
-            self._values[key.encode()] = value
-            self._changed.notify_all()
+        self._put(key.encode(), value)
 
     def keys(self) -> list[str]:
         """The keys that have been set, in the order in which they first were."""
@@ -188,17 +186,21 @@ class TcpStoreServer(ClosedOnExit):
         key, value = request[_REQUEST.size : end], request[end:]
         if len(key) != key_length:
             raise ValueError("truncated request")
+        if operation == _SET:
+            self._put(key, value)
+            return _OK
+        if operation != _GET:
+            raise ValueError("unknown operation")
         with self._changed:
-            if operation == _SET:
-                self._values[key] = value
-                self._changed.notify_all()
-                return _OK
-            if operation != _GET:
-                raise ValueError("unknown operation")
             wait = min(milliseconds / 1000, 2 * _GET_SLICE)
             self._changed.wait_for(lambda: self._closed or key in self._values, wait)
             found = self._values.get(key)
         return _ABSENT if found is None else _OK + found
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
 
 
 class _Peer:

@@ -259,7 +259,7 @@ def test_who_does_not_come_is_told(url: str, caplog: pytest.LogCaptureFixture) -
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(meet, 2, 4, "", 1.0, reopening(url))
         with pytest.raises(errors.TimeoutError, match=r"rank 0 of 4 has waited .* for ranks 1, (2, )?3:"):
-            meet(0, 4, "", 1.0, reopening(url), warn_after=0.5)
+            meet(0, 4, "", 1.0, reopening(url), warn_after=0.1)
         (warning,) = caplog.messages
         assert re.search(
             r"rank 0 of 4 has waited .* in multiring.init\(\) .* for ranks 1, (2, )?3: ", warning
