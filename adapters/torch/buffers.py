@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +14,14 @@ from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 
 __all__ = [
+    "as_array",
     "as_tensor",
     "byte_view",
     "check_writable",
     "checksum",
     "dense_strides",
     "has_same_bytes",
+    "has_values",
     "is_reducible",
     "overlaps_itself",
     "specification",
@@ -74,10 +77,25 @@ def as_tensor(data: NDArray[np.uint8], dtype: str) -> torch.Tensor:
     return torch.from_numpy(data).view(_TORCH[dtype])
 
 
+def as_array(tensor: torch.Tensor) -> NDArray[Any]:
+    """The values of a tensor, as bytes where NumPy has no such dtype."""
+    tensor = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    try:
+        array: NDArray[Any] = tensor.numpy()
+    except TypeError:  # NumPy has no such dtype
+        array = byte_view(tensor)
+    return array
+
+
 def byte_view(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """Memory of a contiguous CPU tensor of any dtype as bytes. Shape (nbytes,)."""
     data: NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return data
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether there are elements in memory, one beside the other or with gaps."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not torch.nn.parameter.is_lazy(tensor)
 
 
 def has_same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:

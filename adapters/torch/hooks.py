@@ -7,7 +7,6 @@ engine, which runs before `backward()` returns; there the round of the shared re
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,9 +20,9 @@ from multiring.torch.copies import Arrival, ModelGuard, forget_copy, is_hooked
 from multiring.torch.model_gradients import ModelGradients
 from multiring.torch.model_state import ModelState
 from multiring.torch.state import broadcast_optimizer_state, broadcast_parameters
-from multiring.torch.supported import check_module
+from multiring.torch.supported import check_autograd, check_module
 from multiring.torch.sync_batchnorm import SyncBatchNorm
-from multiring.torch.unreduced import given_gradients, unwatch, watch
+from multiring.torch.unreduced import check_not_given, unwatch, watch
 from multiring.types import BufferMode
 from torch.autograd import Variable
 
@@ -306,25 +305,11 @@ class GradientHooks:
 
         Those of which a hook has told are left out, as those of a no_sync() context: they may be meant.
         """
-        if self.rounds or self.has_unreduced:
-            return
-        for name in given_gradients(optimizer, self._gradients.named()):
-            raise UsageError(
-                f"rank {self._comm.rank}: the optimizer steps with a gradient of '{name}' that is not "
-                "reduced: the program has put it there itself, and no backward pass has called the gradient "
-                "hooks; call synchronize() of the hooks before step(), or wrap the optimizer in a "
-                "DistributedOptimizer",
-                rank=self._comm.rank,
-                tensor=name,
-            )
+        if self.rounds == 0 and not self.has_unreduced:
+            check_not_given(optimizer, self._gradients.named(), self._comm.rank)
 
     def _begin_pass(self) -> _Pass:
-        if _is_autograd_compiled():
-            raise UsageError(
-                f"rank {self._comm.rank}: gradients are not reduced in a backward pass that compiled "
-                "autograd has rewritten; leave out torch._dynamo.config.compiled_autograd (torch.compile of "
-                "the model works without it)"
-            )
+        check_autograd(self._comm.rank)
         self._gradients.cancel()
         current = _Pass(self, self._enabled and self._passes + 1 >= self._passes_per_round)
         self._pass = weakref.ref(current)
@@ -340,11 +325,6 @@ class GradientHooks:
                 unwatch(self)
         elif self._enabled:
             self._passes += 1
-
-
-def _is_autograd_compiled() -> bool:
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported by us: it takes a second
-    return compiled is not None and compiled.in_compiled_autograd_region
 
 
 def _check_unhooked(rank: int, name: str, parameter: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from multiring.errors import MismatchError
 from multiring.gradients.bucketing import first_and_more
 from multiring.gradients.model_check import check_same
 from multiring.torch.buffer_writes import BufferWrites, PendingWrite
-from multiring.torch.buffers import check_writable, has_same_bytes, is_reducible
+from multiring.torch.buffers import check_writable, has_same_bytes, has_values, is_reducible
 from multiring.torch.counts import version
 from multiring.torch.placement import Parameters
 from multiring.torch.state import plain_name
@@ -153,7 +153,7 @@ class ModelBuffers:
         for name, ref in self._modules:
             part = ref()
             for key, tensor in () if part is None else part._buffers.items():
-                if part is None or tensor is None or id(tensor) in seen or not _has_values(tensor):
+                if part is None or tensor is None or id(tensor) in seen or not has_values(tensor):
                     continue
                 seen.add(id(tensor))
                 is_statistic = isinstance(part, _NormBase) and key in _STATISTICS
@@ -209,7 +209,3 @@ def _note_registration(*_: object) -> None:
 register_module_module_registration_hook(_note_registration)
 
 _ADVICE = 'give buffers the same shapes on every rank, or pass buffers="local"'
-
-
-def _has_values(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not torch.nn.parameter.is_lazy(tensor)

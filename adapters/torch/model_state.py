@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from numbers import Number
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 import torch
 from multiring.errors import UsageError
@@ -17,8 +13,9 @@ from multiring.gradients.options import ReducerOptions
 from multiring.gradients.source import RoundResult
 from multiring.state.buffer_sync import check_mode
 from multiring.state.check import Description, StateCheck, compare_state
-from multiring.torch.buffers import byte_view
+from multiring.torch.buffers import as_array, has_values
 from multiring.torch.copies import is_hooked
+from multiring.torch.hyperparameters import hyperparameters
 from multiring.torch.model_buffers import ModelBuffers
 from multiring.torch.model_gradients import ModelGradients
 from multiring.torch.state import plain_name
@@ -151,23 +148,23 @@ class ModelState:
         yield "parameters without gradient hooks", self._unhooked
         yield from self._parameters() if self._noted is None else self._noted
         if self._optimizer is not None and (optimizer := self._optimizer()) is not None:
-            yield from _hyperparameters(optimizer)
+            yield from hyperparameters(optimizer)
         module = None if self._module is None else self._module()
         buffers = self._buffers
         for name, buffer in [] if module is None or buffers is None else module.named_buffers():
-            if buffers is not None and _has_values(buffer):
-                yield f"buffer {plain_name(name)}", _array(buffers.value(buffer))
+            if buffers is not None and has_values(buffer):
+                yield f"buffer {plain_name(name)}", as_array(buffers.value(buffer))
 
     def _parameters(self) -> Entries:
         """Those with hooks, and what is frozen in the model."""
         hooked = self._gradients.named()
         for name, parameter in hooked.items():
-            yield f"parameter {name}", _array(parameter)
+            yield f"parameter {name}", as_array(parameter)
         known = {id(parameter) for parameter in hooked.values()}
         module = None if self._module is None else self._module()
         for name, parameter in [] if module is None else module.named_parameters():
-            if id(parameter) not in known and not parameter.requires_grad and _has_values(parameter):
-                yield f"parameter {plain_name(name)}", _array(parameter)
+            if id(parameter) not in known and not parameter.requires_grad and has_values(parameter):
+                yield f"parameter {plain_name(name)}", as_array(parameter)
 
     def _find_unhooked(self) -> Iterator[str]:
         """Names of the parameters that are trained and have no hooks."""
@@ -190,35 +187,3 @@ def _own(gradients: ModelGradients) -> Communicator:
     comm = gradients.reducer.comm
     assert comm is not None  # there are several ranks
     return comm
-
-
-def _has_values(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and not torch.nn.parameter.is_lazy(tensor)
-
-
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> Entries:
-    """Learning rates, and what other numbers an optimizer reads in its groups; none of the program's own."""
-    yield "type of the optimizer", type(optimizer).__name__
-    for number, group in enumerate(optimizer.param_groups):
-        yield f"parameters of parameter group {number}", len(group["params"])
-        for key in sorted(group.keys() & optimizer.defaults.keys()):
-            value = group[key]
-            if _is_numeric(value):
-                shown = _array(value) if isinstance(value, Tensor) else value
-                yield f"{key} of parameter group {number}", shown
-
-
-def _is_numeric(value: object) -> bool:
-    """Whether it enters into the update; names, paths and objects may be each rank's own."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_numeric, value))
-    return value is None or isinstance(value, Number | np.generic | Tensor)
-
-
-def _array(tensor: Tensor) -> NDArray[Any]:
-    tensor = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    try:
-        array: NDArray[Any] = tensor.numpy()
-    except TypeError:  # NumPy has no such dtype
-        array = byte_view(tensor)
-    return array

@@ -1,4 +1,4 @@
-"""Modules that cannot be trained with gradient hooks."""
+"""Modules and modes of autograd that cannot be trained with gradient hooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import torch
 from multiring.errors import UsageError
 
-__all__ = ["check_module"]
+__all__ = ["check_autograd", "check_module"]
 
 # By where they are defined, so that a program that has not imported them need not.
 _WRAPPERS = (
@@ -35,3 +35,14 @@ def check_module(module: torch.nn.Module, rank: int) -> None:
                 "apart; leave max_norm out and limit all rows after each step of the optimizer, as by "
                 "torch.renorm(weight, 2, 0, max_norm)"
             )
+
+
+def check_autograd(rank: int) -> None:
+    """Raise UsageError in a backward pass that does not end where hooks see it end."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported by us: it takes a second
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        raise UsageError(
+            f"rank {rank}: gradients are not reduced in a backward pass that compiled autograd has "
+            "rewritten; leave out torch._dynamo.config.compiled_autograd (torch.compile of the model works "
+            "without it)"
+        )

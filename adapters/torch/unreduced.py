@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from multiring.errors import MismatchError
+from multiring.errors import MismatchError, UsageError
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["exchange_replaced", "given_gradients", "unwatch", "watch"]
+__all__ = ["check_not_given", "exchange_replaced", "unwatch", "watch"]
 
 
 if TYPE_CHECKING:
@@ -44,14 +44,23 @@ def _ask(optimizer: torch.optim.Optimizer, *_: object) -> None:
         watcher.check_step(optimizer)
 
 
-def given_gradients(optimizer: torch.optim.Optimizer, parameters: dict[str, torch.Tensor]) -> Iterator[str]:
-    """Names of those parameters with which the optimizer would step by a gradient that is not zero."""
+def check_not_given(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], rank: int
+) -> None:
+    """Raise UsageError if the optimizer would step with a gradient of these parameters that is not zero."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name, gradient = names.get(id(parameter)), parameter.grad
             if name is not None and gradient is not None and bool(gradient.detach().to_dense().any()):
-                yield name
+                raise UsageError(
+                    f"rank {rank}: the optimizer steps with a gradient of '{name}' that is not reduced: the "
+                    "program has put it there itself, and no backward pass has called the gradient hooks; "
+                    "call synchronize() of the hooks before step(), or wrap the optimizer in a "
+                    "DistributedOptimizer",
+                    rank=rank,
+                    tensor=name,
+                )
 
 
 def exchange_replaced(comm: Communicator, own: dict[int, int], names: Sequence[str]) -> list[dict[int, int]]:
