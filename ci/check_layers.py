@@ -75,7 +75,7 @@ GIVEN_SIGNATURES = {
     ("integrations/horovod/tensorflow/tape.py", "PartialDistributedGradientTape"),
     ("integrations/horovod/torch/optimizer.py", "DistributedOptimizer"),
 }
-NOT_COUNTED = {"self", "cls", "wire"}  # wire: a former name, until the first release
+NOT_COUNTED = {"self", "cls"}
 # Folders whose folders the map in CONTRIBUTING.md names.
 MAPPED = (".", "core", "core/multiring", "integrations", "models", "benchmarks", "tests")
 # What stands on the adapters and on the integrations.
@@ -145,6 +145,8 @@ def import_findings() -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{number}: the Python face imports {name}"
             if part_of_ours(name) in ADAPTERS | INTEGRATIONS.keys() | PROGRAMS:
                 yield f"{path.relative_to(ROOT)}:{number}: the Python face imports {name}, which stands on it"
+            if part_of_ours(name)[:1].isupper():
+                yield f"{path.relative_to(ROOT)}:{number}: {name} is imported from the package"
     for folder in sorted((ROOT / "adapters").iterdir()):
         for path in sorted(folder.rglob("*.py")):
             for number, name in imports(path):

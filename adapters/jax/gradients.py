@@ -80,7 +80,7 @@ def average_gradients(
             gradient, on all ranks; `average_partial_gradients` lets ranks differ in that.
         comm: Ranks that take part; the world by default.
         name: First word of the buckets' names; see `allreduce`.
-        options: How to reduce: `op`, `average`, `bucket_bytes`, `first_bucket_bytes`, `prescale` and
+        options: How to reduce: `op`, `average`, `bucket_bytes`, `prescale` and
             `postscale`, as in `multiring.ReducerOptions`.
 
     Returns:
@@ -173,7 +173,7 @@ def reduce_partial(
     flags = own_flags([part is not None for part in present], comm.rank, comm.size) & active
     # A rank without data answers from another place, in `join`.
     options = dataclasses.replace(options, site=None)
-    telling = Reduction("sum", name=f"{options.name}: participation", ordered=options.ordered)
+    telling = Reduction(op="sum", name=f"{options.name}: participation", ordered=options.ordered)
     label = ["who has one"]
     told = reduce_arrays(comm, [flags.astype(jnp.int32)], label, telling)[0]
     produced, joined = told[: len(names)] > 0, told[len(names) :] > 0

@@ -71,7 +71,7 @@ def distribute(
         name: First word of the buckets' names, see `allreduce`.
         check_every: Steps between two comparisons of parameters and optimizer state over ranks; see
             `multiring.ReducerOptions`.
-        options: How to reduce: `op`, `average`, `bucket_bytes`, `first_bucket_bytes`, `prescale` and
+        options: How to reduce: `op`, `average`, `bucket_bytes`, `prescale` and
             `postscale`, as in `multiring.ReducerOptions`.
 
     Returns:

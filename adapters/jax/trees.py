@@ -25,7 +25,7 @@ __all__ = ["Reduction", "grouped_allreduce", "named", "named_leaves", "reduce_ar
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reduction(ReducerOptions):
     """How trees are reduced: by any `op`; names begin with `name`.
 
@@ -72,7 +72,7 @@ def grouped_allreduce(
         op: As in `allreduce`.
         comm: Ranks that take part; the world by default.
         name: First word of the buckets' names, by which the ranks' calls are matched; see `allreduce`.
-        options: `bucket_bytes`, `first_bucket_bytes`, `prescale` and `postscale`, as in
+        options: `bucket_bytes`, `prescale` and `postscale`, as in
             `multiring.ReducerOptions`.
 
     Returns:
@@ -119,7 +119,7 @@ def sync_buffers(
     check_root(comm, root)
     if mode == "local" or comm.size == 1:
         return tree
-    options = Reduction("average", **named(name, "buffers"))
+    options = Reduction(op="average", **named(name, "buffers"))
     names, leaves, structure = named_leaves(tree)
     arrays = [jax.lax.stop_gradient(array) for array in as_arrays(comm, leaves, names)]
     averaged = [i for i, array in enumerate(arrays) if mode == "average" and array.dtype.name in FLOATS]

@@ -52,7 +52,7 @@ class DistributedGradientTape:
             uneven: Ranks may run out of data at different times; see `GradientReduction.join`.
             check_every: Steps between two comparisons of the variables over ranks; see
                 `multiring.ReducerOptions`.
-            options: How to reduce: `op`, `average`, `bucket_bytes`, `first_bucket_bytes`, `prescale` and
+            options: How to reduce: `op`, `average`, `bucket_bytes`, `prescale` and
                 `postscale`, as in `multiring.ReducerOptions`.
         """
         self._tape = tape

@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "it cannot be in one with Open MPI",
     )
     parser.add_argument(
-        *("--comm-dtype", "--wire"),
+        "--comm-dtype",
         choices=("bfloat16", "float16"),
         help="measure also what crosses from host to host in half precision",
     )

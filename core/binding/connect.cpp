@@ -17,9 +17,9 @@ namespace py = pybind11;
 namespace multiring::binding {
 namespace {
 
-/// What multiring.init() passes down: who this rank is, and the settings of multiring.config. Each is
-/// declared in the struct that uses it.
-struct WorldOptions : WorldAddress, CommunicatorOptions {
+/// What multiring.init() passes down: who this rank is, and the settings of the job.
+struct WorldOptions : WorldAddress {
+  explicit WorldOptions(const JobSettings& settings) : WorldAddress(settings) {}
   py::object callback = py::none();  ///< of `warn`, which takes warnings
 };
 
@@ -38,6 +38,11 @@ std::function<void(const std::string&)> warner(const py::object& callable) {
       error.discard_as_unraisable("multiring's warning callback");
     }
   };
+}
+
+CommDtype parse_comm_dtype(const std::string& name) {
+  if (const std::optional<CommDtype> found = find_comm_dtype(name)) return *found;
+  throw_usage("comm_dtype is '" + name + "'; accepted: float32, float16, bfloat16");
 }
 
 std::shared_ptr<MpiSession> open_session(const std::string& bridge, std::uintptr_t communicator) {
@@ -65,14 +70,10 @@ std::shared_ptr<Communicator> connect(const py::object& store, const WorldOption
     delete held;
   });
   WorldAddress address = options;
-  address.compared = {{"MULTIRING_MODE", options.mode},
-                      {"MULTIRING_TUNING (what the file says)", options.tuning},
-                      {"MULTIRING_COMM_DTYPE", comm_dtype_name(options.comm_dtype)}};
   address.build = build_text(sizeof(Descriptor));
-  CommunicatorOptions communicator = options;
-  communicator.warn = address.warn_late = warner(options.callback);
-  address.late_after = options.stall_warning;
-  if (options.tuning == "off") communicator.tuning.clear();  // compared with the others only
+  CommunicatorOptions communicator(options);
+  communicator.warn = address.warn = warner(options.callback);
+  if (options.tuning == kNoTuning) communicator.tuning.clear();  // compared with the others only
   const GilRelease release;
   WaitOptions waiting;
   waiting.deadline = Deadline::after(options.timeout);
@@ -83,13 +84,14 @@ std::shared_ptr<Communicator> connect(const py::object& store, const WorldOption
   return world;
 }
 
-/// A field of a part of the options, such as `tcp`.
-template <class Part, class Value>
-void add_nested(py::class_<WorldOptions>& options, const char* name, Part WorldAddress::* part,
-                Value Part::* field) {
-  options.def_property(
-      name, [part, field](const WorldOptions& self) { return self.*part.*field; },
-      [part, field](WorldOptions& self, Value value) { self.*part.*field = std::move(value); });
+template <class Value>
+void add_setting(py::class_<JobSettings>& settings, const char* name, Value JobSettings::* member) {
+  settings.def_readwrite(name, member);
+}
+void add_setting(py::class_<JobSettings>& settings, const char* name, CommDtype JobSettings::* member) {
+  settings.def_property(
+      name, [member](const JobSettings& self) { return comm_dtype_name(self.*member); },
+      [member](JobSettings& self, const std::string& value) { self.*member = parse_comm_dtype(value); });
 }
 
 }  // namespace
@@ -106,29 +108,22 @@ void bind_connect(py::module_& module) {
            "What `root` has, at most 4096 bytes, on all ranks. Collective.")
       .def("finalize", &MpiSession::finalize, py::call_guard<GilRelease>(),
            "Ends MPI if this session has initialised it. Collective.");
-  py::class_<WorldOptions> options(module, "WorldOptions",
-                                   "Who this rank is, and how its communicator behaves.");
-  add_nested(options, "interfaces", &WorldAddress::tcp, &TcpOptions::interfaces);
-  add_nested(options, "staging_bytes", &WorldAddress::transport, &SharedTransportOptions::staging_bytes);
-  add_nested(options, "spin_microseconds", &WorldAddress::transport,
-             &SharedTransportOptions::spin_microseconds);
-  options.def(py::init<>())
+  py::class_<JobSettings> settings(module, "JobSettings", "What a user may set for a job.");
+  settings.def(py::init<>());
+  visit_settings([&](const char* name, auto member, SettingScope) { add_setting(settings, name, member); });
+  py::class_<WorldOptions, JobSettings>(module, "WorldOptions",
+                                        "Who this rank is, and the settings of its job.")
+      .def(py::init<const JobSettings&>(), py::arg("settings"))
       .def_readwrite("rank", &WorldOptions::rank)
       .def_readwrite("size", &WorldOptions::size)
       .def_readwrite("socket_directory", &WorldOptions::socket_directory)
       .def_readwrite("spread", &WorldOptions::spread)
-      .def_readwrite("host", &WorldOptions::host)
       .def_readwrite("hosts", &WorldOptions::hosts)
       .def_property(
-          "secret", [](const WorldOptions& self) { return py::bytes(self.tcp.secret); },
-          [](WorldOptions& self, const py::bytes& secret) { self.tcp.secret = secret; })
+          "secret", [](const WorldOptions& self) { return py::bytes(self.secret); },
+          [](WorldOptions& self, const py::bytes& secret) { self.secret = secret; })
       .def_readwrite("job", &WorldOptions::job)
-      .def_readwrite("mode", &WorldOptions::mode)
-      .def_readwrite("tuning", &WorldOptions::tuning)
       .def_readwrite("mpi", &WorldOptions::mpi)
-      .def_readwrite("comm_dtype", &WorldOptions::comm_dtype)
-      .def_readwrite("timeout", &WorldOptions::timeout)
-      .def_readwrite("stall_warning", &WorldOptions::stall_warning)
       .def_readwrite("warn", &WorldOptions::callback);
   module.def(
       "mpi_library", &MpiSession::library_of, py::arg("bridge"),

@@ -2,16 +2,10 @@
 
 #include <cstring>
 
-#include "base/names.h"
 #include "base/text.h"
 #include "collective/kinds.h"
 
 namespace multiring {
-
-const char* comm_dtype_name(CommDtype comm_dtype) {
-  static constexpr const char* kNames[] = {"default", "float32", "float16", "bfloat16"};
-  return name_in(kNames, comm_dtype, "unknown");
-}
 
 void Descriptor::set_name(std::string_view text) {
   key.name_hash = text.empty() ? 0 : hash_name(text);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/export.h"
+#include "base/job_settings.h"
 #include "collective/collectives.h"
 #include "collective/exchange.h"
 #include "collective/operation.h"
@@ -37,23 +38,16 @@ struct QueuedWork {
   int priority = 0;
 };
 
-struct CommunicatorOptions {
+/// Of the settings, groups that are split off choose `mode` and `tuning` themselves.
+struct CommunicatorOptions : JobSettings {
+  explicit CommunicatorOptions(const JobSettings& settings = {}) : JobSettings(settings) {}
+
   std::string name = "world";
-  double timeout = 300.0;                        ///< seconds that an operation waits for its peers
-  double stall_warning = 8.0;                    ///< seconds of waiting before a warning; 0: never
   std::size_t fuse_below = 64 * 1024;            ///< asynchronous allreduces of fewer bytes are fused,
   std::size_t fuse_at_most = 0;                  ///< up to so many bytes; 0: what fits the staging memory
   std::function<void(const std::string&)> warn;  ///< takes warnings, from any thread
-  /// How allreduces across hosts are divided (topology/dimensions.h), the same on all ranks; empty: chosen by
-  /// size. Groups that are split off choose their own.
-  std::string mode;
-  /// Algorithms by size (collective/plan/tuning.h), the same on all ranks; used without a mode, if measured
-  /// for these hosts and ranks. Groups that are split off choose their own.
-  std::string tuning;
   /// The same in all communicators that descend from one; null: the communicator is the first.
   std::shared_ptr<const char> world;
-  /// The default for allreduces of float32, the same on all ranks.
-  CommDtype comm_dtype = CommDtype::kFloat32;
 };
 
 /// A group of ranks that run collectives together: the engine over one transport.

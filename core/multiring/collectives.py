@@ -20,7 +20,7 @@ from multiring.arrays import (
     without_gradient,
 )
 from multiring.errors import UsageError
-from multiring.reductions import native_comm_dtype, native_reduction, reduce_op, renamed_wire
+from multiring.reductions import native_comm_dtype, native_reduction, reduce_op
 from multiring.types import Array, CommDtypeName, ReduceOpName
 from multiring.work import Work, seconds
 
@@ -42,6 +42,11 @@ class Collectives:
     _core: native.Communicator
     _numpy_allreduce: Callable[..., bool]
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether an error of any rank has broken the group."""
+        return self._core.is_broken
+
     # The operation that everything depends on has a path of its own, with as few steps as possible.
 
     def allreduce(
@@ -54,8 +59,6 @@ class Collectives:
         postscale: float = 1.0,
         timeout: float | None = None,
         comm_dtype: CommDtypeName | None = None,
-        *,
-        wire: CommDtypeName | None = None,
     ) -> Array:
         """Reduces `x` element by element over all ranks; every rank gets the result.
 
@@ -71,13 +74,10 @@ class Collectives:
             comm_dtype: The dtype in which float32 crosses from host to host: "bfloat16" and "float16" take
                 half of the time on the network and are rounded, once for each host and once for the result;
                 "float32" is exact. MULTIRING_COMM_DTYPE if None. See docs/compression.md.
-            wire: The former name of `comm_dtype`, until the first release.
 
         Returns:
             `out`, or the new array.
         """
-        if wire is not None:
-            comm_dtype = renamed_wire(wire)
         if out is not None and self._numpy_allreduce(
             x, out, op, name, prescale, postscale, timeout, comm_dtype
         ):
@@ -110,13 +110,9 @@ class Collectives:
         postscale: float = 1.0,
         priority: int = 0,
         comm_dtype: CommDtypeName | None = None,
-        *,
-        wire: CommDtypeName | None = None,
     ) -> Work:
         """Like `allreduce`, without waiting. Of the operations that all ranks have submitted, those of higher
         `priority` run first; small ones run together."""
-        if wire is not None:
-            comm_dtype = renamed_wire(wire)
         operation = self._operation("ALLREDUCE", name)
         operation.set_reduction(*native_reduction(op, prescale, postscale, comm_dtype))
         return self._submit(operation, set_arrays(operation, x, out), priority)

@@ -92,11 +92,6 @@ class Communicator(Collectives):
         """The `comm_dtype` of allreduces that do not say (MULTIRING_COMM_DTYPE)."""
         return comm_dtype_name(self._core.comm_dtype)
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether an error of any rank has broken the group."""
-        return self._core.is_broken
-
     def __repr__(self) -> str:
         return f"<multiring.Communicator {self.name!r} rank {self.rank} of {self.size}>"
 

@@ -8,22 +8,20 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from multiring import _core
 from multiring.errors import UsageError
-from multiring.types import CommDtypeName
 
 __all__ = ["VARIABLES", "Setting", "Settings", "Variable", "describe", "load", "unknown_variables"]
 
 PREFIX = "MULTIRING_"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the environment says, checked.
+class Settings(_core.JobSettings):
+    """What the environment says, checked: what the core is told (`VARIABLES` describes each), and this.
 
     Attributes:
         rank: Rank given by `multiring run`, or None without it; with it go `size`, `local_rank`,
@@ -31,20 +29,10 @@ class Settings:
         store: URL of the rendezvous store (`file:///dir` or `tcp://host:port`); empty means none was given.
         secret: Per-job secret, or None.
         job_id: Name of the job; empty means none was given.
-        timeout: Deadline in seconds of a rendezvous and of each collective that sets none itself.
         log_level: "debug", "info", "warning" or "error".
-        spin_microseconds: How long a wait spins before it sleeps in the kernel, in microseconds;
-            None means the native core's default.
-        staging_bytes: Size in bytes of each rank's staging segment.
-        stall_warning: Seconds after which a wait is reported in the log; 0 means never.
-        host: Name of what shares memory with this process; empty means that the kernel tells.
-        interfaces: Network interfaces to use between hosts; empty means all that are up.
-        mode: How allreduces across hosts are divided; empty means that their size decides.
-        tuning: File that says which algorithms allreduces across hosts use; empty means that the start of the
-            job measures it, "off" that nothing does.
+        tuning: File that says which algorithms allreduces across hosts use; the core is told what it says.
         transport: "tcp" or "mpi", between hosts; empty means that the launcher decides.
         mpi_bridge: Path of what `multiring build mpi` has made; empty means the usual one.
-        comm_dtype: As what float32 crosses from host to host in allreduces that do not say.
         check_every: Training steps between two comparisons of the training state over ranks; 0 means never.
     """
 
@@ -57,19 +45,15 @@ class Settings:
     store: str = ""
     secret: bytes | None = None
     job_id: str = ""
-    timeout: float = 300.0
     log_level: str = "warning"
-    spin_microseconds: int | None = None
-    staging_bytes: int = 1 << 18
-    stall_warning: float = 8.0
-    host: str = ""
-    interfaces: list[str] = field(default_factory=list)
-    mode: str = ""
-    tuning: str = ""
     transport: str = ""
     mpi_bridge: str = ""
-    comm_dtype: CommDtypeName = "float32"
     check_every: int = 100
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__()
+        for field, value in values.items():
+            setattr(self, field, value)
 
 
 @dataclass(frozen=True)
@@ -77,22 +61,31 @@ class Variable:
     """One environment variable.
 
     Attributes:
-        name: Its name.
         field: The attribute of `Settings` that it sets.
-        default: The text that stands for an absent variable; "" means there is no value.
         type: What is accepted, in words.
         description: What it is for.
-        set_by_launcher: True if `multiring run` sets it for each rank and a user need not.
         parse: Turns the text into the value; raises ValueError if it is not accepted.
+        set_by_launcher: True if `multiring run` sets it for each rank and a user need not.
     """
 
-    name: str
     field: str
-    default: str
     type: str
     description: str
-    set_by_launcher: bool
     parse: Callable[[str], Any]
+    set_by_launcher: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return PREFIX + self.field.upper()
+
+    @property
+    def default(self) -> str:
+        """The text that stands for an absent variable; "" means there is no value."""
+        value = getattr(Settings(), self.field)
+        if isinstance(value, float):
+            return f"{value:g}"
+        return str(value) if value else ""
 
 
 @dataclass(frozen=True)
@@ -124,6 +117,13 @@ def _seconds(text: str) -> float:
 def _positive_seconds(text: str) -> float:
     value = _seconds(text)
     if value == 0:
+        raise ValueError(text)
+    return value
+
+
+def _heartbeat(text: str) -> float:
+    value = _seconds(text)
+    if not 1 <= value <= 86400:
         raise ValueError(text)
     return value
 
@@ -170,158 +170,114 @@ _COUNT = "integer, at least 1"
 _INDEX = "integer, at least 0"
 
 VARIABLES: tuple[Variable, ...] = (
-    Variable("MULTIRING_RANK", "rank", "", _INDEX, "Rank of this process.", True, _integer(0)),
-    Variable("MULTIRING_SIZE", "size", "", _COUNT, "Number of ranks of the job.", True, _integer(1)),
+    Variable("rank", _INDEX, "Rank of this process.", _integer(0), True),
+    Variable("size", _COUNT, "Number of ranks of the job.", _integer(1), True),
+    Variable("local_rank", _INDEX, "Rank among those of this host.", _integer(0), True),
+    Variable("local_size", _COUNT, "Number of ranks on this host.", _integer(1), True),
+    Variable("cross_rank", _INDEX, "Number of this host.", _integer(0), True),
+    Variable("cross_size", _COUNT, "Number of hosts.", _integer(1), True),
     Variable(
-        "MULTIRING_LOCAL_RANK", "local_rank", "", _INDEX, "Rank among those of this host.", True, _integer(0)
-    ),
-    Variable(
-        "MULTIRING_LOCAL_SIZE", "local_size", "", _COUNT, "Number of ranks on this host.", True, _integer(1)
-    ),
-    Variable("MULTIRING_CROSS_RANK", "cross_rank", "", _INDEX, "Number of this host.", True, _integer(0)),
-    Variable("MULTIRING_CROSS_SIZE", "cross_size", "", _COUNT, "Number of hosts.", True, _integer(1)),
-    Variable(
-        "MULTIRING_STORE",
         "store",
-        "",
         "file:///directory or tcp://host:port",
         "Where the ranks of a job find each other.",
-        True,
         _store_url,
+        True,
     ),
     Variable(
-        "MULTIRING_SECRET",
         "secret",
-        "",
         "hexadecimal digits, at least 16 bytes",
         "Keeps other processes out of the job; never printed.",
-        True,
         _secret,
+        True,
     ),
-    Variable("MULTIRING_JOB_ID", "job_id", "", "text", "Name of the job, the same on all ranks.", True, str),
+    Variable("job_id", "text", "Name of the job, the same on all ranks.", str, True),
     Variable(
-        "MULTIRING_TIMEOUT",
         "timeout",
-        "300",
         "seconds, more than 0",
         "Deadline of the rendezvous and of every collective that is given none of its own.",
-        False,
         _positive_seconds,
     ),
     Variable(
-        "MULTIRING_LOG_LEVEL",
         "log_level",
-        "warning",
         "debug, info, warning or error",
         "Least serious message that is written to stderr.",
-        False,
         _choice("debug", "info", "warning", "error"),
     ),
     Variable(
-        "MULTIRING_SPIN_MICROSECONDS",
         "spin_microseconds",
-        "",
         "integer, at least 0",
-        "How long a wait spins (yields, where ranks outnumber cores) before it sleeps; empty: 40.",
-        False,
+        "How long a wait spins (yields, where ranks outnumber cores) before it sleeps.",
         _integer(0),
     ),
     Variable(
-        "MULTIRING_STAGING_BYTES",
         "staging_bytes",
-        "262144",
         "bytes, 4096 to 1GiB; 256KiB and 4MiB are understood",
         "Size of the segment through which each rank stages tensors that are not in symmetric buffers.",
-        False,
         _bytes,
     ),
     Variable(
-        "MULTIRING_STALL_WARNING",
         "stall_warning",
-        "8",
         "seconds; 0: never",
         "A wait that lasts longer is reported by one rank: who is missing, and what they were last in.",
-        False,
         _seconds,
     ),
     Variable(
-        "MULTIRING_HOST",
+        "heartbeat",
+        "seconds, 1 to 86400",
+        "How long, about, until a host that has vanished, or a network between hosts, counts as lost.",
+        _heartbeat,
+    ),
+    Variable(
         "host",
-        "",
         "text",
         "Ranks of one machine with the same value share memory; empty: those with the same network devices.",
-        False,
         str,
     ),
     Variable(
-        "MULTIRING_INTERFACES",
         "interfaces",
-        "",
         "names or networks, with commas: eth0,10.0.0.0/8; ^docker0 leaves out",
         "Network interfaces between hosts. Empty: all that are up.",
-        False,
         _names,
     ),
     Variable(
-        "MULTIRING_MODE",
         "mode",
-        "",
         "dimensions, such as 4x8 or 4tx8d",
         "How allreduces across hosts are divided (docs/tuning.md). Empty: chosen by their size.",
-        False,
         str,
     ),
     Variable(
-        "MULTIRING_TUNING",
         "tuning",
-        "",
         "path of a file, or off",
         "Which algorithms allreduces across hosts use: what `multiring tune` has measured. Empty: as a short "
         "measurement at the start tells; off: as without one (docs/tuning.md).",
-        False,
         str,
     ),
     Variable(
-        "MULTIRING_TRANSPORT",
         "transport",
-        "",
         "tcp or mpi",
         "What goes between hosts. Empty: MPI where it is built and has started the ranks, else TCP.",
-        False,
         _choice("tcp", "mpi"),
     ),
     Variable(
-        "MULTIRING_MPI_BRIDGE",
         "mpi_bridge",
-        "",
         "path of a file",
         "What `multiring build mpi` has made. Empty: lib/multiring/mpi_bridge.so of the Python environment.",
-        False,
         str,
     ),
     Variable(
-        "MULTIRING_COMM_DTYPE",
         "comm_dtype",
-        "float32",
         "float32, bfloat16 or float16",
         "As what float32 crosses from host to host in allreduces that do not say (docs/tuning.md).",
-        False,
         _choice("float32", "bfloat16", "float16"),
     ),
     Variable(
-        "MULTIRING_CHECK_EVERY",
         "check_every",
-        "100",
         "number of steps, 0 for never",
         "How often adapters compare parameters, hyperparameters and buffers over ranks "
         "(docs/correctness.md).",
-        False,
         _integer(0),
     ),
 )
-
-# Accepted, with a DeprecationWarning, until the first release.
-_FORMER = {"MULTIRING_COMM_DTYPE": "MULTIRING_WIRE"}
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -332,19 +288,9 @@ def load(environ: Mapping[str, str] = os.environ) -> Settings:
     """
     values: dict[str, Any] = {}
     for variable in VARIABLES:
-        text = _text(variable, environ) or variable.default
-        if text:
+        if text := environ.get(variable.name, "").strip():
             values[variable.field] = _parse(variable, text)
     return Settings(**values)
-
-
-def _text(variable: Variable, environ: Mapping[str, str]) -> str:
-    text = environ.get(variable.name, "").strip()
-    former = _FORMER.get(variable.name, "")
-    if text or not environ.get(former, "").strip():
-        return text
-    warnings.warn(f"{former} is now called {variable.name}", DeprecationWarning, stacklevel=3)
-    return environ[former].strip()
 
 
 def _parse(variable: Variable, text: str) -> Any:
@@ -361,7 +307,7 @@ def describe(environ: Mapping[str, str] = os.environ) -> list[Setting]:
     """Every variable with the text in force and its source; does not check values, shows no secret."""
     settings = []
     for variable in VARIABLES:
-        text = _text(variable, environ)
+        text = environ.get(variable.name, "").strip()
         source = "environment" if text else "default"
         if text and variable.field == "secret":
             text = "(set, not shown)"
@@ -371,6 +317,6 @@ def describe(environ: Mapping[str, str] = os.environ) -> list[Setting]:
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables that look like ours and are not: maps each to the likeliest one meant, or to ""."""
-    known = [*(variable.name for variable in VARIABLES), *_FORMER.values()]
+    known = [variable.name for variable in VARIABLES]
     unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
     return {name: next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), "") for name in unknown}

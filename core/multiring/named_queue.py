@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Required, Unpack
+from typing import Required, Unpack
 
 from multiring import _core
-from multiring.collectives import Finish, set_arrays
+from multiring.collectives import Collectives, Finish, set_arrays
 from multiring.reductions import ReductionKeywords, explain_arguments, native_reduction
 from multiring.types import Array
 from multiring.work import Work
-
-if TYPE_CHECKING:
-    from multiring import Communicator
 
 __all__ = ["NamedQueue"]
 
@@ -50,9 +47,9 @@ class NamedQueue:
             ends: after `close` submissions are refused with MR_ABORTED.
     """
 
-    def __init__(self, core: _core.NamedQueue, comm: Communicator) -> None:
+    def __init__(self, core: _core.NamedQueue, comm: Collectives) -> None:
         self._core = core
-        self.comm: Communicator = comm
+        self.comm: Collectives = comm
         self.rank: int = core.rank
         self.size: int = core.size
         self.address: int = core.address
@@ -145,7 +142,7 @@ class NamedQueue:
 
     def abort(self, message: str) -> None:
         """Breaks the queue on all ranks: pending and later operations raise `AbortedError`."""
-        self._core.abort(f"rank {self.rank} on {self.comm.host} aborted: {message}")
+        self._core.abort(f"rank {self.rank} on {self.comm._core.host} aborted: {message}")
 
     def close(self) -> None:
         """Ends this rank's part. Pending operations fail; peers that still need this rank raise

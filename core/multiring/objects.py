@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from multiring.collectives import Collectives
 from multiring.errors import UsageError
-
-if TYPE_CHECKING:
-    from multiring import Communicator
 
 __all__ = ["not_pickled", "pickled", "receive_object", "send_object", "unpickled"]
 
@@ -38,7 +36,7 @@ def not_pickled(error: Exception) -> NDArray[np.uint8]:
     return np.frombuffer(pickle.dumps(_NotPickled(f"{type(error).__name__}: {error}")), np.uint8)
 
 
-def unpickled(comm: Communicator, operation: str, joined: Any, lengths: Any) -> list[Any]:
+def unpickled(comm: Collectives, operation: str, joined: Any, lengths: Any) -> list[Any]:
     """The objects of all ranks from what `pickled` has made of them; None from one that has sent nothing.
 
     Args:
@@ -69,7 +67,7 @@ def unpickled(comm: Communicator, operation: str, joined: Any, lengths: Any) -> 
 # for the last piece; a length of 0 says that the root could not pickle its object, and the next piece why.
 
 
-def send_object(comm: Communicator, obj: Any, root: int) -> Any:
+def send_object(comm: Collectives, obj: Any, root: int) -> Any:
     """Give all ranks the object of `root`, this rank; the others call `receive_object`."""
     writer = _ObjectWriter(comm, root)
     try:
@@ -82,7 +80,7 @@ def send_object(comm: Communicator, obj: Any, root: int) -> Any:
     return obj
 
 
-def receive_object(comm: Communicator, root: int) -> Any:
+def receive_object(comm: Collectives, root: int) -> Any:
     """The object of `root`, which is another rank."""
     reader = _ObjectReader(comm, root)
     try:
@@ -95,7 +93,7 @@ def receive_object(comm: Communicator, root: int) -> Any:
 class _ObjectWriter:
     """A file; what is written to it goes to all ranks."""
 
-    def __init__(self, comm: Communicator, root: int) -> None:
+    def __init__(self, comm: Collectives, root: int) -> None:
         self._comm, self._root = comm, root
         self._joined = bytearray()
 
@@ -139,7 +137,7 @@ class _ObjectWriter:
 class _ObjectReader:
     """A file that holds what the root writes."""
 
-    def __init__(self, comm: Communicator, root: int) -> None:
+    def __init__(self, comm: Collectives, root: int) -> None:
         self._comm, self._root = comm, root
         self._piece = memoryview(b"")  # what has arrived and was not read yet
         self._is_last = False

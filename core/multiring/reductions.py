@@ -6,7 +6,6 @@ import difflib
 import functools
 import inspect
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
@@ -22,7 +21,6 @@ __all__ = [
     "native_comm_dtype",
     "native_reduction",
     "reduce_op",
-    "renamed_wire",
 ]
 
 P = ParamSpec("P")
@@ -59,7 +57,6 @@ _INSTEAD = {
     "process_set": "pass a communicator of these ranks as comm, as split() returns it",
     "root_rank": "pass root",
     "comm_dtype": _NARROW,
-    "wire": _NARROW,
 }
 
 _OPS = {
@@ -110,50 +107,24 @@ def native_reduction(
     return reduce_op(op), prescale, postscale, native_comm_dtype(comm_dtype)
 
 
-def renamed_wire(value: Any, callers: int = 1) -> Any:
-    """The argument `comm_dtype` by its former name, `wire`, which is accepted until the first release.
-
-    Args:
-        value: What was passed.
-        callers: Functions between this one and the program.
-    """
-    warnings.warn("the argument wire is now called comm_dtype", DeprecationWarning, stacklevel=2 + callers)
-    return value
-
-
-def _translate(function: Callable[..., Any], given: dict[str, Any]) -> None:
-    """Puts keyword arguments that have former names under those that they have now.
-
-    Raises:
-        TypeError: One has a name that the function does not know; says what takes its place.
-    """
-    accepted = _keywords(function)
-    if "wire" in given and "comm_dtype" in accepted:
-        given["comm_dtype"] = renamed_wire(given.pop("wire"), callers=2)
-    title = function.__qualname__.removesuffix(".__init__")
-    for name in given:
-        if name in accepted:
-            continue
-        if name in _INSTEAD:
-            raise TypeError(f"{title} has no argument {name!r}: {_INSTEAD[name]}")
-        near = difflib.get_close_matches(name, accepted, 1)
-        hint = f". Did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"{title}() got an unexpected keyword argument {name!r}{hint}")
-
-
 def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Lets a function say what takes the place of a keyword argument that it does not have, and take one by
-    its former name. Its `**options: Unpack[X]` are the keys of the TypedDict X.
+    """Lets a function say what takes the place of a keyword argument that it does not have. Its
+    `**options: Unpack[X]` are the keys of the TypedDict X.
 
     Raises:
         TypeError: From the function, for a keyword argument that it does not have.
     """
     accepted = _keywords(function)
+    title = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not kwargs.keys() <= accepted:
-            _translate(function, kwargs)
+        for name in kwargs.keys() - accepted:
+            if name in _INSTEAD:
+                raise TypeError(f"{title} has no argument {name!r}: {_INSTEAD[name]}")
+            near = difflib.get_close_matches(name, accepted, 1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{title}() got an unexpected keyword argument {name!r}{hint}")
         return function(*args, **kwargs)
 
     return checked

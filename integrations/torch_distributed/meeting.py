@@ -6,7 +6,6 @@ secret by which they know each other's connections is left there too: who can re
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import time
 from collections.abc import Callable
@@ -102,13 +101,14 @@ def connect_group(given: Any) -> Communicator:
     """
     rank, size = given.group_rank, given.group_size
     is_world = not given.global_ranks_in_group
-    settings = dataclasses.replace(config.load(), timeout=given.timeout.total_seconds())
+    settings = config.load()
+    settings.timeout = given.timeout.total_seconds()
     if settings.transport == "mpi":
         raise UsageError(
             "MULTIRING_TRANSPORT=mpi: process groups of torch.distributed go over TCP between hosts; unset it"
         )
     if not is_world:  # both are for all ranks of the job
-        settings = dataclasses.replace(settings, mode="", tuning="")
+        settings.mode = settings.tuning = ""
     configure_log(settings.log_level)
     store, prefix = _meet(given.store, rank, size, settings)
     try:

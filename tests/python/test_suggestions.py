@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Unpack
 
-import numpy as np
 import pytest
 
-import multiring
-from multiring.config import load
 from multiring.errors import UsageError
 from multiring.gradients.options import ReducerKeywords, ReducerOptions
 from multiring.reductions import explain_arguments
@@ -62,19 +59,6 @@ def test_a_missing_framework_is_told_with_what_to_install() -> None:
         assert f"pip install 'multiring[{name}]'" in words
 
 
-def test_an_argument_may_have_its_former_name() -> None:
-    @explain_arguments
-    def reduce(x: int, *, comm_dtype: str | None = None) -> tuple[int, str | None]:
-        return x, comm_dtype
-
-    with pytest.warns(DeprecationWarning, match="wire is now called comm_dtype"):
-        assert reduce(1, wire="bfloat16") == (1, "bfloat16")  # type: ignore[call-arg]
-    with pytest.warns(DeprecationWarning, match="wire is now called comm_dtype"):
-        assert multiring.init().allreduce(np.ones(3, np.float32), wire="float32").tolist() == [1.0] * 3
-    with pytest.warns(DeprecationWarning, match="MULTIRING_WIRE is now called MULTIRING_COMM_DTYPE"):
-        assert load({"MULTIRING_WIRE": "float16"}).comm_dtype == "float16"
-
-
 def test_arguments_that_a_function_has_are_its_own() -> None:
     @explain_arguments
     def reduce(x: int, *, average: bool = True) -> tuple[int, bool]:
@@ -94,8 +78,6 @@ def test_options_of_a_reduction_are_keywords_of_each_function() -> None:
 
     assert optimizer(prescale=2) == ReducerOptions(prescale=2.0, name="1 passes")
     assert optimizer(average=False).op == "sum"
-    with pytest.warns(DeprecationWarning, match="wire is now called comm_dtype"):
-        assert optimizer(wire="float16").comm_dtype == "float16"  # type: ignore[call-arg]
     for typo, meant in (("prescal", "prescale"), ("pases", "passes")):
         with pytest.raises(TypeError, match=rf"optimizer\(\) .* '{typo}'. Did you mean '{meant}'\?"):
             optimizer(**{typo: 1})  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ def DistributedOptimizer(  # noqa: N802  # used as a class, as in other adapters
         check_every: Steps between two comparisons of variables and the optimizer's variables (the learning
             rate among them) over ranks; see `multiring.ReducerOptions`. Not on Keras's JAX backend.
         name: Name of the optimizer; that of the wrapped one with "distributed_" by default.
-        options: How to reduce: `op`, `average`, `bucket_bytes`, `first_bucket_bytes`, `prescale` and
+        options: How to reduce: `op`, `average`, `bucket_bytes`, `prescale` and
             `postscale`, as in `multiring.ReducerOptions`.
 
     Returns:

@@ -88,11 +88,9 @@ bool take_comm_dtype(PyObject* object, CommDtype* comm_dtype) {
   std::string_view text;
   if (object == Py_None) return true;
   if (!take_text(object, &text)) return false;
-  for (int index = 1; index < kCommDtypeCount; ++index) {
-    *comm_dtype = static_cast<CommDtype>(index);
-    if (text == comm_dtype_name(*comm_dtype)) return true;
-  }
-  return false;
+  const std::optional<CommDtype> found = find_comm_dtype(text);
+  if (found) *comm_dtype = *found;
+  return found.has_value();
 }
 
 bool take_number(PyObject* object, double* number) {

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import multiring
-from multiring import Communicator, config, units
 from multiring import _core as native
+from multiring import config, units
 from multiring.commands.argument_types import ITEM, array_sizes, wall_seconds
 from multiring.commands.doctor import links
+from multiring.communicator import Communicator
 from multiring.errors import UsageError
 from multiring.rendezvous import launch_environment
 from multiring.tuning.measure import Measured, classes_of, measure

@@ -15,7 +15,8 @@ from multiring.gradients.options import ReducerOptions
 from multiring.gradients.source import Gradient
 
 if TYPE_CHECKING:
-    from multiring import Communicator, Work
+    from multiring.communicator import Communicator
+    from multiring.work import Work
 
 __all__ = ["BucketExchange", "DenseExchange", "Elsewhere", "Flags", "wait_for"]
 

@@ -23,7 +23,7 @@ from multiring.gradients.options import ReducerOptions
 from multiring.gradients.source import Gradient
 
 if TYPE_CHECKING:
-    from multiring import Communicator
+    from multiring.communicator import Communicator
 
 __all__ = ["BucketMemory", "Bytes", "bytes_at", "numpy_array"]
 

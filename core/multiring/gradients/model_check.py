@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from multiring.errors import MismatchError
 
 if TYPE_CHECKING:
-    from multiring import Communicator
+    from multiring.communicator import Communicator
 
 __all__ = ["ADVICE", "Entry", "check_same"]
 

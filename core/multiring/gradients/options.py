@@ -35,7 +35,6 @@ class SizeKeywords(ScaleKeywords, total=False):
     """Keyword arguments for fields of `ReducerOptions` that any reduction in buckets takes."""
 
     bucket_bytes: int
-    first_bucket_bytes: int
 
 
 class BucketKeywords(SizeKeywords, total=False):
@@ -54,7 +53,7 @@ class ReducerKeywords(BucketKeywords, total=False):
     check_every: int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReducerOptions:
     """How gradients are reduced; the same on every rank.
 
@@ -64,8 +63,8 @@ class ReducerOptions:
 
     Attributes:
         op: "average" divides by the number of ranks that have data, "sum" does not.
-        bucket_bytes: Limit of a bucket, in bytes; a larger gradient gets one for itself.
-        first_bucket_bytes: Limit of the first bucket of each dtype, in bytes; small, to start early.
+        bucket_bytes: Limit of a bucket, in bytes; a larger gradient gets one for itself. The first bucket of
+            each dtype has at most 1 MiB, to leave early.
         prescale: Factor applied before the reduction.
         postscale: Factor applied after it.
         name: What error messages call the buckets.
@@ -81,7 +80,6 @@ class ReducerOptions:
 
     op: ReduceOpName = "average"
     bucket_bytes: int = BUCKET_BYTES
-    first_bucket_bytes: int = FIRST_BUCKET_BYTES
     prescale: float = 1.0
     postscale: float = 1.0
     name: str = "gradients"
@@ -110,13 +108,8 @@ class ReducerOptions:
 
     def plan(self, specs: Sequence[ParameterSpec], order: Sequence[int], size: int) -> Plan:
         """The buckets; see `plan_buckets`."""
-        return plan_buckets(
-            specs,
-            order,
-            size=size,
-            bucket_bytes=self.bucket_bytes,
-            first_bucket_bytes=self.first_bucket_bytes,
-        )
+        first = min(self.bucket_bytes, FIRST_BUCKET_BYTES)
+        return plan_buckets(specs, order, size=size, bucket_bytes=self.bucket_bytes, first_bucket_bytes=first)
 
     def is_repeatable(self, size: int) -> bool:
         """Whether to reduce a gradient again that is the same on all of `size` ranks changes nothing."""

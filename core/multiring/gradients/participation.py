@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
-    from multiring import Communicator
+    from multiring.communicator import Communicator
 
 __all__ = ["answer_rounds", "own_flags"]
 

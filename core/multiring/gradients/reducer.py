@@ -35,7 +35,8 @@ from multiring.gradients.states import GradientState, GradientStates
 from multiring.gradients.top_k import TopKExchange, make_exchange
 
 if TYPE_CHECKING:
-    from multiring import Communicator, Work
+    from multiring.communicator import Communicator
+    from multiring.work import Work
 
 __all__ = ["GradientReducer"]
 

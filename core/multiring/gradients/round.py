@@ -12,7 +12,7 @@ from multiring.gradients.bucket_memory import Bytes
 from multiring.gradients.source import Gradient
 
 if TYPE_CHECKING:
-    from multiring import Work
+    from multiring.work import Work
 
 __all__ = ["Round"]
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from multiring.arrays import checksum
 
 if TYPE_CHECKING:
-    from multiring import Communicator, Work
+    from multiring.communicator import Communicator
+    from multiring.work import Work
 
 __all__ = ["SameDataCheck"]
 

@@ -18,7 +18,8 @@ from multiring.arrays import multiply
 from multiring.gradients.options import ReducerOptions
 
 if TYPE_CHECKING:
-    from multiring import Communicator, Work
+    from multiring.communicator import Communicator
+    from multiring.work import Work
 
 __all__ = ["SparseReduction"]
 

@@ -36,7 +36,8 @@ from multiring.gradients.options import ReducerOptions
 from multiring.reductions import reduce_op
 
 if TYPE_CHECKING:
-    from multiring import Communicator, Work
+    from multiring.communicator import Communicator
+    from multiring.work import Work
 
 __all__ = ["TopKExchange", "add_up", "largest", "make_exchange"]
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from multiring import _core, config
 from multiring.errors import MultiringError, UsageError
-from multiring.reductions import native_comm_dtype
 from multiring.rendezvous import launch_environment, offered_store
 from multiring.rendezvous.children import check_not_taken, forget_place, note_place
 from multiring.rendezvous.joined import HOSTS_KEY
@@ -112,20 +111,12 @@ def connect_members(
 
 
 def _options(rank: int, size: int, settings: config.Settings) -> _core.WorldOptions:
-    options = _core.WorldOptions()
+    options = _core.WorldOptions(settings)
     options.rank = rank
     options.size = size
-    options.host = settings.host
-    options.interfaces = settings.interfaces
-    options.mode = settings.mode
-    if settings.tuning and size > 1:
+    if settings.tuning and settings.tuning != OFF:
         # Ranks compare what is here, so none measures while others do not.
-        options.tuning = OFF if settings.tuning == OFF else load_tuning(settings.tuning).text
-    options.comm_dtype = native_comm_dtype(settings.comm_dtype)
-    options.staging_bytes = settings.staging_bytes
-    options.spin_microseconds = -1.0 if settings.spin_microseconds is None else settings.spin_microseconds
-    options.timeout = settings.timeout
-    options.stall_warning = settings.stall_warning
+        options.tuning = load_tuning(settings.tuning).text if size > 1 else ""
     options.warn = _warn
     return options
 

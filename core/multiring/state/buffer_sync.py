@@ -13,7 +13,7 @@ from multiring.gradients.bucketing import first_and_more
 from multiring.types import BufferMode
 
 if TYPE_CHECKING:
-    from multiring import Communicator
+    from multiring.communicator import Communicator
 
 __all__ = ["check_mode", "sync_arrays"]
 

@@ -16,7 +16,7 @@ from multiring.gradients.options import check_interval
 from multiring.state.advice import BROADCAST, advice_for
 
 if TYPE_CHECKING:
-    from multiring import Communicator
+    from multiring.communicator import Communicator
 
 __all__ = [
     "NUMBERS_EVERY",

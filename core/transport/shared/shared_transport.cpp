@@ -19,16 +19,14 @@ constexpr double kLongestTick = 0.05;
 
 // A pause instruction takes 10 to 60 ns, depending on the processor; the budget need not be exact.
 constexpr double kSpinsPerMicrosecond = 25.0;
-constexpr double kDefaultSpinMicroseconds = 40.0;
 
 // Collectives cut staging memory into cache lines.
 constexpr std::size_t kLeastStagingBytes = 64;
 
 SpinBudget spin_budget(const SharedTransportOptions& options) {
-  const double most = options.spin_microseconds < 0 ? kDefaultSpinMicroseconds : options.spin_microseconds;
-  const double least = std::min(most, 1.0);
+  const double least = std::min(options.spin_microseconds, 1.0);
   return {static_cast<std::uint32_t>(least * kSpinsPerMicrosecond),
-          static_cast<std::uint32_t>(most * kSpinsPerMicrosecond)};
+          static_cast<std::uint32_t>(options.spin_microseconds * kSpinsPerMicrosecond)};
 }
 
 /// Whether the condition came true within so many pause instructions.

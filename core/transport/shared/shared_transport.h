@@ -6,16 +6,16 @@
 #include <string_view>
 #include <vector>
 
+#include "base/job_settings.h"
 #include "transport/shared/group_layout.h"
 #include "transport/shared/host_group.h"
 #include "transport/transport.h"
 
 namespace multiring {
 
-struct SharedTransportOptions {
-  std::size_t staging_bytes = 256 * 1024;
-  /// Microseconds that a wait may spin, or yield if oversubscribed, before it sleeps; negative: the default.
-  double spin_microseconds = -1.0;
+struct SharedTransportOptions : JobSettings {
+  explicit SharedTransportOptions(const JobSettings& settings = {}) : JobSettings(settings) {}
+
   /// See Transport::oversubscribed; by default the HostGroup decides.
   std::optional<bool> oversubscribed;
 };

@@ -16,8 +16,7 @@ namespace {
 
 constexpr int kMaxStripes = 64;
 constexpr double kLookupTimeSlice = 0.2;
-constexpr double kHostNameSeconds = 1.0;  // a message need not name a host
-constexpr double kShortestHandshake = 0.001;
+constexpr double kHostNameSeconds = 1.0;       // a message need not name a host
 constexpr double kLongestSeconds = 24 * 3600;  // a day, which the kernel's timers can represent
 
 std::string store_key(const TcpOptions& options, int rank) {
@@ -40,13 +39,6 @@ void validate(const TcpOptions& options) {
                                        std::to_string(options.connections_per_interface) +
                                        " connections per interface and a heartbeat of " +
                                        std::to_string(options.heartbeat) + " s");
-  if (!between(options.handshake_seconds, kShortestHandshake, kLongestSeconds) ||
-      options.max_handshakes < 1 || !between(options.spin_microseconds, 0.0, kLongestSeconds * 1e6))
-    throw Error(ErrorKind::kUsage, "a TCP network cannot allow " + std::to_string(options.handshake_seconds) +
-                                       " s for a handshake, " + std::to_string(options.max_handshakes) +
-                                       " handshakes at a time and " +
-                                       std::to_string(options.spin_microseconds) +
-                                       " microseconds of spinning");
 }
 
 std::vector<InterfaceAddress> own_addresses(const TcpOptions& options) {
@@ -337,7 +329,7 @@ void TcpNetwork::on_connected(const ConnectionInfo& info, Descriptor socket, boo
   auto& stream = other.streams[info.channel];
   if (!stream)
     stream = std::make_unique<TcpStream>(options_.rank, rank, info.channel,
-                                         static_cast<std::size_t>(info.stripes), options_.stripe_threshold);
+                                         static_cast<std::size_t>(info.stripes));
   DataConnection& connection =
       stream->add_connection(static_cast<std::size_t>(info.stripe), info.weight, std::move(socket), *this);
   connection.path = path;

@@ -45,9 +45,8 @@ WaitResult TcpNetwork::drive(const WaitOptions& waiting, const std::function<boo
         (*waiting.stalled)(waited);
       }
     }
-    const bool spin = waiting.brief && waited * 1e6 < options_.spin_microseconds;
     const double sleep = std::min(kTimeSlice, waiting.deadline.remaining());
-    poller_.sleep(busy || spin ? 0 : static_cast<int>(std::ceil(sleep * 1000)));
+    poller_.sleep(busy ? 0 : static_cast<int>(std::ceil(sleep * 1000)));
   }
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/export.h"
+#include "base/job_settings.h"
 #include "transport/tcp/lost_ranks.h"
 
 namespace multiring::tcp {
@@ -16,8 +17,10 @@ namespace multiring::tcp {
 /// process has many networks and one limit on its descriptors.
 using OpenHandshakes = std::atomic<std::size_t>;
 
-/// Every setting of a TCP network.
-struct TcpOptions {
+/// One TCP network.
+struct TcpOptions : JobSettings {
+  explicit TcpOptions(const JobSettings& settings = {}) : JobSettings(settings) {}
+
   int rank = 0;
   int size = 1;
   /// The ranks as the world numbers them, for messages; empty: the same numbers.
@@ -26,8 +29,6 @@ struct TcpOptions {
   std::string secret;
   /// Tells jobs, and generations of a job, apart that share a secret or a store.
   std::string job;
-  /// See InterfaceFilter; empty: the default.
-  std::vector<std::string> interfaces;
   /// All ranks are on this host: loopback is enough.
   bool local = false;
   /// The ranks are connected by another network: that this host has no interface any more means that it has
@@ -36,10 +37,6 @@ struct TcpOptions {
   /// The same on all ranks.
   int channels = 1;
   int connections_per_interface = 1;
-  /// Messages below this go over one connection.
-  std::size_t stripe_threshold = 64 * 1024;
-  /// Seconds, about, until a peer's host that has vanished counts as lost; from 1 to a day.
-  double heartbeat = 5.0;
   /// So many heartbeats for a connection that gets no answer while others to the same address do.
   static constexpr double kSlowPathFactor = 6.0;
   /// Copies of the options share it.
@@ -50,8 +47,6 @@ struct TcpOptions {
   /// out the others. Copies of the options share the counter.
   std::size_t max_handshakes = 128;
   std::shared_ptr<OpenHandshakes> open_handshakes = std::make_shared<OpenHandshakes>(0);
-  /// Microseconds that a wait with WaitOptions::brief spins before it sleeps. For ranks with a core each.
-  double spin_microseconds = 0.0;
 };
 
 /// The options that have to be the same on all ranks.

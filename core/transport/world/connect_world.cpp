@@ -18,37 +18,47 @@
 namespace multiring {
 namespace {
 
-/// What a rank publishes about itself, one line each.
-struct RankInfo {
-  std::string build;    ///< versions of the library and its protocol
-  std::string name;     ///< of the host; these two stay first in every version, for an error tells them
-  std::string boot;     ///< of the kernel: the same on a machine
-  std::string network;  ///< its devices
-  std::string host;     ///< given by the user
-  std::string job;      ///< named by the launcher of this host: may differ on others
-  std::int64_t process_id = 0;
-  std::vector<std::string> compared;  ///< values of WorldAddress::compared
+/// What a rank publishes about itself: lines of name=value.
+class RankInfo {
+ public:
+  // Names beside those of the settings.
+  static constexpr const char* kBuild = "build";  // versions of the library and its protocol
+  static constexpr const char* kHost = "host";
+  static constexpr const char* kBoot = "boot";        // of the kernel: the same on a machine
+  static constexpr const char* kNetwork = "network";  // its devices
+  static constexpr const char* kGivenHost = "MULTIRING_HOST";
+  static constexpr const char* kJob = "job";  // named by the launcher of this host: may differ on others
+  static constexpr const char* kProcess = "process";
+
+  explicit RankInfo(std::map<std::string, std::string> values) : values_(std::move(values)) {}
 
   std::string text() const {
     std::string lines;
-    for (const std::string* line : {&build, &name, &boot, &network, &host, &job}) lines += *line + "\n";
-    lines += std::to_string(process_id);
-    for (const std::string& value : compared) lines += "\n" + value;
+    for (const auto& [name, value] : values_) lines += name + "=" + value + "\n";
     return lines;
   }
   static RankInfo parse(const std::string& text) {
-    RankInfo info;
+    std::map<std::string, std::string> values;
     std::istringstream lines(text);
-    std::string number;
-    for (std::string* line :
-         {&info.build, &info.name, &info.boot, &info.network, &info.host, &info.job, &number})
-      std::getline(lines, *line);
-    info.process_id = std::strtoll(number.c_str(), nullptr, 10);
-    for (std::string value; std::getline(lines, value);) info.compared.push_back(value);
-    return info;
+    for (std::string line; std::getline(lines, line);) {
+      const std::size_t end = std::min(line.find('='), line.size());
+      values[line.substr(0, end)] = line.substr(std::min(end + 1, line.size()));
+    }
+    return RankInfo(std::move(values));
+  }
+  /// Empty: it has published none.
+  std::string get(const std::string& name) const {
+    const auto found = values_.find(name);
+    return found == values_.end() ? std::string() : found->second;
   }
   /// Ranks with the same key share memory.
-  std::string memory() const { return boot + "\n" + (host.empty() ? network : "name " + host); }
+  std::string memory() const {
+    const std::string given = get(kGivenHost);
+    return get(kBoot) + "\n" + (given.empty() ? get(kNetwork) : "name " + given);
+  }
+
+ private:
+  std::map<std::string, std::string> values_;
 };
 
 class PrefixedStore final : public Store {
@@ -98,47 +108,41 @@ std::string get(Store& store, const std::string& key, const WorldAddress& addres
   }
 }
 
-void require_same(const std::vector<RankInfo>& infos, int mine, const std::vector<std::string>& names) {
-  const auto value = [&](std::size_t rank, std::size_t index) {
-    const std::vector<std::string>& values = infos[rank].compared;
-    return index < values.size() ? values[index] : std::string();
-  };
-  for (std::size_t index = 0; index < names.size(); ++index) {
-    const std::string here = value(static_cast<std::size_t>(mine), index);
-    for (std::size_t rank = 0; rank < infos.size(); ++rank)
-      if (value(rank, index) != here)
-        throw Error(ErrorKind::kUsage, "rank " + std::to_string(rank) + " has " + names[index] + "='" +
-                                           value(rank, index) + "', rank " + std::to_string(mine) + " '" +
-                                           here + "': it has to be the same on all ranks");
-  }
+void require_same(const std::vector<RankInfo>& infos, int mine, const std::string& name) {
+  const std::string here = infos[static_cast<std::size_t>(mine)].get(name);
+  for (std::size_t rank = 0; rank < infos.size(); ++rank)
+    if (const std::string there = infos[rank].get(name); there != here)
+      throw_usage("rank " + std::to_string(rank) + " has " + name + "='" + there + "', rank " +
+                  std::to_string(mine) + " '" + here + "': it has to be the same on all ranks");
 }
 
-// First: another build may publish other fields.
 void require_same_build(const std::vector<RankInfo>& infos, int mine) {
   const RankInfo& here = infos[static_cast<std::size_t>(mine)];
   for (std::size_t rank = 0; rank < infos.size(); ++rank)
-    if (const RankInfo& there = infos[rank]; there.build != here.build)
-      throw Error(ErrorKind::kUsage, "rank " + std::to_string(rank) + " on " + there.name + " runs " +
-                                         there.build + ", rank " + std::to_string(mine) + " on " + here.name +
-                                         " " + here.build +
-                                         ": install the same version of multiring on all hosts");
+    if (const RankInfo& there = infos[rank]; there.get(RankInfo::kBuild) != here.get(RankInfo::kBuild))
+      throw_usage("rank " + std::to_string(rank) + " on " + there.get(RankInfo::kHost) + " runs " +
+                  there.get(RankInfo::kBuild) + ", rank " + std::to_string(mine) + " on " +
+                  here.get(RankInfo::kHost) + " " + here.get(RankInfo::kBuild) +
+                  ": install the same version of multiring on all hosts");
 }
 
 std::vector<RankInfo> exchange_infos(Store& store, const WorldAddress& address, const WaitOptions& waiting) {
-  RankInfo mine{address.build, host_name(), host_identity(), network_identity(),
-                address.host,  address.job, ::getpid(),      {}};
-  std::vector<std::string> names{"MULTIRING_TRANSPORT"};
-  mine.compared = {network_kind(address).name};
-  for (const auto& [name, value] : address.compared) {
-    names.push_back(name);
-    mine.compared.push_back(value);
-  }
-  store.set("world/" + std::to_string(address.rank), mine.text(), waiting);
+  std::map<std::string, std::string> compared = values_of_job(address);
+  compared["MULTIRING_TRANSPORT"] = network_kind(address).name;
+  std::map<std::string, std::string> values = compared;
+  values.insert({{RankInfo::kBuild, address.build},
+                 {RankInfo::kHost, host_name()},
+                 {RankInfo::kBoot, host_identity()},
+                 {RankInfo::kNetwork, network_identity()},
+                 {RankInfo::kGivenHost, address.host},
+                 {RankInfo::kJob, address.job},
+                 {RankInfo::kProcess, std::to_string(::getpid())}});
+  store.set("world/" + std::to_string(address.rank), RankInfo(std::move(values)).text(), waiting);
   std::vector<RankInfo> infos;
   for (int rank = 0; rank < address.size; ++rank)
     infos.push_back(RankInfo::parse(get(store, "world/" + std::to_string(rank), address, rank, waiting)));
-  require_same_build(infos, address.rank);
-  require_same(infos, address.rank, names);
+  require_same_build(infos, address.rank);  // first: another build may have other settings
+  for (const auto& [name, value] : compared) require_same(infos, address.rank, name);
   return infos;
 }
 
@@ -151,7 +155,8 @@ std::vector<ClusterRank> place_ranks(const std::vector<RankInfo>& infos) {
     const auto [found, is_new] = numbers.emplace(info.memory(), static_cast<int>(numbers.size()));
     if (is_new) counts.push_back(0);
     const int host = found->second;
-    ranks.push_back({host, counts[static_cast<std::size_t>(host)]++, info.name, info.process_id});
+    ranks.push_back({host, counts[static_cast<std::size_t>(host)]++, info.get(RankInfo::kHost),
+                     std::strtoll(info.get(RankInfo::kProcess).c_str(), nullptr, 10)});
   }
   return ranks;
 }
@@ -165,41 +170,32 @@ std::shared_ptr<HostGroup> connect_host(Store& store, const WorldAddress& addres
   options.size = static_cast<int>(std::count_if(
       ranks.begin(), ranks.end(), [&](const ClusterRank& rank) { return rank.host == own.host; }));
   options.socket_directory = address.socket_directory;
-  options.settings = address.transport.staging_bytes;
+  options.settings = checksum_of_job(address);
   options.build = address.build;
   return make_shm_group(local, options, waiting);
 }
 
-/// Whether any host is oversubscribed. Raises an error unless all ranks have the same size of staging memory.
+/// Whether any host is oversubscribed.
 bool any_oversubscribed(Store& store, const WorldAddress& address, const std::vector<ClusterRank>& ranks,
                         const HostGroup& group, const WaitOptions& waiting) {
   const ClusterRank& own = ranks[static_cast<std::size_t>(address.rank)];
-  const std::string staging = std::to_string(address.transport.staging_bytes);
-  if (own.local == 0)
-    store.set("host-" + std::to_string(own.host), (group.size() > group.cores() ? "1 " : "0 ") + staging,
-              waiting);
+  const auto key = [](int host) { return "host-" + std::to_string(host); };
+  if (own.local == 0) store.set(key(own.host), group.size() > group.cores() ? "1" : "0", waiting);
   bool oversubscribed = false;
-  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
-    if (ranks[rank].local != 0) continue;
-    const int peer = static_cast<int>(rank);
-    const std::string published =
-        get(store, "host-" + std::to_string(ranks[rank].host), address, peer, waiting);
-    oversubscribed = oversubscribed || published[0] == '1';
-    if (published.substr(2) != staging)
-      throw Error(ErrorKind::kUsage, "rank " + std::to_string(peer) + " has MULTIRING_STAGING_BYTES=" +
-                                         published.substr(2) + ", rank " + std::to_string(address.rank) +
-                                         " " + staging + ": it has to be the same on all ranks");
-  }
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank)
+    if (ranks[rank].local == 0)
+      oversubscribed |= get(store, key(ranks[rank].host), address, static_cast<int>(rank), waiting) == "1";
   return oversubscribed;
 }
 
 MetRanks met_ranks(const std::vector<RankInfo>& infos, int own) {
   const RankInfo& mine = infos[static_cast<std::size_t>(own)];
   MetRanks ranks;
-  for (const RankInfo& info : infos) ranks.hosts.push_back(info.name);
-  ranks.job = infos.front().job;
+  for (const RankInfo& info : infos) ranks.hosts.push_back(info.get(RankInfo::kHost));
+  ranks.job = infos.front().get(RankInfo::kJob);
   ranks.local = std::all_of(infos.begin(), infos.end(), [&](const RankInfo& info) {
-    return info.boot == mine.boot && info.network == mine.network;
+    return info.get(RankInfo::kBoot) == mine.get(RankInfo::kBoot) &&
+           info.get(RankInfo::kNetwork) == mine.get(RankInfo::kNetwork);
   });
   return ranks;
 }
@@ -232,7 +228,7 @@ std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store, co
   }
   const auto is_on_another_host = [&](const ClusterRank& rank) { return rank.host != ranks.front().host; };
   if (std::none_of(ranks.begin(), ranks.end(), is_on_another_host)) {
-    ShmOptions options{address.rank, address.size, address.socket_directory, address.transport,
+    ShmOptions options{address.rank, address.size, address.socket_directory, SharedTransportOptions(address),
                        address.build};
     return connect_shm(*store, options, waiting);
   }
@@ -243,7 +239,7 @@ std::shared_ptr<Transport> connect_world(const std::shared_ptr<Store>& store, co
   context->host_group = std::make_shared<PollingHostGroup>(connect_host(*store, address, ranks, waiting),
                                                            ranks_of_host(ranks, host), context->progress);
   context->make_network = std::move(make_network);
-  SharedTransportOptions options = address.transport;
+  SharedTransportOptions options(address);
   options.oversubscribed = any_oversubscribed(*store, address, ranks, *context->host_group, waiting);
   context->ranks = std::move(ranks);
   return ClusterTransport::make_world(std::move(context), options, waiting);

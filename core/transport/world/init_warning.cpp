@@ -15,7 +15,7 @@ struct NoAnswer {};
 }  // namespace
 
 void InitWarning::check(double waited) {
-  if (checked_ || !address_.warn_late || address_.late_after <= 0 || waited < address_.late_after) return;
+  if (checked_ || !address_.warn || address_.stall_warning <= 0 || waited < address_.stall_warning) return;
   checked_ = true;
   std::vector<int> missing;
   try {
@@ -38,13 +38,13 @@ void InitWarning::check(double waited) {
   const std::string begin = "rank " + std::to_string(address_.rank) + " on " + host_name() + " has waited " +
                             seconds_text(waited) + " in init";
   if (missing.empty())
-    return address_.warn_late(begin + ": all " + std::to_string(address_.size) +
-                              " ranks have come and are still connecting: is a firewall between them, or an "
-                              "interface that others cannot reach (MULTIRING_INTERFACES)?" +
-                              kHowToSilence);
-  address_.warn_late(begin + " for " + missing_ranks(address_, missing) +
-                     ", not started, failed before init, or given another store: look at their output" +
-                     kHowToSilence);
+    return address_.warn(begin + ": all " + std::to_string(address_.size) +
+                         " ranks have come and are still connecting: is a firewall between them, or an "
+                         "interface that others cannot reach (MULTIRING_INTERFACES)?" +
+                         kHowToSilence);
+  address_.warn(begin + " for " + missing_ranks(address_, missing) +
+                ", not started, failed before init, or given another store: look at their output" +
+                kHowToSilence);
 }
 
 bool InitWarning::has_come(int rank, const WaitOptions& waiting) const {

@@ -25,11 +25,12 @@ ClusterContext::MakeNetwork mpi_maker(const std::shared_ptr<Store>& /*store*/, c
 
 ClusterContext::MakeNetwork tcp_maker(const std::shared_ptr<Store>& store, const WorldAddress& address,
                                       const MetRanks& ranks) {
-  if (address.tcp.secret.empty())
+  if (address.secret.empty())
     throw_usage(
         "the ranks are on several hosts, and MULTIRING_SECRET is not set: without it any process could join "
         "the job. Set it to the same 32 hexadecimal digits or more on all ranks");
-  TcpOptions base = address.tcp;
+  TcpOptions base(address);
+  base.secret = address.secret;
   base.local = ranks.local;
   // Whatever the interfaces are by then, they were good when the ranks met.
   tcp::choose_addresses(tcp::interface_addresses(), base.interfaces, base.local);

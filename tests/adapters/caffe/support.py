@@ -14,7 +14,7 @@ from multiring import Communicator
 from multiring.caffe import SolverCallback
 
 Array = NDArray[Any]
-SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 64}
+SMALL: dict[str, Any] = {"bucket_bytes": 64}
 
 
 class FakeBlob:

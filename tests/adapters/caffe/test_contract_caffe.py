@@ -34,7 +34,6 @@ class CaffeAdapter(Adapter):
             comm,
             overlap=self.overlap,
             bucket_bytes=bucket_bytes,
-            first_bucket_bytes=bucket_bytes,
             **options,
         )
         self._solver.add_callback(*self._reduction)

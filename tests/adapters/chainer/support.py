@@ -19,7 +19,7 @@ from tests.adapters.contract import bits, compare, mean
 from tests.on_ranks import same_everywhere
 
 Array = NDArray[Any]
-SMALL: dict[str, Any] = {"bucket_bytes": 256, "first_bucket_bytes": 64}
+SMALL: dict[str, Any] = {"bucket_bytes": 256}
 
 
 class InBackward(chainer.Function):  # type: ignore[misc]

@@ -128,7 +128,7 @@ def make(extents, **options):
 """
 LAST_STEP = """
 def train():
-    model, optimizer = make([(64, 64)] * 8, bucket_bytes=16384, first_bucket_bytes=4096)
+    model, optimizer = make([(64, 64)] * 8, bucket_bytes=16384)
     for step in range(4):
         if step == 3 and comm.rank == 1:
             comm.plain.recv(0)

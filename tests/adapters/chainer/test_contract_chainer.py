@@ -42,7 +42,6 @@ class ChainerAdapter(Adapter):
             chainer.optimizers.SGD(RATE),
             self._comm,
             bucket_bytes=bucket_bytes,
-            first_bucket_bytes=bucket_bytes,
             **options,
         )
         self._optimizer.setup(self._model)

@@ -40,9 +40,7 @@ def averaged_gradients(
 ) -> Any:
     if check_every:
         multiring.jax.check_state(params, every=check_every, comm=comm)
-    return multiring.jax.average_partial_gradients(
-        gradients, params, comm=comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes
-    )
+    return multiring.jax.average_partial_gradients(gradients, params, comm=comm, bucket_bytes=bucket_bytes)
 
 
 def add(one: Any, other: Any) -> Any:
@@ -99,7 +97,7 @@ class JaxAdapter(Adapter):
     @contextmanager
     def join(self) -> Iterator[None]:
         yield
-        options = {"bucket_bytes": self._bucket_bytes, "first_bucket_bytes": self._bucket_bytes}
+        options = {"bucket_bytes": self._bucket_bytes}
         self._params = multiring.jax.join(self._params, comm=self._comm, **options)
 
     def close(self) -> None:

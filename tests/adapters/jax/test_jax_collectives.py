@@ -223,7 +223,7 @@ def test_trees(comm: Communicator, bucket_bytes: int) -> None:
         "nothing": None,
         "same": jnp.float32(1),
     }
-    sizes = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": bucket_bytes}
+    sizes = {"bucket_bytes": bucket_bytes}
     found = jax.jit(lambda t: mj.grouped_allreduce(t, **sizes))(tree)
     assert jax.tree.structure(found) == jax.tree.structure(tree)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):

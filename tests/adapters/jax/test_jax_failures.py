@@ -45,7 +45,7 @@ def test_a_mismatch_in_a_tree_names_the_leaf(comm: Communicator) -> None:
     tree = {"a": jnp.ones(3), "b": jnp.ones((2, 2) if comm.rank else (5,))}
     try:
         with errors_break_the_queue(comm):
-            jax.block_until_ready(mj.grouped_allreduce(tree, bucket_bytes=8, first_bucket_bytes=8))
+            jax.block_until_ready(mj.grouped_allreduce(tree, bucket_bytes=8))
     finally:
         assert library().multiring_jax_flights() == 0
 
@@ -55,7 +55,7 @@ def test_a_mismatch_in_a_tree_names_the_leaf(comm: Communicator) -> None:
 def test_a_step_that_failed_on_one_rank_is_a_mismatch(comm: Communicator, partial: bool) -> None:
     """Rank 0 submits a part of its first step only, as if that had failed in between; then it goes on."""
     like = {"a": jnp.ones(4), "b": jnp.ones(4)}
-    sizes: Any = {"bucket_bytes": 16, "first_bucket_bytes": 16, "name": "gradients"}
+    sizes: Any = {"bucket_bytes": 16, "name": "gradients"}
 
     @jax.jit
     def step(gradients: dict[str, jax.Array]) -> Any:

@@ -23,7 +23,7 @@ from tests.on_ranks import on_ranks
 def test_an_optimizer_trains_like_one_process(comm: Communicator, every_k: int) -> None:
     """The same as one process with the batches of all ranks; in between, parts of a batch are added up."""
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
-    optimizer = mj.distribute(inner, every_k=every_k, bucket_bytes=8, first_bucket_bytes=8)
+    optimizer = mj.distribute(inner, every_k=every_k, bucket_bytes=8)
     params = expected = start()
     state, reference = optimizer.init(params), inner.init(params)
     step = jax.jit(training_step(optimizer))
@@ -96,7 +96,7 @@ def test_wrappers_of_optax_on_both_sides(comm: Communicator, name: str) -> None:
 
 def test_buckets_leave_during_the_backward_pass_and_are_not_copied(comm: Communicator) -> None:
     """By the compiled training step, in the order in which XLA runs it."""
-    optimizer = mj.distribute(optax.sgd(0.1), bucket_bytes=1 << 12, first_bucket_bytes=1 << 10)
+    optimizer = mj.distribute(optax.sgd(0.1), bucket_bytes=1 << 12)
     params = {f"layer{k}": jnp.ones((32, 32)) for k in range(5)}
     state = optimizer.init(params)
 

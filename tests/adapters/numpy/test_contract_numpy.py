@@ -34,7 +34,7 @@ class NumpyAdapter(Adapter):
         self._model = {name: value.copy() for name, value in weights.items()}
         self._found: dict[str, Array] = {}
         self._reduction = multiring.numpy.GradientBuckets(
-            self._model, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes, **options
+            self._model, comm, bucket_bytes=bucket_bytes, **options
         )
 
     def backward(self, x: Array, y: Array, *, extra: bool = True, synchronise: bool = True) -> float:

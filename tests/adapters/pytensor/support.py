@@ -14,7 +14,7 @@ from pytensor.graph.fg import FunctionGraph
 from pytensor.link.vm import VMLinker
 
 Array = NDArray[Any]
-SMALL: dict[str, Any] = {"bucket_bytes": 64, "first_bucket_bytes": 16}
+SMALL: dict[str, Any] = {"bucket_bytes": 64}
 
 
 def shared(**values: Any) -> list[Any]:

@@ -37,7 +37,7 @@ class PyTensorAdapter(Adapter):
         self._found: dict[str, Array] = {}
         self._compiled: dict[Any, Any] = {}
         self._reduction = multiring.pytensor.DistributedGradients(
-            self._params, comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes, **options
+            self._params, comm, bucket_bytes=bucket_bytes, **options
         )
 
     def backward(self, x: Array, y: Array, *, extra: bool = True, synchronise: bool = True) -> float:

@@ -40,7 +40,7 @@ class EagerAdapter(Adapter):
         self._reduction = multiring.tensorflow.GradientReduction(
             list(self._model.values()),
             comm,
-            ReducerOptions(bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes, **options),
+            ReducerOptions(bucket_bytes=bucket_bytes, **options),
             uneven=self.uneven,
         )
         self._local: list[Any] = [None] * len(weights)  # gradients that were not reduced yet

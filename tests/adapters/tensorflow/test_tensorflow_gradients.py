@@ -148,7 +148,7 @@ def test_a_gradient_that_comes_on_one_rank_later_is_reported(ranks: Pool) -> Non
 def test_running_out_of_data_in_a_function_takes_preparation(comm: Communicator) -> None:
     """Also where the last variable's bucket leaves long before the first one's: none waits for another."""
     variables = [tf.Variable(tf.ones([2])), tf.Variable(tf.ones([3]))]
-    options = ReducerOptions(bucket_bytes=8, first_bucket_bytes=8)
+    options = ReducerOptions(bucket_bytes=8)
     reduction = mt.GradientReduction(variables, comm, options)
 
     def late(value: Any) -> Any:
@@ -175,7 +175,7 @@ def test_running_out_of_data_in_a_function_takes_preparation(comm: Communicator)
 @all_raise(MismatchError, "'options'")
 def test_refused(comm: Communicator) -> None:
     variable = tf.Variable([1.0, 2.0])
-    reduction = mt.GradientReduction([variable], comm, ReducerOptions("sum"))
+    reduction = mt.GradientReduction([variable], comm, ReducerOptions(op="sum"))
     calls = {
         "2 gradients were given for 1": lambda: reduction.reduce([None, None]),
         r"gradient of 'Variable' is float32 \(3,\)": lambda: reduction.reduce([tf.ones([3])]),
@@ -183,7 +183,7 @@ def test_refused(comm: Communicator) -> None:
         "int32 cannot be reduced": lambda: mt.GradientReduction([tf.Variable(1)], comm),
     }
     refused(UsageError, calls)
-    mt.GradientReduction([variable], comm, ReducerOptions("sum" if comm.rank else "average"))
+    mt.GradientReduction([variable], comm, ReducerOptions(op="sum" if comm.rank else "average"))
 
 
 @all_raise(MismatchError, "'gradients ", "rank 1 submitted it in step 1; rank 0 submitted it in step 2")
@@ -191,7 +191,7 @@ def test_a_step_that_failed_on_one_rank_is_a_mismatch(comm: Communicator) -> Non
     """On rank 0 the first step fails when one of its two buckets has been reduced; it then goes on."""
     variables = [tf.Variable(tf.ones([4])), tf.Variable(tf.ones([4]))]
     # Averages of a function that does not expect uneven data come together; here one has to come alone.
-    options = ReducerOptions("sum", bucket_bytes=16, first_bucket_bytes=16)
+    options = ReducerOptions(op="sum", bucket_bytes=16)
     reduction = mt.GradientReduction(variables, comm, options)
     fails = True
 

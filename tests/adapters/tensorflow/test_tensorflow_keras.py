@@ -345,7 +345,7 @@ def train(wrap, part, batch, freeze, **compiled):
 freeze = keras.backend.backend() != "jax"  # where Keras refuses it with any optimizer
 alone = train(lambda optimizer: optimizer, slice(None), 12, freeze)
 mine = slice(comm.rank, None, comm.size)
-wrap = functools.partial(mt.DistributedOptimizer, first_bucket_bytes=1000)  # several buckets
+wrap = functools.partial(mt.DistributedOptimizer, bucket_bytes=1000)  # several buckets
 for compiled in ({}, {"run_eagerly": True}):
     found = train(wrap, mine, 12 // comm.size, freeze, **compiled)
     for one, other in zip(found, alone):

@@ -262,7 +262,7 @@ def test_buckets_of_one_step_overlap(comm: Communicator) -> None:
 
     @tf.function
     def step(x: Any) -> Any:
-        options = {"bucket_bytes": 32, "first_bucket_bytes": 32}
+        options = {"bucket_bytes": 32}
         with mt.DistributedGradientTape(tf.GradientTape(), comm, **options) as tape:
             loss = tf.add_n([tf.reduce_sum(v * x) for v in variables])
         return tape.gradient(loss, variables)

@@ -13,7 +13,7 @@ from multiring import Communicator
 from multiring.torch import DistributedOptimizer, GradientHooks
 from tests.on_ranks import same_everywhere
 
-SMALL: dict[str, Any] = {"bucket_bytes": 256, "first_bucket_bytes": 64}
+SMALL: dict[str, Any] = {"bucket_bytes": 256}
 Loss = Callable[[Any, int], Tensor]
 
 

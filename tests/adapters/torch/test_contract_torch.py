@@ -28,9 +28,7 @@ class TorchAdapter(Adapter):
     ) -> None:
         self._comm = comm
         self._model = torch.nn.ParameterDict({name: torch.tensor(value) for name, value in weights.items()})
-        self._reduction = self._register(
-            bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes, **options
-        )
+        self._reduction = self._register(bucket_bytes=bucket_bytes, **options)
 
     def _register(self, **options: Any) -> Any:
         return multiring.torch.register_gradient_hooks(self._model, self._comm, **options)

@@ -98,7 +98,7 @@ def test_gradients_that_another_hook_changes_are_refused(
     comm: Communicator, how: str, bucket_bytes: int
 ) -> None:
     """By a hook that runs after ours, when the gradient is on its way or about to be."""
-    model, _ = make_hooked(comm, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
+    model, _ = make_hooked(comm, bucket_bytes=bucket_bytes)
 
     def change(parameter: Any) -> None:
         if how == "written to":

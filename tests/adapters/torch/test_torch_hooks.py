@@ -47,7 +47,7 @@ def test_buckets_follow_the_order_of_arrival(comm: Communicator) -> None:
         return x.sum()
 
     model = make()
-    hooks = register(model, comm, bucket_bytes=300, first_bucket_bytes=300)
+    hooks = register(model, comm, bucket_bytes=300)
     wanted = expected(comm, loss, make)
     plans = []
     for _ in range(3):
@@ -169,7 +169,7 @@ def test_gradients_that_share_memory(comm: Communicator) -> None:
         return (x**2).sum()
 
     wanted = expected(comm, loss, lambda: copy.deepcopy(model))
-    register(model, comm, bucket_bytes=1, first_bucket_bytes=1)
+    register(model, comm, bucket_bytes=1)
     check_steps(model, loss, wanted, comm, steps=3)
 
 

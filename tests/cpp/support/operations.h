@@ -97,7 +97,7 @@ struct GroupCase {
 };
 /// Staging memory in which a few kilobytes are many segments.
 inline constexpr std::size_t kSmallStaging = 4096;
-inline constexpr std::size_t kDefaultStaging = SharedTransportOptions{}.staging_bytes;
+inline const std::size_t kDefaultStaging = JobSettings{}.staging_bytes;
 
 /// Both transports with each of `sizes` and each of `stagings`.
 std::vector<GroupCase> group_cases(const std::vector<int>& sizes, const std::vector<std::size_t>& stagings);

@@ -59,7 +59,7 @@ struct GroupOptions {
   TransportKind transport = TransportKind::kInproc;
   int size = 2;
   std::size_t staging_bytes = SharedTransportOptions{}.staging_bytes;
-  double spin_microseconds = -1.0;
+  double spin_microseconds = JobSettings{}.spin_microseconds;
   int cores = 1;            ///< that the ranks believe they have; inproc only
   int hosts = 2;            ///< that the ranks are spread over; cluster only
   std::vector<int> layout;  ///< ranks of each host, of which the first has the first; empty: `hosts` tells

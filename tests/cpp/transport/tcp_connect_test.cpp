@@ -260,20 +260,11 @@ TEST_F(TcpConnectToListener, EndsWhenItsRankLeaves) {
 TEST(TcpConnect, OptionsThatCannotBeAreToldOf) {
   InprocStore store;
   const double infinity = std::numeric_limits<double>::infinity();
-  const auto refused = [&](const char* told, const auto& change, const auto&... values) {
-    for (const auto value : {values...}) {
-      TcpOptions options = tcp_options(0, 2);
-      change(options, value);
-      expect_usage([&] { TcpNetwork(store, options); }, told);
-    }
-  };
-  refused(
-      "heartbeat", [](auto& o, double seconds) { o.heartbeat = seconds; }, 0.5, infinity, std::nan(""), 1e9);
-  refused(
-      "handshake", [](auto& o, double seconds) { o.handshake_seconds = seconds; }, 0.0, -1.0, infinity,
-      std::nan(""));
-  refused("0 handshakes at a time", [](auto& o, int most) { o.max_handshakes = most; }, 0);
-  refused("spinning", [](auto& o, double spin) { o.spin_microseconds = spin; }, std::nan(""));
+  for (const double heartbeat : {0.5, infinity, std::nan(""), 1e9}) {
+    TcpOptions options = tcp_options(0, 2);
+    options.heartbeat = heartbeat;
+    expect_usage([&] { TcpNetwork(store, options); }, "heartbeat");
+  }
 }
 
 TEST(TcpConnect, ANetworkThatIsGoneIsALossForRanksThatWereConnected) {

@@ -93,7 +93,7 @@ TEST(Builds, ThatDifferAreRefusedBetweenHosts) {
     address.size = 2;
     address.spread = true;
     address.host = "host" + std::to_string(rank);
-    address.tcp.secret = "the secret of the tests";
+    address.secret = "the secret of the tests";
     address.build = build;
     connect_world(std::shared_ptr<Store>(&store, [](Store*) {}), address, wait_seconds(20));
   });

@@ -39,9 +39,9 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
             arrive, late = order[: cuts[0]], order[cuts[0] : cuts[1]]
             ranks.append({"arrive": arrive, "late": late, "elsewhere": elsewhere})
         rounds.append(ranks)
-    limits = draw(st.tuples(st.integers(1, 400), st.integers(1, 400)))
+    limit = draw(st.integers(1, 400))
     op = draw(st.sampled_from(("average", "sum")))
-    return {"sizes": sizes, "rounds": rounds, "limits": limits, "op": op}
+    return {"sizes": sizes, "rounds": rounds, "limit": limit, "op": op}
 
 
 def value_of(number: int, rank: int, index: int) -> float:
@@ -51,7 +51,7 @@ def value_of(number: int, rank: int, index: int) -> float:
 
 def reduce_in_rounds(comm: Communicator, job: dict[str, Any]) -> list[Any]:
     specs = [ParameterSpec(f"p{k}", (size,), dtype) for k, (size, dtype) in enumerate(job["sizes"])]
-    options = ReducerOptions(job["op"], *job["limits"])
+    options = ReducerOptions(op=job["op"], bucket_bytes=job["limit"])
     source = Source(comm, specs, options)
     reducer = source.reducer
     plans = []
@@ -104,7 +104,7 @@ def test_an_array_cannot_be_two_gradients(comm: Communicator) -> None:
 
 @pytest.mark.parametrize(("data", "every"), [("same", None), ("same", 0), ("own", None), ("zeros", None)])
 def test_the_same_data_on_all_ranks_is_told_once(comm: Communicator, data: str, every: int | None) -> None:
-    source = Source(comm, AB, ReducerOptions(bucket_bytes=1, first_bucket_bytes=1, check_every=every))
+    source = Source(comm, AB, ReducerOptions(bucket_bytes=1, check_every=every))
     a = float(data != "zeros")
     b = {"same": 2.0, "own": 2.0 + comm.rank, "zeros": 0.0}[data]
     with warnings.catch_warnings(record=True) as told:

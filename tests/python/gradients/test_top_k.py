@@ -16,7 +16,7 @@ from tests.python.collectives.oracle import Reduction, random_bits
 from tests.python.gradients.support import Source, Values
 
 SIZES = (7, 0, 300, 64, 1, 40)
-LIMITS = (600, 300)  # bytes: several buckets
+LIMIT = 300  # bytes: several buckets
 SCALINGS = [(0.1, Reduction("average")), (0.003, Reduction("sum", 0.5, 3.0))]
 
 
@@ -98,8 +98,13 @@ def by_description(
 @pytest.mark.parametrize(("ratio", "scaling"), SCALINGS)
 def test_every_step_follows_the_description(comm: Communicator, ratio: float, scaling: Reduction) -> None:
     specs = [ParameterSpec(f"p{k}", (size,), "float32") for k, size in enumerate(SIZES)]
-    factors = scaling.prescale, scaling.postscale
-    options = ReducerOptions(scaling.op, *LIMITS, *factors, compression=TopK(ratio))
+    options = ReducerOptions(
+        op=scaling.op,
+        bucket_bytes=LIMIT,
+        prescale=scaling.prescale,
+        postscale=scaling.postscale,
+        compression=TopK(ratio),
+    )
     source = Source(comm, specs, options)
     reducer = source.reducer
     residuals = [[np.zeros(size, np.float32) for size in SIZES] for _ in range(comm.size)]
@@ -137,7 +142,7 @@ def test_a_ratio_of_one_has_the_bits_of_the_dense_sum(comm: Communicator) -> Non
         }
         found = []
         for compression in (None, TopK(1.0)):
-            options = ReducerOptions("average", *LIMITS, 0.3, 1.7, compression=compression)
+            options = ReducerOptions(bucket_bytes=LIMIT, prescale=0.3, postscale=1.7, compression=compression)
             source = Source(comm, specs, options)
             source.reduce(gradients)
             found.append([source.read(index).tobytes() for index in gradients])
@@ -197,7 +202,7 @@ def test_what_cannot_be_is_refused(comm: Communicator) -> None:
 def test_a_parameter_that_is_unused_takes_no_place(comm: Communicator) -> None:
     """What is kept back of a parameter that is not used any more takes nobody's place."""
     specs = [ParameterSpec(name, (10,), "float32") for name in ("unused", "used")]
-    options = ReducerOptions("sum", compression=TopK(0.1))
+    options = ReducerOptions(op="sum", compression=TopK(0.1))
     source = Source(comm, specs, options)
     reducer = source.reducer
     assert reducer.plan.buckets[0].slots[1:], "one bucket holds both"

@@ -4,13 +4,18 @@
 #include <chrono>
 
 namespace multiring::tcp {
+namespace {
 
-TcpStream::TcpStream(int rank, int peer, int channel, std::size_t stripes, std::size_t stripe_threshold)
+constexpr std::size_t kStripeThreshold = 64 * 1024;  // messages below it go over one connection
+
+}  // namespace
+
+TcpStream::TcpStream(int rank, int peer, int channel, std::size_t stripes)
     : rank_(rank),
       peer_(peer),
       channel_(channel),
       connections_(stripes),
-      balance_(stripes, stripe_threshold) {}
+      balance_(stripes, kStripeThreshold) {}
 
 DataConnection& TcpStream::add_connection(std::size_t stripe, std::uint32_t weight, Descriptor socket,
                                           ConnectionObserver& observer) {

@@ -17,7 +17,7 @@ namespace multiring::tcp {
 /// The two streams between this rank and a peer on a channel. Matches frames with posted receives.
 class TcpStream {
  public:
-  TcpStream(int rank, int peer, int channel, std::size_t stripes, std::size_t stripe_threshold);
+  TcpStream(int rank, int peer, int channel, std::size_t stripes);
 
   int peer() const { return peer_; }
   int channel() const { return channel_; }

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/arithmetic/comm_dtype.h"
+#include "base/export.h"
+
+namespace multiring {
+
+/// What a user may set for a job. An environment variable sets each: MULTIRING_TIMEOUT sets `timeout`.
+///
+/// The bindings, Python's table of variables and the comparison over ranks read `visit_settings`: a new
+/// setting is a member here, its row there, and a row of multiring/config.py.
+struct JobSettings {
+  double timeout = 300.0;              ///< seconds that `init` or an operation waits for other ranks
+  double stall_warning = 8.0;          ///< seconds of waiting before a warning; 0: never
+  double spin_microseconds = 40.0;     ///< that a wait spins, or yields if oversubscribed, before it sleeps
+  std::size_t staging_bytes = 262144;  ///< of the segment that each rank stages arrays through
+  double heartbeat = 5.0;              ///< seconds, about, until a host that has vanished counts as lost
+  std::string host;  ///< ranks with the same name share memory; empty: the kernel's identity
+  std::vector<std::string> interfaces;  ///< between hosts, see InterfaceFilter; empty: the default
+  /// How allreduces across hosts are divided (topology/dimensions.h); empty: chosen by size.
+  std::string mode;
+  /// Algorithms by size (collective/plan/tuning.h), used without a mode if measured for these hosts and
+  /// ranks; kNoTuning: none, and none is measured.
+  std::string tuning;
+  CommDtype comm_dtype = CommDtype::kFloat32;  ///< of allreduces of float32 that do not say
+};
+
+inline constexpr const char* kNoTuning = "off";
+
+enum class SettingScope : std::uint8_t {
+  kRank,  ///< each rank may have its own
+  kJob,   ///< has to be the same on all ranks
+};
+
+/// Calls `visit(name, member, scope)` for every setting.
+template <class Visit>
+void visit_settings(const Visit& visit) {
+  visit("timeout", &JobSettings::timeout, SettingScope::kRank);
+  visit("stall_warning", &JobSettings::stall_warning, SettingScope::kRank);
+  visit("spin_microseconds", &JobSettings::spin_microseconds, SettingScope::kRank);
+  visit("staging_bytes", &JobSettings::staging_bytes, SettingScope::kJob);
+  visit("heartbeat", &JobSettings::heartbeat, SettingScope::kRank);
+  visit("host", &JobSettings::host, SettingScope::kRank);
+  visit("interfaces", &JobSettings::interfaces, SettingScope::kRank);
+  visit("mode", &JobSettings::mode, SettingScope::kJob);
+  visit("tuning", &JobSettings::tuning, SettingScope::kJob);
+  visit("comm_dtype", &JobSettings::comm_dtype, SettingScope::kJob);
+}
+
+/// The settings of the job, to be compared: values by the names of their variables.
+MULTIRING_API std::map<std::string, std::string> values_of_job(const JobSettings& settings);
+/// The same as one number.
+MULTIRING_API std::uint64_t checksum_of_job(const JobSettings& settings);
+
+}  // namespace multiring
