@@ -358,7 +358,7 @@ class MultiNodeOptimizer:
         """Sets of buckets that go on from what compression has kept back in those before them."""
         made = [GradientSlots(parameters, self.communicator.plain, self._options) for _ in range(count)]
         for slots, residuals in zip(made, self._residuals, strict=False):
-            slots.reducer.carry_on(residuals)
+            slots.reducer.transfer_residuals(residuals)
         self._residuals = []
         return made
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import jax
 from multiring import _core, initialization
-from multiring.derived import claim, shared_queue
+from multiring.derived import reserve_name, shared_queue
 from multiring.errors import InternalError, UsageError
 from multiring.jax.internals import ThreadEffect, forget_failed_programs
 
@@ -69,7 +69,7 @@ def number_of(comm: Communicator, name: str = "") -> int:
     Collective at the first call. `name` is what a call is matched by; nothing where that is its place. It
     belongs to the thread that calls or traces it.
     """
-    claim(comm, "queue", name)
+    reserve_name(comm, "queue", name)
     if comm not in _numbers:
         queue = shared_queue(comm, "queue")
         # Of two threads that come here at once, both register it: one number is kept.
@@ -87,7 +87,7 @@ def thread_effect(queue: int, name: str) -> ThreadEffect:
         reference = _communicators.get(queue)  # of a program of another process there is none
         comm = reference() if reference is not None else None
         if comm is not None:
-            claim(comm, "queue", name)
+            reserve_name(comm, "queue", name)
 
     return ThreadEffect((queue, name), check)
 

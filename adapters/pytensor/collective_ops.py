@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from multiring.derived import claim, derived, shared_queue
+from multiring.derived import derived, reserve_name, shared_queue
 from multiring.errors import UsageError
 from multiring.pytensor.blocking import BlockingOp, is_plain
 from multiring.types import ReduceOpName
@@ -84,7 +84,7 @@ class Allreduce(Collective):
 
     def run(self, inputs: Sequence[Any], outputs: Sequence[list[Any]]) -> None:
         """Submit all, wait for all."""
-        claim(self.comm, "pytensor", self.name)
+        reserve_name(self.comm, "pytensor", self.name)
         works = []
         for place, array in enumerate(inputs):
             name = self.name if self.count == 1 else f"{self.name}[{place}]"
@@ -176,7 +176,7 @@ class Broadcast(Collective):
 
     def run(self, inputs: Sequence[Any], outputs: Sequence[list[Any]]) -> None:
         """Broadcast into a copy."""
-        claim(self.comm, "pytensor", "")
+        reserve_name(self.comm, "pytensor", "")
         value = np.array(inputs[0], order="C")
         self.group.broadcast(value, root=self.root, out=value, name=self.name)
         outputs[0][0] = value
@@ -214,7 +214,7 @@ class Allgather(Collective):
 
     def run(self, inputs: Sequence[Any], outputs: Sequence[list[Any]]) -> None:
         """Gather the numbers of rows, then the rows."""
-        claim(self.comm, "pytensor", "")
+        reserve_name(self.comm, "pytensor", "")
         array = inputs[0]
         mine = np.array([array.shape[0]], dtype=np.int64)
         rows = np.asarray(self.group.allgather(mine, name=f"{self.name}.rows"))

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 import pytensor.tensor as pt
 from multiring.arrays import STREAMING_BYTES, address_of, copy_large
-from multiring.derived import claim
+from multiring.derived import reserve_name
 from multiring.errors import UsageError
 from multiring.gradients.bucketing import ParameterSpec
 from multiring.gradients.options import ReducerOptions
@@ -120,7 +120,7 @@ class Begin(PerformOp):
                 f"rank {self.current.rank}: this function reduces gradients, but its DistributedGradients is "
                 "closed; build and compile it anew"
             )
-        claim(self.current.comm, "pytensor", f"gradients {id(self.current)}: {self.name}")
+        reserve_name(self.current.comm, "pytensor", f"gradients {id(self.current)}: {self.name}")
         if self.current.reducer.is_open:
             self.current.reducer.cancel()
         self.current.elsewhere.clear()

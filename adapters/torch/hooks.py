@@ -182,10 +182,10 @@ class GradientHooks:
         """References to the parameters: while somebody has them, they are not looked up for each step."""
         return self._gradients.hold()
 
-    def carry_on(self, before: GradientHooks) -> None:
+    def transfer_from(self, before: GradientHooks) -> None:
         """Know which gradients the hooks in whose place these come have reduced."""
         if not self._is_local:
-            self._gradients.carry_on(before._gradients)
+            self._gradients.transfer_from(before._gradients)
 
     def begin_step(self) -> None:
         """What was reduced so far is used up: what replaces it is not made of it."""

@@ -248,19 +248,19 @@ class ModelGradients:
         while self._plans:
             self._plans.popitem()[1].reducer.close()
 
-    def carry_on(self, other: ModelGradients) -> None:
+    def transfer_from(self, other: ModelGradients) -> None:
         """Know which gradients `other`, in whose place this comes, has reduced."""
-        self._places.carry_on(other._places)
+        self._places.transfer_from(other._places)
 
     def load_residuals(self, residuals: Mapping[str, NDArray[Any]]) -> None:
         """Put these in the place of what compression has kept back; those of frozen parameters wait."""
         there = {spec.name for spec in self.reducer.specs}
-        resting = [
+        idle = [
             specification(name, parameter, name in self._sparse)
             for name, parameter in self.named().items()
             if name in residuals and name not in there
         ]
-        self.reducer.load_residuals(residuals, resting)
+        self.reducer.load_residuals(residuals, idle)
 
     def replaced_gradients(self) -> list[int]:
         """Gradients that are other tensors than those that were reduced last."""
@@ -361,7 +361,7 @@ class ModelGradients:
         elif len(self._plans) == _MAX_PLANS:
             self._plans.pop(next(iter(self._plans))).reducer.close()
         self._plan = plan = plan or self._make_plan()
-        plan.reducer.carry_on(residuals)
+        plan.reducer.transfer_residuals(residuals)
         for number in pending:
             if number in plan.indices:
                 self.mark_pending(number)

@@ -194,7 +194,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         before.remove()
         self._register()
         self._hooks.load_residuals(residuals)
-        self._hooks.carry_on(before)
+        self._hooks.transfer_from(before)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -211,7 +211,7 @@ class GradientPlacement:
             and parameter.grad is placed.gradient
         ]
 
-    def carry_on(self, other: GradientPlacement) -> None:
+    def transfer_from(self, other: GradientPlacement) -> None:
         """Know what `other` knows, of the parameters with these names."""
         numbers = {name: number for number, name in enumerate(self._names)}
         for before, known in other._reduced.items():

@@ -201,7 +201,7 @@ void bind_communicator(py::module_& module) {
           py::arg("color"), py::arg("key"), py::arg("timeout"))
       .def("symmetric_empty", &symmetric_empty, py::arg("shape"), py::arg("dtype"), py::arg("timeout"))
       .def("symmetric_peer", &symmetric_peer, py::arg("array"), py::arg("rank"))
-      .def("follow", &Communicator::set_tuning, py::arg("tuning"), Released(),
+      .def("set_tuning", &Communicator::set_tuning, py::arg("tuning"), Released(),
            "Allreduces from here on go as a tuning says; called between the same operations on all ranks.")
       .def("abort", &Communicator::abort, py::arg("message"), Released())
       .def(

@@ -313,7 +313,7 @@ class Communicator:
         False: an array is not contiguous, nothing was done.
         """
     def close(self) -> None: ...
-    def follow(self, tuning: str) -> None:
+    def set_tuning(self, tuning: str) -> None:
         """
         Allreduces from here on go as a tuning says; called between the same operations on all ranks.
         """

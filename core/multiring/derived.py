@@ -12,7 +12,7 @@ from multiring.errors import InternalError, UsageError
 from multiring.initialization import world
 from multiring.named_queue import NamedQueue
 
-__all__ = ["claim", "derived", "resolve", "shared_queue"]
+__all__ = ["derived", "reserve_name", "resolve", "shared_queue"]
 
 _GROUP, _QUEUE = "group", "queue"
 
@@ -65,7 +65,7 @@ def shared_queue(comm: Communicator, purpose: str) -> NamedQueue:
     return NamedQueue(_part(comm, _QUEUE, purpose), comm)
 
 
-def claim(comm: Communicator, purpose: str, name: str) -> None:
+def reserve_name(comm: Communicator, purpose: str, name: str) -> None:
     """The name belongs to this thread from now on, until the thread ends.
 
     Nothing orders what two threads submit under one name: one's would meet the other's on another rank.

@@ -18,7 +18,7 @@ from multiring.log import configure_log
 from multiring.rendezvous.connect import connect
 from multiring.rendezvous.joined import tell_launcher
 from multiring.rendezvous.mpi import job as mpi_job
-from multiring.tuning.startup import follow_measured_ways
+from multiring.tuning.startup import use_measured_algorithms
 from multiring.tuning.table import Tuning, ranks_of_hosts
 
 __all__ = [
@@ -107,7 +107,7 @@ def _join(comm: Any, settings: config.Settings) -> Communicator:
     try:
         _warn_of_other_tuning(core)
         if joined.cross_size > 1 and not settings.tuning and not settings.mode:
-            follow_measured_ways(joined)
+            use_measured_algorithms(joined)
         if joined.rank == 0:
             tell_launcher(settings)
     except BaseException:

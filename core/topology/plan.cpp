@@ -4,14 +4,13 @@
 #include <string>
 #include <utility>
 
+#include "base/cache.h"
 #include "base/error.h"
 #include "base/names.h"
 #include "topology/plan_builder.h"
 
 namespace multiring {
 namespace {
-
-constexpr std::size_t kCacheLine = 64;
 
 bool same_sizes(const Mode& a, const Mode& b) {
   return std::ranges::equal(a, b, {}, &Dimension::size, &Dimension::size);

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 import ray
 from multiring import config, errors
 from multiring.commands.launcher.binding import thread_environment
-from multiring.commands.launcher.hosts import HostSlots, Seat, seats
+from multiring.commands.launcher.hosts import HostSlots, RankSlot, assign_slots
 from multiring.commands.launcher.rank_starter import place_variables
 from multiring.errors import MultiringError, UsageError
 from multiring.ray.outcome import gather
@@ -93,9 +93,9 @@ def run(
                 **threads,
                 **own,
                 **meeting,
-                **place_variables(rank, num_workers, seat),
+                **place_variables(rank, num_workers, slot),
             }
-            for rank, (place, seat) in enumerate(zip(places, _seats(places), strict=True))
+            for rank, (place, slot) in enumerate(zip(places, _slots(places), strict=True))
         ]
         _ready(workers, "prepare", start_timeout, environments)
         # Once for all ranks.
@@ -220,6 +220,6 @@ def _by_node(places: Sequence[Place]) -> list[int]:
     return [index for node in nodes for index, place in enumerate(places) if place.node == node]
 
 
-def _seats(places: Sequence[Place]) -> list[Seat]:
+def _slots(places: Sequence[Place]) -> list[RankSlot]:
     counts = Counter(place.node for place in places)
-    return seats([HostSlots(node, count) for node, count in counts.items()], None)
+    return assign_slots([HostSlots(node, count) for node, count in counts.items()], None)

@@ -20,7 +20,7 @@ from multiring.rendezvous.joined import tell_launcher
 from multiring.rendezvous.offered_store import meet
 from multiring.store import Interrupt, Store
 from multiring.store.base import check_key, check_value, no_such_key
-from multiring.tuning.startup import follow_measured_ways
+from multiring.tuning.startup import use_measured_algorithms
 
 __all__ = ["GroupStore", "TorchStore", "connect_group"]
 
@@ -122,7 +122,7 @@ def connect_group(given: Any) -> Communicator:
     if is_world and rank == 0:
         tell_launcher(settings)
     if is_world and joined.cross_size > 1 and not settings.tuning and not settings.mode:
-        follow_measured_ways(joined)
+        use_measured_algorithms(joined)
     return joined
 
 

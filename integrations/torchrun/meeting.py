@@ -1,12 +1,12 @@
 """Where the ranks of a job on several hosts meet that torchrun has started: its own store says so.
 
-torchrun serves a store for torch.distributed. Rank 0 serves one of ours beside it, leaves there where that is
-and a secret for it, and calls a roll: each rank signs in with a number made for this occasion, and goes on
-when rank 0 has read out that number.
+torchrun serves a store for torch.distributed. Rank 0 serves one of ours beside it, and leaves there where
+that is and a secret for it. Each rank writes a random number into rank 0's store and goes on when rank 0 has
+confirmed that number.
 
-Why a roll: what lies in torchrun's store may be of ranks that are gone, since it outlives restarts, and no
+Why confirm: what lies in torchrun's store may be of ranks that are gone, since it outlives restarts, and no
 variable numbers these alike on all hosts (TORCHELASTIC_RESTART_COUNT leaves out those that began elsewhere).
-So ranks do not trust what they find, but look again until a rank 0 has answered that means them.
+So ranks do not trust what they find, but look again until a rank 0 has confirmed them.
 
 torch comes with torchrun and is imported here only, in jobs that need it.
 """
@@ -36,7 +36,7 @@ _CONNECT_SECONDS = 30.0
 # A look at torchrun's store costs its host little, but thousands of ranks may look.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 # What is offered may be gone, and its host as well: each try takes twice as long as the last.
-_FIRST_TRY, _LONGEST_TRY = 0.5, 8.0
+_FIRST_TIMEOUT, _LONGEST_TIMEOUT = 0.5, 8.0
 _REMEDY = (
     "See the output of every rank and of torchrun on every host; or let ranks meet elsewhere, by "
     "MULTIRING_STORE and MULTIRING_SECRET (docs/clusters.md)"
@@ -78,11 +78,11 @@ def meet(
         UsageError: There is no torch in this Python, or torchrun's store cannot be reached.
         TimeoutError: Ranks are missing after MULTIRING_TIMEOUT seconds; says which.
     """
-    board = _Board(place, settings, connect or _connect)
+    offers = _OfferKey(place, settings, connect or _connect)
     if place.rank == 0:
-        offer, store = _call_roll(place, settings, board)
+        offer, store = _serve(place, settings, offers)
     else:
-        offer, store = _answer_roll(place, settings, board)
+        offer, store = _join(place, settings, offers)
     job = f"{settings.job_id or 'torchrun'}-{offer['job']}"
     return dataclasses.replace(place, secret=_secret(offer, settings), job_id=job), store
 
@@ -94,7 +94,7 @@ def _connect(host: str, port: int, timeout: float) -> TorchStore:
     return store
 
 
-class _Board:
+class _OfferKey:
     """The one key of ours in torchrun's store, under which is what rank 0 offers."""
 
     def __init__(
@@ -148,70 +148,72 @@ def _secret(offer: dict[str, Any], settings: config.Settings) -> bytes:
     return settings.secret or bytes.fromhex(offer["secret"])
 
 
-def _entry(offer: dict[str, Any], rank: int) -> str:
-    """Where a rank signs in. The name of the job is in it: another job's store may be where ours was."""
-    return f"{offer['job']}/roll/{rank}"
+def _rank_key(offer: dict[str, Any], rank: int) -> str:
+    """Where a rank writes its number; by the job's name: another job's store may be where ours was."""
+    return f"{offer['job']}/ranks/{rank}"
 
 
-def _roll(offer: dict[str, Any]) -> str:
-    return f"{offer['job']}/roll"
+def _confirmed_key(offer: dict[str, Any]) -> str:
+    return f"{offer['job']}/confirmed"
 
 
-def _call_roll(place: Placement, settings: config.Settings, board: _Board) -> tuple[dict[str, Any], Store]:
-    """Rank 0's part: offers a store and waits until all have signed in there."""
+def _serve(place: Placement, settings: config.Settings, offers: _OfferKey) -> tuple[dict[str, Any], Store]:
+    """Rank 0's part: offers a store, waits for the number of every rank there and confirms them."""
     offer = offer_store(settings.interfaces, settings.secret)
     here, port = offer["addresses"][-1]
     if not settings.interfaces:  # the way to torchrun's store is there for all
-        offer["addresses"].insert(0, (board.host, port))
-    store = TcpStore(here, port, _secret(offer, settings), max(board.left(), _FIRST_TRY))
+        offer["addresses"].insert(0, (offers.host, port))
+    store = TcpStore(here, port, _secret(offer, settings), max(offers.left(), _FIRST_TIMEOUT))
     with contextlib.ExitStack() as stack:
         stack.enter_context(store)
-        board.write({name: value for name, value in offer.items() if name != "secret" or not settings.secret})
-        entries = [_entry(offer, rank) for rank in range(1, place.size)]
+        offers.write(
+            {name: value for name, value in offer.items() if name != "secret" or not settings.secret}
+        )
+        entries = [_rank_key(offer, rank) for rank in range(1, place.size)]
 
         def read(entry: str, until: float) -> str | None:
             return signed(store, entry, max(0.0, until - time.monotonic()))
 
-        at = f"multiring.init() at port {port}, which they find by {board},"
-        came = signed_in(entries, read, time.monotonic() + board.left(), settings.stall_warning, at)
+        at = f"multiring.init() at port {port}, which they find by {offers},"
+        came = signed_in(entries, read, time.monotonic() + offers.left(), settings.stall_warning, at)
         if missing := [rank for rank, number in enumerate(came, 1) if number is None]:
             raise errors.TimeoutError(
                 f"rank 0 of {place.size} waits for {ranks_text(missing)}, which should have found its store "
-                f"at port {port} by {board} within {settings.timeout:g} s: they have not called "
+                f"at port {port} by {offers} within {settings.timeout:g} s: they have not called "
                 f"multiring.init(), or cannot connect to that port (MULTIRING_INTERFACES chooses the "
                 f"addresses). {_REMEDY}",
                 rank=0,
                 elapsed=settings.timeout,
             )
-        # Once more: who signed in first may have been restarted while the last were awaited.
+        # Once more: the first ranks may have been restarted while the last were awaited.
         present = [signed(store, entry, 0.0) for entry in entries]
-        store.set(_roll(offer), json.dumps(present).encode())
+        store.set(_confirmed_key(offer), json.dumps(present).encode())
         stack.pop_all()
         return offer, store
 
 
-def _answer_roll(place: Placement, settings: config.Settings, board: _Board) -> tuple[dict[str, Any], Store]:
-    """The others' part: signs in wherever rank 0 offers a store, until one reads out this rank's number."""
+def _join(place: Placement, settings: config.Settings, offers: _OfferKey) -> tuple[dict[str, Any], Store]:
+    """The others' part: writes a number wherever rank 0 offers a store, until it is confirmed."""
     number = secrets.token_hex(8)
     why = "it has not said where: it has not called multiring.init(), or is not running"
-    pause, patience = _FIRST_PAUSE, _FIRST_TRY
-    while board.left() > 0:
-        if offer := board.read():
+    pause, timeout = _FIRST_PAUSE, _FIRST_TIMEOUT
+    while offers.left() > 0:
+        if offer := offers.read():
             secret = _secret(offer, settings)
             try:
                 with contextlib.ExitStack() as stack:
-                    store = stack.enter_context(_open(offer, secret, board, patience))
-                    if _is_called(store, offer, place.rank, number, board):
+                    store = stack.enter_context(_open(offer, secret, offers, timeout))
+                    if _is_confirmed(store, offer, place.rank, number, offers):
                         stack.pop_all()
                         return offer, store
                 why = "the one that it has offered is of ranks before a restart, or not all have come there"
             except MultiringError as error:
                 why = str(error)
-            patience = min(2 * patience, _LONGEST_TRY)
-        time.sleep(min(pause, board.left()))
+            timeout = min(2 * timeout, _LONGEST_TIMEOUT)
+        time.sleep(min(pause, offers.left()))
         pause = min(2 * pause, _LONGEST_PAUSE)
     raise errors.TimeoutError(
-        f"rank {place.rank} of {place.size} has found no store of rank 0 by {board} within "
+        f"rank {place.rank} of {place.size} has found no store of rank 0 by {offers} within "
         f"{settings.timeout:g} s: {why}. {_REMEDY}",
         rank=place.rank,
         peer=0,
@@ -219,22 +221,24 @@ def _answer_roll(place: Placement, settings: config.Settings, board: _Board) -> 
     )
 
 
-def _open(offer: dict[str, Any], secret: bytes, board: _Board, patience: float) -> Store:
+def _open(offer: dict[str, Any], secret: bytes, offers: _OfferKey, timeout: float) -> Store:
     failures = []
     for host, port in offer["addresses"]:
         try:
-            return TcpStore(host, port, secret, min(patience, max(board.left(), 0.1)))
+            return TcpStore(host, port, secret, min(timeout, max(offers.left(), 0.1)))
         except MultiringError as error:
             failures.append(str(error))
-        if board.read() != offer:
+        if offers.read() != offer:
             break
     raise UsageError("; ".join(failures))
 
 
-def _is_called(store: Store, offer: dict[str, Any], rank: int, number: str, board: _Board) -> bool:
-    """Signs in, and waits until rank 0 has read out all who have; False: others, or it offers another one."""
-    store.set(_entry(offer, rank), number.encode())
-    while board.left() > 0 and board.read() == offer:
-        if (called := signed(store, _roll(offer), min(_LONGEST_PAUSE, board.left()))) is not None:
-            return number in json.loads(called)
+def _is_confirmed(store: Store, offer: dict[str, Any], rank: int, number: str, offers: _OfferKey) -> bool:
+    """Writes a number and waits until rank 0 confirms it; False: it confirms others, or offers another."""
+    store.set(_rank_key(offer, rank), number.encode())
+    while offers.left() > 0 and offers.read() == offer:
+        if (
+            confirmed := signed(store, _confirmed_key(offer), min(_LONGEST_PAUSE, offers.left()))
+        ) is not None:
+            return number in json.loads(confirmed)
     return False

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 from multiring.errors import UsageError
 from multiring.tensorflow.graph.library import is_asynchronous, native_ops
-from multiring.tensorflow.graph.threads import claim, claim_at_each_call, leave_branch
+from multiring.tensorflow.graph.threads import leave_branch, reserve, reserve_at_each_call
 
 __all__ = ["run"]
 
@@ -48,7 +48,7 @@ def run(name: str, *inputs: Any, **attributes: Any) -> Any:
         f"{'step ' if name == 'multiring_step' else ''}{attributes['tensor_name']}",
     )
     if tf.executing_eagerly():
-        claim([key])
+        reserve([key])
         return op(*inputs, **attributes)
     graph = tf.compat.v1.get_default_graph()
     context = graph._get_control_flow_context()
@@ -63,7 +63,7 @@ def run(name: str, *inputs: Any, **attributes: Any) -> Any:
         results = op(*inputs, **attributes)
     first = results[0] if isinstance(results, list | tuple) else results
     last[key] = first.op
-    claim_at_each_call(graph, key)
+    reserve_at_each_call(graph, key)
     if manager is None:
         graph.control_outputs.append(first.op)  # the caller of the function waits for it
     elif _resolvers is not None and is_asynchronous():

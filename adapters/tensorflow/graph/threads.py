@@ -12,14 +12,14 @@ from multiring.errors import UsageError
 from multiring.initialization import at_shutdown
 from multiring.tensorflow.graph.library import abort, place_of
 
-__all__ = ["claim", "claim_at_each_call", "in_py_function", "leave_branch"]
+__all__ = ["in_py_function", "leave_branch", "reserve", "reserve_at_each_call"]
 
 _Key = tuple[int, str]  # number of the communicator's queue, name
 
 _PARTS = {"CondBranchFuncGraph", "WhileCondFuncGraph", "WhileBodyFuncGraph"}
 _lock = threading.Lock()
 _owners: dict[_Key, threading.Thread | _Workers] = {}
-# What the functions that are being traced, or were, claim when they are called.
+# What the functions that are being traced, or were, reserve when they are called.
 _claims: weakref.WeakKeyDictionary[Any, _Claim] = weakref.WeakKeyDictionary()
 at_shutdown(_owners.clear)
 
@@ -50,7 +50,7 @@ def _owner_here() -> threading.Thread | _Workers:
     return _workers if in_py_function() else threading.current_thread()
 
 
-def claim(keys: Iterable[_Key]) -> None:
+def reserve(keys: Iterable[_Key]) -> None:
     """The names belong to this thread from now on, until it ends.
 
     All threads in which `tf.py_function` runs count as one.
@@ -80,7 +80,7 @@ def claim(keys: Iterable[_Key]) -> None:
     raise UsageError(message)
 
 
-def claim_at_each_call(graph: Any, key: _Key) -> None:
+def reserve_at_each_call(graph: Any, key: _Key) -> None:
     """Have the name claimed by each thread that calls the function of this graph."""
     while _is_part(graph, _PARTS) and hasattr(graph.outer_graph, "capture_call_time_value"):
         graph = graph.outer_graph  # branches and bodies of loops run in the thread of their function
@@ -132,6 +132,6 @@ class _Claim:
         """Runs at each call, in the thread of the caller. Nothing depends on the value."""
         state = _owner_here(), len(self.keys)
         if self._checked != state:
-            claim(self.keys)
+            reserve(self.keys)
             self._checked = state
         return self._zero

@@ -5,11 +5,10 @@
 
 #include "base/arithmetic/kernels/copy.h"
 #include "base/cache.h"
+#include "collective/cluster/segments.h"
 
 namespace multiring {
 namespace {
-
-constexpr std::size_t kMostGatherSegment = 128 * 1024;
 
 /// The most ranks of one host that are paired with one of another.
 std::size_t most_pairs(std::span<const std::vector<int>> hosts) {
@@ -37,7 +36,7 @@ ClusterAllgather::ClusterAllgather(Exchange& exchange, const OperationCall& call
     throw Error(ErrorKind::kUsage, "MULTIRING_STAGING_BYTES is too small for " +
                                        std::to_string(exchange.size()) + " ranks on " +
                                        std::to_string(hosts_.size()) + " hosts");
-  segment_bytes_ = std::min(section_bytes_, kMostGatherSegment);
+  segment_bytes_ = std::min(section_bytes_, segments::kMaxGather);
 }
 
 void ClusterAllgather::run(std::size_t longest) {

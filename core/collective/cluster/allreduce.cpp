@@ -5,14 +5,10 @@
 
 #include "base/arithmetic/kernels/copy.h"
 #include "base/cache.h"
+#include "collective/cluster/segments.h"
 
 namespace multiring {
 namespace {
-
-// Fewer bytes should not be worth the messages of another segment. Estimated, as is the number below.
-constexpr std::size_t kLeastReduceSegment = 128 * 1024;
-// With so many segments several are in flight most of the time.
-constexpr std::size_t kSegments = 4;
 
 DType carried_dtype(const Operation& operation) {
   const CommDtype comm_dtype = operation.descriptor.key.comm_dtype;
@@ -67,8 +63,9 @@ ClusterAllreduce::~ClusterAllreduce() {
 /// the results of another.
 void ClusterAllreduce::divide(std::size_t wanted) {
   const std::size_t most = hierarchy_.staging_bytes() / 2 / kCacheLine * kCacheLine;
-  std::size_t bytes = wanted > 0 ? std::clamp(round_up(wanted, kCacheLine), std::min(kCacheLine, most), most)
-                                 : std::clamp(bytes_ / kSegments, std::min(kLeastReduceSegment, most), most);
+  std::size_t bytes =
+      wanted > 0 ? std::clamp(round_up(wanted, kCacheLine), std::min(kCacheLine, most), most)
+                 : std::clamp(bytes_ / segments::kReduceCount, std::min(segments::kMinReduce, most), most);
   const std::size_t count = segment_count(bytes_, bytes);
   bytes = round_up((bytes_ + count - 1) / count, kCacheLine);
   segment_bytes_ = std::min({bytes, most, bytes_});

@@ -5,24 +5,14 @@
 #include "base/arithmetic/kernels/copy.h"
 #include "base/cache.h"
 #include "collective/cluster/host_ranks.h"
+#include "collective/cluster/segments.h"
 
 namespace multiring {
-namespace {
-
-// For each host. Estimated, not measured: below, sending to all hosts at once is faster than a chain.
-constexpr std::size_t kChainFrom = 64 * 1024;
-constexpr std::size_t kLeastBroadcastSegment = 16 * 1024;
-constexpr std::size_t kMostBroadcastSegment = 256 * 1024;
-// The chain fills before the last host has the first segment. With so many segments for each host that is a
-// small part of the time.
-constexpr std::size_t kSegmentsPerHost = 8;
-
-}  // namespace
 
 bool ClusterBroadcast::is_worthwhile(const Transport& transport, std::size_t bytes) {
   if (transport.shares_memory()) return false;
   const std::size_t hosts = ranks_by_host(transport).size();
-  return hosts > 2 && bytes > std::min(kChainFrom, transport.staging_bytes()) * hosts;
+  return hosts > 2 && bytes > std::min(segments::kChainFrom, transport.staging_bytes()) * hosts;
 }
 
 ClusterBroadcast::ClusterBroadcast(Exchange& exchange, const OperationCall& call, const Operation& operation)
@@ -35,9 +25,10 @@ ClusterBroadcast::ClusterBroadcast(Exchange& exchange, const OperationCall& call
     chain_.push_back(hosts.counterpart(ranks));
   }
   const std::size_t bytes = operation.descriptor.bytes;
-  const std::size_t most = std::min(kMostBroadcastSegment, exchange.transport().staging_bytes());
-  const std::size_t wanted = bytes / (kSegmentsPerHost * hosts.size()) / kCacheLine * kCacheLine;
-  segment_bytes_ = std::clamp(wanted, std::min(kLeastBroadcastSegment, most), most);
+  const std::size_t most = std::min(segments::kMaxBroadcast, exchange.transport().staging_bytes());
+  const std::size_t wanted =
+      bytes / (segments::kBroadcastCountPerHost * hosts.size()) / kCacheLine * kCacheLine;
+  segment_bytes_ = std::clamp(wanted, std::min(segments::kMinBroadcast, most), most);
   segments_ = segment_count(bytes, segment_bytes_);
 }
 

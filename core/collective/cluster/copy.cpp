@@ -5,31 +5,21 @@
 #include "base/arithmetic/kernels/copy.h"
 #include "base/cache.h"
 #include "collective/cluster/host_ranks.h"
+#include "collective/cluster/segments.h"
 #include "topology/chunks.h"
 
 namespace multiring {
 namespace {
 
-// As for allreduces (collective/allreduce.cpp). Estimated, not measured.
-constexpr std::size_t kMessagesFrom = 16 * 1024;
-constexpr std::size_t kLeastPiece = 1024;
-constexpr std::size_t kMostCopySegment = 256 * 1024;
-
-// More bytes in flight made broadcasts and alltoalls slower, fewer messages allgathers and reduce-scatters
-// (4 x 2 emulated hosts, 1 Gbit/s).
-constexpr std::size_t kBytesInFlight = 1024 * 1024;
-constexpr std::size_t kFewestSlots = 4;
-constexpr std::size_t kMostSlots = 8;
-
 std::size_t slots_of(std::size_t segment) {
-  return std::clamp(kBytesInFlight / segment, kFewestSlots, kMostSlots);
+  return std::clamp(segments::kBytesInFlight / segment, segments::kMinInFlight, segments::kMaxInFlight);
 }
 
 }  // namespace
 
 bool worth_messages(const Transport& transport, std::size_t bytes, std::size_t piece) {
-  return crosses_hosts(transport) && bytes > std::min(kMessagesFrom, transport.staging_bytes()) &&
-         piece >= kLeastPiece;
+  return crosses_hosts(transport) && bytes > std::min(segments::kMessagesFrom, transport.staging_bytes()) &&
+         piece >= segments::kMinPiece;
 }
 
 void synchronise_host(const Exchange& exchange, const OperationCall& call, Hierarchy& hierarchy) {
@@ -123,7 +113,7 @@ void ClusterCopy::run(std::size_t longest) {
   }
   // The division into segments is the same on all ranks.
   MessageRing ring(exchange_, call_, hierarchy_,
-                   std::min(kMostCopySegment, exchange_.transport().staging_bytes()));
+                   std::min(segments::kMaxCopy, exchange_.transport().staging_bytes()));
   ring.connect(peers);
   const int size = exchange_.size();
   for (int step = 1; step < size; ++step)

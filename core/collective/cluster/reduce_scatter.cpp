@@ -4,13 +4,9 @@
 
 #include "base/arithmetic/kernels/copy.h"
 #include "base/cache.h"
+#include "collective/cluster/segments.h"
 
 namespace multiring {
-namespace {
-
-constexpr std::size_t kMostScatterSegment = 128 * 1024;
-
-}  // namespace
 
 ClusterReduceScatter::ClusterReduceScatter(Exchange& exchange, const OperationCall& call,
                                            const Operation& operation, std::span<const Range> blocks)
@@ -36,7 +32,7 @@ void ClusterReduceScatter::divide() {
                 "MULTIRING_STAGING_BYTES is too small for " + std::to_string(most) + " ranks on a host");
   std::size_t longest = 0;
   for (const Range block : blocks_) longest = std::max(longest, block.size());
-  segment_bytes_ = std::min(section, kMostScatterSegment);
+  segment_bytes_ = std::min(section, segments::kMaxScatter);
   segments_ = segment_count(longest, segment_bytes_);
   const std::size_t elements = std::min(longest, segment_bytes_) / element_;
   for (const std::vector<Subtree>& nodes : nodes_)

@@ -284,25 +284,25 @@ class GradientReducer:
         return exchange.kept() if isinstance(exchange, TopKExchange) else {}
 
     def load_residuals(
-        self, residuals: Mapping[str, NDArray[Any]], resting: Sequence[ParameterSpec] = ()
+        self, residuals: Mapping[str, NDArray[Any]], idle: Sequence[ParameterSpec] = ()
     ) -> None:
         """Put what `residuals` has given in the place of all residuals. Local; not while a round is open.
 
         Args:
             residuals: By the parameters' names.
-            resting: Parameters of the model that take no part now, whose residuals wait in `residuals`.
+            idle: Parameters of the model that take no part now, whose residuals wait in `residuals`.
 
         Raises:
             UsageError: A parameter is not known, or has another number of elements.
         """
         if isinstance(self._exchange, TopKExchange):
-            self._exchange.load(residuals, resting)
+            self._exchange.load(residuals, idle)
 
-    def carry_on(self, residuals: Mapping[str, NDArray[Any]]) -> None:
+    def transfer_residuals(self, residuals: Mapping[str, NDArray[Any]]) -> None:
         """Begin with the residuals of the reducer before this one: what fits, and of parameters that this one
         does not have. Local."""
         if isinstance(self._exchange, TopKExchange):
-            self._exchange.carry_on(residuals)
+            self._exchange.transfer_residuals(residuals)
 
     def close(self) -> None:
         """Release the communicator and the buckets. May be called twice."""

@@ -201,14 +201,14 @@ class TopKExchange:
         """Copies of the residuals."""
         return {name: residual.copy() for name, residual in self.residuals.items()}
 
-    def load(self, residuals: Mapping[str, Values], resting: Sequence[ParameterSpec] = ()) -> None:
+    def load(self, residuals: Mapping[str, Values], idle: Sequence[ParameterSpec] = ()) -> None:
         """Put residuals by the parameters' names in the place of all.
 
         Args:
-            residuals: Of parameters of this exchange, and of `resting`.
-            resting: Parameters that take no part now.
+            residuals: Of parameters of this exchange, and of `idle`.
+            idle: Parameters that take no part now.
         """
-        specs = {spec.name: spec for spec in (*resting, *self._specs)}
+        specs = {spec.name: spec for spec in (*idle, *self._specs)}
         loaded: dict[str, Values] = {}
         for name, kept in residuals.items():
             spec = specs.get(name)
@@ -223,7 +223,7 @@ class TopKExchange:
             loaded[name] = np.array(kept, spec.dtype).reshape(-1)
         self.residuals = loaded
 
-    def carry_on(self, residuals: Mapping[str, Values]) -> None:
+    def transfer_residuals(self, residuals: Mapping[str, Values]) -> None:
         """Begin with what an exchange of the same model has kept back before.
 
         What does not fit a parameter any more is dropped; that of parameters not in this exchange waits.

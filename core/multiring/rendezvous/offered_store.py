@@ -3,8 +3,8 @@
 Some can hand a few words of rank 0 to all ranks: then these are about a store that it offers. Else all know
 where the store is, but not whether what they find there is of their own job: a launcher may start one program
 after the other (`mpirun sh -c "python a.py; python b.py"`), and a rank of the second one may come while rank
-0 of the first one is about to leave. So rank 0 calls a roll: each rank signs in with a number made for this
-occasion, and goes on when rank 0 has read out that number.
+0 of the first one is about to leave. So each rank writes a random number into the store, and goes on when
+rank 0 has confirmed that number.
 """
 
 from __future__ import annotations
@@ -118,9 +118,7 @@ def meet(
             store = stack.enter_context(reopen(max(0.1, deadline - time.monotonic())))
             try:
                 meeting = _Meeting(store, prefix, rank, size, job)
-                name = (
-                    meeting.lead(deadline, call, warn_after) if rank == 0 else meeting.follow(deadline, call)
-                )
+                name = meeting.lead(deadline, call, warn_after) if rank == 0 else meeting.join(deadline, call)
                 stack.pop_all()
                 return store, f"{prefix}{name}/"
             except PeerLostError:  # it was that of ranks that have left
@@ -130,11 +128,11 @@ def meet(
 
 
 class _Meeting:
-    """The roll that rank 0 calls, as one rank sees it.
+    """The meeting that rank 0 calls, as one rank sees it.
 
-    Keys after the prefix: `roll`, the name of the meeting that rank 0 calls, and its job; `NAME/roll/RANK`,
-    the number of a rank that has signed in; `NAME/roll`, the numbers that rank 0 reads out; `NAME/other`, the
-    job of ranks whose own meeting was under way when this one was called.
+    Keys after the prefix: `meeting`, the name that rank 0 has given it, and its job; `NAME/ranks/RANK`, the
+    number of a rank that has signed in; `NAME/confirmed`, the numbers that rank 0 has found; `NAME/other`,
+    the job of ranks whose own meeting was under way when this one was called.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, size: int, job: str) -> None:
@@ -144,10 +142,10 @@ class _Meeting:
 
     def lead(self, deadline: float, call: str, warn_after: float) -> str:
         """Rank 0's part; the name of the meeting."""
-        before = signed(self._store, f"{self._prefix}roll", 0.0) or ""
+        before = signed(self._store, f"{self._prefix}meeting", 0.0) or ""
         self._name = name = secrets.token_hex(8)
-        self._store.set(f"{self._prefix}roll", f"{name} {self._job}".encode())
-        entries = [f"{self._prefix}{name}/roll/{other}" for other in range(1, self._size)]
+        self._store.set(f"{self._prefix}meeting", f"{name} {self._job}".encode())
+        entries = [f"{self._prefix}{name}/ranks/{other}" for other in range(1, self._size)]
         at = f"{call} at the {self._store}"
         present = signed_in(entries, self._await_entry, deadline, warn_after, at)
         if missing := [other for other, number in enumerate(present, 1) if number is None]:
@@ -163,19 +161,19 @@ class _Meeting:
             self._check_other(_OTHER_SECONDS)
         # Once more: who signed in first may have been started again while the last were awaited.
         numbers = json.dumps([signed(self._store, entry, 0.0) for entry in entries])
-        self._store.set(f"{self._prefix}{name}/roll", numbers.encode())
+        self._store.set(f"{self._prefix}{name}/confirmed", numbers.encode())
         return name
 
-    def follow(self, deadline: float, call: str) -> str:
-        """The others' part: signs in wherever rank 0 calls, until it reads out this rank's number."""
+    def join(self, deadline: float, call: str) -> str:
+        """The others' part: signs in wherever rank 0 calls, until it confirms this rank's number."""
         number = secrets.token_hex(8)
         while (left := deadline - time.monotonic()) > 0:
             if (name := self._called(min(_LOOK_SECONDS, left))) is None:
                 continue
             if name != self._name:
                 self._name = name
-                self._store.set(f"{self._prefix}{name}/roll/{self._rank}", number.encode())
-            present = signed(self._store, f"{self._prefix}{name}/roll", min(_LOOK_SECONDS, left))
+                self._store.set(f"{self._prefix}{name}/ranks/{self._rank}", number.encode())
+            present = signed(self._store, f"{self._prefix}{name}/confirmed", min(_LOOK_SECONDS, left))
             if present is not None and number in json.loads(present):
                 return name
             if present is not None:  # those were others
@@ -204,7 +202,7 @@ class _Meeting:
         Raises:
             UsageError: Another job meets here at the same time.
         """
-        called = signed(self._store, f"{self._prefix}roll", timeout)
+        called = signed(self._store, f"{self._prefix}meeting", timeout)
         if called is None:
             return None
         name, _, job = called.partition(" ")

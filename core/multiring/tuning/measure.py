@@ -1,6 +1,6 @@
 """Measures the algorithms of an allreduce across hosts against each other, by the allreduces themselves.
 
-The communicator changes its algorithm between operations (`follow` of the native one), so all of them use
+The communicator changes its algorithm between operations (`set_tuning` of the native one), so all of them use
 the same connections and memory. For each size they take turns, so that what else machines and network do
 meets all alike, and the median of an algorithm's turns counts. Every call comes after a barrier: where calls
 follow each other at once, ranks that are done early begin the next, and algorithms that keep most ranks idle
@@ -128,7 +128,7 @@ def measure(
             report(f"{size_text(nbytes)}: {best.algorithm} is quickest, {seconds_text(best.seconds)}")
     finally:
         if not comm.is_broken:
-            comm._core.follow("")
+            comm._core.set_tuning("")
     return found
 
 
@@ -145,7 +145,7 @@ def _measure_size(
     ranks = ranks_of_hosts(comm._core.hosts)
 
     def turn(algorithm: Algorithm, calls: int) -> float:
-        comm._core.follow(Tuning(ranks, (SizeClass(1, algorithm),)).text)
+        comm._core.set_tuning(Tuning(ranks, (SizeClass(1, algorithm),)).text)
         taken = 0.0
         for _ in range(calls):
             comm.barrier()

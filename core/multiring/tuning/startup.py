@@ -26,7 +26,7 @@ from multiring.units import size_text
 if TYPE_CHECKING:
     from multiring.communicator import Communicator
 
-__all__ = ["classes_by_model", "follow_measured_ways"]
+__all__ = ["classes_by_model", "use_measured_algorithms"]
 
 _log = logging.getLogger("multiring")
 
@@ -40,7 +40,7 @@ _BARRIERS = 5
 _QUICKER = 0.8
 
 
-def follow_measured_ways(comm: Communicator) -> Tuning | None:
+def use_measured_algorithms(comm: Communicator) -> Tuning | None:
     """Let the allreduces of `comm` and its duplicates go as is measured to be quickest. Collective.
 
     Args:
@@ -65,7 +65,7 @@ def follow_measured_ways(comm: Communicator) -> Tuning | None:
         )
     if not tuning.classes:
         return None
-    comm._core.follow(tuning.text)
+    comm._core.set_tuning(tuning.text)
     return tuning
 
 

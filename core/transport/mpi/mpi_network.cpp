@@ -18,7 +18,7 @@ MpiNetwork::MpiNetwork(std::shared_ptr<MpiSession> session, MpiOptions options)
     : session_(std::move(session)),
       mpi_(session_->functions()),
       options_(std::move(options)),
-      tag_(session_->claim_tags(options_.name, kMpiTags)),
+      tag_(session_->reserve_tags(options_.name, kMpiTags)),
       peers_(options_.members.size()) {
   if (options_.channels > kMpiChannels)
     throw Error(ErrorKind::kInternal, "a network over MPI of " + std::to_string(options_.channels) +

@@ -24,7 +24,7 @@ struct MpiOptions {
   std::vector<int> members;        ///< ranks of the session, in the order of their ranks here
   std::vector<std::string> hosts;  ///< names of the members' hosts
   int channels = 1;                ///< at most kMpiChannels
-  std::string name;                ///< see MpiSession::claim_tags
+  std::string name;                ///< see MpiSession::reserve_tags
 };
 
 /// Messages by MPI's point-to-point operations, over any fabric that MPI supports.

@@ -58,11 +58,11 @@ MpiSession::MpiSession(const multiring_mpi& functions, const void* communicator)
     throw Error(ErrorKind::kUsage, std::string("MPI cannot be used: ") + why.data());
 }
 
-int MpiSession::claim_tags(const std::string& name, int count) {
+int MpiSession::reserve_tags(const std::string& name, int count) {
   const auto slots = static_cast<std::uint64_t>(functions_.largest_tag(group_) / count - 1);
   const int first = static_cast<int>(hash(name) % slots + 1) * count;
   const std::lock_guard lock(mutex_);
-  const auto [found, is_new] = claimed_.emplace(first, name);
+  const auto [found, is_new] = reserved_.emplace(first, name);
   if (!is_new)
     throw Error(ErrorKind::kInternal,
                 "the groups '" + found->second + "' and '" + name + "' have the same MPI tags (" +

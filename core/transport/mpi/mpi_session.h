@@ -38,7 +38,7 @@ class MULTIRING_API MpiSession : Immovable {
 
   /// The first of `count` tags for the network of this name, which is the same on all its ranks and used
   /// once. Raises an internal error if two names get the same tags.
-  int claim_tags(const std::string& name, int count);
+  int reserve_tags(const std::string& name, int count);
   /// The value of `root`, at most kBroadcastBytes. Collective.
   std::string broadcast(const std::string& value, int root, const WaitOptions& waiting);
   static constexpr std::size_t kBroadcastBytes = 4096;
@@ -52,7 +52,7 @@ class MULTIRING_API MpiSession : Immovable {
   const multiring_mpi& functions_;
   multiring_mpi_group* group_ = nullptr;
   std::mutex mutex_;  // guards what follows
-  std::map<int, std::string> claimed_;
+  std::map<int, std::string> reserved_;
   std::vector<std::shared_ptr<const void>> kept_;
 };
 

@@ -234,7 +234,7 @@ def mean(size: int, step: int = 0, of: Any = np.array) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whoever_else_reads_a_gradient_runs_before(comm: Communicator, seed: int) -> None:
+def test_other_readers_of_a_gradient_run_before(comm: Communicator, seed: int) -> None:
     """Every other reader of a gradient sees this rank's, whatever the order in which the nodes run."""
     local = pt.exp(X)
     averages = averages_of(comm, [local, local * 3], **SMALL)

@@ -60,7 +60,7 @@ def installed(tmp_path: Path) -> dict[str, str]:
     ("launcher", "destroy"),
     [("multiring", "leave"), ("multiring://", "leave"), ("torchrun", "destroy"), ("spawn", "leave")],
 )
-def test_whoever_starts_the_ranks(
+def test_any_launcher_starts_the_ranks(
     installed: dict[str, str], tmp_path: Path, launcher: str, destroy: str
 ) -> None:
     script = str(tmp_path / "script.py")

@@ -56,7 +56,7 @@ TEST(MpiNetwork, LengthsThatDifferAreAMismatchOnAll) {
         Buffer other(longer ? bytes / 2 : bytes * 2);
         if (network->rank() == 0) send(*network, 1, 0, message);
         if (network->rank() == 1) receive(*network, 0, 0, other);
-        EXPECT_EQ(wait_in_vain(*network, 2 - network->rank() / 2).outcome, Outcome::kAborted);
+        EXPECT_EQ(wait_until_it_fails(*network, 2 - network->rank() / 2).outcome, Outcome::kAborted);
         const AbortRecord record = abort_of(*network, ErrorKind::kMismatch, 1);
         expect_text(record.message, "rank 0 on host sent");
         expect_text(record.message, "rank 1 expects " + std::to_string(other.size()) + " bytes");
@@ -105,7 +105,7 @@ TEST(MpiNetwork, ThoseWhoLeaveTakeTheirReceivesWithThem) {
 TEST(MpiNetwork, AnAbortReachesAll) {
   run_ranks(4, [](std::unique_ptr<MpiNetwork>& network) {
     if (network->rank() == 2) network->abort(Error(ErrorKind::kInternal, std::string(5000, 'x')));
-    EXPECT_EQ(wait_in_vain(*network, (network->rank() + 1) % 4).outcome, Outcome::kAborted);
+    EXPECT_EQ(wait_until_it_fails(*network, (network->rank() + 1) % 4).outcome, Outcome::kAborted);
     abort_of(*network, ErrorKind::kInternal, 2);
   });
 }
@@ -136,11 +136,11 @@ TEST(MpiNetwork, WaitsCanBeInterruptedAndCancelled) {
 TEST(MpiSession, NamesThatFallOnTheSameTagsAreRefused) {
   InprocMpi mpi(1);
   const auto session = mpi.session(0);
-  const int first = session->claim_tags("a", 4);
-  EXPECT_NE(session->claim_tags("b", 4), first);
+  const int first = session->reserve_tags("a", 4);
+  EXPECT_NE(session->reserve_tags("b", 4), first);
   EXPECT_EQ(first % 4, 0);
   EXPECT_GE(first, 4);
-  error_of(ErrorKind::kInternal, [&] { session->claim_tags("a", 4); });
+  error_of(ErrorKind::kInternal, [&] { session->reserve_tags("a", 4); });
 }
 
 TEST(MpiSession, WhatOneRankHasAllGet) {

@@ -26,7 +26,7 @@ TEST(TcpLostPeer, AnEndIsSeenAtOnceByAllThatWait) {
       connected.arrive_and_wait();
       if (network.rank() == 2) return group.destroy(2);
       const Stopwatch watch;
-      expect_lost(wait_in_vain(network, 2), 2, false);
+      expect_lost(wait_until_it_fails(network, 2), 2, false);
       EXPECT_LT(watch.seconds(), 0.9 * kSlowness);
     });
   }
@@ -45,7 +45,7 @@ TEST(TcpLostPeer, ASendIsLostWithItsReceiver) {
     under_way.count_down();
     expect_lost(await(network, tickets), 0);
     network.give_up(tickets);
-    EXPECT_EQ(wait_in_vain(network, 0).outcome, Outcome::kPeerLost) << "so is what is posted later";
+    EXPECT_EQ(wait_until_it_fails(network, 0).outcome, Outcome::kPeerLost) << "so is what is posted later";
   });
 }
 
@@ -86,7 +86,7 @@ TEST(TcpGoodbye, MessagesBeforeItArrive) {
         Buffer got(sent.size());
         ASSERT_TRUE(await(network, {receive(network, 0, 0, got)}).ok());
         EXPECT_TRUE(got == sent);
-        expect_lost(wait_in_vain(network, 0), 0, true);
+        expect_lost(wait_until_it_fails(network, 0), 0, true);
       });
     }
   }
@@ -146,7 +146,7 @@ TEST(TcpAbort, ReachesAllThatWaitAlsoThroughOthers) {
       network.abort(Error(ErrorKind::kTimeout, "rank 0 waited too long"));
       network.abort(Error(ErrorKind::kMismatch, "late"));
     }
-    const WaitResult result = wait_in_vain(network, network.rank() == 0 ? 1 : network.rank() - 1);
+    const WaitResult result = wait_until_it_fails(network, network.rank() == 0 ? 1 : network.rank() - 1);
     EXPECT_EQ(result.outcome, Outcome::kAborted);
     EXPECT_EQ(abort_of(network, ErrorKind::kTimeout, 0).message, "rank 0 waited too long");
   });
@@ -231,7 +231,7 @@ TEST(TcpFork, AbandonedConnectionsEndWithTheirRank) {
       }
       return group.destroy(0);
     }
-    expect_lost(wait_in_vain(network, 0), 0);
+    expect_lost(wait_until_it_fails(network, 0), 0);
   });
   ::close(to_child[1]);
   ::close(to_child[0]);

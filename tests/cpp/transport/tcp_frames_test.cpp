@@ -32,7 +32,7 @@ class TcpFrames : public ::testing::Test {
     peer.say(pattern(payload, 1));
   }
   /// Waits for a message of 100 bytes.
-  WaitResult wait() { return wait_in_vain(network, 1); }
+  WaitResult wait() { return wait_until_it_fails(network, 1); }
   void expect_aborted(ErrorKind kind, const std::string& fragment) {
     EXPECT_EQ(wait().outcome, Outcome::kAborted);
     expect_text(abort_of(network, kind, 0).message, "rank 1 on 127.0.0.1 " + fragment);

@@ -63,7 +63,7 @@ TEST(TcpHeartbeat, FindsAHostThatVanished) {
       if (!off.exchange(true)) {
         ASSERT_TRUE(set_loopback(false));
       }
-      expect_lost(wait_in_vain(network, 1 - network.rank(), 30), 1 - network.rank(), false);
+      expect_lost(wait_until_it_fails(network, 1 - network.rank(), 30), 1 - network.rank(), false);
       EXPECT_GT(seconds_between(start, Clock::now()), 0.9);
       EXPECT_LT(watch.seconds(), 4.0 * kSlowness);
     });
@@ -90,7 +90,7 @@ TEST(TcpHeartbeat, WhatOneNetworkFindsAllKnow) {
     unconnected.learn(1, networks[3]->address());
     ASSERT_TRUE(set_loopback(false));
     progress_until(*networks[0], [&] { return options[0].lost_ranks->contains(1); });
-    expect_lost(wait_in_vain(*networks[2], 1, 30), 1, false);
+    expect_lost(wait_until_it_fails(*networks[2], 1, 30), 1, false);
     // A connection that is not there yet would not even be refused.
     const Network::Link link{1, 0};
     expect_lost(unconnected.connect_on_demand({&link, 1}, wait_seconds(30)), 1, false);

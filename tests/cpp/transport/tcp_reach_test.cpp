@@ -145,7 +145,7 @@ TEST(TcpReach, AnAbortAndTheOwnEndAreTold) {
               "has left and opens no more connections");
 }
 
-TEST(TcpReach, AnotherSecretIsToldToWhoeverCalls) {
+TEST(TcpReach, AnotherSecretIsToldToTheCaller) {
   for (const int caller : {0, 1}) {
     InprocStore store;
     TcpOptions strange = tcp_options(caller, 2);

@@ -118,12 +118,12 @@ def test_a_rank_finds_its_place_on_uneven_hosts() -> None:
         engine_rank._place([2, 1], given("slurm", 2 * host + local, 4, local, host))
         for host, local in [(0, 0), (0, 1), (1, 0), (1, 1)]
     ]
-    seats = [
-        place and (place.rank, place.size, place.seat.local_rank, place.seat.local_size) for place in found
+    rank_slots = [
+        place and (place.rank, place.size, place.slot.local_rank, place.slot.local_size) for place in found
     ]
-    assert seats == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1), None]
+    assert rank_slots == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1), None]
     place = engine_rank._place([2, 1], given("openmpi", 2, 3))
-    assert (place.rank, place.seat.cross_rank, place.seat.local_size) == (2, 1, 1)
+    assert (place.rank, place.slot.cross_rank, place.slot.local_size) == (2, 1, 1)
     for wrong in (given("openmpi", 0, 1), given("slurm", 0, 3), given("slurm", 4, 4, 0, 2)):
         with pytest.raises(UsageError, match="start it by --engine ssh"):
             engine_rank._place([2, 1], wrong)

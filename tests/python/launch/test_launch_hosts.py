@@ -15,12 +15,12 @@ import pytest
 from multiring import _core, cli
 from multiring.commands.launcher.hosts import (
     HostSlots,
-    Seat,
+    RankSlot,
     address_towards,
+    assign_slots,
     is_here,
     parse_hostfile,
     parse_hosts,
-    seats,
 )
 from multiring.errors import UsageError
 from multiring.store import address_to_listen_on
@@ -137,11 +137,11 @@ def test_a_hostfile_without_hosts_is_told(tmp_path: Path) -> None:
 
 def test_the_first_host_is_filled_first() -> None:
     hosts = [HostSlots("", 2), HostSlots("b", 3), HostSlots("c", 1)]
-    places = [Seat("", 0, 2, 0, 2), Seat("", 1, 2, 0, 2), Seat("b", 0, 1, 1, 2)]
-    assert seats(hosts, 3) == places
-    assert [seat.host for seat in seats(hosts, None)] == ["", "", "b", "b", "b", "c"]
+    places = [RankSlot("", 0, 2, 0, 2), RankSlot("", 1, 2, 0, 2), RankSlot("b", 0, 1, 1, 2)]
+    assert assign_slots(hosts, 3) == places
+    assert [slot.host for slot in assign_slots(hosts, None)] == ["", "", "b", "b", "b", "c"]
     with pytest.raises(UsageError, match="-np 7 needs more slots than the 6 that the hosts have"):
-        seats(hosts, 7)
+        assign_slots(hosts, 7)
 
 
 def test_the_address_is_one_of_the_way_to_the_host() -> None:

@@ -20,7 +20,7 @@ ray = pytest.importorskip("ray", reason="needs Ray: pip install 'multiring[ray]'
 
 import multiring.ray  # noqa: E402
 from multiring.ray import RankError  # noqa: E402
-from multiring.ray.job import _by_node, _seats  # noqa: E402
+from multiring.ray.job import _by_node, _slots  # noqa: E402
 from multiring.ray.worker import Place, Worker  # noqa: E402
 
 PROCESSORS = 2  # of each node, as far as Ray knows
@@ -199,7 +199,7 @@ def test_ranks_of_a_node_follow_each_other() -> None:
     mixed = [Place(node, "10.0.0.1", 1) for node in "abacb"]
     order = _by_node(mixed)
     assert order == [0, 2, 1, 4, 3]
-    seats = _seats([mixed[index] for index in order])
-    found = [(seat.local_rank, seat.local_size, seat.cross_rank) for seat in seats]
+    rank_slots = _slots([mixed[index] for index in order])
+    found = [(slot.local_rank, slot.local_size, slot.cross_rank) for slot in rank_slots]
     assert found == [(0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1), (0, 1, 2)]
-    assert all(seat.cross_size == 3 for seat in seats)
+    assert all(slot.cross_size == 3 for slot in rank_slots)

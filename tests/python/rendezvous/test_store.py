@@ -276,7 +276,7 @@ def test_two_jobs_at_one_store_are_told(url: str) -> None:
 
     with ThreadPoolExecutor(4) as threads, open_store(url, SECRET) as store:
         ranks = [come("a", 0)]
-        store.get("roll", 30.0)
+        store.get("meeting", 30.0)
         ranks += [come("b", 1), come("b", 0)]
         told = pytest.raises(UsageError, match=r"job '[ab]' has met job '[ab]' at .*MULTIRING_STORE")
         for rank in ranks:

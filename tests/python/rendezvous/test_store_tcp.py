@@ -85,7 +85,9 @@ def test_garbage_is_hung_up_on_and_harms_nobody(server: TcpStoreServer, greeting
     assert_serves(server)
 
 
-def test_a_stranger_that_stays_is_dismissed(server: TcpStoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unauthenticated_peer_that_stays_is_dismissed(
+    server: TcpStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp, "_HANDSHAKE_SECONDS", 0.2)
     with connect(server) as strange:
         read_to_the_end(strange)

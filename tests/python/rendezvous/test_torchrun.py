@@ -136,7 +136,7 @@ def test_what_lies_there_from_before_a_restart_is_passed_over(join: Join, board:
     board.set(KEY, json.dumps(offer))
     if what == "already called":
         with store_of(offer) as store:
-            store.set(f"{offer['job']}/roll", json.dumps(["0" * 16] * 3).encode())
+            store.set(f"{offer['job']}/confirmed", json.dumps(["0" * 16] * 3).encode())
     looked = threading.Event()
     check = board.check
     board.check = lambda keys: looked.set() or check(keys)  # type: ignore[method-assign]
@@ -156,9 +156,9 @@ def test_a_rank_that_was_restarted_signs_in_anew(join: Join, board: Board) -> No
     wait_until(lambda: KEY in board.values, "the offer")
     offer = json.loads(board.values[KEY])
     with store_of(offer) as store:
-        store.set(f"{offer['job']}/roll/1", b"of the one before")
+        store.set(f"{offer['job']}/ranks/1", b"of the one before")
         again = join((1,))
-        wait_until(lambda: store.get(f"{offer['job']}/roll/1", 1.0) != b"of the one before", "rank 1")
+        wait_until(lambda: store.get(f"{offer['job']}/ranks/1", 1.0) != b"of the one before", "rank 1")
     assert_together([*first, *again, *join((2, 3))])
 
 
@@ -169,7 +169,7 @@ def test_missing_ranks_are_named(board: Board, caplog: pytest.LogCaptureFixture)
         write(key, value)
         offer = json.loads(value)
         with store_of(offer) as store:
-            store.set(f"{offer['job']}/roll/2", b"here")
+            store.set(f"{offer['job']}/ranks/2", b"here")
 
     board.set = offered  # type: ignore[method-assign]
     words = r"rank 0 of 4 waits for ranks 1, 3, .* by torchrun's store at localhost:29500 within 2 s"

@@ -5,6 +5,8 @@
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
+
+#include "base/cache.h"
 #endif
 
 namespace multiring {
@@ -12,8 +14,6 @@ namespace multiring {
 #if defined(__SSE2__)
 
 namespace {
-
-constexpr std::size_t kLine = 64;
 
 struct Line {
   __m128i a, b, c, d;
@@ -61,7 +61,8 @@ void copy_bytes(void* to, const void* from, std::size_t bytes) {
   const auto* source = static_cast<const std::byte*>(from);
   std::size_t done = 0;
   if (slow_for_string_operations(to, from, bytes)) {
-    for (; done + kLine <= bytes; done += kLine) store_line(target + done, load_line(source + done));
+    for (; done + kCacheLine <= bytes; done += kCacheLine)
+      store_line(target + done, load_line(source + done));
   }
   if (done < bytes) std::memcpy(target + done, source + done, bytes - done);
 }
@@ -70,11 +71,11 @@ void copy_streaming(void* to, const void* from, std::size_t bytes) {
   auto* target = static_cast<std::byte*>(to);
   const auto* source = static_cast<const std::byte*>(from);
   // Streaming stores need aligned lines, written whole.
-  std::size_t head = (kLine - reinterpret_cast<std::uintptr_t>(target) % kLine) % kLine;
+  std::size_t head = (kCacheLine - reinterpret_cast<std::uintptr_t>(target) % kCacheLine) % kCacheLine;
   if (head > bytes) head = bytes;
   if (head > 0) std::memcpy(target, source, head);
   std::size_t done = head;
-  for (; done + kLine <= bytes; done += kLine) stream_line(target + done, load_line(source + done));
+  for (; done + kCacheLine <= bytes; done += kCacheLine) stream_line(target + done, load_line(source + done));
   _mm_sfence();  // streaming stores are not ordered with the stores that notify peers
   if (done < bytes) std::memcpy(target + done, source + done, bytes - done);
 }

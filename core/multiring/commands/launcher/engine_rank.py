@@ -26,7 +26,7 @@ from multiring import errors, machine
 from multiring.commands.launcher import binding
 from multiring.commands.launcher.foreign_variables import horovod_place
 from multiring.commands.launcher.guardian import end_processes
-from multiring.commands.launcher.hosts import Seat
+from multiring.commands.launcher.hosts import RankSlot
 from multiring.commands.launcher.multiplexer import Multiplexer
 from multiring.commands.launcher.process import RankProcess
 from multiring.commands.launcher.rank_starter import (
@@ -89,7 +89,7 @@ class _Place:
 
     rank: int
     size: int
-    seat: Seat
+    slot: RankSlot
     job_id: str
 
 
@@ -135,7 +135,7 @@ def _place(hosts: Sequence[int], given: Placement) -> _Place | None:
             f"the engine says that this is rank {given.rank} of {given.size}, and the job has {size} ranks "
             f"on {len(hosts)} hosts: start it by --engine ssh, and report this with the engine's version"
         )
-    return _Place(rank, size, Seat("", local, hosts[host], host, len(hosts)), given.job_id)
+    return _Place(rank, size, RankSlot("", local, hosts[host], host, len(hosts)), given.job_id)
 
 
 def _report(end: RankEnd, store: Store) -> None:
@@ -215,18 +215,18 @@ def _run(order: Mapping[str, Any], place: _Place, store: Store, hearing: Store) 
 
 def _start(order: Mapping[str, Any], place: _Place, mark: str, *, piped: bool) -> _Rank:
     enter_directory(order["directory"])
-    environ = {**DEFAULTS, **os.environ, **place_variables(place.rank, place.size, place.seat), _MARK: mark}
+    environ = {**DEFAULTS, **os.environ, **place_variables(place.rank, place.size, place.slot), _MARK: mark}
     environ |= horovod_place(environ)
     environ["PATH"] = own_python_first(environ)
-    shares = binding.shares(machine.allowed_cpus(), place.seat.local_size, order["bind"])
-    environ |= binding.thread_environment(machine.core_allowance(), place.seat.local_size, environ)
+    shares = binding.shares(machine.allowed_cpus(), place.slot.local_size, order["bind"])
+    environ |= binding.thread_environment(machine.core_allowance(), place.slot.local_size, environ)
     command = command_of(order["program"], order["module"], environ)
     manager = os.environ.get("PMI_FD", "")  # by which MPI's library in the rank talks to the engine
     return _Rank(
         place.rank,
         command,
         environ,
-        cpus=None if shares is None else shares[place.seat.local_rank],
+        cpus=None if shares is None else shares[place.slot.local_rank],
         stdin=place.rank == 0 and order["stdin"],
         piped=piped,
         kept=[int(manager)] if manager.isdecimal() else [],

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from multiring.commands.launcher.hosts import Seat
+from multiring.commands.launcher.hosts import RankSlot
 from multiring.errors import UsageError
 
 __all__ = ["horovod_environment", "horovod_place", "torch_meeting", "torch_place"]
@@ -59,14 +59,14 @@ def horovod_place(environ: Mapping[str, str], host: str = "") -> dict[str, str]:
     return {**places, "HOROVOD_HOSTNAME": host or socket.gethostname()}
 
 
-def torch_place(rank: int, size: int, seat: Seat) -> dict[str, str]:
+def torch_place(rank: int, size: int, slot: RankSlot) -> dict[str, str]:
     """The place of a rank as torchrun tells it, and Lightning's name for the number of the host."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(seat.local_rank),
-        "LOCAL_WORLD_SIZE": str(seat.local_size),
-        "NODE_RANK": str(seat.cross_rank),
+        "LOCAL_RANK": str(slot.local_rank),
+        "LOCAL_WORLD_SIZE": str(slot.local_size),
+        "NODE_RANK": str(slot.cross_rank),
     }
 
 

@@ -16,7 +16,15 @@ from typing import Any
 from multiring.commands.launcher.interfaces import has_address
 from multiring.errors import UsageError
 
-__all__ = ["HostSlots", "Seat", "address_towards", "is_here", "parse_hostfile", "parse_hosts", "seats"]
+__all__ = [
+    "HostSlots",
+    "RankSlot",
+    "address_towards",
+    "assign_slots",
+    "is_here",
+    "parse_hostfile",
+    "parse_hosts",
+]
 
 # A name or an address of IPv4, or one of IPv6 in brackets; with who is to log in, and with slots.
 _HOST = re.compile(r"(?P<name>(?:[^\s:=,@-][^\s:=,@]*@)?\w[\w.-]*)(?::(?P<slots>.*))?")
@@ -39,7 +47,7 @@ class HostSlots:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankSlot:
     """Where a rank runs.
 
     Attributes:
@@ -165,8 +173,8 @@ def _look_up(host: str) -> list[tuple[Any, ...]]:
     return []
 
 
-def seats(hosts: Sequence[HostSlots], ranks: int | None) -> list[Seat]:
-    """A seat for each rank: the first host is filled first.
+def assign_slots(hosts: Sequence[HostSlots], ranks: int | None) -> list[RankSlot]:
+    """A slot for each rank: the first host is filled first.
 
     Args:
         hosts: Each once.
@@ -187,7 +195,7 @@ def seats(hosts: Sequence[HostSlots], ranks: int | None) -> list[Seat]:
             taken.append((host.name, count))
             left -= count
     return [
-        Seat(name, local, count, number, len(taken))
+        RankSlot(name, local, count, number, len(taken))
         for number, (name, count) in enumerate(taken)
         for local in range(count)
     ]

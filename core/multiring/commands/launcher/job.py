@@ -101,7 +101,7 @@ def finish_job(options: JobOptions) -> JobEnd:
         _store(options, directory, secret) as (store, address, is_set),
     ):
         start.shared = {
-            **torch_meeting(options.seat(0).host, address),
+            **torch_meeting(options.slot(0).host, address),
             **_given_meeting(options),
             "MULTIRING_STORE": store,
             "MULTIRING_SECRET": secret,
@@ -114,7 +114,7 @@ def finish_job(options: JobOptions) -> JobEnd:
 def _descriptors(options: JobOptions) -> int:
     """How many are open at once: of a rank here its two pipes, elsewhere both ends of two pipes; with other
     hosts the two connections of each rank to the store, as four, and of each ssh three pipes; and files."""
-    elsewhere = sum(bool(options.seat(rank).host) for rank in range(options.ranks))
+    elsewhere = sum(bool(options.slot(rank).host) for rank in range(options.ranks))
     files = 0 if options.output_dir is None else 2 * options.ranks
     return (
         2 * options.ranks
@@ -154,7 +154,7 @@ def _store(
         return
     address = options.address or address_towards(options.remote_hosts)
     with TcpStoreServer(address_to_listen_on(address), 0, bytes.fromhex(secret)) as server:
-        hosts = [options.seat(rank).host or socket.gethostname() for rank in range(options.ranks)]
+        hosts = [options.slot(rank).host or socket.gethostname() for rank in range(options.ranks)]
         server.set(HOSTS_KEY, "\n".join(hosts).encode())
         yield store_url(address, server.port), address, lambda key: key in server
 
@@ -253,7 +253,7 @@ class _Job:
 
     def _end_of(self, rank: RankProcess) -> RankEnd:
         by_launcher = rank in self._supervisor.ended_by_us
-        tail, host = self._outputs.tail(rank.rank), self._options.seat(rank.rank).host
+        tail, host = self._outputs.tail(rank.rank), self._options.slot(rank.rank).host
         return RankEnd(rank.rank, rank.pid, rank.code, by_launcher, tail, host)
 
     def _judge(self, ends: dict[int, RankEnd], seconds: float, oom_kills: int) -> JobEnd:

@@ -12,7 +12,14 @@ from multiring.commands.argument_types import number_of, wall_seconds
 from multiring.commands.launcher.engine_job import run_by_engine
 from multiring.commands.launcher.engines import CHOICES, Engine, choose
 from multiring.commands.launcher.foreign_variables import horovod_environment
-from multiring.commands.launcher.hosts import HostSlots, Seat, is_here, parse_hostfile, parse_hosts, seats
+from multiring.commands.launcher.hosts import (
+    HostSlots,
+    RankSlot,
+    assign_slots,
+    is_here,
+    parse_hostfile,
+    parse_hosts,
+)
 from multiring.commands.launcher.job import run_job
 from multiring.commands.launcher.rank_starter import JobOptions, ProgramError
 from multiring.commands.launcher.remote_ranks import SSH
@@ -167,10 +174,10 @@ def main(args: argparse.Namespace) -> int:
         program = program[1:]
     if not (module or program):
         raise UsageError("name the program that the ranks run, as in: multiring run -np 2 train.py")
-    seated, engine = _places(args)
+    assigned, engine = _places(args)
     given = {**dict(args.env), **_variables(args)}
     options = JobOptions(
-        ranks=len(seated),
+        ranks=len(assigned),
         program=program,
         module=module,
         bind=args.bind,
@@ -178,7 +185,7 @@ def main(args: argparse.Namespace) -> int:
         output_dir=args.output_dir,
         tag_output=args.tag_output,
         environment=horovod_environment(given) if args.horovod else given,
-        seats=seated,
+        rank_slots=assigned,
         ssh=split_ssh(args.ssh),
         python=args.remote_python,
         address=args.address,
@@ -196,7 +203,7 @@ def _variables(args: argparse.Namespace) -> dict[str, str]:
     return {name: value for name, value in given.items() if value}
 
 
-def _places(args: argparse.Namespace) -> tuple[list[Seat], Engine | None]:
+def _places(args: argparse.Namespace) -> tuple[list[RankSlot], Engine | None]:
     """Where each rank runs, and what starts them."""
     hosts = chosen_hosts(args)
     allocation = None
@@ -218,12 +225,12 @@ def _places(args: argparse.Namespace) -> tuple[list[Seat], Engine | None]:
         if args.ranks is None:
             raise UsageError("say how many ranks to start, as in: multiring run -np 2 train.py")
         hosts = [HostSlots("", args.ranks)]
-    seated = seats(hosts, args.ranks)
+    assigned = assign_slots(hosts, args.ranks)
     counts: dict[str, int] = {}
-    for seat in seated:
-        counts[seat.host] = counts.get(seat.host, 0) + 1
+    for slot in assigned:
+        counts[slot.host] = counts.get(slot.host, 0) + 1
     engine = choose(args.engine, [HostSlots(*host) for host in counts.items()], allocation)
-    return seated, engine
+    return assigned, engine
 
 
 def split_ssh(command: str) -> list[str]:

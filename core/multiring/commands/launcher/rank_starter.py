@@ -15,7 +15,7 @@ from pathlib import Path
 from multiring import machine
 from multiring.commands.launcher import binding
 from multiring.commands.launcher.foreign_variables import horovod_place, torch_place
-from multiring.commands.launcher.hosts import Seat
+from multiring.commands.launcher.hosts import RankSlot
 from multiring.commands.launcher.process import RankProcess
 from multiring.commands.launcher.remote_ranks import SSH, RemoteHost
 
@@ -56,7 +56,7 @@ class JobOptions:
         output_dir: Where to write each rank's output as well, or None.
         tag_output: Whether lines begin with their rank; None means where there are several.
         environment: Variables to set for the ranks.
-        seats: Where each rank runs; None: all on this host.
+        rank_slots: Where each rank runs; None: all on this host.
         ssh: The command that runs a command on another host, with its options.
         python: The Python on other hosts; empty: at the place of this one.
         address: Where ranks on other hosts reach this one; empty: found out.
@@ -72,21 +72,21 @@ class JobOptions:
     output_dir: Path | None = None
     tag_output: bool | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    seats: Sequence[Seat] | None = None
+    rank_slots: Sequence[RankSlot] | None = None
     ssh: Sequence[str] = ()
     python: str = ""
     address: str = ""
     descriptors: Sequence[int] = ()
     caller: int | None = None
 
-    def seat(self, rank: int) -> Seat:
+    def slot(self, rank: int) -> RankSlot:
         """Where a rank runs."""
-        return Seat("", rank, self.ranks, 0, 1) if self.seats is None else self.seats[rank]
+        return RankSlot("", rank, self.ranks, 0, 1) if self.rank_slots is None else self.rank_slots[rank]
 
     @property
     def remote_hosts(self) -> list[str]:
         """The other hosts."""
-        return list(dict.fromkeys(seat.host for seat in self.seats or () if seat.host))
+        return list(dict.fromkeys(slot.host for slot in self.rank_slots or () if slot.host))
 
 
 class ProgramError(Exception):
@@ -127,7 +127,7 @@ class RankStarter:
         self._hosts: dict[str, RemoteHost] = {}
         self._options = options
         self._environ: Mapping[str, str] = environ
-        here = sum(not options.seat(rank).host for rank in range(options.ranks))
+        here = sum(not options.slot(rank).host for rank in range(options.ranks))
         if here:
             program = options.program
             if options.module is None and not program[0].endswith(".py"):  # those are run by this Python
@@ -143,19 +143,19 @@ class RankStarter:
         Raises:
             OSError: It cannot be started.
         """
-        seat = self._options.seat(rank)
+        slot = self._options.slot(rank)
         ranks = self._options.ranks
-        place = {**self.shared, **torch_place(rank, ranks, seat), **place_variables(rank, ranks, seat)}
-        if seat.host:
-            if seat.host not in self._hosts:
-                self._hosts[seat.host] = self._connect(seat.host)
-            return self._hosts[seat.host].ranks[rank]
+        place = {**self.shared, **torch_place(rank, ranks, slot), **place_variables(rank, ranks, slot)}
+        if slot.host:
+            if slot.host not in self._hosts:
+                self._hosts[slot.host] = self._connect(slot.host)
+            return self._hosts[slot.host].ranks[rank]
         environ = {**DEFAULTS, **self._environ, **self._threads, **place}
         return RankProcess(
             rank,
             self._command,
             {**environ, **horovod_place(environ)},
-            cpus=None if self._shares is None else self._shares[seat.local_rank],
+            cpus=None if self._shares is None else self._shares[slot.local_rank],
             stdin=rank == 0 and may_read_stdin(),
             piped=piped,
             kept=self._options.descriptors,
@@ -163,12 +163,12 @@ class RankStarter:
 
     def _connect(self, host: str) -> RemoteHost:
         options = self._options
-        seats = {rank: seat for rank, seat in enumerate(options.seats or []) if seat.host == host}
-        places = {rank: place_variables(rank, options.ranks, seat) for rank, seat in seats.items()}
+        rank_slots = {rank: slot for rank, slot in enumerate(options.rank_slots or []) if slot.host == host}
+        places = {rank: place_variables(rank, options.ranks, slot) for rank, slot in rank_slots.items()}
         for place in places.values():
             place |= horovod_place({**options.environment, **place}, host)
-        for rank, seat in seats.items():
-            places[rank] |= torch_place(rank, options.ranks, seat)
+        for rank, slot in rank_slots.items():
+            places[rank] |= torch_place(rank, options.ranks, slot)
         assert self.selector is not None
         return RemoteHost(
             ssh=options.ssh or shlex.split(SSH),
@@ -276,15 +276,15 @@ def _has_multiring(python: str, environ: Mapping[str, str]) -> bool:
     return looked.returncode == 0
 
 
-def place_variables(rank: int, size: int, seat: Seat) -> dict[str, str]:
+def place_variables(rank: int, size: int, slot: RankSlot) -> dict[str, str]:
     """The variables that tell a rank its place."""
     return {
         "MULTIRING_RANK": str(rank),
         "MULTIRING_SIZE": str(size),
-        "MULTIRING_LOCAL_RANK": str(seat.local_rank),
-        "MULTIRING_LOCAL_SIZE": str(seat.local_size),
-        "MULTIRING_CROSS_RANK": str(seat.cross_rank),
-        "MULTIRING_CROSS_SIZE": str(seat.cross_size),
+        "MULTIRING_LOCAL_RANK": str(slot.local_rank),
+        "MULTIRING_LOCAL_SIZE": str(slot.local_size),
+        "MULTIRING_CROSS_RANK": str(slot.cross_rank),
+        "MULTIRING_CROSS_SIZE": str(slot.cross_size),
     }
 
 

@@ -6,6 +6,8 @@
 #include <span>
 #include <vector>
 
+#include "base/cache.h"
+
 namespace multiring::tcp {
 
 /// The part of a message that one connection carries.
@@ -19,7 +21,6 @@ struct StripeRange {
 /// 0), cut at cache lines; at least one, also for an empty message.
 inline void divide_into_stripes(std::size_t bytes, std::span<const double> weights,
                                 std::vector<StripeRange>& ranges) {
-  constexpr std::size_t kLine = 64;
   double total = 0;
   for (const double weight : weights) total += weight;
   double sum = 0;
@@ -30,8 +31,8 @@ inline void divide_into_stripes(std::size_t bytes, std::span<const double> weigh
     sum += weights[stripe];
     std::size_t end = bytes;
     if (sum < total)
-      end = std::min(bytes,
-                     static_cast<std::size_t>(static_cast<double>(bytes) * (sum / total)) / kLine * kLine);
+      end = std::min(bytes, static_cast<std::size_t>(static_cast<double>(bytes) * (sum / total)) /
+                                kCacheLine * kCacheLine);
     if (end > begin && weights[stripe] > 0) ranges.push_back({stripe, begin, end - begin});
     begin = std::max(begin, end);
   }

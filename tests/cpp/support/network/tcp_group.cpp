@@ -152,7 +152,7 @@ void expect_ends_early(Network& network, const Tickets& tickets) {
   EXPECT_EQ(network.wait(tickets, waiting).outcome, Outcome::kCancelled);
 }
 
-WaitResult wait_in_vain(Network& network, int peer, double seconds) {
+WaitResult wait_until_it_fails(Network& network, int peer, double seconds) {
   Buffer got(100);
   const Tickets tickets = {receive(network, peer, 0, got)};
   const WaitResult result = await(network, tickets, seconds);

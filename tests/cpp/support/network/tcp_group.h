@@ -60,7 +60,7 @@ void exchange_parts(Network& network);
 /// Expects that an interrupt and a cancellation end a wait for what does not come, and leave it as it is.
 void expect_ends_early(Network& network, const Tickets& tickets);
 /// Waits for a message of `peer` that never comes.
-WaitResult wait_in_vain(Network& network, int peer, double seconds = 20);
+WaitResult wait_until_it_fails(Network& network, int peer, double seconds = 20);
 /// Lets the network make progress until the condition holds, which the test expects.
 void progress_until(TcpNetwork& network, const std::function<bool()>& reached);
 
