@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from multiring import Communicator
+from multiring import Communicator, MultiringError
 from tests.rank_pool import RankPool
 
 Pool = Callable[[int], RankPool]
@@ -70,6 +70,14 @@ def run_on_ranks(item: pytest.Function) -> None:
 def same_everywhere(comm: Communicator, value: object) -> bool:
     """Whether all ranks have given equal values. Collective."""
     return comm.allgather_object(value) == [value] * comm.size
+
+
+def check_fields(error: MultiringError, comm: Communicator, tensor: str) -> None:
+    """Fails unless the error of an allreduce of two ranks, which do not agree, tells what is known of it."""
+    assert (error.rank, error.peer, error.host) == (comm.rank, 1 - comm.rank, comm.host)
+    assert (error.operation, error.tensor) == ("allreduce", tensor)
+    assert error.nbytes is not None
+    assert error.elapsed is not None
 
 
 def refuses(

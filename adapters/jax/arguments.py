@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from multiring.derived import resolve
 from multiring.errors import UsageError
-from multiring.jax.primitive import OPS
 from multiring.reductions import ScaleKeywords
+from multiring.types import ReduceOpName
 
 if TYPE_CHECKING:
     from multiring import Communicator
@@ -31,8 +31,8 @@ DTYPES = (
 
 def check_op(comm: Communicator, op: str) -> None:
     """Raise UsageError unless it is the name of a reduction."""
-    if op not in OPS:
-        raise UsageError(f"rank {comm.rank}: op is {op!r}; accepted: {', '.join(OPS)}")
+    if op not in (accepted := get_args(ReduceOpName)):
+        raise UsageError(f"rank {comm.rank}: op is {op!r}; accepted: {', '.join(accepted)}")
 
 
 def as_factors(scale: ScaleKeywords) -> dict[str, Any]:

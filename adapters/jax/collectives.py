@@ -142,7 +142,7 @@ def reducescatter(
 
     def scatter(leaf: Any, own: str | None) -> jax.Array:
         _check_rows(comm, leaf, "reducescatter")
-        return _run_one("reducescatter", leaf, comm, own, op=op, **as_factors(scale))
+        return _run_one("reduce_scatter", leaf, comm, own, op=op, **as_factors(scale))
 
     return _of_each(x, name, scatter)
 

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
-from multiring import errors
-from multiring.errors import MultiringError
+from multiring.error_text import find_error
 from multiring.jax.internals import forget_failed_programs
 
-__all__ = ["raise_errors", "to_multiring"]
-
-_PATTERN = re.compile(
-    r"multiring\.(UsageError|MismatchError|TimeoutError|PeerLostError|AbortedError|InternalError): (.*)",
-    re.DOTALL,
-)
-
-
-def to_multiring(error: BaseException) -> MultiringError | None:
-    """The exception of multiring that a runtime error of JAX stands for; None if there is none."""
-    found = _PATTERN.search(str(error))
-    if found is None:
-        return None
-    kind: type[MultiringError] = getattr(errors, found[1])
-    return kind(found[2].strip())
+__all__ = ["raise_errors"]
 
 
 @contextmanager
@@ -39,12 +23,13 @@ def raise_errors() -> Iterator[None]:
             params = jax.block_until_ready(step(params, batch))
 
     Raises:
-        MultiringError: A collective in the block failed.
+        MultiringError: A collective in the block failed. It has all attributes, unless
+            many errors came since.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        own = to_multiring(error)
+        own = find_error(str(error))
         if own is None:
             raise
         forget_failed_programs()

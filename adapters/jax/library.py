@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 from multiring import _core, initialization
 from multiring.derived import reserve_name, shared_queue
+from multiring.error_text import address_for_native_code
 from multiring.errors import InternalError, UsageError
 from multiring.jax.internals import ThreadEffect, forget_failed_programs
 
@@ -71,9 +72,9 @@ def number_of(comm: Communicator, name: str = "") -> int:
     """
     reserve_name(comm, "queue", name)
     if comm not in _numbers:
-        queue = shared_queue(comm, "queue")
+        address = address_for_native_code(shared_queue(comm, "queue"))
         # Of two threads that come here at once, both register it: one number is kept.
-        _numbers.setdefault(comm, int(library().multiring_jax_register_queue(queue.address)))
+        _numbers.setdefault(comm, int(library().multiring_jax_register_queue(address)))
         _communicators[_numbers[comm]] = weakref.ref(comm)
     return _numbers[comm]
 

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from multiring import _core as native
 from multiring.errors import UsageError
 from multiring.jax.control_flow import counters_around, ffi_call
 from multiring.jax.internals import COLLECTIVE, abstract_token, number_in_program
 from multiring.jax.library import DONE, START, thread_effect
+from multiring.reductions import reduce_op
 
 __all__ = [
-    "OPS",
     "Bucket",
     "Collective",
     "Shape",
@@ -29,10 +30,6 @@ __all__ = [
 ]
 
 Shape = tuple[int, ...]
-
-# As in multiring.h.
-KINDS = {"allreduce": 0, "reducescatter": 1, "allgather": 2, "broadcast": 3, "alltoall": 4}
-OPS = {"sum": 0, "average": 1, "min": 2, "max": 3, "product": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +52,12 @@ class Collective:
     """Everything about a call but the arrays.
 
     Attributes:
-        kind: A key of `KINDS`.
+        kind: Name of the collective in the core, "reduce_scatter".
         queue: Number of the queue.
         rank: This rank.
         size: Number of ranks.
         buckets: What is submitted together.
-        op: A key of `OPS`.
+        op: Name of the reduction.
         root: Rank that a broadcast comes from.
         prescale: Factor before a reduction.
         postscale: Factor after it.
@@ -101,7 +98,7 @@ class Collective:
         """Shape of a result, of the shape of the argument."""
         if self.keeps_shape:
             return shape
-        if self.kind == "reducescatter":
+        if self.kind == "reduce_scatter":
             return (block_rows(shape[0], self.size)[self.rank], *shape[1:])
         return (sum(self.received), *shape[1:])
 
@@ -175,7 +172,7 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, call: Col
     moving = [i for i, primal in enumerate(primals) if jnp.issubdtype(jnp.result_type(primal), jnp.inexact)]
     if all(isinstance(tangents[i], ad.Zero) for i in moving):
         return results, found
-    if call.kind in ("allreduce", "reducescatter") and call.op not in ("sum", "average"):
+    if call.kind in ("allreduce", "reduce_scatter") and call.op not in ("sum", "average"):
         raise UsageError(
             f"rank {call.rank}: {call.kind} '{call.buckets[0].name}' with op '{call.op}' has no "
             "derivative; use 'sum' or 'average', or jax.lax.stop_gradient"
@@ -195,7 +192,7 @@ def _transpose(cotangents: Sequence[Any], *arguments: Any, call: Collective) -> 
         sums = run(call.derived("gradient", kind="allreduce", op="sum", root=-1), parts)
         return sums if call.rank == call.root else [jnp.zeros_like(total) for total in sums]
     shapes = [argument.aval.shape for argument in arguments]
-    if call.kind == "reducescatter":
+    if call.kind == "reduce_scatter":
         scale = call.prescale * call.postscale / (call.size if call.op == "average" else 1)
         rows = {block_rows(shape[0], call.size) for shape in shapes}
         (received,) = rows  # the public function takes one array
@@ -204,7 +201,7 @@ def _transpose(cotangents: Sequence[Any], *arguments: Any, call: Collective) -> 
     if call.kind == "alltoall":
         return run(call.derived("gradient", sent=call.received, received=call.sent), parts)
     if call.received == block_rows(sum(call.received), call.size):
-        return run(call.derived("gradient", kind="reducescatter", op="sum", received=()), parts)
+        return run(call.derived("gradient", kind="reduce_scatter", op="sum", received=()), parts)
     begin = sum(call.received[: call.rank])
     sums = run(call.derived("gradient", kind="allreduce", op="sum", received=()), parts)
     return [total[begin : begin + call.received[call.rank]] for total in sums]
@@ -250,8 +247,8 @@ def _lower(ctx: Any, *operands: Any, call: Collective) -> Any:
     place, inside = place_in_program(ctx, call.queue, call.site)
     attributes: dict[str, Any] = {
         "queue": np.int64(call.queue),
-        "kind": np.int64(KINDS[call.kind]),
-        "op": np.int64(OPS[call.op]),
+        "kind": np.int64(native.OpKind.__members__[call.kind.upper()].value),
+        "op": np.int64(reduce_op(call.op).value),
         "root": np.int64(call.root),
         "prescale": np.float64(call.prescale),
         "postscale": np.float64(call.postscale),

@@ -11,6 +11,7 @@ import numpy as np
 
 import tensorflow as tf
 from multiring.arrays import checksum
+from multiring.error_text import text_of
 from multiring.errors import MismatchError
 from multiring.state.advice import advice_for
 from multiring.state.check import NUMBERS_EVERY, Scope, scope_at
@@ -93,21 +94,21 @@ class DriftCheck:
         rows = allgather(own[None], name=f"{self._title}: {what}", comm=self._comm, step=step)
 
         def verify(rows: Any, step: Any) -> None:
-            if problem := self._difference(named, rows, int(step)):
-                raise RuntimeError(f"multiring: MismatchError: {problem}")
+            if error := self._difference(named, rows, int(step)):
+                raise RuntimeError(text_of(error))
 
         if not tf.executing_eagerly():
             tf.numpy_function(verify, [rows, step], [])
-        elif problem := self._difference(named, rows.numpy(), int(step)):
-            raise MismatchError(problem)
+        elif error := self._difference(named, rows.numpy(), int(step)):
+            raise error
 
-    def _difference(self, named: dict[str, Any], rows: Any, step: int) -> str:
-        """What differs first, and who has what; empty if nothing does."""
+    def _difference(self, named: dict[str, Any], rows: Any, step: int) -> MismatchError | None:
+        """The error that tells what differs first, and who has what; None if nothing does."""
         names = list(named)
         ranks = [rank for rank in range(len(rows)) if rows[rank, 0] != _NOT_TAKING_PART]
         differing = np.flatnonzero((rows[ranks] != rows[ranks[:1]]).any(0)) if ranks else np.zeros(0, np.intp)
         if len(differing) == 0:
-            return ""
+            return None
         # A number of the optimizer's is a hyperparameter; a parameter may be one as well.
         arrays = [not (name.startswith(_OPTIMIZER) and _is_number(v)) for name, v in named.items()]
         first = int(differing[0])
@@ -118,10 +119,14 @@ class DriftCheck:
             f"rank{'s' if len(have) > 1 else ''} {', '.join(map(str, have))} with checksum {value:016x}"
             for value, have in values.items()
         )
-        return (
+        return MismatchError(
             f"the training state at step {step} differs over ranks, seen on rank {self._comm.rank}: "
             f"{names[first]} is on {who} ({len(differing)} of {len(names)} variables differ); "
-            + advice_for(step, [names[k] for k in differing if arrays[k]], sum(arrays), _BROADCAST)
+            + advice_for(step, [names[k] for k in differing if arrays[k]], sum(arrays), _BROADCAST),
+            rank=self._comm.rank,
+            host=self._comm.host,
+            operation="model check",
+            tensor=names[first],
         )
 
 

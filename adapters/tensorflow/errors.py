@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import tensorflow as tf
-from multiring import errors
+from multiring.error_text import find_error
 
 __all__ = ["translate_errors"]
-
-_PATTERN = re.compile(r"multiring: (\w+Error): (.*?)(?=\n|\s*\[Op:|\s*\[\[|$)")
 
 
 @contextmanager
@@ -21,16 +18,16 @@ def translate_errors() -> Iterator[None]:
     TensorFlow raises what an op reports as an error of its own: `tf.errors.UnavailableError` for a
     `PeerLostError`, `FailedPreconditionError` for a `MismatchError`, `DeadlineExceededError` for a
     `TimeoutError`, `AbortedError`, `InvalidArgumentError` for a `UsageError` and `InternalError`. Their text
-    begins with "multiring: ".
+    begins with "multiring error" and a number, by which the original is found again.
 
     Raises:
-        MultiringError: In place of such an error, which is its `__cause__`. All others pass.
+        MultiringError: In place of such an error, which is its `__cause__`. It has all attributes, unless
+            many errors came since. All others pass.
     """
     try:
         yield
     except tf.errors.OpError as error:
-        found = _PATTERN.search(str(error.message))
-        kind = getattr(errors, found[1], None) if found else None
-        if found is None or kind is None:
+        own = find_error(str(error.message))
+        if own is None:
             raise
-        raise kind(found[2]) from error
+        raise own from error

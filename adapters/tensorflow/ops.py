@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Unpack
 
 import tensorflow as tf
 from multiring.derived import resolve
-from multiring.errors import UsageError
-from multiring.reductions import ScaleKeywords, explain_arguments
+from multiring.reductions import ScaleKeywords, explain_arguments, reduce_op
 from multiring.tensorflow.graph import op_gradients  # noqa: F401  # registers them
 from multiring.tensorflow.graph.library import number_of
 from multiring.tensorflow.graph.naming import operation_name
@@ -35,7 +34,6 @@ __all__ = [
 ]
 
 Tensor = Any
-_OPS = get_args(ReduceOpName)  # in the order of mr_reduce_op
 # Nothing here branches on the values of tensors, so AutoGraph, which would take long, has nothing to do.
 _as_is = tf.autograph.experimental.do_not_convert
 
@@ -236,10 +234,8 @@ def next_step(name: str, *, comm: Communicator | None = None, after: Sequence[Te
 
 def _reduction(op: str, prescale: float = 1.0, postscale: float = 1.0) -> dict[str, int]:
     """Attributes that all reductions have."""
-    if op not in _OPS:
-        raise UsageError(f"op is {op!r}; accepted: {', '.join(_OPS)}")
     return {
-        "reduce_op": _OPS.index(op),
+        "reduce_op": reduce_op(op).value,
         "prescale_bits": _bits(prescale),
         "postscale_bits": _bits(postscale),
     }

@@ -3,8 +3,6 @@
 #include <exception>
 #include <string>
 
-#include "base/error.h"
-
 namespace py = pybind11;
 
 namespace multiring::binding {
@@ -22,7 +20,9 @@ py::object known(bool is_known, const Value& value) {
   return is_known ? py::cast(value) : py::none();
 }
 
-void raise(const Error& error) {
+}  // namespace
+
+py::object exception_of(const Error& error) {
   const ErrorContext& context = error.context();
   py::dict attributes;
   attributes["rank"] = known(context.rank >= 0, context.rank);
@@ -32,19 +32,17 @@ void raise(const Error& error) {
   attributes["tensor"] = context.tensor.empty() ? py::none() : text(context.tensor);
   attributes["nbytes"] = known(context.bytes >= 0, context.bytes);
   attributes["elapsed"] = known(context.elapsed >= 0, context.elapsed);
-  const py::object type = py::module_::import("multiring.errors").attr(error_class_name(error.kind()));
-  const py::object exception = type(text(error.what()), **attributes);
-  PyErr_SetObject(type.ptr(), exception.ptr());
+  return py::module_::import("multiring.errors")
+      .attr(error_class_name(error.kind()))(text(error.what()), **attributes);
 }
-
-}  // namespace
 
 void register_errors() {
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const Error& error) {
-      raise(error);
+      const py::object exception = exception_of(error);
+      PyErr_SetObject(py::type::handle_of(exception).ptr(), exception.ptr());
     }
   });
 }

@@ -7,6 +7,7 @@
 
 #include "base/immovable.h"
 #include "binding/communicator.h"
+#include "binding/errors.h"
 #include "binding/gil.h"
 #include "binding/interrupt.h"
 #include "binding/operation.h"
@@ -50,6 +51,13 @@ PyWork submit_named(const PyNamedQueue& self, std::string name, PyOperation& pre
 
 bool is_broken(const PyNamedQueue& self) { return self.handle().is_broken(); }
 
+/// By the address, which is good for longer than the object: errors may be asked for after the world has
+/// ended.
+py::object kept_error(std::uintptr_t address, std::int64_t number) {
+  const auto error = reinterpret_cast<const mr_queue*>(address)->kept(number);
+  return error ? exception_of(*error) : py::none();
+}
+
 }  // namespace
 
 void bind_named_queue(py::module_& module) {
@@ -67,6 +75,8 @@ void bind_named_queue(py::module_& module) {
           "address",
           [](const PyNamedQueue& self) { return reinterpret_cast<std::uintptr_t>(&self.handle()); },
           "The mr_queue* of the C ABI, good until the process ends.")
+      .def_static("kept_error", &kept_error, py::arg("address"), py::arg("number"),
+                  "The error that the queue at an address keeps under a number, or None.")
       .def("submit", &submit_named, py::arg("name"), py::arg("operation"), py::arg("priority"),
            py::arg("step"))
       .def(

@@ -1,10 +1,8 @@
-// The C ABI's structs in the engine's terms, and back.
+#include "capi/convert.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "base/text.h"
-#include "capi/handles.h"
 #include "collective/kinds.h"
 #include "topology/chunks.h"
 
@@ -14,28 +12,10 @@ namespace {
 static_assert(MR_FLOAT64 == static_cast<int>(DType::kFloat64) &&
               MR_BFLOAT16 == static_cast<int>(DType::kBFloat16));
 static_assert(MR_PRODUCT == static_cast<int>(ReduceOp::kProduct));
-static_assert(MR_COMM_DTYPE_BFLOAT16 == static_cast<int>(CommDtype::kBFloat16));
-static_assert(MR_RECV == kPublicOpKinds - 1 && MR_BARRIER == static_cast<int>(OpKind::kBarrier));
+// mr_kind has all that users can ask for but send and recv, which named queues refuse.
+static_assert(MR_BARRIER == static_cast<int>(OpKind::kBarrier) && MR_BARRIER + 2 == kPublicOpKinds - 1);
 static_assert(MR_OUTPUT_JOINED == static_cast<int>(OpTraits::Output::kJoined));
 static_assert(MR_INTERNAL == static_cast<int>(ErrorKind::kInternal));
-
-}  // namespace
-
-mr_status report(mr_error* error, ErrorKind kind, const char* message, const ErrorContext& context) {
-  const auto status = static_cast<mr_status>(kind);
-  if (error == nullptr) return status;
-  error->status = status;
-  error->rank = context.rank;
-  error->peer = context.peer;
-  const std::size_t length = cut_length(message, sizeof error->message - 1);
-  std::memcpy(error->message, message, length);
-  error->message[length] = '\0';
-  return status;
-}
-
-void refuse(const std::string& message) { throw Error(ErrorKind::kUsage, message); }
-
-namespace {
 
 /// Product of extents and the element's size; a usage error if it does not fit.
 void check_extent(const mr_operation& asked, std::size_t element_size) {
@@ -46,6 +26,35 @@ void check_extent(const mr_operation& asked, std::size_t element_size) {
 
 }  // namespace
 
+void refuse(const std::string& message) { throw Error(ErrorKind::kUsage, message); }
+
+mr_error convert(const Error& error) {
+  const ErrorContext& context = error.context();
+  mr_error made = MR_ERROR_INIT;
+  made.status = static_cast<mr_status>(error.kind());
+  made.rank = context.rank;
+  made.peer = context.peer;
+  made.bytes = context.bytes;
+  made.elapsed = context.elapsed;
+  copy_cut(made.host, context.host);
+  copy_cut(made.operation, context.operation);
+  copy_cut(made.tensor, context.tensor);
+  copy_cut(made.message, error.what());
+  return made;
+}
+
+Error convert(const mr_error& error) {
+  ErrorContext context;
+  context.rank = error.rank;
+  context.peer = error.peer;
+  context.bytes = error.bytes;
+  context.elapsed = error.elapsed;
+  context.host = error.host;
+  context.operation = error.operation;
+  context.tensor = error.tensor;
+  return Error(static_cast<ErrorKind>(error.status), error.message, context);
+}
+
 Operation convert(const mr_operation& asked, int size) {
   if (asked.struct_size != sizeof(mr_operation))
     refuse("mr_operation of another version: initialise it with MR_OPERATION_INIT");
@@ -54,8 +63,6 @@ Operation convert(const mr_operation& asked, int size) {
   if (asked.dtype < MR_BOOL || asked.dtype > MR_FLOAT64)
     refuse("unknown dtype " + std::to_string(asked.dtype));
   if (asked.op < MR_SUM || asked.op > MR_PRODUCT) refuse("unknown reduction " + std::to_string(asked.op));
-  if (asked.comm_dtype < MR_COMM_DTYPE_DEFAULT || asked.comm_dtype > MR_COMM_DTYPE_BFLOAT16)
-    refuse("unknown comm_dtype " + std::to_string(asked.comm_dtype));
   if (asked.dims < 0 || asked.dims > Descriptor::kMaxDims || (asked.dims > 0 && asked.shape == nullptr))
     refuse("dims must be 0 to 8, with a shape");
   check_extent(asked, dtype_size(static_cast<DType>(asked.dtype)));
@@ -67,7 +74,6 @@ Operation convert(const mr_operation& asked, int size) {
   std::copy_n(asked.shape, asked.dims, descriptor.shape.begin());
   descriptor.key.kind = static_cast<OpKind>(asked.kind);
   descriptor.key.root = asked.root;
-  descriptor.key.comm_dtype = static_cast<CommDtype>(asked.comm_dtype);
   if (traits.reduces) {
     descriptor.key.op = static_cast<ReduceOp>(asked.op);
     descriptor.key.prescale = asked.prescale;

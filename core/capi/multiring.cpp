@@ -1,68 +1,129 @@
 #include "multiring.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <exception>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/hash/checksum.h"
-#include "capi/handles.h"
+#include "base/text.h"
+#include "capi/convert.h"
+#include "capi/queue.h"
 #include "collective/kinds.h"
-#include "engine/communicator.h"
-#include "transport/shm/shm_transport.h"
 
-#ifndef MULTIRING_VERSION
-#error "MULTIRING_VERSION comes from the build"
-#endif
-
-struct mr_memory {
-  std::shared_ptr<multiring::SymmetricRegion> region;
-  int rank;
+struct mr_work {
+  std::shared_ptr<multiring::Work> work;
 };
 
 namespace multiring {
 namespace {
 
-class CallbackStore final : public Store {
- public:
-  explicit CallbackStore(const mr_store& store) : store_(store) {}
-  void set(const std::string& key, const std::string& value, const WaitOptions& /*waiting*/) override {
-    if (store_.set(store_.context, key.c_str(), value.data(), value.size()) != 0)
-      throw Error(ErrorKind::kInternal, "the store's set callback failed for key '" + key + "'");
-  }
-  std::string get(const std::string& key, double seconds, const WaitOptions& /*waiting*/) override {
-    char value[4096];
-    std::size_t length = 0;
-    const int status = store_.get(store_.context, key.c_str(), seconds, value, sizeof value, &length);
-    if (status == 1) throw Error(ErrorKind::kTimeout, "no rank has set '" + key + "' in the store");
-    if (status != 0 || length > sizeof value)
-      throw Error(ErrorKind::kInternal, "the store's get callback failed for key '" + key + "'");
-    return std::string(value, length);
-  }
+/// An error as the C ABI tells it: kept by its queue, under a number.
+mr_error reported(mr_queue& queue, const Error& failure) {
+  mr_error error = convert(failure);
+  error.number = queue.keep(failure);
+  return error;
+}
 
- private:
-  const mr_store store_;
-};
+/// No exception leaves the C ABI.
+template <class Body>
+mr_status guarded(mr_queue* queue, mr_error* error, const Body& body) {
+  const auto report = [&](const Error& failure) {
+    if (error != nullptr) *error = reported(*queue, failure);
+    return static_cast<mr_status>(failure.kind());
+  };
+  try {
+    body();
+    return MR_OK;
+  } catch (const Error& failure) {
+    return report(failure);
+  } catch (const std::exception& failure) {
+    return report(Error(ErrorKind::kInternal, failure.what()));
+  } catch (...) {
+    return report(Error(ErrorKind::kInternal, "unknown error"));
+  }
+}
 
-std::vector<std::shared_ptr<NamedQueue>> queues_of(mr_communicator* communicator) {
-  std::vector<std::shared_ptr<NamedQueue>> queues;
-  const std::lock_guard lock(communicator->mutex);
-  for (const auto& weak : communicator->queues)
-    if (auto queue = weak.lock()) queues.push_back(std::move(queue));
-  return queues;
+/// Calls a C callback as the queue calls its own.
+NamedRequest::Done calling(mr_queue* queue, mr_done done, void* context) {
+  if (done == nullptr) return {};
+  return [queue, done, context](const Error* failure, std::span<const std::shared_ptr<Work>> works) {
+    std::vector<mr_work> handles;
+    handles.reserve(works.size());
+    std::vector<mr_work*> pointers;
+    for (const auto& work : works) pointers.push_back(&handles.emplace_back(work));
+    if (failure == nullptr) {
+      done(context, nullptr, pointers.data());
+    } else {
+      const mr_error error = reported(*queue, *failure);
+      done(context, &error, pointers.data());
+    }
+  };
 }
 
 }  // namespace
 }  // namespace multiring
 
+using multiring::Error;
+using multiring::ErrorKind;
 using multiring::guarded;
 
-const char* mr_version(void) { return MULTIRING_VERSION; }
+int mr_queue_rank(const mr_queue* queue) { return queue->rank(); }
+int mr_queue_size(const mr_queue* queue) { return queue->size(); }
 
-const char* mr_status_name(mr_status status) {
-  const bool known = status >= 0 && status <= MR_INTERNAL;
-  return multiring::error_class_name(static_cast<multiring::ErrorKind>(known ? status : MR_INTERNAL));
+mr_status mr_queue_submit(mr_queue* queue, const mr_submission* submission, mr_error* error) {
+  return guarded(queue, error, [&] {
+    if (submission->struct_size != sizeof(mr_submission))
+      multiring::refuse("mr_submission of another version: initialise it with MR_SUBMISSION_INIT");
+    if (submission->name == nullptr || submission->count < 1)
+      multiring::refuse("a named submission needs a name and operations");
+    const std::shared_ptr<multiring::NamedQueue> target = queue->get();
+    multiring::NamedRequest request;
+    request.name = submission->name;
+    request.priority = submission->priority;
+    request.step = submission->step;
+    request.position = submission->position;
+    request.done = multiring::calling(queue, submission->done, submission->context);
+    for (int i = 0; i < submission->count; ++i)
+      request.operations.push_back(multiring::convert(submission->operations[i], queue->size()));
+    target->submit(std::move(request));
+  });
+}
+
+int mr_queue_is_broken(const mr_queue* queue) { return static_cast<int>(queue->is_broken()); }
+
+void mr_queue_abort(mr_queue* queue, const char* message) {
+  guarded(queue, nullptr, [&] { queue->get()->abort(Error(ErrorKind::kAborted, message)); });
+}
+
+void mr_queue_keep(mr_queue* queue, mr_error* error) {
+  if (error->rank < 0) error->rank = queue->rank();
+  if (error->host[0] == '\0') multiring::copy_cut(error->host, queue->host());
+  error->number = 0;
+  guarded(queue, nullptr, [&] { error->number = queue->keep(multiring::convert(*error)); });
+}
+
+const void* mr_work_result(const mr_work* work, size_t* bytes, uint64_t* rows) {
+  const multiring::Operation& operation = work->work->operation();
+  if (bytes != nullptr) *bytes = operation.result.bytes();
+  if (rows != nullptr) std::copy(operation.received.begin(), operation.received.end(), rows);
+  return operation.result.data();
+}
+
+void mr_error_set_message(mr_error* error, const char* message) {
+  multiring::copy_cut(error->message, message);
+}
+
+void mr_error_text(const mr_error* error, char* text, size_t room) {
+  const bool known = error->status > MR_OK && error->status <= MR_INTERNAL;
+  const auto kind = known ? static_cast<ErrorKind>(error->status) : ErrorKind::kInternal;
+  const std::string number = error->number > 0 ? " error " + std::to_string(error->number) : "";
+  std::snprintf(text, room, "multiring%s: %s: %s", number.c_str(), multiring::error_class_name(kind),
+                error->message);
 }
 
 int mr_status_code(mr_status status) {
@@ -79,110 +140,3 @@ mr_output mr_output_of(mr_kind kind) {
 uint64_t mr_checksum(const void* data, size_t bytes, uint64_t seed) {
   return multiring::checksum(data, bytes, seed);
 }
-
-mr_status mr_world_create(const mr_store* store, const mr_world_options* options, mr_communicator** world,
-                          mr_error* error) {
-  return guarded(error, [&] {
-    if (options->struct_size != sizeof(mr_world_options))
-      multiring::refuse("mr_world_options of another version: initialise them with MR_WORLD_OPTIONS_INIT");
-    if (options->size < 1 || options->rank < 0 || options->rank >= options->size)
-      multiring::refuse("rank " + std::to_string(options->rank) + " of size " +
-                        std::to_string(options->size));
-    multiring::CallbackStore rendezvous(*store);
-    multiring::ShmOptions shm;
-    shm.rank = options->rank;
-    shm.size = options->size;
-    shm.socket_directory = options->socket_directory != nullptr ? options->socket_directory : "";
-    if (options->staging_bytes > 0) shm.transport.staging_bytes = options->staging_bytes;
-    multiring::CommunicatorOptions communicator;
-    if (options->timeout > 0) communicator.timeout = options->timeout;
-    multiring::WaitOptions waiting;
-    waiting.deadline = multiring::Deadline::after(communicator.timeout);
-    *world = new mr_communicator(std::make_shared<multiring::Communicator>(
-        multiring::connect_shm(rendezvous, shm, waiting), std::move(communicator)));
-  });
-}
-
-int mr_rank(const mr_communicator* communicator) { return communicator->communicator->rank(); }
-int mr_size(const mr_communicator* communicator) { return communicator->communicator->size(); }
-
-mr_status mr_split(mr_communicator* communicator, int64_t color, int64_t key, mr_communicator** child,
-                   mr_error* error) {
-  return guarded(error, [&] {
-    auto group = communicator->communicator->split(color, key, {});
-    *child = group != nullptr ? new mr_communicator(std::move(group)) : nullptr;
-  });
-}
-
-void mr_abort(mr_communicator* communicator, const char* message) {
-  const std::string text = message != nullptr ? message : "aborted";
-  for (const auto& queue : multiring::queues_of(communicator))
-    guarded(nullptr, [&] { queue->abort(multiring::Error(multiring::ErrorKind::kAborted, text)); });
-  guarded(nullptr, [&] { communicator->communicator->abort(text); });
-}
-
-void mr_communicator_free(mr_communicator* communicator) {
-  if (communicator == nullptr) return;
-  guarded(nullptr, [&] {
-    for (const auto& queue : multiring::queues_of(communicator)) queue->close();
-    communicator->communicator->close();
-  });
-  delete communicator;
-}
-
-mr_status mr_run(mr_communicator* communicator, const mr_operation* operation, double timeout,
-                 mr_work** result, mr_error* error) {
-  return guarded(error, [&] {
-    multiring::Communicator& group = *communicator->communicator;
-    multiring::Operation converted = multiring::convert(*operation, group.size());
-    const multiring::CallOptions options{timeout, nullptr};
-    if (operation->kind == MR_SEND)
-      group.send(converted, operation->tag, options);
-    else if (operation->kind == MR_RECV)
-      group.receive(converted, operation->tag, options);
-    else
-      group.run(converted, options);
-    if (result != nullptr) *result = new mr_work{nullptr, std::move(converted)};
-  });
-}
-
-mr_status mr_submit(mr_communicator* communicator, const mr_operation* operation, mr_work** work,
-                    mr_error* error) {
-  return guarded(error, [&] {
-    if (operation->kind == MR_SEND || operation->kind == MR_RECV)
-      multiring::refuse("send and recv run by mr_run only");
-    multiring::Communicator& group = *communicator->communicator;
-    *work = new mr_work{
-        group.submit(multiring::convert(*operation, group.size()), operation->priority, nullptr), {}};
-  });
-}
-
-int mr_work_done(const mr_work* work) { return work->work == nullptr || work->work->done() ? 1 : 0; }
-
-mr_status mr_work_wait(mr_work* work, double timeout, mr_error* error) {
-  return guarded(error, [&] {
-    if (work->work == nullptr) return;
-    work->work->wait(timeout < 0 ? multiring::Deadline::never() : multiring::Deadline::after(timeout), {});
-  });
-}
-
-const void* mr_work_result(const mr_work* work, size_t* bytes, uint64_t* rows) {
-  const multiring::Operation& operation = work->operation();
-  if (bytes != nullptr) *bytes = operation.result.bytes();
-  if (rows != nullptr) std::copy(operation.received.begin(), operation.received.end(), rows);
-  return operation.result.data();
-}
-
-void mr_work_free(mr_work* work) { delete work; }
-
-mr_status mr_symmetric_alloc(mr_communicator* communicator, size_t bytes, mr_memory** memory,
-                             mr_error* error) {
-  return guarded(error, [&] {
-    multiring::Communicator& group = *communicator->communicator;
-    *memory = new mr_memory{group.allocate_symmetric(bytes, {}), group.rank()};
-  });
-}
-
-void* mr_memory_data(const mr_memory* memory) { return memory->region->part(memory->rank); }
-
-void mr_memory_free(mr_memory* memory) { delete memory; }

@@ -1,16 +1,19 @@
 #include "capi/queue.h"
 
+#include <algorithm>
+#include <string_view>
 #include <utility>
-#include <vector>
-
-#include "capi/handles.h"
 
 using multiring::Error;
 using multiring::ErrorKind;
 using multiring::NamedQueue;
 
 mr_queue::mr_queue(std::shared_ptr<NamedQueue> queue)
-    : rank_(queue->rank()), size_(queue->size()), name_(queue->name()), queue_(std::move(queue)) {}
+    : rank_(queue->rank()),
+      size_(queue->size()),
+      name_(queue->name()),
+      host_(queue->host()),
+      queue_(std::move(queue)) {}
 
 std::shared_ptr<NamedQueue> mr_queue::get() const {
   if (abandoned_.load(std::memory_order_acquire))
@@ -60,76 +63,21 @@ void mr_queue::abandon() {
   new std::shared_ptr<NamedQueue>(queue_);
 }
 
-namespace multiring {
-namespace {
-
-/// Calls a C callback as the queue calls its own.
-NamedRequest::Done calling(mr_done done, void* context) {
-  if (done == nullptr) return {};
-  return [done, context](const Error* failure, std::span<const std::shared_ptr<Work>> works) {
-    std::vector<mr_work> handles;
-    handles.reserve(works.size());
-    std::vector<mr_work*> pointers;
-    for (const auto& work : works) {
-      handles.push_back({work, {}});
-      pointers.push_back(&handles.back());
-    }
-    mr_error error;
-    mr_status status = MR_OK;
-    if (failure != nullptr) status = report(&error, failure->kind(), failure->what(), failure->context());
-    done(context, status, failure != nullptr ? &error : nullptr, pointers.data());
-  };
+std::int64_t mr_queue::keep(const Error& error) {
+  constexpr std::size_t kMostErrors = 16;
+  static std::atomic<std::int64_t> last_number{0};
+  if (abandoned_.load(std::memory_order_acquire)) return 0;  // its lock may be held for ever
+  const std::lock_guard lock(mutex_);
+  for (const auto& [number, known] : errors_)
+    if (known.kind() == error.kind() && std::string_view(known.what()) == error.what()) return number;
+  if (errors_.size() == kMostErrors) errors_.pop_front();
+  return errors_.emplace_back(++last_number, error).first;
 }
 
-}  // namespace
-}  // namespace multiring
-
-mr_status mr_queue_create(mr_communicator* communicator, mr_queue** queue, mr_error* error) {
-  return multiring::guarded(error, [&] {
-    auto made = NamedQueue::create(*communicator->communicator, "queue", {});
-    {
-      const std::lock_guard lock(communicator->mutex);
-      std::erase_if(communicator->queues, [](const auto& known) { return known.expired(); });
-      communicator->queues.push_back(made);
-    }
-    *queue = new mr_queue(std::move(made));
-  });
-}
-
-int mr_queue_rank(const mr_queue* queue) { return queue->rank(); }
-int mr_queue_size(const mr_queue* queue) { return queue->size(); }
-
-mr_status mr_queue_submit(mr_queue* queue, const mr_submission* submission, mr_error* error) {
-  return multiring::guarded(error, [&] {
-    if (submission->struct_size != sizeof(mr_submission))
-      multiring::refuse("mr_submission of another version: initialise it with MR_SUBMISSION_INIT");
-    if (submission->name == nullptr || submission->count < 1)
-      multiring::refuse("a named submission needs a name and operations");
-    const std::shared_ptr<NamedQueue> target = queue->get();
-    multiring::NamedRequest request;
-    request.name = submission->name;
-    request.priority = submission->priority;
-    request.step = submission->step;
-    request.position = submission->position;
-    request.done = multiring::calling(submission->done, submission->context);
-    for (int i = 0; i < submission->count; ++i)
-      request.operations.push_back(multiring::convert(submission->operations[i], queue->size()));
-    target->submit(std::move(request));
-  });
-}
-
-int mr_queue_is_broken(const mr_queue* queue) { return static_cast<int>(queue->is_broken()); }
-
-void mr_queue_abort(mr_queue* queue, const char* message) {
-  multiring::guarded(nullptr, [&] { queue->get()->abort(Error(ErrorKind::kAborted, message)); });
-}
-
-void mr_queue_close(mr_queue* queue) {
-  multiring::guarded(nullptr, [&] { queue->close(); });
-}
-
-void mr_queue_free(mr_queue* queue) {
-  bool ended = true;
-  if (queue != nullptr) multiring::guarded(nullptr, [&] { ended = queue->close(); });
-  if (ended) delete queue;  // inside `done` its own threads still need it
+std::optional<Error> mr_queue::kept(std::int64_t number) const {
+  if (abandoned_.load(std::memory_order_acquire)) return std::nullopt;
+  const std::lock_guard lock(mutex_);
+  const auto found = std::ranges::find(errors_, number, &decltype(errors_)::value_type::first);
+  if (found == errors_.end()) return std::nullopt;
+  return found->second;
 }

@@ -382,6 +382,13 @@ class NamedQueue:
     """
     Operations matched by name.
     """
+    @staticmethod
+    def kept_error(
+        address: typing.SupportsInt | typing.SupportsIndex, number: typing.SupportsInt | typing.SupportsIndex
+    ) -> typing.Any:
+        """
+        The error that the queue at an address keeps under a number, or None.
+        """
     def __init__(
         self, communicator: Communicator, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex
     ) -> None:

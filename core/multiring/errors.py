@@ -7,6 +7,7 @@ message.
 from __future__ import annotations
 
 import builtins
+import sys
 
 __all__ = [
     "AbortedError",
@@ -54,6 +55,11 @@ class MultiringError(Exception):
         self.tensor = tensor
         self.nbytes = nbytes
         self.elapsed = elapsed
+        # Frameworks that add to the text make an exception anew while they handle it.
+        handled = sys.exc_info()[1]
+        if isinstance(handled, MultiringError) and type(handled) is type(self) and str(handled) in message:
+            for name, value in vars(self).items():
+                setattr(self, name, getattr(handled, name) if value is None else value)
 
 
 class UsageError(MultiringError, ValueError):

@@ -332,6 +332,8 @@ class AdapterContract:
             assert isinstance(outcome.error, PeerLostError), outcome.trace
             assert "rank 1" in str(outcome.error)
             assert re.search("gradients|first|offset|second|extra", str(outcome.error)), outcome.error
+            where = outcome.error.rank, outcome.error.peer, outcome.error.host
+            assert None not in (*where, outcome.error.operation, outcome.error.tensor)
 
     @on_ranks(3)
     def test_weights_that_drift_are_found(self, comm: Communicator) -> None:
@@ -353,6 +355,9 @@ class AdapterContract:
             assert re.search(rf"training state.* at step {found}\b", message), message
             assert re.search("'[^']*(first|offset|second|extra|lr)[^']*'", message), message
             assert "rank 1" in message
+            assert raised.value.rank == comm.rank
+            assert raised.value.tensor
+            assert raised.value.tensor in message
 
     @on_ranks(1)
     def test_one_rank(self, comm: Communicator) -> None:

@@ -1,7 +1,6 @@
 #include "call.h"
 
 #include <algorithm>
-#include <cstring>
 #include <exception>
 
 namespace multiring::xla {
@@ -58,14 +57,19 @@ bool answer_metadata(const CallFrame& frame) {
   return false;
 }
 
-Error* make_error(const CallFrame& frame, mr_status status, const char* message) {
-  // multiring.jax finds the name in the message.
-  const std::string text = std::string("multiring.") + mr_status_name(status) + ": " + message;
-  ErrorCreateArgs args{sizeof(ErrorCreateArgs), nullptr, text.c_str(), mr_status_code(status)};
+Error* make_error(const CallFrame& frame, const mr_error& error) {
+  char text[sizeof error.message + 64];
+  mr_error_text(&error, text, sizeof text);
+  ErrorCreateArgs args{sizeof(ErrorCreateArgs), nullptr, text, mr_status_code(error.status)};
   return frame.api->error_create(&args);
 }
 
 }  // namespace
+
+Failure::Failure(mr_status status, const std::string& message) {
+  error.status = status;
+  mr_error_set_message(&error, message.c_str());
+}
 
 Call::Call(const CallFrame& frame)
     : frame_(frame), arguments_(buffers(frame.arguments)), results_(buffers(frame.results)) {}
@@ -121,9 +125,9 @@ Error* handle(const CallFrame* frame, void (*body)(const Call&)) {
     body(Call(*frame));
     return nullptr;
   } catch (const Failure& failure) {
-    return make_error(*frame, failure.status, failure.what());
+    return make_error(*frame, failure.error);
   } catch (const std::exception& failure) {
-    return make_error(*frame, MR_INTERNAL, failure.what());
+    return make_error(*frame, Failure(MR_INTERNAL, failure.what()).error);
   }
 }
 

@@ -1,8 +1,7 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <stdexcept>
+#include <exception>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,9 +12,11 @@
 namespace multiring::xla {
 
 /// An error that becomes one of the framework's.
-struct Failure : std::runtime_error {
-  Failure(mr_status status, const std::string& message) : std::runtime_error(message), status(status) {}
-  mr_status status;
+struct Failure : std::exception {
+  explicit Failure(const mr_error& told) : error(told) {}
+  Failure(mr_status status, const std::string& message);
+  const char* what() const noexcept override { return error.message; }
+  mr_error error = MR_ERROR_INIT;
 };
 
 /// Read access to a call frame.

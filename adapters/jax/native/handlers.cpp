@@ -111,9 +111,9 @@ void done(const Call& call) {
   std::memcpy(&ticket, call.arguments()[0]->data, sizeof ticket);
   PendingTable& table = PendingTable::instance();
   const auto pending = table.wait_for(ticket);
-  if (pending->status != MR_OK) {
+  if (pending->failure != nullptr) {
     table.wait_for_all(pending->queue, true);
-    throw Failure(pending->status, pending->message);
+    throw Failure(*pending->failure);
   }
   for (std::size_t i = 0; i < call.results().size(); ++i) {
     const Buffer &input = *call.arguments()[i + 1], &output = *call.results()[i];

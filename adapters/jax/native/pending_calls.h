@@ -21,8 +21,7 @@ struct PendingCall {
   std::vector<std::vector<std::byte>> inputs;  // copies of x
   bool inside = false;                         // of a branch or a loop
   bool done = false;
-  mr_status status = MR_OK;
-  std::string message;
+  std::unique_ptr<mr_error> failure;
 };
 
 /// The queues of the process by the numbers that programs contain, from 1. A program that another process has
@@ -95,14 +94,17 @@ class PendingTable {
     calls_.erase(ticket);
   }
 
-  void finish(PendingCall& pending, mr_status status, const mr_error* error) {
-    const std::lock_guard lock(mutex_);
-    pending.status = status;
-    if (status != MR_OK) pending.message = error != nullptr ? error->message : "the operation failed";
-    if (status == MR_MISMATCH && pending.inside)
-      pending.message +=
+  void finish(PendingCall& pending, const mr_error* error) {
+    if (error != nullptr) pending.failure = std::make_unique<mr_error>(*error);
+    if (error != nullptr && error->status == MR_MISMATCH && pending.inside) {
+      const std::string message =
+          std::string(error->message) +
           " The call is in a branch or a loop of the program: all ranks have to enter it in the same steps. "
           "multiring.jax.distribute goes around optax.apply_if_finite and the like, not into them.";
+      mr_error_set_message(pending.failure.get(), message.c_str());
+      mr_queue_keep(pending.queue, pending.failure.get());
+    }
+    const std::lock_guard lock(mutex_);
     pending.done = true;
     changed_.notify_all();
   }
@@ -153,9 +155,9 @@ class PendingTable {
 
 using Context = std::shared_ptr<PendingCall>;
 
-inline void on_done(void* context, mr_status status, const mr_error* error, mr_work* const*) {
+inline void on_done(void* context, const mr_error* error, mr_work* const*) {
   const std::unique_ptr<Context> pending(static_cast<Context*>(context));
-  PendingTable::instance().finish(**pending, status, error);
+  PendingTable::instance().finish(**pending, error);
 }
 
 /// Submits operations whose memory the call's program keeps. Returns the ticket to wait for them with.
@@ -173,14 +175,13 @@ inline std::uint64_t submit(const std::shared_ptr<PendingCall>& pending, const s
   submission.done = on_done;
   submission.context = context.get();
   mr_error error;
-  const mr_status status = mr_queue_submit(pending->queue, &submission, &error);
-  if (status == MR_OK) {
+  if (mr_queue_submit(pending->queue, &submission, &error) == MR_OK) {
     static_cast<void>(context.release());
     return ticket;
   }
   table.remove(ticket);
   table.wait_for_all(pending->queue, mr_queue_is_broken(pending->queue) != 0);
-  throw Failure(status, error.message);
+  throw Failure(error);
 }
 
 }  // namespace multiring::xla

@@ -40,9 +40,9 @@ Numbers gather(const Call& call, const std::string& name, std::uint64_t step, co
   if (pending->inside) step = PendingTable::instance().step_inside(queue, lines(inside));
   const bool ordered = call.integer("ordered") != 0;
   PendingTable::instance().wait_for(submit(pending, name, ordered, step, {operation}));
-  if (pending->status == MR_OK) return all;
+  if (pending->failure == nullptr) return all;
   PendingTable::instance().wait_for_all(queue, true);
-  throw Failure(pending->status, pending->message);
+  throw Failure(*pending->failure);
 }
 
 std::string rank_text(const std::vector<int>& ranks) {
@@ -111,18 +111,23 @@ void check(const Call& call) {
 
   sums.resize(most);
   const Numbers all = gather(call, name + ": tensors", step, sums);
-  std::string difference = "there are " + who_has(counts, "%" PRIu64 " arrays");
+  std::string tensor, difference = "there are " + who_has(counts, "%" PRIu64 " arrays");
   if (counts.size() == 1) {
     std::size_t first = 0;
     while (first + 1 < most && by_value(all, most, first, ranks).size() == 1) ++first;
     labels.resize(most);
-    difference = (labels[first].empty() ? "entry " + std::to_string(first) : "'" + labels[first] + "'") +
-                 " has " + who_has(by_value(all, most, first, ranks), "checksum %016" PRIx64);
+    tensor = labels[first];
+    difference = (tensor.empty() ? "entry " + std::to_string(first) : "'" + tensor + "'") + " has " +
+                 who_has(by_value(all, most, first, ranks), "checksum %016" PRIx64);
   }
   PendingTable::instance().wait_for_all(queue, false);
-  throw Failure(MR_MISMATCH, "rank " + std::to_string(mr_queue_rank(queue)) +
-                                 ": the ranks do not agree about the " + call.text("what") + " at step " +
-                                 std::to_string(step) + ": " + difference + "; " + call.text("advice"));
+  Failure failure(MR_MISMATCH, "rank " + std::to_string(mr_queue_rank(queue)) +
+                                   ": the ranks do not agree about the " + call.text("what") + " at step " +
+                                   std::to_string(step) + ": " + difference + "; " + call.text("advice"));
+  std::snprintf(failure.error.operation, sizeof failure.error.operation, "model check");
+  std::snprintf(failure.error.tensor, sizeof failure.error.tensor, "%s", tensor.c_str());
+  mr_queue_keep(queue, &failure.error);
+  throw failure;
 }
 
 }  // namespace

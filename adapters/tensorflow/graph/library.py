@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from multiring import _core
 from multiring.derived import shared_queue
+from multiring.error_text import address_for_native_code
 from multiring.errors import InternalError, UsageError
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class _Library:
 
     def register(self, queue: Any) -> int:
         """Number under which graphs refer to a queue."""
-        number = int(self.native.multiring_tensorflow_register_queue(queue.address))
+        address = address_for_native_code(queue)
+        number = int(self.native.multiring_tensorflow_register_queue(address))
         self.places[number] = queue.rank, queue.size
         return number
 

@@ -6,6 +6,7 @@ import struct
 from typing import Any
 
 import tensorflow as tf
+from multiring._core import ReduceOp
 from multiring.errors import UsageError
 from multiring.tensorflow.graph.library import place_of
 from multiring.tensorflow.graph.order import run
@@ -13,7 +14,7 @@ from multiring.tensorflow.graph.order import run
 __all__: list[str] = []
 
 Tensor = Any
-_SUM, _AVERAGE = 0, 1
+_SUM, _AVERAGE = ReduceOp.SUM.value, ReduceOp.AVERAGE.value
 
 
 def _attributes(op: Any, suffix: str = "gradient") -> dict[str, Any]:

@@ -77,7 +77,7 @@ def reserve(keys: Iterable[_Key]) -> None:
         "operations names of their own"
     )
     abort(number, message)
-    raise UsageError(message)
+    raise UsageError(message, rank=place_of(number)[0], tensor=name)
 
 
 def reserve_at_each_call(graph: Any, key: _Key) -> None:

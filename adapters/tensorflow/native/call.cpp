@@ -1,6 +1,7 @@
 #include "call.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <numeric>
 #include <utility>
@@ -21,11 +22,6 @@ int dtype_of(int type) {
       {kDouble, MR_FLOAT64}};
   const auto* found = std::ranges::find(kKnown, type, &std::pair<int, int>::first);
   return found != std::end(kKnown) ? found->second : -1;
-}
-
-std::string text_of(mr_status status, const mr_error* error) {
-  return std::string("multiring: ") + mr_status_name(status) + ": " +
-         (error == nullptr ? "" : error->message);
 }
 
 bool splits_rows(mr_kind kind) { return kind == MR_REDUCE_SCATTER || kind == MR_ALLTOALL; }
@@ -60,10 +56,21 @@ void Call::finish() {
   api.TF_RunAsyncOpKernelDoneCallback(reinterpret_cast<TF_AsyncOpKernelDoneCallback*>(&done));
 }
 
-bool Call::fail(int code, const std::string& message) {
-  api.TF_SetStatus(status_, code, message.c_str());
+bool Call::fail(int code, const mr_error& error) {
+  char text[sizeof error.message + 64];
+  mr_error_text(&error, text, sizeof text);
+  api.TF_SetStatus(status_, code, text);
   api.TF_OpKernelContext_Failure(context_, status_);
   return false;
+}
+
+bool Call::refuse(const std::string& message, int code) {
+  mr_error error = MR_ERROR_INIT;
+  error.status = MR_USAGE;
+  std::snprintf(error.tensor, sizeof error.tensor, "%s", settings_.name.c_str());
+  mr_error_set_message(&error, message.c_str());
+  if (queue_ != nullptr) mr_queue_keep(queue_, &error);
+  return fail(code, error);
 }
 
 // After a call of TensorFlow that sets the status.
@@ -76,12 +83,11 @@ bool Call::check() {
 bool Call::prepare() {
   queue_ = find_queue(settings_.communicator);
   if (queue_ == nullptr) {
-    return fail(
-        kFailedPrecondition,
-        "multiring: UsageError: '" + settings_.name + "' belongs to communicator " +
-            std::to_string(settings_.communicator) +
+    return refuse(
+        "'" + settings_.name + "' belongs to communicator " + std::to_string(settings_.communicator) +
             ", which this process does not have: a function that was saved in another process has to be "
-            "traced anew, after multiring.init()");
+            "traced anew, after multiring.init()",
+        kFailedPrecondition);
   }
   const int inputs = api.TF_NumInputs(context_) - (settings_.kind == MR_ALLTOALL ? 1 : 0) -
                      static_cast<int>(settings_.steps);
@@ -101,8 +107,7 @@ bool Call::add_tensor(int index) {
   held_.push_back(input);
   const std::vector<int64_t> dims = dims_of(input);
   if (splits_rows(settings_.kind) && dims.empty()) {
-    return fail(kInvalidArgument, "multiring: UsageError: '" + settings_.name +
-                                      "' is a scalar; it needs a first dimension to be split over ranks");
+    return refuse("'" + settings_.name + "' is a scalar; it needs a first dimension to be split over ranks");
   }
   std::vector<uint64_t>& shape = shapes_.emplace_back(dims.begin(), dims.end());
   if (shape.size() > kMaxDims) {  // rows stay whole, so the other dimensions may count as one
@@ -113,7 +118,6 @@ bool Call::add_tensor(int index) {
   operation.dtype = dtype_of(api.TF_TensorType(input));
   operation.op = static_cast<int>(settings_.op);
   operation.root = static_cast<int>(settings_.root);
-  operation.priority = static_cast<int>(settings_.priority);
   operation.prescale = settings_.prescale;
   operation.postscale = settings_.postscale;
   const auto place = static_cast<size_t>(index);
@@ -172,9 +176,8 @@ bool Call::take_splits() {
     left -= std::min(left, part);
   }
   if (!fits || left > 0) {
-    return fail(kInvalidArgument, "multiring: UsageError: splits of '" + settings_.name + "' have to be " +
-                                      std::to_string(size) + " numbers of at least 0 that add up to its " +
-                                      std::to_string(total) + " rows");
+    return refuse("splits of '" + settings_.name + "' have to be " + std::to_string(size) +
+                  " numbers of at least 0 that add up to its " + std::to_string(total) + " rows");
   }
   operations_[0].splits = splits_.data();
   return true;
@@ -199,9 +202,9 @@ bool Call::submit() {
         "order; call it from one thread and not in parallel, or give each of its uses a "
         "name or a communicator of its own";
     mr_queue_abort(queue_, message.c_str());
-    return fail(kInvalidArgument, "multiring: UsageError: " + message);
+    return refuse(message);
   }
-  mr_error error{};
+  mr_error error;
   mr_submission submission = MR_SUBMISSION_INIT;
   submission.name = settings_.name.c_str();
   submission.operations = operations_.data();
@@ -210,14 +213,13 @@ bool Call::submit() {
   submission.step = step_;
   submission.done = &Call::completed;
   submission.context = this;
-  const mr_status status = mr_queue_submit(queue_, &submission, &error);
-  return status == MR_OK || fail(mr_status_code(status), text_of(status, &error));
+  return mr_queue_submit(queue_, &submission, &error) == MR_OK || fail(mr_status_code(error.status), error);
 }
 
-void Call::completed(void* context, mr_status status, const mr_error* error, mr_work* const* works) {
+void Call::completed(void* context, const mr_error* error, mr_work* const* works) {
   Call* call = static_cast<Call*>(context);
-  if (status != MR_OK) {
-    call->fail(mr_status_code(status), text_of(status, error));
+  if (error != nullptr) {
+    call->fail(mr_status_code(error->status), *error);
   } else if (mr_output_of(call->settings_.kind) == MR_OUTPUT_JOINED) {
     call->take_result(works[0]);
   }

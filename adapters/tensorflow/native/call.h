@@ -43,10 +43,11 @@ class Call {
   bool submit();
   bool take_result(const mr_work* work);
   bool copy_output(int index, int type, const std::vector<int64_t>& dims, const void* data, size_t bytes);
-  bool fail(int code, const std::string& message);
+  bool fail(int code, const mr_error& error);
+  bool refuse(const std::string& message, int code = kInvalidArgument);
   bool check();
   void finish();
-  static void completed(void* context, mr_status status, const mr_error* error, mr_work* const* works);
+  static void completed(void* context, const mr_error* error, mr_work* const* works);
 
   const Settings& settings_;  // the kernel outlives its executions
   TF_OpKernelContext* context_;

@@ -1,10 +1,9 @@
-/* The C ABI of multiring: what everything but Python uses to reach the engine.
+/* The C ABI of multiring: how native code of the adapters submits operations to a rank's named queue. Queues
+ * are made, closed and handed over by address in Python (multiring.NamedQueue).
  *
- * Functions return MR_OK or an error's kind, and describe the error in *error if that is not NULL. Objects
- * are opaque; each mr_..._free is called once. Functions are thread-safe as the communicator is: operations
- * issued from several threads of a rank have an order that the peers must share. Initialise structs with the
- * macros: they record the size that the caller was compiled with, and a library of another version refuses
- * it.
+ * No function waits for another rank, and all may be called from any thread. Functions return MR_OK or an
+ * error's kind, and describe the error in *error if that is not NULL. Initialise structs with the macros:
+ * they record the size that the caller was compiled with, and a library of another version refuses it.
  */
 #ifndef MULTIRING_H
 #define MULTIRING_H
@@ -46,14 +45,6 @@ typedef enum mr_dtype {
 
 typedef enum mr_reduce_op { MR_SUM = 0, MR_AVERAGE = 1, MR_MIN = 2, MR_MAX = 3, MR_PRODUCT = 4 } mr_reduce_op;
 
-/* The dtype that an allreduce of float32 sends between hosts. */
-typedef enum mr_comm_dtype {
-  MR_COMM_DTYPE_DEFAULT = 0,
-  MR_COMM_DTYPE_FLOAT32 = 1,
-  MR_COMM_DTYPE_FLOAT16 = 2,
-  MR_COMM_DTYPE_BFLOAT16 = 3
-} mr_comm_dtype;
-
 typedef enum mr_kind {
   MR_ALLREDUCE = 0,
   MR_REDUCE_SCATTER = 1,
@@ -62,151 +53,63 @@ typedef enum mr_kind {
   MR_ALLTOALL = 4,
   MR_GATHER = 5,
   MR_SCATTER = 6,
-  MR_BARRIER = 7,
-  MR_SEND = 8,
-  MR_RECV = 9
+  MR_BARRIER = 7
 } mr_kind;
 
 /* The result of an operation of a kind. */
 typedef enum mr_output {
   MR_OUTPUT_NONE = 0,
-  MR_OUTPUT_SAME = 1,  /* has the shape of the operation; the caller has to give its memory */
+  MR_OUTPUT_SAME = 1,  /* has the shape of the input; the caller has to give its memory */
   MR_OUTPUT_BLOCK = 2, /* this rank's share of the rows */
   MR_OUTPUT_JOINED = 3 /* rows of all ranks, known when the operation is done */
 } mr_output;
 
+/* What is known of an error: the fields of multiring.MultiringError. */
 typedef struct mr_error {
   mr_status status;
-  int rank; /* -1: unknown */
-  int peer; /* -1: unknown */
-  char message[2048];
+  int rank; /* -1: unknown, as all below */
+  int peer;
+  int64_t bytes;
+  double elapsed; /* seconds */
+  int64_t number; /* under which the queue keeps the error for Python; 0: it does not */
+  char host[256]; /* empty: unknown, as all below */
+  char operation[64];
+  char tensor[4097];
+  char message[2048]; /* cut if longer; what the queue keeps is not */
 } mr_error;
+#define MR_ERROR_INIT {MR_OK, -1, -1, -1, -1.0, 0, "", "", "", ""}
 
-typedef struct mr_communicator mr_communicator;
 typedef struct mr_work mr_work;
-typedef struct mr_memory mr_memory;
 typedef struct mr_queue mr_queue;
 
-/* Key-value rendezvous given by the caller. Both return 0 on success. `get` waits up to `seconds` for the key
- * and copies at most `capacity` bytes of its value, setting *length; it returns 1 if the key did not come in
- * time. */
-typedef struct mr_store {
-  void* context;
-  int (*set)(void* context, const char* key, const char* value, size_t length);
-  int (*get)(void* context, const char* key, double seconds, char* value, size_t capacity, size_t* length);
-} mr_store;
-
-typedef struct mr_world_options {
-  size_t struct_size;
-  int rank;
-  int size;
-  const char* socket_directory; /* existing, mode 0700; NULL: a temporary one */
-  size_t staging_bytes;         /* 0: the default */
-  double timeout;               /* seconds; 0: the default */
-} mr_world_options;
-#define MR_WORLD_OPTIONS_INIT {sizeof(mr_world_options), 0, 1, NULL, 0, 0.0}
-
-/* One operation. Arrays are C-contiguous. `shape` is that of the input (of the expected output for MR_RECV);
- * axis 0 is split or joined as in the Python functions of the same names. */
+/* One operation. Arrays are C-contiguous. `shape` is that of the input; axis 0 is split or joined as in the
+ * Python functions of the same names. */
 typedef struct mr_operation {
   size_t struct_size;
-  int kind;     /* mr_kind */
-  int dtype;    /* mr_dtype */
-  int op;       /* mr_reduce_op */
-  int root;     /* broadcast, gather, scatter; the peer of send and recv; -1 otherwise */
-  int64_t tag;  /* send, recv */
-  int priority; /* mr_submit: higher leaves earlier */
+  int kind;  /* mr_kind */
+  int dtype; /* mr_dtype */
+  int op;    /* mr_reduce_op */
+  int root;  /* broadcast, gather, scatter; -1 otherwise */
   double prescale;
   double postscale;
   const char* name;    /* NULL: none */
-  const void* input;   /* NULL: none (scatter except on the root, barrier, recv) */
-  void* output;        /* NULL: allocated, see mr_work_result (not for allreduce, broadcast, recv) */
+  const void* input;   /* NULL: none (scatter except on the root, barrier) */
+  void* output;        /* NULL: allocated, see mr_work_result (not for allreduce, broadcast) */
   size_t output_bytes; /* room at `output` */
   int dims;            /* at most 8 */
   const uint64_t* shape;
   const uint64_t* splits; /* alltoall: rows for each rank; NULL: as equal as possible */
-  int comm_dtype;         /* mr_comm_dtype; MR_COMM_DTYPE_DEFAULT: what MULTIRING_COMM_DTYPE says */
 } mr_operation;
 #define MR_OPERATION_INIT \
-  {sizeof(mr_operation),  \
-   MR_ALLREDUCE,          \
-   MR_FLOAT32,            \
-   MR_SUM,                \
-   -1,                    \
-   0,                     \
-   0,                     \
-   1.0,                   \
-   1.0,                   \
-   NULL,                  \
-   NULL,                  \
-   NULL,                  \
-   0,                     \
-   0,                     \
-   NULL,                  \
-   NULL,                  \
-   MR_COMM_DTYPE_DEFAULT}
+  {sizeof(mr_operation), MR_ALLREDUCE, MR_FLOAT32, MR_SUM, -1, 1.0, 1.0, NULL, NULL, NULL, 0, 0, NULL, NULL}
 
-/* Version of the library, "0.1.0". */
-MR_API const char* mr_version(void);
-/* Name of the exception that Python raises: "MismatchError"; "InternalError" for what is no status. */
-MR_API const char* mr_status_name(mr_status status);
-/* The code of a status among those of gRPC and absl, which several frameworks use. */
-MR_API int mr_status_code(mr_status status);
-MR_API mr_output mr_output_of(mr_kind kind);
-/* A number that changes with every bit of the memory and its place: what ranks compare of their state. */
-MR_API uint64_t mr_checksum(const void* data, size_t bytes, uint64_t seed);
+/* Called exactly once for each accepted submission, on a thread of the queue or inside its close(), never
+ * inside mr_queue_submit. `error` is NULL, or tells the first operation that failed, and is valid during the
+ * call. Once the queue is broken, each submission fails with the first error itself: a framework reports any
+ * of those that fail. works[i] belongs to operations[i] and is valid during the call only (for mr_work_result
+ * of what was allocated). It may submit; what it waits for must not need this queue. */
+typedef void (*mr_done)(void* context, const mr_error* error, mr_work* const* works);
 
-/* Joins the ranks of one host through shared memory. Collective. */
-MR_API mr_status mr_world_create(const mr_store* store, const mr_world_options* options,
-                                 mr_communicator** world, mr_error* error);
-MR_API int mr_rank(const mr_communicator* communicator);
-MR_API int mr_size(const mr_communicator* communicator);
-/* Splits into groups of equal color, ranked by key. Collective. *child is NULL for a negative color. */
-MR_API mr_status mr_split(mr_communicator* communicator, int64_t color, int64_t key, mr_communicator** child,
-                          mr_error* error);
-/* Breaks the communicator and its queues on all ranks. */
-MR_API void mr_abort(mr_communicator* communicator, const char* message);
-/* Leaves the group and frees this rank's handle; memory and finished work taken from it stay valid. */
-MR_API void mr_communicator_free(mr_communicator* communicator);
-
-/* Runs an operation in this thread; `timeout` in seconds, negative for the communicator's. MR_SEND and
- * MR_RECV run only this way. If `result` is not NULL, *result gets a handle to what was allocated (free it).
- */
-MR_API mr_status mr_run(mr_communicator* communicator, const mr_operation* operation, double timeout,
-                        mr_work** result, mr_error* error);
-/* Queues an operation. The arrays must live, and not be touched, until it is done. */
-MR_API mr_status mr_submit(mr_communicator* communicator, const mr_operation* operation, mr_work** work,
-                           mr_error* error);
-MR_API int mr_work_done(const mr_work* work);
-/* Waits and reports the operation's error; MR_TIMEOUT after `timeout` seconds (negative: none), the work goes
- * on. */
-MR_API mr_status mr_work_wait(mr_work* work, double timeout, mr_error* error);
-/* Of done work: memory that was allocated for the result, valid until the work is freed, and the rows that
- * came from each rank (`rows` has room for mr_size numbers, or is NULL). */
-MR_API const void* mr_work_result(const mr_work* work, size_t* bytes, uint64_t* rows);
-/* Frees the handle; an operation not yet done continues. */
-MR_API void mr_work_free(mr_work* work);
-
-/* Memory that all ranks have mapped. Collective, with the same `bytes` on all ranks. */
-MR_API mr_status mr_symmetric_alloc(mr_communicator* communicator, size_t bytes, mr_memory** memory,
-                                    mr_error* error);
-MR_API void* mr_memory_data(const mr_memory* memory);
-MR_API void mr_memory_free(mr_memory* memory);
-
-/* Operations matched by name: ranks may submit them in any order, several in flight, from any thread.
- *
- * Called exactly once for each accepted submission, on a thread of the queue or inside mr_queue_close, never
- * inside mr_queue_submit: MR_OK, or the status of the first operation that failed. `error` is NULL, or valid
- * during the call. Once the queue is broken, each submission with a `done` fails with the first error itself:
- * a framework reports any of those that fail. works[i] belongs to operations[i] and is valid during the call
- * only (for mr_work_result of what was allocated). It may submit; what it waits for must not need this queue.
- */
-typedef void (*mr_done)(void* context, mr_status status, const mr_error* error, mr_work* const* works);
-/* Collective over the communicator. The queue has communicators of its own, so that it never gets between the
- * communicator's other operations. It ends with the communicator. */
-MR_API mr_status mr_queue_create(mr_communicator* communicator, mr_queue** queue, mr_error* error);
-MR_API int mr_queue_rank(const mr_queue* queue);
-MR_API int mr_queue_size(const mr_queue* queue);
 /* Operations that are queued under one name.
  *
  * A submission is matched with the peers' submission of its name. A name may be submitted again: the k-th
@@ -219,7 +122,7 @@ MR_API int mr_queue_size(const mr_queue* queue);
 typedef struct mr_submission {
   size_t struct_size;
   const char* name;               /* at most 4096 bytes */
-  const mr_operation* operations; /* not send and recv; arrays must live, and not be touched, until `done` */
+  const mr_operation* operations; /* arrays must live, and not be touched, until `done` */
   int count;
   int priority;      /* higher leaves earlier; rank 0's counts */
   uint64_t step;     /* 0: not counted */
@@ -228,17 +131,33 @@ typedef struct mr_submission {
   void* context;
 } mr_submission;
 #define MR_SUBMISSION_INIT {sizeof(mr_submission), NULL, NULL, 0, 0, 0, 0, NULL, NULL}
-/* Queues a submission. Never waits for another rank. */
+
+MR_API int mr_queue_rank(const mr_queue* queue);
+MR_API int mr_queue_size(const mr_queue* queue);
+/* Queues a submission. */
 MR_API mr_status mr_queue_submit(mr_queue* queue, const mr_submission* submission, mr_error* error);
 /* Whether an error of any rank has broken the queue, or it is closed. */
 MR_API int mr_queue_is_broken(const mr_queue* queue);
 /* Breaks the queue on all ranks: pending and later submissions fail with MR_ABORTED and this message. */
 MR_API void mr_queue_abort(mr_queue* queue, const char* message);
-/* Ends this rank's part: pending submissions fail (done is called), later ones are refused with MR_ABORTED.
- * On a thread of the queue, as inside `done`, it only begins the end. */
-MR_API void mr_queue_close(mr_queue* queue);
-/* Closes, and frees the handle. */
-MR_API void mr_queue_free(mr_queue* queue);
+/* Keeps an error that the caller has found, or to whose message it has added, as the queue keeps its own:
+ * sets the number, and the rank and the host where they are not known. */
+MR_API void mr_queue_keep(mr_queue* queue, mr_error* error);
+
+/* Memory that was allocated for a result, and the rows that came from each rank (`rows` has room for as many
+ * numbers as there are ranks, or is NULL). */
+MR_API const void* mr_work_result(const mr_work* work, size_t* bytes, uint64_t* rows);
+
+/* Cut between two characters if it is too long: frameworks decode strictly. */
+MR_API void mr_error_set_message(mr_error* error, const char* message);
+/* What a framework is told of an error, "multiring error 17: PeerLostError: ..."; multiring/error_text.py
+ * finds the error itself by it. Cut if there is no room. */
+MR_API void mr_error_text(const mr_error* error, char* text, size_t room);
+/* The code of a status among those of gRPC and absl, which several frameworks use. */
+MR_API int mr_status_code(mr_status status);
+MR_API mr_output mr_output_of(mr_kind kind);
+/* A number that changes with every bit of the memory and its place: what ranks compare of their state. */
+MR_API uint64_t mr_checksum(const void* data, size_t bytes, uint64_t seed);
 
 #ifdef __cplusplus
 }

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from multiring.error_text import text_of
+from multiring.errors import MultiringError
 from multiring.horovod import basics
 from multiring.horovod.host_calls import Asked, start
 from multiring.horovod.process_sets import ProcessSet, global_process_set
@@ -165,6 +167,7 @@ def _join(operation: Delegated) -> None:
 def _end(operation: Delegated, results: Any, error: Exception | None) -> None:
     if error is not None:
         cause = error.__cause__ or error  # multiring's own, if there is one
-        operation.fail(code_of(error), f"{type(cause).__name__}: {error}")
+        told = text_of(cause) if isinstance(cause, MultiringError) else f"{type(cause).__name__}: {error}"
+        operation.fail(code_of(error), told)
     else:
         operation.succeed(() if operation.outputs is not None else results)

@@ -18,7 +18,7 @@ from multiring.errors import AbortedError, MismatchError, UsageError
 from multiring.jax.library import library, number_of
 from multiring.jax.primitive import Bucket, Collective, run
 from tests.adapters.jax.support import errors_break_the_queue
-from tests.on_ranks import all_raise
+from tests.on_ranks import all_raise, check_fields
 from tests.support import last_words, run_job
 
 
@@ -32,11 +32,15 @@ def test_a_program_of_another_process_is_refused(comm: Communicator) -> None:
 
 @all_raise(MismatchError, "loss")
 def test_a_mismatch_is_an_error_of_jax_on_every_rank(comm: Communicator) -> None:
-    """And every later call fails with the first error."""
+    """And every later call fails with the first error, of which no field is lost."""
     step = jax.jit(lambda x: mj.allreduce(x * 2, name="loss") + 1)
     with errors_break_the_queue(comm):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"multiring\.MismatchError: .*'loss'"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"multiring error \d+: MismatchError: .*'loss'"):
             jax.block_until_ready(step(jnp.ones(3 + comm.rank)))
+        for call in (step, mj.allreduce):
+            with pytest.raises(MismatchError) as raised, mj.raise_errors():
+                jax.block_until_ready(call(jnp.ones(3 + comm.rank)))
+            check_fields(raised.value, comm, "loss")
         jax.block_until_ready(step(jnp.ones(3 + comm.rank)))
 
 

@@ -19,7 +19,7 @@ from multiring import Communicator
 from multiring.errors import MismatchError, UsageError
 from multiring.gradients.options import ReducerOptions
 from tests.adapters.horovod.support import refused
-from tests.on_ranks import Pool, all_raise, on_ranks
+from tests.on_ranks import Pool, all_raise, check_fields, on_ranks
 
 
 @on_ranks(3)
@@ -230,11 +230,19 @@ def test_a_mismatch_in_a_loop_reaches_every_rank(comm: Communicator) -> None:
         variable.assign_sub(y * 0.0)
         return y
 
-    with pytest.raises(tf.errors.FailedPreconditionError, match="multiring: MismatchError") as caught:
+    told = r"multiring error \d+: MismatchError"
+    with pytest.raises(tf.errors.FailedPreconditionError, match=told) as caught:
         for number in range(5):
             step(tf.ones([4 + (number == 3 and comm.rank == 1)]))
-    with mt.translate_errors():
-        raise caught.value
+    with pytest.raises(MismatchError) as eager, mt.translate_errors():
+        mt.allreduce(tf.ones([4]), name="hidden layer")
+    check_fields(eager.value, comm, "hidden layer")
+    try:
+        with mt.translate_errors():
+            raise caught.value
+    except MismatchError as error:
+        check_fields(error, comm, "hidden layer")
+        raise
 
 
 @pytest.mark.parametrize(

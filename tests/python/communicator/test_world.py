@@ -12,6 +12,7 @@ import pytest
 import multiring
 from multiring import Communicator, UsageError
 from multiring.commands.frameworks import FRAMEWORKS
+from multiring.error_text import find_error, text_of
 from tests.on_ranks import on_ranks
 from tests.support import run_job, run_python
 
@@ -117,3 +118,20 @@ def test_the_public_names() -> None:
     assert issubclass(multiring.TimeoutError, TimeoutError)
     assert issubclass(multiring.PeerLostError, ConnectionError)
     assert issubclass(multiring.UsageError, ValueError)
+
+
+def test_errors_keep_their_fields_where_a_framework_tells_a_text() -> None:
+    error = multiring.PeerLostError("rank 0 lost rank 1", rank=0, peer=1)
+    assert find_error(f"Graph: {text_of(error)} [Op:Sum]") is error
+    for text in (
+        text_of(error).replace("rank 0", "rank 2"),
+        "multiring error 999: PeerLostError: rank 2 [[x",
+    ):
+        other = find_error(text)  # of another process, or of long ago
+        assert isinstance(other, multiring.PeerLostError)
+        assert (other.rank, str(other)[:6]) == (None, "rank 2")
+    assert find_error("multiring: no error") is None
+    try:
+        raise error
+    except multiring.PeerLostError as caught:
+        assert type(caught)(f"{caught}, at node 7").peer == 1
