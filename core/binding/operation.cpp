@@ -164,10 +164,10 @@ void copy_addresses_streaming(std::uintptr_t to, std::uintptr_t from, std::size_
   copy_streaming(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
 }
 
-/// The values 0 to count - 1 of an enum, by their names in capitals.
+/// The values `first` to count - 1 of an enum, by their names in capitals.
 template <class Enum, class NameOf>
-void add_values(py::enum_<Enum> values, int count, const NameOf& name_of) {
-  for (int index = 0; index < count; ++index) {
+void add_values(py::enum_<Enum> values, Enum first, int count, const NameOf& name_of) {
+  for (int index = static_cast<int>(first); index < count; ++index) {
     const auto value = static_cast<Enum>(index);
     std::string name = name_of(value);
     std::ranges::transform(name, name.begin(), [](unsigned char letter) { return std::toupper(letter); });
@@ -183,11 +183,11 @@ void bind_operation(py::module_& module) {
       py::arg("array"), "Address of the first element.");
   module.def("copy_streaming", &copy_addresses_streaming, py::arg("to"), py::arg("source"), py::arg("nbytes"),
              "Copies memory, given by addresses, past the caches.");
-  add_values(py::enum_<OpKind>(module, "OpKind"), kPublicOpKinds,
+  add_values(py::enum_<OpKind>(module, "OpKind"), OpKind::kSend, static_cast<int>(OpKind::kCount),
              [](OpKind kind) { return traits_of(kind).name; });
-  add_values(py::enum_<ReduceOp>(module, "ReduceOp"), kReduceOpCount, reduce_op_name);
+  add_values(py::enum_<ReduceOp>(module, "ReduceOp"), ReduceOp{}, kReduceOpCount, reduce_op_name);
   add_values(py::enum_<CommDtype>(module, "CommDtype", "As what float32 crosses from host to host."),
-             kCommDtypeCount, comm_dtype_name);
+             CommDtype{}, kCommDtypeCount, comm_dtype_name);
   module.def(
       "checksum",
       [](std::uintptr_t address, std::size_t nbytes, std::uint64_t seed) {

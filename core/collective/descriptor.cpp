@@ -25,8 +25,7 @@ std::uint64_t hash_name(std::string_view name) {
 bool same_key(const MatchKey& a, const MatchKey& b) { return std::memcmp(&a, &b, sizeof a) == 0; }
 
 bool is_plausible(const Descriptor& descriptor) {
-  return static_cast<int>(descriptor.key.kind) < kOpKindCount &&
-         static_cast<int>(descriptor.key.op) < kReduceOpCount &&
+  return descriptor.key.kind < OpKind::kCount && static_cast<int>(descriptor.key.op) < kReduceOpCount &&
          static_cast<int>(descriptor.key.comm_dtype) < kCommDtypeCount &&
          static_cast<int>(descriptor.dtype) < kDTypeCount && descriptor.dims <= Descriptor::kMaxDims;
 }

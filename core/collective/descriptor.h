@@ -13,22 +13,24 @@
 
 namespace multiring {
 
-/// The values are part of the C ABI (multiring.h); what each needs is in collective/kinds.cpp.
+/// The values are part of the C ABI (multiring.h); what each needs is in collective/kinds.cpp. First what is
+/// part of other calls, then messages, then the collectives, to which a new one is added at the end.
 enum class OpKind : std::uint8_t {
-  kAllreduce = 0,
-  kReduceScatter = 1,
-  kAllgather = 2,
-  kBroadcast = 3,
-  kAlltoall = 4,
-  kGather = 5,
-  kScatter = 6,
-  kBarrier = 7,
-  kSend = 8,
-  kReceive = 9,
-  kSplit = 10,
-  kAllocate = 11,
+  kSplit,
+  kAllocate,
+  kSend,
+  kReceive,
+  kAllreduce,
+  kReduceScatter,
+  kAllgather,
+  kBroadcast,
+  kAlltoall,
+  kGather,
+  kScatter,
+  kBarrier,
+  kCount,  ///< no kind
 };
-inline constexpr int kOpKindCount = 12;
+constexpr bool is_collective(OpKind kind) { return kind >= OpKind::kAllreduce && kind < OpKind::kCount; }
 
 /// What has to be equal on all ranks before data moves; fields that an operation does not compare are 0.
 struct MatchKey {

@@ -11,6 +11,23 @@ using Overlap = OpTraits::Overlap;
 
 // In the order of OpKind.
 constexpr OpTraits kTraits[] = {
+    {.name = "split",
+     .run = allgather,
+     .compared = Compared::kElements,
+     .output = Output::kNone,
+     .has_array = false},
+    {.name = "symmetric_empty", .run = barrier, .compared = Compared::kElements, .output = Output::kNone},
+    {.name = "send",
+     .run = nullptr,
+     .compared = Compared::kElements,
+     .output = Output::kNone,
+     .needs_input = true,
+     .has_root = true},
+    {.name = "recv",
+     .run = nullptr,
+     .compared = Compared::kElements,
+     .output = Output::kSame,
+     .has_root = true},
     {.name = "allreduce",
      .run = allreduce,
      .compared = Compared::kElements,
@@ -59,25 +76,8 @@ constexpr OpTraits kTraits[] = {
      .compared = Compared::kNothing,
      .output = Output::kNone,
      .has_array = false},
-    {.name = "send",
-     .run = nullptr,
-     .compared = Compared::kElements,
-     .output = Output::kNone,
-     .needs_input = true,
-     .has_root = true},
-    {.name = "recv",
-     .run = nullptr,
-     .compared = Compared::kElements,
-     .output = Output::kSame,
-     .has_root = true},
-    {.name = "split",
-     .run = allgather,
-     .compared = Compared::kElements,
-     .output = Output::kNone,
-     .has_array = false},
-    {.name = "symmetric_empty", .run = barrier, .compared = Compared::kElements, .output = Output::kNone},
 };
-static_assert(std::size(kTraits) == kOpKindCount);
+static_assert(std::size(kTraits) == static_cast<std::size_t>(OpKind::kCount));
 
 constexpr OpTraits kUnknown{
     .name = "unknown operation", .run = nullptr, .compared = Compared::kNothing, .output = Output::kNone};

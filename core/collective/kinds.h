@@ -46,9 +46,6 @@ struct OpTraits {
   bool has_array = true;
 };
 
-/// The first kinds, which users can ask for; the others are parts of calls of their own.
-inline constexpr int kPublicOpKinds = static_cast<int>(OpKind::kReceive) + 1;
-
 MULTIRING_API const OpTraits& traits_of(OpKind kind);
 inline const OpTraits& traits_of(const Descriptor& descriptor) { return traits_of(descriptor.key.kind); }
 

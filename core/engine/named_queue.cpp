@@ -105,8 +105,7 @@ void NamedQueue::prepare(NamedRequest& request) const {
   for (std::size_t i = 0; i < request.operations.size(); ++i) {
     Operation& operation = request.operations[i];
     const OpKind kind = operation.descriptor.key.kind;
-    if (traits_of(kind).run == nullptr || static_cast<int>(kind) >= kPublicOpKinds)
-      throw_usage(operation, "only collectives can be submitted to a named queue");
+    if (!is_collective(kind)) throw_usage(operation, "only collectives can be submitted to a named queue");
     if (operation.descriptor.name_view().empty())
       operation.descriptor.set_name(
           request.operations.size() == 1 ? request.name : request.name + "[" + std::to_string(i) + "]");

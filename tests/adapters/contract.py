@@ -332,7 +332,8 @@ class AdapterContract:
             assert isinstance(outcome.error, PeerLostError), outcome.trace
             assert "rank 1" in str(outcome.error)
             assert re.search("gradients|first|offset|second|extra", str(outcome.error)), outcome.error
-            where = outcome.error.rank, outcome.error.peer, outcome.error.host
+            assert outcome.error.peer == 1, outcome.error
+            where = outcome.error.rank, outcome.error.host
             assert None not in (*where, outcome.error.operation, outcome.error.tensor)
 
     @on_ranks(3)

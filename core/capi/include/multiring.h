@@ -46,14 +46,14 @@ typedef enum mr_dtype {
 typedef enum mr_reduce_op { MR_SUM = 0, MR_AVERAGE = 1, MR_MIN = 2, MR_MAX = 3, MR_PRODUCT = 4 } mr_reduce_op;
 
 typedef enum mr_kind {
-  MR_ALLREDUCE = 0,
-  MR_REDUCE_SCATTER = 1,
-  MR_ALLGATHER = 2,
-  MR_BROADCAST = 3,
-  MR_ALLTOALL = 4,
-  MR_GATHER = 5,
-  MR_SCATTER = 6,
-  MR_BARRIER = 7
+  MR_ALLREDUCE = 4,
+  MR_REDUCE_SCATTER = 5,
+  MR_ALLGATHER = 6,
+  MR_BROADCAST = 7,
+  MR_ALLTOALL = 8,
+  MR_GATHER = 9,
+  MR_SCATTER = 10,
+  MR_BARRIER = 11
 } mr_kind;
 
 /* The result of an operation of a kind. */

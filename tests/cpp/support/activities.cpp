@@ -69,8 +69,8 @@ void split_twice(Communicator& communicator, const CallOptions& options) {
 /// Calls `visit` with every collective that can be asked for.
 template <class Visit>
 void for_each_collective(const Visit& visit) {
-  for (int kind = 0; kind < kPublicOpKinds; ++kind)
-    if (traits_of(static_cast<OpKind>(kind)).run != nullptr) visit(static_cast<OpKind>(kind));
+  for (auto kind = OpKind{}; kind < OpKind::kCount; kind = static_cast<OpKind>(static_cast<int>(kind) + 1))
+    if (is_collective(kind)) visit(kind);
 }
 
 }  // namespace

@@ -1,0 +1,110 @@
+"""CONTRIBUTING.md's list for a new collective is complete: one is added to a copy of the tree and runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import REPOSITORY
+
+ROTATE = """#include <vector>
+
+#include "collective/collectives.h"
+#include "collective/staged/copy.h"
+
+namespace multiring {
+
+void rotate(Exchange& exchange, const OperationCall& call, Operation& operation) {
+  const auto size = static_cast<std::size_t>(exchange.size());
+  const std::size_t bytes = operation.descriptor.bytes;
+  const StagedCopy::Outgoing outgoing[] = {{operation.input, bytes}};
+  StagedCopy copy(exchange, call, outgoing);
+  exchange.match(call, operation.descriptor, [&] { copy.stage_first(); });
+  std::vector<StagedCopy::Incoming> incoming(size);
+  incoming[(static_cast<std::size_t>(exchange.rank()) + size - 1) % size] = {operation.output, bytes};
+  copy.run(incoming, bytes);
+}
+
+}  // namespace multiring
+"""
+# By file: what an edit stands in front of, and what it adds. All files without which it does not run.
+EDITS = {
+    "core/collective/descriptor.h": ("  kCount,", "  kRotate,\n"),
+    "core/collective/kinds.cpp": (
+        "};\nstatic_assert(std::size(kTraits)",
+        '{.name = "rotate", .run = rotate, .compared = Compared::kElements, .output = Output::kSame,\n'
+        " .overlap = Overlap::kDisjoint, .needs_input = true},\n",
+    ),
+    "core/collective/collectives.h": (
+        "MULTIRING_API void barrier(",
+        "MULTIRING_API void rotate(Exchange& exchange, const OperationCall& call, Operation& operation);\n",
+    ),
+    "core/base/protocol.h": ("inline constexpr std::uint32_t kProtocol", "// rotate\n"),
+    "core/multiring/collectives.py": (
+        "    # Shared by the collectives.",
+        "    def rotate(self, x: Array, timeout: float | None = None) -> Array:\n"
+        '        """Gives every rank the array of the rank before it."""\n'
+        '        operation = self._operation("ROTATE", None)\n'
+        "        return self._run(operation, set_arrays(operation, x, None), timeout)\n\n",
+    ),
+}
+PROGRAM = """
+import numpy as np, multiring
+comm = multiring.init()
+for count in (0, 1, 300_001):
+    found = comm.rotate(np.full(count, comm.rank))
+    assert (found == (comm.rank - 1) % comm.size).all() and len(found) == count, found
+try:
+    comm.rotate(np.zeros(1 + comm.rank))
+except multiring.MismatchError as error:
+    print("mismatch", error.operation)
+"""
+# The copy is to be found in place of what is installed in editable mode.
+SITE = """
+import sys
+sys.meta_path[:] = [each for each in sys.meta_path if "_editable_" not in type(each).__module__]
+"""
+
+
+def run(*command: str, **environ: str) -> str:
+    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.full
+def test_a_collective_that_is_added_as_described_runs(tmp_path: Path) -> None:
+    described = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("*A collective*")[2].partition("\n*A ")[0]
+    copy, prefix = tmp_path / "copy", tmp_path / "prefix"
+    for name in ("CMakeLists.txt", "cmake", "core", "adapters/CMakeLists.txt"):
+        if (source := REPOSITORY / name).is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.exists():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, copy / name)
+    for name, (before, added) in EDITS.items():
+        assert name in described or Path(name).name in described, f"the list lacks {name}"
+        text = (copy / name).read_text()
+        assert text.count(before) == 1, (name, before)
+        (copy / name).write_text(text.replace(before, added + before))
+    (copy / "core/collective/rotate.cpp").write_text(ROTATE)
+
+    pybind11 = run(sys.executable, "-m", "pybind11", "--cmakedir").strip()
+    options = "-DMULTIRING_BUILD_PYTHON=ON", "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0"
+    python = f"-DPython_EXECUTABLE={sys.executable}"
+    build = str(tmp_path / "build")
+    run("cmake", "-S", str(copy), "-B", build, "-G", "Ninja", *options, python, f"-Dpybind11_DIR={pybind11}")
+    run("cmake", "--build", build, "--target", "_core")
+    run("cmake", "--install", build, "--component", "multiring", "--prefix", str(prefix))
+    shutil.copytree(copy / "core/multiring", prefix / "multiring", dirs_exist_ok=True)
+    (prefix / "sitecustomize.py").write_text(SITE)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    launch = sys.executable, "-m", "multiring", "run", "-np", "3", "python", str(tmp_path / "program.py")
+    out = run(*launch, PYTHONPATH=str(prefix))
+    assert len(re.findall("mismatch rotate", out)) == 3, out
