@@ -77,7 +77,7 @@ def _lines(axes: Axes, found: Found, titles: Mapping[str, str]) -> None:
 
 def _bars(axes: Axes, found: Found, titles: Mapping[str, str]) -> None:
     for place, ((framework, ranks), outcome) in enumerate(found):
-        speed = TrainingSpeed.from_dict(outcome.values)
+        speed = TrainingSpeed(**outcome.values)
         bars = [(_label(titles[framework], ranks), speed.efficiency)]
         if speed.own_efficiency is not None:
             bars.append((speed.own_way or "", speed.own_efficiency))

@@ -236,7 +236,7 @@ def _measure_again(run: _Run) -> None:
 def _better(first: Outcome, second: Outcome) -> Outcome:
     """The one with the higher efficiency."""
     done = [outcome for outcome in (first, second) if outcome.state is State.DONE]
-    return max(done, key=lambda outcome: TrainingSpeed.from_dict(outcome.values).efficiency.median)
+    return max(done, key=lambda outcome: TrainingSpeed(**outcome.values).efficiency.median)
 
 
 def _report(

@@ -203,7 +203,7 @@ class _Case:
 
     def _speed(self) -> Iterator[Metric]:
         outcome = self._need(self.cell.framework, self.cell.ranks, "speed")
-        speed = TrainingSpeed.from_dict(outcome.values)
+        speed = TrainingSpeed(**outcome.values)
         yield Metric("efficiency", speed.efficiency.median)
         yield Metric("images/s", speed.images_per_second(TOGETHER))
         if speed.over_own_way is not None:
